@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,15 +14,16 @@ import torch
 from PIL import Image
 
 from tests.checkpoints import transformers_model
+from tests.image_answers import GREEDY, Answer, chat_of, check_another_pixel, check_answers, ways
 from tests.images import as_file, make_mistral3, make_pixtral, picture
-from vllm_lite import LLM, SamplingParams
+from vllm_lite import LLM
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.client.media.rows import RowSettings, rows_of
 from vllm_lite.errors import RequestError
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+WAYS = ways(9, 2)
 SMALL: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "single_process": True, "seed": 0}
 
 
@@ -126,14 +128,7 @@ CHATS: list[list[Any]] = [
 ]
 
 
-def chat_of(parts: list[Any]) -> list[dict[str, Any]]:
-    content = [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
-    ]
-    return [{"role": "user", "content": content}]
-
-
-def answer(made: Made, parts: list[Any]) -> tuple[list[int], list[int]]:
+def answer(made: Made, parts: list[Any]) -> Answer:
     """The prompt's tokens and the answer, by transformers."""
     from transformers import AutoTokenizer
 
@@ -156,41 +151,18 @@ def answer(made: Made, parts: list[Any]) -> tuple[list[int], list[int]]:
 
 
 @pytest.fixture(scope="module")
-def answers(made: Made) -> list[tuple[list[int], list[int]]]:
+def answers(made: Made) -> list[Answer]:
     found = [answer(made, parts) for parts in CHATS]
     assert len({tuple(tokens) for _, tokens in found}) == len(CHATS)
     return found
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"max_num_batched_tokens": 9, "max_num_seqs": 4},
-        {"max_num_batched_tokens": 2, "max_num_seqs": 2, "async_scheduling": False},
-        {"enable_prefix_caching": False},
-        {"preemption_mode": "recompute", "block_size": 8},
-        {"preemption_mode": "swap", "block_size": 8, "swap_space": 0.01},
-        {"tensor_parallel_size": 2, "single_process": False},
-    ],
-    ids=["whole", "chunks of 9", "chunks of 2", "no cache", "recompute", "swap", "two ranks"],
-)
-def test_answers_are_those_of_transformers(
-    made: Made, answers: list[tuple[list[int], list[int]]], settings: dict[str, Any]
-) -> None:
-    preempts = "preemption_mode" in settings
-    blocks = 3 + sum(1 + len(prompt_ids) // 8 for prompt_ids, _ in answers) if preempts else 64
-    longer = msgspec.structs.replace(GREEDY, max_tokens=30) if preempts else GREEDY
-    with LLM(str(made.path), **{"num_gpu_blocks_override": blocks, **SMALL, **settings}) as llm:
-        for turn in range(2):
-            outputs = llm.chat([chat_of(parts) for parts in CHATS], longer, use_tqdm=False)
-            for output, (prompt_ids, tokens) in zip(outputs, answers, strict=True):
-                assert output.prompt_token_ids == prompt_ids
-                assert output.outputs[0].token_ids[:10] == tokens, f"turn {turn}"
-        assert (llm.stats().preemptions > 0) == preempts
+@pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS)
+def test_answers_are_those_of_transformers(made: Made, answers: list[Answer], settings: dict[str, Any]) -> None:
+    check_answers(made.path, CHATS, answers, SMALL | settings)
 
 
-def test_samples_of_a_prompt_are_forks(made: Made, answers: list[tuple[list[int], list[int]]]) -> None:
+def test_samples_of_a_prompt_are_forks(made: Made, answers: list[Answer]) -> None:
     several = msgspec.structs.replace(GREEDY, n=3)
     with LLM(str(made.path), num_gpu_blocks_override=64, **SMALL) as llm:
         (output,) = llm.chat(chat_of(CHATS[3]), several, use_tqdm=False)
@@ -201,14 +173,4 @@ def test_samples_of_a_prompt_are_forks(made: Made, answers: list[tuple[list[int]
 
 
 def test_a_pixel_makes_another_image(made: Made) -> None:
-    """It hits nothing from its place on, and is answered as what it is."""
-    first, other = picture(64, 64, 6), picture(64, 64, 6).copy()
-    other[30:40, 30:40] ^= 255
-    shown = [[Image.fromarray(each), "a page of words"] for each in (first, first, other)]
-    with LLM(str(made.path), num_gpu_blocks_override=64, block_size=4, **SMALL) as llm:
-        outputs = [llm.chat(chat_of(parts), GREEDY, use_tqdm=False)[0] for parts in shown]
-    cached = [output.num_cached_tokens or 0 for output in outputs]
-    assert cached[1] >= len(outputs[1].prompt_token_ids) - 4
-    assert cached[0] == 0
-    assert cached[2] < 8 + 4, "what stands before the image"
-    assert [output.outputs[0].token_ids for output in outputs] == [answer(made, parts)[1] for parts in shown]
+    check_another_pixel(made.path, SMALL, partial(answer, made))

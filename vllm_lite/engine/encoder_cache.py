@@ -28,7 +28,7 @@ from vllm_lite.engine.sequence import Status
 from vllm_lite.protocol.api import Stats
 from vllm_lite.protocol.encoder import MIN_ROOM, DemoteEncoded, Encode, EncodeAside, FreeEncoded, PromoteEncoded
 from vllm_lite.protocol.spans import Media
-from vllm_lite.protocol.step import Entry
+from vllm_lite.protocol.step import Entry, ModelOutput
 
 MAX_STEP_BYTES = 32 * 1024 * 1024
 """Contents of media that a step carries to the workers: half of what a message may have."""
@@ -163,6 +163,10 @@ class EncoderCache(CachePart[None]):
         if digest in self._aside and not self.others_decode():
             self.learn([digest])
         return digest not in self._aside
+
+    def take_result(self, result: ModelOutput) -> None:
+        if result.encoded:
+            self.learn(result.encoded)
 
     def learn(self, encoded: Iterable[bytes]) -> None:
         """The workers have computed these media aside, or will have for the step in the making."""

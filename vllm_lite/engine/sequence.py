@@ -79,9 +79,9 @@ class Sequence:
     """The last prefix lookup and admission verdict, while it waits."""
     forks_state: bool = False
     """Whether samples are to fork from its state before its last token, which is therefore computed by itself."""
-    ends_in_medium: bool = field(init=False)
-    """Whether the last token of its prompt is of a medium: it is computed as those before it, also by itself, as its
-    vectors have to be there."""
+    prompt_end: int = field(init=False)
+    """Positions up to which a single token is computed as a chunk of the prompt, too: where the prompt ends with a
+    medium, whose vectors have to be there, its length, and else 0."""
     is_settled: bool = field(init=False)
     """Whether its grammar is known to be compiled, or it has none. Until then one step of it is in flight at most: that
     step may give it no token."""
@@ -95,7 +95,7 @@ class Sequence:
         self.max_len = request.max_len
         self.stop_ids = request.stop_ids
         self.unscored = self.index == 0 and request.lacks_scores
-        self.ends_in_medium = bool(request.media) and request.media[-1].end == request.num_prompt
+        self.prompt_end = self.num_prompt if request.media and request.media[-1].end == self.num_prompt else 0
         self.is_settled = not request.is_guided
 
     @property

@@ -5,9 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -15,10 +13,8 @@ from starlette.routing import Route
 from vllm_lite import __version__
 from vllm_lite.server.config import Keys, ServeConfig
 from vllm_lite.server.generation import Asked, Generation, Made
-from vllm_lite.server.http.auth import OPEN_PATHS, AuthMiddleware
-from vllm_lite.server.http.callers import LOCAL_PAGES, Callers
+from vllm_lite.server.http.application import Guards, guarded
 from vllm_lite.server.http.dialects import Dialects
-from vllm_lite.server.http.paths import PathMiddleware
 from vllm_lite.server.live_requests import LiveRequests, as_json
 from vllm_lite.server.load_report import load_report
 from vllm_lite.server.messages import errors as messages_errors
@@ -27,7 +23,7 @@ from vllm_lite.server.metrics import Metrics
 from vllm_lite.server.ollama import errors as ollama_errors
 from vllm_lite.server.openai import openapi
 from vllm_lite.server.openai.bodies import ChatBody, CompletionBody, DetokenizeBody, GenerateBody, TokenizeBody
-from vllm_lite.server.openai.errors import ApiError, shown
+from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.prompts import SLICE_TOKENS
 from vllm_lite.server.pages import pages
 
@@ -163,40 +159,8 @@ def build(
     if config.disable_fastapi_docs:
         routes = [route for route in routes if route.path not in API_DOCS_PATHS]
     metrics.know(routes)
-    open_paths = OPEN_PATHS
-    open_paths |= {METRICS_PATH} if config.public_metrics else frozenset()
-    open_paths |= DOCS_PATHS if config.public_docs else frozenset()
-    callers = Callers.of(config, keys)
-    auth = Middleware(AuthMiddleware, keys=keys, callers=callers, open_paths=open_paths, dialects=DIALECTS)
+    public = {METRICS_PATH} if config.public_metrics else set()
+    public |= DOCS_PATHS if config.public_docs else frozenset()
     short = frozenset(route.path.removeprefix(V1) for route in routes if route.path.startswith(f"{V1}/"))
-    paths = Middleware(PathMiddleware, short=short - {route.path for route in routes}, root=config.root)
-    middleware = [paths, Middleware(metrics.counting), auth]
-    if config.allowed_origins or callers.local_pages:
-        cors = Middleware(
-            CORSMiddleware,
-            allow_origins=config.allowed_origins or (),
-            allow_origin_regex=LOCAL_PAGES if callers.local_pages else None,
-            allow_methods=config.allowed_methods,
-            allow_headers=config.allowed_headers,
-            allow_credentials=config.allow_credentials,
-        )
-        middleware.insert(0, cors)
-    handlers: dict[Any, Any] = {ApiError: _on_api_error, HTTPException: _on_http_error, Exception: _on_fault}
-    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
-    app.router.redirect_slashes = False  # to where the Host header says
-    return app
-
-
-async def _on_api_error(request: Request, error: ApiError) -> Response:
-    return DIALECTS.response(request.scope, error)
-
-
-async def _on_http_error(request: Request, error: HTTPException) -> Response:
-    text = f"{request.method} {shown(request.scope['path'])}: {error.detail}"
-    return DIALECTS.response(request.scope, ApiError(error.status_code, text, headers=dict(error.headers or {})))
-
-
-async def _on_fault(request: Request, error: Exception) -> Response:
-    """Answer for a fault of ours. Its traceback goes to the log, not to the client."""
-    del error
-    return DIALECTS.response(request.scope, ApiError(500, "the server failed; its log says why"))
+    short -= {route.path for route in routes}
+    return guarded(routes, Guards(config, keys, DIALECTS, public, short, (Middleware(metrics.counting),)))

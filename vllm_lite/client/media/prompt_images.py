@@ -4,15 +4,29 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_lite.checkpoint.layer_specs.vision import read_vision
+from vllm_lite.checkpoint.layer_specs.anyres import AnyresSpec
+from vllm_lite.checkpoint.layer_specs.gemma_vision import Gemma3VisionSpec, Gemma4VisionSpec, UnifiedVisionSpec
+from vllm_lite.checkpoint.layer_specs.pixtral import PixtralVisionSpec
+from vllm_lite.checkpoint.layer_specs.qwen_vision import Qwen2VisionSpec, Qwen3VisionSpec
+from vllm_lite.checkpoint.layer_specs.vision import SiglipSpec, VisionSpec, read_vision
 from vllm_lite.checkpoint.typed_json import read_json
+from vllm_lite.client.media.gemma_writers import FittedWriter, SquareWriter
 from vllm_lite.client.media.image_pool import ImagePool
-from vllm_lite.client.media.select_writer import writer_for
 from vllm_lite.client.media.sources import MAX_IMAGES, GivenImage, ImageLimits
-from vllm_lite.client.media.writers import ImageWriter
+from vllm_lite.client.media.writers import GridWriter, ImageWriter, PatchWriter, RowWriter, TileWriter
 from vllm_lite.client.spans import ShownMedia, Span, Text
 from vllm_lite.errors import ConfigError, RequestError
 
+WRITERS: dict[type[VisionSpec], type[ImageWriter[Any, Any]]] = {
+    AnyresSpec: GridWriter,
+    Gemma3VisionSpec: SquareWriter,
+    Gemma4VisionSpec: FittedWriter,
+    PixtralVisionSpec: RowWriter,
+    Qwen2VisionSpec: PatchWriter,
+    Qwen3VisionSpec: PatchWriter,
+    SiglipSpec: TileWriter,
+    UnifiedVisionSpec: FittedWriter,
+}
 Encode = Callable[[str], list[int]]
 """The token ids of a prompt's text."""
 
@@ -48,7 +62,7 @@ class PromptImages:
         limits = limits or ImageLimits()
         if vision is None:
             return None
-        writer = writer_for(vision, path, limits.pixels)
+        writer = WRITERS[type(vision)](vision, path, limits.pixels)
         try:
             writer.settings = writer.changed(changes or {})
         except RequestError as error:

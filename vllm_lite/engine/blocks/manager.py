@@ -13,7 +13,7 @@ from vllm_lite.engine.blocks.part import CachePart, Growth, Op, PrefixHit
 from vllm_lite.engine.blocks.verdict import Admission, Lookup, Verdict
 from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.protocol.api import PrefixCacheReset, Stats
-from vllm_lite.protocol.step import Entry
+from vllm_lite.protocol.step import Entry, ModelOutput
 from vllm_lite.runtime.prefix_hash import PrefixHasher
 
 _RETIRED = "computed before the cache was reset"
@@ -200,6 +200,11 @@ class KVCacheManager:
         for part in self._others:
             count = part.reachable(sequence, start, count)
         return count
+
+    def take_result(self, result: ModelOutput) -> None:
+        """Let the parts read what the result of a step says of anything but tokens."""
+        for part in self._others:
+            part.take_result(result)
 
     def most_uncut(self, sequences: Iterable[Sequence]) -> int:
         """The most tokens that any of these has to compute in one step; 0: any number does."""

@@ -15,7 +15,7 @@ from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.blocks.verdict import OK, Admission
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.api import Stats
-from vllm_lite.protocol.step import Entry
+from vllm_lite.protocol.step import Entry, ModelOutput
 
 Found = TypeVar("Found")
 """The beginning of a sequence as one part has it: tables of block ids, a state's slot."""
@@ -188,6 +188,9 @@ class CachePart(ABC, Generic[Found]):
     def most_drafts(self, sequence: Sequence, count: int) -> int:  # noqa: ARG002
         """Number of `count` drafts that a step may have which computes `sequence` up to `num_computed` otherwise."""
         return count
+
+    def take_result(self, result: ModelOutput) -> None:
+        """Read what the workers say, in the result of a step, of anything but tokens."""
 
     @abstractmethod
     def publish(self, sequence: Sequence, first: int, last: int) -> None:

@@ -16,7 +16,6 @@ from itertools import islice
 
 from vllm_lite.engine.blocks.disk_tier import DiskTier
 from vllm_lite.engine.blocks.manager import KVCacheManager
-from vllm_lite.engine.encoder_cache import EncoderCache
 from vllm_lite.engine.observe.counters import Meter
 from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.scheduling.admission import Admitter
@@ -275,7 +274,7 @@ class Scheduler:
             end = sequence.num_tokens + pending
             if pending and (end >= sequence.max_len or sequence.request.beam or not sequence.is_settled):
                 continue  # its last token may be on its way, or what comes next depends on it
-            if end - sequence.num_computed > 1 or (sequence.ends_in_medium and end == sequence.num_prompt):
+            if end - sequence.num_computed > 1 or end <= sequence.prompt_end:
                 plan.prompts.append(sequence)
                 continue
             if budget == 0:
@@ -305,8 +304,7 @@ class Scheduler:
 
     def update(self, result: ModelOutput) -> list[Produced]:
         """Apply what the workers sampled in the oldest step sent. Raises ProtocolError if it is of another step."""
-        if result.encoded:
-            self.kv.part(EncoderCache).learn(result.encoded)
+        self.kv.take_result(result)
         return self._results.apply(self.in_flight.confirm(), result)
 
     def _policy_fault(self, what: str) -> None:

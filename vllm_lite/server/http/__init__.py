@@ -1,5 +1,6 @@
 """Guards of routes: limits of connections and bodies, API keys, clients that disconnect.
 
+application.py  routes as an application, behind the guards
 connection.py  limits of headers and of clients that do not read
 framing.py     offers of other protocols, clients of HTTP/1.0
 callers.py     names that the server answers to, web pages, proxies

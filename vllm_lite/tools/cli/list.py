@@ -3,13 +3,22 @@
 import argparse
 import json
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm_lite.checkpoint.hub_cache import CachedModel, cached_models
+from vllm_lite.errors import VllmLiteError
+from vllm_lite.tools.plan import PlanConfig, make_plan
+from vllm_lite.tools.plan_checkpoint import load
 from vllm_lite.tools.sizes import size_text
-from vllm_lite.tools.whether_it_fits import fit_of
 
 COLUMNS = ("name", "size", "family", "format", "fits", "last read", "commit")
+
+
+class Fit(NamedTuple):
+    """`fits` is None for a model that is not served here, or that cannot be read; `why` says what is in the way."""
+
+    fits: bool | None
+    why: str | None = None
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -45,6 +54,18 @@ def row(model: CachedModel) -> dict[str, Any]:
         "why": fit.why,
         "last_read": model.used_s or None,
     }
+
+
+def fit_of(model: CachedModel) -> Fit:
+    """Whether a model fits this machine with the default settings, by the arithmetic of `plan`."""
+    if not model.is_whole:
+        return Fit(None, "some of its files are missing: pull it again")
+    try:
+        config = PlanConfig.check({"model": str(model.path)})
+        plan = make_plan(config, load(config))
+    except VllmLiteError as error:
+        return Fit(None, str(error))
+    return Fit(plan.fits, None if plan.fits else "; ".join(plan.problems))
 
 
 def _print(rows: list[dict[str, Any]]) -> None:

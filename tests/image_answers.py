@@ -1,0 +1,64 @@
+"""Answers about images: chats as a model's users write them, and the ways in which an answer has to be the same."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from PIL import Image
+
+from tests.images import picture
+from vllm_lite import LLM, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+LONGER = msgspec.structs.replace(GREEDY, max_tokens=30)
+Answer = tuple[list[int], list[int]]
+"""The tokens of a prompt, and those of the answer."""
+
+
+def chat_of(parts: Sequence[Any]) -> list[dict[str, Any]]:
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
+    ]
+    return [{"role": "user", "content": content}]
+
+
+def ways(chunk: int, short: int) -> dict[str, dict[str, Any]]:
+    """Settings by their names, with chunks of so many tokens."""
+    return {
+        "whole": {},
+        f"chunks of {chunk}": {"max_num_batched_tokens": chunk, "max_num_seqs": 4},
+        f"chunks of {short}": {"max_num_batched_tokens": short, "max_num_seqs": 2, "async_scheduling": False},
+        "no cache": {"enable_prefix_caching": False},
+        "recompute": {"preemption_mode": "recompute", "block_size": 8},
+        "swap": {"preemption_mode": "swap", "block_size": 8, "swap_space": 0.01},
+        "two ranks": {"tensor_parallel_size": 2, "single_process": False},
+    }
+
+
+def check_answers(path: Path, chats: Sequence[Any], answers: Sequence[Answer], settings: dict[str, Any]) -> None:
+    """Compare prompts and answers of all chats at once, twice. With a mode of preemption there is room for the prompts
+    and not for what follows them, so that some are preempted."""
+    preempts = "preemption_mode" in settings
+    blocks = 3 + sum(1 + len(prompt_ids) // 8 for prompt_ids, _ in answers) if preempts else 64
+    with LLM(str(path), **{"num_gpu_blocks_override": blocks, **settings}) as llm:
+        for turn in range(2):
+            outputs = llm.chat([chat_of(parts) for parts in chats], LONGER if preempts else GREEDY, use_tqdm=False)
+            for output, (prompt_ids, tokens) in zip(outputs, answers, strict=True):
+                assert output.prompt_token_ids == prompt_ids
+                assert output.outputs[0].token_ids[: len(tokens)] == tokens, f"turn {turn}"
+        assert (llm.stats().preemptions > 0) == preempts
+
+
+def check_another_pixel(path: Path, settings: dict[str, Any], answer: Callable[[list[Any]], Answer]) -> None:
+    """An image of which some pixels differ hits nothing from its place on, and is answered as what it is."""
+    first, other = picture(64, 64, 6), picture(64, 64, 6).copy()
+    other[30:40, 30:40] ^= 255
+    shown = [[Image.fromarray(each), "a page of words"] for each in (first, first, other)]
+    with LLM(str(path), num_gpu_blocks_override=64, block_size=4, **settings) as llm:
+        outputs = [llm.chat(chat_of(parts), GREEDY, use_tqdm=False)[0] for parts in shown]
+    cached = [output.num_cached_tokens or 0 for output in outputs]
+    assert cached[1] >= len(outputs[1].prompt_token_ids or ()) - 4
+    assert cached[0] == 0
+    assert cached[2] < 8 + 4, "what stands before the image"
+    assert [output.outputs[0].token_ids for output in outputs] == [answer(parts)[1] for parts in shown]
