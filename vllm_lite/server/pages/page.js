@@ -4,13 +4,19 @@
 
 const $ = id => document.getElementById(id)
 const headers = () => $("key").value ? {Authorization: `Bearer ${$("key").value}`} : {}
-const number = value => Math.round(value).toLocaleString("en")
+const WHOLE = new Intl.NumberFormat("en", {maximumFractionDigits: 0})
+const number = value => WHOLE.format(value)
 
 function make(tag, {text, ...properties} = {}, ...children) {
   const node = Object.assign(document.createElement(tag), properties)
   if (text !== undefined) node.textContent = text
   node.append(...children)
   return node
+}
+
+/** Set a text, unless it is there already: what is set is laid out again. */
+function write(node, text) {
+  if (node.textContent !== text) node.textContent = text
 }
 
 async function said(answer) {
@@ -373,9 +379,10 @@ function remember(engine) {
 
 function newEngine(name) {
   const parts = {
-    title: make("h2"), figures: make("dl", {className: "figures"}), step: make("div", {className: "step"}),
+    title: make("h2"), figures: make("dl", {className: "figures"}),
+    step: make("div", {className: "step"}, make("div", {className: "decode"}), make("div", {className: "prefill"})),
     stepText: make("p"), map: make("canvas", {className: "map"}), block: make("p", {className: "block"}),
-    legend: make("ul", {className: "legend"}), rows: make("tbody"), more: make("p"),
+    legend: make("ul", {className: "legend"}, ...NAMES.map(kind => make("li", {className: kind}))), rows: make("tbody"), more: make("p"),
     lines: Object.fromEntries(Object.keys(SERIES).map(each => [each, make("canvas", {width: 160, height: 28})])),
   }
   parts.map.setAttribute("role", "img")
@@ -393,6 +400,7 @@ function newEngine(name) {
   $("engines").append(node)
   const engine = {
     name, node, parts, requests: new Map(), blocks: new Uint8Array(0), head: null, before: null, time: 0, cell: 1,
+    kinds: new Uint8Array(0), width: 800, image: null, rowOf: new Map(),
     series: Object.fromEntries(Object.keys(SERIES).map(each => [each, []])),
   }
   parts.map.addEventListener("mousemove", event => tell(engine, event))
@@ -402,12 +410,14 @@ function newEngine(name) {
 function drawEngines() {
   due = false
   readColours()
-  for (const engine of engines.values()) drawEngine(engine)
+  const shown = [...engines.values()]
+  shown.forEach(engine => { engine.width = engine.parts.map.clientWidth || 800 })  // all read before anything is written
+  for (const engine of shown) drawEngine(engine)
 }
 
 function drawEngine(engine) {
   const {head, parts} = engine, {counts, step} = head
-  parts.title.textContent = `${head.model.replace(/\/$/, "").split("/").at(-1)} · ${head.state}`
+  write(parts.title, `${head.model.replace(/\/$/, "").split("/").at(-1)} · ${head.state}`)
   const hits = counts.prompt_tokens ? `${Math.round(100 * counts.cached_tokens / counts.prompt_tokens)} %` : "–"
   figures(parts.figures, {
     "running": number(counts.num_running), "waiting": number(counts.num_waiting),
@@ -419,15 +429,13 @@ function drawEngine(engine) {
     "on the host": number(counts.num_used_host_blocks), "on disk": number(counts.num_stored_keys),
   })
   const decode = Math.max(0, step.tokens - step.prefill)
-  parts.step.replaceChildren(...[["decode", decode], ["prefill", step.prefill]].map(([kind, count]) => {
-    const bar = make("div", {className: kind})
-    bar.style.flex = String(count)
-    return bar
-  }))
-  parts.stepText.textContent = step.tokens ?
+  parts.step.children[0].style.flexGrow = decode
+  parts.step.children[1].style.flexGrow = step.prefill
+  write(parts.stepText, step.tokens ?
     `step ${number(step.number)}: ${number(step.sequences)} sequences, ${number(decode)} tokens of outputs and drafts, ` +
-    `${number(step.prefill)} of prompts` : `step ${number(step.number)}: nothing to compute`
+    `${number(step.prefill)} of prompts` : `step ${number(step.number)}: nothing to compute`)
   for (const [name, canvas] of Object.entries(parts.lines)) line(canvas, engine.series[name])
+  shade(engine)
   drawMap(engine)
   drawRows(engine)
 }
@@ -435,16 +443,23 @@ function drawEngine(engine) {
 function figures(place, values) {
   if (place.childElementCount !== Object.keys(values).length)
     place.replaceChildren(...Object.keys(values).map(name => make("div", {}, make("dt", {text: name}), make("dd"))))
-  Object.values(values).forEach((value, index) => { place.children[index].lastChild.textContent = value })
+  Object.values(values).forEach((value, index) => { write(place.children[index].lastChild, value) })
 }
 
 const NAMES = ["free", "evictable", "held", "shared", "chosen"]
-let colours = {}
+const [FREE, EVICTABLE, HELD, SHARED, CHOSEN] = NAMES.keys()
+let colours = {}, pixels = new Uint32Array(NAMES.length), scheme = ""
 
-/** Read the colours of the style, which change with the scheme. */
+/** Read the colours of the style, which change with the scheme, by their names and as pixels. */
 function readColours() {
   const style = getComputedStyle(document.documentElement)
-  colours = Object.fromEntries(NAMES.map(name => [name, style.getPropertyValue(`--${name}`).trim()]))
+  const read = NAMES.map(name => style.getPropertyValue(`--${name}`).trim())
+  if (read.join() === scheme) return
+  scheme = read.join()
+  colours = Object.fromEntries(NAMES.map((name, index) => [name, read[index]]))
+  const pen = make("canvas", {width: NAMES.length, height: 1}).getContext("2d")
+  read.forEach((colour, index) => { pen.fillStyle = colour; pen.fillRect(index, 0, 1, 1) })
+  pixels = new Uint32Array(pen.getImageData(0, 0, NAMES.length, 1).data.buffer)
 }
 
 function line(canvas, values) {
@@ -458,55 +473,58 @@ function line(canvas, values) {
 
 // ---- the map of the pool
 
-const KINDS = ["free", "evictable", "held", "shared"]
+const KINDS = NAMES.slice(0, CHOSEN)
+const TEXTS = ["free", "free, but cached", "held by one", "held by several", "of the request that is chosen"]
 
-function kindOf(byte) {
-  const references = byte & ~CACHED
-  if (references > 1) return "shared"
-  return references ? "held" : byte & CACHED ? "evictable" : "free"
-}
-
-/** The blocks that requests hold now: a view has a part of the pool only, so tables may know more. */
-function owners(engine) {
-  const found = new Map()
-  for (const request of engine.requests.values())
-    request.table.forEach((block, index) => {
-      if (block !== NULL_BLOCK) (found.get(block) ?? found.set(block, []).get(block)).push([request, index])
-    })
-  return found
-}
-
-function drawMap(engine) {
-  const {map, legend} = engine.parts, held = owners(engine)
-  const total = Math.max(engine.blocks.length - 1, 1), width = Math.max(200, map.clientWidth || 800)
-  const cell = engine.cell = Math.max(2, Math.min(14, Math.floor(Math.sqrt(width * 120 / total))))
-  const columns = engine.columns = Math.max(1, Math.floor(width / cell))
-  map.width = width
-  map.height = Math.ceil(total / columns) * cell
-  const pen = map.getContext("2d"), counts = Object.fromEntries(KINDS.map(kind => [kind, 0]))
-  const marked = new Set(engine.requests.get(chosen)?.table)
-  const size = cell > 3 ? cell - 1 : cell
-  for (let block = 1; block < engine.blocks.length; block++) {
-    let kind = kindOf(engine.blocks[block])
-    if (held.has(block)) kind = held.get(block).length > 1 || kind === "shared" ? "shared" : "held"
-    counts[kind]++
-    pen.fillStyle = colours[marked.has(block) ? "chosen" : kind]
-    pen.fillRect((block - 1) % columns * cell, Math.floor((block - 1) / columns) * cell, size, size)
+/** Find the kind of each block. A view has a part of the pool only, so tables may know of more that are held. */
+function shade(engine) {
+  const {blocks} = engine, held = new Uint16Array(blocks.length)
+  for (const {table} of engine.requests.values())
+    for (let index = 0; index < table.length; index++) held[table[index]]++
+  if (engine.kinds.length !== blocks.length) engine.kinds = new Uint8Array(blocks.length)
+  for (let block = 0; block < blocks.length; block++) {
+    const count = Math.max(blocks[block] & ~CACHED, held[block])
+    engine.kinds[block] = count > 1 ? SHARED : count ? HELD : blocks[block] & CACHED ? EVICTABLE : FREE
   }
-  const texts = {free: "free", evictable: "free, but cached", held: "held by one", shared: "held by several"}
-  legend.replaceChildren(...KINDS.map(kind => make("li", {className: kind, text: `${texts[kind]}: ${number(counts[kind])}`})),
-    ...chosen ? [make("li", {className: "chosen", text: "of the request that is chosen"})] : [])
-  map.setAttribute("aria-label", `KV blocks: ${KINDS.map(kind => `${counts[kind]} ${texts[kind]}`).join(", ")}`)
+}
+
+/** Draw a square for each block, pixel by pixel: so many rectangles would take ten times as long. */
+function drawMap(engine) {
+  const {map, legend} = engine.parts, {kinds, width} = engine, counts = KINDS.map(() => 0)
+  const total = Math.max(kinds.length - 1, 1)
+  const cell = engine.cell = Math.max(2, Math.min(14, Math.floor(Math.sqrt(width * 120 / total))))
+  const columns = engine.columns = Math.max(1, Math.floor(width / cell)), height = Math.ceil(total / columns) * cell
+  if (map.width !== width) map.width = width
+  if (map.height !== height) map.height = height
+  const pen = map.getContext("2d")
+  if (engine.image?.width !== width || engine.image.height !== height) engine.image = pen.createImageData(width, height)
+  const image = new Uint32Array(engine.image.data.buffer), size = cell > 3 ? cell - 1 : cell
+  const marked = new Set(engine.requests.get(chosen)?.table)
+  image.fill(0)
+  for (let block = 1; block < kinds.length; block++) {
+    counts[kinds[block]]++
+    const place = Math.floor((block - 1) / columns) * cell * width + (block - 1) % columns * cell
+    image.fill(pixels[marked.has(block) ? CHOSEN : kinds[block]], place, place + size)
+  }
+  for (let top = 0; top < height; top += cell)
+    for (let row = top + 1; row < top + size; row++) image.copyWithin(row * width, top * width, (top + 1) * width)
+  pen.putImageData(engine.image, 0, 0)
+  const told = KINDS.map((_, kind) => `${TEXTS[kind]}: ${number(counts[kind])}`)
+  TEXTS.forEach((text, kind) => write(legend.children[kind], told[kind] ?? text))
+  legend.children[CHOSEN].hidden = !marked.size
+  const label = `KV blocks: ${told.join("; ")}`
+  if (map.getAttribute("aria-label") !== label) map.setAttribute("aria-label", label)
 }
 
 function tell(engine, event) {
   const column = Math.floor(event.offsetX / engine.cell), row = Math.floor(event.offsetY / engine.cell)
   const block = 1 + row * engine.columns + column
   if (column >= engine.columns || block >= engine.blocks.length) return
-  const byte = engine.blocks[block], size = engine.head.block_size
-  const where = (owners(engine).get(block) ?? []).map(([request, index]) =>
-    `tokens ${index * size} to ${(index + 1) * size - 1} of ${request.id}`)
-  const references = byte & ~CACHED
+  const byte = engine.blocks[block], size = engine.head.block_size, where = []
+  for (const {id, table} of engine.requests.values())
+    for (let index = table.indexOf(block); index >= 0; index = table.indexOf(block, index + 1))
+      where.push(`tokens ${index * size} to ${(index + 1) * size - 1} of ${id}`)
+  const references = Math.max(byte & ~CACHED, where.length)
   engine.parts.block.textContent = `block ${block}: ${references} references, ` +
     `${byte & CACHED ? "a later prompt can find it" : "no prompt can find it"}${where.length ? "; " : ""}${where.join(", ")}`
 }
@@ -517,27 +535,27 @@ const COLUMNS = [["request"], ["state"], ["waits for"], ["prompt", "number"], ["
   ["output", "number"], ["blocks", "number"], ["table"], ["age", "number"]]
 
 function drawRows(engine) {
-  const {rows, more} = engine.parts, known = new Map([...rows.children].map(row => [row.dataset.key, row]))
+  const {rows, more} = engine.parts, focused = document.activeElement
   const sorted = [...engine.requests].sort(([, a], [, b]) =>
     RANK.indexOf(a.state) - RANK.indexOf(b.state) || (a.place ?? 0) - (b.place ?? 0) || a.since - b.since)
-  const wanted = sorted.map(([key, request]) => {
-    const row = known.get(key) ?? newRow(engine, key)
+  for (const [key, row] of engine.rowOf)
+    if (!engine.requests.has(key)) { row.remove(); engine.rowOf.delete(key) }
+  let next = rows.firstChild
+  for (const [key, request] of sorted) {
+    if (!engine.rowOf.has(key)) engine.rowOf.set(key, newRow(engine, key))
+    const row = engine.rowOf.get(key)
+    if (row === next) next = next.nextSibling
+    else rows.insertBefore(row, next)
     fill(engine, row, request)
     row.classList.toggle("chosen", key === chosen)
-    return row
-  })
-  if (wanted.length !== rows.children.length || wanted.some((row, index) => rows.children[index] !== row)) {
-    const focused = document.activeElement
-    rows.replaceChildren(...wanted)
-    if (rows.contains(focused)) focused.focus()
   }
+  if (focused !== document.activeElement && rows.contains(focused)) focused.focus()  // its row has moved
   const hidden = engine.head.num_requests - sorted.length
-  more.textContent = hidden > 0 ? `and ${number(hidden)} more` : sorted.length ? "" : "no request is live"
+  write(more, hidden > 0 ? `and ${number(hidden)} more` : sorted.length ? "" : "no request is live")
 }
 
 function newRow(engine, key) {
   const row = make("tr", {}, ...COLUMNS.map(([, kind]) => make("td", {className: kind ?? ""})))
-  row.dataset.key = key
   const button = make("button", {type: "button"})
   button.addEventListener("click", () => explain(engine, key))
   row.children[0].append(button)
@@ -553,7 +571,7 @@ function fill(engine, row, request) {
     number(request.output), number(request.blocks) + host, null, `${seconds.toFixed(seconds < 10 ? 1 : 0)} s`]
   texts.forEach((text, index) => {
     const place = index ? row.children[index] : row.children[0].firstChild
-    if (text !== null && place.textContent !== text) place.textContent = text
+    if (text !== null) write(place, text)
   })
   drawTable(engine, row.children[7].firstChild, request)
 }
@@ -565,14 +583,20 @@ function reason(request) {
   return request.why ?? request.reason
 }
 
-/** The logical blocks of a request in their order, in the colours of the physical ones. */
-function drawTable(engine, canvas, request) {
-  const pen = canvas.getContext("2d"), {table} = request
-  const width = Math.max(1, Math.min(6, canvas.width / Math.max(1, table.length)))
+/** The logical blocks of a request in their order, in the colours of the physical ones; drawn when they have changed. */
+function drawTable(engine, canvas, {table}) {
+  const {drawn} = canvas, kinds = new Uint8Array(table.length)
+  let same = drawn?.scheme === scheme && drawn.kinds.length === kinds.length
+  for (let index = 0; index < kinds.length; index++) {
+    kinds[index] = table[index] === NULL_BLOCK ? FREE : engine.kinds[table[index]] === SHARED ? SHARED : HELD
+    same = same && kinds[index] === drawn.kinds[index]
+  }
+  if (same) return
+  canvas.drawn = {kinds, scheme}
+  const pen = canvas.getContext("2d"), width = Math.max(1, Math.min(6, canvas.width / Math.max(1, kinds.length)))
   pen.clearRect(0, 0, canvas.width, canvas.height)
-  table.forEach((block, index) => {
-    const kind = kindOf(engine.blocks[block] ?? 1)
-    pen.fillStyle = colours[block === NULL_BLOCK ? "free" : kind === "shared" ? "shared" : "held"]
+  kinds.forEach((kind, index) => {
+    pen.fillStyle = colours[NAMES[kind]]
     pen.fillRect(index * width, 0, width > 2 ? width - 1 : width, canvas.height)
   })
 }
