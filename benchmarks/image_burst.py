@@ -28,6 +28,7 @@ TEXT = {
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
     "head_dim": 128,
+    "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
     "max_position_embeddings": 40960,
     "eos_token_id": 2,

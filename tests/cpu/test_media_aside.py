@@ -1,8 +1,11 @@
 """Media that a worker computes aside: in pieces beside steps, and at once where somebody asks for the vectors."""
 
+import itertools
+import sys
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -70,6 +73,28 @@ def test_a_step_computes_a_piece_at_least_and_one_medium_after_another(part: Med
     assert said[NUM_PIECES - 1] == [], "each piece has had a step"
     assert part.num_encoded == 2
     assert part.can_run_ahead([])
+
+
+def test_a_step_has_as_many_pieces_as_the_goal_leaves_time_for(
+    part: MediaVectors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second passes with each look at the clock, and so with each piece: a step that took 2 of 10 s leaves 7."""
+    seconds = itertools.count(1)
+    monkeypatch.setattr("vllm_lite.worker.step_parts.media.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    inputs: Any = SimpleNamespace(handles=[])
+    monkeypatch.setattr(sys.modules[__name__], "NUM_PIECES", 20)
+    part.max_itl_s = 10.0
+    pieces = list[int]()
+    tower: Any = part.tower
+    for took_s in (2, 6, 11):
+        part.prepare(inputs)
+        for _ in range(took_s - 1):
+            next(seconds)
+        part.commit(inputs, np.empty(0, np.int64), None)
+        before = tower.num_pieces
+        part.build(inputs)
+        pieces.append(tower.num_pieces - before)
+    assert pieces == [7, 3, 1]  # the last one is computed whatever the goal
 
 
 @pytest.mark.parametrize("ask", ["store", "move"])

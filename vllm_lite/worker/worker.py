@@ -347,7 +347,7 @@ class Worker:
             self.expert_load.follow(forward)
             parts.append(self.expert_load)
         if model.tower is not None:
-            parts += media_parts(model.tower, self.progress.advance)
+            parts += media_parts(model.tower, self.progress.advance, self.config.max_itl_ms)
         if states is not None:
             parts.append(states)
         return parts

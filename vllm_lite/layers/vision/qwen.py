@@ -182,11 +182,16 @@ class QwenTower(VisionTower[Q]):
         self._matrices[name] = made = Linear(shape, bias=bias, form=self._form)
         return made.group(*stored)
 
-    def merged(self, name: str, blocks: torch.Tensor) -> torch.Tensor:
-        """Vectors of the text model of blocks of patches: [num_tokens, merge^2 * hidden_size] -> [.., out_size]."""
-        inner = self.linear(f"{name}.fc1", blocks)
-        self.ops.activate("gelu", inner)
-        return self.linear(f"{name}.fc2", inner)
+    def merged(self, name: str, blocks: torch.Tensor, at_once: int | None = None) -> Pieces:
+        """Vectors of the text model of blocks of patches: [num_tokens, merge^2 * hidden_size] -> [.., out_size]. Pauses
+        as `layer` does; a block counts as its patches."""
+        vectors = list[torch.Tensor]()
+        for some in blocks.split(max(1, at_once // self.spec.merge**2) if at_once else len(blocks)):
+            inner = self.linear(f"{name}.fc1", some)
+            self.ops.activate("gelu", inner)
+            vectors.append(self.linear(f"{name}.fc2", inner))
+            yield
+        return torch.cat(vectors)
 
     @property
     def block_size(self) -> int:
@@ -207,16 +212,18 @@ class Qwen3Tower(QwenTower[Qwen3VisionSpec]):
     """Qwen3-VL's and Qwen3.5's."""
 
     def encode_patches(self, patches: torch.Tensor, sides: Sequence[Side], at_once: int | None) -> Pieces:
+        yield
         hidden = self.linear("patches", patches) + torch.cat([self._positions(*side) for side in sides])
+        yield
         rotation, plan = self.rotation(sides), self.attention.plan([rows * cols for rows, cols in sides])
         deep = list[torch.Tensor]()
         for layer in range(self.spec.num_layers):
             yield from self.layer(layer, hidden, plan, rotation, at_once)
             if layer in self.spec.deep_layers:
                 name = f"deep{len(deep)}"
-                deep.append(self.merged(name, self.norm(f"{name}.norm", hidden.view(-1, self.block_size))))
-                yield
-        vectors = self.merged("merger", self.norm("norm", hidden).view(-1, self.block_size))
+                own = self.norm(f"{name}.norm", hidden.view(-1, self.block_size))
+                deep.append((yield from self.merged(name, own, at_once)))
+        vectors = yield from self.merged("merger", self.norm("norm", hidden).view(-1, self.block_size), at_once)
         return torch.cat([vectors, *deep], 1)
 
     def _positions(self, rows: int, cols: int) -> torch.Tensor:  # [num_patches, hidden_size]

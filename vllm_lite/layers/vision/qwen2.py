@@ -25,14 +25,16 @@ class Qwen2Tower(QwenTower[Qwen2VisionSpec]):
         def in_order(rows: torch.Tensor) -> torch.Tensor:
             return rows.view(-1, few, *rows.shape[1:])[order].flatten(0, 1)
 
+        yield
         hidden = self.linear("patches", in_order(patches))
+        yield
         rotation = Rotation(*map(in_order, self.rotation(sides)))
         whole = self.attention.plan([rows * cols for rows, cols in sides])
         windows = self.attention.plan([few * length for length in lengths])
         for layer in range(spec.num_layers):
             plan = whole if layer in spec.full_layers or not spec.window else windows
             yield from self.layer(layer, hidden, plan, rotation, at_once)
-        merged = self.merged("merger", self.norm("norm", hidden).view(-1, self.block_size))
+        merged = yield from self.merged("merger", self.norm("norm", hidden).view(-1, self.block_size), at_once)
         vectors = torch.empty_like(merged)
         vectors[order] = merged
         return vectors

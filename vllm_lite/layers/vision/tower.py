@@ -15,7 +15,7 @@ from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightSlot, Weight
 S = TypeVar("S", bound=VisionSpec)
 
 
-PIECE_ROWS = 128
+PIECE_ROWS = 64
 """Patches that are computed together where a tower pauses: some milliseconds of one layer's matrices."""
 
 Pieces = Generator[None, None, torch.Tensor]

@@ -23,20 +23,22 @@ from vllm_lite.worker.batch.rows import SequenceState
 from vllm_lite.worker.batch.step_inputs import Int64s, StepInputs
 from vllm_lite.worker.step_parts.image_positions import ImagePositions
 
-SHARE = 0.2
-"""Time of a tower that runs aside, as a part of the time of the steps beside it."""
+GOAL = 0.9
+"""What a worker's step may take of the goal for the time between tokens: answers are made and sent, too."""
 
 
 class MediaVectors(StepPart):
     """Runs one tower. `progress` is called behind each of its layers.
 
-    Media that are computed aside advance by some pieces in each step, one medium after another, and ranks may
-    differ in how far they are: what a step reads is completed first.
+    Media that are computed aside advance by some pieces in each step, one medium after another, as long as there is
+    time; and ranks may differ in how far they are: what a step reads is completed first.
     """
 
-    def __init__(self, tower: VisionTower[Any], progress: Callable[[], None]) -> None:
+    def __init__(self, tower: VisionTower[Any], progress: Callable[[], None], max_itl_s: float = 0.0) -> None:
+        """`max_itl_s`: the goal for the time between tokens, which steps with media computed aside keep to."""
         self.tower = tower
         self.progress = progress
+        self.max_itl_s = max_itl_s
         self.num_encoded = 0
         self._wanted: list[Encode] = []
         self._aside: dict[bytes, tuple[EncodeAside, Pieces]] = {}
@@ -130,18 +132,15 @@ class MediaVectors(StepPart):
             fields["encoded"], self._ended = self._ended, []
 
     def _advance(self) -> None:
-        """Compute what is aside for SHARE of a step's time, at least a piece."""
-        until_s = time.perf_counter() + SHARE * self._step_s
-        for entry, pieces in list(self._aside.values()):
-            while True:
-                try:
-                    next(pieces)
-                except StopIteration as end:
-                    self._has_ended(entry, end.value)
-                    break
-                if time.perf_counter() >= until_s:
-                    break
-            if entry.digest in self._aside:
+        """Compute what is aside for as long as a step like the last one leaves time for, at least a piece."""
+        until_s = time.perf_counter() + GOAL * self.max_itl_s - self._step_s
+        while self._aside:
+            entry, pieces = next(iter(self._aside.values()))
+            try:
+                next(pieces)
+            except StopIteration as end:
+                self._has_ended(entry, end.value)
+            if time.perf_counter() >= until_s:
                 break
         self.progress()
         self.rows.changed = True
@@ -203,9 +202,9 @@ class MediaVectors(StepPart):
             raise RuntimeError(f"media of handles {sorted(unknown)}, which no sequence has")
 
 
-def media_parts(tower: VisionTower[Any], progress: Callable[[], None]) -> list[StepPart]:
+def media_parts(tower: VisionTower[Any], progress: Callable[[], None], max_itl_ms: float | None) -> list[StepPart]:
     """The parts of a model that sees images."""
-    parts: list[StepPart] = [MediaVectors(tower, progress)]
+    parts: list[StepPart] = [MediaVectors(tower, progress, (max_itl_ms or 0.0) / 1000)]
     if isinstance(tower.spec, QwenVisionSpec):
         parts.append(ImagePositions(tower.spec.merge))
     return parts
