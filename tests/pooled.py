@@ -85,3 +85,13 @@ def logits(path: Path, prompts: Sequence[Sequence[int]], types: Sequence[Sequenc
             more = {} if types is None else {"token_type_ids": torch.tensor([types[place]])}
             found.append(model(torch.tensor([ids]), **more).logits[0])
     return torch.stack(found)
+
+
+def token_logits(path: Path, prompts: Sequence[Sequence[int]]) -> list[Any]:
+    """The logits that transformers' classifier of tokens gives for token ids: float32 [tokens, labels] of each."""
+    import torch
+    from transformers import AutoModelForTokenClassification
+
+    model = AutoModelForTokenClassification.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return [model(torch.tensor([ids])).logits[0] for ids in prompts]

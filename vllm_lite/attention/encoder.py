@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from vllm_lite.attention.backend import Attend, AttentionBackend, AttentionShape, Heads
 from vllm_lite.attention.step_batch import HostLens, StepBatch
@@ -83,14 +83,20 @@ class EncoderBackend(AttentionBackend):
         if heads is None:
             raise ValueError("attend comes behind write_kv, which says where K and V are")
         if plan.table is None:
-            attend_plainly(self.shape.groups[call.group], heads, batch.host, call.out)
+            attend_plainly(self.shape.groups[call.group], heads, batch.host, call.out, call.sinks)
             return
         table = plan.table.data_ptr(), plan.table.stride(0)
         kernel, own = self.kernels[call.group], plan.plans[call.group]
-        kernel.attend_tokens(own.ctypes.data, table, (call.query, heads.key, heads.value), call.out)
+        kernel.attend_tokens(own.ctypes.data, table, (call.query, heads.key, heads.value), call.out, call.sinks)
 
 
-def attend_plainly(spec: AttentionSpec, heads: Heads, lens: HostLens | None, out: torch.Tensor) -> None:
+def attend_plainly(
+    spec: AttentionSpec,
+    heads: Heads,
+    lens: HostLens | None,
+    out: torch.Tensor,
+    sinks: torch.Tensor | None = None,  # float32 [num_heads]
+) -> None:
     """The same in plain torch: texts of one length together. Any device."""
     if lens is None:
         raise ValueError("the lengths of texts must be known on the host")
@@ -109,15 +115,33 @@ def attend_plainly(spec: AttentionSpec, heads: Heads, lens: HostLens | None, out
         if spec.window is not None:
             places = torch.arange(length, device=out.device)
             mask = (places[:, None] - places).abs() < spec.window
+        if sinks is not None:
+            key, value, mask = _with_sinks(spec, key, value, mask, sinks)
         found = scaled_dot_product_attention(
             query, key, value, mask, scale=spec.scale, enable_gqa=spec.num_heads != spec.num_kv_heads
         )
         out[rows] = found.transpose(1, 2).flatten(0, 1)
 
 
+def _with_sinks(
+    spec: AttentionSpec,
+    key: torch.Tensor,  # [num_texts, num_kv_heads, length, head_size]
+    value: torch.Tensor,
+    mask: torch.Tensor | None,  # bool [length, length]; None: all are seen
+    sinks: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """K and V with a token of zeros behind the others, and a mask that adds each head's sink to its score."""
+    length = key.shape[2]
+    seen = key.new_zeros(spec.num_heads, length, length + 1)
+    if mask is not None:
+        seen[:, :, :length].masked_fill_(~mask, -torch.inf)
+    seen[:, :, length] = sinks.to(key.dtype)[:, None]
+    return pad(key, (0, 0, 0, 1)), pad(value, (0, 0, 0, 1)), seen
+
+
 def _reason(spec: AttentionSpec) -> str | None:
-    unusual = spec.alibi_slopes is not None, spec.soft_cap != 0, spec.sinks, spec.value_size is not None
-    return "encoders have no ALiBi, soft cap, sinks or latent attention here" if any(unusual) else None
+    unusual = spec.alibi_slopes is not None, spec.soft_cap != 0, spec.value_size is not None
+    return "encoders have no ALiBi, soft cap or latent attention here" if any(unusual) else None
 
 
 def _is_native(spec: AttentionSpec) -> bool:

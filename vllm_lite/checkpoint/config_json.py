@@ -22,6 +22,7 @@ from vllm_lite.checkpoint.layer_specs.pooling import (
     classifier,
     embedder,
     read_modules,
+    token_classifier,
     tokens_head,
 )
 from vllm_lite.checkpoint.layer_specs.qwen_vision import QwenVisionSpec
@@ -130,9 +131,16 @@ ENCODERS = {
     for ending in ("Model", "ForMaskedLM", "ForSequenceClassification")
 }
 """The same of encoders, without a head, with one for tokens, which nobody reads, or with one for labels."""
+ENCODERS |= {
+    f"{stem}ForTokenClassification": ENCODERS[f"{stem}Model"]
+    for stem in ("Bert", "Roberta", "XLMRoberta", "Camembert", "DistilBert", "ModernBert")
+}
+ENCODERS["OpenAIPrivacyFilterForTokenClassification"] = "privacy_filter"
 CAUSAL, CLASSIFIER, HEADLESS = "ForCausalLM", "ForSequenceClassification", "Model"
-"""What the names of a decoder's architectures end in: with a head for tokens, with one for labels, without any."""
-ENDINGS = ("ForConditionalGeneration", "ForMaskedLM", CAUSAL, CLASSIFIER, HEADLESS)
+FOR_TOKENS = "ForTokenClassification"
+"""What the names of a decoder's architectures end in: with a head for tokens, with one for labels, without any, with
+one for the labels of each token."""
+ENDINGS = ("ForConditionalGeneration", "ForMaskedLM", CAUSAL, CLASSIFIER, FOR_TOKENS, HEADLESS)
 NO_OPTIONS = PoolingOptions()
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 OUTER_KEYS = ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
@@ -204,12 +212,19 @@ def _parse_folder(folder: Path, model_impl: str, options: PoolingOptions, raw_js
         if spec.encoder is None:
             return _converted(spec, raw, modules, options)
         kind, head = ("cls", None) if spec.pooling is None else (spec.pooling.kind, spec.pooling.head)
-        pooling = embedder(raw, modules, kind, generates=False) if head is None else classifier(raw, head, kind)
+        if head is None:
+            pooling = embedder(raw, modules, kind, generates=False)
+        elif name is not None and name.endswith(FOR_TOKENS):
+            pooling = token_classifier(raw, head, folder, spec.pooling.labels if spec.pooling else ())
+        else:
+            pooling = classifier(raw, head, kind)
     else:  # a decoder without a head for tokens, whose names are those of one with a head that is the embedding
         headless = raw | {"architectures": [base], "tie_word_embeddings": True}
         spec = _parse_config("native", older_quantization(folder), headless)
         if base.removesuffix(CAUSAL) + HEADLESS == name:
             pooling = embedder(raw, modules, "last", generates=False)
+        elif base.removesuffix(CAUSAL) + FOR_TOKENS == name:
+            pooling = token_classifier(raw, HeadSpec(output_bias=True), folder)
         elif (head := tokens_head(raw, folder)) is not None:  # config.json says whether its LM head is the embedding
             tied = bool(raw.get("tie_word_embeddings", spec.tie_word_embeddings))
             spec = msgspec.structs.replace(spec, tie_word_embeddings=tied)
@@ -274,8 +289,8 @@ def _architecture(raw_json: Any) -> str | None:
 
 
 def _base_of(name: str | None) -> str | None:
-    """The decoder that generates, of one that only classifies or has no head; None of all others."""
-    for ending in (CLASSIFIER, HEADLESS):
+    """The decoder that generates, of one that only classifies texts or tokens or has no head; None of all others."""
+    for ending in (CLASSIFIER, FOR_TOKENS, HEADLESS):
         if name is not None and name.endswith(ending) and name not in ENCODERS:
             base = name.removesuffix(ending) + CAUSAL
             return base if base in FAMILIES else None

@@ -17,7 +17,7 @@ from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.control import Ready
 from vllm_lite.protocol.encoder import MAX_CONTENT_BYTES, MediaContent
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.protocol.pooling import MAX_POOLED_BYTES, PoolerInfo, Pooling
+from vllm_lite.protocol.pooling import MAX_POOLED_BYTES, TOKEN_TASKS, PoolerInfo, Pooling
 from vllm_lite.protocol.spans import Media
 
 MAX_HELD_BYTES = 16 * MAX_CONTENT_BYTES
@@ -170,13 +170,14 @@ class Intake:
             raise RequestError(f"this model cannot be asked to {asked.task}; {able}")
         if asked.dimensions > model.size:
             raise RequestError(f"dimensions must be at most the {model.size} of the model, got {asked.dimensions}")
-        num_bytes = 4 * num_prompt * model.size
-        if asked.task == "token_embed" and num_bytes > MAX_POOLED_BYTES:
+        per_token, size = asked.task in TOKEN_TASKS, model.row_size(asked.task)
+        num_bytes = 4 * num_prompt * size
+        if per_token and num_bytes > MAX_POOLED_BYTES:
             raise RequestError(
-                f"vectors of {model.size} numbers for {num_prompt} tokens are {num_bytes} bytes; a request gets "
+                f"{size} numbers for each of {num_prompt} tokens are {num_bytes} bytes; a request gets "
                 f"{MAX_POOLED_BYTES} at most"
             )
-        reads_all = asked.task == "token_embed" or not model.reads_last
+        reads_all = per_token or not model.reads_last
         return msgspec.structs.replace(asked, reads_all=reads_all)
 
     def _check_content(self, message: Generate) -> None:

@@ -93,7 +93,7 @@ class Encoder:
                 )
             self.positions = LearnedPositions(parts, own.position_offset, own.num_positions)
         self.types = TokenTypes(parts, own.num_types, max_num_tokens) if own.num_types else None
-        self.embedding_norm = parts.norm()
+        self.embedding_norm = parts.norm() if self.names.embedding_norm else None
         self.layers = [self.layer(parts, index) for index in range(spec.num_layers)]
         self.norm = parts.norm() if self.names.norm else None
         self.pooler = Pooler(parts)
@@ -134,7 +134,8 @@ class Encoder:
             self.types.add_to(x, batch.token_types)
         if self.positions is not None:
             self.positions.add_to(x, batch.positions)
-        self.embedding_norm.forward(x, out=x)
+        if self.embedding_norm is not None:
+            self.embedding_norm.forward(x, out=x)
 
     def weight_groups(self) -> Iterator[WeightGroup]:
         """Every tensor that a checkpoint must have, in groups that are loaded one after another."""
@@ -144,7 +145,8 @@ class Encoder:
             yield self.positions.group(names.positions)
         if self.types is not None:
             yield self.types.group(names.types)
-        yield self.embedding_norm.group(names.embedding_norm)
+        if self.embedding_norm is not None:
+            yield self.embedding_norm.group(names.embedding_norm)
         for index, layer in enumerate(self.layers):
             yield from layer.weight_groups(names.layer.format(index))
         if self.norm is not None:

@@ -118,6 +118,7 @@ _ENCODERS = {
     "ModernBert": "vllm_lite.models.bert:ModernBert",
     "New": "vllm_lite.models.bert:Gte",
     "NomicBert": "vllm_lite.models.bert:NomicBert",
+    "OpenAIPrivacyFilter": "vllm_lite.models.privacy_filter:PrivacyFilter",
     "Roberta": "vllm_lite.models.bert:Bert",
     "XLMRoberta": "vllm_lite.models.bert:Bert",
 }

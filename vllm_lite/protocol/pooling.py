@@ -11,9 +11,12 @@ from msgspec import Meta
 
 from vllm_lite.protocol import Message
 
-PoolingTask = Literal["embed", "token_embed", "classify", "score"]
-"""embed: one vector; token_embed: a vector for each token; classify: a number for each label; score: the only one."""
-POOLING_TASKS: tuple[PoolingTask, ...] = ("embed", "token_embed", "classify", "score")
+PoolingTask = Literal["embed", "token_embed", "classify", "token_classify", "score"]
+"""embed: one vector; token_embed: a vector for each token; classify: a number for each label; token_classify: that for
+each token; score: the only one."""
+POOLING_TASKS: tuple[PoolingTask, ...] = ("embed", "token_embed", "classify", "token_classify", "score")
+TOKEN_TASKS: frozenset[PoolingTask] = frozenset({"token_embed", "token_classify"})
+"""Tasks that give numbers for each token of a prompt."""
 MAX_POOLED_BYTES = 32 * 1024 * 1024
 """Float32 numbers that one request gets, at most: half of what a message holds."""
 
@@ -87,7 +90,9 @@ class PoolerInfo(Message):
     `size` counts the elements of a vector, `labels` names the numbers of a classification. `matryoshka` are the
     dimensions that it was trained for, () if it does not say. `makes_pairs`: how two texts become one prompt: "pair" by
     the tokenizer, "template" by a text with both in it, "" not at all. `reads_last`: a prompt's last token is enough
-    for all tasks but token_embed. `normalizes`: vectors get the norm 1 unless a request says otherwise.
+    for all tasks that give nothing for each token. `normalizes`: vectors get the norm 1 unless a request says
+    otherwise. `longest_text`: tokens of a text whose vector is made of several chunks; 0: it must fit the model.
+    `tag_biases` are added to the scores of paths through the tags of spans, in the order of Calibration.
     """
 
     tasks: tuple[PoolingTask, ...] = ()
@@ -98,3 +103,9 @@ class PoolerInfo(Message):
     makes_pairs: Literal["", "pair", "template"] = ""
     reads_last: bool = False
     normalizes: bool = True
+    longest_text: int = 0
+    tag_biases: tuple[float, ...] = ()
+
+    def row_size(self, task: PoolingTask) -> int:
+        """Numbers that a text, or each of its tokens, gets for `task`."""
+        return self.size if task in ("embed", "token_embed") else len(self.labels)

@@ -189,21 +189,29 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 POOLING_TYPES = ("LAST", "MEAN", "CLS")
+LONGEST_TEXT = 131_072
+"""Tokens of a text that is computed in several parts, unless a setting says more."""
 
 
 class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Overrides of a model's own way to pool. Names are vLLM's; the later ones win.
 
-    `task` is the only one that it then can be asked for; a classifier of pairs still scores.
+    `task` is the only one that it then can be asked for; a classifier of pairs still scores. With
+    `enable_chunked_processing` a text of more tokens than the model takes, up to `max_embed_len`, is cut into chunks,
+    and its vector is the mean of theirs.
     """
 
-    task: Literal["embed", "token_embed", "classify"] | None = None
+    task: Literal["embed", "token_embed", "classify", "token_classify"] | None = None
     pooling_type: str | None = None
     seq_pooling_type: str | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
+    enable_chunked_processing: bool = False
+    max_embed_len: Annotated[int, Meta(ge=1, le=4_194_304)] | None = None
 
     def __post_init__(self) -> None:
+        if self.max_embed_len is not None and not self.enable_chunked_processing:
+            raise ValueError("max_embed_len needs enable_chunked_processing: it is the longest text cut into chunks")
         for name in ("pooling_type", "seq_pooling_type"):
             value = getattr(self, name)
             if value is not None and value.upper() not in POOLING_TYPES:

@@ -67,5 +67,5 @@ FAMILIES = {
         ("XLMRoberta", RobertaConfig, _roberta),
         ("Camembert", RobertaConfig, _roberta),
     )
-    for ending in ("Model", "ForMaskedLM", "ForSequenceClassification")
+    for ending in ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 }

@@ -86,12 +86,16 @@ class Family(NamedTuple):
 
 
 class EncoderParts(NamedTuple):
-    """Parts of an encoder beside its layers; `head` is that of a classifier, which pools by `kind`."""
+    """Parts of an encoder beside its layers; `head` is that of a classifier, which pools by `kind`, `token_head` that
+    of one for each token."""
 
     encoder: EncoderSpec
     intermediate_size: int
     head: HeadSpec
     kind: Kind = "cls"
+    token_head: HeadSpec = HeadSpec(output="classifier", output_bias=True)
+    token_labels: tuple[str, ...] = ()
+    """Labels of tokens where config.json names none."""
 
 
 def attention_of(raw: RawConfig, *, default_head_dim: int | None = None) -> AttentionSpec:
@@ -250,12 +254,13 @@ def encoder(
 ) -> ModelSpec:
     """The encoder of these layers. `own` as for `decoder`."""
     spec, size = parts.encoder, raw.hidden_size
-    head = parts.head if architecture.endswith("ForSequenceClassification") else None
+    heads = {"ForSequenceClassification": parts.head, "ForTokenClassification": parts.token_head}
+    head = next((own for ending, own in heads.items() if architecture.endswith(ending)), None)
     return msgspec.structs.replace(
         decoder(architecture, raw, layers, norm, parts.intermediate_size, **({"tie_word_embeddings": True} | own)),
         kv_groups=(),
         encoder=spec,
-        pooling=PoolingSpec(kind=parts.kind, tasks=(), head=head),
+        pooling=PoolingSpec(kind=parts.kind, tasks=(), head=head, labels=parts.token_labels),
         extra_parameters=(spec.num_positions + spec.num_types) * size,
     )
 

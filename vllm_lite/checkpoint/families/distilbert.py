@@ -25,5 +25,5 @@ _ALIASES = {
 }
 FAMILIES = {
     f"DistilBert{ending}": Family(DistilBertConfig, _distilbert, _ALIASES)
-    for ending in ("Model", "ForMaskedLM", "ForSequenceClassification")
+    for ending in ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 }

@@ -1,5 +1,7 @@
 """gpt-oss: every second layer slides, heads have sinks, all layers have experts with biases, mostly in MXFP4."""
 
+from collections.abc import Callable, Sequence
+
 from msgspec.structs import replace
 
 from vllm_lite.checkpoint.families.common import (
@@ -15,7 +17,7 @@ from vllm_lite.checkpoint.families.common import (
 )
 from vllm_lite.checkpoint.families.mixture import NumExperts, routing_of, with_experts
 from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
-from vllm_lite.checkpoint.model_spec import ModelSpec, NormSpec
+from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec, NormSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size
 from vllm_lite.errors import ModelError
 
@@ -38,7 +40,11 @@ class GptOssConfig(RawConfig, kw_only=True):
     swiglu_limit: float = LIMIT
 
 
-def _gpt_oss(architecture: str, raw: GptOssConfig) -> ModelSpec:
+def oss_layers(
+    raw: GptOssConfig, windows: Callable[[GptOssConfig], Sequence[int | None]], *, interleaved: bool = False
+) -> tuple[LayerSpec, ...]:
+    """Layers with sinks, experts and the default YaRN of the family. `interleaved`: neighbours of a head turn
+    together."""
     if (raw.swiglu_alpha, raw.swiglu_limit) != (SLOPE, LIMIT):
         raise ModelError(
             f"swiglu_alpha {raw.swiglu_alpha} with swiglu_limit {raw.swiglu_limit} is not supported; supported: "
@@ -47,11 +53,18 @@ def _gpt_oss(architecture: str, raw: GptOssConfig) -> ModelSpec:
     if raw.rope_parameters is None and raw.rope_scaling is None:
         raw = replace(raw, rope_scaling=YARN)
     attention = replace(attention_of(raw), sinks=True)
-    rope = rope_of(raw, attention.head_size, theta=THETA)
-    windows = windows_of(layer_types_of(raw, every_nth(2)), raw.sliding_window)
+    rope, own = rope_of(raw, attention.head_size, theta=THETA, interleaved=interleaved), windows(raw)
     routing = routing_of(raw.num_local_experts, raw.num_experts_per_tok, renormalize=True)
     experts = ExpertsSpec(routing, raw.intermediate_size, biases=True, stored="fused")
-    layers = with_experts(layers_of(attention, windows, [rope] * len(windows)), experts)
+    return with_experts(layers_of(attention, own, [rope] * len(own)), experts)
+
+
+def _every_second(raw: GptOssConfig) -> list[int | None]:
+    return windows_of(layer_types_of(raw, every_nth(2)), raw.sliding_window)
+
+
+def _gpt_oss(architecture: str, raw: GptOssConfig) -> ModelSpec:
+    layers = oss_layers(raw, _every_second)
     biases = {"qkv_bias": raw.attention_bias, "output_bias": raw.attention_bias}
     norm = NormSpec(raw.rms_norm_eps, "wide rms")
     return decoder(architecture, raw, layers, norm, raw.intermediate_size, activation="swiglu_oai", **biases)

@@ -55,7 +55,7 @@ def _modernbert(architecture: str, raw: ModernBertConfig) -> ModelSpec:
         raw,
         layers_of(attention, windows, [ropes[kind] for kind in types]),
         NormSpec(raw.norm_eps, "layer", bias=raw.norm_bias),
-        EncoderParts(EncoderSpec(), raw.intermediate_size, head, raw.classifier_pooling),
+        EncoderParts(EncoderSpec(), raw.intermediate_size, head, raw.classifier_pooling, head),
         qkv_bias=raw.attention_bias,
         output_bias=raw.attention_bias,
         mlp_bias=raw.mlp_bias,
@@ -75,5 +75,5 @@ def _by_type(architecture: str, raw: ModernBertConfig) -> ModelSpec:
 
 FAMILIES = {
     f"ModernBert{ending}": Family(ModernBertConfig, _by_type, {"hidden_activation": "hidden_act"})
-    for ending in ("Model", "ForMaskedLM", "ForSequenceClassification")
+    for ending in ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
 }

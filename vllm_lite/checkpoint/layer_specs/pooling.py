@@ -13,7 +13,7 @@ import msgspec
 from vllm_lite.checkpoint.layer_specs.activation import Activation
 from vllm_lite.checkpoint.typed_json import Size, convert, read_json
 from vllm_lite.errors import ModelError
-from vllm_lite.runtime.nested_settings import PoolerConfig, PoolingOptions
+from vllm_lite.runtime.nested_settings import LONGEST_TEXT, PoolerConfig, PoolingOptions
 from vllm_lite.runtime.untrusted_files import MAX_TOKENIZER_BYTES, read_bounded
 
 Kind = Literal["last", "mean", "cls"]
@@ -76,6 +76,10 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     labels: tuple[str, ...] = ()
     matryoshka: tuple[int, ...] = ()
     makes_pairs: Literal["", "pair", "template"] = ""
+    longest_text: int = 0
+    """Tokens of a text whose vector is made of several chunks; 0: a text must fit the model."""
+    tag_biases: tuple[float, ...] = ()
+    """Numbers of Calibration for paths through the tags of spans; () if the checkpoint has none."""
 
     def size(self, hidden_size: int) -> int:
         """Elements of a vector."""
@@ -110,6 +114,53 @@ def classifier(raw_json: dict[str, Any], head: HeadSpec, kind: Kind) -> PoolingS
         labels=labels,
         makes_pairs="pair",
     )
+
+
+CALIBRATION_FILE = "viterbi_calibration.json"
+
+
+class Calibration(msgspec.Struct):
+    """Biases that a checkpoint adds to the steps of a path through the tags of spans (B, I, E, S) and the background
+    between them. The order is that of PoolerInfo.tag_biases."""
+
+    transition_bias_background_stay: float
+    transition_bias_background_to_start: float
+    transition_bias_inside_to_continue: float
+    transition_bias_inside_to_end: float
+    transition_bias_end_to_background: float
+    transition_bias_end_to_start: float
+
+
+class _OperatingPoint(msgspec.Struct):
+    biases: Calibration
+
+
+class _CalibrationFile(msgspec.Struct):
+    operating_points: dict[str, _OperatingPoint]
+
+
+def token_classifier(
+    raw_json: dict[str, Any], head: HeadSpec, folder: Path, default_labels: tuple[str, ...] = ()
+) -> PoolingSpec:
+    """The pooler of a model with numbers for the labels of each token, whose names are `default_labels` where
+    config.json has none. Raises ModelError."""
+    raw = convert(raw_json, _ClassifierConfig)
+    if raw.id2label is None and raw.num_labels is None and default_labels:
+        raw_json = raw_json | {"id2label": {str(index): name for index, name in enumerate(default_labels)}}
+    made = classifier(raw_json, head, "cls")
+    return msgspec.structs.replace(
+        made, tasks=("token_classify",), makes_pairs="", tag_biases=_read_calibration(folder / CALIBRATION_FILE)
+    )
+
+
+def _read_calibration(file: Path) -> tuple[float, ...]:
+    """The default operating point of a checkpoint's file of biases; () without a file. Raises ModelError."""
+    if not file.exists():
+        return ()
+    points = read_json(file, lambda raw: convert(raw, _CalibrationFile)).operating_points
+    if "default" not in points:
+        raise ModelError(f"{file}: operating_points has no 'default', which is the one that is used")
+    return msgspec.structs.astuple(points["default"].biases)
 
 
 def _output_activation(raw: _ClassifierConfig, num_labels: int) -> OutputActivation:
@@ -269,6 +320,8 @@ def adjusted(spec: PoolingSpec, options: PoolingOptions) -> PoolingSpec:
     kind = asked.seq_pooling_type or asked.pooling_type
     if kind is not None:
         spec = msgspec.structs.replace(spec, kind=_MODES[kind.lower()])
+    if asked.enable_chunked_processing and "embed" in spec.tasks:
+        spec = msgspec.structs.replace(spec, longest_text=asked.max_embed_len or LONGEST_TEXT)
     active = asked.normalize if asked.use_activation is None else asked.use_activation
     if active is not None:
         spec = msgspec.structs.replace(spec, normalize=active)

@@ -169,6 +169,7 @@ class Kernels:
         table: tuple[int, int],
         heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # Q, K, V: [num_tokens, num_[kv_]heads, head_size]
         out: torch.Tensor,
+        sinks: torch.Tensor | None = None,  # float32 [num_heads], as in `attend`
     ) -> None:
         """Attention over K and V where the projections have put them, side by side in rows of one stride.
 
@@ -191,7 +192,7 @@ class Kernels:
             ctypes.addressof(known),
             out.data_ptr(),
             out.stride(0),
-            None,
+            None if sinks is None else sinks.data_ptr(),
             self._partials_address,
             self._counters_address,
         )

@@ -14,7 +14,7 @@ from vllm_lite.checkpoint.layer_specs.pooling import Kind
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.errors import ProtocolError
 from vllm_lite.layers.pooler import Pooler
-from vllm_lite.protocol.pooling import POOLING_TASKS, PoolerInfo, Pooling
+from vllm_lite.protocol.pooling import POOLING_TASKS, TOKEN_TASKS, PoolerInfo, Pooling
 from vllm_lite.protocol.step import NOT_FINITE, Entry, Fork, Handle, NewRequest
 from vllm_lite.worker.batch.part import StepPart
 from vllm_lite.worker.batch.rows import SequenceState
@@ -39,8 +39,8 @@ class PromptPooling:
 
     @property
     def wants_rows(self) -> bool:
-        """Whether each token gets a vector of its own."""
-        return self.asked.task == "token_embed"
+        """Whether each token gets numbers of its own."""
+        return self.asked.task in TOKEN_TASKS
 
 
 class PooledPiece(NamedTuple):
@@ -199,13 +199,13 @@ def _results(pooler: Pooler, done: Sequence[PooledPiece]) -> tuple[Pooled, Faile
         alike.setdefault((asked.task, asked.dimensions, asked.use_activation), []).append(piece)
     for (task, dimensions, active), pieces in alike.items():
         lengths = [1] * len(pieces)
-        if task == "token_embed":
+        if task in TOKEN_TASKS:
             parts = [torch.cat(piece.prompt.rows) for piece in pieces]
             lengths = [len(part) for part in parts]
             states = torch.cat(parts)
         else:
             states = torch.stack([_state(pooler, piece.prompt) for piece in pieces])
-        if task in ("classify", "score"):
+        if task in ("classify", "token_classify", "score"):
             found = pooler.numbers(states, use_activation=active)
         else:
             found = pooler.vectors(states, dimensions, use_activation=active)
@@ -240,4 +240,6 @@ def pooler_info(spec: ModelSpec) -> PoolerInfo:
         makes_pairs=own.makes_pairs,
         reads_last=own.kind == "last",
         normalizes=own.normalize,
+        longest_text=own.longest_text,
+        tag_biases=own.tag_biases,
     )
