@@ -156,6 +156,38 @@ def test_numbers_are_those_of_metrics(page: Any, server: Server) -> None:
     assert f"free, but cached: {values['vllm_lite:kv_blocks_cached']:,.0f}" in shown
 
 
+def test_a_conversation_has_what_its_turns_found(page: Any, server: Server) -> None:
+    first = "Tell me of a brave bear who lived in a warm cave with all of its friends, and of a small grey fox. " * 3
+    with client(server) as http:
+        for prompt in (first, first + "The bear was very tired."):
+            answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2}).raise_for_status().json()
+    page.click("text=Live")
+    page.click(".talks summary")
+    row = page.locator(f".talks tr:has(td:text-is('{answer['id']}')) td").all_inner_texts()
+    assert row[1] == "2"
+    prompt_tokens, found = answer["usage"]["prompt_tokens"], int(row[3])
+    assert int(row[2]) < 2 * prompt_tokens
+    assert prompt_tokens // 2 < found < prompt_tokens
+    assert row[4] == f"{100 * found / int(row[2]):.0f} %"
+
+
+def test_the_step_says_what_it_drafts_and_moves(page: Any) -> None:
+    page.click("text=Live")
+    page.wait_for_selector(".step")
+    counts = {"number": 7, "tokens": 20, "prefill": 8, "sequences": 4, "drafts": 6, "copies": 2, "swapped_out": 3}
+    page.evaluate(
+        "step => { watching.abort(); drawStep([...engines.values()][0].parts, step) }",
+        counts | {"swapped_in": 0, "drafted": 4, "right": 3},
+    )
+    text = page.inner_text("p:has-text('step 7:')")
+    assert text.startswith("step 7: 4 sequences, 6 tokens of outputs, up to 6 drafts, 8 of prompts, 2 blocks copied")
+    assert text.endswith("3 blocks to the host; of the latest drafts 3 were accepted, 1 refused")
+    widths = page.evaluate(
+        "[...document.querySelectorAll('.step:not(.moves):not(.tier) > div')].map(d => d.style.flexGrow)"
+    )
+    assert widths == ["6", "4.5", "1.5", "0", "8"]
+
+
 def test_a_chat_streams_stops_is_edited_and_is_there_again(page: Any, server: Server) -> None:
     page.fill("#question", "Tell me a story.")
     page.press("#question", "Enter")
@@ -210,10 +242,12 @@ def hostile_live() -> bytes:
     row = {**numbers, "state": "waiting", "blocks": 1, "host_blocks": 0, "table": [1]}
     requests = {text: {**row, "id": text, "reason": text, "why": text} for text in HOSTILE}
     counts = dict.fromkeys(re.findall(r"counts\.(\w+)", PAGE_JS.read_text()), 1) | {"generated_tokens": 1}
-    step = {"number": 1, "tokens": 1, "prefill": 0, "sequences": 1}
+    step = dict.fromkeys(re.findall(r"step\.(\w+)", PAGE_JS.read_text()), 1)
+    talk = dict.fromkeys(("number", "requests", "prompt", "cached", "at"), 1)
     engine = {
         "model": HOSTILE[0], "state": HOSTILE[1], "max_model_len": 9, "block_size": 16, "num_requests": len(HOSTILE),
         "step": step, "counts": counts, "times": {}, "requests": requests, "blocks": {"first": 0, "bytes": "AAE="},
+        "conversations": [{**talk, "id": text} for text in HOSTILE],
     }  # fmt: skip
     return b"event: snapshot\ndata: " + json.dumps({"time": 1.0, "engines": {"0": engine}}).encode() + b"\n\n"
 

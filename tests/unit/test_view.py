@@ -2,10 +2,23 @@
 
 from array import array
 
+import pytest
+
+from tests.recorded import Recorded
 from tests.scheduler_rig import Rig
+from vllm_lite.engine.observe import conversations
 from vllm_lite.engine.observe.describe import describe
 from vllm_lite.engine.observe.view import block_bytes, view
-from vllm_lite.protocol.view import IS_CACHED, MAX_REFERENCES, MAX_ROWS, MAX_SEEN, MAX_TABLE, EngineView
+from vllm_lite.protocol.view import (
+    IS_CACHED,
+    MAX_CONVERSATIONS,
+    MAX_REFERENCES,
+    MAX_ROWS,
+    MAX_SEEN,
+    MAX_TABLE,
+    EngineView,
+    StepWork,
+)
 
 
 def look(rig: Rig, first_block: int = 0) -> EngineView:
@@ -95,4 +108,89 @@ def test_many_references_are_the_most_that_fit() -> None:
     rig = Rig(num_blocks=4)
     (block,) = rig.scheduler.kv.pool.get_new_blocks(1)
     rig.scheduler.kv.pool.touch([block] * 500)
-    assert block_bytes(rig.scheduler.kv.pool, block)[0] == MAX_REFERENCES
+    assert block_bytes(rig.scheduler.kv.pool, block, 1)[0] == MAX_REFERENCES
+
+
+def sums(rig: Rig) -> tuple[int, int]:
+    rows = look(rig).conversations
+    return sum(row.num_prompt for row in rows), sum(row.num_cached for row in rows)
+
+
+def test_prompts_that_go_on_from_others_are_one_conversation() -> None:
+    rig = Rig(num_blocks=60, max_num_batched_tokens=64)
+    first = list(range(9))
+    for name, prompt in (
+        ("a1", first),
+        ("b1", [30, *first]),
+        ("a2", [*first, 9, 10, 11, 12, 13]),
+        ("short", [1, 2]),
+        ("a3", [*first, 9, 10, 11, 12, 13, 14, 15, 16]),
+        ("b2", [30, *first]),
+    ):
+        rig.add(name, prompt, max_tokens=2)
+        rig.drain()
+    rows = look(rig).conversations
+    assert [(row.request_id, row.num_requests, row.num_prompt, row.num_cached) for row in rows] == [
+        ("b2", 2, 20, 8),
+        ("a3", 3, 40, 20),
+    ]
+    assert rows[0].number == 2
+    counters = rig.scheduler.counters
+    assert sums(rig) == (counters.prompt_tokens - 2, counters.cached_tokens), "all but the prompt without a block"
+
+
+def test_a_request_that_is_resumed_counts_once() -> None:
+    rig = Rig(num_blocks=9, max_num_batched_tokens=64)
+    for name in "abc":
+        rig.add(name, list(range(ord(name), ord(name) + 12)), max_tokens=12)
+    rig.drain()
+    assert rig.scheduler.counters.preemptions > 0
+    assert [row.num_requests for row in look(rig).conversations] == [1, 1, 1]
+    assert sums(rig) == (36, rig.scheduler.counters.cached_tokens)
+
+
+def test_conversations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversations, "MAX_KNOWN", MAX_CONVERSATIONS + 3)
+    rig = Rig(num_blocks=200)
+    for number in range(MAX_CONVERSATIONS + 9):
+        rig.add(f"r{number}", [number % 50, number // 50, 1, 2, 3], max_tokens=1)
+        rig.drain()
+    rows = look(rig).conversations
+    assert [row.request_id for row in rows] == [f"r{number}" for number in range(MAX_CONVERSATIONS + 8, 8, -1)]
+    rig.add("again", [0, 0, 1, 2, 3], max_tokens=1)  # r0's is forgotten, though its block is still found
+    rig.drain()
+    newest = look(rig).conversations[0]
+    assert (newest.num_requests, newest.num_cached, newest.number) == (1, 4, MAX_CONVERSATIONS + 10)
+
+
+def test_a_step_says_what_it_moves() -> None:
+    rig = Rig(num_blocks=12, num_host_blocks=20, max_num_batched_tokens=64, preemption="swap")
+    for name in "ab":
+        rig.add(name, list(range(ord(name) - 90, ord(name) - 77)), max_tokens=14, n=2)
+    counters = rig.scheduler.counters
+    moved = [0, 0, 0]
+    while (output := rig.scheduler.schedule()) is not None:
+        rig.worker.submit(output)
+        work = look(rig).work
+        moved = [
+            a + b for a, b in zip(moved, (work.num_copies, work.num_swapped_out, work.num_swapped_in), strict=True)
+        ]
+        while (result := rig.worker.poll()) is not None:
+            rig.scheduler.update(result)
+        assert look(rig).work == StepWork(), "no step is in flight"
+    out, back = counters.swapped_out_blocks, counters.swapped_in_blocks
+    assert moved == [counters.copied_blocks, out + counters.demoted_blocks, back + counters.promoted_blocks]
+    assert min(counters.copied_blocks, out, back) > 0
+
+
+def test_drafts_of_the_latest_result_are_right_or_wrong() -> None:
+    recorded = Recorded(None, speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    recorded.add("one", [1, 2, 3], max_tokens=40, ignore_eos=True)
+    drafted, right = 0, 0
+    while recorded.scheduler.requests:
+        recorded.loop()
+        work = recorded.core.view(0).work
+        drafted, right = drafted + work.num_drafted, right + work.num_right
+    counters = recorded.scheduler.counters
+    assert (drafted, right) == (counters.draft_tokens, counters.accepted_tokens)
+    assert 0 < right < drafted

@@ -1,7 +1,7 @@
 """Client <-> engine: the engine as it is at a moment, for who watches it: its live requests, and its KV blocks.
 
-Both are bounded, so that the engine's loop answers within about a millisecond, however much there is to see: the
-first MAX_ROWS requests, and MAX_SEEN blocks from any one on.
+All is bounded, so that the engine's loop answers within about a millisecond, however much there is to see: the first
+MAX_ROWS requests, MAX_SEEN blocks from any one on, and the latest MAX_CONVERSATIONS conversations.
 """
 
 from typing import Annotated, Literal
@@ -16,6 +16,8 @@ MAX_SEEN = 4096
 """The most blocks in a view."""
 MAX_TABLE = 256
 """The most entries of a block table in a view."""
+MAX_CONVERSATIONS = 16
+"""The most conversations in a view."""
 IS_CACHED = 0x80
 """Bit of a block that a prefix hit can find; the other seven count its references."""
 MAX_REFERENCES = 0x7F
@@ -52,10 +54,40 @@ class RequestRow(Message):
     table: bytes
 
 
+class StepWork(Message):
+    """The work of a step besides tokens that are certain: `num_drafts` tokens that may be drafted, and blocks that it
+    copies, or moves to the host and back. Of the latest step with a result `num_drafted` tokens were drafted, and
+    `num_right` of them were right.
+    """
+
+    num_drafts: int = 0
+    num_copies: int = 0
+    num_swapped_out: int = 0
+    num_swapped_in: int = 0
+    num_drafted: int = 0
+    num_right: int = 0
+
+
+class ConversationRow(Message):
+    """Requests each of which began with the whole blocks of the prompt before it, as those of a chat do, or one prompt
+    again and again. Of their `num_prompt` prompt tokens `num_cached` were found in the cache. The ids are those of the
+    latest, which was admitted `age_s` ago; `number` counts conversations.
+    """
+
+    number: int
+    request_id: str
+    external_id: str
+    num_requests: int
+    num_prompt: int
+    num_cached: int
+    age_s: float
+
+
 class EngineView(Message, tag="view"):
     """`rows` are those of the requests that run, and then of those that wait, in the order of the queue; `num_requests`
     counts all. `blocks` has a byte for each block from `first_block` on: references, and IS_CACHED. `step` is the
-    latest one; it has `step_tokens` tokens, `step_prefill` of them of prompts, for `step_samples` sequences.
+    latest one; it has `step_tokens` tokens, `step_prefill` of them of prompts, for `step_samples` sequences. Of
+    `conversations` the latest comes first.
     """
 
     step: int
@@ -68,3 +100,5 @@ class EngineView(Message, tag="view"):
     block_size: int
     first_block: int
     blocks: bytes
+    work: StepWork = StepWork()
+    conversations: tuple[ConversationRow, ...] = ()

@@ -9,6 +9,7 @@ from collections import abc
 
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.blocks.part import PrefixHit
+from vllm_lite.engine.observe.conversations import Conversations
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.api import FinishReason, Stats
@@ -40,6 +41,9 @@ class Meter:
         """No sequence is longer than `max_len`. `method` drafts what no grammar forces; empty: nothing does."""
         self.now_s = 0.0
         self.counters = kv.counters
+        self.conversations = Conversations()
+        self.latest_drafts = (0, 0)
+        """Tokens that were drafted for the latest step with a result, and how many of them were right."""
         self._method = method
         self.counters.drafts_by = {name: DraftCounts() for name in (FORCED, method) if name}
         tokens = one_two_five(max_len)
@@ -72,6 +76,7 @@ class Meter:
         if request.num_cached_at_start is not None or sequence.unscored or not kv.is_caching:
             return
         counters.cache_queries += request.num_prompt
+        self.conversations.admitted(sequence, min(hit.num_tokens, request.num_prompt - 1), kv.block_size, self.now_s)
         if (on_host := kv.num_on_host(hit)) is not None:
             found = min(hit.num_tokens, request.num_prompt - 1)
             on_host = min(on_host, found)
@@ -130,8 +135,7 @@ class Meter:
     def stepped(self, sampling: abc.Sequence[Sequence], silent: abc.Sequence[Sequence], result: ModelOutput) -> None:
         """A step with this `result` gave tokens to the sequences in `sampling`, of which the `silent` pass nothing
         on."""
-        if result.drafted is not None:
-            self._drafted(sampling, result)
+        self.latest_drafts = (0, 0) if result.drafted is None else self._drafted(sampling, result)
         if silent:
             without = set(silent)
             sampling = [sequence for sequence in sampling if sequence not in without]
@@ -139,10 +143,12 @@ class Meter:
         self._untimed.append((sampling, self._num_counted - before))
         self._results_s = self.now_s
 
-    def _drafted(self, sampling: abc.Sequence[Sequence], result: ModelOutput) -> None:
-        """Sequences of a step had drafts, of each the forced ones in front. The first of its tokens was no draft."""
+    def _drafted(self, sampling: abc.Sequence[Sequence], result: ModelOutput) -> tuple[int, int]:
+        """Sequences of a step had drafts, of each the forced ones in front. The first of its tokens was no draft.
+        Returns how many drafts there were, and how many of them were right."""
         drafted = result.drafted or []
         counts, forced = result.counts or [1] * len(drafted), result.forced or [0] * len(drafted)
+        before = self.counters.draft_tokens, self.counters.accepted_tokens
         for sequence, num_drafted, count, num_forced in zip(sampling, drafted, counts, forced, strict=False):
             if num_drafted:
                 right = max(count - 1, 0)
@@ -151,6 +157,7 @@ class Meter:
                 self.counters.drafts += 1
                 self.counters.draft_tokens += num_drafted
                 self.counters.accepted_tokens += right
+        return self.counters.draft_tokens - before[0], self.counters.accepted_tokens - before[1]
 
     def _count_drafts(self, sequence: Sequence, method: str, num_drafted: int, num_right: int) -> None:
         if num_drafted:

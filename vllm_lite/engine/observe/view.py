@@ -4,6 +4,7 @@ Like describe() that changes nothing, so that a trace need not record it.
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain, islice
 
@@ -11,8 +12,10 @@ from vllm_lite.engine.blocks.pool import NULL_BLOCK, BlockPool
 from vllm_lite.engine.blocks.swapping import num_held
 from vllm_lite.engine.observe.describe import waiting_reason
 from vllm_lite.engine.request import Request
+from vllm_lite.engine.scheduling.in_flight import StepInFlight
 from vllm_lite.engine.scheduling.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence, Status
+from vllm_lite.protocol.step import BlockOp
 from vllm_lite.protocol.view import (
     IS_CACHED,
     MAX_REFERENCES,
@@ -21,6 +24,7 @@ from vllm_lite.protocol.view import (
     MAX_TABLE,
     EngineView,
     RequestRow,
+    StepWork,
 )
 
 
@@ -39,18 +43,29 @@ def view(scheduler: Scheduler, first_block: int, now_s: float) -> EngineView:
         num_blocks=kv.pool.num_blocks,
         block_size=kv.block_size,
         first_block=first_block,
-        blocks=block_bytes(kv.pool, first_block),
+        blocks=block_bytes(kv.pool, first_block, MAX_SEEN),
+        work=_work(newest, scheduler.meter.latest_drafts),
+        conversations=tuple(scheduler.meter.conversations.rows(now_s)),
     )
 
 
-def block_bytes(pool: BlockPool, first: int) -> bytes:
-    """A byte for each of up to MAX_SEEN blocks: its references, and whether a prefix hit can find it."""
-    return bytes(
-        [
-            min(block.ref_count, MAX_REFERENCES) | (0 if block.block_hash is None else IS_CACHED)
-            for block in pool.blocks[first : first + MAX_SEEN]
-        ]
-    )
+def _work(step: StepInFlight | None, drafts: tuple[int, int]) -> StepWork:
+    """The work of the step in flight besides tokens that are certain, and the `drafts` of the latest with a result."""
+    if step is None:
+        return StepWork(num_drafted=drafts[0], num_right=drafts[1])
+    moved = Counter(op for op, _, _ in step.output.block_ops)
+    moves = moved[BlockOp.COPY], moved[BlockOp.SWAP_OUT], moved[BlockOp.SWAP_IN]
+    return StepWork(sum(most for _, most in step.drafted), *moves, *drafts)
+
+
+def block_bytes(pool: BlockPool, first: int, most: int) -> bytes:
+    """A byte for each of up to `most` blocks: its references, and whether a prefix hit can find it."""
+    blocks = pool.blocks[first : first + most]
+    counts = [block.ref_count for block in blocks]
+    if max(counts, default=0) > MAX_REFERENCES:
+        counts = [min(count, MAX_REFERENCES) for count in counts]
+    pairs = zip(counts, blocks, strict=True)
+    return bytes([count if block.block_hash is None else count | IS_CACHED for count, block in pairs])
 
 
 def _shown(scheduler: Scheduler) -> Iterator[tuple[Sequence, int | None]]:

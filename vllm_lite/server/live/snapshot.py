@@ -9,7 +9,7 @@ from typing import Any
 
 from vllm_lite.protocol.api import Stats, Welcome
 from vllm_lite.protocol.histograms import Histogram
-from vllm_lite.protocol.view import EngineView, RequestRow
+from vllm_lite.protocol.view import ConversationRow, EngineView, RequestRow
 from vllm_lite.server.live_requests import WHY
 
 MAX_SHOWN = 1 << 16
@@ -72,7 +72,14 @@ class EngineSnapshot:
                 "tokens": view.step_tokens,
                 "prefill": view.step_prefill,
                 "sequences": view.step_samples,
+                "drafts": view.work.num_drafts,
+                "copies": view.work.num_copies,
+                "swapped_out": view.work.num_swapped_out,
+                "swapped_in": view.work.num_swapped_in,
+                "drafted": view.work.num_drafted,
+                "right": view.work.num_right,
             },
+            "conversations": [conversation_of(row, now_s) for row in view.conversations],
             "counts": {name: getattr(stats, name) for name in COUNTS},
             "times": times_of(stats),
         }
@@ -112,9 +119,8 @@ def _changed(before: Snapshot, now: Snapshot) -> Snapshot:
 
 def row_of(row: RequestRow, now_s: float) -> Snapshot:
     """A request, which came at `since`. Its table is that of its first group of layers, by physical block."""
-    name = row.external_id or row.request_id
     return {
-        "id": name.rpartition("~")[0] or name,  # a name has the digest of its owner's key behind it
+        "id": name_of(row),
         "state": row.status,
         "reason": row.reason,
         "why": None if row.reason is None else WHY.get(row.reason),
@@ -130,6 +136,24 @@ def row_of(row: RequestRow, now_s: float) -> Snapshot:
         "host_blocks": row.num_host_blocks,
         "table": array("I", row.table).tolist(),
     }
+
+
+def conversation_of(row: ConversationRow, now_s: float) -> Snapshot:
+    """Requests that go on from each other, with the name of the latest, which came in at `at`."""
+    return {
+        "number": row.number,
+        "id": name_of(row),
+        "requests": row.num_requests,
+        "prompt": row.num_prompt,
+        "cached": row.num_cached,
+        "at": round(now_s - row.age_s, 1),
+    }
+
+
+def name_of(row: RequestRow | ConversationRow) -> str:
+    """The name of a request, without the digest of its owner's key behind it."""
+    name = row.external_id or row.request_id
+    return name.rpartition("~")[0] or name
 
 
 def state_of(stats: Stats) -> str:

@@ -205,7 +205,8 @@ async function answer() {
   let place = null, began = null, usage = null, drawn = false
   const redraw = () => {
     drawn = false
-    const next = article(message)
+    const next = article(message), thought = next.querySelector("details")
+    if (thought) thought.open = place?.querySelector("details")?.open ?? false
     place ? place.replaceWith(next) : $("messages").append(next)
     place = next
     $("messages").scrollTop = $("messages").scrollHeight
@@ -364,8 +365,15 @@ function mean(engine, name) {
   return count ? `${(1000 * total / count).toFixed(1)} ms` : "–"
 }
 
+/** The mean of what was measured between the last two looks, in ms; what it was before, if nothing was. */
+function recent(engine, name, series) {
+  const [total, count] = engine.head.times[name] ?? [0, 0], [before, many] = engine.before?.head.times[name] ?? [0, 0]
+  return count > many ? 1000 * (total - before) / (count - many) : engine.series[series].at(-1) ?? 0
+}
+
 const SERIES = {
   "tokens/s": engine => rate(engine, "generated_tokens"),
+  "first token, ms": engine => recent(engine, "first_token_s", "first token, ms"),
   "waiting": engine => engine.head.counts.num_waiting,
   "KV blocks held": engine => engine.head.counts.num_used_blocks,
 }
@@ -380,8 +388,8 @@ function remember(engine) {
 function newEngine(name) {
   const parts = {
     title: make("h2"), figures: make("dl", {className: "figures"}),
-    step: make("div", {className: "step"}, make("div", {className: "decode"}), make("div", {className: "prefill"})),
-    stepText: make("p"), map: make("canvas", {className: "map"}), block: make("p", {className: "block"}),
+    step: bar("step", STEP_PARTS), stepText: make("p"), moves: bar("step moves", MOVES), tiers: tierBar(), talks: talkTable(),
+    map: make("canvas", {className: "map"}), block: make("p", {className: "block"}),
     legend: make("ul", {className: "legend"}, ...NAMES.map(kind => make("li", {className: kind}))), rows: make("tbody"), more: make("p"),
     lines: Object.fromEntries(Object.keys(SERIES).map(each => [each, make("canvas", {width: 160, height: 28})])),
   }
@@ -395,8 +403,8 @@ function newEngine(name) {
   const scroller = make("div", {className: "rows", tabIndex: 0}, make("table", {}, make("thead", {}, head), parts.rows))
   scroller.setAttribute("role", "region")
   scroller.setAttribute("aria-label", "requests")
-  const node = make("section", {className: "engine"}, parts.title, parts.figures, parts.step, parts.stepText, lines,
-    parts.map, parts.legend, parts.block, scroller, parts.more)
+  const node = make("section", {className: "engine"}, parts.title, parts.figures, parts.step, parts.moves, parts.stepText, lines,
+    parts.map, parts.legend, parts.tiers.node, parts.block, scroller, parts.more, parts.talks.node)
   $("engines").append(node)
   const engine = {
     name, node, parts, requests: new Map(), blocks: new Uint8Array(0), head: null, before: null, time: 0, cell: 1,
@@ -428,16 +436,84 @@ function drawEngine(engine) {
     "blocks copied": number(counts.copied_blocks),
     "on the host": number(counts.num_used_host_blocks), "on disk": number(counts.num_stored_keys),
   })
-  const decode = Math.max(0, step.tokens - step.prefill)
-  parts.step.children[0].style.flexGrow = decode
-  parts.step.children[1].style.flexGrow = step.prefill
-  write(parts.stepText, step.tokens ?
-    `step ${number(step.number)}: ${number(step.sequences)} sequences, ${number(decode)} tokens of outputs and drafts, ` +
-    `${number(step.prefill)} of prompts` : `step ${number(step.number)}: nothing to compute`)
+  drawStep(parts, step)
+  drawTiers(parts.tiers, counts)
+  drawTalks(parts.talks, head.conversations ?? [], engine.time)
   for (const [name, canvas] of Object.entries(parts.lines)) line(canvas, engine.series[name])
   shade(engine)
   drawMap(engine)
   drawRows(engine)
+}
+
+// ---- the step, the tiers, and what conversations find in the cache
+
+const STEP_PARTS = ["decode", "right", "wrong", "draft", "prefill"], MOVES = ["copied", "out", "in"]
+
+const bar = (name, kinds) => make("div", {className: name}, ...kinds.map(kind => make("div", {className: kind})))
+
+function fillBar(place, values) {
+  values.forEach((value, index) => { place.children[index].style.flexGrow = value })
+  place.hidden = !values.some(value => value > 0)
+}
+
+/** Tokens of the latest step: how many drafts of it are right is not known yet, so they are shared out as the latest
+ * results say. */
+function drawStep(parts, step) {
+  const drafts = step.drafts ?? 0, decode = Math.max(0, step.tokens - step.prefill - drafts)
+  const right = step.drafted ? drafts * step.right / step.drafted : 0, unknown = step.drafted ? 0 : drafts
+  fillBar(parts.step, [decode, right, drafts - right - unknown, unknown, step.prefill])
+  parts.step.hidden = false
+  fillBar(parts.moves, [step.copies ?? 0, step.swapped_out ?? 0, step.swapped_in ?? 0])
+  const texts = [`${number(step.sequences)} sequences`, `${number(decode)} tokens of outputs`]
+  if (drafts) texts.push(`up to ${number(drafts)} drafts`)
+  texts.push(`${number(step.prefill)} of prompts`)
+  if (step.copies) texts.push(`${number(step.copies)} blocks copied`)
+  if (step.swapped_out) texts.push(`${number(step.swapped_out)} blocks to the host`)
+  if (step.swapped_in) texts.push(`${number(step.swapped_in)} blocks from the host`)
+  const drafted = step.drafted ?
+    `; of the latest drafts ${number(step.right)} were accepted, ${number(step.drafted - step.right)} refused` : ""
+  write(parts.stepText, `step ${number(step.number)}: ${step.tokens ? texts.join(", ") : "nothing to compute"}${drafted}`)
+}
+
+function tierBar() {
+  const host = bar("step tier", ["host", "rest"]), text = make("p", {className: "block"})
+  return {node: make("div", {hidden: true}, host, text), host, text}
+}
+
+/** The tiers below the device: blocks there have no place that is worth a map. */
+function drawTiers({node, host, text}, counts) {
+  const used = counts.num_used_host_blocks, total = counts.num_host_blocks
+  node.hidden = !total && !counts.num_stored_keys
+  fillBar(host, [used, Math.max(0, total - used)])
+  const told = total ? [`on the host: ${number(used)} of ${number(total)} blocks`] : []
+  if (counts.num_stored_keys) told.push(`on disk: ${number(counts.num_stored_keys)} blocks and states`)
+  write(text, told.join(" · "))
+}
+
+const TALK_COLUMNS = [["conversation, by its latest request"], ["requests", "number"], ["prompt tokens", "number"],
+  ["found in the cache", "number"], ["share", "number"], ["seconds ago", "number"]]
+
+function talkTable() {
+  const rows = make("tbody"), summary = make("summary")
+  const head = make("tr", {}, ...TALK_COLUMNS.map(([title, kind]) => make("th", {text: title, className: kind ?? "", scope: "col"})))
+  const node = make("details", {className: "talks rows", hidden: true}, summary, make("table", {}, make("thead", {}, head), rows))
+  return {node, summary, rows}
+}
+
+function drawTalks(talks, said, now) {
+  const sum = name => said.reduce((total, each) => total + each[name], 0)
+  const share = (found, prompt) => prompt ? `${Math.round(100 * found / prompt)} %` : "–"
+  talks.node.hidden = !said.length
+  write(talks.summary, `Prefix hits by conversation: ${number(sum("cached"))} of ${number(sum("prompt"))} prompt tokens ` +
+    `were found (${share(sum("cached"), sum("prompt"))}) in the latest ${said.length}`)
+  while (talks.rows.childElementCount > said.length) talks.rows.lastChild.remove()
+  said.forEach((each, index) => {
+    const row = talks.rows.children[index] ?? talks.rows.appendChild(
+      make("tr", {}, ...TALK_COLUMNS.map(([, kind]) => make("td", {className: kind ?? ""}))))
+    const texts = [each.id, number(each.requests), number(each.prompt), number(each.cached),
+      share(each.cached, each.prompt), number(Math.max(0, now - each.at))]
+    texts.forEach((text, column) => write(row.children[column], text))
+  })
 }
 
 function figures(place, values) {
