@@ -21,7 +21,7 @@ from vllm_lite.client.engines.session import (
 from vllm_lite.client.lora import LOAD_TIMEOUT_S, LoRARequest, begin_load, check_loaded
 from vllm_lite.client.media.programs import ProgramImages
 from vllm_lite.client.outputs import RequestOutput
-from vllm_lite.client.pooling import PoolingFactory, PoolingRequestOutput, PoolingStream
+from vllm_lite.client.pooling import PoolingFactory, PoolingRequestOutput, PoolingStream, joined
 from vllm_lite.client.prompt import PromptLike, encode
 from vllm_lite.client.streams.sampling import check_form
 from vllm_lite.client.streams.stream import Event, RequestStream, StreamFactory, shows
@@ -193,12 +193,14 @@ class AsyncClient:
         factory = PoolingFactory(link.session.welcome, link.streams.tokenizer)
         params = pooling_params or PoolingParams()
         task = pooling_task or params.task or factory.first_task
-        (stream,) = factory.make([prompt], params, task, [request_id or os.urandom(12).hex()])
-        if lora_request is not None:
-            stream.adapter = await self._load(lora_request)
-        async with aclosing(self._follow(stream)) as outputs:
-            async for output in outputs:
-                yield output
+        streams = factory.make([prompt], params, task, [request_id or os.urandom(12).hex()])
+        adapter = "" if lora_request is None else await self._load(lora_request)
+        for stream in streams:  # one, or the windows of a long text
+            stream.adapter = adapter
+            async with aclosing(self._follow(stream)) as outputs:
+                async for _ in outputs:
+                    pass
+        yield joined(streams).output()
 
     async def fork(
         self, request_id: str, n: int = 1, sampling_params: SamplingParams | None = None

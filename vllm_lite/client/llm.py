@@ -3,8 +3,7 @@
 import itertools
 import os
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -14,14 +13,24 @@ from vllm_lite.client.beam import BeamSearchParams, beams_of
 from vllm_lite.client.engines.launch_engines import launch_engines
 from vllm_lite.client.engines.operations import OPERATION_TIMEOUT_S, check_done, operation_of
 from vllm_lite.client.generation_config import check_source, generation_defaults, read_overrides
+from vllm_lite.client.llm_arguments import as_list, named, pairs_of, params_for_each, raise_errors
 from vllm_lite.client.lora import LOAD_TIMEOUT_S, LoRARequest, begin_load, check_loaded
 from vllm_lite.client.media.programs import ProgramImages
 from vllm_lite.client.outputs import BeamSearchOutput, RequestOutput
-from vllm_lite.client.pooling import PoolingFactory, PoolingRequestOutput, PoolingStream, ScoringOutput, similarity
+from vllm_lite.client.pooling import (
+    PoolingFactory,
+    PoolingRequestOutput,
+    PoolingStream,
+    ScoringOutput,
+    by_text,
+    joined,
+    similarity,
+)
 from vllm_lite.client.progress import TokenBar
 from vllm_lite.client.prompt import PromptLike
 from vllm_lite.client.streams.stream import Event, RequestStream, StreamFactory, load_tokenizer
 from vllm_lite.client.text.tokenizer import Tokenizer
+from vllm_lite.client.token_classes import BACKGROUND, EntityFinder, classified
 from vllm_lite.config import DEMO_MODEL, EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError, RequestError
 from vllm_lite.protocol.api import PrefixCacheReset, Stats, Welcome
@@ -202,10 +211,10 @@ class LLM:
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise RequestError("generate() takes prompts, or else prompt_token_ids")
-        several = _as_list(prompts if prompt_token_ids is None else prompt_token_ids)
+        several = as_list(prompts if prompt_token_ids is None else prompt_token_ids)
         for place, prompt in enumerate(several):
             if isinstance(prompt, Mapping) and "multi_modal_data" in prompt:
-                with _named(f"prompt {place}" if len(several) > 1 else ""):
+                with named(f"prompt {place}" if len(several) > 1 else ""):
                     several[place] = self._images.of_data(prompt, self.config.model, self.get_tokenizer().encode)
         return self._run(several, sampling_params, use_tqdm, lora_request)
 
@@ -238,7 +247,7 @@ class LLM:
         template = tokenizer.template(chat_template)
         prompts: list[PromptLike] = []
         for place, conversation in enumerate(several):
-            with _named(f"conversation {place}" if len(several) > 1 else ""):
+            with named(f"conversation {place}" if len(several) > 1 else ""):
                 parts = list[tuple[Mapping[str, Any], str]]()
                 text = rendered(
                     template,
@@ -263,7 +272,7 @@ class LLM:
 
         generate() does the same, beside other requests, with use_beam_search in its SamplingParams.
         """
-        found = self._run(_as_list(prompts), params.sampling_params(), use_tqdm)
+        found = self._run(as_list(prompts), params.sampling_params(), use_tqdm)
         return [beams_of(output, self._streams.tokenizer) for output in found]
 
     # ---- vectors and scores
@@ -309,9 +318,35 @@ class LLM:
         """
         params = pooling_params or PoolingParams()
         task = pooling_task or params.task or self._pooling.first_task
-        several = _as_list(prompts)
+        several = as_list(prompts)
         ids = [next(self._request_ids) for _ in several]
         return self._pool(self._pooling.make(several, params, task, ids), use_tqdm, lora_request)
+
+    def token_classify(  # noqa: PLR0913 - all but the texts have defaults
+        self,
+        texts: str | Sequence[str],
+        pooling_params: PoolingParams | None = None,
+        use_tqdm: bool = True,
+        *,
+        aggregation: str | None = None,
+        ignore_labels: Sequence[str] = BACKGROUND,
+        stride: int | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Find the entities of each text: `outputs.entities` of each result, and `outputs.redacted`.
+
+        `aggregation` makes entities of tokens: "none", "simple", "first", "average" or "max", as transformers' pipeline
+        does, or "viterbi", the default where the labels are tags of spans (B-, I-, E-, S-); "simple" is elsewhere. A
+        text that is longer than the model takes is computed in windows which share `stride` tokens. For the numbers of
+        each token, `encode` has the task "token_classify". Raises as embed() does.
+        """
+        several: list[Any] = [texts] if isinstance(texts, str) else list(texts)
+        if not all(isinstance(text, str) for text in several):
+            raise RequestError("token_classify() takes a text or a list of texts: entities have places in a text")
+        finder = EntityFinder(self.engine.pooler, self._pooling.tokenizer, aggregation, ignore_labels)
+        ids = [next(self._request_ids) for _ in several]
+        streams = self._pooling.make_placed(several, pooling_params or PoolingParams(), stride, ids)
+        return [classified(stream, finder) for stream in self._pooled(streams, use_tqdm, lora_request)]
 
     def score(
         self,
@@ -359,6 +394,7 @@ class LLM:
         streams = self._make_streams(prompts, sampling_params)
         self._set_adapters(streams, lora_request)
         self._follow(streams, use_tqdm)
+        raise_errors(streams)
         return [stream.output() for stream in streams]
 
     def _check_awake(self) -> None:
@@ -371,13 +407,28 @@ class LLM:
         use_tqdm: bool,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[PoolingRequestOutput]:
+        return [stream.output() for stream in self._pooled(streams, use_tqdm, lora_request)]
+
+    def _pooled(
+        self,
+        streams: list[PoolingStream],
+        use_tqdm: bool,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
+    ) -> list[PoolingStream]:
+        """The streams of all texts, once they have ended."""
         self._check_awake()
-        self._set_adapters(streams, lora_request)
+        texts = list(by_text(streams))
+        self._set_adapters([own[0] for own in texts], lora_request)
+        for own in texts:
+            for window in own:
+                window.adapter = own[0].adapter
         self._follow(streams, use_tqdm)
-        return [stream.output() for stream in streams]
+        whole = [joined(own) for own in texts]
+        raise_errors(whole)
+        return whole
 
     def _follow(self, streams: Sequence[RequestStream | PoolingStream], use_tqdm: bool) -> None:
-        """Send all requests and wait until they have ended. Raises the error of one that has failed."""
+        """Send all requests and wait until they have ended."""
         inbox: SimpleQueue[list[Event]] = SimpleQueue()
         running: dict[str, RequestStream | PoolingStream] = {}
         with TokenBar(len(streams), enabled=use_tqdm) as progress:
@@ -390,17 +441,16 @@ class LLM:
             finally:
                 for request_id in running:
                     self.launched.session.drop(request_id)
-        _raise_errors(streams)
 
     def _make_streams(
         self, prompts: list[PromptLike], sampling_params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[RequestStream]:
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-        params = _params_for_each(sampling_params, len(prompts))
+        params = params_for_each(sampling_params, len(prompts))
         streams = []
         for place, prompt in enumerate(prompts):
-            with _named(f"prompt {place}" if len(prompts) > 1 else ""):
+            with named(f"prompt {place}" if len(prompts) > 1 else ""):
                 streams.append(self._streams.make(prompt, params[place], next(self._request_ids)))
         return streams
 
@@ -445,50 +495,3 @@ class LLM:
 
 def _append(parts: list[tuple[Mapping[str, Any], str]], part: Mapping[str, Any], where: str) -> None:
     parts.append((part, where))
-
-
-@contextmanager
-def _named(name: str) -> Iterator[None]:
-    """Put `name`, which says which of several prompts it is, before the text of an error."""
-    try:
-        yield
-    except RequestError as error:
-        raise RequestError(f"{name}: {error}" if name else str(error)) from error
-
-
-def _as_list(prompts: Any) -> list[PromptLike]:
-    """Make a list of one prompt or several. A list of integers is one prompt of token ids."""
-    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
-        one: Any = prompts
-        return [one]
-    several: list[Any] = list(prompts)
-    return [several] if several and isinstance(several[0], int) else several
-
-
-def _params_for_each(given: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    if isinstance(given, SamplingParams):
-        return [given] * count
-    if not isinstance(given, Sequence) or len(given) != count:
-        got = len(given) if isinstance(given, Sequence) else type(given).__name__
-        raise RequestError(f"sampling_params must be one for all or one for each of {count} prompts, got {got}")
-    return list(given)
-
-
-def pairs_of(first: str | Sequence[str], second: str | Sequence[str]) -> list[tuple[str, str]]:
-    """One text with each of several, or texts in pairs. Raises RequestError."""
-    left = [first] if isinstance(first, str) else list(first)
-    right = [second] if isinstance(second, str) else list(second)
-    if not right or len(left) not in (1, len(right)):
-        raise RequestError(f"{len(left)} texts cannot be paired with {len(right)}: give one, or as many")
-    return list(zip(left * (len(right) if len(left) == 1 else 1), right, strict=True))
-
-
-def _raise_errors(streams: Sequence[RequestStream | PoolingStream]) -> None:
-    failed = [(place, stream.error) for place, stream in enumerate(streams) if stream.error is not None]
-    for _, error in failed:
-        if not isinstance(error, RequestError):
-            raise error
-    if failed:
-        place, error = failed[0]
-        others = f" ({len(failed) - 1} other prompts failed as well)" if len(failed) > 1 else ""
-        raise RequestError(f"prompt {place}: {error}{others}" if len(streams) > 1 else str(error)) from error

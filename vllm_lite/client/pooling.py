@@ -5,19 +5,21 @@ server follow as they follow those that generate.
 """
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm_lite.client.outputs import RequestMetrics
 from vllm_lite.client.prompt import Prompt, PromptLike, check_text, checked_ids, unwrap
 from vllm_lite.client.text.pairs import Pair, encode_pair, reranker_prompt
-from vllm_lite.client.text.tokenizer import Tokenizer
+from vllm_lite.client.text.tokenizer import Placed, Tokenizer
+from vllm_lite.client.windows import TextPart, joined_rows, mean_vector, windows_of
 from vllm_lite.errors import ContextLengthError, PooledLengthError, RequestError, VllmLiteError
 from vllm_lite.protocol.api import Finished, Generate, Welcome
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.protocol.pooling import Pooling, PoolingParams, PoolingTask
+from vllm_lite.protocol.pooling import TOKEN_TASKS, Pooling, PoolingParams, PoolingTask
+from vllm_lite.runtime.nested_settings import LONGEST_TEXT
 
 if TYPE_CHECKING:  # both import the events of streams
     from vllm_lite.client.engines.any_session import AnySession
@@ -25,6 +27,8 @@ if TYPE_CHECKING:  # both import the events of streams
 
 Check = Callable[[], None]
 NO_TEXT = "the text is empty; it needs at least one token"
+OVERLAP_SHARE = 4
+"""Windows of a long text's tokens share one of so many of theirs, unless a request says otherwise."""
 
 
 @dataclass(slots=True)
@@ -76,6 +80,10 @@ class PoolingStream:
         self.prompt = prompt
         self.params = params
         self.pooling = pooling
+        self.part: TextPart | None = None
+        """Its place in a text that is longer than the model takes; None: it is all of its text."""
+        self.placed: Placed | None = None
+        """The text's tokens and their places, where entities are wanted."""
         self.adapter = ""
         """The name of the adapter that computes it."""
         self.samples = (None,)
@@ -135,7 +143,7 @@ class PoolingStream:
         """The result, in the form that the task has."""
         task = self.pooling.task
         outputs: Any
-        if task == "token_embed":
+        if task in TOKEN_TASKS:
             outputs = PoolingOutput(list(self.rows()))
         elif task == "embed":
             outputs = EmbeddingOutput(self.numbers())
@@ -147,6 +155,38 @@ class PoolingStream:
         return PoolingRequestOutput(self.request_id, outputs, ids, self.prompt.text, self.num_cached_tokens)
 
     next_output = output
+
+
+def by_text(streams: Iterable[PoolingStream]) -> Iterator[list[PoolingStream]]:
+    """The streams of each text: one, or those of its windows."""
+    own = list[PoolingStream]()
+    for stream in streams:
+        own.append(stream)
+        if stream.part is None or stream.part.is_last:
+            yield own
+            own = []
+
+
+def joined(streams: list[PoolingStream]) -> PoolingStream:
+    """The stream of a text, made of those of its windows once these have finished: rows side by side, or the mean of
+    vectors, each weighted by its tokens."""
+    first, part = streams[0], streams[0].part
+    if part is None:
+        return first
+    whole = PoolingStream(first.request_id, part.whole, first.params, first.pooling)
+    whole.placed, whole.adapter, whole.finished = first.placed, first.adapter, True
+    whole.num_cached_tokens = sum(stream.num_cached_tokens for stream in streams)
+    whole.error = next((stream.error for stream in streams if stream.error is not None), None)
+    lengths = [len(stream.prompt.token_ids) for stream in streams]
+    if whole.error is not None:
+        return whole
+    if first.pooling.task in TOKEN_TASKS:
+        parts = [(stream.data, stream.part) for stream in streams if stream.part is not None]
+        whole.data = joined_rows(parts, lengths)
+    else:
+        normalizes = first.pooling.use_activation
+        whole.data = mean_vector([stream.data for stream in streams], lengths, normalizes=normalizes)
+    return whole
 
 
 class PoolingFactory:
@@ -189,16 +229,18 @@ class PoolingFactory:
     def make(
         self, prompts: Sequence[PromptLike], params: PoolingParams, task: PoolingTask, ids: Sequence[str]
     ) -> list[PoolingStream]:
-        """Check and tokenize prompts, the texts among them together. Raises RequestError."""
+        """Check and tokenize prompts, the texts among them together. A text that is longer than the model takes has a
+        stream for each of its windows, where the task allows that. Raises RequestError."""
         self.check_task(task, params)
         wire, kept = _wire_params(params), self._num_kept(params)
+        longest = self._longest(task, kept)
         found: list[Prompt] = []
         texts: list[tuple[int, str]] = []
         for place, given in enumerate(prompts):
             plain, text = unwrap(given)
             if isinstance(plain, str):
                 with_place = _place(place, len(prompts))
-                self._check_text(plain, wire, with_place)
+                self._check_text(plain, wire, with_place, longest)
                 texts.append((place, plain))
                 found.append(Prompt(plain, []))
                 continue
@@ -213,10 +255,43 @@ class PoolingFactory:
             encoded = self.tokenizer.encode_batch([text for _, text in texts], num_kept=kept, side=side)
             for (place, text), token_ids in zip(texts, encoded, strict=True):
                 found[place] = Prompt(text, token_ids)
-        pooling = self._pooling(params, task)
-        for place, prompt in enumerate(found):
-            self._check_length(prompt.token_ids, _place(place, len(found)))
-        return [PoolingStream(name, prompt, wire, pooling) for name, prompt in zip(ids, found, strict=True)]
+        pooling, streams = self._pooling(params, task), list[PoolingStream]()
+        for place, (prompt, name) in enumerate(zip(found, ids, strict=True)):
+            self._check_length(prompt.token_ids, _place(place, len(found)), longest)
+            if len(prompt.token_ids) <= self.limits.max_model_len:
+                streams.append(PoolingStream(name, prompt, wire, pooling))
+                continue
+            added = self._num_added(prompt, task)
+            overlap = self.limits.max_model_len // OVERLAP_SHARE if task in TOKEN_TASKS else 0
+            streams += self._windows(PoolingStream(name, prompt, wire, pooling), added, overlap)
+        return streams
+
+    def make_placed(
+        self, texts: Sequence[str], params: PoolingParams, stride: int | None, ids: Sequence[str]
+    ) -> list[PoolingStream]:
+        """Requests for the logits of texts' tokens, with the places of these. Windows of a text that is longer than the
+        model takes share `stride` tokens; None: a quarter of what it takes. Raises RequestError."""
+        task: PoolingTask = "token_classify"
+        self.check_task(task, params)
+        if self.tokenizer is None:
+            raise RequestError("entities have places in a text, and this model has no tokenizer")
+        if params.truncate_prompt_tokens is not None:
+            raise RequestError("truncate_prompt_tokens does not go with entities: long texts are computed in windows")
+        overlap = self.limits.max_model_len // OVERLAP_SHARE if stride is None else stride
+        if not 0 <= overlap < self.limits.max_model_len:
+            most = self.limits.max_model_len - 1
+            raise RequestError(f"stride must be between 0 and {most}, got {overlap}")
+        wire, longest, streams = _wire_params(params), self._longest(task, None), list[PoolingStream]()
+        for place, text in enumerate(texts):
+            self._check_text(text, wire, _place(place, len(texts)), longest)
+        for place, (text, placed, name) in enumerate(zip(texts, self.tokenizer.placed_batch(texts), ids, strict=True)):
+            self._check_length(placed.token_ids, _place(place, len(texts)), longest)
+            prompt = Prompt(text, placed.token_ids)
+            whole = PoolingStream(name, prompt, wire, Pooling(task, use_activation=False))
+            whole.placed = placed
+            fits = len(placed.token_ids) <= self.limits.max_model_len
+            streams += [whole] if fits else self._windows(whole, placed.num_added(), overlap)
+        return streams
 
     def make_pairs(
         self, pairs: Sequence[Pair], params: PoolingParams, ids: Sequence[str], instruction: str | None = None
@@ -242,6 +317,32 @@ class PoolingFactory:
 
     # ---- inside
 
+    def _windows(self, whole: PoolingStream, added: tuple[int, int], overlap: int) -> list[PoolingStream]:
+        """Streams of the windows of a text that is too long for one."""
+        streams = []
+        for number, (prompt, part) in enumerate(windows_of(whole.prompt, added, self.limits.max_model_len, overlap)):
+            own = PoolingStream(f"{whole.request_id}-w{number}", prompt, whole.params, whole.pooling)
+            own.part, own.placed = part, whole.placed
+            streams.append(own)
+        return streams
+
+    def _num_added(self, prompt: Prompt, task: PoolingTask) -> tuple[int, int]:
+        """Numbers of special tokens at both ends of a long text; token ids are taken as they are. Raises RequestError
+        where the rows of a token would lack these."""
+        if prompt.text is None or self.tokenizer is None:
+            if task in TOKEN_TASKS:
+                raise PooledLengthError(self.limits.max_model_len, len(prompt.token_ids))
+            return 0, 0
+        (placed,) = self.tokenizer.placed_batch([prompt.text])
+        return placed.num_added() if placed.token_ids == prompt.token_ids else (0, 0)
+
+    def _longest(self, task: PoolingTask, kept: int | None) -> int:
+        """Tokens of the longest text, which may be computed in windows unless it is cut to `kept` tokens."""
+        usual, longer = self.limits.max_model_len, 0
+        if kept is None:
+            longer = {"embed": self.limits.pooler.longest_text, "token_classify": LONGEST_TEXT}.get(task, 0)
+        return max(usual, longer)
+
     def _num_kept(self, params: PoolingParams) -> int | None:
         """Number of a prompt's tokens to keep; None means all."""
         if params.truncate_prompt_tokens == -1:
@@ -254,16 +355,17 @@ class PoolingFactory:
             active = task not in ("embed", "token_embed") or self.limits.pooler.normalizes
         return Pooling(task, params.dimensions or 0, active)
 
-    def _check_text(self, text: str, wire: SamplingParams, where: str) -> None:
+    def _check_text(self, text: str, wire: SamplingParams, where: str, longest: int | None = None) -> None:
+        longest = longest or self.limits.max_model_len
         try:
-            check_text(text, self.tokenizer, self.limits.max_model_len + 1, wire)
+            check_text(text, self.tokenizer, longest + 1, wire)
         except ContextLengthError as error:
-            raise PooledLengthError(self.limits.max_model_len, None, where) from error
+            raise PooledLengthError(longest, None, where) from error
         except RequestError as error:
             raise RequestError(f"{where}{error}") from error
 
-    def _check_length(self, token_ids: Sequence[int], where: str) -> None:
-        longest = self.limits.max_model_len
+    def _check_length(self, token_ids: Sequence[int], where: str, longest: int | None = None) -> None:
+        longest = longest or self.limits.max_model_len
         if not token_ids:
             raise RequestError(f"{where}{NO_TEXT}")
         if len(token_ids) > longest:

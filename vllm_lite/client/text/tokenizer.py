@@ -7,7 +7,7 @@ version 5, whatever the file says of them: where the two differ, the file is fol
 from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 import tokenizers
@@ -74,11 +74,18 @@ class _File(msgspec.Struct):
     decoder: dict[str, Any] | None = None
 
 
+class _Content(msgspec.Struct):
+    """A token, where it is an object."""
+
+    content: str
+
+
 class _Inputs(msgspec.Struct):
     """The part of tokenizer_config.json that says what a tokenizer gives a model."""
 
     model_input_names: list[str] | None = None
     tokenizer_class: str | None = None
+    unk_token: str | _Content | None = None
 
     @property
     def have_types(self) -> bool:
@@ -96,12 +103,31 @@ class _Inputs(msgspec.Struct):
             return cls()
 
 
+class Placed(NamedTuple):
+    """A text's tokens, with the special ones that the file's post-processor adds, and their places."""
+
+    token_ids: list[int]
+    offsets: list[tuple[int, int]]
+    """Start and end of each token in the text, in characters."""
+    is_added: list[int]
+    """1 for a token that the post-processor adds."""
+
+    def num_added(self) -> tuple[int, int]:
+        """Numbers of the tokens that are added at both ends."""
+        first = next((place for place, added in enumerate(self.is_added) if not added), len(self.is_added))
+        last = next((place for place, added in enumerate(reversed(self.is_added)) if not added), 0)
+        return first, last
+
+
 class Tokenizer:
     """A loaded tokenizer.json. Nothing changes after loading, so any thread may call any method."""
 
-    def __init__(self, data: bytes, source: str = TOKENIZER_FILE, *, has_types: bool = True) -> None:
+    def __init__(
+        self, data: bytes, source: str = TOKENIZER_FILE, *, has_types: bool = True, unknown: str | None = None
+    ) -> None:
         """`data` is the content of a tokenizer.json, `source` its name in errors; without `has_types` all tokens of a
-        pair are of one type. Raises ModelError."""
+        pair are of one type. `unknown` is the token that stands for what has none, unless the file says so itself.
+        Raises ModelError."""
         self.source = source
         self._has_types = has_types
         try:
@@ -118,6 +144,11 @@ class Tokenizer:
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
         """The text and id of every token that stands beside the vocabulary proper, special or not."""
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
+        model = self.library.model
+        self.marks_subwords = bool(getattr(model, "continuing_subword_prefix", None))
+        """Whether a token that goes on with a word is spelled with a prefix."""
+        unknown = unknown or getattr(model, "unk_token", None)
+        self.unknown_id = None if unknown is None else self.token_id(unknown)
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
@@ -133,7 +164,9 @@ class Tokenizer:
                 f"{file} cannot be read ({error.strerror}); give a folder with a {TOKENIZER_FILE} as tokenizer "
                 "(transformers writes one: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER))"
             ) from error
-        return cls(data, str(file), has_types=_Inputs.beside(file).have_types)
+        beside = _Inputs.beside(file)
+        unknown = beside.unk_token.content if isinstance(beside.unk_token, _Content) else beside.unk_token
+        return cls(data, str(file), has_types=beside.have_types, unknown=unknown)
 
     @_encoding
     def encode(
@@ -205,6 +238,12 @@ class Tokenizer:
                 if len(ids) > num_kept:
                     found[place] = self._cut(texts[place], num_kept, side)
         return found
+
+    @_encoding
+    def placed_batch(self, texts: Sequence[str]) -> list[Placed]:
+        """Tokenize several texts together, with the places of their tokens."""
+        found = self.library.encode_batch(list(texts))
+        return [Placed(encoding.ids, encoding.offsets, encoding.special_tokens_mask) for encoding in found]
 
     def _cut(self, text: str, num_kept: int, side: str) -> list[int]:
         """The ids of a text that is too long; the special tokens stay if there is room for more than them."""

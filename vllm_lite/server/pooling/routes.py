@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from vllm_lite.client.llm import pairs_of
+from vllm_lite.client.llm_arguments import pairs_of
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.pooling import PoolingParams
 from vllm_lite.server.generation import Asked
