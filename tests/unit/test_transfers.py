@@ -4,11 +4,11 @@ from typing import cast
 
 import pytest
 
-from tests.disk_rig import DiskRig, loading
+from tests.disk_rig import PROMPT, DiskRig, loading
 from vllm_lite.engine.scheduling.rates import Rates
-from vllm_lite.engine.transfers import LEAST_PATIENCE_S, Transfers
+from vllm_lite.engine.transfers import LEAST_PATIENCE_S, SLEEP_WRITES_S, STALLED_S, Transfers
 from vllm_lite.executor.base import Executor
-from vllm_lite.protocol.transfers import LoadBlocks, Transfer, TransferAnswer
+from vllm_lite.protocol.transfers import LoadBlocks, StoreBlocks, Transfer, TransferAnswer, Transferred
 
 
 class Silent:
@@ -65,3 +65,47 @@ def test_a_load_is_late_when_neither_it_nor_computing_would_take_so_long(rates: 
     assert (len(stage.load.keys), stage.rig.tier.num_tokens(stage.load.ticket)) == (NUM_ITEMS, NUM_TOKENS)
     assert stage.waits_at(0.99 * patience_s)
     assert not stage.waits_at(1.01 * patience_s)
+
+
+class Slow(Silent):
+    """A disk that has written one run whenever it is asked, if it writes at all."""
+
+    def __init__(self, *, writes: bool) -> None:
+        super().__init__()
+        self._writes = writes
+
+    def transferred(self) -> list[TransferAnswer]:
+        stores = [message for message in self.sent if isinstance(message, StoreBlocks)]
+        if not stores or not self._writes:
+            return []
+        self.sent.remove(stores[0])
+        return [Transferred(0, 1, stores[0].ticket, (), 1, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("every_s", "writes", "ends_s", "is_whole"),
+    [
+        (0.7 * STALLED_S, True, 8 * 0.7 * STALLED_S, True),
+        (0.9 * STALLED_S, True, SLEEP_WRITES_S, False),
+        (0.1 * STALLED_S, False, STALLED_S, False),
+    ],
+    ids=["to the end", "not for ever", "no longer than it writes"],
+)
+def test_workers_that_are_to_sleep_write_as_long_as_they_get_on(
+    every_s: float, writes: bool, ends_s: float, is_whole: bool
+) -> None:
+    rig, now_s = DiskRig(), 0.0
+    transfers = Transfers(rig.scheduler, rig.tier, lambda: now_s)
+    slow = Slow(writes=writes)
+    executor = cast("Executor", slow)
+    rig.holds = True
+    rig.add("a", PROMPT)
+    while rig.scheduler.requests:
+        rig.step()
+    slow.sent, rig.pending = rig.pending, []
+    for _ in transfers.last_writes():
+        now_s += every_s
+        transfers.receive(executor)
+        transfers.send(executor)
+    assert ends_s <= now_s <= ends_s + 1.01 * every_s
+    assert transfers.is_writing_blocks is not is_whole

@@ -23,7 +23,6 @@ from vllm_lite.config import ResolvedConfig
 from vllm_lite.engine.client_port import ClientPort
 from vllm_lite.engine.core import EngineCore
 from vllm_lite.engine.kept_state import KeptState
-from vllm_lite.engine.transfers import LAST_WRITES_S
 from vllm_lite.engine.workers.groups import WorkerGroups
 from vllm_lite.errors import ConfigError, EngineError, ModelError, VllmLiteError
 from vllm_lite.executor.base import WorkersLostError
@@ -278,9 +277,8 @@ class Operations:
             self._port.push(client, api.Finished(request_id, start, [], "abort", index=index))
 
     def _end_workers(self, why: str) -> Stages:
-        transfers, deadline_s = self._core.transfers, time.monotonic() + LAST_WRITES_S
-        while transfers is not None and transfers.is_writing_blocks and time.monotonic() < deadline_s:
-            yield
+        if self._core.transfers is not None:
+            yield from self._core.transfers.last_writes()
         self._core.lose_workers(why, are_ended=True)
         yield from self._groups.end()
 

@@ -4,7 +4,7 @@ Whatever the scheduler decides by goes through its own calls, so that a trace ha
 have come or gone, a load that is late, and the rate at which loads run.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from vllm_lite.engine.blocks.disk_tier import DiskTier
 from vllm_lite.engine.scheduling.scheduler import Scheduler
@@ -20,6 +20,9 @@ WEIGHT = 0.3
 LAST_WRITES_S = 1.5
 """How long workers that are to end still get chats that have ended to write. Who stops an engine waits for 4 s, of
 which its workers may take 2."""
+SLEEP_WRITES_S, STALLED_S = 30.0, 5.0
+"""How long workers that are to end for a sleep still get to write, at most and since they last wrote something: to
+compute a long chat again takes longer than to write it, and no supervisor counts the seconds."""
 LEAST_MEASURED = 8
 """Loads of fewer blocks do not show the rate."""
 
@@ -30,6 +33,8 @@ class Transfers:
     def __init__(self, scheduler: Scheduler, tier: DiskTier, clock: Callable[[], float]) -> None:
         self.usage = TierUsage()
         """The latest counts of rank 0."""
+        self._ended_s = 0.0
+        """When the latest transfer ended."""
         self._scheduler = scheduler
         self._tier = tier
         self._clock = clock
@@ -52,6 +57,15 @@ class Transfers:
     def is_writing_blocks(self) -> bool:
         """As `is_writing`, but for states that a step has to find first."""
         return bool(self._tier.writes.num_writing or self._tier.writes.num_waiting)
+
+    def last_writes(self) -> Iterator[None]:
+        """Yield as long as workers that are to end for a sleep are to go on writing."""
+        began_s = now_s = self._clock()
+        while self.is_writing_blocks and now_s <= min(
+            began_s + SLEEP_WRITES_S, max(began_s, self._ended_s) + STALLED_S
+        ):
+            yield
+            now_s = self._clock()
 
     def receive(self, executor: Executor) -> None:
         """Take what workers say. To be called in every pass of the engine's loop, before steps are made."""
@@ -89,6 +103,7 @@ class Transfers:
         return max(LEAST_PATIENCE_S, load_s, compute_s)
 
     def _ended(self, answer: Transferred) -> None:
+        self._ended_s = self._clock()
         sent = self._loading.pop(answer.ticket, None)
         if sent is not None and sent[0] >= LEAST_MEASURED and not answer.failed and answer.took_s > 0:
             rates, rate = self._scheduler.rates, sent[0] / answer.took_s

@@ -136,10 +136,12 @@ class WorkerLoop:
                 raise ProtocolError(f"expected Start, got {type(message).__name__}")
             started = worker.start(message)
             gc.freeze()  # what lives now lives for ever: a collection in the middle of a step would take 0.1 s over it
-            self.send(started)
-            log.moment("worker", "KV cache, first step")
             if (disk := worker.disk) is not None:
                 self.disk, self.poller = disk, poller(self.connection, self.stop, disk.announced)
+                disk.await_first_look()
+                self.say_transferred()  # before requests are scheduled that were waiting for this worker
+            self.send(started)
+            log.moment("worker", "KV cache, first step")
             try:
                 self.answer_all(worker)
             finally:

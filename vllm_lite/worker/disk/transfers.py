@@ -42,6 +42,9 @@ LEAST_PART = 32
 LOOK_S = 1.0
 """How often the directory is looked at."""
 KEYS_PER_MESSAGE = 4096
+FIRST_LOOK_S = 10.0
+"""The longest that a start waits for the first look at the directory. What is found later than that is found by
+requests that come later still."""
 LOOKING_PRIORITY = 10
 """Niceness of the first look, and of making room for what it finds: somebody waits for the start's end."""
 LOWEST_PRIORITY = 19
@@ -96,6 +99,7 @@ class DiskTransfers:
         self._is_open = threading.Event()
         """The store is there, or cannot be."""
         self._has_pools = threading.Event()
+        self._has_looked = threading.Event()
         self._is_closing = False
         self._num_queued = 0
         self._num_found = 0
@@ -116,6 +120,11 @@ class DiskTransfers:
         has the vectors of a model that sees media."""
         self._make_pools, self._shelf = make_pools, shelf
         self._has_pools.set()
+
+    def await_first_look(self) -> None:
+        """Wait until it is known what the directory holds, for FIRST_LOOK_S at most: a request that was waiting for the
+        workers, a chat that goes on after a sleep, is scheduled at once, and would find nothing."""
+        self._has_looked.wait(FIRST_LOOK_S)
 
     def _await_pools(self) -> Pools | None:
         """Wait until there are pools; None: the worker ends before."""
@@ -268,7 +277,8 @@ class DiskTransfers:
             with suppress(OSError):
                 self._store.look(lambda: self._is_closing)
             self.announced.set()
-            self._make_room()
+        self._has_looked.set()
+        self._make_room()
         return time.monotonic()
 
     def _make_room(self) -> None:
