@@ -47,6 +47,17 @@ def test_models_that_sleep_are_ended_before_requests_are_paused() -> None:
     assert actions(models, 3.1) == [("stop", "a", 0)]
 
 
+def test_a_model_that_has_just_gone_to_sleep_is_counted_with_the_worker_that_is_to_wait() -> None:
+    """It is measured before that has begun, and would grow into what was given to another."""
+    asleep = ModelStatus("a", "sleeping", level=1, held_bytes=100 << 20, asleep_bytes=GIB // 2)
+    assert actions([asleep, wanted("b", 2)], 2.3) == [("stop", "a", 0)]
+    assert actions([asleep, wanted("b", 2)], 2.6) == [("load", "b", 0)]
+    deep = replace(asleep, level=2)
+    assert actions([deep, wanted("b", 2)], 2.3) == [("load", "b", 0)], "it has no such worker"
+    waking = replace(asleep, num_waiting=1, expected_bytes=2 * GIB)
+    assert actions([waking, loaded("b", 1, pin=True)], 3.1) == [("load", "a", 0)], "it is part of what it will take"
+
+
 def test_a_busy_model_keeps_its_memory_for_its_slice() -> None:
     busy = loaded("a", num_active=1, loaded_at_s=95.0, slice_s=10.0)
     early = decide([busy, wanted("b", since_s=96.0)], PlacementRules(3 * GIB), 100.0)
@@ -168,7 +179,7 @@ def test_what_holds_of_every_decision(fleet: tuple[list[ModelStatus], PlacementR
     is_last_resort = len(loads) == 1 and not any(each.state == "loaded" and not each.pin for each in models)
     if loads and not is_last_resort:
         used = sum(model.counted_bytes for model in models)
-        assert used + sum(min(each.expected_bytes, rules.memory_bytes) - each.held_bytes for each in loads) <= max(
+        assert used + sum(min(each.expected_bytes, rules.memory_bytes) - each.counted_bytes for each in loads) <= max(
             used, rules.memory_bytes
         )
         if rules.max_loaded is not None:

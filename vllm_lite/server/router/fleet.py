@@ -445,6 +445,8 @@ class Fleet:
         for member in self.members.values():
             status = member.status
             status.held_bytes = 0 if member.backend is None else found.get(member.backend.pid, status.held_bytes)
+            if status.state == "sleeping" and status.level == 1 and status.op is None:
+                status.asleep_bytes = max(status.asleep_bytes, status.held_bytes)
             if status.state != "loaded" or member.backend is None or not status.held_bytes:
                 continue
             if not status.least_bytes:

@@ -18,7 +18,8 @@ from typing import Literal, NamedTuple
 
 State = Literal["unloaded", "loaded", "sleeping"]
 ASLEEP_BYTES = {1: 300 << 20, 2: 120 << 20}
-"""Memory of a model that sleeps at a level, until it has been measured."""
+"""Memory of a model that sleeps at a level. Just after it has gone to sleep it takes less: the worker that waits for
+its wake has yet to begin."""
 
 
 @dataclass
@@ -42,6 +43,8 @@ class ModelStatus:
     """Memory of its processes, as measured last."""
     expected_bytes: int = 0
     """Memory that it takes when loaded: the most that was measured, or an estimate before it has been loaded once."""
+    asleep_bytes: int = ASLEEP_BYTES[1]
+    """Memory that it takes asleep at level 1: the most that was measured."""
     least_bytes: int = 0
     """Memory that it took just after it was loaded, before its KV cache had grown; 0 before it has been loaded once."""
     slice_s: float = 10.0
@@ -60,7 +63,10 @@ class ModelStatus:
     @property
     def counted_bytes(self) -> int:
         """Memory that it takes, or is about to take."""
-        return max(self.held_bytes, self.expected_bytes) if self.op == "load" else self.held_bytes
+        if self.op == "load":
+            return max(self.held_bytes, self.expected_bytes)
+        rests = self.state == "sleeping" and self.level == 1 and self.op is None
+        return max(self.held_bytes, self.asleep_bytes) if rests else self.held_bytes
 
     @property
     def has_weights(self) -> bool:
@@ -117,7 +123,7 @@ def decide(models: Sequence[ModelStatus], rules: PlacementRules, now_s: float) -
         most_bytes = rules.memory_bytes - sum(
             other.counted_bytes for other in models if other.pin and other is not model
         )
-        need = max(0, min(model.expected_bytes, most_bytes) - model.held_bytes)
+        need = max(0, min(model.expected_bytes, most_bytes) - model.counted_bytes)
         if (why := _never(model, models, rules, most_bytes)) is not None:
             actions.append(Action("refuse", model.name, why=why))
             continue
@@ -227,8 +233,8 @@ def _is_enough(chosen: Sequence[tuple[ModelStatus, Action]], missing: _Room) -> 
 
 def freed_bytes(model: ModelStatus, action: Action) -> int:
     """Memory that an action is expected to free."""
-    left = 0 if action.do == "stop" else ASLEEP_BYTES[action.level]
-    return max(0, model.held_bytes - left)
+    left = 0 if action.do == "stop" else model.asleep_bytes if action.level == 1 else ASLEEP_BYTES[2]
+    return max(0, model.counted_bytes - left)
 
 
 def _relieve(models: Sequence[ModelStatus], over_bytes: int) -> list[Action]:
