@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from vllm_lite.engine.core import make_scheduler
 from vllm_lite.engine.observe.recorder import Reasons, summary_of
-from vllm_lite.engine.request import Request
+from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.scheduling.rates import Rates
 from vllm_lite.protocol.api import Generate, SampleSoFar, TokenLogprobs
 from vllm_lite.protocol.encoder import MediaContent
@@ -97,6 +97,8 @@ class Replay:
         if check:
             self.scheduler.on_decision = self._reasons.add
         self._ids: dict[int, str] = {}
+        self.on_produced: abc.Callable[[list[Produced]], None] = lambda _: None
+        """Called with what each step has given, while a record is applied."""
 
     def run(self, until: int | None = None) -> "Replay":
         """Replay up to and with step `until`, to the end without it; stop at the first divergence."""
@@ -204,6 +206,7 @@ class Replay:
         output = ModelOutput(*made, drafted=record.drafted, forced=record.forced, encoded=encoded)
         with self._hasher.given(record.hashes):
             produced = self.scheduler.update(output)
+        self.on_produced(produced)
         self._compare_ends(record.decisions, self._reasons.ends(produced))
 
     def _lose_workers(self, record: records.WorkersLost) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 
 from vllm_lite.engine.scheduling.rates import ROWS, Rates, factor_place
 from vllm_lite.protocol.control import StepTiming
+from vllm_lite.runtime.least_squares import eliminate
 
 DECAY = 0.98
 """The weight of a step's predecessor beside its own."""
@@ -171,7 +172,7 @@ class StepCost:
             + [self._right[place] + held[place] * self._start[place]]
             for place in free
         ]
-        return _eliminate(matrix)
+        return eliminate(matrix)
 
 
 def _features(num_rows: int, most_drafts: int) -> Numbers:
@@ -188,18 +189,3 @@ def _are_close(new: float, old: float) -> bool:
 
 def _are_near(new: float, old: float) -> bool:
     return abs(new - old) < FACTOR_CHANGE * old
-
-
-def _eliminate(matrix: list[list[float]]) -> list[float]:
-    """Solve a symmetric, positive system: each row has its right side at its end."""
-    for place, pivot in enumerate(matrix):
-        for row in matrix[place + 1 :]:
-            factor = row[place] / pivot[place]
-            for column in range(place, len(row)):
-                row[column] -= factor * pivot[column]
-    found = [0.0] * len(matrix)
-    for place in reversed(range(len(matrix))):
-        row = matrix[place]
-        known = sum(row[column] * found[column] for column in range(place + 1, len(matrix)))
-        found[place] = (row[-1] - known) / row[place]
-    return found

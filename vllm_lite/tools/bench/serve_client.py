@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableSequence
 from itertools import pairwise
 from typing import Any
 
@@ -68,7 +68,7 @@ class Outcome:
 
     def __init__(self, input_len: int) -> None:
         self.start_s = 0.0
-        self.chunks_s: list[float] = []
+        self.chunks_s: MutableSequence[float] = []
         self.texts: list[str] = []
         self.input_len = input_len
         self.output_len = 0

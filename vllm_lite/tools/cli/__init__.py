@@ -37,6 +37,7 @@ COMMANDS = {
     "cache": "what lies in a directory of KV on disk",
     "keys": "make the keys that engine and clients know each other by over tcp",
     "replay": "decide again what a trace says was decided",
+    "simulate": "what other settings or another load would do, from a recording of this one",
     "why": "tell what happened to one request, and why",
 }
 """Each is a module of this package with `add_flags(parser)` and `run(arguments) -> exit status`."""

@@ -11,6 +11,7 @@ from vllm_lite.errors import ConfigError
 
 if TYPE_CHECKING:
     from vllm_lite.tools.bench.serve import ServeOptions
+    from vllm_lite.tools.bench.serve_datasets import DatasetOptions
 
 BACKENDS = ("openai", "openai-chat", "vllm")
 DATASETS = ("random", "sharegpt", "prefix_repetition", "custom")
@@ -32,8 +33,12 @@ SAMPLING: dict[str, tuple[type[int] | type[float], float | None]] = {
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_target(parser.add_argument_group("server").add_argument)
-    _add_datasets(parser.add_argument_group("requests").add_argument)
-    _add_load(parser.add_argument_group("load").add_argument)
+    requests = parser.add_argument_group("requests").add_argument
+    add_datasets(requests, f"{NUM_PROMPTS}, or what the server can do in about {FIT_S:g} s if that is less")
+    _add_sampling(requests)
+    load = parser.add_argument_group("load").add_argument
+    add_load(load)
+    load("--num-warmups", type=int, default=0, help="requests before those that are measured [0]")
     _add_results(parser.add_argument_group("results").add_argument)
 
 
@@ -57,14 +62,11 @@ def _add_target(add: Callable[..., object]) -> None:
     )
 
 
-def _add_datasets(add: Callable[..., object]) -> None:
+def add_datasets(add: Callable[..., object], num_prompts: str) -> None:
+    """Add the flags of DatasetOptions; `num_prompts` says how many requests there are by default."""
     add("--dataset-name", choices=DATASETS, default="random", help="[random]")
     add("--dataset-path", metavar="FILE", help="ShareGPT's JSON, or custom's JSON lines with `prompt`")
-    add(
-        "--num-prompts",
-        type=int,
-        help=f"[{NUM_PROMPTS}, or what the server can do in about {FIT_S:g} s if that is less]",
-    )
+    add("--num-prompts", type=int, help=f"[{num_prompts}]")
     add("--seed", type=int, default=0, help="of prompts and arrivals [0]")
     add("--random-input-len", "--input-len", type=int, default=1024, help="tokens, without the prefix [1024]")
     add("--random-output-len", "--output-len", type=int, default=128, help="[128]")
@@ -74,6 +76,9 @@ def _add_datasets(add: Callable[..., object]) -> None:
         add(f"--prefix-repetition-{name}", type=int, default=value, help=f"[{value}]")
     add("--sharegpt-output-len", type=int, help="tokens [those of the conversation's answer]")
     add("--custom-output-len", type=int, default=256, help="where a line says nothing [256]")
+
+
+def _add_sampling(add: Callable[..., object]) -> None:
     add("--ignore-eos", action="store_true", help="generate as many tokens as are asked for")
     for name, (kind, default) in SAMPLING.items():
         text = "[the server's]" if default is None else f"[{default:g}]"
@@ -81,11 +86,11 @@ def _add_datasets(add: Callable[..., object]) -> None:
     add("--extra-body", metavar="JSON", help="more fields of every request, as one JSON object")
 
 
-def _add_load(add: Callable[..., object]) -> None:
+def add_load(add: Callable[..., object]) -> None:
+    """Add the flags that say when requests are sent."""
     add("--request-rate", type=float, default=float("inf"), help="requests a second [inf: all at once]")
     add("--burstiness", type=float, default=1.0, help="1: Poisson; less: in bursts; more: evenly [1]")
     add("--max-concurrency", type=int, help="requests that may run at once [any number]")
-    add("--num-warmups", type=int, default=0, help="requests before those that are measured [0]")
 
 
 def _add_results(add: Callable[..., object]) -> None:
@@ -133,11 +138,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _options(arguments: argparse.Namespace) -> "ServeOptions":
     """Raises ConfigError."""
     from vllm_lite.tools.bench.serve import ServeOptions
-    from vllm_lite.tools.bench.serve_datasets import DatasetOptions
 
-    _check_ranges(arguments)
-    lengths = {name: getattr(arguments, name) for name in DatasetOptions.__struct_fields__}
-    dataset = DatasetOptions(**{**lengths, "num_prompts": arguments.num_prompts or NUM_PROMPTS})
+    dataset = dataset_options(arguments)
     sampling = {name: value for name in SAMPLING if (value := getattr(arguments, name)) is not None}
     if arguments.ignore_eos:
         sampling["ignore_eos"] = True
@@ -150,7 +152,7 @@ def _options(arguments: argparse.Namespace) -> "ServeOptions":
         "dataset": dataset,
         "fit_s": FIT_S if arguments.num_prompts is None else None,
         "base_url": arguments.base_url or f"http://{host}:{arguments.port}",
-        "percentiles": _percentiles(arguments.metric_percentiles),
+        "percentiles": percentiles_of(arguments.metric_percentiles),
         "goodput": _goodput(arguments.goodput),
         "sampling": sampling | _extra(arguments.extra_body),
         "headers": headers,
@@ -158,6 +160,15 @@ def _options(arguments: argparse.Namespace) -> "ServeOptions":
         "show_progress": not arguments.disable_tqdm,
     }
     return ServeOptions(**{**given, **changed})
+
+
+def dataset_options(arguments: argparse.Namespace) -> "DatasetOptions":
+    """The requests that these flags ask for. Raises ConfigError, also for a load that cannot be."""
+    from vllm_lite.tools.bench.serve_datasets import DatasetOptions
+
+    _check_ranges(arguments)
+    lengths = {name: getattr(arguments, name) for name in DatasetOptions.__struct_fields__}
+    return DatasetOptions(**{**lengths, "num_prompts": arguments.num_prompts or NUM_PROMPTS})
 
 
 def _check_ranges(arguments: argparse.Namespace) -> None:
@@ -183,7 +194,8 @@ def _names(arguments: argparse.Namespace) -> list[str]:
     return names
 
 
-def _percentiles(text: str) -> tuple[float, ...]:
+def percentiles_of(text: str) -> tuple[float, ...]:
+    """Raises ConfigError."""
     try:
         values = tuple(float(word) for word in text.split(",") if word)
     except ValueError as error:

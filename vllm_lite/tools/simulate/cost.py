@@ -1,0 +1,108 @@
+"""StepTimes: the time that workers take for a message, as fitted to a recording, and the file that keeps it."""
+
+import random
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from vllm_lite.errors import ConfigError
+from vllm_lite.tools.simulate.features import NAMES, PLACE, Features, told
+from vllm_lite.trace.records import Header
+
+VERSION = 1
+NUM_QUANTILES = 101
+_MIN_TOKENS = PLACE["token_to_4"]
+
+Time = Annotated[float, Meta(ge=0)]
+Quantiles = Annotated[list[Annotated[float, Meta(ge=0)]], Meta(min_length=2)]
+
+
+class Noise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """By how much messages of a kind differ from what the times say."""
+
+    ratios: Quantiles
+    """Quantiles of what messages took, as a multiple of what the times say, stalls left out."""
+    stall_share: Annotated[float, Meta(ge=0, le=1)]
+    """The share of messages during which something else held the workers up."""
+    stalls_s: Quantiles
+    """Quantiles of by how many seconds."""
+
+
+class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fitted times, and the engine that was recorded. All are in seconds."""
+
+    version: int
+    machine: str
+    """The processor, and how many cores of it."""
+    date: str
+    model: str
+    header: Header
+    """The engine's settings, its pools and the measured rate of swaps."""
+    times: dict[str, Time]
+    """The time of one of each feature, by its name."""
+    noise: dict[str, Noise]
+    """By the kind of message, "decodes" or "prompts"."""
+    engine_s: Time
+    """What the engine itself takes between a result and the next step, if nothing is under way meanwhile."""
+    client_s: Time
+    """The time that a first token takes beside the engine: client, HTTP, the text to tokens."""
+    num_messages: int
+    error: float
+    """Mean of how far single messages were from what the times say, as a share of what they took."""
+
+    def values(self) -> list[float]:
+        return [self.times.get(name, 0.0) for name in NAMES]
+
+
+class StepTimer:
+    """Draws the times of messages. The same seed draws the same."""
+
+    def __init__(self, fitted: StepTimes, seed: int, *, has_noise: bool = True) -> None:
+        self._times = fitted.values()
+        self._noise = fitted.noise if has_noise else {}
+        self._random = random.Random(seed).random
+
+    def took_s(self, features: Features) -> float:
+        took_s = told(features, self._times)
+        noise = self._noise.get(kind_of(features))
+        if noise is None:
+            return took_s
+        took_s *= self._draw(noise.ratios)
+        return took_s + self._draw(noise.stalls_s) if self._random() < noise.stall_share else took_s
+
+    def _draw(self, quantiles: Quantiles) -> float:
+        place = self._random() * (len(quantiles) - 1)
+        low = int(place)
+        return quantiles[low] + (quantiles[low + 1] - quantiles[low]) * (place - low)
+
+
+def kind_of(features: Features) -> str:
+    """The kind of noise that a message has."""
+    return "prompts" if features[PLACE["chunk_megapairs"]] else "decodes"
+
+
+def read(path: str) -> StepTimes:
+    """Raises ConfigError."""
+    try:
+        found = msgspec.json.decode(Path(path).read_bytes(), type=StepTimes)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror})") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} holds no fitted times ({error}); `simulate --fit TRACE --save FILE` writes some"
+        ) from error
+    if found.version != VERSION:
+        raise ConfigError(f"{path} is of version {found.version}, this program reads {VERSION}; fit the trace again")
+    if unknown := found.times.keys() - set(NAMES):
+        raise ConfigError(f"{path} has times of {', '.join(sorted(unknown))}, no features; fit the trace again")
+    return found
+
+
+def write(fitted: StepTimes, path: str) -> None:
+    """Raises ConfigError."""
+    try:
+        Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(fitted)) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror})") from error

@@ -1,0 +1,94 @@
+"""Features of the steps of a message: the numbers that the time depends on which workers take for it.
+
+The same code reads steps that were recorded and steps that are simulated.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from vllm_lite.protocol.step import (
+    Continue,
+    Draft,
+    Finish,
+    Fork,
+    Handle,
+    NewRequest,
+    Resume,
+    SchedulerOutput,
+)
+
+BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1 << 30)
+"""Kernels compute several rows at a time, and a few are free beside the weights that are read: each part between two
+bounds of the tokens of a step has a time of its own for a token."""
+NAMES = (
+    "message",
+    "idle",
+    "step",
+    *(f"token_to_{bound}" for bound in BOUNDS[1:-1]),
+    "token_beyond",
+    "decode_kilotokens",
+    "chunk_megapairs",
+    "sampled",
+    "request",
+    "block_op",
+)
+"""A message; that workers had nothing to do before it; its steps; the tokens of each, by BOUNDS; the tokens that
+decodes attend to, in thousands; the pairs of tokens of chunks and those that they attend to, in millions; drawn tokens;
+requests that workers have not seen; and blocks that are moved."""
+PLACE = {name: place for place, name in enumerate(NAMES)}
+_FIRST_TOKEN, _DECODES, _PAIRS = PLACE["token_to_1"], PLACE["decode_kilotokens"], PLACE["chunk_megapairs"]
+
+Features = list[float]
+
+
+class StepReader:
+    """Follows how many tokens of each sequence are computed."""
+
+    def __init__(self) -> None:
+        self._computed: dict[Handle, int] = {}
+
+    def message(self, steps: Sequence[tuple[SchedulerOutput, int]], *, was_idle: bool) -> Features:
+        """The features of steps that travel together, each with the number of tokens that are drawn in it."""
+        found = [0.0] * len(NAMES)
+        found[PLACE["message"]] = 1.0
+        found[PLACE["idle"]] = float(was_idle)
+        for output, num_sampled in steps:
+            self._add(found, output, num_sampled)
+        return found
+
+    def _add(self, found: Features, output: SchedulerOutput, num_sampled: int) -> None:
+        total = 0
+        for entry in output.entries:
+            if isinstance(entry, Continue):
+                total += self._compute(found, entry.handle, entry.num_tokens)
+            elif isinstance(entry, NewRequest | Resume):
+                found[PLACE["request"]] += isinstance(entry, NewRequest)
+                self._computed[entry.handle] = entry.num_computed
+                total += self._compute(found, entry.handle, entry.num_tokens)
+            elif isinstance(entry, Draft):
+                total += self._compute(found, entry.handle, 1 + entry.max_drafts)
+            elif isinstance(entry, Fork):
+                self._computed[entry.child] = entry.num_computed
+            elif isinstance(entry, Finish):
+                self._computed.pop(entry.handle, None)
+        found[PLACE["step"]] += 1
+        found[PLACE["sampled"]] += num_sampled
+        found[PLACE["block_op"]] += len(output.block_ops)
+        for place, (low, high) in enumerate(pairwise(BOUNDS), _FIRST_TOKEN):
+            if total <= low:
+                break
+            found[place] += min(total, high) - low
+
+    def _compute(self, found: Features, handle: Handle, count: int) -> int:
+        start = self._computed.get(handle, 0)
+        self._computed[handle] = start + count
+        if count == 1:
+            found[_DECODES] += (start + 1) / 1e3
+        else:
+            found[_PAIRS] += count * (start + (count + 1) / 2) / 1e6
+        return count
+
+
+def told(features: Features, times: Iterable[float]) -> float:
+    """The seconds that these times of one of each add up to."""
+    return sum(map(float.__mul__, features, times))

@@ -1,0 +1,132 @@
+"""Fits the times of steps to a recording: least squares of the shares by which messages differ, no time negative."""
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_lite.errors import ConfigError
+from vllm_lite.runtime.least_squares import nonnegative
+from vllm_lite.tools.bench.serve_result import percentile
+from vllm_lite.tools.simulate.cost import NUM_QUANTILES, VERSION, Noise, StepTimes, kind_of
+from vllm_lite.tools.simulate.features import NAMES, told
+from vllm_lite.tools.simulate.recording import Recording, TimedMessage
+
+MIN_MESSAGES = 200
+MIN_NOISE = 20
+"""Messages of a kind below which their noise is not known."""
+PASSES = 8
+MIN_TOLD_S = 1e-6
+STALLED = 2.0
+"""A message that took so many times what the others say counts for less: something else was in its way, for a time that
+has nothing to do with the message."""
+HELD = 1e-6
+"""How much each time is held to 0, beside a message that differs by all it took."""
+
+
+def fit(recording: Recording, model: str, client_s: float = 0.0) -> StepTimes:
+    """Raises ConfigError for a recording that shows too little."""
+    header, messages = recording.reader.header, [each for each in recording.messages if each.took_s > 0]
+    _check(recording, len(messages))
+    told_s = [message.took_s for message in messages]
+    ratios, times = [1.0] * len(messages), [0.0] * len(NAMES)
+    for _ in range(PASSES):
+        weights = [min(1.0, (STALLED - 1) / max(1e-9, ratio - 1)) for ratio in ratios]
+        times = _solve(messages, told_s, weights)
+        told_s = [max(MIN_TOLD_S, told(message.features, times)) for message in messages]
+        ratios = [message.took_s / each_s for message, each_s in zip(messages, told_s, strict=True)]
+    errors = [abs(1 - 1 / ratio) for ratio in ratios]
+    return StepTimes(
+        version=VERSION,
+        machine=f"{_processor()}, {len(os.sched_getaffinity(0))} cores",
+        date=time.strftime("%Y-%m-%d"),
+        model=model,
+        header=header,
+        times={name: seconds for name, seconds in zip(NAMES, times, strict=True) if seconds},
+        noise=_noise(messages, ratios),
+        engine_s=max(0.0, statistics.median(recording.gaps_s)) if recording.gaps_s else 0.0,
+        client_s=client_s,
+        num_messages=len(messages),
+        error=statistics.fmean(errors),
+    )
+
+
+def client_time(recording: Recording, measured: Mapping[str, Any] | None) -> float:
+    """The time that a first token takes beside the engine, as the result of `bench serve` for the same load shows it.
+    Raises ConfigError."""
+    if measured is None:
+        return 0.0
+    seen_ms = measured.get("median_ttft_ms")
+    ended = [each.outcome for each in recording.requests.values() if each.outcome.is_complete]
+    own_ms = [1000 * outcome.ttft_s for outcome in ended]
+    if not isinstance(seen_ms, int | float) or not own_ms:
+        raise ConfigError("the measured result has no median_ttft_ms; `bench serve --save-result` writes it")
+    return max(0.0, (seen_ms - percentile(sorted(own_ms), 50)) / 1000)
+
+
+def describe(fitted: StepTimes) -> str:
+    """A line of what was learned."""
+    count, error = fitted.num_messages, fitted.error
+    return f"times of {count} messages to the workers, each within {error:.1%} on average ({fitted.machine})"
+
+
+def _check(recording: Recording, num_messages: int) -> None:
+    header = recording.reader.header
+    if num_messages < MIN_MESSAGES:
+        text = f"the trace shows {num_messages} messages to the workers, of which {MIN_MESSAGES} are needed"
+        raise ConfigError(f"{text}; record a minute under load")
+    for field, what in (("draft_method", "drafts"), ("max_loras", "adapters")):
+        if header.options.get(field):
+            raise ConfigError(f"the engine that was recorded had {what}, whose times are not fitted; record without")
+    if header.encoder is not None or header.has_disk:
+        what = "images" if header.encoder is not None else "KV on disk"
+        raise ConfigError(f"the engine that was recorded took {what}, whose times are not fitted; record without")
+
+
+def _solve(messages: Sequence[TimedMessage], told_s: Sequence[float], weights: Sequence[float]) -> list[float]:
+    """The times that fit best, each message counted by what it differs as a share of `told_s`."""
+    size = len(NAMES)
+    matrix, right = [[0.0] * size for _ in range(size)], [0.0] * size
+    for (features, took_s), each_s, weight in zip(messages, told_s, weights, strict=True):
+        share = weight / each_s**2
+        places = [place for place, value in enumerate(features) if value]
+        for place in places:
+            scaled, row = share * features[place], matrix[place]
+            for other in places:
+                row[other] += scaled * features[other]
+            right[place] += scaled * took_s
+    for place in range(size):
+        matrix[place][place] += HELD * max(matrix[place][place], 1.0)
+    return nonnegative(matrix, right)
+
+
+def _noise(messages: Sequence[TimedMessage], ratios: Sequence[float]) -> dict[str, Noise]:
+    by_kind: dict[str, list[tuple[float, float]]] = {}
+    for message, ratio in zip(messages, ratios, strict=True):
+        over_s = message.took_s * (1 - 1 / ratio)
+        by_kind.setdefault(kind_of(message.features), []).append((ratio, over_s))
+    found = dict[str, Noise]()
+    for kind, pairs in sorted(by_kind.items()):
+        if len(pairs) < MIN_NOISE:
+            continue
+        stalls_s = [over_s for ratio, over_s in pairs if ratio >= STALLED]
+        usual = [ratio for ratio, _ in pairs if ratio < STALLED]
+        found[kind] = Noise(_quantiles(usual or [1.0]), len(stalls_s) / len(pairs), _quantiles(stalls_s or [0.0]))
+    return found
+
+
+def _quantiles(values: list[float]) -> list[float]:
+    values.sort()
+    return [percentile(values, 100 * step / (NUM_QUANTILES - 1)) for step in range(NUM_QUANTILES)]
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.machine()

@@ -1,0 +1,75 @@
+"""The requests of a simulation, and when each is sent: those of `bench serve`'s flags, or those that a trace holds."""
+
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from vllm_lite.client.text.tokenizer import Tokenizer
+from vllm_lite.errors import ConfigError
+from vllm_lite.tools.bench.serve import arrivals
+from vllm_lite.tools.bench.serve_datasets import DatasetOptions, make_requests
+from vllm_lite.tools.simulate.recording import RecordedRequest, Recording
+
+TOKEN_BYTES = 3
+TOKEN_BITS = 8 * TOKEN_BYTES
+"""The vocabulary of a simulation: a digest is some tokens."""
+
+
+class SimulatedRequest(NamedTuple):
+    """A request that is sent at `time_s`, if as many as may run at once do not. `tokens`: u32 ids."""
+
+    time_s: float
+    tokens: bytes
+    output_len: int
+
+
+class LoadOptions(NamedTuple):
+    """The flags of the same names."""
+
+    dataset: DatasetOptions
+    request_rate: float = float("inf")
+    burstiness: float = 1.0
+    max_concurrency: int | None = None
+
+
+def make_load(options: LoadOptions, tokenizer: Tokenizer | None) -> list[SimulatedRequest]:
+    """The requests that `bench serve` would send with the same flags. Raises ConfigError."""
+    items = make_requests(options.dataset, tokenizer)
+    times_s = arrivals(len(items), options.request_rate, options.burstiness, options.dataset.seed)
+    load = list[SimulatedRequest]()
+    for item, time_s in zip(items, times_s, strict=True):
+        ids = item.prompt
+        if isinstance(ids, str):
+            if tokenizer is None:
+                raise ConfigError("texts have no tokens without a tokenizer; give --tokenizer FOLDER")
+            ids = tokenizer.encode(ids)
+        load.append(SimulatedRequest(time_s, array("I", ids).tobytes(), item.output_len))
+    return load
+
+
+def load_of(recording: Recording) -> list[SimulatedRequest]:
+    """The requests of a recording that came to their ends, with prompts that have beginnings in common where the
+    recorded ones had. Raises ConfigError if there are none."""
+    ended = [each for each in recording.requests.values() if each.outcome.output_len and not each.outcome.error]
+    if not ended:
+        raise ConfigError("the trace holds no request that came to its end")
+    first_s, size = ended[0].outcome.start_s, recording.reader.header.block_size
+    return [
+        SimulatedRequest(each.outcome.start_s - first_s, _tokens(each, number, size).tobytes(), each.outcome.output_len)
+        for number, each in enumerate(ended)
+    ]
+
+
+def _tokens(request: RecordedRequest, number: int, block_size: int) -> "array[int]":
+    """Blocks of tokens that are equal where the digests are; the rest is of this request alone."""
+    tokens = array("I", [number % (1 << TOKEN_BITS)]) * request.outcome.input_len
+    for place, digest in enumerate(request.block_digests):
+        parts = [int.from_bytes(digest[at : at + TOKEN_BYTES], "little") for at in range(0, len(digest), TOKEN_BYTES)]
+        block = (parts + [0] * block_size)[:block_size]
+        tokens[place * block_size : (place + 1) * block_size] = array("I", block)
+    return tokens
+
+
+def largest(load: Sequence[SimulatedRequest]) -> int:
+    """The most tokens of a request and its answer."""
+    return max(len(each.tokens) // 4 + each.output_len for each in load)

@@ -1,0 +1,131 @@
+"""A recording as it was: the messages that the workers had, when, and what came of each request."""
+
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from vllm_lite.engine.observe.replay import Replay
+from vllm_lite.engine.request import Produced
+from vllm_lite.engine.scheduling.in_flight import MessageLength
+from vllm_lite.errors import ConfigError
+from vllm_lite.protocol.step import SchedulerOutput
+from vllm_lite.tools.bench.serve_client import Outcome
+from vllm_lite.tools.simulate.features import Features, StepReader
+from vllm_lite.trace import records
+
+
+class TimedMessage(NamedTuple):
+    """A message to the workers, what it held, and the seconds from when they could begin it until they had done it."""
+
+    features: Features
+    took_s: float
+
+
+@dataclass
+class RecordedRequest:
+    """A request as the engine saw it; times are those of the trace's clock."""
+
+    outcome: Outcome
+    block_digests: list[bytes] = field(default_factory=list)
+    """The digest of each whole block of its prompt."""
+
+
+class _Sent(NamedTuple):
+    features: Features
+    sent_s: float
+
+
+class Recording(Replay):
+    """Decides again what a trace says was decided, and so knows what each step computed."""
+
+    def __init__(self, path: str) -> None:
+        """Raises ProtocolError if the file is no trace."""
+        super().__init__(path, check=False)
+        self.path = path
+        self.messages: list[TimedMessage] = []
+        self.gaps_s: list[float] = []
+        """Seconds from a result to the next message, where nothing was under way meanwhile and requests were there."""
+        self.requests: dict[str, RecordedRequest] = {}
+        self.on_produced = self._take
+        self._block_size = self.reader.header.block_size
+        self._length = MessageLength()
+        self._reader = StepReader()
+        self._unsent: list[tuple[SchedulerOutput, int]] = []
+        self._sent: deque[_Sent] = deque()
+        self._free_s = self._clock_s = 0.0
+        self._had_work = False
+
+    def read(self) -> "Recording":
+        """Read all of it. Raises ConfigError if this version decides otherwise than the one that recorded."""
+        self.run()
+        if self.divergence is not None:
+            raise ConfigError(f"the trace cannot be followed; record it with this version ({self.divergence})")
+        return self
+
+    def _apply(self, record: records.Record) -> None:
+        if isinstance(record, records.Step):
+            self._clock_s = record.clock_s
+            super()._apply(record)
+            self._has_scheduled(record)
+        elif isinstance(record, records.Result):
+            self._clock_s = record.clock_s
+            self._has_result()
+            super()._apply(record)
+            self._had_work = bool(self.scheduler.requests)
+        else:
+            if isinstance(record, records.Arrival):
+                self._has_come(record)
+            elif isinstance(record, records.WorkersLost):
+                self._unsent.clear()
+                self._sent.clear()
+            super()._apply(record)
+
+    def _has_scheduled(self, record: records.Step) -> None:
+        in_flight = self.scheduler.in_flight
+        if record.digest:
+            newest = in_flight.newest
+            for sequence in newest.sampling if not newest.only_decodes else ():
+                found = self.requests[sequence.request.request_id]
+                if not found.block_digests:
+                    found.block_digests = sequence.block_hashes[: found.outcome.input_len // self._block_size]
+            self._unsent.append((newest.output, len(newest.sampling)))
+            if newest.only_decodes and in_flight.num_unsent < self._length.steps:
+                return
+        if self._unsent:
+            was_idle = not self._sent
+            if was_idle and self._had_work:
+                self.gaps_s.append(record.clock_s - self._free_s)
+            in_flight.send(record.clock_s)
+            self._sent.append(_Sent(self._reader.message(self._unsent, was_idle=was_idle), record.clock_s))
+            self._unsent = []
+
+    def _has_result(self) -> None:
+        """The first result of a message comes when all of it has been computed."""
+        in_flight, now_s = self.scheduler.in_flight, self._clock_s
+        step = in_flight.oldest
+        if step.message.num_left == step.message.num_steps and self._sent:
+            features, sent_s = self._sent.popleft()
+            self.messages.append(TimedMessage(features, now_s - max(sent_s, self._free_s)))
+            self._free_s = now_s
+        self._length.ended(now_s, steady=step.only_decodes and len(in_flight) > 1)
+
+    def _has_come(self, record: records.Arrival) -> None:
+        outcome = Outcome(record.num_prompt)
+        outcome.start_s = record.clock_s
+        outcome.chunks_s = array("d")
+        self.requests[record.request_id] = RecordedRequest(outcome)
+
+    def _take(self, produced: list[Produced]) -> None:
+        for item in produced:
+            take(self.requests[item.request.request_id].outcome, item, self._clock_s)
+
+
+def take(outcome: Outcome, item: Produced, now_s: float) -> None:
+    """Add what a step has given to the outcome of its request."""
+    if item.token_ids:
+        outcome.chunks_s.append(now_s)
+        outcome.output_len += len(item.token_ids)
+    if item.reason is not None:
+        outcome.error = item.error or ("aborted" if item.reason == "abort" else "")
+        outcome.is_complete = True
