@@ -17,10 +17,11 @@ from vllm_lite.client.pooling import PoolingStream
 from vllm_lite.client.prompt import Prompt
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.pooling import Pooling, PoolingTask
+from vllm_lite.server.calls.list_call import Window
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.pooling import answers
 from vllm_lite.server.pooling.bodies import MAX_NUMBER_BYTES
-from vllm_lite.server.pooling.call import PoolingCall, Window
+from vllm_lite.server.pooling.call import PoolingCall
 from vllm_lite.server.pooling.encodings import Encoding
 from vllm_lite.server.pooling.runs import PoolingRuns
 

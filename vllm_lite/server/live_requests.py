@@ -54,6 +54,8 @@ WHY = {
     "waits_for_trial": "those that may have killed the workers are computed apart from all others first",
 }
 """Reasons in words that need no numbers."""
+LISTED = frozenset({"embd", "decision"})
+"""Kinds of calls about a list of texts, which are answered without generating any."""
 _context = msgspec.msgpack.Decoder(CallContext)
 
 Member = tuple[CallContext, RequestState | EndedRequest]
@@ -287,11 +289,11 @@ class LiveRequests:
             num_prompts, style, stream = len(own.streams), own.style, None if own.finished else own.streams[0]
         else:
             context, state = (await self.members(name, call_id, with_content=True))[0]
-            num_prompts, style, stream = (
-                context.num_streams,
-                context.style,
-                restored(self._factory, state, for_fork=True),
-            )
+            is_listed = context.style.kind in LISTED
+            found = None if is_listed else restored(self._factory, state, for_fork=True)
+            num_prompts, style, stream = context.num_streams, context.style, found
+        if style.kind in LISTED:
+            raise ApiError(400, f"request {call_id!r} generates no text; only one that does can be forked")
         if num_prompts > 1:
             raise ApiError(400, f"request {call_id!r} has {num_prompts} prompts; only one can be forked")
         if stream is None:

@@ -2,6 +2,7 @@
 
 style.py       how a call's answer is written
 call.py        one call: its streams, its choices, and its reading by a client
+list_call.py   a call about many texts that are answered together: vectors, scores, decisions
 registry.py    all calls of this server, and whether another one may start
 dispatcher.py  brings what the engine sends to the calls
 response.py    runs a call and writes its answer, streamed or whole

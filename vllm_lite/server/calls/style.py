@@ -23,7 +23,7 @@ class AnswerStyle(msgspec.Struct, frozen=True):
     parsing         how calls and reasoning are separated from content; None where all is content
     """
 
-    kind: Literal["cmpl", "chatcmpl", "gen", "embd"]
+    kind: Literal["cmpl", "chatcmpl", "gen", "embd", "decision"]
     model: str
     echo: tuple[str, ...] = ()
     only_scores: bool = False

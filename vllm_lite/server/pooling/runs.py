@@ -13,13 +13,14 @@ from vllm_lite.client.prompt import PromptLike
 from vllm_lite.client.text.pairs import Pair
 from vllm_lite.errors import RequestError, VllmLiteError
 from vllm_lite.protocol.pooling import PoolingParams, PoolingTask
+from vllm_lite.server.calls.list_call import Window
 from vllm_lite.server.generation import Asked, Generation
 from vllm_lite.server.http.auth import owner_of
-from vllm_lite.server.http.disconnect import disconnected, until_disconnected
+from vllm_lite.server.http.disconnect import until_disconnected
 from vllm_lite.server.openai.bodies import ChatBody, ChatMessage, Part
-from vllm_lite.server.openai.errors import ApiError, failed, refused
+from vllm_lite.server.openai.errors import ApiError, refused
 from vllm_lite.server.pooling.bodies import MAX_NUMBER_BYTES, MAX_TEXTS, CohereEmbedBody, InputFields
-from vllm_lite.server.pooling.call import PoolingCall, Window
+from vllm_lite.server.pooling.call import PoolingCall
 
 BATCH = 64
 """Texts that are tokenized together."""
@@ -153,7 +154,7 @@ class PoolingRuns:
         suffix = self.generation.live.calls.stream_ids
         next_text, made = 0, list[PoolingStream]()
         while not call.finished:
-            _check(call)
+            call.check("input")
             while call.has_room() and (made or next_text < len(sizes)):
                 if not made:
                     end = min(next_text + BATCH, len(sizes))
@@ -162,14 +163,14 @@ class PoolingRuns:
                         made = await _made(make, next_text, end, ids, sum(sizes[next_text:end]))
                     made.reverse()
                     next_text = end
-                    _check(call)
+                    call.check("input")
                     continue
                 call.add([made.pop()])
                 self.check_size(call)
                 dispatcher.add(call, len(call.streams) - 1)
             if not call.finished:
                 await call.wait()
-        _check(call)
+        call.check("input")
 
     def check_size(self, call: PoolingCall) -> None:
         """Refuse a call whose texts so far get more numbers than the server keeps for one."""
@@ -186,20 +187,6 @@ async def _made(make: Make, start: int, end: int, ids: Sequence[str], num_chars:
     if num_chars <= INLINE_CHARS:
         return make(start, end, ids)
     return await asyncio.to_thread(make, start, end, ids)
-
-
-def _check(call: PoolingCall) -> None:
-    """Raises ApiError if there is no use in going on."""
-    if call.is_over:
-        raise disconnected()
-    if call.was_cut:
-        raise ApiError(503, "the server is shutting down; ask another")
-    error = call.error
-    if error is None:
-        return
-    if isinstance(error, RequestError):
-        raise ApiError(408, str(error)) if call.is_late else refused(error, "input")
-    raise failed(error)
 
 
 def _adapted(adapter: str, make: Make, start: int, end: int, ids: Sequence[str]) -> list[PoolingStream]:

@@ -1,0 +1,144 @@
+"""ListCall: one HTTP request about many texts, answered when all are done: vectors, scores, decisions. There is one
+stream of the engine for each.
+
+Only so many of them are in the engine at a time, so that a long list neither fills it nor stands before others: with
+each text that is done the next one follows.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+import msgspec
+
+from vllm_lite.client.pooling import PoolingStream
+from vllm_lite.client.streams.stream import RequestStream
+from vllm_lite.errors import RequestError, VllmLiteError
+from vllm_lite.protocol.api import ForkRequest, Generate
+from vllm_lite.server.calls.call import CallContext
+from vllm_lite.server.calls.style import AnswerStyle
+from vllm_lite.server.http.auth import name_of
+from vllm_lite.server.http.disconnect import disconnected
+from vllm_lite.server.openai.errors import ApiError, failed, refused
+
+S = TypeVar("S", PoolingStream, RequestStream)
+
+
+class Window:
+    """Bound on one call's texts in the engine at a time: some steps of work, whatever the length of the texts."""
+
+    STEPS = 3
+
+    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.max_texts = self.STEPS * max_num_seqs
+        self.max_tokens = self.STEPS * max_num_batched_tokens
+
+    def has_room(self, num_texts: int, num_tokens: int) -> bool:
+        """Whether another text may follow so many."""
+        return not num_texts or (num_texts < self.max_texts and num_tokens < self.max_tokens)
+
+
+class ListCall(Generic[S]):
+    """See calls.call.Call, of which it has what the registry and the dispatcher need."""
+
+    def __init__(self, call_id: str, style: AnswerStyle, num_texts: int, window: Window, owner: str = "") -> None:
+        """`num_texts` are to come in all."""
+        self.id = call_id
+        self.owner = owner
+        self.name = name_of(call_id, owner)
+        self.affinity: str | None = None
+        self.created = int(time.time())
+        self.style = style
+        self.streams: list[S] = []
+        self.num_texts = num_texts
+        self.window = window
+        self.was_cut = self.was_woken = self.is_over = False
+        self.reading: ListCall[S] = self
+        self.sent_s = float("inf")
+        """It sends no comments while it waits."""
+        self._num_done = 0
+        self._num_tokens_done = 0
+        self._num_tokens = 0
+        self._changed = asyncio.Event()
+
+    # ---- as Call
+
+    def context(self, index: int) -> CallContext:
+        return CallContext(self.created, index, self.num_texts, are_forks=False, style=self.style, owner=self.owner)
+
+    def message(self, index: int) -> Generate | ForkRequest:
+        """The message that starts stream `index` in the engine, where any API server finds it by the call's name."""
+        context = msgspec.msgpack.encode(self.context(index))
+        return msgspec.structs.replace(self.streams[index].message(), external_id=self.name, context=context)
+
+    @property
+    def num_sequences(self) -> int:
+        """Largest number of its sequences in the engine at a time."""
+        return min(self.num_texts, self.window.max_texts)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._num_tokens
+
+    @property
+    def finished(self) -> bool:
+        return len(self.streams) == self.num_texts and all(stream.finished for stream in self.streams)
+
+    @property
+    def error(self) -> VllmLiteError | None:
+        """The error of the first text that failed, and with it the call."""
+        return next((stream.error for stream in self.streams if stream.error is not None), None)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether its `deadline_ms` has passed."""
+        limit_ms = self.streams[0].params.deadline_ms if self.streams else None
+        return limit_ms is not None and time.time() >= self.created + limit_ms / 1000
+
+    def wake(self) -> None:
+        self.was_woken = True
+        self._changed.set()
+
+    def cut_short(self) -> None:
+        """End the call as the server ends."""
+        self.was_cut = not self.finished
+        self.wake()
+
+    def end(self) -> None:
+        """Report that the client has disconnected."""
+        self.is_over = True
+        self._changed.set()
+
+    # ---- its own
+
+    def add(self, streams: Sequence[S]) -> None:
+        """Take streams that are about to start."""
+        self.streams += streams
+        self._num_tokens += sum(len(stream.prompt.token_ids) for stream in streams)
+
+    def has_room(self) -> bool:
+        """Whether another text may start."""
+        while self._num_done < len(self.streams) and self.streams[self._num_done].finished:
+            self._num_tokens_done += len(self.streams[self._num_done].prompt.token_ids)
+            self._num_done += 1
+        num_open = len(self.streams) - self._num_done
+        return self.window.has_room(num_open, self._num_tokens - self._num_tokens_done)
+
+    async def wait(self) -> None:
+        """Until a text is done, or all is over. The session ends every stream by a deadline of its own."""
+        await self._changed.wait()
+        self._changed.clear()
+
+    def check(self, field: str) -> None:
+        """Raises ApiError if there is no use in going on. Errors of texts are those of this field of the body."""
+        if self.is_over:
+            raise disconnected()
+        if self.was_cut:
+            raise ApiError(503, "the server is shutting down; ask another")
+        error = self.error
+        if error is None:
+            return
+        if isinstance(error, RequestError):
+            raise ApiError(408, str(error)) if self.is_late else refused(error, field)
+        raise failed(error)
