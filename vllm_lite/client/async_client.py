@@ -7,9 +7,12 @@ from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
 
+from vllm_lite.client.decisions.answers import DecisionOutput
+from vllm_lite.client.decisions.methods import DecideOptions, prepare
 from vllm_lite.client.engines.asking import STATS_TIMEOUT_S
 from vllm_lite.client.engines.operations import OPERATION_TIMEOUT_S, check_done, operation_of
 from vllm_lite.client.engines.session import (
@@ -26,7 +29,7 @@ from vllm_lite.client.prompt import PromptLike, encode
 from vllm_lite.client.streams.sampling import check_form
 from vllm_lite.client.streams.stream import Event, RequestStream, StreamFactory, shows
 from vllm_lite.client.text.tokenizer import LONG_TEXT_CHARS
-from vllm_lite.errors import EngineError, RequestError
+from vllm_lite.errors import EngineError, RequestError, VllmLiteError
 from vllm_lite.protocol.api import PrefixCacheReset, Stats, Welcome
 from vllm_lite.protocol.operations import PauseMode
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
@@ -202,6 +205,32 @@ class AsyncClient:
                     pass
         yield joined(streams).output()
 
+    async def decide(
+        self,
+        state: Any,
+        questions: Mapping[str, Any],
+        *,
+        lora_request: LoRARequest | None = None,
+        **options: Unpack[DecideOptions],
+    ) -> DecisionOutput:
+        """Answer questions about `state`, as LLM.decide() does. Cancelling the task aborts all of them."""
+        tokenizer, factory, name = await self.get_tokenizer(), self._connected().streams, os.urandom(12).hex()
+        ids = (f"{name}-{number}" for number in count())
+        reads = await asyncio.to_thread(prepare, factory, tokenizer, state, questions, options, ids)
+        adapter = "" if lora_request is None else await self._load(lora_request)
+        for stream in reads.streams:
+            stream.adapter = adapter
+        first, *others = reads.streams
+        await self._finish(first)
+        if first.error is None:
+            tasks = [asyncio.ensure_future(self._finish(stream)) for stream in others]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+        return reads.output()
+
     async def fork(
         self, request_id: str, n: int = 1, sampling_params: SamplingParams | None = None
     ) -> list[AsyncGenerator[RequestOutput, None]]:
@@ -310,6 +339,16 @@ class AsyncClient:
         if (asked := begin_load(self._connected().session, request)) is not None:
             check_loaded(await self._answer(asked, LOAD_TIMEOUT_S))
         return request.lora_name
+
+    async def _finish(self, stream: RequestStream) -> None:
+        """Run a stream to its end, of which its `error` says more."""
+        async with aclosing(self._follow(stream)) as outputs:
+            try:
+                async for _ in outputs:
+                    pass
+            except VllmLiteError:
+                if stream.error is None:
+                    raise
 
     async def _answer(self, asked: Future[A], timeout_s: float = STATS_TIMEOUT_S) -> A:
         try:

@@ -78,13 +78,17 @@ class ChatTokenizer:
 
     def template(self, given: str | Path | None = None) -> ChatTemplate:
         """Get the checkpoint's template, or compile the given one (Jinja or a file). Raises ModelError for none."""
-        if given is not None:
-            template = ChatTemplate.load(self._folder, given)
-        else:
-            template = self._template = self._template or ChatTemplate.load(self._folder)
+        template = self.find_template(given)
         if template is None:
             raise ModelError(f"{self._folder} has no chat template; give one as chat_template, or use generate()")
         return template
+
+    def find_template(self, given: str | Path | None = None) -> ChatTemplate | None:
+        """As template(), but None for none."""
+        if given is not None:
+            return ChatTemplate.load(self._folder, given)
+        self._template = self._template or ChatTemplate.load(self._folder)
+        return self._template
 
 
 def rendered(

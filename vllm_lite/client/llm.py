@@ -10,6 +10,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Self
 
 from vllm_lite.client.beam import BeamSearchParams, beams_of
+from vllm_lite.client.decisions import methods as decisions
 from vllm_lite.client.engines.launch_engines import launch_engines
 from vllm_lite.client.engines.operations import OPERATION_TIMEOUT_S, check_done, operation_of
 from vllm_lite.client.generation_config import check_source, generation_defaults, read_overrides
@@ -376,6 +377,8 @@ class LLM:
             ids_of_both = [token for each in both for token in each.prompt_token_ids]
             scored.append(PoolingRequestOutput(next(self._request_ids), ScoringOutput(score), ids_of_both))
         return scored
+
+    decide = decisions.decide
 
     # ---- inside
 

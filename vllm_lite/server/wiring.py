@@ -26,9 +26,11 @@ from vllm_lite.protocol.api import Welcome
 from vllm_lite.runtime import log
 from vllm_lite.server.app import ApiRoutes, build
 from vllm_lite.server.calls.dispatcher import Dispatcher
+from vllm_lite.server.calls.list_call import Window
 from vllm_lite.server.calls.registry import Calls, QueueLimits
 from vllm_lite.server.calls.resumable import ResumableCalls
 from vllm_lite.server.config import Keys, ServeConfig
+from vllm_lite.server.decisions.routes import DecisionRoutes
 from vllm_lite.server.generation import Generation, ServedModel
 from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.live.routes import LiveRoutes
@@ -42,7 +44,6 @@ from vllm_lite.server.openai import grammars
 from vllm_lite.server.openai.formats import Formats, architectures_of
 from vllm_lite.server.openai.prompts import PromptRenderer, TemplateVariables
 from vllm_lite.server.openai.rendering import Renderer
-from vllm_lite.server.pooling.call import Window
 from vllm_lite.server.pooling.routes import PoolingRoutes
 from vllm_lite.server.pooling.runs import PoolingRuns
 from vllm_lite.server.processes.scoreboard import Scoreboard
@@ -177,6 +178,7 @@ class Application:
         more += [*MessagesRoutes(generation).routes(), *OllamaRoutes(generation, ollama, pooling).routes()]
         more += ResponsesRoutes(generation, self._runs, self._store).routes()
         more += vectors.routes()
+        more += DecisionRoutes(generation, factory, window, is_deterministic=resolved.deterministic).routes()
         return build(ApiRoutes(generation, config.root), live, more, config, keys, metrics)
 
 

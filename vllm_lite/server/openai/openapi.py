@@ -8,6 +8,7 @@ import msgspec
 from vllm_lite import __version__
 from vllm_lite.protocol.operations import PauseMode, WakeTag
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.server.decisions.bodies import DecisionBody
 from vllm_lite.server.http.auth import OPEN_PATHS
 from vllm_lite.server.messages.bodies import CountTokensBody, MessagesBody
 from vllm_lite.server.ollama.bodies import (
@@ -38,6 +39,7 @@ _ROUTES: tuple[tuple[str, str, str, type[msgspec.Struct] | None], ...] = (  # me
     ("delete", "/v1/responses/{response_id}", "end a response, and forget it", None),
     ("post", "/v1/responses/{response_id}/cancel", "end one that runs in the background", None),
     ("get", "/v1/responses/{response_id}/input_items", "what it was shown, page by page", None),
+    ("post", "/v1/systemone", "answer typed questions about a state by probabilities", DecisionBody),
     ("get", "/v1/models", "what is served", None),
     ("get", "/v1/models/{model}", "one of them", None),
     ("post", "/v1/chat/completions/batch", "answer several chats, each with one choice", bodies.ChatsBody),
@@ -147,6 +149,7 @@ _EXAMPLES: dict[type[msgspec.Struct] | None, dict[str, Any]] = {
     RerankBody: {"query": "What is red?", "documents": ["Roses are.", "The sky is not."]},
     OllamaEmbedBody: {"input": "Roses are red."},
     OllamaPromptBody: {"prompt": "Roses are red."},
+    DecisionBody: {"state": "I was charged twice.", "questions": {"money": {"type": "noul", "instructions": "Money?"}}},
     bodies.CompletionBody: {"prompt": "Once upon a time", "max_tokens": 64},
     bodies.GenerateBody: {"token_ids": [3, 4, 5], "sampling_params": {"max_tokens": 8}},
     bodies.UpdateWeightsBody: {"model": "/models/trained-further", "mode": "wait"},

@@ -18,6 +18,7 @@ from vllm_lite.errors import ConfigError
 ENDPOINTS = (
     "/v1/chat/completions",
     "/v1/completions",
+    "/v1/systemone",
     "/v1/embeddings",
     "/pooling",
     "/classify",

@@ -1,0 +1,155 @@
+"""Questions: what a user asks of a state, checked, and as the lines that a model is shown.
+
+Each option of a question has a label, and the model answers with one of them: a letter for an option of a choice, yes
+or no, the number of a level. So an option may have any name, however many tokens that has.
+"""
+
+import json
+import string
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from vllm_lite.errors import RequestError
+
+MAX_QUESTIONS = 64
+"""Questions of one request, as at vLLM's route of that name."""
+MAX_OPTIONS = len(string.ascii_uppercase)
+MAX_LEVELS = len(string.digits)
+MAX_ID_CHARS = 256
+MAX_SHOWN_CHARS = 100
+
+Kind = Literal["choice", "noul", "score"]
+
+
+class QuestionFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A question as it is given: its `type` is choice, noul (yes or no) or score.
+
+    `instructions` are what is asked. `criteria` are, of a choice, its options, each with a description or null; of a
+    noul descriptions of "true" and "false", or null; of a score its levels, from the lowest on.
+    """
+
+    type: str
+    instructions: Any = ""
+    criteria: Any = None
+
+
+class Question(NamedTuple):
+    """A question that has been checked."""
+
+    id: str
+    kind: Kind
+    names: tuple[str, ...]
+    """Names of the options, in their order: those of a choice, yes and no, or the levels of a score."""
+    labels: tuple[tuple[str, ...], ...]
+    """Spellings of each option's label. The first one is asked for, and the others count towards it."""
+    text: str
+    """All that the model is shown of it, behind the state."""
+
+
+def read_questions(given: Any) -> list[Question]:
+    """Check the questions, by their ids. Raises RequestError that names the first one that is wrong."""
+    if not isinstance(given, Mapping) or not given:
+        raise RequestError(f"questions must be an object with at least one question, got {_shown(given)}")
+    if len(given) > MAX_QUESTIONS:
+        raise RequestError(f"questions takes at most {MAX_QUESTIONS} questions, got {len(given)}")
+    return [_read(name, fields) for name, fields in given.items()]
+
+
+def read_state(state: Any) -> str:
+    """The text of a state, which is a text or JSON. Raises RequestError."""
+    text = _text_of(state, "state")
+    if text is None or not text.strip():
+        raise RequestError(f"state must be a text or JSON to decide about, got {_shown(state)}")
+    return text
+
+
+def read_instructions(given: Any) -> str:
+    """The text of what stands before the state; "" for nothing. Raises RequestError."""
+    return (_text_of(given, "instructions") or "").strip()
+
+
+def _read(name: Any, fields: Any) -> Question:
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_ID_CHARS:
+        text = f"the id of a question must be a text of 1 to {MAX_ID_CHARS} characters"
+        raise RequestError(f"{text}, got {_shown(name)}")
+    where = f"question {_shown(name)}"
+    if not isinstance(fields, QuestionFields):
+        try:
+            fields = msgspec.convert(fields, QuestionFields)
+        except msgspec.ValidationError as error:
+            raise RequestError(f"{where}: {error}") from error
+    read = _READERS.get(fields.type)
+    if read is None:
+        raise RequestError(f"{where}: type must be one of {', '.join(_READERS)}, got {_shown(fields.type)}")
+    asked = (_text_of(fields.instructions, f"{where}: instructions") or "").strip()
+    return read(name, where, asked, fields.criteria)
+
+
+def _choice(name: str, where: str, asked: str, criteria: Any) -> Question:
+    if not isinstance(criteria, Mapping) or not 1 <= len(criteria) <= MAX_OPTIONS:
+        got = len(criteria) if isinstance(criteria, Mapping) else _shown(criteria)
+        text = f"criteria of a choice must be an object of 1 to {MAX_OPTIONS} options"
+        raise RequestError(f"{where}: {text}, each with a description or null, got {got}")
+    letters = string.ascii_uppercase[: len(criteria)]
+    lines = []
+    for letter, (option, given) in zip(letters, criteria.items(), strict=True):
+        if not isinstance(option, str) or not option.strip():
+            raise RequestError(f"{where}: the name of an option must be a text, got {_shown(option)}")
+        described = _text_of(given, f"{where}: the description of {_shown(option)}")
+        lines.append(f"{letter}: {option} - {described}" if described else f"{letter}: {option}")
+    labels = tuple((letter,) for letter in letters)
+    return Question(name, "choice", tuple(criteria), labels, _lines(asked, lines))
+
+
+def _noul(name: str, where: str, asked: str, criteria: Any) -> Question:
+    criteria = {} if criteria is None else criteria
+    if not isinstance(criteria, Mapping) or not criteria.keys() <= {"true", "false"}:
+        text = 'criteria of a noul must be an object of descriptions of "true" and "false", or null'
+        raise RequestError(f"{where}: {text}, got {_shown(criteria)}")
+    lines = [
+        f"{label}: {described}"
+        for label, side in (("yes", "true"), ("no", "false"))
+        if (described := _text_of(criteria.get(side), f"{where}: the description of {side}"))
+    ]
+    if not asked and not lines:
+        raise RequestError(f"{where}: give instructions, which say what is asked")
+    labels = (("yes", "Yes"), ("no", "No"))
+    return Question(name, "noul", ("yes", "no"), labels, _lines(asked, [*lines, "Yes or no?"]))
+
+
+def _score(name: str, where: str, asked: str, criteria: Any) -> Question:
+    if not isinstance(criteria, list | tuple) or not 2 <= len(criteria) <= MAX_LEVELS:
+        got = len(criteria) if isinstance(criteria, list | tuple) else _shown(criteria)
+        text = f"criteria of a score must be a list of 2 to {MAX_LEVELS} levels, from the lowest on"
+        raise RequestError(f"{where}: {text}, got {got}")
+    levels = tuple(_text_of(level, f"{where}: a level") or "" for level in criteria)
+    if not all(level.strip() for level in levels) or len(set(levels)) < len(levels):
+        raise RequestError(f"{where}: the levels of a score must be different texts, got {_shown(list(levels))}")
+    digits = string.digits[: len(levels)]
+    lines = [f"{digit}: {level}" for digit, level in zip(digits, levels, strict=True)]
+    labels = tuple((digit,) for digit in digits)
+    return Question(name, "score", levels, labels, _lines(asked, lines))
+
+
+_READERS: dict[str, Callable[[str, str, str, Any], Question]] = {"choice": _choice, "noul": _noul, "score": _score}
+
+
+def _lines(asked: str, options: Sequence[str]) -> str:
+    return "\n".join([*([f"Question: {asked}"] if asked else []), *options])
+
+
+def _text_of(value: Any, where: str) -> str | None:
+    """A text as it is, JSON as its text, null as None. Raises RequestError."""
+    if value is None or isinstance(value, str):
+        return value
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RequestError(f"{where} must be a text or JSON: {error}") from error
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."

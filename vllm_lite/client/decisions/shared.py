@@ -1,0 +1,107 @@
+"""The prompts of a request's questions: one beginning, which has the state, and a continuation for each question.
+
+The beginning is rendered and tokenized once, however long it is and however many questions there are. The tokens are
+those that each prompt would have by itself, which is checked, not assumed.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple
+
+from vllm_lite.client.decisions.questions import Question
+
+Render = Callable[[str], str]
+"""Makes the text of a prompt of what its user says."""
+Encode = Callable[[str], list[int]]
+
+REPLY = "Answer each question about the text with its label alone: yes or no, a letter, or a number."
+"""Stands before the state, where it costs no question anything. With it, SmolLM2-135M-Instruct gives the labels 0.36 to
+0.67 of the probability; with a sentence behind each question instead, 0.15 to 0.51."""
+MARK = "\ue000the question\ue001"
+"""Stands in the question's place while the beginning is rendered; in a state that has it by chance, each prompt is
+rendered by itself."""
+ANSWER = "\nAnswer:"
+"""Ends the prompts of a model without a chat template."""
+MIN_SHARED_CHARS = 1024
+"""A shorter beginning is tokenized with each question."""
+OVERLAP_CHARS = 256
+"""So much of the beginning is tokenized again with each question, so that the place where they meet has no share in
+what the tokens are."""
+NUM_AGREED = 4
+"""First tokens of that overlap which must be the same for each question."""
+
+
+class SharedText(NamedTuple):
+    """The texts of prompts. `begin` is the same for all, and `rests` follow it."""
+
+    begin: str
+    rests: list[str]
+
+    def whole(self, index: int) -> str:
+        return self.begin + self.rests[index]
+
+
+def rendering(state: str, questions: Sequence[Question]) -> Generator[str, str, SharedText]:
+    """Yield what a user would say in each chat that has to be rendered, take the prompts made of it, and return those
+    of all questions."""
+    first = yield _said(state, questions[0].text)
+    if len(questions) == 1:
+        return SharedText("", [first])
+    marked = yield _said(state, MARK)
+    begin, found, end = marked.partition(MARK)
+    if found and MARK not in end and begin + questions[0].text + end == first:
+        return SharedText(begin, [question.text + end for question in questions])
+    texts = [first]
+    for question in questions[1:]:
+        text = yield _said(state, question.text)
+        texts.append(text)
+    low, high = min(texts), max(texts)  # what these two begin with all do
+    length = next((place for place, (one, other) in enumerate(zip(low, high, strict=False)) if one != other), len(low))
+    return SharedText(first[:length], [text[length:] for text in texts])
+
+
+def rendered(steps: Generator[str, str, SharedText], render: Render) -> SharedText:
+    """Run rendering() to its end."""
+    try:
+        said = next(steps)
+        while True:
+            said = steps.send(render(said))
+    except StopIteration as end:
+        found: SharedText = end.value
+        return found
+
+
+def plain(state: str, questions: Sequence[Question], instructions: str) -> SharedText:
+    """The prompts for a model without a chat template."""
+    begin = _said(state, "")
+    begin = f"{instructions}\n\n{begin}" if instructions else begin
+    return SharedText(begin, [question.text + ANSWER for question in questions])
+
+
+def _said(state: str, question: str) -> str:
+    return f"{REPLY}\n\n{state}\n\n{question}"
+
+
+def encoded(text: SharedText, encode: Encode) -> list[list[int]]:
+    """Tokenize all prompts: the beginning once, where each prompt then has the tokens that it would have by itself."""
+    begin, rests = text
+    cut = _place_to_cut(begin) if len(rests) > 1 else 0
+    if not cut:
+        return [encode(begin + rest) for rest in rests]
+    first, before = encode(begin + rests[0]), encode(begin[:cut])
+    overlap = begin[cut:]
+    behind = encode(overlap + rests[0])
+    if before + behind != first:
+        return [first, *(encode(begin + rest) for rest in rests[1:])]
+    found = [first]
+    for rest in rests[1:]:
+        ids = encode(overlap + rest)
+        found.append(before + ids if ids[:NUM_AGREED] == behind[:NUM_AGREED] else encode(begin + rest))
+    return found
+
+
+def _place_to_cut(begin: str) -> int:
+    """The place before white space, OVERLAP_CHARS before the end; 0 where there is none, or little to gain."""
+    if len(begin) < MIN_SHARED_CHARS:
+        return 0
+    end = len(begin) - OVERLAP_CHARS
+    return max(begin.rfind(" ", 0, end), begin.rfind("\n", 0, end), 0)
