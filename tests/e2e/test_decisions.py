@@ -149,8 +149,10 @@ async def test_clients_of_one_engine_decide_and_generate_at_once(decider: Path, 
 
 
 @pytest.fixture(scope="module")
-def server(decider: Path) -> Iterator[Server]:
+def server(decider: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    adapter = make_adapter(decider, tmp_path_factory.mktemp("adapter") / "a")
     flags = ["--dtype", "float32", "--cpu-threads", "1", "--served-model-name", "decider", "--deterministic"]
+    flags += ["--enable-lora", "--lora-modules", f"adapted={adapter}"]
     with serving("--model", str(decider), *flags, "--max-num-seqs", "4", "--max-num-batched-tokens", "64") as server:
         yield server
 
@@ -187,6 +189,13 @@ def test_the_route_answers_with_the_fields_of_vllm(http: httpx.Client, oracle: O
     assert {name: again["answers"][name] for name in QUESTIONS} == found["answers"], "the same bits after hits"
     assert again["usage"]["input_tokens"] == usage["input_tokens"]
     assert again["usage"]["input_tokens_details"]["cached_tokens"] > usage["input_tokens_details"]["cached_tokens"]
+
+
+def test_an_adapter_decides_by_its_name(http: httpx.Client) -> None:
+    body = {"state": STATE, "questions": QUESTIONS}
+    plain, adapted = (http.post("/v1/systemone", json={**body, **more}).json() for more in ({}, {"model": "adapted"}))
+    assert (plain["model"], adapted["model"]) == ("decider", "adapted")
+    assert abs(plain["answers"]["urgent"]["noul"] - adapted["answers"]["urgent"]["noul"]) > 1e-3
 
 
 def test_64_questions_wait_for_their_rows(http: httpx.Client) -> None:

@@ -122,6 +122,17 @@ def test_models_are_swapped_and_a_chat_finds_its_cache(swapping: Server) -> None
         assert cached >= usage["prompt_tokens"] - 32, usage  # whole blocks
 
 
+def test_a_decision_goes_to_the_model_that_it_names(swapping: Server) -> None:
+    question = {"type": "choice", "instructions": "Which?", "criteria": {"one": None, "two": None}}
+    with client(swapping) as http:
+        found = http.post("/v1/systemone", json={"model": "red", "state": PROMPT, "questions": {"q": question}})
+        assert found.status_code == 200, found.text
+        assert found.json()["model"] == "red"
+        assert set(found.json()["answers"]["q"]["probabilities"]) == {"one", "two"}
+        missing = http.post("/v1/systemone", json={"model": "green", "state": PROMPT, "questions": {"q": question}})
+        assert missing.status_code == 404
+
+
 def test_a_stream_goes_on_over_a_swap_with_the_same_tokens(swapping: Server) -> None:
     with client(swapping) as http, client(swapping) as others:
         long = {**LONG, "max_tokens": 1800, "logprobs": 5}  # which takes longer
