@@ -30,6 +30,8 @@ FORMS: dict[str, Callable[[torch.Tensor], PackedWeight]] = {
     "dense": PackedWeight,
     "int8": lambda weight: PackedWeight(weight, form="int8"),
     "int4_g32": lambda weight: PackedWeight(_grouped(weight, INT4, 32)),
+    "int4_on_load": lambda weight: PackedWeight(weight, form="int4_g32"),
+    "int5_on_load": lambda weight: PackedWeight(weight, form="int5_g32"),
     "int4_g128": lambda weight: PackedWeight(_grouped(weight, INT4, 128)),
     "int8_g32": lambda weight: PackedWeight(_grouped(weight, INT8, 32)),
     "int8_g128": lambda weight: PackedWeight(_grouped(weight, INT8, 128)),

@@ -48,10 +48,11 @@ VLLM_LITE_API int32_t vllm_lite_take_apart(const GgufRows* rows, int64_t num_inp
   return 1;
 }
 
-// Rows into weight->data and weight->supers, which must be zero; scales are multiplied by `unit`. Of `rows` only what
-// is read counts. The weight's groups are those of the type, its scales kIntegers if it has supers. Returns 0, and
-// writes nothing, for a type that is not known.
-VLLM_LITE_API int32_t vllm_lite_pack_blocks(const PackedWeight* weight, const GgufRows* rows, float unit) {
+// Rows into weight->data and weight->supers, which must be zero; scales are multiplied by `unit`, and codes are lowered
+// by `less`. Of `rows` only what is read counts. The weight's groups are those of the type, its scales kIntegers if it
+// has supers. Returns 0, and writes nothing, for a type that is not known.
+VLLM_LITE_API int32_t vllm_lite_pack_blocks(const PackedWeight* weight, const GgufRows* rows, float unit,
+                                            int32_t less) {
   const auto take_apart = VLLM_LITE_DISPATCH(take_apart);
   const CellLayout layout = CellLayout::of(*weight);
   const int64_t num_inputs = weight->num_inputs, num_groups = layout.groups(num_inputs);
@@ -72,6 +73,9 @@ VLLM_LITE_API int32_t vllm_lite_pack_blocks(const PackedWeight* weight, const Gg
     part.rows += first * rows->stride;
     take_apart(part);
     for (int64_t i = 0; unit != 1 && i < part.num_rows * num_groups; ++i) part.scales[i] *= unit;
+    for (int64_t i = 0; less != 0 && i < part.num_rows * num_inputs; ++i) {
+      part.codes[i] = static_cast<uint8_t>(part.codes[i] - less);
+    }
     PackedWeight own = *weight;
     own.num_outputs = part.num_rows;
     pack_cells(own, {part.codes, num_inputs, part.scales, has_minima ? part.minima : nullptr}, 0,

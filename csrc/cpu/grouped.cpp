@@ -9,19 +9,29 @@
 
 namespace {
 
-// Codes of 4 bits, as bytes, of one output into the words of linear.h; `count` inputs, and zeros behind them.
+// The lower 4 bits of codes, which are bytes, of one output into the words of linear.h; `count` inputs, and zeros
+// behind them.
 void pack_nibbles(const uint8_t* codes, int64_t count, char* to) {
-  uint32_t halves[2];
-  for (; count >= 8; count -= 8, codes += 8, to += 4) {
-    std::memcpy(halves, codes, 8);
-    const uint32_t both = halves[0] | halves[1] << 4;
+  constexpr uint32_t kLower = 0x0f0f0f0f;
+  for (; count > 0; count -= 8, codes += 8, to += 4) {
+    uint32_t halves[2] = {};
+    std::memcpy(halves, codes, static_cast<size_t>(count < 8 ? count : 8));
+    const uint32_t both = (halves[0] & kLower) | (halves[1] & kLower) << 4;
     std::memcpy(to, &both, 4);
   }
-  if (count == 0) return;
-  halves[0] = halves[1] = 0;
-  std::memcpy(halves, codes, static_cast<size_t>(count));
-  const uint32_t both = halves[0] | halves[1] << 4;
-  std::memcpy(to, &both, 4);
+}
+
+// The fifth bits of one output's codes, all `count` of a cell, into `to`, which must be zero before the first output.
+void pack_fifth_bits(const uint8_t* codes, int64_t count, int64_t output, char* to) {
+  const int64_t shift = 4 * (output % 2);
+  for (int64_t i = 0; i < count; i += 8, to += kBlock) {
+    uint64_t eight = 0;
+    std::memcpy(&eight, codes + i, static_cast<size_t>(count - i < 8 ? count - i : 8));
+    // One bit of each byte, side by side.
+    const uint64_t bits = (eight >> 4 & 0x0101010101010101) * 0x0102040810204080 >> 56;
+    to[output / 2] = static_cast<char>(to[output / 2] | (bits & 15) << shift);
+    to[(kBlock + output) / 2] = static_cast<char>(to[(kBlock + output) / 2] | bits >> 4 << shift);
+  }
 }
 
 // What `count` outputs have of one group, side by side.
@@ -42,7 +52,7 @@ void pack_cells(const PackedWeight& weight, const GroupedRows& rows, int64_t blo
   const CellLayout layout = CellLayout::of(weight);
   const int64_t num_groups = layout.groups(weight.num_inputs), first = block * kBlock;
   const int64_t left = weight.num_outputs - first, count = left < kBlock ? left : kBlock;
-  const int64_t row_bytes = layout.code_bytes / kBlock;
+  const int64_t row_bytes = layout.group_size / (weight.type == kGrouped8 ? 1 : 2);
   char words[kBlock * kQuantGroup];
   for (int64_t group = 0; group < num_groups; ++group, cell += layout.bytes()) {
     const int64_t input = group * layout.group_size, rest = weight.num_inputs - input;
@@ -57,8 +67,12 @@ void pack_cells(const PackedWeight& weight, const GroupedRows& rows, int64_t blo
       const uint8_t* codes = rows.codes + (first + row) * rows.stride + input;
       for (int64_t i = 0; i < width; i += 64) __builtin_prefetch(codes + width + i);  // the next group's
       char* to = words + row * row_bytes;
-      if (weight.type == kGrouped4) pack_nibbles(codes, width, to);
-      if (weight.type == kGrouped8) std::memcpy(to, codes, static_cast<size_t>(width));
+      if (weight.type == kGrouped8) {
+        std::memcpy(to, codes, static_cast<size_t>(width));
+      } else {
+        pack_nibbles(codes, width, to);
+      }
+      if (weight.type == kGrouped5) pack_fifth_bits(codes, width, row, cell + layout.fifth_bits());
     }
     pack_words(words, row_bytes, count, row_bytes, 4, cell + layout.codes());
   }

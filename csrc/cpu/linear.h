@@ -5,13 +5,15 @@
 // its first byte to its last, so memory delivers at full speed, and a vector holds the weights of one input, or of a
 // pair, for several outputs: no sum over a vector's elements at the end.
 //
-// Grouped weights are codes of 4 or 8 bits: a weight is values[code] * scale - minimum, with a scale and perhaps a
+// Grouped weights are codes of 4, 5 or 8 bits: a weight is values[code] * scale - minimum, with a scale and perhaps a
 // minimum for each group of inputs of an output. A block is [groups] cells, a cell is what its 32 outputs have of one
 // group: scales, minima, then codes. Codes of 8 bits lie [inputs / 4][kBlock][4]. Those of 4 bits lie [inputs / 8]
 // [kBlock][4]: the lower half of a byte is for the first four inputs, the upper half for the other four, so that one
-// vector of bytes becomes two of weights by a mask and a shift. Minima that come from zero points are a byte each,
-// kShifts: a weight is (values[code] + byte) * scale. Scales and minima may be signed bytes, kIntegers, times numbers
-// that kSuperInputs inputs share.
+// vector of bytes becomes two of weights by a mask and a shift. Codes of 5 bits lie as those of 4, and behind them
+// their fifth bits, [inputs / 4][kBlock][4] bits: what raises the bytes of a vector by 16 is a mask. They stand for
+// whole numbers that follow one another. Minima that come from zero points are a byte each, kShifts: a weight is
+// (values[code] + byte) * scale. Scales and minima may be signed bytes, kIntegers, times numbers that kSuperInputs
+// inputs share.
 //
 // Where values are whole numbers, which bytes stand for less an offset, and the machine multiplies bytes, rows are
 // quantized, too, each group of inputs by itself: x ~ integer * scale. A byte times an integer is exact, and what the
@@ -41,6 +43,7 @@ constexpr int64_t kOnePlane = 32;      // the most that share one where rows hav
 constexpr float kUneven = 5;           // of a group's sizes, the largest by the mean: too much for 8 bits
 constexpr int32_t kGrouped4 = 101;     // beside the DTypes: codes of 4 bits, and
 constexpr int32_t kGrouped8 = 102;     // of 8 bits, with scales for groups of inputs
+constexpr int32_t kGrouped5 = 106;     // and of 5 bits
 constexpr int32_t kNoMinima = -1;
 constexpr int32_t kShifts = 103;       // minima as bytes; only of codes of 4 bits that are bytes themselves
 constexpr int32_t kIntegers = 104;     // scales or minima as signed bytes, to be multiplied by those of `supers`
@@ -62,7 +65,7 @@ struct PackedWeight {
   int32_t group_size;    // inputs that share a scale: 16, 32, 64 or 128
   int32_t scale_type;    // DType up to kFloat16, or kIntegers
   int32_t minima_type;   // the same, or kNoMinima, or kShifts
-  const float* values;   // [16] or [256]
+  const float* values;   // [16], [32] or [256]
   const uint8_t* bytes;  // [16]: a value is its byte plus `offset`; nullptr: bytes are the codes
   int32_t offset;
   int32_t are_whole;     // whether values are whole numbers, so that `bytes` and `offset` count
@@ -80,7 +83,7 @@ struct PackedWeight {
 };
 
 inline bool is_grouped(int32_t type) {
-  return type == kGrouped4 || type == kGrouped8;
+  return type == kGrouped4 || type == kGrouped5 || type == kGrouped8;
 }
 
 // The bytes of a cell's parts; see above.
@@ -92,15 +95,18 @@ struct CellLayout {
     return type == kNoMinima ? 0 : type == kShifts || type == kIntegers ? 1 : type == 0 ? 4 : 2;
   }
 
+  static int64_t bits_of(int32_t type) { return type == kGrouped4 ? 4 : type == kGrouped5 ? 5 : 8; }
+
   static CellLayout of(const PackedWeight& weight) {
     return {weight.group_size,
             kBlock * item_bytes(weight.scale_type),
             kBlock * item_bytes(weight.minima_type),
-            kBlock * weight.group_size / (weight.type == kGrouped4 ? 2 : 1),
+            kBlock * weight.group_size * bits_of(weight.type) / 8,
             weight.scale_type,
             weight.minima_type};
   }
-  int64_t codes() const { return scale_bytes + minima_bytes; }  // where they begin
+  int64_t codes() const { return scale_bytes + minima_bytes; }              // where they begin
+  int64_t fifth_bits() const { return codes() + kBlock * group_size / 2; }  // the same of codes of 5 bits
   int64_t bytes() const { return codes() + code_bytes; }
   int64_t groups(int64_t num_inputs) const { return (num_inputs + group_size - 1) / group_size; }
 };
@@ -206,5 +212,6 @@ inline bool quantizes_rows(const PackedWeight& weight) {
 // Whether products of rows of DType `x_type` with `weight` go through tiles, where there are some.
 inline bool fits_tiles(const PackedWeight& weight, int32_t x_type) {
   if (!is_grouped(weight.type)) return weight.type == kBFloat16 && x_type == kBFloat16;
-  return weight.are_whole != 0 && weight.exact_rows == 0 && weight.group_size == kQuantGroup;
+  const bool are_bytes = weight.are_whole != 0 && weight.exact_rows == 0 && weight.type != kGrouped5;
+  return are_bytes && weight.group_size == kQuantGroup;
 }

@@ -63,15 +63,15 @@ void encode(const Row& row, int64_t group, float scale, float minimum, float mos
 }
 
 // Scales and minima become what is stored of them before codes are chosen, so that codes make up for some of that.
-void quantize4(const Row& row, float* supers) {
-  const auto search = VLLM_LITE_DISPATCH(search_group4);
-  const auto refine = VLLM_LITE_DISPATCH(refine_group4);
+void quantize_few_bits(const Row& row, float most, float* supers) {
+  const auto search = VLLM_LITE_DISPATCH(search_line);
+  const auto refine = VLLM_LITE_DISPATCH(refine_line);
   const int64_t at_once = supers == nullptr ? 1 : kSuperInputs / row.group_size;
   for (int64_t first = 0; first < row.groups(); first += at_once, supers += supers == nullptr ? 0 : 2 * kBlock) {
     const int64_t count = std::min(at_once, row.groups() - first);
     float *scales = row.scales + first, *minima = row.minima + first, units[] = {1, 1};
     for (int64_t i = 0; i < count; ++i) {
-      search(row.x + (first + i) * row.group_size, row.count(first + i), scales + i, minima + i);
+      search(row.x + (first + i) * row.group_size, row.count(first + i), most, scales + i, minima + i);
     }
     if (supers != nullptr) {
       supers[0] = units[0] = as_integers(scales, count);
@@ -82,8 +82,8 @@ void quantize4(const Row& row, float* supers) {
     }
     for (int64_t i = 0; i < count; ++i) {
       const float* x = row.x + (first + i) * row.group_size;
-      if (supers != nullptr && units[1] > 0) refine(x, row.count(first + i), units, scales + i, minima + i);
-      encode(row, first + i, scales[i] * units[0], minima[i] * units[1], 15);
+      if (supers != nullptr && units[1] > 0) refine(x, row.count(first + i), units, most, scales + i, minima + i);
+      encode(row, first + i, scales[i] * units[0], minima[i] * units[1], most);
     }
   }
 }
@@ -116,12 +116,12 @@ PackedWeight quantized_weight(int32_t type, int64_t num_outputs, int64_t num_inp
   PackedWeight weight = {};
   weight.num_inputs = num_inputs;
   weight.num_outputs = num_outputs;
-  weight.type = type == kGrouped4 ? kGrouped4 : kGrouped8;
+  weight.type = type == kFloats8 ? kGrouped8 : type;
   weight.group_size = static_cast<int32_t>(group_size);
-  // 4 bits in small groups: scales and minima take a quarter less as bytes, and half as much. With 8 bits they are as
+  // Few bits in small groups: scales and minima take a quarter less as bytes, and half as much. With 8 bits they are as
   // exact as 255 steps ask for: bytes would cost a fifth of what the minima gain.
-  const bool four = type == kGrouped4;
-  weight.scale_type = four && group_size < kQuantGroup ? kIntegers : type == kGrouped8 ? kFloat16 : kBFloat16;
+  const bool few = type == kGrouped4 || type == kGrouped5;
+  weight.scale_type = few && group_size < kQuantGroup ? kIntegers : type == kGrouped8 ? kFloat16 : kBFloat16;
   weight.minima_type = type == kFloats8 ? kNoMinima : weight.scale_type;
   return weight;
 }
@@ -150,7 +150,9 @@ void pack_quantized(const RowsToPack& rows, int32_t type, int64_t group_size, ch
         x, num_inputs, group_size, codes + i * num_inputs, scales + i * num_groups, minima + i * num_groups};
     if (type == kFloats8) quantize_floats8(row);
     if (type == kGrouped8) quantize8(row);
-    if (type == kGrouped4) quantize4(row, num_supers(weight) == 0 ? nullptr : supers + i);
+    float* own = num_supers(weight) == 0 ? nullptr : supers + i;
+    if (type == kGrouped4) quantize_few_bits(row, 15, own);
+    if (type == kGrouped5) quantize_few_bits(row, 31, own);
   }
   pack_cells(weight, {codes, num_inputs, scales, weight.minima_type == kNoMinima ? nullptr : minima}, 0, block);
 }

@@ -7,17 +7,17 @@
 #include "linear.h"
 #include "pack.h"
 
-// kGrouped4 and kGrouped8: integers of 4 or 8 bits times a scale, less a minimum; kFloats8: E4M3 times a scale.
+// kGrouped4, 5 and 8: integers of so many bits times a scale, less a minimum; kFloats8: E4M3 times a scale.
 constexpr int32_t kFloats8 = 105;
 
-// Scale and minimum of x [count], up to kQuantGroup of them: x ~ integer * scale - minimum, with integers from 0 to 15.
-// Of several they are the two that leave the least squared error. Where a number is not finite, here and below, what is
-// found makes all of the group NaN.
-VLLM_LITE_DECLARE(void search_group4(const float* x, int64_t count, float* scale, float* minimum))
+// Scale and minimum of x [count], up to kQuantGroup of them: x ~ integer * scale - minimum, with integers from 0 to
+// `most`, 15 or 31. Of several they are the two that leave the least squared error. Where a number is not finite, here
+// and below, what is found makes all of the group NaN.
+VLLM_LITE_DECLARE(void search_line(const float* x, int64_t count, float most, float* scale, float* minimum))
 // The same where they are integers up to 127 times `units`: those near *scale and *minimum that leave the least squared
 // error, for up to kOnePlane of x.
-VLLM_LITE_DECLARE(void refine_group4(const float* x, int64_t count, const float (&units)[2], float* scale,
-                                     float* minimum))
+VLLM_LITE_DECLARE(void refine_line(const float* x, int64_t count, const float (&units)[2], float most, float* scale,
+                                   float* minimum))
 // The least and the largest of x [count].
 VLLM_LITE_DECLARE(void find_range(const float* x, int64_t count, float* least, float* most))
 

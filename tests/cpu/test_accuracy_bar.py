@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.isas import isa_in_use
+from vllm_lite.checkpoint.quantization.mixed import MixedForm
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.weights.linear import multiplies_bytes
@@ -47,6 +48,8 @@ MEASURED = {
     "int4_g32": 0.47607,
     "int4_g32, exact": 0.46729,
     "int4_g32, float32": 0.46771,
+    "int4_g32, in 5 bits": 0.39055,
+    "int4_g32, in 5 bits, float32": 0.37404,
     "int4": 0.70277,
     "int4, exact": 0.6774,
     "int4, float32": 0.67433,
@@ -98,4 +101,17 @@ def test_no_way_is_less_exact_than_it_was(model: Path, texts: list[list[int]], e
         pytest.skip(f"the figures are of products of bytes by vectors, and this machine has {cpu.isa()}")
     with torch.inference_mode():
         found = Figures.of(exact, ours(model, texts, WAYS["dense"][way]), texts)
+    assert found.top <= 1.1 * MEASURED[way] + 2e-5, found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_nor_are_the_5_bits_of_rows_that_are_no_whole_blocks(
+    model: Path, texts: list[list[int]], exact: Scores, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not multiplies_bytes() or cpu.isa().startswith("amx"):
+        pytest.skip(f"the figures are of products of bytes by vectors, and this machine has {cpu.isa()}")
+    monkeypatch.setattr(MixedForm, "of", lambda spec, *_: MixedForm(spec.num_layers, gives_more=True))
+    with torch.inference_mode():
+        found = Figures.of(exact, ours(model, texts, Way(dtype, "int4_g32")), texts)
+    way = "int4_g32, in 5 bits" + (", float32" if dtype == torch.float32 else "")
     assert found.top <= 1.1 * MEASURED[way] + 2e-5, found

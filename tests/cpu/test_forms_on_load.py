@@ -7,7 +7,7 @@ import torch
 
 from tests.cpu.test_native_linear import random
 from tests.isas import isa_in_use
-from vllm_lite.checkpoint.quantization.on_load import Quantization, quantized_bytes
+from vllm_lite.checkpoint.quantization.on_load import Form, quantized_bytes
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.weights.file_packer import group_size
 from vllm_lite.kernels.cpu.weights.grouped import quantize4 as native_quantize4
@@ -17,12 +17,12 @@ from vllm_lite.layers.weights.matmul import NativeMatmul, make_matmul
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
 
-FORMS: tuple[Quantization, ...] = ("int8", "fp8", "int4", "int4_g32")
+FORMS: tuple[Form, ...] = ("int8", "fp8", "int4", "int4_g32", "int5_g32")
 BAD = (float("nan"), float("inf"), float("-inf"))
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_plan_knows_what_they_take(form: Quantization) -> None:
+def test_a_plan_knows_what_they_take(form: Form) -> None:
     made = make_matmul(random(64, 320), None, form)
     assert isinstance(made, NativeMatmul)
     table = 4 * len(VALUES[form])  # of the values, which is kept beside
@@ -42,7 +42,7 @@ def stands_for(weight: PackedWeight) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("shape", [(37, 96), (64, 200), (33, 33), (5, 576)])
 def test_dense_weights_become_what_the_plain_twin_makes(
-    each_isa: str, form: Quantization, dtype: torch.dtype, shape: tuple[int, int]
+    each_isa: str, form: Form, dtype: torch.dtype, shape: tuple[int, int]
 ) -> None:
     """But for those that lie between two codes, and scales that are as good."""
     weight = random(*shape, dtype=dtype)
@@ -58,8 +58,11 @@ def test_dense_weights_become_what_the_plain_twin_makes(
     torch.testing.assert_close(native[3], exact[3], rtol=4e-3, atol=0)
 
 
-@pytest.mark.parametrize(("form", "most"), [("int8", 0.0061), ("fp8", 0.0253), ("int4", 0.1155), ("int4_g32", 0.0791)])
-def test_the_error_of_a_form(form: Quantization, most: float) -> None:
+@pytest.mark.parametrize(
+    ("form", "most"),
+    [("int8", 0.0061), ("fp8", 0.0253), ("int4", 0.1155), ("int4_g32", 0.0791), ("int5_g32", 0.0385)],
+)
+def test_the_error_of_a_form(form: Form, most: float) -> None:
     """Errors of normal weights, and of products of two. With the range of a group in 15 steps 4 bits would give 0.125
     and 0.089, and 8 bits with the largest at 127 0.0065."""
     generator = torch.Generator().manual_seed(0)
@@ -82,7 +85,7 @@ def test_weights_on_a_grid_of_their_own_are_found(each_isa: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_weights_that_are_no_numbers_stay_so_where_they_are(each_isa: str, form: Quantization) -> None:
+def test_weights_that_are_no_numbers_stay_so_where_they_are(each_isa: str, form: Form) -> None:
     weight = random(40, 256)
     weight[7, 5], weight[8, 5], weight[9] = float("nan"), float("inf"), float("nan")
     made = stands_for(PackedWeight(weight, form=form))
@@ -94,7 +97,7 @@ def test_weights_that_are_no_numbers_stay_so_where_they_are(each_isa: str, form:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("bad", BAD)
-def test_one_weight_that_is_no_number_is_not_lost_in_its_group(each_isa: str, form: Quantization, bad: float) -> None:
+def test_one_weight_that_is_no_number_is_not_lost_in_its_group(each_isa: str, form: Form, bad: float) -> None:
     """Wherever it is: a group's range, or its best scale, must not be found without it."""
     x = random(3, 328)
     for place in (0, 5, 31, 150, 255, 300, 327):
@@ -107,8 +110,8 @@ def test_one_weight_that_is_no_number_is_not_lost_in_its_group(each_isa: str, fo
         assert out[:, [*range(7), *range(8, 40)]].isfinite().all()
 
 
-@pytest.mark.parametrize("form", ["int8", "int4", "int4_g32"])
-def test_a_range_that_no_float_holds_is_no_number_either(each_isa: str, form: Quantization) -> None:
+@pytest.mark.parametrize("form", ["int8", "int4", "int4_g32", "int5_g32"])
+def test_a_range_that_no_float_holds_is_no_number_either(each_isa: str, form: Form) -> None:
     weight = random(40, 256)
     weight[7, 3], weight[7, 4] = 3e38, -3e38
     made = stands_for(PackedWeight(weight, form=form))
@@ -120,7 +123,7 @@ def test_a_range_that_no_float_holds_is_no_number_either(each_isa: str, form: Qu
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("plain", [quantize, quantize_on_gpu], ids=["cpu", "gpu"])
 def test_the_plain_twins_do_not_lose_it_either(
-    plain: Callable[[torch.Tensor, Quantization], GroupedWeight], form: Quantization, bad: float
+    plain: Callable[[torch.Tensor, Form], GroupedWeight], form: Form, bad: float
 ) -> None:
     for place in (0, 5, 31, 150, 255):
         weight = random(4, 256)
@@ -144,7 +147,7 @@ def test_symmetric_codes_for_checkpoints_do_not_lose_it_either(each_isa: str, ba
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_input_that_is_no_number_makes_its_row_none(
-    each_isa: str, form: Quantization, bad: float, dtype: torch.dtype
+    each_isa: str, form: Form, bad: float, dtype: torch.dtype
 ) -> None:
     """And no other row that the product takes together with it."""
     packed = PackedWeight(random(40, 328), form=form)
@@ -159,7 +162,7 @@ def test_one_input_that_is_no_number_makes_its_row_none(
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_rows", [1, 3, 20, 300])
-def test_rows_can_be_kept_as_they_are(each_isa: str, form: Quantization, dtype: torch.dtype, num_rows: int) -> None:
+def test_rows_can_be_kept_as_they_are(each_isa: str, form: Form, dtype: torch.dtype, num_rows: int) -> None:
     packed = PackedWeight(random(70, 200), form=form)
     x, out = random(num_rows, 200, dtype=dtype), torch.empty(num_rows, 70)
     x[:, 5] *= 50

@@ -11,7 +11,7 @@ from tests.families.mixtures import qwen3
 from tests.paged import Oracle, Paged
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.quantization.mixed import MixedForm
-from vllm_lite.checkpoint.quantization.on_load import Quantization
+from vllm_lite.checkpoint.quantization.on_load import Form, Quantization
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.checkpoint.tensors.headers import SINGLE_FILE
 from vllm_lite.kernels import cpu
@@ -69,7 +69,7 @@ def test_a_quantized_model_gives_nearly_the_same_logits(checkpoint: Path, kind: 
     assert 0 < (quantized - exact).norm() < most * exact.norm()
 
 
-def rounded(weight: torch.Tensor, form: Quantization) -> torch.Tensor:
+def rounded(weight: torch.Tensor, form: Form) -> torch.Tensor:
     """Dequantized values of a quantized weight."""
     out = torch.empty(weight.shape)
     PackedWeight(weight, form=form).rows(torch.arange(len(weight)), out)

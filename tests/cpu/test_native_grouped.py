@@ -13,7 +13,7 @@ from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.dtypes import FLOATS
 from vllm_lite.kernels.cpu.weights import grouped as cpu_grouped
 from vllm_lite.kernels.cpu.weights.linear import QUANT_GROUP, PackedWeight, linear, multiplies_bytes
-from vllm_lite.kernels.grouped import INT4, INT8, UINT4, GroupedWeight, dequantize, quantize4
+from vllm_lite.kernels.grouped import INT4, INT5, INT8, UINT4, UINT5, GroupedWeight, dequantize, quantize4
 from vllm_lite.layers.weights.matmul import make_grouped_matmul
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
@@ -26,7 +26,7 @@ IQ4_NL = torch.tensor([-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38
 """Whole numbers whose bytes are too large for sums of four products in 16 bits."""
 FROM_100 = torch.arange(256.0) - 100
 """Whole numbers whose bytes lack no multiple of 128."""
-WHOLE = (INT4, UINT4, MXFP4, IQ4_NL, INT8, FROM_100)
+WHOLE = (INT4, UINT4, MXFP4, IQ4_NL, INT5, UINT5, INT8, FROM_100)
 
 # outputs, inputs, group size, rows: whole blocks and parts of them, parts of groups, several tiles, groups and tasks
 SHAPES = [
@@ -90,8 +90,8 @@ def check_packed(
 
 @pytest.mark.parametrize(
     "values",
-    [INT4, UINT4, MXFP4, IQ4_NL, NORMAL, INT8, E4M3],
-    ids=["int4", "uint4", "mxfp4", "iq4_nl", "table", "int8", "e4m3"],
+    [INT4, UINT4, MXFP4, IQ4_NL, NORMAL, INT5, UINT5, INT8, E4M3],
+    ids=["int4", "uint4", "mxfp4", "iq4_nl", "table", "int5", "uint5", "int8", "e4m3"],
 )
 @pytest.mark.parametrize("minima", [False, True])
 def test_equals_float64(each_isa: str, values: torch.Tensor, minima: bool) -> None:
@@ -111,7 +111,7 @@ def test_groups_of_8_and_of_15_bits_lie_side_by_side(each_isa: str, num_rows: in
     x[::3, 40] *= 1000
     x[1::4, 90:] *= 1e-20
     x[2::4, 190] = 50
-    for minima, values in itertools.product((False, True), (INT8, FROM_100)):
+    for minima, values in itertools.product((False, True), (INT5, INT8, FROM_100)):
         weight = grouped(40, 200, group_size, values, minima=minima)
         packed = PackedWeight(weight)
         check_packed(packed, weight, x, None, (each_isa, minima, values[0]))
@@ -123,7 +123,7 @@ def test_groups_of_8_and_of_15_bits_lie_side_by_side(each_isa: str, num_rows: in
 
 
 @pytest.mark.parametrize(
-    ("values", "minima"), [(INT4, False), (MXFP4, True), (INT8, True), (NORMAL, False), (E4M3, False)]
+    ("values", "minima"), [(INT4, False), (MXFP4, True), (INT5, True), (INT8, True), (NORMAL, False), (E4M3, False)]
 )
 def test_results_do_not_depend_on_other_rows_or_threads(each_isa: str, values: torch.Tensor, minima: bool) -> None:
     """Bit for bit: each output is one chain of additions, whatever is computed beside it."""
@@ -165,7 +165,7 @@ def test_every_code_stands_for_its_float(values: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("zero", [None, -60, -24, 24, 60])
-@pytest.mark.parametrize("values", [INT4, MXFP4, IQ4_NL, INT8], ids=["int4", "mxfp4", "iq4_nl", "int8"])
+@pytest.mark.parametrize("values", [INT4, MXFP4, IQ4_NL, INT5, INT8], ids=["int4", "mxfp4", "iq4_nl", "int5", "int8"])
 @pytest.mark.usefixtures("each_isa")
 def test_the_largest_bytes_and_integers_are_exact(values: torch.Tensor, zero: int | None) -> None:
     """No sum on the way leaves its 16 bits, and the least byte has no sign that is lost."""
@@ -218,7 +218,7 @@ def test_tiles_equal_float64_as_vectors_do() -> None:
                 check(grouped(70, 1300, 128, values), random(num_rows, 1300), random(70), num_rows)
 
 
-@pytest.mark.parametrize(("values", "group_size"), [(INT4, 32), (INT4, 128), (INT8, 16), (INT8, 128)])
+@pytest.mark.parametrize(("values", "group_size"), [(INT4, 32), (INT4, 128), (INT5, 32), (INT8, 16), (INT8, 128)])
 @pytest.mark.usefixtures("each_isa")
 def test_channels_far_larger_than_others_leave_them_as_they_are(values: torch.Tensor, group_size: int) -> None:
     """With 4 bits they take those of their own 32 inputs away and no others, with 8 bits none."""
@@ -293,7 +293,7 @@ def test_minima_that_are_no_zero_points_stay_floats() -> None:
         check(weight, random(3, 640), None, zeros[0, 0])
 
 
-@pytest.mark.parametrize("values", [INT4, NORMAL, INT8], ids=["int4", "table", "int8"])
+@pytest.mark.parametrize("values", [INT4, NORMAL, INT5, INT8], ids=["int4", "table", "int5", "int8"])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.usefixtures("each_isa")
 def test_columns_may_be_in_any_order(values: torch.Tensor, dtype: torch.dtype) -> None:
@@ -311,7 +311,7 @@ def test_columns_may_be_in_any_order(values: torch.Tensor, dtype: torch.dtype) -
     assert torch.equal(rows, dequantize(plain._replace(order=order)).to(dtype))
 
 
-@pytest.mark.parametrize("values", [INT4, NORMAL, INT8], ids=["int4", "table", "int8"])
+@pytest.mark.parametrize("values", [INT4, NORMAL, INT5, INT8], ids=["int4", "table", "int5", "int8"])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.usefixtures("each_isa")
 def test_rows_can_be_looked_up(values: torch.Tensor, dtype: torch.dtype) -> None:
@@ -334,12 +334,31 @@ def test_scales_are_kept_exactly_and_as_short_as_they_are() -> None:
     assert bits == [one + table for one in (4.5, 4.125, 4.5, 4.125, 5.0, 4.25)]
 
 
+@pytest.mark.parametrize("values", [INT5, UINT5], ids=["int5", "uint5"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_codes_of_5_bits_are_read_by_products_with_exact_rows(
+    each_isa: str, values: torch.Tensor, dtype: torch.dtype
+) -> None:
+    for num_rows, group_size in ((1, 32), (3, 16), (14, 128)):
+        weight = grouped(70, 300, group_size, values, minima=values is UINT5)
+        packed, x = PackedWeight(weight), random(num_rows, 300, dtype=dtype)
+        packed.keep_rows()
+        check_packed(packed, weight, x, None, (each_isa, num_rows), whole=False)
+
+
+def test_codes_of_5_bits_have_no_table() -> None:
+    """And take 5 bits: a nibble, and a bit beside."""
+    weight = grouped(64, 1024, 32, INT5, scales=torch.float16)
+    assert PackedWeight(weight).num_bytes * 8 == 64 * 1024 * 5.5 + 32 * 32
+    assert not PackedWeight.takes(weight._replace(values=torch.linspace(-1, 1, 32)))
+
+
 def test_what_no_kernel_takes_is_refused() -> None:
     plain = grouped(4, 200, 32)
     assert PackedWeight.takes(plain)
     for wrong in (plain._replace(group_size=24, scales=torch.ones(4, 9)), plain._replace(values=torch.arange(8.0))):
         assert not PackedWeight.takes(wrong)
-        with pytest.raises(ValueError, match="a grouped weight must have 16 or 256 values, and groups"):
+        with pytest.raises(ValueError, match="a grouped weight must have 16, 256 or 32 whole values, and groups"):
             PackedWeight(wrong)
     for order in (torch.arange(199), torch.arange(200) + 1, torch.zeros(200, dtype=torch.int64)):
         with pytest.raises(ValueError, match="each of the 200 inputs once"):

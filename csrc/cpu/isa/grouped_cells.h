@@ -92,6 +92,30 @@ struct WholeValues {
   }
 };
 
+// The same for codes of 5 bits, whose fifth bits lie apart.
+struct FiveValues {
+  float least;
+  explicit FiveValues(const float* from) : least(*from) {}
+
+  // The fifth bits at `from`, four of each output, each in the lowest bits of its element; others are above.
+  VLLM_LITE_INLINE VecI fifth_bits(const char* from) {
+    VecI out;
+#if defined(__AVX512F__)
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+    out = reinterpret_cast<VecI>(_mm512_cvtepu8_epi32(_mm_unpacklo_epi8(bytes, bytes)));
+#else
+    for (int i = 0; i < kWidth; ++i) out[i] = static_cast<uint8_t>(from[i / 2]);
+#endif
+    VecI shifts;
+    for (int i = 0; i < kWidth; ++i) shifts[i] = 4 * (i % 2);
+    return out >> shifts;
+  }
+  // Input i of four, which is at bit `at` of `words`.
+  VLLM_LITE_INLINE Vec of(const FiveValues& table, VecI words, int at, VecI bits, int i) {
+    return __builtin_convertvector((words >> at & 15) | (bits >> i & 1) << 4, Vec) + table.least;
+  }
+};
+
 // What the 4 bits of each word from bit `at` on stand for, in a table of 16.
 struct FewValues {
 #if defined(__AVX512F__)

@@ -21,14 +21,40 @@ struct Nibbles {
   static constexpr int64_t kBytes = kOctetBytes;
   static constexpr bool kNarrow = true;
   explicit Nibbles(const uint8_t*) {}
-  void enter(const char*) {}
+  void enter(const char*, const CellLayout&, int64_t) {}
   inline __attribute__((always_inline)) Octet load(const char* codes, int v) const {
     const Ints mask = all_bytes(15), both = load_ints(codes + v * sizeof(Ints));
     return {both_bits(both, mask), both_bits(upper_halves(both), mask)};
   }
 };
 
-// The same, and something is added to those of each output.
+// Codes of 5 bits. What a cell has behind the nibbles are their fifth bits.
+template <int V>
+struct Fives {
+  static constexpr int64_t kBytes = kOctetBytes;
+  static constexpr bool kNarrow = true;
+  const char *nibbles = nullptr, *bits = nullptr;  // of the cell
+  explicit Fives(const uint8_t*) {}
+  void enter(const char* cell, const CellLayout& layout, int64_t) {
+    nibbles = cell + layout.codes();
+    bits = cell + layout.fifth_bits();
+  }
+  inline __attribute__((always_inline)) Octet load(const char* codes, int v) const {
+    const int64_t place = codes - nibbles, octet = place / kOctetBytes, column = place % kOctetBytes / 4 + v * kWidth;
+    const char* own = bits + octet * kBlock + column / 2;
+    const Octet low = Nibbles<V>(nullptr).load(codes, v);
+    return {add_fifth_bits(low.first, own), add_fifth_bits(low.second, own + kBlock / 2)};
+  }
+#if !defined(__AVX512VNNI__)
+  inline __attribute__((always_inline)) WidenedBytes widened(const char* codes, int v, bool second) const {
+    const Octet octet = load(codes, v);
+    const Ints bytes = second ? octet.second : octet.first;
+    return {widen_lower(bytes), widen_upper(bytes)};
+  }
+#endif
+};
+
+// Codes of 4 bits, and something is added to those of each output.
 template <int V>
 struct Shifted {
   static constexpr int64_t kBytes = kOctetBytes;
@@ -36,7 +62,8 @@ struct Shifted {
   Ints shifts[V];
   explicit Shifted(const uint8_t*) {}
   // Each output's byte, of a cell's, for four inputs.
-  inline __attribute__((always_inline)) void enter(const char* bytes) {
+  inline __attribute__((always_inline)) void enter(const char* cell, const CellLayout& layout, int64_t column) {
+    const char* bytes = cell + layout.scale_bytes + column;
     const Ints four = broadcast(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) shifts[v] = shuffle_bytes(widen_bytes(bytes + v * kWidth), four);
@@ -53,7 +80,7 @@ struct Looked {
   static constexpr int64_t kBytes = kOctetBytes;
   static constexpr bool kNarrow = true;
   Ints table;
-  void enter(const char*) {}
+  void enter(const char*, const CellLayout&, int64_t) {}
   explicit Looked(const uint8_t* bytes) : table(broadcast(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)))) {}
   inline __attribute__((always_inline)) Octet load(const char* codes, int v) const {
     const Octet octet = Nibbles<V>(nullptr).load(codes, v);
@@ -72,11 +99,17 @@ struct Bytes {
   static constexpr int64_t kBytes = 2 * kOctetBytes;
   static constexpr bool kNarrow = false;
   explicit Bytes(const uint8_t*) {}
-  void enter(const char*) {}
+  void enter(const char*, const CellLayout&, int64_t) {}
   inline __attribute__((always_inline)) Octet load(const char* codes, int v) const {
     const char* from = codes + v * sizeof(Ints);
     return {load_ints(from), load_ints(from + kOctetBytes)};
   }
+#if !defined(__AVX512VNNI__)
+  inline __attribute__((always_inline)) WidenedBytes widened(const char* codes, int v, bool second) const {
+    const char* from = codes + v * sizeof(Ints) + (second ? kOctetBytes : 0);
+    return {widen_half(from), widen_half(from + sizeof(Ints) / 2)};
+  }
+#endif
 };
 
 // What a cell has for kWidth outputs beside its codes.

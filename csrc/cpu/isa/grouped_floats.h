@@ -91,6 +91,24 @@ void widen_numbers(const Values& values, const CellLayout& layout, const char* c
   }
 }
 
+// The same of codes of 5 bits.
+template <int kInputs>
+void widen_numbers(const FiveValues& values, const CellLayout& layout, const char* cell, float* to) {
+  const char *codes = cell + layout.codes(), *fifth = cell + layout.fifth_bits();
+  for (int64_t first = 0; first < layout.group_size; first += 4, fifth += kBlock / 2, to += 4 * kBlock) {
+    const int shift = first % 8 == 0 ? 0 : 4;
+    for (int64_t column = 0; column < kBlock; column += kWidth) {
+      VecI words;
+      std::memcpy(&words, codes + 4 * (first / 8 * kBlock + column), sizeof words);
+      const VecI bits = FiveValues::fifth_bits(fifth + column / 2);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        store(to + i * kBlock + column, FiveValues::of(values, words, 8 * i + shift, bits, i));
+      }
+    }
+  }
+}
+
 // R rows times a cell whose numbers are `wide` [group_size][kBlock].
 template <int R>
 void multiply_numbers(const FloatRows& rows, int64_t group, const CellLayout& layout, const FloatCell& cell,

@@ -70,7 +70,7 @@ struct GroupedProduct : IntegerProduct {
     char* to = bytes;
     for (int64_t number = 0; number < count; ++number) {
       const char* cell = cells + number * layout.bytes();
-      codes.enter(cell + layout.scale_bytes);
+      codes.enter(cell, layout, 0);
       const char* from = cell + layout.codes();
       for (int64_t octet = 0; octet < kQuantGroup / 8; ++octet, from += Codes<2>::kBytes, to += 2 * kOctetBytes) {
         for (int v = 0; v < 2; ++v) {

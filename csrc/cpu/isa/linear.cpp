@@ -269,7 +269,11 @@ void multiply_cells(const Values& values, const FloatRows& rows, const TileCells
   }
 }
 
-constexpr int64_t kFewRows = 4;  // which use codes as they lie
+// Rows which use codes as they lie.
+template <class Values>
+constexpr int64_t kFewRows = 4;
+template <>
+constexpr int64_t kFewRows<FiveValues> = 0;  // two loads for a code, and bits of both
 
 template <int kInputs, class Values>
 void multiply_few(int64_t num_rows, const Values& values, const FloatRows& rows, const TileCells& cells, float* sums,
@@ -303,11 +307,11 @@ void run_grouped(const LinearCall& call, const LinearTask& task) {
   constexpr int64_t kLeastGroup = 16, kLength = 1024;
   alignas(64) float x[kMaxRows * kQuantGroup], sums[kMaxRows * kMaxBlocks * kBlock];
   float x_sums[kMaxRows * kQuantGroup / kLeastGroup];
-  static_assert(kFewRows * kLength <= kMaxRows * kQuantGroup, "x has room for both");
+  static_assert(kFewRows<Values> * kLength <= kMaxRows * kQuantGroup, "x has room for both");
   const PackedWeight& weight = *call.weight;
   const Values values(weight.values);
   const CellLayout layout = CellLayout::of(weight);
-  const bool are_few = task.num_rows <= kFewRows;
+  const bool are_few = task.num_rows <= kFewRows<Values>;
   const int64_t length = are_few ? kLength : kQuantGroup, stride = task.num_blocks * kBlock;
   const FloatRows rows = {x, length, x_sums, length / kLeastGroup};
   const In* from = static_cast<const In*>(call.x) + task.first_row * call.x_stride;
@@ -327,8 +331,13 @@ void run_grouped(const LinearCall& call, const LinearTask& task) {
     }
     for (int64_t block = 0; block < task.num_blocks; ++block) {
       const TileCells cells = {weight, layout, task.first_block + block, first, num_groups};
-      are_few ? multiply_few<kInputs>(task.num_rows, values, rows, cells, sums + block * kBlock, stride)
-              : multiply_many<kInputs>(task.num_rows, values, rows, cells, sums + block * kBlock, stride);
+      if constexpr (kFewRows<Values> > 0) {
+        if (are_few) {
+          multiply_few<kInputs>(task.num_rows, values, rows, cells, sums + block * kBlock, stride);
+          continue;
+        }
+      }
+      multiply_many<kInputs>(task.num_rows, values, rows, cells, sums + block * kBlock, stride);
     }
   }
   if (call.out_type == kFloat32) return write<float>(call, task, sums, stride);
@@ -338,6 +347,7 @@ void run_grouped(const LinearCall& call, const LinearTask& task) {
 template <class In>
 void run_grouped_for(const LinearCall& call, const LinearTask& task) {
   if (call.weight->type == kGrouped4) return run_grouped<In, 8, FewValues>(call, task);
+  if (call.weight->type == kGrouped5) return run_grouped<In, 8, FiveValues>(call, task);
   if (call.weight->are_whole != 0) return run_grouped<In, 4, WholeValues>(call, task);
   if (E4m3Values::takes(call.weight->values)) return run_grouped<In, 4, E4m3Values>(call, task);
   run_grouped<In, 4, ManyValues>(call, task);

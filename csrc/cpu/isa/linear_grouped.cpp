@@ -63,8 +63,8 @@ VLLM_LITE_INLINE void multiply_octet(const Codes& codes, const int8_t* x, [[mayb
 #pragma GCC unroll 4
   for (int v = 0; v < V; ++v) {
     if constexpr (kBoth) {
-      multiply_words(x, from + v * sizeof(Ints), v, total);
-      multiply_words(x + 4 * R, from + kOctetBytes + v * sizeof(Ints), v, total);
+      multiply_words(x, codes.widened(from, v, false), v, total);
+      multiply_words(x + 4 * R, codes.widened(from, v, true), v, total);
       continue;
     }
     const Octet weights = codes.load(from, v);
@@ -155,6 +155,12 @@ VLLM_LITE_INLINE void prefetch_supers(const float* supers, int64_t cell) {
   if (cell < kLines) __builtin_prefetch(supers + 2 * kBlock + cell * kLineFloats);
 }
 
+// A cell but for what products with its codes ask for, so many bytes of them.
+VLLM_LITE_INLINE void prefetch_around(const char* cell, const CellLayout& layout, int64_t code_bytes) {
+  for (int64_t i = 0; i < layout.codes(); i += 64) __builtin_prefetch(cell + i);
+  for (int64_t i = layout.codes() + code_bytes; i < layout.bytes(); i += 64) __builtin_prefetch(cell + i);
+}
+
 // part = what one group of R rows and the weights' codes make; returns what it is to be multiplied by.
 template <int kPlanes, bool kAlone, int R, int V, class Codes>
 VLLM_LITE_INLINE float multiply_part(const Codes& codes, const Rows& rows, int64_t group, const Stretch& stretch,
@@ -163,13 +169,12 @@ VLLM_LITE_INLINE float multiply_part(const Codes& codes, const Rows& rows, int64
   const int32_t* biases = rows.biases + group * R;
   if constexpr (kPlanes == 1) {
     multiply_plane<1, kAlone>(codes, x, biases, stretch, part);
-    return 1;
-  }
-  if (kPlanesApart && rows.lower[group] == 0) {
+  } else if (kPlanesApart && rows.lower[group] == 0) {
     multiply_plane<kPlanes, kAlone>(codes, x, biases, stretch, part);
     return 128;
+  } else {
+    multiply_planes<kAlone>(codes, x, biases, stretch, part);
   }
-  multiply_planes<kAlone>(codes, x, biases, stretch, part);
   return 1;
 }
 
@@ -230,10 +235,10 @@ __attribute__((noinline)) void multiply(const Rows& rows, const Cells& cells, Ah
   for (int64_t number = 0, group = 0; number < cells.count; ++number, cell += layout.bytes()) {
     const float* supers = cells.supers_of(number);
     if (kAlone && column == 0) {
-      for (int64_t i = 0; i < layout.codes(); i += 64) __builtin_prefetch(cell + kAheadBytes + i);
+      prefetch_around(cell + kAheadBytes, layout, num_octets * cells.parts * Codes::kBytes);
       if (supers != nullptr) prefetch_supers(supers, number * layout.group_size % kSuperInputs / layout.group_size);
     }
-    codes.enter(cell + layout.scale_bytes + column);
+    codes.enter(cell, layout, column);
     const char* from = cell + layout.codes() + 4 * column;
     for (int64_t part = 0; part < cells.parts; ++part, ++group, from += num_octets * Codes::kBytes) {
       const Ahead next = {ahead.from + group * num_octets * ahead.step, ahead.step};
@@ -290,21 +295,21 @@ void multiply_rows(const Panel& panel, const Cells& cells, Ahead ahead, const Su
   }
 }
 
-// The same for any kind of codes; `four` bits or eight.
+// The same for any kind of codes; `type` is the weight's.
 template <int kPlanes>
-void multiply_cells(const Panel& panel, const Cells& cells, bool four, Ahead ahead, const Sums& sums) {
+void multiply_cells(const Panel& panel, const Cells& cells, int32_t type, Ahead ahead, const Sums& sums) {
   if constexpr (kPlanes == 2) {
-    if (!four) return multiply_rows<Bytes, kPlanes>(panel, cells, ahead, sums);
-#if !defined(__AVX512VNNI__)
-    return;  // 4 bits have two planes where there are tiles
-#endif
+    if (type == kGrouped8) return multiply_rows<Bytes, kPlanes>(panel, cells, ahead, sums);
+    if (type == kGrouped5) return multiply_rows<Fives, kPlanes>(panel, cells, ahead, sums);
   }
-  if (cells.layout.minima_type == kShifts) return multiply_rows<Shifted, kPlanes>(panel, cells, ahead, sums);
-  if (cells.table == nullptr) return multiply_rows<Nibbles, kPlanes>(panel, cells, ahead, sums);
+  if constexpr (kPlanes == 1 || kPlanesApart) {  // 4 bits have two planes where there are tiles
+    if (cells.layout.minima_type == kShifts) return multiply_rows<Shifted, kPlanes>(panel, cells, ahead, sums);
+    if (cells.table == nullptr) return multiply_rows<Nibbles, kPlanes>(panel, cells, ahead, sums);
 #if !defined(__AVX512VNNI__)
-  if (cells.is_wide) return multiply_rows<LookedWide, kPlanes>(panel, cells, ahead, sums);
+    if (cells.is_wide) return multiply_rows<LookedWide, kPlanes>(panel, cells, ahead, sums);
 #endif
-  multiply_rows<Looked, kPlanes>(panel, cells, ahead, sums);
+    multiply_rows<Looked, kPlanes>(panel, cells, ahead, sums);
+  }
 }
 
 template <int kPlanes>
@@ -314,8 +319,7 @@ void run(const LinearCall& call, const LinearTask& task) {
   const CellLayout layout = CellLayout::of(weight);
   const int64_t num_groups = layout.groups(weight.num_inputs), block_bytes = num_groups * layout.bytes();
   const int64_t parts = layout.group_size / call.quantized->layout.group_size;
-  const bool four = weight.type == kGrouped4;
-  const int64_t depth = four ? kDepth : kDepth / 2;
+  const int64_t depth = weight.type == kGrouped8 ? kDepth / 2 : kDepth;
   const int64_t length = task.num_rows <= kAloneRows<kPlanes> ? num_groups : depth / layout.group_size;
   const int64_t octet_bytes = layout.bytes() * 8 / layout.group_size;
   const char* blocks = static_cast<const char*>(weight.data) + task.first_block * block_bytes;
@@ -337,7 +341,7 @@ void run(const LinearCall& call, const LinearTask& task) {
                                                        : tile;
       const Sums sums = {memory + block * kBlock, task.num_blocks * kBlock,           group > 0, count == left, &call,
                          task.first_row,          (task.first_block + block) * kBlock};
-      multiply_cells<kPlanes>(panel, cells, four, {next, octet_bytes}, sums);
+      multiply_cells<kPlanes>(panel, cells, weight.type, {next, octet_bytes}, sums);
     }
   }
 }
@@ -348,7 +352,7 @@ void unpack_to(const PackedWeight& weight, int64_t output, Out* to) {
   const CellLayout layout = CellLayout::of(weight);
   const int64_t num_groups = layout.groups(weight.num_inputs), column = output % kBlock;
   const char* cell = static_cast<const char*>(weight.data) + output / kBlock * num_groups * layout.bytes();
-  const int64_t word = weight.type == kGrouped4 ? 8 : 4;  // inputs
+  const int64_t word = weight.type == kGrouped8 ? 4 : 8;  // inputs
   for (int64_t input = 0; input < weight.num_inputs; input += layout.group_size, cell += layout.bytes()) {
     const int64_t first = column / kWidth * kWidth, lane = column % kWidth;
     const float* supers = weight.supers_of(output / kBlock, input / layout.group_size);
@@ -358,7 +362,11 @@ void unpack_to(const PackedWeight& weight, int64_t output, Out* to) {
     const int64_t left = weight.num_inputs - input, count = left < layout.group_size ? left : layout.group_size;
     for (int64_t i = 0; i < count; ++i) {
       const int byte = codes[i / word * 4 * kBlock + i % 4];
-      const int code = word == 4 ? byte : i % 8 < 4 ? byte & 15 : byte >> 4;
+      int code = word == 4 ? byte : i % 8 < 4 ? byte & 15 : byte >> 4;
+      if (weight.type == kGrouped5) {
+        const int bits = cell[layout.fifth_bits() + i / 4 * kBlock / 2 + column / 2];
+        code |= (bits >> (4 * (column % 2) + i % 4) & 1) << 4;
+      }
       const int64_t place = weight.order == nullptr ? input + i : weight.order[input + i];
       from_float(weight.values[code] * scale - minimum, to + place);
     }

@@ -7,9 +7,10 @@
 namespace VLLM_LITE_ISA {
 namespace {
 
-// What the range of a group may become in steps: as many as there are steps, less (what is far
+// What the range of a group may become in steps, of 15: as many as there are steps, less (what is far
 // out is then cut off), or more. The same as STEPS4 in vllm_lite/kernels/grouped.py.
 constexpr int kNumTried = 16;
+constexpr float kMost4 = 15;
 constexpr float kSteps4[] = {13,    13.25f, 13.5f, 13.75f, 14,    14.25f, 14.5f, 14.75f,
                              15.0f, 15.25f, 15.5f, 15.75f, 16.0f, 16.25f, 16.5f, 16.75f};
 // Integers, and what lies between them, that the largest of symmetric integers of 4 bits may become. As there are more
@@ -144,11 +145,11 @@ struct Line {
 };
 
 // The codes of x with (x - start) * inverse, summed up. x counts from `least`.
-VLLM_LITE_INLINE Sums sum_codes(const float* x, int64_t count, float least, Vec start, Vec inverse) {
+VLLM_LITE_INLINE Sums sum_codes(const float* x, int64_t count, float least, Vec start, Vec inverse, float most) {
   Sums sums;
   for (int64_t i = 0; i < count; ++i) {
     const Vec value = splat(x[i] - least);
-    sums.add(within((value - start) * inverse + kMagic, 0, 15) - kMagic, value);
+    sums.add(within((value - start) * inverse + kMagic, 0, most) - kMagic, value);
   }
   return sums;
 }
@@ -172,7 +173,7 @@ float error_as_fp8(const float* x, int64_t count, float scale) {
 
 }  // namespace
 
-void search_group4(const float* x, int64_t count, float* scale, float* minimum) {
+void search_line(const float* x, int64_t count, float most, float* scale, float* minimum) {
   const Range range = Range::of(x, count);
   const float least = range.least, width = range.most - range.least;
   *scale = 0;
@@ -181,11 +182,11 @@ void search_group4(const float* x, int64_t count, float* scale, float* minimum) 
   float total = 0, best = 0, chosen = 0, start = 0;
   for (int64_t i = 0; i < count; ++i) total += x[i] - least;
   for (int first = 0; first < kNumTried; first += kWidth) {
-    const Vec inverse = load(kSteps4 + first) / width;
+    const Vec inverse = load(kSteps4 + first) * (most / kMost4) / width;
     // Twice: what the line makes of the integers may be nearer to others.
-    Line line = Line::through(sum_codes(x, count, least, splat(0), inverse), total, count);
+    Line line = Line::through(sum_codes(x, count, least, splat(0), inverse, most), total, count);
     const Vec again = line.scale > 0 ? splat(1) / line.scale : splat(0);
-    line = Line::through(sum_codes(x, count, least, line.start, again), total, count);
+    line = Line::through(sum_codes(x, count, least, line.start, again, most), total, count);
     for (int i = 0; i < kWidth; ++i) {
       if (!(line.gain[i] > best)) continue;
       best = line.gain[i];
@@ -197,18 +198,18 @@ void search_group4(const float* x, int64_t count, float* scale, float* minimum) 
   *minimum = -(least + start);
 }
 
-void refine_group4(const float* x, int64_t count, const float (&units)[2], float* scale, float* minimum) {
-  const Vec most = splat(kMostInteger);
-  const float step = 7.5f * units[0] / units[1], own_scale = *scale, own_minimum = *minimum;
+void refine_line(const float* x, int64_t count, const float (&units)[2], float most, float* scale, float* minimum) {
+  const Vec largest = splat(kMostInteger);
+  const float step = most / 2 * units[0] / units[1], own_scale = *scale, own_minimum = *minimum;
   float best = INFINITY;
   for (int first = 0; first < kNumNear; first += kWidth) {
-    const Vec less = load(kNear.scales + first), scales = within_floats(less + own_scale, splat(0), most);
+    const Vec less = load(kNear.scales + first), scales = within_floats(less + own_scale, splat(0), largest);
     const Vec beside = round_all(less * step) + load(kNear.minima + first);
-    const Vec minima = within_floats(beside + own_minimum, splat(-kMostInteger), most);
+    const Vec minima = within_floats(beside + own_minimum, splat(-kMostInteger), largest);
     const Vec size = scales * units[0], start = minima * units[1], inverse = size > 0 ? splat(1) / size : splat(0);
     Vec squares = {};
     for (int64_t i = 0; i < count; ++i) {
-      const Vec value = splat(x[i]) + start, code = within(value * inverse + kMagic, 0, 15) - kMagic;
+      const Vec value = splat(x[i]) + start, code = within(value * inverse + kMagic, 0, most) - kMagic;
       const Vec error = subtract_product(code, size, value);
       squares = multiply_add(error, error, squares);
     }

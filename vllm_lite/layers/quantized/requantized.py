@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vllm_lite.checkpoint.quantization.on_load import Quantization
+from vllm_lite.checkpoint.quantization.on_load import Form
 from vllm_lite.layers.weights.matmul import Matmul, make_matmul
 from vllm_lite.layers.weights.weight_form import LinearShape, StoredWeight, WeightForm
 from vllm_lite.layers.weights.weight_slot import WeightStack
@@ -16,7 +16,7 @@ class RequantizedForm:
     """Another form, whose matrices become floats and then what `quantization` says, one after the other."""
 
     form: WeightForm
-    quantization: Quantization
+    quantization: Form
 
     def stored(self, names: Sequence[str], shape: LinearShape) -> StoredWeight:
         return RequantizedWeight(self.form.stored(names, shape), self.quantization)
@@ -30,7 +30,7 @@ class RequantizedWeight:
     """Another weight, which is quantized anew."""
 
     stored: StoredWeight
-    quantization: Quantization
+    quantization: Form
 
     @property
     def stacks(self) -> tuple[WeightStack, ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from vllm_lite.checkpoint.quantization.on_load import Quantization
+from vllm_lite.checkpoint.quantization.on_load import Form
 from vllm_lite.kernels.grouped import GroupedChunks, GroupedWeight, quantize_on_gpu
 
 if TYPE_CHECKING:  # other devices need none of it
@@ -53,9 +53,7 @@ def packed_matmul(
     return PackedLinear(launcher, packed, bias, many_rows.for_weight(launcher, packed, float8_rows=float8_rows))
 
 
-def quantized_matmul(
-    weight: torch.Tensor, bias: torch.Tensor | None, quantization: Quantization
-) -> "PackedLinear | None":
+def quantized_matmul(weight: torch.Tensor, bias: torch.Tensor | None, quantization: Form) -> "PackedLinear | None":
     """The product with what a dense weight becomes with `--quantization`; None where there are no kernels.
     weight: float [num_outputs, num_inputs]."""
     if launcher_for(weight.dtype, weight.device) is None:
@@ -63,7 +61,7 @@ def quantized_matmul(
     return packed_matmul(_in_chunks(weight, quantization), bias, weight.dtype, weight.device)
 
 
-def _in_chunks(weight: torch.Tensor, quantization: Quantization) -> GroupedChunks:
+def _in_chunks(weight: torch.Tensor, quantization: Form) -> GroupedChunks:
     num_rows = max(1, ELEMENTS_AT_ONCE // (32 * max(1, weight.shape[1]))) * 32
 
     def make(rows: slice) -> GroupedWeight:

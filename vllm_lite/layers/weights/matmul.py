@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from vllm_lite.checkpoint.quantization.on_load import Quantization
+from vllm_lite.checkpoint.quantization.on_load import Form
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.dtypes import FLOATS
 from vllm_lite.kernels.cpu.weights.file_packer import Packed
@@ -117,7 +117,7 @@ def copies(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype in FLOATS and cpu.available()
 
 
-def packs(dtype: torch.dtype, device: torch.device, quantization: Quantization | None) -> str | None:
+def packs(dtype: torch.dtype, device: torch.device, quantization: Form | None) -> str | None:
     """The name of the type that `make_matmul` packs a weight in; None if it packs none."""
     if not copies(dtype, device):
         return None
@@ -125,7 +125,7 @@ def packs(dtype: torch.dtype, device: torch.device, quantization: Quantization |
 
 
 def make_matmul(
-    weight: torch.Tensor | Packed, bias: torch.Tensor | None = None, quantization: Quantization | None = None
+    weight: torch.Tensor | Packed, bias: torch.Tensor | None = None, quantization: Form | None = None
 ) -> Matmul:
     """The best product with `weight`: [out_features, in_features], bias: [out_features]. May keep or copy them. A
     weight that is packed already is so as `packs` says."""

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from vllm_lite.checkpoint.quantization.mixed import MixedForm
-from vllm_lite.checkpoint.quantization.on_load import Quantization
+from vllm_lite.checkpoint.quantization.on_load import Form
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.layers.weights.matmul import Matmul, SideBySide, copies, make_matmul, packs
 from vllm_lite.layers.weights.weight_slot import WeightSlot, WeightStack
@@ -76,7 +76,7 @@ class DenseForm:
     """One matrix for each projection, `<name>.weight`: [outputs, inputs]; in memory it may become int8. Where several
     are stacked their tensor is called `<name>`."""
 
-    quantization: Quantization | None = None
+    quantization: Form | None = None
     mixed: MixedForm | None = None
     """What single layers become instead; None: all become one form."""
 
@@ -90,11 +90,11 @@ class DenseForm:
     def quantizes(self, name: str) -> bool:  # noqa: ARG002 (the protocol's)
         return False
 
-    def _form_of(self, name: str) -> Quantization | None:
+    def _form_of(self, name: str) -> Form | None:
         return self.quantization if self.mixed is None else self.mixed.form(name)
 
 
-def _dense(names: Sequence[str], shape: LinearShape, form: Quantization | None) -> "DenseWeight":
+def _dense(names: Sequence[str], shape: LinearShape, form: Form | None) -> "DenseWeight":
     """Projections that become one matrix of one form."""
     ending = ".weight" if shape.stacked is None else ""
     slots = tuple(shape.slot(f"{name}{ending}", rows) for name, rows in zip(names, shape.outputs, strict=True))
@@ -108,7 +108,7 @@ class DenseWeight:
     """One matrix, of one or more projections."""
 
     stacks: tuple[WeightStack, ...]
-    quantization: Quantization | None
+    quantization: Form | None
 
     def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
         return make_matmul(tensors[0], bias, self.quantization)

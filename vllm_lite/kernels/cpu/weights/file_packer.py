@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple, Self, TypeVar
 
-from vllm_lite.checkpoint.quantization.on_load import GROUPS, Quantization
+from vllm_lite.checkpoint.quantization.on_load import GROUPS, Form
 from vllm_lite.checkpoint.tensors.headers import identity
 from vllm_lite.kernels.cpu.library import function, int32, int64, isa, pointer
 from vllm_lite.kernels.cpu.pages import Pages
@@ -20,9 +20,9 @@ from vllm_lite.runtime import log
 
 FLOATS = {"float32": 0, "bfloat16": 1, "float16": 2}
 """The numbers of dtypes.py, by name."""
-GROUPED4, GROUPED8 = 101, 102
-"""kGrouped4 and kGrouped8."""
-FORMS = {"int8": GROUPED8, "fp8": 105, "int4": GROUPED4, "int4_g32": GROUPED4}
+GROUPED4, GROUPED5, GROUPED8 = 101, 106, 102
+"""kGrouped4, kGrouped5 and kGrouped8."""
+FORMS = {"int8": GROUPED8, "fp8": 105, "int4": GROUPED4, "int4_g32": GROUPED4, "int5_g32": GROUPED5}
 """What dense weights become with a --quantization, as csrc/cpu/quantize.h has it."""
 TILE_GROUP = 128
 """kQuantGroup: the inputs in a group that tiles multiply."""
@@ -40,7 +40,7 @@ K = TypeVar("K", bound=Hashable)
 logger = log.get(__name__)
 
 
-def group_size(form: Quantization) -> int:
+def group_size(form: Form) -> int:
     """Inputs that share a scale. Where the machine has tiles integers of 8 bits have the groups that those multiply: in
     smaller ones prompts would take several times as long."""
     return TILE_GROUP if form == "int8" and isa().startswith("amx") else GROUPS[form]
@@ -70,7 +70,7 @@ class Job(NamedTuple):
     pieces: tuple[Piece, ...]
     num_inputs: int
     dtype: str
-    form: Quantization | None = None
+    form: Form | None = None
 
     @property
     def num_outputs(self) -> int:
@@ -86,7 +86,7 @@ class Packed(NamedTuple):
     data: memoryview
     supers: memoryview | None = None
     """float32, as PackedWeight in csrc/cpu/linear.h has them; None: its form has none."""
-    form: Quantization | None = None
+    form: Form | None = None
     """As the job's."""
 
 

@@ -13,10 +13,12 @@ from vllm_lite.kernels.cpu.weights.group_scales import BLOCK, INTEGERS, NO_MINIM
 from vllm_lite.kernels.cpu.weights.grouped import Values, grouped_size, int32_order, pack_grouped
 from vllm_lite.kernels.cpu.weights.record import Record
 from vllm_lite.kernels.gguf_blocks import BlockRows, Layout, is_native, layout, take_apart_by_rows
-from vllm_lite.kernels.grouped import GroupedWeight
+from vllm_lite.kernels.grouped import INT5, UINT5, GroupedWeight
 
 _TAKE_APART_TYPES = (pointer, int64, int64)
-_PACK_TYPES = (pointer, pointer, float32)
+_PACK_TYPES = (pointer, pointer, float32, int32)
+FIVE_BITS = {"Q5_0": INT5, "Q5_1": UINT5, "Q5_K": UINT5}
+"""Values of the codes of types that are packed in 5 bits."""
 
 
 class _Rows(ctypes.Structure):
@@ -75,7 +77,7 @@ def pack_blocks(given: BlockRows) -> tuple[Record, tuple[torch.Tensor, ...]]:
         raise ValueError(f"blocks must be a matrix on the CPU, got {list(rows.shape)} on {rows.device.type}")
     if not is_native(given.kind):
         return pack_grouped(take_apart_by_rows(given))
-    values = Values.of(own.values)
+    values = Values.of(FIVE_BITS.get(given.kind, own.values))
     scale_type = _scale_type(given.kind, own)
     record = values.record((len(rows), blocks_per_row * own.elements), own.group_size)
     record.scale_type, record.minima_type = scale_type, scale_type if own.has_minima else NO_MINIMA
@@ -89,7 +91,8 @@ def pack_blocks(given: BlockRows) -> tuple[Record, tuple[torch.Tensor, ...]]:
     record.data = data.data_ptr()
     call = _Rows.of(given.kind, rows, blocks_per_row)
     native = function("vllm_lite_pack_blocks", _PACK_TYPES, int32)
-    _check(native(ctypes.addressof(record), ctypes.addressof(call), values.unit), given.kind)
+    less = int(values.floats[0] - own.values[0]) if given.kind in FIVE_BITS else 0
+    _check(native(ctypes.addressof(record), ctypes.addressof(call), values.unit, less), given.kind)
     return record, tuple(part for part in (data, *values.tensors, supers, order) if part is not None)
 
 

@@ -8,7 +8,7 @@ import torch
 from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.cpu.memory import zeros as zeroed
-from vllm_lite.kernels.cpu.weights.file_packer import GROUPED4, GROUPED8
+from vllm_lite.kernels.cpu.weights.file_packer import GROUPED4, GROUPED5, GROUPED8
 from vllm_lite.kernels.cpu.weights.group_scales import GroupScales
 from vllm_lite.kernels.cpu.weights.record import Record
 from vllm_lite.kernels.grouped import INT4, GroupedWeight
@@ -16,6 +16,8 @@ from vllm_lite.kernels.grouped import INT4, GroupedWeight
 LARGEST_GROUP = 128
 """Inputs; larger groups are packed as several of this size."""
 GROUP_SIZES = (16, 32, 64, 128)
+TYPES = {16: GROUPED4, 32: GROUPED5, 256: GROUPED8}
+"""By the number of values."""
 _UNITS = (1.0, 0.5, 0.25, 0.125)
 """What values may be multiples of. They are powers of two, so that scales stay exact when they take the unit over."""
 
@@ -24,15 +26,18 @@ _PACK_TYPES = (pointer, pointer, int64, pointer, pointer)
 
 
 def takes(weight: GroupedWeight) -> bool:
-    """Whether `pack_grouped` can pack it: in groups that make up 128 or are made up of 128."""
-    return len(weight.values) in (16, 256) and _packed_group(weight) is not None
+    """Whether `pack_grouped` can pack it: in groups that make up 128 or are made up of 128. Codes of 5 bits have to
+    stand for whole numbers that follow one another."""
+    if len(weight.values) not in TYPES or _packed_group(weight) is None:
+        return False
+    return len(weight.values) != 32 or Values.of(weight.values).offset is not None
 
 
 class Values(NamedTuple):
     """Values of codes, as kernels want them."""
 
     floats: torch.Tensor
-    """float32 [16] or [256]: multiples of `unit`, counted in it."""
+    """float32 [16], [32] or [256]: multiples of `unit`, counted in it."""
     unit: float
     """A power of two, which scales take over."""
     offset: int | None
@@ -56,7 +61,7 @@ class Values(NamedTuple):
         return Record(
             num_outputs=shape[0],
             num_inputs=shape[1],
-            type=GROUPED4 if len(self.floats) == 16 else GROUPED8,
+            type=TYPES[len(self.floats)],
             group_size=group_size,
             values=self.floats.data_ptr(),
             bytes=None if self.table is None else self.table.data_ptr(),
@@ -74,7 +79,7 @@ def pack_grouped(weight: GroupedWeight) -> tuple[Record, tuple[torch.Tensor, ...
     group_size = _packed_group(weight)
     if group_size is None or not takes(weight):
         raise ValueError(
-            f"a grouped weight must have 16 or 256 values, and groups of {GROUP_SIZES} or a multiple of "
+            f"a grouped weight must have 16, 256 or 32 whole values, and groups of {GROUP_SIZES} or a multiple of "
             f"{LARGEST_GROUP}; got {len(weight.values)} values and groups of {weight.group_size}"
         )
     if weight.codes.dtype != torch.uint8 or weight.codes.device.type != "cpu" or 0 in weight.shape:
@@ -148,13 +153,13 @@ def _packed_group(weight: GroupedWeight) -> int | None:
 
 def _whole_values(given: torch.Tensor) -> tuple[torch.Tensor, float, int | None]:
     """Values, what they are to be multiplied by, and the least, if they are whole numbers that bytes can hold, counted
-    from the least; values of 8 bits must follow one another as well, as there is no table for them."""
+    from the least; those of more than 4 bits must follow one another as well, as there is no table for them."""
     for unit in _UNITS:
         values = given.to(torch.float32) / unit
         least = float(values.min())
         if not bool((values == values.round()).all()) or float(values.max()) - least > 255 or abs(least) > 255:
             continue
-        if len(values) == 16 or torch.equal(values - least, torch.arange(256.0)):
+        if len(values) == 16 or torch.equal(values - least, torch.arange(float(len(values)))):
             return values.contiguous(), unit, int(least)
     return given.to(torch.float32).contiguous(), 1.0, None
 

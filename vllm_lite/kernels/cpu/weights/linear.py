@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_lite.checkpoint.quantization.on_load import Quantization
+from vllm_lite.checkpoint.quantization.on_load import Form
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
@@ -44,7 +44,7 @@ class PackedWeight:
         weight: torch.Tensor | Packed | GroupedWeight | BlockRows,
         bias: torch.Tensor | None = None,
         *,
-        form: Quantization | None = None,
+        form: Form | None = None,
     ) -> None:
         """weight: [num_outputs, num_inputs], bias: [num_outputs], both on the CPU. Copies them, but for a weight that
         is packed already. A dense one becomes a grouped one where `form` asks for it. Raises ValueError for what it

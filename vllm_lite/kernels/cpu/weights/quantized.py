@@ -5,7 +5,7 @@ import ctypes
 
 import torch
 
-from vllm_lite.checkpoint.quantization.on_load import Quantization
+from vllm_lite.checkpoint.quantization.on_load import Form
 from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.cpu.memory import zeros
@@ -16,7 +16,7 @@ from vllm_lite.kernels.grouped import VALUES
 _PACK_TYPES = (pointer, int64, int32, int64, int64, int32, int64, pointer, pointer)
 
 
-def pack_quantized(weight: torch.Tensor, form: Quantization) -> tuple[Record, tuple[torch.Tensor, ...]]:
+def pack_quantized(weight: torch.Tensor, form: Form) -> tuple[Record, tuple[torch.Tensor, ...]]:
     """weight: float [num_outputs, num_inputs] on the CPU -> its record, without a bias, and the memory that it names.
     Raises ValueError for other tensors."""
     if weight.dtype not in FLOATS or weight.device.type != "cpu" or weight.dim() != 2 or 0 in weight.shape:
@@ -40,7 +40,7 @@ def pack_quantized(weight: torch.Tensor, form: Quantization) -> tuple[Record, tu
     return _named(record, data, supers, form)
 
 
-def adopt_quantized(packed: Packed, form: Quantization) -> tuple[Record, tuple[torch.Tensor, ...]]:
+def adopt_quantized(packed: Packed, form: Form) -> tuple[Record, tuple[torch.Tensor, ...]]:
     """As `pack_quantized`, of what is packed already."""
     record, _, _ = _record(packed.num_outputs, packed.num_inputs, form)
     data = torch.frombuffer(packed.data, dtype=torch.uint8)
@@ -48,7 +48,7 @@ def adopt_quantized(packed: Packed, form: Quantization) -> tuple[Record, tuple[t
     return _named(record, data, supers, form)
 
 
-def _record(num_outputs: int, num_inputs: int, form: Quantization) -> tuple[Record, int, int]:
+def _record(num_outputs: int, num_inputs: int, form: Form) -> tuple[Record, int, int]:
     """The record without memory, and how many bytes and supers it is for."""
     record, num_supers = Record(), int64()
     fill = function("vllm_lite_quantized_weight", QUANTIZED_TYPES, int64)
@@ -58,7 +58,7 @@ def _record(num_outputs: int, num_inputs: int, form: Quantization) -> tuple[Reco
 
 
 def _named(
-    record: Record, data: torch.Tensor, supers: torch.Tensor | None, form: Quantization
+    record: Record, data: torch.Tensor, supers: torch.Tensor | None, form: Form
 ) -> tuple[Record, tuple[torch.Tensor, ...]]:
     """The record with its memory, and the values of its codes."""
     values = VALUES[form].clone()
