@@ -2,7 +2,7 @@
 
 import json
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 
 import httpx
@@ -10,7 +10,7 @@ import pytest
 
 from vllm_lite.errors import ConfigError, RemoteError
 from vllm_lite.tools.chat import remote_server
-from vllm_lite.tools.chat.remote_server import Address, AnswerPiece, RemoteServer, client_settings, pieces
+from vllm_lite.tools.chat.remote_server import Address, AnswerPiece, RemoteServer, client_settings, lines_of, pieces
 
 DONE = "data: [DONE]"
 
@@ -86,6 +86,19 @@ def test_pieces_of_both_kinds_of_stream() -> None:
 def test_streams_that_break(lines: list[str], words: str) -> None:
     with pytest.raises(RemoteError, match=words):
         list(pieces(lines))
+
+
+def test_a_line_ends_where_a_stream_says_so() -> None:
+    """Not at U+2028 and others, which JSON has in strings as they are."""
+    said = "before\u2028after\x85\x1c"
+    chunk = json.dumps({"choices": [{"delta": {"content": said}}]}, ensure_ascii=False)
+    body = f"data: {chunk}\r\n\r\ndata: [DONE]"
+
+    def parts() -> Iterator[bytes]:
+        yield from (bytes([byte]) for byte in body.encode())
+
+    lines = lines_of(httpx.Response(200, content=parts()))
+    assert "".join(piece.text for piece in pieces(lines)) == said
 
 
 def test_what_is_asked() -> None:

@@ -149,7 +149,7 @@ class RemoteServer:
         with self._failures(), self._http.stream("POST", path, json=whole) as response:
             if response.status_code != httpx.codes.OK:
                 check(self.address, response.status_code, response.read())
-            yield from pieces(response.iter_lines())
+            yield from pieces(lines_of(response))
 
     @contextmanager
     def _failures(self) -> Iterator[None]:
@@ -157,6 +157,16 @@ class RemoteServer:
             yield
         except httpx.HTTPError as error:
             raise lost(self.address, error, self.why()) from error
+
+
+def lines_of(response: httpx.Response) -> Iterator[str]:
+    """Yield the lines of a stream. httpx also ends them at marks like U+2028, which may stand in JSON as they are."""
+    held = b""
+    for piece in response.iter_bytes():
+        *whole, held = (held + piece).split(b"\n")
+        yield from (line.removesuffix(b"\r").decode(errors="replace") for line in whole)
+    if held:
+        yield held.decode(errors="replace")
 
 
 def pieces(lines: Iterable[str]) -> Iterator[AnswerPiece]:
