@@ -107,7 +107,7 @@ def test_top_prints_a_look(server: Server) -> None:
     assert "demo_model  serving" in text
     assert "of 199 KV blocks" in text
     shown = json.loads(subprocess.run([*command, "--json"], **run).stdout)  # type: ignore[call-overload]
-    assert shown["0"]["counts"]["num_blocks"] == 199
+    assert shown["engines"]["0"]["counts"]["num_blocks"] == 199
 
 
 def test_with_keys_an_admin_sees_all_and_a_user_nothing() -> None:

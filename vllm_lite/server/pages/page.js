@@ -52,6 +52,7 @@ function open(tab) {
     each.tabIndex = chosen ? 0 : -1
     $(each.getAttribute("aria-controls")).hidden = !chosen
   }
+  if (tab.id === "tab-chat" && cards.length > 1) look()  // states may have changed
   if (tab.id === "tab-live") watch()
   else watching?.abort()
 }
@@ -69,7 +70,16 @@ for (const tab of tabs) {
 
 // ---- what is served
 
+const PICKED = "vllm_lite model"
 let model = "MODEL", context = 0
+
+function remembered(name) {
+  try { return JSON.parse(localStorage.getItem(name)) } catch { return null }
+}
+
+function remember(name, value) {
+  try { localStorage.setItem(name, JSON.stringify(value)) } catch { /* full: it goes on without */ }
+}
 
 function list(place, pairs) {
   place.replaceChildren(...pairs.flatMap(([name, value]) => [
@@ -78,18 +88,40 @@ function list(place, pairs) {
   ]))
 }
 
+/** Ask what is served, and keep the choice among several. */
 async function look() {
-  const base = new URL(".", location.href).href.replace(/\/$/, "")
   try {
     const answer = await fetch("v1/models", {headers: headers()})
-    if (answer.ok) {
-      const cards = (await answer.json()).data
-      model = cards[0].id
-      context = cards[0].max_model_len
-      $("served").textContent = `${model}, with a context of ${number(context)} tokens`
-      list($("card"), Object.entries(cards[0]).filter(([, value]) => value !== null))
-    } else $("served").textContent = await said(answer)
-  } catch (error) { $("served").textContent = `The server does not answer: ${error.message}` }
+    if (answer.ok) offer((await answer.json()).data)
+    else write($("served"), await said(answer))
+  } catch (error) { write($("served"), `The server does not answer: ${error.message}`) }
+}
+
+let cards = []
+
+const stateOf = card => card?.status?.value
+
+function offer(found) {
+  cards = found
+  const options = cards.map(card => {
+    const text = stateOf(card) ? `${card.id} (${stateOf(card)})` : card.id
+    return make("option", {value: card.id, text, disabled: stateOf(card) === "failed"})
+  })
+  $("pick").replaceChildren(...options)
+  $("pick").hidden = cards.length < 2
+  const usable = cards.filter(card => stateOf(card) !== "failed")
+  const kept = remembered(PICKED)
+  pick((usable.find(card => card.id === kept) ?? usable.find(card => stateOf(card) === "loaded") ?? usable[0])?.id)
+}
+
+function pick(name) {
+  const card = cards.find(each => each.id === name)
+  $("pick").value = model = name ?? "MODEL"
+  context = card?.max_model_len ?? 0
+  const room = context ? `with a context of ${number(context)} tokens` : ""
+  write($("served"), !card ? "No model is served" : cards.length > 1 ? room : `${model}${room && ", "}${room}`)
+  list($("card"), Object.entries(card ?? {}).filter(([, value]) => value !== null))
+  const base = new URL(".", location.href).href.replace(/\/$/, "")
   $("curl").textContent = `curl ${base}/v1/chat/completions -H 'Content-Type: application/json' \\
   -d '{"model": "${model}", "messages": [{"role": "user", "content": "Hello!"}]}'`
   $("python").textContent = `from openai import OpenAI
@@ -97,6 +129,19 @@ async function look() {
 client = OpenAI(base_url="${base}/v1", api_key="none")
 answer = client.chat.completions.create(model="${model}", messages=[{"role": "user", "content": "Hello!"}])
 print(answer.choices[0].message.content)`
+}
+
+$("pick").addEventListener("change", () => {
+  pick($("pick").value)
+  remember(PICKED, model)
+})
+
+/** A model that has to be loaded first makes its first answer slow: say so. */
+function expectLoad() {
+  const card = cards.find(each => each.id === model), state = stateOf(card)
+  if (!state || state === "loaded") return
+  const usual = card.vllm_lite?.load_s ? `; that took ${card.vllm_lite.load_s.toFixed(1)} s last time` : ""
+  write($("gauge"), `${model} is ${state}: it is loaded first${usual}`)
 }
 
 for (const place of [$("curl"), $("python")]) {
@@ -110,15 +155,9 @@ for (const place of [$("curl"), $("python")]) {
 // ---- chat
 
 const STORED = "vllm_lite chat"
-let messages = stored(), images = [], running = null
+let messages = remembered(STORED) ?? [], images = [], running = null
 
-function stored() {
-  try { return JSON.parse(localStorage.getItem(STORED)) ?? [] } catch { return [] }
-}
-
-function keep() {
-  try { localStorage.setItem(STORED, JSON.stringify(messages)) } catch { /* full: the chat goes on without */ }
-}
+const keep = () => remember(STORED, messages)
 
 const textOf = content => typeof content === "string" ? content :
   content.filter(part => part.type === "text").map(part => part.text).join("")
@@ -200,6 +239,7 @@ function merge(message, delta) {
 async function answer() {
   running = new AbortController()
   $("send").textContent = "Stop"
+  expectLoad()
   const message = {role: "assistant", content: ""}
   const asked = performance.now()
   let place = null, began = null, usage = null, drawn = false
@@ -231,6 +271,7 @@ async function answer() {
   } finally {
     if (message.content || message.tool_calls || message.reasoning) messages.push(message)
     if (usage) measure(usage, asked, began ?? asked)
+    if (cards.length > 1) look()  // its state has changed
     running = null
     $("send").textContent = "Send"
     keep()
@@ -324,11 +365,17 @@ async function watch() {
   watching = null
 }
 
-/** A snapshot has everything, an update what has changed. */
+/** A snapshot has everything, an update what has changed. One that names a model is about the engines of that alone. */
 function absorb(kind, data) {
-  if (kind === "snapshot") for (const engine of engines.values()) engine.requests.clear()
-  for (const [name, said] of Object.entries(data.engines)) {
-    if (said === null) { engines.get(name)?.node.remove(); engines.delete(name); continue }
+  if (data.models) absorbModels(kind, data)
+  if (kind === "snapshot" && data.engines)
+    for (const [name, engine] of engines) {
+      if (data.model !== undefined && modelOf(name) !== data.model) continue
+      if (name in data.engines) engine.requests.clear()
+      else forget(name)
+    }
+  for (const [name, said] of Object.entries(data.engines ?? {})) {
+    if (said === null) { forget(name); continue }
     if (!engines.has(name)) engines.set(name, newEngine(name))
     const engine = engines.get(name), {requests, blocks, ...head} = said
     engine.before = engine.head && {head: engine.head, time: engine.time}
@@ -339,9 +386,18 @@ function absorb(kind, data) {
       else engine.requests.set(key, Object.assign(engine.requests.get(key) ?? {}, fields))
     }
     if (blocks) put(engine, blocks)
-    remember(engine)
+    record(engine)
   }
+  redraw()
+}
+
+function redraw() {
   if (!due) { due = true; requestAnimationFrame(drawEngines) }
+}
+
+function forget(name) {
+  engines.get(name)?.node.remove()
+  engines.delete(name)
 }
 
 function put(engine, {first, bytes}) {
@@ -378,7 +434,7 @@ const SERIES = {
   "KV blocks held": engine => engine.head.counts.num_used_blocks,
 }
 
-function remember(engine) {
+function record(engine) {
   for (const [name, read] of Object.entries(SERIES)) {
     engine.series[name].push(read(engine))
     if (engine.series[name].length > NUM_KEPT) engine.series[name].shift()
@@ -418,14 +474,16 @@ function newEngine(name) {
 function drawEngines() {
   due = false
   readColours()
-  const shown = [...engines.values()]
+  drawModels()
+  const shown = [...engines.values()].filter(engine => isShown(engine.name))
+  for (const engine of engines.values()) engine.node.hidden = !shown.includes(engine)
   shown.forEach(engine => { engine.width = engine.parts.map.clientWidth || 800 })  // all read before anything is written
   for (const engine of shown) drawEngine(engine)
 }
 
 function drawEngine(engine) {
   const {head, parts} = engine, {counts, step} = head
-  write(parts.title, `${head.model.replace(/\/$/, "").split("/").at(-1)} · ${head.state}`)
+  write(parts.title, `${titleOf(engine)} · ${head.state}`)
   const hits = counts.prompt_tokens ? `${Math.round(100 * counts.cached_tokens / counts.prompt_tokens)} %` : "–"
   figures(parts.figures, {
     "running": number(counts.num_running), "waiting": number(counts.num_waiting),
@@ -547,6 +605,89 @@ function line(canvas, values) {
   pen.stroke()
 }
 
+// ---- several models, and several engines
+
+let models = new Map(), limit = 0, watched = null, modelTime = 0
+
+/** The model whose engine has this name, like chat/0; "" where a server has one model. */
+const modelOf = name => name.slice(0, Math.max(0, name.lastIndexOf("/")))
+
+const hasEngines = model => model !== undefined && ["loaded", "sleeping"].includes(model.state)
+
+function titleOf({name, head}) {
+  const of = modelOf(name), number = of ? name.slice(of.length + 1) : name
+  const several = [...engines.keys()].filter(other => modelOf(other) === of).length > 1
+  return (of || head.model.replace(/\/$/, "").split("/").at(-1)) + (several ? `, engine ${number}` : "")
+}
+
+function absorbModels(kind, data) {
+  if (kind === "snapshot") models.clear()
+  for (const [name, fields] of Object.entries(data.models)) {
+    if (fields === null) models.delete(name)
+    else models.set(name, Object.assign(models.get(name) ?? {}, fields))
+  }
+  for (const name of [...engines.keys()]) if (!hasEngines(models.get(modelOf(name)))) forget(name)
+  limit = data.memory_limit_bytes
+  modelTime = data.time
+  if (!models.has(watched)) watched = ["loaded", "loading"].map(firstIn).find(name => name) ?? null
+}
+
+const firstIn = state => [...models].find(([, said]) => said.state === state)?.[0]
+
+/** Of several models the one that is chosen is shown. */
+const isShown = name => !models.size || modelOf(name) === watched
+
+const size = bytes => bytes < 2 ** 30 ? `${number(bytes / 2 ** 20)} MiB` : `${(bytes / 2 ** 30).toFixed(1)} GiB`
+
+function ago(seconds) {
+  if (seconds < 100) return `${number(Math.max(0, seconds))} s ago`
+  return seconds < 6000 ? `${number(seconds / 60)} min ago` : `${number(seconds / 3600)} h ago`
+}
+
+const modelRows = new Map()
+
+function drawModels() {
+  $("models").hidden = !models.size
+  if (!models.size) return
+  const held = [...models.values()].reduce((sum, {memory_bytes}) => sum + memory_bytes, 0)
+  write($("memory"), `${number(models.size)} models, ${size(held)} of ${size(limit)} of memory`)
+  for (const [name, row] of modelRows) if (!models.has(name)) { row.remove(); modelRows.delete(name) }
+  for (const [name, said] of models) {
+    if (!modelRows.has(name)) modelRows.set(name, newModelRow(name))
+    fillModel(modelRows.get(name), name, said)
+  }
+  write($("hint"), hintOf(watched, models.get(watched)))
+}
+
+function hintOf(name, said) {
+  if (name === null) return "No model is loaded. A model is loaded when somebody asks it; to watch one loads nothing."
+  if (said.hidden) return `${name} does not show what it does: ${said.hidden}`
+  return hasEngines(said) ? "" : `${name} is ${said.state}, so it has no requests and no blocks.`
+}
+
+function newModelRow(name) {
+  const row = make("tr", {}, ...Array.from({length: 7}, () => make("td")))
+  const button = make("button", {type: "button", text: name})
+  button.addEventListener("click", () => { watched = name; redraw() })
+  row.children[0].append(button)
+  row.children[6].className = "why"
+  for (const index of [2, 3]) row.children[index].className = "number"
+  $("models").querySelector("tbody").append(row)
+  return row
+}
+
+function fillModel(row, name, said) {
+  const {counts} = said, of = said.aliases.length ? ` = ${said.aliases.join(", ")}` : ""
+  const texts = [null, said.state + (said.pinned ? ", pinned" : ""), size(said.memory_bytes),
+    said.waiting ? `${number(said.active)} + ${number(said.waiting)} waiting` : number(said.active),
+    `${number(counts.loads + counts.wakes)} in, ${number(counts.sleeps + counts.stops)} out`,
+    said.used === null ? "never" : said.active ? "now" : ago(modelTime - said.used), said.error ?? said.hidden ?? ""]
+  texts.forEach((text, index) => { if (text !== null) write(row.children[index], text) })
+  row.children[0].title = name + of
+  row.children[0].firstChild.setAttribute("aria-pressed", name === watched)
+  row.classList.toggle("chosen", name === watched)
+}
+
 // ---- the map of the pool
 
 const KINDS = NAMES.slice(0, CHOSEN)
@@ -636,7 +777,7 @@ function newRow(engine, key) {
   button.addEventListener("click", () => explain(engine, key))
   row.children[0].append(button)
   row.children[2].className = "why"
-  row.children[7].append(make("canvas", {width: 128, height: 10}))
+  row.children[7].append(make("canvas", {className: "table", width: 256, height: 1}))
   return row
 }
 
@@ -669,12 +810,11 @@ function drawTable(engine, canvas, {table}) {
   }
   if (same) return
   canvas.drawn = {kinds, scheme}
-  const pen = canvas.getContext("2d"), width = Math.max(1, Math.min(6, canvas.width / Math.max(1, kinds.length)))
-  pen.clearRect(0, 0, canvas.width, canvas.height)
-  kinds.forEach((kind, index) => {
-    pen.fillStyle = colours[NAMES[kind]]
-    pen.fillRect(index * width, 0, width > 2 ? width - 1 : width, canvas.height)
-  })
+  const pen = canvas.getContext("2d"), line = pen.createImageData(canvas.width, 1)
+  const cell = Math.max(1, Math.min(12, Math.floor(canvas.width / Math.max(1, kinds.length))))
+  const image = new Uint32Array(line.data.buffer), size = cell > 4 ? cell - 2 : cell
+  kinds.forEach((kind, index) => image.fill(pixels[kind], index * cell, index * cell + size))
+  pen.putImageData(line, 0, 0)
 }
 
 async function explain(engine, key) {

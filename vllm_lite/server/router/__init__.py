@@ -11,6 +11,7 @@ upstream.py    an HTTP request to a backend
 forward.py     a client's request, sent on to the backend of its model
 known.py       descriptions of models that need not be loaded for them
 routes.py      the router's own routes: models, health, metrics
+watch.py       /v1/live: the models' state, and what their engines do
 ollama.py      Ollama's routes that manage models
 exposition.py  /metrics of all backends as one text
 app.py         the application

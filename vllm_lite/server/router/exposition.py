@@ -75,7 +75,7 @@ def merged(own: Fleet, texts: Iterable[str]) -> bytes:
 
 def _families(text: str) -> Iterator[tuple[str, list[str]]]:
     name, lines = "", list[str]()
-    for line in text.splitlines():
+    for line in text.split("\n"):
         if (found := _FAMILY.match(line)) is not None:
             if lines:
                 yield name, lines

@@ -244,6 +244,13 @@ class Fleet:
         busy = ", ".join(f"{each.entry.name} ({each.status.num_active} requests)" for each in others)
         return f"it is {member.state}" + (f", and memory is taken by {busy}" if busy else "")
 
+    def idle_s(self, member: FleetModel) -> float | None:
+        """Time since its last request ended, 0 while it has some; None if it was never loaded."""
+        status = member.status
+        if not status.used_at_s:
+            return None
+        return 0.0 if status.num_active else self._clock() - status.used_at_s
+
     # ---- what admins ask for
 
     def wish(self, member: FleetModel) -> asyncio.Task[None]:

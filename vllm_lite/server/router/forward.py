@@ -33,8 +33,9 @@ END_S = 2.0
 """For processes to be seen to end, once their connection was cut."""
 _NOT_SENT_ON = frozenset(
     b"host connection keep-alive proxy-connection te trailer transfer-encoding upgrade expect content-length "
-    b"content-encoding x-request-id".split()
+    b"content-encoding x-request-id origin sec-fetch-site sec-fetch-mode sec-fetch-dest".split()
 )
+"""Headers of the connection, and those that say which page calls: the router has looked at them."""
 _NOT_SENT_BACK = frozenset(b"connection keep-alive transfer-encoding x-request-id date server".split())
 
 logger = log.get(__name__)

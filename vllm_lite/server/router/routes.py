@@ -205,7 +205,7 @@ class RouterRoutes:
         name = routed.field("model", str | None) or request.query_params.get("model")
         if name is None and "lora_name" in routed.fields:
             name = self._adapters.get(routed.field("lora_name", str))
-        if name is None and len(self._fleet.members) > 1 and self._is_about_requests(request):
+        if name is None and self._is_about_requests(request) and (request.method == "GET" or self._has_several()):
             return await self._ask_each(request, routed)
         member = self._fleet.find(name)
         if "lora_name" in routed.fields:
@@ -220,6 +220,9 @@ class RouterRoutes:
         elif self._fleet.catalog.find(adapter) is None and len(names) < MAX_ADAPTERS:
             entry.adapters = (*names, adapter)
             self._adapters[adapter] = entry.name
+
+    def _has_several(self) -> bool:
+        return len(self._fleet.members) > 1
 
     def _is_about_requests(self, request: Request) -> bool:
         parts = request.scope["path"].strip("/").split("/")

@@ -2,13 +2,15 @@
 
 import argparse
 import json
-import sys
-from collections.abc import Iterator
-from contextlib import suppress
+import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm_lite.tools.top.watched import ServerLook
+
+
+SPEEDS_S = 3.0
+"""How long all engines of a server may take to be seen twice."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -16,58 +18,61 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--url", "--base-url", metavar="URL", help="server, with or without /v1, or unix:PATH [http://localhost:8000]"
     )
     parser.add_argument("--api-key", help="its API key, an admin's [of VLLM_LITE_API_KEY or OPENAI_API_KEY]")
+    parser.add_argument("--model", help="of a server of several models, the one whose engines are shown [all]")
     parser.add_argument("--once", action="store_true", help="two looks, half a second apart, printed once")
     parser.add_argument("--json", action="store_true", help="print an object for each look, a line each")
 
 
 def run(arguments: argparse.Namespace) -> int:
     from vllm_lite.tools.chat.remote_server import DEFAULT_URL, Address, key_from_environment
-    from vllm_lite.tools.top.watched import follow
 
     address = Address.parse(arguments.url or DEFAULT_URL)
-    looks = follow(address, arguments.api_key or key_from_environment())
-    next(looks)  # speeds are between two
-    if arguments.json:
-        for watched in looks:
-            print(json.dumps(as_object(watched)), flush=True)
-            if arguments.once:
-                return 0
-    if arguments.once or not sys.stdout.isatty():
-        _print_once(next(looks))
-    else:
-        _show(looks)
+    asked = address, arguments.api_key or key_from_environment(), arguments.model
+    if arguments.once or arguments.json or not _is_terminal():
+        return _print(arguments, asked)
+    from vllm_lite.tools.top.terminal import show
+
+    show(*asked)
     return 0
 
 
-def as_object(watched: "ServerLook") -> dict[str, Any]:
-    """The engines by their numbers, each with its requests and its speeds."""
-    return {
+def _print(arguments: argparse.Namespace, asked: Any) -> int:
+    """Print looks, from the first on that has speeds."""
+    from rich.console import Console
+
+    from vllm_lite.tools.top.screen import screen
+    from vllm_lite.tools.top.watched import follow, looks
+
+    is_begun, until_s = False, time.monotonic() + SPEEDS_S
+    for look in looks(follow(*asked)):
+        is_begun = is_begun or look.has_speeds or time.monotonic() > until_s
+        if not is_begun or not look.is_whole:
+            continue
+        if not arguments.json:
+            console = Console(highlight=False)
+            console.print(screen(look, console.height, console.width))
+            return 0
+        print(json.dumps(as_object(look)), flush=True)
+        if arguments.once:
+            return 0
+    return 0
+
+
+def as_object(look: "ServerLook") -> dict[str, Any]:
+    """The engines by their numbers, each with its requests and its speeds, and the models of a server of several."""
+    engines = {
         number: {
             **engine.head,
             "tokens_per_s": round(engine.rate("generated_tokens"), 1),
             "requests": list(engine.requests.values()),
         }
-        for number, engine in watched.engines.items()
+        for number, engine in look.engines.items()
     }
+    several = {"models": look.models, "memory_limit_bytes": look.memory_limit_bytes} if look.models else {}
+    return {"time": look.time_s, **several, "engines": engines}
 
 
-def _print_once(watched: "ServerLook") -> None:
+def _is_terminal() -> bool:
     from rich.console import Console
 
-    from vllm_lite.tools.top.screen import screen
-
-    console = Console(highlight=False)
-    console.print(screen(watched, console.height, console.width))
-
-
-def _show(looks: "Iterator[ServerLook]") -> None:
-    """Draw each look over the one before, until Ctrl-C."""
-    from rich.console import Console
-    from rich.live import Live
-
-    from vllm_lite.tools.top.screen import screen
-
-    console = Console(highlight=False)
-    with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
-        for watched in looks:
-            live.update(screen(watched, console.height, console.width), refresh=True)
+    return Console().is_terminal and not Console().is_dumb_terminal

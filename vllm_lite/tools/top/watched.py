@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from vllm_lite.errors import RemoteError
-from vllm_lite.tools.chat.remote_server import Address, check, client_settings, lost
+from vllm_lite.tools.chat.remote_server import Address, check, client_settings, lines_of, lost
 
 PATH = "/v1/live"
 SILENCE_S = 30.0
@@ -39,6 +39,15 @@ class EngineLook:
         self._before, self._last = self._last, (now_s, self.head)
         self.speeds.append(self.rate("generated_tokens"))
 
+    @property
+    def is_seen_twice(self) -> bool:
+        return self._before is not None
+
+    @property
+    def time_s(self) -> float:
+        """The server's time at the last look."""
+        return 0.0 if self._last is None else self._last[0]
+
     def rate(self, name: str) -> float:
         """A count's growth in a second, between the last two looks; 0 at the first, and where an engine has begun
         anew."""
@@ -58,47 +67,125 @@ class EngineLook:
 
 
 class ServerLook:
-    """All engines of a server."""
+    """All engines of a server; of one with several models also these, and the memory that they may take together."""
 
     def __init__(self) -> None:
         self.engines: dict[str, EngineLook] = {}
+        self.models: dict[str, dict[str, Any]] = {}
+        self.memory_limit_bytes = 0
+        self.time_s = 0.0
+        self.is_whole = True
+        """Whether the last event was not about one model of several alone."""
+
+    @property
+    def has_speeds(self) -> bool:
+        """Whether each engine that is there has been seen twice."""
+        shown = set(map(model_of, self.engines))
+        missing = [name for name, model in self.models.items() if _has_engines(model) and name not in shown]
+        return self.is_whole and not missing and all(engine.is_seen_twice for engine in self.engines.values())
 
     def take(self, kind: str, data: dict[str, Any]) -> None:
-        """Take in an event; a snapshot has everything, an update what has changed."""
-        if kind == "snapshot":
-            for engine in self.engines.values():
+        """Take in an event; a snapshot has everything, an update what has changed. One that names a model is about the
+        engines of that model alone."""
+        of, engines, models = data.get("model"), data.get("engines"), data.get("models")
+        if engines is None and models is None:
+            raise ValueError("neither engines nor models")
+        self.time_s, self.is_whole = data["time"], of is None
+        if engines is not None:
+            if kind == "snapshot":
+                self._forget(of, engines)
+            for number, said in engines.items():
+                if said is None:
+                    self.engines.pop(number, None)
+                else:
+                    self.engines.setdefault(number, EngineLook()).take(said, data["time"])
+        if models is not None:
+            self.memory_limit_bytes = data["memory_limit_bytes"]
+            self._take_models(kind, models)
+
+    def _forget(self, of: str | None, engines: dict[str, Any]) -> None:
+        """Forget what a snapshot does not have."""
+        for number, engine in list(self.engines.items()):
+            if of is not None and model_of(number) != of:
+                continue
+            if number in engines:
                 engine.requests = {}
-        for number, said in data["engines"].items():
-            if said is None:
-                self.engines.pop(number, None)
             else:
-                self.engines.setdefault(number, EngineLook()).take(said, data["time"])
+                del self.engines[number]
+
+    def _take_models(self, kind: str, models: dict[str, Any]) -> None:
+        if kind == "snapshot":
+            self.models = {}
+        for name, fields in models.items():
+            if fields is None:
+                self.models.pop(name, None)
+            else:
+                self.models.setdefault(name, {}).update(fields)
+        for number in list(self.engines):
+            if not _has_engines(self.models.get(model_of(number), {"state": "unloaded"})):
+                del self.engines[number]
 
 
-def follow(address: Address, api_key: str | None) -> Iterator[ServerLook]:
-    """Yield the engines of a server after each of its events. Raises RemoteError."""
+def model_of(number: str) -> str:
+    """The model whose engine has this number, like `chat/0`; "" where a server has one model."""
+    return number.rpartition("/")[0]
+
+
+def _has_engines(model: dict[str, Any]) -> bool:
+    return model["state"] in ("loaded", "sleeping") and not model.get("hidden")
+
+
+def follow(address: Address, api_key: str | None, model: str | None = None) -> Iterator[tuple[str, Any]]:
+    """Yield the kind and the data of a server's events; of several models those of `model`, if one is given. Raises
+    RemoteError."""
     transport = httpx.HTTPTransport(uds=address.uds) if address.uds is not None else None
     settings = client_settings(address, api_key, SILENCE_S)
+    asked = {} if model is None else {"model": model}
     try:
-        with closing(httpx.Client(transport=transport, **settings)) as http, http.stream("GET", PATH) as response:
+        http = httpx.Client(transport=transport, **settings)
+        with closing(http), http.stream("GET", PATH, params=asked) as response:
             if response.status_code != httpx.codes.OK:
                 check(address, response.status_code, response.read())
-            yield from watched(response.iter_lines())
+            yield from events(lines_of(response))
     except httpx.HTTPError as error:
         raise lost(address, error, None) from error
 
 
-def watched(lines: Iterable[str]) -> Iterator[ServerLook]:
+def events(lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
     """Read the lines of a stream of events. Raises RemoteError."""
-    found, kind = ServerLook(), ""
+    kind = ""
     for line in lines:
         name, _, value = line.partition(":")
         if name == "event":
             kind = value.strip()
         elif name == "data":
             try:
-                found.take(kind, json.loads(value))
-            except (ValueError, LookupError, AttributeError, TypeError) as error:
-                raise RemoteError(f"the server sent what is no event of {PATH}: {value[:100]!r}") from error
-            yield found
+                yield kind, json.loads(value)
+            except ValueError as error:
+                raise _wrong(value) from error
     raise RemoteError("the server has ended")
+
+
+def watched(lines: Iterable[str]) -> Iterator[ServerLook]:
+    """Yield the engines of a server after each event in the lines of a stream. Raises RemoteError."""
+    return looks(events(lines))
+
+
+def looks(found: Iterable[tuple[str, Any]]) -> Iterator[ServerLook]:
+    """Yield the engines of a server after each of its events. Raises RemoteError."""
+    look = ServerLook()
+    for kind, data in found:
+        take(look, kind, data)
+        yield look
+
+
+def take(look: ServerLook, kind: str, data: Any) -> None:
+    """Take in an event. Raises RemoteError for what is none."""
+    try:
+        look.take(kind, data)
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        raise _wrong(json.dumps(data)) from error
+
+
+def _wrong(text: str) -> RemoteError:
+    return RemoteError(f"the server sent what is no event of {PATH}: {text[:100]!r}")

@@ -1,0 +1,227 @@
+"""GET /v1/live of the router: the state of all models, and what the engines of those that have processes do.
+
+Nobody who watches has a model loaded or woken, or kept from being unloaded: no model is leased for it. A model's own
+/v1/live is read with its watcher's own keys, as fast as that watcher reads.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from vllm_lite.server.http.auth import require_watcher
+from vllm_lite.server.live.feed import INTERVAL_S, MAX_WATCHERS
+from vllm_lite.server.live.routes import PATH
+from vllm_lite.server.openai.errors import ApiError
+from vllm_lite.server.router.fleet import Fleet, FleetModel
+from vllm_lite.server.router.upstream import Header, UpstreamLost
+
+COUNTS = ("loads", "wakes", "sleeps", "stops", "deaths", "failures", "refusals")
+KEY_HEADERS = frozenset((b"authorization", b"x-api-key", b"api-key"))
+MAX_EVENT_BYTES = 16 << 20
+"""More than any event has: a view of an engine is bounded."""
+Row = dict[str, Any]
+
+
+class LiveData(msgspec.Struct):
+    """Data of a model's event; its engines are sent on as they are."""
+
+    time: float
+    engines: dict[str, msgspec.Raw]
+
+
+_data = msgspec.json.Decoder(LiveData)
+
+
+class RouterLive:
+    """Answers each watcher with a stream of events."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._num_watchers = 0
+
+    def routes(self) -> list[Route]:
+        return [Route(PATH, self.live, methods=["GET"])]
+
+    async def live(self, request: Request) -> Response:
+        require_watcher(request)
+        if self._fleet.is_draining:
+            raise ApiError(503, "the server is shutting down")
+        if self._num_watchers >= MAX_WATCHERS:
+            raise ApiError(429, f"{MAX_WATCHERS} clients watch this server already; close one of them first")
+        name = request.query_params.get("model")
+        only = None if name is None else self._fleet.find(name).entry.name
+        keys = [header for header in request.scope["headers"] if header[0] in KEY_HEADERS]
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        return StreamingResponse(self._watch(keys, only), media_type="text/event-stream", headers=headers)
+
+    async def _watch(self, keys: list[Header], only: str | None) -> AsyncIterator[bytes]:
+        self._num_watchers += 1
+        watcher = Watcher(self._fleet, keys, only)
+        try:
+            async for event in watcher.events():
+                yield event
+        finally:
+            self._num_watchers -= 1
+            watcher.close()
+
+
+class Watcher:
+    """One watcher: what it has been sent of the models, and the streams of their engines that are read for it."""
+
+    def __init__(self, fleet: Fleet, keys: list[Header], only: str | None = None) -> None:
+        """`only` is the model whose engines are shown, all if None; all models are listed always."""
+        self._fleet = fleet
+        self._keys = keys
+        self._only = only
+        self._rows: dict[str, Row] | None = None
+        self._sources: dict[str, EngineSource] = {}
+        self._events: asyncio.Queue[bytes] = asyncio.Queue(maxsize=1)
+        """One at most: whose watcher reads slowly waits, so that the model's own feed leaves out what is missed."""
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Server-sent events until the server ends."""
+        while not self._fleet.is_draining:
+            self._follow()
+            yield self._models()
+            until_s = time.monotonic() + INTERVAL_S
+            while (left_s := until_s - time.monotonic()) > 0:
+                try:
+                    async with asyncio.timeout(left_s):
+                        event = await self._events.get()
+                except TimeoutError:
+                    break
+                yield event
+
+    def close(self) -> None:
+        for source in self._sources.values():
+            source.task.cancel()
+
+    def _follow(self) -> None:
+        """Begin to read the models that have processes, again if their stream has ended."""
+        for name, source in list(self._sources.items()):
+            member = self._fleet.members.get(name)
+            if member is None or member.backend is not source.backend or (source.is_over and not source.is_refused):
+                source.task.cancel()
+                del self._sources[name]
+        for name, member in self._fleet.members.items():
+            is_wanted = self._only in (None, name) and name not in self._sources
+            if is_wanted and member.backend is not None and member.status.state != "unloaded":
+                self._sources[name] = EngineSource(member, self._keys, self._events)
+
+    def _models(self) -> bytes:
+        """The event about the models: all of them at first, then what of them has changed."""
+        now_s = time.time()
+        rows = {name: self._row(member, now_s) for name, member in self._fleet.members.items()}
+        before, self._rows = self._rows, rows
+        if before is None:
+            changes: dict[str, Row | None] = dict(rows)
+        else:
+            changes = dict.fromkeys(before.keys() - rows.keys())
+            for name, row in rows.items():
+                known = before.get(name, {})
+                if changed := {field: value for field, value in row.items() if known.get(field, known) != value}:
+                    changes[name] = changed
+        limit = self._fleet.config.memory_bytes
+        return event("snapshot" if before is None else "update", now_s, models=changes, memory_limit_bytes=limit)
+
+    def _row(self, member: FleetModel, now_s: float) -> Row:
+        source = self._sources.get(member.entry.name)
+        return row_of(member, self._fleet.idle_s(member), now_s) | {
+            "hidden": None if source is None else source.refusal
+        }
+
+
+class EngineSource:
+    """The stream of one model's engines, read by a task of its own until it ends."""
+
+    def __init__(self, member: FleetModel, keys: list[Header], events: "asyncio.Queue[bytes]") -> None:
+        self.backend = member.backend
+        self.refusal: str | None = None
+        """Why the model does not show its engines to this watcher."""
+        self.is_refused = False
+        """Whether it would say so again."""
+        self._name = member.entry.name
+        self._keys = keys
+        self._events = events
+        self.task = asyncio.ensure_future(self._read())
+
+    @property
+    def is_over(self) -> bool:
+        return self.task.done()
+
+    async def _read(self) -> None:
+        is_seen = False
+        try:
+            answer = await self.backend.open("GET", PATH.encode(), self._keys, b"")
+            try:
+                if answer.status != 200:
+                    self.refusal, self.is_refused = _message(await answer.whole()), answer.status in (401, 403)
+                    return
+                async for found in events_of(answer.pieces()):
+                    await self._events.put(self._renamed(*found))
+                    is_seen = True
+            finally:
+                answer.close()
+        except UpstreamLost:
+            pass  # it has ended, or does not listen yet
+        if is_seen:
+            await self._events.put(event("snapshot", time.time(), model=self._name, engines={}))
+
+    def _renamed(self, kind: str, data: bytes) -> bytes:
+        """The event with the model's name before those of its engines."""
+        try:
+            found = _data.decode(data)
+        except msgspec.MsgspecError as error:
+            raise UpstreamLost(f"it is no event: {error}") from error
+        engines = {f"{self._name}/{number}": engine for number, engine in found.engines.items()}
+        return event(kind, found.time, model=self._name, engines=engines)
+
+
+async def events_of(pieces: AsyncIterator[bytes]) -> AsyncIterator[tuple[str, bytes]]:
+    """Yield kind and data of the events in a stream of /v1/live. Raises UpstreamLost for one without an end."""
+    held = b""
+    async for piece in pieces:
+        *whole, held = (held + piece).split(b"\n\n")
+        if len(held) > MAX_EVENT_BYTES:
+            raise UpstreamLost("an event is too long")
+        for text in whole:
+            fields = dict(line.split(b": ", 1) for line in text.split(b"\n") if b": " in line)
+            if b"data" in fields:
+                yield fields.get(b"event", b"update").decode(errors="replace"), fields[b"data"]
+
+
+def row_of(member: FleetModel, idle_s: float | None, now_s: float) -> Row:
+    """A model as its watchers see it. Numbers are those of /metrics; `used` is when its last request ended."""
+    entry, status = member.entry, member.status
+    return {
+        "state": member.state,
+        "aliases": list(entry.aliases),
+        "pinned": entry.pin,
+        "memory_bytes": status.held_bytes,
+        "expected_bytes": status.expected_bytes,
+        "active": status.num_active,
+        "waiting": status.num_waiting,
+        "load_s": round(member.load_s, 3),
+        "used": None if idle_s is None else round(now_s - idle_s),
+        "error": member.trouble,
+        "counts": {name: getattr(member.counts, name) for name in COUNTS},
+    }
+
+
+def event(kind: str, now_s: float, **data: Any) -> bytes:
+    """An event: about all models, or about the engines of the one that it names."""
+    encoded = msgspec.json.encode({"time": round(now_s, 3), **data})
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), encoded)
+
+
+def _message(body: bytes) -> str:
+    try:
+        return str(msgspec.json.decode(body)["error"]["message"])
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        return "it does not say what it does"
