@@ -122,6 +122,8 @@ def test_killed_in_the_middle_and_resumed(tmp_path: Path) -> None:
         assert 5 <= before <= gated.num_passed
         with (tmp_path / "out").open("ab") as file:
             file.write(b'{"id": "batch_req_torn", "custom_id": "r')
+        with (tmp_path / "out.journal").open("ab") as file:
+            file.write(b"torn")
         status, err = run(tmp_path, "--url", server.url)
     assert status == 0, err
     assert f"{before} from earlier runs" in err
@@ -143,7 +145,7 @@ def test_a_server_of_its_own(tmp_path: Path) -> None:
         file.write(json.dumps({"custom_id": "hot", "method": "POST", "url": "/v1/completions", "body": body}) + "\n")
     runs = tmp_path / "t"
     runs.mkdir()
-    status, err = run(tmp_path, "--model", "demo", "--max-model-len", "256", env={"TMPDIR": str(runs)})
+    status, err = run(tmp_path, "--model", "demo", "--max-model-len", "256", "-dp", "2", env={"TMPDIR": str(runs)})
     assert status == 1
     assert "line 9: url" in err
     assert "line 10: this is not JSON" in err
@@ -151,7 +153,8 @@ def test_a_server_of_its_own(tmp_path: Path) -> None:
     assert "INFO" not in err
     assert list(runs.iterdir()) == []
     by_id = {line["custom_id"]: line for line in answers(tmp_path)}
-    assert len(by_id) == 10
+    assert len(by_id) == 11
+    assert by_id[None]["error"] == {**by_id[None]["error"], "code": "invalid_json", "line": 10}
     assert by_id["e"]["error"]["code"] == "invalid_url"
     assert by_id["hot"]["response"]["status_code"] == 400
     assert "temperature" in by_id["hot"]["response"]["body"]["error"]["message"]

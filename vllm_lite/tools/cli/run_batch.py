@@ -1,6 +1,6 @@
-"""Answer a file of requests, in OpenAI's batch format: by --model on a server of its own, or by the server at --url.
-Started again with the same files it goes on where it stopped. Exit status: 0 if every request was answered, 1 if some
-failed or are still open, 2 if it could not start, 130 after Ctrl-C."""
+"""Answer a file of requests, in OpenAI's batch format or as a table: by --model on a server of its own, or by the
+server at --url. Started again with the same files it goes on where it stopped. Exit status: 0 if every request was
+answered, 1 if some failed or are still open, 2 if it could not start, 130 after Ctrl-C."""
 
 import argparse
 import asyncio
@@ -9,19 +9,25 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm_lite.config import EngineConfig
-from vllm_lite.errors import ConfigError, RemoteError
+from vllm_lite.errors import ConfigError, EngineError, RemoteError
 from vllm_lite.runtime.settings import add_flags as add_config_flags
 from vllm_lite.server.config import ServeConfig
-from vllm_lite.tools.chat import batch_file
+from vllm_lite.tools.batch.batch_input import open_source
+from vllm_lite.tools.batch.batch_results import BatchResults, Paths
+from vllm_lite.tools.batch.batch_source import BatchSource, Survey, check_local, entries_of, is_parquet
+from vllm_lite.tools.batch.fingerprint import fingerprint
+from vllm_lite.tools.batch.journal import BatchHeader
+from vllm_lite.tools.batch.prefix_order import in_prefix_order
+from vllm_lite.tools.batch.row_mapper import RowMapper, make_mapper
+from vllm_lite.tools.batch.rows import Bad, Entry
 from vllm_lite.tools.cli.server_flags import add_server_flags, server
 from vllm_lite.tools.cli.vllm_flags import say
 
 if TYPE_CHECKING:
-    from vllm_lite.tools.chat.batch import BatchRun
+    from vllm_lite.tools.batch.batch_run import BatchRun
     from vllm_lite.tools.chat.remote_server import RemoteServer
 
 MAX_COMPLAINTS = 20
@@ -33,36 +39,78 @@ DEFAULTS = (
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-i", "--input-file", metavar="FILE", required=True, help="lines of {custom_id, url, body}")
-    parser.add_argument("-o", "--output-file", metavar="FILE", required=True, help="lines of answers are appended here")
-    parser.add_argument("--max-concurrency", type=_positive, default=64, metavar="N", help="requests at once [64]")
-    parser.add_argument("--request-timeout", type=float, default=3600.0, metavar="S", help="for one answer [3600]")
-    parser.add_argument("--retry-failed", action="store_true", help="ask what has failed in earlier runs again")
+    add = parser.add_argument
+    add("-i", "--input-file", metavar="FILE", required=True, help="lines of JSON, FILE.parquet, or datasets:ID")
+    add("-o", "--output-file", metavar="FILE", required=True, help="answers: lines of JSON as they come, or .parquet")
+    add("--max-concurrency", type=_positive, default=64, metavar="N", help="requests at once [64]")
+    add("--request-timeout", type=float, default=3600.0, metavar="S", help="for one answer [3600]")
+    add(
+        "--resume",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="go on with what an earlier run left; --no-resume: replace it",
+    )
+    add("--retry-failed", action="store_true", help="ask what has failed in earlier runs again")
+    add(
+        "--prefix-window",
+        type=_natural,
+        default=4096,
+        metavar="N",
+        help="rows sorted by prefix at once; 0: none [4096]",
+    )
+    add("--report", metavar="FILE", help="write rows, tokens, hits, time and failures to it, as JSON")
+    add("--endpoint", metavar="URL", help="of a table's rows [/v1/chat/completions for messages, /v1/completions]")
+    add("--prompt-column", metavar="NAME", help="of a table [messages or prompt]")
+    add("--id-column", metavar="NAME", help="of a table [custom_id, or row-N]")
+    add("--body", metavar="JSON", help='what all requests of a table have, like {"max_tokens": 64}')
     add_server_flags(parser)
-    parser.add_argument("--config", metavar="FILE", help="YAML or TOML file with settings of its own server")
+    add("--config", metavar="FILE", help="YAML or TOML file with settings of its own server")
     add_config_flags(parser, EngineConfig)
     add_config_flags(parser, ServeConfig, DEFAULTS)
 
 
+class _Batch(NamedTuple):
+    """One call of the command: the rows, where their answers go, and the flags."""
+
+    source: BatchSource
+    survey: Survey
+    results: BatchResults
+    arguments: argparse.Namespace
+
+    @property
+    def is_done(self) -> bool:
+        return self.results.totals.num_rows >= self.survey.num_rows
+
+    def entries(self) -> Iterator[Entry]:
+        """The rows that are open, in the order in which they are sent."""
+        left = (entry for entry in entries_of(self.source, self.survey) if entry.line not in self.results.done)
+        return in_prefix_order(left, self.arguments.prefix_window)
+
+
 def run(arguments: argparse.Namespace) -> int:
-    batch_file.check_path(arguments.input_file, "--input-file")
-    batch_file.check_path(arguments.output_file, "--output-file")
+    _check(arguments)
+    mapper = make_mapper(arguments.endpoint, arguments.prompt_column, arguments.id_column, arguments.body)
+    if is_parquet(arguments.output_file):
+        from vllm_lite.tools.batch.parquet_file import load_pyarrow
+
+        load_pyarrow()  # missing libraries are reported now, not after the last answer
+    source = open_source(arguments.input_file, mapper)
+    survey = source.survey()
+    header = BatchHeader(survey.digest, _settings(arguments, mapper))
+    resume, retry_failed = arguments.resume, arguments.retry_failed
+    with BatchResults(arguments.output_file, header, resume=resume, retry_failed=retry_failed) as results:
+        return _run(_Batch(source, survey, results, arguments))
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    check_local(arguments.output_file, "--output-file")
     if arguments.model is None and arguments.url is None:
         raise ConfigError("say who answers: --model MODEL for a server of its own, or --url of one that is running")
     if arguments.model is not None and arguments.url is not None:
         raise ConfigError("give either --model, for a server of its own, or --url of one that is running")
-    if os.path.exists(arguments.output_file) and os.path.samefile(arguments.input_file, arguments.output_file):
-        raise ConfigError("--input-file and --output-file are the same file; answers need one of their own")
-    num_lines = batch_file.count_lines(arguments.input_file)
-    with batch_file.BatchResults(arguments.output_file, retry_failed=arguments.retry_failed) as results:
-        began_s = time.monotonic()
-        has_work = any(
-            isinstance(entry, batch_file.BatchRequest) and entry.custom_id not in results.done
-            for entry in batch_file.read(arguments.input_file)
-        )
-        own = arguments.model is not None and has_work  # a server without work is not started
-        with server(arguments, (lambda: _config(arguments)) if own else None) as remote:
-            return _run(arguments, remote, results, num_lines, began_s)
+    for path in Paths.of(arguments.output_file):
+        if path.exists() and os.path.exists(arguments.input_file) and path.samefile(arguments.input_file):
+            raise ConfigError("--input-file and --output-file are the same file; answers need one of their own")
 
 
 def _config(arguments: argparse.Namespace) -> ServeConfig:
@@ -70,43 +118,72 @@ def _config(arguments: argparse.Namespace) -> ServeConfig:
     return ServeConfig.load(flags, file=arguments.config, notice=say)
 
 
-def _run(
-    arguments: argparse.Namespace,
-    remote: "RemoteServer",
-    results: batch_file.BatchResults,
-    num_lines: int,
-    began_s: float,
-) -> int:
-    from vllm_lite.tools.chat.batch import BatchRun, Server
+def _settings(arguments: argparse.Namespace, mapper: RowMapper) -> dict[str, str]:
+    config = None if arguments.model is None else _config(arguments)
+    return fingerprint(config, DEFAULTS, arguments.model_name, mapper)
 
-    http_settings = (remote.address, remote.api_key, arguments.request_timeout, remote.why)
-    with _progress(num_lines) as show:
-        batch = BatchRun(results, show, _complaints())
 
-        async def work() -> None:
-            async with Server(*http_settings) as http:
-                entries = batch_file.read(arguments.input_file)
-                await batch.run(entries, http, arguments.max_concurrency, arguments.model_name)
+def _run(batch: _Batch) -> int:
+    from vllm_lite.tools.batch.batch_report import progress, report, summary, write_report
+    from vllm_lite.tools.batch.batch_run import BatchRun
 
-        problem = None
+    began_s = time.monotonic()
+    arguments, results, num_rows = batch.arguments, batch.results, batch.survey.num_rows
+    problem = None
+    with progress(num_rows) as show:
+        made = BatchRun(results, show, _complaints())
         try:
-            asyncio.run(work())
-        except RemoteError as error:
+            _answer(batch, made)
+            if batch.is_done:
+                results.finish()
+        except (RemoteError, EngineError) as error:
             problem = str(error)
         except KeyboardInterrupt:
             problem = "interrupted"
-    print(_summary(batch, results, num_lines, time.monotonic() - began_s), file=sys.stderr)
+    elapsed_s = time.monotonic() - began_s
+    print(summary(made, results.totals, num_rows, elapsed_s), file=sys.stderr)
+    if arguments.report is not None:
+        write_report(arguments.report, report(made, results.totals, num_rows, elapsed_s))
     if problem is not None:
         print(f"vllm-lite: {problem}; run the same command again to go on", file=sys.stderr)
         return 130 if problem == "interrupted" else 1
-    return int(results.num_failed > 0 or batch.num_bad > 0)
+    return int(results.totals.num_failed + results.totals.num_bad > 0)
+
+
+def _answer(batch: _Batch, made: "BatchRun") -> None:
+    """Answer the open rows. A server of its own that dies is started again, as long as each answers some more rows."""
+    arguments = batch.arguments
+    own = arguments.model is not None
+    while not batch.is_done:  # a server without work is not started
+        before = made.num_done
+        with server(arguments, (lambda: _config(arguments)) if own else None) as remote:
+            try:
+                _send(batch, made, remote)
+            except RemoteError as error:
+                if not own or remote.why() is None or made.num_done == before:
+                    raise
+                print(f"{error}; another server takes over", file=sys.stderr)
+                continue
+        return
+
+
+def _send(batch: _Batch, made: "BatchRun", remote: "RemoteServer") -> None:
+    from vllm_lite.tools.batch.batch_run import Server
+
+    arguments = batch.arguments
+
+    async def work() -> None:
+        async with Server(remote.address, remote.api_key, arguments.request_timeout, remote.why) as http:
+            await made.run(batch.entries(), http, arguments.max_concurrency, arguments.model_name)
+
+    asyncio.run(work())
 
 
 def _complaints() -> Any:
     """Make a function that reports the first bad lines."""
     counts = itertools.count(1)
 
-    def complain(entry: batch_file.Bad) -> None:
+    def complain(entry: Bad) -> None:
         count = next(counts)
         if count <= MAX_COMPLAINTS:
             print(f"line {entry.line}: {entry.message}", file=sys.stderr)
@@ -116,43 +193,13 @@ def _complaints() -> Any:
     return complain
 
 
-def _summary(batch: "BatchRun", results: batch_file.BatchResults, num_lines: int, elapsed_s: float) -> str:
-    open_ = num_lines - batch.num_lines
-    others = {
-        "failed": batch.num_failed,
-        "bad lines": batch.num_bad,
-        "from earlier runs": batch.num_before,
-        "open": open_,
-    }
-    parts = [f"{batch.num_answered} answered", *(f"{count} {what}" for what, count in others.items() if count > 0)]
-    tokens = f"{batch.num_prompt_tokens} prompt and {batch.num_output_tokens} output tokens"
-    rate = f"{batch.num_output_tokens / max(elapsed_s, 1e-9):.0f} tokens/s"
-    failed = f"; {results.num_failed} failures are in the file" if results.num_failed else ""
-    return f"{', '.join(parts)} in {elapsed_s:.1f} s: {tokens}, {rate}{failed}"
-
-
-@contextmanager
-def _progress(num_lines: int) -> Iterator[Any]:
-    """On a terminal, show a progress bar."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("", total=num_lines)
-
-        def show(batch: "BatchRun") -> None:
-            bad = batch.num_failed + batch.num_bad
-            text = f"{batch.num_output_tokens} tokens" + (f", {bad} failed" if bad else "")
-            progress.update(task, completed=batch.num_lines, description=text)
-
-        yield show
-
-
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text!r}")
+    return int(text)
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number, got {text!r}")
     return int(text)

@@ -1,0 +1,69 @@
+"""OpenAI's batch files: a row of JSON on each line, read one after the other."""
+
+from collections.abc import Iterator
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+from vllm_lite.errors import ConfigError
+from vllm_lite.tools.batch import rows
+from vllm_lite.tools.batch.batch_source import Survey
+from vllm_lite.tools.batch.line_bits import IdFinder
+
+MAX_LINE_BYTES = 64 << 20
+"""Longer lines are bad rows: nothing of theirs is kept."""
+CHUNK_BYTES = 1 << 20
+
+
+class _Named(msgspec.Struct):
+    """The custom_id of a row; the rest is checked to be JSON, and not kept."""
+
+    custom_id: Any = None
+
+
+class JsonlFile:
+    """A file of JSON lines."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def survey(self) -> Survey:
+        """Read the file once. Raises ConfigError if it cannot be read."""
+        digest, ids, num_rows = blake2b(digest_size=16), IdFinder(), 0
+        decoder = msgspec.json.Decoder(_Named)
+        try:
+            for number, line in self._lines(digest):
+                num_rows += 1
+                try:
+                    custom_id = decoder.decode(line).custom_id
+                except (msgspec.DecodeError, ValueError, RecursionError):
+                    continue  # a bad row, which has no id
+                if isinstance(custom_id, str) and custom_id:
+                    ids.add(number, custom_id)
+        except OSError as error:
+            raise ConfigError(f"{self._path!r} cannot be read: {error.strerror or error}") from error
+        return Survey(num_rows, digest.hexdigest(), ids.repeated())
+
+    def entries(self) -> Iterator[rows.Entry]:
+        """Parse the rows one by one, as they are taken."""
+        for number, line in self._lines():
+            if len(line) > MAX_LINE_BYTES:
+                yield rows.Bad(number, None, "invalid_request", f"a line has at most {MAX_LINE_BYTES >> 20} MiB")
+            else:
+                yield rows.parse(number, line)
+
+    def _lines(self, digest: Any = None) -> Iterator[tuple[int, bytes]]:
+        """Numbers and bytes of lines that are not empty; of one that is too long, a byte more than is allowed."""
+        with open(self._path, "rb") as file:
+            number = 0
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if digest is not None:
+                    digest.update(line)
+                rest = line
+                while len(line) > MAX_LINE_BYTES and not rest.endswith(b"\n") and (rest := file.readline(CHUNK_BYTES)):
+                    if digest is not None:
+                        digest.update(rest)
+                if line.strip():
+                    yield number, line

@@ -1,0 +1,94 @@
+"""Rows of a batch, in OpenAI's format. In: {custom_id, method, url, body} for each request. Out: {id, custom_id,
+response, error} for each row of the input, the bad ones included.
+"""
+
+import json
+import os
+from typing import Any, NamedTuple
+
+import msgspec
+
+ENDPOINTS = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/systemone",
+    "/v1/embeddings",
+    "/pooling",
+    "/classify",
+    "/score",
+    "/v1/score",
+    "/rerank",
+    "/v1/rerank",
+    "/v2/rerank",
+)
+
+
+class BatchRequest(NamedTuple):
+    """One row of the input; lines are counted from 1."""
+
+    line: int
+    custom_id: str
+    url: str
+    body: dict[str, Any]
+
+
+class Bad(NamedTuple):
+    """A row that is no valid request. Its `custom_id` is None if it has none of its own."""
+
+    line: int
+    custom_id: str | None
+    code: str
+    message: str
+
+
+Entry = BatchRequest | Bad
+
+
+def parse(number: int, line: bytes) -> Entry:
+    """Parse one line of JSON."""
+    try:
+        given = msgspec.json.decode(line)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        return Bad(number, None, "invalid_json", f"this is not JSON: {error}")
+    return check(number, given)
+
+
+def check(number: int, given: Any) -> Entry:
+    """Take a decoded row apart."""
+    custom_id = given.get("custom_id") if isinstance(given, dict) else None
+    if not isinstance(custom_id, str) or not custom_id:
+        return Bad(number, None, "invalid_request", "a request needs a custom_id, a text")
+    method, url, body = given.get("method", "POST"), given.get("url"), given.get("body")
+    if method != "POST":
+        return Bad(number, custom_id, "invalid_method", f"method must be POST, got {str(method)[:50]!r}")
+    if url not in ENDPOINTS:
+        return Bad(
+            number, custom_id, "invalid_url", f"url must be one of {', '.join(ENDPOINTS)}, got {str(url)[:50]!r}"
+        )
+    if not isinstance(body, dict):
+        return Bad(number, custom_id, "invalid_request", f"body must be an object, got {json.dumps(body)[:50]}")
+    if body.get("stream"):
+        return Bad(number, custom_id, "invalid_request", "stream must not be set: a batch is answered in whole")
+    return BatchRequest(number, custom_id, url, body)
+
+
+def repeated(entry: Entry) -> Bad:
+    """Make the bad row of one whose custom_id an earlier row has. It has none, so that ids of the output are unique."""
+    message = f"custom_id {(entry.custom_id or '')[:100]!r} stands on an earlier line already"
+    return Bad(entry.line, None, "duplicate_custom_id", message)
+
+
+def answer(custom_id: str, status: int, request_id: str, body: Any) -> dict[str, Any]:
+    """Make the line of the output for a server's answer."""
+    response = {"status_code": status, "request_id": request_id, "body": body}
+    return {"id": _id(), "custom_id": custom_id, "response": response, "error": None}
+
+
+def failure(bad: Bad) -> dict[str, Any]:
+    """Make the line of the output for a row that was not sent."""
+    error = {"code": bad.code, "message": bad.message, "line": bad.line}
+    return {"id": _id(), "custom_id": bad.custom_id, "response": None, "error": error}
+
+
+def _id() -> str:
+    return f"batch_req_{os.urandom(12).hex()}"
