@@ -146,21 +146,42 @@ def test_least_squares_are_the_best_without_a_negative_number(rows: list[list[in
 # ---- fitting
 
 
-def test_the_times_of_a_recording_are_found_again(run: tuple[Simulated, Recording]) -> None:
-    done, recording = run
-    fitted = fit.fit(recording, "made up")
+@pytest.mark.parametrize("share", [1.0, 0.1])
+def test_the_times_of_a_recording_are_found_again(share: float, tmp_path: Path) -> None:
+    """Steps of a tenth of the time travel several together."""
+    real = made_up(times={name: share * seconds for name, seconds in TIMES.items()})
+    path = str(tmp_path / "trace")
+    simulate(real, {}, load_at(12.0 / share), RunOptions(record=path))
+    fitted = fit.fit(Recording(path).read(), "made up")
     assert fitted.error < 1e-3
     assert fitted.engine_s == pytest.approx(0, abs=1e-9)
-    again = simulate(fitted, {}, load_at(9.0, seed=7))
-    real = simulate(made_up(), {}, load_at(9.0, seed=7))
+    assert share == 1.0 or fitted.num_messages < 0.9 * simulate(real, {}, load_at(120.0)).figures["steps"]
+    expected, again = (simulate(each, {}, load_at(9.0 / share, seed=7)) for each in (real, fitted))
     for name in ("request_throughput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_tpot_ms"):
-        assert again.figures[name] == pytest.approx(real.figures[name], rel=0.01), name
-    assert done.figures["prefix_hit_rate"] > 0.05
+        assert again.figures[name] == pytest.approx(expected.figures[name], rel=0.01), name
+
+
+def test_the_engines_own_time_counts_where_nothing_is_under_way_meanwhile() -> None:
+    times = [
+        simulate(made_up(engine_s=engine_s), {"async_scheduling": ahead}, load_at(2.0, 20)).figures["median_tpot_ms"]
+        for ahead in (False, True)
+        for engine_s in (0.0, 0.002)
+    ]
+    assert times[1] - times[0] == pytest.approx(2, abs=0.3)
+    assert times[3] - times[2] < 0.5
+
+
+def test_prompts_that_were_recorded_without_a_cache_have_nothing_in_common(tmp_path: Path) -> None:
+    path = str(tmp_path / "trace")
+    simulate(made_up(), {"enable_prefix_caching": False}, load_at(10.0, 20), RunOptions(record=path))
+    again = simulate(made_up(), {}, load_of(Recording(path).read()))
+    assert again.figures["prefix_hit_rate"] == 0
 
 
 def test_the_load_of_a_recording_finds_the_same_prefixes(run: tuple[Simulated, Recording]) -> None:
     done, recording = run
     again = simulate(made_up(), {}, load_of(recording))
+    assert done.figures["prefix_hit_rate"] > 0.05
     for name in ("prefix_hit_rate", "total_input_tokens", "total_output_tokens", "median_ttft_ms", "p99_tpot_ms"):
         assert again.figures[name] == pytest.approx(done.figures[name], rel=1e-6), name
 
