@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllm_lite.engine.observe.replay import Replay
@@ -23,10 +23,12 @@ from vllm_lite.tools.simulate.cost import Noise, StepTimer, StepTimes
 from vllm_lite.tools.simulate.features import NAMES, PLACE, StepReader
 from vllm_lite.tools.simulate.load import LoadOptions, SimulatedRequest, load_of, make_load
 from vllm_lite.tools.simulate.recording import Recording
+from vllm_lite.tools.simulate.simulation import Simulation
 from vllm_lite.tools.simulate.variants import (
     Limit,
     RunOptions,
     Simulated,
+    encoded,
     highest_rate,
     simulate,
     variants,
@@ -124,6 +126,7 @@ def test_features_count_what_a_message_computes() -> None:
     assert found["chunk_megapairs"] == pytest.approx(2 * 65.5 / 1e6)
 
 
+@settings(deadline=None)
 @given(
     rows=st.lists(
         st.lists(st.floats(-5, 5).map(lambda x: round(x, 2)), min_size=4, max_size=4), min_size=6, max_size=9
@@ -230,8 +233,6 @@ def test_what_is_not_fitted_is_refused_by_name(
 
 
 def test_the_same_seed_has_the_same_bytes() -> None:
-    from vllm_lite.tools.simulate.variants import encoded
-
     noise = {"decodes": Noise([0.5, 1.0, 2.0], 0.1, [0.01, 0.02])}
     made = [encoded([simulate(made_up(noise), {}, load_at(10.0, 40), RunOptions(seed))]) for seed in (1, 1, 2)]
     assert made[0] == made[1] != made[2]
@@ -255,6 +256,36 @@ def test_settings_change_what_is_simulated() -> None:
     small = simulate(made_up(), {"num_gpu_blocks_override": 60}, load)
     assert small.figures["preemptions"] > 0 == many.figures["preemptions"]
     assert small.figures["peak_kv_usage"] > 0.9 > many.figures["peak_kv_usage"]
+
+
+def test_several_engines_are_sent_what_they_have_the_beginning_of() -> None:
+    """Four beginnings of many blocks: with two engines each computes about half of them, and first tokens come sooner
+    than from one. A pool that holds one beginning only has each engine keep to its own."""
+    names = ("prefix_len", "suffix_len", "num_prefixes", "output_len")
+    sizes: dict[str, Any] = {f"prefix_repetition_{name}": n for name, n in zip(names, (640, 20, 4, 8), strict=True)}
+    dataset = DatasetOptions(dataset_name="prefix_repetition", num_prompts=120, **sizes)
+    load = make_load(LoadOptions(dataset, 40.0), None)
+    one, two = (simulate(made_up(), each, load) for each in variants(["data_parallel_size=1,2"]))
+    assert two.figures["completed"] == 120
+    assert two.figures["mean_ttft_ms"] < 0.9 * one.figures["mean_ttft_ms"]
+    assert two.figures["prefix_hit_rate"] > one.figures["prefix_hit_rate"] - 0.05
+    tight = {"num_gpu_blocks_override": 110}
+    one, two = (simulate(made_up(), {**tight, **each}, load) for each in variants(["data_parallel_size=1,2"]))
+    assert two.figures["prefix_hit_rate"] > one.figures["prefix_hit_rate"] + 0.1, "what was evicted is known"
+    assert simulate(made_up(), tight | {"data_parallel_size": 2}, load).figures == two.figures
+
+
+def test_a_router_knows_what_its_engines_have_in_the_end() -> None:
+    settings = {"data_parallel_size": 2, "num_gpu_blocks_override": 60}
+    simulation = Simulation(made_up(), settings, StepTimer(made_up(), 0))
+    simulation.run(load_at(20.0, 60))
+    router = simulation.engines.router
+    assert router is not None
+    router.check_integrity()
+    for number, engine in enumerate(simulation.engines.all):
+        blocks = engine.core.kv.pool.blocks
+        assert router.cached[number] == {each.block_hash[:-1] for each in blocks if each.block_hash}
+        assert engine.core.scheduler.counters.cached_tokens
 
 
 def test_variants_are_all_combinations() -> None:

@@ -11,8 +11,9 @@ from vllm_lite.errors import ConfigError
 from vllm_lite.tools.bench.serve_client import Outcome
 from vllm_lite.tools.bench.serve_result import percentile, samples, summarize
 from vllm_lite.tools.simulate.cost import StepTimer, StepTimes
+from vllm_lite.tools.simulate.engines import VARIED
 from vllm_lite.tools.simulate.load import SimulatedRequest
-from vllm_lite.tools.simulate.simulation import VARIED, Simulation
+from vllm_lite.tools.simulate.simulation import Simulation
 
 PERCENTILES = (50.0, 90.0, 99.0)
 MAX_VARIANTS = 1000
@@ -29,7 +30,6 @@ class Simulated(NamedTuple):
     settings: Settings
     figures: dict[str, Any]
     outcomes: list[Outcome]
-    kv_used: list[tuple[float, float]]
 
 
 class RunOptions(NamedTuple):
@@ -87,18 +87,20 @@ def simulate(
     outcomes = simulation.run(load, options.report)
     ends_s = [outcome.chunks_s[-1] for outcome in outcomes if len(outcome.chunks_s)]
     figures = summarize(outcomes, max(ends_s, default=0.0), PERCENTILES, {})
-    counters = simulation.core.scheduler.counters
-    peak = max((used for _, used in simulation.kv_used), default=0.0)
+    engines = simulation.engines.all
+    counters = [engine.core.scheduler.counters for engine in engines]
     prompt_tokens = max(1, sum(outcome.input_len for outcome in outcomes))
+    pools = [engine.core.kv.pool for engine in engines]
+    clock_s = max(simulation.clock.now_s, 1e-9)
     figures |= {
-        "steps": counters.steps,
-        "preemptions": counters.preemptions,
-        "swaps": counters.swaps,
-        "prefix_hit_rate": counters.cached_tokens / prompt_tokens,
-        "peak_kv_usage": peak,
-        "workers_busy": simulation.executor.busy_s / max(simulation.clock.now_s, 1e-9),
+        "steps": sum(each.steps for each in counters),
+        "preemptions": sum(each.preemptions for each in counters),
+        "swaps": sum(each.swaps for each in counters),
+        "prefix_hit_rate": sum(each.cached_tokens for each in counters) / prompt_tokens,
+        "peak_kv_usage": max(pool.peak_used / pool.num_usable for pool in pools),
+        "workers_busy": sum(each.executor.busy_s for each in engines) / len(engines) / clock_s,
     }
-    return Simulated(settings, figures, outcomes, simulation.kv_used)
+    return Simulated(settings, figures, outcomes)
 
 
 def highest_rate(limits: Sequence[Limit], run: Callable[[float], Sequence[Outcome]]) -> float:

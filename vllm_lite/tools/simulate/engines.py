@@ -1,0 +1,197 @@
+"""The engines of a simulation: cores whose workers only take time, and the router before several of them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from vllm_lite.client.engines.data_parallel import prompt_hashes
+from vllm_lite.client.engines.routing import PrefixRouter
+from vllm_lite.config import EngineConfig, ResolvedConfig
+from vllm_lite.engine.blocks.groups import KVGroup
+from vllm_lite.engine.blocks.kv_blocks import KVBlocks
+from vllm_lite.engine.blocks.pool import BlockPool, PoolObserver
+from vllm_lite.engine.core import EngineCore, Lives, PoolSizes
+from vllm_lite.engine.request import Produced
+from vllm_lite.engine.sequence import Sequence
+from vllm_lite.errors import ConfigError, RequestError
+from vllm_lite.executor.simulated import SimulatedExecutor, VirtualClock
+from vllm_lite.protocol.api import Generate
+from vllm_lite.protocol.control import KVGroupInfo, Ready
+from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.step import SchedulerOutput
+from vllm_lite.tools.simulate.cost import StepTimer, StepTimes
+from vllm_lite.tools.simulate.features import StepReader
+from vllm_lite.tools.simulate.load import TOKEN_BITS, SimulatedRequest
+from vllm_lite.trace.records import Header
+
+VARIED = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "enable_chunked_prefill",
+    "enable_prefix_caching",
+    "preemption_mode",
+    "scheduling_policy",
+    "max_itl_ms",
+    "kv_watermark",
+    "max_swap_blocks_per_step",
+    "num_gpu_blocks_override",
+    "async_scheduling",
+    "data_parallel_size",
+)
+"""The settings of the engine that a simulation may have other than the recording. With others a step takes another
+time, which only a recording with them can tell."""
+HASH_SEED = "simulated"
+
+
+class TimedExecutor(SimulatedExecutor):
+    """Workers whose messages take the times that were fitted. The results of a message come together."""
+
+    def __init__(self, ready: Ready, clock: VirtualClock, fitted: StepTimes, timer: StepTimer) -> None:
+        super().__init__(ready, clock, swap_blocks_per_s=fitted.header.swap_blocks_per_s)
+        self._timer = timer
+        self._engine_s = fitted.engine_s
+        self._reader = StepReader()
+
+    def submit(self, *steps: SchedulerOutput) -> None:
+        results = [self._run(step)[1] for step in steps]
+        counted = [(step, len(result.tokens) // 4) for step, result in zip(steps, results, strict=True)]
+        was_idle = not self._results
+        took_s = self._timer.took_s(self._reader.message(counted, was_idle=was_idle))
+        self.busy_s += took_s
+        self._free_at_s = max(self._free_at_s, self.clock.now_s + self._engine_s) + took_s
+        self._results.extend((self._free_at_s, result) for result in results)
+
+
+class SimulatedEngine:
+    """One engine with workers of its own."""
+
+    def __init__(
+        self, fitted: StepTimes, settings: Mapping[str, Any], timer: StepTimer, clock: VirtualClock, record: str | None
+    ) -> None:
+        """Raises ConfigError."""
+        config, ready, sizes = _described(fitted.header, settings)
+        config = msgspec.structs.replace(config, record=record, prefix_hash_seed=HASH_SEED)
+        self.executor = TimedExecutor(ready, clock, fitted, timer)
+        self.core = EngineCore(config, ready, self.executor, sizes, Lives(), clock)
+
+    def step(self) -> list[Produced]:
+        """Take the results that there are by now, and begin the steps that may be begun."""
+        core, produced = self.core, list[Produced]()
+        while (output := self.executor.poll()) is not None:
+            produced += core.finish(output)
+        while core.begin():
+            pass
+        return produced
+
+
+class SimulatedEngines:
+    """One or several, each with its machine: a step of one does not slow another one's."""
+
+    def __init__(self, count: int, make: Callable[[int], SimulatedEngine]) -> None:
+        """`make` makes the engine of a number."""
+        self.all = [make(number) for number in range(count)]
+        self.router = PrefixRouter[int]() if count > 1 else None
+        if self.router is not None:
+            for number, engine in enumerate(self.all):
+                self.router.add(number, engine.core.kv.pool.num_usable)
+                _Announcer(engine.core.kv.part(KVBlocks), self.router, number)
+
+    @property
+    def max_model_len(self) -> int:
+        return self.all[0].core.max_model_len
+
+    @property
+    def next_result_s(self) -> float | None:
+        """When the next step will have ended; None if none is under way."""
+        times = [each.executor.next_result_s for each in self.all]
+        return min((time_s for time_s in times if time_s is not None), default=None)
+
+    def add(self, number: int, request: SimulatedRequest) -> None:
+        """Raises ConfigError if an engine refuses it."""
+        params = SamplingParams(max_tokens=request.output_len, temperature=0.0, seed=0, ignore_eos=True)
+        message = Generate(str(number), request.tokens, params)
+        try:
+            self._choose(message).core.add(b"simulation", message)
+        except RequestError as error:
+            raise ConfigError(f"the engine refuses a request of {len(request.tokens) // 4} tokens: {error}") from error
+
+    def _choose(self, message: Generate) -> SimulatedEngine:
+        if self.router is None:
+            return self.all[0]
+        hashes = prompt_hashes(self.all[0].core.kv.hasher, message)
+        loads = {number: len(engine.core.scheduler.requests) for number, engine in enumerate(self.all)}
+        chosen = self.router.choose(hashes, loads).engine
+        self.router.stored(chosen, hashes)
+        return self.all[chosen]
+
+    def step(self) -> list[Produced]:
+        return [item for engine in self.all for item in engine.step()]
+
+    def close(self) -> None:
+        for engine in self.all:
+            engine.core.close()
+
+
+class _Announcer(PoolObserver):
+    """Has the router know what an engine has in its first group of layers, as KV events do."""
+
+    def __init__(self, blocks: KVBlocks, router: PrefixRouter[int], engine: int) -> None:
+        self._pool: BlockPool = blocks.pool
+        self._router = router
+        self._engine = engine
+        blocks.on_store = self._stored
+        blocks.pool.observers.append(self)
+
+    def _stored(self, sequence: Sequence, group: KVGroup, index: int) -> None:
+        if group.index == 0:
+            self._router.announced(self._engine, [sequence.block_hashes[index]])
+
+    def evicted(self, block_id: int, block_hash: bytes) -> None:  # noqa: ARG002
+        if block_hash[-1] == 0 and self._pool.get_cached_block(block_hash) is None:
+            self._router.dropped(self._engine, [block_hash[:-1]])
+
+    def cleared(self) -> None:
+        self._router.cleared(self._engine)
+
+
+def _described(header: Header, settings: Mapping[str, Any]) -> tuple[ResolvedConfig, Ready, PoolSizes]:
+    """The engine that was recorded, with other `settings`. Raises ConfigError."""
+    if unknown := settings.keys() - set(VARIED):
+        raise ConfigError(f"{', '.join(sorted(unknown))} cannot be varied: one of {', '.join(VARIED)}")
+    options = header.options
+    recorded = {
+        "max_num_seqs": options["max_num_seqs"],
+        "max_num_batched_tokens": options["max_num_batched_tokens"],
+        "enable_chunked_prefill": options["chunked_prefill"],
+        "preemption_mode": options["preemption"],
+        "max_itl_ms": 1000 * options["max_itl_s"] or None,
+        "scheduling_policy": header.policy,
+        "block_size": header.block_size,
+        "enable_prefix_caching": header.caching,
+        "kv_watermark": header.watermark,
+        "max_swap_blocks_per_step": header.max_swap_blocks_per_step,
+        "jump_forward": False,
+    }
+    machine: tuple[Literal["cpu"], int] = ("cpu", 1 << 30)  # no time depends on it, and no size
+    positions = options["max_model_len"]
+    config = EngineConfig.check(recorded | dict(settings)).resolve(
+        max_position_embeddings=positions, dtype="float32", model_path="simulated", machine=machine
+    )
+    num_blocks = config.num_gpu_blocks_override or header.num_blocks
+    groups = tuple(KVGroupInfo("sliding" if window else "full", 1, window) for window in header.windows)
+    ready = Ready(
+        rank=0,
+        generation=1,
+        num_blocks=num_blocks,
+        block_bytes=header.max_moved_states,  # of which, beside those of a state, a step moves as many
+        groups=groups,
+        max_model_len=config.max_model_len,
+        vocab_size=1 << TOKEN_BITS,
+        eos_token_ids=(),
+        num_state_slots=header.num_state_slots,
+        state_bytes=header.max_swap_blocks_per_step,
+        num_host_states=header.num_host_states,
+    )
+    return config, ready, PoolSizes(num_blocks, header.num_host_blocks, header.swap_blocks_per_s)
