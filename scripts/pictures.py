@@ -1,4 +1,5 @@
-"""Make the pictures of docs/inspecting.md: the page of a server that has something to do, in headless Chromium.
+"""Make the pictures of docs/inspecting.md: the page of a server that has something to do, in headless Chromium, the
+page of the trace that it has written meanwhile, and a figure of that.
 
     python scripts/pictures.py [FOLDER]
 
@@ -9,18 +10,22 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Page, sync_playwright
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
+COMMAND = (sys.executable, "-m", "vllm_lite")
+READY, SHOWN = r"ready at (\S+),", r"is shown at (\S+) until"
 FLAGS = ("--port", "0", "--num-gpu-blocks-override", "400", "--max-num-seqs", "8")
 STORY = "Once upon a time there was a brave bear who lived in a warm cave with all of its friends. One day "
 NUM_REQUESTS, NUM_TOKENS = 10, 1500
+SHOWN_STEP = 1000
 DEADLINE_S = 300
 SHOWN_MS = 3000
 """How long the page watches before its picture is taken."""
@@ -32,17 +37,40 @@ def main() -> int:
     if chromium is None:
         print("no Chromium is installed", file=sys.stderr)
         return 2
-    with serving() as url, sync_playwright() as driver:
+    with tempfile.TemporaryDirectory() as scratch, sync_playwright() as driver:
+        trace = str(Path(scratch) / "trace")
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 1100, "height": 760})
-        page.goto(url)
-        page.click("text=Live")
-        for number in range(NUM_REQUESTS):
-            threading.Thread(target=ask, args=(url, number), daemon=True).start()
-        page.wait_for_timeout(SHOWN_MS)
-        page.screenshot(path=folder / "live.png")
+        with started(READY, "serve", *FLAGS, "--record", trace) as url:
+            take_live(page, url, folder / "live.png")
+        with started(SHOWN, "replay", trace, "--page", "--port", "0") as url:
+            take_trace(page, url, folder / "replay.png")
         browser.close()
+        subprocess.run([*COMMAND, "replay", trace, "--plot", str(folder / "trace.png")], check=True)
     return 0
+
+
+def take_live(page: Page, url: str, place: Path) -> None:
+    """The page of a server, with requests that run and wait."""
+    page.goto(url)
+    page.click("text=Live")
+    asked = [threading.Thread(target=ask, args=(url, number)) for number in range(NUM_REQUESTS)]
+    for thread in asked:
+        thread.start()
+    page.wait_for_timeout(SHOWN_MS)
+    page.screenshot(path=place)
+    for thread in asked:
+        thread.join()
+
+
+def take_trace(page: Page, url: str, place: Path) -> None:
+    """The page of a trace, in the middle of its waiting."""
+    page.set_viewport_size({"width": 1100, "height": 940})
+    page.goto(f"{url}#step={SHOWN_STEP}")
+    page.wait_for_selector("#connection:has-text('recorded')")
+    page.wait_for_selector("#at:has-text('after the beginning')")
+    page.wait_for_timeout(SHOWN_MS // 3)
+    page.screenshot(path=place)
 
 
 def ask(url: str, number: int) -> None:
@@ -51,13 +79,12 @@ def ask(url: str, number: int) -> None:
 
 
 @contextmanager
-def serving() -> Iterator[str]:
-    """The demo model's server, by its address."""
-    command = [sys.executable, "-m", "vllm_lite", "serve", *FLAGS]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+def started(ready: str, *words: str) -> Iterator[str]:
+    """A command that serves, by the address in its line that looks like `ready`."""
+    with subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, text=True) as process:
         try:
             for line in process.stdout or ():
-                if found := re.search(r"ready at (\S+),", line):
+                if found := re.search(ready, line):
                     yield found.group(1)
                     return
         finally:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from vllm_lite.errors import ConfigError
-from vllm_lite.tools import cli
+from vllm_lite.tools import cli, plotting
 from vllm_lite.tools.bench import serve, serve_plot
 from vllm_lite.tools.bench.serve_client import Outcome
 from vllm_lite.tools.bench.serve_result import (
@@ -156,18 +156,18 @@ def test_the_file(tmp_path: Path, outcomes: list[Outcome]) -> None:
 
 def test_the_picture(tmp_path: Path, outcomes: list[Outcome]) -> None:
     place = tmp_path / "new" / "picture.png"
-    serve_plot.check(str(place))
+    plotting.check(str(place))
     serve_plot.plot(outcomes[:3], "three", str(place))
     assert place.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     serve_plot.plot([], "none", str(place))
     with pytest.raises(ConfigError, match=r"\.png"):
-        serve_plot.check(str(tmp_path / "picture.jpg"))
+        plotting.check(str(tmp_path / "picture.jpg"))
 
 
 def test_a_missing_matplotlib_is_said_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"vllm-lite\[plot\]"):
-        serve_plot.check("x.png")
+        plotting.check("x.png")
     assert importlib.util.find_spec("torch") is not None
 
 

@@ -15,7 +15,7 @@ from starlette.routing import Route
 from vllm_lite.client.prompt import check_room
 from vllm_lite.client.streams.stream import RequestStream, StreamFactory
 from vllm_lite.errors import RequestError
-from vllm_lite.protocol.api import AdmissionState, EndedRequest, RequestState, SampleState
+from vllm_lite.protocol.api import EndedRequest, RequestState, SampleState
 from vllm_lite.protocol.external import MAX_FOUND
 from vllm_lite.protocol.params import MAX_SAMPLES
 from vllm_lite.server.calls.call import Call, CallContext
@@ -358,13 +358,14 @@ def _admission(state: RequestState) -> dict[str, Any]:
     return {
         "verdict": found.verdict,
         "reason": found.reason,
-        "why": _why(state, found),
+        "why": why(state),
         "blocks": {name: getattr(found, name) for name in ("required", "free", "watermark", "total")},
     }
 
 
-def _why(state: RequestState, found: AdmissionState) -> str | None:
-    """Put the reason into words; None for a request that runs."""
+def why(state: RequestState) -> str | None:
+    """Put the reason why a request waits into words; None for one that runs."""
+    found = state.admission
     if found.reason == "waits_for_turn":
         place = next(sample.place for sample in state.samples if sample.place is not None)
         return f"{place} {'stands' if place == 1 else 'stand'} before it in the queue"

@@ -93,6 +93,7 @@ class Replay:
         header = self.reader.header
         self._hasher = ReplayHasher(header.block_size)
         self.scheduler = make_scheduler(header, self._hasher)
+        self.scheduler.meter.now_s = header.clock_s
         self._reasons = Reasons(self.scheduler)
         if check:
             self.scheduler.on_decision = self._reasons.add
@@ -100,10 +101,12 @@ class Replay:
         self.on_produced: abc.Callable[[list[Produced]], None] = lambda _: None
         """Called with what each step has given, while a record is applied."""
 
-    def run(self, until: int | None = None) -> "Replay":
-        """Replay up to and with step `until`, to the end without it; stop at the first divergence."""
+    def run(self, until: int | None = None, on_step: abc.Callable[["Replay"], object] | None = None) -> "Replay":
+        """Replay up to and with step `until`, to the end without it; stop at the first divergence. `on_step` is called
+        behind each step that was made, and what it raises is passed on."""
         for record in self.reader:
             step = self._place(record)
+            self._set_time(record)
             try:
                 self._apply(record)
             except _Diverged as error:
@@ -111,12 +114,27 @@ class Replay:
             except Exception as error:  # whatever it is: the engine that wrote the trace got past this place
                 summary = describe(record, self._ids)
                 self.divergence = Divergence(step, "replay failed", summary, repr(error))
+            if on_step is not None and self.divergence is None and isinstance(record, records.Step) and record.digest:
+                on_step(self)
             if self.divergence is not None or (until is not None and self.scheduler.step >= until):
                 self.reader.close()
                 break
         if self.divergence is None:
             self.scheduler.check_integrity()
         return self
+
+    @property
+    def wall_s(self) -> float:
+        """The time of day that it was, when what has been replayed last was recorded."""
+        header = self.reader.header
+        return header.wall_s + self.scheduler.meter.now_s - header.clock_s
+
+    def _set_time(self, record: records.Record) -> None:
+        """Let the meter measure by the clock of the trace; a header has been before the first request."""
+        arrival = record.child if isinstance(record, records.Forked) else record
+        clock_s = getattr(arrival, "clock_s", None)
+        if clock_s is not None:
+            self.scheduler.meter.now_s = clock_s
 
     def _place(self, record: records.Record) -> int:
         """The number of the step that a record is about. Call it before the record is applied."""
@@ -159,7 +177,10 @@ class Replay:
             case records.Aborted():
                 with self._hasher.given(record.hashes):
                     request = scheduler.requests[self._ids[record.number]]
-                    scheduler.branching.end_samples(request, record.samples, "abort")
+                    if record.is_replaced:
+                        scheduler.withdraw(request, is_replaced=True)
+                    else:
+                        scheduler.branching.end_samples(request, record.samples, "abort")
             case records.Expired():
                 self._expire(record)
             case records.CacheReset():

@@ -5,6 +5,7 @@ Names of counts are those of Stats, which /metrics has as well; both are of the 
 
 from array import array
 from base64 import b64encode
+from collections.abc import Mapping
 from typing import Any
 
 from vllm_lite.protocol.api import Stats, Welcome
@@ -42,6 +43,7 @@ COUNTS = (
 )
 TIMES = ("first_token_s", "token_gap_s", "queue_s")
 Snapshot = dict[str, Any]
+WITHOUT: Mapping[str, str | None] = {}
 
 
 class EngineSnapshot:
@@ -55,10 +57,14 @@ class EngineSnapshot:
         self._head: Snapshot = {}
         self._requests: dict[str, Snapshot] = {}
 
-    def look(self, engine: Welcome, stats: Stats, view: EngineView, now_s: float) -> Snapshot:
+    def look(
+        self, engine: Welcome, stats: Stats, view: EngineView, now_s: float, whys: Mapping[str, str | None] = WITHOUT
+    ) -> Snapshot:
         """Take in what the engine said, and return what of it has changed since the last look: of a request the fields
-        that have, or None when it has ended."""
+        that have, or None when it has ended. `whys` has sentences with numbers for some that wait."""
         before, requests = self._requests, {row.request_id: row_of(row, now_s) for row in view.rows}
+        for key, why in whys.items():
+            requests[key]["why"] = why
         for key in requests.keys() & before.keys():
             requests[key]["since"] = before[key]["since"]
         head = {
@@ -91,7 +97,7 @@ class EngineSnapshot:
 
     def whole(self) -> Snapshot:
         """Everything, for a watcher that has seen nothing yet."""
-        return {**self._head, "requests": self._requests, "blocks": _blocks(0, self._blocks)}
+        return {**self._head, "requests": self._requests, "blocks": blocks_of(0, self._blocks)}
 
     _next = 0
 
@@ -106,10 +112,11 @@ class EngineSnapshot:
         if self._blocks[first : first + len(new)] == new:
             return None
         self._blocks[first : first + len(new)] = new
-        return _blocks(first, new)
+        return blocks_of(first, new)
 
 
-def _blocks(first: int, blocks: bytes | bytearray) -> Snapshot:
+def blocks_of(first: int, blocks: bytes | bytearray) -> Snapshot:
+    """The blocks from `first` on, a byte each."""
     return {"first": first, "bytes": b64encode(blocks).decode()}
 
 

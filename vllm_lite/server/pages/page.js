@@ -3,6 +3,7 @@
 // ever becomes markup: everything is set as textContent.
 
 const $ = id => document.getElementById(id)
+const isTrace = document.documentElement.dataset.mode === "trace"  // served by vllm-lite replay --page
 const headers = () => $("key").value ? {Authorization: `Bearer ${$("key").value}`} : {}
 const WHOLE = new Intl.NumberFormat("en", {maximumFractionDigits: 0})
 const number = value => WHOLE.format(value)
@@ -43,6 +44,7 @@ async function* events(answer) {
 
 // ---- tabs
 
+if (isTrace) { $("tab-chat").remove(); $("chat").hidden = true }
 const tabs = [...document.querySelectorAll("[role=tab]")]
 
 function open(tab) {
@@ -52,6 +54,7 @@ function open(tab) {
     each.tabIndex = chosen ? 0 : -1
     $(each.getAttribute("aria-controls")).hidden = !chosen
   }
+  if (isTrace) return
   if (tab.id === "tab-chat" && cards.length > 1) look()  // states may have changed
   if (tab.id === "tab-live") watch()
   else watching?.abort()
@@ -796,7 +799,7 @@ function fill(engine, row, request) {
 function reason(request) {
   if (request.reason === null) return ""
   if (request.reason === "waits_for_turn") return `its turn: ${request.place} before it`
-  if (request.reason === "waits_for_blocks") return "KV blocks: too few are free"
+  if (request.reason === "waits_for_blocks") return request.why ?? "KV blocks: too few are free"
   return request.why ?? request.reason
 }
 
@@ -826,6 +829,7 @@ async function explain(engine, key) {
   facts(engine, request, {})
   $("why").showModal()
   drawEngine(engine)
+  if (isTrace) return tellStory(key)
   const answer = await fetch(`v1/requests/${encodeURIComponent(request.id)}`, {headers: headers()})
   if (!answer.ok || chosen !== key) return
   const state = await answer.json(), why = state.admission?.why
@@ -852,7 +856,175 @@ $("why").addEventListener("close", () => {
   for (const engine of engines.values()) drawEngine(engine)
 })
 
+// ---- a trace
+
+const LOOK_AGAIN_MS = 400, HASH_MS = 300, SECOND = 1, NEAR = 10
+let trace = null, shownMoment = 0, wantedMoment = 0, isSeeking = false, playing = null, hashTimer = null
+
+async function fetched(path) {
+  const answer = await fetch(path)
+  if (!answer.ok) throw new Error(await said(answer))
+  return answer.json()
+}
+
+/** Learn how far the trace has been read, until all of it is. */
+async function followTrace() {
+  try {
+    trace = await fetched("v1/replay")
+  } catch (error) {
+    $("connection").textContent = `not connected: ${error.message}; trying again`
+    setTimeout(followTrace, AGAIN_MS)
+    return
+  }
+  const {file, moments, is_whole, trouble, began, facts} = trace
+  document.title = `vllm_lite · ${file}`
+  $("served").textContent = `a trace: ${file}, begun ${clock(began)}`
+  $("connection").textContent = (is_whole ? `recorded: ${number(moments)} moments` : `reading the trace: ${number(moments)} moments so far`) +
+    (trouble ? `. ${trouble}` : "")
+  list($("card"), Object.entries(facts).filter(([, value]) => value !== null))
+  $("moment").max = Math.max(1, moments)
+  drawOverview()
+  if (!is_whole) setTimeout(followTrace, LOOK_AGAIN_MS)
+  if (moments && (wantedMoment <= moments || is_whole)) seek(wantedMoment || 1)
+}
+
+const clock = seconds => new Date(1000 * seconds).toISOString().replace("T", " ").replace(/\.\d+Z/, " UTC")
+
+/** Go to a moment; of those that are wanted while one is fetched only the last is. */
+async function seek(moment) {
+  wantedMoment = Math.min(Math.max(1, moment), Math.max(1, trace?.moments ?? 1))
+  $("moment").value = wantedMoment
+  if (isSeeking || wantedMoment === shownMoment) return
+  isSeeking = true
+  try {
+    while (shownMoment !== wantedMoment) {
+      const next = wantedMoment
+      const data = await fetched(`v1/replay/moments/${next}`)
+      shownMoment = next
+      showMoment(data)
+    }
+  } catch (error) {
+    pause()
+    $("connection").textContent = `moment ${number(wantedMoment)} cannot be shown: ${error.message}`
+    wantedMoment = shownMoment
+  } finally {
+    isSeeking = false
+  }
+}
+
+function showMoment(data) {
+  absorb("snapshot", data)
+  const engine = engines.get("0"), replayed = {series: {}, head: null, before: null, time: 0}
+  for (const name of Object.keys(SERIES)) replayed.series[name] = []
+  for (const look of data.history) {
+    replayed.before = replayed.head && {head: replayed.head, time: replayed.time}
+    replayed.head = look
+    replayed.time = look.time
+    record(replayed)
+  }
+  engine.series = replayed.series
+  const ago = data.history.find(look => look.time >= data.time - SECOND)
+  engine.before = {head: ago, time: ago.time}
+  const life = data.life > 1 ? ` of life ${data.life}` : "", where = data.is_end ? "the end, behind step" : "step"
+  const text = `${where} ${number(data.step)}${life}: ${data.after_s.toFixed(3)} s after the beginning, ${clock(data.time)}`
+  $("at").textContent = text
+  $("moment").setAttribute("aria-valuetext", text)
+  $("connection").setAttribute("aria-live", playing ? "off" : "polite")
+  drawOverview()
+  hashTimer ??= setTimeout(() => { hashTimer = null; history.replaceState(null, "", `#step=${shownMoment}`) }, HASH_MS)
+}
+
+/** Lines of the whole trace, each as high as its largest value, and where we are. */
+function drawOverview() {
+  const canvas = $("overview"), pen = canvas.getContext("2d"), {overview, moments} = trace, {width, height} = canvas
+  readColours()
+  pen.clearRect(0, 0, width, height)
+  const most = []
+  for (const [name, colour] of [["num_used_blocks", "shared"], ["num_waiting", "chosen"], ["num_running", "held"]]) {
+    const values = overview[name], largest = Math.max(1, ...values)
+    most.push(`${name.slice(4).replace("_", " ")} ${number(largest)}`)
+    pen.strokeStyle = colours[colour]
+    pen.beginPath()
+    values.forEach((value, index) => pen.lineTo(width * (index + .5) / values.length, height - 2 - (height - 4) * value / largest))
+    pen.stroke()
+  }
+  pen.fillStyle = getComputedStyle(canvas).color
+  pen.fillRect(width * (shownMoment || 1) / Math.max(1, moments) - 1, 0, 2, height)
+  canvas.setAttribute("aria-label", `the whole trace; at most: ${most.join(", ")}`)
+}
+
+function play() {
+  playing = {since: performance.now(), from: shownMoment >= trace.moments ? 1 : shownMoment}
+  $("play").textContent = "Pause"
+  requestAnimationFrame(tick)
+}
+
+function pause() {
+  playing = null
+  $("play").textContent = "Play"
+}
+
+function tick() {
+  if (!playing) return
+  const moment = playing.from + Math.floor((performance.now() - playing.since) / 1000 * Number($("speed").value))
+  seek(moment)
+  if (moment >= trace.moments && trace.is_whole) pause()
+  else requestAnimationFrame(tick)
+}
+
+function stepBy(count) {
+  pause()
+  seek(wantedMoment + count)
+}
+
+function momentOf(hash) {
+  const found = /^#step=(\d{1,9})$/.exec(hash)
+  return found ? Number(found[1]) : 1
+}
+
+async function tellStory(key) {
+  $("why-story").replaceChildren()
+  try {
+    const {story} = await fetched(`v1/replay/story?request=${encodeURIComponent(key)}`)
+    if (chosen !== key) return
+    $("why-story").replaceChildren(...story.map(text => make("li", {text})))
+  } catch (error) { $("why-story").replaceChildren(make("li", {text: error.message})) }
+  $("why-story").hidden = false
+}
+
+const KEYS = {ArrowLeft: () => stepBy(-1), ArrowRight: () => stepBy(1), PageUp: () => stepBy(-NEAR), PageDown: () => stepBy(NEAR),
+  Home: () => stepBy(-Infinity), End: () => stepBy(Infinity), " ": () => playing ? pause() : play()}
+
+function openTrace() {
+  $("player").hidden = false
+  $("player").lastElementChild.append(make("ul", {className: "legend"}, ...[["held", "running"], ["chosen", "waiting"],
+    ["shared", "KV blocks held"]].map(([className, text]) => make("li", {className, text}))))
+  $("access").hidden = true
+  $("program").hidden = true
+  $("card-title").textContent = "What the trace knows"
+  $("tab-model").textContent = "Trace"
+  $("player").addEventListener("submit", event => event.preventDefault())
+  $("moment").addEventListener("input", () => { pause(); seek(Number($("moment").value)) })
+  $("overview").addEventListener("click", event =>
+    stepBy(Math.round(event.offsetX / $("overview").clientWidth * trace.moments) - wantedMoment))
+  $("earlier").addEventListener("click", () => stepBy(-1))
+  $("later").addEventListener("click", () => stepBy(1))
+  $("play").addEventListener("click", () => playing ? pause() : play())
+  $("speed").addEventListener("change", () => { if (playing) playing = {since: performance.now(), from: shownMoment} })
+  addEventListener("hashchange", () => stepBy(momentOf(location.hash) - wantedMoment))
+  document.addEventListener("keydown", event => {
+    const act = KEYS[event.key], {target} = event
+    if (!act || !trace || $("why").open || event.altKey || event.ctrlKey || event.metaKey) return
+    if (target.matches("input, select, textarea, [role=tab], .rows") || (event.key === " " && target.matches("button, summary"))) return
+    event.preventDefault()
+    act()
+  })
+  wantedMoment = momentOf(location.hash)
+  open($("tab-live"))
+  followTrace()
+}
+
 $("access").addEventListener("submit", event => event.preventDefault())
 $("key").addEventListener("change", look)
-look()
-draw()
+if (isTrace) openTrace()
+else { look(); draw() }

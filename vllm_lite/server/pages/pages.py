@@ -16,11 +16,25 @@ PAGES = {"/": "page.html", "/docs": "docs.html", "/redoc": "docs.html"}
 PARTS = {"/page.css": "text/css", "/page.js": "text/javascript"}
 
 
+LIVE, TRACE = b'data-mode="live"', b'data-mode="trace"'
+
+
 def routes() -> list[Route]:
     """Raises OSError if a file is missing."""
-    files = [(path, name, "text/html") for path, name in PAGES.items()]
-    files += [(path, path.removeprefix("/"), kind) for path, kind in PARTS.items()]
-    return [_route(path, Path(__file__).with_name(name).read_bytes(), kind) for path, name, kind in files]
+    return [_route(path, _read(name), "text/html") for path, name in PAGES.items()] + _parts()
+
+
+def trace_routes() -> list[Route]:
+    """The page at / as it shows a trace. Raises OSError if a file is missing."""
+    return [_route("/", _read(PAGES["/"]).replace(LIVE, TRACE), "text/html"), *_parts()]
+
+
+def _parts() -> list[Route]:
+    return [_route(path, _read(path.removeprefix("/")), kind) for path, kind in PARTS.items()]
+
+
+def _read(name: str) -> bytes:
+    return Path(__file__).with_name(name).read_bytes()
 
 
 def _route(path: str, content: bytes, kind: str) -> Route:

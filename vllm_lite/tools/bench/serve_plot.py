@@ -1,28 +1,13 @@
 """The picture of `bench serve --plot`: how latencies are distributed, and tokens and requests over time."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from vllm_lite.errors import ConfigError
 from vllm_lite.tools.bench.serve_client import Outcome
 from vllm_lite.tools.bench.serve_result import METRICS, percentile, running_over_time, samples, tokens_over_time
+from vllm_lite.tools.plotting import BLUE, DARK, save
 
 NUM_BINS = 60
-_BLUE, _DARK = "#3b6ea8", "#222222"
-
-
-def check(path: str) -> None:
-    """Raise ConfigError, before anything is measured, unless a picture can be drawn there."""
-    if find_spec("matplotlib") is None:
-        raise ConfigError("--plot needs matplotlib; install it, or vllm-lite[plot]")
-    if not path.endswith(".png"):
-        raise ConfigError(f"--plot writes a PNG; its file must end in .png, got {path!r}")
-    try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--plot {path} cannot be written: {error}") from error
 
 
 def plot(served: Sequence[Outcome], title: str, path: str) -> None:
@@ -37,18 +22,15 @@ def plot(served: Sequence[Outcome], title: str, path: str) -> None:
     end_s = max((outcome.chunks_s[-1] for outcome in served), default=1.0)
     width_s = max((end_s - min((outcome.start_s for outcome in served), default=0.0)) / NUM_BINS, 1e-3)
     rates = tokens_over_time(served, width_s)
-    axes[4].stairs(rates, [place * width_s for place in range(len(rates) + 1)], fill=True, color=_BLUE)
+    axes[4].stairs(rates, [place * width_s for place in range(len(rates) + 1)], fill=True, color=BLUE)
     axes[4].set(title="Output tokens per second", xlabel="seconds", ylim=(0, None))
     times = running_over_time(served)
-    axes[5].step([time_s for time_s, _ in times], [count for _, count in times], where="post", color=_BLUE)
+    axes[5].step([time_s for time_s, _ in times], [count for _, count in times], where="post", color=BLUE)
     axes[5].set(title="Requests that run", xlabel="seconds", ylim=(0, None))
     for axis in axes:
         axis.grid(visible=True, alpha=0.25)
     figure.suptitle(title)
-    try:
-        figure.savefig(path, dpi=110)
-    except OSError as error:
-        raise ConfigError(f"--plot {path} cannot be written: {error}") from error
+    save(figure, path)
 
 
 def _distribution(axis: Any, title: str, values_ms: list[float]) -> None:
@@ -56,8 +38,8 @@ def _distribution(axis: Any, title: str, values_ms: list[float]) -> None:
     if not values_ms:
         return
     values_ms.sort()
-    axis.hist(values_ms, bins=NUM_BINS, color=_BLUE)
+    axis.hist(values_ms, bins=NUM_BINS, color=BLUE)
     for wanted, style in ((50, "-"), (90, "--"), (99, ":")):
         value = percentile(values_ms, wanted)
-        axis.axvline(value, color=_DARK, linestyle=style, linewidth=1, label=f"p{wanted} {value:.4g} ms")
+        axis.axvline(value, color=DARK, linestyle=style, linewidth=1, label=f"p{wanted} {value:.4g} ms")
     axis.legend(fontsize="small", frameon=False)

@@ -110,11 +110,12 @@ def _add_results(add: Callable[..., object]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Send requests to an OpenAI-compatible server, ours or another, and show how quickly it answers them. Flags and
     result have the names that vLLM's benchmark gives them."""
+    from vllm_lite.tools import plotting
     from vllm_lite.tools.bench import serve, serve_plot, serve_result
 
     options, metrics, metadata = _options(arguments), _names(arguments), _pairs("metadata", arguments.metadata)
     if arguments.plot is not None:
-        serve_plot.check(arguments.plot)
+        plotting.check(arguments.plot)
     done = serve.run(options)
     result = done.result
     if result["completed"]:

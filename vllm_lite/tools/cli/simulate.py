@@ -43,11 +43,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from vllm_lite.tools import plotting
     from vllm_lite.tools.bench import serve_plot
     from vllm_lite.tools.simulate import variants
 
     if arguments.plot is not None:
-        serve_plot.check(arguments.plot)
+        plotting.check(arguments.plot)
     settings = variants.variants(arguments.vary)
     measured = None if arguments.measured is None else _result(arguments.measured)
     fitted = _times(arguments, measured)
