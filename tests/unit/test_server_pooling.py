@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from vllm_lite.client.pooling import PoolingStream
 from vllm_lite.client.prompt import Prompt
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.protocol.pooling import Pooling, PoolingTask
+from vllm_lite.protocol.pooling import PoolerInfo, Pooling, PoolingTask
 from vllm_lite.server.calls.list_call import Window
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.pooling import answers
@@ -128,7 +128,7 @@ def test_one_request_gets_so_many_numbers(
     task: PoolingTask, num_tokens: int, size: int, dimensions: int, most: int
 ) -> None:
     assert MAX_NUMBER_BYTES == 4 * 16 * (1 << 20)
-    factory: Any = SimpleNamespace(limits=SimpleNamespace(pooler=SimpleNamespace(size=size)))
+    factory: Any = SimpleNamespace(limits=SimpleNamespace(pooler=PoolerInfo(size=size)))
     generation: Any = SimpleNamespace()
     runs = PoolingRuns(generation, factory, Window(8, 64), {})
     call = PoolingCall("call", "m", 99, Window(8, 64))
@@ -142,6 +142,6 @@ def test_one_request_gets_so_many_numbers(
 
 
 def test_numbers_for_labels_are_few() -> None:
-    factory: Any = SimpleNamespace(limits=SimpleNamespace(pooler=SimpleNamespace(size=1 << 30)))
+    factory: Any = SimpleNamespace(limits=SimpleNamespace(pooler=PoolerInfo(size=1 << 30)))
     generation: Any = SimpleNamespace()
     PoolingRuns(generation, factory, Window(8, 64), {}).check_size(call_of("classify", 40, 2, 2))

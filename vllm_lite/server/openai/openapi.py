@@ -26,6 +26,7 @@ from vllm_lite.server.pooling.bodies import (
     PoolingBody,
     RerankBody,
     ScoreBody,
+    TokenClassifyBody,
 )
 from vllm_lite.server.responses.bodies import ResponseBody
 from vllm_lite.server.vllm.bodies import DerenderChatBody, DerenderCompletionBody
@@ -65,6 +66,8 @@ _ROUTES: tuple[tuple[str, str, str, type[msgspec.Struct] | None], ...] = (  # me
     ("post", "/v2/embed", "a vector for each text, as Cohere's API", CohereEmbedBody),
     ("post", "/pooling", "what the model makes of each text: vectors, scores", PoolingBody),
     ("post", "/classify", "a number for each label of each text", ClassifyBody),
+    ("post", "/token_classify", "entities in texts, and the texts without them", TokenClassifyBody),
+    ("post", "/v1/token_classify", "as /token_classify", TokenClassifyBody),
     ("post", "/score", "how well texts go together, in pairs", ScoreBody),
     ("post", "/v1/score", "as /score", ScoreBody),
     ("post", "/rerank", "documents by how well they answer a query, as Jina's and Cohere's APIs", RerankBody),
@@ -145,6 +148,7 @@ _EXAMPLES: dict[type[msgspec.Struct] | None, dict[str, Any]] = {
     CohereEmbedBody: {"texts": ["Roses are red.", "Violets are blue."], "embedding_types": ["float"]},
     PoolingBody: {"input": "Roses are red."},
     ClassifyBody: {"input": "Roses are red."},
+    TokenClassifyBody: {"input": "Maria lives in New York.", "redact": True},
     ScoreBody: {"text_1": "What is red?", "text_2": ["Roses are.", "The sky is not."]},
     RerankBody: {"query": "What is red?", "documents": ["Roses are.", "The sky is not."]},
     OllamaEmbedBody: {"input": "Roses are red."},

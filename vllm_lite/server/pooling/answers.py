@@ -10,6 +10,8 @@ import msgspec
 from starlette.responses import Response, StreamingResponse
 
 from vllm_lite.client.pooling import PoolingStream
+from vllm_lite.client.token_classes import EntityFinder, classified
+from vllm_lite.protocol.pooling import TOKEN_TASKS
 from vllm_lite.server.pooling.call import PoolingCall
 from vllm_lite.server.pooling.encodings import FLOAT_BYTES, Encoding
 
@@ -97,7 +99,7 @@ def binary_answer(call: PoolingCall, headers: dict[str, str], encoding: Encoding
         start, places = 0, []
         for index, stream in enumerate(call.streams):
             count = len(stream.data) // FLOAT_BYTES
-            rows = [len(stream.prompt.token_ids)] if stream.pooling.task == "token_embed" else []
+            rows = [len(stream.prompt.token_ids)] if stream.pooling.task in TOKEN_TASKS else []
             end = start + count * encoding.num_bytes
             place = {"index": index, "embed_dtype": encoding.dtype, "endianness": encoding.endianness}
             shape = [*rows, count // (rows[0] if rows else 1)]
@@ -118,7 +120,7 @@ def embedding(index: int, stream: PoolingStream, *, encoding: Encoding | None) -
 def pooled(index: int, stream: PoolingStream, *, encoding: Encoding | None) -> Iterable[bytes]:
     """The numbers of one text, in rows where each token has some and they are not in base64."""
     found: Iterable[bytes]
-    if stream.pooling.task == "token_embed" and encoding is None:
+    if stream.pooling.task in TOKEN_TASKS and encoding is None:
         found = _list([_encode(row)] for row in stream.rows())
     else:
         found = _vector(stream, encoding)
@@ -156,6 +158,19 @@ _TYPED: dict[str, Callable[[PoolingStream], Iterable[bytes]]] = {
     "binary": lambda stream: _bits(stream, 128),
     "ubinary": lambda stream: _bits(stream, 0),
 }
+
+
+def found_entities(stream: PoolingStream, finder: EntityFinder, *, redact: bool) -> bytes:
+    """JSON of one text's entities: a piece of an object, without its braces."""
+    outputs = classified(stream, finder).outputs
+    shown = {"entities": outputs.entities, **({"redacted": outputs.redacted} if redact else {})}
+    return _encode(shown)[1:-1]
+
+
+def entities(index: int, stream: PoolingStream, *, found: Sequence[bytes]) -> Iterable[bytes]:
+    """The entities of one text, which `found_entities` has written."""
+    del stream
+    return [_encode({"object": "token_classification", "index": index})[:-1], b",", found[index], b"}"]
 
 
 def classification(index: int, stream: PoolingStream, labels: tuple[str, ...]) -> Iterable[bytes]:

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from vllm_lite.client.token_classes import Aggregation
 from vllm_lite.protocol.pooling import PoolingParams, PoolingTask
 from vllm_lite.server.openai.bodies import Messages, Name, Part, RequestId, Variables
 from vllm_lite.server.openai.errors import ApiError
@@ -14,6 +15,8 @@ MAX_TEXTS = 16_384
 """Texts of one request."""
 MAX_PARTS = 1024
 """Parts of one of Cohere's inputs."""
+MAX_LABELS = 1024
+"""Labels that a request may have ignored."""
 MAX_NUMBER_BYTES = 64 * 1024 * 1024
 """Float32 numbers that one request gets, of all its texts: they wait here for the last one."""
 
@@ -89,7 +92,30 @@ class EmbeddingBody(InputFields, frozen=True, kw_only=True):
 class PoolingBody(EmbeddingBody, frozen=True, kw_only=True):
     """POST /pooling: any task of the model's; by default its first."""
 
-    task: PoolingTask | None = None
+    task: PoolingTask | Literal["plugin"] | None = None
+
+    def checked_task(self, default: PoolingTask) -> PoolingTask:
+        """The task asked for. Raises ApiError for that of vLLM's plugins."""
+        if self.task == "plugin":
+            text = "the task 'plugin' is not supported: it is done by code of vLLM's plugins, and none is loaded here"
+            raise ApiError(400, text, "task")
+        return self.task or default
+
+
+class TokenClassifyBody(PoolingFields, frozen=True, kw_only=True):
+    """POST /token_classify: entities of texts. `aggregation_strategy` and `ignore_labels` are those of transformers'
+    pipeline, with "viterbi" besides; windows of a long text share `stride` tokens; `redact` also gives each text with
+    the labels in the places of its entities."""
+
+    input: str | Texts
+    aggregation_strategy: Aggregation | None = None
+    ignore_labels: Annotated[list[Name], Meta(max_length=MAX_LABELS)] | None = None
+    stride: Annotated[int, Meta(ge=0)] | None = None
+    redact: bool = False
+
+    @property
+    def texts(self) -> list[str]:
+        return [self.input] if isinstance(self.input, str) else self.input
 
 
 class ClassifyBody(InputFields, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """PoolingCall: one HTTP request for vectors or scores."""
 
-from vllm_lite.client.pooling import PoolingStream
+from vllm_lite.client.pooling import PoolingStream, by_text, joined
 from vllm_lite.server.calls.list_call import ListCall, Window
 from vllm_lite.server.calls.style import AnswerStyle
 
@@ -10,3 +10,12 @@ class PoolingCall(ListCall[PoolingStream]):
 
     def __init__(self, call_id: str, model: str, num_texts: int, window: Window, owner: str = "") -> None:
         super().__init__(call_id, AnswerStyle("embd", model), num_texts, window, owner)
+
+    def expect(self, num_more: int) -> None:
+        """Account for streams beyond one for each text: windows of long ones."""
+        self.num_texts += num_more
+
+    def join(self) -> None:
+        """Make one stream of those of each text, once all have finished. Tokens that windows share count once."""
+        self.streams = [joined(own) for own in by_text(self.streams)]
+        self._num_tokens = sum(len(stream.prompt.token_ids) for stream in self.streams)

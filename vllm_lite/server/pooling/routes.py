@@ -12,8 +12,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from vllm_lite.client.llm_arguments import pairs_of
+from vllm_lite.client.token_classes import BACKGROUND, EntityFinder
 from vllm_lite.errors import RequestError
-from vllm_lite.protocol.pooling import PoolingParams
+from vllm_lite.protocol.pooling import PoolingParams, PoolingTask
 from vllm_lite.server.generation import Asked
 from vllm_lite.server.http.body import Endpoint
 from vllm_lite.server.live_requests import as_json
@@ -26,6 +27,7 @@ from vllm_lite.server.pooling.bodies import (
     PoolingBody,
     RerankBody,
     ScoreBody,
+    TokenClassifyBody,
 )
 from vllm_lite.server.pooling.call import PoolingCall
 from vllm_lite.server.pooling.runs import PoolingRuns
@@ -33,6 +35,10 @@ from vllm_lite.server.pooling.runs import PoolingRuns
 Method = Callable[[Asked[Any]], Awaitable[Response]]
 PAIRS_AT_ONCE = 256
 """Similarities that are computed before others have their turn."""
+TEXTS_AT_ONCE = 4
+"""The same of texts whose entities are found, each of at most so many tokens:"""
+TOKENS_INLINE = 512
+NO_PAIRS = "scores no pairs"
 
 
 class PoolingRoutes:
@@ -49,6 +55,7 @@ class PoolingRoutes:
             ("/v2/embed", CohereEmbedBody, self.cohere),
             ("/pooling", PoolingBody, self.pooling),
             ("/classify", ClassifyBody, self.classify),
+            *((path, TokenClassifyBody, self.token_classify) for path in ("/token_classify", "/v1/token_classify")),
             *((path, ScoreBody, self.score) for path in ("/score", "/v1/score")),
             *((path, RerankBody, self.rerank) for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
         ]
@@ -67,6 +74,8 @@ class PoolingRoutes:
             kind, method = PoolingBody, self.pooling
         elif {"input", "messages"}.isdisjoint(fields) or not self._runs.factory.tasks:
             return None
+        elif self._runs.factory.first_task == "token_classify":
+            kind, method = TokenClassifyBody, self.token_classify
         elif self._runs.factory.first_task == "classify":
             kind, method = ClassifyBody, self.classify
         return await method(await self._generation.asked(request, data, kind))
@@ -111,7 +120,7 @@ class PoolingRoutes:
 
     async def pooling(self, asked: Asked[Any]) -> Response:
         body = asked.body
-        task = body.task or self._runs.factory.first_task
+        task = body.checked_task(self._runs.factory.first_task)
         params = body.params(dimensions=body.dimensions)
         prompts, asked = await self._runs.prompts_of(asked)
         call = await self._runs.pooled(asked, "pooling", prompts, params, task)
@@ -126,13 +135,45 @@ class PoolingRoutes:
         item = partial(write, encoding=encoding if way == "base64" else None)
         return answers.answer(call, asked.headers, answers.fields(call, asked.model), item)
 
+    async def token_classify(self, asked: Asked[Any]) -> Response:
+        """Entities of texts, and the texts without them."""
+        self._check_serves("classifies no tokens", "token_classify")
+        body = asked.body
+        ignored = BACKGROUND if body.ignore_labels is None else body.ignore_labels
+        try:
+            finder = EntityFinder(
+                self._runs.factory.limits.pooler, self._runs.factory.tokenizer, body.aggregation_strategy, ignored
+            )
+        except RequestError as error:
+            raise refused(error, "aggregation_strategy") from error
+        if body.redact and finder.aggregation == "none":
+            raise ApiError(400, "redact needs entities, and aggregation_strategy none gives single tokens", "redact")
+        call = await self._runs.placed(asked, "token-classify", body.texts, body.params(), body.stride)
+        found = list[bytes]()
+        for number, stream in enumerate(call.streams):  # a path through a long text takes a second
+            write = partial(answers.found_entities, stream, finder, redact=body.redact)
+            is_long = len(stream.prompt.token_ids) > TOKENS_INLINE
+            found.append(await asyncio.to_thread(write) if is_long else write())
+            await _let_others_go_on(number, TEXTS_AT_ONCE)
+        item = partial(answers.entities, found=found)
+        return answers.answer(call, asked.headers, answers.fields(call, asked.model), item)
+
+    def _check_serves(self, what: str, *tasks: PoolingTask) -> None:
+        """Raises ApiError unless the model can do one of `tasks`; `what` it does not do else."""
+        able = self._runs.factory.tasks
+        if not set(tasks) & set(able):
+            named = f"it can be asked to {' or '.join(able)}" if able else "it generates text"
+            raise ApiError(404, f"this model {what}: {named}", "model")
+
     async def classify(self, asked: Asked[Any]) -> Response:
+        self._check_serves("classifies no texts", "classify")
         prompts, asked = await self._runs.prompts_of(asked)
         call = await self._runs.pooled(asked, "classify", prompts, asked.body.params(), "classify")
         item = partial(answers.classification, labels=self._labels)
         return answers.answer(call, asked.headers, answers.fields(call, asked.model), item)
 
     async def score(self, asked: Asked[Any]) -> Response:
+        self._check_serves(NO_PAIRS, "score", "embed")
         body = asked.body
         try:
             pairs = await self._cut(pairs_of(*body.sides()), asked)
@@ -144,6 +185,7 @@ class PoolingRoutes:
 
     async def rerank(self, asked: Asked[Any]) -> Response:
         """The best documents first, in the form that Jina's and Cohere's clients read."""
+        self._check_serves(NO_PAIRS, "score", "embed")
         body = asked.body
         if body.top_n is not None and body.top_n < 0:
             raise ApiError(400, f"top_n must be at least 1, or 0 for all, got {body.top_n}", "top_n")
@@ -183,13 +225,9 @@ class PoolingRoutes:
         instruction: str | None,
     ) -> tuple[PoolingCall, list[float]]:
         """By the model's head, or the cosine similarity of its vectors. Raises ApiError."""
-        tasks = self._runs.factory.tasks
-        if "score" in tasks:
+        if "score" in self._runs.factory.tasks:
             call = await self._runs.scored(asked, kind, pairs, params, instruction)
             return call, [stream.numbers()[0] for stream in call.streams]
-        if "embed" not in tasks:
-            able = f"it can be asked to {' or '.join(tasks)}" if tasks else "it generates text"
-            raise ApiError(400, f"this model scores no pairs: {able}", "model")
         places = {text: place for place, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
         call = await self._runs.pooled(asked, kind, list(places), params, "embed")
         vectors = [memoryview(stream.data).cast("f") for stream in call.streams]  # as floats they would be large
@@ -206,6 +244,6 @@ class PoolingRoutes:
         return call, scores
 
 
-async def _let_others_go_on(number: int) -> None:
-    if number % PAIRS_AT_ONCE == PAIRS_AT_ONCE - 1:
+async def _let_others_go_on(number: int, most: int = PAIRS_AT_ONCE) -> None:
+    if number % most == most - 1:
         await asyncio.sleep(0)

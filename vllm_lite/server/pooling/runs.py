@@ -12,7 +12,7 @@ from vllm_lite.client.pooling import PoolingFactory, PoolingStream
 from vllm_lite.client.prompt import PromptLike
 from vllm_lite.client.text.pairs import Pair
 from vllm_lite.errors import RequestError, VllmLiteError
-from vllm_lite.protocol.pooling import PoolingParams, PoolingTask
+from vllm_lite.protocol.pooling import TOKEN_TASKS, PoolingParams, PoolingTask
 from vllm_lite.server.calls.list_call import Window
 from vllm_lite.server.generation import Asked, Generation
 from vllm_lite.server.http.auth import owner_of
@@ -114,6 +114,16 @@ class PoolingRuns:
             self.factory.check_task(task, params)
         return await self._run(asked, kind, sizes, make)
 
+    async def placed(
+        self, asked: Asked[Any], kind: str, texts: Sequence[str], params: PoolingParams, stride: int | None
+    ) -> PoolingCall:
+        """Compute the logits of texts' tokens, with the places of these."""
+
+        def make(start: int, end: int, ids: Sequence[str]) -> list[PoolingStream]:
+            return self.factory.make_placed(texts[start:end], params, stride, ids)
+
+        return await self._run(asked, kind, [len(text) for text in texts], make)
+
     async def scored(
         self, asked: Asked[Any], kind: str, pairs: Sequence[Pair], params: PoolingParams, instruction: str | None
     ) -> PoolingCall:
@@ -144,6 +154,7 @@ class PoolingRuns:
         try:
             with calls.run(call):
                 await self._feed(call, sizes, partial(_adapted, adapter, make))
+                call.join()
         finally:
             watch.cancel()
         return call
@@ -161,6 +172,7 @@ class PoolingRuns:
                     ids = [suffix(f"{call.name}-{index}", 1)[0] for index in range(next_text, end)]
                     with _refusing(next_text if len(sizes) > BATCH else 0):
                         made = await _made(make, next_text, end, ids, sum(sizes[next_text:end]))
+                    call.expect(len(made) - (end - next_text))
                     made.reverse()
                     next_text = end
                     call.check("input")
@@ -174,12 +186,12 @@ class PoolingRuns:
 
     def check_size(self, call: PoolingCall) -> None:
         """Refuse a call whose texts so far get more numbers than the server keeps for one."""
-        stream = call.streams[-1]
-        size = stream.pooling.dimensions or self.factory.limits.pooler.size
-        count = {"embed": len(call.streams), "token_embed": call.num_prompt_tokens}.get(stream.pooling.task, 0)
+        stream, per_token = call.streams[-1], call.streams[-1].pooling.task in TOKEN_TASKS
+        size = stream.pooling.dimensions or self.factory.limits.pooler.row_size(stream.pooling.task)
+        count = call.num_prompt_tokens if per_token else len(call.streams)
         if 4 * size * count > MAX_NUMBER_BYTES:
-            of = "tokens" if stream.pooling.task == "token_embed" else "texts"
-            text = f"vectors of {size} numbers for {count} {of} and more are over the {MAX_NUMBER_BYTES} bytes"
+            of = "tokens" if per_token else "texts"
+            text = f"{size} numbers for each of {count} {of} and more are over the {MAX_NUMBER_BYTES} bytes"
             raise ApiError(400, f"{text} that a request gets; send fewer texts in one", "input")
 
 

@@ -213,6 +213,8 @@ def _first_route(engine: Welcome, name: str) -> tuple[str, str]:
         return "/v1/embeddings", f'{{"model":"{name}","input":["Roses are red.","Violets are blue."]}}'
     if "token_embed" in engine.pooler.tasks:
         return "/pooling", f'{{"model":"{name}","input":["Roses are red."]}}'
+    if "token_classify" in engine.pooler.tasks:
+        return "/token_classify", f'{{"model":"{name}","input":"Maria lives in New York.","redact":true}}'
     return "/classify", f'{{"model":"{name}","input":["Roses are red."]}}'
 
 

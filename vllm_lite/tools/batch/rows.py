@@ -15,6 +15,8 @@ ENDPOINTS = (
     "/v1/embeddings",
     "/pooling",
     "/classify",
+    "/token_classify",
+    "/v1/token_classify",
     "/score",
     "/v1/score",
     "/rerank",
