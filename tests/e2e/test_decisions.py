@@ -61,7 +61,9 @@ def test_probabilities_are_those_of_transformers(family: str, tmp_path: Path) ->
         assert found.num_prompt_tokens == sum(lengths)
         found = llm.decide(long, many)
         assert worst_difference(oracle, found, long, many) < WITHIN
-        assert found.num_cached_tokens > 0.9 * found.num_prompt_tokens * 19 / 20, "the state is computed once"
+        prompts = [oracle.prompt(long, each) for each in read_questions(many)]
+        alike = next(place for place, tokens in enumerate(zip(*prompts, strict=False)) if len(set(tokens)) > 1)
+        assert found.num_cached_tokens >= 19 * (alike // 16 * 16), "the state is computed once, in however many steps"
         assert set(found.answers) == set(many)
 
 

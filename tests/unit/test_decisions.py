@@ -196,6 +196,14 @@ def test_the_beginning_is_tokenized_twice_however_many_questions_there_are():
     assert sum(size > 1000 for size in sizes) == 2
 
 
+def test_a_prompt_whose_beginning_has_other_tokens_is_tokenized_by_itself():
+    def encode(part: str) -> list[int]:
+        return [ord(letter) + 1000 * ("!" in part) for letter in part]
+
+    text = SharedText(" the cat sat." * 100, ["a", "b!", "c"])
+    assert encoded(text, encode) == [encode(text.whole(index)) for index in range(3)]
+
+
 # ---- labels
 
 
