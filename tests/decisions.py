@@ -28,9 +28,13 @@ STATE = {"ticket": "The quick brown fox was charged twice, and the dog does not 
 
 def write_decider(path: Path, family: str = "llama", *, template: str | None = TEMPLATE, **overrides: Any) -> Path:
     """Write a tiny random checkpoint whose vocabulary has yes and no, and whose chats have turns."""
+    return as_decider(make_checkpoint(path, family, **overrides), template)
+
+
+def as_decider(path: Path, template: str | None = TEMPLATE) -> Path:
+    """Give the checkpoint in the folder `path` such a vocabulary, and this template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    make_checkpoint(path, family, **overrides)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm_lite.client.async_client import AsyncClient
     from vllm_lite.client.beam import BeamSearchParams
+    from vllm_lite.client.decisions.answers import DecisionOutput
     from vllm_lite.client.llm import LLM
     from vllm_lite.client.lora import LoRARequest
     from vllm_lite.client.outputs import BeamSearchOutput, CompletionOutput, Logprob, RequestOutput
@@ -40,6 +41,7 @@ _HOME = {
     "TokensPrompt": "vllm_lite.client.prompt",
     "SamplingParams": "vllm_lite.protocol.params",
     "RequestOutputKind": "vllm_lite.protocol.params",
+    "DecisionOutput": "vllm_lite.client.decisions.answers",
     "PoolingParams": "vllm_lite.protocol.pooling",
     "PoolingRequestOutput": "vllm_lite.client.pooling",
     "StructuredOutputsParams": "vllm_lite.protocol.structured",
@@ -52,6 +54,7 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "CompletionOutput",
+    "DecisionOutput",
     "EngineConfig",
     "LoRARequest",
     "Logprob",

@@ -11,8 +11,9 @@ import httpx
 import pytest
 
 from tests.deadlines import scaled
-from tests.decisions import QUESTIONS, STATE, Oracle, probabilities_of, write_decider
+from tests.decisions import QUESTIONS, STATE, Oracle, as_decider, probabilities_of, write_decider
 from tests.e2e.reference import start
+from tests.families.hybrid import VARIANTS
 from tests.http_server import DEADLINE_S, Server, client, serving, until
 from tests.lora_adapters import make_adapter
 from vllm_lite import LLM, AsyncClient, LoRARequest, SamplingParams
@@ -48,6 +49,13 @@ def worst_difference(
     return worst
 
 
+def num_shared(oracle: Oracle, state: str, questions: Any) -> int:
+    """Tokens of the blocks that the prompts of all questions begin with."""
+    prompts = [oracle.prompt(state, each) for each in read_questions(questions)]
+    by_place = enumerate(zip(*prompts, strict=False))
+    return next(place for place, tokens in by_place if len(set(tokens)) > 1) // 16 * 16
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_probabilities_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     model = write_decider(tmp_path / "m", family, max_position_embeddings=4096)
@@ -61,10 +69,20 @@ def test_probabilities_are_those_of_transformers(family: str, tmp_path: Path) ->
         assert found.num_prompt_tokens == sum(lengths)
         found = llm.decide(long, many)
         assert worst_difference(oracle, found, long, many) < WITHIN
-        prompts = [oracle.prompt(long, each) for each in read_questions(many)]
-        alike = next(place for place, tokens in enumerate(zip(*prompts, strict=False)) if len(set(tokens)) > 1)
-        assert found.num_cached_tokens >= 19 * (alike // 16 * 16), "the state is computed once, in however many steps"
+        shared = num_shared(oracle, long, many)
+        assert found.num_cached_tokens >= 19 * shared > 0, "the state is computed once, in however many steps"
         assert set(found.answers) == set(many)
+
+
+def test_a_hybrid_keeps_its_state_where_questions_part(tmp_path: Path) -> None:
+    variant = next(each for each in VARIANTS if each.name.startswith("lfm2"))
+    model = as_decider(variant.make(tmp_path / "m"))
+    oracle, long = Oracle(model), "The quick brown fox. " * 5
+    many = {f"q{number}": {**NOUL, "instructions": f"{number} is it, {'or is it not, ' * 9}?"} for number in range(6)}
+    with start(model, max_num_batched_tokens=64) as llm:
+        found = llm.decide(long, many)
+    assert worst_difference(oracle, found, long, many) < WITHIN
+    assert found.num_cached_tokens >= 5 * num_shared(oracle, long, many) > 0
 
 
 def test_what_is_wrong_is_said_before_anything_is_computed(decider: Path) -> None:

@@ -79,17 +79,28 @@ def make_reads(
     if not has_template:
         whole, alone = encode("x"), encode("x", add_special_tokens=False)
         before = whole[: whole.index(alone[0])] if alone and alone[0] in whole else []
+    marks = [num_alike + len(before)] if (num_alike := _num_alike(prompts)) else None
     streams = []
     for question, prompt, options, name in zip(questions, prompts, labels, ids, strict=True):
         params = _params(options, given)
         try:
-            streams.append(factory.make(TokensPrompt(prompt_token_ids=[*before, *prompt]), params, name))
+            streams.append(factory.make(TokensPrompt(prompt_token_ids=[*before, *prompt], marks=marks), params, name))
         except RequestError as error:
             if len(questions) == 1:
                 raise
             error.args = (f"question {question.id!r}: {error}",)
             raise
     return Reads(questions, labels, streams)
+
+
+def _num_alike(prompts: Sequence[list[int]]) -> int:
+    """Number of tokens with which all of several prompts begin: where they part, recurrent layers keep their state. 0
+    for a single prompt."""
+    if len(prompts) == 1:
+        return 0
+    low, high = min(prompts), max(prompts)  # what these two begin with all do
+    pairs = zip(low, high, strict=False)
+    return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(low), len(high)))
 
 
 def _params(labels: LabelIds, given: ReadParams) -> SamplingParams:

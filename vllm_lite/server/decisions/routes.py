@@ -21,7 +21,9 @@ from vllm_lite.server.calls.style import AnswerStyle
 from vllm_lite.server.decisions.bodies import DecisionBody
 from vllm_lite.server.generation import Asked, Generation
 from vllm_lite.server.http.auth import owner_of
+from vllm_lite.server.http.body import memory_of
 from vllm_lite.server.http.disconnect import until_disconnected
+from vllm_lite.server.http.long_work import through
 from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.load_report import load_report
 from vllm_lite.server.openai.bodies import ChatBody, ChatMessage, field_of
@@ -86,14 +88,15 @@ class DecisionRoutes:
     async def _reads(self, asked: Asked[DecisionBody], name: str) -> Reads:
         """Render and tokenize the prompts. Raises ApiError."""
         body, prompts, live = asked.body, self._generation.prompts, self._generation.live
+        size = memory_of(asked.request)
         with _refusing("state"):
-            state = read_state(body.state)
+            state = await through(size, lambda: read_state(body.state))
         with _refusing("instructions"):
             instructions = read_instructions(body.instructions)
         with _refusing("chat_template_kwargs"):
             variables = variables_of(body.chat_template_kwargs)
         with _refusing("questions"):
-            questions = read_questions(body.questions)
+            questions = await through(size, lambda: read_questions(body.questions))
             has_template = prompts.has_template
             if has_template:
                 text = await self._rendered(state, questions, instructions, variables, asked.request)
