@@ -79,6 +79,22 @@ def test_columns_may_be_in_any_order(values: torch.Tensor) -> None:
         assert torch.equal(ours, theirs), num_rows
 
 
+@pytest.mark.parametrize("values", [E4M3, NF4], ids=["e4m3", "nf4"])
+@pytest.mark.parametrize("num_inputs", [64, 576, 700, 12288 + 320])
+def test_few_rows_have_the_bits_of_many(values: torch.Tensor, num_inputs: int) -> None:
+    """One and two rows take several groups at a time, and far more inputs; what is left of both is there, too."""
+    generator = torch.Generator().manual_seed(7)
+    codes = torch.randint(len(values) // 2 - 1, (70, num_inputs), generator=generator, dtype=torch.uint8)
+    packed = PackedWeight(GroupedWeight(codes, values, torch.rand(70, -(-num_inputs // 64), generator=generator), 64))
+    x, many = random(14, num_inputs, dtype=torch.bfloat16), torch.full((14, 70), math.nan)
+    linear(x, packed, many)
+    for num_rows in (1, 2, 3, 12):
+        for first in (0, 14 - num_rows):
+            few = torch.full((num_rows, 70), math.nan)
+            linear(x[first : first + num_rows], packed, few)
+            assert torch.equal(few, many[first : first + num_rows]), (num_rows, first)
+
+
 def test_fp8_of_a_dense_weight_is_the_nearest() -> None:
     """Within half a unit of the last place, of 3 bits or of a denormal, for the largest of a group and all others."""
     weight = random(5, 300) * torch.tensor([1e-30, 1e-3, 0, 1, 1e30])[:, None]
