@@ -100,6 +100,15 @@ def test_pages_of_others_see_nothing(server: Server) -> None:
             assert next(looks).engines, "the page of the server itself"
 
 
+def test_settings_are_those_of_the_command(server: Server) -> None:
+    with client(server) as http:
+        said = http.get("/v1/live/settings").json()
+        assert http.get("/v1/live/settings", headers={"sec-fetch-site": "cross-site"}).status_code == 403
+    assert "--num-gpu-blocks-override 200" in said["command"]
+    assert "--max-num-seqs 2" in said["command"]
+    assert (said["computed"]["max_num_seqs"], said["computed"]["device"]) == (2, "cpu")
+
+
 def test_top_prints_a_look(server: Server) -> None:
     command = [sys.executable, "-m", "vllm_lite", "top", "--url", server.url, "--once"]
     run = {"capture_output": True, "text": True, "timeout": scaled(60), "check": True}
@@ -113,6 +122,10 @@ def test_top_prints_a_look(server: Server) -> None:
 def test_with_keys_an_admin_sees_all_and_a_user_nothing() -> None:
     with serving("--api-key", USER, "--admin-api-key", ADMIN) as server, client(server) as http:
         assert http.get("/v1/live").status_code == 401
+        assert http.get("/v1/live/settings").status_code == 401
+        settings = http.get("/v1/live/settings", headers={"authorization": f"Bearer {ADMIN}"})
+        assert settings.status_code == 200
+        assert not any(key in settings.text for key in (USER, ADMIN))
         refused = http.get("/v1/live", headers={"authorization": f"Bearer {USER}", "sec-fetch-site": "same-origin"})
         assert (refused.status_code, refused.json()["error"]["message"]) == (403, "this needs an admin key")
         with watching(http, authorization=f"Bearer {ADMIN}") as looks:

@@ -221,6 +221,7 @@ def test_the_keyboard_is_enough(page: Any) -> None:
     page.keyboard.press("ArrowRight")
     assert page.is_visible("#model")
     assert "from openai import OpenAI" in page.inner_text("#python")
+    page.wait_for_selector("#command:has-text('--num-gpu-blocks-override 100')")
     page.keyboard.press("ArrowRight")
     assert page.is_visible("#chat")
     assert page.evaluate("document.activeElement.id") == "tab-chat"

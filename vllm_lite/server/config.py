@@ -17,7 +17,7 @@ from vllm_lite.errors import ConfigError
 from vllm_lite.runtime.nested_settings import Count
 from vllm_lite.runtime.settings import Section
 
-_SECRET = {"api_key", "admin_api_key"}
+SECRET = {"api_key", "admin_api_key"}
 
 
 class Keys(NamedTuple):
@@ -224,7 +224,7 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
     def to_yaml(self) -> str:
         """Write all values as a file for --config. Keys are left out."""
-        values = {name: getattr(self, name) for name in self.__struct_fields__ if name not in _SECRET}
+        values = {name: getattr(self, name) for name in self.__struct_fields__ if name not in SECRET}
         return msgspec.yaml.encode(msgspec.to_builtins(values)).decode()
 
 

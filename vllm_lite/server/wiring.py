@@ -34,6 +34,7 @@ from vllm_lite.server.decisions.routes import DecisionRoutes
 from vllm_lite.server.generation import Generation, ServedModel
 from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.live.routes import LiveRoutes
+from vllm_lite.server.live.settings import settings_of
 from vllm_lite.server.live_requests import LiveRequests
 from vllm_lite.server.llama_cpp import LlamaCppRoutes
 from vllm_lite.server.messages.routes import MessagesRoutes
@@ -170,7 +171,8 @@ class Application:
         information = Information(config, files.tokenizer, files.template_text)
         vectors = PoolingRoutes(pooling)
         more = [*Resumption(live, factory).routes(), *VllmRoutes(generation, information, vectors.invoked).routes()]
-        more += OperationRoutes(self.calls, live.reader, resolved).routes() + LiveRoutes(self.calls).routes()
+        more += OperationRoutes(self.calls, live.reader, resolved).routes()
+        more += LiveRoutes(self.calls, settings_of(config, resolved)).routes()
         more += [*AdapterRoutes(generation).routes(), *DerenderRoutes(generation).routes()]
         shown = files.template_text if config.enable_tokenizer_info_endpoint else None
         ollama = OllamaModel.of(model, resolved.model, prompts, shown)

@@ -55,6 +55,7 @@ function open(tab) {
     $(each.getAttribute("aria-controls")).hidden = !chosen
   }
   if (isTrace) return
+  if (tab.id === "tab-model") showSettings()
   if (tab.id === "tab-chat" && cards.length > 1) look()  // states may have changed
   if (tab.id === "tab-live") watch()
   else watching?.abort()
@@ -104,6 +105,18 @@ let cards = []
 
 const stateOf = card => card?.status?.value
 
+/** How the model is computed, and with which flags: for those who may see everybody's requests. Behind a router each
+ * model has its own. */
+async function showSettings() {
+  if (!cards.length || stateOf(cards[0])) return
+  const answer = await fetch("v1/live/settings", {headers: headers()})
+  $("run").hidden = !answer.ok
+  if (!answer.ok) return
+  const {command, computed} = await answer.json()
+  list($("computed"), Object.entries(computed).filter(([, value]) => value !== null))
+  write($("command"), command)
+}
+
 function offer(found) {
   cards = found
   const options = cards.map(card => {
@@ -147,7 +160,7 @@ function expectLoad() {
   write($("gauge"), `${model} is ${state}: it is loaded first${usual}`)
 }
 
-for (const place of [$("curl"), $("python")]) {
+for (const place of [$("curl"), $("python"), $("command")]) {
   const button = make("button", {text: "Copy", type: "button"})
   button.addEventListener("click", async () => {
     try { await navigator.clipboard.writeText(place.textContent) } catch { getSelection().selectAllChildren(place) }
