@@ -168,6 +168,7 @@ def test_processes_die_while_the_engine_sleeps_lightly_and_wakes(
     stream = Stream(server)
     stream.reach(30)
     done(http.post("/sleep", params={"level": 1, "mode": "keep"}))
+    until(lambda: bool(family(server, "worker.process")), "a worker that waits for the wake")
     (first, *_) = family(server, "worker.process")
     first.send_signal(signal.SIGKILL)
     assert done(http.post("/wake_up", params={"tags": ["weights"]}))["status"] == "sleeping"

@@ -16,7 +16,7 @@ from tests.unit.test_core import continuation
 from tests.unit.test_engine_clients import Client
 from tests.unit.test_worker_groups import NUM_BLOCKS, PARAMS, PROMPT, READY, FakeGroup, Host
 from vllm_lite.engine.kept_state import KeptState, keep, kept
-from vllm_lite.engine.operations import REATTACH_S, Operations
+from vllm_lite.engine.operations import REATTACH_S, REST_S, Operations
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.protocol.api import Abort, Describe, Descriptions, Generate
 from vllm_lite.protocol.codec import pack_tokens
@@ -171,12 +171,20 @@ def test_an_abort_cuts_a_wait_short(host: Host, client: Client) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_a_sleep_ends_the_workers_and_loses_no_token(host: Host, client: Client, level: int) -> None:
+def test_a_sleep_ends_the_workers_and_loses_no_token(
+    host: Host, client: Client, level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     host.generate(client, "a")
     host.loop(5)
     do(host, client, Sleep(level, "keep"))
     assert host.made[0].is_ending
+    assert len(host.made) == 1, "who put it to sleep needs the cores first"
+    assert host.operations.looks_soon is (level == 1)
+    later_s = time.monotonic() + REST_S
+    monkeypatch.setattr(host.operations, "_clock", lambda: later_s)
+    host.loop()
     assert [group.phase for group in host.made[1:]] == (["spawned"] if level == 1 else [])
+    assert not host.operations.looks_soon
     host.generate(client, "late")
     host.loop(5)
     assert num_tokens(client, "late") == 0
@@ -189,6 +197,16 @@ def test_a_sleep_ends_the_workers_and_loses_no_token(host: Host, client: Client,
     host.drain(client, "a", "late")
 
 
+def test_a_wake_that_comes_at_once_starts_its_workers_itself(host: Host, client: Client) -> None:
+    do(host, client, Sleep(1))
+    do(host, client, WakeUp())
+    assert host.current is host.made[1]
+    assert not host.operations.looks_soon
+    do(host, client, Sleep(1))
+    do(host, client, Sleep(2))
+    assert not host.operations.looks_soon, "no worker is to wait any more"
+
+
 def test_a_sleep_of_level_0_is_a_pause_that_a_wake_up_ends(host: Host, client: Client) -> None:
     do(host, client, Sleep(0))
     host.generate(client, "a")
@@ -199,8 +217,15 @@ def test_a_sleep_of_level_0_is_a_pause_that_a_wake_up_ends(host: Host, client: C
     host.drain(client, "a")
 
 
+@pytest.fixture
+def no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm_lite.engine.operations.REST_S", 0.0)
+
+
+@pytest.mark.usefixtures("no_rest")
 def test_a_deeper_sleep_keeps_no_process(host: Host, client: Client) -> None:
     do(host, client, Sleep(1))
+    host.loop()
     do(host, client, Sleep(2))
     assert [group.is_closed for group in host.made[1:]] == [True]
     do(host, client, WakeUp())
@@ -208,8 +233,10 @@ def test_a_deeper_sleep_keeps_no_process(host: Host, client: Client) -> None:
     host.drain(client, "a")
 
 
+@pytest.mark.usefixtures("no_rest")
 def test_a_process_that_dies_while_all_sleep_is_replaced(host: Host, client: Client) -> None:
     do(host, client, Sleep(1))
+    host.loop()
     host.made[1].die()
     host.loop(3)
     assert not host.recovery.is_on

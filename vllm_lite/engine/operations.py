@@ -40,6 +40,9 @@ PROFILE_TIMEOUT_S = 300.0
 """For workers to write what they have found."""
 REATTACH_S = 2.0
 """For clients to find an engine that takes the place of another one, and to send it what has not ended."""
+REST_S = 1.0
+"""How long an engine that has gone to sleep waits before a worker imports torch for its wake: a router that asked for it
+loads another model in that second, and needs the cores."""
 _MEMORY = frozenset({"weights", "kv_cache"})
 
 logger = log.get(__name__)
@@ -72,6 +75,8 @@ class Operations:
         self._stages: Iterator[None] | None = None
         self._awake: set[str] = set()
         """What has been named by WakeUp since the engine sleeps."""
+        self._prepares_s: float | None = None
+        """When a worker is started that waits for the wake; None: none is to be."""
         self._served: Weights | None = None
         """What is served, once it is known from a check."""
         self._counters.model = groups.model
@@ -80,6 +85,11 @@ class Operations:
     def is_on(self) -> bool:
         """Whether something is being done."""
         return self._stages is not None or bool(self._asked)
+
+    @property
+    def looks_soon(self) -> bool:
+        """Whether there is something to go on with though nobody says anything."""
+        return self.is_on or self._prepares_s is not None
 
     def restore(self, state: KeptState) -> None:
         """Be as an earlier engine was, and do what it was about to. One that sleeps was made without workers."""
@@ -105,6 +115,8 @@ class Operations:
                 self._stages = None
             else:
                 break
+        if self._prepares_s is not None and not self.is_on and self._clock() >= self._prepares_s:
+            self._prepare_wake()
         has_workers = self._core.scheduler.has_workers
         if not has_workers and not self.is_on:
             self._groups.executor.has_ended()  # whatever it still has to say would end every wait at once
@@ -181,10 +193,16 @@ class Operations:
         counters.sleep_level = level
         if self._core.scheduler.has_workers:
             yield from self._end_workers(f"sleep of level {level}")
-        if level == 1:
-            self._groups.prepare_next()
-        else:
+        self._prepares_s = self._clock() + REST_S if level == 1 else None
+        if level != 1:
             yield from self._groups.dismiss_next()
+
+    def _prepare_wake(self) -> None:
+        self._prepares_s = None
+        try:
+            self._groups.prepare_next()
+        except EngineError as error:
+            logger.warning("the wake will take longer: %s", error)
 
     def _wake_up(self, message: wire.WakeUp) -> Stages:
         if self._counters.sleep_level is None:
@@ -285,7 +303,7 @@ class Operations:
     def _load(self) -> Stages:
         """Have workers load `groups.model`, and go on with them. Raises EngineError, ModelError or ConfigError; then
         there are none."""
-        groups, core = self._groups, self._core
+        groups, core, self._prepares_s = self._groups, self._core, None
         for attempt in range(1, MAX_LOADS + 1):
             try:
                 groups.prepare_next()

@@ -210,7 +210,7 @@ class EngineProcess:
         executor, events = groups.executor, self._kv_events
         watched = poller(self.port, executor, self._stop, *(() if events is None else (events,)))
         while groups.executor is executor and not self._stop.is_set():
-            is_changing = recovery.is_on or operations.is_on
+            is_changing = recovery.is_on or operations.looks_soon
             watched.poll(RECOVERY_LOOK_MS if is_changing else self.patience_ms_of(core))
             self.serve_once(core, groups, recovery, operations)
             if events is not None:

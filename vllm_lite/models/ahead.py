@@ -23,7 +23,7 @@ from vllm_lite.checkpoint.tensors.tensor_names import canonical, is_ignored
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.kernels import cpu
-from vllm_lite.kernels.cpu.weights.file_packer import FilePacker, Job, Piece
+from vllm_lite.kernels.cpu.weights.file_packer import NICENESS, FilePacker, Job, Piece
 from vllm_lite.layers.attention.qkv_layout import qkv_splits
 from vllm_lite.runtime import log
 
@@ -69,9 +69,9 @@ class Wanted(NamedTuple):
     packed_as: str
 
 
-def pack_ahead(config: ResolvedConfig, rank: int, num_threads: int) -> FilePacker | None:
-    """Begin to pack what worker `rank` will want. None where nothing can be packed, or it is not known what; the loader
-    says what is wrong."""
+def pack_ahead(config: ResolvedConfig, rank: int, num_threads: int, niceness: int = NICENESS) -> FilePacker | None:
+    """Begin to pack what worker `rank` will want, by threads that are lower by `niceness`. None where nothing can be
+    packed, or it is not known what; the loader says what is wrong."""
     if config.device != "cpu" or config.load_format == "dummy" or not cpu.available():
         return None
     try:
@@ -95,7 +95,7 @@ def pack_ahead(config: ResolvedConfig, rank: int, num_threads: int) -> FilePacke
         if tied and config.quantization:  # the model keeps the embedding as it is, beside the head
             wanted = (one for one in wanted if not one.slots[0].name.endswith("embed_tokens.weight"))
         jobs = {one: job for one in wanted if (job := _job(one, stored)) is not None}
-        return _begin(jobs, stored, num_threads) if jobs else None
+        return _begin(jobs, stored, num_threads, niceness) if jobs else None
     except (VllmLiteError, OSError, ValueError, LookupError) as error:
         logger.debug("no weights are packed ahead: %s", error)
         return None
@@ -110,9 +110,11 @@ def _form(quantization: Quantization | None, mixed: MixedForm | None, slot: Slot
     return quantization if mixed is None else mixed.form(slot.name)
 
 
-def _begin(jobs: Mapping[Wanted, Job], stored: Mapping[str, TensorPlace], num_threads: int) -> FilePacker | None:
+def _begin(
+    jobs: Mapping[Wanted, Job], stored: Mapping[str, TensorPlace], num_threads: int, niceness: int
+) -> FilePacker | None:
     """None if a file was replaced since its header was read: tensors of another file lie elsewhere."""
-    packer = FilePacker(jobs, num_threads)
+    packer = FilePacker(jobs, num_threads, niceness)
     places = (stored[slot.name] for wanted in jobs for slot in wanted.slots)
     if all(packer.reads(place.file, place.identity) for place in places):
         return packer

@@ -19,7 +19,7 @@ import msgspec
 
 from vllm_lite.checkpoint.shard import answering_rank
 from vllm_lite.errors import ConfigError, EngineError, ProtocolError
-from vllm_lite.kernels.cpu.weights.file_packer import FilePacker
+from vllm_lite.kernels.cpu.weights.file_packer import NICENESS, FilePacker
 from vllm_lite.models.ahead import pack_ahead
 from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
@@ -262,9 +262,10 @@ class _Ahead:
         """Once: begin, if it is known what will be wanted."""
         if not self.has_begun:
             self.has_begun = True
-            config = self.settings.config
+            config, is_first = self.settings.config, self.settings.generation == FIRST_GENERATION
             num_threads = config.cpu_threads or threads_of_the_user() or len(os.sched_getaffinity(0))
-            self.packer = pack_ahead(config, self.settings.rank, num_threads)
+            # A later one has imported everything, and streams wait for it.
+            self.packer = pack_ahead(config, self.settings.rank, num_threads, NICENESS if is_first else 0)
             log.moment("worker", "begins to pack weights")
 
     def close(self) -> None:

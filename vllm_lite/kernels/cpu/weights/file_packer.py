@@ -27,7 +27,7 @@ FORMS = {"int8": GROUPED8, "fp8": 105, "int4": GROUPED4, "int4_g32": GROUPED4, "
 TILE_GROUP = 128
 """kQuantGroup: the inputs in a group that tiles multiply."""
 NICENESS = 5
-"""How much lower the threads that pack stand than the process: whatever else starts meanwhile goes first."""
+"""How much lower the threads that pack stand than a process that starts: whatever else starts meanwhile goes first."""
 LOOK_EVERY_S = 0.2
 _ALIGNMENT_BYTES = 64
 _PENDING, _CUT_OFF = -2, -1
@@ -138,8 +138,9 @@ class _Place(NamedTuple):
 class FilePacker:
     """Begins to pack `jobs`, in their order, when it is made. To be closed; what was taken stays."""
 
-    def __init__(self, jobs: Mapping[K, Job], num_threads: int) -> None:
-        """`num_threads` beside the caller's. Raises OSError if a file cannot be opened or there is no memory."""
+    def __init__(self, jobs: Mapping[K, Job], num_threads: int, niceness: int = NICENESS) -> None:
+        """`num_threads` beside the caller's, lower than it by `niceness`. Raises OSError if a file cannot be opened or
+        there is no memory."""
         self.jobs: dict[Hashable, Job] = dict(jobs.items())
         self._open = ExitStack()
         self._files: dict[Path, int] = {}
@@ -154,7 +155,7 @@ class FilePacker:
             self._pages = Pages.zeros(max((place.end for place in self._places.values()), default=0))
             records = (_Job * len(jobs))(*(self._record(job, self._places[key]) for key, job in jobs.items()))
             begin = function("vllm_lite_load_begin", _BEGIN_TYPES, pointer)
-            self._loading = begin(ctypes.addressof(records), len(jobs), num_threads, NICENESS)
+            self._loading = begin(ctypes.addressof(records), len(jobs), num_threads, niceness)
         except BaseException:
             self._open.close()
             raise
