@@ -68,9 +68,9 @@ def commands(peers: Path, model: Path) -> dict[str, tuple[list[str], dict[str, s
 
 
 @contextmanager
-def serving(command: list[str], env: dict[str, str], log: Path) -> Iterator[str]:
+def serving(command: list[str], env: dict[str, str], log: Path, port: int = PORT) -> Iterator[str]:
     """The address of a server that answers /health. Raises RuntimeError if it never does."""
-    url = f"http://127.0.0.1:{PORT}"
+    url = f"http://127.0.0.1:{port}"
     with log.open("w") as output:
         process = subprocess.Popen(
             command, env={**os.environ, **env}, stdout=output, stderr=output, start_new_session=True
