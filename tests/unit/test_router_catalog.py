@@ -34,7 +34,7 @@ def test_a_file_of_models(tmp_path: Path) -> None:
     chat, plain, embed = catalog.entries.values()
     assert (chat.aliases, chat.pin, chat.idle_s, chat.trouble) == (("gpt-4o", "other"), True, 60.0, None)
     assert chat.config is not None
-    assert chat.config.names == ("chat", "gpt-4o", "other")
+    assert chat.config.names == ("chat", "gpt-4o", "other", "chat:latest", "gpt-4o:latest", "other:latest")
     assert (chat.config.max_model_len, chat.config.max_num_seqs, chat.config.dtype) == (1000, 7, "float32")
     assert chat.config.port == 8000, "the router's own"
     assert plain.config is not None

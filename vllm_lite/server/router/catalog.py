@@ -149,11 +149,16 @@ class Catalog:
         given = {key.replace("-", "_"): value for key, value in values.items()}
         if wrong := sorted(given.keys() & _NOT_IN_ENTRIES):
             raise ConfigError(f"{wrong[0]} is a setting of the router, not of one model; give it to `serve`")
-        merged = {**self.base, **given, "served_model_name": " ".join((name, *aliases))}
+        merged = {**self.base, **given, "served_model_name": served_names(name, *aliases)}
         config = ServeConfig.load(merged, env={})
         if not (Path(config.model).exists() or is_hub_id(config.model) or config.model == DEMO_MODEL):
             raise ConfigError(f"model {config.model!r} is no folder or file here, and no hub id like org/model")
         return config
+
+
+def served_names(*names: str) -> str:
+    """The names that a model's own server takes: as `find` does, also with Ollama's usual tag."""
+    return " ".join((*names, *(name + LATEST for name in names if ":" not in name)))
 
 
 def base_settings(front: ServeConfig) -> dict[str, Any]:

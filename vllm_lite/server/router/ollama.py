@@ -24,7 +24,7 @@ from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.ollama.answers import created_at, said
 from vllm_lite.server.openai.errors import ApiError, public_text
-from vllm_lite.server.router.catalog import Entry, hub_entry
+from vllm_lite.server.router.catalog import Entry, hub_entry, served_names
 from vllm_lite.server.router.fleet import Fleet, FleetModel
 from vllm_lite.server.router.forward import ForwardedAnswer, RoutedBody, read_routed
 from vllm_lite.server.router.known import describe, forget_hub, iso, ollama_entry
@@ -124,7 +124,7 @@ class OllamaManagement:
         entry = self._fleet.find(source).entry
         if entry.config is None:
             raise ApiError(400, f"{source!r} cannot be copied: {entry.trouble}")
-        copied = msgspec.structs.replace(entry.config, served_model_name=name)
+        copied = msgspec.structs.replace(entry.config, served_model_name=served_names(name))
         new = Entry(name, copied, is_from_hub=entry.is_from_hub, is_added=True)
         try:
             self._fleet.catalog.add(new)

@@ -63,6 +63,7 @@ class RouterRoutes:
         ]
         routes = [Route(path, method, methods=["GET"]) for path, method in gets]
         routes += [Route(path, self._reader.holding(method), methods=["POST"]) for path, method in posts]
+        routes.append(Route("/upstream/{rest:path}", self._reader.holding(self.upstream), methods=METHODS))
         return [*routes, Route("/ping", self.health, methods=["GET", "POST"])]
 
     def rest(self) -> Route:
@@ -197,17 +198,29 @@ class RouterRoutes:
 
     # ---- everything else
 
+    async def upstream(self, request: Request) -> Response:
+        """Send /upstream/MODEL/PATH on to the model as /PATH, as llama-swap does. Names may have slashes in them."""
+        parts = request.path_params["rest"].split("/")
+        for count in range(len(parts), 0, -1):
+            if (entry := self._fleet.catalog.find("/".join(parts[:count]))) is not None:
+                request.scope["path"] = "/" + "/".join(parts[count:])
+                return self._sent_on(self._fleet.find(entry.name), request, await read_routed(request, self._reader))
+        raise ApiError(404, f"{request.scope['path'][:200]!r} names no model; give /upstream/MODEL/PATH", "model")
+
     async def forward(self, request: Request) -> Response:
-        path = request.scope["path"]
-        if path in OF_ROUTER:
-            raise ApiError(400, f"{path} is the router's to call here; POST /models/unload gives a model's memory back")
         routed = await read_routed(request, self._reader)
         name = routed.field("model", str | None) or request.query_params.get("model")
         if name is None and "lora_name" in routed.fields:
             name = self._adapters.get(routed.field("lora_name", str))
         if name is None and self._is_about_requests(request) and (request.method == "GET" or self._has_several()):
             return await self._ask_each(request, routed)
-        member = self._fleet.find(name)
+        return self._sent_on(self._fleet.find(name), request, routed)
+
+    def _sent_on(self, member: FleetModel, request: Request, routed: RoutedBody) -> Response:
+        """Raises ApiError."""
+        path = request.scope["path"]
+        if path in OF_ROUTER:
+            raise ApiError(400, f"{path} is the router's to call here; POST /models/unload gives a model's memory back")
         if "lora_name" in routed.fields:
             self._know_adapter(member, path, routed.field("lora_name", str))
         return ForwardedAnswer(self._fleet, member, request, routed, self._reader)
