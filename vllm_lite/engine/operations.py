@@ -41,8 +41,8 @@ PROFILE_TIMEOUT_S = 300.0
 REATTACH_S = 2.0
 """For clients to find an engine that takes the place of another one, and to send it what has not ended."""
 REST_S = 1.0
-"""How long an engine that has gone to sleep waits before a worker imports torch for its wake: a router that asked for it
-loads another model in that second, and needs the cores."""
+"""How long an engine that has gone to sleep waits before a worker imports torch for its wake: a router loads another
+model in that second, and needs the cores."""
 _MEMORY = frozenset({"weights", "kv_cache"})
 
 logger = log.get(__name__)
