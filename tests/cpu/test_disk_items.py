@@ -1,5 +1,7 @@
 """Blocks on their way between a pool and files: used where they lie on a CPU, and by way of a buffer on a device."""
 
+import errno
+import os
 import queue
 import time
 from collections.abc import Callable
@@ -10,6 +12,7 @@ import torch
 
 from tests.cpu.test_cache_engine import make_engine
 from tests.deadlines import scaled
+from vllm_lite.kv_disk import store
 from vllm_lite.kv_disk.store import DiskStore
 from vllm_lite.protocol.transfers import (
     MEDIUM,
@@ -224,6 +227,25 @@ def test_a_tier_that_cannot_be_opened_fails_each_transfer_and_says_so(
     assert worker.run(LoadBlocks(1, KEYS[:2], [1, 2])).failed == (0, 1)
     assert worker.run(StoreBlocks(2, KEYS[:2], [1, 2])).failed == (0, 1)
     assert "the KV cache on disk is off: no such disk" in caplog.text
+    worker.disk.close(scaled(5.0))
+
+
+def test_the_log_says_once_for_each_reason_that_nothing_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    worker, reasons = Worker(tmp_path, 1), [errno.ENOSPC, errno.ENOSPC, errno.EDQUOT, errno.EDQUOT]
+    monkeypatch.setattr(store, "PAUSE_S", 0.0)
+
+    def refuse(*_: object) -> int:
+        raise OSError(reasons[0], os.strerror(reasons[0]))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", refuse)
+        for ticket, _ in enumerate(list(reasons), 1):
+            assert worker.run(StoreBlocks(ticket, KEYS[ticket : ticket + 1], [1])).failed == (0,)
+            del reasons[0]
+    assert worker.run(StoreBlocks(9, KEYS, list(range(8)))).failed == ()
+    assert [caplog.text.count(why) for why in ("No space left", "quota exceeded", "nothing can be")] == [1, 1, 2]
     worker.disk.close(scaled(5.0))
 
 

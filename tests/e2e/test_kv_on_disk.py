@@ -1,6 +1,7 @@
 """A KV cache on disk through whole engines: after a restart, a kill or beside another engine the same tokens come, and
 the prompt is not computed again; of what does not fit nothing is found."""
 
+import errno
 import os
 import shutil
 import signal
@@ -25,6 +26,7 @@ from vllm_lite.config import GIB
 from vllm_lite.engine.blocks.disk_tier import DiskTier
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.errors import EngineDeadError, ModelError
+from vllm_lite.kv_disk.folders import RankFolders
 from vllm_lite.kv_disk.store import DiskStore
 from vllm_lite.kv_disk.usage import held_files
 from vllm_lite.tools.cli import main
@@ -117,6 +119,7 @@ def test_the_second_of_two_engines_computes_nothing_that_the_first_has(written: 
         ({"dtype": "bfloat16"}, {}),
         ({"kv_cache_dtype": "bfloat16"}, {}),
         ({"block_size": 32}, {}),
+        ({"deterministic": True}, {}),
         ({"prefix_hash_seed": "another"}, {}),
         ({}, {"cache_salt": "another"}),
     ],
@@ -149,6 +152,24 @@ def test_damaged_files_are_computed_and_removed(written: tuple[Path, list[int]])
         assert stats.failed_loads
         assert stats.disk is not None
         assert stats.disk.errors["damaged"]
+
+
+def test_a_directory_that_can_only_be_read_is_read_and_the_log_says_so(
+    written: tuple[Path, list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, tokens = written
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(RankFolders, "make", refuse)
+    with closing(open_llm(folder)) as llm:
+        until_written(llm, 19)
+        assert ask(llm, PROMPT) == (tokens, 288)
+        disk = llm.stats().disk
+        assert disk is not None
+        assert disk.errors["write"]
+    assert "nothing can be written to the KV cache on disk, what lies there is read" in caplog.text
 
 
 def test_a_reset_takes_the_disk_along_when_asked(written: tuple[Path, list[int]]) -> None:

@@ -102,7 +102,7 @@ def test_another_model_or_rank_finds_nothing(tmp_path: Path, model: bytes, place
 def test_a_file_moved_to_another_rank_is_foreign_there(tmp_path: Path) -> None:
     write(open_store(tmp_path), chain(3))
     file, other = only_file(tmp_path), open_store(tmp_path, place=(1, 2))
-    place = other.folder / file.parent.name / file.name
+    place = other.folders.path / file.parent.name / file.name
     place.parent.mkdir(parents=True)
     file.rename(place)
     other.look()
@@ -254,13 +254,13 @@ def test_what_was_not_used_for_longest_goes_first_also_that_of_other_models(tmp_
 
 def test_a_full_quota_has_room_before_more_is_written(tmp_path: Path) -> None:
     size = PAGE + 4 * ITEM_BYTES
-    store = open_store(tmp_path, quota=40 * size)  # one run is less than what makes it count again behind a write
-    for number in range(40):
+    store = open_store(tmp_path, quota=128 * size)  # one run is less than what makes it count again behind a write
+    for number in range(120):
         write(open_store(tmp_path), chain(4, number))
     store.sweep()
-    assert store.num_bytes == 40 * size
-    assert write(store, chain(4, 50))
-    assert sum(held.num_bytes for held in held_files(tmp_path)) <= 40 * size
+    assert store.num_bytes == 120 * size, "a sixteenth stays free"
+    assert write(store, chain(4, 150))
+    assert sum(held.num_bytes for held in held_files(tmp_path)) <= 120 * size
 
 
 def test_a_run_larger_than_half_of_the_quota_is_not_written(tmp_path: Path) -> None:

@@ -55,6 +55,8 @@ def fingerprint(config: ResolvedConfig, layout: Sequence[object]) -> bytes:
         parts.append(config.seed)
     if config.speculative_config is not None:
         parts.append(repr(config.speculative_config))
+    if config.deterministic:
+        parts.append("deterministic")
     for part in parts:
         _add(state, repr(part).encode())
     folder = Path(config.model)

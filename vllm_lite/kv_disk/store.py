@@ -7,6 +7,7 @@ file, and checks each item after it was read. A file that is not what its name a
 One thread writes and looks at the directory, several may read.
 """
 
+import errno
 import os
 import stat
 import threading
@@ -18,6 +19,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from vllm_lite.kv_disk.folders import RankFolders
 from vllm_lite.kv_disk.format import (
     MAX_ITEMS,
     PAGE,
@@ -29,7 +31,7 @@ from vllm_lite.kv_disk.format import (
     pack,
     unpack,
 )
-from vllm_lite.kv_disk.usage import DRAFT_PREFIX, remove_file, sweep
+from vllm_lite.kv_disk.usage import DRAFT_PREFIX, is_file_name, remove_file, sweep
 
 TOUCH_S = 60.0
 """A file's time of use is written at most so often."""
@@ -41,12 +43,18 @@ RECENT_NS = 2_000_000_000
 """A folder that has changed so recently may change again within the same tick of its clock."""
 LARGEST = 0.5
 """A run that takes more than this share of the quota is not written: it would push out all others."""
-WRITTEN = 1 / 16
+WRITTEN = 1 / 64
 """All files are counted again when this share of the quota was written since: others may write as much."""
+SPARE = 4 * WRITTEN
+"""This share of the quota stays free, for what several engines write until they count again."""
 PART_BYTES = 4 << 20
 """Items are written in parts of so many bytes."""
 READ_BYTES = 1 << 20
 """They are read in parts of so many, and checked while the core that has read them has them in a cache of its own."""
+
+
+_LACKING = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ESTALE))
+"""Refusals that say nothing against a file: it stays, and is found again by the next look."""
 
 
 class Items(Protocol):
@@ -94,17 +102,22 @@ class DiskStore:
         place: tuple[int, int],
         quota_bytes: int,
         clock: Callable[[], float] = time.time,
+        *,
+        about: str = "",
     ) -> None:
-        """`place` is the rank and how many there are."""
+        """`place` is the rank and how many there are; `about` says to people whose KV it is. Raises OSError."""
         self.root = root
-        self.folder = root / fingerprint.hex()[:32] / f"{place[0]}-{place[1]}"
+        self.folders = RankFolders(root, fingerprint, place, about)
         self.quota_bytes = quota_bytes
+        self._most_bytes = int((1 - SPARE) * quota_bytes)
         self.num_bytes = 0
         """Bytes of all files below the root, as far as this engine knows."""
         self.dropped = Counter[str]()
         """Files that were removed, by reason: damaged (or cut), foreign, unreadable, evicted."""
         self.errors = Counter[str]()
         """What the system has refused: reading and writing."""
+        self.refusal: OSError | None = None
+        """The last one of writing."""
         self._fingerprint = blake2b(b"%s %d %d" % (fingerprint, *place), digest_size=32).digest()
         """A file that was moved here from another rank is as foreign as one of another model."""
         self.clock = clock
@@ -112,6 +125,7 @@ class DiskStore:
         self.num_found = 0
         """Files that others have written, or earlier lives, and that were found so far."""
         self._files: dict[str, _File] = {}
+        self._by_part: dict[str, dict[str, _File]] = {}  # the same files by their folders
         self._places: dict[bytes, tuple[_File, int]] = {}
         self._seen: dict[str, int] = {}  # folder -> its time when it was listed
         self._taken: set[str] = set()
@@ -140,37 +154,37 @@ class DiskStore:
     def look(self, stop: Callable[[], bool] = lambda: False) -> None:
         """List the folders that have changed since the last look: at first all, later those with files of other
         engines. `stop` ends it early; the next look goes on."""
-        for name in self._subfolders():
+        parts = self.folders.parts()
+        for gone in self._by_part.keys() - set(parts):  # somebody has removed the model, or all
+            self._found(gone, set())
+            self._seen.pop(gone, None)
+        for part in parts:
             if stop():
                 return
-            folder = self.folder / name
+            folder = self.folders.part(part)
             try:
-                changed_ns = folder.stat().st_mtime_ns
-                if self._seen.get(name) == changed_ns:
+                changed_ns = os.stat(folder).st_mtime_ns
+                if self._seen.get(part) == changed_ns:
                     continue
-                names = {entry for entry in os.listdir(folder) if not entry.startswith(DRAFT_PREFIX)}
+                names = {entry for entry in os.listdir(folder) if is_file_name(entry)}
             except OSError:
                 continue
             is_settled = abs(time.time_ns() - changed_ns) > RECENT_NS
-            self._seen[name] = changed_ns if is_settled else 0
-            for known in [file for file in self._of_folder(name) if file.name not in names]:
-                self._forget(known)
-            self._taken -= {taken for taken in self._taken if taken[:2] == name and taken not in names}
-            for new in names - self._files.keys() - self._taken:
-                self._take_up(new)
+            self._seen[part] = changed_ns if is_settled else 0
+            self._found(part, names)
         now_s = self.clock()
         if abs(now_s - self._swept_s) > SWEEP_S:
             self.sweep()
 
-    def _subfolders(self) -> list[str]:
-        try:
-            return sorted(os.listdir(self.folder))
-        except OSError:
-            return []
-
-    def _of_folder(self, name: str) -> list[_File]:
+    def _found(self, part: str, names: set[str]) -> None:
+        """These are the files of a folder."""
         with self._lock:
-            return [file for file in self._files.values() if file.name[:2] == name]
+            gone = [file for name, file in self._by_part.get(part, {}).items() if name not in names]
+        for file in gone:
+            self._forget(file)
+        self._taken -= {taken for taken in self._taken if taken[:2] == part and taken not in names}
+        for new in names - self._files.keys() - self._taken:
+            self._take_up(new)
 
     def _take_up(self, name: str) -> None:
         """Index a file that another engine, or an earlier one, has written."""
@@ -200,6 +214,7 @@ class DiskStore:
             if file.name in self._files:
                 return
             self._files[file.name] = file
+            self._by_part.setdefault(file.name[:2], {})[file.name] = file
             for number, key in enumerate(file.keys):
                 if key not in self._places:
                     self._places[key] = file, number
@@ -210,6 +225,10 @@ class DiskStore:
         with self._lock:
             if self._files.pop(file.name, None) is None:
                 return
+            of_part = self._by_part[file.name[:2]]
+            del of_part[file.name]
+            if not of_part:
+                del self._by_part[file.name[:2]]
             for key in file.keys:
                 if (place := self._places.get(key)) is not None and place[0] is file:
                     del self._places[key]
@@ -223,12 +242,15 @@ class DiskStore:
         kind = type(error).__name__.lower() if isinstance(error, Foreign | Damaged) else "unreadable"
         if isinstance(error, FileNotFoundError) or name in self._taken:
             return
+        if isinstance(error, OSError) and error.errno in _LACKING:
+            self._seen.pop(name[:2], None)
+            return
         self.dropped[kind] += 1
         if not remove_file(self._path(name)) and os.path.lexists(self._path(name)):
             self._taken.add(name)
 
     def _path(self, name: str) -> str:
-        return os.path.join(self.folder, name[:2], name)
+        return os.path.join(self.folders.part(name), name)
 
     # ---- reading
 
@@ -247,7 +269,7 @@ class DiskStore:
             try:
                 num_bytes += self._read_file(name, places, keys, ids, items)
             except (OSError, Foreign, Damaged) as error:
-                if isinstance(error, OSError):
+                if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):  # which others evicted
                     self.errors["read"] += 1
                 self._drop(name, error)
                 failed.update(index for index, _ in places)
@@ -289,27 +311,26 @@ class DiskStore:
         size = PAGE + len(keys) * items.item_bytes
         if 0 < self._paused_until_s - now_s <= PAUSE_S or size > LARGEST * self.quota_bytes:
             return 0
-        if self.num_bytes + size > self.quota_bytes:
+        if self.num_bytes + size > self._most_bytes:
             self.sweep(size)
         name = name_of(keys)
         if name in self._files:
             return size
         if name in self._taken:
             return 0
-        folder = os.path.join(self.folder, name[:2])
         self._num_drafts += 1
-        draft = os.path.join(folder, f"{DRAFT_PREFIX}{os.getpid()}-{threading.get_native_id()}-{self._num_drafts}")
+        own = f"{DRAFT_PREFIX}{os.getpid()}-{threading.get_native_id()}-{self._num_drafts}"
+        draft = os.path.join(self.folders.part(name), own)
         try:
-            os.makedirs(folder, mode=0o700, exist_ok=True)
+            self.folders.make(name)
             self._write_file(draft, keys, ids, items)
-            os.rename(draft, os.path.join(folder, name))
+            os.rename(draft, self._path(name))
         except IsADirectoryError as error:  # the disk has refused nothing: all else can be written
             remove_file(draft)
             self._drop(name, Foreign(str(error)))
             return 0
-        except OSError:
-            self.errors["write"] += 1
-            self._paused_until_s = now_s + PAUSE_S
+        except OSError as error:
+            self.refused(error)
             remove_file(draft)
             return 0
         self.num_bytes += size
@@ -318,6 +339,12 @@ class DiskStore:
         if self._num_written > WRITTEN * self.quota_bytes:
             self.sweep()
         return size
+
+    def refused(self, error: OSError) -> None:
+        """The disk has refused something: nothing is written for a while."""
+        self.errors["write"] += 1
+        self.refusal = error
+        self._paused_until_s = self.clock() + PAUSE_S
 
     def _write_file(self, draft: str, keys: Sequence[bytes], ids: Sequence[int], items: Items) -> None:
         """The header, which has the checksums, is written last; until it is renamed nobody reads the file."""
@@ -354,7 +381,7 @@ class DiskStore:
         """Count what all engines have written, and remove what was not used for longest if it is too much."""
         self._swept_s = now_s = self.clock()
         self._num_written = 0
-        self.num_bytes, gone = sweep(self.root, self.quota_bytes - room_bytes, now_s)
+        self.num_bytes, gone = sweep(self.root, self._most_bytes - room_bytes, now_s)
         if gone:
             self.dropped["evicted"] += len(gone)
         for path in gone:

@@ -1,6 +1,13 @@
-"""All files below a KV cache's directory, whichever model and engine they are of: sizes, ages, and what has to go."""
+"""All files below a KV cache's directory, whichever model and engine they are of: sizes, ages, and what has to go.
+
+A folder may have other things in it, as a home has, and none of them is lost: a file counts, and may be removed, only
+where it lies as a store puts it, and no link is followed.
+
+    DIR/<32 hex digits>/<rank>-<world>/<2 hex digits>/<40 hex digits>, or a draft's name in place of the last
+"""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -14,6 +21,8 @@ DRAFT_S = 600.0
 """A draft that has not changed for so long was left by a process that was killed."""
 LEAVE = 0.9
 """Share of the quota that is left when it was exceeded."""
+_MODEL, _RANK, _PART = re.compile("[0-9a-f]{32}"), re.compile("[0-9]+-[0-9]+"), re.compile("[0-9a-f]{2}")
+_FILE, _DRAFT = re.compile("[0-9a-f]{40}"), re.compile(r"\.draft-[0-9]+-[0-9]+-[0-9]+")
 
 
 class Held(NamedTuple):
@@ -23,18 +32,61 @@ class Held(NamedTuple):
     num_bytes: int
     used_s: float
 
+    @property
+    def is_draft(self) -> bool:
+        return os.path.basename(self.path).startswith(DRAFT_PREFIX)
 
-def held_files(root: Path) -> Iterator[Held]:
-    """All files of runs below `root`; those that vanish meanwhile are left out."""
-    for folder, _, names in os.walk(root):
-        if Path(folder) == root:
-            continue
-        for name in names:
-            if name == ABOUT:
+
+def is_part(name: str) -> bool:
+    """Whether a folder of this name has files of a rank."""
+    return _PART.fullmatch(name) is not None
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a store gives this name to a file that is whole."""
+    return _FILE.fullmatch(name) is not None
+
+
+def models_in(root: Path) -> list[Path]:
+    """The folders of models, in order."""
+    return [Path(path) for path in _folders(root, _MODEL)]
+
+
+def ranks_in(model: Path) -> list[Path]:
+    """The folders of a model's ranks, in order."""
+    return [Path(path) for path in _folders(model, _RANK)]
+
+
+def held_by_rank(rank: Path) -> Iterator[Held]:
+    """The files of a rank, drafts included; those that vanish meanwhile are left out."""
+    for part in _folders(rank, _PART):
+        for entry in _entries(part):
+            if not (_FILE.fullmatch(entry.name) or _DRAFT.fullmatch(entry.name)):
                 continue
             with suppress(OSError):
-                status = os.lstat(path := os.path.join(folder, name))
-                yield Held(path, status.st_size, status.st_mtime)
+                if not entry.is_dir(follow_symlinks=False):
+                    status = entry.stat(follow_symlinks=False)
+                    yield Held(entry.path, status.st_size, status.st_mtime)
+
+
+def held_files(root: Path) -> Iterator[Held]:
+    """All files of all models below `root`, drafts included; those that vanish meanwhile are left out."""
+    for model in models_in(root):
+        for rank in ranks_in(model):
+            yield from held_by_rank(rank)
+
+
+def remove_model(model: Path) -> None:
+    """Remove a model's files, and the folders that are empty then. What is none of ours stays, as does what engines
+    write meanwhile."""
+    for rank in ranks_in(model):
+        for held in held_by_rank(rank):
+            remove_file(held.path)
+        for part in _folders(rank, _PART):
+            _remove_folder(part)
+        _remove_folder(str(rank))
+    remove_file(str(model / ABOUT))
+    _remove_folder(str(model))
 
 
 def remove_file(path: str) -> bool:
@@ -53,11 +105,10 @@ def sweep(root: Path, quota_bytes: int, now_s: float) -> tuple[int, set[str]]:
     """
     files, gone = [], set[str]()
     for held in held_files(root):
-        is_draft = os.path.basename(held.path).startswith(DRAFT_PREFIX)
-        if is_draft and abs(now_s - held.used_s) > DRAFT_S:
-            remove_file(held.path)
-        elif not is_draft:
+        if not held.is_draft:
             files.append(held._replace(used_s=min(held.used_s, now_s)))
+        elif abs(now_s - held.used_s) > DRAFT_S:
+            remove_file(held.path)
     left = sum(held.num_bytes for held in files)
     if left > quota_bytes:
         for held in sorted(files, key=lambda held: held.used_s):
@@ -67,3 +118,24 @@ def sweep(root: Path, quota_bytes: int, now_s: float) -> tuple[int, set[str]]:
             gone.add(held.path)
             left -= held.num_bytes
     return left, gone
+
+
+def _folders(parent: str | Path, names: re.Pattern[str]) -> list[str]:
+    """Folders, not links to them, of these names; none where nothing can be listed."""
+    found = list[str]()
+    for entry in _entries(parent):
+        with suppress(OSError):
+            if names.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+                found.append(entry.path)
+    return sorted(found)
+
+
+def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
+    with suppress(OSError), os.scandir(folder) as entries:
+        return list(entries)
+    return []
+
+
+def _remove_folder(path: str) -> None:
+    with suppress(OSError):  # it is not empty
+        os.rmdir(path)

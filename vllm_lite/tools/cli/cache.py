@@ -1,17 +1,19 @@
 """Look into a directory of KV on disk (--kv-cache-dir), or remove what lies there: all of it, or the KV of one model as
-`ls` names it. Engines that use it meanwhile go on: what is gone is computed."""
+`ls` names it. Engines that use it meanwhile go on: what is gone is computed. What else lies there is left alone."""
 
 import argparse
-import shutil
+import os
+import stat
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from vllm_lite.errors import ConfigError
 from vllm_lite.kv_disk.directory import check_directory
 from vllm_lite.kv_disk.format import PAGE, Damaged, Foreign, RunHeader, read_header
-from vllm_lite.kv_disk.usage import ABOUT, DRAFT_PREFIX, held_files
+from vllm_lite.kv_disk.usage import ABOUT, Held, held_by_rank, models_in, ranks_in, remove_model
 from vllm_lite.tools.sizes import size_text
 
 MAX_ABOUT = 200
@@ -43,14 +45,14 @@ def run(arguments: argparse.Namespace) -> int:
             print("\n".join(_shown(folder, model)))
     else:
         for model in models:
-            shutil.rmtree(folder / model.name)
+            remove_model(folder / model.name)
             print(f"removed {model.name}: {model.num_files} files, {size_text(model.num_bytes)}")
     return 0
 
 
 def _chosen(folder: Path, beginning: str | None) -> list[ModelKV]:
     """The models of a directory, or the one whose name begins so. Raises ConfigError if that is not exactly one."""
-    models = [_measured(path) for path in sorted(folder.iterdir()) if path.is_dir()]
+    models = [_measured(path) for path in models_in(folder)]
     if beginning is None:
         return models
     found = [model for model in models if model.name.startswith(beginning)]
@@ -60,13 +62,17 @@ def _chosen(folder: Path, beginning: str | None) -> list[ModelKV]:
     return found
 
 
-def _measured(path: Path) -> ModelKV:
-    about = path / ABOUT
-    text = about.read_text(errors="replace")[:MAX_ABOUT] if about.is_file() else "unknown"
-    files = [held for held in held_files(path.parent) if Path(held.path).is_relative_to(path)]
-    files = [held for held in files if DRAFT_PREFIX not in held.path]
+def _measured(model: Path) -> ModelKV:
+    text = _begin(model / ABOUT, MAX_ABOUT).decode(errors="replace")
+    about = "".join(each if each.isprintable() else "?" for each in text) or "unknown"
+    files = [held for rank in ranks_in(model) for held in _whole(rank)]
     used_s = max((held.used_s for held in files), default=0.0)
-    return ModelKV(path.name, text, len(files), sum(held.num_bytes for held in files), used_s)
+    return ModelKV(model.name, about, len(files), sum(held.num_bytes for held in files), used_s)
+
+
+def _whole(rank: Path) -> Iterator[Held]:
+    """The files of a rank that are not being written."""
+    return (held for held in held_by_rank(rank) if not held.is_draft)
 
 
 def _table(models: list[ModelKV]) -> Iterator[str]:
@@ -78,7 +84,7 @@ def _table(models: list[ModelKV]) -> Iterator[str]:
 
 def _shown(folder: Path, model: ModelKV) -> Iterator[str]:
     yield f"{model.name}: {model.about}, {model.num_files} files, {size_text(model.num_bytes)}"
-    for rank in sorted(path for path in (folder / model.name).iterdir() if path.is_dir()):
+    for rank in ranks_in(folder / model.name):
         headers, num_bad = _headers(rank)
         number, _, world = rank.name.partition("-")
         sizes = {header.item_bytes: 0 for header in headers}
@@ -90,16 +96,20 @@ def _shown(folder: Path, model: ModelKV) -> Iterator[str]:
 
 
 def _headers(rank: Path) -> tuple[list[RunHeader], int]:
-    """The headers of a rank's files, and the number of files without a sound one."""
+    """The headers of a rank's files, and the number of files without a sound one, but for those that vanish."""
     headers, num_bad = [], 0
-    for held in held_files(rank.parent):
-        if not Path(held.path).is_relative_to(rank):
-            continue
-        if DRAFT_PREFIX in held.path:
-            continue
+    for held in _whole(rank):
         try:
-            with open(held.path, "rb") as file:
-                headers.append(read_header(file.read(PAGE), held.num_bytes))
-        except (OSError, Foreign, Damaged):
-            num_bad += 1
+            headers.append(read_header(_begin(Path(held.path), PAGE), held.num_bytes))
+        except (Foreign, Damaged):
+            num_bad += os.path.lexists(held.path)
     return headers, num_bad
+
+
+def _begin(path: Path, num_bytes: int) -> bytes:
+    """The first bytes of a file; none of what cannot be read, or is no file, such as a pipe or a link."""
+    with suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            return file.read(num_bytes) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+    return b""

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
 from vllm_lite.config import ResolvedConfig
+from vllm_lite.kernels.cpu.library import isa
 from vllm_lite.kv_disk.directory import open_directory
 from vllm_lite.kv_disk.fingerprint import adapter_digest, adapter_stamp, fingerprint
 from vllm_lite.kv_disk.store import DiskStore
-from vllm_lite.kv_disk.usage import ABOUT
 from vllm_lite.runtime.machine import parse_bytes
 from vllm_lite.worker.batch.part import StepPart
 from vllm_lite.worker.disk.items import HostItems, TieredItems, items_of
@@ -27,12 +27,16 @@ def open_disk(
         return None
     root, quota = open_directory(config.kv_cache_dir), parse_bytes("kv_cache_dir_size", config.kv_cache_dir_size)
     place = rank, config.tensor_parallel_size
+    if config.deterministic:  # others may have summed in another order, by other settings or on another processor
+        layout = [*layout, isa()]
 
     def make_store() -> DiskStore:
-        store = DiskStore(root, fingerprint(config, layout), place, quota)
-        store.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         about = f"{config.served_model_name} ({config.dtype}, KV {config.kv_cache_dtype})"
-        (store.folder.parent / ABOUT).write_text(about)
+        store = DiskStore(root, fingerprint(config, layout), place, quota, about=about)
+        try:
+            store.folders.make()
+        except OSError as error:  # a directory that can only be read is read
+            store.refused(error)
         return store
 
     disk = DiskTransfers(make_store, rank, generation, pages)

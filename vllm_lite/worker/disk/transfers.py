@@ -48,6 +48,8 @@ requests that come later still."""
 LOOKING_PRIORITY = 10
 """Niceness of the first look, and of making room for what it finds: somebody waits for the start's end."""
 LOWEST_PRIORITY = 19
+SAY_AGAIN_S = 600.0
+"""How often the log says for the same reason that nothing can be written."""
 
 logger = log.get(__name__)
 
@@ -101,6 +103,8 @@ class DiskTransfers:
         self._has_pools = threading.Event()
         self._has_looked = threading.Event()
         self._is_closing = False
+        self._said: tuple[str, float] | None = None
+        """Why the log has said last that nothing can be written, and when."""
         self._num_queued = 0
         self._num_found = 0
         """Files for which room has been made."""
@@ -252,6 +256,7 @@ class DiskTransfers:
         except Exception as error:
             logger.warning("the KV cache on disk is off: %s", error)
         self._is_open.set()
+        self._say_refusal()
         looked_s = self._look()
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
@@ -310,11 +315,24 @@ class DiskTransfers:
                     num_bytes = self._store.write(keys, ids, items)
             except Exception:
                 logger.exception("a run of blocks was not written")
+        self._say_refusal()
         with self._lock:
             self._usage["store_s"] += time.monotonic() - began_s
             self._usage["stored_bytes"] += num_bytes
         count = len(job.message.keys) if isinstance(job.message, StoreBlocks) else 1
         self._done(job, set() if num_bytes else set(range(count)), num_bytes)
+
+    def _say_refusal(self) -> None:
+        """Log why the disk takes nothing, if that is not known yet: without it requests are computed, and nobody knows
+        why."""
+        refusal = None if self._store is None else self._store.refusal
+        if self._store is None or refusal is None:
+            return
+        self._store.refusal = None
+        why, now_s = str(refusal), time.monotonic()
+        if self._said is None or self._said[0] != why or now_s - self._said[1] > SAY_AGAIN_S:
+            self._said = why, now_s
+            logger.warning("nothing can be written to the KV cache on disk, what lies there is read: %s", why)
 
     def _done(self, job: _Job, failed: set[int], num_bytes: int) -> None:
         """A part of a transfer is done; with the last it is answered."""
