@@ -7,8 +7,12 @@
 One engine computes the chat and answers the next turn from memory. It is stopped, or killed with SIGKILL, and another
 engine over the same directory answers that turn; then one without a directory. Turns differ in their last tokens, so
 that each computes as many. With `--cold-once` the chat's own prefill counts as cold, which is all of it but for a turn:
-a long one takes minutes. `--streams` also measures the time between tokens of that many streams while chats are
-written at full speed, beside the same load without a directory. kv_disk_llama.py does the same with llama.cpp's slots.
+a long one takes minutes. kv_disk_llama.py does the same with llama.cpp's slots. `--streams` measures something else:
+the time between tokens of that many streams while chats come, and are written, as fast as they are computed, by three
+engines in turn, one with a directory and two without. Of a ratio it says what nine of ten draws of the rounds lie
+between; that of the two without shows what the machine alone makes of it:
+
+    python benchmarks/kv_disk.py --model FOLDER_OR_GGUF --streams 8 --rounds 30
 """
 
 import argparse
@@ -18,7 +22,7 @@ import random
 import statistics
 import tempfile
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +53,7 @@ QWEN3 = {
 SHAPES = {"qwen3-0.6b": QWEN3, "hybrid": SMALL}
 ONE = SamplingParams(max_tokens=1, temperature=0.0)
 WRITTEN_S = 300.0
+DRAWS = 400
 
 
 def open_llm(options: argparse.Namespace, folder: str | None) -> LLM:
@@ -121,45 +126,92 @@ def restarts(options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-async def gaps(options: argparse.Namespace, folder: str | None) -> tuple[list[float], int]:
-    """Seconds between tokens of streams, while short chats end one after the other and are written; and the bytes of
-    memory that the engine and its worker have in the end."""
-    settings = {"model": options.model, "device": "cpu", "kv_cache_dir": folder}
-    settings |= {"load_format": "dummy", "dtype": "bfloat16"} if options.shape else {}
+class Arm:
+    """An engine over `folder`, or without a directory, and the time between its streams' tokens, by round."""
+
+    def __init__(self, options: argparse.Namespace, folder: str | None) -> None:
+        settings = {"model": options.model, "device": "cpu", "kv_cache_dir": folder}
+        settings |= {"load_format": "dummy", "dtype": "bfloat16"} if options.shape else {}
+        self.launched = launch(EngineConfig.check(settings))
+        self.rounds: list[list[float]] = []
+
+    def memory_mb(self) -> float:
+        """Memory of the engine and its worker."""
+        engine = psutil.Process(self.launched.pid)
+        return sum(process.memory_info().rss for process in (engine, *engine.children(recursive=True))) / 1e6
+
+    def p(self, percent: int) -> float:
+        return percentile([gap for times in self.rounds for gap in times], percent)
+
+
+async def gaps(options: argparse.Namespace, arm: Arm, number: int) -> list[float]:
+    """Seconds between tokens of streams, while short chats end one after the other and are written. Round `number` has
+    the same prompts for all engines."""
     found: list[float] = []
-    with closing(launch(EngineConfig.check(settings))) as launched:
-        async with AsyncClient(launched.address) as client:
-            draw = random.Random(0)
+    async with AsyncClient(arm.launched.address) as client:
+        draw = random.Random(number)
+        prompts = [[draw.randrange(3, 30000) for _ in range(64)] for _ in range(options.streams)]
+        chats = [[draw.randrange(3, 30000) for _ in range(options.write_tokens)] for _ in range(options.writes)]
 
-            async def stream() -> None:
-                last_s = 0.0
-                params = SamplingParams(max_tokens=options.stream_tokens, temperature=0.0, ignore_eos=True)
-                async for _ in client.generate([draw.randrange(3, 30000) for _ in range(64)], params):
-                    now_s = time.perf_counter()
-                    if last_s:
-                        found.append(now_s - last_s)
-                    last_s = now_s
+        async def stream(prompt: list[int]) -> None:
+            last_s = 0.0
+            params = SamplingParams(max_tokens=options.stream_tokens, temperature=0.0, ignore_eos=True)
+            async for _ in client.generate(prompt, params):
+                now_s = time.perf_counter()
+                if last_s:
+                    found.append(now_s - last_s)
+                last_s = now_s
 
-            async def write() -> None:
-                for _ in range(options.writes):
-                    prompt = [draw.randrange(3, 30000) for _ in range(256)]
-                    async for _ in client.generate(prompt, ONE):
-                        pass
+        async def write() -> None:
+            for chat in chats:
+                async for _ in client.generate(chat, ONE):
+                    pass
 
-            await asyncio.gather(*[stream() for _ in range(options.streams)], write())
-        memory = sum(process.memory_info().rss for process in psutil.Process().children(recursive=True))
-    return found, memory
+        await asyncio.gather(*[stream(prompt) for prompt in prompts], write())
+    return found
+
+
+def percentile(values: list[float], percent: int) -> float:
+    return statistics.quantiles(values, n=100)[percent - 1]
+
+
+def interval(one: Arm, other: Arm, percent: int) -> list[float]:
+    """The ratio of a percentile of all gaps, one : other, and what nine of ten draws of as many rounds lie between."""
+    draw, count = random.Random(0), len(one.rounds)
+    ratios = []
+    for _ in range(DRAWS):
+        chosen = draw.choices(range(count), k=count)
+        pooled = [percentile([gap for number in chosen for gap in arm.rounds[number]], percent) for arm in (one, other)]
+        ratios.append(pooled[0] / pooled[1])
+    ratios.sort()
+    found = one.p(percent) / other.p(percent), ratios[DRAWS // 20], ratios[-1 - DRAWS // 20]
+    return [round(each, 4) for each in found]
 
 
 def streams(options: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, list[float]] = {}
-    for _ in range(options.rounds):
-        for name in ("without", "with"):
-            with tempfile.TemporaryDirectory(prefix="kv", dir=options.folder) as parent:
-                times, memory = asyncio.run(gaps(options, f"{parent}/kv" if name == "with" else None))
-            found.setdefault(f"p99_s {name}", []).append(statistics.quantiles(times, n=100)[98])
-            found.setdefault(f"memory_mb {name}", []).append(memory / 1e6)
-    return {name: statistics.median(each) for name, each in found.items()}
+    """Rounds take the engines in turn: one with a directory, and two without, of which the second shows how much alike
+    equal engines are."""
+    with ExitStack() as stack:
+        parent = stack.enter_context(tempfile.TemporaryDirectory(prefix="kv", dir=options.folder))
+        arms = {
+            "with": Arm(options, f"{parent}/kv"),
+            "without": Arm(options, None),
+            "without again": Arm(options, None),
+        }
+        for arm in arms.values():
+            stack.callback(arm.launched.close)
+            asyncio.run(gaps(options, arm, -1))
+        for number in range(options.rounds):
+            for name in random.Random(number).sample(list(arms), len(arms)):
+                arms[name].rounds.append(asyncio.run(gaps(options, arms[name], number)))
+        found: dict[str, Any] = {}
+        for percent in (50, 90, 99):
+            found |= {f"p{percent}_s {name}": round(arm.p(percent), 5) for name, arm in arms.items()}
+            found[f"p{percent} with / without"] = interval(arms["with"], arms["without"], percent)
+            found[f"p{percent} without again / without"] = interval(arms["without again"], arms["without"], percent)
+        found |= {f"memory_mb {name}": round(arm.memory_mb()) for name, arm in arms.items()}
+        found["written_mb"] = sum(path.stat().st_size for path in Path(parent).rglob("*") if path.is_file()) / 1e6
+    return found
 
 
 def main() -> None:
@@ -172,7 +224,8 @@ def main() -> None:
     parser.add_argument("--cold-once", action="store_true", help="do not compute all of the chat a second time")
     parser.add_argument("--streams", type=int, default=0, help="measure the time between tokens of so many")
     parser.add_argument("--stream-tokens", type=int, default=300)
-    parser.add_argument("--writes", type=int, default=30, help="prompts of 256 tokens that are written meanwhile")
+    parser.add_argument("--writes", type=int, default=30, help="prompts that are written meanwhile")
+    parser.add_argument("--write-tokens", type=int, default=256, help="tokens of each")
     parser.add_argument("--folder", help="where the directory is made")
     parser.add_argument("--out", help="append to this JSON file")
     options = parser.parse_args()
