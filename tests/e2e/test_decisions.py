@@ -171,7 +171,8 @@ async def test_clients_of_one_engine_decide_and_generate_at_once(decider: Path, 
 @pytest.fixture(scope="module")
 def server(decider: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     adapter = make_adapter(decider, tmp_path_factory.mktemp("adapter") / "a")
-    flags = ["--dtype", "float32", "--cpu-threads", "1", "--served-model-name", "decider", "--deterministic"]
+    flags = ["--dtype", "float32", "--cpu-threads", "1", "--served-model-name", "decider"]
+    flags += ["--deterministic"] if cpu.available() else []
     flags += ["--enable-lora", "--lora-modules", f"adapted={adapter}"]
     with serving("--model", str(decider), *flags, "--max-num-seqs", "4", "--max-num-batched-tokens", "64") as server:
         yield server
@@ -189,7 +190,7 @@ def test_the_route_answers_with_the_fields_of_vllm(http: httpx.Client, oracle: O
     assert answer.status_code == 200, answer.text
     found = answer.json()
     assert (found["id"], found["object"], found["model"]) == ("decision-x", "structured_decision", "decider")
-    assert found["deterministic"] is True
+    assert found["deterministic"] is cpu.available()
     assert set(found) == {"id", "object", "created", "model", "answers", "usage", "diagnostics", "deterministic"}
     for question in read_questions(QUESTIONS):
         got, expected = found["answers"][question.id], oracle.ask(read_state(STATE), question, "Be fair.")
@@ -206,7 +207,8 @@ def test_the_route_answers_with_the_fields_of_vllm(http: httpx.Client, oracle: O
     usage = found["usage"]
     assert (usage["output_tokens"], usage["input_tokens"] > 0) == (3, True)
     again = http.post("/v1/systemone", json={**body, "questions": dict(reversed(QUESTIONS.items()))}).json()
-    assert {name: again["answers"][name] for name in QUESTIONS} == found["answers"], "the same bits after hits"
+    if cpu.available():
+        assert {name: again["answers"][name] for name in QUESTIONS} == found["answers"], "the same bits after hits"
     assert again["usage"]["input_tokens"] == usage["input_tokens"]
     assert again["usage"]["input_tokens_details"]["cached_tokens"] > usage["input_tokens_details"]["cached_tokens"]
 
