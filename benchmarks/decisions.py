@@ -5,10 +5,11 @@
 MODEL is a folder or GGUF file with a tokenizer, whose questions go through `LLM.decide`, or random-100m or random-500m,
 whose questions are `--own` random tokens each, behind the same state. Each round empties the prefix cache before each
 of: the state alone; as many tokens as a decision computes, in one prompt; the decision. The fourth is the decision
-again, whose state is cached. What is printed are medians of the rounds' ratios to the state alone, with the rounds.
+again, whose state is cached. What is printed are medians of the rounds' ratios to the state alone, and the
+worst of the first decisions.
 
-The tokens of the questions are computed whatever the engine does: a question of 17 tokens makes 64 of them 1,088, which
-is more than a quarter of the state. `tokens` is that floor, `same_tokens` what as many cost in one prompt.
+The tokens of the questions are computed whatever the engine does: 64 questions of 19 tokens are 1,216, which is almost
+a third of the state. `tokens` is that floor, `same_tokens` what as many cost in one prompt.
 """
 
 import argparse
