@@ -10,6 +10,7 @@ from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.shard import Shard, Split
 from vllm_lite.layers.norm import Norm, RMSNorm, WideNorm
+from vllm_lite.layers.weights.adapted_tokens import AdaptedTokens
 from vllm_lite.layers.weights.embedding import Embedding, LMHead
 from vllm_lite.layers.weights.linear import Linear, RowParallelLinear
 from vllm_lite.layers.weights.lora import Adapters
@@ -76,6 +77,12 @@ class Parts:
             device=self.device,
             form=self.form,
         )
+
+    def adapted_tokens(self, name: str) -> AdaptedTokens | None:
+        """The adapters of the table `name`; None where none can have it: without adapters, and on a GPU."""
+        if self.adapters is None or self.device.type != "cpu":
+            return None
+        return AdaptedTokens(name, self.spec.vocab_size, self.spec.hidden_size, self.adapters)
 
     def lm_head(self, embedding: Embedding, *, tied: bool) -> LMHead:
         """The scores of the tokens that `embedding` has, from the same tensor if it is `tied`."""

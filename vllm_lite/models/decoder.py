@@ -81,6 +81,7 @@ class Decoder:
         self.own_columns = slice(own.start, own.end)
         self._widths = tuple(part.size for part in columns)
         self.embedding = parts.embedding(own)
+        self.adapted_tokens = parts.adapted_tokens(self.names.embedding) if self.has_embedding else None
         self.embedding_scale = spec.embedding_scale
         self.layers = [self.make_layer(parts, index) for index in self.held]
         attending = [index for index, own in enumerate(spec.layers) if own.attends]
@@ -182,6 +183,8 @@ class Decoder:
     def embed(self, batch: StepBatch, rows: StepRows) -> None:
         """Fill rows.residual with what the first layer reads: vectors of tokens, scaled, and the batch's own ones."""
         self.embedding.forward(batch.token_ids, out=rows.residual)
+        if self.adapted_tokens is not None:
+            self.adapted_tokens.add(batch.token_ids, rows.residual)
         if self.embedding_scale != 1.0:
             self.ops.scale(rows.residual, self.embedding_scale)
         if batch.vectors is not None:

@@ -1,7 +1,8 @@
 """LoRA adapters as PEFT writes them: adapter_config.json and adapter_model.safetensors. No torch.
 
-An adapter changes linear layers: W becomes W + scale B A, with A [rank, inputs] and B [outputs, rank]. The file's
-tensors say which layers these are, so that the forms of `target_modules` need not be understood.
+An adapter changes linear layers: W becomes W + scale B A, with A [rank, inputs] and B [outputs, rank]. A table of token
+vectors is one whose inputs are tokens. The file's tensors say which layers these are, so that the forms of
+`target_modules` need not be understood.
 """
 
 import math
@@ -26,7 +27,9 @@ MAX_SHOWN = 3
 PATTERN_TIMEOUT_S = 1.0
 """Processor time of all patterns of a config together, compiled and matched with all layers."""
 _NAME = re.compile(r"[\w.-]+")
-_MATRIX = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+_MATRIX = re.compile(
+    r"(?:base_model\.model\.)?(.+)\.lora_(?:([AB])(?:\.default)?\.weight|embedding_([AB])(?:\.default)?)"
+)
 
 REFUSED = {
     "use_dora": "DoRA",
@@ -60,12 +63,14 @@ class _Config(msgspec.Struct):
 
 
 class LoraModule(NamedTuple):
-    """An adapter's matrices for one linear layer: the places of A [rank, inputs] and B [outputs, rank] in the file."""
+    """An adapter's matrices for one linear layer, or for a table of token vectors: the places of A [rank, inputs] and
+    B [outputs, rank] in the file."""
 
     rank: int
     scale: float
     down: TensorPlace
     up: TensorPlace
+    is_table: bool = False
 
 
 class LoraCheckpoint(NamedTuple):
@@ -102,9 +107,9 @@ def read_lora(folder: str | Path) -> LoraCheckpoint:
         if matrix is None or name not in places or len(tensor.shape) != 2:
             raise ModelError(
                 f"{file}: tensor {shown(name)}, {tensor.dtype} {list(tensor.shape)}, is not served: an adapter "
-                "must consist of float matrices lora_A and lora_B of linear layers"
+                "must consist of float matrices lora_A and lora_B of linear layers, or lora_embedding_A and _B"
             )
-        found.setdefault(matrix[1], {})[matrix[2]] = places[name]
+        found.setdefault(matrix[1], {})[matrix[2] or f"embedding_{matrix[3]}"] = places[name]
     if not found:
         raise ModelError(f"{file}: has no tensors")
     scale_of = _Scales(config, folder / CONFIG_FILE)
@@ -185,16 +190,19 @@ class _Scales:
 
 
 def _module(name: str, parts: dict[str, TensorPlace], scales: _Scales) -> LoraModule:
-    if len(parts) != 2:
-        raise ModelError(f"the adapter has only lora_{next(iter(parts))} of {shown(name)}; A and B are needed")
-    down, up = parts["A"], parts["B"]
+    is_table = "embedding_A" in parts or "embedding_B" in parts
+    pair = ("embedding_A", "embedding_B") if is_table else ("A", "B")
+    if parts.keys() != {*pair}:
+        only = ", ".join(f"lora_{part}" for part in sorted(parts))
+        raise ModelError(f"the adapter has only {only} of {shown(name)}; A and B are needed")
+    down, up = (parts[part] for part in pair)
     rank = down.shape[0]
     if up.shape[1] != rank or not 0 < rank <= MAX_LORA_RANK:
         raise ModelError(
             f"lora_A of {shown(name)} is {list(down.shape)} and lora_B {list(up.shape)}; they must share a rank "
             f"of at most {MAX_LORA_RANK}"
         )
-    return LoraModule(rank, scales.of(name, rank), down, up)
+    return LoraModule(rank, scales.of(name, rank), down, up, is_table)
 
 
 def _canonical(name: str) -> str:

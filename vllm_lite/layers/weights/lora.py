@@ -61,7 +61,7 @@ class Adapters:
     """Adapters of one model, which its linear layers share. Layers join it when they ask for their weights."""
 
     def __init__(self, limits: AdapterLimits, max_num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.limits, self.dtype, self.device = limits, dtype, device
+        self.limits, self.max_num_tokens, self.dtype, self.device = limits, max_num_tokens, dtype, device
         self.rows: AdapterRows
         if copies(dtype, device):
             self.rows = GroupedRows(limits.num_slots, max_num_tokens)
@@ -71,6 +71,8 @@ class Adapters:
             self.rows = AdapterMask(limits.num_slots, max_num_tokens, dtype, device)
         self.sites: dict[str, Site] = {}
         """By the name of each matrix."""
+        self.tables: dict[str, AdaptedPart] = {}
+        """Tables of token vectors, by name."""
         self.stored_rows: Callable[[str], Sequence[int] | None] = lambda _: None
         """The rows that an adapter's B has for those of a matrix as the base model's files have it, in their order;
         None: it has the same."""
@@ -90,19 +92,20 @@ class Adapters:
 
     def read(self, checkpoint: LoraCheckpoint, label: str) -> "LoadedAdapter":
         """This rank's part of an adapter. Raises ModelError, with its `label`, unless it is for this model."""
-        by_site: dict[Site, dict[str, LoraModule]] = {}
+        by_site: dict[AdaptedPart, dict[str, LoraModule]] = {}
         unknown = []
         for name, module in checkpoint.modules.items():
-            known = name if name in self.sites else f"model.{name}"  # made for a model without its head
-            if (site := self.sites.get(known)) is None:
+            parts: Mapping[str, AdaptedPart] = self.tables if module.is_table else self.sites
+            known = name if name in parts else f"model.{name}"  # made for a model without its head
+            if (site := parts.get(known)) is None:
                 unknown.append(name)
             else:
                 by_site.setdefault(site, {})[known] = module
         if unknown:
             more = f" and {len(unknown) - MAX_SHOWN} more" if len(unknown) > MAX_SHOWN else ""
             raise ModelError(
-                f"{label} adapts {', '.join(map(shown, unknown[:MAX_SHOWN]))}{more}: not linear layers of this model "
-                "that can be adapted"
+                f"{label} adapts {', '.join(map(shown, unknown[:MAX_SHOWN]))}{more}: not layers of this model that can "
+                "be adapted here"
             )
         if checkpoint.max_rank > self.limits.max_rank:
             raise ModelError(
@@ -119,15 +122,31 @@ class Adapters:
     def put(self, slot: int, adapter: "LoadedAdapter | None", instead_of: "LoadedAdapter | None") -> None:
         """Let `slot` hold an adapter or none, `instead_of` the one that it holds. No step may be running."""
         for site, _ in [] if instead_of is None else instead_of.parts:
-            site.slots.put(slot, None)
+            site.put(slot, None)
         for site, packed in [] if adapter is None else adapter.parts:
-            site.slots.put(slot, packed)
+            site.put(slot, packed)
 
 
 class LoadedAdapter(NamedTuple):
     """One adapter in memory, ready for a slot."""
 
-    parts: "list[tuple[Site, Any]]"
+    parts: "list[tuple[AdaptedPart, Any]]"
+
+
+class AdaptedPart(Protocol):
+    """A part of the model that adapters may change."""
+
+    def check(self, modules: Mapping[str, LoraModule], label: str) -> None:
+        """Raise ModelError, with the adapter's `label`, for matrices of other shapes than this part's."""
+        ...
+
+    def read(self, modules: Mapping[str, LoraModule]) -> Any:
+        """Read and pack this rank's part of an adapter's `modules`, which check() has passed. Raises OSError."""
+        ...
+
+    def put(self, slot: int, packed: Any) -> None:
+        """Let `slot` hold what was read, or None: nothing."""
+        ...
 
 
 class Site:
@@ -152,8 +171,12 @@ class Site:
         elif isinstance(adapters.rows, AdapterMask):
             self.slots = StackedSlots(adapters.limits, shape, matrix, adapters.rows)
 
+    def put(self, slot: int, packed: Any) -> None:
+        """As AdaptedPart's."""
+        self.slots.put(slot, packed)
+
     def check(self, modules: Mapping[str, LoraModule], label: str) -> None:
-        """Raise ModelError, with the adapter's `label`, for matrices of other shapes than this layer's."""
+        """As AdaptedPart's."""
         for name, module in modules.items():
             wanted = (module.rank, self.shape.inputs.total), (self._outputs(name), module.rank)
             found = module.down.shape, module.up.shape
@@ -164,9 +187,9 @@ class Site:
                 )
 
     def read(self, modules: Mapping[str, LoraModule]) -> Any:
-        """Read and pack this rank's part of an adapter's `modules`, which check() has passed. Raises OSError."""
-        down = {name: _tensor(module.down) for name, module in modules.items()}
-        up = {name: _tensor(module.up) for name, module in modules.items()}
+        """As AdaptedPart's."""
+        down = {name: read_tensor(module.down) for name, module in modules.items()}
+        up = {name: read_tensor(module.up) for name, module in modules.items()}
         inputs, dtype = self.shape.inputs, self.shape.dtype
         place = self.shape.device
         firsts = [
@@ -191,7 +214,7 @@ class Site:
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
-def _tensor(place: TensorPlace) -> torch.Tensor:
+def read_tensor(place: TensorPlace) -> torch.Tensor:
     """Read a matrix. safetensors' safe_open keeps about 1 KB of every file that was read, and its load() all of one."""
     return torch.frombuffer(place.read(), dtype=_DTYPES[place.dtype]).view(place.shape)
 

@@ -1,0 +1,80 @@
+"""Adapters of the table of token vectors: a token gets scale B A[:, token] beside its vector.
+
+The columns of A that adapters have for a token stand side by side in one table with a row for each token, and a step
+looks up its tokens in that. The rest is a linear layer of all slots' ranks: for each slot a matrix that picks the
+slot's own columns, and then B. So it has the kernels and the rows of all other layers, and can be recorded.
+
+The table is as large as the vocabulary times the slots times their ranks. Its pages take no memory until an adapter
+that has token vectors is put into a slot.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from vllm_lite.checkpoint.shard import Split
+from vllm_lite.checkpoint.tensors.lora import LoraModule
+from vllm_lite.errors import ModelError
+from vllm_lite.kernels.cpu.weights.linear import look_up
+from vllm_lite.layers.weights.lora import Adapters, Site, read_tensor
+from vllm_lite.layers.weights.weight_form import LinearShape
+
+
+class TokenMatrices(NamedTuple):
+    """One adapter's: down [vocab_size, rank], up [hidden_size, rank], scaled."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+
+
+class AdaptedTokens:
+    """The adapters of the table `name`, of a model on a CPU. All ranks have them whole."""
+
+    def __init__(self, name: str, vocab_size: int, hidden_size: int, adapters: Adapters) -> None:
+        self.name, self.vocab_size, self.hidden_size = name, vocab_size, hidden_size
+        self._rank = adapters.limits.max_rank
+        width = adapters.limits.num_slots * self._rank
+        words = np.zeros((vocab_size, width * adapters.dtype.itemsize), np.uint8)  # pages that nobody has touched
+        self._table = torch.from_numpy(words).view(adapters.dtype)
+        self._found = torch.zeros(adapters.max_num_tokens, width, dtype=adapters.dtype)
+        shape = LinearShape(Split.whole(width), (Split.whole(hidden_size),), adapters.dtype, adapters.device)
+        self._slots = Site((name,), (name,), shape, adapters).slots
+        adapters.tables[name] = self
+
+    def add(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
+        """token_ids: int64 [n], out: [n, hidden_size], of all rows of a step."""
+        found = self._found[: len(token_ids)]
+        if not look_up(self._table, token_ids, found):
+            torch.index_select(self._table, 0, token_ids, out=found)
+        self._slots.add(found, out)
+
+    def check(self, modules: Mapping[str, LoraModule], label: str) -> None:
+        """As Site's."""
+        for name, module in modules.items():
+            wanted = (module.rank, self.vocab_size), (self.hidden_size, module.rank)
+            found = module.down.shape, module.up.shape
+            if found != wanted:
+                raise ModelError(
+                    f"{label} was made for another base model: its matrices of {name} are {list(found[0])} and "
+                    f"{list(found[1])}, this model needs {list(wanted[0])} and {list(wanted[1])}"
+                )
+
+    def read(self, modules: Mapping[str, LoraModule]) -> TokenMatrices:
+        """As Site's."""
+        (module,) = modules.values()
+        dtype = self._table.dtype
+        up = read_tensor(module.up).float() * module.scale
+        return TokenMatrices(read_tensor(module.down).t().to(dtype), up.to(dtype))
+
+    def put(self, slot: int, packed: TokenMatrices | None) -> None:
+        """As Site's."""
+        if packed is None:
+            self._slots.put(slot, None)
+            return
+        first, rank = slot * self._rank, packed.up.shape[1]
+        self._table[:, first : first + rank] = packed.down
+        picked = torch.zeros(rank, self._table.shape[1], dtype=self._table.dtype)
+        picked[:, first : first + rank] = torch.eye(rank)
+        self._slots.put(slot, self._slots.pack([picked], [packed.up.contiguous()]))
