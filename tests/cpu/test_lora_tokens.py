@@ -17,6 +17,7 @@ from tests.thread_group import on_ranks
 from vllm_lite.checkpoint.tensors.lora import read_lora
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels.cpu.program import Program
+from vllm_lite.layers.weights import adapted_tokens
 
 FAMILIES = {"qwen2-odd-tied": "embed_tokens", "gemma2": "embed_tokens", "gpt2": "wte", "neox": "embed_in"}
 """By variants of tests/families, the name of the table: tied ones, a scaled one, and one beside learned positions."""
@@ -102,7 +103,7 @@ def test_a_recorded_step_looks_up_what_slots_have_when_it_is_replayed(tmp_path: 
     assert (out - exact).abs().max() < 1e-5
 
 
-def test_tables_of_other_models_are_refused(tmp_path: Path) -> None:
+def test_tables_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     oracle = Oracle(make_checkpoint(tmp_path / "base"))
     _, made = load(oracle, [])
     path = make_table(oracle.path, tmp_path / "one", "embed_tokens", seed=3)
@@ -112,6 +113,12 @@ def test_tables_of_other_models_are_refused(tmp_path: Path) -> None:
     save_file({**tensors, name: tensors[name][:, :-1].contiguous()}, file)
     with pytest.raises(ModelError, match=r"another base model: its matrices of model\.embed_tokens are"):
         made.read(read_lora(path), "adapter")
+    save_file(tensors, file)
+    with monkeypatch.context() as patched:
+        patched.setattr(adapted_tokens, "MAX_TABLE_BYTES", 1000)
+        _, without = load(oracle, [])
+    with pytest.raises(ModelError, match=r"embed_tokens: not layers .* take at most 1 GiB$"):
+        without.read(read_lora(path), "adapter")
     save_file({name: tensors[name]}, file)
     with pytest.raises(ModelError, match="has only lora_embedding_A of"):
         read_lora(path)

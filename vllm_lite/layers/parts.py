@@ -79,8 +79,8 @@ class Parts:
         )
 
     def adapted_tokens(self, name: str) -> AdaptedTokens | None:
-        """The adapters of the table `name`; None where none can have it: without adapters, and on a GPU."""
-        if self.adapters is None or self.device.type != "cpu":
+        """The adapters of the table `name`; None where none can have it."""
+        if self.adapters is None or not AdaptedTokens.can_be(self.spec.vocab_size, self.adapters):
             return None
         return AdaptedTokens(name, self.spec.vocab_size, self.spec.hidden_size, self.adapters)
 

@@ -4,8 +4,8 @@ The columns of A that adapters have for a token stand side by side in one table 
 looks up its tokens in that. The rest is a linear layer of all slots' ranks: for each slot a matrix that picks the
 slot's own columns, and then B. So it has the kernels and the rows of all other layers, and can be recorded.
 
-The table is as large as the vocabulary times the slots times their ranks. Its pages take no memory until an adapter
-that has token vectors is put into a slot.
+The table is as large as the vocabulary times the slots times their ranks, which is bounded. Its pages take no memory
+until an adapter that has token vectors is put into a slot.
 """
 
 from collections.abc import Mapping
@@ -21,6 +21,8 @@ from vllm_lite.kernels.cpu.weights.linear import look_up
 from vllm_lite.layers.weights.lora import Adapters, Site, read_tensor
 from vllm_lite.layers.weights.weight_form import LinearShape
 
+MAX_TABLE_BYTES = 1 << 30
+
 
 class TokenMatrices(NamedTuple):
     """One adapter's: down [vocab_size, rank], up [hidden_size, rank], scaled."""
@@ -33,7 +35,7 @@ class AdaptedTokens:
     """The adapters of the table `name`, of a model on a CPU. All ranks have them whole."""
 
     def __init__(self, name: str, vocab_size: int, hidden_size: int, adapters: Adapters) -> None:
-        self.name, self.vocab_size, self.hidden_size = name, vocab_size, hidden_size
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self._rank = adapters.limits.max_rank
         width = adapters.limits.num_slots * self._rank
         words = np.zeros((vocab_size, width * adapters.dtype.itemsize), np.uint8)  # pages that nobody has touched
@@ -42,6 +44,12 @@ class AdaptedTokens:
         shape = LinearShape(Split.whole(width), (Split.whole(hidden_size),), adapters.dtype, adapters.device)
         self._slots = Site((name,), (name,), shape, adapters).slots
         adapters.tables[name] = self
+
+    @staticmethod
+    def can_be(vocab_size: int, adapters: Adapters) -> bool:
+        """Whether there can be such a table: on a CPU, and not too large."""
+        width = adapters.limits.num_slots * adapters.limits.max_rank
+        return adapters.device.type == "cpu" and vocab_size * width * adapters.dtype.itemsize <= MAX_TABLE_BYTES
 
     def add(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
         """token_ids: int64 [n], out: [n, hidden_size], of all rows of a step."""

@@ -31,6 +31,8 @@ from vllm_lite.layers.weights.weight_slot import WeightSlot, WeightStack
 if TYPE_CHECKING:  # other devices need none of it
     from vllm_lite.kernels.cuda.launcher import Launcher
 
+TABLES = "; token vectors are on CPUs, where vocabulary times max_loras times max_lora_rank take at most 1 GiB"
+
 Matrices = Sequence[torch.Tensor | None]
 
 
@@ -103,9 +105,10 @@ class Adapters:
                 by_site.setdefault(site, {})[known] = module
         if unknown:
             more = f" and {len(unknown) - MAX_SHOWN} more" if len(unknown) > MAX_SHOWN else ""
+            tables = any(checkpoint.modules[name].is_table for name in unknown)
             raise ModelError(
                 f"{label} adapts {', '.join(map(shown, unknown[:MAX_SHOWN]))}{more}: not layers of this model that can "
-                "be adapted here"
+                f"be adapted here{TABLES if tables else ''}"
             )
         if checkpoint.max_rank > self.limits.max_rank:
             raise ModelError(
