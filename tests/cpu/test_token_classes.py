@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.cpu.test_pooling import PROMPTS, PoolingWorker, prompts_of
 from tests.pooled import token_logits, write_pooled
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.families.privacy_filter import LABELS
 from vllm_lite.errors import ModelError
+from vllm_lite.kernels.cpu.library import available
 from vllm_lite.protocol.pooling import Pooling
 from vllm_lite.protocol.step import Continue
 
@@ -81,6 +83,8 @@ def test_the_band_and_the_sinks_of_the_privacy_filter(
 ) -> None:
     """Tokens see so many to each side and no more, in the kernels and in plain torch."""
     path = write_pooled(tmp_path / "m", "OpenAIPrivacyFilterForTokenClassification", OSS | {"num_hidden_layers": 1})
+    if native and not available():
+        pytest.skip("there are no native kernels")
     if not native:
         monkeypatch.setattr("vllm_lite.attention.encoder.available", lambda: False)
     worker = PoolingWorker(path, max_model_len=152)
@@ -122,3 +126,16 @@ def test_labels_and_biases_of_a_checkpoint(tmp_path: Path) -> None:
     file.write_text(json.dumps({"operating_points": {}}))
     with pytest.raises(ModelError, match="operating_points has no 'default'"):
         load_spec(path)
+
+
+def test_ranks_share_the_privacy_filter(tmp_path: Path) -> None:
+    """Its heads with their sinks, and its experts, through whole engines with two ranks, as threads."""
+    from vllm_lite import LLM
+    from vllm_lite.protocol.pooling import PoolingParams
+
+    path = write_pooled(tmp_path / "m", "OpenAIPrivacyFilterForTokenClassification", OSS)
+    plain: dict[str, Any] = {"single_process": True, "dtype": "float32", "cpu_threads": 1, "max_model_len": 152}
+    with LLM(str(path), tensor_parallel_size=2, **plain) as llm:
+        found = llm.encode([list(ids) for ids in PROMPTS], PoolingParams(use_activation=False), use_tqdm=False)
+    for each, want in zip(found, token_logits(path, PROMPTS), strict=True):
+        assert (torch.tensor(each.outputs.data) - want).abs().max() < WITHIN * max(1.0, float(want.abs().max()))
