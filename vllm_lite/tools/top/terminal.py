@@ -88,6 +88,8 @@ class ServerPicture:
 
 def show(address: Address, api_key: str | None, model: str | None) -> None:
     """Draw each look over the one before. Raises RemoteError if there is no server at the beginning."""
+    for name in ("COLUMNS", "LINES"):
+        os.environ.pop(name, None)  # the size that a shell has once exported, which no resize changes
     console = Console(highlight=False)
     follower = Follower(address, api_key, model)
     follower.start()
