@@ -1,8 +1,11 @@
 """GET /v1/live of a really running server: numbers are those of /metrics, and strangers see nothing."""
 
 import json
+import os
+import re
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -10,26 +13,15 @@ from typing import Any
 
 import httpx
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.deadlines import scaled
 from tests.http_server import Server, client, serving
+from tests.live_numbers import COUNTS, TIMES, counts_of, mean_ms, metrics_of
 from vllm_lite.errors import RemoteError
+from vllm_lite.server.live import snapshot
 from vllm_lite.tools.top.watched import ServerLook, watched
 
 ADMIN, USER = "an-admins-key", "a-users-key"
-SAME = {
-    "num_running": "vllm:num_requests_running",
-    "num_waiting": "vllm:num_requests_waiting",
-    "num_blocks": "vllm_lite:kv_blocks",
-    "num_used_blocks": "vllm_lite:kv_blocks_used",
-    "num_cached_blocks": "vllm_lite:kv_blocks_cached",
-    "generated_tokens": "vllm:generation_tokens_total",
-    "prompt_tokens": "vllm:prompt_tokens_total",
-    "cached_tokens": "vllm:prompt_tokens_cached_total",
-    "preemptions": "vllm:num_preemptions_total",
-    "steps": "vllm_lite:steps_total",
-}
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +63,8 @@ def test_requests_are_seen_and_why_they_wait(server: Server) -> None:
 
 
 def test_numbers_are_those_of_metrics(server: Server) -> None:
+    assert COUNTS.keys() == set(snapshot.COUNTS)
+    assert TIMES.keys() == set(snapshot.TIMES)
     with client(server) as http:
         http.post(
             "/v1/completions", json={"prompt": "Once upon a time there was a", "max_tokens": 20}
@@ -78,12 +72,99 @@ def test_numbers_are_those_of_metrics(server: Server) -> None:
         with watching(http) as looks:
             next(looks)  # the latest look, which others may have had
             engine = next(looks).engines["0"].head
-        families = text_string_to_metric_families(http.get("/metrics").text)
-        values = {sample.name: sample.value for family in families for sample in family.samples}
-        assert {name: engine["counts"][name] for name in SAME} == {name: values[said] for name, said in SAME.items()}
-        total, count = engine["times"]["first_token_s"]
-        assert count == values["vllm:time_to_first_token_seconds_count"] > 0
-        assert total == pytest.approx(values["vllm:time_to_first_token_seconds_sum"], abs=1e-5)
+        text = http.get("/metrics").text
+    assert engine["counts"] == counts_of(text)
+    assert engine["counts"]["generated_tokens"] >= 20
+    values = metrics_of(text)
+    for name, (total, count) in engine["times"].items():
+        assert count == values[f"{TIMES[name]}_count"] > 0, name
+        assert total == pytest.approx(values[f"{TIMES[name]}_sum"], abs=1e-5), name
+
+
+@contextmanager
+def paused(server: Server, http: httpx.Client, count: int) -> Iterator[list[str]]:
+    """So many requests, some of which run and some of which wait, while nothing moves. Yields their ids."""
+    body = {"prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True}
+    names = [f"cmpl-p{number}" for number in range(count)]
+
+    def ask(name: str) -> None:
+        with client(server) as one:
+            one.post("/v1/completions", json=body | {"request_id": name.removeprefix("cmpl-")})
+
+    asked = [threading.Thread(target=ask, args=(name,)) for name in names]
+    for thread in asked:
+        thread.start()
+    with watching(http) as looks:
+        while ids(next(looks)) != set(names):
+            pass
+    http.post("/pause?mode=keep").raise_for_status()
+    try:
+        yield names
+    finally:
+        for name in names:
+            http.delete(f"/v1/requests/{name}")
+        http.post("/resume").raise_for_status()
+        for thread in asked:
+            thread.join(scaled(60))
+
+
+def ids(look: ServerLook) -> set[str]:
+    return {row["id"] for engine in look.engines.values() for row in engine.requests.values()}
+
+
+def test_rows_are_what_descriptions_say(server: Server) -> None:
+    """On /v1/live and in `top`."""
+    with client(server) as http, paused(server, http, 4) as names:
+        with watching(http) as looks:
+            next(looks)
+            found = rows(looks)
+        command = [sys.executable, "-m", "vllm_lite", "top", "--url", server.url, "--once"]
+        env = {**os.environ, "COLUMNS": "200", "LINES": "60"}
+        run = {"capture_output": True, "text": True, "timeout": scaled(60), "check": True, "env": env}
+        text = subprocess.run(command, **run).stdout  # type: ignore[call-overload]
+        for name in names:
+            said, row = http.get(f"/v1/requests/{name}").json(), found[name]
+            [prompt] = said["prompts"]
+            [sample] = prompt["samples"]
+            assert row["state"] == said["state"]
+            assert (row["prompt"], row["output"]) == (prompt["prompt_tokens"], prompt["completion_tokens"])
+            assert (row["cached"], row["preemptions"]) == (prompt["cached_tokens"], prompt["preemptions"])
+            assert (row["computed"], row["place"]) == (sample["computed_tokens"], sample["place_in_queue"])
+            assert (row["blocks"], row["host_blocks"]) == (sample["blocks"], sample["host_blocks"])
+            assert row["reason"] == said["admission"]["reason"]
+            shown = next(line.split() for line in text.splitlines() if line.startswith(name))
+            figures = [row[field] for field in ("state", "prompt", "cached", "output", "blocks")]
+            assert shown[1:6] == list(map(str, figures)), shown
+        assert {row["state"] for row in found.values()} == {"running", "waiting"}
+        counts = counts_of(http.get("/metrics").text)
+        assert f"{counts['num_used_blocks']:.0f} of 199 KV blocks, {counts['num_cached_blocks']:.0f} cached" in text
+        means = re.search(r"first token ([\d.,]+) ms, next ([\d.,]+) ms, queue ([\d.,]+) ms", text)
+        assert means
+        metrics = http.get("/metrics").text
+        for shown_ms, name in zip(means.groups(), TIMES, strict=True):
+            assert shown_ms == f"{mean_ms(metrics, name):,.1f}", name
+        share = counts["cached_tokens"] / counts["prompt_tokens"]
+        assert f"{share:.0%} of prompts cached" in text
+
+
+def test_several_servers_and_engines_are_shown_together() -> None:
+    flags = ("-dp", "2", "--api-server-count", "2", "--num-gpu-blocks-override", "200", "--max-num-seqs", "1")
+    with serving(*flags) as server, client(server) as http, paused(server, http, 6) as names:
+        for _ in range(4):  # each may come to another API server
+            with client(server) as other, watching(other) as looks:
+                next(looks)
+                look = next(looks)
+                assert ids(look) == set(names)
+                assert sorted(look.engines) == ["0", "1"]
+                assert all(engine.requests for engine in look.engines.values())
+            metrics = http.get("/metrics").text
+            for number, engine in look.engines.items():
+                assert engine.head["counts"] == counts_of(metrics, engine=number), number
+        command = [sys.executable, "-m", "vllm_lite", "top", "--url", server.url, "--once"]
+        run = {"capture_output": True, "text": True, "timeout": scaled(60), "check": True}
+        text = subprocess.run(command, env={**os.environ, "LINES": "40"}, **run).stdout  # type: ignore[call-overload]
+        assert "demo_model [0]  paused" in text
+        assert "demo_model [1]  paused" in text
 
 
 def test_pages_of_others_see_nothing(server: Server) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.deadlines import scaled
 from tests.http_server import Server, client, serving
+from tests.live_numbers import counts_of, mean_ms
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -140,20 +140,32 @@ def test_numbers_are_those_of_metrics(page: Any, server: Server) -> None:
     page.wait_for_selector("dt:text-is('running')")
     with client(server) as http:
         http.post("/v1/completions", json={"prompt": "Once upon a time " * 9, "max_tokens": 3}).raise_for_status()
-        families = text_string_to_metric_families(http.get("/metrics").text)
-    values = {sample.name: sample.value for family in families for sample in family.samples}
-    cached, prompt = values["vllm:prompt_tokens_cached_total"], values["vllm:prompt_tokens_total"]
-    mean_ms = 1e3 * values["vllm:time_to_first_token_seconds_sum"] / values["vllm:time_to_first_token_seconds_count"]
+        metrics = http.get("/metrics").text
+    counts = counts_of(metrics)
     expected = {
-        "running": "0",
-        "preempted": f"{values['vllm:num_preemptions_total']:,.0f}",
-        "prompts cached": f"{100 * cached / prompt:.0f} %",
-        "first token": f"{mean_ms:.1f} ms",
+        "running": f"{counts['num_running']:,.0f}",
+        "waiting": f"{counts['num_waiting']:,.0f}",
+        "tokens/s": "0",
+        "first token": f"{mean_ms(metrics, 'first_token_s'):.1f} ms",
+        "between tokens": f"{mean_ms(metrics, 'token_gap_s'):.1f} ms",
+        "queue": f"{mean_ms(metrics, 'queue_s'):.1f} ms",
+        "prompts cached": f"{100 * counts['cached_tokens'] / counts['prompt_tokens']:.0f} %",
+        "preempted": f"{counts['preemptions']:,.0f}",
+        "swapped": f"{counts['swaps']:,.0f}",
+        "drafts right": "\N{EN DASH}",
+        "blocks copied": f"{counts['copied_blocks']:,.0f}",
+        "on the host": f"{counts['num_used_host_blocks']:,.0f}",
+        "on disk": f"{counts['num_stored_keys']:,.0f}",
     }
+    assert counts["draft_tokens"] == 0
+    names = page.locator(".figures").first.locator("dt").all_inner_texts()
+    assert set(names) == expected.keys(), "no number is left out"
     for name, value in expected.items():
         page.wait_for_selector(f"div:has(> dt:text-is('{name}')) > dd:text-is('{value}')")
-    shown = page.inner_text(".legend")
-    assert f"free, but cached: {values['vllm_lite:kv_blocks_cached']:,.0f}" in shown
+    held, cached = counts["num_used_blocks"], counts["num_cached_blocks"]
+    free = counts["num_blocks"] - cached - held
+    for text in (f"free: {free:,.0f}", f"free, but cached: {cached:,.0f}", f"held by one: {held:,.0f}"):
+        page.wait_for_selector(f".legend li:text-is('{text}')")
 
 
 def test_a_conversation_has_what_its_turns_found(page: Any, server: Server) -> None:

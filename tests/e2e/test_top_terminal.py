@@ -42,7 +42,7 @@ class Terminal:
         return self._tmux("capture-pane", "-p", *flags)
 
     def until(self, condition: Callable[[str], object], *flags: str) -> str:
-        """What is on it, once that holds."""
+        """Return its text, once that holds."""
         deadline_s = time.monotonic() + scaled(60)
         while not condition(text := self.text(*flags)):
             assert time.monotonic() < deadline_s, text
