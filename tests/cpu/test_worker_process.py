@@ -38,10 +38,12 @@ from vllm_lite.protocol.control import (
 )
 from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import Continue, Finish, ModelOutput, NewRequest, SchedulerOutput
+from vllm_lite.protocol.transfers import StoredKeys, TierUsage
 from vllm_lite.runtime import supervise
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Delivery
 from vllm_lite.worker import process
+from vllm_lite.worker.disk.transfers import DiskTransfers
 from vllm_lite.worker.membership import Membership
 
 DEADLINE_S = scaled(60.0)
@@ -167,6 +169,24 @@ def test_a_whole_conversation(engine: Engine, tiny_checkpoint: Path) -> None:
 
     engine.send(Shutdown())
     assert worker.join() == 0
+
+
+def test_a_worker_says_what_the_disk_holds_before_it_says_that_it_serves(
+    ipc: str, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that waited for it are scheduled at once."""
+    engine, found = Engine(ipc), StoredKeys(0, GENERATION, [bytes(33)], [], TierUsage())
+    monkeypatch.setattr(DiskTransfers, "take", lambda _: [found])
+    settings = settings_for(tiny_checkpoint, ipc, kv_cache_dir=str(tmp_path / "kv"))
+    worker = WorkerThread(settings)
+    engine.receive(WorkerHello)
+    engine.receive(Ready)
+    engine.send(Start(GENERATION, 20, 0))
+    assert engine.receive(StoredKeys).added == [bytes(33)]
+    engine.next(lambda message: isinstance(message, Started))
+    engine.send(Shutdown())
+    assert worker.join() == 0
+    engine.listener.close()
 
 
 def test_hearts_beat_and_show_progress(engine: Engine, tiny_checkpoint: Path) -> None:

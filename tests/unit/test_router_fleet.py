@@ -120,6 +120,19 @@ def test_a_model_is_loaded_for_its_first_request_and_swapped_for_another() -> No
     run(test)
 
 
+def test_the_most_that_a_sleeping_model_has_taken_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SIZES, "sleeping", GIB // 2)
+
+    async def test(rig: Rig) -> None:
+        await rig.use("a")
+        await rig.use("b")
+        status = rig.fleet.members["a"].status
+        await rig.until(lambda: status.asleep_bytes == GIB // 2)
+        assert rig.fleet.members["b"].status.asleep_bytes < GIB // 2, "it is loaded"
+
+    run(test)
+
+
 def test_many_that_wait_share_one_load() -> None:
     async def test(rig: Rig) -> None:
         rig.gate.clear()

@@ -55,7 +55,7 @@ def test_a_model_that_has_just_gone_to_sleep_is_counted_with_the_worker_that_is_
     deep = replace(asleep, level=2)
     assert actions([deep, wanted("b", 2)], 2.3) == [("load", "b", 0)], "it has no such worker"
     waking = replace(asleep, num_waiting=1, expected_bytes=2 * GIB)
-    assert actions([waking, loaded("b", 1, pin=True)], 3.1) == [("load", "a", 0)], "it is part of what it will take"
+    assert actions([waking, loaded("b", 1)], 3.1) == [("load", "a", 0)], "it is part of what it will take"
 
 
 def test_a_busy_model_keeps_its_memory_for_its_slice() -> None:
