@@ -25,7 +25,7 @@ Found = list[set[tuple[str, int, int]]]
 
 LABELS = ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
 BIOES = ("O", *(f"{tag}-{kind}" for kind in ("person", "place", "date") for tag in "BIES"))
-FILTER: dict[str, Any] = {"num_local_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 8}
+FILTER: dict[str, Any] = {"num_local_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 8, "pad_token_id": 0}
 KINDS = (*SHAPES, "privacy-filter")
 
 
