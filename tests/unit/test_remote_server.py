@@ -97,8 +97,9 @@ def test_a_line_ends_where_a_stream_says_so() -> None:
     def parts() -> Iterator[bytes]:
         yield from (bytes([byte]) for byte in body.encode())
 
-    lines = lines_of(httpx.Response(200, content=parts()))
-    assert "".join(piece.text for piece in pieces(lines)) == said
+    assert "".join(piece.text for piece in pieces(lines_of(httpx.Response(200, content=parts())))) == said
+    server = remote(lambda _: httpx.Response(200, content=body.encode()), model="m")
+    assert "".join(piece.text for piece in server.chat([], {})) == said
 
 
 def test_what_is_asked() -> None:

@@ -110,9 +110,16 @@ def test_engines_are_named_after_their_models_and_go_with_them(monkeypatch: pyte
         assert seen.look.engines["a/0"].requests == {"r": {"id": "r"}}
         assert seen.look.models["a"]["state"] == "loaded"
         assert seen.look.models["a"]["active"] == 0, "a watcher is no request"
-        await rig.use("b")  # a has to go for it
-        assert rig.log[-2:] in (["stop a", "load b"], ["sleep a 1", "load b"])
         await seen.answers[0].said.put(None)
+        await seen.until(lambda: "a/0" not in seen.look.engines)
+        assert seen.look.models["a"]["state"] == "loaded", "its stream alone has ended, and is opened again"
+        await seen.until(lambda: len(seen.answers) > 1)
+        await seen.answers[1].said.put(engine_event())
+        await seen.until(lambda: "a/0" in seen.look.engines)
+        await rig.use("b")  # a has to go for it
+        seen.listen()
+        assert rig.log[-2:] in (["stop a", "load b"], ["sleep a 1", "load b"])
+        await seen.answers[1].said.put(None)
         await seen.until(lambda: "a/0" not in seen.look.engines)
         assert seen.answers[0].is_closed
         assert seen.look.models["a"]["counts"]["loads"] == 1
