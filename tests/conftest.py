@@ -8,10 +8,15 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.deadlines import scaled
+
+# No example is late on a busy machine; how long something takes is a benchmark's matter.
+hypothesis.settings.register_profile("suite", deadline=None)
+hypothesis.settings.load_profile("suite")
 
 # Tiny models gain nothing from threads, and OpenMP's spinning ones lose tenfold on a busy machine. Children inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

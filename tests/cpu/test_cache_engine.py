@@ -177,7 +177,7 @@ def test_any_program_gives_what_one_op_at_a_time_gives(mover):
     engine = numbered_engine(mover)
     values = torch.cat((engine.pool, engine.host_pool))
 
-    @settings(max_examples=examples(250), deadline=None)
+    @settings(max_examples=examples(250))
     @given(programs)
     def check(program):
         engine.pool.copy_(values[:N])
@@ -215,7 +215,7 @@ def blocks_of(entry):
     return ("host" if op == SWAP_IN else "device", src), ("host" if op == SWAP_OUT else "device", dst)
 
 
-@settings(max_examples=examples(250), deadline=None)
+@settings(max_examples=examples(250))
 @given(programs)
 def test_on_a_gpu_every_op_waits_for_those_it_must_not_overtake(program):
     engine = with_mover(make_engine(), "cuda, no kernels")

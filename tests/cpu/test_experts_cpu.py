@@ -248,7 +248,7 @@ def rules(draw: st.DrawFn) -> RoutingSpec:
     )
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(rules(), st.integers(0, 2**31), st.integers(1, 9), st.sampled_from([0.0, 0.5, 4.0]))
 def test_routing_is_that_of_plain_torch(spec: RoutingSpec, seed: int, num_tokens: int, scale: float) -> None:
     """With scale 0 all scores are equal: the first of them are chosen."""

@@ -324,7 +324,7 @@ class OfStream(Drafter):
         return [np.array(sequence.drafts, np.int32) for sequence in sequences]
 
 
-@settings(max_examples=examples(200), deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=examples(200), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(data=st.data(), num_groups=st.integers(1, 2))
 def test_any_stream_of_entries_gives_the_arrays_of_the_naive_model(data: st.DataObject, num_groups: int) -> None:
     stream, batch = Stream(data, num_groups), new_batch(num_groups)

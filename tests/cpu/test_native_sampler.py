@@ -229,7 +229,7 @@ def adversarial_row(kind: str, vocab_size: int, rng: np.random.Generator) -> NDA
     return row.astype(np.float32)
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(
     kind=st.sampled_from(["normal", "ties", "equal", "one", "huge", "tiny", "sorted"]),
     vocab_size=st.sampled_from([1, 2, 16, 17, 255, 256, 257, 1000, 5000]),

@@ -67,7 +67,7 @@ def specs(draw: st.DrawFn) -> tuple[ModelSpec, int]:
     return spec, world
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(specs())
 def test_the_boxes_of_the_ranks_are_a_partition_of_every_tensor(drawn: tuple[ModelSpec, int]) -> None:
     """Norms are on all ranks, and KV heads on equally many; every other element is on one rank."""
@@ -84,7 +84,7 @@ def test_the_boxes_of_the_ranks_are_a_partition_of_every_tensor(drawn: tuple[Mod
         assert (held == copies).all(), name
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(specs())
 def test_a_plan_knows_what_a_rank_takes(drawn: tuple[ModelSpec, int]) -> None:
     spec, world = drawn

@@ -187,7 +187,7 @@ def check_random(seed: int, world: int, *, shares_memory: bool) -> None:
 
 @pytest.mark.parametrize("shares_memory", [True, False], ids=["one memory", "copies"])
 @pytest.mark.parametrize("world", [2, 3, 4])
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @example(seed=1)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_all_ranks_sample_what_one_would(world: int, shares_memory: bool, seed: int) -> None:

@@ -119,7 +119,7 @@ def test_random_calls(world: int, phase: str, memory: int) -> None:
     play_in_threads(connect(memory, world, waits=PHASES[phase]), random_calls(world, world, count), seed=world)
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(
         st.builds(

@@ -56,7 +56,7 @@ def test_too_short_a_match_is_none():
     assert propose([1, 2, 3, 9, 2, 3], longest=1) == [9, 2, 3, 9]
 
 
-@settings(max_examples=examples(500), deadline=None)
+@settings(max_examples=examples(500))
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(1, 6), st.integers(1, 5), st.integers(0, 4))
 def test_any_sequence_gives_the_drafts_of_the_search_by_hand(tokens, max_drafts, longest, less):
     shortest = max(1, longest - less)

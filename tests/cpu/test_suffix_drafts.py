@@ -143,7 +143,7 @@ def test_answers_are_bounded() -> None:
     assert none.of(GROUP) is None
 
 
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=examples(400))
 @given(
     st.lists(st.integers(0, 2), min_size=1, max_size=30),
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=3),

@@ -131,7 +131,7 @@ def test_ids_of_chats(tmp_path: Path, kind: str, case: str) -> None:
         assert tokenizer.decode(wanted, skip_special_tokens=False) == theirs.decode(wanted)
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(st.text(max_size=60))
 def test_ids_and_text_of_the_demo_model(text: str) -> None:
     ours, theirs = demo()
@@ -142,7 +142,7 @@ def test_ids_and_text_of_the_demo_model(text: str) -> None:
         assert ours.decode(ids, skip_special_tokens=skip) == expected
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(st.lists(st.integers(0, 2047), max_size=40), st.booleans())
 def test_text_of_random_ids_of_the_demo_model(ids: list[int], skip: bool) -> None:
     ours, theirs = demo()

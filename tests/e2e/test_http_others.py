@@ -183,7 +183,6 @@ def test_whatever_is_asked_is_answered(server: Server, label: str, mode: Generat
     @given(case=OPERATIONS[label].as_strategy(generation_mode=mode))
     @settings(
         max_examples=num_examples,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
         database=None,
         derandomize=True,

@@ -46,7 +46,7 @@ def rules(draw: st.DrawFn) -> RoutingSpec:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(spec=rules(), seed=st.integers(0, 2**31), scale=st.sampled_from([0.0, 0.5, 4.0]))
 def test_routing_is_that_of_plain_torch(spec: RoutingSpec, seed: int, scale: float, launcher: EmulatorLauncher) -> None:
     """With scale 0 all scores are equal."""

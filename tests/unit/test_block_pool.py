@@ -254,4 +254,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=60)

@@ -171,7 +171,7 @@ RESTS = st.lists(st.lists(PIECES, max_size=8), min_size=2, max_size=4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(begin=BEGINNINGS, rests=RESTS)
 def test_tokens_are_those_that_each_prompt_has_by_itself(kind, begin, rests):
     tokenizer = Tokenizer(KINDS[kind])

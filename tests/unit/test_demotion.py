@@ -63,7 +63,7 @@ def promoted(rig: Rig) -> list[int]:
     return [int(numbers["tokens"]) for code, numbers in rig.decisions if code == "promoted"]
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=2, max_size=5),
     limit=st.integers(2, 40),

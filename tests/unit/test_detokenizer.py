@@ -40,7 +40,7 @@ def level_ids(text: str) -> list[int]:
     return [BYTE_LEVEL.token_id(alphabet[value]) or 0 for value in text.encode()]
 
 
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=examples(400))
 @given(kinds, st.lists(st.integers(0, 400), max_size=40), st.booleans())
 def test_pieces_add_up_to_the_text_decoded_at_once(kind: str, numbers: list[int], skip: bool) -> None:
     tokenizer = TOKENIZERS[kind]
@@ -48,7 +48,7 @@ def test_pieces_add_up_to_the_text_decoded_at_once(kind: str, numbers: list[int]
     assert "".join(pieces_of(kind, token_ids, skip=skip)) == tokenizer.decode(token_ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=examples(400))
 @given(kinds, st.lists(st.integers(0, 400), max_size=30), st.booleans(), st.data())
 def test_the_text_does_not_depend_on_the_chunks(kind: str, numbers: list[int], skip: bool, data: st.DataObject) -> None:
     """Tokens come one by one, or several at a time after drafts or a break."""
@@ -62,7 +62,7 @@ def test_the_text_does_not_depend_on_the_chunks(kind: str, numbers: list[int], s
     assert text + detokenizer.flush() == tokenizer.decode(token_ids, skip_special_tokens=skip)
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(st.sampled_from(KINDS_WITH_BYTES), st.data())
 def test_runs_of_byte_tokens(kind: str, data: st.DataObject) -> None:
     """Mostly valid UTF-8, cut and spoilt at random places, between words and special tokens."""
@@ -75,7 +75,7 @@ def test_runs_of_byte_tokens(kind: str, data: st.DataObject) -> None:
     assert "".join(pieces_of(kind, token_ids)) == TOKENIZERS[kind].decode(token_ids)
 
 
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=examples(400))
 @given(st.text(max_size=30))
 @example("👩‍👩‍👧‍👦 naïve 猫 e\u0301")
 def test_no_piece_holds_half_a_character(text: str) -> None:
@@ -178,7 +178,7 @@ def first_end(text: str, stops: list[str], begin: int = 0) -> tuple[int, str] | 
 few_letters = st.text("ab", min_size=1, max_size=5)
 
 
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=examples(400))
 @given(st.lists(st.text("abc", max_size=4), max_size=12), st.lists(few_letters, min_size=1, max_size=4), st.booleans())
 def test_stop_strings_follow_the_definition(pieces: list[str], stops: list[str], include: bool) -> None:
     text = "".join(pieces)
@@ -208,7 +208,7 @@ def test_a_stop_string_that_begins_again_inside_itself() -> None:
             assert finder.found == stop
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(st.text("abc", max_size=20), st.lists(few_letters, min_size=1, max_size=3))
 def test_no_more_is_held_back_than_could_begin_a_stop_string(text: str, stops: list[str]) -> None:
     finder = StopStrings(stops)
@@ -259,7 +259,7 @@ def test_a_stop_string_may_begin_in_one_that_did_not_count() -> None:
     assert detokenizer.num_tokens == 3
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(st.text("ab", max_size=12), st.lists(few_letters, min_size=1, max_size=3), st.integers(0, 13))
 def test_min_tokens_follow_the_definition(text: str, stops: list[str], min_tokens: int) -> None:
     detokenizer = Detokenizer(VOCABULARIES["byte level"], stop=stops, min_tokens=min_tokens)

@@ -237,7 +237,7 @@ def test_a_write_that_fails_is_not_found() -> None:
 
 
 @pytest.mark.parametrize("num_state_slots", [0, 5])
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32), windows=st.sampled_from([(None,), (None, 8)]))
 def test_whatever_happens_the_tokens_are_right(
     num_state_slots: int, seed: int, windows: tuple[int | None, ...]

@@ -98,7 +98,6 @@ def test_what_steps_took_stays_known_when_the_numbers_change() -> None:
     assert factors.means()[factor_place(5, 0)] == 1.0, "of steps without drafts nothing is known"
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 40), st.integers(0, 8), st.floats(1e-5, 1.0)), max_size=60), st.booleans())
 def test_whatever_is_measured_a_row_takes_time_and_nothing_less_than_none(
     steps: list[tuple[int, int, float]], is_timed: bool
@@ -160,7 +159,7 @@ def test_beside_many_rows_fewer_drafts_pay() -> None:
     assert len(set(crowd)) == 1
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(
     st.lists(st.tuples(st.floats(0, 30), st.floats(0, 30)), min_size=1, max_size=12),
     st.floats(0, 0.02),

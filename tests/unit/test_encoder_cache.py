@@ -109,7 +109,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     prompts, events, st.tuples(st.integers(1, 12), st.integers(1, 20), st.integers(0, 12)), st.booleans(), st.randoms()
 )

@@ -243,7 +243,7 @@ KINDS = [DROPS, FIRST_ONLY, LAST_WINS, WITH_CALLS, CALLS_OR_TEXT, CALLS_FIRST, E
 
 
 @given(source=st.sampled_from(KINDS), several=st.lists(chats(), min_size=2, max_size=12))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_what_is_known_agrees_with_marks(source: str, several: list[list[dict[str, Any]]]) -> None:
     one = template(source)
     for chat in several:

@@ -161,7 +161,7 @@ class Watched(Recorded):
         return [alone.streams["alone", index] for index in range(request.params.n)]
 
 
-@settings(max_examples=examples(80), deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=examples(80), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(
     seed=st.integers(0, 2**32),
     configuration=configurations,

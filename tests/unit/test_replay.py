@@ -37,7 +37,7 @@ configurations = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=examples(120), deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@settings(max_examples=examples(120), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(seed=st.integers(0, 2**32), configuration=configurations)
 def test_replay_decides_what_was_decided(seed: int, configuration: dict[str, Any]) -> None:
     rng = random.Random(seed)

@@ -130,7 +130,7 @@ class Random:
         self.cached.check(self.rig.worker, self.rig.scheduler.queues.unfinished())
 
 
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(300))
 @given(seed=st.integers(0, 2**32), configuration=configurations)
 def test_any_schedule_gives_the_same_tokens(seed: int, configuration: dict[str, object]) -> None:
     """Random arrivals, aborts, samples, beams, forks, shared prefixes, resets and deaths on tiny pools: every slot read

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_lite.engine.observe.replay import Replay
@@ -126,7 +126,6 @@ def test_features_count_what_a_message_computes() -> None:
     assert found["chunk_megapairs"] == pytest.approx(2 * 65.5 / 1e6)
 
 
-@settings(deadline=None)
 @given(
     rows=st.lists(
         st.lists(st.floats(-5, 5).map(lambda x: round(x, 2)), min_size=4, max_size=4), min_size=6, max_size=9

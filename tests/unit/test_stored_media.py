@@ -277,7 +277,7 @@ def test_what_has_still_to_be_computed_aside_is_not_moved_to_the_host() -> None:
     assert not rig.worker.aside
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(seed=st.integers(0, 2**32))
 def test_whatever_happens_no_step_reads_what_is_not_there(seed: int) -> None:
     draw = random.Random(seed)

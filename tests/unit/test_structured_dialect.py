@@ -197,7 +197,7 @@ KEYWORDS = (
 PARTS = st.dictionaries(st.sampled_from(KEYWORDS), JUNK | st.sampled_from(["a", 1]), max_size=4)
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(PARTS, PARTS, st.sampled_from(sorted(SHAPES)))
 def test_no_schema_of_a_loose_tool_is_refused(root: Any, inner: Any, shape: str) -> None:
     parameters = {**root, "properties": {"p": inner}}

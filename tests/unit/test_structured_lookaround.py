@@ -53,7 +53,7 @@ def groups(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
 TEXTS = [text for length in range(4) for text in map("".join, product(LETTERS, repeat=length))]
 
 
-@settings(max_examples=examples(150), deadline=None)
+@settings(max_examples=examples(150))
 @given(st.recursive(ATOMS, groups, max_leaves=8), st.integers(0, 2**32))
 def test_the_same_texts_match(pattern: str, seed: int) -> None:
     rng = random.Random(seed)

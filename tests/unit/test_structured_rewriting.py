@@ -78,7 +78,7 @@ def test_bounds_are_moved_inwards(schema: Any, values: list[Any]) -> None:
     assert found == [value for value in wanted if value != 2**53 + 1]  # float64 has no such number
 
 
-@settings(max_examples=examples(200), deadline=None)
+@settings(max_examples=examples(200))
 @given(
     st.sampled_from(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"]),
     st.integers(-(2**66), 2**66) | st.floats(allow_nan=False, allow_infinity=False),

@@ -53,7 +53,7 @@ def path_of(spans: Sequence[Span], num_tokens: int) -> list[str]:
 numbers = st.integers(-40, 40).map(lambda number: number / 8)  # exact sums, so that the best is known without rounding
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(st.data())
 def test_no_other_path_is_better(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 4))

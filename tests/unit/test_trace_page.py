@@ -105,7 +105,7 @@ def test_each_moment_is_what_a_replay_up_to_it_finds(trace: Path, whole: ShownTr
     assert whole.trouble == ""
 
 
-@settings(max_examples=examples(25), deadline=None)
+@settings(max_examples=examples(25))
 @given(seed=st.integers(0, 2**32), host=st.sampled_from([0, 12]), drafts=st.booleans(), media=st.booleans())
 def test_moments_of_any_trace_are_those_of_its_replay(
     tmp_path_factory: pytest.TempPathFactory, seed: int, host: int, drafts: bool, media: bool
