@@ -20,7 +20,7 @@ WEIGHT = 0.3
 LAST_WRITES_S = 1.5
 """How long workers that are to end still get chats that have ended to write. Who stops an engine waits for 4 s, of
 which its workers may take 2."""
-SLEEP_WRITES_S, STALLED_S = 30.0, 5.0
+SLEEP_WRITES_S, STALLED_S = 60.0, 10.0
 """How long workers that are to end for a sleep still get to write, at most and since they last wrote something: to
 compute a long chat again takes longer than to write it, and no supervisor counts the seconds."""
 LEAST_MEASURED = 8
