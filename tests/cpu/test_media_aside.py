@@ -58,7 +58,7 @@ def apply(part: MediaVectors, entry: Any) -> None:
 
 def step(part: MediaVectors) -> list[bytes]:
     """Make a step that reads no medium. Returns those of which it says that they are there."""
-    inputs: Any = SimpleNamespace(handles=[])
+    inputs: Any = SimpleNamespace(handles=[], num_tokens=0)
     fields: dict[str, Any] = {}
     part.build(inputs)
     part.answer(inputs, fields)
@@ -81,20 +81,20 @@ def test_a_step_has_as_many_pieces_as_the_goal_leaves_time_for(
     """A second passes with each look at the clock, and so with each piece: a step that took 2 of 10 s leaves 7."""
     seconds = itertools.count(1)
     monkeypatch.setattr("vllm_lite.worker.step_parts.media.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
-    inputs: Any = SimpleNamespace(handles=[])
+    inputs: Any = SimpleNamespace(handles=[], num_tokens=0)
     monkeypatch.setattr(sys.modules[__name__], "NUM_PIECES", 20)
     part.max_itl_s = 10.0
     pieces = list[int]()
     tower: Any = part.tower
-    for took_s in (2, 6, 11):
+    for took_s, num_tokens in ((2, 0), (6, 0), (11, 0), (2, 1)):
         part.prepare(inputs)
         for _ in range(took_s - 1):
             next(seconds)
         part.commit(inputs, np.empty(0, np.int64), None)
-        before = tower.num_pieces
+        before, inputs.num_tokens = tower.num_pieces, num_tokens
         part.build(inputs)
         pieces.append(tower.num_pieces - before)
-    assert pieces == [7, 3, 1]  # the last one is computed whatever the goal
+    assert pieces == [7, 3, 1, 1]  # one is computed whatever the goal, and beside tokens of a prompt no more
 
 
 @pytest.mark.parametrize("ask", ["store", "move"])

@@ -91,7 +91,7 @@ class MediaVectors(StepPart):
     def build(self, inputs: StepInputs) -> None:
         """Compute what has been asked for, and find the vectors of the step's placeholders."""
         if self._aside:
-            self._advance()
+            self._advance(only_decodes=inputs.num_tokens <= len(inputs.handles))
         if self._wanted:
             self._encode()
         rows, vectors = list[NDArray[np.int64]](), list[torch.Tensor]()
@@ -131,9 +131,10 @@ class MediaVectors(StepPart):
         if self._ended:
             fields["encoded"], self._ended = self._ended, []
 
-    def _advance(self) -> None:
-        """Compute what is aside for as long as a step like the last one leaves time for, at least a piece."""
-        until_s = time.perf_counter() + GOAL * self.max_itl_s - self._step_s
+    def _advance(self, *, only_decodes: bool) -> None:
+        """Compute what is aside for as long as a step like the last one leaves time for, at least a piece. A step with
+        prompts has been made to take all of the time."""
+        until_s = time.perf_counter() + (GOAL * self.max_itl_s - self._step_s if only_decodes else 0.0)
         while self._aside:
             entry, pieces = next(iter(self._aside.values()))
             try:
