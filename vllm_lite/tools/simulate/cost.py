@@ -50,7 +50,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The time that a first token takes beside the engine: client, HTTP, the text to tokens."""
     num_messages: int
     error: float
-    """Mean of how far single messages were from what the times say, as a share of what they took."""
+    """Median of how far single messages were from what the times say, as a share of what they took."""
 
     def values(self) -> list[float]:
         return [self.times.get(name, 0.0) for name in NAMES]

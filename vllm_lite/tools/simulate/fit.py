@@ -50,7 +50,7 @@ def fit(recording: Recording, model: str, client_s: float = 0.0) -> StepTimes:
         engine_s=max(0.0, statistics.median(recording.gaps_s)) if recording.gaps_s else 0.0,
         client_s=client_s,
         num_messages=len(messages),
-        error=statistics.fmean(errors),
+        error=statistics.median(errors),
     )
 
 
@@ -70,7 +70,7 @@ def client_time(recording: Recording, measured: Mapping[str, Any] | None) -> flo
 def describe(fitted: StepTimes) -> str:
     """A line of what was learned."""
     count, error = fitted.num_messages, fitted.error
-    return f"times of {count} messages to the workers, each within {error:.1%} on average ({fitted.machine})"
+    return f"times of {count} messages to the workers, half of them within {error:.1%} ({fitted.machine})"
 
 
 def _check(recording: Recording, num_messages: int) -> None:
