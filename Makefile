@@ -1,11 +1,11 @@
 # Everything a contributor needs. `make help` lists the targets.
 #   PYTHON   the interpreter that .venv is made from: 3.11 to 3.13
 #   ARGS     passed on, for example: make test ARGS="tests/unit -k block_pool"
-#   JOBS     processes that run the tests, each with files of its own: one more than two cores, as some tests wait
+#   JOBS     processes that run the tests, each with files of its own
 
 PYTHON ?= python3
 ARGS ?=
-JOBS ?= 3
+JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 PACKAGE := $(VENV)/package
