@@ -14,11 +14,12 @@ STAMP := $(VENV)/installed
 NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.h csrc/cpu/isa/*.cpp csrc/cpu/isa/*.h)
 SOURCES := vllm_lite scripts examples benchmarks tests
 
-# What `make quick` leaves out of tests/unit: files that start processes, wait, or take more than 5 s. And what it adds.
-SLOW := bench_result chat_template conversion cut_calls deadlines demo_grammar detokenizer doctor gpu_check gpu_check_stages hub \
-        import_time instances launch leaks orphans peers planner published_configs recorded_process recovery_properties replay \
-        scheduler_properties server_connection server_cut_streams server_rendering server_unpack session \
-        session_recovery simulated_executor supervise supervisor torch_import trace
+# What `make quick` leaves out of tests/unit: files that start processes, wait, or take some seconds. And what it adds.
+SLOW := bench_result chat_template conversion cut_calls deadlines demo_grammar detokenizer doctor fetch_images gpu_check \
+        gpu_check_carried gpu_check_stages groupings hub hub_cache import_time instances launch leaks orphans peers planner \
+        published_configs recorded_process recovery_properties replay response_formats scheduler_properties server_connection \
+        server_cut_streams server_rendering server_unpack session session_recovery simulate simulated_executor \
+        structured_tools supervise supervisor torch_import trace untrusted_files
 QUICK := $(filter-out $(SLOW:%=tests/unit/test_%.py),$(wildcard tests/unit/test_*.py)) \
          $(wildcard tests/cpu/test_input_batch.py tests/cpu/test_logit_rules.py tests/cpu/test_cache_engine.py)
 
