@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,19 @@ def cosine(folder: Path, name: str) -> float:
     return float((np.load(folder / f"{name}.npy") * np.load(folder / f"{ORACLE}.npy")).sum(axis=1).min())
 
 
+def best_in_turn(program: str, runs: Iterable[str], folder: str, options: argparse.Namespace) -> dict[str, float]:
+    """Texts per second of each run of `program`, the best of all rounds, each in a process of its own."""
+    best: dict[str, float] = {}
+    for _ in range(options.rounds):
+        for name in runs:
+            command = [sys.executable, program, "--run", name, "--folder", folder, "--texts", str(options.texts)]
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            speed = float(done.stdout.split("texts/s")[-1])
+            best[name] = max(speed, best.get(name, 0.0))
+            print(f"{name:36} {speed:7.1f} texts/s", flush=True)
+    return best
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="30m")
@@ -132,16 +146,9 @@ def main() -> None:
     if options.run:
         measure(options.run, options.folder, options.texts)
         return
-    best: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         make(options.shape, Path(folder))
-        for _ in range(options.rounds):
-            for name in RUNS:
-                command = [sys.executable, __file__, "--run", name, "--folder", folder, "--texts", str(options.texts)]
-                done = subprocess.run(command, capture_output=True, text=True, check=True)
-                speed = float(done.stdout.split("texts/s")[-1])
-                best[name] = max(speed, best.get(name, 0.0))
-                print(f"{name:36} {speed:7.1f} texts/s", flush=True)
+        best = best_in_turn(__file__, RUNS, folder, options)
         cosines = {name: cosine(Path(folder), name) for name in RUNS}
     peer = max(speed for name, speed in best.items() if not name.startswith("ours"))
     for name, speed in best.items():

@@ -11,14 +11,12 @@ with fewer experts: as many work for a token.
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from embeddings import NUM_WORDS, SHAPES, SPECIAL, make_texts
+from embeddings import NUM_WORDS, SHAPES, SPECIAL, best_in_turn, make_texts
 
 Found = list[set[tuple[str, int, int]]]
 """Label, start and end of each text's entities."""
@@ -124,16 +122,9 @@ def main() -> None:
     if options.run:
         measure(options.run, options.folder, options.texts)
         return
-    best: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
         make(options.shape, Path(folder))
-        for _ in range(options.rounds):
-            for name in RUNS:
-                command = [sys.executable, __file__, "--run", name, "--folder", folder, "--texts", str(options.texts)]
-                done = subprocess.run(command, capture_output=True, text=True, check=True)
-                speed = float(done.stdout.split("texts/s")[-1])
-                best[name] = max(speed, best.get(name, 0.0))
-                print(f"{name:24} {speed:7.1f} texts/s", flush=True)
+        best = best_in_turn(__file__, RUNS, folder, options)
         shares = {name: share(Path(folder), name) for name in RUNS}
     usual = best[ORACLE]
     peer = max(speed for name, speed in best.items() if not name.startswith("ours"))
