@@ -135,14 +135,19 @@ def best_in_turn(program: str, runs: Iterable[str], folder: str, options: argpar
     return best
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=SHAPES, default="30m")
-    parser.add_argument("--texts", type=int, default=300)
+def asked(description: str | None, shapes: Iterable[str], num_texts: int) -> argparse.Namespace:
+    """The command line of a program that `best_in_turn` calls; with `run` it is to do that one alone."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--shape", choices=list(shapes), default="30m")
+    parser.add_argument("--texts", type=int, default=num_texts)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--run", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = asked(__doc__, SHAPES, 300)
     if options.run:
         measure(options.run, options.folder, options.texts)
         return

@@ -9,14 +9,13 @@ of the pipeline's float32 entities that it finds, by label and characters. The s
 with fewer experts: as many work for a token.
 """
 
-import argparse
 import json
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from embeddings import NUM_WORDS, SHAPES, SPECIAL, best_in_turn, make_texts
+from embeddings import NUM_WORDS, SHAPES, SPECIAL, asked, best_in_turn, make_texts
 
 Found = list[set[tuple[str, int, int]]]
 """Label, start and end of each text's entities."""
@@ -112,13 +111,7 @@ def share(folder: Path, name: str) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", choices=KINDS, default="30m")
-    parser.add_argument("--texts", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--run", help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = asked(__doc__, KINDS, 200)
     if options.run:
         measure(options.run, options.folder, options.texts)
         return

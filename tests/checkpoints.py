@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,10 @@ def _shake_vectors(model: Any) -> None:
 
 @cache
 def _tokenizer_json() -> str:
+    return str(trained_tokenizer(_TEXT * 4).to_str())
+
+
+def trained_tokenizer(texts: Iterable[str]) -> Any:
     """A byte-level BPE with a few merges, so that any text can be encoded and some tokens are parts of characters."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -136,8 +141,8 @@ def _tokenizer_json() -> str:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_TEXT * 4, trainer)
-    return tokenizer.to_str()
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
 
 
 def _write_tokenizer(path: Path) -> None:

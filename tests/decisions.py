@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tests.checkpoints import SPECIAL_TOKENS, VOCAB_SIZE, make_checkpoint, transformers_model
+from tests.checkpoints import make_checkpoint, trained_tokenizer, transformers_model
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.client.decisions.questions import Question
 from vllm_lite.client.decisions.shared import REPLY
@@ -33,20 +33,9 @@ def write_decider(path: Path, family: str = "llama", *, template: str | None = T
 
 def as_decider(path: Path, template: str | None = TEMPLATE) -> Path:
     """Give the checkpoint in the folder `path` such a vocabulary, and this template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=SPECIAL_TOKENS,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
     letters = [chr(letter) for letter in range(ord("A"), ord("Z") + 1)]
     words = ["yes", "no", "Yes", "No", " yes", " no", " Yes", " No", *(f" {each}" for each in [*letters, *range(10)])]
-    tokenizer.train_from_iterator([each for word in words for each in [f"x{word}", word] * 50], trainer)
+    tokenizer = trained_tokenizer([each for word in words for each in [f"x{word}", word] * 50])
     tokenizer.save(str(path / "tokenizer.json"))
     settings = json.loads((path / "tokenizer_config.json").read_text())
     settings.pop("chat_template")

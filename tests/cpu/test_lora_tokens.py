@@ -16,6 +16,7 @@ from tests.paged import Oracle
 from tests.thread_group import on_ranks
 from vllm_lite.checkpoint.tensors.lora import read_lora
 from vllm_lite.errors import ModelError
+from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.program import Program
 from vllm_lite.layers.weights import adapted_tokens
 
@@ -84,6 +85,17 @@ def test_a_table_beside_linear_layers_and_a_slot_that_is_used_again(tmp_path: Pa
         assert (ours - theirs[: len(ours)]).abs().max() < MAX_DIFFERENCE
 
 
+def test_there_need_not_be_native_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    oracle = Oracle(make_checkpoint(tmp_path / "base"))
+    path = make_table(oracle.path, tmp_path / "one", "embed_tokens", seed=3)
+    monkeypatch.setattr(cpu, "available", lambda: False)
+    monkeypatch.setattr(adapted_tokens, "look_up", lambda *_: pytest.fail("there is none"))
+    ours = run_mixed(load(oracle, [path]), oracle)[0]
+    expected = adapted_logits(oracle.path, path, oracle.tokens[:40])
+    assert (ours - expected[: len(ours)]).abs().max() < MAX_DIFFERENCE
+
+
+@pytest.mark.skipif(not cpu.available(), reason="no native library")
 def test_a_recorded_step_looks_up_what_slots_have_when_it_is_replayed(tmp_path: Path) -> None:
     oracle = Oracle(make_checkpoint(tmp_path / "base"))
     path = make_table(oracle.path, tmp_path / "one", "embed_tokens", seed=3)

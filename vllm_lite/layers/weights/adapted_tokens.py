@@ -17,6 +17,7 @@ import torch
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.checkpoint.tensors.lora import LoraModule
 from vllm_lite.errors import ModelError
+from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.weights.linear import look_up
 from vllm_lite.layers.weights.lora import Adapters, Site, read_tensor
 from vllm_lite.layers.weights.weight_form import LinearShape
@@ -40,6 +41,7 @@ class AdaptedTokens:
         width = adapters.limits.num_slots * self._rank
         words = np.zeros((vocab_size, width * adapters.dtype.itemsize), np.uint8)  # pages that nobody has touched
         self._table = torch.from_numpy(words).view(adapters.dtype)
+        self._native = cpu.available()
         self._found = torch.zeros(adapters.max_num_tokens, width, dtype=adapters.dtype)
         shape = LinearShape(Split.whole(width), (Split.whole(hidden_size),), adapters.dtype, adapters.device)
         self._slots = Site((name,), (name,), shape, adapters).slots
@@ -54,7 +56,7 @@ class AdaptedTokens:
     def add(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
         """token_ids: int64 [n], out: [n, hidden_size], of all rows of a step."""
         found = self._found[: len(token_ids)]
-        if not look_up(self._table, token_ids, found):
+        if not (self._native and look_up(self._table, token_ids, found)):
             torch.index_select(self._table, 0, token_ids, out=found)
         self._slots.add(found, out)
 
