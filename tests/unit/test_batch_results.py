@@ -1,5 +1,6 @@
 """A batch's output and journal: after any end of a run the next one goes on, and each row has one line."""
 
+import errno
 import fcntl
 import json
 import os
@@ -299,3 +300,36 @@ def test_records_are_what_was_packed(tmp_path: Path) -> None:
     assert [record for _, record in kept.records()] == made
     kept.close()
     assert BatchRecord(RecordKind.ANSWERED, 1, 1 << 40).pack()[4:8] == b"\xff\xff\xff\xff"
+
+
+def test_nothing_stands_behind_a_line_that_was_written_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other rows' answers come before the run knows that it is over."""
+    path = tmp_path / "out"
+    with BatchResults(str(path), HEADER) as results:
+        fill(results, last=3)
+
+        def write_part(fd: int, data: bytes) -> None:
+            os.write(fd, data[:5])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(batch_results, "write_whole", write_part)
+            with pytest.raises(ConfigError, match="No space left on device"):
+                results.append(4, RecordKind.ANSWERED, answered("r4", 200))
+        with pytest.raises(ConfigError, match="No space left on device"):
+            results.append(5, RecordKind.ANSWERED, answered("r5", 200))
+    with BatchResults(str(path), HEADER) as results:
+        assert results.totals.num_rows == 3
+        fill(results)
+    expect_each_once(path)
+
+
+def test_a_table_that_cannot_be_written_in_the_end_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with BatchResults(str(tmp_path / "out"), HEADER) as results:
+        fill(results)
+        monkeypatch.setattr(results, "sync", lambda: (_ for _ in ()).throw(OSError(errno.EIO, "Input/output error")))
+        with pytest.raises(ConfigError, match="cannot be written: Input/output error"):
+            results.finish()
+        monkeypatch.undo()

@@ -163,6 +163,7 @@ def test_a_table_of_prompts(tmp_path: Path) -> None:
         ((None, None, None, None), ["none of the columns", "answer, question"]),
         ((None, "text", None, None), ["no column 'text'", "--prompt-column"]),
         ((None, None, "key", None), ["no column 'key'"]),
+        ((None, "question", "question", None), ["has ids in the column 'question'", "--prompt-column"]),
         (("/score", None, None, None), ["body", "/score"]),
     ],
 )

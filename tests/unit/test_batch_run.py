@@ -378,8 +378,18 @@ def test_a_full_disk_is_one_sentence(
 
     with monkeypatch.context() as patched:
         patched.setattr(batch_results, "write_whole", write_whole)
-        assert command(tmp_path) == 2
+        assert command(tmp_path) == 1
     err = capsys.readouterr().err
-    assert "No space left on device; what was answered stays" in err
+    assert "No space left on device; what was answered stays; run the same command again" in err
     assert command(tmp_path) == 0
     assert sorted(ids(tmp_path / "out")) == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["in", "out", "out.journal"])
+def test_a_report_takes_no_file_of_the_batch(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], answering: list[dict[str, Any]]
+) -> None:
+    write(tmp_path / "in", line("a"))
+    assert command(tmp_path, "--report", str(tmp_path / name)) == 2
+    assert "is a file of the batch; a report needs one of its own" in capsys.readouterr().err
+    assert answering == []

@@ -250,3 +250,20 @@ def test_what_vanishes_while_it_is_looked_at_is_no_fault(
             patch.setattr(os, "scandir", scan)
             assert main(["cache", action, str(root)]) == 0
         capsys.readouterr()
+
+
+def test_what_cannot_be_listed_for_a_moment_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path)
+    keys = chain(2)
+    write(store, keys)
+    store.take_changes()
+
+    def no_descriptors(path: object) -> list[str]:
+        raise OSError(errno.EMFILE, "Too many open files", path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "listdir", no_descriptors)
+        with pytest.raises(OSError, match="Too many open files"):
+            store.look()
+    assert not store.take_changes().removed
+    assert set(keys) <= set(store.keys())

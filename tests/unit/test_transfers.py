@@ -103,7 +103,7 @@ def test_workers_that_are_to_sleep_write_as_long_as_they_get_on(
     while rig.scheduler.requests:
         rig.step()
     slow.sent, rig.pending = rig.pending, []
-    for _ in transfers.last_writes():
+    for _ in transfers.last_writes(SLEEP_WRITES_S):
         now_s += every_s
         transfers.receive(executor)
         transfers.send(executor)

@@ -23,6 +23,7 @@ from vllm_lite.config import ResolvedConfig
 from vllm_lite.engine.client_port import ClientPort
 from vllm_lite.engine.core import EngineCore
 from vllm_lite.engine.kept_state import KeptState
+from vllm_lite.engine.transfers import LAST_WRITES_S, SLEEP_WRITES_S
 from vllm_lite.engine.workers.groups import WorkerGroups
 from vllm_lite.errors import ConfigError, EngineError, ModelError, VllmLiteError
 from vllm_lite.executor.base import WorkersLostError
@@ -192,7 +193,7 @@ class Operations:
             return
         counters.sleep_level = level
         if self._core.scheduler.has_workers:
-            yield from self._end_workers(f"sleep of level {level}")
+            yield from self._end_workers(f"sleep of level {level}", SLEEP_WRITES_S)
         self._prepares_s = self._clock() + REST_S if level == 1 else None
         if level != 1:
             yield from self._groups.dismiss_next()
@@ -225,7 +226,7 @@ class Operations:
         yield from groups.await_next()
         yield from self._empty(message.mode)
         self._counters.recovering = "the weights are being replaced"
-        yield from self._end_workers("other weights")
+        yield from self._end_workers("other weights", LAST_WRITES_S)
         groups.model = folder
         try:
             yield from self._load()
@@ -294,9 +295,10 @@ class Operations:
         for index, start in self._core.abort(request_id):
             self._port.push(client, api.Finished(request_id, start, [], "abort", index=index))
 
-    def _end_workers(self, why: str) -> Stages:
+    def _end_workers(self, why: str, writes_s: float) -> Stages:
+        """`writes_s`: the time that they get to write what has ended."""
         if self._core.transfers is not None:
-            yield from self._core.transfers.last_writes()
+            yield from self._core.transfers.last_writes(writes_s)
         self._core.lose_workers(why, are_ended=True)
         yield from self._groups.end()
 

@@ -18,8 +18,8 @@ gives up sooner on a busy machine, where all is slow, waits longer for it."""
 WEIGHT = 0.3
 """The share of the latest load in the mean rate."""
 LAST_WRITES_S = 1.5
-"""How long workers that are to end still get chats that have ended to write. Who stops an engine waits for 4 s, of
-which its workers may take 2."""
+"""How long workers that are to end, also for other weights, still get chats that have ended to write. Who stops an
+engine waits for 4 s, of which its workers may take 2."""
 SLEEP_WRITES_S, STALLED_S = 60.0, 10.0
 """How long workers that are to end for a sleep still get to write, at most and since they last wrote something: to
 compute a long chat again takes longer than to write it, and no supervisor counts the seconds."""
@@ -58,12 +58,10 @@ class Transfers:
         """As `is_writing`, but for states that a step has to find first."""
         return bool(self._tier.writes.num_writing or self._tier.writes.num_waiting)
 
-    def last_writes(self) -> Iterator[None]:
-        """Yield as long as workers that are to end for a sleep are to go on writing."""
+    def last_writes(self, limit_s: float) -> Iterator[None]:
+        """Yield as long as workers that are to end are to go on writing: for `limit_s` at most."""
         began_s = now_s = self._clock()
-        while self.is_writing_blocks and now_s <= min(
-            began_s + SLEEP_WRITES_S, max(began_s, self._ended_s) + STALLED_S
-        ):
+        while self.is_writing_blocks and now_s <= min(began_s + limit_s, max(began_s, self._ended_s) + STALLED_S):
             yield
             now_s = self._clock()
 

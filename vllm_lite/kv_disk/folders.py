@@ -27,8 +27,9 @@ class RankFolders:
         self._identity = _identity(root)
 
     def parts(self) -> list[str]:
-        """Names of the folders that have files, in order."""
-        with suppress(OSError):
+        """Names of the folders that have files, in order; none where there is no directory. Raises OSError if it cannot
+        be listed."""
+        with suppress(FileNotFoundError, NotADirectoryError):
             return sorted(name for name in os.listdir(self.path) if is_part(name))
         return []
 

@@ -374,7 +374,8 @@ class DiskStore:
 
     def clear(self) -> int:
         """Remove all files of this rank of this model. Returns their number."""
-        self.look()
+        with suppress(OSError):  # then what is known of goes
+            self.look()
         return self.forget(self.keys())
 
     def sweep(self, room_bytes: int = 0) -> None:

@@ -79,6 +79,8 @@ class BatchResults:
         self.is_finished = False
         self._synced_s = time.monotonic()
         self._is_synced = True
+        self._problem: str | None = None
+        """Why nothing more is written: the output may end with a part of a line, and behind that none may stand."""
         try:
             self._open(header, resume, retry_failed)
         except OSError as error:
@@ -97,6 +99,8 @@ class BatchResults:
     ) -> None:
         """Write the answer of the row in `line`, with its numbers of prompt, cached and output tokens. It stays written
         even if this process dies now. Raises ConfigError if the disk takes no more."""
+        if self._problem is not None:
+            raise ConfigError(self._problem)
         data = json.dumps(answer, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
         record = BatchRecord(kind, line, len(data), crc32(data), *tokens)
         try:
@@ -107,12 +111,13 @@ class BatchResults:
                 self.sync()
         except OSError as error:
             what = f"{str(self.paths.lines)!r} cannot be written: {error.strerror or error}"
-            raise ConfigError(f"{what}; what was answered stays, and the same command goes on") from error
+            self._problem = f"{what}; what was answered stays"
+            raise ConfigError(self._problem) from error
         self._count(record)
 
     def sync(self) -> None:
         """Have everything until here be on the disk."""
-        if self._is_synced:
+        if self._is_synced or self._problem is not None:
             return
         now_s = time.monotonic()
         os.fsync(self._fd)
@@ -123,7 +128,14 @@ class BatchResults:
         self._synced_s, self._is_synced = now_s, True
 
     def finish(self) -> None:
-        """All rows are answered: write a Parquet file, if it is one. The lines are kept while some have failed."""
+        """All rows are answered: write a Parquet file, if it is one. The lines are kept while some have failed. Raises
+        ConfigError if it cannot be written."""
+        try:
+            self._finish()
+        except OSError as error:
+            raise ConfigError(f"{str(self.paths.output)!r} cannot be written: {error.strerror or error}") from error
+
+    def _finish(self) -> None:
         self.sync()
         if not self.is_finished:
             if self.paths.lines != self.paths.output:

@@ -32,21 +32,18 @@ class JsonlFile:
         """Read the file once. Raises ConfigError if it cannot be read."""
         digest, ids, num_rows = blake2b(digest_size=16), IdFinder(), 0
         decoder = msgspec.json.Decoder(_Named)
-        try:
-            for number, line in self._lines(digest):
-                num_rows += 1
-                try:
-                    custom_id = decoder.decode(line).custom_id
-                except (msgspec.DecodeError, ValueError, RecursionError):
-                    continue  # a bad row, which has no id
-                if isinstance(custom_id, str) and custom_id:
-                    ids.add(number, custom_id)
-        except OSError as error:
-            raise ConfigError(f"{self._path!r} cannot be read: {error.strerror or error}") from error
+        for number, line in self._lines(digest):
+            num_rows += 1
+            try:
+                custom_id = decoder.decode(line).custom_id
+            except (msgspec.DecodeError, ValueError, RecursionError):
+                continue  # a bad row, which has no id
+            if isinstance(custom_id, str) and custom_id:
+                ids.add(number, custom_id)
         return Survey(num_rows, digest.hexdigest(), ids.repeated())
 
     def entries(self) -> Iterator[rows.Entry]:
-        """Parse the rows one by one, as they are taken."""
+        """Parse the rows one by one, as they are taken. Raises ConfigError if the file cannot be read."""
         for number, line in self._lines():
             if len(line) > MAX_LINE_BYTES:
                 yield rows.Bad(number, None, "invalid_request", f"a line has at most {MAX_LINE_BYTES >> 20} MiB")
@@ -54,7 +51,14 @@ class JsonlFile:
                 yield rows.parse(number, line)
 
     def _lines(self, digest: Any = None) -> Iterator[tuple[int, bytes]]:
-        """Numbers and bytes of lines that are not empty; of one that is too long, a byte more than is allowed."""
+        """Numbers and bytes of lines that are not empty; of one that is too long, a byte more than is allowed. Raises
+        ConfigError."""
+        try:
+            yield from self._read_lines(digest)
+        except OSError as error:
+            raise ConfigError(f"{self._path!r} cannot be read: {error.strerror or error}") from error
+
+    def _read_lines(self, digest: Any) -> Iterator[tuple[int, bytes]]:
         with open(self._path, "rb") as file:
             number = 0
             while line := file.readline(MAX_LINE_BYTES + 1):

@@ -53,6 +53,8 @@ class RowMapper(NamedTuple):
         if prompt is None or prompt not in names:
             what = f"no column {prompt!r}" if prompt else "none of the columns body, messages and prompt"
             raise ConfigError(f"{shown} has {what}; name one of {_listed(names)} by --prompt-column")
+        if prompt == wanted[0]:
+            raise ConfigError(f"{shown} has ids in the column {prompt!r}; name another by --prompt-column")
         return [*(name for name in found if name == wanted[0]), prompt]
 
     def request(self, number: int, row: Mapping[str, Any]) -> Entry:
@@ -60,7 +62,7 @@ class RowMapper(NamedTuple):
         id_column = self.id_column or "custom_id"
         given = row.get(id_column)
         custom_id = f"row-{number}" if id_column not in row else str(given) if isinstance(given, str | int) else None
-        if "body" in row:
+        if "body" in row and self.prompt_column is None:
             return self._whole(number, {**row, "custom_id": custom_id})
         if not custom_id:
             return Bad(number, None, "invalid_request", f"{id_column} must be a text or a number, got {given!r:.50}")

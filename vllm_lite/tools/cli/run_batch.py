@@ -111,6 +111,9 @@ def _check(arguments: argparse.Namespace) -> None:
     for path in Paths.of(arguments.output_file):
         if path.exists() and os.path.exists(arguments.input_file) and path.samefile(arguments.input_file):
             raise ConfigError("--input-file and --output-file are the same file; answers need one of their own")
+    taken = {os.path.abspath(path) for path in (arguments.input_file, *Paths.of(arguments.output_file))}
+    if arguments.report is not None and os.path.abspath(arguments.report) in taken:
+        raise ConfigError(f"--report {arguments.report} is a file of the batch; a report needs one of its own")
 
 
 def _config(arguments: argparse.Namespace) -> ServeConfig:
@@ -136,7 +139,7 @@ def _run(batch: _Batch) -> int:
             _answer(batch, made)
             if batch.is_done:
                 results.finish()
-        except (RemoteError, EngineError) as error:
+        except (RemoteError, EngineError, ConfigError) as error:
             problem = str(error)
         except KeyboardInterrupt:
             problem = "interrupted"

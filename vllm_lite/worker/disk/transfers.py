@@ -329,10 +329,10 @@ class DiskTransfers:
         if self._store is None or refusal is None:
             return
         self._store.refusal = None
-        why, now_s = str(refusal), time.monotonic()
+        why, now_s = refusal.strerror or str(refusal), time.monotonic()  # the name of the file is another each time
         if self._said is None or self._said[0] != why or now_s - self._said[1] > SAY_AGAIN_S:
             self._said = why, now_s
-            logger.warning("nothing can be written to the KV cache on disk, what lies there is read: %s", why)
+            logger.warning("nothing can be written to the KV cache on disk, what lies there is read: %s", refusal)
 
     def _done(self, job: _Job, failed: set[int], num_bytes: int) -> None:
         """A part of a transfer is done; with the last it is answered."""
