@@ -292,3 +292,19 @@ def test_a_decision_that_runs_is_described_and_not_forked(http: httpx.Client) ->
     assert answer.status_code == 400
     assert "generates no text; only one that does can be forked" in answer.json()["error"]["message"]
     assert found[0].status_code == 200
+
+
+def test_a_decision_that_is_aborted_is_refused(http: httpx.Client) -> None:
+    found: list[httpx.Response] = []
+    body = {"state": "fox", "questions": {"q": NOUL, "p": NOUL}, "request_id": "z"}
+    thread = threading.Thread(target=lambda: found.append(http.post("/v1/systemone", json=body)))
+    assert http.post("/pause", params={"mode": "keep"}).status_code == 200
+    try:
+        thread.start()
+        until(lambda: http.get("/v1/requests/decision-z").status_code == 200, "the request")
+        assert http.delete("/v1/requests/decision-z").status_code == 200
+    finally:
+        http.post("/resume")
+        thread.join(DEADLINE_S)
+    error = found[0].json()["error"]
+    assert (found[0].status_code, error["param"], error["message"]) == (400, "questions", "the request was aborted")

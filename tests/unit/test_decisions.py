@@ -122,7 +122,8 @@ def each_alone(state: str, questions: list[Question], render: Any) -> list[str]:
     ("state", "render", "num_renders"),
     [
         ("a state", lambda said: f"<user>{said}</user><assistant>", 2),
-        (f"with the {MARK} in it", lambda said: f"<user>{said}</user>", 5),
+        (f"with the {MARK} in it", lambda said: f"<user>{said}</user>", 2),
+        ("a state", lambda said: f"<user>{said}</user>{said}", 5),
         ("a state", lambda said: f"<user>{said.strip()}</user>", 2),
         ("a state", lambda said: f'{{"said": {json.dumps(said)}}}', 5),  # the lines of a question are escaped
         ("a state", lambda said: f"<{len(said)}>{said}", 5),  # what stands before a question depends on it

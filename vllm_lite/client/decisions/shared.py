@@ -17,8 +17,8 @@ REPLY = "Answer each question about the text with its label alone: yes or no, a 
 """Stands before the state, where it costs no question anything. With it, SmolLM2-135M-Instruct gives the labels 0.36 to
 0.67 of the probability; with a sentence behind each question instead, 0.15 to 0.51."""
 MARK = "\ue000the question\ue001"
-"""Stands in the question's place while the beginning is rendered; in a state that has it by chance, each prompt is
-rendered by itself."""
+"""Stands in the question's place while the beginning is rendered. A state may have it, too: the question is where it
+stands last. If a template writes it more than once, each prompt is rendered by itself."""
 ANSWER = "\nAnswer:"
 """Ends the prompts of a model without a chat template."""
 MIN_SHARED_CHARS = 1024
@@ -47,8 +47,8 @@ def rendering(state: str, questions: Sequence[Question]) -> Generator[str, str, 
     if len(questions) == 1:
         return SharedText("", [first])
     marked = yield _said(state, MARK)
-    begin, found, end = marked.partition(MARK)
-    if found and MARK not in end and begin + questions[0].text + end == first:
+    begin, found, end = marked.rpartition(MARK)
+    if found and begin + questions[0].text + end == first:
         return SharedText(begin, [question.text + end for question in questions])
     texts = [first]
     for question in questions[1:]:

@@ -71,7 +71,9 @@ class DecisionRoutes:
                 await self._feed(call, reads.streams)
         finally:
             watch.cancel()
-        return self._answer(call, reads.output())
+        with _refusing("questions"):
+            found = reads.output()
+        return self._answer(call, found)
 
     async def _feed(self, call: ListCall[RequestStream], streams: Sequence[RequestStream]) -> None:
         """Run the first question, which leaves the state in the prefix cache, and then the others, as there is room."""
