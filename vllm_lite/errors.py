@@ -54,13 +54,15 @@ class PooledLengthError(ContextLengthError):
     """A text that is to be pooled is longer than the context; nothing is generated behind it. The message begins as
     that of ContextLengthError does."""
 
-    def __init__(self, max_model_len: int, num_tokens: int | None, where: str = "") -> None:
-        """`num_tokens` is None if they were not counted to the end; `where` says which of several texts it is."""
+    def __init__(self, max_model_len: int, num_tokens: int | None, where: str = "", *, may_cut: bool = True) -> None:
+        """`num_tokens` is None if they were not counted to the end; `where` says which of several texts it is. Without
+        `may_cut` the request has to have all of the text."""
         count = f"{num_tokens} tokens" if num_tokens is not None else "more"
+        cut = "give truncate_prompt_tokens to keep some of them, -1 as many as fit"
         RequestError.__init__(
             self,
-            f"{where}This model's maximum context length is {max_model_len} tokens, but the text has {count}; give "
-            "truncate_prompt_tokens to keep some of them, -1 as many as fit",
+            f"{where}This model's maximum context length is {max_model_len} tokens, but the text has {count}; "
+            f"{cut if may_cut else 'split the text'}",
         )
 
 

@@ -124,7 +124,7 @@ def test_a_long_text_is_one_text(tags: httpx.Client, tagger: Path) -> None:
         ("/token_classify", {"input": []}, 400, "length >= 1"),
         ("/token_classify", {"input": [1, 2]}, 400, "str"),
         ("/token_classify", {"input": "x", "aggregation_strategy": "last"}, 400, "aggregation_strategy"),
-        ("/token_classify", {"input": "x", "stride": 120}, 400, "stride must be between 0 and 119, got 120"),
+        ("/token_classify", {"input": "x", "stride": 61}, 400, "stride must be between 0 and 60, got 61"),
         ("/token_classify", {"input": "x", "stride": -1}, 400, ">= 0"),
         ("/token_classify", {"input": "x", "truncate_prompt_tokens": 3}, 400, "does not go with entities"),
         ("/token_classify", {"input": "x", "aggregation_strategy": "none", "redact": True}, 400, "redact needs"),
@@ -150,6 +150,11 @@ def test_what_is_refused(tags: httpx.Client, path: str, body: dict[str, Any], st
     error = post(tags, path, body, status)["error"]
     assert message in error["message"]
     assert len(error["message"]) < 400
+
+
+@pytest.mark.parametrize(("field", "value"), [("stride", 61), ("truncate_prompt_tokens", 3)])
+def test_what_is_refused_is_named(tags: httpx.Client, field: str, value: int) -> None:
+    assert post(tags, "/token_classify", {"input": "x", field: value}, 400)["error"]["param"] == field
 
 
 def test_vectors_of_chunked_texts(chunks: httpx.Client, embedder: Path) -> None:

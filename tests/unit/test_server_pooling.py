@@ -3,6 +3,7 @@
 import base64
 import json
 import struct
+import threading
 from array import array
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -13,13 +14,15 @@ import numpy as np
 import pytest
 from starlette.responses import Response, StreamingResponse
 
-from vllm_lite.client.pooling import PoolingStream
+from vllm_lite.client.pooling import PoolingStream, joined
 from vllm_lite.client.prompt import Prompt
+from vllm_lite.client.windows import TextPart
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.pooling import PoolerInfo, Pooling, PoolingTask
 from vllm_lite.server.calls.list_call import Window
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.pooling import answers
+from vllm_lite.server.pooling import call as call_module
 from vllm_lite.server.pooling.bodies import MAX_NUMBER_BYTES
 from vllm_lite.server.pooling.call import PoolingCall
 from vllm_lite.server.pooling.encodings import Encoding
@@ -52,6 +55,27 @@ async def sent(response: Response) -> list[bytes]:
 async def answered(call: PoolingCall, item: Item, name: str = "data") -> tuple[Any, list[bytes]]:
     pieces = await sent(answers.answer(call, {}, answers.fields(call, "m[]"), item, name))
     return json.loads(b"".join(pieces)), pieces
+
+
+async def test_windows_are_joined_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def seen(streams: list[PoolingStream]) -> PoolingStream:
+        threads.append(threading.current_thread())
+        return joined(streams)
+
+    monkeypatch.setattr(call_module, "joined", seen)
+    call, whole = call_of("embed", 3, 2, 5), Prompt(None, [1] * 3)
+    for stream in call.streams:
+        stream.finished = True
+    for stream, is_last in zip(call.streams[:2], (False, True), strict=True):
+        stream.part = TextPart(whole, slice(0, 2), is_last)
+    await call.join()
+    assert threading.main_thread() not in threads
+    assert (len(threads), call.num_texts, call.finished) == (2, 2, True)
+    assert call.num_prompt_tokens == 3 + 2
+    await call.join()
+    assert len(threads) == 2, "nothing is left to be joined"
 
 
 @pytest.mark.parametrize("num_texts", [1, 3, 40])

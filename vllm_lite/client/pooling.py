@@ -270,7 +270,8 @@ class PoolingFactory:
         self, texts: Sequence[str], params: PoolingParams, stride: int | None, ids: Sequence[str]
     ) -> list[PoolingStream]:
         """Requests for the logits of texts' tokens, with the places of these. Windows of a text that is longer than the
-        model takes share `stride` tokens; None: a quarter of what it takes. Raises RequestError."""
+        model takes share `stride` tokens, at most half of what it takes, so that each window goes on by the other half;
+        None: a quarter. Raises RequestError."""
         task: PoolingTask = "token_classify"
         self.check_task(task, params)
         if self.tokenizer is None:
@@ -278,14 +279,14 @@ class PoolingFactory:
         if params.truncate_prompt_tokens is not None:
             raise RequestError("truncate_prompt_tokens does not go with entities: long texts are computed in windows")
         overlap = self.limits.max_model_len // OVERLAP_SHARE if stride is None else stride
-        if not 0 <= overlap < self.limits.max_model_len:
-            most = self.limits.max_model_len - 1
+        most = self.limits.max_model_len // 2
+        if not 0 <= overlap <= most:
             raise RequestError(f"stride must be between 0 and {most}, got {overlap}")
         wire, longest, streams = _wire_params(params), self._longest(task, None), list[PoolingStream]()
         for place, text in enumerate(texts):
-            self._check_text(text, wire, _place(place, len(texts)), longest)
+            self._check_text(text, wire, _place(place, len(texts)), longest, may_cut=False)
         for place, (text, placed, name) in enumerate(zip(texts, self.tokenizer.placed_batch(texts), ids, strict=True)):
-            self._check_length(placed.token_ids, _place(place, len(texts)), longest)
+            self._check_length(placed.token_ids, _place(place, len(texts)), longest, may_cut=False)
             prompt = Prompt(text, placed.token_ids)
             whole = PoolingStream(name, prompt, wire, Pooling(task, use_activation=False))
             whole.placed = placed
@@ -355,21 +356,25 @@ class PoolingFactory:
             active = task not in ("embed", "token_embed") or self.limits.pooler.normalizes
         return Pooling(task, params.dimensions or 0, active)
 
-    def _check_text(self, text: str, wire: SamplingParams, where: str, longest: int | None = None) -> None:
+    def _check_text(
+        self, text: str, wire: SamplingParams, where: str, longest: int | None = None, *, may_cut: bool = True
+    ) -> None:
         longest = longest or self.limits.max_model_len
         try:
             check_text(text, self.tokenizer, longest + 1, wire)
         except ContextLengthError as error:
-            raise PooledLengthError(longest, None, where) from error
+            raise PooledLengthError(longest, None, where, may_cut=may_cut) from error
         except RequestError as error:
             raise RequestError(f"{where}{error}") from error
 
-    def _check_length(self, token_ids: Sequence[int], where: str, longest: int | None = None) -> None:
+    def _check_length(
+        self, token_ids: Sequence[int], where: str, longest: int | None = None, *, may_cut: bool = True
+    ) -> None:
         longest = longest or self.limits.max_model_len
         if not token_ids:
             raise RequestError(f"{where}{NO_TEXT}")
         if len(token_ids) > longest:
-            raise PooledLengthError(longest, len(token_ids), where)
+            raise PooledLengthError(longest, len(token_ids), where, may_cut=may_cut)
 
 
 def _place(place: int, count: int) -> str:

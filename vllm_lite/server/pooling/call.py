@@ -1,5 +1,7 @@
 """PoolingCall: one HTTP request for vectors or scores."""
 
+import asyncio
+
 from vllm_lite.client.pooling import PoolingStream, by_text, joined
 from vllm_lite.server.calls.list_call import ListCall, Window
 from vllm_lite.server.calls.style import AnswerStyle
@@ -15,7 +17,11 @@ class PoolingCall(ListCall[PoolingStream]):
         """Account for streams beyond one for each text: windows of long ones."""
         self.num_texts += num_more
 
-    def join(self) -> None:
-        """Make one stream of those of each text, once all have finished. Tokens that windows share count once."""
-        self.streams = [joined(own) for own in by_text(self.streams)]
+    async def join(self) -> None:
+        """Make one stream of those of each text, once all have finished. Tokens that windows share count once. A thread
+        makes the means of vectors, which are long work in plain Python."""
+        if all(stream.part is None for stream in self.streams):
+            return
+        self.streams = await asyncio.to_thread(lambda: [joined(own) for own in by_text(self.streams)])
+        self.num_texts = len(self.streams)
         self._num_tokens = sum(len(stream.prompt.token_ids) for stream in self.streams)

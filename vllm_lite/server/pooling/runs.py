@@ -29,6 +29,9 @@ INLINE_CHARS = 4096
 
 COHERE_INPUT_TYPES = frozenset({"search_document", "search_query", "classification", "clustering"})
 
+FIELDS = "dimensions", "stride", "truncate_prompt_tokens"
+"""Errors of the client library that begin with one of these are about that field of a body."""
+
 Make = Callable[[int, int, Sequence[str]], list[PoolingStream]]
 """Makes the streams of the texts from one number to another, with these ids."""
 
@@ -154,7 +157,7 @@ class PoolingRuns:
         try:
             with calls.run(call):
                 await self._feed(call, sizes, partial(_adapted, adapter, make))
-                call.join()
+                await call.join()
         finally:
             watch.cancel()
         return call
@@ -216,7 +219,7 @@ def _refusing(first: int = 0) -> Iterator[None]:
     except VllmLiteError as error:
         where = f"among the texts from number {first} on: " if first else ""
         text = str(error)
-        field = "dimensions" if text.startswith("dimensions") else "input"
+        field = next((name for name in FIELDS if text.startswith(name)), "input")
         raise refused(type(error)(where + text) if where and type(error) is RequestError else error, field) from error
 
 
