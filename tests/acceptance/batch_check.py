@@ -75,14 +75,14 @@ class Killer:
     """Calls the command again and again, and kills one of its processes now and then."""
 
     def __init__(self, folder: Path, kills: int, rows: int, draw: random.Random) -> None:
-        self.folder, self.left, self.rows, self.draw = folder, kills, rows, draw
+        self.folder, self.rows, self.draw = folder, rows, draw
         self.counts = Counter[str]()
         self.kinds = [KINDS[number % len(KINDS)] for number in range(kills)]
         draw.shuffle(self.kinds)
         self.step = rows // (kills + 1)
 
     def run(self, *flags: str) -> None:
-        while True:
+        for _ in range(3 * len(self.kinds) + 3):
             with (self.folder / "errors").open("ab") as errors:
                 process = subprocess.Popen(command(self.folder, "killed", *flags), stderr=errors)
             self.counts["calls"] += 1
@@ -90,6 +90,7 @@ class Killer:
             status = process.wait(scaled(3600))
             if status in DONE and not self.is_open():
                 return
+        raise SystemExit(f"the batch never came to its end: {(self.folder / 'errors').read_text()[-500:]}")
 
     def is_open(self) -> bool:
         """Whether rows are left, by the report of the last call that came to its end."""
