@@ -157,7 +157,7 @@ def application(num_rows: int, updates_per_s: float) -> Any:
     from starlette.routing import Route
 
     from vllm_lite.protocol.api import Stats
-    from vllm_lite.server.live.feed import _event
+    from vllm_lite.server.live.feed import event
     from vllm_lite.server.live.snapshot import EngineSnapshot
     from vllm_lite.server.pages import pages
 
@@ -169,7 +169,8 @@ def application(num_rows: int, updates_per_s: float) -> Any:
             while True:
                 (running, generated, steps), view = engine.view(seen.next_block)
                 stats = Stats(num_running=running, generated_tokens=generated, steps=steps, num_blocks=NUM_BLOCKS - 1)
-                yield _event(kind, {"0": seen.look(welcome, stats, view, time.time())})
+                look = seen.look(welcome, stats, view, time.time())
+                yield event(kind, time.time(), engines={"0": look})
                 kind, next_s = "update", next_s + 1 / updates_per_s
                 await asyncio.sleep(max(0.0, next_s - time.monotonic()))
 

@@ -161,6 +161,57 @@ def test_a_model_with_keys_of_its_own_says_why_it_hides(monkeypatch: pytest.Monk
     run(test)
 
 
+def test_a_model_that_refuses_for_a_time_says_so_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(rig: Rig) -> None:
+        await rig.use("a")
+        seen = Watched(rig, monkeypatch)
+        seen.listen()
+        seen.status = 429
+        await seen.until(lambda: seen.look.models.get("a", {}).get("hidden"))
+        await seen.until(lambda: len(seen.asked) > 2)
+        assert seen.look.models["a"]["hidden"], "it is asked again, and says so again"
+        seen.status = 200
+        await seen.until(lambda: seen.answers[-1].status == 200)
+        await seen.until(lambda: seen.look.models["a"]["hidden"] is None)
+        await seen.close()
+
+    run(test)
+
+
+def test_a_stream_is_begun_again_behind_a_sleep_and_a_wake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Watchers forget the engines of a model that is no more loaded or sleeping."""
+
+    async def test(rig: Rig) -> None:
+        await rig.use("a")
+        seen = Watched(rig, monkeypatch)
+        seen.listen()
+        await seen.until(lambda: seen.answers)
+        await seen.answers[0].said.put(engine_event(r={"id": "r"}))
+        await seen.until(lambda: "a/0" in seen.look.engines)
+        status: Any = rig.fleet.members["a"].status
+        for op, state in (("sleep", "sleeping"), ("load", "loaded")):
+            before = seen.answers[-1]
+            for _ in range(3):  # one is in the queue, others behind it
+                before.said.put_nowait(engine_event("update", r={"tokens": 2}))
+            await rig.until(lambda before=before: before.said.qsize() < 2)  # type: ignore[misc]
+            status.op = op
+            await seen.until(lambda: seen.look.models["a"]["state"] in ("loading", "unloading"))
+            assert seen.look.engines == {}
+            for _ in range(5):
+                await seen.next()
+                assert seen.look.engines == {}, "what was said before is of no use"
+            assert before.is_closed
+            assert seen.answers[-1] is before, "nothing is read that nobody keeps"
+            status.state, status.op = state, None
+            await seen.until(lambda before=before: seen.answers[-1] is not before)
+            seen.answers[-1].said.put_nowait(engine_event(r={"id": "r"}))
+            await seen.until(lambda: "a/0" in seen.look.engines)
+            assert seen.look.engines["a/0"].requests == {"r": {"id": "r"}}
+        await seen.close()
+
+    run(test)
+
+
 def test_what_does_not_listen_yet_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(rig: Rig) -> None:
         await rig.use("a")

@@ -30,7 +30,7 @@ _KEY = "vllm_lite.key"
 """In a scope: the digest of the key that it came with, b"" if that is none of ours."""
 _REACH = "vllm_lite.reach"
 """In a scope: the digests of the keys whose calls its sender may look at, fork and end; its own comes first."""
-_KEY_HEADERS = {b"authorization": b"", b"x-api-key": b"Bearer ", b"api-key": b"Bearer "}
+KEY_HEADERS = {b"authorization": b"", b"x-api-key": b"Bearer ", b"api-key": b"Bearer "}
 """Where a key is looked for, and what stands before it where clients of other dialects put it as it is."""
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 MAX_NAMED_CHARS = 200
@@ -99,7 +99,7 @@ class AuthMiddleware:
 def _authorization(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
     """The header of that name, or another that has a key, in its form; b"" if no key is given, or two in headers of one
     name: a proxy in front of the server may have looked at the other one."""
-    for wanted, scheme in _KEY_HEADERS.items():
+    for wanted, scheme in KEY_HEADERS.items():
         given = {value for name, value in headers if name == wanted and value}
         if given:
             return scheme + given.pop() if len(given) == 1 else b""

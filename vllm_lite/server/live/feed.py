@@ -46,7 +46,7 @@ class Feed:
                         await self._looked.wait()
                     continue
                 follows, seen = seen == self._num_looks - 1, self._num_looks
-                yield self._change if follows else _event("snapshot", self._whole())
+                yield self._change if follows else event("snapshot", time.time(), engines=self._whole())
         finally:
             self._num_watchers -= 1
 
@@ -66,7 +66,7 @@ class Feed:
                 changes = await self._look()
                 async with self._looked:
                     self._num_looks += 1
-                    self._change = _event("update", changes)
+                    self._change = event("update", time.time(), engines=changes)
                     self._looked.notify_all()
                 await asyncio.sleep(self._interval_s)
         finally:
@@ -99,6 +99,7 @@ class Feed:
         return member.number, engine.look(member.welcome, stats, view, time.time())
 
 
-def _event(kind: str, engines: object) -> bytes:
-    data = msgspec.json.encode({"time": round(time.time(), 3), "engines": engines})
-    return b"event: %s\ndata: %s\n\n" % (kind.encode(), data)
+def event(kind: str, now_s: float, **data: object) -> bytes:
+    """An event of /v1/live."""
+    encoded = msgspec.json.encode({"time": round(now_s, 3), **data})
+    return b"event: %s\ndata: %s\n\n" % (kind.encode(), encoded)

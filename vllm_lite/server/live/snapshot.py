@@ -99,8 +99,6 @@ class EngineSnapshot:
         """Everything, for a watcher that has seen nothing yet."""
         return {**self._head, "requests": self._requests, "blocks": blocks_of(0, self._blocks)}
 
-    _next = 0
-
     def _changed_blocks(self, view: EngineView) -> Snapshot | None:
         shown = min(view.num_blocks, MAX_SHOWN)
         if len(self._blocks) != shown:

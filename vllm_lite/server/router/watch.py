@@ -14,15 +14,16 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from vllm_lite.server.http.auth import require_watcher
-from vllm_lite.server.live.feed import INTERVAL_S, MAX_WATCHERS
+from vllm_lite.server.http.auth import KEY_HEADERS, require_watcher
+from vllm_lite.server.live.feed import INTERVAL_S, MAX_WATCHERS, event
 from vllm_lite.server.live.routes import PATH
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.router.fleet import Fleet, FleetModel
 from vllm_lite.server.router.upstream import Header, UpstreamLost
 
 COUNTS = ("loads", "wakes", "sleeps", "stops", "deaths", "failures", "refusals")
-KEY_HEADERS = frozenset((b"authorization", b"x-api-key", b"api-key"))
+SHOWN = ("loaded", "sleeping")
+"""The states in which watchers keep a model's engines. They forget them in all others."""
 MAX_EVENT_BYTES = 16 << 20
 """More than any event has: a view of an engine is bounded."""
 Row = dict[str, Any]
@@ -81,7 +82,7 @@ class Watcher:
         self._only = only
         self._rows: dict[str, Row] | None = None
         self._sources: dict[str, EngineSource] = {}
-        self._events: asyncio.Queue[bytes] = asyncio.Queue(maxsize=1)
+        self._events: asyncio.Queue[tuple[EngineSource, bytes]] = asyncio.Queue(maxsize=1)
         """One at most: whose watcher reads slowly waits, so that the model's own feed leaves out what is missed."""
 
     async def events(self) -> AsyncIterator[bytes]:
@@ -93,26 +94,33 @@ class Watcher:
             while (left_s := until_s - time.monotonic()) > 0:
                 try:
                     async with asyncio.timeout(left_s):
-                        event = await self._events.get()
+                        source, found = await self._events.get()
                 except TimeoutError:
                     break
-                yield event
+                if not source.is_cancelled:
+                    yield found
 
     def close(self) -> None:
         for source in self._sources.values():
-            source.task.cancel()
+            source.cancel()
 
     def _follow(self) -> None:
-        """Begin to read the models that have processes, again if their stream has ended."""
+        """Read the models whose engines watchers keep, again if their stream has ended. A stream is not read on through
+        another state: watchers forget the engines meanwhile, and need the snapshot that a new stream begins with."""
+        refusals: dict[str, str | None] = {}
         for name, source in list(self._sources.items()):
             member = self._fleet.members.get(name)
-            if member is None or member.backend is not source.backend or (source.is_over and not source.is_refused):
-                source.task.cancel()
-                del self._sources[name]
+            is_shown = member is not None and member.backend is source.backend and member.state in SHOWN
+            if is_shown and not (source.is_over and not source.is_refused):
+                continue
+            source.cancel()
+            del self._sources[name]
+            if is_shown:
+                refusals[name] = source.refusal
         for name, member in self._fleet.members.items():
             is_wanted = self._only in (None, name) and name not in self._sources
-            if is_wanted and member.backend is not None and member.status.state != "unloaded":
-                self._sources[name] = EngineSource(member, self._keys, self._events)
+            if is_wanted and member.backend is not None and member.state in SHOWN:
+                self._sources[name] = EngineSource(member, self._keys, self._events, refusals.get(name))
 
     def _models(self) -> bytes:
         """The event about the models: all of them at first, then what of them has changed."""
@@ -140,20 +148,33 @@ class Watcher:
 class EngineSource:
     """The stream of one model's engines, read by a task of its own until it ends."""
 
-    def __init__(self, member: FleetModel, keys: list[Header], events: "asyncio.Queue[bytes]") -> None:
+    def __init__(
+        self,
+        member: FleetModel,
+        keys: list[Header],
+        events: "asyncio.Queue[tuple[EngineSource, bytes]]",
+        refusal: str | None = None,
+    ) -> None:
+        """`refusal` is that of the stream before this one."""
         self.backend = member.backend
-        self.refusal: str | None = None
+        self.refusal = refusal
         """Why the model does not show its engines to this watcher."""
         self.is_refused = False
         """Whether it would say so again."""
         self._name = member.entry.name
         self._keys = keys
         self._events = events
-        self.task = asyncio.ensure_future(self._read())
+        self._task = asyncio.ensure_future(self._read())
+        self.is_cancelled = False
+        """Whether it was ended before its stream was: what it has put into the queue is of no use."""
+
+    def cancel(self) -> None:
+        """End it, unless it has ended by itself."""
+        self.is_cancelled = self._task.cancel()
 
     @property
     def is_over(self) -> bool:
-        return self.task.done()
+        return self._task.done()
 
     async def _read(self) -> None:
         is_seen = False
@@ -163,15 +184,16 @@ class EngineSource:
                 if answer.status != 200:
                     self.refusal, self.is_refused = _message(await answer.whole()), answer.status in (401, 403)
                     return
+                self.refusal = None
                 async for found in events_of(answer.pieces()):
-                    await self._events.put(self._renamed(*found))
+                    await self._events.put((self, self._renamed(*found)))
                     is_seen = True
             finally:
                 answer.close()
         except UpstreamLost:
             pass  # it has ended, or does not listen yet
         if is_seen:
-            await self._events.put(event("snapshot", time.time(), model=self._name, engines={}))
+            await self._events.put((self, event("snapshot", time.time(), model=self._name, engines={})))
 
     def _renamed(self, kind: str, data: bytes) -> bytes:
         """The event with the model's name before those of its engines."""
@@ -212,12 +234,6 @@ def row_of(member: FleetModel, idle_s: float | None, now_s: float) -> Row:
         "error": member.trouble,
         "counts": {name: getattr(member.counts, name) for name in COUNTS},
     }
-
-
-def event(kind: str, now_s: float, **data: Any) -> bytes:
-    """An event: about all models, or about the engines of the one that it names."""
-    encoded = msgspec.json.encode({"time": round(now_s, 3), **data})
-    return b"event: %s\ndata: %s\n\n" % (kind.encode(), encoded)
 
 
 def _message(body: bytes) -> str:
