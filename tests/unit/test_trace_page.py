@@ -3,6 +3,7 @@
 import json
 import random
 import zlib
+from array import array
 from base64 import b64decode
 from collections.abc import Iterator
 from functools import partial
@@ -275,6 +276,35 @@ def test_a_piece_is_read_once_for_moments_that_follow(whole: ShownTrace, monkeyp
     for number in (1, 8, 2):
         whole.moment(number)
     assert len(read_pieces) == 6
+
+
+def test_the_length_counts_no_moment_twice() -> None:
+    """It is read without the lock, so also while a piece is put away."""
+    kept, seen = Moments(), list[int]()
+
+    class Starts(array):  # type: ignore[type-arg]
+        def append(self, start: int) -> None:
+            seen.append(len(kept))
+            super().append(start)
+            seen.append(len(kept))
+
+    kept._starts = Starts("Q")
+    for _ in range(moments.EVERY):
+        kept.add(lambda: {"requests": {}}, {"requests": {}}, b"")
+    assert seen == [0, moments.EVERY]
+    kept.close()
+
+
+def test_a_trace_that_ends_while_it_is_told_of_is_not_whole(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ShownTrace(str(trace))
+
+    def count(_: ShownTrace) -> int:
+        made._done.set()
+        return 0
+
+    monkeypatch.setattr(ShownTrace, "__len__", count)
+    assert not made.told()["is_whole"], "moments may have come since it was counted"
+    made.close()
 
 
 @given(

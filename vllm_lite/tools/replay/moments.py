@@ -59,9 +59,9 @@ class Moments:
                 piece = zlib.compress(_encode(self._open), LEVEL)
                 self._file.seek(self._end)
                 self._file.write(piece)
+                self._open = []  # first, or they count twice for a moment: the length is read without the lock
                 self._starts.append(self._end)
                 self._end += len(piece)
-                self._open = []
 
     def at(self, index: int) -> tuple[Snapshot, bytes]:
         """The engine at a moment, and its blocks. Raises IndexError, OSError."""

@@ -4,9 +4,7 @@ import asyncio
 import signal
 import socket
 from contextlib import suppress
-from typing import Any
 
-import msgspec
 import uvloop
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -19,6 +17,7 @@ from vllm_lite.server.config import Keys, ServeConfig
 from vllm_lite.server.http.application import Guards, guarded
 from vllm_lite.server.http.auth import require_watcher
 from vllm_lite.server.http.dialects import OPENAI
+from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.pages import pages
 from vllm_lite.server.processes.http_server import started, uvicorn_of, where
@@ -26,6 +25,7 @@ from vllm_lite.server.processes.serve import bind
 from vllm_lite.tools.replay.shown_trace import ShownTrace
 
 MAX_ID_CHARS = 1024
+NOT_KEPT = {"cache-control": "no-store"}
 
 
 class TraceRoutes:
@@ -46,13 +46,13 @@ class TraceRoutes:
 
     async def trace(self, request: Request) -> Response:
         require_watcher(request)
-        return _as_json(self._recording.told())
+        return as_json(self._recording.told(), NOT_KEPT)
 
     async def moment(self, request: Request) -> Response:
         require_watcher(request)
         number = request.path_params["number"]
         try:
-            return _as_json(self._recording.moment(number))
+            return as_json(self._recording.moment(number), NOT_KEPT)
         except IndexError:
             count = len(self._recording)
             raise ApiError(404, f"there is no moment {str(number)[:20]}; {count} have been read so far") from None
@@ -65,7 +65,7 @@ class TraceRoutes:
             raise ApiError(400, f"request must have 1 to {MAX_ID_CHARS} characters", "request")
         async with self._telling:
             try:
-                return _as_json({"story": await run_in_threadpool(self._recording.story, name)})
+                return as_json({"story": await run_in_threadpool(self._recording.story, name)}, NOT_KEPT)
             except VllmLiteError as error:
                 raise ApiError(404, str(error)) from error
 
@@ -103,7 +103,3 @@ async def _serve(recording: ShownTrace, config: ServeConfig, listener: socket.so
     finally:
         server.should_exit = True
         await asyncio.gather(serving, return_exceptions=True)
-
-
-def _as_json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json", headers={"cache-control": "no-store"})

@@ -76,6 +76,7 @@ class ShownTrace:
 
     def told(self) -> dict[str, Any]:
         """The trace as a whole, as far as it has been read."""
+        is_whole = self._done.is_set()  # before they are counted, or some may come in between
         count, header = len(self), self.header
         facts = {
             "written by": f"vllm_lite {header.engine_version}",
@@ -92,7 +93,7 @@ class ShownTrace:
         return {
             "file": Path(self.path).name,
             "moments": count,
-            "is_whole": self._done.is_set(),
+            "is_whole": is_whole,
             "trouble": self.trouble,
             "began": header.wall_s,
             "num_blocks": header.num_blocks - 1,
