@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.errors import ConfigError
 from vllm_lite.protocol.step import Continue, Draft, Finish, Fork, NewRequest, Resume, SchedulerOutput
 from vllm_lite.runtime.least_squares import nonnegative
+from vllm_lite.tools.bench.serve_client import Outcome
 from vllm_lite.tools.bench.serve_datasets import DatasetOptions
 from vllm_lite.tools.bench.serve_result import percentile
 from vllm_lite.tools.cli import main
@@ -22,7 +24,7 @@ from vllm_lite.tools.simulate import cost, fit
 from vllm_lite.tools.simulate.cost import Noise, StepTimer, StepTimes
 from vllm_lite.tools.simulate.features import NAMES, PLACE, StepReader
 from vllm_lite.tools.simulate.load import LoadOptions, SimulatedRequest, load_of, make_load
-from vllm_lite.tools.simulate.recording import Recording
+from vllm_lite.tools.simulate.recording import RecordedRequest, Recording
 from vllm_lite.tools.simulate.simulation import Simulation
 from vllm_lite.tools.simulate.variants import (
     Limit,
@@ -210,6 +212,23 @@ def test_a_first_token_takes_the_clients_time_too(run: tuple[Simulated, Recordin
     assert late.figures["median_ttft_ms"] - plain.figures["median_ttft_ms"] == pytest.approx(12, abs=0.5)
 
 
+def test_who_failed_has_no_first_token() -> None:
+    served, failed, silent, cut = (RecordedRequest(Outcome(1)) for _ in range(4))
+    for request in (served, failed, silent, cut):
+        request.outcome.is_complete = request is not cut
+    for request in (served, failed, cut):
+        request.outcome.chunks_s, request.outcome.output_len = [0.1 if request is served else 5.0], 1
+    failed.outcome.error = "aborted"
+    requests = {"served": served, "failed": failed, "silent": silent, "cut": cut}
+    recording: Any = SimpleNamespace(requests=requests)
+    assert fit.client_time(recording, {"median_ttft_ms": 112}) == pytest.approx(0.012)
+    del requests["served"]
+    with pytest.raises(ConfigError, match="no request of the trace was served to its end"):
+        fit.client_time(recording, {"median_ttft_ms": 112})
+    with pytest.raises(ConfigError, match="the measured result has no median_ttft_ms"):
+        fit.client_time(recording, {})
+
+
 def test_few_messages_are_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "trace")
     simulate(made_up(), {}, load_at(10.0, 3), RunOptions(record=path))
@@ -371,6 +390,15 @@ def test_the_command_fits_keeps_compares_and_records(
         (["FILE", "--target", "speed_p9=1s"], "--target takes ttft, tpot, itl, e2el"),
         (["FILE", "--measured", __file__], "is no result of `bench serve`"),
         (["FILE", "--record", "x", "--vary", "max_num_seqs=1,2"], "--record writes the trace of one simulation"),
+        (
+            ["FILE", "--target", "ttft_p99=1s", "--record", "x"],
+            "--record shows one simulation, and --target makes",
+        ),
+        (
+            ["FILE", "--target", "ttft_p99=1s", "--plot", "x.png"],
+            "--plot shows one simulation, and --target makes",
+        ),
+        (["FILE", "--save", "x"], "--save writes the times that --fit finds; give --fit TRACE with it"),
         (["FILE", "--request-rate", "0"], "--request-rate must be above 0"),
     ],
 )

@@ -47,6 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     from vllm_lite.tools.bench import serve_plot
     from vllm_lite.tools.simulate import variants
 
+    _check(arguments)
     if arguments.plot is not None:
         plotting.check(arguments.plot)
     settings = variants.variants(arguments.vary)
@@ -69,6 +70,15 @@ def run(arguments: argparse.Namespace) -> int:
         title = f"simulated, {variants.label(last.settings)}: {last.figures['output_throughput']:.1f} tokens/s"
         serve_plot.plot(last.outcomes, title, arguments.plot)
     return 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError for flags that would do nothing beside the others."""
+    for flag in ("record", "plot"):
+        if arguments.target is not None and getattr(arguments, flag) is not None:
+            raise ConfigError(f"--{flag} shows one simulation, and --target makes many; give one of them")
+    if arguments.save is not None and arguments.fit is None:
+        raise ConfigError("--save writes the times that --fit finds; give --fit TRACE with it")
 
 
 def _times(arguments: argparse.Namespace, measured: dict[str, Any] | None) -> "StepTimes":

@@ -13,10 +13,9 @@ from vllm_lite.trace.records import Header
 
 VERSION = 1
 NUM_QUANTILES = 101
-_MIN_TOKENS = PLACE["token_to_4"]
 
 Time = Annotated[float, Meta(ge=0)]
-Quantiles = Annotated[list[Annotated[float, Meta(ge=0)]], Meta(min_length=2)]
+Quantiles = Annotated[list[Time], Meta(min_length=2)]
 
 
 class Noise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -61,9 +61,11 @@ def client_time(recording: Recording, measured: Mapping[str, Any] | None) -> flo
         return 0.0
     seen_ms = measured.get("median_ttft_ms")
     ended = [each.outcome for each in recording.requests.values() if each.outcome.is_complete]
-    own_ms = [1000 * outcome.ttft_s for outcome in ended]
-    if not isinstance(seen_ms, int | float) or not own_ms:
+    own_ms = [1000 * outcome.ttft_s for outcome in ended if outcome.output_len and not outcome.error]
+    if not isinstance(seen_ms, int | float):
         raise ConfigError("the measured result has no median_ttft_ms; `bench serve --save-result` writes it")
+    if not own_ms:
+        raise ConfigError("no request of the trace was served to its end, so there is no first token to compare")
     return max(0.0, (seen_ms - percentile(sorted(own_ms), 50)) / 1000)
 
 
