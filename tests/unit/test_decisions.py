@@ -1,19 +1,23 @@
 """Typed decisions in the client: what is asked, the prompts, the tokens of labels, the answers."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from tests import tokenizers_for_tests as made
-from vllm_lite.client.decisions import shared
+from vllm_lite.client.decisions import methods, shared
 from vllm_lite.client.decisions.answers import ChoiceAnswer, NoulAnswer, ScoreAnswer, answer_of
 from vllm_lite.client.decisions.labels import label_ids
 from vllm_lite.client.decisions.methods import variables_of
 from vllm_lite.client.decisions.questions import Question, read_instructions, read_questions, read_state
+from vllm_lite.client.decisions.reads import make_reads
 from vllm_lite.client.decisions.shared import MARK, REPLY, SharedText, encoded, rendered, rendering
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import RequestError
@@ -256,6 +260,36 @@ def test_a_label_of_several_tokens_is_refused():
 def test_a_label_that_joins_what_is_before_it_is_refused():
     with pytest.raises(RequestError, match="'0' is not one token"):
         found(words("Ġ0", "Ġ1"), "x ", one(type="score", criteria=["a", "b"]))
+
+
+# ---- requests
+
+
+def test_a_prompt_without_a_template_begins_with_the_special_tokens_of_a_text():
+    """Even where the text that these are found by has the same token."""
+    library = words("yes", "Yes", "no", "No").library
+    x = library.token_to_id("x")
+    library.post_processor = processors.TemplateProcessing("x $A", special_tokens=[("x", x)])
+    made: list[Any] = []
+    limits = SimpleNamespace(max_model_len=4096)
+    factory: Any = SimpleNamespace(
+        tokenizer=Tokenizer(library.to_str().encode()), limits=limits, make=lambda prompt, *_: made.append(prompt)
+    )
+    questions = nouls("One?", "Two?")
+    make_reads(factory, questions, SharedText("state\n", ["1\n", "2\n"]), {}, ["a", "b"], has_template=False)
+    encode = factory.tokenizer.encode
+    assert [each["prompt_token_ids"] for each in made] == [encode("state\n1\n"), encode("state\n2\n")]
+    assert made[0]["prompt_token_ids"][0] == x
+    assert made[0]["marks"] == [1 + len("state\n")]
+
+
+def test_a_request_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = SimpleNamespace(streams=[SimpleNamespace(error=None)], output=lambda: pytest.fail("nothing was computed"))
+    monkeypatch.setattr(methods, "prepare", lambda *_: reads)
+    llm = Mock()
+    llm._follow.side_effect = RequestError("request id 'a' is in use")
+    with pytest.raises(RequestError, match="'a' is in use"):
+        methods.decide(llm, "state", {"q": NOUL})
 
 
 # ---- answers

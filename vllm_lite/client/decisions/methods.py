@@ -1,7 +1,6 @@
 """decide(), the method of LLM, and what it shares with that of AsyncClient."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -47,8 +46,7 @@ def decide(
     self._set_adapters(reads.streams, lora_request)
     for streams in (reads.streams[:1], reads.streams[1:]):
         if streams and reads.streams[0].error is None:
-            with suppress(RequestError):  # output() says whose it is
-                self._follow(streams, use_tqdm)
+            self._follow(streams, use_tqdm)
     return reads.output()
 
 

@@ -12,7 +12,7 @@ from typing import TypedDict
 from vllm_lite.client.decisions.answers import Answer, DecisionOutput, Diagnostics, answer_of
 from vllm_lite.client.decisions.labels import LabelIds, label_ids
 from vllm_lite.client.decisions.questions import Question
-from vllm_lite.client.decisions.shared import SharedText, encoded
+from vllm_lite.client.decisions.shared import SharedText, encoded, number_alike
 from vllm_lite.client.outputs import CompletionOutput
 from vllm_lite.client.prompt import TokensPrompt, check_text
 from vllm_lite.client.streams.stream import RequestStream, StreamFactory
@@ -77,9 +77,11 @@ def make_reads(
     labels = label_ids(tokenizer, text.whole(0), prompts[0], questions)
     before: list[int] = []
     if not has_template:
-        whole, alone = encode("x"), encode("x", add_special_tokens=False)
-        before = whole[: whole.index(alone[0])] if alone and alone[0] in whole else []
-    marks = [num_alike + len(before)] if (num_alike := _num_alike(prompts)) else None
+        (placed,) = tokenizer.placed_batch(["x"])
+        before = placed.token_ids[: placed.num_added()[0]]
+    # Recurrent layers keep their state where prompts part.
+    num_alike = number_alike(prompts) if len(prompts) > 1 else 0
+    marks = [num_alike + len(before)] if num_alike else None
     streams = []
     for question, prompt, options, name in zip(questions, prompts, labels, ids, strict=True):
         params = _params(options, given)
@@ -91,16 +93,6 @@ def make_reads(
             error.args = (f"question {question.id!r}: {error}",)
             raise
     return Reads(questions, labels, streams)
-
-
-def _num_alike(prompts: Sequence[list[int]]) -> int:
-    """Number of tokens with which all of several prompts begin: where they part, recurrent layers keep their state. 0
-    for a single prompt."""
-    if len(prompts) == 1:
-        return 0
-    low, high = min(prompts), max(prompts)  # what these two begin with all do
-    pairs = zip(low, high, strict=False)
-    return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(low), len(high)))
 
 
 def _params(labels: LabelIds, given: ReadParams) -> SamplingParams:

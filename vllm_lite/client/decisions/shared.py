@@ -5,13 +5,14 @@ those that each prompt would have by itself, which is checked, not assumed.
 """
 
 from collections.abc import Callable, Generator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from vllm_lite.client.decisions.questions import Question
 
 Render = Callable[[str], str]
 """Makes the text of a prompt of what its user says."""
 Encode = Callable[[str], list[int]]
+T = TypeVar("T", str, list[int])
 
 REPLY = "Answer each question about the text with its label alone: yes or no, a letter, or a number."
 """Stands before the state, where it costs no question anything. With it, SmolLM2-135M-Instruct gives the labels 0.36 to
@@ -54,9 +55,14 @@ def rendering(state: str, questions: Sequence[Question]) -> Generator[str, str, 
     for question in questions[1:]:
         text = yield _said(state, question.text)
         texts.append(text)
-    low, high = min(texts), max(texts)  # what these two begin with all do
-    length = next((place for place, (one, other) in enumerate(zip(low, high, strict=False)) if one != other), len(low))
+    length = number_alike(texts)
     return SharedText(first[:length], [text[length:] for text in texts])
+
+
+def number_alike(several: Sequence[T]) -> int:
+    """Number of characters, or of tokens, with which all of these begin."""
+    low, high = min(several), max(several)  # what these two begin with all do
+    return next((place for place, (one, other) in enumerate(zip(low, high, strict=False)) if one != other), len(low))
 
 
 def rendered(steps: Generator[str, str, SharedText], render: Render) -> SharedText:
