@@ -7,10 +7,12 @@ each text that is done the next one follows.
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import Generic, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 
 import msgspec
+from starlette.types import Receive
 
 from vllm_lite.client.pooling import PoolingStream
 from vllm_lite.client.streams.stream import RequestStream
@@ -19,7 +21,7 @@ from vllm_lite.protocol.api import ForkRequest, Generate
 from vllm_lite.server.calls.call import CallContext
 from vllm_lite.server.calls.style import AnswerStyle
 from vllm_lite.server.http.auth import name_of
-from vllm_lite.server.http.disconnect import disconnected
+from vllm_lite.server.http.disconnect import disconnected, until_disconnected
 from vllm_lite.server.openai.errors import ApiError, failed, refused
 
 S = TypeVar("S", PoolingStream, RequestStream)
@@ -142,3 +144,15 @@ class ListCall(Generic[S]):
         if isinstance(error, RequestError):
             raise ApiError(408, str(error)) if self.is_late else refused(error, field)
         raise failed(error)
+
+
+@contextmanager
+def running(calls: Any, call: ListCall[Any], receive: Receive) -> Iterator[None]:
+    """Have `call` among these calls of the server meanwhile, and end it if its client disconnects."""
+    watch = asyncio.ensure_future(until_disconnected(receive))
+    watch.add_done_callback(lambda _: call.end())
+    try:
+        with calls.run(call):
+            yield
+    finally:
+        watch.cancel()

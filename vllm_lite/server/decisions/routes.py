@@ -1,6 +1,5 @@
 """The route of typed decisions."""
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,13 +15,12 @@ from vllm_lite.client.decisions.questions import Question, read_instructions, re
 from vllm_lite.client.decisions.reads import Reads, make_reads
 from vllm_lite.client.streams.stream import RequestStream, StreamFactory
 from vllm_lite.errors import RequestError
-from vllm_lite.server.calls.list_call import ListCall, Window
+from vllm_lite.server.calls.list_call import ListCall, Window, running
 from vllm_lite.server.calls.style import AnswerStyle
 from vllm_lite.server.decisions.bodies import DecisionBody
 from vllm_lite.server.generation import Asked, Generation
 from vllm_lite.server.http.auth import owner_of
 from vllm_lite.server.http.body import memory_of
-from vllm_lite.server.http.disconnect import until_disconnected
 from vllm_lite.server.http.long_work import through
 from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.load_report import load_report
@@ -63,14 +61,8 @@ class DecisionRoutes:
         adapter = self._generation.model.adapter_of(asked.model)
         for stream in reads.streams:
             stream.adapter = adapter
-        watch = asyncio.ensure_future(until_disconnected(request.receive))
-        watch.add_done_callback(lambda _: call.end())
-        calls: Any = live.calls
-        try:
-            with calls.run(call):
-                await self._feed(call, reads.streams)
-        finally:
-            watch.cancel()
+        with running(live.calls, call, request.receive):
+            await self._feed(call, reads.streams)
         with _refusing("questions"):
             found = reads.output()
         return self._answer(call, found)

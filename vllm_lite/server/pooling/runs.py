@@ -13,10 +13,9 @@ from vllm_lite.client.prompt import PromptLike
 from vllm_lite.client.text.pairs import Pair
 from vllm_lite.errors import RequestError, VllmLiteError
 from vllm_lite.protocol.pooling import TOKEN_TASKS, PoolingParams, PoolingTask
-from vllm_lite.server.calls.list_call import Window
+from vllm_lite.server.calls.list_call import Window, running
 from vllm_lite.server.generation import Asked, Generation
 from vllm_lite.server.http.auth import owner_of
-from vllm_lite.server.http.disconnect import until_disconnected
 from vllm_lite.server.openai.bodies import ChatBody, ChatMessage, Part
 from vllm_lite.server.openai.errors import ApiError, refused
 from vllm_lite.server.pooling.bodies import MAX_NUMBER_BYTES, MAX_TEXTS, CohereEmbedBody, InputFields
@@ -151,15 +150,9 @@ class PoolingRuns:
         call_id = await live.new_id(kind, getattr(asked.body, "request_id", None), request)
         owner = owner_of(request, call_id)
         call = PoolingCall(call_id, self.generation.model.names[0], len(sizes), self._window, owner)
-        watch = asyncio.ensure_future(until_disconnected(request.receive))
-        watch.add_done_callback(lambda _: call.end())
-        calls: Any = live.calls
-        try:
-            with calls.run(call):
-                await self._feed(call, sizes, partial(_adapted, adapter, make))
-                await call.join()
-        finally:
-            watch.cancel()
+        with running(live.calls, call, request.receive):
+            await self._feed(call, sizes, partial(_adapted, adapter, make))
+            await call.join()
         return call
 
     async def _feed(self, call: PoolingCall, sizes: Sequence[int], make: Make) -> None:
