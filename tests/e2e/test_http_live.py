@@ -19,7 +19,7 @@ from tests.http_server import Server, client, serving
 from tests.live_numbers import COUNTS, TIMES, counts_of, mean_ms, metrics_of
 from vllm_lite.errors import RemoteError
 from vllm_lite.server.live import snapshot
-from vllm_lite.tools.top.watched import ServerLook, watched
+from vllm_lite.tools.top.watched import ServerLook, events, looks
 
 ADMIN, USER = "an-admins-key", "a-users-key"
 
@@ -35,7 +35,7 @@ def watching(http: httpx.Client, **headers: str) -> Iterator[Iterator[ServerLook
     with http.stream("GET", "/v1/live", headers=headers) as answer:
         assert answer.status_code == 200, answer.read()
         assert answer.headers["content-type"].startswith("text/event-stream")
-        yield watched(answer.iter_lines())
+        yield looks(events(answer.iter_lines()))
 
 
 def rows(looks: Iterator[ServerLook]) -> dict[str, dict[str, Any]]:

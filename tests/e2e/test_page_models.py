@@ -19,7 +19,7 @@ from tests.e2e.test_http_models import PROMPT, Stream, complete, routing, states
 from tests.e2e.test_page import AXE, CHROMIUM, HOSTILE, browser, dismiss
 from tests.http_server import Server, client, until
 from vllm_lite.tools.chat.remote_server import lines_of
-from vllm_lite.tools.top.watched import ServerLook, watched
+from vllm_lite.tools.top.watched import ServerLook, events, looks
 
 __all__ = ["browser"]  # a fixture
 NEEDS_CHROMIUM = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
@@ -67,7 +67,7 @@ models:
 def watching(http: httpx.Client, path: str = "/v1/live") -> Iterator[Iterator[ServerLook]]:
     with http.stream("GET", path) as answer:
         assert answer.status_code == 200, answer.read()
-        yield watched(lines_of(answer))
+        yield looks(events(lines_of(answer)))
 
 
 def seen(looks: Iterator[ServerLook], condition: Any) -> ServerLook:
@@ -179,7 +179,7 @@ def test_with_keys_an_admin_sees_all_and_a_user_nothing(tmp_path: Path) -> None:
         assert http.get("/v1/live", headers=user).status_code == 403
         http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 2}, headers=user).raise_for_status()
         with http.stream("GET", "/v1/live", headers=admin) as answer:
-            look = seen(watched(lines_of(answer)), lambda look: look.engines)
+            look = seen(looks(events(lines_of(answer))), lambda look: look.engines)
             assert list(look.engines) == ["red/0"]
 
 

@@ -15,7 +15,8 @@ from vllm_lite.protocol.view import EngineView, RequestRow
 from vllm_lite.server.live.snapshot import EngineSnapshot
 from vllm_lite.tools.cli.top import as_object
 from vllm_lite.tools.top.screen import plain, screen, sparkline
-from vllm_lite.tools.top.watched import ServerLook, watched
+from vllm_lite.tools.top.watched import ServerLook, looks
+from vllm_lite.tools.top.watched import events as read
 
 HOSTILE = [
     "\x1b[2J\x1b]0;pwned\x07",
@@ -65,27 +66,27 @@ def drawn(found: ServerLook, num_lines: int, num_columns: int) -> list[str]:
 
 
 def test_events_become_requests_and_speeds() -> None:
-    looks = watched(events())
-    first = next(looks)
+    found = looks(read(events()))
+    first = next(found)
     assert list(first.engines["0"].requests) == [LONG, "r0", "r1", "r2"]
     assert as_object(first)["engines"]["0"]["tokens_per_s"] == 0.0
-    second = next(looks)
+    second = next(found)
     assert list(second.engines["0"].requests) == [LONG, "r0", "r1"]
     shown = as_object(second)["engines"]["0"]
     assert shown["tokens_per_s"] == pytest.approx(500, abs=2)
     assert shown["requests"][0]["cached"] == 800
     assert json.loads(json.dumps(shown)) == shown
-    assert next(looks).engines == {}
+    assert next(found).engines == {}
     assert drawn(ServerLook(), 24, 80) == ["no engine answers"]
     with pytest.raises(RemoteError, match="the server has ended"):
-        next(looks)
+        next(found)
 
 
 @pytest.mark.parametrize(("num_lines", "num_columns"), [(24, 80), (12, 60), (50, 200)])
 def test_the_screen_fits(num_lines: int, num_columns: int) -> None:
-    looks = watched(events(60))
-    next(looks)
-    text = drawn(next(looks), num_lines, num_columns)
+    found = looks(read(events(60)))
+    next(found)
+    text = drawn(next(found), num_lines, num_columns)
     assert len(text) <= num_lines
     assert max(map(len, text)) <= num_columns
     whole = "\n".join(text)
@@ -126,7 +127,7 @@ def several(num_models: int, num_engines: int) -> ServerLook:
     row = {"memory_bytes": 3 << 30, "active": 2, "waiting": 1, "used": 90, "error": None, "hidden": None}
     states = {f"model{number}": "loaded" if number < num_engines else "unloaded" for number in range(num_models)}
     models = {name: {**row, "state": state, "counts": counts} for name, state in states.items()}
-    engine = next(watched(events())).engines["0"]
+    engine = next(looks(read(events()))).engines["0"]
     counted = {**engine.head["counts"], "num_used_blocks": 1234, "num_blocks": 5678, "num_waiting": 61}
     said = {**engine.head, "counts": counted, "requests": dict(engine.requests), "blocks": None}
     names = [f"model{number}/0" if num_models else str(number) for number in range(num_engines)]
@@ -177,7 +178,7 @@ def test_a_snapshot_forgets_an_engine_that_it_does_not_have() -> None:
 @pytest.mark.parametrize("data", ["{}", "[]", "no", '{"engines": {"0": {}}, "time": 1}', '{"engines": 3, "time": 1}'])
 def test_what_is_no_event_is_said_to_be_none(data: str) -> None:
     with pytest.raises(RemoteError, match="no event of /v1/live"):
-        next(watched(["event: update", f"data: {data}", ""]))
+        next(looks(read(["event: update", f"data: {data}", ""])))
 
 
 def test_a_sparkline_is_as_high_as_its_largest() -> None:

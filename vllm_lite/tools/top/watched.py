@@ -166,11 +166,6 @@ def events(lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
     raise RemoteError("the server has ended")
 
 
-def watched(lines: Iterable[str]) -> Iterator[ServerLook]:
-    """Yield the engines of a server after each event in the lines of a stream. Raises RemoteError."""
-    return looks(events(lines))
-
-
 def looks(found: Iterable[tuple[str, Any]]) -> Iterator[ServerLook]:
     """Yield the engines of a server after each of its events. Raises RemoteError."""
     look = ServerLook()
