@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -21,14 +21,16 @@ from vllm_lite.client.engines.session import (
     RECOVERY_TIMEOUT_S,
     Session,
 )
+from vllm_lite.client.llm_arguments import raise_errors
 from vllm_lite.client.lora import LOAD_TIMEOUT_S, LoRARequest, begin_load, check_loaded
 from vllm_lite.client.media.programs import ProgramImages
 from vllm_lite.client.outputs import RequestOutput
-from vllm_lite.client.pooling import PoolingFactory, PoolingRequestOutput, PoolingStream, joined
+from vllm_lite.client.pooling import PoolingFactory, PoolingRequestOutput, PoolingStream, by_text, joined
 from vllm_lite.client.prompt import PromptLike, encode
 from vllm_lite.client.streams.sampling import check_form
 from vllm_lite.client.streams.stream import Event, RequestStream, StreamFactory, shows
 from vllm_lite.client.text.tokenizer import LONG_TEXT_CHARS
+from vllm_lite.client.token_classes import BACKGROUND, EntityFinder, classified, texts_of
 from vllm_lite.errors import EngineError, RequestError, VllmLiteError
 from vllm_lite.protocol.api import PrefixCacheReset, Stats, Welcome
 from vllm_lite.protocol.operations import PauseMode
@@ -192,18 +194,29 @@ class AsyncClient:
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """Do one of the tasks of the model's pooler with `prompt`: the one that is named here or in the params, or the
         first that it has. There is one output. Closing the iterator aborts the request. Raises as generate() does."""
-        link = self._connected()
-        factory = PoolingFactory(link.session.welcome, link.streams.tokenizer)
-        params = pooling_params or PoolingParams()
+        factory, params = self._pooling(), pooling_params or PoolingParams()
         task = pooling_task or params.task or factory.first_task
-        streams = factory.make([prompt], params, task, [request_id or os.urandom(12).hex()])
-        adapter = "" if lora_request is None else await self._load(lora_request)
-        for stream in streams:  # one, or the windows of a long text
-            stream.adapter = adapter
-            async with aclosing(self._follow(stream)) as outputs:
-                async for _ in outputs:
-                    pass
-        yield joined(streams).output()
+        make = partial(factory.make, [prompt], params, task, [request_id or os.urandom(12).hex()])
+        (stream,) = await self._pooled(await _made(make, prompt), lora_request)
+        yield stream.output()
+
+    async def token_classify(
+        self,
+        texts: str | Sequence[str],
+        pooling_params: PoolingParams | None = None,
+        *,
+        aggregation: str | None = None,
+        ignore_labels: Sequence[str] = BACKGROUND,
+        stride: int | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """Find the entities of each text, as LLM.token_classify() does. Cancelling the task aborts all of them."""
+        factory, several = self._pooling(), texts_of(texts)
+        finder = EntityFinder(self.engine.pooler, factory.tokenizer, aggregation, ignore_labels)
+        ids = [os.urandom(12).hex() for _ in several]
+        make = partial(factory.make_placed, several, pooling_params or PoolingParams(), stride, ids)
+        streams = await self._pooled(await _made(make, *several), lora_request)
+        return await asyncio.to_thread(lambda: [classified(stream, finder) for stream in streams])
 
     async def decide(
         self,
@@ -223,12 +236,7 @@ class AsyncClient:
         first, *others = reads.streams
         await self._finish(first)
         if first.error is None:
-            tasks = [asyncio.ensure_future(self._finish(stream)) for stream in others]
-            try:
-                await asyncio.gather(*tasks)
-            finally:
-                for task in tasks:
-                    task.cancel()
+            await self._finish_all(others)
         return reads.output()
 
     async def fork(
@@ -340,7 +348,30 @@ class AsyncClient:
             check_loaded(await self._answer(asked, LOAD_TIMEOUT_S))
         return request.lora_name
 
-    async def _finish(self, stream: RequestStream) -> None:
+    def _pooling(self) -> PoolingFactory:
+        link = self._connected()
+        return PoolingFactory(link.session.welcome, link.streams.tokenizer)
+
+    async def _pooled(self, streams: list[PoolingStream], lora_request: LoRARequest | None) -> list[PoolingStream]:
+        """Run the streams of some texts, the windows of long ones among them, together. Returns one for each text."""
+        adapter = "" if lora_request is None else await self._load(lora_request)
+        for stream in streams:
+            stream.adapter = adapter
+        await self._finish_all(streams)
+        whole = await asyncio.to_thread(lambda: [joined(own) for own in by_text(streams)])
+        raise_errors(whole)
+        return whole
+
+    async def _finish_all(self, streams: Sequence[RequestStream | PoolingStream]) -> None:
+        """Run streams together, each to its end. Cancelling it aborts them."""
+        tasks = [asyncio.ensure_future(self._finish(stream)) for stream in streams]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _finish(self, stream: RequestStream | PoolingStream) -> None:
         """Run a stream to its end, of which its `error` says more."""
         async with aclosing(self._follow(stream)) as outputs:
             try:
@@ -402,10 +433,9 @@ class AsyncClient:
             words = partial(encode, tokenizer=self._connected().streams.tokenizer)
             prompt = await asyncio.to_thread(self._images.of_data, prompt, self._folder, words)
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
-        is_long = isinstance(text, str) and len(text) > LONG_TEXT_CHARS
-        if is_long or getattr(params, "structured_outputs", None) is not None:  # a large schema takes up to a second
+        if getattr(params, "structured_outputs", None) is not None:  # a large schema takes up to a second
             return await asyncio.to_thread(make, prompt, params, request_id)
-        return make(prompt, params, request_id)
+        return await _made(partial(make, prompt, params, request_id), text)
 
     def _arrive(self, events: list[Event]) -> None:
         """Runs on the session's thread: one call into the loop for each message, however many streams it is for."""
@@ -416,3 +446,10 @@ class AsyncClient:
             inbox = self._inboxes.get(event.request_id)
             if inbox is not None:
                 inbox.put(event)
+
+
+async def _made(make: Callable[[], A], *prompts: object) -> A:
+    """The result of `make`, which reads `prompts`: in a thread where others would wait for it."""
+    if sum(len(each) for each in prompts if isinstance(each, str)) > LONG_TEXT_CHARS:
+        return await asyncio.to_thread(make)
+    return make()

@@ -31,7 +31,7 @@ from vllm_lite.client.progress import TokenBar
 from vllm_lite.client.prompt import PromptLike
 from vllm_lite.client.streams.stream import Event, RequestStream, StreamFactory, load_tokenizer
 from vllm_lite.client.text.tokenizer import Tokenizer
-from vllm_lite.client.token_classes import BACKGROUND, EntityFinder, classified
+from vllm_lite.client.token_classes import BACKGROUND, EntityFinder, classified, texts_of
 from vllm_lite.config import DEMO_MODEL, EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError, RequestError
 from vllm_lite.protocol.api import PrefixCacheReset, Stats, Welcome
@@ -341,9 +341,7 @@ class LLM:
         text that is longer than the model takes is computed in windows which share `stride` tokens. For the numbers of
         each token, `encode` has the task "token_classify". Raises as embed() does.
         """
-        several: list[Any] = [texts] if isinstance(texts, str) else list(texts)
-        if not all(isinstance(text, str) for text in several):
-            raise RequestError("token_classify() takes a text or a list of texts: entities have places in a text")
+        several = texts_of(texts)
         finder = EntityFinder(self.engine.pooler, self._pooling.tokenizer, aggregation, ignore_labels)
         ids = [next(self._request_ids) for _ in several]
         streams = self._pooling.make_placed(several, pooling_params or PoolingParams(), stride, ids)

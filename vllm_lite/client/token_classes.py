@@ -163,6 +163,14 @@ class EntityFinder:
                 yield Entity(kind, score, from_char, from_char + len(part), part)
 
 
+def texts_of(given: str | Sequence[str]) -> list[str]:
+    """The texts that are given, of which there may be one. Raises RequestError for what is none."""
+    several = [given] if isinstance(given, str) else list(given)
+    if not all(isinstance(text, str) for text in several):
+        raise RequestError("token_classify() takes a text or a list of texts: entities have places in a text")
+    return several
+
+
 def classified(stream: PoolingStream, finder: EntityFinder) -> PoolingRequestOutput:
     """The result of a request of PoolingFactory.make_placed that has finished."""
     text, placed = stream.prompt.text, stream.placed
