@@ -39,8 +39,11 @@ def on_each(names: Sequence[str] = ISAS) -> Iterator[str]:
 
 def _of_this_machine() -> list[str]:
     """Leave AMX out where the machine has none: hundreds of skipped tests would say nothing."""
-    return [isa for isa in ISAS[:-1] if isa != "amx" or (cpu.available() and _has_it(isa))]
+    return [*VECTORS, "amx"] if cpu.available() and _has_it("amx") else VECTORS
 
 
-VECTORS = _of_this_machine()
-PRODUCTS = [*VECTORS, EMULATED]
+VECTORS = [isa for isa in ISAS if not isa.startswith("amx")]
+"""Sets that every kernel is compiled for. AMX has other code for products of matrices and for attention alone."""
+
+OF_THIS_MACHINE = _of_this_machine()
+PRODUCTS = [*OF_THIS_MACHINE, EMULATED]

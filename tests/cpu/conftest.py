@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.driver import Driver
-from tests.isas import PRODUCTS, VECTORS, isa_in_use
+from tests.isas import OF_THIS_MACHINE, PRODUCTS, VECTORS, isa_in_use
 from tests.kernels import emulator
 from tests.rows import DTYPES
 from vllm_lite.kernels import cpu
@@ -41,10 +41,16 @@ def using_isa(name: str) -> Iterator[str]:
 
 
 def has_amx() -> bool:
-    return "amx" in VECTORS
+    return "amx" in OF_THIS_MACHINE
 
 
 @pytest.fixture(params=VECTORS)
+def each_vector_isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The test once on each set of vector instructions, for kernels that have no other code with AMX."""
+    yield from using_isa(request.param)
+
+
+@pytest.fixture(params=OF_THIS_MACHINE)
 def each_isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """The test once on each instruction set that this machine has."""
     yield from using_isa(request.param)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from tests.attention_steps import changed, step_batch
 from tests.cpu.test_attention_reference import CHUNKED, DECODE, Batch
-from tests.isas import PRODUCTS, VECTORS, on_each
+from tests.isas import OF_THIS_MACHINE, PRODUCTS, on_each
 from vllm_lite.attention.backend import Heads
 from vllm_lite.attention.cpu import CpuBackend
 from vllm_lite.attention.select import select_backend
@@ -81,7 +81,7 @@ def assert_exact(lengths, isas=PRODUCTS, tolerance=None, sharpness=1, **options)
 
 def isas_for(dtype):
     """Tiles are of bfloat16: AMX does all else as AVX512-BF16 does."""
-    return PRODUCTS if dtype == torch.bfloat16 else VECTORS
+    return PRODUCTS if dtype == torch.bfloat16 else OF_THIS_MACHINE
 
 
 @pytest.mark.parametrize("head_size", [8, 16, 24, 64, 80, 96, 112, 120, 128, 192, 256, 264, 512])
@@ -191,7 +191,7 @@ def one_of(batch, i, first, query_len):
 
 def test_long_sequences_are_accurate():
     """Thousands of keys in 16 splits, in float32: as close to float64 as one rounding each allows."""
-    assert_exact([(1, 9001), (20, 5000)], VECTORS, dtype=torch.float32, head_size=64)
+    assert_exact([(1, 9001), (20, 5000)], OF_THIS_MACHINE, dtype=torch.float32, head_size=64)
 
 
 def test_large_scores_do_not_overflow():

@@ -59,7 +59,7 @@ class Write:
 
 @pytest.mark.parametrize("head_size", [8, 16, 24, 64, 80, 120, 128, 256, 512])
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_turns_and_stores(each_isa, dtype, head_size):
+def test_turns_and_stores(each_vector_isa, dtype, head_size):
     write = Write(37, head_size, dtype)
     rotation = rotation_of(37, head_size, dtype)
     query, key, value = (x.clone() for x in write.heads)
@@ -77,7 +77,7 @@ def test_turns_and_stores(each_isa, dtype, head_size):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_tokens_without_a_slot_are_turned_but_not_stored(each_isa, dtype):
+def test_tokens_without_a_slot_are_turned_but_not_stored(each_vector_isa, dtype):
     write = Write(4, 16, dtype, slots=[5, PAD_SLOT, 0, PAD_SLOT])
     rotation = rotation_of(4, 16, dtype)
     before = write.rows.clone()
@@ -87,7 +87,7 @@ def test_tokens_without_a_slot_are_turned_but_not_stored(each_isa, dtype):
     assert slots[[1, 2, 3, 4, 6, 7]].isnan().all()
 
 
-def test_nothing_is_turned_without_a_rotation(each_isa):
+def test_nothing_is_turned_without_a_rotation(each_vector_isa):
     write = Write(5, 16, torch.bfloat16)
     before = write.rows.clone()
     slots = write.run()
@@ -96,7 +96,7 @@ def test_nothing_is_turned_without_a_rotation(each_isa):
 
 
 @pytest.mark.parametrize("kv_dtype", FLOAT8)
-def test_every_float8_is_loaded_as_torch_does(each_isa, kv_dtype):
+def test_every_float8_is_loaded_as_torch_does(each_vector_isa, kv_dtype):
     """A sequence of one token attends to its own V alone; the 256 codes are the V of 32 sequences of 8 elements."""
     codes = torch.arange(256, dtype=torch.uint8).view(kv_dtype)
     for dtype in (torch.float32, torch.bfloat16):
@@ -117,7 +117,7 @@ def test_every_float8_is_loaded_as_torch_does(each_isa, kv_dtype):
 
 @pytest.mark.parametrize("kv_dtype", FLOAT8)
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_float8_is_rounded_as_torch_does_but_saturates(each_isa, dtype, kv_dtype):
+def test_float8_is_rounded_as_torch_does_but_saturates(each_vector_isa, dtype, kv_dtype):
     """Every bfloat16 or float16 there is, and what lies halfway between two float8, or next to that."""
     codes = torch.arange(256, dtype=torch.uint8).view(kv_dtype).float()
     codes = codes[codes.isfinite()].sort().values
@@ -133,7 +133,7 @@ def test_float8_is_rounded_as_torch_does_but_saturates(each_isa, dtype, kv_dtype
     assert torch.allclose(slots, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def test_many_tokens_on_several_threads(each_isa, threads):  # noqa: F811
+def test_many_tokens_on_several_threads(each_vector_isa, threads):  # noqa: F811
     results = []
     for count in (1, 2, 4):
         threads(count)

@@ -58,7 +58,7 @@ class Layer:
 
 
 @native
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 @pytest.mark.parametrize("segments", [ALONE, MIXED], ids=["alone", "mixed"])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_the_kernels_compute_what_torch_does(spec: DeltaNetSpec, segments: Segments) -> None:
@@ -108,7 +108,7 @@ def test_the_segments_above_are_what_they_say() -> None:
 
 
 @native
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("segments", [ALONE, CUT, MIXED], ids=["alone", "cut", "mixed"])
 def test_short_convolutions_with_gates(segments: Segments, dtype: torch.dtype) -> None:

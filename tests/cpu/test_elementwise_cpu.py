@@ -48,7 +48,7 @@ def units(kind: Activation, x: torch.Tensor) -> float | torch.Tensor:
 # ---- activations
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 @pytest.mark.parametrize("kind", PLAIN)
 def test_activations(kind: Activation, dtype: torch.dtype, ops: CpuOps) -> None:
     for size in SIZES:
@@ -70,7 +70,7 @@ def test_activations(kind: Activation, dtype: torch.dtype, ops: CpuOps) -> None:
         assert torch.equal(spread[:, :size], out)
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 def test_swiglu_of_gpt_oss(dtype: torch.dtype, ops: CpuOps) -> None:
     """Rounded once, with limits to the gate above and to up on both sides; NaN stays."""
     for size in SIZES:
@@ -98,7 +98,7 @@ def test_gates_round_as_the_plain_ones(kind: Activation, dtype: torch.dtype, ops
     assert (plain != found).float().mean() < 4e-3
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 @pytest.mark.parametrize("kind", PLAIN)
 def test_extreme_gates(kind: Activation, dtype: torch.dtype, ops: CpuOps) -> None:
     extremes = [math.nan, math.inf, -math.inf, 0.0, -0.0, 88.0, -88.0, 100.0, -100.0, 6e4, -6e4, 1e-6, -1e-6]
@@ -112,7 +112,7 @@ def test_extreme_gates(kind: Activation, dtype: torch.dtype, ops: CpuOps) -> Non
     torch.testing.assert_close(out[0], expected, rtol=rtol, atol=1e-30, equal_nan=True)
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 @pytest.mark.parametrize(("kind", "reach"), [("silu", 87.0), ("gelu", 12.9)])
 def test_activations_over_their_whole_range(kind: Activation, reach: float, ops: CpuOps) -> None:
     """Also where a result is tiny: beyond that float32 holds nothing more, or less than a whole number of digits."""
@@ -129,7 +129,7 @@ def test_gelu_is_that_of_torch(ops: CpuOps) -> None:
     torch.testing.assert_close(out[0], gelu(x), rtol=3e-7, atol=1.5e-6)  # torch's own is off by up to 1.1e-6
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 def test_xielu(dtype: torch.dtype, ops: CpuOps) -> None:
     """Also where e^x - 1 - x is small beside its parts."""
     for factors in ((0.8, 1.3, 0.5, -1e-6), (2.0, 0.6, 0.1, -0.3)):
@@ -147,7 +147,7 @@ def test_xielu(dtype: torch.dtype, ops: CpuOps) -> None:
             assert_gaps_untouched(spread)
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 def test_one_gate_for_each_head(dtype: torch.dtype, ops: CpuOps) -> None:
     for size in (8, 24, 128):
         x, gate = values(4, 3 * size, dtype=dtype), values(4, 3, dtype=dtype, seed=1, scale=5)
@@ -162,7 +162,7 @@ def test_one_gate_for_each_head(dtype: torch.dtype, ops: CpuOps) -> None:
 # ---- sums and products: bit for bit, as each is rounded once
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 def test_add(dtype: torch.dtype, ops: CpuOps) -> None:
     for size in SIZES:
         residual, x = values(5, size, dtype=dtype), values(5, size, dtype=dtype, seed=2)
@@ -173,7 +173,7 @@ def test_add(dtype: torch.dtype, ops: CpuOps) -> None:
         assert_gaps_untouched(found)
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 @pytest.mark.parametrize("factor", [45.25483399593904, 0.22, 1.0 / 3])
 def test_scale(factor: float, dtype: torch.dtype, ops: CpuOps) -> None:
     for size in SIZES:
@@ -185,7 +185,7 @@ def test_scale(factor: float, dtype: torch.dtype, ops: CpuOps) -> None:
         assert_gaps_untouched(found)
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 def test_clamp(dtype: torch.dtype, ops: CpuOps) -> None:
     for size in SIZES:
         x = values(5, size, dtype=dtype)
@@ -197,7 +197,7 @@ def test_clamp(dtype: torch.dtype, ops: CpuOps) -> None:
         assert_gaps_untouched(found)
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 def test_scale_rows(dtype: torch.dtype, ops: CpuOps) -> None:
     """Heads within wider rows, of all sizes; the rest of a row stays."""
     table, positions = values(9, dtype=torch.float32, seed=3), torch.tensor([0, 8, 3, 3])
@@ -209,7 +209,7 @@ def test_scale_rows(dtype: torch.dtype, ops: CpuOps) -> None:
         assert torch.equal(found, rows)
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 def test_add_rows(dtype: torch.dtype, ops: CpuOps) -> None:
     positions = torch.tensor([7, 0, 2, 2])
     for size in SIZES:
@@ -235,7 +235,7 @@ def test_a_position_outside_of_a_table_is_refused(position: int, ops: CpuOps) ->
 # ---- logits
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 @pytest.mark.parametrize(("factor", "cap"), [(1.0, 30.0), (1.0 / 3, 0.0), (0.0625, 5.0)])
 def test_scale_and_cap(factor: float, cap: float, ops: CpuOps) -> None:
     for size in (*SIZES, 20_000):

@@ -25,7 +25,7 @@ def exact_norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 # ---- norms
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 @pytest.mark.parametrize("size", SIZES)
 def test_rms_norm(size: int, dtype: torch.dtype, ops: CpuOps) -> None:
     x, weight = values(5, size, dtype=dtype), values(size, dtype=dtype, seed=1)
@@ -38,7 +38,7 @@ def test_rms_norm(size: int, dtype: torch.dtype, ops: CpuOps) -> None:
     assert torch.equal(spread, out)
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 def test_rms_norm_of_heads_inside_wider_rows(dtype: torch.dtype, ops: CpuOps) -> None:
     rows, weight = values(7, 10 * 24, dtype=dtype), values(24, dtype=dtype, seed=1)
     heads, before = rows.view(7, 10, 24)[:, 2:6], rows.clone()
@@ -49,7 +49,7 @@ def test_rms_norm_of_heads_inside_wider_rows(dtype: torch.dtype, ops: CpuOps) ->
     assert torch.equal(rows.view(7, 10, 24)[:, others], before.view(7, 10, 24)[:, others])
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 @pytest.mark.parametrize("size", SIZES)
 def test_add_rms_norm(size: int, dtype: torch.dtype, ops: CpuOps) -> None:
     residual, x = values(5, size, dtype=dtype), values(5, size, dtype=dtype, seed=2)
@@ -99,7 +99,7 @@ def assert_wide(out: torch.Tensor, x: torch.Tensor, norm: WideNormWeights) -> No
     assert ((out.double() - exact).abs() <= 0.5 * numbers.eps * (exact.abs() + numbers.tiny) + within).all()
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 @pytest.mark.parametrize("centered", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 def test_wide_norm(*, centered: bool, bias: bool, dtype: torch.dtype, ops: CpuOps) -> None:
@@ -114,7 +114,7 @@ def test_wide_norm(*, centered: bool, bias: bool, dtype: torch.dtype, ops: CpuOp
         assert torch.equal(spread, out)
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 @pytest.mark.parametrize("centered", [True, False])
 def test_wide_norm_of_heads_inside_wider_rows(*, centered: bool, dtype: torch.dtype, ops: CpuOps) -> None:
     rows, norm = values(7, 10 * 24, dtype=dtype), wide_weights(24, bias=False, centered=centered)
@@ -125,7 +125,7 @@ def test_wide_norm_of_heads_inside_wider_rows(*, centered: bool, dtype: torch.dt
     assert torch.equal(rows.view(7, 10, 24)[:, others], before.view(7, 10, 24)[:, others])
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 def test_wide_norm_of_groups_with_weights_of_their_own(dtype: torch.dtype, ops: CpuOps) -> None:
     rows, (weight, bias) = values(7, 10 * 24, dtype=dtype), values(2, 4, 30, dtype=torch.float32, seed=1)[..., :24]
     groups, before, plain = rows.view(7, 10, 24)[:, 2:6], rows.clone(), torch.empty(7, 4, 24, dtype=dtype)
@@ -138,7 +138,7 @@ def test_wide_norm_of_groups_with_weights_of_their_own(dtype: torch.dtype, ops: 
             assert_wide(out[:, index], before.view(7, 10, 24)[:, 2 + index], own)
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 @pytest.mark.parametrize("centered", [True, False])
 def test_add_wide_norm(*, centered: bool, dtype: torch.dtype, ops: CpuOps) -> None:
     for size in SIZES:
@@ -170,7 +170,7 @@ def test_wide_norms_round_as_the_plain_ones(*, centered: bool, dtype: torch.dtyp
 # ---- rotary embedding
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 @pytest.mark.parametrize("head_size", [2, 8, 24, 64, 128, 130])
 def test_rotate(head_size: int, dtype: torch.dtype, ops: CpuOps) -> None:
     rows = values(6, 5 * head_size, dtype=dtype)
@@ -188,7 +188,7 @@ def test_rotate(head_size: int, dtype: torch.dtype, ops: CpuOps) -> None:
     assert torch.equal(rows.view(6, 5, -1)[:, [0, 4]], before.view(6, 5, -1)[:, [0, 4]])
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 @pytest.mark.parametrize("head_size", [2, 24, 64])
 def test_selected_rotations_are_those_of_plain_torch(head_size: int, dtype: torch.dtype) -> None:
     rope = RotaryEmbedding(Rope(1e4), head_size, 50, device=CPU)

@@ -57,7 +57,9 @@ def exact(layer: str, adapters: list[Any], slots: np.ndarray, x: torch.Tensor, o
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_the_kernel_adds_what_each_rows_adapter_makes_of_it(each_isa: str, layer: str, dtype: torch.dtype) -> None:
+def test_the_kernel_adds_what_each_rows_adapter_makes_of_it(
+    each_vector_isa: str, layer: str, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
     num_inputs, sizes, matrix = LAYERS[layer]
     count = max(matrix) + 1
@@ -78,13 +80,13 @@ def test_the_kernel_adds_what_each_rows_adapter_makes_of_it(each_isa: str, layer
             expected = exact(layer, made, slots, x, start)
             size = expected.abs().max()
             error = 1e-6 if out_dtype == torch.float32 else torch.finfo(out_dtype).eps
-            assert (out.double() - expected).abs().max() <= error * size, (each_isa, num_rows, out_dtype)
+            assert (out.double() - expected).abs().max() <= error * size, (each_vector_isa, num_rows, out_dtype)
             unadapted = torch.from_numpy(slots < 0)
             assert torch.equal(out[unadapted], start.to(out_dtype)[unadapted])
     cpu.set_num_threads(before)
 
 
-def test_a_row_does_not_depend_on_those_beside_it(each_isa: str) -> None:
+def test_a_row_does_not_depend_on_those_beside_it(each_vector_isa: str) -> None:
     """Bit for bit: nor on the number of threads."""
     layer = "three matrices"
     num_inputs, sizes, matrix = LAYERS[layer]
@@ -101,7 +103,7 @@ def test_a_row_does_not_depend_on_those_beside_it(each_isa: str) -> None:
         part = torch.zeros(num_rows, sum(sizes), dtype=torch.bfloat16)
         rows.fill(slots[-num_rows:])
         native.add(x[-num_rows:], rows.rows, rows.starts, part)
-        assert torch.equal(part, whole[-num_rows:]), (each_isa, num_rows)
+        assert torch.equal(part, whole[-num_rows:]), (each_vector_isa, num_rows)
     cpu.set_num_threads(before)
 
 

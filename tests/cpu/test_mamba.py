@@ -36,7 +36,7 @@ def run(op: MambaOp, segments: Segments, dtype: torch.dtype = torch.float32) -> 
 
 
 @native
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 @pytest.mark.parametrize("segments", [ALONE, MIXED], ids=["alone", "mixed"])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_the_kernels_compute_what_torch_does(spec: MambaSpec, segments: Segments) -> None:

@@ -29,7 +29,9 @@ def num_threads(request: pytest.FixtureRequest) -> object:
 
 @pytest.mark.parametrize("gap", [0, 3])
 @pytest.mark.parametrize(("num_rows", "vocab"), SHAPES)
-def test_the_same_as_the_plain_twin(num_rows: int, vocab: int, gap: int, each_isa: str, num_threads: int) -> None:
+def test_the_same_as_the_plain_twin(
+    num_rows: int, vocab: int, gap: int, each_vector_isa: str, num_threads: int
+) -> None:
     for num_masked in {1, (num_rows + 1) // 2, num_rows}:
         whole = draw_logits(num_rows, vocab, gap, seed=num_masked)
         plain = whole.clone()
@@ -39,7 +41,7 @@ def test_the_same_as_the_plain_twin(num_rows: int, vocab: int, gap: int, each_is
         np.testing.assert_array_equal(whole.numpy(), plain.numpy())
 
 
-def test_what_is_allowed_keeps_its_bits(each_isa: str) -> None:
+def test_what_is_allowed_keeps_its_bits(each_vector_isa: str) -> None:
     bits = np.random.default_rng(1).integers(0, 2**32, (3, 100), np.uint32)
     logits = torch.from_numpy(bits.copy().view(np.float32))
     native.rule_out(logits, MaskedRows(np.arange(3), np.full((3, 4), 0xFFFFFFFF, np.uint32)))

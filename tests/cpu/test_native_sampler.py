@@ -116,7 +116,7 @@ def noise_of_row(
     return hashes, values
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 @pytest.mark.parametrize(("seed", "sample", "position"), ROWS_OF_NOISE)
 def test_hash_is_equal_bit_for_bit(seed: int, sample: int, position: int) -> None:
     hashes, _ = noise_of_row(seed, sample, position, 500)
@@ -131,7 +131,7 @@ def test_noise_is_precise(seed: int, sample: int, position: int) -> None:
     assert np.abs(noise - exact).max() < 2e-6
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 def test_noise_has_the_same_bits_everywhere() -> None:
     assert int(noise_of_row(7, 1, 3, 100_000)[1].view(np.uint32).sum(dtype=np.uint64)) == 185123506029127
 
@@ -176,7 +176,7 @@ def test_a_row_depends_on_nothing_around_it(vocab_size: int, num_threads: int) -
             assert np.array_equal(getattr(found, name), getattr(expected, name)[rows])
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 @pytest.mark.parametrize("num_threads", [1, 4])
 def test_it_is_equal_to_its_plain_twin(num_threads: int) -> None:
     """Limits bit for bit; draws but for two scores that differ by less than the noise's error."""
@@ -273,7 +273,7 @@ def test_ruled_out_tokens_are_never_drawn() -> None:
     assert found.best.tolist() == [-50.0, -math.inf]
 
 
-@pytest.mark.usefixtures("each_isa")
+@pytest.mark.usefixtures("each_vector_isa")
 @pytest.mark.parametrize("vocab_size", [1, 300, 40_000])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.nan])
 def test_a_row_that_is_not_finite_harms_no_other(bad: float, vocab_size: int) -> None:

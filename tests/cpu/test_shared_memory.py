@@ -81,7 +81,7 @@ def test_sums_of_all_sizes_and_types(world: int, memory: int) -> None:
     play_in_threads(ranks, [Call("all_reduce", size, dtype) for dtype in FLOATS for size in sizes(dtype)], seed=world)
 
 
-def test_sums_on_every_instruction_set(memory: int, each_isa: str) -> None:
+def test_sums_on_every_instruction_set(memory: int, each_vector_isa: str) -> None:
     ranks = connect(memory, 2)
     play_in_threads(ranks, [Call("all_reduce", size, dtype) for dtype in FLOATS for size in (1, 7, 4099, 70_001)], 1)
 
