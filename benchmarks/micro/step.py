@@ -33,10 +33,10 @@ from vllm_lite.protocol.api import Finished, Generate
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.runtime import supervise
+from vllm_lite.runtime.kv_dtypes import KV_DTYPE_BYTES, KV_SCALE_BYTES
 from vllm_lite.runtime.machine import num_physical_cores
 
 PATIENCE_S = 120.0
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1}
 LARGEST_READ = 512 << 20
 
 
@@ -82,10 +82,12 @@ def run(model: str, num_streams: int, context: int, num_steps: int, settings: di
 def step_bytes(config: ResolvedConfig, checkpoint: Checkpoint, num_streams: int, context: int) -> int:
     """Bytes that a decode step has to read: the KV of the contexts and all weights, as they are stored in memory, but
     of the embedding some rows, and no expert that no sequence is likely to be sent to."""
-    item_bytes, groups = ITEM_BYTES[config.dtype], checkpoint.spec.kv_groups
-    weights = active_bytes(checkpoint, item_bytes, config.quantization, num_tokens=num_streams)
-    kv = sum(prod(group.kv_shape(1)) * min(context, group.window or context) for group in groups)
-    return weights + num_streams * kv * ITEM_BYTES.get(config.kv_cache_dtype, item_bytes)
+    weights = active_bytes(checkpoint, KV_DTYPE_BYTES[config.dtype], config.quantization, num_tokens=num_streams)
+    element_bytes = KV_DTYPE_BYTES[config.kv_cache_dtype]
+    scale = KV_SCALE_BYTES.get(config.kv_cache_dtype, 0) // element_bytes
+    groups = checkpoint.spec.kv_groups
+    kv = sum(prod(group.kv_shape(1, scale)) * min(context, group.window or context) for group in groups)
+    return weights + num_streams * kv * element_bytes
 
 
 def _decode(

@@ -190,12 +190,16 @@ def test_a_plan_has_the_blocks_and_buffers_of_a_worker(checkpoint: Path, tp: int
         assert needed <= plan.activations_bytes - 3 * 4 * plan.max_num_seqs * 384 < 1.5 * needed
 
 
-def test_a_decode_step_reads_the_kv_of_all_groups(checkpoint: Path, oracle: MixedOracle) -> None:
-    """Two full layers read K and V of 48 elements for 30 tokens, four sliding ones 40 for the last 11."""
-    config = PlanConfig.check({"model": str(checkpoint), "memory": "8GiB", "dtype": "bfloat16"})
+@pytest.mark.parametrize(("cached", "element", "scale"), [("auto", 2, 0), ("fp8_e4m3", 1, 0), ("int8", 1, 4)])
+def test_a_decode_step_reads_the_kv_of_all_groups(checkpoint: Path, cached: str, element: int, scale: int) -> None:
+    """Two full layers read K and V of 2 heads of 24 elements for 30 tokens, four sliding ones one of 40 for the last
+    11; and the scale of each head of a token, where there is one."""
+    given = {"model": str(checkpoint), "memory": "8GiB", "dtype": "bfloat16", "kv_cache_dtype": cached}
+    config = PlanConfig.check(given)
     resolved = _Sizes(config, load(config)).config
     one, three = (step_bytes(resolved, load(config), num_streams, 30) for num_streams in (1, 3))
-    assert three - one == 2 * (2 * 2 * 48 * 30 + 4 * 2 * 40 * 11) * 2
+    full, sliding = 24 * element + scale, 40 * element + scale
+    assert three - one == 2 * (2 * 2 * 2 * full * 30 + 4 * 2 * sliding * 11)
 
 
 # ---- a worker
