@@ -20,6 +20,8 @@ from vllm_lite.checkpoint.tensors.headers import INDEX_FILE, SINGLE_FILE, read_h
 from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import memory
+from vllm_lite.kernels.cpu.pages import HUGE_PAGE_BYTES
+from vllm_lite.kernels.cpu.weights.linear import PackedWeight
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weights.weight_form import DenseForm
 from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightSlot, WeightStack
@@ -278,8 +280,39 @@ def test_a_rank_never_holds_more_than_its_part(large: Path, monkeypatch: pytest.
         largest = max(math.prod(stack.shape) for group in model.weight_groups() for stack in group.stacks)
         with monkeypatch.context() as patch:
             patch.setattr(memory, "zeros", live.watch(zeros))
-            patch.setattr("vllm_lite.kernels.cpu.weights.linear.zeros", live.watch(zeros))
+            patch.setattr("vllm_lite.kernels.cpu.weights.linear.weight_zeros", live.watch(zeros))
             patch.setattr(WeightStack, "empty", live.watch(WeightStack.empty))
             load_weights(model, large)
         assert live.num_bytes == weights_bytes(checkpoint, 2, shard=Shard(0, world))
         assert live.most <= live.num_bytes + 2 * largest, "beside the weights there is the one that is being packed"
+
+
+def test_small_weights_lie_side_by_side() -> None:
+    """Zeros of their own, aligned, on shared pages, which last as long as any of them and no longer."""
+    shared = memory._Stretch()
+    parts = [shared.take(num_bytes) for num_bytes in (1, 64, 1000, 5 << 20)]
+    for number, part in enumerate(parts, start=1):
+        assert part.data_ptr() % 64 == 0
+        assert not part.any()
+        part.fill_(number)
+    assert [part.unique().tolist() for part in parts] == [[1], [2], [3], [4]]
+    starts = [part.data_ptr() - parts[0].data_ptr() for part in parts]
+    assert starts == [0, 64, 128, 128 + 1024]
+    assert parts[0].data_ptr() % HUGE_PAGE_BYTES == 0
+    pages = shared._pages
+    assert pages is not None
+    other = shared.take(12 << 20)  # more than what is left
+    assert shared._pages is not pages
+    del parts[1:], part
+    assert pages() is not None
+    parts.clear()
+    assert pages() is None
+    other.fill_(1)
+
+
+@needs_native
+def test_weights_are_made_on_shared_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_stretch", memory._Stretch())
+    weights = [PackedWeight(torch.randn(64, 64)) for _ in range(2)]
+    first, second = (weight._tensors[0].data_ptr() for weight in weights)
+    assert second - first == 64 * 64 * 4

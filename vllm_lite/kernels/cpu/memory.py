@@ -2,6 +2,8 @@
 
 import ctypes
 import mmap
+import weakref
+from threading import Lock
 
 import torch
 
@@ -10,6 +12,7 @@ from vllm_lite.kernels.cpu.pages import HUGE_PAGE_BYTES, Pages
 
 _MADV_DONTNEED = 4
 _ALIGNMENT_BYTES = 64
+_STRETCH_BYTES = 8 * HUGE_PAGE_BYTES
 
 
 def zeros(size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -27,6 +30,40 @@ def zeros(size: int, dtype: torch.dtype) -> torch.Tensor:
         start = pages.start
         whole = torch.frombuffer(pages.mapping, dtype=torch.uint8)  # keeps the mapping alive
     return whole[start : start + num_bytes].view(dtype)
+
+
+class _Stretch:
+    """Huge pages that weights share: each takes what follows the one before. They last as long as any of those does."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._pages: weakref.ref[mmap.mmap] | None = None
+        self._used_bytes = self._end_bytes = 0
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Zeros; num_bytes <= _STRETCH_BYTES."""
+        with self._lock:
+            mapping = None if self._pages is None else self._pages()
+            if mapping is None or self._used_bytes + num_bytes > self._end_bytes:
+                mapping, self._used_bytes, _ = pages = Pages.zeros(_STRETCH_BYTES)
+                self._pages, self._end_bytes = weakref.ref(mapping), pages.start + _STRETCH_BYTES
+            part = torch.frombuffer(mapping, dtype=torch.uint8, count=num_bytes, offset=self._used_bytes)
+            self._used_bytes += num_bytes + -num_bytes % _ALIGNMENT_BYTES
+            return part
+
+
+_stretch = _Stretch()
+
+
+def weight_zeros(size: int, dtype: torch.dtype) -> torch.Tensor:
+    """As `zeros`, for a weight: small ones lie side by side on huge pages, where each alone would have small pages.
+
+    A step reads all weights once, so with small pages it looks up nearly every one of them.
+    """
+    num_bytes = size * dtype.itemsize
+    if not 0 < num_bytes <= _STRETCH_BYTES // 2:
+        return zeros(size, dtype)
+    return _stretch.take(num_bytes).view(dtype)
 
 
 def give_back(part: torch.Tensor) -> None:

@@ -2,13 +2,14 @@
 kernels/gguf_blocks.py; that of a packed weight are the floats which its blocks stand for."""
 
 import ctypes
+import math
 
 import torch
 
 from vllm_lite.checkpoint.gguf.kinds import NUMBERS
 from vllm_lite.kernels.cpu.dtypes import dtype_code
 from vllm_lite.kernels.cpu.library import float32, function, int32, int64, pointer
-from vllm_lite.kernels.cpu.memory import zeros
+from vllm_lite.kernels.cpu.memory import weight_zeros
 from vllm_lite.kernels.cpu.weights.group_scales import BLOCK, INTEGERS, NO_MINIMA
 from vllm_lite.kernels.cpu.weights.grouped import Values, grouped_size, int32_order, pack_grouped
 from vllm_lite.kernels.cpu.weights.record import Record
@@ -85,9 +86,10 @@ def pack_blocks(given: BlockRows) -> tuple[Record, tuple[torch.Tensor, ...]]:
     record.order = None if order is None else order.data_ptr()
     supers = None
     if own.has_supers:
-        supers = torch.zeros(-(-len(rows) // BLOCK), blocks_per_row, 2, BLOCK)
+        shape = -(-len(rows) // BLOCK), blocks_per_row, 2, BLOCK
+        supers = weight_zeros(math.prod(shape), torch.float32).view(shape)
         record.supers = supers.data_ptr()
-    data = zeros(grouped_size(record), torch.uint8)
+    data = weight_zeros(grouped_size(record), torch.uint8)
     record.data = data.data_ptr()
     call = _Rows.of(given.kind, rows, blocks_per_row)
     native = function("vllm_lite_pack_blocks", _PACK_TYPES, int32)

@@ -7,7 +7,7 @@ import torch
 
 from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
-from vllm_lite.kernels.cpu.memory import zeros as zeroed
+from vllm_lite.kernels.cpu.memory import weight_zeros
 from vllm_lite.kernels.cpu.weights.file_packer import GROUPED4, GROUPED5, GROUPED8
 from vllm_lite.kernels.cpu.weights.group_scales import GroupScales
 from vllm_lite.kernels.cpu.weights.record import Record
@@ -92,7 +92,7 @@ def pack_grouped(weight: GroupedWeight) -> tuple[Record, tuple[torch.Tensor, ...
     record = values.record(weight.shape, group_size)
     record.scale_type, record.minima_type = scales.scale_type, scales.minima_type
     record.order = None if order is None else order.data_ptr()
-    data = zeroed(grouped_size(record), torch.uint8)
+    data = weight_zeros(grouped_size(record), torch.uint8)
     record.data = data.data_ptr()
     function("vllm_lite_pack_grouped", _PACK_TYPES)(
         ctypes.addressof(record),

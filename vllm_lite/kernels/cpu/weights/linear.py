@@ -10,7 +10,7 @@ from vllm_lite.checkpoint.quantization.on_load import Form
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
-from vllm_lite.kernels.cpu.memory import zeros
+from vllm_lite.kernels.cpu.memory import weight_zeros
 from vllm_lite.kernels.cpu.weights.file_packer import Packed
 from vllm_lite.kernels.cpu.weights.gguf_blocks import pack_blocks
 from vllm_lite.kernels.cpu.weights.grouped import pack_grouped, takes
@@ -143,7 +143,7 @@ def _pack(weight: torch.Tensor) -> tuple[torch.Tensor, int, int]:
         raise ValueError(f"a weight must be a matrix on the CPU, got {weight.dtype} {list(weight.shape)}")
     num_outputs, num_inputs = weight.shape
     size = function("vllm_lite_packed_size", (int64, int64), int64)(num_outputs, num_inputs)
-    data = zeros(size, weight.dtype)
+    data = weight_zeros(size, weight.dtype)
     rows = weight if weight.stride(1) == 1 else weight.contiguous()
     function("vllm_lite_pack", _PACK_TYPES)(
         rows.data_ptr(),

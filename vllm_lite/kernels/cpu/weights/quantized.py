@@ -8,7 +8,7 @@ import torch
 from vllm_lite.checkpoint.quantization.on_load import Form
 from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
-from vllm_lite.kernels.cpu.memory import zeros
+from vllm_lite.kernels.cpu.memory import weight_zeros
 from vllm_lite.kernels.cpu.weights.file_packer import FORMS, Packed, group_size
 from vllm_lite.kernels.cpu.weights.record import QUANTIZED_TYPES, Record
 from vllm_lite.kernels.grouped import VALUES
@@ -23,8 +23,8 @@ def pack_quantized(weight: torch.Tensor, form: Form) -> tuple[Record, tuple[torc
         raise ValueError(f"a weight must be a matrix on the CPU, got {weight.dtype} {list(weight.shape)}")
     num_outputs, num_inputs = weight.shape
     record, num_bytes, num_supers = _record(num_outputs, num_inputs, form)
-    data = zeros(num_bytes, torch.uint8)
-    supers = torch.zeros(num_supers) if num_supers else None
+    data = weight_zeros(num_bytes, torch.uint8)
+    supers = weight_zeros(num_supers, torch.float32) if num_supers else None
     rows = weight if weight.stride(1) == 1 else weight.contiguous()
     function("vllm_lite_pack_quantized", _PACK_TYPES)(
         rows.data_ptr(),
