@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +20,7 @@ from vllm_lite.tools.bench.serve_datasets import DatasetOptions
 from vllm_lite.tools.bench.serve_result import percentile
 from vllm_lite.tools.cli import main
 from vllm_lite.tools.simulate import cost, fit
-from vllm_lite.tools.simulate.cost import Noise, StepTimer, StepTimes
+from vllm_lite.tools.simulate.cost import StepTimer, StepTimes
 from vllm_lite.tools.simulate.features import NAMES, PLACE, StepReader
 from vllm_lite.tools.simulate.load import LoadOptions, SimulatedRequest, load_of, make_load
 from vllm_lite.tools.simulate.recording import RecordedRequest, Recording
@@ -35,6 +34,7 @@ from vllm_lite.tools.simulate.variants import (
     simulate,
     variants,
 )
+from vllm_lite.tools.simulate.weather import Stall, Weather
 from vllm_lite.trace.records import Header
 
 TIMES = {
@@ -60,8 +60,9 @@ OPTIONS = {
 HEADER = Header("", 0.0, 0.0, OPTIONS, "fcfs", 400, 0, 16, True, (None,), 0.01, 256, 0.0, 1, "", 1)
 
 
-def made_up(noise: dict[str, Noise] | None = None, **changes: Any) -> StepTimes:
-    values: dict[str, Any] = {"times": TIMES, "noise": noise or {}, "header": HEADER, "engine_s": 0.0, "client_s": 0.0}
+def made_up(**changes: Any) -> StepTimes:
+    values: dict[str, Any] = {"times": TIMES, "noise": {}, "weather": None, "header": HEADER}
+    values |= {"engine_s": 0.0, "client_s": 0.0}
     values |= {"version": cost.VERSION, "machine": "", "date": "", "model": "", "num_messages": 1, "error": 0.0}
     return StepTimes(**values | changes)
 
@@ -190,20 +191,6 @@ def test_the_load_of_a_recording_finds_the_same_prefixes(run: tuple[Simulated, R
         assert again.figures[name] == pytest.approx(done.figures[name], rel=1e-6), name
 
 
-def test_stalls_do_not_move_the_times_and_come_back_as_often(tmp_path: Path) -> None:
-    rng = random.Random(3)
-    stalls = sorted(rng.uniform(0.05, 0.2) for _ in range(101))
-    noise = {kind: Noise([0.95, 1.0, 1.05], 0.04, stalls) for kind in ("decodes", "prompts")}
-    path = str(tmp_path / "trace")
-    simulate(made_up(noise), {}, load_at(10.0, 400), RunOptions(record=path))
-    fitted = fit.fit(Recording(path).read(), "stalled")
-    assert fitted.times["step"] + fitted.times["message"] + fitted.times["token_to_1"] == pytest.approx(
-        3.5e-3, rel=0.05
-    )
-    assert fitted.noise["decodes"].stall_share == pytest.approx(0.04, abs=0.01)
-    assert percentile(fitted.noise["decodes"].stalls_s, 50) == pytest.approx(0.125, rel=0.15)
-
-
 def test_a_first_token_takes_the_clients_time_too(run: tuple[Simulated, Recording]) -> None:
     _, recording = run
     seen_ms = 1000 * percentile(sorted(each.outcome.ttft_s for each in recording.requests.values()), 50)
@@ -251,8 +238,9 @@ def test_what_is_not_fitted_is_refused_by_name(
 
 
 def test_the_same_seed_has_the_same_bytes() -> None:
-    noise = {"decodes": Noise([0.5, 1.0, 2.0], 0.1, [0.01, 0.02])}
-    made = [encoded([simulate(made_up(noise), {}, load_at(10.0, 40), RunOptions(seed))]) for seed in (1, 1, 2)]
+    weather = Weather(0.05, [1.0, 1.0, 3.0], [Stall(0.1, 0.01)], 0.2)
+    noisy = made_up(noise={"decodes": [0.5, 1.0, 2.0]}, weather=weather)
+    made = [encoded([simulate(noisy, {}, load_at(10.0, 40), RunOptions(seed))]) for seed in (1, 1, 2)]
     assert made[0] == made[1] != made[2]
 
 
@@ -295,7 +283,7 @@ def test_several_engines_are_sent_what_they_have_the_beginning_of() -> None:
 
 def test_a_router_knows_what_its_engines_have_in_the_end() -> None:
     settings = {"data_parallel_size": 2, "num_gpu_blocks_override": 60}
-    simulation = Simulation(made_up(), settings, StepTimer(made_up(), 0))
+    simulation = Simulation(made_up(), settings, lambda number: StepTimer(made_up(), number))
     simulation.run(load_at(20.0, 60))
     router = simulation.engines.router
     assert router is not None
@@ -343,10 +331,10 @@ def test_a_request_that_does_not_fit_is_named() -> None:
 
 
 def test_noise_is_drawn_between_quantiles() -> None:
-    timer = StepTimer(made_up({"decodes": Noise([1.0, 3.0], 0.0, [0.0, 0.0])}), 5)
+    timer = StepTimer(made_up(noise={"decodes": [1.0, 3.0]}), 5)
     features = [0.0] * len(NAMES)
     features[PLACE["message"]] = 1.0
-    drawn = [timer.took_s(features) / TIMES["message"] for _ in range(400)]
+    drawn = [timer.took_s(features, 0.0) / TIMES["message"] for _ in range(400)]
     assert 1 <= min(drawn) < 1.05
     assert 2.95 < max(drawn) <= 3
     assert sum(drawn) / len(drawn) == pytest.approx(2, abs=0.1)

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     fitted = _times(arguments, measured)
     if arguments.target is not None:
         return _search(arguments, fitted, settings)
-    load = _load(arguments, arguments.request_rate)
+    load = load_of_flags(arguments, arguments.request_rate)
     if arguments.record is not None and len(settings) > 1:
         raise ConfigError(f"--record writes the trace of one simulation, and --vary makes {len(settings)}")
     runs = [_simulate(arguments, fitted, each, load, arguments.record) for each in settings]
@@ -99,7 +99,8 @@ def _times(arguments: argparse.Namespace, measured: dict[str, Any] | None) -> "S
     return fitted
 
 
-def _load(arguments: argparse.Namespace, rate: float) -> "list[SimulatedRequest]":
+def load_of_flags(arguments: argparse.Namespace, rate: float) -> "list[SimulatedRequest]":
+    """Raises ConfigError."""
     from vllm_lite.client.text.tokenizer import Tokenizer
     from vllm_lite.tools.simulate.load import LoadOptions, load_of, make_load
     from vllm_lite.tools.simulate.recording import Recording
@@ -141,7 +142,7 @@ def _search(arguments: argparse.Namespace, fitted: "StepTimes", settings: "list[
     for each in settings:
 
         def outcomes(rate: float, each: "Settings" = each) -> "list[Any]":
-            return _simulate(arguments, fitted, each, _load(arguments, rate)).outcomes
+            return _simulate(arguments, fitted, each, load_of_flags(arguments, rate)).outcomes
 
         found.append((highest_rate(limits, outcomes), each))
     found.sort(key=lambda each: -each[0])

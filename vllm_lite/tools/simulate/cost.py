@@ -9,24 +9,14 @@ from msgspec import Meta
 
 from vllm_lite.errors import ConfigError
 from vllm_lite.tools.simulate.features import NAMES, PLACE, Features, told
+from vllm_lite.tools.simulate.weather import Walk, Weather
 from vllm_lite.trace.records import Header
 
-VERSION = 1
+VERSION = 2
 NUM_QUANTILES = 101
 
 Time = Annotated[float, Meta(ge=0)]
 Quantiles = Annotated[list[Time], Meta(min_length=2)]
-
-
-class Noise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """By how much messages of a kind differ from what the times say."""
-
-    ratios: Quantiles
-    """Quantiles of what messages took, as a multiple of what the times say, stalls left out."""
-    stall_share: Annotated[float, Meta(ge=0, le=1)]
-    """The share of messages during which something else held the workers up."""
-    stalls_s: Quantiles
-    """Quantiles of by how many seconds."""
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,8 +31,11 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The engine's settings, its pools and the measured rate of swaps."""
     times: dict[str, Time]
     """The time of one of each feature, by its name."""
-    noise: dict[str, Noise]
-    """By the kind of message, "decodes" or "prompts"."""
+    noise: dict[str, Quantiles]
+    """Quantiles of what messages took, as a multiple of what the times say for the weather they met, stalls left out,
+    by the kind of message, "decodes" or "prompts"."""
+    weather: Weather | None
+    """How fast the machine was; None: always as the times say."""
     engine_s: Time
     """What the engine itself takes between a result and the next step, if nothing is under way meanwhile."""
     client_s: Time
@@ -56,20 +49,22 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class StepTimer:
-    """Draws the times of messages. The same seed draws the same."""
+    """Draws the times of an engine's messages. The same seed draws the same."""
 
     def __init__(self, fitted: StepTimes, seed: int, *, has_noise: bool = True) -> None:
         self._times = fitted.values()
         self._noise = fitted.noise if has_noise else {}
-        self._random = random.Random(seed).random
+        rng = random.Random(seed)
+        self._random = rng.random
+        self._walk = None if fitted.weather is None or not has_noise else Walk(fitted.weather, rng)
 
-    def took_s(self, features: Features) -> float:
+    def took_s(self, features: Features, now_s: float) -> float:
+        """The time of a message that begins at `now_s`."""
         took_s = told(features, self._times)
-        noise = self._noise.get(kind_of(features))
-        if noise is None:
-            return took_s
-        took_s *= self._draw(noise.ratios)
-        return took_s + self._draw(noise.stalls_s) if self._random() < noise.stall_share else took_s
+        ratios = self._noise.get(kind_of(features))
+        if ratios is not None:
+            took_s *= self._draw(ratios)
+        return took_s if self._walk is None else self._walk.took_s(took_s, now_s)
 
     def _draw(self, quantiles: Quantiles) -> float:
         place = self._random() * (len(quantiles) - 1)

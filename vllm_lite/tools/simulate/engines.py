@@ -58,9 +58,10 @@ class TimedExecutor(SimulatedExecutor):
         results = [self._run(step)[1] for step in steps]
         counted = [(step, len(result.tokens) // 4) for step, result in zip(steps, results, strict=True)]
         was_idle = not self._results
-        took_s = self._timer.took_s(self._reader.message(counted, was_idle=was_idle))
+        begin_s = max(self._free_at_s, self.clock.now_s + self._engine_s)
+        took_s = self._timer.took_s(self._reader.message(counted, was_idle=was_idle), begin_s)
         self.busy_s += took_s
-        self._free_at_s = max(self._free_at_s, self.clock.now_s + self._engine_s) + took_s
+        self._free_at_s = begin_s + took_s
         self._results.extend((self._free_at_s, result) for result in results)
 
 

@@ -11,18 +11,16 @@ from typing import Any
 from vllm_lite.errors import ConfigError
 from vllm_lite.runtime.least_squares import nonnegative
 from vllm_lite.tools.bench.serve_result import percentile
-from vllm_lite.tools.simulate.cost import NUM_QUANTILES, VERSION, Noise, StepTimes, kind_of
+from vllm_lite.tools.simulate.cost import NUM_QUANTILES, VERSION, StepTimes, kind_of
 from vllm_lite.tools.simulate.features import NAMES, told
 from vllm_lite.tools.simulate.recording import Recording, TimedMessage
+from vllm_lite.tools.simulate.weather import STALLED, observe
 
 MIN_MESSAGES = 200
 MIN_NOISE = 20
 """Messages of a kind below which their noise is not known."""
 PASSES = 8
 MIN_TOLD_S = 1e-6
-STALLED = 2.0
-"""A message that took so many times what the others say counts for less: something else was in its way, for a time that
-has nothing to do with the message."""
 HELD = 1e-6
 """How much each time is held to 0, beside a message that differs by all it took."""
 
@@ -34,11 +32,13 @@ def fit(recording: Recording, model: str, client_s: float = 0.0) -> StepTimes:
     told_s = [message.took_s for message in messages]
     ratios, times = [1.0] * len(messages), [0.0] * len(NAMES)
     for _ in range(PASSES):
+        # What was stalled counts for less: what was in its way has nothing to do with what the message held.
         weights = [min(1.0, (STALLED - 1) / max(1e-9, ratio - 1)) for ratio in ratios]
         times = _solve(messages, told_s, weights)
         told_s = [max(MIN_TOLD_S, told(message.features, times)) for message in messages]
         ratios = [message.took_s / each_s for message, each_s in zip(messages, told_s, strict=True)]
     errors = [abs(1 - 1 / ratio) for ratio in ratios]
+    observed = observe(told_s, [message.took_s for message in messages])
     return StepTimes(
         version=VERSION,
         machine=f"{_processor()}, {len(os.sched_getaffinity(0))} cores",
@@ -46,7 +46,8 @@ def fit(recording: Recording, model: str, client_s: float = 0.0) -> StepTimes:
         model=model,
         header=header,
         times={name: seconds for name, seconds in zip(NAMES, times, strict=True) if seconds},
-        noise=_noise(messages, ratios),
+        noise=_noise(messages, observed.ratios),
+        weather=observed.weather,
         engine_s=max(0.0, statistics.median(recording.gaps_s)) if recording.gaps_s else 0.0,
         client_s=client_s,
         num_messages=len(messages),
@@ -105,19 +106,11 @@ def _solve(messages: Sequence[TimedMessage], told_s: Sequence[float], weights: S
     return nonnegative(matrix, right)
 
 
-def _noise(messages: Sequence[TimedMessage], ratios: Sequence[float]) -> dict[str, Noise]:
-    by_kind: dict[str, list[tuple[float, float]]] = {}
+def _noise(messages: Sequence[TimedMessage], ratios: Sequence[float]) -> dict[str, list[float]]:
+    by_kind: dict[str, list[float]] = {}
     for message, ratio in zip(messages, ratios, strict=True):
-        over_s = message.took_s * (1 - 1 / ratio)
-        by_kind.setdefault(kind_of(message.features), []).append((ratio, over_s))
-    found = dict[str, Noise]()
-    for kind, pairs in sorted(by_kind.items()):
-        if len(pairs) < MIN_NOISE:
-            continue
-        stalls_s = [over_s for ratio, over_s in pairs if ratio >= STALLED]
-        usual = [ratio for ratio, _ in pairs if ratio < STALLED]
-        found[kind] = Noise(_quantiles(usual or [1.0]), len(stalls_s) / len(pairs), _quantiles(stalls_s or [0.0]))
-    return found
+        by_kind.setdefault(kind_of(message.features), []).append(ratio)
+    return {kind: _quantiles(found) for kind, found in sorted(by_kind.items()) if len(found) >= MIN_NOISE}
 
 
 def _quantiles(values: list[float]) -> list[float]:

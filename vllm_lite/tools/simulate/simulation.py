@@ -23,17 +23,17 @@ class Simulation:
         self,
         fitted: StepTimes,
         settings: Mapping[str, Any],
-        timer: StepTimer,
+        timers: Callable[[int], StepTimer],
         max_concurrency: int | None = None,
         record: str | None = None,
     ) -> None:
-        """`settings` are EngineConfig's, and override the recorded ones. `record`: write a trace there, of several
-        engines that of the first. Raises ConfigError."""
+        """`settings` are EngineConfig's, and override the recorded ones; `timers` makes the timer of each engine.
+        `record`: write a trace there, of several engines that of the first. Raises ConfigError."""
         self.clock = VirtualClock()
         count = int(settings.get("data_parallel_size", 1))
 
         def make(number: int) -> SimulatedEngine:
-            return SimulatedEngine(fitted, settings, timer, self.clock, None if number else record)
+            return SimulatedEngine(fitted, settings, timers(number), self.clock, None if number else record)
 
         self.engines = SimulatedEngines(count, make)
         self._client_s = fitted.client_s

@@ -19,6 +19,8 @@ PERCENTILES = (50.0, 90.0, 99.0)
 MAX_VARIANTS = 1000
 RATE_EXACTNESS = 1.02
 """A highest rate is found to within this factor."""
+SEEDS_APART = 1 << 32
+"""The seeds of two engines, whose machines have nothing to do with each other."""
 MOST_RATE, LEAST_RATE = 1e5, 1e-3
 
 Settings = Mapping[str, Any]
@@ -82,7 +84,10 @@ def simulate(
     fitted: StepTimes, settings: Settings, load: Sequence[SimulatedRequest], options: RunOptions = PLAIN
 ) -> Simulated:
     """Simulate one variant. Raises ConfigError."""
-    timer = StepTimer(fitted, options.seed, has_noise=options.has_noise)
+
+    def timer(engine: int) -> StepTimer:
+        return StepTimer(fitted, options.seed + SEEDS_APART * engine, has_noise=options.has_noise)
+
     simulation = Simulation(fitted, settings, timer, options.max_concurrency, options.record)
     outcomes = simulation.run(load, options.report)
     ends_s = [outcome.chunks_s[-1] for outcome in outcomes if len(outcome.chunks_s)]
