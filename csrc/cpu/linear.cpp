@@ -147,13 +147,16 @@ VLLM_LITE_API void vllm_lite_linear(const PackedWeight* weight, const void* x, i
   // As many for one thread as for the other.
   int64_t column_parts = ceil_div(ceil_div(num_units, width), vllm_lite::num_threads()) * vllm_lite::num_threads();
   column_parts = column_parts < num_units ? column_parts : num_units;
-  // Rows change fastest: the weights of one part of the columns are in the cache for all of them.
-  vllm_lite::parallel_for(column_parts * parts.count, [&](int64_t number) {
+  // Rows change fastest: the weights of one part of the columns are in the cache for all of them. Where there are few,
+  // a thread's blocks follow one another: what it asks for ahead is what it takes next, and what it has fetched itself.
+  const vllm_lite::Order order = num_rows > kFewRows ? vllm_lite::Order::kFirst : vllm_lite::Order::kByThread;
+  const auto multiply = [&](int64_t number) {
     const int64_t part = number / parts.count, rows = number % parts.count;
     const int64_t first_row = parts.first(rows), end_row = parts.first(rows + 1);
     const int64_t first = part * num_units / column_parts * unit, next = (part + 1) * num_units / column_parts * unit;
     linear(call, {first_row, end_row - first_row, first, (next < num_blocks ? next : num_blocks) - first});
-  });
+  };
+  vllm_lite::parallel_for(column_parts * parts.count, multiply, order);
 }
 VLLM_LITE_RECORDABLE(vllm_lite_linear)
 

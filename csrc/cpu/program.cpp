@@ -1,17 +1,82 @@
 // Runs programs.
 #include "program.h"
 
+#include <atomic>
+
+#include "linear.h"
+#include "pack.h"
+#include "read_ahead.h"
+#include "thread_pool.h"
 #include "wait.h"
+
+VLLM_LITE_API int64_t vllm_lite_linear_recorded(const uint64_t* words);
 
 using vllm_lite::from_word;
 using vllm_lite::now_ns;
 using vllm_lite::RecordedCall;
 
+namespace {
+
+int64_t block_bytes(const PackedWeight& weight) {
+  if (!is_grouped(weight.type)) return packed_block_bytes(weight.num_inputs, weight.type);
+  const CellLayout layout = CellLayout::of(weight);
+  return layout.groups(weight.num_inputs) * layout.bytes();
+}
+
+std::atomic<uint32_t> num_read{0};  // products of all programs that have begun
+
+// The weights that the calls of a program will multiply, a few of them ahead of the calls; behind its last one come
+// those of its first, as the next step is likely to be the same. Calls are made by one thread at a time that has
+// others.
+class Weights {
+ public:
+  Weights(const uint64_t* program, int64_t num_calls) : program_(program), num_calls_(num_calls), at_(program) {
+    if (vllm_lite::num_threads() == 1) return;
+    while (number_ - next_ < vllm_lite::kReadsKnown && expect_next()) {
+    }
+  }
+
+  ~Weights() { num_read.store(next_, std::memory_order_relaxed); }
+
+  // Before each call.
+  void begin(RecordedCall call) {
+    if (number_ == next_ || call != &vllm_lite_linear_recorded) return;
+    vllm_lite::begin_read(++next_);
+    expect_next();
+  }
+
+ private:
+  bool expect_next() {
+    for (int64_t passed = 0; passed < num_calls_; ++passed) {
+      if (left_ == 0) at_ = program_, left_ = num_calls_;
+      const uint64_t* call = at_;
+      at_ += 2 + call[1];
+      --left_;
+      if (from_word<RecordedCall>(call[0]) != &vllm_lite_linear_recorded) continue;
+      const PackedWeight& weight = *from_word<const PackedWeight*>(call[2]);
+      vllm_lite::expect_read(number_++, {static_cast<const char*>(weight.data), block_bytes(weight),
+                                         (weight.num_outputs + kBlock - 1) / kBlock});
+      return true;
+    }
+    return false;
+  }
+
+  const uint64_t* program_;
+  int64_t num_calls_;
+  const uint64_t* at_;
+  int64_t left_ = num_calls_;
+  uint32_t next_ = num_read.load(std::memory_order_relaxed), number_ = next_;
+};
+
+}  // namespace
+
 // Makes the calls of a program one after the other: for each the address of its `_recorded` function, the number of its
 // words, and these. Returns -1; or the index of the first call that could not do its work, and no later one is made.
 VLLM_LITE_API int64_t vllm_lite_run_program(const uint64_t* program, int64_t num_calls) {
+  Weights weights(program, num_calls);
   for (int64_t i = 0; i < num_calls; ++i) {
     const RecordedCall call = from_word<RecordedCall>(program[0]);
+    weights.begin(call);
     if (call(program + 2) != -1) return i;
     program += 2 + program[1];
   }
@@ -22,8 +87,10 @@ VLLM_LITE_API int64_t vllm_lite_run_program(const uint64_t* program, int64_t num
 // times_ns [num_calls + 1].
 VLLM_LITE_API int64_t vllm_lite_profile_program(const uint64_t* program, int64_t num_calls, int64_t* times_ns) {
   *times_ns = now_ns();
+  Weights weights(program, num_calls);
   for (int64_t i = 0; i < num_calls; ++i) {
     const RecordedCall call = from_word<RecordedCall>(program[0]);
+    weights.begin(call);
     if (call(program + 2) != -1) return i;
     times_ns[i + 1] = now_ns();
     program += 2 + program[1];

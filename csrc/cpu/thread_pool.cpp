@@ -5,6 +5,9 @@
 // none. Such a thread may look at the pool at any time later, also in the middle of another job. What makes that safe:
 // `ticket` holds the job's number beside its remaining tasks, and a task is taken by exchanging the whole of it. If the
 // exchange succeeds, the job was open from the moment that the ticket was read, so its fields were its own.
+//
+// A job may have a ticket for each thread, so that a thread takes tasks that follow one another: its own from the first
+// on, and then those of others from their last one on.
 #include "thread_pool.h"
 
 #include <pthread.h>
@@ -15,6 +18,7 @@
 #include <climits>
 
 #include "common.h"
+#include "read_ahead.h"
 #include "wait.h"
 
 namespace vllm_lite {
@@ -23,12 +27,24 @@ namespace {
 constexpr int kMaxThreads = 1024;
 constexpr int64_t kSpinNs = 50'000;  // a few times what passes between two kernels of one step
 
+constexpr uint32_t kMostTasks = UINT16_MAX;  // of a job
+
+// Tasks [first, end) of a job that nobody has taken yet.
+struct Ticket {
+  alignas(64) std::atomic<uint64_t> word{0};  // number of the job << 32 | end << 16 | first
+
+  static uint64_t of(uint32_t job, uint32_t first, uint32_t end) {
+    return static_cast<uint64_t>(job) << 32 | end << 16 | first;
+  }
+};
+
 struct Pool {
-  alignas(64) std::atomic<uint64_t> ticket{0};  // number of the job << 32 | tasks that nobody has taken yet
+  Ticket tickets[kMaxThreads];
   // The job. Written while no task can be taken, read before a task is taken.
-  std::atomic<const void*> body{nullptr};
+  alignas(64) std::atomic<const void*> body{nullptr};
   std::atomic<TaskFunction> call{nullptr};
-  std::atomic<uint32_t> num_tasks{0};
+  std::atomic<int64_t> first{0};    // what the job's task 0 is to `call`
+  std::atomic<int> num_tickets{1};  // that may have tasks
 
   alignas(64) std::atomic<uint32_t> epoch{0};  // number of the latest job; idle threads wait for it to change
   std::atomic<int> sleepers{0};                // threads that the next job must wake
@@ -46,36 +62,46 @@ struct Pool {
 Pool pool;  // never destroyed: threads may be waiting in it when the process ends
 
 // Until `word` has another value than `old` or kSpinNs have passed.
-void spin_while_equal(const std::atomic<uint32_t>& word, uint32_t old) {
+void spin_while_equal(const std::atomic<uint32_t>& word, uint32_t old, int thread) {
+  const int threads = pool.num_threads.load(std::memory_order_relaxed);
   const int64_t deadline_ns = now_ns() + kSpinNs;
   do {
     for (int i = 0; i < 16; ++i) {
       if (word.load(std::memory_order_acquire) != old) return;
-      pause_cpu();
+      if (!fetch_ahead(thread, threads)) pause_cpu();
     }
   } while (now_ns() < deadline_ns);
 }
 
-// Takes and runs tasks of the open job, if there is one, until none is left. Returns how many it ran.
-uint32_t take_tasks(int thread) {
+// Takes and runs tasks of one ticket until none is left. Returns how many it ran.
+uint32_t take_tasks(std::atomic<uint64_t>& ticket, bool from_first, int thread) {
   uint32_t count = 0;
-  uint64_t ticket = pool.ticket.load(std::memory_order_acquire);
-  while (static_cast<uint32_t>(ticket) != 0) {
+  uint64_t word = ticket.load(std::memory_order_acquire);
+  for (;;) {
+    const uint32_t first = word & kMostTasks, end = static_cast<uint32_t>(word) >> 16;
+    if (first == end) return count;
     const void* body = pool.body.load(std::memory_order_relaxed);
     const TaskFunction call = pool.call.load(std::memory_order_relaxed);
-    const uint32_t task = pool.num_tasks.load(std::memory_order_relaxed) - static_cast<uint32_t>(ticket);
-    if (!pool.ticket.compare_exchange_weak(ticket, ticket - 1, std::memory_order_acq_rel, std::memory_order_acquire)) {
-      continue;
-    }
-    call(body, task, thread);
+    const int64_t before = pool.first.load(std::memory_order_relaxed);
+    const uint64_t left = from_first ? word + 1 : word - (1 << 16);
+    if (!ticket.compare_exchange_weak(word, left, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+    call(body, before + (from_first ? first : end - 1), thread);
     ++count;
     if (thread != 0) {
       // Both in one order with the caller's: it sees the count, or we see that it sleeps.
       pool.finished.fetch_add(1, std::memory_order_seq_cst);
       if (pool.caller_sleeps.load(std::memory_order_seq_cst)) futex_wake(&pool.finished, 1, Futex::kPrivate);
     }
-    ticket = pool.ticket.load(std::memory_order_acquire);
+    word = ticket.load(std::memory_order_acquire);
   }
+}
+
+// The same of all tickets of the open job, if there is one; the thread's own first.
+uint32_t take_tasks(int thread) {
+  const int num_tickets = pool.num_tickets.load(std::memory_order_relaxed);
+  const int own = thread < num_tickets ? thread : 0;
+  uint32_t count = take_tasks(pool.tickets[own].word, true, thread);
+  for (int i = 1; i < num_tickets; ++i) count += take_tasks(pool.tickets[(own + i) % num_tickets].word, false, thread);
   return count;
 }
 
@@ -85,7 +111,7 @@ void* serve(void* number) {
     const uint32_t seen = pool.epoch.load(std::memory_order_acquire);
     if (thread >= pool.num_threads.load(std::memory_order_acquire)) return nullptr;
     take_tasks(thread);
-    spin_while_equal(pool.epoch, seen);
+    spin_while_equal(pool.epoch, seen, thread);
     if (pool.epoch.load(std::memory_order_acquire) != seen) continue;
     pool.sleepers.fetch_add(1, std::memory_order_seq_cst);
     while (pool.epoch.load(std::memory_order_seq_cst) == seen) futex_wait(&pool.epoch, seen, Futex::kPrivate);
@@ -95,7 +121,7 @@ void* serve(void* number) {
 
 // In a forked child, which has none of the parent's threads. A job of theirs is gone, too.
 void forget_threads() {
-  pool.ticket.store(0);
+  for (Ticket& ticket : pool.tickets) ticket.word.store(0);
   pool.sleepers.store(0);
   pool.busy.store(false);
   pool.num_started = 0;
@@ -129,7 +155,7 @@ void publish(uint32_t epoch, int wake_at_most) {
 void wait_for_others(uint32_t num_taken) {
   uint32_t finished;
   while ((finished = pool.finished.load(std::memory_order_acquire)) != num_taken) {
-    spin_while_equal(pool.finished, finished);
+    spin_while_equal(pool.finished, finished, 0);
     if (pool.finished.load(std::memory_order_acquire) != finished) continue;
     pool.caller_sleeps.store(true, std::memory_order_seq_cst);
     while (pool.finished.load(std::memory_order_seq_cst) == finished) {
@@ -139,28 +165,49 @@ void wait_for_others(uint32_t num_taken) {
   }
 }
 
+struct Job {
+  const void* body;
+  TaskFunction call;
+  int64_t first;
+  uint32_t num_tasks;
+};
+
+// The caller holds `busy`.
+void run_job(const Job& job, Order order) {
+  const uint32_t threads = static_cast<uint32_t>(pool.num_threads.load(std::memory_order_relaxed)),
+                 tasks = job.num_tasks;
+  const uint32_t tickets = order == Order::kByThread ? threads : 1, epoch = next_epoch();
+  pool.body.store(job.body, std::memory_order_relaxed);
+  pool.call.store(job.call, std::memory_order_relaxed);
+  pool.first.store(job.first, std::memory_order_relaxed);
+  pool.num_tickets.store(static_cast<int>(tickets), std::memory_order_relaxed);
+  pool.finished.store(0, std::memory_order_relaxed);
+  for (uint64_t i = 0; i < tickets; ++i) {
+    const uint64_t first = i * tasks / tickets, end = (i + 1) * tasks / tickets;
+    pool.tickets[i].word.store(Ticket::of(epoch, static_cast<uint32_t>(first), static_cast<uint32_t>(end)),
+                               std::memory_order_release);
+  }
+  publish(epoch, static_cast<int>(tasks < threads ? tasks - 1 : threads - 1));
+  wait_for_others(tasks - take_tasks(0));
+}
+
 }  // namespace
 
 int num_threads() {
   return pool.num_threads.load(std::memory_order_relaxed);
 }
 
-void run_tasks(int64_t num_tasks, const void* body, TaskFunction call) {
+void run_tasks(int64_t num_tasks, Order order, const void* body, TaskFunction call) {
   const int threads = num_threads();
-  if (threads == 1 || num_tasks <= 1 || num_tasks > UINT32_MAX || pool.busy.exchange(true, std::memory_order_acquire)) {
+  if (threads == 1 || num_tasks <= 1 || pool.busy.exchange(true, std::memory_order_acquire)) {
     for (int64_t task = 0; task < num_tasks; ++task) call(body, task, 0);
     return;
   }
   if (pool.num_started + 1 < threads) start_threads(threads);
-  pool.body.store(body, std::memory_order_relaxed);
-  pool.call.store(call, std::memory_order_relaxed);
-  pool.num_tasks.store(static_cast<uint32_t>(num_tasks), std::memory_order_relaxed);
-  pool.finished.store(0, std::memory_order_relaxed);
-  const uint32_t epoch = next_epoch();
-  pool.ticket.store(static_cast<uint64_t>(epoch) << 32 | static_cast<uint64_t>(num_tasks), std::memory_order_release);
-  publish(epoch, static_cast<int>(num_tasks < threads ? num_tasks - 1 : threads - 1));
-  const uint32_t mine = take_tasks(0);
-  wait_for_others(static_cast<uint32_t>(num_tasks) - mine);
+  for (int64_t first = 0; first < num_tasks; first += kMostTasks) {
+    const int64_t left = num_tasks - first;
+    run_job({body, call, first, left < kMostTasks ? static_cast<uint32_t>(left) : kMostTasks}, order);
+  }
   pool.busy.store(false, std::memory_order_release);
 }
 
@@ -183,14 +230,15 @@ VLLM_LITE_API void vllm_lite_set_num_threads(int32_t count) {
 }
 
 // For tests: adds 1 to counts[task] for each task, and sets threads[task]; a task hashes for `work` rounds. With
-// `nested` tasks, each calls parallel_for with so many, which add 1 each as well.
-VLLM_LITE_API void vllm_lite_count_tasks(int64_t num_tasks, int64_t work, int64_t nested, int32_t* counts,
-                                         int32_t* threads) {
-  vllm_lite::parallel_for_indexed(num_tasks, [=](int64_t task, int thread) {
+// `nested` tasks, each calls parallel_for with so many, which add 1 each as well. `order`: an Order.
+VLLM_LITE_API void vllm_lite_count_tasks(int64_t num_tasks, int64_t work, int64_t nested, int64_t order,
+                                         int32_t* counts, int32_t* threads) {
+  const auto count = [=](int64_t task, int thread) {
     uint64_t hash = static_cast<uint64_t>(task) + 1;
     for (int64_t i = 0; i < work; ++i) hash = (hash ^ hash >> 29) * 0xbf58476d1ce4e5b9u + 1;
     counts[task] += hash == 0 ? 2 : 1;
     threads[task] = thread;
     vllm_lite::parallel_for(nested, [=](int64_t) { ++counts[task]; });
-  });
+  };
+  vllm_lite::parallel_for_indexed(num_tasks, count, static_cast<vllm_lite::Order>(order));
 }

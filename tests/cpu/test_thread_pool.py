@@ -29,13 +29,16 @@ if child:
 """
 
 
+FIRST, BY_THREAD = 0, 1
+
+
 def count_tasks(
-    num_tasks: int, work: int = 0, nested: int = 0
+    num_tasks: int, work: int = 0, nested: int = 0, order: int = FIRST
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:  # both [num_tasks]
     """Count the runs of each task, nested ones included; and name the thread that ran it last."""
     counts, threads = np.zeros(num_tasks, np.int32), np.full(num_tasks, -1, np.int32)
-    count = function("vllm_lite_count_tasks", (int64, int64, int64, pointer, pointer))
-    count(num_tasks, work, nested, counts.ctypes.data, threads.ctypes.data)
+    count = function("vllm_lite_count_tasks", (int64, int64, int64, int64, pointer, pointer))
+    count(num_tasks, work, nested, order, counts.ctypes.data, threads.ctypes.data)
     return counts, threads
 
 
@@ -56,15 +59,28 @@ def restore_threads() -> Iterator[None]:
     cpu.set_num_threads(before)
 
 
+@pytest.mark.parametrize("order", [FIRST, BY_THREAD])
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 4, 16])
-def test_every_task_runs_once(num_threads: int) -> None:
+def test_every_task_runs_once(num_threads: int, order: int) -> None:
     """Also with more threads than cores, and with jobs so short that most threads come too late for them."""
     cpu.set_num_threads(num_threads)
     assert cpu.num_threads() == num_threads
-    for num_tasks in [0, 1, 2, 3, 100, *range(300)]:
-        counts, threads = count_tasks(num_tasks, work=num_tasks % 7 * 100)
+    for num_tasks in [0, 1, 2, 3, 100, *range(300), 2**16 - 1, 2**16, 2**17 + 1]:
+        counts, threads = count_tasks(num_tasks, work=num_tasks % 7 * 100 if num_tasks < 300 else 0, order=order)
         assert (counts == 1).all()
         assert ((threads >= 0) & (threads < num_threads)).all()
+
+
+def test_parts_are_begun_by_their_threads_and_ended_by_others() -> None:
+    cpu.set_num_threads(3)
+    helped = False
+    for num_tasks in range(2, 200):
+        _, threads = count_tasks(num_tasks, work=2000, order=BY_THREAD)
+        for thread in range(3):
+            part = threads[num_tasks * thread // 3 : num_tasks * (thread + 1) // 3] == thread
+            assert part[: part.sum()].all()
+            helped = helped or (0 < part.sum() < len(part))
+    assert helped
 
 
 def test_other_threads_take_part() -> None:
@@ -115,3 +131,21 @@ def test_a_forked_child_starts_threads_of_its_own() -> None:
         [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=scaled(30), check=False
     )
     assert result.returncode == 0, result.stderr
+
+
+def count_fetches(reads: list[tuple[int, int]], first: int, next_read: int, thread: int) -> int:
+    """Count the pieces of 512 bytes that one of two threads fetches of reads, (bytes of a block, blocks) each."""
+    memory = np.zeros(8, np.uint8)
+    records = np.array([(memory.ctypes.data, *read) for read in reads], np.int64)
+    count = function("vllm_lite_count_fetches", (pointer, int64, int64, int64, int64, int64), int64)
+    return int(count(records.ctypes.data, len(reads), first, next_read, thread, 2))
+
+
+def test_waiting_threads_fetch_their_part_of_what_is_next() -> None:
+    """Blocks [5, 10) and [2, 5) are the second thread's, and half a MB of four reads is the most that it fetches."""
+    reads = [(1024, 10), (512, 5), (1000, 2), (4096, 1000)]
+    most = -(-(512 * 1024 - 5 * 1024 - 3 * 512 - 1000) // 512)
+    assert count_fetches(reads, 1000, 1000, 1) == 10 + 3 + 2 + most
+    assert count_fetches([], 0, 1000, 1) == 0, "all of it has been fetched"
+    assert count_fetches([(512, 8)] * 4, 1002, 1002, 1) == 2 * 4, "the first two were fetched before"
+    assert count_fetches([(512, 8)] * 4, 1006, 1006, 0) == 4 * 4
