@@ -49,6 +49,7 @@ class Rig:
         host_tier: type[HostTier] = HostTier,
         more_parts: Sequence[CachePart[Any]] = (),
         disk: bool = False,
+        preload: float = 0.0,
         encoder: EncoderSizes | None = None,
         depth: int = 1,
         come_together: bool = False,
@@ -76,7 +77,7 @@ class Rig:
         if self.encoder is not None:
             parts.append(self.encoder)
         if disk:
-            parts.append(tier := DiskTier(self.blocks, self.states))
+            parts.append(tier := DiskTier(self.blocks, self.states, preload=preload))
             if self.encoder is not None:
                 parts.append(StoredMedia(self.encoder, tier, block_size, lambda: self.kv.hasher))
         self.kv = KVCacheManager([*parts, *more_parts], PrefixHasher(block_size, "seed"), self.blocks.counters)

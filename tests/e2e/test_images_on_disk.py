@@ -59,7 +59,13 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def open_llm(checkpoint: Path, folder: Path | None, **settings: Any) -> LLM:
-    return LLM(str(checkpoint), num_gpu_blocks_override=64, kv_cache_dir=folder and str(folder), **SMALL | settings)
+    return LLM(
+        str(checkpoint),
+        num_gpu_blocks_override=64,
+        kv_cache_dir=folder and str(folder),
+        kv_cache_preload=0,
+        **SMALL | settings,
+    )
 
 
 def ask(llm: LLM, parts: list[Part]) -> list[int]:

@@ -36,7 +36,7 @@ PROMPT = [5 + 7 * index % 2000 for index in range(300)]
 
 
 def open_llm(folder: Path, **settings: Any) -> LLM:
-    usual: dict[str, Any] = {"device": "cpu", "dtype": "float32", "single_process": True}
+    usual: dict[str, Any] = {"device": "cpu", "dtype": "float32", "single_process": True, "kv_cache_preload": 0}
     return LLM("demo", kv_cache_dir=str(folder), **{**usual, **settings})
 
 
@@ -84,6 +84,26 @@ def test_after_a_restart_the_next_turn_computes_what_is_new(written: tuple[Path,
         assert llm.stats().loaded_tokens == 304
         assert llm.stats().failed_loads == 0
     assert (folder / "seed").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_chat_is_in_memory_before_its_next_turn(written: tuple[Path, list[int]], tmp_path: Path) -> None:
+    folder, tokens = written
+    turn = [*PROMPT, *tokens, 9, 8, 7]
+    trace = tmp_path / "trace"
+    with closing(open_llm(folder, kv_cache_preload=0.5, record=str(trace))) as llm:
+        deadline_s = time.monotonic() + scaled(20.0)
+        while (disk := llm.stats().disk) is None or not disk.loaded_bytes:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        found = ask(llm, turn)
+        assert llm.stats().loaded_tokens == 0
+        again = llm.stats().disk
+        assert again is not None
+        assert again.loaded_bytes == disk.loaded_bytes, "nothing was loaded twice"
+    with closing(open_llm(tmp_path / "other")) as llm:
+        assert found == (ask(llm, turn)[0], 304)
+    replay = Replay(str(trace)).run()
+    assert replay.divergence is None
 
 
 @pytest.mark.parametrize("victim", ["worker", "engine"])

@@ -306,7 +306,7 @@ def make_scheduler(header: Header, hasher: PrefixHasher, make: MakeScheduler = S
         sizes = EncoderSizes(*header.encoder)
         parts.append(encoder := EncoderCache(blocks.pool, sizes, whole_media=header.whole_media))
     if header.has_disk:
-        parts.append(tier := DiskTier(blocks, states))
+        parts.append(tier := DiskTier(blocks, states, preload=header.kv_cache_preload))
         if encoder is not None:
             parts.append(StoredMedia(encoder, tier, header.block_size, lambda: kv.hasher))
     kv = KVCacheManager(parts, hasher, blocks.counters)
@@ -361,5 +361,6 @@ def _header(config: ResolvedConfig, ready: Ready, sizes: PoolSizes, lives: Lives
         else None,
         whole_media=ready.whole_media,
         has_disk=config.kv_cache_dir is not None and bool(ready.groups),
+        kv_cache_preload=config.kv_cache_preload,
         max_moved_states=max(1, config.max_swap_blocks_per_step * ready.block_bytes // max(1, ready.state_bytes)),
     )

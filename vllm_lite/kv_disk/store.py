@@ -76,7 +76,8 @@ class Items(Protocol):
 
 
 class Changes(NamedTuple):
-    """Keys that can be found since the last look, and keys that could not for some time; one may be both."""
+    """Keys that can be found since the last look, those of the latest files first, and keys that could not for some
+    time; one may be both."""
 
     added: list[bytes]
     removed: list[bytes]
@@ -146,10 +147,14 @@ class DiskStore:
             return list(self._places)
 
     def take_changes(self) -> Changes:
+        by_file: dict[_File, list[bytes]] = {}
         with self._lock:
-            changes = Changes([key for key in self._added if key in self._places], self._removed)
-            self._added, self._removed = [], []
-        return changes
+            for key in self._added:
+                if (place := self._places.get(key)) is not None:
+                    by_file.setdefault(place[0], []).append(key)
+            removed, self._added, self._removed = self._removed, [], []
+        files = sorted(by_file, key=lambda file: file.used_s, reverse=True)
+        return Changes([key for file in files for key in by_file[file]], removed)
 
     def look(self, stop: Callable[[], bool] = lambda: False) -> None:
         """List the folders that have changed since the last look: at first all, later those with files of other

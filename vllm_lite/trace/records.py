@@ -116,6 +116,7 @@ class Header(_Record, frozen=True, tag=0):
     encoder: tuple[int, int, int] | None = None
     """The vectors that an encoder computes in a step, those that are held, and those on the host; None: it has none."""
     whole_media: bool = False
+    kv_cache_preload: float = 0.0
 
 
 class Params(_Record, frozen=True):

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol
 from vllm_lite.engine.blocks.groups import KVGroup, common_hit
 from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.part import CachePart, Forgotten, PrefixHit
+from vllm_lite.engine.blocks.preload import Preload
 from vllm_lite.engine.blocks.swapping import Place
 from vllm_lite.engine.blocks.tier_index import TierIndex
 from vllm_lite.engine.blocks.verdict import OK, Admission, Verdict
@@ -62,9 +63,9 @@ class TransferOwner(Protocol):
 
 class _Load:
     """Items on their way into `ids`, in place of `num_tokens` that would be computed. They are published for
-    `sequence`, unless the cache was reset meanwhile."""
+    `sequence`, or for those who come, unless the cache was reset meanwhile."""
 
-    def __init__(self, sequence: Sequence, items: list[Item], ids: list[int], num_tokens: int) -> None:
+    def __init__(self, sequence: Sequence | None, items: list[Item], ids: list[int], num_tokens: int) -> None:
         self.sequence = sequence
         self.items = items
         self.ids = ids
@@ -77,7 +78,8 @@ class DiskTier(CachePart[DiskHit]):
 
     keeps = False
 
-    def __init__(self, blocks: KVBlocks, states: StateSlots | None = None) -> None:
+    def __init__(self, blocks: KVBlocks, states: StateSlots | None = None, *, preload: float = 0.0) -> None:
+        """`preload` is the share of the pool that is filled before the first sequence comes."""
         self.pool = blocks.pool
         self.index = TierIndex()
         self.prefill_tokens_per_s = self.load_blocks_per_s = 0.0
@@ -92,6 +94,9 @@ class DiskTier(CachePart[DiskHit]):
         self._waits: dict[Sequence, set[Ticket]] = {}
         self._tried: dict[Sequence, int] = {}
         """Sequences whose loads have ended, with the tokens that they got by them."""
+        self._preload = Preload(blocks, preload)
+        self._present: set[Sequence] = set()
+        """All sequences that have not ended."""
         self._open: set[Sequence] = set()
         """Sequences whose blocks are to be written."""
         self._owners: dict[Ticket, TransferOwner] = {}
@@ -110,7 +115,10 @@ class DiskTier(CachePart[DiskHit]):
 
     def learn(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
         """These contents can be loaded from now on, and those no more."""
+        added = list(added)
+        self._preload.offer(added, self.index)
         self.writes.learn(added, removed)
+        self._load_early()
 
     def move(self, owner: TransferOwner, make: Callable[[Ticket], Transfer]) -> Ticket:
         """Begin the transfer that `make` makes of its ticket, for another part, which hears of its end."""
@@ -139,12 +147,15 @@ class DiskTier(CachePart[DiskHit]):
                 self._publish(load.sequence, item, block_id)
                 num_loaded += item.group is not None and item.group.index == 0
         self._give_back(load, published=set() if load.is_stale else set(range(len(load.ids))) - lost)
+        if load.sequence is None:
+            num_loaded = 0  # for those who wait for it as well, it is a part of the prefix that memory has
         self.num_loaded_tokens += num_loaded * self._blocks.block_size
         for sequence, tickets in list(self._waits.items()):
             tickets.discard(ticket)
             if not tickets:
                 del self._waits[sequence]
                 self._tried[sequence] = num_loaded * self._blocks.block_size
+        self._load_early()
 
     def give_up(self, ticket: Ticket) -> None:
         """Let nobody wait for a load that takes too long. Its places are taken until it has ended."""
@@ -163,16 +174,18 @@ class DiskTier(CachePart[DiskHit]):
     def forget_stored(self) -> None:
         for load in self._loads.values():
             load.is_stale = True
+        self._preload.stop()
         self.writes.forget_all()
 
     def measured(self, prefill_tokens_per_s: float, load_blocks_per_s: float) -> None:
         self.prefill_tokens_per_s, self.load_blocks_per_s = prefill_tokens_per_s, load_blocks_per_s
 
-    def _publish(self, sequence: Sequence, item: Item, block_id: int) -> None:
+    def _publish(self, sequence: Sequence | None, item: Item, block_id: int) -> None:
         if item.group is None:
             return
         if self.pool.get_cached_block(item.key) is None:
-            is_own = item.key[:-1] == b"".join(sequence.block_hashes[item.number : item.number + 1])
+            hashes = [] if sequence is None else sequence.block_hashes[item.number : item.number + 1]
+            is_own = item.key[:-1] == b"".join(hashes)
             place = Place(item.group, item.number)
             self._blocks.publish_loaded(sequence if is_own else None, place, item.key, block_id)
 
@@ -209,10 +222,13 @@ class DiskTier(CachePart[DiskHit]):
         self.writes.lose()
         self.index.lose(self.index)
         self._arriving, self._waits, self._tried, self._owners = {}, {}, {}, {}
+        self._preload.restart(is_idle=not self._present)
 
     # ---- lookup and admission
 
     def register(self, sequence: Sequence) -> None:
+        self._preload.close()
+        self._present.add(sequence)
         request = sequence.request
         if request.pooling is None and request.params.prompt_logprobs is None:
             self._open.add(sequence)
@@ -252,14 +268,23 @@ class DiskTier(CachePart[DiskHit]):
             ids = self.pool.get_new_blocks(num_blocks)
             ids += [slot for slot in slots if slot is not None]
             new.sort(key=lambda item: item.group is None)  # the states behind the blocks, as their ids are
-            ticket = self.writes.next_ticket()
-            self._loads[ticket] = _Load(sequence, new, ids, found.num_tokens)
-            keys = [item.key for item in new]
-            self._arriving.update(dict.fromkeys(keys, ticket))
-            self.writes.messages.append(LoadBlocks(ticket, keys, ids))
-            waits.add(ticket)
+            waits.add(self._send(_Load(sequence, new, ids, found.num_tokens)))
         self._waits[sequence] = waits
         return True
+
+    def _send(self, load: _Load) -> Ticket:
+        """Have the workers make a load, whose places are taken."""
+        ticket, keys = self.writes.next_ticket(), [item.key for item in load.items]
+        self._loads[ticket] = load
+        self._arriving.update(dict.fromkeys(keys, ticket))
+        self.writes.messages.append(LoadBlocks(ticket, keys, load.ids))
+        return ticket
+
+    def _load_early(self) -> None:
+        """Load what somebody may ask for, while nobody is there."""
+        if not self._present and not self._loads and (chosen := self._preload.take(self.index)):
+            items = [Item(key, group, 0) for key, group in chosen]
+            self._send(_Load(None, items, self.pool.get_new_blocks(len(items)), 0))
 
     def admit(self, sequence: Sequence, hit: PrefixHit, found: DiskHit, num_tokens: int) -> bool:  # noqa: ARG002
         return True
@@ -333,6 +358,7 @@ class DiskTier(CachePart[DiskHit]):
         return True
 
     def fork(self, parent: Sequence, child: Sequence, num_scheduled: int) -> Many[Entry]:  # noqa: ARG002
+        self._present.add(child)
         return ()
 
     def release(self, sequence: Sequence, *, forget: bool = False) -> None:
@@ -347,6 +373,8 @@ class DiskTier(CachePart[DiskHit]):
         self._tried.pop(sequence, None)
         if sequence.status is Status.FINISHED:
             self._open.discard(sequence)
+            self._present.discard(sequence)
+            self._load_early()
 
     def _write(self, sequence: Sequence, num_blocks: int, *, comes_back: bool = False) -> None:
         if num_blocks and sequence in self._open and sequence.request.has_lasting_keys:
@@ -382,6 +410,7 @@ class DiskTier(CachePart[DiskHit]):
         being loaded is not published. What the tier has stays, as it is not this engine's alone."""
         for load in self._loads.values():
             load.is_stale = True
+        self._preload.stop()
         self.writes.stop()
         self._open.clear()
         return Forgotten()

@@ -14,7 +14,7 @@ INDIFFERENT = frozenset(
         *("max_loras", "max_lora_rank", "max_cpu_loras"),
         *("num_gpu_blocks_override", "cpu_kvcache_space", "gpu_memory_utilization", "kv_cache_memory_bytes"),
         *("kv_watermark", "swap_space", "state_cache_space", "enable_prefix_caching", "prefix_hash_seed"),
-        *("kv_cache_dir", "kv_cache_dir_size", "kv_cache_metrics", "kv_cache_metrics_sample"),
+        *("kv_cache_dir", "kv_cache_dir_size", "kv_cache_preload", "kv_cache_metrics", "kv_cache_metrics_sample"),
         *("max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill", "max_itl_ms", "scheduling_policy"),
         *("preemption_mode", "max_swap_blocks_per_step", "async_scheduling", "jump_forward"),
         *("speculative_config", "disable_adaptive_drafts", "enforce_eager", "cudagraph_capture_sizes"),

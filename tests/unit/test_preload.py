@@ -1,0 +1,114 @@
+"""Contents that a start finds below memory are loaded before anybody asks: the latest first, into blocks nobody has
+used, while there is no sequence."""
+
+from typing import Any
+
+from tests.disk_rig import PROMPT, DiskRig, restarted
+from tests.scheduler_rig import expected
+from vllm_lite.engine.blocks.preload import CHUNK
+from vllm_lite.protocol.transfers import LoadBlocks, StoreBlocks
+
+
+def written(num_chats: int = 1, **options: Any) -> DiskRig:
+    """A rig that has served chats of seven blocks each, which begin with different tokens."""
+    rig = DiskRig(num_blocks=100, **options)
+    for number in range(num_chats):
+        rig.serve(f"{number}", [number, *PROMPT])
+    return rig
+
+
+def filled(rig: DiskRig, **options: Any) -> DiskRig:
+    """Another engine over the same disk, which nobody has asked yet."""
+    again = restarted(rig, **{"num_blocks": 100, "preload": 0.5, **options})
+    again.send()
+    again.end_all()
+    assert again.kv.pool.num_used == 0
+    again.scheduler.check_integrity()
+    return again
+
+
+def test_a_chat_is_in_memory_before_its_next_turn() -> None:
+    rig = filled(written())
+    assert [len(load.keys) for load in rig.loads] == [8]
+    turn = [0, *PROMPT, *expected([0, *PROMPT], 5), 7, 8]
+    assert rig.serve("next turn", turn) == 32
+    assert len(rig.loads) == 1, "nothing more was loaded"
+    assert rig.tier.num_loaded_tokens == 0, "it was a hit in memory"
+
+
+def test_the_latest_come_first_and_no_more_than_a_share() -> None:
+    rig = written(num_chats=10)
+    keys = list(rig.contents)
+    again = filled(rig)
+    loaded = [key for load in again.loads for key in load.keys]
+    assert loaded == keys[:49], "half of 99 blocks"
+    assert [len(load.keys) for load in again.loads] == [CHUNK, 49 - CHUNK]
+    assert not filled(rig, preload=0.0).loads
+
+
+def test_who_comes_meanwhile_goes_first_and_shares_what_is_on_its_way() -> None:
+    rig = written(num_chats=8)
+    again = restarted(rig, num_blocks=100, preload=0.9)
+    again.holds = True
+    again.send()
+    assert len(again.pending) == 1
+    request = again.add("a", [0, *PROMPT, 1, 2, 3], 9)
+    again.step()
+    assert again.loads[1:] == [], "its blocks are on their way already"
+    again.end(again.pending[0])
+    again.send()
+    assert again.pending == [], "while somebody is there nothing is loaded that nobody asked for"
+    again.drain()
+    assert request.num_cached_at_start == 28
+    assert [len(load.keys) for load in again.loads] == [32, 32], "behind it, it goes on"
+
+
+def test_nothing_is_pushed_out_and_nothing_loaded_that_is_new() -> None:
+    rig = written(num_chats=4)
+    again = DiskRig(num_blocks=100, preload=0.9)
+    again.serve("busy", [49, *PROMPT])
+    again.contents.update(rig.contents)
+    again.scheduler.stored_keys(list(rig.contents), [])
+    again.send()
+    assert not [each for each in again.pending if isinstance(each, LoadBlocks)], "another engine has written it"
+
+
+def test_nothing_is_pushed_out_of_memory() -> None:
+    rig = restarted(written(num_chats=8), num_blocks=50, preload=1.0)
+    rig.holds = True
+    rig.send()
+    new = [49, *PROMPT]
+    rig.add("new", new)
+    rig.step()
+    rig.drain()
+    assert [len(load.keys) for load in rig.loads] == [CHUNK], "17 more do not fit beside those of the new chat"
+    assert rig.serve("again", new) == 28
+
+
+def test_what_was_reset_or_lost_is_not_loaded() -> None:
+    rig = restarted(written(num_chats=8), num_blocks=100, preload=0.9)
+    rig.send()
+    rig.scheduler.reset_prefix_cache()
+    rig.end_all()
+    assert (len(rig.loads), rig.kv.pool.num_cached) == (1, 0)
+    rig = restarted(written(num_chats=8), num_blocks=100, preload=0.9)
+    rig.fails = lambda key: key == next(iter(rig.contents))
+    rig.send()
+    rig.end_all()
+    assert rig.kv.pool.num_cached == 63
+    assert rig.tier.num_failed == 1
+
+
+def test_new_workers_load_anew_if_nobody_waits() -> None:
+    rig = restarted(written(num_chats=8), num_blocks=100, preload=0.9)
+    rig.holds = True
+    rig.send()
+    rig.scheduler.lose_workers("worker 0 was killed", 0.0)
+    assert (rig.tier.take_messages(), rig.kv.pool.num_used) == ([], 0)
+    rig.pending.clear()
+    rig.scheduler.resume(2, 50.0)
+    rig.scheduler.stored_keys(list(rig.contents), [])
+    rig.send()
+    rig.end_all()
+    assert rig.kv.pool.num_cached == 64
+    assert not [each for each in rig.pending if isinstance(each, StoreBlocks)]
