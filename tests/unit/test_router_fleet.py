@@ -57,7 +57,7 @@ class FakeBackend:
 
 
 class Rig:
-    def __init__(self, names: str = "a b", pins: str = "", **config: Any) -> None:
+    def __init__(self, names: str = "a b", pins: str = "", kv: str | None = None, **config: Any) -> None:
         self.log: list[str] = []
         self.made: list[FakeBackend] = []
         self.broken: set[str] = set()
@@ -65,7 +65,7 @@ class Rig:
         self.gate.set()
         catalog = Catalog()
         for name in names.split():
-            catalog.add(Entry(name, ServeConfig(model="demo"), pin=name in pins.split()))
+            catalog.add(Entry(name, ServeConfig(model="demo", kv_cache_dir=kv), pin=name in pins.split()))
         settings = {"models": "x", "models_memory": "3GiB", "models_slice_s": 0.05, **config}
         self.fleet = Fleet(
             catalog, RouterConfig.check(settings), lambda *made: FakeBackend(self, *made), measure=self.sizes
@@ -131,6 +131,17 @@ def test_the_most_that_a_sleeping_model_has_taken_is_learned(monkeypatch: pytest
         assert rig.fleet.members["b"].status.asleep_bytes < GIB // 2, "it is loaded"
 
     run(test)
+
+
+@pytest.mark.parametrize(("kv", "writes"), [("/kv", ["sleep a 2"]), (None, [])])
+def test_a_model_that_keeps_chats_on_disk_writes_them_before_it_is_ended(kv: str | None, writes: list[str]) -> None:
+    async def test(rig: Rig) -> None:
+        await rig.use("a")
+        rig.fleet.let_go(rig.fleet.members["a"])
+        await rig.until(lambda: rig.fleet.members["a"].state == "unloaded")
+        assert rig.log == ["load a", *writes, "stop a"]
+
+    run(test, kv=kv)
 
 
 def test_many_that_wait_share_one_load() -> None:
@@ -284,5 +295,31 @@ def test_names() -> None:
         assert found.value.status == 404
         with pytest.raises(ApiError, match="model must be given: one of a, b"):
             rig.fleet.find(None)
+
+    run(test)
+
+
+def test_memory_is_estimated_for_the_first_request_and_forgotten_once_it_is_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = list[ServeConfig | None]()
+
+    def estimated(config: ServeConfig | None) -> int:
+        asked.append(config)
+        return 10 * GIB
+
+    monkeypatch.setattr(module, "estimate", estimated)
+
+    async def test(rig: Rig) -> None:
+        assert asked == []
+        with pytest.raises(
+            ApiError, match=r"it takes 10\.00 GiB, and beside pinned models there is room for 3\.00 GiB"
+        ):
+            await rig.use("a")
+        assert len(asked) == 1
+        status = rig.fleet.members["a"].status
+        status.least_bytes = status.expected_bytes = 2 * GIB
+        assert await rig.use("a") == "a"
+        assert len(asked) == 1
 
     run(test)

@@ -18,6 +18,7 @@ from vllm_lite.server.router.config import RouterConfig
 from vllm_lite.server.router.exposition import merged
 from vllm_lite.server.router.fleet import Fleet
 from vllm_lite.server.router.forward import target_of
+from vllm_lite.server.router.known import BASE_BYTES, RANK_BYTES, estimate, files_bytes
 from vllm_lite.server.router.memory import tree_bytes
 from vllm_lite.server.router.ollama import keep_alive_s
 from vllm_lite.server.router.upstream import UpstreamLost, open_answer
@@ -147,3 +148,13 @@ def test_an_answer_that_is_cut(tmp_path: Path, answer: bytes) -> None:
 async def test_a_socket_that_nobody_listens_on(tmp_path: Path) -> None:
     with pytest.raises(UpstreamLost, match="it does not listen"):
         await open_answer(str(tmp_path / "none"), "GET", b"/", [])
+
+
+def test_memory_before_a_model_has_been_loaded_counts_weights_as_they_are_held() -> None:
+    files = files_bytes("demo")
+    assert estimate(ServeConfig(model="demo", dtype="bfloat16")) - BASE_BYTES == pytest.approx(files, rel=0.05)
+    assert estimate(ServeConfig(model="demo", dtype="float32")) - BASE_BYTES == pytest.approx(2 * files, rel=0.05)
+    assert estimate(ServeConfig(model="demo", quantization="int4_g32")) < BASE_BYTES + 0.7 * files
+    assert estimate(ServeConfig(model="demo", tensor_parallel_size=2)) > BASE_BYTES + RANK_BYTES
+    assert estimate(ServeConfig(model="org/none")) == BASE_BYTES, "nothing is known of it"
+    assert estimate(None) == 0

@@ -18,7 +18,7 @@ from vllm_lite.runtime import log
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.router.catalog import Catalog, Entry
 from vllm_lite.server.router.config import RouterConfig
-from vllm_lite.server.router.known import files_bytes
+from vllm_lite.server.router.known import estimate
 from vllm_lite.server.router.memory import tree_bytes
 from vllm_lite.server.router.placement import Action, Decision, ModelStatus, PlacementRules, decide
 
@@ -33,8 +33,6 @@ FREE_DEATHS = 3
 SLICE_S, SLICE_LOADS = 10.0, 4.0
 """A time slice where nothing is said, and at least so many times what the model took to load: swaps take a fifth of the
 time at most."""
-BASE_BYTES = 300 << 20
-"""Memory of a model's processes beside its weights, before it has been measured."""
 RETRY_AFTER_S = 5
 EWMA = 0.5
 SETTLE_S = 0.05
@@ -93,6 +91,8 @@ class FleetModel:
     """How long it stays without requests: as its entry says, or the last request that said something."""
     is_let_go: bool = False
     """Whether it is to be unloaded as soon as it has no requests, whatever its keep-alive time."""
+    estimate: asyncio.Future[int] | None = None
+    """Memory that it is expected to take, found out for its first request."""
     card: dict[str, Any] = field(default_factory=dict)
     """Its entry of /v1/models, once it has been loaded."""
 
@@ -144,7 +144,7 @@ class Fleet:
     def add(self, entry: Entry) -> FleetModel:
         """Take in a model of the catalog, which is not loaded for that."""
         slice_s = self.config.models_slice_s or SLICE_S
-        status = ModelStatus(entry.name, pin=entry.pin, expected_bytes=estimate(entry), slice_s=slice_s)
+        status = ModelStatus(entry.name, pin=entry.pin, slice_s=slice_s)
         keep_s = entry.idle_s if entry.idle_s is not None else self.config.models_idle_s
         member = FleetModel(entry, status, trouble=entry.trouble, keep_alive_s=keep_s)
         self.members[entry.name] = member
@@ -200,6 +200,7 @@ class Fleet:
         if self._admits(member):
             return
         status, began_s = member.status, self._clock()
+        await self._estimated(member)
         if not status.is_wanted:
             status.wanted_since_s = self._clock()
         waiter: asyncio.Future[None] = self._loop.create_future()
@@ -219,6 +220,13 @@ class Fleet:
             if waiter in member.waiters:
                 member.waiters.remove(waiter)
             self._changed.set()
+
+    async def _estimated(self, member: FleetModel) -> None:
+        """Wait until it is known what its files say, which are read aside."""
+        if member.estimate is None:
+            member.estimate = asyncio.ensure_future(asyncio.to_thread(estimate, member.entry.config))
+        found = await asyncio.shield(member.estimate)
+        member.status.expected_bytes = max(member.status.least_bytes, member.status.expected_bytes) or found
 
     def _check(self, member: FleetModel) -> None:
         """Raises ApiError for a model that cannot be loaded now."""
@@ -374,8 +382,11 @@ class Fleet:
         member.status.wanted_since_s = self._clock()
 
     async def _stop(self, member: FleetModel, _: Action) -> None:
-        backend = member.backend
+        backend, config = member.backend, member.entry.config
         member.counts.stops += 1
+        if member.status.state == "loaded" and config is not None and config.kv_cache_dir is not None:
+            with suppress(VllmLiteError):  # which ends its workers, once they have written its chats
+                await backend.sleep(2)
         await backend.stop()
         member.backend = None
         member.status.state, member.status.leaves_at_s = "unloaded", None
@@ -479,10 +490,3 @@ class Fleet:
 
 def _unavailable(text: str, left_s: float) -> ApiError:
     return ApiError(503, text, headers={"Retry-After": str(max(1, ceil(left_s)) if left_s > 0 else RETRY_AFTER_S)})
-
-
-def estimate(entry: Entry) -> int:
-    """Memory that a model is expected to take before it has been measured: its files, and what processes take."""
-    if entry.config is None:
-        return 0
-    return files_bytes(entry.config.model) + BASE_BYTES

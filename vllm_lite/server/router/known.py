@@ -6,10 +6,16 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from vllm_lite.checkpoint.config_json import load_spec, resolve_dtype
 from vllm_lite.checkpoint.hub import is_hub_id
 from vllm_lite.checkpoint.hub_cache import FileFacts, cached_models, facts_of
-from vllm_lite.config import DEMO_MODEL, demo_folder
-from vllm_lite.errors import ModelError
+from vllm_lite.checkpoint.model_spec import DTYPE_BYTES
+from vllm_lite.checkpoint.shard import Shard
+from vllm_lite.checkpoint.tensors.headers import read_headers
+from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, weights_bytes
+from vllm_lite.config import DEMO_MODEL, GIB, demo_folder
+from vllm_lite.errors import ModelError, VllmLiteError
+from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.generation import LATEST
 from vllm_lite.server.openai.formats import architectures_of
 from vllm_lite.server.router.catalog import Entry
@@ -19,6 +25,9 @@ _TEMPLATES = ("chat_template.jinja", "chat_template.json", "tokenizer_config.jso
 _GENERATES = ("CausalLM", "ConditionalGeneration", "LMHeadModel")
 _EMBEDDERS = ("bert", "nomic-bert", "jina-bert-v2", "xlm-roberta")
 MAX_TEMPLATE_BYTES = 1 << 20
+BASE_BYTES, RANK_BYTES = GIB // 2, 200 << 20
+"""Memory of a model's processes beside its weights, and of each rank more, before it has been measured: as in a plan.
+"""
 
 
 class Known(NamedTuple):
@@ -59,6 +68,29 @@ def files_bytes(model: str) -> int:
     """Bytes of its weights; 0 where they are not here yet."""
     path = path_of(model)
     return 0 if path is None else sum(file.stat().st_size for file in _weights(path))
+
+
+def estimate(config: ServeConfig | None) -> int:
+    """Memory that a model is expected to take before it has been measured: its weights and its drafter's, as they are
+    held, and its processes. It reads the headers of the files."""
+    if config is None:
+        return 0
+    drafter = config.speculative_config.model if config.speculative_config is not None else None
+    held = _held_bytes(config) + (files_bytes(drafter) if drafter else 0)
+    return held + BASE_BYTES + (config.tensor_parallel_size - 1) * RANK_BYTES
+
+
+def _held_bytes(config: ServeConfig) -> int:
+    """Bytes of weights in memory by dtype and quantization; those of the files where they do not say."""
+    if (path := path_of(config.model)) is None:
+        return 0
+    try:
+        spec = load_spec(path, config.model_impl, config.pooling)
+        checkpoint, size = Checkpoint(spec, read_headers(path)), DTYPE_BYTES[resolve_dtype(config.dtype, spec)]
+        ranks = Shard.of(config).all_ranks
+        return sum(weights_bytes(checkpoint, size, config.quantization, rank) for rank in ranks)
+    except (VllmLiteError, OSError):
+        return files_bytes(config.model)
 
 
 def _weights(path: Path) -> list[Path]:
