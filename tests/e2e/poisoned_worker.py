@@ -1,6 +1,8 @@
 """A worker process that some requests kill: with SIGKILL, in each step that computes a prompt that begins with POISON.
 
 It does so only as long as the file is there that the environment variable POISON names, so that a test can say when.
+Whoever starts the process names this module. Where a server does, which takes no such name, `poison_all` has every
+worker below it poisoned.
 """
 
 import os
@@ -43,22 +45,56 @@ class Poison:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def poison(worker: Any) -> Any:
+    """Let instances of a class of workers die."""
+    poisoned, execute = Poison(), worker.execute
+
+    def dying(self: Any, step: SchedulerOutput) -> Any:
+        poisoned.take(step)
+        return execute(self, step)
+
+    worker.execute = dying
+    return worker
+
+
+def poison_all(folder: Path, file: Path) -> dict[str, str]:
+    """The environment of a process whose descendants' workers are poisoned while `file` is there."""
+    (folder / "sitecustomize.py").write_text(AT_START)
+    return {VARIABLE: str(file), "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+
+
+ROOT = Path(__file__).parents[2]
+AT_START = """
+import sys
+
+if "vllm_lite.worker.process" in sys.orig_argv:
+    from importlib.abc import MetaPathFinder
+    from importlib.util import find_spec
+
+    class Finder(MetaPathFinder):
+        def find_spec(self, name, path, target=None):
+            if name != "vllm_lite.worker.worker":
+                return None
+            sys.meta_path.remove(self)
+            found = find_spec(name)
+            execute = found.loader.exec_module
+
+            def exec_module(module):
+                from tests.e2e.poisoned_worker import poison
+
+                execute(module)
+                poison(module.Worker)
+
+            found.loader.exec_module = exec_module
+            return found
+
+    sys.meta_path.insert(0, Finder())
+"""
+
+
 def main(settings: WorkerSettings, stop: Wakeup) -> int:
     load: Any = light_worker.install() if LIGHT in os.environ else process.import_worker
-    poison = Poison()
-
-    def loading() -> Any:
-        worker = load()
-        execute = worker.execute
-
-        def dying(self: Any, step: SchedulerOutput) -> Any:
-            poison.take(step)
-            return execute(self, step)
-
-        worker.execute = dying
-        return worker
-
-    process.import_worker = loading
+    process.import_worker = lambda: poison(load())
     return process.process_main(settings, stop)
 
 

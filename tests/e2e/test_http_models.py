@@ -30,8 +30,8 @@ def write(folder: Path, text: str) -> str:
 
 
 @contextmanager
-def routing(file: str, *flags: str) -> Iterator[Server]:
-    server = Server("--models", file, "--port", "0", "--device", "cpu", *flags)
+def routing(file: str, *flags: str, env: dict[str, str] | None = None) -> Iterator[Server]:
+    server = Server("--models", file, "--port", "0", "--device", "cpu", *flags, env=env)
     try:
         server.wait_for("Try:")
         yield server

@@ -13,7 +13,8 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.deadlines import scaled
-from tests.e2e.test_http_models import PROMPT, complete, routing, states, write
+from tests.e2e.poisoned_worker import POISON, poison_all
+from tests.e2e.test_http_models import PROMPT, Stream, complete, routing, states, write
 from tests.e2e.test_processes import family
 from tests.http_server import Server, client, until
 from tests.lora_adapters import make_adapter
@@ -30,7 +31,13 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path
 
 
 @pytest.fixture(scope="module")
-def each(tmp_path_factory: pytest.TempPathFactory, adapters: tuple[Path, Path, Path]) -> Iterator[Server]:
+def poison(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Workers die of some prompts while this file is there."""
+    return tmp_path_factory.mktemp("poison") / "poison"
+
+
+@pytest.fixture(scope="module")
+def each(tmp_path_factory: pytest.TempPathFactory, adapters: tuple[Path, Path, Path], poison: Path) -> Iterator[Server]:
     base, one, _ = adapters
     text = f"""
     defaults: {{dtype: float32, cpu_threads: 1}}
@@ -40,7 +47,8 @@ def each(tmp_path_factory: pytest.TempPathFactory, adapters: tuple[Path, Path, P
       narrow: {{model: demo, aliases: [small], max_num_seqs: 1, max_num_queued_reqs: 1}}
       vectors: {{model: demo, runner: pooling}}
     """
-    with routing(write(tmp_path_factory.mktemp("each"), text)) as server:
+    poisoned = poison_all(tmp_path_factory.mktemp("site"), poison)
+    with routing(write(tmp_path_factory.mktemp("each"), text), env=poisoned) as server:
         yield server
 
 
@@ -88,6 +96,39 @@ def test_adapters_are_names_of_their_model(each: Server, adapters: tuple[Path, P
         ]
         assert len(vector) > 8
         assert ids(http, "tuned") == tuned
+
+
+def test_a_request_that_kills_its_workers_is_found_by_its_model_and_others_notice_nothing(
+    each: Server, poison: Path
+) -> None:
+    with client(each) as http, client(each) as others:
+        long = {"temperature": 0, "ignore_eos": True, "max_tokens": 400}
+        expected, undisturbed = ids(http, "adapted"), complete(http, "narrow", **long)["choices"][0]["text"]
+        pids = {name: http.get(f"/v1/models/{name}").json()["vllm_lite"]["pid"] for name in ("adapted", "narrow")}
+        workers = set(family(pids["narrow"]))
+        stream = Stream(others, "narrow", **long)
+        poison.touch()
+        try:
+            body = {"model": "adapted", "prompt": [POISON, 5, 6], "max_tokens": 40, "ignore_eos": True}
+            with ThreadPoolExecutor(2) as threads:
+                asked = threads.submit(http.post, "/v1/completions", json=body)
+                beside = threads.submit(ids, http, "adapted")
+                answer = asked.result()
+            assert beside.result() == expected, "another request of the same model goes on"
+        finally:
+            poison.unlink()
+        assert answer.status_code == 400, "clients send a 500 again"
+        assert "was ended because the workers died" in answer.json()["error"]["message"]
+        assert stream.result() == undisturbed
+        assert workers <= set(family(pids["narrow"])), "nobody of another model was replaced"
+        assert ids(http, "adapted") == expected
+        assert http.get("/v1/models/adapted").json()["vllm_lite"]["pid"] == pids["adapted"]
+        lines = http.get("/metrics").text.splitlines()
+    poisoned = [
+        line for line in lines if line.startswith("vllm_lite:poisoned_requests_total") and not line.endswith(" 0.0")
+    ]
+    assert len(poisoned) == 1
+    assert 'model_name="adapted"' in poisoned[0]
 
 
 def test_who_comes_from_llama_swap(each: Server) -> None:
