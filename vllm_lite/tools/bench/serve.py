@@ -87,17 +87,22 @@ async def _run(options: ServeOptions) -> ServeRun:
     endpoint = options.endpoint or ENDPOINTS[options.backend]
     tokenizer = load_tokenizer(options)
     requests = make_requests(options.dataset, tokenizer)
+    are_talks = any(request.after is not None for request in requests)
+    if are_talks and options.backend == "openai-chat":
+        raise ConfigError(f"{options.dataset.dataset_name} are prompts that grow; send them to --backend openai")
     _allow_sockets(len(requests))
     client = HttpClient(options.base_url, options.headers, check_tls=not options.insecure)
     try:
         model = options.served_model_name or options.model or await Endpoint(client, endpoint, {}, timeout_s=0).model()
         if endpoint.endswith("chat/completions"):
             requests = [await _as_text(client, model, request) for request in requests]
-        api = Endpoint(client, endpoint, {"model": model, **options.sampling}, timeout_s=options.request_timeout_s)
+        ids = {"return_token_ids": True} if are_talks and isinstance(requests[0].prompt, list) else {}
+        settings = {"model": model, **ids, **options.sampling}
+        api = Endpoint(client, endpoint, settings, timeout_s=options.request_timeout_s)
         if options.num_warmups:
             warmups = [requests[place % len(requests)] for place in range(options.num_warmups)]
             await drive(api, warmups, [0.0] * len(warmups), options.max_concurrency, lambda _: None)
-        if options.fit_s is not None:
+        if options.fit_s is not None and not are_talks:
             requests = requests[: await fitting(api, requests, options.request_rate, options.fit_s)]
         times_s = arrivals(len(requests), options.request_rate, options.burstiness, options.dataset.seed)
         cpu_s = time.process_time()
@@ -164,22 +169,36 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
 async def drive(
     api: Endpoint, requests: Sequence[LoadItem], times_s: Sequence[float], max_concurrency: int | None, report: Report
 ) -> tuple[list[Outcome], float]:
-    """Send each request at its time. Returns the outcomes in the order of the requests, and the seconds all took."""
+    """Send each request at its time, or behind the one that it goes on from. Returns the outcomes in the order of the
+    requests, and the seconds all took."""
     places = asyncio.Semaphore(max_concurrency or len(requests))
 
-    async def send(request: LoadItem) -> Outcome:
+    sent = list[LoadItem](requests)
+
+    async def send(number: int) -> Outcome:
+        request = requests[number]
+        if request.after is not None:
+            before = await tasks[request.after]
+            answer = before.text if isinstance(request.prompt, str) else before.token_ids
+            if not answer and not before.error:
+                before.error = "its answer has no token_ids, with which the next prompt begins; give --tokenizer FOLDER"
+            if before.error:
+                report(outcome := before.unanswered())
+                return outcome
+            await asyncio.sleep(request.wait_s)
+            request = sent[number] = request.behind(sent[request.after].prompt, answer)
         async with places:
             outcome = await api.send(request)
         report(outcome)
         return outcome
 
+    tasks = list["asyncio.Task[Outcome]"]()
     start_s = time.perf_counter()
-    tasks = []
-    for request, time_s in zip(requests, times_s, strict=True):
+    for number, time_s in enumerate(times_s):
         wait_s = start_s + time_s - time.perf_counter()
-        if wait_s > 0:
+        if wait_s > 0 and requests[number].after is None:
             await asyncio.sleep(wait_s)
-        tasks.append(asyncio.ensure_future(send(request)))
+        tasks.append(asyncio.ensure_future(send(number)))
     outcomes = await asyncio.gather(*tasks)
     return outcomes, time.perf_counter() - start_s
 

@@ -36,6 +36,7 @@ class _Delta(msgspec.Struct):
 class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
+    token_ids: list[int] = []
     finish_reason: str | None = None
 
 
@@ -64,12 +65,14 @@ class Outcome:
     """The outcome of a request. It takes the events of its stream. Times are perf_counter's, lengths are in tokens;
     `error` is "" for a request that was served to its end."""
 
-    __slots__ = ("chunks_s", "error", "input_len", "is_complete", "output_len", "start_s", "texts")
+    __slots__ = ("chunks_s", "error", "input_len", "is_complete", "output_len", "start_s", "texts", "token_ids")
 
     def __init__(self, input_len: int) -> None:
         self.start_s = 0.0
         self.chunks_s: MutableSequence[float] = []
         self.texts: list[str] = []
+        self.token_ids: list[int] = []
+        """Those of the answer, where the request asks for them."""
         self.input_len = input_len
         self.output_len = 0
         self.is_complete = False
@@ -112,6 +115,12 @@ class Outcome:
                 self.input_len = chunk.usage.prompt_tokens or self.input_len
                 self.output_len = chunk.usage.completion_tokens
 
+    def unanswered(self) -> "Outcome":
+        """The outcome of a request that would have gone on from this one, which failed."""
+        outcome = Outcome(0)
+        outcome.error = f"the turn before it failed: {self.error}"[:MAX_ERROR_CHARS]
+        return outcome
+
     def take_pooled(self, data: bytes) -> None:
         """Take a whole answer of vectors. Raises HttpError for what is none."""
         try:
@@ -128,6 +137,7 @@ class Outcome:
             return  # the first chunk of a chat, which holds no token
         self.chunks_s.append(now_s)
         self.texts.append(text)
+        self.token_ids += choice.token_ids
         if choice.finish_reason is not None:
             self.is_complete = True
 

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -24,11 +24,25 @@ SHAREGPT_MIN, SHAREGPT_MAX_INPUT, SHAREGPT_MAX_TOTAL = 4, 1024, 2048
 
 class LoadItem(msgspec.Struct, frozen=True):
     """One request of the load. `prompt` is a text or token ids; `input_len` counts its tokens, or is 0 if there is no
-    tokenizer to count them."""
+    tokenizer to count them.
+
+    With `after` it goes on in a conversation: it is sent `wait_s` after the answer to the request of that place has
+    ended, and begins with that one's prompt and its answer. `input_len` counts them too.
+    """
 
     prompt: str | list[int]
     input_len: int
     output_len: int
+    after: int | None = None
+    wait_s: float = 0.0
+
+    def behind(self, prompt: str | list[int], answer: str | list[int]) -> "LoadItem":
+        """The request with what it begins with."""
+        if isinstance(self.prompt, str):
+            whole: str | list[int] = f"{prompt}{answer}{self.prompt}"
+        else:
+            whole = [*prompt, *answer, *self.prompt]
+        return msgspec.structs.replace(self, prompt=whole, after=None)
 
 
 class DatasetOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,6 +62,31 @@ class DatasetOptions(msgspec.Struct, frozen=True, kw_only=True):
     prefix_repetition_output_len: int = 128
     sharegpt_output_len: int | None = None
     custom_output_len: int = 256
+    chat_turns: int | None = None
+    chat_prefix_len: int | None = None
+    chat_message_len: int | None = None
+    chat_output_len: int | None = None
+    chat_wait: float | None = None
+
+
+class Talk(NamedTuple):
+    """Conversations of a kind: a beginning that all have in common, turns of a message and an answer each, and the
+    seconds from an answer to the next message. The three last are means."""
+
+    turns: int
+    prefix_len: int
+    output_len: int
+    message_len: int
+    wait: float
+
+
+TALKS = {
+    "chats": Talk(turns=4, prefix_len=256, output_len=128, message_len=64, wait=8.0),
+    "agents": Talk(turns=8, prefix_len=1500, output_len=48, message_len=250, wait=0.5),
+}
+"""Where flags say nothing: people who read and type, and programs that call tools with long results."""
+TALK_RATIO = 0.5
+"""Lengths of messages vary by this share up and down."""
 
 
 class _Turn(msgspec.Struct):
@@ -130,9 +169,29 @@ def _prefix_repetition(options: DatasetOptions, rng: random.Random, tokenizer: T
         yield LoadItem(*prompts.prompt(ids), options.prefix_repetition_output_len)
 
 
+def _talks(options: DatasetOptions, rng: random.Random, tokenizer: Tokenizer | None) -> Iterator[LoadItem]:
+    """Conversations, one behind the other; of each only the first request has a time of its own."""
+    given = {name: getattr(options, f"chat_{name}") for name in Talk._fields}
+    talk = TALKS[options.dataset_name]._replace(**{name: value for name, value in given.items() if value is not None})
+    prompts = RandomPrompts(rng, tokenizer)
+    prefix = prompts.ids(talk.prefix_len)
+    for first in range(0, options.num_prompts, talk.turns):
+        num_tokens, begins = 0, prefix
+        for turn in range(talk.turns):
+            prompt, length = prompts.prompt(begins + prompts.ids(_around(rng, talk.message_len, TALK_RATIO)))
+            output_len = _around(rng, talk.output_len, TALK_RATIO)
+            num_tokens, begins = num_tokens + length, []
+            if turn:
+                wait_s = rng.expovariate(1 / talk.wait) if talk.wait else 0.0
+                yield LoadItem(prompt, num_tokens, output_len, first + turn - 1, wait_s)
+            else:
+                yield LoadItem(prompt, num_tokens, output_len)
+            num_tokens += output_len
+
+
 def _sharegpt(options: DatasetOptions, rng: random.Random, tokenizer: Tokenizer | None) -> Iterator[LoadItem]:
     """Take the first question of each conversation; the length of its first answer is the output length."""
-    talks = _decode(options, lambda data: msgspec.json.decode(data, type=list[_Conversation]))
+    talks = _decode(options, _conversations)
     if tokenizer is None and options.sharegpt_output_len is None:
         raise ConfigError(
             "the lengths of ShareGPT's answers need a tokenizer; give --tokenizer or --sharegpt-output-len"
@@ -150,6 +209,13 @@ def _sharegpt(options: DatasetOptions, rng: random.Random, tokenizer: Tokenizer 
         is_long = input_len > SHAREGPT_MAX_INPUT or input_len + output_len > SHAREGPT_MAX_TOTAL
         if input_len >= SHAREGPT_MIN and not is_short and not is_long:
             yield LoadItem(question, input_len, output_len)
+
+
+def _conversations(data: bytes) -> list[_Conversation]:
+    """A JSON array of them, or one a line."""
+    if data.lstrip()[:1] == b"[":
+        return msgspec.json.decode(data, type=list[_Conversation])
+    return msgspec.json.Decoder(_Conversation).decode_lines(data)
 
 
 def _custom(options: DatasetOptions, _: random.Random, tokenizer: Tokenizer | None) -> Iterator[LoadItem]:
@@ -176,4 +242,6 @@ MAKERS: dict[str, Callable[[DatasetOptions, random.Random, Tokenizer | None], It
     "sharegpt": _sharegpt,
     "prefix_repetition": _prefix_repetition,
     "custom": _custom,
+    "chats": _talks,
+    "agents": _talks,
 }

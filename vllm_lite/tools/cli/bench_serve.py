@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vllm_lite.tools.bench.serve_datasets import DatasetOptions
 
 BACKENDS = ("openai", "openai-chat", "vllm")
-DATASETS = ("random", "sharegpt", "prefix_repetition", "custom")
+DATASETS = ("random", "sharegpt", "prefix_repetition", "custom", "chats", "agents")
 METRICS = ("ttft", "tpot", "itl", "e2el")
 NUM_PROMPTS = 1000
 FIT_S = 60.0
@@ -76,6 +76,11 @@ def add_datasets(add: Callable[..., object], num_prompts: str) -> None:
         add(f"--prefix-repetition-{name}", type=int, default=value, help=f"[{value}]")
     add("--sharegpt-output-len", type=int, help="tokens [those of the conversation's answer]")
     add("--custom-output-len", type=int, default=256, help="where a line says nothing [256]")
+    add("--chat-turns", type=int, help="requests of a conversation of chats [4] or agents [8]")
+    add("--chat-prefix-len", type=int, help="tokens that all conversations begin with [256, agents: 1500]")
+    add("--chat-message-len", type=int, help="mean tokens of a message [64], or of a tool's result [250]")
+    add("--chat-output-len", type=int, help="mean tokens of an answer [128, agents: 48]")
+    add("--chat-wait", type=float, metavar="S", help="mean seconds from an answer to the next message [8, agents: 0.5]")
 
 
 def _add_sampling(add: Callable[..., object]) -> None:
@@ -174,10 +179,12 @@ def dataset_options(arguments: argparse.Namespace) -> "DatasetOptions":
 
 def _check_ranges(arguments: argparse.Namespace) -> None:
     for name, value in vars(arguments).items():
-        is_length = name == "num_prompts" or name.endswith(("_output_len", "_num_prefixes", "_input_len"))
+        is_length = name == "num_prompts" or name.endswith(
+            ("_output_len", "_num_prefixes", "_input_len", "_message_len", "_turns")
+        )
         if is_length and value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-        if name.endswith(("_prefix_len", "_suffix_len", "_warmups")) and value < 0:
+        if name.endswith(("_prefix_len", "_suffix_len", "_warmups", "_wait")) and value is not None and not value >= 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 0, got {value}")
         is_share = name in ("request_rate", "burstiness", "max_concurrency", "request_timeout")
         if is_share and value is not None and not value > 0:

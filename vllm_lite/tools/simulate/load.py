@@ -16,11 +16,16 @@ TOKEN_BITS = 8 * TOKEN_BYTES
 
 
 class SimulatedRequest(NamedTuple):
-    """A request that is sent at `time_s`, if as many as may run at once do not. `tokens`: u32 ids."""
+    """A request that is sent at `time_s`, if as many as may run at once do not. `tokens`: u32 ids.
+
+    With `after` it goes on from the request of that place: it is sent `time_s` after that one's end, and `tokens` stand
+    behind its prompt and its answer.
+    """
 
     time_s: float
     tokens: bytes
     output_len: int
+    after: int | None = None
 
 
 class LoadOptions(NamedTuple):
@@ -43,7 +48,8 @@ def make_load(options: LoadOptions, tokenizer: Tokenizer | None) -> list[Simulat
             if tokenizer is None:
                 raise ConfigError("texts have no tokens without a tokenizer; give --tokenizer FOLDER")
             ids = tokenizer.encode(ids)
-        load.append(SimulatedRequest(time_s, array("I", ids).tobytes(), item.output_len))
+        at_s = time_s if item.after is None else item.wait_s
+        load.append(SimulatedRequest(at_s, array("I", ids).tobytes(), item.output_len, item.after))
     return load
 
 
@@ -72,4 +78,7 @@ def _tokens(request: RecordedRequest, number: int, block_size: int) -> "array[in
 
 def largest(load: Sequence[SimulatedRequest]) -> int:
     """The most tokens of a request and its answer."""
-    return max(len(each.tokens) // 4 + each.output_len for each in load)
+    ends = list[int]()
+    for each in load:
+        ends.append(len(each.tokens) // 4 + each.output_len + (0 if each.after is None else ends[each.after]))
+    return max(ends)

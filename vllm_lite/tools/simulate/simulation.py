@@ -40,7 +40,7 @@ class Simulation:
         self._max_concurrency = max_concurrency or 1 << 60
 
     def run(self, load: Sequence[SimulatedRequest], report: Callable[[int], None] = lambda _: None) -> list[Outcome]:
-        """Serve `load`, in order of time. Returns the outcomes in the same order; `report` is called with the number
+        """Serve `load`. Returns the outcomes in the same order; `report` is called with the number
         of requests that have just ended. Raises ConfigError for a request that the engine refuses."""
         engines, most = self.engines, largest(load)
         if most > engines.max_model_len:
@@ -48,8 +48,8 @@ class Simulation:
             raise ConfigError(f"a request has {most} tokens with its answer, the engine takes {room}")
         clients = _Clients(load, self._client_s, self._max_concurrency)
         while True:
-            for number in clients.due(self.clock.now_s):
-                engines.add(number, load[number])
+            for number, request in clients.due(self.clock.now_s):
+                engines.add(number, request)
             ended = clients.take(engines.step(), self.clock.now_s)
             if ended:
                 report(ended)
@@ -68,33 +68,54 @@ class _Clients:
         self._load = load
         self._client_s = client_s
         self._free = max_concurrency
-        self._next = 0
+        self._coming = [(each.time_s, number) for number, each in enumerate(load) if each.after is None]
+        heapq.heapify(self._coming)
         self._waiting: deque[int] = deque()
         self._under_way: list[tuple[float, int]] = []
         """When the engine has each request that was sent."""
+        self._next_turns = {each.after: number for number, each in enumerate(load) if each.after is not None}
+        self._said: dict[int, bytearray] = {}
+        """The tokens of conversations that go on, by the request whose prompt, and then whose answer, they are."""
 
-    def due(self, now_s: float) -> list[int]:
-        """The requests that come to the engine at this time."""
-        while self._next < len(self._load) and self._load[self._next].time_s <= now_s:
-            self._waiting.append(self._next)
-            self._next += 1
+    def due(self, now_s: float) -> list[tuple[int, SimulatedRequest]]:
+        """The requests that come to the engine at this time, whole."""
+        while self._coming and self._coming[0][0] <= now_s:
+            self._waiting.append(heapq.heappop(self._coming)[1])
         while self._waiting and self._free > 0:
             self._free -= 1
             number = self._waiting.popleft()
             outcome = self.outcomes[number]
             outcome.start_s, outcome.chunks_s = now_s, array("d")
             heapq.heappush(self._under_way, (now_s + self._client_s, number))
-        found = list[int]()
+        found = list[tuple[int, SimulatedRequest]]()
         while self._under_way and self._under_way[0][0] <= now_s:
-            found.append(heapq.heappop(self._under_way)[1])
+            number = heapq.heappop(self._under_way)[1]
+            found.append((number, self._whole(number)))
         return found
+
+    def _whole(self, number: int) -> SimulatedRequest:
+        """A request with what its conversation begins with."""
+        request = self._load[number]
+        if request.after is not None:
+            request = request._replace(tokens=bytes(self._said.pop(request.after)) + request.tokens)
+            self.outcomes[number].input_len = len(request.tokens) // 4
+        if number in self._next_turns:
+            self._said[number] = bytearray(request.tokens)
+        return request
 
     def take(self, produced: Sequence[Produced], now_s: float) -> int:
         """Returns how many requests have ended."""
         ended = 0
         for item in produced:
-            take(self.outcomes[int(item.request.request_id)], item, now_s)
-            ended += item.reason is not None
+            number = int(item.request.request_id)
+            take(self.outcomes[number], item, now_s)
+            if number in self._said:
+                self._said[number] += array("I", item.token_ids).tobytes()
+            if item.reason is not None:
+                ended += 1
+                if number in self._next_turns:
+                    following = self._next_turns[number]
+                    heapq.heappush(self._coming, (now_s + self._load[following].time_s, following))
         self._free += ended
         return ended
 
@@ -102,8 +123,8 @@ class _Clients:
     def next_s(self) -> float | None:
         """When there is something to do next; None if that waits for an answer."""
         times = [self._under_way[0][0]] if self._under_way else []
-        if self._next < len(self._load):
-            times.append(self._load[self._next].time_s)
+        if self._coming:
+            times.append(self._coming[0][0])
         if self._waiting and self._free > 0:
             times.append(0.0)
         return min(times, default=None)
