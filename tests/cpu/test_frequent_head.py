@@ -45,8 +45,8 @@ def masked(driver: Driver) -> None:
     copy: Any = drafter_of(driver)._copy
     logits = copy.logits
 
-    def of_words(hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        found: torch.Tensor = logits(hidden, out)
+    def of_words(hidden: torch.Tensor, out: torch.Tensor | None = None, which: Any = None) -> torch.Tensor:
+        found: torch.Tensor = logits(hidden, out, which)
         for piece in rest_of(WORDS, found.shape[1]):
             found[:, piece.start : piece.stop] = -torch.inf
         return found

@@ -217,8 +217,8 @@ def test_a_sequence_whose_logits_are_not_finite_fails_alone(
     prompts = [make_prompt(length, seed=9) for length in (10, 11, 12)]
     logits = driver.worker.model.logits
 
-    def poisoned(hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        result = logits(hidden, out)
+    def poisoned(hidden: torch.Tensor, out: torch.Tensor | None = None, which: Any = None) -> torch.Tensor:
+        result = logits(hidden, out, which)
         result[1, 5] = float("nan")
         return result
 

@@ -132,8 +132,8 @@ def test_what_is_not_finite_behind_a_draft_fails_in_the_step_that_reaches_it(
     driver.run(new_request(0, prompt, [1, 2, 3, 4]))
     logits = driver.worker.model.logits
 
-    def poisoned(hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        result = logits(hidden, out)
+    def poisoned(hidden: torch.Tensor, out: torch.Tensor | None = None, which: Any = None) -> torch.Tensor:
+        result = logits(hidden, out, which)
         result[2 if len(result) > 2 else 0] = float("nan")
         return result
 

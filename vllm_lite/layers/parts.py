@@ -10,6 +10,7 @@ from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.shard import Shard, Split
 from vllm_lite.layers.norm import Norm, RMSNorm, WideNorm
+from vllm_lite.layers.weights.adapted_head import AdaptedHead
 from vllm_lite.layers.weights.adapted_tokens import AdaptedTokens
 from vllm_lite.layers.weights.embedding import Embedding, LMHead
 from vllm_lite.layers.weights.linear import Linear, RowParallelLinear
@@ -83,6 +84,12 @@ class Parts:
         if self.adapters is None or not AdaptedTokens.can_be(self.spec.vocab_size, self.adapters):
             return None
         return AdaptedTokens(name, self.spec.vocab_size, self.spec.hidden_size, self.adapters)
+
+    def adapted_head(self, name: str, embedding: Embedding) -> AdaptedHead | None:
+        """The adapters of the LM head `name`, which scores the tokens of `embedding`; None where none can have it."""
+        if self.adapters is None or not AdaptedHead.can_be(self.adapters):
+            return None
+        return AdaptedHead(name, embedding, self.adapters)
 
     def lm_head(self, embedding: Embedding, *, tied: bool) -> LMHead:
         """The scores of the tokens that `embedding` has, from the same tensor if it is `tied`."""

@@ -26,6 +26,7 @@ from vllm_lite.layers.decoder_layer import DecoderLayer
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.pooler import Pooler
 from vllm_lite.layers.vision.tower import VisionTower
+from vllm_lite.layers.weights.adapted_head import Which
 from vllm_lite.layers.weights.weight_slot import WeightGroup
 
 T = TypeVar("T")
@@ -94,6 +95,7 @@ class Decoder:
         """Whether a layer from this stage on attends; else the stages before it have sent the wanted rows alone."""
         self.norm = parts.norm()
         self.lm_head = parts.lm_head(self.embedding, tied=spec.tie_word_embeddings)
+        self.adapted_head = parts.adapted_head(self.names.head, self.embedding) if self.has_head else None
         self.pooler = None if spec.pooling is None else Pooler(parts)
         self.tower: VisionTower[Any] | None = None
         self.buffers = Buffers(parts, max_model_len, max_num_tokens)
@@ -198,8 +200,9 @@ class Decoder:
         return rows if self.lm_head.is_whole else rows.fill_(-torch.inf)
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden: [num_rows, hidden_size], rows of `forward`'s result -> `out`, by `empty_logits`, or a new one.
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None, which: Which | None = None) -> torch.Tensor:
+        """hidden: [num_rows, hidden_size], the rows `which` of `forward`'s result (None: all) -> `out`, by
+        `empty_logits`, or a new one.
 
         Of its columns this rank fills `own_columns` and no others; `gather_logits` completes it.
         """
@@ -208,6 +211,8 @@ class Decoder:
         if not self.has_head:
             return out
         self.lm_head.forward(hidden, out)
+        if self.adapted_head is not None:
+            self.adapted_head.add(hidden, out, which)
         if self.spec.logits_scale != 1.0 or self.spec.logits_soft_cap:
             for columns in self.lm_head.columns:
                 self.ops.scale_and_cap(out[:, columns], self.spec.logits_scale, self.spec.logits_soft_cap)

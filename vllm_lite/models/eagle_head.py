@@ -17,6 +17,7 @@ from vllm_lite.layers.attention.qkv_layout import QKVSplits
 from vllm_lite.layers.buffers import StepRows
 from vllm_lite.layers.decoder_layer import DecoderLayer
 from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.weights.adapted_head import Which
 from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightStack, whole_slot
 from vllm_lite.models.decoder import Decoder, Layer
 
@@ -121,7 +122,12 @@ class EagleHead(Decoder):
         self.ops.add(rows.hidden, rows.residual)
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def logits(
+        self,
+        hidden: torch.Tensor,
+        out: torch.Tensor | None = None,
+        which: Which | None = None,  # noqa: ARG002 - no row has an adapter
+    ) -> torch.Tensor:
         """As Decoder's; tokens that the head does not know have no chance."""
         out = self.empty_logits(len(hidden)) if out is None else out
         count = len(hidden)

@@ -22,6 +22,7 @@ from vllm_lite.layers.encoder_layer import EncoderLayer
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.pooler import Pooler
 from vllm_lite.layers.vision.tower import VisionTower
+from vllm_lite.layers.weights.adapted_head import Which
 from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightStack, whole_slot
 from vllm_lite.models.decoder import Layer
 
@@ -162,8 +163,8 @@ class Encoder:
     def empty_logits(self, num_rows: int) -> torch.Tensor:
         raise ProtocolError(f"{num_rows} logits are wanted of an encoder, which has none")
 
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        del out
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None, which: Which | None = None) -> torch.Tensor:
+        del out, which
         return self.empty_logits(len(hidden))
 
     def gather_logits(self, out: torch.Tensor) -> None:

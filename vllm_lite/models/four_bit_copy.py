@@ -28,7 +28,7 @@ from vllm_lite.models.decoder import Decoder
 from vllm_lite.models.registry import Model, Sizes, build
 from vllm_lite.models.weights import load_weights
 
-OWN = ("layers", "lm_head", "buffers", "adapted_tokens")
+OWN = ("layers", "lm_head", "buffers", "adapted_tokens", "adapted_head")
 """The parts of a model that its copy has for itself."""
 FEW_BITS = 5.0
 """Matrices of fewer bits cannot be drafted for by a copy of 4."""

@@ -23,6 +23,7 @@ from vllm_lite.layers.pooler import Pooler
 from vllm_lite.layers.quantized.exact import ExactForm
 from vllm_lite.layers.quantized.select import form_for
 from vllm_lite.layers.vision.tower import VisionTower
+from vllm_lite.layers.weights.adapted_head import Which
 from vllm_lite.layers.weights.lora import Adapters, stored_rows
 from vllm_lite.layers.weights.weight_form import DENSE
 from vllm_lite.layers.weights.weight_slot import WeightGroup
@@ -154,7 +155,9 @@ class Model(Protocol):
 
     def empty_logits(self, num_rows: int) -> torch.Tensor: ...
 
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor: ...
+    def logits(
+        self, hidden: torch.Tensor, out: torch.Tensor | None = None, which: Which | None = None
+    ) -> torch.Tensor: ...
 
     def gather_logits(self, out: torch.Tensor) -> None: ...
 

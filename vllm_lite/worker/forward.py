@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import HostLens, StepBatch, to_device
 from vllm_lite.kernels.recurrent import Segments
+from vllm_lite.layers.weights.adapted_head import Which
 from vllm_lite.models.registry import Model
 from vllm_lite.worker.batch.step_inputs import StepInputs, StepStates
 
@@ -58,17 +59,22 @@ class EagerForward:
         """Logits are made of those rows only whose next token is wanted."""
         return self.head(self.hidden(inputs))
 
-    def head(self, hidden: torch.Tensor) -> torch.Tensor:  # [num_wanted, hidden_size] -> float32 [num_wanted, vocab]
-        """Multiply rows with the LM head, on a CPU at most HEAD_ROWS at a time."""
-        num_rows = len(hidden)
+    def head(self, hidden: torch.Tensor, which: Which | None = None) -> torch.Tensor:
+        """Multiply the rows `which` of what `hidden` returned, [num_rows, hidden_size], with the LM head, on a CPU at
+        most HEAD_ROWS at a time: float32 [number of them, vocab_size]. None: all of them."""
+        if isinstance(which, slice):
+            first, last, _ = which.indices(len(hidden))
+            which = None if (first, last) == (0, len(hidden)) else np.arange(first, last)
+        num_rows = len(hidden) if which is None else len(which)
         if self.device.type != "cpu" or num_rows <= HEAD_ROWS:
-            logits = self.model.logits(hidden)
+            own = hidden if which is None else hidden[self._to_device(which)]
+            logits = self.model.logits(own, which=which)
             self.progress()
             return logits
-        logits = self.model.empty_logits(num_rows)
+        logits, numbers = self.model.empty_logits(num_rows), np.arange(num_rows) if which is None else which
         for first in range(0, num_rows, HEAD_ROWS):
-            rows = slice(first, first + HEAD_ROWS)
-            self.model.logits(hidden[rows], logits[rows])
+            part = numbers[first : first + HEAD_ROWS]
+            self.model.logits(hidden[part], logits[first : first + HEAD_ROWS], part)
             self.progress()
         return logits
 

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from vllm_lite.attention.backend import LoadsKernels
-from vllm_lite.attention.step_batch import to_device
 from vllm_lite.errors import ProtocolError
 from vllm_lite.kernels.cuda import sampler as cuda_sampler
 from vllm_lite.kernels.cuda.patience import PATIENCE_S
@@ -152,7 +151,7 @@ class ModelRunner:
         for after_hidden in self._after_hidden:
             after_hidden(inputs, hidden)
         if logits is None and hidden is not None and inputs.draws:
-            logits = self.eager.head(_rows(hidden, inputs.sampled_rows))
+            logits = self.eager.head(hidden, inputs.sampled_rows)
         return logits
 
     def _shown(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -207,10 +206,6 @@ class ModelRunner:
             warm_up_step(self.eager, self.sampler, limits, num_tokens, num_sampling=num_sampling)
         for part in self.parts:
             part.load_kernels(self.eager.device)
-
-
-def _rows(hidden: torch.Tensor, which: Int64s | slice) -> torch.Tensor:
-    return hidden[which] if isinstance(which, slice) else hidden[to_device(which, hidden.device)]
 
 
 def warm_up_step(

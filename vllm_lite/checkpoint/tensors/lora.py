@@ -26,6 +26,8 @@ MAX_SHOWN = 3
 """Names of tensors and layers in an error."""
 PATTERN_TIMEOUT_S = 1.0
 """Processor time of all patterns of a config together, compiled and matched with all layers."""
+LM_HEAD = "lm_head"
+"""The canonical name of it."""
 _NAME = re.compile(r"[\w.-]+")
 _MATRIX = re.compile(
     r"(?:base_model\.model\.)?(.+)\.lora_(?:([AB])(?:\.default)?\.weight|embedding_([AB])(?:\.default)?)"
@@ -60,6 +62,7 @@ class _Config(msgspec.Struct):
     rank_pattern: dict[str, Size] | None = None
     alpha_pattern: dict[str, Positive] | None = None
     init_lora_weights: bool | str | None = True
+    ensure_weight_tying: bool = False
 
 
 class LoraModule(NamedTuple):
@@ -113,7 +116,13 @@ def read_lora(folder: str | Path) -> LoraCheckpoint:
     if not found:
         raise ModelError(f"{file}: has no tensors")
     scale_of = _Scales(config, folder / CONFIG_FILE)
-    return LoraCheckpoint(file, {_canonical(name): _module(name, parts, scale_of) for name, parts in found.items()})
+    modules = {_canonical(name): _module(name, parts, scale_of) for name, parts in found.items()}
+    if config.ensure_weight_tying and any(module.is_table or name == LM_HEAD for name, module in modules.items()):
+        raise ModelError(
+            f"{folder / CONFIG_FILE}: ensure_weight_tying is set: adapters that token vectors and LM head have in "
+            "common are not served"
+        )
+    return LoraCheckpoint(file, modules)
 
 
 def _parse(raw: Any) -> _Config:

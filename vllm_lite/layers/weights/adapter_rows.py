@@ -1,7 +1,7 @@
 """The adapters of a step's rows, in memory that stays: recorded steps read it.
 
 There are two sets of rows: those of all tokens of the step and, once `gather` was called, those that go on. Layers ask
-for the `current` one.
+for the `current` one. An LM head that takes some of the last ones at a time has a third.
 """
 
 from functools import cached_property
@@ -58,21 +58,30 @@ class GroupedRows:
     """For the CPU's kernel, which takes each adapter's rows together."""
 
     def __init__(self, num_slots: int, max_num_tokens: int) -> None:
-        self.all, self.kept = (Grouped.empty(num_slots, max_num_tokens) for _ in range(2))
+        self.all, self.kept, self.selected = (Grouped.empty(num_slots, max_num_tokens) for _ in range(3))
         self.current = self.all
-        self._slots: Slots = np.zeros(0, np.int64)
+        self._slots = self._left = np.zeros(0, np.int64)
+        """Slots of all rows, and of those that the last layer leaves."""
 
     def begin_step(self, slots: Slots) -> None:
-        self._slots, self.current = slots, self.all
+        self._slots = self._left = slots
+        self.current = self.all
         self.all.fill(slots)
 
     def repeat_step(self) -> None:
-        self.current = self.all
+        self.current, self._left = self.all, self._slots
 
     def gather(self, wanted: torch.Tensor) -> None:
         self.current = self.kept
         if len(self._slots):  # a step that only warms up has none
-            self.kept.fill(self._slots[wanted.numpy()])
+            self._left = self._slots[wanted.numpy()]
+            self.kept.fill(self._left)
+
+    def select(self, which: slice | Slots) -> None:
+        """From here on the rows are some of those that the last layer leaves."""
+        self.current = self.selected
+        if len(self._slots):
+            self.selected.fill(self._left[which])
 
 
 class LaunchedRows:
@@ -120,13 +129,14 @@ class AdapterMask:
 
     def __init__(self, num_slots: int, max_num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         self.all, self.kept = torch.zeros(2, max_num_tokens, num_slots, dtype=dtype, device=device)
-        self.current = self.all
+        self.current = self._left = self.all
+        """The mask of the rows now, and of those that the last layer leaves."""
         self.is_idle = False
         """No row has an adapter. False where a step is captured, whose rows may have some later."""
         self._columns = np.arange(num_slots)
 
     def begin_step(self, slots: Slots) -> None:
-        self.current = self.all
+        self.current = self._left = self.all
         self.is_idle = not (slots >= 0).any()
         mask = torch.from_numpy(slots[:, None] == self._columns)
         on_host = self.all.device.type == "cpu"
@@ -134,8 +144,12 @@ class AdapterMask:
         self.all[len(slots) :].zero_()  # rows that pad a captured step
 
     def repeat_step(self) -> None:
-        self.current = self.all
+        self.current = self._left = self.all
 
     def gather(self, wanted: torch.Tensor) -> None:
-        self.current = self.kept
+        self.current = self._left = self.kept
         self.kept[: len(wanted)] = self.all[wanted]
+
+    def select(self, which: slice | Slots) -> None:
+        """As GroupedRows'."""
+        self.current = self._left[which]

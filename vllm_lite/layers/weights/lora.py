@@ -18,7 +18,7 @@ from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.quantization.spec import Gguf
 from vllm_lite.checkpoint.shard import HeadSplit, Split
 from vllm_lite.checkpoint.tensors.headers import TensorPlace, shown
-from vllm_lite.checkpoint.tensors.lora import MAX_SHOWN, LoraCheckpoint, LoraModule
+from vllm_lite.checkpoint.tensors.lora import LM_HEAD, MAX_SHOWN, LoraCheckpoint, LoraModule
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels.cpu.weights.lora import LoraSlots
 from vllm_lite.layers.attention.qkv_layout import qkv_splits
@@ -32,6 +32,7 @@ if TYPE_CHECKING:  # other devices need none of it
     from vllm_lite.kernels.cuda.launcher import Launcher
 
 TABLES = "; token vectors are on CPUs, where vocabulary times max_loras times max_lora_rank take at most 1 GiB"
+HEADS = "; LM heads are on CPUs"
 
 Matrices = Sequence[torch.Tensor | None]
 
@@ -75,6 +76,8 @@ class Adapters:
         """By the name of each matrix."""
         self.tables: dict[str, AdaptedPart] = {}
         """Tables of token vectors, by name."""
+        self.heads: dict[str, AdaptedPart] = {}
+        """LM heads, by name."""
         self.stored_rows: Callable[[str], Sequence[int] | None] = lambda _: None
         """The rows that an adapter's B has for those of a matrix as the base model's files have it, in their order;
         None: it has the same."""
@@ -97,7 +100,8 @@ class Adapters:
         by_site: dict[AdaptedPart, dict[str, LoraModule]] = {}
         unknown = []
         for name, module in checkpoint.modules.items():
-            parts: Mapping[str, AdaptedPart] = self.tables if module.is_table else self.sites
+            of_head = self.heads if name in self.heads else self.sites
+            parts: Mapping[str, AdaptedPart] = self.tables if module.is_table else of_head
             known = name if name in parts else f"model.{name}"  # made for a model without its head
             if (site := parts.get(known)) is None:
                 unknown.append(name)
@@ -106,9 +110,10 @@ class Adapters:
         if unknown:
             more = f" and {len(unknown) - MAX_SHOWN} more" if len(unknown) > MAX_SHOWN else ""
             tables = any(checkpoint.modules[name].is_table for name in unknown)
+            heads = HEADS if LM_HEAD in unknown else ""
             raise ModelError(
                 f"{label} adapts {', '.join(map(shown, unknown[:MAX_SHOWN]))}{more}: not layers of this model that can "
-                f"be adapted here{TABLES if tables else ''}"
+                f"be adapted here{TABLES if tables else heads}"
             )
         if checkpoint.max_rank > self.limits.max_rank:
             raise ModelError(

@@ -20,6 +20,7 @@ from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.pooler import Pooler
 from vllm_lite.layers.vision.tower import VisionTower
+from vllm_lite.layers.weights.adapted_head import Which
 from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightStack, whole_slot
 from vllm_lite.models.transformers.attention import LayerStep, PagedAttention, Seen, install, register
 from vllm_lite.models.transformers.dry_run import observe, observe_head
@@ -87,7 +88,12 @@ class TransformersModel:
         return self.communicator.shared_rows(num_rows, self.spec.vocab_size, torch.float32)
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def logits(
+        self,
+        hidden: torch.Tensor,
+        out: torch.Tensor | None = None,
+        which: Which | None = None,  # noqa: ARG002 - no row has an adapter
+    ) -> torch.Tensor:
         """As Decoder.logits. The code of the causal model computes them, with `hidden` as what its body gave."""
         if out is None:
             out = self.empty_logits(hidden.shape[0])

@@ -101,7 +101,7 @@ class PromptScorer(StepPart):
     def after_hidden(self, inputs: StepInputs, hidden: torch.Tensor | None) -> None:
         step = self._step
         if step is not None and hidden is not None and self._has_head:
-            self._found = score(self._model, hidden[inputs.read_rows(step.read)], step, self._progress)
+            self._found = score(self._model, hidden, inputs.read_rows(step.read), step, self._progress)
 
     def commit(self, inputs: StepInputs, tokens: Int64s, num_kept: Int64s | None) -> None:  # noqa: ARG002
         """Remember what the step has scored."""
@@ -120,12 +120,13 @@ class PromptScorer(StepPart):
 
 def score(
     model: Model,
-    hidden: torch.Tensor,  # [num_scored, hidden_size]
+    hidden: torch.Tensor,  # [n, hidden_size]
+    scored: slice,
     scoring: StepScoring,
     progress: Callable[[], None] = lambda: None,
 ) -> list[tuple[Handle, PromptLogprobs]]:
-    """Score the prompt tokens, some rows at a time: a whole prompt's logits would take more memory than the model.
-    `progress` is called after each product, which for a large vocabulary takes as long as a layer.
+    """Score the prompt tokens by the rows `scored`, some at a time: a whole prompt's logits would take more memory than
+    the model. `progress` is called after each product, which for a large vocabulary takes as long as a layer.
 
     All ranks make logits and each looks at a share of the rows. Rank 0 reports, the others return nothing.
     """
@@ -139,7 +140,9 @@ def score(
     entries: list[TokenLogprobs] = []
     for first in range(0, len(targets), at_once):
         rows = slice(first, first + at_once)
-        logits = model.logits(hidden[rows])
+        which = range(scored.start, scored.stop)[rows]
+        own = slice(which.start, which.stop)
+        logits = model.logits(hidden[own], which=own)
         model.gather_logits(logits)
         share = RowShare.of(len(logits), communicator.shard)
         found = find(logits[share.own].log_softmax(1), targets[rows][share.own], most_top)
