@@ -30,10 +30,18 @@ sys.dont_write_bytecode = False
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+_GPU = Path(__file__).parent / "gpu"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Only `pytest tests/gpu` sees a GPU: everything else is about the CPU, also where there is one."""
     if not all("tests/gpu" in arg for arg in config.args):
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Without a GPU in sight each of its hundreds of tests would be skipped, in each process."""
+    return True if collection_path == _GPU and not any("tests/gpu" in arg for arg in config.args) else None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -71,7 +79,7 @@ def _let_loggers_propagate() -> None:
             logger.propagate = True
 
 
-_FOLDERS = ["real", "e2e", "cpu", "kernels", "gpu", "unit"]
+_FOLDERS = ["real", "e2e", "cpu", "kernels", "unit"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -241,7 +241,7 @@ def test_one_that_is_killed_is_replaced_and_the_others_go_on(server: Server) -> 
 
 
 def test_one_that_hangs_is_replaced_and_the_others_go_on() -> None:
-    silence = f"{scaled(5.0):.1f}"  # the others are not to be taken for hung
+    silence = f"{scaled(3.0):.1f}"  # the others are not to be taken for hung
     with serving("--api-server-count", "2", "--api-key", "key", "--heartbeat-timeout-s", silence, *SLOW) as server:
         with Both(server) as both, ExitStack() as stack:
             body = {**LONG, "stream": True}

@@ -192,8 +192,14 @@ def _decode() -> list[Instantiation]:
     ]
     shapes = [("64, 1, false", 128), ("112, 1, true", 255), ("128, 1, false", 168), ("192, 1, false", 255)]
     shapes += [("256, 1, false", 255), ("256, 1, true", 255), ("64, 2, false", 168), ("128, 2, true", 255)]
-    for scalar, cache in ((bf16, bf16), (half, half), (bf16, "fp8_e4m3"), (half, "fp8_e5m2")):
-        for shape, registers in shapes:
+    of_half = (shapes[0], shapes[5], shapes[7])  # as bfloat16 with the others
+    for scalar, cache, some in (
+        (bf16, bf16, shapes),
+        (bf16, "fp8_e4m3", shapes),
+        (half, half, of_half),
+        (half, "fp8_e5m2", of_half),
+    ):
+        for shape, registers in some:
             name = f"decode_attention<{scalar}, {cache}, {shape}, 4>"
             found.append(Instantiation("decode_attention.cuh", name, registers))
     for cache, shape, registers in (
