@@ -17,6 +17,11 @@ constexpr int64_t kMinTask = 64 << 10;
 // Up to here the weights take the time, and threads share them out more finely.
 constexpr int64_t kFewRows = 4;
 
+// Blocks whose sums a task by tiles keeps: up to 2 MiB.
+constexpr int64_t kMaxSummedBlocks = 64;
+constexpr int64_t kWideBlocks = 16;
+constexpr int64_t kTileGroup = 32;  // rows at a time
+
 // Inputs to quantize that are not worth handing out either; about 5 us.
 constexpr int64_t kMinQuantized = 32 << 10;
 
@@ -37,14 +42,67 @@ void unpack_row(const char* column, int64_t row_bytes, char* row) {
   std::memcpy(row + num_words * kSize, column + num_words * kBlock * kSize, static_cast<size_t>(row_bytes % kSize));
 }
 
-// How rows are dealt to tasks; a panel of quantized rows belongs to one part.
+// How rows are dealt to tasks, in whole units; a panel of quantized rows belongs to one part.
 struct RowParts {
   int64_t num_rows;
   int64_t most;
+  int64_t unit = 1;
   int64_t count = ceil_div(num_rows, most);
 
-  int64_t first(int64_t part) const { return part * num_rows / count; }
+  int64_t first(int64_t part) const {
+    const int64_t row = ceil_div(part * num_rows, count * unit) * unit;
+    return row < num_rows ? row : num_rows;
+  }
 };
+
+// Rows of a task by tiles, which copies them first: few enough that all threads have some, and that it uses each for
+// kWideBlocks.
+int64_t most_tile_rows(const LinearCall& call) {
+  const int64_t num_blocks = ceil_div(call.weight->num_outputs, kBlock), threads = vllm_lite::num_threads();
+  int64_t most = call.weight->num_inputs > kSpanInputs / 2 ? kMaxTileRows / 2 : kMaxTileRows;
+  if (threads == 1) return most;
+  while (most > kTilesInPlace && ceil_div(call.num_rows, most) * ceil_div(num_blocks, kWideBlocks) < 2 * threads)
+    most /= 2;
+  return most;
+}
+
+// How blocks of outputs are dealt to tasks; many rows meet two at a time.
+struct ColumnParts {
+  int64_t num_blocks, unit, count;
+
+  int64_t num_units() const { return ceil_div(num_blocks, unit); }
+  int64_t first(int64_t part) const {
+    const int64_t block = part * num_units() / count * unit;
+    return block < num_blocks ? block : num_blocks;
+  }
+};
+
+// Wide tasks read x once for many blocks, which takes a fifth of a narrow one's time where there are many rows; several
+// for each thread, so that all finish at about the same time.
+ColumnParts column_parts(const LinearCall& call, const RowParts& rows) {
+  const int64_t num_blocks = ceil_div(call.weight->num_outputs, kBlock), unit = call.num_rows < kManyRows ? 1 : 2;
+  const int64_t num_units = ceil_div(num_blocks, unit), each = call.num_rows > kFewRows ? 4 : 8;
+  const int64_t wanted = vllm_lite::num_threads() == 1 ? 1 : each * vllm_lite::num_threads();
+  const int64_t least =
+      ceil_div(kMinTask, unit * kBlock * call.weight->num_inputs * ceil_div(call.num_rows, rows.count));
+  int64_t width = num_units * rows.count / wanted;
+  width = width < least ? least : width;
+  width = width < 1 ? 1 : width > kMaxBlocks / unit ? kMaxBlocks / unit : width;
+  // As many for one thread as for the other.
+  const int64_t count = ceil_div(ceil_div(num_units, width), vllm_lite::num_threads()) * vllm_lite::num_threads();
+  return {num_blocks, unit, count < num_units ? count : num_units};
+}
+
+// The same for tiles, whose tasks copy their rows first: as wide as threads allow, and as sums find place in L2 that
+// are kept from one span of inputs to the next.
+ColumnParts tile_column_parts(const LinearCall& call, const RowParts& rows) {
+  const int64_t num_blocks = ceil_div(call.weight->num_outputs, kBlock), threads = vllm_lite::num_threads();
+  const int64_t most = call.weight->num_inputs > kSpanInputs ? kMaxSummedBlocks : num_blocks;
+  int64_t count = ceil_div(num_blocks, most);
+  while (threads > 1 && count < num_blocks && (count * rows.count < 2 * threads || count * rows.count % threads != 0))
+    ++count;
+  return {num_blocks, 1, count};
+}
 
 // Memory for the rows of `call` as integers, valid until this thread's next call.
 QuantizedRows quantized_rows(const LinearCall& call) {
@@ -125,38 +183,24 @@ VLLM_LITE_API void vllm_lite_linear(const PackedWeight* weight, const void* x, i
   if (num_rows <= 0) return;
   LinearCall call = {weight, x, x_stride, out, out_stride, num_rows, x_type, out_type, nullptr};
   const auto linear = VLLM_LITE_DISPATCH_TILES(linear);
-  const bool by_tiles = isa() >= Isa::kAmx && fits_tiles(*weight, x_type);
-  const RowParts parts = {num_rows, by_tiles ? kMaxTileRows : kMaxRows};
+  const bool are_wide = num_rows > kTilesInPlace && isa() >= Isa::kAmx && fits_tiles(*weight, x_type);
+  const RowParts parts = {num_rows, are_wide ? most_tile_rows(call) : kMaxRows, are_wide ? kTileGroup : 1};
   QuantizedRows quantized;
   if (quantizes_rows(*weight)) {
     quantized = quantized_rows(call);
     call.quantized = &quantized;
     fill_quantized(call, parts);
   }
-  // Wide tasks read x once for many blocks, which takes a fifth of a narrow one's time where there are many rows;
-  // several for each thread, so that all finish at about the same time. Columns count blocks, or the pairs of them that
-  // many rows meet.
-  const int64_t num_blocks = ceil_div(weight->num_outputs, kBlock), unit = num_rows < kManyRows ? 1 : 2;
-  const int64_t num_units = ceil_div(num_blocks, unit);
-  const int64_t each = num_rows > kFewRows ? 4 : 8;
-  const int64_t wanted = vllm_lite::num_threads() == 1 ? 1 : each * vllm_lite::num_threads();
-  const int64_t least = ceil_div(kMinTask, unit * kBlock * weight->num_inputs * ceil_div(num_rows, parts.count));
-  int64_t width = num_units * parts.count / wanted;
-  width = width < least ? least : width;
-  width = width < 1 ? 1 : width > kMaxBlocks / unit ? kMaxBlocks / unit : width;
-  // As many for one thread as for the other.
-  int64_t column_parts = ceil_div(ceil_div(num_units, width), vllm_lite::num_threads()) * vllm_lite::num_threads();
-  column_parts = column_parts < num_units ? column_parts : num_units;
+  const ColumnParts columns = are_wide ? tile_column_parts(call, parts) : column_parts(call, parts);
   // Rows change fastest: the weights of one part of the columns are in the cache for all of them. Where there are few,
   // a thread's blocks follow one another: what it asks for ahead is what it takes next, and what it has fetched itself.
   const vllm_lite::Order order = num_rows > kFewRows ? vllm_lite::Order::kFirst : vllm_lite::Order::kByThread;
   const auto multiply = [&](int64_t number) {
     const int64_t part = number / parts.count, rows = number % parts.count;
-    const int64_t first_row = parts.first(rows), end_row = parts.first(rows + 1);
-    const int64_t first = part * num_units / column_parts * unit, next = (part + 1) * num_units / column_parts * unit;
-    linear(call, {first_row, end_row - first_row, first, (next < num_blocks ? next : num_blocks) - first});
+    const int64_t first_row = parts.first(rows), end_row = parts.first(rows + 1), first = columns.first(part);
+    linear(call, {first_row, end_row - first_row, first, columns.first(part + 1) - first});
   };
-  vllm_lite::parallel_for(column_parts * parts.count, multiply, order);
+  vllm_lite::parallel_for(columns.count * parts.count, multiply, order);
 }
 VLLM_LITE_RECORDABLE(vllm_lite_linear)
 

@@ -35,8 +35,10 @@
 
 constexpr int64_t kBlock = 32;         // outputs
 constexpr int64_t kMaxRows = 96;       // of one task
-constexpr int64_t kMaxTileRows = 256;  // the same where tiles multiply
-constexpr int64_t kMaxBlocks = 8;      // of one task
+constexpr int64_t kMaxTileRows = 512;  // the same where tiles multiply, of no more than
+constexpr int64_t kSpanInputs = 2048;  // inputs at a time, and of half as many rows where there are more than half
+constexpr int64_t kTilesInPlace = 64;  // rows, which tiles read where they lie
+constexpr int64_t kMaxBlocks = 8;      // of one task; any number where tiles multiply more rows than those
 constexpr int64_t kManyRows = 13;      // which meet two blocks at a time
 constexpr int64_t kQuantGroup = 128;   // the most inputs that share a scale
 constexpr int64_t kOnePlane = 32;      // the most that share one where rows have 8 bits
@@ -172,7 +174,7 @@ struct LinearCall {
   const QuantizedRows* quantized;  // of x, or nullptr
 };
 
-// Part of the output: at most kMaxRows and kMaxBlocks.
+// Part of the output: at most kMaxRows and kMaxBlocks, or what tiles take.
 struct LinearTask {
   int64_t first_row;
   int64_t num_rows;

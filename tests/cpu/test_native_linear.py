@@ -113,6 +113,23 @@ def test_tiles_in_plain_code_do_what_the_processor_does() -> None:
     assert torch.equal(*outs)
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "num_inputs", "num_outputs"), [(530, 40, 1056), (70, 4131, 70), (600, 96, 40), (100, 4160, 64)]
+)
+@pytest.mark.usefixtures("two_threads")
+def test_tiles_give_a_row_the_same_bits_among_any_others(num_rows: int, num_inputs: int, num_outputs: int) -> None:
+    """Among so many that outputs pass by the caches, with inputs in several spans, and where rows are copied."""
+    x, weight = (random(size, num_inputs, dtype=torch.bfloat16) for size in (num_rows, num_outputs))
+    packed = PackedWeight(weight, random(num_outputs))
+    for isa in ("amx_emulated", *(["amx"] if has_amx() else [])):
+        for _ in using_isa(isa):
+            out, few = (torch.full((num_rows, num_outputs), math.nan, dtype=torch.bfloat16) for _ in range(2))
+            linear(x, packed, out)
+            for first in range(0, num_rows, 19):
+                linear(x[first : first + 19], packed, few[first : first + 19])
+            assert torch.equal(out, few), isa
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_rows_of_a_packed_weight(dtype: torch.dtype) -> None:
     for num_outputs, num_inputs in ((33, 7), (100, 64)):

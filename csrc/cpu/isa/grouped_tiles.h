@@ -13,30 +13,29 @@ struct GroupedProduct : IntegerProduct {
   const CellLayout layout;
   const char* cells = nullptr;  // of the part, the first of which is for the scale `first`
   int64_t block = 0, first = 0;
-  alignas(64) char bytes[kSteps * kStepWeights];
+  alignas(64) char bytes[kMaxSteps * kStepWeights];
 
   explicit GroupedProduct(const LinearCall& of)
       : IntegerProduct{*of.quantized}, call(of), layout(CellLayout::of(*of.weight)) {}
 
-  static int64_t part_bytes(int64_t, int64_t) { return kSteps * kTileRowBytes; }
-
-  Weights part(const LinearTask& task, int64_t number, int64_t begin, int64_t num_bytes) {
-    const PackedWeight& weight = *call.weight;
-    const int64_t num_cells = rows.layout.num_groups, count = num_bytes / kQuantGroup;
-    block = task.first_block + number;
-    first = begin / kQuantGroup;
-    const char* all = static_cast<const char*>(weight.data);
-    cells = all + (block * num_cells + first) * layout.bytes();
+  Weights part(const LinearTask& task, const Part& part) {
+    const int64_t count = part.num_bytes / kQuantGroup;
+    block = task.first_block + part.block;
+    first = part.begin / kQuantGroup;
+    cells = cell(block, first);
     widen(count);
-    const bool is_last = number + 1 == task.num_blocks;
-    const char* next = is_last ? all + (task.first_block * num_cells + first + count) * layout.bytes()
-                               : cells + num_cells * layout.bytes();
     const int64_t num_steps = count * kQuantSteps;
+    const char* next = cell(task.first_block + part.next_block, part.next_begin / kQuantGroup);
     return {bytes, num_steps, bytes + (num_steps - 1) * kStepWeights, next, layout.bytes() / kQuantSteps};
   }
 
-  template <bool kTwo>
-  void add(const Group& group, const Weights& weights) const {
+  const char* cell(int64_t of_block, int64_t number) const {
+    return static_cast<const char*>(call.weight->data) + (of_block * rows.layout.num_groups + number) * layout.bytes();
+  }
+
+  template <bool kTwo, class Meanwhile>
+  void add(const Group& group, const Weights& weights, const Meanwhile& meanwhile) const {
+    for (int64_t step = 0; step < weights.num_steps; ++step) meanwhile(step);
     add_integers<kTwo>(*this, group, weights);
   }
 

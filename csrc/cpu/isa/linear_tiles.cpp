@@ -2,28 +2,35 @@
 // what a tile of weights has to be: 16 groups of 4 bytes, each for 16 outputs.
 //
 // One step is 64 bytes of each row times 2 KiB of a block. 32 rows and the block's 32 outputs take four tiles of sums,
-// two of rows and two of weights. A row's sums are made in one order, however many rows there are. Rows are read where
-// they lie: what a tile takes of one is a line of the cache.
+// two of rows and two of weights. A row's sums are made in one order, however many rows there are.
+//
+// L2 holds a task's rows, of kSpanInputs at most, in the order in which tiles take them; L1 a part of a block's
+// weights, which all of those rows meet, and the rows of a step pass by without taking their place. While a group of
+// rows is multiplied, the outputs of the one before leave and the weights that come next are asked for, a few lines a
+// step.
 #include "grouped_tiles.h"
 #include "tile_groups.h"
+#include "tile_outputs.h"
+#include "tile_panel.h"
 
 namespace VLLM_LITE_ISA {
 namespace {
 
 // Weights that lie as tiles take them: blocks of so many bytes.
 struct DenseWeights {
+  static constexpr int64_t kPlanes = 1;
   const char* data;
   int64_t block_bytes;
   alignas(64) char last[kStepWeights];  // of inputs that end within the last step
 
-  static int64_t part_bytes(int64_t num_rows, int64_t row_bytes) {
-    return num_rows <= kGroup ? row_bytes : kSteps * kTileRowBytes;  // what is used once need not stay anywhere
+  const char* at(const LinearTask& task, int64_t block, int64_t begin) const {
+    return data + (task.first_block + block) * block_bytes + packed_bytes(begin);
   }
 
-  Weights part(const LinearTask& task, int64_t number, int64_t begin, int64_t num_bytes) {
-    const char* first = data + task.first_block * block_bytes;
-    const char* from = first + number * block_bytes + packed_bytes(begin);
-    const int64_t num_steps = (num_bytes + kTileRowBytes - 1) / kTileRowBytes, rest = num_bytes % kTileRowBytes;
+  Weights part(const LinearTask& task, const Part& part) {
+    const char* from = at(task, part.block, part.begin);
+    const int64_t num_steps = (part.num_bytes + kTileRowBytes - 1) / kTileRowBytes,
+                  rest = part.num_bytes % kTileRowBytes;
     Weights weights = {from, num_steps, from + (num_steps - 1) * kStepWeights, from + kAheadBytes, kStepWeights};
     if (rest != 0) {
       const size_t filled = static_cast<size_t>(packed_bytes(rest));
@@ -31,16 +38,13 @@ struct DenseWeights {
       std::memset(last + filled, 0, sizeof last - filled);
       weights.last = last;
     }
-    if (task.num_rows > kGroup) {  // the same inputs of the next block, for which these rows stay where they are
-      weights.next = number + 1 < task.num_blocks ? from + block_bytes : first + packed_bytes(begin + num_bytes);
-    }
+    if (task.num_rows > kGroup) weights.next = at(task, part.next_block, part.next_begin);
     return weights;
   }
 };
 
 // sums += x times weights, both bfloat16.
 struct Bf16Product : DenseWeights {
-  static constexpr bool kRowsAreFull = false;
   VLLM_LITE_INLINE void add00() { TILE_DOT_BF16(0, 4, 6); }
   VLLM_LITE_INLINE void add01() { TILE_DOT_BF16(1, 4, 7); }
   VLLM_LITE_INLINE void add10() { TILE_DOT_BF16(2, 5, 6); }
@@ -49,13 +53,14 @@ struct Bf16Product : DenseWeights {
   explicit Bf16Product(const LinearCall& call)
       : DenseWeights{static_cast<const char*>(call.weight->data), packed_bytes(call.weight->num_inputs * 2), {}} {}
 
-  template <bool kTwo>
-  void add(const Group& group, const Weights& weights) const {
+  template <bool kTwo, class Meanwhile>
+  void add(const Group& group, const Weights& weights, const Meanwhile& meanwhile) const {
     const Group::Ahead ahead = group.ahead(weights);
     TILES_FENCE();
-    group.are_begun ? load_sums<kTwo>(group.sums, kBlock) : zero_sums<kTwo>();
+    group.are_begun ? load_sums_once<kTwo>(group.sums, kBlock) : zero_sums<kTwo>();
     for (int64_t step = 0; step < weights.num_steps; ++step) {
-      ahead.prefetch(step);
+      prefetch(ahead, step);
+      meanwhile(step);
       add_step<kTwo, Bf16Product>(group.x, weights, step);
     }
     store_sums<kTwo>(group.sums, kBlock);
@@ -65,67 +70,130 @@ struct Bf16Product : DenseWeights {
 
 // ---- one task
 
-// A task's rows and sums, while one part of its inputs follows the other.
-template <class Product>
-struct Task {
-  const Product& product;
-  const LinearCall& call;
-  const LinearTask& task;
-  float* sums;             // [blocks][groups][kGroupSums], or of one group where all inputs are one part
-  bool is_first, is_last;  // of the parts
-
-  void add_block(const Weights& weights, const Rows& x, int64_t block) const {
-    const int64_t num_groups = (task.num_rows + kGroup - 1) / kGroup;
-    for (int64_t number = 0, shape = 0; number < num_groups; ++number) {
-      const int64_t row = number * kGroup, left = task.num_rows - row, count = left < kGroup ? left : kGroup;
-      const int64_t place = is_first && is_last ? 0 : block * num_groups + number;
-      const Group group = {x.from(row), count,     sums + place * kGroupSums, !is_first, task.first_row + row,
-                           number,      num_groups};
-      const Outputs outputs = {call, group.first_row, count, task.first_block + block};
-      if (is_last) outputs.prefetch();
-      if (count != shape) shape_for(shape = count);
-      if (count > kTileRows) {
-        product.template add<true>(group, weights);
-      } else {
-        product.template add<false>(group, weights);
-      }
-      if (is_last) outputs.write(group.sums);
-    }
-  }
+// Rows `stride` bytes apart, `width` bytes each, or each plane of them.
+struct TaskRows {
+  const char* data;
+  int64_t stride, width;
 };
 
-// The last bytes of rows that end within a step, filled up with zeros.
-void fill_up(const char* from, int64_t stride, int64_t num_rows, int64_t num_bytes, char* to) {
-  for (int64_t row = 0; row < num_rows; ++row, from += stride, to += kTileRowBytes) {
-    std::memcpy(to, from, static_cast<size_t>(num_bytes));
-    std::memset(to + num_bytes, 0, static_cast<size_t>(kTileRowBytes - num_bytes));
-  }
-}
-
-// Rows are `row_bytes` long, `stride` apart. Those of integers are as long as their first plane is, or what the weights
-// have of it.
 template <class Product>
-void run(const LinearCall& call, const LinearTask& task, const char* rows, int64_t stride, int64_t row_bytes) {
-  Product product(call);
-  alignas(64) char filled_up[kMaxTileRows * kTileRowBytes];
-  alignas(64) float sums[kMaxTileRows * kMaxBlocks * kBlock];
-  const int64_t length = Product::part_bytes(task.num_rows, row_bytes);
-  for (int64_t begin = 0; begin < row_bytes; begin += length) {
-    const int64_t left = row_bytes - begin, count = left < length ? left : length, rest = count % kTileRowBytes;
-    const char* last = rows + begin + (count - 1) / kTileRowBytes * kTileRowBytes;
-    Rows x = {rows + begin, stride, last, stride};
-    if (rest != 0 && !Product::kRowsAreFull) {
-      fill_up(last, stride, task.num_rows, rest, filled_up);
-      x.last = filled_up;
-      x.last_stride = kTileRowBytes;
+class TileTask {
+ public:
+  TileTask(const LinearCall& call, const LinearTask& task, const TaskRows& rows)
+      : call(call), task(task), rows(rows), product(call), streamed(are_streamed(call)) {
+    static thread_local TileMemory memory;
+    const int64_t panel_bytes = in_place ? 0 : num_groups * Product::kPlanes * span_bytes * kGroup;
+    const int64_t places = span_bytes < rows.width ? task.num_blocks : 1;
+    panel = memory.get(panel_bytes + num_groups * places * kGroupSums * 4);
+    sums = reinterpret_cast<float*>(panel + panel_bytes);
+  }
+
+  void run() {
+    for (int64_t begin = 0; begin < rows.width; begin += span_bytes) {
+      const int64_t left = rows.width - begin, num_bytes = left < span_bytes ? left : span_bytes;
+      enter(begin, num_bytes);
+      for (int64_t block = 0; block < task.num_blocks; ++block) add_block(block, begin, num_bytes);
     }
-    for (int64_t block = 0; block < task.num_blocks; ++block) {
-      const Weights weights = product.part(task, block, begin, count);
-      Task<Product>{product, call, task, sums, begin == 0, left <= length}.add_block(weights, x, block);
+    streamed ? stream(waiting, 0, kGroup) : waiting.write(0, kGroup);
+    if (streamed) _mm_sfence();
+    TILES_RELEASE();
+  }
+
+ private:
+  static constexpr int64_t kMostBytes = kSpanInputs * 2 / Product::kPlanes;  // of a plane
+
+  // Rows that a copy would help less than it takes.
+  bool are_used_seldom() const {
+    return task.num_rows <= kTilesInPlace || (task.num_blocks <= kMaxBlocks && rows.width <= kMostBytes);
+  }
+
+  // Whole steps.
+  int64_t most_bytes() const {
+    const int64_t all = (rows.width + kTileRowBytes - 1) / kTileRowBytes * kTileRowBytes;
+    return in_place || all < kMostBytes ? all : kMostBytes;
+  }
+
+  // The rows' inputs from `begin` on.
+  void enter(int64_t begin, int64_t num_bytes) {
+    const char* from = rows.data + begin;
+    if (in_place) {
+      x = {from, rows.stride, kTileRowBytes, kGroup * rows.stride, rows.width};
+      return;
+    }
+    const int64_t group_bytes = (num_bytes + kTileRowBytes - 1) / kTileRowBytes * kStepRows;
+    x = {panel, kTileRowBytes, kStepRows, group_bytes, num_groups * group_bytes};
+    for (int64_t plane = 0; plane < Product::kPlanes; ++plane) {
+      copy_rows(from + plane * rows.width, rows.stride, task.num_rows, num_bytes, panel + plane * x.lower_plane);
     }
   }
-  TILES_RELEASE();
-}
+
+  // Part after part: of a single group's rows, which use weights once, all are one.
+  void add_block(int64_t block, int64_t begin, int64_t num_bytes) {
+    const int64_t num_steps = (num_bytes + kTileRowBytes - 1) / kTileRowBytes;
+    const int64_t num_parts = num_groups == 1 && Product::kPlanes == 1 ? 1 : (num_steps + kMaxSteps - 1) / kMaxSteps;
+    const int64_t steps = ((num_steps + num_parts - 1) / num_parts + kQuantSteps - 1) / kQuantSteps * kQuantSteps;
+    for (int64_t step = 0; step < num_steps; step += steps) {
+      const int64_t at = step * kTileRowBytes, left = num_bytes - at;
+      Part part = {block, begin + at, left, block, begin + at + steps * kTileRowBytes};
+      if (left > steps * kTileRowBytes) {
+        part.num_bytes = steps * kTileRowBytes;
+      } else if (block + 1 < task.num_blocks) {
+        part.next_block = block + 1;
+        part.next_begin = begin;
+      } else {
+        part.next_block = 0;
+        part.next_begin = begin + num_bytes;
+      }
+      add_part(part, x.behind(step * x.step));
+    }
+  }
+
+  void add_part(const Part& part, Rows from) {
+    const Weights weights = product.part(task, part);
+    const bool is_last = part.begin + part.num_bytes == rows.width;
+    const int64_t first_place = span_bytes < rows.width ? part.block * num_groups : 0;
+    for (int64_t number = 0, shape = 0; number < num_groups; ++number, from = from.behind(from.group)) {
+      const int64_t row = number * kGroup, left = task.num_rows - row, count = left < kGroup ? left : kGroup;
+      float* of_group = sums + (first_place + number) * kGroupSums;
+      const Group group = {from, count, of_group, part.begin > 0, task.first_row + row, number, num_groups};
+      if (count != shape) shape_for(shape = count);
+      add_group(group, weights);
+      if (is_last) waiting = {&call, of_group, group.first_row, count, task.first_block + part.block};
+    }
+  }
+
+  // Meanwhile the rows that wait are written.
+  void add_group(const Group& group, const Weights& weights) {
+    const int64_t each = (kGroup + weights.num_steps - 1) / weights.num_steps;
+    const auto write = [this, each](int64_t step) {
+      if (step * each >= waiting.num_rows) return;
+      if (streamed) {
+        stream(waiting, step * each, (step + 1) * each);
+      } else {
+        waiting.write(step * each, (step + 1) * each);
+      }
+    };
+    if (group.num_rows > kTileRows) {
+      product.template add<true>(group, weights, write);
+    } else {
+      product.template add<false>(group, weights, write);
+    }
+    waiting = Outputs();
+  }
+
+  const LinearCall& call;
+  const LinearTask& task;
+  const TaskRows rows;
+  Product product;
+  const bool streamed;
+  const int64_t num_groups = (task.num_rows + kGroup - 1) / kGroup;
+  const bool in_place = rows.width % kTileRowBytes == 0 && are_used_seldom();
+  const int64_t span_bytes = most_bytes();
+  char* panel;
+  float* sums;  // [blocks][groups][kGroupSums], or of one block where all inputs are one span
+  Rows x = {};
+  Outputs waiting;
+};
 
 // Fewer rows of integers are done sooner by vectors, with the same bits.
 bool are_tiled(const LinearCall& call) {
@@ -139,11 +207,11 @@ void linear(const LinearCall& call, const LinearTask& task) {
   if (!are_tiled(call)) return VLLM_LITE_VECTORS::linear(call, task);
   if (call.quantized == nullptr) {
     const char* first = static_cast<const char*>(call.x) + task.first_row * call.x_stride * 2;
-    return run<Bf16Product>(call, task, first, call.x_stride * 2, call.weight->num_inputs * 2);
+    return TileTask<Bf16Product>(call, task, {first, call.x_stride * 2, call.weight->num_inputs * 2}).run();
   }
   const RowLayout& layout = call.quantized->layout;
   const char* first = reinterpret_cast<const char*>(call.quantized->values) + task.first_row * layout.value_bytes();
-  run<GroupedProduct>(call, task, first, layout.value_bytes(), layout.width());
+  TileTask<GroupedProduct>(call, task, {first, layout.value_bytes(), layout.width()}).run();
 }
 
 void quantize_rows(const LinearCall& call, const QuantizeTask& task) {

@@ -1,8 +1,7 @@
-// Groups of rows times a part of a block of weights in tile registers, and their sums as outputs.
+// Groups of rows times a part of a block of weights in tile registers.
 #pragma once
 
 #include "byte_products.h"
-#include "linear_task.h"
 #include "tiles.h"
 
 namespace VLLM_LITE_ISA {
@@ -10,11 +9,17 @@ namespace {
 
 constexpr int64_t kWeightStride = 4 * kBlock;                // bytes from one group of inputs to the next
 constexpr int64_t kStepWeights = kTileRows * kWeightStride;  // of a block
-constexpr int64_t kSteps = 16;                               // their weights stay in L1 for all rows
+constexpr int64_t kMaxSteps = 20;                            // of a part: its weights stay in L1 for all rows
 constexpr int64_t kGroup = 2 * kTileRows;                    // rows at a time
 constexpr int64_t kGroupSums = kGroup * kBlock;
 constexpr int64_t kQuantSteps = kQuantGroup / kTileRowBytes;  // of a plane that share a row's scale
 constexpr int64_t kAheadBytes = 4096;
+
+// Some inputs of one of a task's blocks, in bytes of a plane of rows, and what comes next.
+struct Part {
+  int64_t block, begin, num_bytes;
+  int64_t next_block, next_begin;
+};
 
 // Bytes of a block for so many of a row.
 constexpr int64_t packed_bytes(int64_t row_bytes) {
@@ -32,15 +37,15 @@ struct Weights {
   const char* at(int64_t step) const { return step + 1 < num_steps ? data + step * kStepWeights : last; }
 };
 
-// Rows of x, from the first input of the weights on. What belongs to the last step may lie elsewhere, as weights' do.
+// Rows of x, from the first input of the weights on: where they lie, or copied in the order in which tiles take them.
 struct Rows {
   const char* data;
-  int64_t stride;
-  const char* last;
-  int64_t last_stride;
+  int64_t stride;       // bytes from one row of a group to the next,
+  int64_t step;         // from what one step takes of it to the next,
+  int64_t group;        // from one group to the next,
+  int64_t lower_plane;  // and from integers' upper plane to the lower one
 
-  Rows from(int64_t row) const { return {data + row * stride, stride, last + row * last_stride, last_stride}; }
-  Rows behind(int64_t bytes) const { return {data + bytes, stride, last + bytes, last_stride}; }
+  Rows behind(int64_t bytes) const { return {data + bytes, stride, step, group, lower_plane}; }
 };
 
 // Up to kGroup rows.
@@ -57,15 +62,6 @@ struct Group {
     const char* from;
     int64_t begin, end, step;
     bool alone;
-
-    void prefetch(int64_t number) const {
-      const char* at = from + number * step;
-      if (alone) {
-        for (int64_t i = begin; i < end; i += 64) __builtin_prefetch(at + i);
-      } else {
-        for (int64_t i = begin; i < end; i += 64) __builtin_prefetch(at + i, 0, 2);
-      }
-    }
   };
 
   // Groups share the work, so that memory is kept busy all the time and not by the first one only: into L2 then, as L1
@@ -75,6 +71,16 @@ struct Group {
     return {weights.next, number * step / num_groups, (number + 1) * step / num_groups, step, num_groups == 1};
   }
 };
+
+// Trap: GCC takes calls out of what only asks for memory, if it is not inlined before it looks.
+VLLM_LITE_INLINE void prefetch(const Group::Ahead& ahead, int64_t step) {
+  const char* at = ahead.from + step * ahead.step;
+  if (ahead.alone) {
+    for (int64_t i = ahead.begin; i < ahead.end; i += 64) __builtin_prefetch(at + i);
+  } else {
+    for (int64_t i = ahead.begin; i < ahead.end; i += 64) __builtin_prefetch(at + i, 0, 2);
+  }
+}
 
 // ---- tiles 0 to 3: sums, those of the first rows in 0 and 1; 4 and 5: rows; 6 and 7: weights
 
@@ -106,17 +112,14 @@ VLLM_LITE_INLINE void load_step(const char* x, int64_t stride, const char* weigh
 // sums += x, rows of the group, times the weights of one step.
 template <bool kTwo, class Product>
 VLLM_LITE_INLINE void add_step(const Rows& rows, const Weights& weights, int64_t step) {
-  const bool is_last = step + 1 == weights.num_steps;
-  const char* x = is_last ? rows.last : rows.data + step * kTileRowBytes;
-  const int64_t stride = is_last ? rows.last_stride : rows.stride;
-  const char* from = weights.at(step);
-  TILE_LOAD(4, x, stride);
+  const char *x = rows.data + step * rows.step, *from = weights.at(step);
+  TILE_LOAD_ONCE(4, x, rows.stride);
   TILE_LOAD(6, from, kWeightStride);
   Product::add00();
   TILE_LOAD(7, from + kTileRowBytes, kWeightStride);
   Product::add01();
   if constexpr (kTwo) {
-    TILE_LOAD(5, x + kTileRows * stride, stride);
+    TILE_LOAD_ONCE(5, x + kTileRows * rows.stride, rows.stride);
     Product::add10();
     Product::add11();
   }
@@ -124,7 +127,7 @@ VLLM_LITE_INLINE void add_step(const Rows& rows, const Weights& weights, int64_t
 
 // Integers times bytes: they are added up exactly for each scale of a row, plane by plane.
 struct IntegerProduct {
-  static constexpr bool kRowsAreFull = true;  // no row ends within a step
+  static constexpr int64_t kPlanes = 2;
   const QuantizedRows& rows;
 
   // Of a group of inputs, what each plane of the rows gives.
@@ -166,13 +169,13 @@ template <bool kTwo, class Product>
 VLLM_LITE_INLINE void add_integers(const Product& product, const Group& group, const Weights& weights) {
   IntegerProduct::Totals totals;
   const Group::Ahead ahead = group.ahead(weights);
-  const Rows upper = group.x, lower = upper.behind(product.rows.layout.width());
+  const Rows upper = group.x, lower = upper.behind(upper.lower_plane);
   TILES_FENCE();
   for (int64_t begin = 0; begin < weights.num_steps; begin += kQuantSteps) {
     const int64_t left = weights.num_steps - begin, end = begin + (left < kQuantSteps ? left : kQuantSteps);
     zero_sums<kTwo>();
     for (int64_t step = begin; step < end; ++step) {
-      ahead.prefetch(step);
+      prefetch(ahead, step);
       add_step<kTwo, Product>(upper, weights, step);
     }
     store_sums<kTwo>(totals.upper, kBlock);
@@ -187,55 +190,6 @@ VLLM_LITE_INLINE void add_integers(const Product& product, const Group& group, c
     }
   }
 }
-
-// Where a group's sums go: outputs of one block.
-struct Outputs {
-  const LinearCall& call;
-  int64_t first_row, num_rows;  // of the call's
-  int64_t block;
-
-  void* at(int64_t row, int64_t size) const {
-    return static_cast<char*>(call.out) + ((first_row + row) * call.out_stride + block * kBlock) * size;
-  }
-
-  // Their lines, one of each row, are asked for while the sums are made: they lie far from each other.
-  void prefetch() const {
-    const int64_t size = call.out_type == kFloat32 ? 4 : 2;
-    for (int64_t row = 0; row < num_rows; ++row) __builtin_prefetch(at(row, size), 1, 3);
-  }
-
-  void write(const float* sums) const {
-    if (call.weight->num_outputs - block * kBlock < kBlock) {
-      return call.out_type == kFloat32 ? write_part<float>(sums) : write_part_as_x(sums);
-    }
-    if (call.out_type == kFloat32) return write_all<float>(sums);
-    if (call.x_type == kFloat16) return write_all<Float16>(sums);
-    write_all<BFloat16>(sums);
-  }
-
- private:
-  template <class Out>
-  void write_part(const float* sums) const {
-    VLLM_LITE_ISA::write<Out>(call, {first_row, num_rows, block, 1}, sums, kBlock);
-  }
-  void write_part_as_x(const float* sums) const {
-    call.x_type == kFloat16 ? write_part<Float16>(sums) : write_part<BFloat16>(sums);
-  }
-
-  template <class Out>
-  void write_all(const float* sums) const {
-    const float* biases = call.weight->bias;
-    Vec bias[2] = {splat(-0.0f), splat(-0.0f)};  // which changes nothing, not even -0
-    if (biases != nullptr) {
-      bias[0] = load(biases + block * kBlock);
-      bias[1] = load(biases + block * kBlock + kWidth);
-    }
-    for (int64_t row = 0; row < num_rows; ++row, sums += kBlock) {
-      Out* out = static_cast<Out*>(at(row, sizeof(Out)));
-      for (int v = 0; v < 2; ++v) store(out + v * kWidth, load(sums + v * kWidth) + bias[v]);
-    }
-  }
-};
 
 }  // namespace
 }  // namespace VLLM_LITE_ISA

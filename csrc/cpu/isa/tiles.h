@@ -3,7 +3,7 @@
 // With VLLM_LITE_EMULATED_TILES the same operations are plain C++ that does what Intel's manual says they do (Software
 // Developer's Manual, volume 2, TDPBF16PS and TDPBSUD; the order of additions, denormals as zeros), so that kernels are
 // tested on machines without AMX. All results were the processor's, bit for bit, in which of several NaN comes out
-// aside. A tile's number must be a literal.
+// aside. A tile's number must be a literal. What TILE_LOAD_ONCE takes from L2 leaves L1 to what is used again.
 #pragma once
 
 #include <cmath>
@@ -118,6 +118,7 @@ inline void dot_tiles_int8(EmulatedTile& total, const EmulatedTile& a, const Emu
 #define TILES_RELEASE() (void)0
 #define TILE_ZERO(tile) std::memset(shaped(tile).bytes, 0, sizeof tiles[tile].bytes)
 #define TILE_LOAD(tile, from, stride) load_tile(shaped(tile), from, stride)
+#define TILE_LOAD_ONCE(tile, from, stride) TILE_LOAD(tile, from, stride)
 #define TILE_STORE(tile, to, stride) store_tile(shaped(tile), to, stride)
 #define TILE_DOT_BF16(total, a, b) dot_tiles_bf16(shaped(total), shaped(a), shaped(b))
 #define TILE_DOT_INT8(total, a, b) dot_tiles_int8(shaped(total), shaped(a), shaped(b))
@@ -129,6 +130,7 @@ inline void dot_tiles_int8(EmulatedTile& total, const EmulatedTile& a, const Emu
 #define TILES_RELEASE() _tile_release()
 #define TILE_ZERO(tile) _tile_zero(tile)
 #define TILE_LOAD(tile, from, stride) _tile_loadd(tile, from, stride)
+#define TILE_LOAD_ONCE(tile, from, stride) _tile_stream_loadd(tile, from, stride)
 #define TILE_STORE(tile, to, stride) _tile_stored(tile, to, stride)
 #define TILE_DOT_BF16(total, a, b) _tile_dpbf16ps(total, a, b)
 #define TILE_DOT_INT8(total, a, b) _tile_dpbsud(total, a, b)
@@ -147,6 +149,16 @@ VLLM_LITE_INLINE void load_sums(const float* from, int64_t stride) {
   if constexpr (kTwo) {
     TILE_LOAD(2, from + kTileRows * stride, stride * 4);
     TILE_LOAD(3, from + kTileRows * stride + kTileRows, stride * 4);
+  }
+}
+
+template <bool kTwo>
+VLLM_LITE_INLINE void load_sums_once(const float* from, int64_t stride) {
+  TILE_LOAD_ONCE(0, from, stride * 4);
+  TILE_LOAD_ONCE(1, from + kTileRows, stride * 4);
+  if constexpr (kTwo) {
+    TILE_LOAD_ONCE(2, from + kTileRows * stride, stride * 4);
+    TILE_LOAD_ONCE(3, from + kTileRows * stride + kTileRows, stride * 4);
   }
 }
 
