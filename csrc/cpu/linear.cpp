@@ -55,6 +55,12 @@ struct RowParts {
   }
 };
 
+// Whether tiles take tasks of kMaxTileRows and any number of blocks.
+bool fits_wide_tiles(const PackedWeight& weight, int32_t x_type) {
+  const bool is_long = !is_grouped(weight.type) || weight.group_size == kQuantGroup;
+  return isa() >= Isa::kAmx && is_long && fits_tiles(weight, x_type);
+}
+
 // Rows of a task by tiles, which copies them first: few enough that all threads have some, and that it uses each for
 // kWideBlocks.
 int64_t most_tile_rows(const LinearCall& call) {
@@ -183,7 +189,7 @@ VLLM_LITE_API void vllm_lite_linear(const PackedWeight* weight, const void* x, i
   if (num_rows <= 0) return;
   LinearCall call = {weight, x, x_stride, out, out_stride, num_rows, x_type, out_type, nullptr};
   const auto linear = VLLM_LITE_DISPATCH_TILES(linear);
-  const bool are_wide = num_rows > kTilesInPlace && isa() >= Isa::kAmx && fits_tiles(*weight, x_type);
+  const bool are_wide = num_rows > kTilesInPlace && fits_wide_tiles(*weight, x_type);
   const RowParts parts = {num_rows, are_wide ? most_tile_rows(call) : kMaxRows, are_wide ? kTileGroup : 1};
   QuantizedRows quantized;
   if (quantizes_rows(*weight)) {
