@@ -19,6 +19,7 @@ namespace {
 // Weights that lie as tiles take them: blocks of so many bytes.
 struct DenseWeights {
   static constexpr int64_t kPlanes = 1;
+  static constexpr int64_t kMaxSteps = 20;  // of a part
   const char* data;
   int64_t block_bytes;
   alignas(64) char last[kStepWeights];  // of inputs that end within the last step
@@ -53,8 +54,15 @@ struct Bf16Product : DenseWeights {
   explicit Bf16Product(const LinearCall& call)
       : DenseWeights{static_cast<const char*>(call.weight->data), packed_bytes(call.weight->num_inputs * 2), {}} {}
 
-  template <bool kTwo, class Meanwhile>
+  void shape(int64_t num_rows) const { shape_for(num_rows); }
+
+  template <class Meanwhile>
   void add(const Group& group, const Weights& weights, const Meanwhile& meanwhile) const {
+    group.num_rows > kTileRows ? add_rows<true>(group, weights, meanwhile) : add_rows<false>(group, weights, meanwhile);
+  }
+
+  template <bool kTwo, class Meanwhile>
+  void add_rows(const Group& group, const Weights& weights, const Meanwhile& meanwhile) const {
     const Group::Ahead ahead = group.ahead(weights);
     TILES_FENCE();
     group.are_begun ? load_sums_once<kTwo>(group.sums, kBlock) : zero_sums<kTwo>();
@@ -130,7 +138,8 @@ class TileTask {
   // Part after part: of a single group's rows, which use weights once, all are one.
   void add_block(int64_t block, int64_t begin, int64_t num_bytes) {
     const int64_t num_steps = (num_bytes + kTileRowBytes - 1) / kTileRowBytes;
-    const int64_t num_parts = num_groups == 1 && Product::kPlanes == 1 ? 1 : (num_steps + kMaxSteps - 1) / kMaxSteps;
+    const int64_t num_parts =
+        num_groups == 1 && Product::kPlanes == 1 ? 1 : (num_steps + Product::kMaxSteps - 1) / Product::kMaxSteps;
     const int64_t steps = ((num_steps + num_parts - 1) / num_parts + kQuantSteps - 1) / kQuantSteps * kQuantSteps;
     for (int64_t step = 0; step < num_steps; step += steps) {
       const int64_t at = step * kTileRowBytes, left = num_bytes - at;
@@ -156,7 +165,7 @@ class TileTask {
       const int64_t row = number * kGroup, left = task.num_rows - row, count = left < kGroup ? left : kGroup;
       float* of_group = sums + (first_place + number) * kGroupSums;
       const Group group = {from, count, of_group, part.begin > 0, task.first_row + row, number, num_groups};
-      if (count != shape) shape_for(shape = count);
+      if (count != shape) product.shape(shape = count);
       add_group(group, weights);
       if (is_last) waiting = {&call, of_group, group.first_row, count, task.first_block + part.block};
     }
@@ -173,11 +182,7 @@ class TileTask {
         waiting.write(step * each, (step + 1) * each);
       }
     };
-    if (group.num_rows > kTileRows) {
-      product.template add<true>(group, weights, write);
-    } else {
-      product.template add<false>(group, weights, write);
-    }
+    product.add(group, weights, write);
     waiting = Outputs();
   }
 

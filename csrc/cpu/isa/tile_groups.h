@@ -1,7 +1,6 @@
 // Groups of rows times a part of a block of weights in tile registers.
 #pragma once
 
-#include "byte_products.h"
 #include "tiles.h"
 
 namespace VLLM_LITE_ISA {
@@ -9,7 +8,6 @@ namespace {
 
 constexpr int64_t kWeightStride = 4 * kBlock;                // bytes from one group of inputs to the next
 constexpr int64_t kStepWeights = kTileRows * kWeightStride;  // of a block
-constexpr int64_t kMaxSteps = 20;                            // of a part: its weights stay in L1 for all rows
 constexpr int64_t kGroup = 2 * kTileRows;                    // rows at a time
 constexpr int64_t kGroupSums = kGroup * kBlock;
 constexpr int64_t kQuantSteps = kQuantGroup / kTileRowBytes;  // of a plane that share a row's scale
@@ -122,72 +120,6 @@ VLLM_LITE_INLINE void add_step(const Rows& rows, const Weights& weights, int64_t
     TILE_LOAD_ONCE(5, x + kTileRows * rows.stride, rows.stride);
     Product::add10();
     Product::add11();
-  }
-}
-
-// Integers times bytes: they are added up exactly for each scale of a row, plane by plane.
-struct IntegerProduct {
-  static constexpr int64_t kPlanes = 2;
-  const QuantizedRows& rows;
-
-  // Of a group of inputs, what each plane of the rows gives.
-  struct alignas(64) Totals {
-    int32_t upper[kGroupSums], lower[kGroupSums];
-
-    VLLM_LITE_INLINE Ints both(const Totals& totals, int64_t at) {
-      return both_planes(load_ints(totals.upper + at), load_ints(totals.lower + at));
-    }
-  };
-
-  VLLM_LITE_INLINE void add00() { TILE_DOT_INT8(0, 4, 6); }
-  VLLM_LITE_INLINE void add01() { TILE_DOT_INT8(1, 4, 7); }
-  VLLM_LITE_INLINE void add10() { TILE_DOT_INT8(2, 5, 6); }
-  VLLM_LITE_INLINE void add11() { TILE_DOT_INT8(3, 5, 7); }
-
-  // What a row has for a scale.
-  struct RowScales {
-    const float* scale;
-    const int32_t* bias;
-    const float* sum;
-    int64_t num_groups;
-
-    void next() {
-      scale += num_groups;
-      bias += num_groups;
-      sum += num_groups;
-    }
-  };
-
-  RowScales row_scales(const Group& group, int64_t number) const {
-    const int64_t at = group.first_row * rows.layout.num_groups + number;
-    return {rows.scales + at, rows.biases + at, rows.sums + at, rows.layout.num_groups};
-  }
-};
-
-// Group after group of kQuantGroup inputs: product.add_scaled() makes their totals a part of the sums.
-template <bool kTwo, class Product>
-VLLM_LITE_INLINE void add_integers(const Product& product, const Group& group, const Weights& weights) {
-  IntegerProduct::Totals totals;
-  const Group::Ahead ahead = group.ahead(weights);
-  const Rows upper = group.x, lower = upper.behind(upper.lower_plane);
-  TILES_FENCE();
-  for (int64_t begin = 0; begin < weights.num_steps; begin += kQuantSteps) {
-    const int64_t left = weights.num_steps - begin, end = begin + (left < kQuantSteps ? left : kQuantSteps);
-    zero_sums<kTwo>();
-    for (int64_t step = begin; step < end; ++step) {
-      prefetch(ahead, step);
-      add_step<kTwo, Product>(upper, weights, step);
-    }
-    store_sums<kTwo>(totals.upper, kBlock);
-    zero_sums<kTwo>();
-    for (int64_t step = begin; step < end; ++step) add_step<kTwo, Product>(lower, weights, step);
-    store_sums<kTwo>(totals.lower, kBlock);
-    TILES_FENCE();
-    if (group.are_begun || begin > 0) {
-      product.template add_scaled<true>(group, totals, begin / kQuantSteps);
-    } else {
-      product.template add_scaled<false>(group, totals, 0);
-    }
   }
 }
 
