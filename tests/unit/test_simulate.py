@@ -21,7 +21,7 @@ from vllm_lite.tools.bench.serve_result import percentile
 from vllm_lite.tools.cli import main
 from vllm_lite.tools.simulate import cost, fit
 from vllm_lite.tools.simulate.cost import StepTimer, StepTimes
-from vllm_lite.tools.simulate.features import NAMES, PLACE, StepReader
+from vllm_lite.tools.simulate.features import NAMES, PLACE, StepDone, StepReader
 from vllm_lite.tools.simulate.load import LoadOptions, SimulatedRequest, load_of, make_load
 from vllm_lite.tools.simulate.recording import RecordedRequest, Recording
 from vllm_lite.tools.simulate.simulation import Simulation
@@ -56,12 +56,15 @@ OPTIONS = {
     "chunked_prefill": True,
     "preemption": "auto",
     "max_itl_s": 0.0,
+    "draft_method": "",
+    "num_drafts": 0,
+    "adaptive_drafts": True,
 }
 HEADER = Header("", 0.0, 0.0, OPTIONS, "fcfs", 400, 0, 16, True, (None,), 0.01, 256, 0.0, 1, "", 1)
 
 
 def made_up(**changes: Any) -> StepTimes:
-    values: dict[str, Any] = {"times": TIMES, "noise": {}, "weather": None, "header": HEADER}
+    values: dict[str, Any] = {"times": TIMES, "noise": {}, "weather": None, "drafts": [], "header": HEADER}
     values |= {"engine_s": 0.0, "client_s": 0.0}
     values |= {"version": cost.VERSION, "machine": "", "date": "", "model": "", "num_messages": 1, "error": 0.0}
     return StepTimes(**values | changes)
@@ -93,6 +96,10 @@ def output(*entries: Any, ops: int = 0) -> SchedulerOutput:
     return SchedulerOutput(1, 1, [(1, 2, 3)] * ops, list(entries))
 
 
+def done(*entries: Any, sampled: int = 2, ops: int = 0, drafts: dict[int, tuple[int, int]] | None = None) -> StepDone:
+    return StepDone(output(*entries, ops=ops), sampled, drafts or {})
+
+
 def new(handle: int, num_computed: int, num_tokens: int) -> NewRequest:
     values = {"handle": handle, "tokens": b"", "num_prompt_tokens": 0, "sampling": None, "num_cached": 0}
     return NewRequest(**values, num_computed=num_computed, num_tokens=num_tokens, block_ids=[])  # type: ignore[arg-type]
@@ -100,7 +107,7 @@ def new(handle: int, num_computed: int, num_tokens: int) -> NewRequest:
 
 def test_features_count_what_a_message_computes() -> None:
     reader = StepReader()
-    found = dict(zip(NAMES, reader.message([(output(new(1, 0, 100), new(2, 32, 10)), 2)], was_idle=True), strict=True))
+    found = dict(zip(NAMES, reader.message([done(new(1, 0, 100), new(2, 32, 10))], was_idle=True), strict=True))
     assert {name: value for name, value in found.items() if value} == {
         "message": 1,
         "idle": 1,
@@ -117,13 +124,19 @@ def test_features_count_what_a_message_computes() -> None:
         "sampled": 2,
         "request": 2,
     }
-    steps = [(output(Continue(1, 1, []), Draft(2, 3, []), ops=2), 2), (output(Finish(2), Continue(1, 1, [])), 1)]
+    steps = [
+        done(Continue(1, 1, []), Draft(2, 5, []), ops=2, drafts={2: (3, 1)}),
+        done(Draft(2, 5, []), Continue(1, 1, []), drafts={2: (0, 0)}),
+        done(Finish(2), Continue(1, 1, []), sampled=1),
+    ]
     found = dict(zip(NAMES, reader.message(steps, was_idle=False), strict=True))
-    assert (found["step"], found["sampled"], found["block_op"], found["request"], found["idle"]) == (2, 3, 2, 0, 0)
-    assert found["decode_kilotokens"] == pytest.approx((101 + 102) / 1e3)
-    assert found["token_to_1"] == 2
-    assert found["token_to_8"] == 1, "a draft is a token"
-    steps = [(output(Resume(1, 64, 0, 2, []), Fork(1, 5, None, 66, 40, 0), Continue(5, 1, [])), 1)]  # type: ignore[arg-type]
+    assert (found["step"], found["sampled"], found["block_op"], found["request"], found["idle"]) == (3, 8, 2, 0, 0)
+    assert (found["lookup"], found["verify"], found["draft"]) == (2, 1, 3)
+    assert found["decode_kilotokens"] == pytest.approx((101 + 102 + 103 + 45) / 1e3), "42 tokens, and 2 that were right"
+    assert found["chunk_megapairs"] == pytest.approx(4 * 44.5 / 1e6)
+    assert found["token_to_1"] == 3
+    assert found["token_to_8"] == 1, "a draft that is made is a token"
+    steps = [done(Resume(1, 64, 0, 2, []), Fork(1, 5, None, 66, 40, 0), Continue(5, 1, []))]  # type: ignore[arg-type]
     found = dict(zip(NAMES, reader.message(steps, was_idle=False), strict=True))
     assert found["decode_kilotokens"] == pytest.approx(41 / 1e3)
     assert found["chunk_megapairs"] == pytest.approx(2 * 65.5 / 1e6)
@@ -223,7 +236,7 @@ def test_few_messages_are_refused(tmp_path: Path) -> None:
         fit.fit(Recording(path).read(), "short")
 
 
-@pytest.mark.parametrize(("options", "what"), [({"draft_method": "ngram"}, "drafts"), ({"max_loras": 2}, "adapters")])
+@pytest.mark.parametrize(("options", "what"), [({"max_loras": 2}, "adapters")])
 def test_what_is_not_fitted_is_refused_by_name(
     run: tuple[Simulated, Recording], options: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

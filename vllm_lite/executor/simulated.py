@@ -44,7 +44,7 @@ class CostModel(NamedTuple):
 
 
 @dataclass(slots=True)
-class _SimulatedSequence:
+class SimulatedSequence:
     """Counts a sequence's tokens, and those of them whose KV is computed."""
 
     num_tokens: int
@@ -78,7 +78,7 @@ class SimulatedExecutor:
         )
         self._swap_blocks_per_s = swap_blocks_per_s
         self._free_at_s = 0.0
-        self._sequences: dict[int, _SimulatedSequence] = {}
+        self._sequences: dict[int, SimulatedSequence] = {}
         self._results: deque[tuple[float, ModelOutput]] = deque()
         self._adapters: list[AdapterRead] = []
 
@@ -167,26 +167,32 @@ class SimulatedExecutor:
 
     def _run(self, output: SchedulerOutput) -> tuple[int, ModelOutput]:
         """The number of tokens that a step computes, and its result."""
-        total, tokens, counts = 0, list[int](), list[int]()
+        total, tokens, counts, drafted = 0, list[int](), list[int](), list[int]()
         logprobs: list[TokenLogprobs | None] | None = None
         sequences, next_token = self._sequences, self._next_token
         for entry in output.entries:
+            made = right = 0
             if isinstance(entry, Continue):
                 sequence, count = sequences[entry.handle], entry.num_tokens
-                total += count
-            elif isinstance(entry, NewRequest | Resume | Draft):
-                sequence, count, drafts = self._place(entry)
-                total += count + drafts
+            elif isinstance(entry, Draft):
+                sequence, count = sequences[entry.handle], 1
+                made, right = self._draft(entry)
+            elif isinstance(entry, NewRequest | Resume):
+                sequence, count = self._place(entry)
             else:
                 self._change(entry)
                 continue
+            total += count + made
             sequence.num_computed += count
             if sequence.num_computed == sequence.num_tokens:
-                counts.append(0 if sequence.is_pooled else 1)
+                counts.append(0 if sequence.is_pooled else 1 + right)
+                drafted.append(made)
                 if sequence.is_pooled:
                     continue
-                tokens.append(next_token(sequence.sampling, sequence.num_tokens))
-                sequence.num_tokens += 1
+                for _ in range(right + 1):
+                    tokens.append(next_token(sequence.sampling, sequence.num_tokens))
+                    sequence.num_tokens += 1
+                sequence.num_computed += right
                 if sequence.sampling.logprobs is not None:
                     logprobs = logprobs or []
                     logprobs += [None] * (len(tokens) - 1 - len(logprobs))
@@ -197,27 +203,30 @@ class SimulatedExecutor:
             output.generation,
             output.step,
             pack_tokens(tokens),
-            counts=counts if len(counts) > len(tokens) else None,
+            counts=counts if len(counts) != len(tokens) or any(drafted) else None,
             logprobs=logprobs,
+            drafted=drafted if any(drafted) else None,
         )
         return total, result
 
-    def _place(self, entry: NewRequest | Resume | Draft) -> tuple[_SimulatedSequence, int, int]:
-        if isinstance(entry, Draft):
-            return self._sequences[entry.handle], 1, entry.max_drafts
+    def _draft(self, entry: Draft) -> tuple[int, int]:
+        """The number of tokens that are drafted for a sequence, and of those that are right."""
+        return entry.max_drafts, 0
+
+    def _place(self, entry: NewRequest | Resume) -> tuple[SimulatedSequence, int]:
         if isinstance(entry, NewRequest):
-            self._sequences[entry.handle] = _SimulatedSequence(
+            self._sequences[entry.handle] = SimulatedSequence(
                 len(entry.tokens) // 4, 0, entry.sampling, entry.pooling is not None
             )
         sequence = self._sequences[entry.handle]
         sequence.num_computed = entry.num_computed
-        return sequence, entry.num_tokens, 0
+        return sequence, entry.num_tokens
 
     def _change(self, entry: object) -> None:
         if isinstance(entry, Finish):
             del self._sequences[entry.handle]
         elif isinstance(entry, Fork):
-            self._sequences[entry.child] = _SimulatedSequence(entry.num_tokens, entry.num_computed, entry.sampling)
+            self._sequences[entry.child] = SimulatedSequence(entry.num_tokens, entry.num_computed, entry.sampling)
 
 
 def _candidates(count: int, vocab_size: int) -> TokenLogprobs:

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from vllm_lite.errors import ConfigError
+from vllm_lite.tools.simulate.drafts import DraftDraws, History
 from vllm_lite.tools.simulate.features import NAMES, PLACE, Features, told
 from vllm_lite.tools.simulate.weather import Walk, Weather
 from vllm_lite.trace.records import Header
@@ -36,6 +37,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     by the kind of message, "decodes" or "prompts"."""
     weather: Weather | None
     """How fast the machine was; None: always as the times say."""
+    drafts: list[History]
+    """How drafts were made and proved right, for each of some requests."""
     engine_s: Time
     """What the engine itself takes between a result and the next step, if nothing is under way meanwhile."""
     client_s: Time
@@ -56,6 +59,7 @@ class StepTimer:
         self._noise = fitted.noise if has_noise else {}
         rng = random.Random(seed)
         self._random = rng.random
+        self.drafts = DraftDraws(fitted.drafts, rng)
         self._walk = None if fitted.weather is None or not has_noise else Walk(fitted.weather, rng)
 
     def took_s(self, features: Features, now_s: float) -> float:

@@ -15,13 +15,14 @@ from vllm_lite.engine.core import EngineCore, Lives, PoolSizes
 from vllm_lite.engine.request import Produced
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.errors import ConfigError, RequestError
-from vllm_lite.executor.simulated import SimulatedExecutor, VirtualClock
+from vllm_lite.executor.simulated import SimulatedExecutor, SimulatedSequence, VirtualClock
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.control import KVGroupInfo, Ready
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.protocol.step import SchedulerOutput
+from vllm_lite.protocol.step import Draft, Handle, ModelOutput, NewRequest, Resume, SchedulerOutput
+from vllm_lite.runtime.nested_settings import WITH_MODEL, Speculation
 from vllm_lite.tools.simulate.cost import StepTimer, StepTimes
-from vllm_lite.tools.simulate.features import StepReader
+from vllm_lite.tools.simulate.features import StepDone, StepReader
 from vllm_lite.tools.simulate.load import TOKEN_BITS, SimulatedRequest
 from vllm_lite.trace.records import Header
 
@@ -39,6 +40,7 @@ VARIED = (
     "num_gpu_blocks_override",
     "async_scheduling",
     "data_parallel_size",
+    "disable_adaptive_drafts",
 )
 """The settings of the engine that a simulation may have other than the recording. With others a step takes another
 time, which only a recording with them can tell."""
@@ -53,13 +55,30 @@ class TimedExecutor(SimulatedExecutor):
         self._timer = timer
         self._engine_s = fitted.engine_s
         self._reader = StepReader()
+        self._draws = timer.drafts
+        self._drafts: dict[Handle, tuple[int, int]] = {}
+        """Those of the step that is being run."""
+
+    def _draft(self, entry: Draft) -> tuple[int, int]:
+        made, right = self._drafts[entry.handle] = self._draws.draw(entry.handle, entry.max_drafts)
+        return made, right
+
+    def _place(self, entry: NewRequest | Resume) -> tuple[SimulatedSequence, int]:
+        if isinstance(entry, NewRequest):
+            self._draws.begin(entry.handle)
+        return super()._place(entry)
 
     def submit(self, *steps: SchedulerOutput) -> None:
-        results = [self._run(step)[1] for step in steps]
-        counted = [(step, len(result.tokens) // 4) for step, result in zip(steps, results, strict=True)]
+        results, done = list[ModelOutput](), list[StepDone]()
+        for step in steps:
+            self._drafts = {}
+            result = self._run(step)[1]
+            num_sampled = len(result.tokens) // 4 if result.counts is None else len(result.counts)
+            results.append(result)
+            done.append(StepDone(step, num_sampled, self._drafts))
         was_idle = not self._results
         begin_s = max(self._free_at_s, self.clock.now_s + self._engine_s)
-        took_s = self._timer.took_s(self._reader.message(counted, was_idle=was_idle), begin_s)
+        took_s = self._timer.took_s(self._reader.message(done, was_idle=was_idle), begin_s)
         self.busy_s += took_s
         self._free_at_s = begin_s + took_s
         self._results.extend((self._free_at_s, result) for result in results)
@@ -157,6 +176,12 @@ class _Announcer(PoolObserver):
         self._router.cleared(self._engine)
 
 
+def _speculation(method: str, count: int) -> Speculation:
+    """Drafts by the method that was recorded, whose model is asked for nothing here."""
+    model = "recorded" if method in WITH_MODEL else None
+    return Speculation(method=method, num_speculative_tokens=count, model=model)  # type: ignore[arg-type]
+
+
 def _described(header: Header, settings: Mapping[str, Any]) -> tuple[ResolvedConfig, Ready, PoolSizes]:
     """The engine that was recorded, with other `settings`. Raises ConfigError."""
     if unknown := settings.keys() - set(VARIED):
@@ -174,7 +199,10 @@ def _described(header: Header, settings: Mapping[str, Any]) -> tuple[ResolvedCon
         "kv_watermark": header.watermark,
         "max_swap_blocks_per_step": header.max_swap_blocks_per_step,
         "jump_forward": False,
+        "disable_adaptive_drafts": not options["adaptive_drafts"],
     }
+    if options["draft_method"]:
+        recorded["speculative_config"] = _speculation(options["draft_method"], options["num_drafts"])
     machine: tuple[Literal["cpu"], int] = ("cpu", 1 << 30)  # no time depends on it, and no size
     positions = options["max_model_len"]
     config = EngineConfig.check(recorded | dict(settings)).resolve(

@@ -3,8 +3,9 @@
 The same code reads steps that were recorded and steps that are simulated.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from vllm_lite.protocol.step import (
     Continue,
@@ -31,14 +32,28 @@ NAMES = (
     "sampled",
     "request",
     "block_op",
+    "lookup",
+    "verify",
+    "draft",
 )
 """A message; that workers had nothing to do before it; its steps; the tokens of each, by BOUNDS; the tokens that
 decodes attend to, in thousands; the pairs of tokens of chunks and those that they attend to, in millions; drawn tokens;
-requests that workers have not seen; and blocks that are moved."""
+requests that workers have not seen; blocks that are moved; sequences that may draft; steps that have drafts; and the
+most drafts of a sequence in each of them."""
 PLACE = {name: place for place, name in enumerate(NAMES)}
 _FIRST_TOKEN, _DECODES, _PAIRS = PLACE["token_to_1"], PLACE["decode_kilotokens"], PLACE["chunk_megapairs"]
 
 Features = list[float]
+Drafts = Mapping[Handle, tuple[int, int]]
+"""Sequences that could draft in a step: the number of tokens that were drafted, and of those that were right."""
+
+
+class StepDone(NamedTuple):
+    """A step, the number of sequences that were given tokens in it, and its drafts."""
+
+    output: SchedulerOutput
+    num_sampled: int
+    drafts: Drafts
 
 
 class StepReader:
@@ -47,17 +62,17 @@ class StepReader:
     def __init__(self) -> None:
         self._computed: dict[Handle, int] = {}
 
-    def message(self, steps: Sequence[tuple[SchedulerOutput, int]], *, was_idle: bool) -> Features:
-        """The features of steps that travel together, each with the number of tokens that are drawn in it."""
+    def message(self, steps: Sequence[StepDone], *, was_idle: bool) -> Features:
+        """The features of steps that travel together."""
         found = [0.0] * len(NAMES)
         found[PLACE["message"]] = 1.0
         found[PLACE["idle"]] = float(was_idle)
-        for output, num_sampled in steps:
-            self._add(found, output, num_sampled)
+        for step in steps:
+            self._add(found, *step)
         return found
 
-    def _add(self, found: Features, output: SchedulerOutput, num_sampled: int) -> None:
-        total = 0
+    def _add(self, found: Features, output: SchedulerOutput, num_sampled: int, drafts: Drafts) -> None:
+        total = most_drafts = 0
         for entry in output.entries:
             if isinstance(entry, Continue):
                 total += self._compute(found, entry.handle, entry.num_tokens)
@@ -66,7 +81,12 @@ class StepReader:
                 self._computed[entry.handle] = entry.num_computed
                 total += self._compute(found, entry.handle, entry.num_tokens)
             elif isinstance(entry, Draft):
-                total += self._compute(found, entry.handle, 1 + entry.max_drafts)
+                made, right = drafts.get(entry.handle, (0, 0))
+                total += self._compute(found, entry.handle, 1 + made)
+                self._computed[entry.handle] -= made - right
+                num_sampled += made
+                most_drafts = max(most_drafts, made)
+                found[PLACE["lookup"]] += 1
             elif isinstance(entry, Fork):
                 self._computed[entry.child] = entry.num_computed
             elif isinstance(entry, Finish):
@@ -74,6 +94,8 @@ class StepReader:
         found[PLACE["step"]] += 1
         found[PLACE["sampled"]] += num_sampled
         found[PLACE["block_op"]] += len(output.block_ops)
+        found[PLACE["verify"]] += most_drafts > 0
+        found[PLACE["draft"]] += most_drafts
         for place, (low, high) in enumerate(pairwise(BOUNDS), _FIRST_TOKEN):
             if total <= low:
                 break

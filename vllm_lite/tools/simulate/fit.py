@@ -12,6 +12,7 @@ from vllm_lite.errors import ConfigError
 from vllm_lite.runtime.least_squares import nonnegative
 from vllm_lite.tools.bench.serve_result import percentile
 from vllm_lite.tools.simulate.cost import NUM_QUANTILES, VERSION, StepTimes, kind_of
+from vllm_lite.tools.simulate.drafts import kept
 from vllm_lite.tools.simulate.features import NAMES, told
 from vllm_lite.tools.simulate.recording import Recording, TimedMessage
 from vllm_lite.tools.simulate.weather import STALLED, observe
@@ -48,6 +49,7 @@ def fit(recording: Recording, model: str, client_s: float = 0.0) -> StepTimes:
         times={name: seconds for name, seconds in zip(NAMES, times, strict=True) if seconds},
         noise=_noise(messages, observed.ratios),
         weather=observed.weather,
+        drafts=kept(recording.drafts.values()),
         engine_s=max(0.0, statistics.median(recording.gaps_s)) if recording.gaps_s else 0.0,
         client_s=client_s,
         num_messages=len(messages),
@@ -81,9 +83,8 @@ def _check(recording: Recording, num_messages: int) -> None:
     if num_messages < MIN_MESSAGES:
         text = f"the trace shows {num_messages} messages to the workers, of which {MIN_MESSAGES} are needed"
         raise ConfigError(f"{text}; record a minute under load")
-    for field, what in (("draft_method", "drafts"), ("max_loras", "adapters")):
-        if header.options.get(field):
-            raise ConfigError(f"the engine that was recorded had {what}, whose times are not fitted; record without")
+    if header.options.get("max_loras"):
+        raise ConfigError("the engine that was recorded had adapters, whose times are not fitted; record without")
     if header.encoder is not None or header.has_disk:
         what = "images" if header.encoder is not None else "KV on disk"
         raise ConfigError(f"the engine that was recorded took {what}, whose times are not fitted; record without")

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.engine.request import Produced
-from vllm_lite.engine.scheduling.in_flight import MessageLength
+from vllm_lite.engine.scheduling.in_flight import MessageLength, StepInFlight
 from vllm_lite.errors import ConfigError
-from vllm_lite.protocol.step import SchedulerOutput
+from vllm_lite.protocol.step import Draft, Handle, SchedulerOutput
 from vllm_lite.tools.bench.serve_client import Outcome
-from vllm_lite.tools.simulate.features import Features, StepReader
+from vllm_lite.tools.simulate.drafts import DraftStep
+from vllm_lite.tools.simulate.features import Features, StepDone, StepReader
 from vllm_lite.trace import records
 
 
@@ -31,9 +32,15 @@ class RecordedRequest:
     """The digest of each whole block of its prompt."""
 
 
-class _Sent(NamedTuple):
-    features: Features
+@dataclass
+class _Sent:
+    """A message under way, and what is known of its steps."""
+
+    steps: list[tuple[SchedulerOutput, int]]
+    was_idle: bool
     sent_s: float
+    done: list[StepDone] = field(default_factory=list)
+    took_s: float = 0.0
 
 
 class Recording(Replay):
@@ -47,6 +54,8 @@ class Recording(Replay):
         self.gaps_s: list[float] = []
         """Seconds from a result to the next message, where nothing was under way meanwhile and requests were there."""
         self.requests: dict[str, RecordedRequest] = {}
+        self.drafts: dict[tuple[int, int], list[DraftStep]] = {}
+        """The drafts of each sequence that could make some."""
         self.on_produced = self._take
         self._block_size = self.reader.header.block_size
         self._length = MessageLength()
@@ -70,7 +79,7 @@ class Recording(Replay):
             self._has_scheduled(record)
         elif isinstance(record, records.Result):
             self._clock_s = record.clock_s
-            self._has_result()
+            self._has_result(record)
             super()._apply(record)
             self._had_work = bool(self.scheduler.requests)
         else:
@@ -97,18 +106,40 @@ class Recording(Replay):
             if was_idle and self._had_work:
                 self.gaps_s.append(record.clock_s - self._free_s)
             in_flight.send(record.clock_s)
-            self._sent.append(_Sent(self._reader.message(self._unsent, was_idle=was_idle), record.clock_s))
+            self._sent.append(_Sent(self._unsent, was_idle, record.clock_s))
             self._unsent = []
 
-    def _has_result(self) -> None:
+    def _has_result(self, record: records.Result) -> None:
         """The first result of a message comes when all of it has been computed."""
         in_flight, now_s = self.scheduler.in_flight, self._clock_s
         step = in_flight.oldest
-        if step.message.num_left == step.message.num_steps and self._sent:
-            features, sent_s = self._sent.popleft()
-            self.messages.append(TimedMessage(features, now_s - max(sent_s, self._free_s)))
-            self._free_s = now_s
+        if self._sent:
+            sent = self._sent[0]
+            if not sent.done:
+                sent.took_s = now_s - max(sent.sent_s, self._free_s)
+                self._free_s = now_s
+            sent.done.append(StepDone(*sent.steps[len(sent.done)], self._drafts_of(step, record)))
+            if len(sent.done) == len(sent.steps):
+                self._sent.popleft()
+                features = self._reader.message(sent.done, was_idle=sent.was_idle)
+                self.messages.append(TimedMessage(features, sent.took_s))
         self._length.ended(now_s, steady=step.only_decodes and len(in_flight) > 1)
+
+    def _drafts_of(self, step: StepInFlight, record: records.Result) -> dict[Handle, tuple[int, int]]:
+        if not step.drafted:
+            return {}
+        handles = (entry.handle for entry in step.output.entries if isinstance(entry, Draft))
+        may = {each: (handle, most) for (each, most), handle in zip(step.drafted, handles, strict=True)}
+        found = dict[Handle, tuple[int, int]]()
+        counts = record.counts or [1] * len(step.sampling)
+        for sequence, count, made in zip(step.sampling, counts, record.drafted or [0] * len(counts), strict=True):
+            if sequence in may:
+                right = max(0, min(count - 1, made))
+                handle, most = may[sequence]
+                found[handle] = made, right
+                of_request = self.drafts.setdefault((sequence.request.arrival, sequence.index), [])
+                of_request.append(DraftStep(made, right, made >= most))
+        return found
 
     def _has_come(self, record: records.Arrival) -> None:
         outcome = Outcome(record.num_prompt)
