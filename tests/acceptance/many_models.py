@@ -172,10 +172,14 @@ def _watch_memory(server: Server, limit: int, stop: threading.Event, found: Coun
     with http_of(server) as http:
         while not stop.wait(1.0):
             with suppress(httpx.HTTPError):
-                total = sum(memory_of(http).values())
+                sizes = memory_of(http)
+                total = sum(sizes.values())
                 found["looks"] += 1
                 found["peak_mib"] = max(found["peak_mib"], total >> 20)
-                found["over"] += total > 1.1 * limit
+                if total > 1.1 * limit:
+                    found["over"] += 1
+                    shown = ", ".join(f"{name} {size >> 20} MiB {states(http)[name]}" for name, size in sizes.items())
+                    print(f"  over the limit: {shown}")
 
 
 def _counters(http: httpx.Client) -> dict[str, float]:

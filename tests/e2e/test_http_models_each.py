@@ -172,6 +172,8 @@ def test_what_open_webui_asks(each: Server) -> None:
         body = {"model": "narrow:latest", "messages": [SAY], "max_tokens": 4, "stream": True}
         with http.stream("POST", "/v1/chat/completions", json=body) as answer:
             assert [line for line in answer.iter_lines() if line][-1] == "data: [DONE]"
-        unload = {"model": "narrow:latest", "keep_alive": 0, "prompt": ""}
+        unload = {"model": "narrow:latest", "keep_alive": 0, "prompt": "", "suffix": "", "options": None}
         assert http.post("/api/generate", json=unload).status_code == 200
-        until(lambda: "narrow:latest" not in [model.model for model in ours.ps().models], "the end of narrow")
+        until(lambda: states(http)["narrow"] == "unloaded", "the end of narrow")
+        assert http.post("/api/generate", json=unload).json()["done_reason"] == "unload"
+        assert states(http)["narrow"] == "unloaded", "it was not loaded for that"

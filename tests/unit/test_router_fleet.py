@@ -144,6 +144,18 @@ def test_a_model_that_keeps_chats_on_disk_writes_them_before_it_is_ended(kv: str
     run(test, kv=kv)
 
 
+def test_what_a_request_says_of_keeping_a_model_ends_with_its_processes() -> None:
+    async def test(rig: Rig) -> None:
+        member = rig.fleet.members["a"]
+        rig.fleet.keep(member, 0.0)
+        await rig.use("a")
+        await rig.until(lambda: member.state == "unloaded")
+        await rig.use("a")
+        assert (member.state, member.status.leaves_at_s) == ("loaded", None)
+
+    run(test)
+
+
 def test_many_that_wait_share_one_load() -> None:
     async def test(rig: Rig) -> None:
         rig.gate.clear()

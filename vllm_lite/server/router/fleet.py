@@ -145,10 +145,13 @@ class Fleet:
         """Take in a model of the catalog, which is not loaded for that."""
         slice_s = self.config.models_slice_s or SLICE_S
         status = ModelStatus(entry.name, pin=entry.pin, slice_s=slice_s)
-        keep_s = entry.idle_s if entry.idle_s is not None else self.config.models_idle_s
-        member = FleetModel(entry, status, trouble=entry.trouble, keep_alive_s=keep_s)
+        member = FleetModel(entry, status, trouble=entry.trouble, keep_alive_s=self._usual_s(entry))
         self.members[entry.name] = member
         return member
+
+    def _usual_s(self, entry: Entry) -> float | None:
+        """Time that a model stays without requests, where none of them says so."""
+        return entry.idle_s if entry.idle_s is not None else self.config.models_idle_s
 
     def find(self, name: str | None) -> FleetModel:
         """The model of a name; the only one where none is given. Raises ApiError."""
@@ -384,6 +387,7 @@ class Fleet:
     async def _stop(self, member: FleetModel, _: Action) -> None:
         backend, config = member.backend, member.entry.config
         member.counts.stops += 1
+        member.keep_alive_s = self._usual_s(member.entry)  # what a request has said is over with it
         if member.status.state == "loaded" and config is not None and config.kv_cache_dir is not None:
             with suppress(VllmLiteError):  # which ends its workers, once they have written its chats
                 await backend.sleep(2)

@@ -33,6 +33,8 @@ LINES = "application/x-ndjson"
 FOREVER = "9999-12-31T23:59:59Z"
 PROGRESS_S = 0.25
 MAX_PULLS = 2
+_CONTENTS = ("messages", "prompt", "input", "suffix", "images")
+"""Fields of a request that says something; clients send them empty as well."""
 _UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|ms|s|m|h)")
 
@@ -100,15 +102,9 @@ class OllamaManagement:
         """Send a chat, a completion or texts on to their model. Without any, `keep_alive` 0 asks to unload it."""
         routed = await read_routed(request, self._reader)
         member, kept = self._named(routed), routed.field("keep_alive", str | float | None)
-        is_empty = not any(name in routed.fields for name in ("messages", "prompt", "input", "suffix", "images"))
-        is_empty = (
-            is_empty
-            or routed.fields.get("messages") in (b"[]", b"null")
-            or routed.fields.get("prompt") in (b'""', b"null")
-        )
         if kept is not None:
             seconds = keep_alive_s(kept)
-            if seconds == 0 and is_empty:
+            if seconds == 0 and not any(routed.field(name, Any) for name in _CONTENTS):
                 self._fleet.let_go(member)
                 return _unloaded(request, routed)
             self._fleet.keep(member, seconds)
