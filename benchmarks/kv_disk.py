@@ -5,7 +5,8 @@
     python benchmarks/kv_disk.py --shape hybrid --tokens 20000 --cold-once --rounds 2
 
 One engine computes the chat and answers the next turn from memory. It is stopped, or killed with SIGKILL, and another
-engine over the same directory answers that turn; then one without a directory. Turns differ in their last tokens, so
+engine over the same directory answers that turn: one that loads when it is asked, and one that had the moment before to
+fill its cache; then one without a directory. Turns differ in their last tokens, so
 that each computes as many. With `--cold-once` the chat's own prefill counts as cold, which is all of it but for a turn:
 a long one takes minutes. kv_disk_llama.py does the same with llama.cpp's slots. `--streams` measures something else:
 the time between tokens of that many streams while chats come, and are written, as fast as they are computed, by three
@@ -52,12 +53,13 @@ QWEN3 = {
 }
 SHAPES = {"qwen3-0.6b": QWEN3, "hybrid": SMALL}
 ONE = SamplingParams(max_tokens=1, temperature=0.0)
-WRITTEN_S = 300.0
+WRITTEN_S, STILL_S = 300.0, 0.5
 DRAWS = 400
+PRELOAD = EngineConfig().kv_cache_preload
 
 
-def open_llm(options: argparse.Namespace, folder: str | None) -> LLM:
-    settings: dict[str, Any] = {"device": "cpu", "kv_cache_dir": folder}
+def open_llm(options: argparse.Namespace, folder: str | None, preload: float = 0.0) -> LLM:
+    settings: dict[str, Any] = {"device": "cpu", "kv_cache_dir": folder, "kv_cache_preload": preload}
     if options.shape:
         settings |= {"load_format": "dummy", "dtype": "bfloat16", "max_model_len": options.tokens + 1024}
     llm = LLM(options.model, **settings)
@@ -82,6 +84,20 @@ def until_written(llm: LLM) -> float:
     raise RuntimeError(f"the chat is not written after {WRITTEN_S:g} s")
 
 
+def until_filled(llm: LLM) -> float:
+    """Wait until nothing more is loaded that nobody asked for. Returns the seconds to the last of it."""
+    began_s = changed_s = time.perf_counter()
+    num_bytes = 0
+    while (now_s := time.perf_counter()) - began_s < WRITTEN_S:
+        disk = llm.stats().disk
+        if disk is not None and disk.loaded_bytes != num_bytes:
+            num_bytes, changed_s = disk.loaded_bytes, now_s
+        elif num_bytes and now_s - changed_s > STILL_S:
+            return changed_s - began_s
+        time.sleep(0.02)
+    raise RuntimeError(f"the cache is not filled after {WRITTEN_S:g} s")
+
+
 def kill(llm: LLM) -> None:
     """End the engine and its workers as the kernel does when memory runs out."""
     for process in psutil.Process().children(recursive=True):
@@ -102,14 +118,15 @@ def restarts(options: argparse.Namespace) -> dict[str, Any]:
         disk = llm.stats().disk
         found["bytes"] = 0 if disk is None else disk.num_bytes
         llm.close()
-        for name in ("disk", "after kill -9"):
-            runs = []
-            for _ in range(options.rounds):
-                llm = open_llm(options, folder)
-                runs.append(first_token(llm, chat.turn()))
-                until_written(llm)
-                kill(llm) if name != "disk" else llm.close()
-            found[name] = median(runs)
+        ways = {"disk": 0.0, "after kill -9": 0.0, "filled": PRELOAD, "filled after kill -9": PRELOAD}
+        runs: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+        for name, preload in [*ways.items()] * options.rounds:
+            llm = open_llm(options, folder, preload)
+            filled_s = until_filled(llm) if preload else 0.0
+            runs[name].append(first_token(llm, chat.turn()) | ({"filled_s": filled_s} if preload else {}))
+            until_written(llm)
+            kill(llm) if "kill" in name else llm.close()
+        found |= {name: median(each) for name, each in runs.items()}
         with closing(open_llm(options, folder)) as first, closing(open_llm(options, folder)) as second:
             turn = chat.turn()
             found["first of two engines"] = first_token(first, turn)
@@ -121,6 +138,7 @@ def restarts(options: argparse.Namespace) -> dict[str, Any]:
     else:
         with closing(open_llm(options, None)) as llm:
             found["cold"] = first_token(llm, chat.turn())
+    found["filled / warm"] = found["filled"]["first_s"] / found["warm"]["first_s"]
     found["disk / warm"] = found["disk"]["first_s"] / found["warm"]["first_s"]
     found["disk / cold"] = found["disk"]["first_s"] / found["cold"]["first_s"]
     return found

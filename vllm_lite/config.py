@@ -140,7 +140,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         str | None, about("private folder for KV that outlives the engine; engines of one user may share it")
     ] = None
     kv_cache_dir_size: Annotated[str, about("most that the files there take, of all engines together")] = "50GiB"
-    kv_cache_preload: Annotated[float, about("share of the KV cache filled from there at the start", ge=0, le=1)] = 0.5
+    kv_cache_preload: Annotated[float, about("share of the KV cache filled from there at the start", ge=0, le=1)] = 0.75
     kv_cache_metrics: Annotated[bool, about("measure how long cached KV blocks live, idle and wait for use")] = False
     kv_cache_metrics_sample: Annotated[float, about("share of KV blocks that these metrics follow", gt=0, le=1)] = 0.01
     kv_cache_dtype: Annotated[
