@@ -80,15 +80,18 @@ def _let_loggers_propagate() -> None:
 
 
 _FOLDERS = ["real", "e2e", "cpu", "kernels", "unit"]
+_LONG = ("conversion", "cut_calls", "gpu_check", "recorded_process", "response_formats", "simulated", "torch_import")
+"""How names of files of tests/unit begin that take seconds."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take long come first, so that several processes end together (with --no-loadscope-reorder)."""
     here = Path(__file__).parent
 
-    def place(item: pytest.Item) -> int:
+    def place(item: pytest.Item) -> tuple[int, bool]:
         folder = item.path.relative_to(here).parts[0] if item.path.is_relative_to(here) else ""
-        return _FOLDERS.index(folder) if folder in _FOLDERS else len(_FOLDERS)
+        is_short = not item.path.name.removeprefix("test_").startswith(_LONG)
+        return _FOLDERS.index(folder) if folder in _FOLDERS else len(_FOLDERS), folder == "unit" and is_short
 
     items.sort(key=place)
 

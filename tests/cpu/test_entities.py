@@ -31,13 +31,13 @@ def same(found: list[Entity], wanted: list[tuple[str, int, int, float]], text: s
 
 @pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")
 @pytest.mark.parametrize("name", ["BertForTokenClassification", "RobertaForTokenClassification"])
-def test_500_texts_have_the_pipelines_entities(tmp_path: Path, name: str) -> None:
+def test_texts_have_the_pipelines_entities(tmp_path: Path, name: str) -> None:
     """From the same logits: what is compared is how tokens become entities, by pieces of words and by bytes."""
     path = write_classifier(tmp_path / "m", name, max_position_embeddings=600)
     pipeline, tokenizer = pipeline_of(path), Tokenizer.load(path)
     pooler = PoolerInfo(("token_classify",), labels=LABELS)
     finders = {way: EntityFinder(pooler, tokenizer, way) for way in OF_TRANSFORMERS}
-    several = [text for text in texts(500) if text or name.startswith("Bert")]
+    several = [text for text in texts(150) if text or name.startswith("Bert")]
     num_entities = dict.fromkeys(OF_TRANSFORMERS, 0)
     for text, placed in zip(several, tokenizer.placed_batch(several), strict=True):
         (given,) = pipeline.preprocess(text, is_split_into_words=False)
@@ -50,7 +50,7 @@ def test_500_texts_have_the_pipelines_entities(tmp_path: Path, name: str) -> Non
             want = plain(pipeline.postprocess(outputs, **strategy))
             same(finder.entities(text, placed, numbers), want, text)
             num_entities[way] += len(want)
-    assert min(num_entities.values()) > 2000
+    assert min(num_entities.values()) > 600
     assert len(set(num_entities.values())) > 2, "the ways must differ"
 
 
