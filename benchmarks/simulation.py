@@ -52,6 +52,9 @@ def main() -> int:
     recording = Recording(str(folder / "fit.trace")).read()
     fitted = fit.fit(recording, measured["model_id"], fit.client_time(recording, measured))
     cost.write(fitted, str(folder / "fitted.json"))
+    if arguments.ship is not None:
+        cost.SHIPPED.mkdir(exist_ok=True)
+        cost.write(fitted, str(cost.SHIPPED / f"{arguments.ship}.json"))
     print(fit.describe(fitted))
     misses = 0
     for line, is_miss in compared(folder, fitted, rates):
@@ -69,6 +72,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=1.0, help="rates as a multiple of those of the EPYC [1]")
     parser.add_argument("--serve", default="", help="more flags of `serve`")
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--ship", metavar="MODEL_MACHINE", help="have the program bring the fitted times with it")
     return parser.parse_args()
 
 

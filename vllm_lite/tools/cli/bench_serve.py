@@ -3,7 +3,7 @@
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,6 +109,11 @@ def _add_results(add: Callable[..., object]) -> None:
     add("--label", help="what the file's name begins with [the backend]")
     add("--metadata", nargs="+", default=[], metavar="KEY=VALUE", help="more entries of the JSON file")
     add("--plot", metavar="FILE.png", help="draw latencies, and throughput over time")
+    add(
+        "--simulated",
+        metavar="FILE",
+        help="print the same figures as `simulate` has them with this fitted file, and its errors",
+    )
     add("--disable-tqdm", action="store_true", help="no progress bar")
 
 
@@ -121,6 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
     options, metrics, metadata = _options(arguments), _names(arguments), _pairs("metadata", arguments.metadata)
     if arguments.plot is not None:
         plotting.check(arguments.plot)
+    compare = _comparison(arguments, options)
     done = serve.run(options)
     result = done.result
     if result["completed"]:
@@ -133,12 +139,41 @@ def run(arguments: argparse.Namespace) -> int:
         title = f"{result['model_id']}: {result['completed']} requests, {result['output_throughput']:.1f} tokens/s"
         serve_plot.plot(done.served, title, arguments.plot)
         print(f"plot: {arguments.plot}")
+    if result["completed"]:
+        for line in compare(result):
+            print(line)
     if tokens := result["total_output_tokens"]:
         print(f"this client took {done.cpu_s:.2f} s of CPU time, {1e6 * done.cpu_s / tokens:.1f} us for each token")
     errors = [error for error in result["errors"] if error]
     if errors:
         print(f"vllm-lite: {len(errors)} requests failed, the first with: {errors[0]}", file=sys.stderr)
     return 0 if result["completed"] else 1
+
+
+def _comparison(arguments: argparse.Namespace, options: "ServeOptions") -> Callable[[Mapping[str, Any]], Iterable[str]]:
+    """A function that gives simulated figures beside those of a result: none without --simulated. Raises ConfigError
+    for what cannot be simulated, before anything is measured."""
+    if arguments.simulated is None:
+        return lambda _: ()
+    import msgspec
+
+    from vllm_lite.tools.bench import serve
+    from vllm_lite.tools.simulate import cost
+    from vllm_lite.tools.simulate.load import LoadOptions, make_load
+    from vllm_lite.tools.simulate.variants import RunOptions, comparison, simulate
+
+    if 99.0 not in options.percentiles:
+        raise ConfigError("--simulated compares the 99th percentiles; let --metric-percentiles have 99")
+    fitted = cost.read(arguments.simulated)
+    tokenizer = serve.load_tokenizer(options)
+
+    def compare(result: Mapping[str, Any]) -> Iterable[str]:
+        dataset = msgspec.structs.replace(options.dataset, num_prompts=result["num_prompts"])
+        load = make_load(LoadOptions(dataset, options.request_rate, options.burstiness), tokenizer)
+        done = simulate(fitted, {}, load, RunOptions(dataset.seed, options.max_concurrency))
+        yield from comparison(done.figures, result)
+
+    return compare
 
 
 def _options(arguments: argparse.Namespace) -> "ServeOptions":

@@ -2,20 +2,30 @@
 its weights alone. Exit status 1 if what is asked is impossible, with what would make it possible."""
 
 import argparse
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from vllm_lite.checkpoint.parameter_count import describe_parameters
 from vllm_lite.config import GIB
+from vllm_lite.errors import ConfigError
 from vllm_lite.runtime.settings import add_flags as add_config_flags
 from vllm_lite.tools.plan import CapacityPlan, PlanConfig, RankPlan, make_plan
 from vllm_lite.tools.plan_checkpoint import load
 from vllm_lite.tools.plan_disk import DiskPlan, plan_disk
 
+if TYPE_CHECKING:
+    from vllm_lite.tools.simulate.variants import Simulated
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="MODEL", nargs="?", help="folder of a Hugging Face checkpoint, or org/model")
     parser.add_argument("--config", metavar="FILE", help="YAML or TOML file with settings")
+    parser.add_argument(
+        "--load",
+        metavar="TRACE",
+        help="what `serve --record` wrote: its requests, simulated with what is planned and the times of its steps",
+    )
     parser.add_argument("--json", action="store_true", help="print one object with everything")
     add_config_flags(parser, PlanConfig)
 
@@ -27,11 +37,46 @@ def run(arguments: argparse.Namespace) -> int:
     plan = make_plan(config, load(config))
     of_all_ranks = plan.kv_bytes_per_token * (plan.tensor_parallel_size if plan.device == "cuda" else 1)
     plan = msgspec.structs.replace(plan, disk=plan_disk(config, of_all_ranks))
+    served = None if arguments.load is None or not plan.fits else _simulated(arguments.load, plan)
     if arguments.json:
-        print(msgspec.json.format(msgspec.json.encode(msgspec.to_builtins(plan) | {"fits": plan.fits})).decode())
+        found = msgspec.to_builtins(plan) | {"fits": plan.fits} | ({} if served is None else {"load": _figures(served)})
+        print(msgspec.json.format(msgspec.json.encode(found)).decode())
     else:
         _print(plan)
+        if served is not None:
+            _print_load(served)
     return 0 if plan.fits else 1
+
+
+def _simulated(trace: str, plan: CapacityPlan) -> "Simulated":
+    """The load of a trace, with the planned sizes. Raises ConfigError."""
+    from vllm_lite.tools.simulate import fit
+    from vllm_lite.tools.simulate.load import load_of
+    from vllm_lite.tools.simulate.recording import Recording
+    from vllm_lite.tools.simulate.variants import simulate
+
+    recording = Recording(trace).read()
+    if (size := recording.reader.header.block_size) != plan.block_size:
+        raise ConfigError(
+            f"the trace has blocks of {size} tokens, the plan of {plan.block_size}; give --block-size {size}"
+        )
+    names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
+    settings = {name: getattr(plan, name) for name in names} | {"num_gpu_blocks_override": plan.num_blocks}
+    return simulate(fit.fit(recording, trace), settings, load_of(recording))
+
+
+def _figures(served: "Simulated") -> dict[str, Any]:
+    from vllm_lite.tools.simulate.variants import without_lists
+
+    return without_lists(served.figures)
+
+
+def _print_load(served: "Simulated") -> None:
+    from vllm_lite.tools.simulate.variants import rows
+
+    print("\nThe recorded requests, with these sizes and the times of the recorded steps:")
+    for line in rows([served._replace(settings={"simulated": "plan"})]):
+        print(line)
 
 
 def _print(plan: CapacityPlan) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("times of steps").add_argument
-    add("fitted", metavar="FILE", nargs="?", help="what --save wrote")
+    add("fitted", metavar="FILE", nargs="?", help="what --save wrote [what comes with the program for this machine]")
     add("--fit", metavar="TRACE", help="fit them to what an engine wrote with --record")
     add(
         "--measured",
@@ -86,6 +86,11 @@ def _times(arguments: argparse.Namespace, measured: dict[str, Any] | None) -> "S
     from vllm_lite.tools.simulate import cost, fit
     from vllm_lite.tools.simulate.recording import Recording
 
+    shipped = cost.shipped_for_this_machine() if arguments.fit is None and arguments.fitted is None else None
+    if shipped is not None:
+        if not arguments.json:
+            print(f"{shipped.model}: {fit.describe(shipped)}")
+        return shipped
     if (arguments.fit is None) == (arguments.fitted is None):
         raise ConfigError("give either FILE, which --save wrote, or --fit TRACE")
     if arguments.fit is None:

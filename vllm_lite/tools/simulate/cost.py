@@ -1,5 +1,7 @@
 """StepTimes: the time that workers take for a message, as fitted to a recording, and the file that keeps it."""
 
+import os
+import platform
 import random
 from pathlib import Path
 from typing import Annotated
@@ -14,6 +16,8 @@ from vllm_lite.tools.simulate.weather import Walk, Weather
 from vllm_lite.trace.records import Header
 
 VERSION = 2
+SHIPPED = Path(__file__).parent / "fitted"
+"""Fitted files that come with the program, each of a machine and a model: MODEL_MACHINE.json."""
 NUM_QUANTILES = 101
 
 Time = Annotated[float, Meta(ge=0)]
@@ -81,12 +85,35 @@ def kind_of(features: Features) -> str:
     return "prompts" if features[PLACE["chunk_megapairs"]] else "decodes"
 
 
-def read(path: str) -> StepTimes:
-    """Raises ConfigError."""
+def this_machine() -> str:
+    """The processor, and how many cores of it there are."""
     try:
-        found = msgspec.json.decode(Path(path).read_bytes(), type=StepTimes)
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(names, '') or platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def shipped() -> dict[str, Path]:
+    """The files that come with the program, by their names."""
+    return {path.stem: path for path in sorted(SHIPPED.glob("*.json"))}
+
+
+def shipped_for_this_machine() -> StepTimes | None:
+    """The first of them that was fitted on such a machine. Raises ConfigError for a damaged one."""
+    machine = this_machine()
+    return next((times for path in shipped().values() if (times := read(str(path))).machine == machine), None)
+
+
+def read(path: str) -> StepTimes:
+    """Read a file, or one that comes with the program, by its name. Raises ConfigError."""
+    known = shipped()
+    try:
+        found = msgspec.json.decode(known.get(path, Path(path)).read_bytes(), type=StepTimes)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror})") from error
+        names = f"; {', '.join(known)} would be known" if known else ""
+        raise ConfigError(f"{path} cannot be read ({error.strerror}){names}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
             f"{path} holds no fitted times ({error}); `simulate --fit TRACE --save FILE` writes some"
@@ -99,8 +126,13 @@ def read(path: str) -> StepTimes:
 
 
 def write(fitted: StepTimes, path: str) -> None:
-    """Raises ConfigError."""
+    """Write a file with a line for each field. Raises ConfigError."""
+
+    def encode(value: object) -> str:
+        return msgspec.json.encode(value).decode()
+
     try:
-        Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(fitted)) + b"\n")
+        lines = (f"{encode(name)}: {encode(value)}" for name, value in msgspec.to_builtins(fitted).items())
+        Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n")
     except OSError as error:
         raise ConfigError(f"{path} cannot be written ({error.strerror})") from error

@@ -1,17 +1,14 @@
 """Fits the times of steps to a recording: least squares of the shares by which messages differ, no time negative."""
 
-import os
-import platform
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from vllm_lite.errors import ConfigError
 from vllm_lite.runtime.least_squares import nonnegative
 from vllm_lite.tools.bench.serve_result import percentile
-from vllm_lite.tools.simulate.cost import NUM_QUANTILES, VERSION, StepTimes, kind_of
+from vllm_lite.tools.simulate.cost import NUM_QUANTILES, VERSION, StepTimes, kind_of, this_machine
 from vllm_lite.tools.simulate.drafts import kept
 from vllm_lite.tools.simulate.features import NAMES, told
 from vllm_lite.tools.simulate.recording import Recording, TimedMessage
@@ -42,7 +39,7 @@ def fit(recording: Recording, model: str, client_s: float = 0.0) -> StepTimes:
     observed = observe(told_s, [message.took_s for message in messages])
     return StepTimes(
         version=VERSION,
-        machine=f"{_processor()}, {len(os.sched_getaffinity(0))} cores",
+        machine=this_machine(),
         date=time.strftime("%Y-%m-%d"),
         model=model,
         header=header,
@@ -75,7 +72,9 @@ def client_time(recording: Recording, measured: Mapping[str, Any] | None) -> flo
 def describe(fitted: StepTimes) -> str:
     """A line of what was learned."""
     count, error = fitted.num_messages, fitted.error
-    return f"times of {count} messages to the workers, half of them within {error:.1%} ({fitted.machine})"
+    return (
+        f"times of {count} messages to the workers, half of them within {error:.1%} ({fitted.machine}, {fitted.date})"
+    )
 
 
 def _check(recording: Recording, num_messages: int) -> None:
@@ -117,12 +116,3 @@ def _noise(messages: Sequence[TimedMessage], ratios: Sequence[float]) -> dict[st
 def _quantiles(values: list[float]) -> list[float]:
     values.sort()
     return [percentile(values, 100 * step / (NUM_QUANTILES - 1)) for step in range(NUM_QUANTILES)]
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.machine()
