@@ -36,9 +36,9 @@ VLLM_LITE_INLINE void add_planes(const Rows& rows, const char* x, const char* we
 
 // What kQuantGroup inputs, which share a scale, give for some rows.
 struct alignas(64) Totals {
-  int32_t planes[2 * kTileRows][kBlock];
-  int64_t first_row, num_rows;  // of the group's
-  int64_t number;               // of the inputs' scale in the part
+  int32_t planes[4 * kTileSums];  // two tiles of each
+  int64_t first_row, num_rows;    // of the group's
+  int64_t number;                 // of the inputs' scale in the part
 };
 
 struct GroupedProduct {
@@ -94,7 +94,7 @@ struct GroupedProduct {
           add_planes(group.x, x + step * group.x.step, weights.data + step * kStepWeights);
           if (last != nullptr) add_scaled(group, of_rows, *last, half * kTileRows / kQuantSteps);
         }
-        store_sums<true>(own.planes[0], kBlock);
+        store_tile_sums<true>(own.planes);
         TILES_FENCE();
         own.first_row = row;
         own.num_rows = count;
@@ -122,16 +122,17 @@ struct GroupedProduct {
     const Scales scales[2] = {{cell, layout, supers, 0}, {cell, layout, supers, kWidth}};
     const int64_t most = begin + kTileRows / kQuantSteps, end = most < totals.num_rows ? most : totals.num_rows;
     const bool is_begun = group.are_begun || totals.number > 0;
-    float* sums = group.sums + (totals.first_row + begin) * kBlock;
+    float* sums = group.sums + sums_at(totals.first_row + begin, 0);
+    const int32_t* upper = totals.planes + begin * kTileRows;
     int64_t of = (totals.first_row + begin) * of_rows.stride + totals.number;
-    for (int64_t row = begin; row < end; ++row, of += of_rows.stride, sums += kBlock) {
+    for (int64_t row = begin; row < end; ++row, of += of_rows.stride, sums += kTileRows, upper += kTileRows) {
       for (int64_t v = 0; v < 2; ++v) {
-        const Ints both = both_planes(load_ints(totals.planes[row] + v * kWidth),
-                                      load_ints(totals.planes[kTileRows + row] + v * kWidth));
+        const int64_t at = v * kTileSums;
+        const Ints both = both_planes(load_ints(upper + at), load_ints(upper + 2 * kTileSums + at));
         const Vec value = to_floats(_mm512_add_epi32(both, all_ints(of_rows.biases[of])));
         const Vec part = scales[v].less_minima(value * scales[v].scale, of_rows.sums[of]);
-        const Vec before = is_begun ? load(sums + v * kWidth) : splat(0);
-        store(sums + v * kWidth, multiply_add(part, splat(of_rows.scales[of]), before));
+        const Vec before = is_begun ? load(sums + at) : splat(0);
+        store(sums + at, multiply_add(part, splat(of_rows.scales[of]), before));
       }
     }
   }

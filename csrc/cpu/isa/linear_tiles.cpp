@@ -65,13 +65,13 @@ struct Bf16Product : DenseWeights {
   void add_rows(const Group& group, const Weights& weights, const Meanwhile& meanwhile) const {
     const Group::Ahead ahead = group.ahead(weights);
     TILES_FENCE();
-    group.are_begun ? load_sums_once<kTwo>(group.sums, kBlock) : zero_sums<kTwo>();
+    group.are_begun ? load_tile_sums<kTwo>(group.sums) : zero_sums<kTwo>();
     for (int64_t step = 0; step < weights.num_steps; ++step) {
       prefetch(ahead, step);
       meanwhile(step);
       add_step<kTwo, Bf16Product>(group.x, weights, step);
     }
-    store_sums<kTwo>(group.sums, kBlock);
+    store_tile_sums<kTwo>(group.sums);
     TILES_FENCE();
   }
 };

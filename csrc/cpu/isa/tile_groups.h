@@ -50,7 +50,7 @@ struct Rows {
 struct Group {
   Rows x;
   int64_t num_rows;
-  float* sums;        // [kGroup][kBlock]
+  float* sums;        // [kGroupSums], as tiles
   bool are_begun;     // whether sums are those of the inputs before, or anything
   int64_t first_row;  // of the call's
   int64_t number, num_groups;

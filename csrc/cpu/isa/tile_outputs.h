@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t kStreamBytes = 1 << 20;
 
-// A group's sums [kGroup][kBlock] on their way: row by row, so that they can go while others are summed up.
+// A group's sums on their way: row by row, so that they can go while others are summed up.
 struct Outputs {
   const LinearCall* call = nullptr;
   const float* sums = nullptr;
@@ -25,7 +25,7 @@ struct Outputs {
   // Of a whole block. Without biases -0, which changes nothing, not even -0.
   Vec output(int64_t row, int64_t v) const {
     const float* biases = call->weight->bias;
-    return load(sums + row * kBlock + v * kWidth) +
+    return load(sums + sums_at(row, v)) +
            (biases == nullptr ? splat(-0.0f) : load(biases + block * kBlock + v * kWidth));
   }
 
@@ -42,7 +42,11 @@ struct Outputs {
  private:
   template <class Out>
   void write_part(int64_t begin, int64_t end) const {
-    VLLM_LITE_ISA::write<Out>(*call, {first_row + begin, end - begin, block, 1}, sums + begin * kBlock, kBlock);
+    float of_row[kBlock];
+    for (int64_t row = begin; row < end; ++row) {
+      for (int64_t v = 0; v < 2; ++v) store(of_row + v * kWidth, load(sums + sums_at(row, v)));
+      VLLM_LITE_ISA::write<Out>(*call, {first_row + row, 1, block, 1}, of_row, kBlock);
+    }
   }
   void write_part_as_x(int64_t begin, int64_t end) const {
     call->x_type == kFloat16 ? write_part<Float16>(begin, end) : write_part<BFloat16>(begin, end);

@@ -152,16 +152,6 @@ VLLM_LITE_INLINE void load_sums(const float* from, int64_t stride) {
   }
 }
 
-template <bool kTwo>
-VLLM_LITE_INLINE void load_sums_once(const float* from, int64_t stride) {
-  TILE_LOAD_ONCE(0, from, stride * 4);
-  TILE_LOAD_ONCE(1, from + kTileRows, stride * 4);
-  if constexpr (kTwo) {
-    TILE_LOAD_ONCE(2, from + kTileRows * stride, stride * 4);
-    TILE_LOAD_ONCE(3, from + kTileRows * stride + kTileRows, stride * 4);
-  }
-}
-
 template <bool kTwo, class T>
 VLLM_LITE_INLINE void store_sums(T* to, int64_t stride) {
   TILE_STORE(0, to, stride * 4);
@@ -170,6 +160,34 @@ VLLM_LITE_INLINE void store_sums(T* to, int64_t stride) {
     TILE_STORE(2, to + kTileRows * stride, stride * 4);
     TILE_STORE(3, to + kTileRows * stride + kTileRows, stride * 4);
   }
+}
+
+// The same as tiles side by side, [2 or 4][16][16], which is stored and loaded faster.
+constexpr int64_t kTileSums = kTileRows * kTileRows;
+
+template <bool kTwo>
+VLLM_LITE_INLINE void load_tile_sums(const float* from) {
+  TILE_LOAD_ONCE(0, from, kTileRowBytes);
+  TILE_LOAD_ONCE(1, from + kTileSums, kTileRowBytes);
+  if constexpr (kTwo) {
+    TILE_LOAD_ONCE(2, from + 2 * kTileSums, kTileRowBytes);
+    TILE_LOAD_ONCE(3, from + 3 * kTileSums, kTileRowBytes);
+  }
+}
+
+template <bool kTwo, class T>
+VLLM_LITE_INLINE void store_tile_sums(T* to) {
+  TILE_STORE(0, to, kTileRowBytes);
+  TILE_STORE(1, to + kTileSums, kTileRowBytes);
+  if constexpr (kTwo) {
+    TILE_STORE(2, to + 2 * kTileSums, kTileRowBytes);
+    TILE_STORE(3, to + 3 * kTileSums, kTileRowBytes);
+  }
+}
+
+// Where kTileRows of a row's sums begin there.
+VLLM_LITE_INLINE int64_t sums_at(int64_t row, int64_t half) {
+  return (row / kTileRows * 2 + half) * kTileSums + row % kTileRows * kTileRows;
 }
 
 // Trap: a tile that is shaped to no rows must not be touched, not even made zero.
