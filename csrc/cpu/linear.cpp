@@ -20,7 +20,6 @@ constexpr int64_t kFewRows = 4;
 // Blocks whose sums a task by tiles keeps: up to 2 MiB.
 constexpr int64_t kMaxSummedBlocks = 64;
 constexpr int64_t kWideBlocks = 16;
-constexpr int64_t kTileGroup = 32;  // rows at a time
 
 // Inputs to quantize that are not worth handing out either; about 5 us.
 constexpr int64_t kMinQuantized = 32 << 10;
@@ -190,7 +189,9 @@ VLLM_LITE_API void vllm_lite_linear(const PackedWeight* weight, const void* x, i
   LinearCall call = {weight, x, x_stride, out, out_stride, num_rows, x_type, out_type, nullptr};
   const auto linear = VLLM_LITE_DISPATCH_TILES(linear);
   const bool are_wide = num_rows > kTilesInPlace && fits_wide_tiles(*weight, x_type);
-  const RowParts parts = {num_rows, are_wide ? most_tile_rows(call) : kMaxRows, are_wide ? kTileGroup : 1};
+  const bool are_short = isa() >= Isa::kAmx && has_short_groups(*weight);
+  const int64_t most = are_wide ? most_tile_rows(call) : are_short ? kMaxShortRows : kMaxRows;
+  const RowParts parts = {num_rows, most, are_wide || are_short ? kTileGroup : 1};
   QuantizedRows quantized;
   if (quantizes_rows(*weight)) {
     quantized = quantized_rows(call);

@@ -33,19 +33,21 @@
 #include "common.h"
 #include "isa.h"
 
-constexpr int64_t kBlock = 32;         // outputs
-constexpr int64_t kMaxRows = 96;       // of one task
-constexpr int64_t kMaxTileRows = 512;  // the same where tiles multiply, of no more than
-constexpr int64_t kSpanInputs = 2048;  // inputs at a time, and of half as many rows where there are more than half
-constexpr int64_t kTilesInPlace = 64;  // rows, which tiles read where they lie
-constexpr int64_t kMaxBlocks = 8;      // of one task; any number where tiles multiply more rows than those
-constexpr int64_t kManyRows = 13;      // which meet two blocks at a time
-constexpr int64_t kQuantGroup = 128;   // the most inputs that share a scale
-constexpr int64_t kOnePlane = 32;      // the most that share one where rows have 8 bits
-constexpr float kUneven = 5;           // of a group's sizes, the largest by the mean: too much for 8 bits
-constexpr int32_t kGrouped4 = 101;     // beside the DTypes: codes of 4 bits, and
-constexpr int32_t kGrouped8 = 102;     // of 8 bits, with scales for groups of inputs
-constexpr int32_t kGrouped5 = 106;     // and of 5 bits
+constexpr int64_t kBlock = 32;          // outputs
+constexpr int64_t kMaxRows = 96;        // of one task
+constexpr int64_t kMaxTileRows = 512;   // the same where tiles multiply, of no more than
+constexpr int64_t kSpanInputs = 2048;   // inputs at a time, and of half as many rows where there are more than half
+constexpr int64_t kTilesInPlace = 64;   // rows, which tiles read where they lie
+constexpr int64_t kMaxBlocks = 8;       // of one task; any number where tiles multiply more rows than those
+constexpr int64_t kMaxShortRows = 256;  // the most of a task where tiles multiply short groups
+constexpr int64_t kTileGroup = 32;      // rows that tiles take at a time
+constexpr int64_t kManyRows = 13;       // which meet two blocks at a time
+constexpr int64_t kQuantGroup = 128;    // the most inputs that share a scale
+constexpr int64_t kOnePlane = 32;       // the most that share one where rows have 8 bits
+constexpr float kUneven = 5;            // of a group's sizes, the largest by the mean: too much for 8 bits
+constexpr int32_t kGrouped4 = 101;      // beside the DTypes: codes of 4 bits, and
+constexpr int32_t kGrouped8 = 102;      // of 8 bits, with scales for groups of inputs
+constexpr int32_t kGrouped5 = 106;      // and of 5 bits
 constexpr int32_t kNoMinima = -1;
 constexpr int32_t kShifts = 103;       // minima as bytes; only of codes of 4 bits that are bytes themselves
 constexpr int32_t kIntegers = 104;     // scales or minima as signed bytes, to be multiplied by those of `supers`
@@ -113,21 +115,31 @@ struct CellLayout {
   int64_t groups(int64_t num_inputs) const { return (num_inputs + group_size - 1) / group_size; }
 };
 
+// Whether tiles take groups of so few inputs: bfloat16 holds whole numbers up to 256, so that those of a group and what
+// they add up to are exact there.
+inline bool has_short_groups(const PackedWeight& weight) {
+  const bool are_bytes = is_grouped(weight.type) && weight.are_whole != 0 && weight.exact_rows == 0;
+  return are_bytes && weight.group_size <= kOnePlane && weight.offset >= -256 && weight.offset <= 1;
+}
+
 // How the rows of a product with a grouped weight are quantized: each group of inputs has a scale, and is known by the
 // sum of its integers. Groups are those of the weight or parts of them, filled up with zeros.
 struct RowLayout {
   int64_t group_size;  // inputs
   int64_t num_groups;
   int64_t num_planes;
+  int64_t item_bytes;  // there is room for, of an integer: tiles take those of short groups as bfloat16
 
   static RowLayout of(const PackedWeight& weight) {
     const int64_t size = weight.group_size, count = (weight.num_inputs + size - 1) / size;
-    if (weight.type != kGrouped4 || (size > kOnePlane && isa() >= Isa::kAmx)) return {size, count, 2};
+    const bool has_tiles = isa() >= Isa::kAmx;
+    const int64_t item = has_tiles && has_short_groups(weight) ? 2 : 1;
+    if (weight.type != kGrouped4 || (size > kOnePlane && has_tiles)) return {size, count, 2, item};
     const int64_t own = size < kOnePlane ? size : kOnePlane;
-    return {own, count * (size / own), 1};
+    return {own, count * (size / own), 1, item};
   }
-  int64_t width() const { return num_groups * group_size; }     // bytes of a plane
-  int64_t value_bytes() const { return num_planes * width(); }  // of a row
+  int64_t width() const { return num_groups * group_size; }                  // integers of a plane
+  int64_t value_bytes() const { return item_bytes * num_planes * width(); }  // of a row
   // Of all that belongs to one row.
   int64_t row_bytes() const { return value_bytes() + 13 * num_groups; }
 };
@@ -135,10 +147,12 @@ struct RowLayout {
 // Rows as integers, one panel for the rows of each task, which begins at values + its first row * value_bytes(). A
 // panel is groups of rows (isa/byte_products.h), each [groups of inputs][planes][inputs / 4][rows][4], so that a
 // product reads its rows from the first byte to the last; the upper plane comes first. Without VNNI two planes are
-// words of 16 bits, [4] of them. For products by AMX the panel is [rows][planes][inputs].
+// words of 16 bits, [4] of them. For products by AMX the panel is [rows][planes][inputs], or in short groups, by
+// kTileGroup rows, [groups of inputs][planes][rows][inputs] of bfloat16: whole numbers, those of the upper plane times
+// 128, and of four inputs the second and the third in each other's place.
 struct QuantizedRows {
   int8_t* values;
-  float* scales;    // of a panel's group of rows [num_groups][rows], for tiles [rows][num_groups]; as those below
+  float* scales;    // of a panel's group of rows [num_groups][rows], for long tiles [rows][num_groups]; as those below
   int32_t* biases;  // what bytes of weights lack, their offset, times the sum
   float* sums;      // of a group's integers
   uint8_t* lower;   // [num_groups] at the first row of a group of rows: whether any has a lower plane there
@@ -215,5 +229,5 @@ inline bool quantizes_rows(const PackedWeight& weight) {
 inline bool fits_tiles(const PackedWeight& weight, int32_t x_type) {
   if (!is_grouped(weight.type)) return weight.type == kBFloat16 && x_type == kBFloat16;
   const bool are_bytes = weight.are_whole != 0 && weight.exact_rows == 0 && weight.type != kGrouped5;
-  return are_bytes && weight.group_size == kQuantGroup;
+  return has_short_groups(weight) || (are_bytes && weight.group_size == kQuantGroup);
 }

@@ -9,6 +9,7 @@
 // rows is multiplied, the outputs of the one before leave and the weights that come next are asked for, a few lines a
 // step.
 #include "grouped_tiles.h"
+#include "short_groups.h"
 #include "tile_groups.h"
 #include "tile_outputs.h"
 #include "tile_panel.h"
@@ -203,7 +204,8 @@ class TileTask {
 // Fewer rows of integers are done sooner by vectors, with the same bits.
 bool are_tiled(const LinearCall& call) {
   if (!fits_tiles(*call.weight, call.x_type)) return false;
-  return call.weight->type == kBFloat16 || (call.quantized != nullptr && call.num_rows >= kManyRows);
+  const int64_t least = has_short_groups(*call.weight) ? least_short_rows(*call.weight) : kManyRows;
+  return call.weight->type == kBFloat16 || (call.quantized != nullptr && call.num_rows >= least);
 }
 
 }  // namespace
@@ -214,6 +216,7 @@ void linear(const LinearCall& call, const LinearTask& task) {
     const char* first = static_cast<const char*>(call.x) + task.first_row * call.x_stride * 2;
     return TileTask<Bf16Product>(call, task, {first, call.x_stride * 2, call.weight->num_inputs * 2}).run();
   }
+  if (has_short_groups(*call.weight)) return ShortTask(call, task).run();
   const RowLayout& layout = call.quantized->layout;
   const char* first = reinterpret_cast<const char*>(call.quantized->values) + task.first_row * layout.value_bytes();
   TileTask<GroupedProduct>(call, task, {first, layout.value_bytes(), layout.width()}).run();

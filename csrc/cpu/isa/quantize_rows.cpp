@@ -199,7 +199,42 @@ void quantize_groups(const LinearCall& call, const QuantizeTask& task) {
   }
 }
 
-// Only machines with VNNI have tiles.
+#if defined(__AVX512VNNI__)  // which all machines with tiles have
+// Integers of a group as bfloat16, in the order in which tiles take them; those of the lower plane lie `plane` behind.
+template <int64_t kSize, int kPlanes>
+VLLM_LITE_INLINE void widen_row(const int8_t* integers, BFloat16* to, int64_t plane) {
+#pragma GCC unroll 2
+  for (int p = 0; p < kPlanes; ++p) {
+    const Vec unit = splat(kPlanes == 2 && p == 0 ? 128 : 1);
+    for (int64_t i = 0; i < kSize; i += kWidth) {
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(integers + p * kSize + i));
+      const __m512i ordered = _mm512_shuffle_epi32(_mm512_cvtepi8_epi32(bytes), _MM_PERM_DBCA);
+      store(to + p * plane + i, to_floats(ordered) * unit);
+    }
+  }
+}
+
+template <class T, int64_t kSize, int kPlanes>
+void quantize_short_groups(const LinearCall& call, const QuantizeTask& task) {
+  const RowQuantizer<T> quantizer{call};
+  const RowLayout& layout = call.quantized->layout;
+  for (int64_t first = 0; first < task.num_rows; first += kTileGroup) {
+    const int64_t left = task.num_rows - first, count = left < kTileGroup ? left : kTileGroup;
+    const int64_t begin = task.first_row + first, scales = begin * layout.num_groups;
+    BFloat16* values = reinterpret_cast<BFloat16*>(call.quantized->values + begin * layout.value_bytes());
+    for (int64_t group = task.first_group; group < task.first_group + task.num_groups; ++group) {
+      bool any = false;
+      for (int64_t row = 0; row < count; ++row) {
+        alignas(64) int8_t integers[kPlanes * kSize];
+        const int64_t place = scales + group * count + row;
+        any |= quantizer.template run<kSize, kPlanes>(begin + row, group, {integers, 4, kSize, place});
+        widen_row<kSize, kPlanes>(integers, values + (group * kPlanes * count + row) * kSize, count * kSize);
+      }
+      call.quantized->lower[scales + group] = any;
+    }
+  }
+}
+
 template <class T, int64_t kSize>
 void quantize_for_tiles(const LinearCall& call, const QuantizeTask& task) {
   const RowQuantizer<T> quantizer{call};
@@ -212,12 +247,25 @@ void quantize_for_tiles(const LinearCall& call, const QuantizeTask& task) {
   }
 }
 
+template <class T>
+void quantize_panel_for_tiles(const LinearCall& call, const QuantizeTask& task) {
+  const RowLayout& layout = call.quantized->layout;
+  const bool two = layout.num_planes == 2;
+  if (layout.group_size == kQuantGroup) return quantize_for_tiles<T, kQuantGroup>(call, task);
+  if (layout.group_size == 16)
+    return two ? quantize_short_groups<T, 16, 2>(call, task) : quantize_short_groups<T, 16, 1>(call, task);
+  two ? quantize_short_groups<T, 32, 2>(call, task) : quantize_short_groups<T, 32, 1>(call, task);
+}
+#endif
+
 // Sizes are those of linear.h; what has one plane or goes through tiles is known there, too.
 template <class T>
 void quantize_panel(const LinearCall& call, const QuantizeTask& task) {
   const RowLayout& layout = call.quantized->layout;
   const bool two = layout.num_planes == 2;
-  if (task.for_tiles) return quantize_for_tiles<T, kQuantGroup>(call, task);
+#if defined(__AVX512VNNI__)
+  if (task.for_tiles) return quantize_panel_for_tiles<T>(call, task);
+#endif
   if (layout.group_size == 16)
     return two ? quantize_groups<T, 16, 2>(call, task) : quantize_groups<T, 16, 1>(call, task);
   if (layout.group_size == 32)

@@ -27,9 +27,9 @@ struct alignas(64) TileShapes {
   uint16_t row_bytes[16] = {};
   uint8_t rows[16] = {};
 
-  void set(int tile, int64_t num_rows) {
+  void set(int tile, int64_t num_rows, int64_t num_bytes = kTileRowBytes) {
     rows[tile] = static_cast<uint8_t>(num_rows);
-    row_bytes[tile] = num_rows == 0 ? 0 : kTileRowBytes;
+    row_bytes[tile] = static_cast<uint16_t>(num_rows == 0 ? 0 : num_bytes);
   }
 };
 static_assert(sizeof(TileShapes) == 64, "as the instruction reads it");
@@ -37,7 +37,7 @@ static_assert(sizeof(TileShapes) == 64, "as the instruction reads it");
 #if defined(VLLM_LITE_EMULATED_TILES)
 
 struct EmulatedTile {
-  int64_t num_rows = 0;
+  int64_t num_rows = 0, row_bytes = 0;
   alignas(64) char bytes[kTileRows][kTileRowBytes];
 };
 thread_local EmulatedTile tiles[8];
@@ -51,17 +51,18 @@ inline EmulatedTile& shaped(int number) {
 inline void shape_tiles(const TileShapes* shapes) {
   for (int i = 0; i < 8; ++i) {
     tiles[i].num_rows = shapes->rows[i];
+    tiles[i].row_bytes = shapes->row_bytes[i];
     std::memset(tiles[i].bytes, 0, sizeof tiles[i].bytes);
   }
 }
 inline void load_tile(EmulatedTile& tile, const void* from, int64_t stride) {
   for (int64_t row = 0; row < tile.num_rows; ++row) {
-    std::memcpy(tile.bytes[row], static_cast<const char*>(from) + row * stride, kTileRowBytes);
+    std::memcpy(tile.bytes[row], static_cast<const char*>(from) + row * stride, static_cast<size_t>(tile.row_bytes));
   }
 }
 inline void store_tile(const EmulatedTile& tile, void* to, int64_t stride) {
   for (int64_t row = 0; row < tile.num_rows; ++row) {
-    std::memcpy(static_cast<char*>(to) + row * stride, tile.bytes[row], kTileRowBytes);
+    std::memcpy(static_cast<char*>(to) + row * stride, tile.bytes[row], static_cast<size_t>(tile.row_bytes));
   }
 }
 inline float without_denormals(float x) {
