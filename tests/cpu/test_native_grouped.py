@@ -9,6 +9,7 @@ import torch
 from tests.cpu.conftest import has_amx, using_isa
 from tests.cpu.rounded_rows import LARGEST_OF_TWO, rounded_rows
 from tests.cpu.test_native_linear import random
+from vllm_lite.checkpoint.quantization.on_load import Form
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.dtypes import FLOATS
 from vllm_lite.kernels.cpu.weights import grouped as cpu_grouped
@@ -235,7 +236,7 @@ def test_tiles_of_short_groups_add_them_up_as_vectors_do(values: torch.Tensor, g
 
 
 @pytest.mark.parametrize("form", ["int4_g32", "int5_g32"])
-def test_tiles_add_groups_with_scales_of_bytes_up_as_vectors_do(form: str) -> None:
+def test_tiles_add_groups_with_scales_of_bytes_up_as_vectors_do(form: Form) -> None:
     check_rows_as_alone(PackedWeight(random(70, 600), form=form), uneven_rows(33, 600))
 
 
