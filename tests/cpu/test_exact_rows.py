@@ -102,6 +102,7 @@ def test_the_setting_reaches_the_worker(tmp_path: Path, packed: list[PackedWeigh
     model = make_checkpoint(tmp_path / "model")
     driver = Driver(model, dtype="bfloat16", quantization="int4_g32", exact_activations=setting)
     assert exact(packed) == {setting}
+    assert "x 4 bits (a scale for 32 inputs)" in driver.ready.kernels["matrices"]
     driver.run(new_request(0, make_prompt(9), [1, 2]))
     driver.decode(0, count=3)
     assert len(driver.got[0]) == 4

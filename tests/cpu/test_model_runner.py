@@ -1,5 +1,6 @@
 """ModelRunner driven by hand-written steps on a tiny checkpoint; transformers says which tokens are right."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from tests.driver import BLOCK, GENERATION, GREEDY, NUM_BLOCKS, WARM, Driver, expected, make_prompt, new_request
 from vllm_lite.errors import ProtocolError
+from vllm_lite.kernels import cpu
 from vllm_lite.protocol.step import (
     BlockOp,
     Continue,
@@ -240,6 +242,8 @@ def test_ready_tells_what_the_engine_needs(driver: Driver) -> None:
     assert (ready.num_blocks, ready.vocab_size, ready.eos_token_ids) == (NUM_BLOCKS, 384, (2,))
     assert (ready.max_model_len, [group.kind for group in ready.groups]) == (512, ["full"])
     assert ready.block_bytes == driver.pool[0].numel() * 4
+    assert (ready.kernels["instruction set"], ready.kernels["attention"]) == (cpu.isa(), "CpuBackend")
+    assert re.fullmatch(r"\d+ x float32", ready.kernels["matrices"])
 
 
 def test_warming_up_writes_nothing(driver: Driver) -> None:

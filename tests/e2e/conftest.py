@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -10,6 +11,7 @@ from openai import OpenAI
 from tests.deadlines import scaled
 from tests.e2e.reference import Reference, make_reference
 from tests.http_server import Server, client, engine_of
+from tests.pages import chromium
 from vllm_lite.client.engines.session import Session
 
 
@@ -42,3 +44,10 @@ def session(server: Server) -> Iterator[Session]:
     """A client of the engine; the server was started with --address."""
     with engine_of(server) as session:
         yield session
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """For one file: while it is there its thread has a running event loop, which other tests must not meet."""
+    with chromium() as running:
+        yield running

@@ -18,6 +18,7 @@ from tests.deadlines import scaled
 from tests.http_server import Server, client, serving
 from tests.live_numbers import COUNTS, TIMES, counts_of, mean_ms, metrics_of
 from vllm_lite.errors import RemoteError
+from vllm_lite.kernels.cpu.library import ISAS
 from vllm_lite.server.live import snapshot
 from vllm_lite.tools.top.watched import ServerLook, events, looks
 
@@ -181,6 +182,18 @@ def test_pages_of_others_see_nothing(server: Server) -> None:
             assert next(looks).engines, "the page of the server itself"
 
 
+def test_a_block_is_known_by_its_hash(server: Server) -> None:
+    with client(server) as http, paused(server, http, 1) as (name,):
+        with watching(http) as looks:
+            next(looks)
+            block = rows(looks)[name]["table"][0]
+        said = http.get(f"/v1/live/blocks/{block}?engine=0").json()
+        assert (said["block"], said["references"], said["tiers"]) == (block, 1, ["device"] if said["hash"] else [])
+        for path, status in (("200", 404), (f"{10**30}", 404), ("1?engine=1", 404), ("1?engine=-1", 400)):
+            assert http.get(f"/v1/live/blocks/{path}").status_code == status, path
+        assert http.get("/v1/live/blocks/1", headers={"sec-fetch-site": "cross-site"}).status_code == 403
+
+
 def test_settings_are_those_of_the_command(server: Server) -> None:
     with client(server) as http:
         said = http.get("/v1/live/settings").json()
@@ -188,6 +201,8 @@ def test_settings_are_those_of_the_command(server: Server) -> None:
     assert "--num-gpu-blocks-override 200" in said["command"]
     assert "--max-num-seqs 2" in said["command"]
     assert (said["computed"]["max_num_seqs"], said["computed"]["device"]) == (2, "cpu")
+    assert said["kernels"]["instruction set"] in ISAS
+    assert "bfloat16" in said["kernels"]["matrices"]
 
 
 def test_top_prints_a_look(server: Server) -> None:

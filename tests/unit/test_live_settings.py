@@ -18,7 +18,8 @@ FLAGS = {
 
 def said(**settings: object) -> dict[str, object]:
     config = ServeConfig.load({"device": "cpu", **settings})
-    return settings_of(config, config.resolve(max_position_embeddings=64, dtype="float32", model_path="m"))
+    resolved = config.resolve(max_position_embeddings=64, dtype="float32", model_path="m")
+    return settings_of(config, resolved, {"instruction set": "avx2"})
 
 
 def test_only_what_was_set_is_in_the_command() -> None:
@@ -34,7 +35,9 @@ def test_only_what_was_set_is_in_the_command() -> None:
 
 
 def test_what_is_computed_has_the_values_that_were_chosen() -> None:
-    computed = said(max_num_seqs=3)["computed"]
+    found = said(max_num_seqs=3)
+    computed = found["computed"]
+    assert found["kernels"] == {"instruction set": "avx2"}
     assert isinstance(computed, dict)
     assert tuple(computed) == COMPUTED
     assert (computed["max_num_seqs"], computed["device"], computed["dtype"]) == (3, "cpu", "float32")

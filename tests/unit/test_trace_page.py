@@ -85,7 +85,7 @@ def check_moment(made: ShownTrace, path: Path, number: int, *, sent_again: bool 
     for key, row in rows.items():
         age_s = row["since"] - shown["requests"][key]["since"]
         assert -0.11 < age_s < (100 if sent_again else 0.11)
-    assert shown["blocks"] == block_bytes(scheduler.kv.pool, 0, 10**6)
+    assert shown["blocks"] == block_bytes(scheduler.kv, 0, 10**6)
     assert shown["counts"] == {name: getattr(stats, name) for name in COUNTS}
     assert shown["step"]["tokens"] == seen.step_tokens == scheduler.num_scheduled_tokens
     assert shown["step"]["prefill"] == seen.step_prefill <= seen.step_tokens

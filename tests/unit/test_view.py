@@ -8,7 +8,7 @@ from tests.recorded import Recorded
 from tests.scheduler_rig import Rig
 from vllm_lite.engine.observe import conversations
 from vllm_lite.engine.observe.describe import describe
-from vllm_lite.engine.observe.view import block_bytes, view
+from vllm_lite.engine.observe.view import block_bytes, block_content, view
 from vllm_lite.protocol.view import (
     IS_CACHED,
     MAX_CONVERSATIONS,
@@ -16,6 +16,7 @@ from vllm_lite.protocol.view import (
     MAX_ROWS,
     MAX_SEEN,
     MAX_TABLE,
+    BlockContent,
     EngineView,
     StepWork,
 )
@@ -108,7 +109,48 @@ def test_many_references_are_the_most_that_fit() -> None:
     rig = Rig(num_blocks=4)
     (block,) = rig.scheduler.kv.pool.get_new_blocks(1)
     rig.scheduler.kv.pool.touch([block] * 500)
-    assert block_bytes(rig.scheduler.kv.pool, block, 1)[0] == MAX_REFERENCES
+    assert block_bytes(rig.scheduler.kv, block, 1)[0] == MAX_REFERENCES
+
+
+def test_blocks_of_the_host_follow_those_of_the_device() -> None:
+    rig = Rig(num_blocks=12, num_host_blocks=20, max_num_batched_tokens=64, preemption="swap")
+    for name in "abc":
+        rig.add(name, list(range(ord(name) - 90, ord(name) - 77)), max_tokens=20)
+    is_seen = False
+    while rig.scheduler.requests:
+        rig.step()
+        seen = look(rig)
+        assert (seen.num_blocks, seen.num_host_blocks, len(seen.blocks)) == (12, 20, 32)
+        assert look(rig, 9).blocks == seen.blocks[9:]
+        assert look(rig, 30).blocks == seen.blocks[30:]
+        assert look(rig, 32).blocks == b""
+        assert block_bytes(rig.scheduler.kv, 10, 5) == seen.blocks[10:15]
+        for row in seen.rows:
+            table = array("I", row.table).tolist()
+            on_host = [block for block in table if block >= 12]
+            assert (len(on_host), len(table) - len(on_host)) == (row.num_host_blocks, row.num_blocks)
+            assert all(seen.blocks[block] & MAX_REFERENCES for block in table)
+            is_seen |= bool(on_host)
+    assert is_seen, "something was swapped"
+
+
+def test_a_block_says_what_it_holds_and_where_else_that_is() -> None:
+    rig = Rig(num_blocks=8, num_host_blocks=20, max_num_batched_tokens=64)
+    scheduler = rig.scheduler
+    prompt = list(range(9))
+    rig.add("a", prompt, max_tokens=2)
+    rig.step()
+    table = array("I", look(rig).rows[0].table).tolist()
+    hashes = scheduler.requests["a"].sequences[0].block_hashes
+    assert block_content(scheduler, table[1]) == BlockContent(table[1], 1, hashes[1], 0, ("device",))
+    assert block_content(scheduler, table[2]) == BlockContent(table[2], 1)
+    assert block_content(scheduler, 0) == BlockContent(0, 0)
+    assert block_content(scheduler, 28) == BlockContent(28), "there is none"
+    rig.drain()
+    rig.add("b", list(range(20, 47)), max_tokens=1)  # evicts a's, which are demoted
+    rig.drain()
+    contents = [block_content(scheduler, block) for block in range(8, 28)]
+    assert {each.hash for each in contents if each.tiers == ("host",)} >= set(hashes[:2])
 
 
 def sums(rig: Rig) -> tuple[int, int]:
@@ -189,7 +231,7 @@ def test_drafts_of_the_latest_result_are_right_or_wrong() -> None:
     drafted, right = 0, 0
     while recorded.scheduler.requests:
         recorded.loop()
-        work = recorded.core.view(0).work
+        work = view(recorded.scheduler, 0, 1.0).work
         drafted, right = drafted + work.num_drafted, right + work.num_right
     counters = recorded.scheduler.counters
     assert (drafted, right) == (counters.draft_tokens, counters.accepted_tokens)

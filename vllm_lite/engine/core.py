@@ -21,7 +21,7 @@ from vllm_lite.engine.intake import Attached, Intake, ModelFacts
 from vllm_lite.engine.observe.describe import describe
 from vllm_lite.engine.observe.recorder import MakeScheduler, RecordedScheduler, recorded
 from vllm_lite.engine.observe.residency import Residency
-from vllm_lite.engine.observe.view import view
+from vllm_lite.engine.observe.view import block_content, view
 from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.scheduling import policy
 from vllm_lite.engine.scheduling.in_flight import MessageLength, StepInFlight
@@ -38,7 +38,7 @@ from vllm_lite.kv_disk.directory import hash_seed
 from vllm_lite.protocol.api import Descriptions, ForkRequest, Generate, PrefixCacheReset, Stats
 from vllm_lite.protocol.control import Ready
 from vllm_lite.protocol.step import ModelOutput
-from vllm_lite.protocol.view import EngineView
+from vllm_lite.protocol.view import GetBlock, Look, Seen
 from vllm_lite.runtime import log
 from vllm_lite.runtime.prefix_hash import PrefixHasher
 from vllm_lite.trace.records import Header
@@ -144,9 +144,11 @@ class EngineCore:
         states = describe(self.scheduler, asked, self._clock(), with_content=with_content)
         return Descriptions(states, external.ended(external_id))
 
-    def view(self, first_block: int) -> EngineView:
-        """The engine as it is now, for who watches it, with the KV blocks from `first_block` on."""
-        return view(self.scheduler, first_block, self._clock())
+    def look(self, asked: Look) -> Seen:
+        """The engine as it is now, for who watches it, or one of its blocks."""
+        if isinstance(asked, GetBlock):
+            return block_content(self.scheduler, asked.block)
+        return view(self.scheduler, asked.first_block, self._clock())
 
     def reset_prefix_cache(self, *, stored: bool = False) -> PrefixCacheReset:
         return self.scheduler.reset_prefix_cache(stored=stored)

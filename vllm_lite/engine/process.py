@@ -31,7 +31,7 @@ from vllm_lite.protocol.adapters import LoadAdapter, UnloadAdapter
 from vllm_lite.protocol.control import Ready
 from vllm_lite.protocol.external import AbortExternal, ExternalAborted, ExternalFound, FindExternal
 from vllm_lite.protocol.operations import Operation
-from vllm_lite.protocol.view import GetView
+from vllm_lite.protocol.view import Look
 from vllm_lite.runtime import log, supervise
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport.interface import poller
@@ -126,6 +126,7 @@ class EngineProcess:
                 max_loras=core.adapters.limits.in_step,
                 wants_marks=core.kv.wants_marks,
                 placeholders=ready.placeholders,
+                kernels=ready.kernels,
             )
         )
         log.moment("engine", "blocks, clients' socket")
@@ -259,8 +260,8 @@ class EngineProcess:
         elif isinstance(message, api.Describe):
             with_content = message.with_content
             self.port.send(peer, core.describe(message.request_ids, message.external_id, with_content=with_content))
-        elif isinstance(message, GetView):
-            self.port.send(peer, core.view(message.first_block))
+        elif isinstance(message, Look):
+            self.port.send(peer, core.look(message))
         elif isinstance(message, FindExternal):
             external = core.scheduler.queues.external
             self.port.send(peer, ExternalFound([*filter(external.is_live, message.external_ids)]))

@@ -19,7 +19,7 @@ from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
 from vllm_lite.protocol.pooling import MAX_POOLED_BYTES, PoolerInfo, Pooling
 from vllm_lite.protocol.spans import MAX_MEDIA, PromptMedia
 from vllm_lite.protocol.transfers import TierUsage
-from vllm_lite.protocol.view import EngineView, GetView
+from vllm_lite.protocol.view import Look, Seen
 
 MAX_PROMPT_BYTES = 16 * 1024 * 1024
 """Room for four million tokens of four bytes."""
@@ -155,8 +155,7 @@ class Welcome(Message, tag="welcome"):
     one takes its place, unless it is not `is_supervised`: then its death is the end of every request. `max_loras`: how
     many different LoRA adapters a step may have; 0: none are served. `wants_marks`: it has recurrent layers, so that
     the marks of a Generate are of use. `placeholders` has for each kind of media that the model takes the token that
-    stands for it in a prompt.
-    """
+    stands for it in a prompt, `kernels` what computes it, in words for people."""
 
     version: int
     epoch: int
@@ -173,6 +172,7 @@ class Welcome(Message, tag="welcome"):
     max_loras: int = 0
     wants_marks: bool = False
     placeholders: dict[str, int] = msgspec.field(default_factory=dict)
+    kernels: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class Refused(Message, tag="refused"):
@@ -472,7 +472,7 @@ FromClient = (
     | Ping
     | GetStats
     | Describe
-    | GetView
+    | Look
     | FindExternal
     | AbortExternal
     | ResetPrefixCache
@@ -490,7 +490,7 @@ ToClient = (
     | Heartbeat
     | Stats
     | Descriptions
-    | EngineView
+    | Seen
     | ExternalFound
     | ExternalAborted
     | PrefixCacheReset

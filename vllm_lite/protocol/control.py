@@ -53,7 +53,7 @@ class Ready(Message, tag=31):
     for `num_host_states` in host memory, whose ids follow those of the slots. `placeholders` as in Welcome; the
     contents of media have `media_token_bytes` for each of their tokens, or at most so many where `media_bytes_vary`,
     and their vectors `media_vector_bytes`. `whole_media`: no step may end inside a medium, since its tokens see each
-    other both ways."""
+    other both ways. `kernels` as in Welcome."""
 
     rank: int
     generation: int
@@ -72,6 +72,7 @@ class Ready(Message, tag=31):
     media_bytes_vary: bool = False
     whole_media: bool = False
     media_vector_bytes: int = 0
+    kernels: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class Start(Message, tag=32):

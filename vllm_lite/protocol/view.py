@@ -29,12 +29,18 @@ class GetView(Message, tag="get_view"):
     first_block: Annotated[int, Meta(ge=0, lt=2**31)] = 0
 
 
+class GetBlock(Message, tag="get_block"):
+    """Asks what a KV block holds; answered by BlockContent."""
+
+    block: Annotated[int, Meta(ge=0, lt=2**31)]
+
+
 class RequestRow(Message):
     """A live request, by its first sample that runs, or the first one that waits.
 
     `reason` is what it waits for, as in AdmissionState, None if it runs; `place` counts those before it in the queue.
     `table` has the physical blocks of the first group of that sample, little-endian u32, MAX_TABLE at most, of
-    `num_blocks`; `num_host_blocks` are in host memory. `num_output` counts the tokens of all samples.
+    `num_blocks` on the device and `num_host_blocks` in host memory. `num_output` counts the tokens of all samples.
     """
 
     request_id: str
@@ -85,9 +91,9 @@ class ConversationRow(Message):
 
 class EngineView(Message, tag="view"):
     """`rows` are those of the requests that run, and then of those that wait, in the order of the queue; `num_requests`
-    counts all. `blocks` has a byte for each block from `first_block` on: references, and IS_CACHED. `step` is the
-    latest one; it has `step_tokens` tokens, `step_prefill` of them of prompts, for `step_samples` sequences. Of
-    `conversations` the latest comes first.
+    counts all. `blocks` has a byte for each block from `first_block` on: references, and IS_CACHED; behind the device's
+    `num_blocks` come `num_host_blocks` in host memory. `step` is the latest one; it has `step_tokens` tokens,
+    `step_prefill` of them of prompts, for `step_samples` sequences. Of `conversations` the latest comes first.
     """
 
     step: int
@@ -102,3 +108,20 @@ class EngineView(Message, tag="view"):
     blocks: bytes
     work: StepWork = StepWork()
     conversations: tuple[ConversationRow, ...] = ()
+    num_host_blocks: int = 0
+
+
+class BlockContent(Message, tag="block"):
+    """The content of a block, by its hash, and the tiers that have it; no hash if no prompt can find it. `group` is the
+    group of layers whose KV it is. `references` is None if there is no such block.
+    """
+
+    block: int
+    references: int | None = None
+    hash: bytes = b""
+    group: int = 0
+    tiers: tuple[Literal["device", "host", "disk"], ...] = ()
+
+
+Look = GetView | GetBlock
+Seen = EngineView | BlockContent

@@ -141,18 +141,18 @@ class ServeSession(AnySession):
         asked.add_done_callback(lambda done: _resolve(future, done, lambda found: reduce(joined, found.values())))
         return future
 
+    def ask_one(self, number: int, message: FromClient, answer: type[A]) -> "Future[A]":
+        if number not in {each.number for each in self.known}:
+            raise LookupError(number)
+        return _of(number, asyncio.ensure_future(self._ask(message, answer)))
+
     def ask_each(self, first_block: int | None = None) -> list[Member]:
         asked = asyncio.ensure_future(self._ask(_GET_STATS, Stats))
         viewed = None if first_block is None else asyncio.ensure_future(self._ask(GetView(first_block), EngineView))
 
-        def of(number: int, answers: "asyncio.Future[dict[int, A]]") -> "Future[A]":
-            future: Future[A] = Future()
-            answers.add_done_callback(lambda done: _resolve(future, done, itemgetter(number)))
-            return future
-
         def one(known: Introduction) -> Member:
-            view = None if viewed is None else of(known.number, viewed)
-            return Member(known.number, known.welcome, of(known.number, asked), view)
+            view = None if viewed is None else _of(known.number, viewed)
+            return Member(known.number, known.welcome, _of(known.number, asked), view)
 
         return [one(each) for each in sorted(self.known, key=lambda known: known.number)]
 
@@ -299,6 +299,13 @@ class ServeSession(AnySession):
     def _end(self, request_id: str, error: VllmLiteError) -> None:
         if (stream := self._open.get(request_id)) is not None:
             self._deliver(request_id, stream, [StreamFailure(request_id, error)])
+
+
+def _of(number: int, answers: "asyncio.Future[dict[int, A]]") -> "Future[A]":
+    """The answer of the replica of this number."""
+    future: Future[A] = Future()
+    answers.add_done_callback(lambda done: _resolve(future, done, itemgetter(number)))
+    return future
 
 
 def _resolve(future: "Future[A]", done: "asyncio.Future[dict[int, T]]", read: Callable[[dict[int, T]], A]) -> None:

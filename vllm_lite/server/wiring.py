@@ -172,7 +172,7 @@ class Application:
         vectors = PoolingRoutes(pooling)
         more = [*Resumption(live, factory).routes(), *VllmRoutes(generation, information, vectors.invoked).routes()]
         more += OperationRoutes(self.calls, live.reader, resolved).routes()
-        more += LiveRoutes(self.calls, settings_of(config, resolved)).routes()
+        more += LiveRoutes(self.calls, settings_of(config, resolved, engine.kernels)).routes()
         more += [*AdapterRoutes(generation).routes(), *DerenderRoutes(generation).routes()]
         shown = files.template_text if config.enable_tokenizer_info_endpoint else None
         ollama = OllamaModel.of(model, resolved.model, prompts, shown)

@@ -60,6 +60,7 @@ from vllm_lite.worker.disk.transfers import DiskTransfers
 from vllm_lite.worker.drafting.place import DraftPlace
 from vllm_lite.worker.drafting.timing import timings_of
 from vllm_lite.worker.forward import EagerForward
+from vllm_lite.worker.kernels_in_use import kernels_in_use
 from vllm_lite.worker.memory.cache_engine import NULL_BLOCK, CacheEngine
 from vllm_lite.worker.memory.profile import Baseline, DeviceMemory, check_free, profile_memory, warn_if_short
 from vllm_lite.worker.memory.touch_ahead import TouchAhead, take_pages
@@ -134,9 +135,8 @@ class Worker:
         self.communicator = communicator or SingleRank(self.device.torch)
         spec, folder = self.spec, self.config.tokenizer
         self.grammars = Grammars(lambda: load_vocabulary(folder, spec.vocab_size, spec.eos_token_ids))
-        on_cpu = self.device.torch.type == "cpu"
         share = max(1, num_physical_cores() // num_ranks(self.config))
-        num_threads = set_threads(self.config.cpu_threads, share) if on_cpu else 0
+        num_threads = set_threads(self.config.cpu_threads, share) if self.device.torch.type == "cpu" else 0
         num_blocks = configured_num_blocks(self.config, self.block_bytes)
         initial_used_bytes = 0
         if num_blocks is None:
@@ -183,6 +183,7 @@ class Worker:
             num_state_slots=self.num_state_slots,
             state_bytes=self.state_bytes,
             num_host_states=num_host_states(self.config.swap_space, self.state_bytes),
+            kernels=kernels_in_use(self.model, self.backend, self.device.torch, self.graph_sizes),
             **media_facts(self.spec, self.dtype),
         )
 
@@ -197,8 +198,7 @@ class Worker:
         memory, limits, device = self.device.memory, self.limits, self.device.torch
         adapters, exact = self._make_adapters(), self.config.exact_activations
         sizes = Sizes(limits.max_model_len, limits.max_num_tokens, adapters, exact)
-        parts = (self.config.quantization, self.communicator)
-        self.model = build(self.spec, self.dtype, device, sizes, *parts)
+        self.model = build(self.spec, self.dtype, device, sizes, self.config.quantization, self.communicator)
         counts = self.config.expert_load_metrics and self.rank == 0
         self.expert_load = ExpertLoad.of(self.model, limits.max_num_tokens, device) if counts else None
         allocated_bytes = memory.allocated_bytes() if memory else 0  # tables, and buffers for activations
@@ -282,8 +282,7 @@ class Worker:
         longest, step = limits.max_model_len, (limits.max_num_tokens, limits.max_num_seqs)
         shown = min(longest, -(-limits.max_num_tokens // limits.max_num_seqs))
         scratch_bytes = max(workspace(*step, longest) - workspace(*step, shown), 0)
-        width = -(-longest // limits.block_size)
-        shape = (self.spec.vocab_size, width, limits.num_groups)
+        shape = (self.spec.vocab_size, -(-longest // limits.block_size), limits.num_groups)
         return scratch_bytes, reserved_bytes(self.graph_sizes, *shape, len(self._piece_sizes()))
 
     @torch.inference_mode()

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
-from vllm_lite.client.engines.asking import Asking
+from vllm_lite.client.engines.asking import A, Asking
 from vllm_lite.client.streams.open_stream import Sink
 from vllm_lite.errors import EngineError
 from vllm_lite.protocol.adapters import AdapterInfo
-from vllm_lite.protocol.api import ForkRequest, Generate, Stats, Welcome
+from vllm_lite.protocol.api import ForkRequest, FromClient, Generate, Stats, Welcome
 from vllm_lite.protocol.view import EngineView
 
 
@@ -54,6 +54,12 @@ class AnySession(Asking):
     @abstractmethod
     def ask_each(self, first_block: int | None = None) -> list[Member]:
         """Ask the engines for their counters, one by one, and unless `first_block` is None for a view from there on."""
+
+    def ask_one(self, number: int, message: FromClient, answer: type[A]) -> "Future[A]":
+        """Ask the engine of this number alone. Raises LookupError if there is none, EngineError."""
+        if number:
+            raise LookupError(number)
+        return self.ask(message, answer)
 
     def asked_as(self, number: int, first_block: int | None) -> Member:
         """Ask one engine, the one of this number. Raises EngineError."""

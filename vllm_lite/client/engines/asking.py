@@ -11,7 +11,7 @@ from vllm_lite.protocol.adapters import AdapterAnswer, LoadAdapter, UnloadAdapte
 from vllm_lite.protocol.api import FromClient, Stats
 from vllm_lite.protocol.external import AbortExternal, ExternalAborted, ExternalFound, FindExternal
 from vllm_lite.protocol.operations import Operation, OperationDone
-from vllm_lite.protocol.view import EngineView, GetView
+from vllm_lite.protocol.view import BlockContent, EngineView, GetView
 
 STATS_TIMEOUT_S = 10.0
 ANSWERS = (
@@ -23,6 +23,7 @@ ANSWERS = (
     OperationDone,
     AdapterAnswer,
     EngineView,
+    BlockContent,
 )
 
 A = TypeVar("A")

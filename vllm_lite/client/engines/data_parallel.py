@@ -152,6 +152,9 @@ class DataParallelSession(AnySession):
             raise error
         return gathered(asked, joined, needs_all=needs_all)
 
+    def ask_one(self, number: int, message: FromClient, answer: type[A]) -> "Future[A]":
+        return self.members[number].ask(message, answer)
+
     def ask_each(self, first_block: int | None = None) -> list[Member]:
         asked = []
         for number, member in enumerate(self.members):

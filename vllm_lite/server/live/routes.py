@@ -1,5 +1,6 @@
-"""GET /v1/live, and /v1/live/settings."""
+"""GET /v1/live, and what is asked beside it: /v1/live/blocks/NUMBER and /v1/live/settings."""
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,12 +8,17 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from vllm_lite.server.calls.registry import Calls
+from vllm_lite.errors import EngineError
+from vllm_lite.protocol.view import BlockContent, GetBlock
+from vllm_lite.server.calls.registry import PROBE_TIMEOUT_S, Calls
 from vllm_lite.server.http.auth import require_watcher
 from vllm_lite.server.live.feed import Feed
 from vllm_lite.server.live_requests import as_json
+from vllm_lite.server.openai.errors import ApiError
 
 PATH = "/v1/live"
+OF_BLOCK, OF_SETTINGS = f"{PATH}/blocks/{{block:int}}", f"{PATH}/settings"
+MAX_NUMBER = 2**31 - 1
 
 
 class LiveRoutes:
@@ -20,13 +26,15 @@ class LiveRoutes:
 
     def __init__(self, calls: Calls, settings: Mapping[str, Any]) -> None:
         """`settings` as of settings_of()."""
+        self._calls = calls
         self._feed = Feed(calls)
         self._settings = settings
 
     def routes(self) -> list[Route]:
         return [
             Route(PATH, self.live, methods=["GET"]),
-            Route(f"{PATH}/settings", self.settings, methods=["GET"]),
+            Route(OF_BLOCK, self.block, methods=["GET"]),
+            Route(OF_SETTINGS, self.settings, methods=["GET"]),
         ]
 
     async def live(self, request: Request) -> Response:
@@ -34,6 +42,31 @@ class LiveRoutes:
         self._feed.check()
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         return StreamingResponse(self._feed.watch(), media_type="text/event-stream", headers=headers)
+
+    async def block(self, request: Request) -> Response:
+        """Answer with what a KV block holds, of the engine that is given, by its hash, and in which tiers that is."""
+        require_watcher(request)
+        block, engine = request.path_params["block"], request.query_params.get("engine", "0")
+        if not (engine.isascii() and engine.isdigit() and int(engine[:10]) <= MAX_NUMBER):
+            raise ApiError(400, f"engine must be the number of an engine, got {engine[:20]!r}", "engine")
+        try:
+            asked = self._calls.dispatcher.session.ask_one(int(engine), GetBlock(min(block, MAX_NUMBER)), BlockContent)
+            found = await asyncio.wait_for(asyncio.wrap_future(asked), PROBE_TIMEOUT_S)
+        except LookupError:
+            raise ApiError(404, f"there is no engine {int(engine)}", "engine") from None
+        except (TimeoutError, EngineError) as error:
+            raise ApiError(503, f"engine {int(engine)} does not answer: {error}") from error
+        if found.references is None:
+            raise ApiError(404, f"engine {int(engine)} has no block {block}")
+        return as_json(
+            {
+                "block": found.block,
+                "references": found.references,
+                "hash": found.hash.hex() or None,
+                "group": found.group,
+                "tiers": found.tiers,
+            }
+        )
 
     async def settings(self, request: Request) -> Response:
         """Answer with how what is served is computed, and the command that started it."""

@@ -1,6 +1,7 @@
 """Settings: with which flags a server was started, and how what is served is computed, for the page."""
 
 import shlex
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -28,9 +29,9 @@ COMPUTED = (
 """Settings that say in which formats and by which kernels it is computed, and how much at once."""
 
 
-def settings_of(config: ServeConfig, resolved: ResolvedConfig) -> dict[str, Any]:
-    """The command, with the flags that are other than their defaults, and values as they were chosen. No key is in
-    them."""
+def settings_of(config: ServeConfig, resolved: ResolvedConfig, kernels: Mapping[str, str] = {}) -> dict[str, Any]:
+    """The command, with the flags that are other than their defaults, values as they were chosen, and the
+    `kernels` that the engine's workers name. No key is in them."""
     words = ["vllm-lite serve"]
     for field in msgspec.structs.fields(ServeConfig):
         value = getattr(config, field.name)
@@ -38,6 +39,7 @@ def settings_of(config: ServeConfig, resolved: ResolvedConfig) -> dict[str, Any]
             words.append(_flag(field.name, value))
     return {
         "command": " ".join(words),
+        "kernels": kernels,
         "computed": {name: msgspec.to_builtins(getattr(resolved, name)) for name in COMPUTED},
     }
 

@@ -14,7 +14,7 @@ from vllm_lite.protocol.view import ConversationRow, EngineView, RequestRow
 from vllm_lite.server.live_requests import WHY
 
 MAX_SHOWN = 1 << 16
-"""Blocks of an engine that are shown, one byte each; those of larger pools are counted only."""
+"""Blocks of an engine that are shown, one byte each, those of the device first; more are counted only."""
 COUNTS = (
     "num_running",
     "num_waiting",
@@ -72,6 +72,8 @@ class EngineSnapshot:
             "state": state_of(stats),
             "max_model_len": engine.max_model_len,
             "block_size": view.block_size,
+            "first_host_block": view.num_blocks,
+            "disk_bytes": None if stats.disk is None else stats.disk.num_bytes,
             "num_requests": view.num_requests,
             "step": {
                 "number": view.step,
@@ -100,7 +102,7 @@ class EngineSnapshot:
         return {**self._head, "requests": self._requests, "blocks": blocks_of(0, self._blocks)}
 
     def _changed_blocks(self, view: EngineView) -> Snapshot | None:
-        shown = min(view.num_blocks, MAX_SHOWN)
+        shown = min(view.num_blocks + view.num_host_blocks, MAX_SHOWN)
         if len(self._blocks) != shown:
             self._blocks = bytearray(shown)
         first = view.first_block
@@ -123,7 +125,8 @@ def _changed(before: Snapshot, now: Snapshot) -> Snapshot:
 
 
 def row_of(row: RequestRow, now_s: float) -> Snapshot:
-    """A request, which came at `since`. Its table is that of its first group of layers, by physical block."""
+    """A request, which came at `since`. Its table is that of its first group of layers, by physical block; ids of the
+    host's follow those of the device."""
     return {
         "id": name_of(row),
         "state": row.status,

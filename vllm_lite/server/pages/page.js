@@ -108,12 +108,14 @@ const stateOf = card => card?.status?.value
 /** How the model is computed, and with which flags: for those who may see everybody's requests. Behind a router each
  * model has its own. */
 async function showSettings() {
-  if (!cards.length || stateOf(cards[0])) return
-  const answer = await fetch("v1/live/settings", {headers: headers()})
-  $("run").hidden = !answer.ok
-  if (!answer.ok) return
-  const {command, computed} = await answer.json()
-  list($("computed"), Object.entries(computed).filter(([, value]) => value !== null))
+  const asked = model, state = stateOf(cards.find(each => each.id === asked))
+  $("run").hidden = true
+  if (!cards.length || (state && !["loaded", "sleeping"].includes(state))) return
+  const answer = await fetch(`v1/live/settings${state ? `?model=${encodeURIComponent(asked)}` : ""}`, {headers: headers()})
+  if (!answer.ok || model !== asked) return
+  const {command, computed, kernels} = await answer.json()
+  $("run").hidden = false
+  list($("computed"), Object.entries({...kernels, ...computed}).filter(([, value]) => value !== null))
   write($("command"), command)
 }
 
@@ -150,6 +152,7 @@ print(answer.choices[0].message.content)`
 $("pick").addEventListener("change", () => {
   pick($("pick").value)
   remember(PICKED, model)
+  if (!$("model").hidden) showSettings()
 })
 
 /** A model that has to be loaded first makes its first answer slow: say so. */
@@ -460,12 +463,11 @@ function record(engine) {
 function newEngine(name) {
   const parts = {
     title: make("h2"), figures: make("dl", {className: "figures"}),
-    step: bar("step", STEP_PARTS), stepText: make("p"), moves: bar("step moves", MOVES), tiers: tierBar(), talks: talkTable(),
-    map: make("canvas", {className: "map"}), block: make("p", {className: "block"}),
+    step: bar("step", STEP_PARTS), stepText: make("p"), moves: bar("step moves", MOVES), talks: talkTable(),
+    tiers: make("p", {className: "block"}), block: make("p", {className: "block"}),
     legend: make("ul", {className: "legend"}, ...NAMES.map(kind => make("li", {className: kind}))), rows: make("tbody"), more: make("p"),
     lines: Object.fromEntries(Object.keys(SERIES).map(each => [each, make("canvas", {width: 160, height: 28})])),
   }
-  parts.map.setAttribute("role", "img")
   const head = make("tr", {}, ...COLUMNS.map(([title, kind]) => make("th", {text: title, className: kind, scope: "col"})))
   const lines = make("dl", {className: "figures"}, ...Object.entries(parts.lines).map(([title, canvas]) => {
     canvas.setAttribute("role", "img")
@@ -476,14 +478,16 @@ function newEngine(name) {
   scroller.setAttribute("role", "region")
   scroller.setAttribute("aria-label", "requests")
   const node = make("section", {className: "engine"}, parts.title, parts.figures, parts.step, parts.moves, parts.stepText, lines,
-    parts.map, parts.legend, parts.tiers.node, parts.block, scroller, parts.more, parts.talks.node)
+    parts.legend, parts.tiers, parts.block, scroller, parts.more, parts.talks.node)
   $("engines").append(node)
   const engine = {
-    name, node, parts, requests: new Map(), blocks: new Uint8Array(0), head: null, before: null, time: 0, cell: 1,
-    kinds: new Uint8Array(0), width: 800, image: null, rowOf: new Map(),
+    name, node, parts, requests: new Map(), blocks: new Uint8Array(0), head: null, before: null, time: 0, pointed: 0, asking: null,
+    kinds: new Uint8Array(0), width: 800, rowOf: new Map(),
     series: Object.fromEntries(Object.keys(SERIES).map(each => [each, []])),
   }
-  parts.map.addEventListener("mousemove", event => tell(engine, event))
+  engine.maps = [newMap(engine, "KV blocks", 120), newMap(engine, "KV blocks on the host", 40)]
+  parts.legend.before(engine.maps[0].canvas)
+  parts.tiers.before(engine.maps[1].canvas)
   return engine
 }
 
@@ -493,7 +497,7 @@ function drawEngines() {
   drawModels()
   const shown = [...engines.values()].filter(engine => isShown(engine.name))
   for (const engine of engines.values()) engine.node.hidden = !shown.includes(engine)
-  shown.forEach(engine => { engine.width = engine.parts.map.clientWidth || 800 })  // all read before anything is written
+  shown.forEach(engine => { engine.width = engine.maps[0].canvas.clientWidth || 800 })  // all read before anything is written
   for (const engine of shown) drawEngine(engine)
 }
 
@@ -511,11 +515,10 @@ function drawEngine(engine) {
     "on the host": number(counts.num_used_host_blocks), "on disk": number(counts.num_stored_keys),
   })
   drawStep(parts, step)
-  drawTiers(parts.tiers, counts)
   drawTalks(parts.talks, head.conversations ?? [], engine.time)
   for (const [name, canvas] of Object.entries(parts.lines)) line(canvas, engine.series[name])
   shade(engine)
-  drawMap(engine)
+  drawMaps(engine)
   drawRows(engine)
 }
 
@@ -547,21 +550,6 @@ function drawStep(parts, step) {
   const drafted = step.drafted ?
     `; of the latest drafts ${number(step.right)} were accepted, ${number(step.drafted - step.right)} refused` : ""
   write(parts.stepText, `step ${number(step.number)}: ${step.tokens ? texts.join(", ") : "nothing to compute"}${drafted}`)
-}
-
-function tierBar() {
-  const host = bar("step tier", ["host", "rest"]), text = make("p", {className: "block"})
-  return {node: make("div", {hidden: true}, host, text), host, text}
-}
-
-/** The tiers below the device: blocks there have no place that is worth a map. */
-function drawTiers({node, host, text}, counts) {
-  const used = counts.num_used_host_blocks, total = counts.num_host_blocks
-  node.hidden = !total && !counts.num_stored_keys
-  fillBar(host, [used, Math.max(0, total - used)])
-  const told = total ? [`on the host: ${number(used)} of ${number(total)} blocks`] : []
-  if (counts.num_stored_keys) told.push(`on disk: ${number(counts.num_stored_keys)} blocks and states`)
-  write(text, told.join(" · "))
 }
 
 const TALK_COLUMNS = [["conversation, by its latest request"], ["requests", "number"], ["prompt tokens", "number"],
@@ -596,8 +584,8 @@ function figures(place, values) {
   Object.values(values).forEach((value, index) => { write(place.children[index].lastChild, value) })
 }
 
-const NAMES = ["free", "evictable", "held", "shared", "chosen"]
-const [FREE, EVICTABLE, HELD, SHARED, CHOSEN] = NAMES.keys()
+const NAMES = ["free", "evictable", "held", "shared", "host", "chosen"]
+const [FREE, EVICTABLE, HELD, SHARED, HOST, CHOSEN] = NAMES.keys()
 let colours = {}, pixels = new Uint32Array(NAMES.length), scheme = ""
 
 /** Read the colours of the style, which change with the scheme, by their names and as pixels. */
@@ -706,59 +694,112 @@ function fillModel(row, name, said) {
 
 // ---- the map of the pool
 
-const KINDS = NAMES.slice(0, CHOSEN)
-const TEXTS = ["free", "free, but cached", "held by one", "held by several", "of the request that is chosen"]
+const TEXTS = ["free", "free, but cached", "held by one", "held by several", "held on the host", "of the request that is chosen"]
 
 /** Find the kind of each block. A view has a part of the pool only, so tables may know of more that are held. */
 function shade(engine) {
-  const {blocks} = engine, held = new Uint16Array(blocks.length)
+  const {blocks} = engine, first = hostStart(engine), held = new Uint16Array(blocks.length)
   for (const {table} of engine.requests.values())
     for (let index = 0; index < table.length; index++) held[table[index]]++
   if (engine.kinds.length !== blocks.length) engine.kinds = new Uint8Array(blocks.length)
   for (let block = 0; block < blocks.length; block++) {
     const count = Math.max(blocks[block] & ~CACHED, held[block])
-    engine.kinds[block] = count > 1 ? SHARED : count ? HELD : blocks[block] & CACHED ? EVICTABLE : FREE
+    engine.kinds[block] = count && block >= first ? HOST : count > 1 ? SHARED : count ? HELD : blocks[block] & CACHED ? EVICTABLE : FREE
   }
 }
 
+/** Where the ids of the host's blocks begin, which follow those of the device. */
+const hostStart = engine => engine.head.first_host_block ?? engine.blocks.length
+
+/** A map of some blocks, which may be pointed at with a pointer or by the arrow keys. */
+function newMap(engine, label, height) {
+  const canvas = make("canvas", {className: "map blocks", tabIndex: 0})
+  const map = {canvas, label, height, first: 0, end: 0, cell: 1, columns: 1, image: null}
+  canvas.setAttribute("role", "img")
+  canvas.addEventListener("pointermove", ({offsetX, offsetY}) => {
+    const column = Math.floor(offsetX / map.cell)
+    if (column < map.columns) point(engine, map, map.first + Math.floor(offsetY / map.cell) * map.columns + column)
+  })
+  canvas.addEventListener("keydown", event => {
+    const step = {ArrowRight: 1, ArrowLeft: -1, ArrowDown: map.columns, ArrowUp: -map.columns}[event.key]
+    if (!step) return
+    event.preventDefault()
+    point(engine, map, engine.pointed >= map.first && engine.pointed < map.end ? engine.pointed + step : map.first)
+  })
+  return map
+}
+
+function drawMaps(engine) {
+  const {maps: [device, host], parts: {legend, tiers}, kinds, head: {counts, disk_bytes}} = engine
+  const first = Math.min(hostStart(engine), kinds.length), marked = new Set(engine.requests.get(chosen)?.table)
+  const found = drawMap(engine, device, 1, first, marked), there = drawMap(engine, host, first, kinds.length, marked)
+  TEXTS.forEach((text, kind) => write(legend.children[kind], kind === CHOSEN ? text : `${text}: ${number(found[kind] + (kind === HOST ? there[kind] : 0))}`))
+  legend.children[CHOSEN].hidden = !marked.size
+  legend.children[HOST].hidden = !counts.num_host_blocks
+  const told = []
+  if (counts.num_host_blocks)
+    told.push(`on the host: ${number(counts.num_used_host_blocks)} of ${number(counts.num_host_blocks)} blocks held, ${number(there[EVICTABLE])} cached`)
+  if (counts.num_stored_keys) told.push(`on disk: ${number(counts.num_stored_keys)} blocks and states${disk_bytes ? `, ${size(disk_bytes)}` : ""}`)
+  tiers.hidden = !told.length
+  write(tiers, told.join(" · "))
+}
+
 /** Draw a square for each block, pixel by pixel: so many rectangles would take ten times as long. */
-function drawMap(engine) {
-  const {map, legend} = engine.parts, {kinds, width} = engine, counts = KINDS.map(() => 0)
-  const total = Math.max(kinds.length - 1, 1)
-  const cell = engine.cell = Math.max(2, Math.min(14, Math.floor(Math.sqrt(width * 120 / total))))
-  const columns = engine.columns = Math.max(1, Math.floor(width / cell)), height = Math.ceil(total / columns) * cell
-  if (map.width !== width) map.width = width
-  if (map.height !== height) map.height = height
-  const pen = map.getContext("2d")
-  if (engine.image?.width !== width || engine.image.height !== height) engine.image = pen.createImageData(width, height)
-  const image = new Uint32Array(engine.image.data.buffer), size = cell > 3 ? cell - 1 : cell
-  const marked = new Set(engine.requests.get(chosen)?.table)
+function drawMap(engine, map, first, end, marked) {
+  const {canvas} = map, {kinds, width} = engine, counts = NAMES.map(() => 0), total = Math.max(end - first, 1)
+  Object.assign(map, {first, end})
+  canvas.hidden = end <= first
+  if (canvas.hidden) return counts
+  const cell = map.cell = Math.max(2, Math.min(14, Math.floor(Math.sqrt(width * map.height / total))))
+  const columns = map.columns = Math.max(1, Math.floor(width / cell)), height = Math.ceil(total / columns) * cell
+  if (canvas.width !== width) canvas.width = width
+  if (canvas.height !== height) canvas.height = height
+  const pen = canvas.getContext("2d")
+  if (map.image?.width !== width || map.image.height !== height) map.image = pen.createImageData(width, height)
+  const image = new Uint32Array(map.image.data.buffer), size = cell > 3 ? cell - 1 : cell
   image.fill(0)
-  for (let block = 1; block < kinds.length; block++) {
+  for (let block = first; block < end; block++) {
     counts[kinds[block]]++
-    const place = Math.floor((block - 1) / columns) * cell * width + (block - 1) % columns * cell
+    const place = Math.floor((block - first) / columns) * cell * width + (block - first) % columns * cell
     image.fill(pixels[marked.has(block) ? CHOSEN : kinds[block]], place, place + size)
   }
   for (let top = 0; top < height; top += cell)
     for (let row = top + 1; row < top + size; row++) image.copyWithin(row * width, top * width, (top + 1) * width)
-  pen.putImageData(engine.image, 0, 0)
-  const told = KINDS.map((_, kind) => `${TEXTS[kind]}: ${number(counts[kind])}`)
-  TEXTS.forEach((text, kind) => write(legend.children[kind], told[kind] ?? text))
-  legend.children[CHOSEN].hidden = !marked.size
-  const label = `KV blocks: ${told.join("; ")}`
-  if (map.getAttribute("aria-label") !== label) map.setAttribute("aria-label", label)
+  pen.putImageData(map.image, 0, 0)
+  const label = `${map.label}: ${TEXTS.slice(0, CHOSEN).map((text, kind) => `${text}: ${number(counts[kind])}`).join("; ")}`
+  if (canvas.getAttribute("aria-label") !== label) canvas.setAttribute("aria-label", label)
+  return counts
 }
 
-function tell(engine, event) {
-  const column = Math.floor(event.offsetX / engine.cell), row = Math.floor(event.offsetY / engine.cell)
-  const block = 1 + row * engine.columns + column
-  if (column >= engine.columns || block >= engine.blocks.length) return
+const HOVER_MS = 120
+
+/** Say who has a block, and ask for its hash if the pointer stays: no look has hashes, there are too many. */
+function point(engine, map, block) {
+  if (block < map.first || block >= map.end || block === engine.pointed) return
+  engine.pointed = block
+  const text = holders(engine, block)
+  engine.parts.block.textContent = text
+  clearTimeout(engine.asking)
+  if (!isTrace) engine.asking = setTimeout(() => tellHash(engine, block, text), HOVER_MS)
+}
+
+async function tellHash(engine, block, text) {
+  const of = modelOf(engine.name), query = new URLSearchParams({engine: engine.name.slice(of && of.length + 1), ...(of && {model: of})})
+  const answer = await fetch(`v1/live/blocks/${block}?${query}`, {headers: headers()})
+  if (!answer.ok || engine.pointed !== block) return
+  const {hash, tiers} = await answer.json(), here = block >= hostStart(engine) ? "host" : "device"
+  const others = tiers.filter(tier => tier !== here).map(tier => tier === "disk" ? "on disk" : `on the ${tier}`)
+  if (hash) engine.parts.block.textContent = `${text}; hash ${hash}${others.length ? `, also ${others.join(" and ")}` : ""}`
+}
+
+function holders(engine, block) {
+  const first = hostStart(engine), name = block < first ? `block ${block}` : `block ${block - first} on the host`
   const byte = engine.blocks[block], size = engine.head.block_size, where = []
   for (const {id, table} of engine.requests.values())
     for (let index = table.indexOf(block); index >= 0; index = table.indexOf(block, index + 1))
       where.push(`tokens ${index * size} to ${(index + 1) * size - 1} of ${id}`)
   const references = Math.max(byte & ~CACHED, where.length)
-  engine.parts.block.textContent = `block ${block}: ${references} references, ` +
+  return `${name}: ${references} reference${references === 1 ? "" : "s"}, ` +
     `${byte & CACHED ? "a later prompt can find it" : "no prompt can find it"}${where.length ? "; " : ""}${where.join(", ")}`
 }
 
@@ -818,10 +859,10 @@ function reason(request) {
 
 /** The logical blocks of a request in their order, in the colours of the physical ones; drawn when they have changed. */
 function drawTable(engine, canvas, {table}) {
-  const {drawn} = canvas, kinds = new Uint8Array(table.length)
+  const {drawn} = canvas, kinds = new Uint8Array(table.length), first = hostStart(engine)
   let same = drawn?.scheme === scheme && drawn.kinds.length === kinds.length
   for (let index = 0; index < kinds.length; index++) {
-    kinds[index] = table[index] === NULL_BLOCK ? FREE : engine.kinds[table[index]] === SHARED ? SHARED : HELD
+    kinds[index] = table[index] === NULL_BLOCK ? FREE : table[index] >= first ? HOST : engine.kinds[table[index]] === SHARED ? SHARED : HELD
     same = same && kinds[index] === drawn.kinds[index]
   }
   if (same) return
@@ -857,7 +898,7 @@ function facts(engine, request, blocks) {
     ["computed", `${number(request.computed)} tokens`],
     ["output", `${number(request.output)} tokens, ${request.samples} sample${request.samples > 1 ? "s" : ""}`],
     ["blocks", `${number(request.blocks)} on the device, ${number(request.host_blocks)} on the host`],
-    ["table", request.table.join(" ") || "empty"],
+    ["table", request.table.map(id => id < hostStart(engine) ? id : `host:${id - hostStart(engine)}`).join(" ") || "empty"],
     ["preempted", `${number(request.preemptions)} times`],
     ...Object.entries(blocks).map(([name, value]) => [`blocks ${name}`, number(value)]),
     ["here since", `${Math.max(0, engine.time - request.since).toFixed(1)} s`],
@@ -1028,7 +1069,7 @@ function openTrace() {
   document.addEventListener("keydown", event => {
     const act = KEYS[event.key], {target} = event
     if (!act || !trace || $("why").open || event.altKey || event.ctrlKey || event.metaKey) return
-    if (target.matches("input, select, textarea, [role=tab], .rows") || (event.key === " " && target.matches("button, summary"))) return
+    if (target.matches("input, select, textarea, [role=tab], .rows, .blocks") || (event.key === " " && target.matches("button, summary"))) return
     event.preventDefault()
     act()
   })

@@ -15,10 +15,12 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from vllm_lite.server.http.auth import KEY_HEADERS, require_watcher
+from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.live.feed import INTERVAL_S, MAX_WATCHERS, event
-from vllm_lite.server.live.routes import PATH
+from vllm_lite.server.live.routes import OF_BLOCK, OF_SETTINGS, PATH
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.router.fleet import Fleet, FleetModel
+from vllm_lite.server.router.forward import ForwardedAnswer, RoutedBody
 from vllm_lite.server.router.upstream import Header, UpstreamLost
 
 COUNTS = ("loads", "wakes", "sleeps", "stops", "deaths", "failures", "refusals")
@@ -40,14 +42,16 @@ _data = msgspec.json.Decoder(LiveData)
 
 
 class RouterLive:
-    """Answers each watcher with a stream of events."""
+    """Answers each watcher with a stream of events, and what else it asks about one model by that model."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, reader: BodyReader) -> None:
         self._fleet = fleet
+        self._reader = reader
         self._num_watchers = 0
 
     def routes(self) -> list[Route]:
-        return [Route(PATH, self.live, methods=["GET"])]
+        of_model = [Route(path, self.of_model, methods=["GET"]) for path in (OF_BLOCK, OF_SETTINGS)]
+        return [Route(PATH, self.live, methods=["GET"]), *of_model]
 
     async def live(self, request: Request) -> Response:
         require_watcher(request)
@@ -60,6 +64,14 @@ class RouterLive:
         keys = [header for header in request.scope["headers"] if header[0] in KEY_HEADERS]
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         return StreamingResponse(self._watch(keys, only), media_type="text/event-stream", headers=headers)
+
+    async def of_model(self, request: Request) -> Response:
+        """Answer as the model's own processes do, if it has some."""
+        require_watcher(request)
+        member = self._fleet.find(request.query_params.get("model"))
+        if member.backend is None or member.state not in SHOWN:
+            raise ApiError(404, f"the model {member.entry.name!r} is {member.state}, so it has no engines to look at")
+        return ForwardedAnswer(self._fleet, member, request, RoutedBody(b"", {}), self._reader, needs_loaded=False)
 
     async def _watch(self, keys: list[Header], only: str | None) -> AsyncIterator[bytes]:
         self._num_watchers += 1

@@ -147,13 +147,14 @@ class ShownTrace:
         stats, clock_s = stats_of(replay), scheduler.meter.now_s
         if scheduler.in_flight.num_unsent:  # or its prompts would be counted with those of the steps before it
             scheduler.in_flight.send(clock_s)
-        seen = view(scheduler, scheduler.kv.pool.num_blocks, clock_s)  # without blocks: they are written apart
+        no_block = header.num_blocks + header.num_host_blocks  # they are written apart
+        seen = view(scheduler, no_block, clock_s)
         change = self._snapshot.look(self._welcome(replay), stats, seen, time_s, _whys(replay, seen))
         self._timeline.add(time_s, stats)
         self._steps.append(scheduler.step)
         self._lives.append(header.life)
         self._ends.append(is_end)
-        self._moments.add(self._snapshot.whole, change, block_bytes(scheduler.kv.pool, 0, MAX_SHOWN))
+        self._moments.add(self._snapshot.whole, change, block_bytes(scheduler.kv, 0, MAX_SHOWN))
 
     def _welcome(self, replay: Replay) -> Welcome:
         """The engine as it introduced itself, as far as a trace knows."""

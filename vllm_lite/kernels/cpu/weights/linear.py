@@ -11,7 +11,7 @@ from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.cpu.memory import weight_zeros
-from vllm_lite.kernels.cpu.weights.file_packer import Packed
+from vllm_lite.kernels.cpu.weights.file_packer import GROUPED4, GROUPED5, GROUPED8, Packed
 from vllm_lite.kernels.cpu.weights.gguf_blocks import pack_blocks
 from vllm_lite.kernels.cpu.weights.grouped import pack_grouped, takes
 from vllm_lite.kernels.cpu.weights.quantized import adopt_quantized, pack_quantized
@@ -25,6 +25,7 @@ ONE_PLANE = 32
 """The most inputs of a row that share one and are 8 bits for it, as they are with weights of 4 bits; kOnePlane. For
 others, and for AMX with weights in larger groups, they are 15 bits."""
 
+_WIDTHS = {GROUPED4: "4 bits", GROUPED5: "5 bits", GROUPED8: "8 bits"}
 _PACK_TYPES = (pointer, int64, int32, int64, int64, pointer)
 _UNPACK_TYPES = (pointer, int64, int64, pointer, int64, pointer, int64, int32)
 _LOOK_UP_TYPES = (pointer, int64, int64, int64, int64, pointer, int64, pointer, int64)
@@ -74,6 +75,14 @@ class PackedWeight:
     def kind(self) -> tuple[int, int]:
         """Type and groups of the weight, which kernels that take several at once want alike."""
         return int(self._record.type), int(self._record.group_size)
+
+    @property
+    def form(self) -> str:
+        """Its numbers in memory, in words."""
+        kind, group = self.kind
+        if kind not in _WIDTHS:
+            return str(self.dtype).removeprefix("torch.")
+        return f"{_WIDTHS[kind]} (a scale for {min(group, self.num_inputs)} inputs)"
 
     def keep_rows(self) -> None:
         """Have all products from now on take their rows as they are, also those that are recorded already."""
