@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from tests.images import picture
+from tests.images import chat_of, picture
 from vllm_lite import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -38,13 +38,6 @@ def as_file(kind: str, mode: str, width: int, height: int, seed: int) -> bytes:
     image = image.convert("RGB").convert(mode) if mode in ("CMYK", "L", "1", "P") else image.convert(mode)
     image.save(made, kind)
     return made.getvalue()
-
-
-def chat_of(parts: Sequence[Any]) -> list[dict[str, Any]]:
-    content = [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
-    ]
-    return [{"role": "user", "content": content}]
 
 
 @dataclass

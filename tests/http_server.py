@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -109,6 +110,13 @@ def until(condition: Callable[[], bool], what: str, most_s: float = DEADLINE_S) 
 
 def client(server: Server, **settings: object) -> httpx.Client:
     return httpx.Client(base_url=server.url, timeout=DEADLINE_S, **settings)  # type: ignore[arg-type]
+
+
+def post(http: httpx.Client, path: str, body: dict[str, Any], status: int = 200) -> Any:
+    """The answer as JSON, which is to have this status."""
+    answer = http.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    return answer.json()
 
 
 @contextmanager

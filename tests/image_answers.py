@@ -7,20 +7,13 @@ from typing import Any
 import msgspec
 from PIL import Image
 
-from tests.images import picture
+from tests.images import chat_of, picture
 from vllm_lite import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 LONGER = msgspec.structs.replace(GREEDY, max_tokens=30)
 Answer = tuple[list[int], list[int]]
 """The tokens of a prompt, and those of the answer."""
-
-
-def chat_of(parts: Sequence[Any]) -> list[dict[str, Any]]:
-    content = [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
-    ]
-    return [{"role": "user", "content": content}]
 
 
 def ways(chunk: int, short: int) -> dict[str, dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Tiny random checkpoints that see images, and images for them."""
 
 import json
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -370,3 +371,11 @@ def as_file(kind: str, mode: str, width: int, height: int, seed: int) -> bytes:
         image = image.convert("RGB").convert(mode) if mode in ("CMYK", "L", "1", "P") else image.convert(mode)
     image.save(made, kind)
     return made.getvalue()
+
+
+def chat_of(parts: Sequence[Any]) -> list[dict[str, Any]]:
+    """A user's message of texts and images in their order, as LLM.chat takes it."""
+    content = [
+        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
+    ]
+    return [{"role": "user", "content": content}]

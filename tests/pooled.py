@@ -10,6 +10,16 @@ from tests.checkpoints import write_checkpoint
 SMALL: dict[str, Any] = {"num_attention_heads": 4, "max_position_embeddings": 160, "intermediate_size": 96}
 MODERN = {"pad_token_id": 0, "cls_token_id": 1, "sep_token_id": 2, "local_attention": 16, "num_hidden_layers": 4}
 QWEN3 = {"num_key_value_heads": 2, "head_dim": 16}
+OSS: dict[str, Any] = {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 8,
+    "num_hidden_layers": 3,
+    "pad_token_id": 0,
+}
+"""Sizes of OpenAI's privacy filter."""
 
 
 def write_pooled(path: Path, name: str, settings: dict[str, Any] | None = None, *, dtype: str = "float32") -> Path:

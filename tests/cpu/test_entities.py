@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.cpu.test_token_classes import OSS
 from tests.entities import BIOES, LABELS, pipeline_of, plain, texts, write_classifier
+from tests.pooled import OSS
 from vllm_lite import LLM
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.client.token_classes import AGGREGATIONS, Entity, EntityFinder, redacted

@@ -13,8 +13,8 @@ import torch
 from PIL import Image
 
 from tests.checkpoints import transformers_model
-from tests.gemma_images import CHATS, GREEDY, KINDS, SMALL, Truth, as_file, chat_of, check_answers, check_logprobs
-from tests.images import GEMMA_IDS, TILE, make_gemma3, picture
+from tests.gemma_images import CHATS, GREEDY, KINDS, SMALL, Truth, as_file, check_answers, check_logprobs
+from tests.images import GEMMA_IDS, TILE, chat_of, make_gemma3, picture
 from vllm_lite import LLM
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.client.media.prompt_images import PromptImages

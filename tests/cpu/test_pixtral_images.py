@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 
 from tests.checkpoints import transformers_model
-from tests.image_answers import GREEDY, Answer, chat_of, check_another_pixel, check_answers, ways
-from tests.images import as_file, make_mistral3, make_pixtral, picture
+from tests.image_answers import GREEDY, Answer, check_another_pixel, check_answers, ways
+from tests.images import as_file, chat_of, make_mistral3, make_pixtral, picture
 from vllm_lite import LLM
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.client.media.rows import RowSettings, rows_of

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from tests.checkpoints import transformers_model
-from tests.images import QWEN_VISION, as_file, make_qwen, picture
+from tests.images import QWEN_VISION, as_file, chat_of, make_qwen, picture
 from vllm_lite import LLM, RequestOutput, SamplingParams
 from vllm_lite.attention.step_batch import AXIS_BITS, AXIS_MASK, on_axes
 from vllm_lite.checkpoint.config_json import load_spec
@@ -160,13 +160,6 @@ CHATS: list[list[Any]] = [
     ["no image at all, only words"],
     [Image.fromarray(picture(64, 64, 4)), "and once more", Image.fromarray(picture(64, 64, 4))],
 ]
-
-
-def chat_of(parts: list[Any]) -> list[dict[str, Any]]:
-    content = [
-        {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
-    ]
-    return [{"role": "user", "content": content}]
 
 
 def written(parts: list[Any]) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.cpu.test_pooling import PROMPTS, PoolingWorker, prompts_of
-from tests.pooled import token_logits, write_pooled
+from tests.pooled import OSS, token_logits, write_pooled
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.families.privacy_filter import LABELS
 from vllm_lite.errors import ModelError
@@ -19,15 +19,6 @@ from vllm_lite.protocol.pooling import Pooling
 from vllm_lite.protocol.step import Continue
 
 WITHIN = 1e-4
-OSS: dict[str, Any] = {
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "sliding_window": 8,
-    "num_hidden_layers": 3,
-    "pad_token_id": 0,
-}
 HEADS = [
     ("BertForTokenClassification", {"num_labels": 9}),
     ("RobertaForTokenClassification", {"num_labels": 3}),

@@ -27,7 +27,7 @@ from tokenizers.processors import TemplateProcessing
 
 from tests.deadlines import scaled
 from tests.e2e.test_processes import family
-from tests.http_server import Server, client, serving
+from tests.http_server import Server, client, post, serving
 from tests.pooled import add_modules, logits, vectors, write_pooled
 
 WITHIN = 1e-5
@@ -79,12 +79,6 @@ def scores(reranker: Path) -> Iterator[httpx.Client]:
 def ids_of(path: Path, texts: list[str]) -> list[list[int]]:
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     return [tokenizer.encode(text).ids for text in texts]
-
-
-def post(http: httpx.Client, path: str, body: dict[str, Any], status: int = 200) -> Any:
-    answer = http.post(path, json=body)
-    assert answer.status_code == status, answer.text
-    return answer.json()
 
 
 def test_the_openai_package_gets_vectors(server: Server, embedder: Path) -> None:

@@ -11,20 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.cpu.test_token_classes import OSS
 from tests.entities import BIOES, pipeline_of, plain, texts, word_pieces, write_classifier
-from tests.http_server import client, serving
-from tests.pooled import token_logits, vectors, write_pooled
+from tests.http_server import client, post, serving
+from tests.pooled import OSS, token_logits, vectors, write_pooled
 from vllm_lite.client.text.tokenizer import Tokenizer
 
 FLAGS = ["--dtype", "float32", "--cpu-threads", "1"]
 LONG = " ".join(texts(40)[7:])[:900]
-
-
-def post(http: httpx.Client, path: str, body: dict[str, Any], status: int = 200) -> Any:
-    answer = http.post(path, json=body)
-    assert answer.status_code == status, answer.text
-    return answer.json()
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,7 @@ from tests.deadlines import scaled
 from tests.e2e.test_kv_on_disk import has_others, until_written
 from tests.e2e.test_processes import family
 from tests.http_server import until
-from tests.image_answers import chat_of
-from tests.images import make_pixtral, make_qwen, make_smolvlm, picture
+from tests.images import chat_of, make_pixtral, make_qwen, make_smolvlm, picture
 from vllm_lite import LLM
 from vllm_lite.client.engines.launch import LaunchedEngine
 from vllm_lite.engine.encoder_cache import EncoderCache
