@@ -1,5 +1,5 @@
 """Make the pictures of docs/inspecting.md: the page of a server that has something to do, in headless Chromium, the
-page of the trace that it has written meanwhile, and a figure of that.
+page of the trace that it has written meanwhile, a figure of that, and the page of several models.
 
     python scripts/pictures.py [FOLDER]
 
@@ -22,7 +22,16 @@ from playwright.sync_api import Page, sync_playwright
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "pictures"
 COMMAND = (sys.executable, "-m", "vllm_lite")
 READY, SHOWN = r"ready at (\S+),", r"is shown at (\S+) until"
-FLAGS = ("--port", "0", "--num-gpu-blocks-override", "400", "--max-num-seqs", "8")
+FLAGS = ("--port", "0", "--num-gpu-blocks-override", "400", "--max-num-seqs", "8", "--swap-space", "0.006")
+MODELS = """
+models_max: 1
+defaults: {num_gpu_blocks_override: 200, max_num_seqs: 4}
+models:
+  storyteller: {model: demo, aliases: [gpt-4o]}
+  editor: {model: demo, max_model_len: 600}
+  translator: {model: demo, kv_cache_dtype: fp8_e4m3}
+  broken: {model: demo, max_modell_len: 5}
+"""
 STORY = "Once upon a time there was a brave bear who lived in a warm cave with all of its friends. One day "
 NUM_REQUESTS, NUM_TOKENS = 10, 1500
 SHOWN_STEP = 1000
@@ -40,23 +49,48 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch, sync_playwright() as driver:
         trace = str(Path(scratch) / "trace")
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1100, "height": 760})
+        page = browser.new_page(viewport={"width": 1100, "height": 860})
         with started(READY, "serve", *FLAGS, "--record", trace) as url:
             take_live(page, url, folder / "live.png")
         with started(SHOWN, "replay", trace, "--page", "--port", "0") as url:
             take_trace(page, url, folder / "replay.png")
+        models = Path(scratch) / "models.yaml"
+        models.write_text(MODELS)
+        with started(READY, "serve", "--models", str(models), "--device", "cpu", "--port", "0") as url:
+            take_models(page, url, folder / "models.png")
         browser.close()
         subprocess.run([*COMMAND, "replay", trace, "--plot", str(folder / "trace.png")], check=True)
     return 0
 
 
 def take_live(page: Page, url: str, place: Path) -> None:
-    """The page of a server, with requests that run and wait."""
+    """The page of a server, with requests that run and wait, and some that had to make way for others."""
     page.goto(url)
     page.click("text=Live")
     asked = [threading.Thread(target=ask, args=(url, number)) for number in range(NUM_REQUESTS)]
     for thread in asked:
         thread.start()
+    page.wait_for_selector(".legend .host:not(:text-is('held on the host: 0'))")
+    page.hover(".blocks >> nth=0", position={"x": 30, "y": 6})
+    page.wait_for_selector(".block:has-text('hash')")
+    page.screenshot(path=place)
+    for thread in asked:
+        thread.join()
+
+
+def take_models(page: Page, url: str, place: Path) -> None:
+    """The page of a router: a model that sleeps, one that answers, one that was never used, and one with a fault."""
+    page.set_viewport_size({"width": 1100, "height": 760})
+    ask(url, 0, model="editor", max_tokens=40)
+    asked = [
+        threading.Thread(target=ask, args=(url, number), kwargs={"model": "storyteller"}) for number in range(1, 7)
+    ]
+    for thread in asked:
+        thread.start()
+    page.goto(url)
+    page.click("text=Live")
+    page.click("#models button:text-is('storyteller')")
+    page.wait_for_selector(".engine tbody tr td button")
     page.wait_for_timeout(SHOWN_MS)
     page.screenshot(path=place)
     for thread in asked:
@@ -73,8 +107,8 @@ def take_trace(page: Page, url: str, place: Path) -> None:
     page.screenshot(path=place)
 
 
-def ask(url: str, number: int) -> None:
-    body = {"prompt": STORY * 2, "max_tokens": NUM_TOKENS, "ignore_eos": True, "request_id": f"story-{number}"}
+def ask(url: str, number: int, **more: object) -> None:
+    body = {"prompt": STORY * 2, "max_tokens": NUM_TOKENS, "ignore_eos": True, "request_id": f"story-{number}", **more}
     httpx.post(f"{url}/v1/completions", json=body, timeout=DEADLINE_S)
 
 

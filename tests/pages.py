@@ -106,7 +106,7 @@ def opened(
     assert page.evaluate("[window.pwned ?? null, document.scripts.length]") == [None, 1]
     assert page.url.startswith(f"{own}/")
     context.close()
-    assert not faults
+    assert faults == []
 
 
 def check_with_axe(page: Any) -> None:

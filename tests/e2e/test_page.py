@@ -168,30 +168,61 @@ def test_the_step_says_what_it_drafts_and_moves(page: Any) -> None:
     assert widths == ["6", "4.5", "1.5", "0", "8"]
 
 
+def wait_for_the_answer(page: Any) -> None:
+    page.wait_for_selector("#gauge:has-text('prompt tokens were cached')")
+    page.wait_for_selector("#send:text-is('Send')")
+
+
 def test_a_chat_streams_stops_is_edited_and_is_there_again(page: Any, server: Server) -> None:
     page.fill("#question", "Tell me a story.")
     page.press("#question", "Enter")
-    page.wait_for_selector("#gauge:has-text('prompt tokens were cached')")
+    wait_for_the_answer(page)
     story = page.inner_text(".assistant .text")
     assert len(story) > 20
     page.reload()
     page.wait_for_selector(".assistant .text")
     assert page.inner_text(".assistant .text") == story, "the browser keeps it"
     page.click("text=Retry")
-    page.wait_for_selector("#gauge:has-text('prompt tokens were cached')")
+    wait_for_the_answer(page)
     page.click("text=Edit")
     assert page.input_value("#question") == "Tell me a story."
     assert page.locator("#messages article").count() == 0
     page.click("summary")
     page.fill("#max_tokens", "3")
     page.press("#question", "Enter")
-    page.wait_for_selector("#gauge:has-text('· 3 tokens')")
+    wait_for_the_answer(page)
+    assert "· 3 tokens" in page.inner_text("#gauge")
     page.fill("#max_tokens", "0")
     page.fill("#question", "More?")
     page.click("#send")
     assert "max_tokens" in page.inner_text("#messages .error")
+    assert page.locator("#messages .user").count() == 1, (
+        "what was refused is not said again with each question after it"
+    )
+    assert page.input_value("#question") == "More?"
     page.click("#new")
     assert page.locator("#messages article").count() == 0
+
+
+DROP = """count => {
+  const dropped = new DataTransfer()
+  for (let each = 0; each < count; each++) dropped.items.add(new File(["GIF89a"], "x.gif", {type: "image/gif"}))
+  $("chat").dispatchEvent(new DragEvent("drop", {dataTransfer: dropped, bubbles: true, cancelable: true}))
+}"""
+
+
+def test_images_that_are_refused_can_be_taken_away(page: Any) -> None:
+    page.evaluate(DROP, 2)
+    page.wait_for_selector("#images img >> nth=1", state="attached")
+    page.fill("#question", "What is this?")
+    page.press("#question", "Enter")
+    page.wait_for_selector("#messages .error:has-text('no images are supported here')")
+    assert page.locator("#messages .user").count() == 0
+    for left in (1, 0):
+        page.click("#images button")
+        assert page.locator("#images img").count() == left
+    page.press("#question", "Enter")
+    wait_for_the_answer(page)
 
 
 def test_the_keyboard_is_enough(page: Any) -> None:

@@ -211,10 +211,16 @@ def test_a_model_is_chosen_and_talked_to(page: Any, router: Server) -> None:
     page.select_option("#pick", "red")
     assert page.inner_text("#served") == "with a context of 2,048 tokens"
     assert '"model": "red"' in page.text_content("#curl")
+    page.evaluate(
+        """() => {
+          window.said = []
+          new MutationObserver(() => said.push($("gauge").textContent)).observe($("gauge"), {childList: true})
+        }"""
+    )
     page.fill("#question", "Tell me a story.")
     page.press("#question", "Enter")
-    page.wait_for_selector("#gauge:has-text('red is '):has-text('it is loaded first')")
     page.wait_for_selector("#gauge:has-text('prompt tokens were cached')")
+    assert "red is sleeping: it is loaded first" in page.evaluate("said.join()")
     page.wait_for_selector("#pick option:checked:has-text('red (loaded)')", state="attached")
     page.reload()
     page.wait_for_selector("#pick option:checked:has-text('red')", state="attached")

@@ -220,11 +220,26 @@ function fail(text) {
 
 function edit(index) {
   if (running) return
-  $("question").value = textOf(messages[index].content)
+  putBack(messages[index])
   messages.length = index
   keep()
   draw()
   $("question").focus()
+}
+
+/** Put a message where it was written, with its images. */
+function putBack({content}) {
+  $("question").value = textOf(content)
+  images = Array.isArray(content) ? content.filter(part => part.type === "image_url").map(part => part.image_url.url) : []
+  drawImages()
+}
+
+/** A question that was refused is no part of the chat, or all that come after it would be refused as well. */
+function takeBack(question) {
+  if (question === undefined || messages.at(-1) !== question) return
+  messages.pop()
+  if (!$("question").value && !images.length) putBack(question)
+  draw()
 }
 
 function retry(index) {
@@ -239,10 +254,12 @@ function sampling() {
   return Object.fromEntries(given.map(name => [name, Number($(name).value)]))
 }
 
+const STREAMED = {include_usage: true, continuous_usage_stats: true}
+
 function body() {
   const system = $("system").value ? [{role: "system", content: $("system").value}] : []
   const asked = messages.map(({role, content}) => ({role, content}))
-  return {model, messages: [...system, ...asked], stream: true, stream_options: {include_usage: true}, ...sampling()}
+  return {model, messages: [...system, ...asked], stream: true, stream_options: STREAMED, ...sampling()}
 }
 
 function merge(message, delta) {
@@ -259,7 +276,7 @@ async function answer() {
   running = new AbortController()
   $("send").textContent = "Stop"
   expectLoad()
-  const message = {role: "assistant", content: ""}
+  const message = {role: "assistant", content: ""}, question = messages.at(-1)
   const asked = performance.now()
   let place = null, began = null, usage = null, drawn = false
   const redraw = () => {
@@ -269,6 +286,7 @@ async function answer() {
     place ? place.replaceWith(next) : $("messages").append(next)
     place = next
     $("messages").scrollTop = $("messages").scrollHeight
+    if (usage) measure(usage, asked, began)
   }
   try {
     const response = await fetch("v1/chat/completions", {
@@ -286,7 +304,10 @@ async function answer() {
       if (!drawn) { drawn = true; requestAnimationFrame(redraw) }
     }
   } catch (error) {
-    if (error.name !== "AbortError") fail(error.message)
+    if (error.name !== "AbortError") {
+      if (!began) takeBack(question)
+      fail(error.message)
+    }
   } finally {
     if (message.content || message.tool_calls || message.reasoning) messages.push(message)
     if (usage) measure(usage, asked, began ?? asked)
@@ -319,7 +340,11 @@ function ask(text) {
 
 function drawImages() {
   $("images").hidden = !images.length
-  $("images").replaceChildren(...images.map(url => make("li", {}, make("img", {src: url, alt: "image to send"}))))
+  $("images").replaceChildren(...images.map((url, index) => {
+    const button = make("button", {type: "button", text: "Remove"})
+    button.addEventListener("click", () => { images.splice(index, 1); drawImages(); $("question").focus() })
+    return make("li", {}, make("img", {src: url, alt: "image to send"}), button)
+  }))
 }
 
 function take(files) {
@@ -340,7 +365,7 @@ $("ask").addEventListener("submit", event => {
 $("question").addEventListener("keydown", event => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return
   event.preventDefault()
-  $("ask").requestSubmit()
+  if (!running) $("ask").requestSubmit()  // who writes the next question meanwhile ends no answer
 })
 $("new").addEventListener("click", () => {
   running?.abort()
@@ -771,7 +796,7 @@ function drawMap(engine, map, first, end, marked) {
   return counts
 }
 
-const HOVER_MS = 120
+const HOVER_MS = 120, MAX_OWNERS = 4
 
 /** Say who has a block, and ask for its hash if the pointer stays: no look has hashes, there are too many. */
 function point(engine, map, block) {
@@ -798,9 +823,10 @@ function holders(engine, block) {
   for (const {id, table} of engine.requests.values())
     for (let index = table.indexOf(block); index >= 0; index = table.indexOf(block, index + 1))
       where.push(`tokens ${index * size} to ${(index + 1) * size - 1} of ${id}`)
+  const more = where.length - MAX_OWNERS, told = more > 0 ? [...where.slice(0, MAX_OWNERS), `and ${number(more)} more`] : where
   const references = Math.max(byte & ~CACHED, where.length)
   return `${name}: ${references} reference${references === 1 ? "" : "s"}, ` +
-    `${byte & CACHED ? "a later prompt can find it" : "no prompt can find it"}${where.length ? "; " : ""}${where.join(", ")}`
+    `${byte & CACHED ? "a later prompt can find it" : "no prompt can find it"}${told.length ? "; " : ""}${told.join(", ")}`
 }
 
 // ---- requests, and why they wait

@@ -32,5 +32,5 @@ def build(fleet: Fleet, config: ServeConfig, keys: Keys) -> Starlette:
     documents = [*pages.routes(), Route("/openapi.json", document, methods=["GET"])]
     if config.disable_fastapi_docs:
         documents = [route for route in documents if route.path not in API_DOCS_PATHS]
-    routes = [*OllamaManagement(fleet, reader).routes(), *own.routes(), *RouterLive(fleet, reader).routes(), *documents]
+    routes = [*OllamaManagement(fleet, reader).routes(), *own.routes(), *RouterLive(fleet).routes(), *documents]
     return guarded([*routes, own.rest()], Guards(config, keys, DIALECTS, public))

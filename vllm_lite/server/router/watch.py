@@ -14,13 +14,13 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from vllm_lite.server.calls.registry import PROBE_TIMEOUT_S
 from vllm_lite.server.http.auth import KEY_HEADERS, require_watcher
-from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.live.feed import INTERVAL_S, MAX_WATCHERS, event
 from vllm_lite.server.live.routes import OF_BLOCK, OF_SETTINGS, PATH
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.router.fleet import Fleet, FleetModel
-from vllm_lite.server.router.forward import ForwardedAnswer, RoutedBody
+from vllm_lite.server.router.forward import target_of
 from vllm_lite.server.router.upstream import Header, UpstreamLost
 
 COUNTS = ("loads", "wakes", "sleeps", "stops", "deaths", "failures", "refusals")
@@ -44,9 +44,8 @@ _data = msgspec.json.Decoder(LiveData)
 class RouterLive:
     """Answers each watcher with a stream of events, and what else it asks about one model by that model."""
 
-    def __init__(self, fleet: Fleet, reader: BodyReader) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._reader = reader
         self._num_watchers = 0
 
     def routes(self) -> list[Route]:
@@ -61,17 +60,26 @@ class RouterLive:
             raise ApiError(429, f"{MAX_WATCHERS} clients watch this server already; close one of them first")
         name = request.query_params.get("model")
         only = None if name is None else self._fleet.find(name).entry.name
-        keys = [header for header in request.scope["headers"] if header[0] in KEY_HEADERS]
         headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        return StreamingResponse(self._watch(keys, only), media_type="text/event-stream", headers=headers)
+        return StreamingResponse(self._watch(_keys_of(request), only), media_type="text/event-stream", headers=headers)
 
     async def of_model(self, request: Request) -> Response:
-        """Answer as the model's own processes do, if it has some."""
+        """Answer as the model's own processes do, if it has some, with the watcher's own keys."""
         require_watcher(request)
         member = self._fleet.find(request.query_params.get("model"))
-        if member.backend is None or member.state not in SHOWN:
-            raise ApiError(404, f"the model {member.entry.name!r} is {member.state}, so it has no engines to look at")
-        return ForwardedAnswer(self._fleet, member, request, RoutedBody(b"", {}), self._reader, needs_loaded=False)
+        name, backend = member.entry.name, member.backend
+        if backend is None or member.state not in SHOWN:
+            raise ApiError(404, f"the model {name!r} is {member.state}, so it has no engines to look at")
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                answer = await backend.open("GET", target_of(request.scope), _keys_of(request), b"")
+                try:
+                    body = await answer.whole()
+                finally:
+                    answer.close()
+        except (TimeoutError, UpstreamLost) as error:
+            raise ApiError(503, f"the processes of the model {name!r} do not answer: {error}") from error
+        return Response(body, answer.status, media_type="application/json")
 
     async def _watch(self, keys: list[Header], only: str | None) -> AsyncIterator[bytes]:
         self._num_watchers += 1
@@ -246,6 +254,10 @@ def row_of(member: FleetModel, idle_s: float | None, now_s: float) -> Row:
         "error": member.trouble,
         "counts": {name: getattr(member.counts, name) for name in COUNTS},
     }
+
+
+def _keys_of(request: Request) -> list[Header]:
+    return [header for header in request.scope["headers"] if header[0] in KEY_HEADERS]
 
 
 def _message(body: bytes) -> str:
