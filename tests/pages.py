@@ -67,7 +67,7 @@ def chromium() -> Iterator[Any]:
         pytest.skip("no Chromium is installed")
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with sync_api.sync_playwright() as driver:
-        running = driver.chromium.launch(executable_path=found, args=["--no-sandbox", "--disable-gpu"])
+        running = driver.chromium.launch(executable_path=found, args=["--disable-gpu"])
         yield running
         running.close()
 

@@ -18,7 +18,7 @@ from tests.deadlines import scaled
 from tests.http_server import Server, client, serving
 from tests.live_numbers import COUNTS, TIMES, counts_of, mean_ms, metrics_of
 from vllm_lite.errors import RemoteError
-from vllm_lite.kernels.cpu.library import ISAS
+from vllm_lite.kernels.cpu import library
 from vllm_lite.server.live import snapshot
 from vllm_lite.tools.top.watched import ServerLook, events, looks
 
@@ -201,7 +201,7 @@ def test_settings_are_those_of_the_command(server: Server) -> None:
     assert "--num-gpu-blocks-override 200" in said["command"]
     assert "--max-num-seqs 2" in said["command"]
     assert (said["computed"]["max_num_seqs"], said["computed"]["device"]) == (2, "cpu")
-    assert said["kernels"]["instruction set"] in ISAS
+    assert said["kernels"]["instruction set"] in library.ISAS
     assert "bfloat16" in said["kernels"]["matrices"]
 
 
