@@ -246,6 +246,10 @@ def test_whatever_happens_the_tokens_are_right(
     options: dict[str, Any] = {"windows": windows, "num_state_slots": num_state_slots, "depth": draw.choice([1, 2])}
     if num_state_slots:
         options["depth"] = 1
+    before = DiskRig(40, **options)
+    for number in range(draw.randrange(3)):
+        before.serve(f"{number}", [number] * draw.choice([4, 8, 13]) + PROMPT)
+    options |= {"contents": before.contents, "preload": draw.choice([0.0, 0.5, 1.0])}
     rig = DiskRig(draw.choice([24, 40]), num_host_blocks=draw.choice([0, 16]), preemption="swap", **options)
     rig.holds = True
     rig.fails = lambda _: draw.random() < 0.05
