@@ -6,7 +6,7 @@ from typing import Any
 from tests.disk_rig import PROMPT, DiskRig, restarted
 from tests.scheduler_rig import expected
 from vllm_lite.engine.blocks.preload import CHUNK
-from vllm_lite.protocol.transfers import LoadBlocks, StoreBlocks
+from vllm_lite.protocol.transfers import LoadBlocks
 
 
 def written(num_chats: int = 1, **options: Any) -> DiskRig:
@@ -58,9 +58,10 @@ def test_who_comes_meanwhile_goes_first_and_shares_what_is_on_its_way() -> None:
     again.end(again.pending[0])
     again.send()
     assert again.pending == [], "while somebody is there nothing is loaded that nobody asked for"
+    again.add("b", [7, *PROMPT, 1, 2, 3], 9)
     again.drain()
     assert request.num_cached_at_start == 28
-    assert [len(load.keys) for load in again.loads] == [32, 32], "behind it, it goes on"
+    assert [len(load.keys) for load in again.loads] == [32, 7, 25], "behind them it goes on with what is not there yet"
 
 
 def test_nothing_is_pushed_out_and_nothing_loaded_that_is_new() -> None:
@@ -74,15 +75,26 @@ def test_nothing_is_pushed_out_and_nothing_loaded_that_is_new() -> None:
 
 
 def test_nothing_is_pushed_out_of_memory() -> None:
-    rig = restarted(written(num_chats=8), num_blocks=50, preload=1.0)
+    rig = restarted(written(num_chats=5), num_blocks=50, preload=1.0, max_num_seqs=16)
     rig.holds = True
     rig.send()
-    new = [49, *PROMPT]
-    rig.add("new", new)
+    rig.add("long", [49, *PROMPT])
+    for number in range(8):  # with it they use the other 17 blocks, and half of them are full of nothing in the end
+        rig.add(f"short {number}", [number], 2)
     rig.step()
     rig.drain()
-    assert [len(load.keys) for load in rig.loads] == [CHUNK], "17 more do not fit beside those of the new chat"
-    assert rig.serve("again", new) == 28
+    assert [len(load.keys) for load in rig.loads] == [CHUNK], "the next to be used are full of chats"
+    assert rig.kv.pool.num_cached == CHUNK + 8
+
+
+def test_new_chats_count_for_the_share() -> None:
+    rig = restarted(written(num_chats=8), num_blocks=100, preload=0.5)
+    rig.holds = True
+    rig.send()
+    rig.add("new", [49, *PROMPT])
+    rig.step()
+    rig.drain()
+    assert [len(load.keys) for load in rig.loads] == [CHUNK], "17 more would be beyond half of 99"
 
 
 def test_what_was_reset_or_lost_is_not_loaded() -> None:
@@ -100,15 +112,19 @@ def test_what_was_reset_or_lost_is_not_loaded() -> None:
 
 
 def test_new_workers_load_anew_if_nobody_waits() -> None:
-    rig = restarted(written(num_chats=8), num_blocks=100, preload=0.9)
-    rig.holds = True
-    rig.send()
-    rig.scheduler.lose_workers("worker 0 was killed", 0.0)
-    assert (rig.tier.take_messages(), rig.kv.pool.num_used) == ([], 0)
-    rig.pending.clear()
-    rig.scheduler.resume(2, 50.0)
-    rig.scheduler.stored_keys(list(rig.contents), [])
-    rig.send()
-    rig.end_all()
-    assert rig.kv.pool.num_cached == 64
-    assert not [each for each in rig.pending if isinstance(each, StoreBlocks)]
+    rig = filled(written(num_chats=8), preload=0.9)
+    rig.serve("a", [0, *PROMPT])
+    for is_idle in (True, False):
+        if not is_idle:
+            rig.add("b", [0, *PROMPT])
+        rig.holds, rig.loads = True, []
+        rig.lose_workers()
+        assert rig.tier.take_messages() == []
+        rig.pending.clear()
+        rig.replace_workers()
+        rig.scheduler.stored_keys(list(rig.contents), [])
+        rig.send()
+        assert [len(load.keys) for load in rig.loads] == ([CHUNK] if is_idle else [])
+        rig.drain()
+        assert rig.kv.pool.num_cached >= (64 if is_idle else 7)
+        assert is_idle or len(rig.loads) == 1, "who waited has loaded what it needs, and nothing is loaded behind it"
