@@ -1,6 +1,7 @@
 """Real chat templates, of llama.cpp, vLLM and the tokenizers: the prompt is that of transformers' own renderer."""
 
 import json
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -68,10 +69,16 @@ def of_transformers(template: str, name: str, *, generate: bool) -> str | None:
     return str(rendered[0])
 
 
+@lru_cache(maxsize=1)
+def compiled(template: str) -> ChatTemplate:
+    """As an engine has it: once for all of its chats."""
+    return ChatTemplate(TemplateSource(template, TOKENS))
+
+
 def of_this_engine(template: str, name: str, *, generate: bool) -> str | None:
     chat, tools = CHATS[name]
     try:
-        return ChatTemplate(TemplateSource(template, TOKENS)).render(chat, tools=tools, add_generation_prompt=generate)
+        return compiled(template).render(chat, tools=tools, add_generation_prompt=generate)
     except RequestError:
         return None
 

@@ -107,7 +107,7 @@ def test_time_is_simulated_and_the_same_every_time() -> None:
     assert 9.9 < times[0][0] < 13.0
 
 
-def test_twenty_thousand_requests_share_their_prefixes() -> None:
-    figures = run(20_000)
-    assert figures["generated_tokens"] == 80_000
-    assert figures["cached_tokens"] > 15 * 19_000
+def test_thousands_of_requests_share_their_prefixes() -> None:
+    figures = run(4_000)
+    assert figures["generated_tokens"] == 16_000
+    assert figures["cached_tokens"] > 15 * 3_800
