@@ -33,6 +33,16 @@ def fill(results: BatchResults, first: int = 1, last: int = NUM) -> None:
             results.append(number, kind, answered(f"r{number}", 400 if failed else 200), (3, 2, 1))
 
 
+def written(path: Path) -> tuple[bytes, bytes, int]:
+    """Six rows of a batch, with a mark behind the third: the output, the journal, and the output's size at the mark."""
+    with BatchResults(str(path), HEADER) as results:
+        fill(results, last=3)
+        results.sync()
+        marked = path.stat().st_size
+        fill(results, last=6)
+        return path.read_bytes(), results.paths.journal.read_bytes(), marked
+
+
 def expect_each_once(path: Path) -> None:
     """Also by the journal: the next run has nothing to do."""
     assert Counter(ids(path)) == Counter(f"r{number}" for number in range(1, NUM + 1))
@@ -65,11 +75,7 @@ def test_what_was_answered_is_known(tmp_path: Path) -> None:
 def test_any_torn_end_of_the_journal_is_gone_on_from(tmp_path: Path) -> None:
     """A process that dies leaves a whole output and a part of the journal."""
     path, log = tmp_path / "out", tmp_path / "out.journal"
-    with BatchResults(str(path), HEADER) as results:
-        fill(results, last=3)
-        results.sync()
-        fill(results, last=6)
-        whole, records = path.read_bytes(), log.read_bytes()
+    whole, records, _ = written(path)
     for end in range(records.index(b"\n") + 1, len(records) + 1):
         path.write_bytes(whole)
         log.write_bytes(records[:end])
@@ -83,12 +89,7 @@ def test_any_torn_end_of_the_journal_is_gone_on_from(tmp_path: Path) -> None:
 def test_any_torn_end_of_the_output_behind_the_mark_is_gone_on_from(tmp_path: Path) -> None:
     """A machine that dies may leave records whose lines are not there, or are zeros."""
     path, log = tmp_path / "out", tmp_path / "out.journal"
-    with BatchResults(str(path), HEADER) as results:
-        fill(results, last=3)
-        results.sync()
-        marked = path.stat().st_size
-        fill(results, last=6)
-        whole, records = path.read_bytes(), log.read_bytes()
+    whole, records, marked = written(path)
     for end in range(marked, len(whole), 7):
         for zeros in (0, len(whole) - end):
             path.write_bytes(whole[:end] + bytes(zeros))

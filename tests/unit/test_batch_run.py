@@ -22,7 +22,7 @@ from vllm_lite.tools.batch.batch_input import open_source
 from vllm_lite.tools.batch.batch_results import BatchResults
 from vllm_lite.tools.batch.batch_run import BatchRun, Server
 from vllm_lite.tools.batch.batch_source import entries_of
-from vllm_lite.tools.batch.fingerprint import INDIFFERENT
+from vllm_lite.tools.batch.fingerprint import INDIFFERENT, fingerprint
 from vllm_lite.tools.batch.journal import BatchHeader, RecordKind
 from vllm_lite.tools.batch.row_mapper import RowMapper
 from vllm_lite.tools.batch.rows import Bad
@@ -77,8 +77,8 @@ def test_every_line_is_answered_once(tmp_path: Path) -> None:
     lines = [line(f"r{place}", body={"prompt": "x", "model": "own"}) for place in range(10)]
     write(tmp_path / "in", *lines, line("f", body={"prompt": "bad"}), line("u", url="/v1/other"), "oops", line("r1"))
     made, bad = run(tmp_path, handler)
-    assert (made.num_answered, made.num_failed, made.num_bad, made.num_done) == (10, 1, 3, 14)
-    assert (made.prompt_tokens, made.cached_tokens, made.output_tokens) == (20, 10, 20)
+    assert (made.own.num_answered, made.own.num_failed, made.own.num_bad, made.num_done) == (10, 1, 3, 14)
+    assert (made.own.prompt_tokens, made.own.cached_tokens, made.own.output_tokens) == (20, 10, 20)
     assert [entry.line for entry in bad] == [12, 13, 14]
     names = [*(f"r{place}" for place in range(10)), "f", "u"]
     assert sorted(map(str, ids(tmp_path / "out"))) == sorted([*names, "None", "None"])
@@ -90,7 +90,7 @@ def test_every_line_is_answered_once(tmp_path: Path) -> None:
     assert by_id["u"]["response"] is None
     assert by_id["u"]["error"]["code"] == "invalid_url"
     again, bad = run(tmp_path, handler)
-    assert (again.num_answered, again.num_failed, again.num_bad, again.num_before) == (0, 0, 0, 14)
+    assert (again.own.num_answered, again.own.num_failed, again.own.num_bad, again.before.num_rows) == (0, 0, 0, 14)
     assert len(asked) == 11
 
 
@@ -107,7 +107,7 @@ def test_no_more_than_allowed_at_once(tmp_path: Path) -> None:
 
     write(tmp_path / "in", *(line(str(place)) for place in range(40)))
     made, _ = run(tmp_path, handler, max_concurrency=4)  # type: ignore[arg-type]
-    assert made.num_answered == 40
+    assert made.own.num_answered == 40
     assert most == 4
 
 
@@ -119,13 +119,13 @@ def test_a_busy_server_is_asked_again(tmp_path: Path) -> None:
 
     write(tmp_path / "in", line("a"))
     made, _ = run(tmp_path, handler)
-    assert (made.num_answered, statuses) == (1, [])
+    assert (made.own.num_answered, statuses) == (1, [])
 
 
 def test_one_that_stays_busy_is_a_failure(tmp_path: Path) -> None:
     write(tmp_path / "in", line("a"))
     made, _ = run(tmp_path, lambda _: httpx.Response(503, text="busy", headers={"Retry-After": "0"}))
-    assert made.num_failed == 1
+    assert made.own.num_failed == 1
     assert json.loads((tmp_path / "out").read_text())["response"]["body"]["error"]["message"] == "busy"
 
 
@@ -151,7 +151,7 @@ def test_what_would_fail_all_ends_the_run(
     assert ids(tmp_path / "out") == ["0", "1", "2", "3", "4"]
     count = -100
     made, _ = run(tmp_path, handler)
-    assert (made.num_before, made.num_answered) == (5, 15)
+    assert (made.before.num_rows, made.own.num_answered) == (5, 15)
     assert sorted(map(int, ids(tmp_path / "out"))) == list(range(20))
 
 
@@ -252,7 +252,7 @@ def test_settings_of_its_own_server_count_where_they_change_answers(tmp_path: Pa
 
     def settings(*flags: str) -> dict[str, str]:
         given = parser.parse_args(["-i", "in", "-o", "out", "--model", "demo", *flags])
-        return run_batch._settings(given, RowMapper())
+        return fingerprint(run_batch._config(given), run_batch.DEFAULTS, None, RowMapper())
 
     usual = settings()
     assert usual.keys() == {"model"}
@@ -349,7 +349,8 @@ def test_progress_says_how_long_it_takes_yet(
         results.append(1, RecordKind.ANSWERED, answered("a"))
         made = BatchRun(results)
         assert batch_report.progress_line(made, 4001, 1.0).endswith("left")
-        made.num_answered = 2
+        for number in (2, 3):
+            results.append(number, RecordKind.ANSWERED, answered("a"))
         assert batch_report.progress_line(made, 4003, 2.0) == "3 of 4003 rows, 1.0 a second, 1:06:40 left"
 
 
@@ -364,7 +365,7 @@ def test_a_broken_connection_is_tried_again(tmp_path: Path, monkeypatch: pytest.
 
     write(tmp_path / "in", line("a"))
     made, _ = run(tmp_path, handler)
-    assert made.num_answered == 1
+    assert made.own.num_answered == 1
 
 
 def test_a_full_disk_is_one_sentence(

@@ -18,16 +18,17 @@ PLAIN_S = 10.0
 
 def summary(batch: BatchRun, totals: Totals, num_rows: int, elapsed_s: float) -> str:
     """One sentence of what this process did, and what is open."""
+    own = batch.own
     others = {
-        "failed": batch.num_failed,
-        "bad lines": batch.num_bad,
-        "from earlier runs": batch.num_before,
+        "failed": own.num_failed,
+        "bad lines": own.num_bad,
+        "from earlier runs": batch.before.num_rows,
         "open": num_rows - batch.num_done,
     }
-    parts = [f"{batch.num_answered} answered", *(f"{count} {what}" for what, count in others.items() if count > 0)]
-    hits = f" ({batch.cached_tokens / batch.prompt_tokens:.0%} cached)" if batch.cached_tokens else ""
-    tokens = f"{batch.prompt_tokens} prompt{hits} and {batch.output_tokens} output tokens"
-    rate = f"{batch.output_tokens / max(elapsed_s, 1e-9):.0f} tokens/s"
+    parts = [f"{own.num_answered} answered", *(f"{count} {what}" for what, count in others.items() if count > 0)]
+    hits = f" ({own.cached_tokens / own.prompt_tokens:.0%} cached)" if own.cached_tokens else ""
+    tokens = f"{own.prompt_tokens} prompt{hits} and {own.output_tokens} output tokens"
+    rate = f"{own.output_tokens / max(elapsed_s, 1e-9):.0f} tokens/s"
     failures = totals.num_failed + totals.num_bad
     failed = f"; {failures} failures are in the file" if failures else ""
     return f"{', '.join(parts)} in {elapsed_s:.1f} s: {tokens}, {rate}{failed}"
@@ -36,7 +37,7 @@ def summary(batch: BatchRun, totals: Totals, num_rows: int, elapsed_s: float) ->
 def report(batch: BatchRun, totals: Totals, num_rows: int, elapsed_s: float) -> dict[str, Any]:
     """The numbers of --report: `run` is of this process, `batch` of all that worked on these files."""
     names = ("num_answered", "num_failed", "num_bad", "prompt_tokens", "cached_tokens", "output_tokens")
-    run, whole = ({name: getattr(each, name) for name in names} for each in (batch, totals))
+    run, whole = ({name: getattr(each, name) for name in names} for each in (batch.own, totals))
     return {
         "num_rows": num_rows,
         "num_open": num_rows - batch.num_done,
@@ -67,8 +68,9 @@ def progress(num_rows: int) -> Iterator[Callable[[BatchRun], None]]:
         task = bar.add_task("", total=num_rows)
 
         def show(batch: BatchRun) -> None:
-            bad = batch.num_failed + batch.num_bad
-            text = f"{batch.output_tokens} tokens" + (f", {bad} failed" if bad else "")
+            own = batch.own
+            bad = own.num_failed + own.num_bad
+            text = f"{own.output_tokens} tokens" + (f", {bad} failed" if bad else "")
             bar.update(task, completed=batch.num_done, description=text)
 
         yield show
@@ -89,8 +91,9 @@ def _plain(num_rows: int) -> Callable[[BatchRun], None]:
 
 
 def progress_line(batch: BatchRun, num_rows: int, elapsed_s: float) -> str:
-    rate = (batch.num_done - batch.num_before) / max(elapsed_s, 1e-9)
+    own = batch.own
+    rate = own.num_rows / max(elapsed_s, 1e-9)
     left_s = round((num_rows - batch.num_done) / max(rate, 1e-9))
-    bad = batch.num_failed + batch.num_bad
+    bad = own.num_failed + own.num_bad
     left = f"{left_s // 3600}:{left_s // 60 % 60:02}:{left_s % 60:02} left"
     return f"{batch.num_done} of {num_rows} rows, {rate:.1f} a second, {left}" + (f", {bad} failed" if bad else "")

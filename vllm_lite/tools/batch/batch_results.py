@@ -10,7 +10,7 @@ import os
 import re
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Self
@@ -42,6 +42,10 @@ class Totals:
     @property
     def num_rows(self) -> int:
         return self.num_answered + self.num_failed + self.num_bad
+
+    def since(self, before: "Totals") -> "Totals":
+        """What has come to those `before`."""
+        return Totals(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
     def add(self, record: BatchRecord) -> None:
         self.num_answered += record.kind is RecordKind.ANSWERED

@@ -3,13 +3,14 @@
 import asyncio
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Self
 
 import httpx
 import msgspec
 
 from vllm_lite.tools.batch import rows
-from vllm_lite.tools.batch.batch_results import BatchResults
+from vllm_lite.tools.batch.batch_results import BatchResults, Totals
 from vllm_lite.tools.batch.journal import RecordKind
 from vllm_lite.tools.batch.rows import Bad, BatchRequest, Entry
 from vllm_lite.tools.chat.remote_server import Address, check, client_settings, lost
@@ -22,7 +23,7 @@ RECONNECT_S = (0.0, 0.3, 1.0)
 
 
 class BatchRun:
-    """Runs of one process over a batch; it counts what they did."""
+    """Runs of one process over a batch."""
 
     def __init__(
         self,
@@ -31,21 +32,21 @@ class BatchRun:
         complain: Callable[[Bad], None] = lambda _: None,
     ) -> None:
         """`progress` is called after every row, `complain` for a row that is no request."""
-        self.num_before = results.totals.num_rows
-        self.num_answered = 0
-        self.num_failed = 0
-        self.num_bad = 0
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.output_tokens = 0
+        self.before = replace(results.totals)
+        """Rows and tokens of the processes before."""
         self._results = results
         self._progress = progress
         self._complain = complain
 
     @property
+    def own(self) -> Totals:
+        """Rows and tokens of this process."""
+        return self._results.totals.since(self.before)
+
+    @property
     def num_done(self) -> int:
-        """Rows of this run and of those before."""
-        return self.num_before + self.num_answered + self.num_failed + self.num_bad
+        """Rows of this process and of those before."""
+        return self._results.totals.num_rows
 
     async def run(
         self, entries: Iterator[Entry], http: "Server", max_concurrency: int, model: str | None = None
@@ -72,21 +73,14 @@ class BatchRun:
 
     def _refuse(self, entry: Bad) -> None:
         self._results.append(entry.line, RecordKind.BAD, rows.failure(entry))
-        self.num_bad += 1
         self._complain(entry)
 
     def _record(self, status: int, request_id: str, body: Any, entry: BatchRequest) -> None:
         answer = rows.answer(entry.custom_id, status, request_id, body)
         if status != httpx.codes.OK:
             self._results.append(entry.line, RecordKind.FAILED, answer)
-            self.num_failed += 1
-            return
-        prompt, cached, output = tokens = _tokens(body)
-        self._results.append(entry.line, RecordKind.ANSWERED, answer, tokens)
-        self.num_answered += 1
-        self.prompt_tokens += prompt
-        self.cached_tokens += cached
-        self.output_tokens += output
+        else:
+            self._results.append(entry.line, RecordKind.ANSWERED, answer, _tokens(body))
 
 
 def _tokens(body: Any) -> tuple[int, int, int]:

@@ -21,7 +21,7 @@ from vllm_lite.tools.batch.batch_source import BatchSource, Survey, check_local,
 from vllm_lite.tools.batch.fingerprint import fingerprint
 from vllm_lite.tools.batch.journal import BatchHeader
 from vllm_lite.tools.batch.prefix_order import in_prefix_order
-from vllm_lite.tools.batch.row_mapper import RowMapper, make_mapper
+from vllm_lite.tools.batch.row_mapper import make_mapper
 from vllm_lite.tools.batch.rows import Bad, Entry
 from vllm_lite.tools.cli.server_flags import add_server_flags, server
 from vllm_lite.tools.cli.vllm_flags import say
@@ -76,6 +76,8 @@ class _Batch(NamedTuple):
     survey: Survey
     results: BatchResults
     arguments: argparse.Namespace
+    config: ServeConfig | None
+    """That of a server of its own."""
 
     @property
     def is_done(self) -> bool:
@@ -96,10 +98,11 @@ def run(arguments: argparse.Namespace) -> int:
         load_pyarrow()  # missing libraries are reported now, not after the last answer
     source = open_source(arguments.input_file, mapper)
     survey = source.survey()
-    header = BatchHeader(survey.digest, _settings(arguments, mapper))
+    config = None if arguments.model is None else _config(arguments)
+    header = BatchHeader(survey.digest, fingerprint(config, DEFAULTS, arguments.model_name, mapper))
     resume, retry_failed = arguments.resume, arguments.retry_failed
     with BatchResults(arguments.output_file, header, resume=resume, retry_failed=retry_failed) as results:
-        return _run(_Batch(source, survey, results, arguments))
+        return _run(_Batch(source, survey, results, arguments, config))
 
 
 def _check(arguments: argparse.Namespace) -> None:
@@ -119,11 +122,6 @@ def _check(arguments: argparse.Namespace) -> None:
 def _config(arguments: argparse.Namespace) -> ServeConfig:
     flags = {name: getattr(arguments, name) for name in (*EngineConfig.__struct_fields__, *DEFAULTS)}
     return ServeConfig.load(flags, file=arguments.config, notice=say)
-
-
-def _settings(arguments: argparse.Namespace, mapper: RowMapper) -> dict[str, str]:
-    config = None if arguments.model is None else _config(arguments)
-    return fingerprint(config, DEFAULTS, arguments.model_name, mapper)
 
 
 def _run(batch: _Batch) -> int:
@@ -155,15 +153,14 @@ def _run(batch: _Batch) -> int:
 
 def _answer(batch: _Batch, made: "BatchRun") -> None:
     """Answer the open rows. A server of its own that dies is started again, as long as each answers some more rows."""
-    arguments = batch.arguments
-    own = arguments.model is not None
+    arguments, config = batch.arguments, batch.config
     while not batch.is_done:  # a server without work is not started
         before = made.num_done
-        with server(arguments, (lambda: _config(arguments)) if own else None) as remote:
+        with server(arguments, None if config is None else lambda: config) as remote:
             try:
                 _send(batch, made, remote)
             except RemoteError as error:
-                if not own or remote.why() is None or made.num_done == before:
+                if config is None or remote.why() is None or made.num_done == before:
                     raise
                 print(f"{error}; another server takes over", file=sys.stderr)
                 continue
