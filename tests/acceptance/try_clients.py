@@ -38,6 +38,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "llamaindex": ("llama-index-llms-openai-like", "llama-index-embeddings-openai-like"),
     "dspy": ("dspy", "litellm"),
     "tools": ("llm", "cohere"),
+    "typesafe": ("typesafe-sdk",),
     "inspect": ("inspect-ai", "openai"),
     "lmeval": ("lm_eval[api,hf]",),
     "load": ("locust",),
@@ -73,6 +74,7 @@ CLIENTS = (
     Client("DSPy", "dspy", "dspy", "dspy_programs.py", "`response_format` of its `LM` for typed programs"),
     Client("llm", "llm", "tools", "llm_prompts.py"),
     Client("Cohere's package for Python", "cohere", "tools", "cohere_ranks.py"),
+    Client("TypeSafe's package for Python", "typesafe-sdk", "typesafe", "typesafe_decisions.py"),
     Client("inspect-ai", "inspect-ai", "inspect", "inspect_evals.py"),
     Client(
         "lm-evaluation-harness", "lm_eval", "lmeval", "lm_eval_tasks.py", "`add_bos_token=True`, as its own backend"
