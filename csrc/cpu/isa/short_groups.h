@@ -15,10 +15,8 @@
 namespace VLLM_LITE_ISA {
 namespace {
 
-constexpr int64_t kShortInputs = 512;                      // of a part; with few rows half as many,
-constexpr int64_t kFewShortRows = 64;                      // as their weights are in L1 then when they are used
-constexpr int64_t kSumsBytes = kTileRows * kTileRowBytes;  // of a tile
-constexpr int64_t kStripRows = 8;                          // whose sums vectors hold
+constexpr int64_t kShortInputs = 256;  // of a part, whose weights stay in L1
+constexpr int64_t kStripRows = 8;      // whose sums vectors hold
 
 // Fewer rows are done sooner by vectors, and more of them where codes take longer to become bfloat16.
 int64_t least_short_rows(const PackedWeight& weight) {
@@ -194,7 +192,6 @@ struct ShortStep {
 // of this one are begun.
 template <int kPart, bool kTwo>
 VLLM_LITE_INLINE void step_tiles(const ShortStep& step, float* done) {
-  constexpr int64_t kFloats = kSumsBytes / 4;
   const int64_t below = kTileRows * step.stride;
   if constexpr (kPart == 0) {
     TILE_LOAD(4, step.x, step.stride);
@@ -203,15 +200,15 @@ VLLM_LITE_INLINE void step_tiles(const ShortStep& step, float* done) {
     TILE_ZERO(0);
     TILE_DOT_BF16(0, 4, 6);
     TILE_LOAD(7, step.weights + step.half, kTileRowBytes);
-    TILE_STORE(1, done + kFloats, kTileRowBytes);
+    TILE_STORE(1, done + kTileSums, kTileRowBytes);
     TILE_ZERO(1);
     TILE_DOT_BF16(1, 4, 7);
   } else if constexpr (kPart == 1 && kTwo) {
     TILE_LOAD(5, step.x + below, step.stride);
-    TILE_STORE(2, done + 2 * kFloats, kTileRowBytes);
+    TILE_STORE(2, done + 2 * kTileSums, kTileRowBytes);
     TILE_ZERO(2);
     TILE_DOT_BF16(2, 5, 6);
-    TILE_STORE(3, done + 3 * kFloats, kTileRowBytes);
+    TILE_STORE(3, done + 3 * kTileSums, kTileRowBytes);
     TILE_ZERO(3);
     TILE_DOT_BF16(3, 5, 7);
   } else if constexpr (kPart == 2) {
@@ -235,11 +232,10 @@ VLLM_LITE_INLINE void step_all(const ShortStep& step, float* done) {
   step_tiles<3, kTwo>(step, done);
 }
 
-// sums [kStripRows][kBlock] += what a strip's totals make of them. Rows behind the last one are anything.
+// sums += what a strip's totals make of them, both as tiles. Rows behind the last one are anything.
 template <bool kMinima>
 VLLM_LITE_INLINE void add_strip(const float* totals, const float* scales, const float* row_scales,
                                 const float* row_sums, float* sums) {
-  constexpr int64_t kFloats = kSumsBytes / 4;
   const Vec scale[2] = {load(scales), load(scales + 2 * kWidth)};
   [[maybe_unused]] const Vec minima[2] = {load(scales + kWidth), load(scales + 3 * kWidth)};
 #pragma GCC unroll 8
@@ -248,9 +244,9 @@ VLLM_LITE_INLINE void add_strip(const float* totals, const float* scales, const 
     [[maybe_unused]] const Vec total = splat(row_sums[row]);
 #pragma GCC unroll 2
     for (int64_t v = 0; v < 2; ++v) {
-      Vec scaled = load(totals + v * kFloats + row * kTileRows) * scale[v];
+      Vec scaled = load(totals + v * kTileSums + row * kTileRows) * scale[v];
       if constexpr (kMinima) scaled = subtract_product(minima[v], total, scaled);
-      float* sum = sums + row * kBlock + v * kWidth;
+      float* sum = sums + v * kTileSums + row * kTileRows;
       store(sum, multiply_add(scaled, own, load(sum)));
     }
   }
@@ -279,8 +275,7 @@ class ShortTask {
       : call_(call), task_(task), rows_(*call.quantized), weights_(*call.weight, rows_.layout) {}
 
   void run() {
-    const int64_t inputs = task_.num_rows <= kFewShortRows ? kShortInputs / 2 : kShortInputs;
-    const int64_t num_groups = rows_.layout.num_groups, length = inputs / rows_.layout.group_size;
+    const int64_t num_groups = rows_.layout.num_groups, length = kShortInputs / rows_.layout.group_size;
     const int64_t full = task_.num_rows / kTileGroup, rest = task_.num_rows % kTileGroup;
     std::memset(totals_, 0, sizeof totals_);
     for (int64_t first = 0; first < num_groups; first += length) {
@@ -358,8 +353,8 @@ class ShortTask {
     const float* row_sums = rows.sums + group * rows.count;
     const auto add = [&](int64_t row) __attribute__((always_inline)) {
       if (row >= rows.count) return;
-      const float* from = now + (row / kTileRows * 2 * kTileRows + row % kTileRows) * kTileRows;
-      add_strip<kMinima>(from, scales, own + row, row_sums + row, sums + row * kBlock);
+      const int64_t at = sums_at(row, 0);
+      add_strip<kMinima>(now + at, scales, own + row, row_sums + row, sums + at);
     };
     TILES_FENCE();
     step_tiles<0, kTwo>(step, done);
