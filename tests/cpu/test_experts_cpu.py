@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
+from tests.routing_rules import routing_rules
 from vllm_lite.checkpoint.layer_specs.experts import RoutingSpec
 from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.shard import Split
@@ -229,27 +230,10 @@ def routed(logits: torch.Tensor, routing: Routing) -> tuple[Chosen, Chosen]:
     return ours, theirs
 
 
-@st.composite
-def rules(draw: st.DrawFn) -> RoutingSpec:
-    num_groups, size = draw(st.integers(1, 5)), draw(st.integers(2, 7))
-    left = draw(st.integers(1, num_groups))
-    return RoutingSpec(
-        num_groups * size,
-        draw(st.integers(1, left * size)),
-        scoring=draw(st.sampled_from(["softmax", "sigmoid"])),
-        renormalize=draw(st.booleans()),
-        epsilon=draw(st.sampled_from([0.0, 1e-20, 0.1])),
-        scale=draw(st.sampled_from([1.0, 2.5])),
-        choice_bias=draw(st.booleans()),
-        expert_factors=draw(st.booleans()),
-        num_groups=num_groups,
-        groups_per_token=left,
-        group_score=draw(st.sampled_from(["max", "top two"])),
-    )
-
-
 @settings(max_examples=examples(150))
-@given(rules(), st.integers(0, 2**31), st.integers(1, 9), st.sampled_from([0.0, 0.5, 4.0]))
+@given(
+    routing_rules(7, may_have_factors=True), st.integers(0, 2**31), st.integers(1, 9), st.sampled_from([0.0, 0.5, 4.0])
+)
 def test_routing_is_that_of_plain_torch(spec: RoutingSpec, seed: int, num_tokens: int, scale: float) -> None:
     """With scale 0 all scores are equal: the first of them are chosen."""
     generator = torch.Generator().manual_seed(seed)

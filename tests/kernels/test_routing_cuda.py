@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tests.kernels import routing_cases as cases
 from tests.kernels.emulator import EmulatorLauncher
 from tests.kernels.fused_cases import Case
+from tests.routing_rules import routing_rules
 from vllm_lite.checkpoint.layer_specs.experts import RoutingSpec
 from vllm_lite.kernels.cuda.fused import CudaOps
 from vllm_lite.kernels.routing import Routing
@@ -28,26 +29,8 @@ def test_the_order_of_lanes_does_not_show(order_seed: int) -> None:
     dict(cases.CASES)["deepseek_v3"](EmulatorLauncher(order_seed), CPU)
 
 
-@st.composite
-def rules(draw: st.DrawFn) -> RoutingSpec:
-    num_groups, size = draw(st.integers(1, 5)), draw(st.integers(2, 14))
-    left = draw(st.integers(1, num_groups))
-    return RoutingSpec(
-        num_groups * size,
-        draw(st.integers(1, left * size)),
-        scoring=draw(st.sampled_from(["softmax", "sigmoid"])),
-        renormalize=draw(st.booleans()),
-        epsilon=draw(st.sampled_from([0.0, 1e-20, 0.1])),
-        scale=draw(st.sampled_from([1.0, 2.5])),
-        choice_bias=draw(st.booleans()),
-        num_groups=num_groups,
-        groups_per_token=left,
-        group_score=draw(st.sampled_from(["max", "top two"])),
-    )
-
-
 @settings(max_examples=60)
-@given(spec=rules(), seed=st.integers(0, 2**31), scale=st.sampled_from([0.0, 0.5, 4.0]))
+@given(spec=routing_rules(14), seed=st.integers(0, 2**31), scale=st.sampled_from([0.0, 0.5, 4.0]))
 def test_routing_is_that_of_plain_torch(spec: RoutingSpec, seed: int, scale: float, launcher: EmulatorLauncher) -> None:
     """With scale 0 all scores are equal."""
     generator = torch.Generator().manual_seed(seed)

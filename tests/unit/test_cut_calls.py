@@ -49,7 +49,7 @@ def test_a_call_that_the_end_cuts(name: str, reason: str) -> None:
     text = WRITERS[name].calls([PARIS])
     ids = case(name, text)[0].ids
     seen = set()
-    for count in range(1, len(ids) + 1, 2 if reason == "stop" else 5):
+    for count in range(1, len(ids) + 1, 3 if reason == "stop" else 7):
         how = Case(name, ids[:count], reason), [count // 2] if count > 1 else []
         made = answers(*how)
         item = next(iter(calls(responses(*how))), None)
