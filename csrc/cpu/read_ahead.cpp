@@ -10,7 +10,7 @@ namespace vllm_lite {
 namespace {
 
 constexpr int64_t kAheadBytes = 512 << 10;  // of a thread: half of a small L2
-constexpr int64_t kPieceBytes = 512, kLineBytes = 64;
+constexpr int64_t kPieceBytes = 1024, kLineBytes = 64;
 
 struct Expected {
   std::atomic<const char*> data{nullptr};
@@ -20,22 +20,19 @@ struct Expected {
 alignas(64) std::atomic<uint32_t> next_read{0};
 Expected expected[kReadsKnown];
 
-// What a thread has fetched of read `number`: everything before `at`.
-struct Place {
-  uint32_t number = 0;
-  const char *at = nullptr, *end = nullptr;
+struct Part {
+  const char* data;
+  int64_t bytes;
 };
 
-// The thread's part of a read, but no more than `most` bytes.
-Place part_of(uint32_t number, int thread, int num_threads, int64_t most) {
+// The part of a read that a thread multiplies.
+Part part_of(uint32_t number, int thread, int num_threads) {
   const Expected& read = expected[number % kReadsKnown];
   const char* data = read.data.load(std::memory_order_relaxed);
   const int64_t blocks = read.num_blocks.load(std::memory_order_relaxed);
   const int64_t block_bytes = read.block_bytes.load(std::memory_order_relaxed);
-  if (data == nullptr) return {number};
   const int64_t first = blocks * thread / num_threads, end = blocks * (thread + 1) / num_threads;
-  const int64_t bytes = std::min((end - first) * block_bytes, most);
-  return {number, data + first * block_bytes, data + first * block_bytes + bytes};
+  return {data + first * block_bytes, (end - first) * block_bytes};
 }
 
 }  // namespace
@@ -51,27 +48,25 @@ void begin_read(uint32_t next) {
   next_read.store(next, std::memory_order_release);
 }
 
-bool fetch_ahead(int thread, int num_threads) {
-  static thread_local Place place;
-  static thread_local int64_t ahead_bytes = 0;  // of the reads from next_read on before `place`
+bool Fetcher::step(int num_threads) {
   const uint32_t next = next_read.load(std::memory_order_acquire);
-  const uint32_t distance = place.number - next;
-  if (distance >= kReadsKnown) {
-    ahead_bytes = 0;
-    place = part_of(next, thread, num_threads, kAheadBytes);
-  }
-  if (place.at >= place.end) {
-    int64_t bytes = 0;
-    for (uint32_t number = next; number != place.number + 1; ++number) {
-      const Place part = part_of(number, thread, num_threads, kAheadBytes);
-      bytes += part.end - part.at;
-    }
-    if (place.number + 1 - next >= kReadsKnown || bytes >= kAheadBytes) return false;
-    place = part_of(place.number + 1, thread, num_threads, kAheadBytes - bytes);
-    if (place.at == place.end) return false;
-  }
-  const char* end = std::min(place.at + kPieceBytes, place.end);
-  for (; place.at < end; place.at += kLineBytes) __builtin_prefetch(place.at, 0, 2);
+  if ((number_ - next >= kReadsKnown || at_ >= end_) && !next_part(next, num_threads)) return false;
+  const char* end = std::min(at_ + kPieceBytes, end_);
+  for (; at_ < end; at_ += kLineBytes) __builtin_prefetch(at_, 0, 2);
+  return true;
+}
+
+// Goes on to the first read from `next` on that it has fetched nothing of. False if there is none yet, or no room.
+bool Fetcher::next_part(uint32_t next, int num_threads) {
+  const uint32_t number = number_ - next < kReadsKnown ? number_ + 1 : next;
+  if (number - next >= kReadsKnown) return false;
+  int64_t room = kAheadBytes;
+  for (uint32_t before = next; before != number; ++before) room -= part_of(before, thread_, num_threads).bytes;
+  const Part part = part_of(number, thread_, num_threads);
+  if (room <= 0 || part.bytes <= 0) return false;
+  number_ = number;
+  at_ = part.data;
+  end_ = at_ + std::min(part.bytes, room);
   return true;
 }
 
@@ -83,7 +78,8 @@ VLLM_LITE_API int64_t vllm_lite_count_fetches(const vllm_lite::Read* reads, int6
                                               int64_t thread, int64_t num_threads) {
   for (int64_t i = 0; i < count; ++i) vllm_lite::expect_read(static_cast<uint32_t>(first + i), reads[i]);
   vllm_lite::begin_read(static_cast<uint32_t>(next));
+  vllm_lite::Fetcher fetcher(static_cast<int>(thread));
   int64_t pieces = 0;
-  while (vllm_lite::fetch_ahead(static_cast<int>(thread), static_cast<int>(num_threads))) ++pieces;
+  while (fetcher.step(static_cast<int>(num_threads))) ++pieces;
   return pieces;
 }

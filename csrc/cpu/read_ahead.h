@@ -22,7 +22,20 @@ constexpr uint32_t kReadsKnown = 4;  // reads ahead that are known at a time
 void expect_read(uint32_t number, const Read& read);
 void begin_read(uint32_t next);
 
-// Fetches a little of what thread `thread` of `num_threads` will read. False if there is nothing left to fetch.
-bool fetch_ahead(int thread, int num_threads);
+// What one thread fetches while it waits.
+class Fetcher {
+ public:
+  explicit Fetcher(int thread) : thread_(thread) {}
+
+  // Fetches a little of what the thread, one of so many, will read. False if there is nothing left to fetch.
+  bool step(int num_threads);
+
+ private:
+  bool next_part(uint32_t next, int num_threads);
+
+  int thread_;
+  uint32_t number_ = 0;  // of the read of which it has fetched what lies before `at_`
+  const char *at_ = nullptr, *end_ = nullptr;
+};
 
 }  // namespace vllm_lite

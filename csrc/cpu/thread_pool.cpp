@@ -29,9 +29,27 @@ constexpr int64_t kSpinNs = 50'000;  // a few times what passes between two kern
 
 constexpr uint32_t kMostTasks = UINT16_MAX;  // of a job
 
-// Tasks [first, end) of a job that nobody has taken yet.
+struct Job {
+  const void* body;
+  TaskFunction call;
+  int64_t first;  // what the job's task 0 is to `call`
+  uint32_t num_tasks;
+};
+
+// Tasks [first, end) of a job that nobody has taken yet. The job stands beside them, in the one line that a thread has
+// to wait for; it is written while no task can be taken, and read before a task is taken.
 struct Ticket {
   alignas(64) std::atomic<uint64_t> word{0};  // number of the job << 32 | end << 16 | first
+  std::atomic<const void*> body{nullptr};
+  std::atomic<TaskFunction> call{nullptr};
+  std::atomic<int64_t> before{0};  // Job::first
+
+  void open(const Job& job, uint32_t number, uint32_t first, uint32_t end) {
+    body.store(job.body, std::memory_order_relaxed);
+    call.store(job.call, std::memory_order_relaxed);
+    before.store(job.first, std::memory_order_relaxed);
+    word.store(of(number, first, end), std::memory_order_release);
+  }
 
   static uint64_t of(uint32_t job, uint32_t first, uint32_t end) {
     return static_cast<uint64_t>(job) << 32 | end << 16 | first;
@@ -40,20 +58,18 @@ struct Ticket {
 
 struct Pool {
   Ticket tickets[kMaxThreads];
-  // The job. Written while no task can be taken, read before a task is taken.
-  alignas(64) std::atomic<const void*> body{nullptr};
-  std::atomic<TaskFunction> call{nullptr};
-  std::atomic<int64_t> first{0};    // what the job's task 0 is to `call`
-  std::atomic<int> num_tickets{1};  // that may have tasks
 
   alignas(64) std::atomic<uint32_t> epoch{0};  // number of the latest job; idle threads wait for it to change
+  std::atomic<int> num_tickets{1};             // of it
   std::atomic<int> sleepers{0};                // threads that the next job must wake
 
   alignas(64) std::atomic<uint32_t> finished{0};  // tasks of the job that other threads than the caller have finished
   std::atomic<bool> caller_sleeps{false};
 
-  alignas(64) std::atomic<bool> busy{false};  // held by the thread whose job it is, and to change what follows
-  std::atomic<int> num_threads{1};            // wanted, the caller included; thread i leaves when i >= num_threads
+  alignas(64) std::atomic<int> num_threads{1};  // wanted, the caller included; thread i leaves when i >= num_threads
+
+  alignas(64) std::atomic<bool> busy{false};  // held by the thread whose job it is, and to change what is here
+  Fetcher fetcher{0};                         // the caller's
   int num_started = 0;                        // threads 1 to num_started exist
   bool fork_handled = false;
   pthread_t threads[kMaxThreads];  // thread i at i; 0 is the caller
@@ -62,37 +78,37 @@ struct Pool {
 Pool pool;  // never destroyed: threads may be waiting in it when the process ends
 
 // Until `word` has another value than `old` or kSpinNs have passed.
-void spin_while_equal(const std::atomic<uint32_t>& word, uint32_t old, int thread) {
+void spin_while_equal(const std::atomic<uint32_t>& word, uint32_t old, Fetcher& fetcher) {
   const int threads = pool.num_threads.load(std::memory_order_relaxed);
   const int64_t deadline_ns = now_ns() + kSpinNs;
   do {
     for (int i = 0; i < 16; ++i) {
       if (word.load(std::memory_order_acquire) != old) return;
-      if (!fetch_ahead(thread, threads)) pause_cpu();
+      if (!fetcher.step(threads)) pause_cpu();
     }
   } while (now_ns() < deadline_ns);
 }
 
 // Takes and runs tasks of one ticket until none is left. Returns how many it ran.
-uint32_t take_tasks(std::atomic<uint64_t>& ticket, bool from_first, int thread) {
+uint32_t take_tasks(Ticket& ticket, bool from_first, int thread) {
   uint32_t count = 0;
-  uint64_t word = ticket.load(std::memory_order_acquire);
+  uint64_t word = ticket.word.load(std::memory_order_acquire);
   for (;;) {
     const uint32_t first = word & kMostTasks, end = static_cast<uint32_t>(word) >> 16;
     if (first == end) return count;
-    const void* body = pool.body.load(std::memory_order_relaxed);
-    const TaskFunction call = pool.call.load(std::memory_order_relaxed);
-    const int64_t before = pool.first.load(std::memory_order_relaxed);
+    const void* body = ticket.body.load(std::memory_order_relaxed);
+    const TaskFunction call = ticket.call.load(std::memory_order_relaxed);
+    const int64_t task = ticket.before.load(std::memory_order_relaxed) + (from_first ? first : end - 1);
     const uint64_t left = from_first ? word + 1 : word - (1 << 16);
-    if (!ticket.compare_exchange_weak(word, left, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
-    call(body, before + (from_first ? first : end - 1), thread);
+    if (!ticket.word.compare_exchange_weak(word, left, std::memory_order_acq_rel, std::memory_order_acquire)) continue;
+    call(body, task, thread);
     ++count;
     if (thread != 0) {
       // Both in one order with the caller's: it sees the count, or we see that it sleeps.
       pool.finished.fetch_add(1, std::memory_order_seq_cst);
       if (pool.caller_sleeps.load(std::memory_order_seq_cst)) futex_wake(&pool.finished, 1, Futex::kPrivate);
     }
-    word = ticket.load(std::memory_order_acquire);
+    word = ticket.word.load(std::memory_order_acquire);
   }
 }
 
@@ -100,18 +116,19 @@ uint32_t take_tasks(std::atomic<uint64_t>& ticket, bool from_first, int thread) 
 uint32_t take_tasks(int thread) {
   const int num_tickets = pool.num_tickets.load(std::memory_order_relaxed);
   const int own = thread < num_tickets ? thread : 0;
-  uint32_t count = take_tasks(pool.tickets[own].word, true, thread);
-  for (int i = 1; i < num_tickets; ++i) count += take_tasks(pool.tickets[(own + i) % num_tickets].word, false, thread);
+  uint32_t count = take_tasks(pool.tickets[own], true, thread);
+  for (int i = 1; i < num_tickets; ++i) count += take_tasks(pool.tickets[(own + i) % num_tickets], false, thread);
   return count;
 }
 
 void* serve(void* number) {
   const int thread = static_cast<int>(reinterpret_cast<intptr_t>(number));
+  Fetcher fetcher(thread);
   for (;;) {
     const uint32_t seen = pool.epoch.load(std::memory_order_acquire);
     if (thread >= pool.num_threads.load(std::memory_order_acquire)) return nullptr;
     take_tasks(thread);
-    spin_while_equal(pool.epoch, seen, thread);
+    spin_while_equal(pool.epoch, seen, fetcher);
     if (pool.epoch.load(std::memory_order_acquire) != seen) continue;
     pool.sleepers.fetch_add(1, std::memory_order_seq_cst);
     while (pool.epoch.load(std::memory_order_seq_cst) == seen) futex_wait(&pool.epoch, seen, Futex::kPrivate);
@@ -155,7 +172,7 @@ void publish(uint32_t epoch, int wake_at_most) {
 void wait_for_others(uint32_t num_taken) {
   uint32_t finished;
   while ((finished = pool.finished.load(std::memory_order_acquire)) != num_taken) {
-    spin_while_equal(pool.finished, finished, 0);
+    spin_while_equal(pool.finished, finished, pool.fetcher);
     if (pool.finished.load(std::memory_order_acquire) != finished) continue;
     pool.caller_sleeps.store(true, std::memory_order_seq_cst);
     while (pool.finished.load(std::memory_order_seq_cst) == finished) {
@@ -165,27 +182,16 @@ void wait_for_others(uint32_t num_taken) {
   }
 }
 
-struct Job {
-  const void* body;
-  TaskFunction call;
-  int64_t first;
-  uint32_t num_tasks;
-};
-
 // The caller holds `busy`.
 void run_job(const Job& job, Order order) {
   const uint32_t threads = static_cast<uint32_t>(pool.num_threads.load(std::memory_order_relaxed)),
                  tasks = job.num_tasks;
   const uint32_t tickets = order == Order::kByThread ? threads : 1, epoch = next_epoch();
-  pool.body.store(job.body, std::memory_order_relaxed);
-  pool.call.store(job.call, std::memory_order_relaxed);
-  pool.first.store(job.first, std::memory_order_relaxed);
   pool.num_tickets.store(static_cast<int>(tickets), std::memory_order_relaxed);
   pool.finished.store(0, std::memory_order_relaxed);
   for (uint64_t i = 0; i < tickets; ++i) {
     const uint64_t first = i * tasks / tickets, end = (i + 1) * tasks / tickets;
-    pool.tickets[i].word.store(Ticket::of(epoch, static_cast<uint32_t>(first), static_cast<uint32_t>(end)),
-                               std::memory_order_release);
+    pool.tickets[i].open(job, epoch, static_cast<uint32_t>(first), static_cast<uint32_t>(end));
   }
   publish(epoch, static_cast<int>(tasks < threads ? tasks - 1 : threads - 1));
   wait_for_others(tasks - take_tasks(0));

@@ -134,7 +134,7 @@ def test_a_forked_child_starts_threads_of_its_own() -> None:
 
 
 def count_fetches(reads: list[tuple[int, int]], first: int, next_read: int, thread: int) -> int:
-    """Count the pieces of 512 bytes that one of two threads fetches of reads, (bytes of a block, blocks) each."""
+    """Count the pieces of 1 KiB that one of two threads fetches of reads, (bytes of a block, blocks) each."""
     memory = np.zeros(8, np.uint8)
     records = np.array([(memory.ctypes.data, *read) for read in reads], np.int64)
     count = function("vllm_lite_count_fetches", (pointer, int64, int64, int64, int64, int64), int64)
@@ -142,10 +142,8 @@ def count_fetches(reads: list[tuple[int, int]], first: int, next_read: int, thre
 
 
 def test_waiting_threads_fetch_their_part_of_what_is_next() -> None:
-    """Blocks [5, 10) and [2, 5) are the second thread's, and half a MB of four reads is the most that it fetches."""
-    reads = [(1024, 10), (512, 5), (1000, 2), (4096, 1000)]
-    most = -(-(512 * 1024 - 5 * 1024 - 3 * 512 - 1000) // 512)
-    assert count_fetches(reads, 1000, 1000, 1) == 10 + 3 + 2 + most
-    assert count_fetches([], 0, 1000, 1) == 0, "all of it has been fetched"
-    assert count_fetches([(512, 8)] * 4, 1002, 1002, 1) == 2 * 4, "the first two were fetched before"
-    assert count_fetches([(512, 8)] * 4, 1006, 1006, 0) == 4 * 4
+    """Half a MB is the most that one fetches; the second thread's blocks are [5, 10), [2, 5), [1, 2) and half of 1000."""
+    reads, most = [(1024, 10), (512, 5), (1000, 2), (4096, 1000)], 512 * 1024
+    assert count_fetches(reads, 1000, 1000, 1) == 5 + 2 + 1 + -(-(most - 5 * 1024 - 3 * 512 - 1000) // 1024)
+    assert count_fetches(reads, 1000, 1001, 1) == 2 + 1 + -(-(most - 3 * 512 - 1000) // 1024)
+    assert count_fetches([(1024, 9)] * 4, 1000, 1000, 0) == 4 * 4
