@@ -238,12 +238,12 @@ def test_the_keyboard_is_enough(page: Any) -> None:
     assert page.evaluate("document.activeElement.id") == "tab-chat"
 
 
-def test_a_screen_reader_finds_its_way(page: Any) -> None:
-    for tab in ("Chat", "Live", "Model"):
-        page.click(f"text={tab} >> nth=0")
-        page.wait_for_selector(
-            {"Live": ".engine .legend"}.get(tab, "#gauge" if tab == "Chat" else "#command"), state="attached"
-        )
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_screen_reader_finds_its_way(page: Any, scheme: str) -> None:
+    page.emulate_media(color_scheme=scheme)
+    for tab, shown in (("Chat", "#gauge"), ("Live", ".engine .legend"), ("Model", "#command")):
+        page.click(f"[role=tab]:text-is('{tab}')")
+        page.wait_for_selector(shown, state="attached")
         check_with_axe(page)
 
 

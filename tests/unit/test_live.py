@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -99,6 +100,13 @@ def test_blocks_come_part_by_part_and_then_again() -> None:
         engine.look(WELCOME, STATS, seen([], engine.next_block, part, 9), 0.0)
     assert firsts == [0, 4, 8, 0]
     assert whole(engine)["blocks"] == b"\1\2\3\4\1\2\3\4\1"
+
+
+def test_blocks_of_the_host_follow_those_of_the_device() -> None:
+    engine = EngineSnapshot(0)
+    view = msgspec.structs.replace(seen([], blocks=b"\1\2\3\4\x80"), num_host_blocks=1)
+    change = engine.look(WELCOME, STATS, view, 1.0)
+    assert (change["first_host_block"], whole(engine)["blocks"]) == (4, b"\1\2\3\4\x80")
 
 
 # ---- the feed

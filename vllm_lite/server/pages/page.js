@@ -493,7 +493,7 @@ function newEngine(name) {
     legend: make("ul", {className: "legend"}, ...NAMES.map(kind => make("li", {className: kind}))), rows: make("tbody"), more: make("p"),
     lines: Object.fromEntries(Object.keys(SERIES).map(each => [each, make("canvas", {width: 160, height: 28})])),
   }
-  const head = make("tr", {}, ...COLUMNS.map(([title, kind]) => make("th", {text: title, className: kind, scope: "col"})))
+  const head = make("tr", {}, ...COLUMNS.map(([title, kind]) => make("th", {text: title, className: kind ?? "", scope: "col"})))
   const lines = make("dl", {className: "figures"}, ...Object.entries(parts.lines).map(([title, canvas]) => {
     canvas.setAttribute("role", "img")
     canvas.setAttribute("aria-label", `${title} in the last minute`)
