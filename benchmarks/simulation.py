@@ -33,6 +33,8 @@ LOADS = {
     " --request-rate {fast} --num-prompts 90",
     "12 at once": "--random-input-len 300 --random-range-ratio 0.3 --random-output-len 60 --max-concurrency 12"
     " --num-prompts 80",
+    "chats": "--dataset-name chats --chat-message-len 100 --chat-output-len 64 --chat-wait 2 --request-rate {slow}"
+    " --num-prompts 48",
 }
 RATES = {"fit": 2.2, "slow": 1.5, "fast": 3.5}
 BARS = {"request_throughput": 2, "median_tpot_ms": 4, "p99_tpot_ms": 4, "median_ttft_ms": 8, "p99_ttft_ms": 15}

@@ -236,14 +236,13 @@ def test_few_messages_are_refused(tmp_path: Path) -> None:
         fit.fit(Recording(path).read(), "short")
 
 
-@pytest.mark.parametrize(("options", "what"), [({"max_loras": 2}, "adapters")])
+@pytest.mark.parametrize(("changes", "what"), [({"has_disk": True}, "KV on disk"), ({"encoder": (1, 1, 1)}, "images")])
 def test_what_is_not_fitted_is_refused_by_name(
-    run: tuple[Simulated, Recording], options: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
+    run: tuple[Simulated, Recording], changes: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, recording = run
-    header = msgspec.structs.replace(recording.reader.header, options=recording.reader.header.options | options)
-    monkeypatch.setattr(recording.reader, "header", header)
-    with pytest.raises(ConfigError, match=f"had {what}, whose times are not fitted"):
+    monkeypatch.setattr(recording.reader, "header", msgspec.structs.replace(recording.reader.header, **changes))
+    with pytest.raises(ConfigError, match=f"took {what}, whose times are not fitted"):
         fit.fit(recording, "other")
 
 

@@ -95,6 +95,7 @@ class SimulatedEngine:
         config = msgspec.structs.replace(config, record=record, prefix_hash_seed=HASH_SEED)
         self.executor = TimedExecutor(ready, clock, fitted, timer)
         self.core = EngineCore(config, ready, self.executor, sizes, Lives(), clock)
+        self.core.adapter_loader.receive(self.executor, [])  # from here on it knows these workers
 
     def step(self) -> list[Produced]:
         """Take the results that there are by now, and begin the steps that may be begun."""
@@ -103,7 +104,19 @@ class SimulatedEngine:
             produced += core.finish(output)
         while core.begin():
             pass
+        while core.adapters.wanted:
+            core.adapter_loader.send(self.executor)
+            core.adapter_loader.receive(self.executor, produced)
+            if not core.begin():
+                break
         return produced
+
+    def add(self, message: Generate) -> None:
+        """Raises RequestError."""
+        adapters = self.core.adapters
+        if message.adapter and adapters.get(message.adapter) is None:
+            adapters.enlist(adapters.make(message.adapter, ""))
+        self.core.add(b"simulation", message)
 
 
 class SimulatedEngines:
@@ -131,9 +144,10 @@ class SimulatedEngines:
     def add(self, number: int, request: SimulatedRequest) -> None:
         """Raises ConfigError if an engine refuses it."""
         params = SamplingParams(max_tokens=request.output_len, temperature=0.0, seed=0, ignore_eos=True)
-        message = Generate(str(number), request.tokens, params)
+        adapter = f"adapter {request.adapter}" if request.adapter else ""
+        message = Generate(str(number), request.tokens, params, adapter=adapter)
         try:
-            self._choose(message).core.add(b"simulation", message)
+            self._choose(message).add(message)
         except RequestError as error:
             raise ConfigError(f"the engine refuses a request of {len(request.tokens) // 4} tokens: {error}") from error
 
@@ -201,6 +215,8 @@ def _described(header: Header, settings: Mapping[str, Any]) -> tuple[ResolvedCon
         "jump_forward": False,
         "disable_adaptive_drafts": not options["adaptive_drafts"],
     }
+    if options.get("max_loras"):
+        recorded |= {"enable_lora": True} | {name: options[name] for name in ("max_loras", "max_cpu_loras")}
     if options["draft_method"]:
         recorded["speculative_config"] = _speculation(options["draft_method"], options["num_drafts"])
     machine: tuple[Literal["cpu"], int] = ("cpu", 1 << 30)  # no time depends on it, and no size

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from vllm_lite.protocol.step import (
+    AdapterNumber,
     Continue,
     Draft,
     Finish,
@@ -35,11 +36,13 @@ NAMES = (
     "lookup",
     "verify",
     "draft",
+    "adapted",
+    "adapter",
 )
 """A message; that workers had nothing to do before it; its steps; the tokens of each, by BOUNDS; the tokens that
 decodes attend to, in thousands; the pairs of tokens of chunks and those that they attend to, in millions; drawn tokens;
-requests that workers have not seen; blocks that are moved; sequences that may draft; steps that have drafts; and the
-most drafts of a sequence in each of them."""
+requests that workers have not seen; blocks that are moved; sequences that may draft; steps that have drafts, and the
+most drafts of a sequence in each of them; tokens that have an adapter, and the adapters of each step."""
 PLACE = {name: place for place, name in enumerate(NAMES)}
 _FIRST_TOKEN, _DECODES, _PAIRS = PLACE["token_to_1"], PLACE["decode_kilotokens"], PLACE["chunk_megapairs"]
 
@@ -61,6 +64,9 @@ class StepReader:
 
     def __init__(self) -> None:
         self._computed: dict[Handle, int] = {}
+        self._adapters: dict[Handle, AdapterNumber] = {}
+        """Adapters of the sequences that have one."""
+        self._in_step: set[AdapterNumber] = set()
 
     def message(self, steps: Sequence[StepDone], *, was_idle: bool) -> Features:
         """The features of steps that travel together."""
@@ -73,12 +79,15 @@ class StepReader:
 
     def _add(self, found: Features, output: SchedulerOutput, num_sampled: int, drafts: Drafts) -> None:
         total = most_drafts = 0
+        self._in_step.clear()
         for entry in output.entries:
             if isinstance(entry, Continue):
                 total += self._compute(found, entry.handle, entry.num_tokens)
             elif isinstance(entry, NewRequest | Resume):
                 found[PLACE["request"]] += isinstance(entry, NewRequest)
                 self._computed[entry.handle] = entry.num_computed
+                if isinstance(entry, NewRequest) and entry.adapter:
+                    self._adapters[entry.handle] = entry.adapter
                 total += self._compute(found, entry.handle, entry.num_tokens)
             elif isinstance(entry, Draft):
                 made, right = drafts.get(entry.handle, (0, 0))
@@ -89,13 +98,17 @@ class StepReader:
                 found[PLACE["lookup"]] += 1
             elif isinstance(entry, Fork):
                 self._computed[entry.child] = entry.num_computed
+                if entry.parent in self._adapters:
+                    self._adapters[entry.child] = self._adapters[entry.parent]
             elif isinstance(entry, Finish):
                 self._computed.pop(entry.handle, None)
+                self._adapters.pop(entry.handle, None)
         found[PLACE["step"]] += 1
         found[PLACE["sampled"]] += num_sampled
         found[PLACE["block_op"]] += len(output.block_ops)
         found[PLACE["verify"]] += most_drafts > 0
         found[PLACE["draft"]] += most_drafts
+        found[PLACE["adapter"]] += len(self._in_step)
         for place, (low, high) in enumerate(pairwise(BOUNDS), _FIRST_TOKEN):
             if total <= low:
                 break
@@ -108,6 +121,9 @@ class StepReader:
             found[_DECODES] += (start + 1) / 1e3
         else:
             found[_PAIRS] += count * (start + (count + 1) / 2) / 1e6
+        if self._adapters and (adapter := self._adapters.get(handle)):
+            self._in_step.add(adapter)
+            found[PLACE["adapted"]] += count
         return count
 
 

@@ -82,8 +82,6 @@ def _check(recording: Recording, num_messages: int) -> None:
     if num_messages < MIN_MESSAGES:
         text = f"the trace shows {num_messages} messages to the workers, of which {MIN_MESSAGES} are needed"
         raise ConfigError(f"{text}; record a minute under load")
-    if header.options.get("max_loras"):
-        raise ConfigError("the engine that was recorded had adapters, whose times are not fitted; record without")
     if header.encoder is not None or header.has_disk:
         what = "images" if header.encoder is not None else "KV on disk"
         raise ConfigError(f"the engine that was recorded took {what}, whose times are not fitted; record without")

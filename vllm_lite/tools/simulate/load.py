@@ -26,6 +26,8 @@ class SimulatedRequest(NamedTuple):
     tokens: bytes
     output_len: int
     after: int | None = None
+    adapter: int = 0
+    """The number of its adapter; 0: none."""
 
 
 class LoadOptions(NamedTuple):
@@ -61,7 +63,12 @@ def load_of(recording: Recording) -> list[SimulatedRequest]:
         raise ConfigError("the trace holds no request that came to its end")
     first_s, size = ended[0].outcome.start_s, recording.reader.header.block_size
     return [
-        SimulatedRequest(each.outcome.start_s - first_s, _tokens(each, number, size).tobytes(), each.outcome.output_len)
+        SimulatedRequest(
+            each.outcome.start_s - first_s,
+            _tokens(each, number, size).tobytes(),
+            each.outcome.output_len,
+            adapter=each.adapter,
+        )
         for number, each in enumerate(ended)
     ]
 

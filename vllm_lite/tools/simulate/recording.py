@@ -30,6 +30,7 @@ class RecordedRequest:
     outcome: Outcome
     block_digests: list[bytes] = field(default_factory=list)
     """The digest of each whole block of its prompt."""
+    adapter: int = 0
 
 
 @dataclass
@@ -145,7 +146,7 @@ class Recording(Replay):
         outcome = Outcome(record.num_prompt)
         outcome.start_s = record.clock_s
         outcome.chunks_s = array("d")
-        self.requests[record.request_id] = RecordedRequest(outcome)
+        self.requests[record.request_id] = RecordedRequest(outcome, adapter=record.params.adapter)
 
     def _take(self, produced: list[Produced]) -> None:
         for item in produced:

@@ -1,0 +1,55 @@
+"""Features of an engine in `vllm-lite simulate`: adapters, and preemption by swap."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.unit.test_simulate import HEADER, OPTIONS, TIMES, load_at, made_up
+from vllm_lite.tools.simulate import cost, fit
+from vllm_lite.tools.simulate.load import load_of
+from vllm_lite.tools.simulate.recording import Recording
+from vllm_lite.tools.simulate.variants import RunOptions, simulate
+
+TOLD = ("request_throughput", "prefix_hit_rate", "mean_ttft_ms", "mean_tpot_ms", "p99_tpot_ms")
+
+
+def serving(times: dict[str, float], options: dict[str, Any] | None = None, **changes: Any) -> cost.StepTimes:
+    header = msgspec.structs.replace(HEADER, options=OPTIONS | (options or {}), **changes)
+    return made_up(header=header, times=TIMES | times)
+
+
+def test_adapters_of_a_recording_come_back_and_take_their_time(tmp_path: Path) -> None:
+    """Three adapters and none, of which a step takes two at most."""
+    real = serving({"adapted": 2e-5, "adapter": 1e-3}, {"max_loras": 2, "max_cpu_loras": 2})
+    path = str(tmp_path / "trace")
+    load = [each._replace(adapter=number % 4) for number, each in enumerate(load_at(10.0, 150))]
+    expected = simulate(real, {}, load, RunOptions(record=path))
+    assert expected.figures["completed"] == 150
+    recording = Recording(path).read()
+    assert {each.adapter for each in recording.requests.values()} == {0, 1, 2, 3}
+    fitted = fit.fit(recording, "adapters")
+    assert fitted.error < 1e-3
+    assert fitted.times["adapter"] == pytest.approx(1e-3, rel=0.05)
+    again = simulate(fitted, {}, load_of(recording))
+    plain = simulate(real, {}, load_at(10.0, 150))
+    for name in TOLD:
+        assert again.figures[name] == pytest.approx(expected.figures[name], rel=0.02), name
+    assert expected.figures["mean_tpot_ms"] > 1.2 * plain.figures["mean_tpot_ms"]
+    assert expected.figures["prefix_hit_rate"] < plain.figures["prefix_hit_rate"], "what one has is no other's"
+
+
+def test_who_is_preempted_is_swapped_where_that_is_quicker(tmp_path: Path) -> None:
+    real = serving({"block_op": 1e-5}, num_host_blocks=400, swap_blocks_per_s=1e5)
+    path, tight = str(tmp_path / "trace"), {"num_gpu_blocks_override": 80}
+    load = load_at(40.0, 120)
+    swapped = simulate(real, tight, load, RunOptions(record=path)).figures
+    assert swapped["swaps"] > 0
+    assert swapped["completed"] == 120
+    fitted = fit.fit(Recording(path).read(), "swaps")
+    assert fitted.times["block_op"] == pytest.approx(1e-5, rel=0.1)
+    again = simulate(fitted, tight, load).figures
+    assert again["swaps"] == pytest.approx(swapped["swaps"], rel=0.1)
+    computed = simulate(real, tight | {"preemption_mode": "recompute"}, load).figures
+    assert computed["swaps"] == 0 < computed["preemptions"]
