@@ -142,7 +142,7 @@ def count_fetches(reads: list[tuple[int, int]], first: int, next_read: int, thre
 
 
 def test_waiting_threads_fetch_their_part_of_what_is_next() -> None:
-    """Half a MB is the most that one fetches. The second thread has the blocks [5, 10), [2, 5), [1, 2) and [500, 1000)."""
+    """Half a MB is the most that one fetches. The second has the blocks [5, 10), [2, 5), [1, 2) and [500, 1000)."""
     reads, most = [(1024, 10), (512, 5), (1000, 2), (4096, 1000)], 512 * 1024
     assert count_fetches(reads, 1000, 1000, 1) == 5 + 2 + 1 + -(-(most - 5 * 1024 - 3 * 512 - 1000) // 1024)
     assert count_fetches(reads, 1000, 1001, 1) == 2 + 1 + -(-(most - 3 * 512 - 1000) // 1024)
