@@ -5,6 +5,8 @@
 // the layer, blocks of kLoraBlock outputs, the last one filled up, each [rank][kLoraBlock]: a block is read from its
 // first byte to its last. What scales an adapter is in B already.
 //
+// An adapter with a gain (DoRA) multiplies each output by it behind the sum, and adds a shift.
+//
 // The sums are in float32, and one rounding follows the last of them. A row's result depends on nothing but the row,
 // its adapter and the instruction set.
 #pragma once
@@ -24,6 +26,8 @@ struct LoraSlot {
   const void* up;
   int32_t ranks[kMaxParts];  // of each matrix, 0: it is not adapted
   int32_t num_ranks;         // their sum
+  const float* gain;         // of each output of the layer; null: none
+  const float* shift;        // likewise
 };
 
 // The same record as `_Layer` there. Several projections may lie in one matrix, whose A they share.

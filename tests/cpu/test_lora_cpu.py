@@ -10,7 +10,7 @@ from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.dtypes import FLOATS
 from vllm_lite.kernels.cpu.program import Program
-from vllm_lite.kernels.cpu.weights.lora import LoraSlots
+from vllm_lite.kernels.cpu.weights.lora import Lengths, LoraSlots
 from vllm_lite.layers.weights.adapter_rows import AdapterMask, Grouped, GroupedRows
 from vllm_lite.layers.weights.lora import AdapterLimits, StackedSlots
 from vllm_lite.layers.weights.weight_form import LinearShape
@@ -31,13 +31,18 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape).to(dtype)
 
 
-def adapter(layer: str, ranks: list[int], dtype: torch.dtype) -> tuple[list[torch.Tensor | None], ...]:
-    """A and B of a layer; rank 0: nothing."""
+Adapter = tuple[list[torch.Tensor | None], list[torch.Tensor | None], Lengths | None]
+
+
+def adapter(layer: str, ranks: list[int], dtype: torch.dtype, *, has_lengths: bool = False) -> Adapter:
+    """A, B and lengths of a layer; rank 0: nothing."""
     num_inputs, sizes, matrix = LAYERS[layer]
     down = [random(rank, num_inputs, dtype=dtype) if rank else None for rank in ranks]
     pairs = zip(sizes, matrix, strict=True)
     up = [random(size, ranks[number], dtype=dtype) if ranks[number] else None for size, number in pairs]
-    return down, up
+    adapted = torch.cat([torch.full((size,), float(each is not None)) for size, each in zip(sizes, up, strict=True)])
+    lengths = Lengths(1 + adapted * torch.rand(len(adapted)), adapted * torch.randn(len(adapted)))
+    return down, up, lengths if has_lengths else None
 
 
 def exact(layer: str, adapters: list[Any], slots: np.ndarray, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -46,12 +51,14 @@ def exact(layer: str, adapters: list[Any], slots: np.ndarray, x: torch.Tensor, o
     for row, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
-        down, up = adapters[slot]
+        down, up, lengths = adapters[slot]
         first = 0
         for size, number, part in zip(sizes, matrix, up, strict=True):
             if part is not None:
                 result[row, first : first + size] += part.double() @ (down[number].double() @ x[row].double())
             first += size
+        if lengths is not None:
+            result[row] = result[row] * lengths.gain.double() + lengths.shift.double()
     return result
 
 
@@ -63,10 +70,11 @@ def test_the_kernel_adds_what_each_rows_adapter_makes_of_it(
     torch.manual_seed(0)
     num_inputs, sizes, matrix = LAYERS[layer]
     count = max(matrix) + 1
-    made = [adapter(layer, ranks[:count], dtype) for ranks in ([5, 3, 8], [16, 0, 4], [1, 9, 0])]
+    kinds = ([5, 3, 8], False), ([16, 0, 4], True), ([1, 9, 0], True)
+    made = [adapter(layer, ranks[:count], dtype, has_lengths=own) for ranks, own in kinds]
     native = LoraSlots(4, num_inputs, sizes, matrix)
-    for slot, (down, up) in enumerate(made):
-        native.put(slot, native.pack(down, up))
+    for slot, each in enumerate(made):
+        native.put(slot, native.pack(*each))
     rows = Grouped.empty(4, 300)
     before = cpu.num_threads()
     for num_rows, num_threads in ((1, 1), (2, 2), (7, 1), (40, 3), (300, 2)):
@@ -115,9 +123,9 @@ def test_a_recorded_call_sees_the_adapters_of_each_step() -> None:
     program.record(lambda: native.add(x, rows.rows, rows.starts, out))
     program.replay()
     assert not out.any()
-    made = adapter(layer, [4], torch.float32), adapter(layer, [8], torch.float32)
-    for slot, (down, up) in enumerate(made):
-        native.put(slot, native.pack(down, up))
+    made = adapter(layer, [4], torch.float32), adapter(layer, [8], torch.float32, has_lengths=True)
+    for slot, each in enumerate(made):
+        native.put(slot, native.pack(*each))
     for slots in ([0, 1, -1, 0], [-1, -1, 1, -1]):
         rows.fill(np.array(slots))
         out.zero_()
@@ -138,9 +146,9 @@ def test_plain_torch_adds_the_same(layer: str) -> None:
     masked = AdapterMask(3, 20, torch.float32, CPU)
     native, plain = LoraSlots(3, num_inputs, sizes, matrix), StackedSlots(AdapterLimits(3, 8), shape, matrix, masked)
     for slot, ranks in enumerate(([5, 3, 8], [8, 0, 4])):
-        down, up = adapter(layer, ranks[:count], torch.float32)
-        native.put(slot, native.pack(down, up))
-        plain.put(slot, plain.pack(down, up))
+        own = adapter(layer, ranks[:count], torch.float32, has_lengths=slot == 1)
+        native.put(slot, native.pack(*own))
+        plain.put(slot, plain.pack(*own))
     grouped, slots = GroupedRows(3, 20), np.array([0, 1, -1, 1, 0, -1, 0])
     x, start = random(7, num_inputs), random(7, sum(sizes))
     for wanted in (None, torch.tensor([3, 2, 6])):
@@ -148,12 +156,12 @@ def test_plain_torch_adds_the_same(layer: str) -> None:
             rows.begin_step(slots)
             if wanted is not None:
                 rows.gather(wanted)
-        own = start if wanted is None else start[wanted]
+        given = start if wanted is None else start[wanted]
         own_x = x if wanted is None else x[wanted]
-        outs = own.clone(), own.clone()
+        outs = given.clone(), given.clone()
         native.add(own_x, *grouped.current, outs[0])
         plain.add(own_x, outs[1])
-        assert not torch.equal(outs[0], own)
+        assert not torch.equal(outs[0], given)
         assert (outs[0] - outs[1]).abs().max() < 1e-4
     masked.begin_step(np.full(7, -1))
     plain.add(x, out := start.clone())

@@ -119,10 +119,16 @@ void shrink(const LoraCall& call, int64_t first, int64_t last) {
   });
 }
 
+// What the outputs of one projection are multiplied by, and what is added; null: nothing is.
+struct Lengths {
+  const float* gain;
+  const float* shift;
+};
+
 // `count` outputs from `start` on, for R rows: out += hidden [R][stride] times `up` [rank][kLoraBlock].
 template <int R, class T, class Out>
 VLLM_LITE_INLINE void expand_block(const T* up, int64_t rank, const float* hidden, int64_t stride, Out* const* out,
-                                   int64_t start, int64_t count) {
+                                   int64_t start, int64_t count, Lengths lengths) {
   Vec total[R][kVectors] = {};
   for (int64_t k = 0; k < rank; ++k) {
     fetch(up + k * kLoraBlock);
@@ -137,10 +143,14 @@ VLLM_LITE_INLINE void expand_block(const T* up, int64_t rank, const float* hidde
   for (int v = 0; v < kVectors; ++v) {
     const int64_t left = count - v * kWidth, part = left < kWidth ? left : kWidth;
     if (part <= 0) break;
+    const int64_t first = start + v * kWidth;
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-      Out* to = out[r] + start + v * kWidth;
-      store_at(to, 0, load_at(to, 0, part) + total[r][v], part);
+      Vec sum = load_at(out[r], first, part) + total[r][v];
+      if (lengths.gain != nullptr) {
+        sum = multiply_add(sum, load_at(lengths.gain, first, part), load_at(lengths.shift, first, part));
+      }
+      store_at(out[r], first, sum, part);
     }
   }
 }
@@ -154,6 +164,7 @@ void expand_projection(const LoraCall& call, int32_t number, const T* up, int64_
   const int64_t rank = slot.ranks[matrix], stride = lora_hidden(slot), size = call.layer->sizes[number];
   const float* hidden = call.hidden;
   for (int32_t before = 0; before < matrix; ++before) hidden += slot.ranks[before];
+  const Lengths lengths = slot.gain == nullptr ? Lengths{} : Lengths{slot.gain + column, slot.shift + column};
   each_rows<kExpandRows>(call.num_rows, [&](int64_t row, auto num_rows) {
     constexpr int R = decltype(num_rows)::value;
     Out* out[R];
@@ -161,7 +172,7 @@ void expand_projection(const LoraCall& call, int32_t number, const T* up, int64_
     for (int64_t block = first; block < last; ++block) {
       const int64_t start = block * kLoraBlock, left = size - start;
       expand_block<R>(up + start * rank, rank, hidden + row * stride, stride, out, start,
-                      left < kLoraBlock ? left : kLoraBlock);
+                      left < kLoraBlock ? left : kLoraBlock, lengths);
     }
   });
 }

@@ -30,11 +30,12 @@ LM_HEAD = "lm_head"
 """The canonical name of it."""
 _NAME = re.compile(r"[\w.-]+")
 _MATRIX = re.compile(
-    r"(?:base_model\.model\.)?(.+)\.lora_(?:([AB])(?:\.default)?\.weight|embedding_([AB])(?:\.default)?)"
+    r"(?:base_model\.model\.)?(.+)\.lora_(?:([AB])(?:\.default)?\.weight|embedding_([AB])(?:\.default)?"
+    r"|(magnitude_vector)(?:\.default)?(?:\.weight)?)"
 )
+MAGNITUDE = "magnitude_vector"
 
 REFUSED = {
-    "use_dora": "DoRA",
     "modules_to_save": "whole modules that replace the model's (modules_to_save)",
     "trainable_token_indices": "trained token vectors (trainable_token_indices)",
     "layer_replication": "replicated layers (layer_replication)",
@@ -59,6 +60,7 @@ class _Config(msgspec.Struct):
     lora_alpha: Positive
     bias: str = "none"
     use_rslora: bool = False
+    use_dora: bool = False
     rank_pattern: dict[str, Size] | None = None
     alpha_pattern: dict[str, Positive] | None = None
     init_lora_weights: bool | str | None = True
@@ -74,6 +76,8 @@ class LoraModule(NamedTuple):
     down: TensorPlace
     up: TensorPlace
     is_table: bool = False
+    magnitude: TensorPlace | None = None
+    """Lengths of the rows of W + scale B A, for DoRA."""
 
 
 class LoraCheckpoint(NamedTuple):
@@ -107,15 +111,22 @@ def read_lora(folder: str | Path) -> LoraCheckpoint:
         if ".base_layer." in name:  # PEFT also saves the table or the head that an adapter is for
             continue
         matrix = _MATRIX.fullmatch(name)
-        if matrix is None or name not in places or len(tensor.shape) != 2:
+        part = None if matrix is None else matrix[2] or matrix[4] or f"embedding_{matrix[3]}"
+        if matrix is None or part is None or name not in places or len(tensor.shape) != (1 if part == MAGNITUDE else 2):
             raise ModelError(
                 f"{file}: tensor {shown(name)}, {tensor.dtype} {list(tensor.shape)}, is not served: an adapter "
                 "must consist of float matrices lora_A and lora_B of linear layers, or lora_embedding_A and _B"
             )
-        found.setdefault(matrix[1], {})[matrix[2] or f"embedding_{matrix[3]}"] = places[name]
+        found.setdefault(matrix[1], {})[part] = places[name]
     if not found:
         raise ModelError(f"{file}: has no tensors")
     scale_of = _Scales(config, folder / CONFIG_FILE)
+    for name, parts in found.items():
+        if config.use_dora != (MAGNITUDE in parts):
+            says, has = ("is", "no") if config.use_dora else ("is not", "a")
+            raise ModelError(
+                f"{folder / CONFIG_FILE}: use_dora {says} set, and {shown(name)} has {has} lora_{MAGNITUDE}"
+            )
     modules = {_canonical(name): _module(name, parts, scale_of) for name, parts in found.items()}
     if config.ensure_weight_tying and any(module.is_table or name == LM_HEAD for name, module in modules.items()):
         raise ModelError(
@@ -201,7 +212,7 @@ class _Scales:
 def _module(name: str, parts: dict[str, TensorPlace], scales: _Scales) -> LoraModule:
     is_table = "embedding_A" in parts or "embedding_B" in parts
     pair = ("embedding_A", "embedding_B") if is_table else ("A", "B")
-    if parts.keys() != {*pair}:
+    if parts.keys() - {MAGNITUDE} != {*pair}:
         only = ", ".join(f"lora_{part}" for part in sorted(parts))
         raise ModelError(f"the adapter has only {only} of {shown(name)}; A and B are needed")
     down, up = (parts[part] for part in pair)
@@ -211,7 +222,7 @@ def _module(name: str, parts: dict[str, TensorPlace], scales: _Scales) -> LoraMo
             f"lora_A of {shown(name)} is {list(down.shape)} and lora_B {list(up.shape)}; they must share a rank "
             f"of at most {MAX_LORA_RANK}"
         )
-    return LoraModule(rank, scales.of(name, rank), down, up, is_table)
+    return LoraModule(rank, scales.of(name, rank), down, up, is_table, parts.get(MAGNITUDE))
 
 
 def _canonical(name: str) -> str:

@@ -70,6 +70,8 @@ class AdaptedTokens:
                     f"{label} was made for another base model: its matrices of {name} are {list(found[0])} and "
                     f"{list(found[1])}, this model needs {list(wanted[0])} and {list(wanted[1])}"
                 )
+            if module.magnitude is not None:
+                raise ModelError(f"{label} has lengths (DoRA) of {name}, which are not served of token vectors")
 
     def read(self, modules: Mapping[str, LoraModule]) -> TokenMatrices:
         """As Site's."""

@@ -20,10 +20,11 @@ from vllm_lite.checkpoint.shard import HeadSplit, Split
 from vllm_lite.checkpoint.tensors.headers import TensorPlace, shown
 from vllm_lite.checkpoint.tensors.lora import LM_HEAD, MAX_SHOWN, LoraCheckpoint, LoraModule
 from vllm_lite.errors import ConfigError, ModelError
-from vllm_lite.kernels.cpu.weights.lora import LoraSlots
+from vllm_lite.kernels.cpu.weights.lora import Lengths, LoraSlots
 from vllm_lite.layers.attention.qkv_layout import qkv_splits
 from vllm_lite.layers.weights import gpu_matmul
 from vllm_lite.layers.weights.adapter_rows import AdapterMask, AdapterRows, GroupedRows, LaunchedRows
+from vllm_lite.layers.weights.dora import adapted_lengths, can_read, lengths_of
 from vllm_lite.layers.weights.matmul import Matmul, copies
 from vllm_lite.layers.weights.weight_form import LinearShape, StoredWeight, WeightForm
 from vllm_lite.layers.weights.weight_slot import WeightSlot, WeightStack
@@ -35,6 +36,7 @@ TABLES = "; token vectors are on CPUs, where vocabulary times max_loras times ma
 HEADS = "; LM heads are on CPUs"
 
 Matrices = Sequence[torch.Tensor | None]
+_Stacked = tuple[Matrices, Matrices, Lengths | None]
 
 
 class AdapterLimits(NamedTuple):
@@ -47,7 +49,7 @@ class AdapterLimits(NamedTuple):
 class LayerSlots(Protocol):
     """The adapters of one layer, in slots, and the products of the rows that have some."""
 
-    def pack(self, down: Matrices, up: Matrices) -> Any:
+    def pack(self, down: Matrices, up: Matrices, lengths: Lengths | None = None) -> Any:
         """As LoraSlots.pack."""
         ...
 
@@ -164,6 +166,9 @@ class Site:
         """`names` has the matrix in which each projection lies."""
         self.matrices, self.names, self.shape = matrices, tuple(names), shape
         self.stored_rows = adapters.stored_rows
+        self.weight: Matmul | None = None
+        self.bias: torch.Tensor | None = None
+        """Those of the base model, once they are loaded."""
         matrix = [matrices.index(name) for name in names]
         self.slots: LayerSlots
         if isinstance(adapters.rows, GroupedRows):
@@ -193,6 +198,20 @@ class Site:
                     f"{label} was made for another base model: its matrices of {name} are {list(found[0])} and "
                     f"{list(found[1])}, this model needs {list(wanted[0])} and {list(wanted[1])}"
                 )
+            if module.magnitude is not None:
+                self._check_lengths(name, module.magnitude, label)
+
+    def _check_lengths(self, name: str, magnitude: TensorPlace, label: str) -> None:
+        if magnitude.shape != (self._outputs(name),):
+            raise ModelError(
+                f"{label} was made for another base model: it has {list(magnitude.shape)} lengths (DoRA) of rows of "
+                f"{name}, this model needs {[self._outputs(name)]}"
+            )
+        if not (self.shape.inputs.is_whole and self.shape.device.type == "cpu" and can_read(self.weight)):
+            raise ModelError(
+                f"{label} has lengths (DoRA) of rows of {name}, which are served on a CPU with native kernels, on one "
+                "rank, of linear layers"
+            )
 
     def read(self, modules: Mapping[str, LoraModule]) -> Any:
         """As AdaptedPart's."""
@@ -204,16 +223,33 @@ class Site:
             down[name][:, inputs.start : inputs.end].to(dtype).contiguous().to(place) if name in down else None
             for name in self.matrices
         ]
-        seconds: list[torch.Tensor | None] = []
-        for name, part in zip(self.names, self.shape.outputs, strict=True):
-            if name not in modules:
-                seconds.append(None)
-                continue
-            whole = up[name].to(torch.float32) * modules[name].scale
-            if (rows := self.stored_rows(name)) is not None:
-                whole = whole[list(rows)]
-            seconds.append(_part(part, whole).to(dtype).to(place))
-        return self.slots.pack(firsts, seconds)
+        wide = [
+            self._rows(name, part, up[name].to(torch.float32) * modules[name].scale) if name in modules else None
+            for name, part in zip(self.names, self.shape.outputs, strict=True)
+        ]
+        seconds = [None if rows is None else rows.to(dtype).to(place) for rows in wide]
+        return self.slots.pack(firsts, seconds, self._lengths(modules, down, wide))
+
+    def _rows(self, name: str, part: Split, whole: torch.Tensor) -> torch.Tensor:
+        """The rows that a rank holds of what an adapter has for each of a matrix."""
+        rows = self.stored_rows(name)
+        return _part(part, whole if rows is None else whole[list(rows)])
+
+    def _lengths(
+        self, modules: Mapping[str, LoraModule], down: Mapping[str, torch.Tensor], wide: Matrices
+    ) -> Lengths | None:
+        """Factors and terms of the outputs, for an adapter with lengths of rows; None for one that has none."""
+        if self.weight is None or not any(module.magnitude for module in modules.values()):
+            return None
+        gains, first = [], 0
+        for name, part, up in zip(self.names, self.shape.outputs, wide, strict=True):
+            if up is None or (place := modules[name].magnitude) is None:
+                gains.append(torch.ones(part.size))
+            else:
+                own = self._rows(name, part, read_tensor(place).float()[:, None])[:, 0]
+                gains.append(own / adapted_lengths(self.weight, first, up, down[name].float()))
+            first += part.size
+        return lengths_of(torch.cat(gains), self.bias)
 
     def _outputs(self, name: str) -> int:
         return self.shape.outputs[self.names.index(name)].total
@@ -258,7 +294,8 @@ class LaunchedSlots:
         self.stack = lora.LoraStack.empty(*limits, shape.inputs.size, sizes, matrix, like)
         rows.reserve(self.stack.down.shape[1])
 
-    def pack(self, down: Matrices, up: Matrices) -> tuple[Matrices, Matrices]:
+    def pack(self, down: Matrices, up: Matrices, lengths: Lengths | None = None) -> tuple[Matrices, Matrices]:
+        del lengths  # the site refuses them
         return down, up
 
     def put(self, slot: int, packed: tuple[Matrices, Matrices] | None) -> None:
@@ -294,17 +331,22 @@ class StackedSlots:
         self.matrix = tuple(matrix)
         self.down = zeros((max(matrix) + 1, num_slots, rank, shape.inputs.size))
         self.up = [zeros((num_slots, rank, part.size)) for part in shape.outputs]
+        self.lengths: dict[int, Lengths] = {}
+        """By slot, on a CPU."""
 
-    def pack(self, down: Matrices, up: Matrices) -> tuple[Matrices, Matrices]:
-        return down, up
+    def pack(self, down: Matrices, up: Matrices, lengths: Lengths | None = None) -> _Stacked:
+        return down, up, lengths
 
-    def put(self, slot: int, packed: tuple[Matrices, Matrices] | None) -> None:
+    def put(self, slot: int, packed: _Stacked | None) -> None:
+        self.lengths.pop(slot, None)
         self.down[:, slot] = 0
         for part in self.up:
             part[slot] = 0
         if packed is None:
             return
-        down, up = packed
+        down, up, lengths = packed
+        if lengths is not None:
+            self.lengths[slot] = lengths
         for stacked, each in zip(self.down, down, strict=True):
             if each is not None:
                 stacked[slot, : len(each)] = each
@@ -322,6 +364,9 @@ class StackedSlots:
             added = hidden[matrix].flatten(1) @ part.flatten(0, 1)
             out[:, first : first + part.shape[2]] += added
             first += part.shape[2]
+        for slot, own in self.lengths.items():
+            rows = mask[:, slot].nonzero()[:, 0]
+            out[rows] = (out[rows].float() * own.gain + own.shift).to(out.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,7 +395,8 @@ class AdaptedWeight:
         return self.stored.stacks
 
     def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
-        return AdaptedMatmul(self.stored.matmul(tensors, bias), self.site)
+        self.site.weight, self.site.bias = self.stored.matmul(tensors, bias), bias
+        return AdaptedMatmul(self.site.weight, self.site)
 
     def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return self.stored.dense(tensors)

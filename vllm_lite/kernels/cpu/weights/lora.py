@@ -22,7 +22,14 @@ _TYPES = (pointer, pointer, pointer, int64, pointer, int64, int32, pointer, int6
 class _Slot(ctypes.Structure):
     """The same record as `LoraSlot` in csrc/cpu/lora.h."""
 
-    _fields_ = (("down", pointer), ("up", pointer), ("ranks", int32 * MAX_PARTS), ("num_ranks", int32))
+    _fields_ = (
+        ("down", pointer),
+        ("up", pointer),
+        ("ranks", int32 * MAX_PARTS),
+        ("num_ranks", int32),
+        ("gain", pointer),
+        ("shift", pointer),
+    )
 
 
 class _Layer(ctypes.Structure):
@@ -37,12 +44,20 @@ class _Layer(ctypes.Structure):
     )
 
 
+class Lengths(NamedTuple):
+    """New lengths of a layer's outputs (DoRA): what each is multiplied by behind the sum, and what is added then."""
+
+    gain: torch.Tensor  # float32 [sum of sizes]
+    shift: torch.Tensor  # float32 [sum of sizes]
+
+
 class PackedLora(NamedTuple):
     """One adapter's part of one layer, as the kernel reads it."""
 
     down: torch.Tensor  # in blocks
     up: torch.Tensor  # of all projections, in blocks
     ranks: tuple[int, ...]  # of each matrix
+    lengths: Lengths | None = None
 
 
 class LoraSlots:
@@ -66,13 +81,18 @@ class LoraSlots:
         )
         self._address = ctypes.addressof(self._layer)
 
-    def pack(self, down: Sequence[torch.Tensor | None], up: Sequence[torch.Tensor | None]) -> PackedLora:
+    def pack(
+        self,
+        down: Sequence[torch.Tensor | None],
+        up: Sequence[torch.Tensor | None],
+        lengths: Lengths | None = None,
+    ) -> PackedLora:
         """down: [rank, num_inputs] of each matrix, up: [size, rank] of each projection; None where nothing is
-        adapted."""
+        adapted, and where `lengths` count for nothing."""
         ranks = tuple(0 if each is None else len(each) for each in down)
         rows = [each for each in down if each is not None]
         blocks = [_blocks(each) for each in up if each is not None]
-        return PackedLora(_rank_blocks(torch.cat(rows)), torch.cat(blocks), ranks)
+        return PackedLora(_rank_blocks(torch.cat(rows)), torch.cat(blocks), ranks, lengths)
 
     def put(self, slot: int, packed: PackedLora | None) -> None:
         """Let `slot` hold an adapter, or none. No step may be running."""
@@ -81,7 +101,8 @@ class LoraSlots:
             self._slots[slot] = _Slot()
             return
         ranks = (int32 * MAX_PARTS)(*packed.ranks)
-        self._slots[slot] = _Slot(packed.down.data_ptr(), packed.up.data_ptr(), ranks, sum(packed.ranks))
+        lengths = (None, None) if packed.lengths is None else [each.data_ptr() for each in packed.lengths]
+        self._slots[slot] = _Slot(packed.down.data_ptr(), packed.up.data_ptr(), ranks, sum(packed.ranks), *lengths)
 
     def add(self, x: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, out: torch.Tensor) -> None:
         """Add to rows of `out` what their adapters make of those of `x`: x: [n, num_inputs], out: [n, sum of sizes],
