@@ -20,7 +20,7 @@ constexpr int64_t kStripRows = 8;      // whose sums vectors hold
 
 // Fewer rows are done sooner by vectors, and more of them where codes take longer to become bfloat16.
 int64_t least_short_rows(const PackedWeight& weight) {
-  return weight.type == kGrouped8 ? 33 : 17;
+  return weight.type == kGrouped8 ? 32 : 17;
 }
 
 // ---- weights of a part of one block: codes as bfloat16, scales as floats

@@ -42,7 +42,7 @@ logger = log.get(__name__)
 
 def group_size(form: Form) -> int:
     """Inputs that share a scale. Where the machine has tiles integers of 8 bits have the groups that those multiply
-    fastest: in smaller ones prompts would take up to 1.4 times as long."""
+    fastest: in smaller ones prompts would take up to 1.7 times as long."""
     return TILE_GROUP if form == "int8" and isa().startswith("amx") else GROUPS[form]
 
 
