@@ -158,3 +158,9 @@ def test_memory_before_a_model_has_been_loaded_counts_weights_as_they_are_held()
     assert estimate(ServeConfig(model="demo", tensor_parallel_size=2)) > BASE_BYTES + RANK_BYTES
     assert estimate(ServeConfig(model="org/none")) == BASE_BYTES, "nothing is known of it"
     assert estimate(None) == 0
+
+
+def test_files_that_cannot_be_read_are_counted_whole(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[1]")
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 1000)
+    assert estimate(ServeConfig(model=str(tmp_path))) == BASE_BYTES + 1000

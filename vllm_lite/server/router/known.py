@@ -14,7 +14,7 @@ from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.tensors.headers import read_headers
 from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.config import DEMO_MODEL, GIB, demo_folder
-from vllm_lite.errors import ModelError, VllmLiteError
+from vllm_lite.errors import ModelError
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.generation import LATEST
 from vllm_lite.server.openai.formats import architectures_of
@@ -89,7 +89,7 @@ def _held_bytes(config: ServeConfig) -> int:
         checkpoint, size = Checkpoint(spec, read_headers(path)), DTYPE_BYTES[resolve_dtype(config.dtype, spec)]
         ranks = Shard.of(config).all_ranks
         return sum(weights_bytes(checkpoint, size, config.quantization, rank) for rank in ranks)
-    except (VllmLiteError, OSError):
+    except Exception:  # whatever is odd about its files, the model's own server says it
         return files_bytes(config.model)
 
 
