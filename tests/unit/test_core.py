@@ -10,6 +10,7 @@ import pytest
 from tests.simulated_worker import SimulatedWorker, next_token
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine import core as core_module
+from vllm_lite.engine.blocks.disk_tier import DiskTier
 from vllm_lite.engine.client_port import GATHER_S, SLOW_READER_S, ClientPort, Outbox
 from vllm_lite.engine.core import EngineCore, Lives, PoolSizes
 from vllm_lite.engine.request import Produced
@@ -33,6 +34,7 @@ from vllm_lite.protocol.api import (
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client, pack_tokens
 from vllm_lite.protocol.control import KVGroupInfo, Ready
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.transfers import LoadBlocks
 from vllm_lite.trace.reader import TraceReader
 from vllm_lite.trace.records import PolicyFault
 from vllm_lite.transport import Delivery, connect
@@ -48,6 +50,14 @@ def make_core(num_blocks: int = 11, num_stages: int = 1, **settings: object) -> 
     ready = Ready(0, 1, num_blocks, 64, (KVGroupInfo("full", 1),), 1000, VOCAB, (EOS,))
     worker = SimulatedWorker(num_blocks, 4, vocab_size=VOCAB)
     return EngineCore(resolved, ready, worker, PoolSizes(num_blocks), Lives(3))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("events", [None, {"enable_kv_cache_events": True, "endpoint": "ipc:///nowhere"}])
+def test_a_start_loads_blocks_unless_others_follow_which_there_are(events: dict[str, Any] | None) -> None:
+    core = make_core(kv_cache_dir="/nowhere", kv_events_config=events)
+    core.scheduler.stored_keys([bytes((number,)) * 32 + b"\0" for number in range(4)], [])
+    loads = core.kv.part(DiskTier).take_messages()
+    assert [len(load.keys) for load in loads if isinstance(load, LoadBlocks)] == ([4] if events is None else [])
 
 
 def generate(core: EngineCore, prompt: list[int], name: str = "r", **params: object) -> list[Produced]:

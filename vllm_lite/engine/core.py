@@ -321,6 +321,7 @@ def make_scheduler(header: Header, hasher: PrefixHasher, make: MakeScheduler = S
 
 def _header(config: ResolvedConfig, ready: Ready, sizes: PoolSizes, lives: Lives, now_s: float) -> Header:
     """Describe this core, for its scheduler and for the trace."""
+    events = config.kv_events_config  # whose readers would not hear of blocks whose tokens nobody knows
     options = Options(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -363,6 +364,6 @@ def _header(config: ResolvedConfig, ready: Ready, sizes: PoolSizes, lives: Lives
         else None,
         whole_media=ready.whole_media,
         has_disk=config.kv_cache_dir is not None and bool(ready.groups),
-        kv_cache_preload=config.kv_cache_preload,
+        kv_cache_preload=0.0 if events is not None and events.enabled else config.kv_cache_preload,
         max_moved_states=max(1, config.max_swap_blocks_per_step * ready.block_bytes // max(1, ready.state_bytes)),
     )
