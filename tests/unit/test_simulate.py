@@ -403,14 +403,27 @@ def test_the_command_fits_keeps_compares_and_records(
     ],
 )
 def test_bad_words_are_refused_in_a_sentence(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(cost, "SHIPPED", tmp_path / "none")
     file = tmp_path / "times.json"
     cost.write(made_up(), str(file))
     assert main(["simulate", *(str(file) if word == "FILE" else word for word in words)]) == 2
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("changes", [{"engine_s": 1e300}, {"weather": Weather(1e-5, [1e300], [], 1.0)}])
+def test_times_that_no_machine_takes_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
+    path = str(tmp_path / "times.json")
+    cost.write(made_up(**changes), path)
+    with pytest.raises(ConfigError, match="holds no fitted times"):
+        cost.read(path)
 
 
 def test_the_file_of_another_version_is_refused(tmp_path: Path) -> None:

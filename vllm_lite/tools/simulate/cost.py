@@ -20,7 +20,7 @@ SHIPPED = Path(__file__).parent / "fitted"
 """Fitted files that come with the program, each of a machine and a model: MODEL_MACHINE.json."""
 NUM_QUANTILES = 101
 
-Time = Annotated[float, Meta(ge=0)]
+Time = Annotated[float, Meta(ge=0, le=1e6)]
 Quantiles = Annotated[list[Time], Meta(min_length=2)]
 
 

@@ -29,7 +29,7 @@ MEMORY_S, MIN_PIECES = 10.0, 5
 """Mean seconds of a piece that is lived through again, in a recording that is so many times as long."""
 DIGITS = 6
 
-Time = Annotated[float, Meta(ge=0)]
+Time = Annotated[float, Meta(ge=0, le=1e6)]
 
 
 class Stall(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -41,7 +41,7 @@ class Stall(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 class Weather(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cell_s: Annotated[float, Meta(gt=0)]
-    slowness: Annotated[list[Annotated[float, Meta(gt=0)]], Meta(min_length=1)]
+    slowness: Annotated[list[Annotated[float, Meta(gt=0, le=1e6)]], Meta(min_length=1)]
     """What each `cell_s` of work took, as a multiple of it, stalls left out."""
     stalls: list[Stall]
     """In order of `work_s`."""
