@@ -139,7 +139,9 @@ def random_requests(folder: Path, limit: int, count: int, rng: random.Random) ->
         def one(each: tuple[str, dict[str, Any]]) -> str:
             start_s = time.monotonic()
             try:
-                return str(complete(http, each[0], **each[1])["choices"][0]["text"])
+                choice = complete(http, each[0], **each[1])["choices"][0]
+                reason = choice["finish_reason"]
+                return str(choice["text"]) + ("" if reason in ("stop", "length") else f" ENDED BY {reason}")
             except (AssertionError, httpx.HTTPError) as error:
                 return f"ERROR {error}"
             finally:
