@@ -141,7 +141,7 @@ def test_a_model_that_sleeps_is_seen_and_not_woken(router: Server) -> None:
     with client(router) as http, client(router) as others, watching(http) as looks:
         stream = Stream(others, "red", max_tokens=1800)
         with client(router, headers=KEY) as third:
-            locked = Stream(third, "locked", max_tokens=500)
+            locked = Stream(third, "locked", max_tokens=60)  # one turn: red need not sleep again
             look = seen(looks, lambda look: look.models["red"]["state"] == "sleeping" and look.models["red"]["active"])
             look = seen(looks, lambda look: any(row["reason"] for row in requests(look, "red/0")))
             assert look.engines["red/0"].head["state"].startswith(("asleep", "paused"))
