@@ -3,10 +3,12 @@
     python benchmarks/tower.py                                     # ours and transformers, 448 x 448
     python benchmarks/tower.py --forms bf16 int8 --images 4 --side 224
     python benchmarks/tower.py --openvino-python PYTHON            # beside OpenVINO, in bf16 and with int8 weights
+    python benchmarks/tower.py --llama-python PYTHON --llama-text MODEL.gguf   # beside llama.cpp's mtmd, in three types
 
 Weights are random. Each round runs every way once; told are the best milliseconds of each, and what part that is of the
 speed of products in registers, measured just before. OpenVINO has an environment of its own (openvino, nncf, torch and
-transformers) and runs the tower that transformers' code makes, as its GenAI pipelines do.
+transformers) and runs the tower that transformers' code makes, as its GenAI pipelines do. llama.cpp has one with
+llama-cpp-python and gguf; its tower makes vectors of the text model's size, which changes a hundredth of the work.
 """
 
 import argparse
@@ -33,6 +35,7 @@ VISION: dict[str, Any] = {
     "in_channels": 3,
 }
 TEXT_SIZE = 2048
+RUNNERS = Path(__file__).parent / "runners"
 Encode = Callable[[], object]
 
 
@@ -104,17 +107,24 @@ def transformers(images: list[Any]) -> Encode:
 
 
 def openvino(python: str, kind: str, options: argparse.Namespace) -> Encode:
-    """Each call asks a process that has compiled the tower."""
     side = str(options.side // VISION["patch_size"])
-    runner = Path(__file__).parent / "runners" / "openvino_tower.py"
     sizes = [side, side, str(options.images), str(options.threads), json.dumps(VISION | {"out_hidden_size": TEXT_SIZE})]
-    command = [python, "-P", str(runner), kind, *sizes]
+    return elsewhere("OpenVINO", [python, "-P", str(RUNNERS / "openvino_tower.py"), kind, *sizes])
+
+
+def mtmd(python: str, kind: str, options: argparse.Namespace) -> Encode:
+    sizes = [str(options.side), str(options.images), str(options.threads), json.dumps(VISION), options.llama_text]
+    return elsewhere("llama.cpp", [python, "-P", str(RUNNERS / "llama_tower.py"), kind, *sizes])
+
+
+def elsewhere(name: str, command: list[str]) -> Encode:
+    """Each call asks a process that has made the tower."""
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     if process.stdin is None or process.stdout is None:
         raise RuntimeError("pipes were asked for")
     sent, got = process.stdin, process.stdout
     if not any(line.strip() == "ready" for line in got):
-        raise SystemExit("OpenVINO cannot run the tower")
+        raise SystemExit(f"{name} cannot run the tower")
 
     def encode() -> object:
         print("go", file=sent, flush=True)
@@ -132,7 +142,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-transformers", action="store_true")
     parser.add_argument("--openvino-python", help="the interpreter of an environment with OpenVINO")
+    parser.add_argument("--llama-python", help="the interpreter of an environment with llama-cpp-python and gguf")
+    parser.add_argument("--llama-text", help="a text model's file in GGUF, which mtmd wants")
     options = parser.parse_args()
+    if options.llama_python and not options.llama_text:
+        parser.error("--llama-python wants --llama-text, the file of a text model")
     import torch
 
     from vllm_lite.kernels import cpu
@@ -146,6 +160,8 @@ def main() -> None:
         ways["transformers bf16"] = transformers(images)
     for kind in ("bf16", "int8") if options.openvino_python else ():
         ways[f"OpenVINO {kind}"] = openvino(options.openvino_python, kind, options)
+    for kind in ("bf16", "f16", "q8_0") if options.llama_python else ():
+        ways[f"llama.cpp {kind}"] = mtmd(options.llama_python, kind, options)
     machine = Machine.measured(options.threads)
     times: dict[str, list[float]] = {name: [] for name in ways}
     for encode in ways.values():
