@@ -53,8 +53,10 @@ def make_core(num_blocks: int = 11, num_stages: int = 1, **settings: object) -> 
 
 
 @pytest.mark.parametrize("events", [None, {"enable_kv_cache_events": True, "endpoint": "ipc:///nowhere"}])
-def test_a_start_loads_blocks_unless_others_follow_which_there_are(events: dict[str, Any] | None) -> None:
-    core = make_core(kv_cache_dir="/nowhere", kv_events_config=events)
+def test_a_start_loads_blocks_unless_others_follow_which_there_are(
+    tmp_path: Path, events: dict[str, Any] | None
+) -> None:
+    core = make_core(kv_cache_dir=str(tmp_path), kv_events_config=events)
     core.scheduler.stored_keys([bytes((number,)) * 32 + b"\0" for number in range(4)], [])
     loads = core.kv.part(DiskTier).take_messages()
     assert [len(load.keys) for load in loads if isinstance(load, LoadBlocks)] == ([4] if events is None else [])
@@ -267,7 +269,7 @@ class Wire:
 
     def say(self, message: object) -> list[object]:
         self.connection.send(client_to_engine.encode(message))
-        return [received for _, received in self.port.receive()]
+        return [received for _, received in self.port.receive(max_s=60.0)]
 
     def heard(self) -> list[ToClient]:
         messages = []

@@ -242,11 +242,11 @@ class RouterRoutes:
         return len(parts) >= len(_ABOUT[0]) + 1 and tuple(parts[:2]) in _ABOUT
 
     async def _ask_each(self, request: Request, routed: RoutedBody) -> Response:
-        """A request or response is known to one model, and its id does not say to which: the first that knows it."""
+        """A request or response is known to one model, and its id does not say to which: the first that knows it.
+        Models that fall asleep or wake are asked, too, as their processes are there."""
         for member in self._fleet.members.values():
-            if member.backend is None or member.status.op is not None:
-                continue
-            if await self._knows(member, request):
+            is_up = member.status.state != "unloaded" and member.status.op != "stop"
+            if member.backend is not None and is_up and await self._knows(member, request):
                 return ForwardedAnswer(self._fleet, member, request, routed, self._reader, needs_loaded=False)
         raise ApiError(404, f"no loaded model knows {request.scope['path']}")
 
@@ -261,7 +261,7 @@ class RouterRoutes:
         except (TimeoutError, UpstreamLost, EngineError):
             return False
         answer.close()
-        return bool(answer.status != 404)
+        return answer.status not in (401, 403, 404)  # one with keys of its own would say so of any id
 
 
 MAX_ADAPTERS = 1000
