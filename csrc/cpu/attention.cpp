@@ -20,7 +20,7 @@ constexpr int kBlockRows = 6;  // the kernel takes so many rows together
 
 // Estimates, to size tasks only. Taking a task costs about 0.1 us, waking threads up several.
 constexpr double kNsPerItem = 300, kBytesPerNs = 25, kFlopsPerNs = 100;
-constexpr double kTaskNs = 10'000, kLargeTaskNs = 80'000, kAloneNs = 8'000;
+constexpr double kTaskNs = 10'000, kLargeTaskNs = 80'000, kAloneNs = 8'000, kLeastTaskNs = 4'000;
 constexpr int kTasksPerThread = 12;  // enough for threads to finish together; within a task keys are fetched ahead
 
 // A plan lies in a buffer of int32 that the caller gives: this record, the items, where each task ends (in units of
@@ -133,7 +133,7 @@ void make_tasks(const AttentionShape& shape, Draft* draft) {
   double total = 0;
   for (const AttentionItem& item : draft->items) total += item_ns(shape, item) * shape.num_kv_heads;
   const int threads = num_threads();
-  const double least = std::min(kTaskNs, total / threads);
+  const double least = std::clamp(total / threads, kLeastTaskNs, kTaskNs);
   const double enough =
       total < kAloneNs ? total + 1 : std::clamp(total / (kTasksPerThread * threads), least, kLargeTaskNs);
   double ns = 0;

@@ -1,6 +1,7 @@
 // Packs weights and cuts a linear layer into tasks; the arithmetic is in isa/linear.cpp, the layout in linear.h.
 #include "linear.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 
@@ -108,10 +109,11 @@ ColumnParts column_parts(const LinearCall& call, const RowParts& rows) {
 ColumnParts tile_column_parts(const LinearCall& call, const RowParts& rows) {
   const int64_t num_blocks = ceil_div(call.weight->num_outputs, kBlock), threads = vllm_lite::num_threads();
   const int64_t most = call.weight->num_inputs > kSpanInputs ? kMaxSummedBlocks : num_blocks;
-  int64_t count = ceil_div(num_blocks, most);
-  while (threads > 1 && count < num_blocks && (count * rows.count < 2 * threads || count * rows.count % threads != 0))
-    ++count;
-  return {num_blocks, 1, count};
+  const int64_t few = std::max(ceil_div(num_blocks, most), threads > 1 ? ceil_div(2 * threads, rows.count) : 1);
+  const int64_t least = std::min(few, num_blocks), end = std::min(2 * least, num_blocks);
+  int64_t count = least;  // or soon behind it, where threads share tasks evenly
+  while (count < end && count * rows.count % threads != 0) ++count;
+  return {num_blocks, 1, count * rows.count % threads == 0 ? count : least};
 }
 
 // Memory for the rows of `call` as integers, valid until this thread's next call.

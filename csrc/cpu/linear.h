@@ -19,8 +19,8 @@
 // quantized, too, each group of inputs by itself: x ~ integer * scale. A byte times an integer is exact, and what the
 // offset adds up to is known from the row alone. Integers have 15 bits in two planes of signed bytes, 128 * upper +
 // lower, so that rows with channels far larger than others lose no more than 2^-15 of the largest. For codes of 4 bits,
-// which are coarser themselves, they have one plane, with a scale for kOnePlane inputs or fewer; but for tiles, which
-// take larger groups, two. With codes of 8 bits a group of kOnePlane inputs or fewer has two planes where its largest
+// which are coarser themselves, they have one plane, with a scale for kOnePlane inputs or fewer; but for tiles of
+// larger groups, two. With codes of 8 bits a group of kOnePlane inputs or fewer has two planes where its largest
 // is kUneven times the mean; else 8 bits are enough for it, and its lower plane is 0. Where values are no whole
 // numbers, and elsewhere, rows stay as they are, and weights become floats, a tile at a time.
 //
@@ -115,8 +115,8 @@ struct CellLayout {
   int64_t groups(int64_t num_inputs) const { return (num_inputs + group_size - 1) / group_size; }
 };
 
-// Whether tiles take groups of so few inputs: bfloat16 holds whole numbers up to 256, so that those of a group and what
-// they add up to are exact there.
+// Whether tiles take groups of so few inputs: bfloat16 holds whole numbers up to 256, so that products of a group are
+// exact in the float32 sums of tiles, but for one rounding where rows have two planes.
 inline bool has_short_groups(const PackedWeight& weight) {
   const bool are_bytes = is_grouped(weight.type) && weight.are_whole != 0 && weight.exact_rows == 0;
   return are_bytes && weight.group_size <= kOnePlane && weight.offset >= -256 && weight.offset <= 1;

@@ -17,8 +17,9 @@ void run_tasks(int64_t num_tasks, Order order, const void* body, TaskFunction ca
 
 // body(task) once for each task in [0, num_tasks), on all threads, in no order; returns when all are done, and what
 // they wrote is then visible to the caller. Tasks are handed out one at a time, so that a thread that the system has
-// put aside delays its own task only, and a thread that does not wake up in time delays nothing. A task should last 5
-// us or more: taking it costs about 0.1 us. A job below 20 us is faster as one task, without waking anyone.
+// put aside delays its own task only, and a thread that does not wake up in time delays nothing. Taking a task costs
+// about 0.1 us, waking threads some us: a job of less than 8 us is faster as one task. Tasks should last 5 us or more,
+// those of a thread's own part (kByThread) 0.5.
 //
 // Within a task, and while another thread is in a kernel, it runs all tasks itself, one after the other.
 template <class Body>

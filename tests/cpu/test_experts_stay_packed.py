@@ -18,6 +18,7 @@ from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.quantization.spec import MxFp4
 from vllm_lite.checkpoint.tensors.headers import Tensor, read_headers
 from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, weights_bytes
+from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cuda.moe.experts import StackedExperts
 from vllm_lite.kernels.cuda.moe.packed_experts import PackedExperts
 from vllm_lite.layers.moe import experts as experts_module
@@ -141,7 +142,7 @@ def test_of_a_layer_all_or_none_stay_packed(
             torch.testing.assert_close(ours.matmul.weight, theirs.matmul.weight, rtol=8e-3, atol=0)
 
 
-@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.04), ("int4_g32", 0.15), ("fp8", 0.03)])
+@pytest.mark.parametrize(("quantization", "most"), [("int8", 0.04), ("int4_g32", 0.15), ("fp8", 0.02)])
 def test_dense_experts_that_are_quantized_on_load_are_packed_together(
     quantization: Quantization, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,6 +156,8 @@ def test_dense_experts_that_are_quantized_on_load_are_packed_together(
     looped = oracle.load(quantization=quantization)
     assert all(isinstance(each, PackedExperts) for each in made(model))
     assert all(isinstance(each, LoopedExperts) for each in made(looped))
+    if cpu.isa() == "amx":  # with which torch's own products of the loop round elsewhere: 0.0217 of fp8
+        most = max(most, 0.03)
     assert error(logits, Paged(oracle, model=looped).run(oracle.tokens[:40], 40).float()) < most
 
 

@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from tests.checkpoints import make_checkpoint
-from tests.cpu.test_lora import MAX_DIFFERENCE, load, reference, run_mixed
-from tests.cpu.test_lora_tokens import adapted_logits, make_table
+from tests.cpu.test_lora import MAX_DIFFERENCE, load, reference
+from tests.cpu.test_lora_tokens import adapted_logits, check_mixed, make_table
 from tests.families.all import VARIANTS
 from tests.lora_adapters import change_config, make_adapter
 from tests.paged import Oracle
-from tests.thread_group import on_ranks
 from vllm_lite import LLM, LoRARequest, SamplingParams
 from vllm_lite.checkpoint.tensors.lora import read_lora
 from vllm_lite.errors import ModelError
@@ -31,14 +30,7 @@ def test_logits_are_those_of_peft(name: str, tmp_path: Path) -> None:
         make_adapter(oracle.path, tmp_path / "head", ["lm_head"], seed=1),
         make_table(oracle.path, tmp_path / "both", "embed_tokens", seed=2, rank=8, beside=["lm_head"], use_rslora=True),
     ]
-    expected = [adapted_logits(oracle.path, path, oracle.tokens[:40]) for path in paths]
-    plain = oracle.logits.log_softmax(-1)
-    assert all((each - plain[:40]).abs().max() > 0.1 for each in expected)
-    for ours, theirs in zip(run_mixed(load(oracle, paths), oracle), [*expected, plain], strict=True):
-        assert (ours - theirs[: len(ours)]).abs().max() < MAX_DIFFERENCE
-    for ranks in on_ranks(2, lambda rank: run_mixed(load(oracle, paths, rank), oracle)):
-        for ours, theirs in zip(ranks, [*expected, plain], strict=True):
-            assert (ours - theirs[: len(ours)]).abs().max() < MAX_DIFFERENCE
+    check_mixed(oracle, paths)
 
 
 @pytest.mark.parametrize("kernels", ["native", "torch"])

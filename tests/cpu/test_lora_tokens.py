@@ -52,14 +52,8 @@ def make_table(base: Path, path: Path, table: str, *, seed: int, rank: int = 4, 
     return path
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_those_of_peft(name: str, tmp_path: Path) -> None:
-    variant = next(each for each in VARIANTS if each.name == name)
-    oracle = Oracle(variant.make(tmp_path / "base"), max_model_len=variant.max_model_len)
-    paths = [
-        make_table(oracle.path, tmp_path / "one", FAMILIES[name], seed=1),
-        make_table(oracle.path, tmp_path / "two", FAMILIES[name], seed=2, rank=8, use_rslora=True),
-    ]
+def check_mixed(oracle: Oracle, paths: list[Path]) -> None:
+    """Rows of two adapters and of none, alone and on two ranks, give PEFT's logits."""
     expected = [adapted_logits(oracle.path, path, oracle.tokens[:40]) for path in paths]
     plain = oracle.logits.log_softmax(-1)
     assert all((each - plain[:40]).abs().max() > 0.1 for each in expected)
@@ -68,6 +62,17 @@ def test_logits_are_those_of_peft(name: str, tmp_path: Path) -> None:
     for ranks in on_ranks(2, lambda rank: run_mixed(load(oracle, paths, rank), oracle)):
         for ours, theirs in zip(ranks, [*expected, plain], strict=True):
             assert (ours - theirs[: len(ours)]).abs().max() < MAX_DIFFERENCE
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_are_those_of_peft(name: str, tmp_path: Path) -> None:
+    variant = next(each for each in VARIANTS if each.name == name)
+    oracle = Oracle(variant.make(tmp_path / "base"), max_model_len=variant.max_model_len)
+    paths = [
+        make_table(oracle.path, tmp_path / "one", FAMILIES[name], seed=1),
+        make_table(oracle.path, tmp_path / "two", FAMILIES[name], seed=2, rank=8, use_rslora=True),
+    ]
+    check_mixed(oracle, paths)
 
 
 def test_a_table_beside_linear_layers_and_a_slot_that_is_used_again(tmp_path: Path) -> None:

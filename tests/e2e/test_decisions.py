@@ -4,6 +4,7 @@ import asyncio
 import random
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -276,35 +277,33 @@ def test_a_client_that_leaves_is_not_computed_for(http: httpx.Client) -> None:
     assert http.post("/v1/systemone", json={"state": "fox", "questions": {"q": NOUL}}).status_code == 200
 
 
-def test_a_decision_that_runs_is_described_and_not_forked(http: httpx.Client) -> None:
+@contextmanager
+def waiting_decision(http: httpx.Client, name: str) -> Iterator[tuple[dict[str, Any], list[httpx.Response]]]:
+    """Body and answer, once there is one, of a decision that waits until the block ends."""
     found: list[httpx.Response] = []
-    body = {"state": "fox", "questions": {"q": NOUL, "p": NOUL}, "request_id": "y"}
+    body = {"state": "fox", "questions": {"q": NOUL, "p": NOUL}, "request_id": name}
     thread = threading.Thread(target=lambda: found.append(http.post("/v1/systemone", json=body)))
     assert http.post("/pause", params={"mode": "keep"}).status_code == 200
     try:
         thread.start()
-        until(lambda: http.get("/v1/requests/decision-y").status_code == 200, "the request")
-        answer = http.post("/v1/requests/decision-y/fork", json={"n": 2})
-        assert http.post("/v1/systemone", json=body).status_code == 409
+        until(lambda: http.get(f"/v1/requests/decision-{name}").status_code == 200, "the request")
+        yield body, found
     finally:
         http.post("/resume")
         thread.join(DEADLINE_S)
+
+
+def test_a_decision_that_runs_is_described_and_not_forked(http: httpx.Client) -> None:
+    with waiting_decision(http, "y") as (body, found):
+        answer = http.post("/v1/requests/decision-y/fork", json={"n": 2})
+        assert http.post("/v1/systemone", json=body).status_code == 409
     assert answer.status_code == 400
     assert "generates no text; only one that does can be forked" in answer.json()["error"]["message"]
     assert found[0].status_code == 200
 
 
 def test_a_decision_that_is_aborted_is_refused(http: httpx.Client) -> None:
-    found: list[httpx.Response] = []
-    body = {"state": "fox", "questions": {"q": NOUL, "p": NOUL}, "request_id": "z"}
-    thread = threading.Thread(target=lambda: found.append(http.post("/v1/systemone", json=body)))
-    assert http.post("/pause", params={"mode": "keep"}).status_code == 200
-    try:
-        thread.start()
-        until(lambda: http.get("/v1/requests/decision-z").status_code == 200, "the request")
+    with waiting_decision(http, "z") as (_, found):
         assert http.delete("/v1/requests/decision-z").status_code == 200
-    finally:
-        http.post("/resume")
-        thread.join(DEADLINE_S)
     error = found[0].json()["error"]
     assert (found[0].status_code, error["param"], error["message"]) == (400, "questions", "the request was aborted")

@@ -90,10 +90,9 @@ class TileTask {
  public:
   TileTask(const LinearCall& call, const LinearTask& task, const TaskRows& rows)
       : call(call), task(task), rows(rows), product(call), streamed(are_streamed(call)) {
-    static thread_local TileMemory memory;
     const int64_t panel_bytes = in_place ? 0 : num_groups * Product::kPlanes * span_bytes * kGroup;
     const int64_t places = span_bytes < rows.width ? task.num_blocks : 1;
-    panel = memory.get(panel_bytes + num_groups * places * kGroupSums * 4);
+    panel = tile_memory().get(panel_bytes + num_groups * places * kGroupSums * 4);
     sums = reinterpret_cast<float*>(panel + panel_bytes);
   }
 

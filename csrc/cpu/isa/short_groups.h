@@ -75,7 +75,7 @@ VLLM_LITE_INLINE void put_four(const Values& values, Ints bytes, char* to) {
   _mm512_store_si512(to + kTileRowBytes, Values::widen(values, _mm512_srli_epi16(bytes, 8)));
 }
 
-// A cell's rows of `size` inputs from the `part`-th on become those of one group.
+// A cell's codes, of `size` inputs, become the tiles of one group.
 template <class Codes, class Values>
 VLLM_LITE_INLINE void widen_group(Codes& codes, const Values& values, const char* from, int64_t size, char* to) {
   const int64_t tile = size / 2 * kTileRowBytes;

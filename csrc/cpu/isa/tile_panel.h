@@ -36,6 +36,12 @@ class TileMemory {
   int64_t size_ = 0;
 };
 
+// One for all kinds of products.
+TileMemory& tile_memory() {
+  static thread_local TileMemory memory;
+  return memory;
+}
+
 // Copies num_bytes of each row, filled up with zeros, to [groups][steps][kGroup][kTileRowBytes]. Read where they lie,
 // rows at a distance of a multiple of 4096 bytes share few places in the caches, and one of 16 KiB fewer than they
 // need.

@@ -1,9 +1,9 @@
 """Preload: which contents of a tier below memory are loaded before anybody asks for them.
 
-After a start the pool is empty, and the chats that go on are below it. What the start finds there, the latest first, is
-loaded into blocks that nobody has used yet, a few at a time and only while there is no sequence. So a chat's next
-message finds its prefix in the pool. Who comes meanwhile waits for one such load at most, and only if it needs the same
-blocks. States are not loaded: one of them is as long as many blocks, and a message needs one alone.
+After a start the pool is empty, and the chats that go on are below it. What is there before the first request, the
+latest first, is loaded into blocks that nobody has used yet, a few at a time and only while there is no sequence. So a
+chat's next message finds its prefix in the pool. Who comes meanwhile waits for one such load at most, and only if it
+needs the same blocks. States are not loaded: one of them is as long as many blocks, and a message needs one alone.
 """
 
 from collections import deque
@@ -28,7 +28,8 @@ class Preload:
         self._is_open = self._room > 0
 
     def offer(self, keys: Iterable[bytes], index: Container[bytes]) -> None:
-        """The tier has these, the latest first. Those of a start count; what is in the `index` was known before."""
+        """The tier has these, the latest first. They count until somebody asks, but for those of the `index`, which
+        were known before."""
         if self._is_open:
             new = (key for key in keys if key[-1:] in self._groups and key not in index)
             for key in new:
@@ -41,8 +42,9 @@ class Preload:
         self._is_open = False
 
     def stop(self) -> None:
-        """Load nothing more."""
+        """Load nothing more until a restart."""
         self._wanted.clear()
+        self._is_open = False
 
     def restart(self, *, is_idle: bool) -> None:
         """The contents are to be said anew, by other workers. Who waits for these loads what it needs."""

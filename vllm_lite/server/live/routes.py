@@ -17,8 +17,15 @@ from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.openai.errors import ApiError
 
 PATH = "/v1/live"
-OF_BLOCK, OF_SETTINGS = f"{PATH}/blocks/{{block:int}}", f"{PATH}/settings"
-MAX_NUMBER = 2**31 - 1
+OF_BLOCK, OF_SETTINGS = f"{PATH}/blocks/{{block}}", f"{PATH}/settings"
+MAX_NUMBER, MAX_DIGITS = 2**31 - 1, 10
+
+
+def _number(text: str, name: str) -> int:
+    """Raises ApiError: 400."""
+    if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS and int(text) <= MAX_NUMBER):
+        raise ApiError(400, f"{name} must be a number of at most {MAX_NUMBER}, got {text[:20]!r}", name)
+    return int(text)
 
 
 class LiveRoutes:
@@ -46,18 +53,18 @@ class LiveRoutes:
     async def block(self, request: Request) -> Response:
         """Answer with what a KV block holds, of the engine that is given, by its hash, and in which tiers that is."""
         require_watcher(request)
-        block, engine = request.path_params["block"], request.query_params.get("engine", "0")
-        if not (engine.isascii() and engine.isdigit() and int(engine[:10]) <= MAX_NUMBER):
-            raise ApiError(400, f"engine must be the number of an engine, got {engine[:20]!r}", "engine")
+        block = _number(request.path_params["block"], "block")
+        engine = _number(request.query_params.get("engine", "0"), "engine")
         try:
-            asked = self._calls.dispatcher.session.ask_one(int(engine), GetBlock(min(block, MAX_NUMBER)), BlockContent)
+            asked = self._calls.dispatcher.session.ask_one(engine, GetBlock(block), BlockContent)
             found = await asyncio.wait_for(asyncio.wrap_future(asked), PROBE_TIMEOUT_S)
         except LookupError:
-            raise ApiError(404, f"there is no engine {int(engine)}", "engine") from None
+            raise ApiError(404, f"there is no engine {engine}", "engine") from None
         except (TimeoutError, EngineError) as error:
-            raise ApiError(503, f"engine {int(engine)} does not answer: {error}") from error
+            why = error if isinstance(error, EngineError) else f"not within {PROBE_TIMEOUT_S:g} s"
+            raise ApiError(503, f"engine {engine} does not answer: {why}") from error
         if found.references is None:
-            raise ApiError(404, f"engine {int(engine)} has no block {block}")
+            raise ApiError(404, f"engine {engine} has no block {block}")
         return as_json(
             {
                 "block": found.block,

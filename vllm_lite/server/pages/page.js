@@ -238,7 +238,11 @@ function putBack({content}) {
 function takeBack(question) {
   if (question === undefined || messages.at(-1) !== question) return
   messages.pop()
-  if (!$("question").value && !images.length) putBack(question)
+  const next = $("question").value, others = images  // what is being written already
+  putBack(question)
+  if (next) $("question").value += `\n${next}`
+  images.push(...others)
+  drawImages()
   draw()
 }
 
@@ -810,8 +814,8 @@ function point(engine, map, block) {
 
 async function tellHash(engine, block, text) {
   const of = modelOf(engine.name), query = new URLSearchParams({engine: engine.name.slice(of && of.length + 1), ...(of && {model: of})})
-  const answer = await fetch(`v1/live/blocks/${block}?${query}`, {headers: headers()})
-  if (!answer.ok || engine.pointed !== block) return
+  const answer = await fetch(`v1/live/blocks/${block}?${query}`, {headers: headers()}).catch(() => null)
+  if (!answer?.ok || engine.pointed !== block) return
   const {hash, tiers} = await answer.json(), here = block >= hostStart(engine) ? "host" : "device"
   const others = tiers.filter(tier => tier !== here).map(tier => tier === "disk" ? "on disk" : `on the ${tier}`)
   if (hash) engine.parts.block.textContent = `${text}; hash ${hash}${others.length ? `, also ${others.join(" and ")}` : ""}`

@@ -35,6 +35,8 @@ SLICE_S, SLICE_LOADS = 10.0, 4.0
 time at most."""
 RETRY_AFTER_S = 5
 EWMA = 0.5
+WRITES_S = 70.0
+"""The longest that chats are written before a model ends; an engine gives its workers 60 s for it."""
 SETTLE_S = 0.05
 
 logger = log.get(__name__)
@@ -203,7 +205,10 @@ class Fleet:
         if self._admits(member):
             return
         status, began_s = member.status, self._clock()
-        await self._estimated(member)
+        await self._estimated(member, until_s)
+        if self.members.get(member.entry.name) is not member:
+            raise ApiError(404, f"the model {member.entry.name!r} was deleted", "model")
+        self._check(member)
         if not status.is_wanted:
             status.wanted_since_s = self._clock()
         waiter: asyncio.Future[None] = self._loop.create_future()
@@ -224,11 +229,13 @@ class Fleet:
                 member.waiters.remove(waiter)
             self._changed.set()
 
-    async def _estimated(self, member: FleetModel) -> None:
-        """Wait until it is known what its files say, which are read aside."""
+    async def _estimated(self, member: FleetModel, until_s: float) -> None:
+        """Wait until it is known what its files say, which are read aside. Of files on a disk that does not answer in
+        time nothing is known."""
         if member.estimate is None:
             member.estimate = asyncio.ensure_future(asyncio.to_thread(estimate, member.entry.config))
-        found = await asyncio.shield(member.estimate)
+        await asyncio.wait([member.estimate], timeout=max(0.0, until_s - self._clock()))
+        found = member.estimate.result() if member.estimate.done() else 0
         member.status.expected_bytes = max(member.status.least_bytes, member.status.expected_bytes) or found
 
     def _check(self, member: FleetModel) -> None:
@@ -389,8 +396,12 @@ class Fleet:
         member.counts.stops += 1
         member.keep_alive_s = self._usual_s(member.entry)  # what a request has said is over with it
         if member.status.state == "loaded" and config is not None and config.kv_cache_dir is not None:
-            with suppress(VllmLiteError):  # which ends its workers, once they have written its chats
-                await backend.sleep(2)
+            try:  # which ends its workers, once they have written its chats
+                async with asyncio.timeout(WRITES_S):
+                    await backend.sleep(2)
+            except (VllmLiteError, TimeoutError) as error:
+                why = error if isinstance(error, VllmLiteError) else f"not written within {WRITES_S:g} s"
+                logger.warning("%s: its chats may not be on disk: %s", member.entry.name, why)
         await backend.stop()
         member.backend = None
         member.status.state, member.status.leaves_at_s = "unloaded", None

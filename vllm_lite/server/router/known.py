@@ -76,8 +76,8 @@ def estimate(config: ServeConfig | None) -> int:
     if config is None:
         return 0
     drafter = config.speculative_config.model if config.speculative_config is not None else None
-    held = _held_bytes(config) + (files_bytes(drafter) if drafter else 0)
-    return held + BASE_BYTES + (config.tensor_parallel_size - 1) * RANK_BYTES
+    held = _held_bytes(config) + (_known_bytes(drafter) if drafter else 0)
+    return config.data_parallel_size * (held + BASE_BYTES + (config.tensor_parallel_size - 1) * RANK_BYTES)
 
 
 def _held_bytes(config: ServeConfig) -> int:
@@ -90,7 +90,15 @@ def _held_bytes(config: ServeConfig) -> int:
         ranks = Shard.of(config).all_ranks
         return sum(weights_bytes(checkpoint, size, config.quantization, rank) for rank in ranks)
     except Exception:  # whatever is odd about its files, the model's own server says it
-        return files_bytes(config.model)
+        return _known_bytes(config.model)
+
+
+def _known_bytes(model: str) -> int:
+    """As files_bytes; 0 where they cannot be looked at, of which the model's own server says more."""
+    try:
+        return files_bytes(model)
+    except OSError:
+        return 0
 
 
 def _weights(path: Path) -> list[Path]:

@@ -78,7 +78,8 @@ class RouterLive:
                 finally:
                     answer.close()
         except (TimeoutError, UpstreamLost) as error:
-            raise ApiError(503, f"the processes of the model {name!r} do not answer: {error}") from error
+            why = error if isinstance(error, UpstreamLost) else f"not within {PROBE_TIMEOUT_S:g} s"
+            raise ApiError(503, f"the processes of the model {name!r} do not answer: {why}") from error
         return Response(body, answer.status, media_type="application/json")
 
     async def _watch(self, keys: list[Header], only: str | None) -> AsyncIterator[bytes]:

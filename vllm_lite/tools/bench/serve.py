@@ -180,9 +180,8 @@ async def drive(
         if request.after is not None:
             before = await tasks[request.after]
             answer = before.text if isinstance(request.prompt, str) else before.token_ids
-            if not answer and not before.error:
-                before.error = "its answer has no token_ids, with which the next prompt begins; give --tokenizer FOLDER"
-            if before.error:
+            has_no_ids = not answer and not isinstance(request.prompt, str)
+            if before.error or has_no_ids:
                 report(outcome := before.unanswered())
                 return outcome
             await asyncio.sleep(request.wait_s)

@@ -19,6 +19,7 @@ ENDPOINTS = {
     "vllm-pooling": "/pooling",
 }
 """The path of each --backend."""
+NO_IDS = "has no token_ids in its answer, with which this prompt begins; give --tokenizer FOLDER"
 MAX_ERROR_CHARS = 500
 
 
@@ -36,7 +37,7 @@ class _Delta(msgspec.Struct):
 class _Choice(msgspec.Struct):
     text: str | None = None
     delta: _Delta | None = None
-    token_ids: list[int] = []
+    token_ids: list[int] | None = None
     finish_reason: str | None = None
 
 
@@ -118,7 +119,7 @@ class Outcome:
     def unanswered(self) -> "Outcome":
         """The outcome of a request that would have gone on from this one, which failed."""
         outcome = Outcome(0)
-        outcome.error = f"the turn before it failed: {self.error}"[:MAX_ERROR_CHARS]
+        outcome.error = f"the turn before it {f'failed: {self.error}' if self.error else NO_IDS}"[:MAX_ERROR_CHARS]
         return outcome
 
     def take_pooled(self, data: bytes) -> None:
@@ -137,7 +138,7 @@ class Outcome:
             return  # the first chunk of a chat, which holds no token
         self.chunks_s.append(now_s)
         self.texts.append(text)
-        self.token_ids += choice.token_ids
+        self.token_ids += choice.token_ids or ()  # vLLM writes null unless they were asked for
         if choice.finish_reason is not None:
             self.is_complete = True
 

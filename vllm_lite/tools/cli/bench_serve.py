@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -219,8 +220,12 @@ def _check_ranges(arguments: argparse.Namespace) -> None:
         )
         if is_length and value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-        if name.endswith(("_prefix_len", "_suffix_len", "_warmups", "_wait")) and value is not None and not value >= 0:
-            raise ConfigError(f"--{name.replace('_', '-')} must be at least 0, got {value}")
+        if (
+            name.endswith(("_prefix_len", "_suffix_len", "_warmups", "_wait"))
+            and value is not None
+            and not 0 <= value < inf
+        ):
+            raise ConfigError(f"--{name.replace('_', '-')} must be a number of at least 0, got {value}")
         is_share = name in ("request_rate", "burstiness", "max_concurrency", "request_timeout")
         if is_share and value is not None and not value > 0:
             raise ConfigError(f"--{name.replace('_', '-')} must be above 0, got {value}")

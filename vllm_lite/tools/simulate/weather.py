@@ -30,6 +30,7 @@ MEMORY_S, MIN_PIECES = 10.0, 5
 DIGITS = 6
 
 Time = Annotated[float, Meta(ge=0, le=1e6)]
+Length = Annotated[float, Meta(ge=1e-6, le=1e6)]
 
 
 class Stall(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -40,12 +41,12 @@ class Stall(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 class Weather(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    cell_s: Annotated[float, Meta(gt=0)]
+    cell_s: Length
     slowness: Annotated[list[Annotated[float, Meta(gt=0, le=1e6)]], Meta(min_length=1)]
     """What each `cell_s` of work took, as a multiple of it, stalls left out."""
     stalls: list[Stall]
     """In order of `work_s`."""
-    memory_s: Annotated[float, Meta(gt=0)]
+    memory_s: Length
 
     @property
     def work_s(self) -> float:
