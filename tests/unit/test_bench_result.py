@@ -197,6 +197,7 @@ def test_what_flags_say(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--num-prompts", "0"], "--num-prompts must be at least 1, got 0"),
         (["--random-input-len", "-1"], "--random-input-len"),
         (["--random-prefix-len", "-1"], "--random-prefix-len"),
+        (["--chat-wait", "inf"], "--chat-wait must be a number of at least 0, got inf"),
         (["--request-rate", "0"], "--request-rate must be above 0"),
         (["--request-rate", "nan"], "--request-rate must be above 0"),
         (["--max-concurrency", "0"], "--max-concurrency"),

@@ -10,7 +10,7 @@ from tests.unit.test_bench_client import DEADLINE_S, DONE, HEAD, Script, Stub, c
 from tests.unit.test_simulate import made_up
 from vllm_lite.errors import ConfigError
 from vllm_lite.tools.bench import serve
-from vllm_lite.tools.bench.serve_client import Endpoint
+from vllm_lite.tools.bench.serve_client import Endpoint, Outcome
 from vllm_lite.tools.bench.serve_datasets import DatasetOptions, LoadItem
 from vllm_lite.tools.bench.serve_http import HttpClient
 from vllm_lite.tools.simulate.load import LoadOptions, SimulatedRequest, make_load
@@ -84,3 +84,9 @@ def test_agents_have_more_in_common_and_wait_less() -> None:
     done = simulate(made_up(), {}, make_load(LoadOptions(options, 2.0), None))
     assert done.figures["completed"] == 16
     assert done.figures["prefix_hit_rate"] > 0.6
+
+
+def test_no_token_ids_are_null_for_some_servers() -> None:
+    outcome = Outcome(1)
+    outcome.take([b'{"choices": [{"text": "a", "token_ids": null}]}'], 1.0)
+    assert (outcome.text, outcome.token_ids) == ("a", [])

@@ -1,6 +1,7 @@
 """Requests wait for their models, which fakes of processes load, let sleep, and lose."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -307,6 +308,26 @@ def test_names() -> None:
         assert found.value.status == 404
         with pytest.raises(ApiError, match="model must be given: one of a, b"):
             rig.fleet.find(None)
+
+    run(test)
+
+
+def test_a_model_that_is_deleted_while_its_files_are_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    are_read, begun = threading.Event(), threading.Event()
+
+    def estimated(_: ServeConfig | None) -> int:
+        begun.set()
+        return GIB * are_read.wait(scaled(20))
+
+    monkeypatch.setattr(module, "estimate", estimated)
+
+    async def test(rig: Rig) -> None:
+        asked = asyncio.ensure_future(rig.use("a"))
+        await rig.until(begun.is_set)
+        await rig.fleet.remove(rig.fleet.members["a"])
+        are_read.set()
+        with pytest.raises(ApiError, match="the model 'a' was deleted"):
+            await asked
 
     run(test)
 

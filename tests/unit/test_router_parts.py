@@ -156,7 +156,9 @@ def test_memory_before_a_model_has_been_loaded_counts_weights_as_they_are_held()
     assert estimate(ServeConfig(model="demo", dtype="float32")) - BASE_BYTES == pytest.approx(2 * files, rel=0.05)
     assert estimate(ServeConfig(model="demo", quantization="int4_g32")) < BASE_BYTES + 0.7 * files
     assert estimate(ServeConfig(model="demo", tensor_parallel_size=2)) > BASE_BYTES + RANK_BYTES
+    assert estimate(ServeConfig(model="demo", data_parallel_size=2)) == 2 * estimate(ServeConfig(model="demo"))
     assert estimate(ServeConfig(model="org/none")) == BASE_BYTES, "nothing is known of it"
+    assert estimate(ServeConfig(model="/" + "x" * 300)) == BASE_BYTES, "no file can have such a name"
     assert estimate(None) == 0
 
 

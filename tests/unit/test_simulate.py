@@ -418,7 +418,15 @@ def test_bad_words_are_refused_in_a_sentence(
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize("changes", [{"engine_s": 1e300}, {"weather": Weather(1e-5, [1e300], [], 1.0)}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"engine_s": 1e300},
+        {"weather": Weather(1e-5, [1e300], [], 1.0)},
+        {"weather": Weather(5e-324, [1.0], [], 1.0)},
+        {"weather": Weather(1.0, [1.0], [], 1e308)},
+    ],
+)
 def test_times_that_no_machine_takes_are_refused(changes: dict[str, Any], tmp_path: Path) -> None:
     path = str(tmp_path / "times.json")
     cost.write(made_up(**changes), path)
