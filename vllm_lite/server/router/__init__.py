@@ -6,6 +6,7 @@ placement.py   the decision which models are loaded, sleep or end: a function wi
 fleet.py       the models at run time: requests wait for theirs, decisions are carried out
 backend.py     one model's processes: started, asleep, awake, ended, measured
 child.py       the entry point of such a process: `serve` on a socket in a private folder
+member.py      a model of the fleet: its processes, counts, and who waits for it
 memory.py      bytes in memory of a tree of processes
 upstream.py    an HTTP request to a backend
 forward.py     a client's request, sent on to the backend of its model

@@ -8,7 +8,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from vllm_lite.server.router.fleet import Fleet, FleetModel
+from vllm_lite.server.router.fleet import Fleet
+from vllm_lite.server.router.member import FleetModel
 
 STATES = ("unloaded", "loading", "loaded", "sleeping", "unloading", "failed")
 LABELS = ("model_name",)

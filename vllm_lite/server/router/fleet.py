@@ -9,9 +9,8 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from math import ceil
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from vllm_lite.errors import VllmLiteError
 from vllm_lite.runtime import log
@@ -19,6 +18,7 @@ from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.router.catalog import Catalog, Entry
 from vllm_lite.server.router.config import RouterConfig
 from vllm_lite.server.router.known import estimate
+from vllm_lite.server.router.member import FleetModel, MakeBackend
 from vllm_lite.server.router.memory import tree_bytes
 from vllm_lite.server.router.placement import Action, Decision, ModelStatus, PlacementRules, decide
 
@@ -35,76 +35,10 @@ SLICE_S, SLICE_LOADS = 10.0, 4.0
 time at most."""
 RETRY_AFTER_S = 5
 EWMA = 0.5
-WRITES_S = 70.0
-"""The longest that chats are written before a model ends; an engine gives its workers 60 s for it."""
-SETTLE_S = 0.05
+SETTLE_S, WRITES_S = 0.05, 70.0
+"""Chats are written for so long before a model ends; an engine gives its workers 60 s for it."""
 
 logger = log.get(__name__)
-
-
-class Backend(Protocol):
-    """The processes of a model, as ModelServer has them."""
-
-    @property
-    def pid(self) -> int: ...
-    def ended(self) -> str | None: ...
-    async def start(self) -> None: ...
-    async def sleep(self, level: int) -> None: ...
-    async def wake(self) -> None: ...
-    async def stop(self, grace_s: float = 0.0) -> None: ...
-
-
-MakeBackend = Callable[[Entry, Callable[[], None]], Any]
-"""Makes the Backend of an entry; the callable is to be called when it ends, on any thread."""
-
-
-@dataclass
-class ModelCounts:
-    """Events of a model so far."""
-
-    loads: int = 0
-    wakes: int = 0
-    sleeps: int = 0
-    stops: int = 0
-    deaths: int = 0
-    failures: int = 0
-    refusals: int = 0
-    load_s: float = 0.0
-    """Time of all loads and wakes together."""
-
-
-@dataclass
-class FleetModel:
-    """A model of the fleet."""
-
-    entry: Entry
-    status: ModelStatus
-    backend: Any = None
-    waiters: list[asyncio.Future[None]] = field(default_factory=list)
-    counts: ModelCounts = field(default_factory=ModelCounts)
-    trouble: str | None = None
-    """Why it cannot be loaded, for now or for good."""
-    retry_at_s: float | None = None
-    """When it may be tried again; None: never, if there is trouble."""
-    failures_in_a_row: int = 0
-    load_s: float = 0.0
-    """Time that it takes to be loaded, a moving mean."""
-    keep_alive_s: float | None = None
-    """How long it stays without requests: as its entry says, or the last request that said something."""
-    is_let_go: bool = False
-    """Whether it is to be unloaded as soon as it has no requests, whatever its keep-alive time."""
-    estimate: asyncio.Future[int] | None = None
-    """Memory that it is expected to take, found out for its first request."""
-    card: dict[str, Any] = field(default_factory=dict)
-    """Its entry of /v1/models, once it has been loaded."""
-
-    @property
-    def state(self) -> str:
-        """The state that lists show."""
-        status = self.status
-        if status.op is not None:
-            return "loading" if status.op == "load" else "unloading"
-        return "failed" if self.trouble is not None and status.state == "unloaded" else status.state
 
 
 class Lease(NamedTuple):
@@ -170,7 +104,7 @@ class Fleet:
         """Forget a model, once its processes are gone."""
         self.members.pop(member.entry.name, None)
         self.catalog.entries.pop(member.entry.name, None)
-        self._refuse(member, ApiError(404, f"the model {member.entry.name!r} was deleted", "model"))
+        member.refuse(_deleted(member))
         await self._settled(member)
         if member.backend is not None:
             await member.backend.stop()
@@ -206,8 +140,6 @@ class Fleet:
             return
         status, began_s = member.status, self._clock()
         await self._estimated(member, until_s)
-        if self.members.get(member.entry.name) is not member:
-            raise ApiError(404, f"the model {member.entry.name!r} was deleted", "model")
         self._check(member)
         if not status.is_wanted:
             status.wanted_since_s = self._clock()
@@ -230,18 +162,19 @@ class Fleet:
             self._changed.set()
 
     async def _estimated(self, member: FleetModel, until_s: float) -> None:
-        """Wait until it is known what its files say, which are read aside. Of files on a disk that does not answer in
-        time nothing is known."""
+        """Wait until it is known what its files say, which are read aside; `until_s` at most."""
         if member.estimate is None:
             member.estimate = asyncio.ensure_future(asyncio.to_thread(estimate, member.entry.config))
-        await asyncio.wait([member.estimate], timeout=max(0.0, until_s - self._clock()))
-        found = member.estimate.result() if member.estimate.done() else 0
+        done, _ = await asyncio.wait([member.estimate], timeout=max(0.0, until_s - self._clock()))
+        found = member.estimate.result() if done else 0
         member.status.expected_bytes = max(member.status.least_bytes, member.status.expected_bytes) or found
 
     def _check(self, member: FleetModel) -> None:
         """Raises ApiError for a model that cannot be loaded now."""
         if self.is_draining:
             raise ApiError(503, "the server is shutting down")
+        if self.members.get(member.entry.name) is not member:
+            raise _deleted(member)
         if member.trouble is None:
             return
         if member.retry_at_s is None:
@@ -332,14 +265,14 @@ class Fleet:
             self._begin(self.members[action.name], action)
         for member in self.members.values():
             if self._admits(member):
-                self._wake_waiters(member)
+                member.wake_waiters()
 
     def _begin(self, member: FleetModel, action: Action) -> None:
         if action.do == "refuse":
             if not member.waiters:
                 return
             text = f"the model {member.entry.name!r} cannot be loaded: {action.why}"
-            self._refuse(member, ApiError(503, text))
+            member.refuse(ApiError(503, text))
             member.counts.refusals += 1
             return
         if action.do == "load" and (member.trouble is not None or self.is_draining):
@@ -397,11 +330,9 @@ class Fleet:
         member.keep_alive_s = self._usual_s(member.entry)  # what a request has said is over with it
         if member.status.state == "loaded" and config is not None and config.kv_cache_dir is not None:
             try:  # which ends its workers, once they have written its chats
-                async with asyncio.timeout(WRITES_S):
-                    await backend.sleep(2)
+                await asyncio.wait_for(backend.sleep(2), WRITES_S)
             except (VllmLiteError, TimeoutError) as error:
-                why = error if isinstance(error, VllmLiteError) else f"not written within {WRITES_S:g} s"
-                logger.warning("%s: its chats may not be on disk: %s", member.entry.name, why)
+                logger.warning("%s: chats may not be on disk: %s", member.entry.name, str(error) or f"{WRITES_S:g} s")
         await backend.stop()
         member.backend = None
         member.status.state, member.status.leaves_at_s = "unloaded", None
@@ -455,21 +386,10 @@ class Fleet:
         """Called on any thread."""
         self._loop.call_soon_threadsafe(self._changed.set)
 
-    def _wake_waiters(self, member: FleetModel) -> None:
-        for waiter in member.waiters:
-            if not waiter.done():
-                waiter.set_result(None)
-
     def _refuse_for_trouble(self, member: FleetModel) -> None:
         left_s = 0.0 if member.retry_at_s is None else member.retry_at_s - self._clock()
         text = f"the model {member.entry.name!r} cannot be loaded: {member.trouble or 'the server is shutting down'}"
-        self._refuse(member, _unavailable(text, left_s))
-
-    def _refuse(self, member: FleetModel, error: ApiError) -> None:
-        for waiter in member.waiters:
-            if not waiter.done():
-                waiter.set_exception(error)
-        member.waiters.clear()
+        member.refuse(_unavailable(text, left_s))
 
     async def measure(self) -> None:
         """Measure the memory of all processes, aside."""
@@ -492,7 +412,7 @@ class Fleet:
         """Refuse what waits, let what runs end within `grace_s`, and end all processes."""
         self.is_draining = True
         for member in self.members.values():
-            self._refuse(member, ApiError(503, "the server is shutting down"))
+            member.refuse(ApiError(503, "the server is shutting down"))
         backends = [member.backend for member in self.members.values() if member.backend is not None]
         await asyncio.gather(*(backend.stop(grace_s) for backend in backends), return_exceptions=True)
         await asyncio.gather(*self._ops, return_exceptions=True)
@@ -501,6 +421,10 @@ class Fleet:
         """Wait until nothing is done with it."""
         while member.status.op is not None:  # noqa: ASYNC110 - an operation sets no event of its own
             await asyncio.sleep(SETTLE_S)
+
+
+def _deleted(member: FleetModel) -> ApiError:
+    return ApiError(404, f"the model {member.entry.name!r} was deleted", "model")
 
 
 def _unavailable(text: str, left_s: float) -> ApiError:

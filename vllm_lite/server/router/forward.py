@@ -24,7 +24,8 @@ from vllm_lite.server.http.disconnect import until_disconnected
 from vllm_lite.server.ollama.errors import body as ollama_body
 from vllm_lite.server.openai import decoding
 from vllm_lite.server.openai.errors import ApiError
-from vllm_lite.server.router.fleet import Fleet, FleetModel, Lease
+from vllm_lite.server.router.fleet import Fleet, Lease
+from vllm_lite.server.router.member import FleetModel
 from vllm_lite.server.router.upstream import Header, UpstreamAnswer, UpstreamLost
 
 MAX_TRIES = 2

@@ -25,9 +25,10 @@ from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.ollama.answers import created_at, said
 from vllm_lite.server.openai.errors import ApiError, public_text
 from vllm_lite.server.router.catalog import Entry, hub_entry, served_names
-from vllm_lite.server.router.fleet import Fleet, FleetModel
+from vllm_lite.server.router.fleet import Fleet
 from vllm_lite.server.router.forward import ForwardedAnswer, RoutedBody, read_routed
 from vllm_lite.server.router.known import describe, forget_hub, iso, ollama_entry
+from vllm_lite.server.router.member import FleetModel
 
 LINES = "application/x-ndjson"
 FOREVER = "9999-12-31T23:59:59Z"

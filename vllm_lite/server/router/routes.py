@@ -20,9 +20,10 @@ from vllm_lite.server.http.body import BodyReader
 from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.router.exposition import merged
-from vllm_lite.server.router.fleet import Fleet, FleetModel
+from vllm_lite.server.router.fleet import Fleet
 from vllm_lite.server.router.forward import ForwardedAnswer, RoutedBody, read_routed
 from vllm_lite.server.router.known import describe
+from vllm_lite.server.router.member import FleetModel
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH"]

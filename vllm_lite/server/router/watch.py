@@ -19,8 +19,9 @@ from vllm_lite.server.http.auth import KEY_HEADERS, require_watcher
 from vllm_lite.server.live.feed import INTERVAL_S, MAX_WATCHERS, event
 from vllm_lite.server.live.routes import OF_BLOCK, OF_SETTINGS, PATH
 from vllm_lite.server.openai.errors import ApiError
-from vllm_lite.server.router.fleet import Fleet, FleetModel
+from vllm_lite.server.router.fleet import Fleet
 from vllm_lite.server.router.forward import target_of
+from vllm_lite.server.router.member import FleetModel
 from vllm_lite.server.router.upstream import Header, UpstreamLost
 
 COUNTS = ("loads", "wakes", "sleeps", "stops", "deaths", "failures", "refusals")

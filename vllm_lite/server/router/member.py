@@ -1,0 +1,87 @@
+"""A model of the fleet: what is known of it, its processes, and who waits for them."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from vllm_lite.server.openai.errors import ApiError
+from vllm_lite.server.router.catalog import Entry
+from vllm_lite.server.router.placement import ModelStatus
+
+
+class Backend(Protocol):
+    """The processes of a model, as ModelServer has them."""
+
+    @property
+    def pid(self) -> int: ...
+    def ended(self) -> str | None: ...
+    async def start(self) -> None: ...
+    async def sleep(self, level: int) -> None: ...
+    async def wake(self) -> None: ...
+    async def stop(self, grace_s: float = 0.0) -> None: ...
+
+
+MakeBackend = Callable[[Entry, Callable[[], None]], Any]
+"""Makes the Backend of an entry; the callable is to be called when it ends, on any thread."""
+
+
+@dataclass
+class ModelCounts:
+    """Events of a model so far."""
+
+    loads: int = 0
+    wakes: int = 0
+    sleeps: int = 0
+    stops: int = 0
+    deaths: int = 0
+    failures: int = 0
+    refusals: int = 0
+    load_s: float = 0.0
+    """Time of all loads and wakes together."""
+
+
+@dataclass
+class FleetModel:
+    """A model of the fleet."""
+
+    entry: Entry
+    status: ModelStatus
+    backend: Any = None
+    waiters: list[asyncio.Future[None]] = field(default_factory=list)
+    counts: ModelCounts = field(default_factory=ModelCounts)
+    trouble: str | None = None
+    """Why it cannot be loaded, for now or for good."""
+    retry_at_s: float | None = None
+    """When it may be tried again; None: never, if there is trouble."""
+    failures_in_a_row: int = 0
+    load_s: float = 0.0
+    """Time that it takes to be loaded, a moving mean."""
+    keep_alive_s: float | None = None
+    """How long it stays without requests: as its entry says, or the last request that said something."""
+    is_let_go: bool = False
+    """Whether it is to be unloaded as soon as it has no requests, whatever its keep-alive time."""
+    estimate: asyncio.Future[int] | None = None
+    """Memory that it is expected to take, found out for its first request."""
+    card: dict[str, Any] = field(default_factory=dict)
+    """Its entry of /v1/models, once it has been loaded."""
+
+    @property
+    def state(self) -> str:
+        """The state that lists show."""
+        status = self.status
+        if status.op is not None:
+            return "loading" if status.op == "load" else "unloading"
+        return "failed" if self.trouble is not None and status.state == "unloaded" else status.state
+
+    def wake_waiters(self) -> None:
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def refuse(self, error: ApiError) -> None:
+        """Answer all who wait for it with `error`."""
+        for waiter in self.waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
+        self.waiters.clear()
