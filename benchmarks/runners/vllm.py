@@ -4,8 +4,10 @@ Its documentation recommends tcmalloc and Intel's OpenMP library by LD_PRELOAD; 
 """
 
 import argparse
+import json
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 from runners.driver import Outcome, Recorder, Request, main
@@ -27,7 +29,9 @@ class Vllm:
 
         self._vllm = vllm
         dtype = {"bf16": "bfloat16"}[args.dtype]
-        limits: dict[str, Any] = {"max_model_len": 20_480, "max_num_seqs": 256, "enable_prefix_caching": True}
+        positions = json.loads((Path(args.model) / "config.json").read_text())["max_position_embeddings"]
+        limits: dict[str, Any] = {"max_model_len": min(20_480, positions), "max_num_seqs": 256}
+        limits["enable_prefix_caching"] = True
         self._engine = vllm.LLM(args.model, dtype=dtype, seed=0, disable_log_stats=True, **limits).llm_engine
         self._next_id = 0
         self.info = {"name": "vLLM CPU", "version": vllm.__version__}

@@ -236,7 +236,7 @@ def test_few_messages_are_refused(tmp_path: Path) -> None:
         fit.fit(Recording(path).read(), "short")
 
 
-@pytest.mark.parametrize(("changes", "what"), [({"has_disk": True}, "KV on disk"), ({"encoder": (1, 1, 1)}, "images")])
+@pytest.mark.parametrize(("changes", "what"), [({"encoder": (1, 1, 1)}, "images")])
 def test_what_is_not_fitted_is_refused_by_name(
     run: tuple[Simulated, Recording], changes: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,8 +20,10 @@ from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.control import KVGroupInfo, Ready
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import Draft, Handle, ModelOutput, NewRequest, Resume, SchedulerOutput
+from vllm_lite.protocol.transfers import Transfer, TransferAnswer
 from vllm_lite.runtime.nested_settings import WITH_MODEL, Speculation
 from vllm_lite.tools.simulate.cost import StepTimer, StepTimes
+from vllm_lite.tools.simulate.disk import SimulatedDisk
 from vllm_lite.tools.simulate.features import StepDone, StepReader
 from vllm_lite.tools.simulate.load import TOKEN_BITS, SimulatedRequest
 from vllm_lite.trace.records import Header
@@ -41,10 +43,13 @@ VARIED = (
     "async_scheduling",
     "data_parallel_size",
     "disable_adaptive_drafts",
+    "kv_cache_dir",
 )
 """The settings of the engine that a simulation may have other than the recording. With others a step takes another
 time, which only a recording with them can tell."""
 HASH_SEED = "simulated"
+NO_DISK = "none"
+"""The value of kv_cache_dir with which an engine that was recorded with a disk has none."""
 
 
 class TimedExecutor(SimulatedExecutor):
@@ -58,6 +63,20 @@ class TimedExecutor(SimulatedExecutor):
         self._draws = timer.drafts
         self._drafts: dict[Handle, tuple[int, int]] = {}
         """Those of the step that is being run."""
+        self.disk = None if fitted.disk is None else SimulatedDisk(fitted.disk)
+
+    def transfer(self, message: Transfer) -> None:
+        if self.disk is not None:
+            self.disk.begin(message, max(self._free_at_s, self.clock.now_s))
+
+    def transferred(self) -> list[TransferAnswer]:
+        return [] if self.disk is None else [*self.disk.take(self.clock.now_s)]
+
+    @property
+    def next_event_s(self) -> float | None:
+        """When a result, or what was loaded or written, will be there; None if nothing is under way."""
+        times = [self.next_result_s, None if self.disk is None else self.disk.next_s]
+        return min((time_s for time_s in times if time_s is not None), default=None)
 
     def _draft(self, entry: Draft) -> tuple[int, int]:
         made, right = self._drafts[entry.handle] = self._draws.draw(entry.handle, entry.max_drafts)
@@ -92,14 +111,16 @@ class SimulatedEngine:
     ) -> None:
         """Raises ConfigError."""
         config, ready, sizes = _described(fitted.header, settings)
-        config = msgspec.structs.replace(config, record=record, prefix_hash_seed=HASH_SEED)
+        config = msgspec.structs.replace(config, record=record, prefix_hash_seed=HASH_SEED, kv_cache_preload=0.0)
         self.executor = TimedExecutor(ready, clock, fitted, timer)
         self.core = EngineCore(config, ready, self.executor, sizes, Lives(), clock)
         self.core.adapter_loader.receive(self.executor, [])  # from here on it knows these workers
 
     def step(self) -> list[Produced]:
         """Take the results that there are by now, and begin the steps that may be begun."""
-        core, produced = self.core, list[Produced]()
+        core, produced, transfers = self.core, list[Produced](), self.core.transfers
+        if transfers is not None:
+            transfers.receive(self.executor)
         while (output := self.executor.poll()) is not None:
             produced += core.finish(output)
         while core.begin():
@@ -109,6 +130,8 @@ class SimulatedEngine:
             core.adapter_loader.receive(self.executor, produced)
             if not core.begin():
                 break
+        if transfers is not None:
+            transfers.send(self.executor)
         return produced
 
     def add(self, message: Generate) -> None:
@@ -136,9 +159,9 @@ class SimulatedEngines:
         return self.all[0].core.max_model_len
 
     @property
-    def next_result_s(self) -> float | None:
-        """When the next step will have ended; None if none is under way."""
-        times = [each.executor.next_result_s for each in self.all]
+    def next_event_s(self) -> float | None:
+        """When there is something to do for one of them; None if nothing is under way."""
+        times = [each.executor.next_event_s for each in self.all]
         return min((time_s for time_s in times if time_s is not None), default=None)
 
     def add(self, number: int, request: SimulatedRequest) -> None:
@@ -217,6 +240,12 @@ def _described(header: Header, settings: Mapping[str, Any]) -> tuple[ResolvedCon
     }
     if options.get("max_loras"):
         recorded |= {"enable_lora": True} | {name: options[name] for name in ("max_loras", "max_cpu_loras")}
+    if header.has_disk:
+        recorded["kv_cache_dir"] = "simulated"
+    if settings.get("kv_cache_dir") == NO_DISK:
+        settings = {**settings, "kv_cache_dir": None}
+    elif "kv_cache_dir" in settings and not header.has_disk:
+        raise ConfigError("kv_cache_dir cannot be simulated: the engine that was recorded kept nothing on a disk")
     if options["draft_method"]:
         recorded["speculative_config"] = _speculation(options["draft_method"], options["num_drafts"])
     machine: tuple[Literal["cpu"], int] = ("cpu", 1 << 30)  # no time depends on it, and no size

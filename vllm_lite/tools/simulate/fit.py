@@ -47,6 +47,7 @@ def fit(recording: Recording, model: str, client_s: float = 0.0) -> StepTimes:
         noise=_noise(messages, observed.ratios),
         weather=observed.weather,
         drafts=kept(recording.drafts.values()),
+        disk=None if recording.transfers is None else recording.transfers.fitted(),
         engine_s=max(0.0, statistics.median(recording.gaps_s)) if recording.gaps_s else 0.0,
         client_s=client_s,
         num_messages=len(messages),
@@ -82,9 +83,8 @@ def _check(recording: Recording, num_messages: int) -> None:
     if num_messages < MIN_MESSAGES:
         text = f"the trace shows {num_messages} messages to the workers, of which {MIN_MESSAGES} are needed"
         raise ConfigError(f"{text}; record a minute under load")
-    if header.encoder is not None or header.has_disk:
-        what = "images" if header.encoder is not None else "KV on disk"
-        raise ConfigError(f"the engine that was recorded took {what}, whose times are not fitted; record without")
+    if header.encoder is not None:
+        raise ConfigError("the engine that was recorded took images, whose times are not fitted; record without")
 
 
 def _solve(messages: Sequence[TimedMessage], told_s: Sequence[float], weights: Sequence[float]) -> list[float]:

@@ -53,7 +53,7 @@ class Simulation:
             ended = clients.take(engines.step(), self.clock.now_s)
             if ended:
                 report(ended)
-            times = [time_s for time_s in (engines.next_result_s, clients.next_s) if time_s is not None]
+            times = [time_s for time_s in (engines.next_event_s, clients.next_s) if time_s is not None]
             if not times:
                 engines.close()
                 return clients.outcomes

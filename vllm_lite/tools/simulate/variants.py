@@ -102,6 +102,7 @@ def simulate(
         "preemptions": sum(each.preemptions for each in counters),
         "swaps": sum(each.swaps for each in counters),
         "prefix_hit_rate": sum(each.cached_tokens for each in counters) / prompt_tokens,
+        "loaded_tokens": sum(engine.core.stats().loaded_tokens for engine in engines),
         "peak_kv_usage": max(pool.peak_used / pool.num_usable for pool in pools),
         "workers_busy": sum(each.executor.busy_s for each in engines) / len(engines) / clock_s,
     }
