@@ -45,12 +45,18 @@ class FakeBackend:
         self.rig.log.append(f"sleep {self.name} {level}")
 
     async def wake(self) -> None:
+        if self.name in self.rig.broken:
+            raise EngineError("it is broken")
         self.state = "loaded"
         self.rig.log.append(f"wake {self.name}")
 
     async def stop(self, _: float = 0.0) -> None:
         self.state = "unloaded"
         self.rig.log.append(f"stop {self.name}")
+
+    async def kill(self) -> None:
+        self.state = "unloaded"
+        self.rig.log.append(f"kill {self.name}")
 
     def die(self) -> None:
         self.reason = "killed"
@@ -217,6 +223,23 @@ def test_a_model_that_cannot_be_loaded_is_refused_and_the_others_are_served() ->
         rig.broken.clear()
         rig.fleet.members["a"].retry_at_s = 0.0
         assert await rig.use("a") == "a"
+
+    run(test)
+
+
+def test_the_streams_of_a_model_that_does_not_wake_end_at_once() -> None:
+    """A server that is asked to stop would end them as if they were done."""
+
+    async def test(rig: Rig) -> None:
+        hold = asyncio.Event()
+        stream = asyncio.ensure_future(rig.use("a", hold))
+        await rig.until(lambda: rig.fleet.members["a"].status.num_active == 1)
+        rig.broken.add("a")
+        assert await rig.use("b") == "b"
+        await rig.until(lambda: rig.fleet.members["a"].state == "failed")
+        assert rig.log == ["load a", "sleep a 1", "load b", "sleep b 1", "kill a"]
+        hold.set()
+        await stream
 
     run(test)
 

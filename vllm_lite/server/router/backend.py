@@ -88,6 +88,12 @@ class ModelServer:
             await asyncio.to_thread(self._child.stop, grace_s + STOP_GRACE_S)
         await asyncio.to_thread(supervise.remove_dir, self._run_dir)
 
+    async def kill(self) -> None:
+        """End all of its processes at once, so that its streams end with an error. Returns when they are gone."""
+        if self._child is not None:
+            await asyncio.to_thread(self._child.stop, 0.0)
+        await asyncio.to_thread(supervise.remove_dir, self._run_dir)
+
     async def open(self, method: str, target: bytes, headers: list[Header], body: bytes) -> UpstreamAnswer:
         """Send a client's request. Raises UpstreamLost."""
         return await open_answer(self.socket_path, method, target, headers, body)

@@ -338,11 +338,12 @@ class Fleet:
         member.status.state, member.status.leaves_at_s = "unloaded", None
 
     async def _failed(self, member: FleetModel, action: Action, reason: str) -> None:
-        """An operation has failed: end the processes that nobody knows the state of, if nothing is in them."""
+        """An operation has failed: end the processes that nobody knows the state of, if nothing is in them. Streams of
+        a model that does not wake must not look as if they had come to an end, as those of a server do that stops."""
         logger.warning("%s: %s failed: %s", member.entry.name, action.do, reason)
         backend = member.backend
         if backend is not None and (action.do == "load" or backend.ended() is not None):
-            await backend.stop()
+            await backend.kill()
             member.backend = None
             member.status.state = "unloaded"
         if action.do != "load":
