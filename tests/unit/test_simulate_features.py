@@ -10,7 +10,6 @@ from tests.unit.test_simulate import HEADER, OPTIONS, TIMES, load_at, made_up
 from vllm_lite.errors import ConfigError
 from vllm_lite.tools.bench.serve_datasets import DatasetOptions
 from vllm_lite.tools.simulate import cost, fit
-from vllm_lite.tools.simulate.disk import DiskTimes
 from vllm_lite.tools.simulate.load import LoadOptions, SimulatedRequest, load_of, make_load
 from vllm_lite.tools.simulate.recording import Recording
 from vllm_lite.tools.simulate.variants import RunOptions, simulate
@@ -59,23 +58,22 @@ def test_who_is_preempted_is_swapped_where_that_is_quicker(tmp_path: Path) -> No
 
 
 def chats(count: int) -> list[SimulatedRequest]:
-    dataset = DatasetOptions("chats", num_prompts=count, seed=3, chat_message_len=150, chat_output_len=30, chat_wait=2.0)
+    chat: dict[str, Any] = {"chat_message_len": 150, "chat_output_len": 30, "chat_wait": 2.0}
+    dataset = DatasetOptions(dataset_name="chats", num_prompts=count, seed=3, **chat)
     return make_load(LoadOptions(dataset, 4.0), None)
 
 
 def test_chats_that_memory_forgot_are_loaded_from_the_disk(tmp_path: Path) -> None:
     real = serving({}, {"max_num_seqs": 4}, has_disk=True, num_blocks=120)
-    real = msgspec.structs.replace(real, disk=DiskTimes(2e-4, 3e-4))
+    real = msgspec.structs.replace(real, load_blocks_per_s=5e4)
     path, load = str(tmp_path / "trace"), chats(80)
     found = simulate(real, {}, load, RunOptions(record=path)).figures
-    without = simulate(real, {"kv_cache_dir": "none"}, load).figures
+    without = simulate(real, {"kv_cache_dir": None}, load).figures
     assert found["completed"] == without["completed"] == 80
     assert found["loaded_tokens"] > 1000 > without["loaded_tokens"] == 0
     assert found["mean_ttft_ms"] < 0.9 * without["mean_ttft_ms"]
     fitted = fit.fit(Recording(path).read(), "disk")
-    assert fitted.disk is not None
-    assert fitted.disk.load_s == pytest.approx(2e-4, rel=0.25), "a load that waits for another takes as long as both"
-    assert fitted.disk.store_s == pytest.approx(3e-4, rel=0.25)
+    assert fitted.load_blocks_per_s == pytest.approx(5e4, rel=0.2)
     again = simulate(fitted, {}, load).figures
     assert again["loaded_tokens"] == pytest.approx(found["loaded_tokens"], rel=0.05)
     assert again["mean_ttft_ms"] == pytest.approx(found["mean_ttft_ms"], rel=0.05)

@@ -10,7 +10,6 @@ import msgspec
 from msgspec import Meta
 
 from vllm_lite.errors import ConfigError
-from vllm_lite.tools.simulate.disk import DiskTimes
 from vllm_lite.tools.simulate.drafts import DraftDraws, History
 from vllm_lite.tools.simulate.features import NAMES, PLACE, Features, told
 from vllm_lite.tools.simulate.weather import Walk, Weather
@@ -44,8 +43,8 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """How fast the machine was; None: always as the times say."""
     drafts: list[History]
     """How drafts were made and proved right, for each of some requests."""
-    disk: DiskTimes | None = None
-    """What transfers took; None: the engine had no disk for KV."""
+    load_blocks_per_s: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
+    """KV blocks, or states, that were loaded from the disk; 0: the engine kept none there."""
     engine_s: Time
     """What the engine itself takes between a result and the next step, if nothing is under way meanwhile."""
     client_s: Time

@@ -1,6 +1,8 @@
-"""The engines of a simulation: cores whose workers only take time, and the router before several of them."""
+"""The engines of a simulation: cores whose workers and disks only take time, and the router before several of them."""
 
-from collections.abc import Callable, Mapping
+import heapq
+from collections.abc import Callable, Iterable, Mapping
+from math import inf
 from typing import Any, Literal
 
 import msgspec
@@ -20,10 +22,17 @@ from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.control import KVGroupInfo, Ready
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.step import Draft, Handle, ModelOutput, NewRequest, Resume, SchedulerOutput
-from vllm_lite.protocol.transfers import Transfer, TransferAnswer
+from vllm_lite.protocol.transfers import (
+    ForgetStored,
+    LoadBlocks,
+    StoreBlocks,
+    Ticket,
+    Transfer,
+    TransferAnswer,
+    Transferred,
+)
 from vllm_lite.runtime.nested_settings import WITH_MODEL, Speculation
 from vllm_lite.tools.simulate.cost import StepTimer, StepTimes
-from vllm_lite.tools.simulate.disk import SimulatedDisk
 from vllm_lite.tools.simulate.features import StepDone, StepReader
 from vllm_lite.tools.simulate.load import TOKEN_BITS, SimulatedRequest
 from vllm_lite.trace.records import Header
@@ -48,8 +57,43 @@ VARIED = (
 """The settings of the engine that a simulation may have other than the recording. With others a step takes another
 time, which only a recording with them can tell."""
 HASH_SEED = "simulated"
-NO_DISK = "none"
-"""The value of kv_cache_dir with which an engine that was recorded with a disk has none."""
+
+
+class SimulatedDisk:
+    """Begins empty, and keeps all it is given. Loads are made one after the other, and so are writes, beside them; a
+    block, or a state, takes as long either way."""
+
+    def __init__(self, blocks_per_s: float) -> None:
+        self._block_s = 1 / blocks_per_s
+        self._keys: set[bytes] = set()
+        self._free_s = {True: 0.0, False: 0.0}
+        """When the last load, and the last write, will have ended."""
+        self._under_way: list[tuple[float, Ticket, Transferred, Iterable[bytes]]] = []
+
+    @property
+    def next_s(self) -> float | None:
+        """When the next transfer will have ended; None if none is under way."""
+        return self._under_way[0][0] if self._under_way else None
+
+    def begin(self, message: Transfer, now_s: float) -> None:
+        if isinstance(message, ForgetStored):
+            self._keys.difference_update(self._keys.copy() if message.keys is None else message.keys)
+        elif isinstance(message, LoadBlocks | StoreBlocks):
+            loads, keys = isinstance(message, LoadBlocks), message.keys
+            failed = tuple(place for place, key in enumerate(keys) if key not in self._keys) if loads else ()
+            begin_s = max(now_s, self._free_s[loads])
+            end_s = self._free_s[loads] = begin_s + len(keys) * self._block_s
+            answer = Transferred(0, 1, message.ticket, failed, took_s=end_s - begin_s)
+            heapq.heappush(self._under_way, (end_s, message.ticket, answer, () if loads else keys))
+
+    def take(self, now_s: float) -> list[Transferred]:
+        """Take the answers of what has ended by now."""
+        found = list[Transferred]()
+        while self._under_way and self._under_way[0][0] <= now_s:
+            _, _, answer, stored = heapq.heappop(self._under_way)
+            self._keys.update(stored)
+            found.append(answer)
+        return found
 
 
 class TimedExecutor(SimulatedExecutor):
@@ -63,7 +107,7 @@ class TimedExecutor(SimulatedExecutor):
         self._draws = timer.drafts
         self._drafts: dict[Handle, tuple[int, int]] = {}
         """Those of the step that is being run."""
-        self.disk = None if fitted.disk is None else SimulatedDisk(fitted.disk)
+        self.disk = SimulatedDisk(fitted.load_blocks_per_s or inf) if fitted.header.has_disk else None
 
     def transfer(self, message: Transfer) -> None:
         if self.disk is not None:
@@ -242,9 +286,7 @@ def _described(header: Header, settings: Mapping[str, Any]) -> tuple[ResolvedCon
         recorded |= {"enable_lora": True} | {name: options[name] for name in ("max_loras", "max_cpu_loras")}
     if header.has_disk:
         recorded["kv_cache_dir"] = "simulated"
-    if settings.get("kv_cache_dir") == NO_DISK:
-        settings = {**settings, "kv_cache_dir": None}
-    elif "kv_cache_dir" in settings and not header.has_disk:
+    elif settings.get("kv_cache_dir") is not None:
         raise ConfigError("kv_cache_dir cannot be simulated: the engine that was recorded kept nothing on a disk")
     if options["draft_method"]:
         recorded["speculative_config"] = _speculation(options["draft_method"], options["num_drafts"])

@@ -47,7 +47,7 @@ def fit(recording: Recording, model: str, client_s: float = 0.0) -> StepTimes:
         noise=_noise(messages, observed.ratios),
         weather=observed.weather,
         drafts=kept(recording.drafts.values()),
-        disk=None if recording.transfers is None else recording.transfers.fitted(),
+        load_blocks_per_s=recording.scheduler.rates.load_blocks_per_s,
         engine_s=max(0.0, statistics.median(recording.gaps_s)) if recording.gaps_s else 0.0,
         client_s=client_s,
         num_messages=len(messages),
@@ -85,6 +85,8 @@ def _check(recording: Recording, num_messages: int) -> None:
         raise ConfigError(f"{text}; record a minute under load")
     if header.encoder is not None:
         raise ConfigError("the engine that was recorded took images, whose times are not fitted; record without")
+    if header.has_disk and not recording.scheduler.rates.load_blocks_per_s:
+        raise ConfigError("nothing was loaded from the disk, so it is not known what that takes; record longer chats")
 
 
 def _solve(messages: Sequence[TimedMessage], told_s: Sequence[float], weights: Sequence[float]) -> list[float]:
