@@ -8,7 +8,8 @@ import sys
 import textwrap
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ CPU = torch.device("cpu")
 CHECK = ROOT / "tests" / "gpu" / "check"
 sys.path.insert(0, str(CHECK))
 
+import gpu_check_cases as cases  # noqa: E402
 import gpu_check_linear as linear  # noqa: E402
 import gpu_check_main as main  # noqa: E402
 import gpu_check_parallel as parallel  # noqa: E402
@@ -31,10 +33,8 @@ import gpu_check_parts as parts  # noqa: E402
 import gpu_check_stages as stages  # noqa: E402
 
 
-def run(*flags: str, **env: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *flags], capture_output=True, text=True, timeout=scaled(110), env=os.environ | env
-    )
+def run(*flags: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([sys.executable, str(SCRIPT), *flags], capture_output=True, text=True, timeout=scaled(110))
 
 
 # ---- as a whole
@@ -119,24 +119,24 @@ def test_a_call_of_a_rank_that_does_nothing_is_named(
     assert problems[0].startswith(call)
 
 
-def test_no_gpu_is_one_line(tmp_path: Path) -> None:
-    done = run("--out", str(tmp_path), CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 2
-    assert "sees no CUDA device" in done.stderr
+def test_no_gpu_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["--out", str(tmp_path)]) == 2
+    assert "sees no CUDA device" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
-def test_without_time_parts_are_skipped_with_a_word(tmp_path: Path) -> None:
-    done = run("--emulate", "--parts", "graphs,bench,worker", "--limit-s", "0.5", "--out", str(tmp_path))
-    assert "skipped bench: no time left" in done.stdout
-    assert "skipped worker: no time left" in done.stdout
+def test_without_time_parts_are_skipped_with_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main.main(["--emulate", "--parts", "graphs,bench,worker", "--limit-s", "0", "--out", str(tmp_path)])
+    said = capsys.readouterr().out
+    for part in ("graphs", "bench", "worker"):
+        assert f"skipped {part}: no time left" in said
     assert not (tmp_path / "emulator-kernels.json").exists()
 
 
-def test_unknown_parts_are_refused() -> None:
-    done = run("--parts", "kernel")
-    assert done.returncode == 2
-    assert f"there are {', '.join(stages.STAGES)}" in done.stderr
+def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main.main(["--parts", "kernel"])
+    assert f"there are {', '.join(stages.STAGES)}" in capsys.readouterr().err
 
 
 def test_the_kernel_parts_need_neither_messages_nor_sockets_nor_pytest() -> None:
@@ -164,27 +164,19 @@ def test_the_kernel_parts_need_neither_messages_nor_sockets_nor_pytest() -> None
     )
 
 
-def test_cases_whose_packages_are_missing_are_skipped_with_a_word() -> None:
-    part = parts.Part("cases", [str(CHECK / "gpu_check_cases.py"), "sampler_cases", "--emulate"])
-    part.command[:1] = ["-c", HIDE_AND_RUN, part.command[0]]
-    if not (ROOT / "tests" / "kernels" / "sampler_cases.py").exists():
-        pytest.skip("no cases that need more")
-    found = events(part)
-    assert (
-        found == [{"skipped": "its cases need msgspec, which is not installed", "finished": True}]
-        or "begin" in found[0]
-    )
+def test_cases_whose_packages_are_missing_are_skipped_with_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_msgspec(_: str) -> NoReturn:
+        raise ModuleNotFoundError("no msgspec", name="msgspec")
+
+    said: list[dict[str, Any]] = []
+    monkeypatch.setattr(sys, "argv", ["gpu_check_cases.py", "sampler_cases", "--emulate"])
+    monkeypatch.setattr(cases, "importlib", SimpleNamespace(import_module=without_msgspec))
+    monkeypatch.setattr(cases, "emit", lambda **event: said.append(event))
+    cases.main()
+    assert said == [{"skipped": "its cases need msgspec, which is not installed", "finished": True}]
 
 
 # ---- parts
-
-HIDE_AND_RUN = """
-import runpy, sys
-sys.modules["msgspec"] = None
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
 
 def part_of(folder: Path, code: str, quiet_s: float = 60) -> parts.Part:
     script = folder / "part.py"
