@@ -195,6 +195,7 @@ def test_wheels_are_unpacked_where_every_part_finds_them(tmp_path: Path, monkeyp
     folder.mkdir()
     with zipfile.ZipFile(folder / "some-1-py3-none-any.whl", "w") as wheel:
         wheel.writestr("in_a_wheel.py", "ANSWER = 42\n")
+    monkeypatch.setattr(stages, "IMPORTS", "import in_a_wheel")
     check = check_of(tmp_path, "--wheels", str(folder))
     assert check._lacking() == "in_a_wheel"
     check.run(["wheels"])
@@ -206,7 +207,8 @@ def test_wheels_are_unpacked_where_every_part_finds_them(tmp_path: Path, monkeyp
     assert not Path(check.site).exists()
 
 
-def test_nothing_is_unpacked_where_nothing_is_lacking(tmp_path: Path) -> None:
+def test_nothing_is_unpacked_where_nothing_is_lacking(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "IMPORTS", "import msgspec")
     check = check_of(tmp_path)
     check.run(["wheels"])
     assert check.found["wheels"] == {"skipped": "nothing is lacking"}
