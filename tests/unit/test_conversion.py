@@ -1,16 +1,19 @@
 """Tokenizers that are no tokenizer.json: the ids are those of their own libraries, and one sentence says what fails.
 
-The conversions run in real processes; those whose libraries are not installed are skipped.
+One conversion of each kind runs in a real process, which imports transformers for seconds, without torch; the others
+in the test's. Those whose libraries are not installed are skipped.
 """
 
 import base64
 import io
 import json
 import os
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import pytest
@@ -22,7 +25,7 @@ from vllm_lite.client.text.detokenizer import Detokenizer, vocabulary
 from vllm_lite.client.text.templates.template_source import TemplateSource
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.client.text.tokenizer_formats import conversion
-from vllm_lite.client.text.tokenizer_formats.conversion_process import MORE_TEXTS, TEXTS, ConversionSettings
+from vllm_lite.client.text.tokenizer_formats.conversion_process import MORE_TEXTS, TEXTS, ConversionSettings, write
 from vllm_lite.errors import ModelError
 
 LINES = ["the cat sat on the mat.", "naïve café été", "hello world, this is 123", "x = 12; return x", "日本語 text"]
@@ -109,6 +112,18 @@ def oracle(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder)
 
 
+@pytest.fixture
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Conversions have no process of their own, and so no limits."""
+
+    def spawn(_: str, settings: ConversionSettings, __: str, on_exit: Callable[[str], None]) -> SimpleNamespace:
+        reason = f"exit status {write(settings)}"
+        on_exit(reason)
+        return SimpleNamespace(exited=lambda: reason, stop=lambda _: None)
+
+    monkeypatch.setattr(conversion, "supervise", SimpleNamespace(spawn=spawn))
+
+
 def refused(*_: Any, **__: Any) -> NoReturn:
     raise AssertionError("no process may be started")
 
@@ -138,6 +153,7 @@ def test_a_vocabulary_with_merges(tmp_path: Path, cache: Path, monkeypatch: pyte
         Tokenizer.load(folder)
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_vocabulary_as_opt_has_it(tmp_path: Path) -> None:
     """Here add_bos_token counts, as there is no post-processor yet; added tokens have a file of their own."""
     token = {"__type": "AddedToken", "lstrip": False, "normalized": True, "rstrip": False, "single_word": False}
@@ -182,8 +198,10 @@ CONFIGS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_sentencepiece(tmp_path: Path, case: str) -> None:
+def test_sentencepiece(tmp_path: Path, case: str, request: pytest.FixtureRequest) -> None:
     """If the config leads transformers to other tokens than SentencePiece's, the conversion is another one."""
+    if case != "declared":
+        request.getfixturevalue("in_this_process")
     files: dict[str, Any] = {} if CONFIGS[case] is None else {"tokenizer_config__json": CONFIGS[case]}
     model = sentencepiece_file()
     folder = folder_with(tmp_path / "model", tokenizer__model=model, config__json={"model_type": "llama"}, **files)
@@ -199,6 +217,7 @@ def test_sentencepiece(tmp_path: Path, case: str) -> None:
     assert ours.token_id("<|im|>") == theirs.piece_to_id("<|im|>")
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_what_differs_from_sentencepiece_is_refused(tmp_path: Path) -> None:
     """From 5.24 on transformers makes the same of this model, which it took for one of byte pairs before."""
     model = sentencepiece_file("unigram")
@@ -248,6 +267,7 @@ def test_tekken(tmp_path: Path) -> None:
         ),
     ],
 )
+@pytest.mark.usefixtures("in_this_process")
 def test_what_cannot_be_proved_is_refused(tmp_path: Path, config: Any, says: str) -> None:
     """Letters that stand for bytes, of which nothing or the wrong thing says how they are read."""
     files = {**vocabulary_files(), "config__json": {"model_type": "unknown"}, "tokenizer_config__json": config}
@@ -295,6 +315,7 @@ def test_installed_libraries_are_found() -> None:
     assert not conversion.is_installed("no_such_library.part")
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_a_damaged_file_is_one_sentence(tmp_path: Path, cache: Path) -> None:
     files = {**vocabulary_files(), "vocab__json": b"{"}
     folder = folder_with(tmp_path / "model", **files)
@@ -305,6 +326,7 @@ def test_a_damaged_file_is_one_sentence(tmp_path: Path, cache: Path) -> None:
     assert list(cache.iterdir()) == []
 
 
+@pytest.mark.usefixtures("in_this_process")
 def test_code_of_a_checkpoint_is_never_run(tmp_path: Path) -> None:
     config = {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}
     folder = folder_with(tmp_path / "model", **vocabulary_files(), tokenizer_config__json=config)

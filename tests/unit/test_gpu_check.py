@@ -178,6 +178,7 @@ def test_cases_whose_packages_are_missing_are_skipped_with_a_word(monkeypatch: p
 
 # ---- parts
 
+
 def part_of(folder: Path, code: str, quiet_s: float = 60) -> parts.Part:
     script = folder / "part.py"
     script.write_text("from gpu_check_parts import emit\n" + textwrap.dedent(code))

@@ -71,6 +71,11 @@ def main(settings: ConversionSettings, stop: Wakeup) -> int:
     mapped = Path(settings.file).stat().st_size if settings.kind == "gguf" else 0
     most = settings.max_memory_bytes + mapped
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    return write(settings)
+
+
+def write(settings: ConversionSettings) -> int:
+    """Do the work of `main`, in a process that has its limits."""
     try:
         _converted(settings).save_pretrained(settings.out)
         return 0
