@@ -1,6 +1,6 @@
 """Chats of 20 turns with five images each, many at once, on a random hybrid with a tower.
 
-    python -m tests.acceptance.image_chats [users]
+    python -m tests.acceptance.image_chats [users [state_gib]]
 
 Prints what was found, and fails if less than 98 % of what could be was, if the tower ran more often than there are
 different images, or if anything of an image with another pixel was found.
@@ -14,7 +14,8 @@ from tests.image_chats import chat
 from tests.images import make_qwen
 
 
-def main(num_users: int = 32) -> int:
+def main(num_users: int = 32, state_gib: float | None = None) -> int:
+    """With memory for states of so many GiB, or as much as there is by default; 0.0055 are 138 states."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = make_qwen(Path(folder) / "m")
         found = chat(
@@ -22,9 +23,9 @@ def main(num_users: int = 32) -> int:
             num_users,
             dtype="float32",
             max_model_len=4096,
-            num_gpu_blocks_override=200 * num_users + 100,
             seed=0,
             single_process=True,
+            state_cache_space=state_gib,
         )
     print(f"{num_users} chats: {found}, {found.cached / found.known:.4f} of what was known")
     wrong = found.cached < 0.98 * found.known or found.num_towers != found.num_images or found.changed > found.before
@@ -32,4 +33,4 @@ def main(num_users: int = 32) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*map(int, sys.argv[1:])))
+    sys.exit(main(*map(int, sys.argv[1:2]), *map(float, sys.argv[2:])))

@@ -70,6 +70,48 @@ def test_what_a_longer_state_has_superseded_goes_first() -> None:
     assert histories.worst(histories.kept, lambda key: key in (b"abc", b"other"), only_superseded=True) is None
 
 
+def test_of_a_chat_that_repeats_no_answer_the_state_of_its_prompt_stays() -> None:
+    histories = StateHistories(10)
+
+    def turn(found: bytes | None, name: bytes) -> History:
+        history = histories.begin(found, ())
+        histories.add(name, history, ends_prompt=True)
+        histories.add(name + b", answer", history)
+        return history
+
+    def order() -> list[bytes]:
+        left, going = set(histories.kept), list[bytes]()
+        while left:
+            worst = histories.worst(histories.kept, left.__contains__)
+            assert worst is not None
+            going.append(worst)
+            left.remove(worst)
+        return going
+
+    history = turn(None, b"1")
+    assert order() == [b"1", b"1, answer"]
+    assert turn(b"1", b"2") is history
+    assert order() == [b"1", b"1, answer", b"2, answer", b"2"]
+    assert turn(b"2, answer", b"3") is history
+    assert order()[-2:] == [b"3", b"3, answer"]
+    assert turn(b"1", b"4") is not history, "a second chat begins there"
+
+
+def test_a_prompt_may_part_from_the_next_one_before_its_last_state() -> None:
+    """As where the template ends a prompt with words that it drops from the next."""
+    histories = StateHistories(10)
+    found, history = None, None
+    for name in (b"1", b"2", b"3"):
+        history, before = histories.begin(found, ()), history
+        assert before in (None, history)
+        for ending in (b", mark", b", end"):
+            histories.add(name + ending, history, ends_prompt=True)
+        histories.add(name, history)
+        found = name + b", mark"
+    assert histories.worst(histories.kept, lambda key: key[:1] == b"3") == b"3, end"
+    assert histories.worst(histories.kept, {b"3, mark", b"3"}.__contains__) == b"3"
+
+
 def test_a_state_with_which_a_second_chat_begins_is_not_superseded() -> None:
     histories = StateHistories(10)
     first = histories.begin(None, ())

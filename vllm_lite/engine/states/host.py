@@ -57,9 +57,9 @@ class HostStates:
         return self._places.get(key)
 
     def demote(self, key: bytes, history: History, slot: int) -> None:
-        """Keep the state in `slot`, which is to have another, if it is the latest of its chat and worth more than what
-        would have to go for it."""
-        if history.key != key or not self.may_move or key in self._places:
+        """Keep the state in `slot`, which is to have another, if its chat is likely to go on from it and it is worth
+        more than what would have to go for it."""
+        if history.worth(key) < 2 or not self.may_move or key in self._places:
             return
         if not self._free:
             worst = self._histories.worst(self._histories.demoted, self._may_go)

@@ -56,3 +56,5 @@ class Left(NamedTuple):
     history: History
     snapshot: Snapshot | None = None
     """Its snapshot, if a sequence may still take the slot back."""
+    ends_prompt: bool = False
+    """Whether it is at the end of the prompt, so that another answer may follow."""

@@ -135,7 +135,7 @@ class StateSlots(CachePart[StateHit]):
         """Give the sequence a slot, to begin with the state that was found. KV is cached up to `hit.reach`, where the
         prefixes of others part from it."""
         source, num_computed = found.place, sequence.num_computed
-        history = self._history(sequence, num_computed // self.block_size if source else 0)
+        history = self._history(sequence, num_computed // self.block_size if source else 0, hit.reach)
         key = self._key(sequence, num_computed) if self.store.is_on_host(source) else None
         if key is not None and self.host is not None:
             self.host.reserve(key)
@@ -177,14 +177,14 @@ class StateSlots(CachePart[StateHit]):
         if state.saves:
             state.saved_at = state.saves[-1][0]
 
-    def _history(self, sequence: Seq, num_found: int) -> History:
-        """The history with which the sequence goes on, having found the state behind so many blocks. If it was
-        preempted, its prompt is not a new one."""
+    def _history(self, sequence: Seq, num_found: int, reach: int) -> History:
+        """The history with which the sequence goes on, having found the state behind so many blocks, and KV up to
+        `reach`. If it was preempted, its prompt is not a new one."""
         found = sequence.block_hashes[num_found - 1] + KEY if num_found else None
         if sequence.status is Status.PREEMPTED:
             return self.histories.again(found)
         longer = (block_hash + KEY for block_hash in reversed(sequence.block_hashes[num_found:]))
-        return self.histories.begin(found, longer)
+        return self.histories.begin(found, longer, repeats=reach > num_found * self.block_size)
 
     def _worth_saving(self, sequence: Seq, num_computed: int, reach: int) -> list[int]:
         """Positions behind `num_computed`, the most useful first: the end of what is known, the last marks, the ends of
@@ -195,6 +195,13 @@ class StateSlots(CachePart[StateHit]):
         last = [*reversed(marks[-LAST_MARKS:]), *reversed(media[-LAST_MARKS:])]
         wanted = dict.fromkeys([*end, *last, reach, *marks[:1]])
         return [position for position in wanted if num_computed < position < sequence.num_tokens]
+
+    def _ends_prompt(self, sequence: Seq, position: int) -> bool:
+        """Whether the chat's next prompt may begin there if it does not repeat the answer: at the prompt's last end of
+        a block, or at one before it where the last message ends. Behind the first message other chats begin, too."""
+        left, marks = sequence.num_prompt - position, sequence.request.marks
+        is_near = 0 <= left <= 2 * self.block_size and bool(marks) and position > marks[0]
+        return is_near or 0 <= left <= self.block_size
 
     def _last_ends(self, positions: Sequence[int]) -> list[int]:
         """The last end of a block before or at each, without repetition."""
@@ -268,7 +275,7 @@ class StateSlots(CachePart[StateHit]):
             return []
         if state is None or state.saves or position <= state.saved_at:
             return []
-        slot = self._for_snapshot(state.snapshots)
+        slot = self._for_snapshot(state)
         if slot is None:
             return []
         source, state.live, state.saved_at = state.live, slot, position
@@ -277,11 +284,12 @@ class StateSlots(CachePart[StateHit]):
         self._publish(sequence, sequence.num_hashed_blocks * self.block_size)
         return [States(sequence.handle, source, slot, [])]
 
-    def _for_snapshot(self, snapshots: list[Snapshot]) -> int | None:
+    def _for_snapshot(self, state: StatePlace) -> int | None:
         """A slot in which a sequence goes on that leaves one more snapshot: that of its oldest, if it has as many as it
-        may have or there is none that nobody misses."""
+        may have or there is none that nobody misses. None is taken from another chat for one that repeats no answer."""
+        snapshots = state.snapshots
         if len(snapshots) < SNAPSHOTS:
-            slot = self.store.take(only_superseded=bool(snapshots))
+            slot = self.store.take(only_superseded=bool(snapshots) or state.history.rewrites)
             if slot is not None or not snapshots:
                 return slot
         return self._taken_back(snapshots.pop(0))
@@ -309,7 +317,8 @@ class StateSlots(CachePart[StateHit]):
         while state.saves and state.saves[0][0] <= num_tokens:
             position, slot = state.saves.pop(0)
             self._break_promise(sequence, position)
-            self.store.unpublished.append(Left(slot, self._key(sequence, position), state.history))
+            key, at_end = self._key(sequence, position), self._ends_prompt(sequence, position)
+            self.store.unpublished.append(Left(slot, key, state.history, ends_prompt=at_end))
         for snapshot in state.snapshots:
             if snapshot.key is None and snapshot.position <= num_tokens:
                 key = self._key(sequence, snapshot.position)

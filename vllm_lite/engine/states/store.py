@@ -52,7 +52,7 @@ class StateStore:
             self.host.begin_step()
         self.let_go(self.read)
         self.read = []
-        for slot, key, history, snapshot in self.unpublished:
+        for slot, key, history, snapshot, ends_prompt in self.unpublished:
             if snapshot is not None:
                 snapshot.key = key
             if key in self.histories.kept:  # another sequence has left the same
@@ -60,7 +60,7 @@ class StateStore:
                 continue
             if self.host is not None:
                 self.host.forget((key,))
-            self.histories.add(key, history)
+            self.histories.add(key, history, ends_prompt=ends_prompt)
             self.pool.cache_block(slot, key)
             self.pool.free((slot,))
             self.num_saved += 1
