@@ -4,7 +4,9 @@
 // A pair is a token and one of its experts. Pairs are in the order of the experts, and of the tokens of each. They are
 // computed in windows of at most kMaxPairs, so that scratch memory does not grow with the step. A token's outputs are
 // added in the order of the experts' numbers, whatever else is in the step: its result depends on nothing but its row,
-// its experts and the instruction set.
+// its experts, its adapter and the instruction set.
+//
+// Adapters (lora.h) add to what each product gave to the pairs of their tokens.
 #include "experts.h"
 
 #include <algorithm>
@@ -13,6 +15,7 @@
 
 #include "elementwise.h"
 #include "linear.h"
+#include "lora_calls.h"
 #include "pack.h"
 #include "program.h"
 #include "rows.h"
@@ -28,6 +31,13 @@ struct ExpertWeights {
   int64_t inner;
   int32_t activation;
   int32_t gated;
+};
+
+// The same record as `_Adapters` there: the layers of lora.h of each expert that is held, with slots in common.
+struct ExpertAdapters {
+  const LoraLayer* const* gate_up;
+  const LoraLayer* const* down;
+  int64_t num_slots;
 };
 
 namespace {
@@ -153,14 +163,22 @@ class ExpertCall {
     int64_t out_stride;
   };
 
-  void run(const ExpertWeights& experts, const Tokens& tokens) {
+  // Tokens by the slots of their adapters: those of slot i are rows[starts[i]] to rows[starts[i + 1]].
+  struct Adapted {
+    const ExpertAdapters* adapters;  // null: there are none, and nothing else counts
+    const int32_t* rows;
+    const int32_t* starts;  // [num_slots + 1]
+  };
+
+  void run(const ExpertWeights& experts, const Tokens& tokens, const Adapted& adapted) {
     group(experts, tokens);
+    find_slots(adapted, tokens.num_rows);
     lay_out(experts, tokens);
     std::memset(sums_, 0, static_cast<size_t>(tokens.num_rows * experts.hidden) * 4);
     const int64_t num_pairs = static_cast<int64_t>(pairs_.tokens.size());
     for (int64_t first = 0; first < num_pairs; first += kMaxPairs) {
       const int64_t end = first + kMaxPairs < num_pairs ? first + kMaxPairs : num_pairs;
-      compute(experts, tokens, first, end);
+      compute(experts, tokens, adapted, first, end);
       add_up(experts, tokens, first, end);
     }
     const int64_t row_bytes = tokens.out_stride * element_size(tokens.dtype);
@@ -245,7 +263,7 @@ class ExpertCall {
   }
 
   // Pairs [first, end) pass their experts.
-  void compute(const ExpertWeights& experts, const Tokens& tokens, int64_t first, int64_t end) {
+  void compute(const ExpertWeights& experts, const Tokens& tokens, const Adapted& adapted, int64_t first, int64_t end) {
     segments_.clear();
     int64_t begin = 0;
     for (int64_t expert = 0; expert < experts.num_experts; ++expert) {
@@ -261,7 +279,10 @@ class ExpertCall {
     });
     const Product::Rows rows = {gathered_, experts.hidden, tokens.dtype};
     const int64_t inner = experts.inner;
-    product_.run(experts.gate_up, segments_, rows, {gate_up_, width(experts), tokens.dtype}, integers_);
+    const Product::Rows gate_up = {gate_up_, width(experts), tokens.dtype};
+    const Product::Rows outputs = {outputs_, experts.hidden, kFloat32};
+    product_.run(experts.gate_up, segments_, rows, gate_up, integers_);
+    if (!slots_.empty()) adapt(adapted, adapted.adapters->gate_up, first, rows, gate_up);
     if (experts.gated) {
       const GatedActivation op = {tokens.dtype, experts.activation, inner, gate_up_, activated_, 2 * inner, inner};
       vllm_lite::over_rows(end - first, 2 * inner, VLLM_LITE_DISPATCH(gated_activation), op);
@@ -270,7 +291,44 @@ class ExpertCall {
       vllm_lite::over_rows(end - first, inner, VLLM_LITE_DISPATCH(activate), op);
     }
     const Product::Rows activated = {experts.gated ? activated_ : gate_up_, inner, tokens.dtype};
-    product_.run(experts.down, segments_, activated, {outputs_, experts.hidden, kFloat32}, integers_);
+    product_.run(experts.down, segments_, activated, outputs, integers_);
+    if (!slots_.empty()) adapt(adapted, adapted.adapters->down, first, activated, outputs);
+  }
+
+  // The slot of each token's adapter, -1: none; empty if no token has one.
+  void find_slots(const Adapted& adapted, int64_t num_rows) {
+    slots_.clear();
+    if (adapted.adapters == nullptr || adapted.starts[adapted.adapters->num_slots] == 0) return;
+    slots_.assign(static_cast<size_t>(num_rows), -1);
+    for (int64_t slot = 0; slot < adapted.adapters->num_slots; ++slot) {
+      for (int32_t i = adapted.starts[slot]; i < adapted.starts[slot + 1]; ++i) {
+        const int32_t row = adapted.rows[i];  // a step that only warms up may have fewer than the one before
+        if (row < num_rows) slots_[static_cast<size_t>(row)] = slot;
+      }
+    }
+  }
+
+  // Adds to a product of the window from pair `first` on what adapters make of its rows.
+  void adapt(const Adapted& adapted, const LoraLayer* const* layers, int64_t first, Product::Rows x,
+             Product::Rows out) {
+    lora_calls_.clear();
+    lora_rows_.clear();
+    lora_rows_.reserve(kMaxPairs);  // calls keep their addresses
+    for (const Segment& segment : segments_) {
+      const LoraLayer* layer = layers[segment.expert];
+      for (int64_t slot = 0; slot < adapted.adapters->num_slots; ++slot) {
+        if (layer->slots[slot].num_ranks == 0) continue;
+        const size_t begin = lora_rows_.size();
+        for (int64_t row = segment.first_row; row < segment.first_row + segment.num_rows; ++row) {
+          const int64_t token = pairs_.tokens[static_cast<size_t>(first + row)];
+          if (slots_[static_cast<size_t>(token)] == slot) lora_rows_.push_back(static_cast<int32_t>(row));
+        }
+        const auto count = static_cast<int64_t>(lora_rows_.size() - begin);
+        lora_calls_.add({layer, layer->slots + slot, x.data, x.stride, out.data, out.stride, x.type, out.type,
+                         lora_rows_.data() + begin, count, nullptr});
+      }
+    }
+    lora_calls_.run();
   }
 
   // Elements that the first product gives for a pair.
@@ -293,6 +351,9 @@ class ExpertCall {
   Pairs pairs_;
   std::vector<Segment> segments_;
   Product product_;
+  std::vector<int64_t> slots_;
+  std::vector<int32_t> lora_rows_;
+  LoraCalls lora_calls_;
   Scratch scratch_;
   char *gathered_, *gate_up_, *activated_, *outputs_, *integers_;
   float* sums_;
@@ -300,14 +361,17 @@ class ExpertCall {
 
 }  // namespace
 
-// out = the sum over each token's experts of weight * expert(x); out may be x.
+// out = the sum over each token's experts of weight * expert(x); out may be x. `adapters` may be null; else rows and
+// starts [num_slots + 1] are those of vllm_lite_lora.
 VLLM_LITE_API void vllm_lite_experts(const ExpertWeights* experts, const void* x, int64_t x_stride, int32_t dtype,
                                      const int32_t* chosen, const float* weights, int64_t num_rows, int64_t top,
-                                     void* out, int64_t out_stride) {
+                                     void* out, int64_t out_stride, const ExpertAdapters* adapters, const int32_t* rows,
+                                     const int32_t* starts) {
   if (num_rows <= 0) return;
   static thread_local ExpertCall call;
-  call.run(*experts, {static_cast<const char*>(x), x_stride, dtype, chosen, weights, num_rows, top,
-                      static_cast<char*>(out), out_stride});
+  const ExpertCall::Tokens tokens = {static_cast<const char*>(x), x_stride,  dtype, chosen, weights, num_rows, top,
+                                     static_cast<char*>(out),     out_stride};
+  call.run(*experts, tokens, {adapters, rows, starts});
 }
 VLLM_LITE_RECORDABLE(vllm_lite_experts)
 

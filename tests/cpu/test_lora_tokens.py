@@ -13,7 +13,9 @@ from tests.cpu.test_lora import MAX_DIFFERENCE, load, run_mixed
 from tests.families.all import VARIANTS
 from tests.lora_adapters import make_adapter, quiet
 from tests.paged import Oracle
+from tests.pooled import add_modules, write_pooled
 from tests.thread_group import on_ranks
+from vllm_lite import LLM, LoRARequest
 from vllm_lite.checkpoint.tensors.lora import read_lora
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels import cpu
@@ -139,3 +141,29 @@ def test_tables_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.
     save_file({name: tensors[name]}, file)
     with pytest.raises(ModelError, match="has only lora_embedding_A of"):
         read_lora(path)
+
+
+@quiet
+def test_an_encoder_has_an_adapted_table_too(tmp_path: Path) -> None:
+    """Vectors of texts are those of PEFT's model; its table stands before types, positions and a norm."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModel
+
+    base = add_modules(write_pooled(tmp_path / "base", "BertModel", {}), "mean")
+    plain = AutoModel.from_pretrained(base, dtype=torch.float32)
+    config = LoraConfig(r=4, target_modules=["word_embeddings", "query"], task_type="FEATURE_EXTRACTION")
+    adapted = get_peft_model(plain, config)
+    for name, parameter in adapted.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(parameter, 0, 0.3)
+    adapted.save_pretrained(str(tmp_path / "one"))
+    prompts = [[2, 7, 9, 300, 3], [2, 40, 3]]
+    with LLM(str(base), dtype="float32", single_process=True, enable_lora=True) as llm:
+        one = LoRARequest("one", 1, str(tmp_path / "one"))
+        found = [each.outputs.embedding for each in llm.embed(prompts, use_tqdm=False, lora_request=[one, None])]
+    with torch.inference_mode():
+        want = adapted.eval()(torch.tensor(prompts[:1])).last_hidden_state.mean(1)
+        with adapted.disable_adapter():
+            other = adapted(torch.tensor(prompts[1:])).last_hidden_state.mean(1)
+    for ours, theirs in zip(found, (want, other), strict=True):
+        assert (torch.tensor(ours) - torch.nn.functional.normalize(theirs)[0]).abs().max() < 1e-5

@@ -40,6 +40,11 @@ class Parts:
         """The form of linear layers, which may have adapters; the embedding has none."""
         return self.form if self.adapters is None else self.adapters.form(self.form)
 
+    @property
+    def dense_form(self) -> WeightForm:
+        """The form of linear layers that are never quantized, which on a CPU may have adapters."""
+        return DENSE if self.adapters is None or self.device.type != "cpu" else self.adapters.form(DENSE)
+
     def without_adapters(self) -> Self:
         """For linear layers whose weights are used by others."""
         return replace(self, adapters=None)

@@ -85,6 +85,7 @@ class Encoder:
         held = Split.vocabulary(spec.vocab_size, parts.shard)
         self.own_columns = slice(0, 0)
         self.embedding = parts.embedding(held)
+        self.adapted_tokens = parts.adapted_tokens(self.names.embedding)
         self.positions = None
         if own.num_positions:
             if max_model_len > own.num_positions - own.position_offset:
@@ -131,6 +132,8 @@ class Encoder:
         """Fill rows.residual with what the first layer reads."""
         x = rows.residual
         self.embedding.forward(batch.token_ids, out=x)
+        if self.adapted_tokens is not None:
+            self.adapted_tokens.add(batch.token_ids, x)
         if self.types is not None:
             self.types.add_to(x, batch.token_types)
         if self.positions is not None:

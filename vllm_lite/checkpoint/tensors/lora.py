@@ -9,6 +9,8 @@ import math
 import os
 import re
 import time
+from collections.abc import Collection, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +30,8 @@ PATTERN_TIMEOUT_S = 1.0
 """Processor time of all patterns of a config together, compiled and matched with all layers."""
 LM_HEAD = "lm_head"
 """The canonical name of it."""
+EXPERT, EXPERTS_DOWN = ".experts.", "down_proj"
+"""What stands before the number of an expert, and the last of the parameters of all of them."""
 _NAME = re.compile(r"[\w.-]+")
 _MATRIX = re.compile(
     r"(?:base_model\.model\.)?(.+)\.lora_(?:([AB])(?:\.default)?\.weight|embedding_([AB])(?:\.default)?"
@@ -39,7 +43,6 @@ REFUSED = {
     "modules_to_save": "whole modules that replace the model's (modules_to_save)",
     "trainable_token_indices": "trained token vectors (trainable_token_indices)",
     "layer_replication": "replicated layers (layer_replication)",
-    "target_parameters": "parameters that are no linear layers (target_parameters)",
     "alora_invocation_tokens": "aLoRA",
     "use_qalora": "QALoRA",
     "lora_bias": "biases of its own (lora_bias)",
@@ -65,6 +68,7 @@ class _Config(msgspec.Struct):
     alpha_pattern: dict[str, Positive] | None = None
     init_lora_weights: bool | str | None = True
     ensure_weight_tying: bool = False
+    target_parameters: list[str] | None = None
 
 
 class LoraModule(NamedTuple):
@@ -78,6 +82,9 @@ class LoraModule(NamedTuple):
     is_table: bool = False
     magnitude: TensorPlace | None = None
     """Lengths of the rows of W + scale B A, for DoRA."""
+    num_experts: int = 0
+    """How many experts' matrices lie side by side, A [experts * rank, inputs], B [outputs, rank * experts]; 0: it is
+    one layer."""
 
 
 class LoraCheckpoint(NamedTuple):
@@ -108,9 +115,9 @@ def read_lora(folder: str | Path) -> LoraCheckpoint:
     found: dict[str, dict[str, TensorPlace]] = {}
     places = locate_in(file)
     for name, tensor in read_file_header(file).items():
-        if ".base_layer." in name:  # PEFT also saves the table or the head that an adapter is for
-            continue
         matrix = _MATRIX.fullmatch(name)
+        if matrix is None and ".base_layer." in name:  # PEFT also saves the table or the head that an adapter is for
+            continue
         part = None if matrix is None else matrix[2] or matrix[4] or f"embedding_{matrix[3]}"
         if matrix is None or part is None or name not in places or len(tensor.shape) != (1 if part == MAGNITUDE else 2):
             raise ModelError(
@@ -120,14 +127,19 @@ def read_lora(folder: str | Path) -> LoraCheckpoint:
         found.setdefault(matrix[1], {})[part] = places[name]
     if not found:
         raise ModelError(f"{file}: has no tensors")
-    scale_of = _Scales(config, folder / CONFIG_FILE)
+    scales, parameters = _Scales(config, folder / CONFIG_FILE), _parameters(found, config)
+    fused = frozenset(parameters.values())
+    found = {parameters.get(name, name): parts for name, parts in found.items()}
+    single = {name.partition(EXPERT)[0] for name in found if EXPERT in name and name not in fused}
+    if single & {name.partition(EXPERT)[0] for name in fused}:
+        raise ModelError(f"{file}: has matrices of all experts of a layer together, and of some by themselves")
     for name, parts in found.items():
         if config.use_dora != (MAGNITUDE in parts):
             says, has = ("is", "no") if config.use_dora else ("is not", "a")
             raise ModelError(
                 f"{folder / CONFIG_FILE}: use_dora {says} set, and {shown(name)} has {has} lora_{MAGNITUDE}"
             )
-    modules = {_canonical(name): _module(name, parts, scale_of) for name, parts in found.items()}
+    modules = {_canonical(name): _module(name, parts, scales, is_fused=name in fused) for name, parts in found.items()}
     if config.ensure_weight_tying and any(module.is_table or name == LM_HEAD for name, module in modules.items()):
         raise ModelError(
             f"{folder / CONFIG_FILE}: ensure_weight_tying is set: adapters that token vectors and LM head have in "
@@ -154,48 +166,43 @@ def _parse(raw: Any) -> _Config:
     return config
 
 
-class _Scales:
-    """The scale of each layer, as PEFT finds it: patterns are regular expressions for the end of a layer's name, and
-    the first one that fits counts. Those that are just names, of which there may be thousands, are looked up."""
+class _Patterns:
+    """Numbers of layers, as PEFT finds them: patterns are regular expressions for the end of a layer's name, and the
+    first one that fits counts. Those that are just names, of which there may be thousands, are looked up."""
 
-    def __init__(self, config: _Config, source: Path) -> None:
-        self._config, self._source = config, source
-        self._ranks = {config.r, *(config.rank_pattern or {}).values()}
-        self._until_s = time.thread_time() + PATTERN_TIMEOUT_S
+    def __init__(self, key: str, numbers: Mapping[str, float], source: Path, until_s: float) -> None:
+        """`until_s`: when this thread's processor time is over for them."""
+        self._key, self._source, self._until_s = key, source, until_s
         self._named: dict[str, tuple[int, float]] = {}
         self._expressions: list[tuple[int, float, Any]] = []
-        for place, (pattern, alpha) in enumerate((config.alpha_pattern or {}).items()):
+        for place, (pattern, number) in enumerate(numbers.items()):
             if _NAME.fullmatch(pattern):
-                self._named[pattern] = place, alpha
+                self._named[pattern] = place, number
             else:
-                self._expressions.append((place, alpha, self._compiled(pattern)))
+                self._expressions.append((place, number, self._compiled(pattern)))
 
-    def of(self, module: str, rank: int) -> float:
-        """Return the scale of a layer whose matrices have `rank`. Raises ModelError if the config has no such rank."""
-        if rank not in self._ranks:
-            known = ", ".join(map(str, sorted(self._ranks)[:8]))
-            raise ModelError(f"{self._source}: r and rank_pattern say {known}, but {shown(module)} has rank {rank}")
+    def of(self, module: str, default: float) -> float:
+        """The number of a layer."""
         parts = module.split(".")
         ends = (".".join(parts[start:]) for start in range(len(parts)))
-        behind = len(self._named) + len(self._expressions), self._config.lora_alpha
-        place, alpha = min((self._named[end] for end in ends if end in self._named), default=behind)
-        for its_place, its_alpha, pattern in self._expressions:
+        behind = len(self._named) + len(self._expressions), default
+        place, number = min((self._named[end] for end in ends if end in self._named), default=behind)
+        for its_place, its_number, pattern in self._expressions:
             if its_place > place:
                 break
             try:
                 if pattern.fullmatch(module, timeout=self._left_s()):
-                    alpha = its_alpha
-                    break
+                    return its_number
             except TimeoutError:
                 raise self._too_slow() from None
-        return alpha / (math.sqrt(rank) if self._config.use_rslora else rank)
+        return number
 
     def _compiled(self, pattern: str) -> Any:
         self._left_s()
         try:
             return regex.compile(rf"(?:.*\.)?(?:{pattern})")
         except regex.error as error:
-            raise ModelError(f"{self._source}: alpha_pattern is not a regular expression: {error}") from error
+            raise ModelError(f"{self._source}: {self._key} is not a regular expression: {error}") from error
 
     def _left_s(self) -> float:
         left_s = self._until_s - time.thread_time()
@@ -205,24 +212,70 @@ class _Scales:
 
     def _too_slow(self) -> ModelError:
         return ModelError(
-            f"{self._source}: the patterns in alpha_pattern take over {PATTERN_TIMEOUT_S:g} s to compile and match"
+            f"{self._source}: the patterns in {self._key} take over {PATTERN_TIMEOUT_S:g} s to compile and match"
         )
 
 
-def _module(name: str, parts: dict[str, TensorPlace], scales: _Scales) -> LoraModule:
+class _Scales:
+    """The scale of each layer, and the rank of what experts have side by side."""
+
+    def __init__(self, config: _Config, source: Path) -> None:
+        self._config, self._source = config, source
+        self._ranks = {config.r, *(config.rank_pattern or {}).values()}
+        self._until_s = time.thread_time() + PATTERN_TIMEOUT_S
+        self._alphas = _Patterns("alpha_pattern", config.alpha_pattern or {}, source, self._until_s)
+
+    def of(self, module: str, rank: int) -> float:
+        """Return the scale of a layer whose matrices have `rank`. Raises ModelError if the config has no such rank."""
+        if rank not in self._ranks:
+            known = ", ".join(map(str, sorted(self._ranks)[:8]))
+            raise ModelError(f"{self._source}: r and rank_pattern say {known}, but {shown(module)} has rank {rank}")
+        alpha = self._alphas.of(module, self._config.lora_alpha)
+        return alpha / (math.sqrt(rank) if self._config.use_rslora else rank)
+
+    def rank_of(self, module: str) -> int:
+        """The rank that the config says of a layer."""
+        return int(self._rank_patterns.of(module, self._config.r))
+
+    @cached_property
+    def _rank_patterns(self) -> _Patterns:
+        """Ranks of the config's own, which are looked at where tensors do not say as much."""
+        return _Patterns("rank_pattern", self._config.rank_pattern or {}, self._source, self._until_s)
+
+
+def _parameters(found: Collection[str], config: _Config) -> dict[str, str]:
+    """Names of what an adapter has of all experts together, with those of the parameters that it adapts. PEFT calls the
+    first of a module's own parameters `base_layer`, and the last one as the module, as each wraps the one before."""
+    targets = {target.rsplit(".", 1)[-1] for target in config.target_parameters or ()}
+    first = "up_proj" if "up_proj" in targets else "gate_up_proj"
+    named = {}
+    for name in found:
+        if name.endswith(".experts.base_layer"):
+            named[name] = name.removesuffix("base_layer") + first
+        elif name.endswith(".experts"):
+            both = f"{name}.base_layer" in found
+            named[name] = f"{name}.{EXPERTS_DOWN if both or EXPERTS_DOWN in targets else first}"
+    return named
+
+
+def _module(name: str, parts: dict[str, TensorPlace], scales: _Scales, *, is_fused: bool) -> LoraModule:
     is_table = "embedding_A" in parts or "embedding_B" in parts
     pair = ("embedding_A", "embedding_B") if is_table else ("A", "B")
     if parts.keys() - {MAGNITUDE} != {*pair}:
         only = ", ".join(f"lora_{part}" for part in sorted(parts))
         raise ModelError(f"the adapter has only {only} of {shown(name)}; A and B are needed")
     down, up = (parts[part] for part in pair)
-    rank = down.shape[0]
-    if up.shape[1] != rank or not 0 < rank <= MAX_LORA_RANK:
+    num_experts = 0
+    if is_fused and down.shape[0] == up.shape[1]:
+        num_experts, rest = divmod(down.shape[0], scales.rank_of(name))
+        num_experts = 0 if rest else num_experts
+    rank = down.shape[0] // (num_experts or 1)
+    if up.shape[1] != down.shape[0] or not 0 < rank <= MAX_LORA_RANK:
         raise ModelError(
             f"lora_A of {shown(name)} is {list(down.shape)} and lora_B {list(up.shape)}; they must share a rank "
             f"of at most {MAX_LORA_RANK}"
         )
-    return LoraModule(rank, scales.of(name, rank), down, up, is_table, parts.get(MAGNITUDE))
+    return LoraModule(rank, scales.of(name, rank), down, up, is_table, parts.get(MAGNITUDE), num_experts)
 
 
 def _canonical(name: str) -> str:

@@ -7,6 +7,7 @@ from math import prod
 import msgspec
 from msgspec.structs import replace
 
+from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 from vllm_lite.checkpoint.mtp_head import head_tensors
 from vllm_lite.checkpoint.quantization.memory import share, tensor_bytes
@@ -167,16 +168,20 @@ def adapter_bytes(spec: ModelSpec, config: EngineConfig, dtype_bytes: int, devic
     if not config.enable_lora:
         return 0
     num_kept = (config.max_cpu_loras or config.max_loras) + (config.max_loras if device == "cuda" else 0)
-    return num_kept * config.max_lora_rank * dtype_bytes * adapted_elements(spec, config.tensor_parallel_size)
+    elements = adapted_elements(spec, config.tensor_parallel_size, experts=device == "cpu")
+    return num_kept * config.max_lora_rank * dtype_bytes * elements
 
 
-def adapted_elements(spec: ModelSpec, world: int = 1) -> int:
+def adapted_elements(spec: ModelSpec, world: int = 1, *, experts: bool = True) -> int:
     """The inputs and outputs of all linear layers that can be adapted, added up: the elements of an adapter of rank 1,
-    or a few more, as projections that are one matrix in the checkpoint have one A."""
+    or a few more, as projections that are one matrix in the checkpoint have one A. `experts`: whether routers and
+    single experts can be."""
     shard = Shard(0, world)
     own = replace(spec, intermediate_size=-(-spec.intermediate_size // world))
     attention = sum(_attention(layer.per_rank(shard), own) for layer in spec.layers if layer.attends)
-    return attention + sum(_mlp(layer, own, world) for layer in spec.layers if layer.has_mlp)
+    mlps = sum(_mlp(layer, own, world) for layer in spec.layers if layer.has_mlp)
+    mixtures = [layer.experts for layer in spec.layers if layer.has_mlp and layer.experts is not None and experts]
+    return attention + mlps + sum(_experts(each, spec.hidden_size, world) for each in mixtures)
 
 
 def _attention(layer: LayerSpec, spec: ModelSpec) -> int:
@@ -194,10 +199,16 @@ def _attention(layer: LayerSpec, spec: ModelSpec) -> int:
 
 
 def _mlp(layer: LayerSpec, spec: ModelSpec, world: int) -> int:
-    """An MLP and a shared expert; single experts cannot be adapted."""
+    """An MLP and a shared expert."""
     num_up, sizes = 2 if spec.gated_mlp else 1, []
     if layer.experts is None or spec.mlp_beside_experts:
         sizes.append(-(-layer.intermediate_size // world) if layer.intermediate_size else spec.intermediate_size)
     if layer.experts is not None and layer.experts.shared_intermediate_size:
         sizes.append(-(-layer.experts.shared_intermediate_size // world))
     return sum((num_up + 1) * (spec.hidden_size + size) for size in sizes)
+
+
+def _experts(spec: ExpertsSpec, hidden: int, world: int) -> int:
+    """A router, and single experts."""
+    count, num_matrices = spec.routing.num_experts, 3 if spec.gated else 2
+    return hidden + count + count * num_matrices * (hidden + -(-spec.intermediate_size // world))

@@ -10,9 +10,13 @@ from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
 from vllm_lite.kernels.cpu.fused import KINDS
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.kernels.cpu.weights.linear import PackedWeight
+from vllm_lite.kernels.cpu.weights.lora import LoraSlots
 from vllm_lite.kernels.routing import Chosen
 
-_TYPES = (pointer, pointer, int64, int32, pointer, pointer, int64, int64, pointer, int64)
+_TYPES = (
+    *(pointer, pointer, int64, int32, pointer, pointer, int64, int64, pointer, int64),
+    *(pointer, pointer, pointer),
+)
 
 
 class _Record(ctypes.Structure):
@@ -28,6 +32,12 @@ class _Record(ctypes.Structure):
         ("activation", int32),
         ("gated", int32),
     )
+
+
+class _Adapters(ctypes.Structure):
+    """The same record as `ExpertAdapters` there."""
+
+    _fields_ = (("gate_up", pointer), ("down", pointer), ("num_slots", int64))
 
 
 class PackedExperts:
@@ -62,13 +72,25 @@ class PackedExperts:
         self._record = _Record(
             *map(ctypes.addressof, self._addresses), first, len(gate_up), self.hidden, inner, KINDS[activation], gated
         )
+        self._adapters: _Adapters | None = None
 
-    def forward(self, x: torch.Tensor, chosen: Chosen, out: torch.Tensor) -> None:
+    def adapt(self, gate_up: Sequence[LoraSlots], down: Sequence[LoraSlots]) -> None:
+        """Have adapters for the two products of each expert. Their addresses stay."""
+        slots = gate_up, down
+        addresses = [(pointer * len(part))(*(each.address for each in part)) for part in slots]
+        self._adapters = _Adapters(*map(ctypes.addressof, addresses), gate_up[0].num_slots)
+        self._adapted = slots, addresses
+
+    def forward(
+        self, x: torch.Tensor, chosen: Chosen, out: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor] | None = None
+    ) -> None:
         """out = sum over a token's experts of weight * expert(x), in float32 in the order of their numbers, rounded
         once. x, out: [num_tokens, hidden], which may be the same; experts of other ranks add nothing.
 
-        A row's result depends on nothing but the row, its experts and the instruction set. Raises ValueError for other
-        tensors than these.
+        `rows`: int32 [any] and int32 [num_slots + 1], as LoraSlots.add has them; None: no token has an adapter.
+
+        A row's result depends on nothing but the row, its experts, its adapter and the instruction set. Raises
+        ValueError for other tensors than these.
         """
         num_tokens, top = chosen.experts.shape
         if x.shape != (num_tokens, self.hidden) or out.shape != x.shape or chosen.weights.shape != (num_tokens, top):
@@ -77,8 +99,11 @@ class PackedExperts:
             raise ValueError(f"rows must be contiguous floats of one type, got {x.dtype} -> {out.dtype}")
         if not chosen.experts.is_contiguous() or not chosen.weights.is_contiguous():
             raise ValueError("choices must be contiguous")
+        adapters: tuple[int | None, ...] = None, None, None
+        if rows is not None and self._adapters is not None:
+            adapters = ctypes.addressof(self._adapters), *(each.data_ptr() for each in rows)
         function("vllm_lite_experts", _TYPES)(
             ctypes.addressof(self._record), x.data_ptr(), x.stride(0), dtype_code(x.dtype),
             chosen.experts.data_ptr(), chosen.weights.data_ptr(), num_tokens, top,
-            out.data_ptr(), out.stride(0),
+            out.data_ptr(), out.stride(0), *adapters,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_lite.runtime import log
 
-ABI = 27
+ABI = 28
 LIBRARY = "libvllm_lite_cpu.so"
 ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated")
 """Instruction sets that kernels are compiled for, each with all that the ones before it have. The last is for tests."""

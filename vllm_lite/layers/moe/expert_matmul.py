@@ -41,24 +41,27 @@ class LoopedExperts:
         self.gate_up, self.down, self.sizes = gate_up, down, sizes
 
     def forward(self, x: torch.Tensor, chosen: Chosen, out: torch.Tensor) -> None:
-        ops = ops_for(x.device)
         total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for index, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):
+        for index in range(len(self.gate_up)):
             tokens, places = (chosen.experts == self.sizes.held.start + index).nonzero(as_tuple=True)
-            if len(tokens) == 0:
-                continue
-            activated = x.new_empty(len(tokens), self.sizes.inner)
-            if self.sizes.gated:
-                both = x.new_empty(len(tokens), 2 * self.sizes.inner)
-                gate_up.forward(x[tokens], both)
-                ops.activate_and_mul(self.sizes.activation, both, activated)
-            else:
-                gate_up.forward(x[tokens], activated)
-                ops.activate(self.sizes.activation, activated)
-            wide = torch.empty(len(tokens), x.shape[1], dtype=torch.float32, device=x.device)
-            down.forward(activated, wide)
-            total.index_add_(0, tokens, wide * chosen.weights[tokens, places, None])
+            if len(tokens):
+                total.index_add_(0, tokens, self.expert(index, x, tokens) * chosen.weights[tokens, places, None])
         out.copy_(total)
+
+    def expert(self, index: int, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """One expert's outputs for some of the rows of x: float32 [len(tokens), hidden_size]."""
+        ops, own, gate_up = ops_for(x.device), x[tokens], self.gate_up[index]
+        activated = x.new_empty(len(tokens), self.sizes.inner)
+        if self.sizes.gated:
+            both = x.new_empty(len(tokens), 2 * self.sizes.inner)
+            gate_up.forward(own, both)
+            ops.activate_and_mul(self.sizes.activation, both, activated)
+        else:
+            gate_up.forward(own, activated)
+            ops.activate(self.sizes.activation, activated)
+        wide = torch.empty(len(tokens), x.shape[1], dtype=torch.float32, device=x.device)
+        self.down[index].forward(activated, wide)
+        return wide
 
 
 class NativeExperts:

@@ -18,6 +18,7 @@ from vllm_lite.kernels.routing import Routing
 from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.buffers import ExpertRows, StepRows
 from vllm_lite.layers.mlp import GatedNames, first_names, first_rows
+from vllm_lite.layers.moe.adapted_experts import ExpertAdapters, ExpertLayout
 from vllm_lite.layers.moe.expert_matmul import ExpertMatmul, ExpertSizes, LoopedExperts, NativeExperts
 from vllm_lite.layers.moe.packed_experts import PackedMemory, packed_experts
 from vllm_lite.layers.moe.stacked_experts import StackMemory, stacked_experts
@@ -58,7 +59,7 @@ class Router:
         shape = LinearShape(
             Split.whole(parts.spec.hidden_size), (Split.whole(routing.num_experts),), parts.dtype, parts.device
         )
-        self.linear = Linear(shape, bias=spec.biases, form=DENSE)
+        self.linear = Linear(shape, bias=spec.biases, form=parts.dense_form)
         self.routing = Routing(routing, None)
 
     def forward(self, x: torch.Tensor, rows: ExpertRows) -> None:
@@ -93,6 +94,8 @@ class Experts:
         hidden, inner = Split.whole(parts.spec.hidden_size), spec.inner(parts.shard)
         self.held = spec.held(parts.shard)
         self.names, self.sizes = names, ExpertSizes(self.held, inner.size, parts.spec.activation, spec.gated)
+        layout = ExpertLayout(names.expert, names.matrices, names.fused, self.held, inner, spec.gated)
+        self.adapters = ExpertAdapters.of(parts, layout)
         self.fused = spec.stored == "fused"
         rows = first_rows(inner, names.fused if self.fused else names.matrices, gated=spec.gated)
         held = [(index, self.held.total) if self.fused else None for index in range(self.held.start, self.held.end)]
@@ -126,7 +129,8 @@ class Experts:
             if packed is not None:
                 return packed
         gate_up, down = ([each.matmul for each in linears] for linears in (self.gate_up, self.down))
-        return make_expert_matmul(gate_up, down, self.sizes)
+        made = make_expert_matmul(gate_up, down, self.sizes)
+        return made if self.adapters is None else self.adapters.over(made)
 
     def forward(self, x: torch.Tensor, rows: ExpertRows, out: torch.Tensor) -> None:
         """Write the weighted sum of each token's experts to `out`, which may be x: this rank's part of it."""
@@ -134,6 +138,8 @@ class Experts:
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
         """Weights of them in a checkpoint under `prefix`, one after another."""
+        if self.adapters is not None:
+            self.adapters.join(prefix)
         if self.fused:
             fused = self.names.fused
             for index, (gate_up, down) in enumerate(zip(self.gate_up, self.down, strict=True)):

@@ -19,7 +19,7 @@ class AdaptedHead:
     """The adapters of the matrix `name`, of which a rank has the tokens that it scores. On a CPU."""
 
     def __init__(self, name: str, table: Embedding, adapters: Adapters) -> None:
-        self._site = adapters.heads[name] = Site((name,), (name,), table.shape, adapters)
+        self._site = adapters.others[name] = Site((name,), (name,), table.shape, adapters)
         self._held = table.vocabulary
         self._rows = adapters.rows
 

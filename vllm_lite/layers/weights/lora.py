@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -78,8 +79,8 @@ class Adapters:
         """By the name of each matrix."""
         self.tables: dict[str, AdaptedPart] = {}
         """Tables of token vectors, by name."""
-        self.heads: dict[str, AdaptedPart] = {}
-        """LM heads, by name."""
+        self.others: dict[str, AdaptedPart] = {}
+        """LM heads, and what several layers have in common, by name."""
         self.stored_rows: Callable[[str], Sequence[int] | None] = lambda _: None
         """The rows that an adapter's B has for those of a matrix as the base model's files have it, in their order;
         None: it has the same."""
@@ -102,8 +103,8 @@ class Adapters:
         by_site: dict[AdaptedPart, dict[str, LoraModule]] = {}
         unknown = []
         for name, module in checkpoint.modules.items():
-            of_head = self.heads if name in self.heads else self.sites
-            parts: Mapping[str, AdaptedPart] = self.tables if module.is_table else of_head
+            of_layer = self.others if name in self.others else self.sites
+            parts: Mapping[str, AdaptedPart] = self.tables if module.is_table else of_layer
             known = name if name in parts else f"model.{name}"  # made for a model without its head
             if (site := parts.get(known)) is None:
                 unknown.append(name)
@@ -216,7 +217,16 @@ class Site:
     def read(self, modules: Mapping[str, LoraModule]) -> Any:
         """As AdaptedPart's."""
         down = {name: read_tensor(module.down) for name, module in modules.items()}
-        up = {name: read_tensor(module.up) for name, module in modules.items()}
+        up = {name: read_tensor(module.up).float() * module.scale for name, module in modules.items()}
+        return self.packed(down, up, modules)
+
+    def packed(
+        self,
+        down: Mapping[str, torch.Tensor],
+        up: Mapping[str, torch.Tensor],
+        modules: Mapping[str, LoraModule] = MappingProxyType({}),
+    ) -> Any:
+        """Pack this rank's part of matrices A and B by name, B scaled in float32. `modules` say more of them."""
         inputs, dtype = self.shape.inputs, self.shape.dtype
         place = self.shape.device
         firsts = [
@@ -224,7 +234,7 @@ class Site:
             for name in self.matrices
         ]
         wide = [
-            self._rows(name, part, up[name].to(torch.float32) * modules[name].scale) if name in modules else None
+            self._rows(name, part, up[name]) if name in up else None
             for name, part in zip(self.names, self.shape.outputs, strict=True)
         ]
         seconds = [None if rows is None else rows.to(dtype).to(place) for rows in wide]
@@ -233,7 +243,7 @@ class Site:
     def _rows(self, name: str, part: Split, whole: torch.Tensor) -> torch.Tensor:
         """The rows that a rank holds of what an adapter has for each of a matrix."""
         rows = self.stored_rows(name)
-        return _part(part, whole if rows is None else whole[list(rows)])
+        return rows_of(part, whole if rows is None else whole[list(rows)])
 
     def _lengths(
         self, modules: Mapping[str, LoraModule], down: Mapping[str, torch.Tensor], wide: Matrices
@@ -263,8 +273,8 @@ def read_tensor(place: TensorPlace) -> torch.Tensor:
     return torch.frombuffer(place.read(), dtype=_DTYPES[place.dtype]).view(place.shape)
 
 
-def _part(rows: Split, up: torch.Tensor) -> torch.Tensor:
-    """The rows of B that a rank holds."""
+def rows_of(rows: Split, up: torch.Tensor) -> torch.Tensor:
+    """The part `rows` of the rows of B."""
     size, start = (rows.size, up.shape[1]), (rows.start, 0)
     return WeightSlot("", (rows.total, up.shape[1]), start, size, rows.order).cut(up)
 

@@ -79,7 +79,7 @@ class LoraSlots:
             (int32 * MAX_PARTS)(*self.matrix),
             count,
         )
-        self._address = ctypes.addressof(self._layer)
+        self.address, self.num_slots = ctypes.addressof(self._layer), num_slots
 
     def pack(
         self,
@@ -115,7 +115,7 @@ class LoraSlots:
                 f"{list(x.shape)} -> {list(out.shape)} with {self.num_inputs} inputs, outputs {self.sizes}"
             )
         function("vllm_lite_lora", _TYPES)(
-            self._address, rows.data_ptr(), starts.data_ptr(), len(self._slots),
+            self.address, rows.data_ptr(), starts.data_ptr(), len(self._slots),
             x.data_ptr(), x.stride(0), dtype_code(x.dtype),
             out.data_ptr(), out.stride(0), dtype_code(out.dtype),
         )  # fmt: skip
