@@ -154,7 +154,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Section("kernels"),
         about("which kernels compute attention"),
     ] = "auto"
-    disable_cascade_attn: Annotated[bool, about("on a GPU, each sequence reads what several have in common")] = False
+    disable_cascade_attn: Annotated[bool, about("each sequence reads for itself what several begin with")] = False
 
     deterministic: Annotated[
         bool, about("a request's tokens and logprobs are the same bit for bit in any schedule; a GPU is refused")

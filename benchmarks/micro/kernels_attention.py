@@ -36,6 +36,8 @@ CHUNK, CONTEXTS = 512, (512, 2048, 8192)
 PREFILL_HEAD_SIZES = (64, 128)
 NUM_WRITTEN = (1, 32, 512)
 WORKING_SET_BYTES = 128 << 20  # of a chosen case's caches, above any cache that one socket's cores share
+SHARED = ((32, 1, 64, 4096), (63, 4, 4, 4000), (63, 19, 19, 4000), (32, 1, 64, 0))
+"""Sequences, new tokens of each, tokens of its own, and tokens before these that are those of all."""
 MIN_TIME_S = 0.5  # for each kernel
 
 
@@ -88,7 +90,9 @@ class AttentionCase:
         dtype: torch.dtype,
         layout: str = "block-major",
         kv_dtype: torch.dtype | None = None,
+        common: int = 0,
     ) -> None:
+        """The first `common` tokens of all are in the blocks of the first sequence."""
         device = torch.device("cpu")
         self.spec = AttentionSpec(*heads, scale=heads.head_size**-0.5)
         self.shape = AttentionShape((self.spec,), BLOCK_SIZE, dtype, device, kv_dtype)
@@ -100,6 +104,7 @@ class AttentionCase:
         table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
         for row, blocks in zip(table, ids, strict=True):
             row[: len(blocks)] = blocks
+        table[:, : common // BLOCK_SIZE] = table[0, : common // BLOCK_SIZE]
         num_tokens = sum(query_len for query_len, _ in lengths)
         self.step = StepBatch(
             num_tokens=num_tokens,
@@ -167,6 +172,7 @@ def measure(
     yield from writes(num_threads)
     yield from layouts(num_threads)
     yield from caches_of_a_byte(num_threads)
+    yield from shared_prefixes(num_threads)
 
 
 def _chosen_cases(num_threads: int, cases: Sequence[AttentionSelection], dtype: torch.dtype) -> Iterator[Row]:
@@ -252,6 +258,27 @@ def caches_of_a_byte(num_threads: int) -> Iterator[Row]:
     times = best_times(clock_for(num_threads), [batch.attend for batch in batches], MIN_TIME_S)
     for kind, batch, seconds in zip(types, batches, times, strict=True):
         yield _row(f"decode, cache in {name_of(kind)}", batch, us=seconds * 1e6, gb_s=_kv_bytes(batch) / seconds / 1e9)
+
+
+def shared_prefixes(num_threads: int) -> Iterator[Row]:
+    """Sequences behind one prompt, which is read for each and once for all, in turn; and others, who have nothing in
+    common and are looked through for it in vain."""
+    for num_seqs, query_len, own, common in SHARED:
+        for kv_dtype in (torch.bfloat16, torch.int8):
+            lengths = [(query_len, max(common, CONTEXT) + own)] * num_seqs
+            batch = AttentionCase(lengths, sharing(2), torch.bfloat16, kv_dtype=kv_dtype, common=common)
+            calls = []
+            for shares in (False, True):
+                backend, step = CpuBackend(replace(batch.shape, shares_prefixes=shares)), replace(batch.step)
+                calls.append(partial(_plan_and_attend, backend, batch, step))
+            apart_s, once_s = best_times(clock_for(num_threads), calls, MIN_TIME_S)
+            name = f"{common} in common, cache in {name_of(kv_dtype)}"
+            yield _row(name, batch, us=once_s * 1e6, apart_us=apart_s * 1e6, ratio=once_s / apart_s)
+
+
+def _plan_and_attend(backend: CpuBackend, batch: AttentionCase, step: StepBatch) -> None:
+    backend.prepare(step)
+    backend.attend(batch.query, batch.kv, step, 0, batch.out)
 
 
 def _kv_bytes(batch: AttentionCase) -> int:

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <vector>
 
+#include "attention_shared.h"
 #include "common.h"
 #include "program.h"
 #include "thread_pool.h"
@@ -23,48 +24,52 @@ constexpr double kNsPerItem = 300, kBytesPerNs = 25, kFlopsPerNs = 100;
 constexpr double kTaskNs = 10'000, kLargeTaskNs = 80'000, kAloneNs = 8'000, kLeastTaskNs = 4'000;
 constexpr int kTasksPerThread = 12;  // enough for threads to finish together; within a task keys are fetched ahead
 
-// A plan lies in a buffer of int32 that the caller gives: this record, the items, where each task ends (in units of
-// one item and one KV head, items outermost), then the rows to be zeroed as (first row, number of rows).
+// A plan lies in a buffer of int32 that the caller gives: this record, the items, the tokens of those that sequences
+// share, where each task ends (in units of one item and one KV head, items outermost), then the rows to be zeroed as
+// (first row, number of rows).
 struct Plan {
-  int32_t num_items, num_tasks, num_gaps, num_partial_rows, num_counters, window;
+  int32_t num_items, num_tokens, num_tasks, num_gaps, num_partial_rows, num_counters, window;
 };
 constexpr int64_t kPlanInts = sizeof(Plan) / 4, kItemInts = sizeof(AttentionItem) / 4;
+constexpr int64_t kTokenInts = sizeof(SharedToken) / 4;
 
 struct Draft {
   std::vector<AttentionItem> items;
   std::vector<int32_t> task_ends, gaps;
+  SharedPrefixes shared;
 };
 
 int64_t element_bytes(int dtype) {
   return dtype == kFloat32 ? 4 : dtype >= kFp8E4M3 ? 1 : 2;
 }
 
-// Rows of partial results of a sequence, for all its splits; workspace_bytes relies on it.
-int most_partial_rows(int group) {
-  return kMaxSections * std::clamp(group, 8, 16);
-}
-
 int round_up(int x, int unit) {
   return (x + unit - 1) / unit * unit;
+}
+
+// Adds an item for each of `item`'s splits, the first of which begins in the section `section`.
+void add_each_split(Plan* plan, std::vector<AttentionItem>* items, AttentionItem item, int section, int size) {
+  const int begin = item.key_begin, end = item.key_end;
+  item.partial = plan->num_partial_rows;
+  item.counter = plan->num_counters++;
+  plan->num_partial_rows += item.num_splits * item.num_rows;
+  for (; item.split < item.num_splits; ++item.split, ++section) {
+    item.key_begin = std::max(begin, section * size);
+    item.key_end = std::min(end, (section + 1) * size);
+    items->push_back(item);
+  }
 }
 
 // Adds an item for each section of `item`'s rows, whose keys are set for all of them; or `item` itself, if there is one
 // section only or if the results of all would take too much memory.
 void add_splits(Plan* plan, std::vector<AttentionItem>* items, AttentionItem item, int size, int most) {
-  const int begin = item.key_begin, end = item.key_end, first = begin / size, count = (end - 1) / size + 1 - first;
+  const int first = item.key_begin / size, count = (item.key_end - 1) / size + 1 - first;
   if (count == 1 || count > kMaxSections || count * item.num_rows > most) {
     items->push_back(item);
     return;
   }
   item.num_splits = count;
-  item.partial = plan->num_partial_rows;
-  item.counter = plan->num_counters++;
-  plan->num_partial_rows += count * item.num_rows;
-  for (; item.split < count; ++item.split) {
-    item.key_begin = std::max(begin, (first + item.split) * size);
-    item.key_end = std::min(end, (first + item.split + 1) * size);
-    items->push_back(item);
-  }
+  add_each_split(plan, items, item, first, size);
 }
 
 // Few units for each thread, and some would wait for others at the end.
@@ -94,6 +99,7 @@ struct Rows {
       item.key_end = window > 0 ? std::min(end, item.key_end + window - 1) : end;
     }
     item.num_splits = 1;
+    item.shared = -1;
     return item;
   }
 };
@@ -121,6 +127,15 @@ void add_sequence(Plan* plan, std::vector<AttentionItem>* items, const Rows& row
     add_tiles(plan, items, rows, begin, end);
     end = begin;
   }
+}
+
+// Adds the sections that a sequence has for itself.
+void add_own_sections(Plan* plan, std::vector<AttentionItem>* items, const Rows& rows, Sharer* sharer) {
+  AttentionItem item = rows.item(0, rows.num_rows, 0);
+  item.split = sharer->shared_splits;
+  item.num_splits = sharer->shared_splits + sharer->num_sections - sharer->shared_sections;
+  sharer->owner = static_cast<int32_t>(items->size());
+  add_each_split(plan, items, item, sharer->shared_sections, sharer->section);
 }
 
 double item_ns(const AttentionShape& shape, const AttentionItem& item) {
@@ -151,46 +166,89 @@ void make_tasks(const AttentionShape& shape, Draft* draft) {
   if (ns > 0) draft->task_ends.push_back(unit);
 }
 
+// The sequences of a step.
+struct Step {
+  const AttentionShape& shape;
+  const int32_t *starts, *seq_lens;
+  int num_seqs, group, most;
+
+  int query_len(int i) const { return starts[i + 1] - starts[i]; }
+  bool is_large(int i) const { return query_len(i) * group > most; }
+  Rows rows(int i) const {
+    const int num_rows = query_len(i) * group;
+    return {i, starts[i], seq_lens[i] - query_len(i), num_rows, group, most, shape.both_ways != 0};
+  }
+};
+
+// Adds the sequences with more rows than an item has, or those with fewer.
+void add_sequences(Plan* plan, Draft* draft, const Step& step, bool large) {
+  Sharer* sharer = draft->shared.sharers.data();
+  const Sharer* const end = sharer + draft->shared.sharers.size();
+  for (int i = 0; i < step.num_seqs; ++i) {
+    if (step.query_len(i) <= 0 || large != step.is_large(i)) continue;
+    if (step.seq_lens[i] <= 0) {
+      draft->gaps.insert(draft->gaps.end(), {step.starts[i], step.query_len(i)});
+      continue;
+    }
+    while (sharer < end && sharer->sequence < i) ++sharer;
+    if (sharer < end && sharer->sequence == i && sharer->shared_sections > 0) {
+      add_own_sections(plan, &draft->items, step.rows(i), sharer);
+    } else {
+      add_sequence(plan, &draft->items, step.rows(i));
+    }
+  }
+}
+
+// Finds what sequences have in common, by their block tables, and adds items for it.
+void add_shared(Draft* draft, const Step& step, const int32_t* table, int64_t table_stride) {
+  const int most = max_rows(step.shape.head_size);
+  for (int i = 0; i < step.num_seqs; ++i) {
+    if (step.query_len(i) <= 0 || step.seq_lens[i] <= 0 || step.query_len(i) * step.group > most) continue;
+    draft->shared.add(i, step.starts[i], step.query_len(i), step.seq_lens[i], table + i * table_stride);
+  }
+  draft->shared.find(step.shape, most, &draft->items);
+}
+
 }  // namespace
 
-// Works out `plan` for a step; starts: int32 [num_seqs + 1], seq_lens: int32 [num_seqs]. window 0 = none. Returns -1;
-// or, when the plan takes more than `capacity` int32 or its splits more than `max_partial_rows`, how many int32 it
-// takes, and then it is no plan.
+// Works out `plan` for a step; starts: int32 [num_seqs + 1], seq_lens: int32 [num_seqs]. window 0 = none. table: null,
+// or the block table [num_seqs, table_stride] that the layers will have: what sequences begin with alike is then read
+// once for all of them, where there is no window. Returns -1; or, when the plan takes more than `capacity` int32 or its
+// splits more than `max_partial_rows`, how many int32 it takes, and then it is no plan.
 VLLM_LITE_API int64_t vllm_lite_attention_plan(const AttentionShape* shape, const int32_t* starts,
                                                const int32_t* seq_lens, int32_t num_seqs, int32_t num_tokens,
-                                               int32_t window, int32_t* plan_out, int64_t capacity,
-                                               int64_t max_partial_rows) {
+                                               int32_t window, const int32_t* table, int64_t table_stride,
+                                               int32_t* plan_out, int64_t capacity, int64_t max_partial_rows) {
   thread_local Draft draft;
   draft.items.clear();
   draft.task_ends.clear();
   draft.gaps.clear();
+  draft.shared.clear();
   Plan plan = {};
   plan.window = window;
   const int group = shape->num_heads / shape->num_kv_heads, most = rows_of_items(*shape, num_tokens);
-  for (const bool large : {true, false}) {
-    for (int i = 0; i < num_seqs; ++i) {
-      const int query_len = starts[i + 1] - starts[i];
-      if (query_len <= 0 || large != (query_len * group > most)) continue;
-      if (seq_lens[i] > 0) {
-        add_sequence(&plan, &draft.items,
-                     {i, starts[i], seq_lens[i] - query_len, query_len * group, group, most, shape->both_ways != 0});
-      } else {
-        draft.gaps.insert(draft.gaps.end(), {starts[i], query_len});
-      }
-    }
-  }
+  const Step step = {*shape, starts, seq_lens, num_seqs, group, most};
+  if (table && window == 0) add_shared(&draft, step, table, table_stride);
+  add_sequences(&plan, &draft, step, true);
+  add_sequences(&plan, &draft, step, false);
+  draft.shared.name_owners();
   const int num_rows = num_seqs > 0 ? starts[num_seqs] : 0;
   if (num_rows < num_tokens) draft.gaps.insert(draft.gaps.end(), {num_rows, num_tokens - num_rows});
   make_tasks(*shape, &draft);
+  const std::vector<SharedToken>& tokens = draft.shared.tokens;
   plan.num_items = static_cast<int32_t>(draft.items.size());
+  plan.num_tokens = static_cast<int32_t>(tokens.size());
   plan.num_tasks = static_cast<int32_t>(draft.task_ends.size());
   plan.num_gaps = static_cast<int32_t>(draft.gaps.size() / 2);
-  const int64_t needed = kPlanInts + plan.num_items * kItemInts + plan.num_tasks + 2 * plan.num_gaps;
+  const int64_t needed =
+      kPlanInts + plan.num_items * kItemInts + plan.num_tokens * kTokenInts + plan.num_tasks + 2 * plan.num_gaps;
   if (needed > capacity || plan.num_partial_rows > max_partial_rows) return needed;
   std::memcpy(plan_out, &plan, sizeof plan);
   int32_t* to = plan_out + kPlanInts;
   std::copy_n(draft.items.data(), draft.items.size(), reinterpret_cast<AttentionItem*>(to));
-  to = std::copy(draft.task_ends.begin(), draft.task_ends.end(), to + plan.num_items * kItemInts);
+  to += plan.num_items * kItemInts;
+  std::copy_n(tokens.data(), tokens.size(), reinterpret_cast<SharedToken*>(to));
+  to = std::copy(draft.task_ends.begin(), draft.task_ends.end(), to + plan.num_tokens * kTokenInts);
   std::copy(draft.gaps.begin(), draft.gaps.end(), to);
   return -1;
 }
@@ -209,7 +267,8 @@ VLLM_LITE_API void vllm_lite_attend(const AttentionShape* shape, const int32_t* 
   Plan plan;
   std::memcpy(&plan, plan_in, sizeof plan);
   const AttentionItem* items = reinterpret_cast<const AttentionItem*>(plan_in + kPlanInts);
-  const int32_t* task_ends = plan_in + kPlanInts + plan.num_items * kItemInts;
+  const int32_t* token_ints = plan_in + kPlanInts + plan.num_items * kItemInts;
+  const int32_t* task_ends = token_ints + plan.num_tokens * kTokenInts;
   const int32_t* gaps = task_ends + plan.num_tasks;
   const int64_t size = element_bytes(shape->dtype), kv_size = element_bytes(shape->kv_dtype);
 
@@ -229,6 +288,8 @@ VLLM_LITE_API void vllm_lite_attend(const AttentionShape* shape, const int32_t* 
   call.window = plan.window;
   call.sinks = sinks;
   call.partials = partials;
+  call.items = items;
+  call.tokens = reinterpret_cast<const SharedToken*>(token_ints);
 
   const size_t row_bytes = static_cast<size_t>(shape->num_heads * shape->value_size * size);
   for (int i = 0; i < plan.num_gaps; ++i) {
@@ -238,7 +299,14 @@ VLLM_LITE_API void vllm_lite_attend(const AttentionShape* shape, const int32_t* 
   }
   const auto attend = VLLM_LITE_DISPATCH_TILES(attend_item);
   const auto merge = VLLM_LITE_DISPATCH(merge_splits);
-  const int num_heads = shape->num_kv_heads;
+  const int num_heads = shape->num_kv_heads, group = shape->num_heads / num_heads;
+  // Some rows of a sequence have the results of a split. The thread that finishes the last of all merges them.
+  const auto finish = [&](const AttentionItem& item, int head, int num_rows) {
+    int32_t* finished = counters + item.counter * num_heads + head;
+    if (__atomic_add_fetch(finished, num_rows, __ATOMIC_ACQ_REL) < item.num_splits * item.num_rows) return;
+    *finished = 0;
+    merge(call, item, head);
+  };
   parallel_for(plan.num_tasks, [&](int64_t task) {
     alignas(64) static thread_local char scratch[kAttentionScratchBytes];
     for (int unit = task == 0 ? 0 : task_ends[task - 1]; unit < task_ends[task]; ++unit) {
@@ -248,11 +316,13 @@ VLLM_LITE_API void vllm_lite_attend(const AttentionShape* shape, const int32_t* 
       attend(call, item, head,
              next < task_ends[task] ? NextUnit{&items[next / num_heads], next % num_heads} : NextUnit{}, scratch);
       if (item.num_splits == 1) continue;
-      // The thread that finishes the last split merges them all.
-      int32_t* finished = counters + item.counter * num_heads + head;
-      if (__atomic_add_fetch(finished, 1, __ATOMIC_ACQ_REL) < item.num_splits) continue;
-      *finished = 0;
-      merge(call, item, head);
+      if (item.shared < 0) {
+        finish(item, head, item.num_rows);
+        continue;
+      }
+      for (int i = 0; i < item.num_rows; i += group) {
+        finish(items[call.tokens[item.shared + i / group].owner], head, group);
+      }
     }
   });
 }

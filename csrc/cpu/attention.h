@@ -39,9 +39,19 @@ struct AttentionItem {
   int32_t position;            // that row's position
   int32_t first, num_rows;     // l
   int32_t key_begin, key_end;  // the items of one range of rows are consecutive
-  int32_t split, num_splits;   // 0, 1 when this item sees all of the keys; else it sees those of one section
+  int32_t split, num_splits;   // 0, 1 when this item sees all of the keys; else it sees those of one section or more
   int32_t partial;             // rows of partial results before those of split 0, in units of num_kv_heads
-  int32_t counter;             // which counter of finished splits, in units of num_kv_heads
+  int32_t counter;             // which counter of rows that a split is finished of, in units of num_kv_heads
+  int32_t shared;              // -1, or the first of its tokens among the plan's SharedTokens: see there
+};
+
+// A token whose rows meet keys that its sequence shares with others, in an item with the rows of these. The item's
+// `sequence` and `position` are those of its first token, `first` is 0, and `partial` and `counter` mean nothing.
+struct SharedToken {
+  int32_t query_row;  // among the step's tokens
+  int32_t position;
+  int32_t first;  // l of its first row, within its own sequence
+  int32_t owner;  // an item of its sequence, which has the splits that the sequence shares with nobody
 };
 
 // What a thread computes after an item and a KV head; item null = nothing, or not known.
@@ -63,9 +73,11 @@ struct AttentionCall {
   int64_t head_stride, token_stride;
   const int32_t* table;  // [num_seqs, table_stride]
   int64_t table_stride;
-  int32_t window;      // 0 = none
-  const float* sinks;  // [num_heads] or null: one more score of each head, which attends to nothing
-  float* partials;     // rows of value_size + 2: weighted sum of V, largest score, sum of weights
+  int32_t window;              // 0 = none
+  const float* sinks;          // [num_heads] or null: one more score of each head, which attends to nothing
+  float* partials;             // rows of value_size + 2: weighted sum of V, largest score, sum of weights
+  const AttentionItem* items;  // of the plan
+  const SharedToken* tokens;   // of the plan
 };
 
 VLLM_LITE_INLINE int64_t partial_size(const AttentionShape& shape) {
@@ -98,11 +110,19 @@ VLLM_LITE_INLINE int section_keys(const AttentionCall& call, const AttentionItem
   return section_keys(item.position + item.first * call.shape->num_kv_heads / call.shape->num_heads, call.window);
 }
 
-// Where an item's partial results for one KV head begin.
-VLLM_LITE_INLINE float* partial_of(const AttentionCall& call, const AttentionItem& item, int split, int kv_head) {
-  const int64_t rows = item.partial + static_cast<int64_t>(split) * item.num_rows;
-  return call.partials +
-         (rows * call.shape->num_kv_heads + static_cast<int64_t>(kv_head) * item.num_rows) * partial_size(*call.shape);
+// Where the partial result of row i of an item is, for one split and one KV head.
+VLLM_LITE_INLINE float* partial_of(const AttentionCall& call, const AttentionItem& item, int split, int kv_head,
+                                   int i) {
+  const AttentionItem* owner = &item;
+  if (item.shared >= 0) {
+    const int group = call.shape->num_heads / call.shape->num_kv_heads;
+    const SharedToken& token = call.tokens[item.shared + i / group];
+    owner = &call.items[token.owner];
+    i = token.first + i % group;
+  }
+  const int64_t rows = owner->partial + static_cast<int64_t>(split) * owner->num_rows;
+  const int64_t row = rows * call.shape->num_kv_heads + static_cast<int64_t>(kv_head) * owner->num_rows + i;
+  return call.partials + row * partial_size(*call.shape);
 }
 
 }  // namespace vllm_lite

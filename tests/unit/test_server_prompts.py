@@ -297,7 +297,8 @@ def test_marks_of_a_request_stand_instead_of_those_that_are_found() -> None:
     assert marks_of({"prompt_token_ids": ids, "marks": None}) == (3, 6)
     (given,) = with_marks([ids], [2, 7])
     assert marks_of(given) == (2, 7)
-    assert marks_of(given, is_hybrid=False) == ()
+    assert marks_of(given, is_hybrid=False) == (2, 7), "those of its user are of use to any model"
+    assert marks_of(ids, is_hybrid=False) == ()
     assert marks_of(given, truncate_prompt_tokens=3) == (3,), "they count from where the prompt is cut"
     assert marks_of(given, truncate_prompt_tokens=3, truncation_side="right") == (2,), "the others are cut off"
     assert marks_of({"prompt_token_ids": ids, "marks": []}) == ()

@@ -1,9 +1,9 @@
 """Paged attention by the native CPU kernels of csrc/cpu.
 
 A sequence with few rows, as in decoding, reads the cache as it lies, split every 512 tokens or more so that one long
-sequence occupies all threads; a chunk of a prompt is cut into tiles of rows. Both add up a row in an order that
-its position alone decides, so its result is the same in any batch, in any chunk and on any number of threads, bit for
-bit.
+sequence occupies all threads; a chunk of a prompt is cut into tiles of rows; blocks that several sequences begin with
+are read once for the rows of all. All add up a row in an order that its position alone decides, so its result is the
+same in any batch, in any chunk and on any number of threads, bit for bit.
 """
 
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ class CpuBackend(AttentionBackend):
         self.kernels = [made[heads] for heads in self._heads]
         """Per KV group; those that differ by their windows share scratch memory."""
         self._first_like = [shape.groups.index(spec) for spec in shape.groups]
-        """Per KV group the first that attends alike, with which it shares its plan."""
+        """Per KV group the first that attends alike, with which it shares its plan unless that depends on blocks."""
 
     @classmethod
     def supports(cls, shape: AttentionShape) -> str | None:
@@ -69,7 +69,8 @@ class CpuBackend(AttentionBackend):
         partials = 0
         for spec in set(self._heads):
             sharing = spec.num_heads // spec.num_kv_heads
-            num_rows = kernels.max_partial_rows(max_num_tokens, max_num_seqs, max_seq_len, sharing)
+            shares = self.shape.shares_prefixes
+            num_rows = kernels.max_partial_rows(max_num_tokens, max_num_seqs, max_seq_len, sharing, shares=shares)
             partials += num_rows * spec.num_kv_heads * ((spec.value_size or spec.head_size) + 2) * 4
         return 2 * partials + num_threads() * kernels.THREAD_BYTES
 
@@ -80,12 +81,14 @@ class CpuBackend(AttentionBackend):
         groups = []
         parts = zip(self.kernels, self._first_like, batch.block_tables, batch.slot_mapping, strict=True)
         for index, (kernel, first_like, table, slots) in enumerate(parts):
-            if first_like == index:
-                window = self.shape.groups[index].window
-                plans.append(kernel.plan(starts, seq_lens, batch.num_tokens, batch.max_seq_len, window))
+            place = (table.data_ptr(), table.stride(0))
+            window = self.shape.groups[index].window
+            shares = self.shape.shares_prefixes and window is None
+            if first_like == index or shares:
+                among = place if shares else None
+                plans.append(kernel.plan(starts, seq_lens, batch.num_tokens, batch.max_seq_len, window, among))
             else:
                 plans.append(plans[first_like])
-            place = (table.data_ptr(), table.stride(0))
             groups.append(_Group(kernel, plans[-1].ctypes.data, place, slots.data_ptr()))
         scratch = [part for kernel in self.kernels for part in kernel.scratch]
         batch.plan = _Plan(groups, (plans, batch.block_tables, batch.slot_mapping), scratch)

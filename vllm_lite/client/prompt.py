@@ -63,7 +63,8 @@ class Prompt:
     text: str | None
     token_ids: list[int]
     marks: tuple[int, ...] = ()
-    """Ends of messages, in tokens, for an engine that wants to know them."""
+    """Where later prompts are likely to part from this one, in tokens: those of its user, or the ends of messages where
+    an engine wants to know them."""
     media: tuple[Media, ...] = ()
     """What lies where `token_ids` has placeholders."""
     contents: tuple[MediaContent, ...] = ()
@@ -129,7 +130,7 @@ def read_prompt(
     num_cut = len(plain) - len(prompt.token_ids) if side == "left" else 0
     num_kept = len(prompt.token_ids)
     kept_marks = (mark - num_cut for mark in checked_marks(marks, len(plain)) if 0 < mark - num_cut <= num_kept)
-    return replace(prompt, marks=tuple(kept_marks) if limits.wants_marks else ())
+    return replace(prompt, marks=tuple(kept_marks))
 
 
 def _of_spans(given: Mapping[str, Any], limits: Welcome, params: SamplingParams) -> Prompt:

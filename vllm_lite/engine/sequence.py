@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from vllm_lite.engine.states.place import StatePlace
 
 
+NO_TAIL = 2**63
+"""Behind the end of any sequence."""
+
+
 class Status(Enum):
     WAITING = "waiting"
     RUNNING = "running"
@@ -71,6 +75,8 @@ class Sequence:
     hash_root: bytes = b""
     block_hashes: list[bytes] = field(default_factory=list)
     num_hashed_blocks: int = 0
+    next_tail: int = NO_TAIL
+    """The first mark of its prompt behind what others can find: when it is computed, they find what is before it."""
     num_passed: int = 0
     """The number of later arrivals that were admitted while it waited."""
     num_demoting: int = 0

@@ -62,8 +62,8 @@ class Generate(Message, tag="generate"):
     the others have. `have` and `output` are empty then. Without `samples` all begin with the prompt. `num_scored` is
     the number of prompt tokens whose logprobs the client has; they are not sent again.
 
-    `marks` are the ends of messages in the prompt, in tokens and ascending, where later prompts are likely to part from
-    it: a model with recurrent layers saves states there.
+    `marks` are places in the prompt, in tokens and ascending, where later ones are likely to part from it, such as ends
+    of messages: recurrent layers save states there; else prompts go on at a mark that they share, also within a block.
     `external_id` is the id under which users know the request: the prompts of one HTTP body share one. Any client may
     name it in Describe and AbortExternal. `context` means nothing to the engine, which returns it in Descriptions.
     `adapter` is the name of a LoRA adapter that has been loaded; empty: the model alone.
@@ -154,8 +154,8 @@ class Welcome(Message, tag="welcome"):
     the folder of the tokenizer on the engine's host, for clients that know only an address. If the engine dies another
     one takes its place, unless it is not `is_supervised`: then its death is the end of every request. `max_loras`: how
     many different LoRA adapters a step may have; 0: none are served. `wants_marks`: it has recurrent layers, so that
-    the marks of a Generate are of use. `placeholders` has for each kind of media that the model takes the token that
-    stands for it in a prompt, `kernels` what computes it, in words for people."""
+    the ends of messages are of use as marks of a Generate. `placeholders` has for each kind of media that the model
+    takes the token that stands for it in a prompt, `kernels` what computes it, in words for people."""
 
     version: int
     epoch: int

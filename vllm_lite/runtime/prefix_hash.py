@@ -70,6 +70,12 @@ class PrefixHasher:
             parent = blake2b(parent + tokens[start : start + block_bytes], digest_size=DIGEST_BYTES).digest()
             hashes.append(parent)
 
+    def tail(self, parent: bytes, tokens: bytes, number: int, spans: Sequence[KeyedSpan] = ()) -> bytes:
+        """The digest of the first tokens of block `number`, which stands behind `parent`."""
+        content = parent + len(tokens).to_bytes(8, "little") + tokens
+        content += span_keys(spans, number * self.block_size, self.block_size)
+        return blake2b(content, digest_size=DIGEST_BYTES).digest()
+
 
 def span_keys(spans: Sequence[KeyedSpan], first: int, block_size: int) -> bytes:
     """The keys of those spans that lie in the block which begins with token `first`: of each its digest, where it

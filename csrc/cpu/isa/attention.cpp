@@ -26,11 +26,10 @@ void merge_splits(const vllm_lite::AttentionCall& call, const vllm_lite::Attenti
   const int size = call.shape->value_size;
   alignas(64) float acc[kMaxHeadSize + kWidth];
   for (int i = 0; i < item.num_rows; ++i) {
-    const int64_t offset = i * vllm_lite::partial_size(*call.shape);
     std::memset(acc, 0, sizeof acc);
     Result all = {kNothing, 0, acc};
     for (int split = 0; split < item.num_splits; ++split) {
-      const float* partial = partial_of(call, item, split, kv_head) + offset;
+      const float* partial = partial_of(call, item, split, kv_head, i);
       add_section(&all, partial[size], partial[size + 1], partial, size);
     }
     put_row(call, item, kv_head, i, all);

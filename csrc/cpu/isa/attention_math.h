@@ -153,13 +153,17 @@ VLLM_LITE_INLINE void fetch_row(const char* row, int64_t num_bytes) {
   for (int64_t i = 0; i < num_bytes; i += 64) fetch(row + i);
 }
 
-// Which of the sequence's query rows, and which head of those that share the KV head, row i of an item is.
+// Which of the step's tokens, at which position, and which head of those that share the KV head, row i of an item is.
 struct Place {
-  int row, head;
+  int query_row, position, head;
 };
-VLLM_LITE_INLINE Place place_of(const AttentionItem& item, int group, int i) {
-  const int l = item.first + i;
-  return group == 1 ? Place{l, 0} : Place{l / group, l % group};
+VLLM_LITE_INLINE Place place_of(const AttentionCall& call, const AttentionItem& item, int group, int i) {
+  if (item.shared >= 0) {
+    const vllm_lite::SharedToken& token = call.tokens[item.shared + i / group];
+    return {token.query_row, token.position, i % group};
+  }
+  const int l = item.first + i, row = group == 1 ? l : l / group;
+  return {item.query_row + row, item.position + row, l - row * group};
 }
 
 // Rows of queries while they meet the keys. Everything is indexed by the row's number within the item.
@@ -184,8 +188,8 @@ struct Softmax {
     per_cap = cap != 0 ? 1 / cap : 0;
     alibi = shape.slopes != nullptr;
     for (int i = 0; i < item.num_rows; ++i) {
-      const Place place = place_of(item, group, i);
-      const int position = item.position + place.row;
+      const Place place = place_of(call, item, group, i);
+      const int position = place.position;
       seen_to[i] = position + 1;
       if (shape.both_ways) seen_to[i] = call.window > 0 ? least(position + call.window, item.key_end) : item.key_end;
       seen_from[i] = call.window > 0 && position >= call.window ? position - call.window + 1 : 0;
@@ -322,9 +326,9 @@ VLLM_LITE_INLINE void put_row(const AttentionCall& call, const AttentionItem& it
                               const Result& all) {
   const AttentionShape& shape = *call.shape;
   const int group = shape.num_heads / shape.num_kv_heads, size = shape.value_size;
-  const Place place = place_of(item, group, i);
+  const Place place = place_of(call, item, group, i);
   const int head = kv_head * group + place.head;
-  char* line = call.out + (item.query_row + place.row) * call.out_stride;
+  char* line = call.out + place.query_row * call.out_stride;
   const float factor = normalizer(call, head, all.top, all.sum);
   const int64_t first = static_cast<int64_t>(head) * size;
   if (shape.dtype == kFloat32) put_output<float>(line + first * 4, all.acc, factor, size);
@@ -340,7 +344,7 @@ template <class Add>
 VLLM_LITE_INLINE void over_keys(const AttentionCall& call, const AttentionItem& item, int kv_head, Softmax& softmax,
                                 float* acc, float* all, int stride, int batch, const Add& add) {
   const int size = call.shape->value_size, section = section_keys(call, item);
-  const bool several = item.num_splits == 1 && item.key_begin / section < (item.key_end - 1) / section;
+  const bool several = item.key_begin / section < (item.key_end - 1) / section;
   Result results[kMaxRows];
   if (several) std::memset(all, 0, static_cast<size_t>(item.num_rows * stride) * 4);
   for (int i = 0; several && i < item.num_rows; ++i) results[i] = {kNothing, 0, all + i * stride};
@@ -355,19 +359,16 @@ VLLM_LITE_INLINE void over_keys(const AttentionCall& call, const AttentionItem& 
     begin = end;
   }
   for (int i = 0; i < item.num_rows; ++i) {
-    if (several) {
-      put_row(call, item, kv_head, i, results[i]);
-      continue;
-    }
-    const float sum = sum_of(load(softmax.sum[i]));
+    if (!several) results[i] = {softmax.largest_score(i), sum_of(load(softmax.sum[i])), acc + i * stride};
+    const Result& result = results[i];
     if (item.num_splits == 1) {
-      put_row(call, item, kv_head, i, {softmax.largest_score(i), sum, acc + i * stride});
+      put_row(call, item, kv_head, i, result);
       continue;
     }
-    float* partial = partial_of(call, item, item.split, kv_head) + i * vllm_lite::partial_size(*call.shape);
-    std::memcpy(partial, acc + i * stride, static_cast<size_t>(size) * 4);
-    partial[size] = softmax.largest_score(i);
-    partial[size + 1] = sum;
+    float* partial = partial_of(call, item, item.split, kv_head, i);
+    std::memcpy(partial, result.acc, static_cast<size_t>(size) * 4);
+    partial[size] = result.top;
+    partial[size + 1] = result.sum;
   }
 }
 

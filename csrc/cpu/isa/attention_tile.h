@@ -201,11 +201,13 @@ static NextRows next_rows(const AttentionCall& call, const AttentionItem& item, 
   }
   const AttentionItem& other = *unit.item;
   const int group = shape.num_heads / shape.num_kv_heads;
-  const int first = place_of(other, group, 0).row, last = place_of(other, group, other.num_rows - 1).row;
   next.count = least(other.key_end - other.key_begin / kKeys * kKeys, kKeys);
+  if (other.shared >= 0) return next;  // its rows lie anywhere
+  const int first = place_of(call, other, group, 0).query_row;
+  const int last = place_of(call, other, group, other.num_rows - 1).query_row;
   next.query_bytes = group * shape.head_size * bytes_of(shape.dtype);
   next.query_stride = call.query_stride;
-  next.query = call.query + (other.query_row + first) * call.query_stride + unit.kv_head * next.query_bytes;
+  next.query = call.query + first * call.query_stride + unit.kv_head * next.query_bytes;
   next.num_queries = last - first + 1;
   return next;
 }

@@ -148,10 +148,9 @@ VLLM_LITE_INLINE void load_query(const AttentionCall& call, const AttentionItem&
                                  int padded) {
   const AttentionShape& shape = *call.shape;
   const int group = shape.num_heads / shape.num_kv_heads, size = shape.head_size;
-  const Place place = place_of(item, group, i);
+  const Place place = place_of(call, item, group, i);
   const int head = kv_head * group + place.head;
-  const char* from =
-      call.query + (item.query_row + place.row) * call.query_stride + head * size * bytes_of(shape.dtype);
+  const char* from = call.query + place.query_row * call.query_stride + head * size * bytes_of(shape.dtype);
   convert_row(shape.dtype, from, to, size);
   std::memset(static_cast<void*>(to + size), 0, static_cast<size_t>(padded - size) * sizeof(Element));
 }

@@ -77,6 +77,7 @@ class DiskTier(CachePart[DiskHit]):
     """Finds, loads and writes; `index` has the keys of all that can be loaded."""
 
     keeps = False
+    has_tails = True
 
     def __init__(self, blocks: KVBlocks, states: StateSlots | None = None, *, preload: float = 0.0) -> None:
         """`preload` is the share of the pool that is filled before the first sequence comes."""

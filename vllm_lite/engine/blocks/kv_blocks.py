@@ -17,6 +17,7 @@ from vllm_lite.engine.blocks.part import CachePart, Forgotten, Growth, Op, Prefi
 from vllm_lite.engine.blocks.pool import NULL_BLOCK, BlockPool
 from vllm_lite.engine.blocks.swapping import Place, Swapping, num_held
 from vllm_lite.engine.blocks.table import BlockTable
+from vllm_lite.engine.blocks.tails import BlockTails
 from vllm_lite.engine.blocks.tier import Tier
 from vllm_lite.engine.blocks.verdict import OK, Admission, Verdict, admission
 from vllm_lite.engine.sequence import Sequence
@@ -31,6 +32,8 @@ Tables = list[list[int]]
 
 class KVBlocks(CachePart[Tables]):
     """Without groups (a model that keeps no KV) every sequence fits and every table is empty."""
+
+    has_tails = True
 
     def __init__(
         self,
@@ -53,12 +56,14 @@ class KVBlocks(CachePart[Tables]):
         self.others_hold: Callable[[], list[list[int]]] = list
         """Blocks that are referenced though no sequence has them: those on their way from or to another tier."""
         self.swapping = Swapping(pool, host, self.groups, max_swap_blocks_per_step, self._cache)
+        self.tails = BlockTails(pool)
         self.counters = self.swapping.counters
 
     # ---- the step
 
     def begin_step(self) -> None:
         self.swapping.begin_step()
+        self.tails.begin_step()
 
     @property
     def is_moving(self) -> bool:
@@ -137,7 +142,7 @@ class KVBlocks(CachePart[Tables]):
         count = num_on_host + sum(self._num_missing(sequence, num_tokens, found))
         return self.swapping.may_take(sequence, count, [block_id for ids in found for block_id in ids])
 
-    def admit(self, sequence: Sequence, hit: PrefixHit, found: Tables, num_tokens: int) -> bool:  # noqa: ARG002
+    def admit(self, sequence: Sequence, hit: PrefixHit, found: Tables, num_tokens: int) -> bool:
         """As for any part; in a window, blocks are allocated for the first `num_tokens` only."""
         first_host_id = self.pool.num_blocks
         # Hold all of it before anything is allocated: what is evicted and demoted for the new blocks must not be this.
@@ -145,11 +150,20 @@ class KVBlocks(CachePart[Tables]):
             table.share([block_id if block_id < first_host_id else NULL_BLOCK for block_id in ids])
             table.num_trimmed = min(group.first_needed(sequence.num_computed), len(ids))
         if not self._num_on_host(found):
+            tail = [self.tails.find(hit.tail + group.key) for group in self.groups if hit.tail]
             self._extend(sequence, num_tokens, [])
+            self._copy_tail(sequence, hit.num_tokens // self.block_size, tail)
             return True
         host_ids = [[block_id if block_id >= first_host_id else NULL_BLOCK for block_id in ids] for ids in found]
         self.swapping.park(sequence, host_ids)
         return self.swap_in(sequence, num_tokens)
+
+    def _copy_tail(self, sequence: Sequence, number: int, sources: Many[int | None]) -> None:
+        """Copy what is known of logical block `number`. Nobody has held the sources, so one may be a block that the
+        sequence has just got: its contents are there until a step writes to it, and that comes after all copies."""
+        for table, source in zip(sequence.tables, sources, strict=False):
+            if source is not None and source != table.ids[number]:
+                self.swapping.copy(source, table.ids[number])
 
     def note_admission(self, hit: PrefixHit, found: Tables) -> list[tuple[str, dict[str, int]]]:  # noqa: ARG002
         num_tokens = self.num_on_host(found)
@@ -192,6 +206,17 @@ class KVBlocks(CachePart[Tables]):
             for index in range(max(first, table.num_trimmed), last):
                 if self.pool.blocks[table.ids[index]].block_hash is None:  # a fork's other holder may have been first
                     self._cache(sequence, group, index, table.ids[index])
+
+    def publish_tail(self, sequence: Sequence, number: int, key: bytes) -> None:
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            if number >= table.num_trimmed:
+                self.tails.add(key + group.key, table.ids[number])
+
+    def has_tail(self, key: bytes) -> bool:
+        return all(self.tails.find(key + group.key) is not None for group in self.groups)
+
+    def forget_tails(self, keys: Iterable[bytes]) -> None:
+        self.tails.forget(key + group.key for key in keys for group in self.groups)
 
     # ---- sharing and leaving
 
@@ -299,6 +324,7 @@ class KVBlocks(CachePart[Tables]):
                 if next_slot < sequence.num_slots and table.is_shared(next_slot // self.block_size):
                     raise RuntimeError(f"{sequence} would write to a block that others read")
         self.swapping.check_integrity(sequences, [on_host for _, on_host in others])
+        self.tails.check_integrity()
 
     def publish_loaded(self, sequence: Sequence | None, place: Place, key: bytes, block_id: int) -> None:
         """Let a block be found that was filled from another tier: for `sequence`, if it still has these tokens."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from vllm_lite.engine.blocks.part import CachePart, Growth, Op, PrefixHit
 from vllm_lite.engine.blocks.verdict import Admission, Lookup, Verdict
-from vllm_lite.engine.sequence import Sequence, Status
+from vllm_lite.engine.sequence import NO_TAIL, Sequence, Status
 from vllm_lite.protocol.api import PrefixCacheReset, Stats
 from vllm_lite.protocol.step import Entry, ModelOutput
 from vllm_lite.runtime.prefix_hash import PrefixHasher
@@ -38,6 +38,7 @@ class KVCacheManager:
         self._first.is_asked_by_blocks = any(part.acts_by_blocks for part in self._others)
         self.wants_marks = any(part.wants_marks for part in self.parts)
         self._keeps = any(part.keeps for part in self.parts)
+        self._has_tails = self.is_caching and all(part.has_tails for part in self.parts)
 
     def part(self, kind: type[Part]) -> Part:
         """The part of this class, for those who observe it. Raises LookupError if there is none."""
@@ -106,6 +107,7 @@ class KVCacheManager:
             part.register(sequence)
         if self.is_caching:
             sequence.hash_root = self.hasher.root(extra_keys)
+        self._begin_tails(sequence)
 
     def register_fork(self, parent: Sequence, child: Sequence) -> None:
         """Register `child`, which cannot share what `parent` holds now and finds what of it is cached."""
@@ -125,7 +127,20 @@ class KVCacheManager:
             found = searches[turn].longest(length)
             num_agreed, length = num_agreed + 1 if found == length else 1, found
         found_by = tuple(search.find(length) for search in searches)
-        return PrefixHit(length * self.block_size, found_by, reach * self.block_size)
+        return self._with_tail(sequence, PrefixHit(length * self.block_size, found_by, reach * self.block_size))
+
+    def _with_tail(self, sequence: Sequence, hit: PrefixHit) -> PrefixHit:
+        """The hit, up to a mark of the prompt in the block behind it, if that is cached and the rest is on the
+        device."""
+        marks = sequence.request.marks
+        if not (marks and self._has_tails) or self.num_on_host(hit):
+            return hit
+        past = min(hit.num_tokens + self.block_size, sequence.num_tokens)
+        for mark in reversed([mark for mark in marks if hit.num_tokens < mark < past]):
+            key = self._tail_key(sequence, mark)
+            if all(part.has_tail(key) for part in self.parts):
+                return PrefixHit(mark, hit.found, max(hit.reach, mark), key)
+        return hit
 
     def no_hit(self) -> PrefixHit:
         """The beginning of a sequence of which nothing is cached."""
@@ -229,6 +244,8 @@ class KVCacheManager:
     def cache_blocks(self, sequence: Sequence, num_tokens: int) -> None:
         """Cache the blocks that the first `num_tokens` tokens fill. Those tokens must be final, and their KV written by
         a step that is sent before any that reads it."""
+        if num_tokens >= sequence.next_tail:
+            self._publish_tails(sequence, num_tokens)
         first, last = sequence.num_hashed_blocks, num_tokens // self.block_size
         if first >= last or not self.is_caching:
             return
@@ -259,9 +276,14 @@ class KVCacheManager:
 
     def release(self, sequence: Sequence, *, forget: bool = False) -> None:
         """Give all back. What is cached can be found until it is reused, or at once no more with `forget`."""
+        if forget and self._has_tails:
+            keys = [self._tail_key(sequence, mark) for mark in sequence.request.marks]
+            for part in self.parts:
+                part.forget_tails(keys)
         for part in self.parts:
             part.release(sequence, forget=forget)
         sequence.num_computed = sequence.num_cached = sequence.num_hashed_blocks = 0
+        self._begin_tails(sequence)
 
     # ---- swapping
 
@@ -351,6 +373,29 @@ class KVCacheManager:
             part.measured(prefill_tokens_per_s, load_blocks_per_s)
 
     # ---- inside
+
+    def _begin_tails(self, sequence: Sequence) -> None:
+        """Nothing of the sequence is published yet."""
+        marks = sequence.request.marks
+        sequence.next_tail = min(marks) if marks and self._has_tails else NO_TAIL
+
+    def _publish_tails(self, sequence: Sequence, num_tokens: int) -> None:
+        """Let others find the beginnings of blocks that end at those marks that its first `num_tokens` have reached."""
+        marks = sequence.request.marks
+        for mark in marks:
+            if sequence.next_tail <= mark <= num_tokens and mark % self.block_size:
+                key = self._tail_key(sequence, mark)
+                for part in self.parts:
+                    part.publish_tail(sequence, mark // self.block_size, key)
+        sequence.next_tail = min((mark for mark in marks if mark > num_tokens), default=NO_TAIL)
+
+    def _tail_key(self, sequence: Sequence, mark: int) -> bytes:
+        """The key of the tokens from the last end of a block before `mark` on."""
+        self._hash_tokens(sequence, mark)
+        number = mark // self.block_size
+        parent = sequence.block_hashes[number - 1] if number else sequence.hash_root
+        tokens = sequence.tokens[number * self.block_size : mark].tobytes()
+        return self.hasher.tail(parent, tokens, number, sequence.request.media)
 
     def _hash_tokens(self, sequence: Sequence, num_tokens: int) -> None:
         if num_tokens // self.block_size > len(sequence.block_hashes):

@@ -32,6 +32,8 @@ class PrefixHit(NamedTuple):
     """By part, in the manager's order."""
     reach: int
     """Number of tokens that the first part has: more than `num_tokens` where another part cannot go on."""
+    tail: bytes = b""
+    """The key of what of the next block is cached; it ends at `num_tokens`. Empty: that is the end of a block."""
 
 
 class Growth(NamedTuple):
@@ -72,6 +74,8 @@ class CachePart(ABC, Generic[Found]):
     """Whether another part acts by blocks: set by the manager, for the first part to say how far it has room."""
     wants_marks = False
     """Whether clients should say where prompts are likely to part."""
+    has_tails = False
+    """Whether a sequence can go on in the middle of a block."""
 
     # ---- the step
 
@@ -195,6 +199,16 @@ class CachePart(ABC, Generic[Found]):
     @abstractmethod
     def publish(self, sequence: Sequence, first: int, last: int) -> None:
         """Let others find what the sequence keeps of its blocks [first, last), which are hashed and final."""
+
+    def publish_tail(self, sequence: Sequence, number: int, key: bytes) -> None:
+        """Let others find the first tokens of block `number`, up to a mark, by this key."""
+
+    def has_tail(self, key: bytes) -> bool:  # noqa: ARG002
+        """Whether a sequence can go on behind these tokens; asked of parts that `has_tails`."""
+        return True
+
+    def forget_tails(self, keys: Iterable[bytes]) -> None:
+        """Let these be found no more."""
 
     # ---- sharing and leaving
 

@@ -20,8 +20,8 @@ THREAD_BYTES = 896 << 10
 """Scratch memory of each thread."""
 INT8_SCALE_BYTES = 4
 """A float behind each row of a cache in int8."""
-_PLAN_INTS, _ITEM_INTS = 6, 11
-"""How many numbers the records Plan and AttentionItem of csrc/cpu have."""
+_PLAN_INTS, _ITEM_INTS, _TOKEN_INTS = 7, 12, 4
+"""How many numbers the records Plan, AttentionItem and SharedToken of csrc/cpu have."""
 
 
 class Shape(ctypes.Structure):
@@ -54,13 +54,16 @@ def max_splits(max_seq_len: int) -> int:
     return min(MAX_SPLITS, -(-max_seq_len // SPLIT_KEYS))
 
 
-def max_partial_rows(num_tokens: int, num_seqs: int, max_seq_len: int, group: int) -> int:
-    """Rows of partial results that a step has at most, for each KV head; `group` heads share one."""
+def max_partial_rows(num_tokens: int, num_seqs: int, max_seq_len: int, group: int, *, shares: bool = False) -> int:
+    """Rows of partial results that a step has at most, for each KV head; `group` heads share one. `shares`: what
+    sequences begin with alike may be read once for all of them, of which each row has a result."""
     num_splits = max_splits(max_seq_len)
     if num_splits <= 1:
         return 0
-    most = MAX_SPLITS * min(max(group, 8), 16)
-    return min(num_seqs * min(most, num_splits * MAX_ROWS), num_splits * num_tokens * group)
+    most = num_seqs * min(MAX_SPLITS * min(max(group, 8), 16), num_splits * MAX_ROWS)
+    if shares and num_seqs > 1:
+        most += 2 * min(num_tokens * group, num_seqs * MAX_ROWS)
+    return min(most, num_splits * num_tokens * group)
 
 
 class Kernels:
@@ -81,9 +84,8 @@ class Kernels:
         self._shape_address = ctypes.addressof(shape)
         self._partial_floats = shape.num_kv_heads * (shape.value_size + 2)
         self._strides: dict[tuple[int, ...], Any] = {}
-        self._plan = function(
-            "vllm_lite_attention_plan", (pointer, pointer, pointer, int32, int32, int32, pointer, int64, int64), int64
-        )
+        step_types = (pointer, pointer, pointer, int32, int32, int32, pointer, int64)
+        self._plan = function("vllm_lite_attention_plan", (*step_types, pointer, int64, int64), int64)
         attend_types = (pointer, pointer, pointer, int64, pointer, int64, pointer, pointer, pointer, int64)
         self._attend = function("vllm_lite_attend", (*attend_types, pointer, pointer, pointer))
         write_types = (pointer, pointer, int64, pointer, int64, pointer, int64, pointer, pointer, int64)
@@ -104,15 +106,18 @@ class Kernels:
         num_tokens: int,
         max_seq_len: int,
         window: int | None,
+        table: tuple[int, int] | None = None,  # as `attend` will get it
     ) -> Any:
-        """The tasks of a step's attention: int32 [], with room for any lengths up to max_seq_len."""
+        """The tasks of a step's attention: int32 [], with room for any lengths up to max_seq_len. With a table, and no
+        window, blocks that sequences begin with alike are read once for all of them."""
         num_seqs, num_kv_heads = len(seq_lens), self._shape.num_kv_heads
         group = self._shape.num_heads // num_kv_heads
         num_items = num_seqs * max(1, max_splits(max_seq_len))
         num_items += num_tokens * group // _least_rows(self._shape.head_size)
         num_items += num_tokens // SPLIT_KEYS  # tiles end where the size of sections changes
-        plan = np.empty(_PLAN_INTS + num_items * (_ITEM_INTS + num_kv_heads) + 2 * (num_seqs + 1), np.int32)
-        num_rows = max_partial_rows(num_tokens, num_seqs, max_seq_len, group)
+        num_ints = _PLAN_INTS + num_items * (_ITEM_INTS + num_kv_heads) + 2 * (num_seqs + 1)
+        plan = np.empty(num_ints + (num_tokens * _TOKEN_INTS if table else 0), np.int32)
+        num_rows = max_partial_rows(num_tokens, num_seqs, max_seq_len, group, shares=table is not None)
         self.reserve(num_rows * self._partial_floats, num_seqs * num_kv_heads)
         needed = self._plan(
             self._shape_address,
@@ -121,6 +126,7 @@ class Kernels:
             num_seqs,
             num_tokens,
             window or 0,
+            *(table or (None, 0)),
             plan.ctypes.data,
             len(plan),
             num_rows,

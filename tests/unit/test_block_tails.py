@@ -1,0 +1,197 @@
+"""Prompts go on in the middle of a block, at the mark where an earlier one parted from them, with a copy of it."""
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.scheduler_rig import Rig, expected
+from vllm_lite.engine.request import Request
+from vllm_lite.engine.sequence import Sequence
+from vllm_lite.protocol.api import Generate
+from vllm_lite.protocol.codec import pack_tokens
+from vllm_lite.protocol.params import SamplingParams
+
+STATE = [1, 2, 3, 4, 5, 6]
+"""A block of 4 tokens, and half a block."""
+
+
+def copies(rig: Rig) -> int:
+    return rig.kv.counters.copied_blocks
+
+
+def cached(rig: Rig) -> list[int | str]:
+    return [numbers["cached"] for code, numbers in rig.decisions if code == "admitted"]
+
+
+def ask(rig: Rig, name: str, own: list[int], mark: int = len(STATE), **params: Any) -> None:
+    rig.add(name, [*STATE, *own], 2, marks=(mark,), **params)
+
+
+def answers(rig: Rig, questions: dict[str, list[int]]) -> None:
+    for name, own in questions.items():
+        assert rig.output(name) == expected([*STATE, *own], 2), name
+
+
+def test_questions_begin_where_the_state_ends() -> None:
+    rig = Rig()
+    ask(rig, "first", [7, 8])
+    rig.drain()
+    questions = {"second": [9], "third": [7, 9, 9, 9, 9]}
+    for name, own in questions.items():
+        ask(rig, name, own)
+    rig.drain()
+    answers(rig, questions)
+    assert cached(rig) == [0, 6, 6]
+    assert copies(rig) == 2
+
+
+def test_one_of_the_same_step_would_copy_what_is_not_written_yet() -> None:
+    rig = Rig(max_num_batched_tokens=40)
+    questions = {"first": [7, 8], "second": [9]}
+    for name, own in questions.items():
+        ask(rig, name, own)
+    rig.drain()
+    answers(rig, questions)
+    assert cached(rig) == [0, 4]
+    ask(rig, "third", [9, 9])
+    rig.drain()
+    assert cached(rig) == [0, 4, 6]
+
+
+@pytest.mark.parametrize(
+    ("state", "params", "found"),
+    [
+        ([1, 2, 3, 4, 5, 9], {}, 4),
+        ([9, 2, 3, 4, 5, 6], {}, 0),
+        (STATE, {"mark": 5}, 4),
+        (STATE, {"cache_salt": "mine"}, 0),
+        (STATE, {"prompt_logprobs": 1}, 0),
+        (STATE, {}, 6),
+    ],
+)
+def test_only_the_same_tokens_are_found(state: list[int], params: dict[str, Any], found: int) -> None:
+    rig = Rig()
+    ask(rig, "first", [7, 8])
+    rig.drain()
+    mark = params.pop("mark", len(state))
+    rig.add("second", [*state, 9, 9], 2, marks=(mark,), **params)
+    rig.drain()
+    assert cached(rig)[-1] == found
+    assert rig.output("second") == expected([*state, 9, 9], 2)
+
+
+def test_a_longer_hit_needs_no_copy() -> None:
+    rig = Rig()
+    ask(rig, "first", [7, 8, 9])
+    rig.drain()
+    ask(rig, "again", [7, 8, 9])
+    rig.drain()
+    assert cached(rig) == [0, 8]
+    assert not copies(rig)
+
+
+def test_the_last_token_is_always_computed() -> None:
+    rig = Rig()
+    ask(rig, "first", [7, 8])
+    rig.drain()
+    rig.add("state", STATE, 2, marks=(5, 6))
+    rig.drain()
+    assert rig.output("state") == expected(STATE, 2)
+    assert cached(rig) == [0, 4], "the mark at its end is behind what it may skip"
+
+
+def test_a_block_that_others_write_to_is_not_found() -> None:
+    rig = Rig(num_blocks=6)
+    ask(rig, "first", [7, 8])
+    rig.drain()
+    rig.add("other", [30 + token for token in range(18)], 1)
+    rig.drain()
+    ask(rig, "second", [9])
+    rig.drain()
+    assert cached(rig)[-1] == 0
+    answers(rig, {"second": [9]})
+
+
+def test_the_block_itself_may_be_the_one_that_is_got() -> None:
+    """All other blocks are held, so the second question gets the very block that it would copy."""
+    rig = Rig(num_blocks=7, max_num_seqs=2)
+    ask(rig, "first", [7])
+    rig.drain()
+    free = [block.block_id for block in rig.kv.pool.peek(6)]
+    tail = next(iter(rig.blocks.tails._keys))
+    held = rig.kv.pool.get_new_blocks(free.index(tail))
+    rig.blocks.others_hold = lambda: [held]
+    ask(rig, "second", [9])
+    rig.step()
+    assert cached(rig)[-1] == 6
+    assert not copies(rig)
+    rig.kv.pool.free(held)
+    rig.blocks.others_hold = list
+    rig.drain()
+    answers(rig, {"second": [9]})
+
+
+def test_what_is_forgotten_is_not_found() -> None:
+    rig = Rig()
+    kv = rig.kv
+
+    def made(name: str) -> Sequence:
+        message = Generate(name, pack_tokens([*STATE, 7, 8]), SamplingParams(), marks=(3, 6))
+        sequence = Request(message, b"client", 100, frozenset()).sequences[0]
+        kv.register(sequence)
+        return sequence
+
+    for forget in ("one sequence", "all"):
+        first, second = made("first"), made("second")
+        kv.admit(first, kv.find_cached(first), 7)
+        kv.cache_blocks(first, 7)
+        kv.begin_step()
+        assert kv.find_cached(second).num_tokens == 6
+        if forget == "all":
+            kv.reset_cache([first])
+        kv.release(first, forget=forget != "all")
+        assert kv.find_cached(second).num_tokens == 0, forget
+        kv.check_integrity([])
+
+
+def test_in_windows_and_with_a_host_tier() -> None:
+    for options in ({"windows": (None, 6)}, {"windows": (5,)}, {"num_host_blocks": 12}):
+        rig = Rig(**options)
+        ask(rig, "first", [7, 8])
+        rig.drain()
+        ask(rig, "second", [9, 9, 9])
+        rig.drain()
+        assert cached(rig) == [0, 6], options
+        answers(rig, {"second": [9, 9, 9]})
+
+
+def test_a_model_with_states_goes_on_at_the_ends_of_blocks() -> None:
+    rig = Rig(num_state_slots=5)
+    ask(rig, "first", [7, 8])
+    rig.drain()
+    ask(rig, "second", [9, 9, 9])
+    rig.drain()
+    assert cached(rig) == [0, 4]
+    answers(rig, {"second": [9, 9, 9]})
+
+
+def test_any_marks_in_a_small_pool() -> None:
+    """The worker checks that it reads what the tokens say; some are preempted, and some of them swapped."""
+    draw = random.Random(3)
+    found = 0
+    for preemption in ("recompute", "swap"):
+        rig = Rig(14, num_host_blocks=8, depth=2, preemption=preemption, max_num_batched_tokens=12)
+        wanted = {}
+        for number in range(150):
+            begin = draw.choice([STATE, [*STATE, 7, 8, 9], [5, 5]])
+            prompt = [*begin, *(draw.randrange(3) for _ in range(draw.randrange(1, 9)))]
+            marks = tuple(sorted({len(begin), draw.randrange(len(prompt) + 1)}))
+            rig.add(name := f"{preemption}{number}", prompt, 6, marks=marks)
+            wanted[name] = expected(prompt, 6)
+            while len(rig.scheduler.requests) > 5:
+                rig.step()
+        rig.drain()
+        assert {name: rig.output(name) for name in wanted} == wanted
+        found += sum(int(number) % 4 > 0 for number in cached(rig))
+    assert found > 50
