@@ -157,8 +157,9 @@ def _block(kind: str, part: str) -> str:
     return "self_attn" if part in ATTENTION_PARTS else "mamba" if part in MAMBA_PARTS else "mlp"
 
 
-QUANTIZED_TOWER = "model.visual."
-"""The tower whose matrices are quantized on load."""
+DENSE_OF_TOWERS = (".pos_embed.weight", ".position_embedding.weight", ".mm_input_projection_weight")
+"""Ends of the names of what towers have of two axes that no load quantizes: tables of positions, and a matrix that is
+stored turned."""
 
 
 def is_of_tower(name: str) -> bool:

@@ -17,7 +17,7 @@ from vllm_lite.checkpoint.quantization.spec import QuantizationSpec
 from vllm_lite.checkpoint.shard import SINGLE, Shard
 from vllm_lite.checkpoint.tensors.headers import FLOAT_BYTES, Tensor
 from vllm_lite.checkpoint.tensors.rank_shapes import is_of_experts, is_of_latent_heads, is_of_router, rank_shape
-from vllm_lite.checkpoint.tensors.tensor_names import QUANTIZED_TOWER, canonical, is_ignored, is_of_tower
+from vllm_lite.checkpoint.tensors.tensor_names import DENSE_OF_TOWERS, canonical, is_ignored, is_of_tower
 from vllm_lite.config import EngineConfig
 
 COPY: Quantization = "int4_g32"
@@ -81,7 +81,7 @@ def copy_bytes(checkpoint: Checkpoint, dtype_bytes: int, shard: Shard = SINGLE, 
     for name, stored in layers.items():
         shape = rank_shape(name, stored, spec, shard)
         form = COPY if mixed is None else mixed.form(name)
-        is_matrix = _is_quantized(name, shape, spec)
+        is_matrix = is_quantized(name, shape, spec)
         total += quantized_bytes(shape, form, device) if is_matrix else prod(shape) * dtype_bytes
     if head in shapes and named[head] in FLOAT_BYTES:
         total += quantized_bytes(rank_shape(head, shapes[head], spec, shard), COPY, device)
@@ -123,7 +123,7 @@ def _tensor_bytes(
         shape = rank_shape(name, stored, spec, shard)
         count, embeds = prod(shape), name == EMBEDDING
         dense = device != "cpu" and is_of_latent_heads(name)
-        if quantization is not None and not dense and _is_quantized(name, shape, spec):
+        if quantization is not None and not dense and is_quantized(name, shape, spec):
             own = quantization if mixed is None else mixed.form(name)
             form = head_form(quantization) if name in heads or is_of_tower(name) else own
             quantized = quantized_bytes(shape, form, device)
@@ -152,9 +152,10 @@ def _quantized_tensors(
     return held
 
 
-def _is_quantized(name: str, shape: tuple[int, ...], spec: ModelSpec) -> bool:
+def is_quantized(name: str, shape: tuple[int, ...], spec: ModelSpec) -> bool:
+    """Whether a tensor of floats becomes another form where a load quantizes."""
     if is_of_tower(name):
-        return len(shape) == 2 and name.startswith(QUANTIZED_TOWER) and not name.endswith(".pos_embed.weight")
+        return len(shape) == 2 and not name.endswith(DENSE_OF_TOWERS)
     is_matrix = len(shape) >= 2 and not name.endswith(("bias", ".conv1d.weight"))
     return is_matrix and name not in TABLES and not is_of_router(name, spec)
 

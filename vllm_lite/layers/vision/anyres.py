@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from vllm_lite.checkpoint.layer_specs.anyres import AnyresSpec
 from vllm_lite.layers.vision.siglip import TILES_AT_ONCE, Siglip
-from vllm_lite.layers.vision.tower import activated
+from vllm_lite.layers.vision.tower import Pieces, activated, drained
 from vllm_lite.layers.weights.weight_slot import WeightGroup
 
 PROJECTOR = "model.multi_modal_projector."
@@ -37,17 +37,20 @@ class AnyresTower(Siglip[AnyresSpec]):
 
     def encode(self, images: Sequence[torch.Tensor], progress: Callable[[], None] = lambda: None) -> list[torch.Tensor]:
         """The vectors of each image's squares, one after another."""
-        return [self._encode(image.view(-1, *[self.spec.image_size] * 2, 3), progress) for image in images]
+        return [drained(self.in_pieces(image), progress) for image in images]
+
+    def in_pieces(self, image: torch.Tensor) -> Pieces:
+        vectors, squares = list[torch.Tensor](), image.view(-1, *[self.spec.image_size] * 2, 3)
+        for few in squares.split(TILES_AT_ONCE):
+            vectors.append((yield from self._project(few)).flatten(0, 1))
+        return torch.cat(vectors)
 
     def largest(self, num_tokens: int) -> list[torch.Tensor]:
         return [torch.cat(super().largest(num_tokens))]
 
-    def _encode(self, squares: torch.Tensor, progress: Callable[[], None]) -> torch.Tensor:
-        return torch.cat([self._project(few, progress).flatten(0, 1) for few in squares.split(TILES_AT_ONCE)])
-
-    def _project(self, squares: torch.Tensor, progress: Callable[[], None]) -> torch.Tensor:
+    def _project(self, squares: torch.Tensor) -> Pieces:
         """[num_squares, side^2, out_size]"""
-        hidden = self.hidden(squares, progress)
+        hidden = yield from self.hidden(squares)
         inner = self.linear("fc1", hidden[:, 1:] if self.spec.is_clip else hidden)
         return self.linear("fc2", activated(inner, self.spec.projector_activation))
 
@@ -72,7 +75,8 @@ class AnyresTower(Siglip[AnyresSpec]):
         if spec.is_clip:
             yield self.tensor("own", f"{root}embeddings.class_embedding", (size,))
             yield self.group("first norm", [f"{root}pre_layrnorm"], (size,))
-        yield self.group("fc1", [f"{PROJECTOR}linear_1"], (spec.out_size, size), bias=spec.projector_bias)
-        yield self.group("fc2", [f"{PROJECTOR}linear_2"], (spec.out_size, spec.out_size), bias=spec.projector_bias)
+        out, bias = spec.out_size, spec.projector_bias
+        yield self.matrix("fc1", [f"{PROJECTOR}linear_1"], out, bias=bias)
+        yield self.matrix("fc2", [f"{PROJECTOR}linear_2"], out, out, bias=bias)
         if spec.pinpoints:
             yield self.tensor("row end", "model.image_newline", (spec.out_size,))

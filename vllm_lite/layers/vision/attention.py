@@ -4,7 +4,8 @@ The patches of all images stand one behind the other, so images and windows of a
 what encoders of texts have.
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,18 +18,30 @@ from vllm_lite.kernels.ops import Rotation
 from vllm_lite.layers.parts import Parts
 
 
+class TowerPlan(NamedTuple):
+    """The patches that see each other, the number of heads that attend at once, and the backend that computes them."""
+
+    batch: StepBatch
+    num_heads: int
+    backend: EncoderBackend
+
+
 class TowerAttention:
     """For the heads of one tower."""
 
     def __init__(self, parts: Parts, num_heads: int, head_size: int) -> None:
         self.num_heads = num_heads
         self.device = parts.device
-        spec = AttentionSpec(num_heads, num_heads, head_size, head_size**-0.5)
-        self._backend = EncoderBackend(AttentionShape((spec,), 1, parts.dtype, parts.device, is_encoder=True))
+        specs = {count: AttentionSpec(count, count, head_size, head_size**-0.5) for count in (1, num_heads)}
+        shapes = {
+            count: AttentionShape((own,), 1, parts.dtype, self.device, is_encoder=True) for count, own in specs.items()
+        }
+        self._backends = {count: EncoderBackend(shape) for count, shape in shapes.items()}
         self._no_cache = torch.empty(0)
 
-    def plan(self, lengths: Sequence[int]) -> StepBatch:
-        """Say which patches see each other: so many in a row each. One plan is for all layers that attend alike."""
+    def plan(self, lengths: Sequence[int], *, in_pieces: bool = False) -> TowerPlan:
+        """Say which patches see each other: so many in a row each. One plan is for all layers that attend alike;
+        `in_pieces` for a tower that pauses behind each head."""
         starts, lens = np.zeros(len(lengths) + 1, np.int32), np.array(lengths, np.int32)
         lens.cumsum(out=starts[1:])
         nothing = torch.empty(0, dtype=torch.int64, device=self.device)
@@ -45,14 +58,22 @@ class TowerAttention:
             slot_mapping=(),
             host=HostLens(lens, lens),
         )
-        self._backend.prepare(batch)
-        return batch
+        num_heads = 1 if in_pieces else self.num_heads
+        plan = TowerPlan(batch, num_heads, self._backends[num_heads])
+        plan.backend.prepare(batch)
+        return plan
 
-    def forward(self, qkv: torch.Tensor, plan: StepBatch, rotation: Rotation | None = None) -> torch.Tensor:
+    def forward(
+        self, qkv: torch.Tensor, plan: TowerPlan, rotation: Rotation | None = None
+    ) -> Generator[None, None, torch.Tensor]:
         """qkv: [num_patches, 3 * num_heads * head_size], of which Q and K are turned in place -> what the patches get:
-        [num_patches, num_heads * head_size]."""
+        [num_patches, num_heads * head_size]. Pauses behind the heads that the plan takes at once."""
         query, key, value = qkv.view(len(qkv), 3, self.num_heads, -1).unbind(1)
         out = query.new_empty(query.shape)
-        self._backend.write_kv(Heads(query, key, value, rotation), self._no_cache, plan, 0)
-        self._backend.attend(query, self._no_cache, plan, 0, out)
+        for first in range(0, self.num_heads, plan.num_heads):
+            some = slice(first, first + plan.num_heads)
+            heads = Heads(query[:, some], key[:, some], value[:, some], rotation)
+            plan.backend.write_kv(heads, self._no_cache, plan.batch, 0)
+            plan.backend.attend(heads.query, self._no_cache, plan.batch, 0, out[:, some])
+            yield
         return out.flatten(1)

@@ -14,7 +14,7 @@ from torch.nn import functional
 from vllm_lite.checkpoint.layer_specs.gemma_vision import Gemma3VisionSpec, Gemma4VisionSpec, UnifiedVisionSpec
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.vision.siglip import SiglipTower
-from vllm_lite.layers.vision.tower import VisionTower, activated, rms_normed
+from vllm_lite.layers.vision.tower import Pieces, VisionTower, activated, drained, rms_normed
 from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightStack, whole_slot
 
 NORM_EPS = 1e-5
@@ -66,11 +66,7 @@ class GridTower(VisionTower[S]):
         """Patches with a position of their own along a side of what becomes one vector."""
 
     def encode(self, images: Sequence[torch.Tensor], progress: Callable[[], None] = lambda: None) -> list[torch.Tensor]:
-        return [self.encode_one(image, progress) for image in images]
-
-    @abstractmethod
-    def encode_one(self, image: torch.Tensor, progress: Callable[[], None]) -> torch.Tensor:
-        """As `encode`, of one image."""
+        return [drained(self.in_pieces(image), progress) for image in images]
 
     def patches(self, image: torch.Tensor, size: int) -> tuple[torch.Tensor, int, int]:
         """float32 [num_patches, size * size * 3], row by row, and the numbers of rows and columns."""
@@ -89,24 +85,24 @@ class UnifiedTower(GridTower[UnifiedVisionSpec]):
 
     patches_along = 1
 
-    def encode_one(self, image: torch.Tensor, progress: Callable[[], None]) -> torch.Tensor:
+    def in_pieces(self, image: torch.Tensor) -> Pieces:
         patches, rows, cols = self.patches(image, self.spec.patch_size * self.spec.merge)
         hidden = self.linear("dense", self.norm("norm1", patches.to(self.dtype), NORM_EPS))
         hidden = self.norm("norm2", hidden, NORM_EPS)
         across, down = self.axes(rows, cols)
         table = self.table("positions")  # [num_positions, 2, hidden_size]
         hidden = self.norm("norm3", hidden + (table[across, 0] + table[down, 1]), NORM_EPS)
-        progress()
+        yield
         return self.linear("projection", rms_normed(hidden, self.spec.norm_eps))
 
     def weight_groups(self) -> Iterator[WeightGroup]:
         spec, size, root = self.spec, self.spec.hidden_size, "model.embed_vision."
         yield self.group("norm1", [f"{root}patch_ln1"], (spec.token_bytes,))
-        yield self.group("dense", [f"{root}patch_dense"], (size, spec.token_bytes))
+        yield self.matrix("dense", [f"{root}patch_dense"], size, spec.token_bytes)
         yield self.group("norm2", [f"{root}patch_ln2"], (size,))
         yield self.tensor("positions", f"{root}pos_embedding", (spec.num_positions, 2, size))
         yield self.group("norm3", [f"{root}pos_norm"], (size,))
-        yield self.group("projection", [f"{root}embedding_projection"], (spec.out_size, size), bias=False)
+        yield self.matrix("projection", [f"{root}embedding_projection"], spec.out_size, bias=False)
 
 
 class Gemma4Tower(GridTower[Gemma4VisionSpec]):
@@ -123,7 +119,7 @@ class Gemma4Tower(GridTower[Gemma4VisionSpec]):
     def patches_along(self) -> int:
         return self.spec.merge
 
-    def encode_one(self, image: torch.Tensor, progress: Callable[[], None]) -> torch.Tensor:
+    def in_pieces(self, image: torch.Tensor) -> Pieces:
         spec = self.spec
         patches, rows, cols = self.patches(image, spec.patch_size)
         across, down = self.axes(rows, cols)
@@ -136,7 +132,7 @@ class Gemma4Tower(GridTower[Gemma4VisionSpec]):
             hidden = hidden + self._rms(f"{layer}.post_attention_layernorm", attended)
             made = self._mlp(layer, self._rms(f"{layer}.pre_feedforward_layernorm", hidden))
             hidden = hidden + self._rms(f"{layer}.post_feedforward_layernorm", made)
-            progress()
+            yield
         pooled = hidden.view(rows // spec.merge, spec.merge, cols // spec.merge, spec.merge, -1).float().mean((1, 3))
         vectors = pooled.flatten(0, 1).to(self.dtype).float() * spec.hidden_size**0.5
         if spec.standardized:
@@ -167,7 +163,7 @@ class Gemma4Tower(GridTower[Gemma4VisionSpec]):
     def weight_groups(self) -> Iterator[WeightGroup]:
         spec, size, root = self.spec, self.spec.hidden_size, "model.vision_tower."
         embedder, width = f"{root}patch_embedder.", spec.num_heads * spec.head_size
-        yield self.group("patches", [f"{embedder}input_proj"], (size, 3 * spec.patch_size**2), bias=False)
+        yield self.matrix("patches", [f"{embedder}input_proj"], size, 3 * spec.patch_size**2, bias=False)
         yield self.tensor("positions", f"{embedder}position_embedding_table", (2, spec.num_positions, size))
         shapes = dict.fromkeys(MATRICES, (width, size)) | {"o_proj": (size, width)}
         shapes |= dict.fromkeys(("gate_proj", "up_proj"), (spec.intermediate_size, size))
@@ -176,7 +172,7 @@ class Gemma4Tower(GridTower[Gemma4VisionSpec]):
             own = f"{root}encoder.layers.{layer}."
             for part, shape in shapes.items():
                 block = "mlp" if part in ("gate_proj", "up_proj", "down_proj") else "self_attn"
-                yield self.group(f"{layer}.{part}", [f"{own}{block}.{part}.linear"], shape, bias=False)
+                yield self.matrix(f"{layer}.{part}", [f"{own}{block}.{part}.linear"], *shape, bias=False)
                 if spec.clipped:
                     yield self._limit_group(f"{layer}.{part}", f"{own}{block}.{part}.")
             for part in "qk":
@@ -188,7 +184,7 @@ class Gemma4Tower(GridTower[Gemma4VisionSpec]):
             yield self.tensor("bias", f"{root}std_bias", (size,))
             yield self.tensor("scale", f"{root}std_scale", (size,))
         projection = "model.embed_vision.embedding_projection"
-        yield self.group("projection", [projection], (spec.out_size, size), bias=False)
+        yield self.matrix("projection", [projection], spec.out_size, bias=False)
 
     def _limit_group(self, name: str, prefix: str) -> WeightGroup:
         """Least and largest numbers into a matrix, and out of it."""

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from vllm_lite.checkpoint.layer_specs.pixtral import PixtralVisionSpec
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.vision.tower import VisionTower, activated, turned
+from vllm_lite.layers.vision.tower import Pieces, VisionTower, activated, drained, turned
 from vllm_lite.layers.weights.weight_slot import WeightGroup
 
 ROOT, PROJECTOR = "model.vision_tower.", "model.multi_modal_projector."
@@ -41,12 +41,12 @@ class PixtralTower(VisionTower[PixtralVisionSpec]):
         return torch.arange(rows * (cols + 1)).view(rows, cols + 1)[:, :cols].flatten()
 
     def encode(self, images: Sequence[torch.Tensor], progress: Callable[[], None] = lambda: None) -> list[torch.Tensor]:
-        return [self._encode(image, progress) for image in images]
+        return [drained(self.in_pieces(image), progress) for image in images]
 
     def largest(self, num_tokens: int) -> list[torch.Tensor]:
         return [self.square(num_tokens)]
 
-    def _encode(self, image: torch.Tensor, progress: Callable[[], None]) -> torch.Tensor:
+    def in_pieces(self, image: torch.Tensor) -> Pieces:
         spec, patch = self.spec, self.spec.patch_size
         rows, cols = image.shape[0] // patch, image.shape[1] // patch
         patches = self.colors(image).view(rows, patch, cols, patch, 3).permute(0, 2, 4, 1, 3).reshape(rows * cols, -1)
@@ -55,7 +55,7 @@ class PixtralTower(VisionTower[PixtralVisionSpec]):
         for layer in range(spec.num_layers):
             hidden = hidden + self._attend(layer, self.rms_norm(f"{layer}.norm1", hidden, spec.norm_eps), turns)
             hidden = hidden + self._mlp(layer, self.rms_norm(f"{layer}.norm2", hidden, spec.norm_eps))
-            progress()
+            yield
         if spec.merger_eps is not None:
             hidden = self.linear(
                 "merger", self._blocks(self.rms_norm("merger.norm", hidden, spec.merger_eps), rows, cols)
@@ -93,18 +93,16 @@ class PixtralTower(VisionTower[PixtralVisionSpec]):
         yield self.group("norm", [f"{ROOT}ln_pre"], (size,), bias=False)
         for layer in range(spec.num_layers):
             own = f"{ROOT}transformer.layers.{layer}."
-            yield self.group(
-                f"{layer}.qkv", [f"{own}attention.{part}_proj" for part in "qkv"], (size, size), bias=False
-            )
-            yield self.group(f"{layer}.out", [f"{own}attention.o_proj"], (size, size), bias=False)
+            yield self.matrix(f"{layer}.qkv", [f"{own}attention.{part}_proj" for part in "qkv"], size, bias=False)
+            yield self.matrix(f"{layer}.out", [f"{own}attention.o_proj"], size, bias=False)
             gates = [f"{own}feed_forward.{part}_proj" for part in ("gate", "up")]
-            yield self.group(f"{layer}.gate_up", gates, (inner, size), bias=False)
-            yield self.group(f"{layer}.down", [f"{own}feed_forward.down_proj"], (size, inner), bias=False)
+            yield self.matrix(f"{layer}.gate_up", gates, inner, bias=False)
+            yield self.matrix(f"{layer}.down", [f"{own}feed_forward.down_proj"], size, inner, bias=False)
             yield self.group(f"{layer}.norm1", [f"{own}attention_norm"], (size,), bias=False)
             yield self.group(f"{layer}.norm2", [f"{own}ffn_norm"], (size,), bias=False)
         if spec.merger_eps is not None:
             yield self.group("merger.norm", [f"{PROJECTOR}norm"], (size,), bias=False)
-            merged = size, size * spec.merge**2
-            yield self.group("merger", [f"{PROJECTOR}patch_merger.merging_layer"], merged, bias=False)
-        yield self.group("fc1", [f"{PROJECTOR}linear_1"], (out, size), bias=spec.projector_bias)
-        yield self.group("fc2", [f"{PROJECTOR}linear_2"], (out, out), bias=spec.projector_bias)
+            merging = f"{PROJECTOR}patch_merger.merging_layer"
+            yield self.matrix("merger", [merging], size, size * spec.merge**2, bias=False)
+        yield self.matrix("fc1", [f"{PROJECTOR}linear_1"], out, bias=spec.projector_bias)
+        yield self.matrix("fc2", [f"{PROJECTOR}linear_2"], out, out, bias=spec.projector_bias)

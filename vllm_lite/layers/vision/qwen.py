@@ -11,18 +11,14 @@ from typing import TypeVar
 
 import torch
 
-from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.layer_specs import activation
 from vllm_lite.checkpoint.layer_specs.qwen_vision import Qwen3VisionSpec, QwenVisionSpec
 from vllm_lite.checkpoint.layer_specs.vision import Activation
-from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels.ops import Rotation, WideNormWeights
 from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.vision.attention import TowerAttention
+from vllm_lite.layers.vision.attention import TowerAttention, TowerPlan
 from vllm_lite.layers.vision.tower import PIECE_ROWS, Pieces, VisionTower, drained
-from vllm_lite.layers.weights.linear import Linear
-from vllm_lite.layers.weights.weight_form import DenseForm, LinearShape
 from vllm_lite.layers.weights.weight_slot import WeightGroup
 
 Q = TypeVar("Q", bound=QwenVisionSpec)
@@ -53,8 +49,6 @@ class QwenTower(VisionTower[Q]):
         self._frequencies = 1.0 / THETA**steps  # [head_size / 4]
         self.ops = ops_for(parts.device)
         self.attention = TowerAttention(parts, spec.num_heads, spec.hidden_size // spec.num_heads)
-        self._form = DenseForm(parts.head_quantization)
-        self._matrices: dict[str, Linear] = {}
 
     def shape(self, num_tokens: int, grid: Sequence[int]) -> tuple[int, int]:
         patch, merge = self.spec.patch_size, self.spec.merge
@@ -126,7 +120,7 @@ class QwenTower(VisionTower[Q]):
         self,
         layer: int,
         rows: torch.Tensor,  # [num_patches, hidden_size]
-        plan: StepBatch,
+        plan: TowerPlan,
         rotation: Rotation | None = None,
         at_once: int | None = None,
     ) -> Iterator[None]:
@@ -138,22 +132,12 @@ class QwenTower(VisionTower[Q]):
             some = slice(first, first + size)
             qkv[some] = self.linear(f"{layer}.qkv", self.norm(f"{layer}.norm1", rows[some]))
             yield
-        attended = self.attention.forward(qkv, plan, rotation)
-        yield
+        attended = yield from self.attention.forward(qkv, plan, rotation)
         for first in parts:
             some = slice(first, first + size)
             self.ops.add(rows[some], self.linear(f"{layer}.out", attended[some]))
             self.ops.add(rows[some], self.mlp(layer, self.norm(f"{layer}.norm2", rows[some])))
             yield
-
-    def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """x times a `matrix`, or a `group` that is stored with more than two axes; x: [num_rows, inputs]."""
-        made = self._matrices.get(name)
-        if made is None:
-            return super().linear(name, x)
-        out = x.new_empty(len(x), sum(part.size for part in made.shape.outputs))
-        made.forward(x, out)
-        return out
 
     def norm(self, name: str, x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
         own, out = self._weights[name], torch.empty_like(x)
@@ -171,16 +155,6 @@ class QwenTower(VisionTower[Q]):
             return x.mul_(torch.sigmoid(1.702 * x))
         self.ops.activate(kind, x.flatten(0, -2))
         return x
-
-    def matrix(
-        self, name: str, stored: Sequence[str], outputs: int, inputs: int | None = None, *, bias: bool = True
-    ) -> WeightGroup:
-        """Matrices that the checkpoint calls `stored`, of so many outputs each, below one another in the product
-        `name`. `inputs`: None is the tower's size."""
-        own = Split.whole(self.spec.hidden_size if inputs is None else inputs)
-        shape = LinearShape(own, (Split.whole(outputs),) * len(stored), self.dtype, self.device)
-        self._matrices[name] = made = Linear(shape, bias=bias, form=self._form)
-        return made.group(*stored)
 
     def merged(self, name: str, blocks: torch.Tensor, at_once: int | None = None) -> Pieces:
         """Vectors of the text model of blocks of patches: [num_tokens, merge^2 * hidden_size] -> [.., out_size]. Pauses
@@ -215,7 +189,8 @@ class Qwen3Tower(QwenTower[Qwen3VisionSpec]):
         yield
         hidden = self.linear("patches", patches) + torch.cat([self._positions(*side) for side in sides])
         yield
-        rotation, plan = self.rotation(sides), self.attention.plan([rows * cols for rows, cols in sides])
+        rotation, in_pieces = self.rotation(sides), at_once is not None
+        plan = self.attention.plan([rows * cols for rows, cols in sides], in_pieces=in_pieces)
         deep = list[torch.Tensor]()
         for layer in range(self.spec.num_layers):
             yield from self.layer(layer, hidden, plan, rotation, at_once)

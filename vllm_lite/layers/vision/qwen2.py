@@ -29,8 +29,8 @@ class Qwen2Tower(QwenTower[Qwen2VisionSpec]):
         hidden = self.linear("patches", in_order(patches))
         yield
         rotation = Rotation(*map(in_order, self.rotation(sides)))
-        whole = self.attention.plan([rows * cols for rows, cols in sides])
-        windows = self.attention.plan([few * length for length in lengths])
+        whole = self.attention.plan([rows * cols for rows, cols in sides], in_pieces=at_once is not None)
+        windows = self.attention.plan([few * length for length in lengths], in_pieces=at_once is not None)
         for layer in range(spec.num_layers):
             plan = whole if layer in spec.full_layers or not spec.window else windows
             yield from self.layer(layer, hidden, plan, rotation, at_once)

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from vllm_lite.checkpoint.layer_specs.vision import SiglipSpec, TileVisionSpec
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.vision.tower import VisionTower
+from vllm_lite.layers.vision.tower import Pieces, VisionTower, drained
 from vllm_lite.layers.weights.weight_slot import WeightGroup
 
 TILES_AT_ONCE = 4
@@ -23,9 +23,9 @@ class Siglip(VisionTower[T]):
         super().__init__(parts, spec)
         self._positions = torch.arange(spec.side**2, device=parts.device)
 
-    def hidden(self, tiles: torch.Tensor, progress: Callable[[], None]) -> torch.Tensor:
+    def hidden(self, tiles: torch.Tensor) -> Pieces:
         """tiles: uint8 [num_tiles, image_size, image_size, 3] -> what the last layer leaves: [num_tiles, side^2,
-        hidden_size]. Pixels behind the last whole patch are not seen."""
+        hidden_size]. Pixels behind the last whole patch are not seen. Pauses behind each layer."""
         spec, patch, side = self.spec, self.spec.patch_size, self.spec.side
         seen = tiles[:, : side * patch, : side * patch]
         colors = self.colors(seen).reshape(-1, side, patch, side, patch, 3)
@@ -34,7 +34,7 @@ class Siglip(VisionTower[T]):
         for layer in range(spec.num_layers):
             hidden = hidden + self._attend(layer, self.norm(f"{layer}.norm1", hidden))
             hidden = hidden + self.mlp(layer, self.norm(f"{layer}.norm2", hidden))
-            progress()
+            yield
         return hidden
 
     def placed(self, patches: torch.Tensor) -> torch.Tensor:  # [num_tiles, num_patches, hidden_size]
@@ -59,10 +59,10 @@ class Siglip(VisionTower[T]):
         yield self.group("positions", [f"{root}embeddings.position_embedding"], (num_positions, size), bias=False)
         for layer in range(spec.num_layers):
             own = f"{root}encoder.layers.{layer}."
-            yield self.group(f"{layer}.qkv", [f"{own}self_attn.{part}_proj" for part in "qkv"], (size, size))
-            yield self.group(f"{layer}.out", [f"{own}self_attn.out_proj"], (size, size))
-            yield self.group(f"{layer}.fc1", [f"{own}mlp.fc1"], (inner, size))
-            yield self.group(f"{layer}.fc2", [f"{own}mlp.fc2"], (size, inner))
+            yield self.matrix(f"{layer}.qkv", [f"{own}self_attn.{part}_proj" for part in "qkv"], size)
+            yield self.matrix(f"{layer}.out", [f"{own}self_attn.out_proj"], size)
+            yield self.matrix(f"{layer}.fc1", [f"{own}mlp.fc1"], inner)
+            yield self.matrix(f"{layer}.fc2", [f"{own}mlp.fc2"], size, inner)
             for number in "12":
                 yield self.group(f"{layer}.norm{number}", [f"{own}layer_norm{number}"], (size,))
 
@@ -81,10 +81,13 @@ class SiglipTower(Siglip[SiglipSpec]):
 
     def encode(self, images: Sequence[torch.Tensor], progress: Callable[[], None] = lambda: None) -> list[torch.Tensor]:
         few = (images[first : first + TILES_AT_ONCE] for first in range(0, len(images), TILES_AT_ONCE))
-        return [vectors for tiles in few for vectors in self._encode(torch.stack(list(tiles)), progress)]
+        return [vectors for tiles in few for vectors in drained(self._encode(torch.stack(list(tiles))), progress)]
 
-    def _encode(self, tiles: torch.Tensor, progress: Callable[[], None]) -> torch.Tensor:
-        return self.projected(self.norm("norm", self.hidden(tiles, progress)))
+    def in_pieces(self, image: torch.Tensor) -> Pieces:
+        return (yield from self._encode(image[None]))[0]
+
+    def _encode(self, tiles: torch.Tensor) -> Pieces:
+        return self.projected(self.norm("norm", (yield from self.hidden(tiles))))
 
     def projected(self, hidden: torch.Tensor) -> torch.Tensor:
         """[num_tiles, num_patches, hidden_size] -> [num_tiles, num_tokens, out_size]"""
@@ -101,7 +104,7 @@ class SiglipTower(Siglip[SiglipSpec]):
         yield from self.layer_groups(root, spec.side**2)
         yield self.group("norm", [f"{root}post_layernorm"], (size,))
         projection = "model.connector.modality_projection.proj"
-        yield self.group("projection", [projection], (spec.out_size, spec.merge**2 * size), bias=False)
+        yield self.matrix("projection", [projection], spec.out_size, spec.merge**2 * size, bias=False)
 
 
 def position_ids(side: int) -> torch.Tensor:

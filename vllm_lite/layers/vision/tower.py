@@ -9,7 +9,10 @@ import torch
 from torch.nn import functional
 
 from vllm_lite.checkpoint.layer_specs.vision import Activation, VisionSpec
+from vllm_lite.checkpoint.shard import Split
 from vllm_lite.layers.parts import Parts
+from vllm_lite.layers.weights.linear import Linear
+from vllm_lite.layers.weights.weight_form import DenseForm, LinearShape
 from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightSlot, WeightStack, whole_slot
 
 S = TypeVar("S", bound=VisionSpec)
@@ -48,6 +51,8 @@ class VisionTower(ABC, Generic[S]):
         self.dtype = parts.dtype
         self.device = parts.device
         self._weights: dict[str, Weighted] = {}
+        self._matrices: dict[str, Linear] = {}
+        self._form = DenseForm(parts.head_quantization)
         color = torch.tensor([spec.mean, spec.std], dtype=torch.float32, device=parts.device)
         self._mean, self._std = color[0], color[1]
 
@@ -68,10 +73,9 @@ class VisionTower(ABC, Generic[S]):
     ) -> list[torch.Tensor]:
         """The vectors of each image: [num_vectors, hidden_size of the text]. `progress` is called behind each layer."""
 
+    @abstractmethod
     def in_pieces(self, image: torch.Tensor) -> Pieces:
-        """As `encode`, for one image, with a pause at each yield. A tower that cannot pause computes it at once."""
-        yield
-        return self.encode([image])[0]
+        """As `encode`, for one image, with a pause at each yield."""
 
     def arranged(self, vectors: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:  # noqa: ARG002
         """The vectors of a medium with this grid in the order of its tokens, of those that `encode` made."""
@@ -96,8 +100,15 @@ class VisionTower(ABC, Generic[S]):
         return (images.to(self.device).float() / 255 - self._mean) / self._std
 
     def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        own = self._weights[name]
-        return functional.linear(x, own.weight, own.bias)
+        """x times a `matrix`, or a `group` that is stored with more than two axes; x: [..., inputs]."""
+        made = self._matrices.get(name)
+        if made is None:
+            own = self._weights[name]
+            return functional.linear(x, own.weight, own.bias)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        out = rows.new_empty(len(rows), sum(part.size for part in made.shape.outputs))
+        made.forward(rows, out)
+        return out.view(*x.shape[:-1], -1)
 
     def norm(self, name: str, x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
         own = self._weights[name]
@@ -125,6 +136,16 @@ class VisionTower(ABC, Generic[S]):
         kinds = {"weight": shape, "bias": shape[:1]} if bias else {"weight": shape}
         slots = (tuple(whole_slot(f"{each}.{kind}", *size) for each in stored) for kind, size in kinds.items())
         return WeightGroup(tuple(WeightStack(own, self.dtype, self.device) for own in slots), take)
+
+    def matrix(
+        self, name: str, stored: Sequence[str], outputs: int, inputs: int | None = None, *, bias: bool = True
+    ) -> WeightGroup:
+        """Matrices that the checkpoint calls `stored`, of so many outputs each, below one another in the product
+        `name`, by the kernels of text models. `inputs`: None is the tower's size."""
+        own = Split.whole(self.spec.hidden_size if inputs is None else inputs)
+        shape = LinearShape(own, (Split.whole(outputs),) * len(stored), self.dtype, self.device)
+        made = self._matrices.setdefault(name, Linear(shape, bias=bias, form=self._form))
+        return made.group(*stored)
 
     def tensor(self, name: str, stored: str, shape: tuple[int, ...], *, turned: bool = False) -> WeightGroup:
         """The tensor `stored`, called neither weight nor bias, as the table `name` of this shape; of a matrix `turned`
