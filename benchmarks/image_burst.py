@@ -1,7 +1,8 @@
-"""Text streams beside a burst of images: the time between tokens alone, and while 20 images are computed.
+"""Text streams beside a burst of images: the time between tokens alone, and while 20 images are computed, in turn.
 
     python benchmarks/image_burst.py --max-itl-ms 100   # layers of Qwen3-0.6B's size, the tower of Qwen3.5, 448 x 448
-    python benchmarks/image_burst.py --depth 6 --images 5 --streams 4
+    python benchmarks/image_burst.py --streams 8 --times-alone 1.2        # a goal of 1.2 times what tokens take alone
+    python benchmarks/image_burst.py --depth 6 --images 5 --streams 4 --rounds 3
 
 Weights are random. The streams decode throughout; the images come at once, each in a request of its own, and are all
 different. Told are median and p99 of the time between tokens of the streams, and when the images had their answers.
@@ -11,12 +12,14 @@ import argparse
 import asyncio
 import json
 import random
+import statistics
 import tempfile
 import time
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import msgspec
 from tower import VISION
 
 TEXT = {
@@ -36,10 +39,10 @@ TEXT = {
 ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
 
 
-def write_config(folder: str, depth: int) -> None:
+def write_config(folder: str, depth: int, layers: int) -> None:
     vision = VISION | {"depth": depth, "out_hidden_size": TEXT["hidden_size"], "deepstack_visual_indexes": []}
     config = {"architectures": ["Qwen3VLForConditionalGeneration"], "image_token_id": 5, "dtype": "bfloat16"}
-    config |= {"text_config": TEXT | {"rope_parameters": ROPE}, "vision_config": vision}
+    config |= {"text_config": TEXT | {"rope_parameters": ROPE, "num_hidden_layers": layers}, "vision_config": vision}
     Path(folder, "config.json").write_text(json.dumps(config))
 
 
@@ -58,48 +61,75 @@ def p(times: list[float], share: float) -> float:
     return 1000 * sorted(times)[min(len(times) - 1, int(share * len(times)))]
 
 
+async def alone_s(address: str, options: argparse.Namespace) -> float:
+    """Median of the time between tokens, where nothing else is computed."""
+    async with Streams(address, options) as streams:
+        return statistics.median(await streams.alone())
+
+
 async def measure(address: str, options: argparse.Namespace) -> None:
-    from vllm_lite import AsyncClient, SamplingParams
+    async with Streams(address, options) as streams:
+        for number in range(options.rounds):
+            alone = await streams.alone()
+            beside, answered = await streams.beside(number * options.images)
+            for name, times in (("alone", alone), ("beside", beside)):
+                print(f"{name:8} {len(times):6} tokens, median {p(times, 0.5):7.1f} ms, p99 {p(times, 0.99):7.1f} ms")
+            ratios = (p(beside, share) / p(alone, share) for share in (0.5, 0.99))
+            print("beside : alone {:.2f} at the median, {:.2f} at p99".format(*ratios))
+            print(f"answers after {min(answered):.1f} to {max(answered):.1f} s", flush=True)
 
-    gaps: list[float] = []
-    answered: list[float] = []
-    greedy = SamplingParams(temperature=0.0, max_tokens=30000, ignore_eos=True)
 
-    async with AsyncClient(address) as client:
+class Streams:
+    """Streams of text that decode as long as this is entered."""
 
-        async def stream(seed: int) -> None:
-            last_s = 0.0
-            ids = [random.Random(seed).randrange(20, 4000) for _ in range(32)]
-            async for _ in client.generate({"prompt_token_ids": ids}, greedy):
-                now_s = time.perf_counter()
-                if last_s:
-                    gaps.append(now_s - last_s)
-                last_s = now_s
+    def __init__(self, address: str, options: argparse.Namespace) -> None:
+        from vllm_lite import AsyncClient, SamplingParams
 
-        async def ask(seed: int) -> None:
-            start_s = time.perf_counter()
-            one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-            prompt: Any = picture(options.side, seed)
-            async for _ in client.generate(prompt, one):
-                pass
-            answered.append(time.perf_counter() - start_s)
+        self._options = options
+        self._client = AsyncClient(address)
+        self._params = SamplingParams(temperature=0.0, max_tokens=30000, ignore_eos=True)
+        self._gaps: list[float] = []
+        self._tasks: list[asyncio.Task[None]] = []
 
-        streams = [asyncio.create_task(stream(seed)) for seed in range(options.streams)]
-        await asyncio.sleep(options.alone_s / 2)
-        gaps.clear()
-        await asyncio.sleep(options.alone_s)
-        alone = list(gaps)
-        gaps.clear()
-        await asyncio.gather(*(ask(seed) for seed in range(options.images)))
-        beside = list(gaps)
-        for task in streams:
+    async def __aenter__(self) -> Self:
+        await self._client.__aenter__()
+        self._tasks = [asyncio.create_task(self._stream(seed)) for seed in range(self._options.streams)]
+        await asyncio.sleep(self._options.alone_s / 2)
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*streams, return_exceptions=True)
-    for name, times in (("alone", alone), ("beside", beside)):
-        print(f"{name:8} {len(times):6} tokens, median {p(times, 0.5):7.1f} ms, p99 {p(times, 0.99):7.1f} ms")
-    ratios = (p(beside, share) / p(alone, share) for share in (0.5, 0.99))
-    print("beside : alone {:.2f} at the median, {:.2f} at p99".format(*ratios))
-    print(f"answers after {min(answered):.1f} to {max(answered):.1f} s")
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._client.__aexit__(*error)
+
+    async def alone(self) -> list[float]:
+        self._gaps = []
+        await asyncio.sleep(self._options.alone_s)
+        return self._gaps
+
+    async def beside(self, first: int) -> tuple[list[float], list[float]]:
+        """The times between tokens, and when images had their answers, which are made from the seed `first` on."""
+        self._gaps = []
+        seeds = range(first, first + self._options.images)
+        answered = await asyncio.gather(*map(self._ask, seeds))
+        return self._gaps, answered
+
+    async def _stream(self, seed: int) -> None:
+        last_s = 0.0
+        ids = [random.Random(seed).randrange(20, 4000) for _ in range(32)]
+        async for _ in self._client.generate({"prompt_token_ids": ids}, self._params):
+            now_s = time.perf_counter()
+            if last_s:
+                self._gaps.append(now_s - last_s)
+            last_s = now_s
+
+    async def _ask(self, seed: int) -> float:
+        start_s = time.perf_counter()
+        prompt: Any = picture(self._options.side, seed)
+        async for _ in self._client.generate(prompt, msgspec.structs.replace(self._params, max_tokens=1)):
+            pass
+        return time.perf_counter() - start_s
 
 
 def main() -> None:
@@ -108,16 +138,23 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=20)
     parser.add_argument("--side", type=int, default=448)
     parser.add_argument("--depth", type=int, default=VISION["depth"], help="layers of the tower")
+    parser.add_argument("--layers", type=int, default=TEXT["num_hidden_layers"], help="layers of the text model")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--max-itl-ms", type=float, help="have streams not held up")
+    parser.add_argument("--times-alone", type=float, help="the same: so many times the median of streams alone")
     parser.add_argument("--alone-s", type=float, default=10.0)
     options = parser.parse_args()
     from vllm_lite import LLM
 
     with tempfile.TemporaryDirectory() as folder:
-        write_config(folder, options.depth)
-        with LLM(
-            folder, load_format="dummy", max_model_len=32768, max_num_seqs=32, max_itl_ms=options.max_itl_ms
-        ) as llm:
+        write_config(folder, options.depth, options.layers)
+        sizes: dict[str, Any] = {"load_format": "dummy", "max_model_len": 32768, "max_num_seqs": 32}
+        goal_ms = options.max_itl_ms
+        if options.times_alone:
+            with LLM(folder, **sizes) as llm:
+                goal_ms = 1000 * options.times_alone * asyncio.run(alone_s(llm.address, options))
+            print(f"goal {goal_ms:.1f} ms")
+        with LLM(folder, **sizes, max_itl_ms=goal_ms) as llm:
             asyncio.run(measure(llm.address, options))
 
 

@@ -456,8 +456,8 @@ class ResolvedConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
     max_num_batched_tokens: int
     swap_space: float
     cpu_kvcache_space: float
-    data_parallel_rank: int = 0
-    """Which of the engines it is."""
+    data_parallel_rank: int = 0  # which of the engines it is
+    media_aside: bool = False  # beside the steps of streams, in pieces: on a CPU
     num_stages: int = 1  # that share out the layers; no setting makes it more, as pipelines are not served
     end_token_ids: tuple[int, ...] = ()
     """Tokens that end an answer besides those that the model's own files name: what its tokenizer and its chat template

@@ -44,7 +44,7 @@ class Tower:
 def part() -> MediaVectors:
     """A part that has been told to compute two media aside."""
     tower: Any = Tower()
-    part = MediaVectors(tower, lambda: None)
+    part = MediaVectors(tower, lambda: None, 1e-6)
     rows: Any = SimpleNamespace(changed=False)
     part.attach(rows)
     for number, digest in enumerate(DIGESTS):
@@ -78,23 +78,29 @@ def test_a_step_computes_a_piece_at_least_and_one_medium_after_another(part: Med
 def test_a_step_has_as_many_pieces_as_the_goal_leaves_time_for(
     part: MediaVectors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A second passes with each look at the clock, and so with each piece: a step that took 2 of 10 s leaves 7."""
+    """A second passes with each look at the clock, and so with each piece: a step that took 2 of 10 s leaves 7, the
+    last of which could be missed. Beside tokens of a prompt it is known from the second such step on."""
     seconds = itertools.count(1)
     monkeypatch.setattr("vllm_lite.worker.step_parts.media.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
     inputs: Any = SimpleNamespace(handles=[], num_tokens=0)
-    monkeypatch.setattr(sys.modules[__name__], "NUM_PIECES", 20)
+    monkeypatch.setattr(sys.modules[__name__], "NUM_PIECES", 30)
     part.max_itl_s = 10.0
     pieces = list[int]()
     tower: Any = part.tower
-    for took_s, num_tokens in ((2, 0), (6, 0), (11, 0), (2, 1)):
+    for took_s, num_tokens in ((2, 0), (6, 0), (11, 0), (5, 1), (2, 0)):
+        inputs.num_tokens = num_tokens
+        before = tower.num_pieces
+        part.build(inputs)
+        pieces.append(tower.num_pieces - before)
         part.prepare(inputs)
         for _ in range(took_s - 1):
             next(seconds)
         part.commit(inputs, np.empty(0, np.int64), None)
-        before, inputs.num_tokens = tower.num_pieces, num_tokens
-        part.build(inputs)
-        pieces.append(tower.num_pieces - before)
-    assert pieces == [7, 3, 1, 1]  # one is computed whatever the goal, and beside tokens of a prompt no more
+    inputs.num_tokens = 1
+    before = tower.num_pieces
+    part.build(inputs)
+    pieces.append(tower.num_pieces - before)
+    assert pieces == [8, 6, 2, 1, 1, 3]  # one is computed whatever the goal
 
 
 @pytest.mark.parametrize("ask", ["store", "move"])
@@ -123,3 +129,18 @@ def test_what_is_freed_is_not_computed_further(part: MediaVectors) -> None:
     assert step(part) == []
     assert tower.num_pieces == before
     assert part.get(DIGESTS[0]) is None
+
+
+def test_without_a_goal_media_take_thrice_what_next_tokens_do(
+    part: MediaVectors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = itertools.count(1)
+    monkeypatch.setattr("vllm_lite.worker.step_parts.media.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    inputs: Any = SimpleNamespace(handles=[], num_tokens=0)
+    monkeypatch.setattr(sys.modules[__name__], "NUM_PIECES", 20)
+    part.max_itl_s, tower = 0.0, part.tower
+    part.prepare(inputs)
+    next(seconds)
+    part.commit(inputs, np.empty(0, np.int64), None)
+    part.build(inputs)
+    assert tower.num_pieces == 3 * 2 - 1  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import EngineCore, Lives, PoolSizes
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.engine.scheduling.in_flight import InFlight
-from vllm_lite.engine.scheduling.rates import MIN_PREFILL_TOKENS, PrefillRate, Rates
+from vllm_lite.engine.scheduling.rates import MIN_CHUNK, MIN_PREFILL_TOKENS, PrefillRate, Rates
 from vllm_lite.executor.simulated import CostModel, SimulatedExecutor, VirtualClock
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens
@@ -86,10 +86,14 @@ def test_auto_swaps_once_it_knows_the_rates(overlapped: bool, tmp_path: Path) ->
 class Latencies(Bench):
     """Keeps when each token of a request came."""
 
-    def run(self) -> None:
+    def __init__(self, num_blocks: int, **settings: object) -> None:
+        super().__init__(num_blocks, **settings)
         self.came_s: dict[str, list[float]] = {}
         self.budgets: list[int] = []
-        while self.core.scheduler.requests:
+
+    def run(self, num_steps: int = 10**9) -> None:
+        """Until so many steps are made, or nothing is left to compute."""
+        while self.core.scheduler.requests and len(self.budgets) < num_steps:
             while self.core.begin():
                 self.budgets.append(self.core.scheduler.num_scheduled_tokens)
             self.clock.advance_to(self.executor.next_result_s or 0.0)
@@ -97,7 +101,8 @@ class Latencies(Bench):
                 for produced in self.core.finish(output):
                     times = self.came_s.setdefault(produced.request.request_id, [])
                     times += [self.clock.now_s] * len(produced.token_ids)
-        self.core.close()
+        if not self.core.scheduler.requests:
+            self.core.close()
 
     def gaps_s(self, name: str) -> list[float]:
         times = self.came_s[name]
@@ -126,7 +131,31 @@ def test_a_goal_that_cannot_be_met_leaves_prompts_some_tokens() -> None:
     bench.add("bbbb", 3000, 1)
     bench.run()
     chunks = bench.budgets[20:50]
-    assert set(chunks) == {4 + MIN_PREFILL_TOKENS}, "of four that run three decode"
+    assert set(chunks) == {3 + MIN_PREFILL_TOKENS}, "of four that run three decode"
+
+
+@pytest.mark.parametrize("overlapped", [True, False])
+def test_a_chunk_is_cut_to_what_its_tokens_add_to_a_step(overlapped: bool, tmp_path: Path) -> None:
+    """Next tokens alone take 5.02 ms: a goal of 5.5 ms leaves time for 24 tokens of prompts, fewer than show a rate."""
+    trace = str(tmp_path / "trace")
+    bench = Latencies(1500, async_scheduling=overlapped, max_itl_ms=5.5, record=trace)
+    bench.add("a", 100, 400)
+    bench.run(20)
+    bench.add("bb", 3000, 1)
+    bench.run()
+    assert set(bench.budgets[30:100]) <= {1 + 23, 1 + 24}
+    assert max(bench.gaps_s("a")[10:100]) < 0.0056
+    assert Replay(trace).run().divergence is None
+
+
+def test_a_goal_leaves_prompts_a_few_tokens_or_a_share() -> None:
+    rates = Rates(prefill_tokens_per_s=1000.0, alone_s=0.020, token_s=0.001)
+    assert rates.tokens_within(0.0305, 8, 512) == 8 + 10
+    assert rates.tokens_within(0.0305, 8, 512, share=0.5) == 8 + 5
+    assert rates.tokens_within(0.0305, 8, 12) == 12
+    assert rates.tokens_within(0.0211, 8, 512) == 8 + MIN_CHUNK
+    assert rates.tokens_within(0.020, 8, 512) == 8 + MIN_PREFILL_TOKENS, "whatever is done, the goal is missed"
+    assert rates._replace(token_s=0.0).tokens_within(0.0305, 8, 512) == 8 + 10
 
 
 def test_prompts_alone_are_computed_at_full_speed() -> None:
@@ -139,7 +168,7 @@ def test_prompts_alone_are_computed_at_full_speed() -> None:
 def test_a_policy_may_ask_for_less() -> None:
     rates = Rates(prefill_tokens_per_s=10_000)
     assert [rates.tokens_within(0.01, 40, most) for most in (1000, 100, 60)] == [100, 100, 60]
-    assert rates.tokens_within(0.001, 40, 1000) == 40
+    assert rates.tokens_within(0.001, 40, 1000) == 40 + MIN_PREFILL_TOKENS
     assert Rates().tokens_within(0.001, 40, 1000) == 1000
 
 
@@ -154,8 +183,9 @@ class Steps:
         entries: list[Entry] = [Continue(handle, count, []) for handle, count in enumerate(num_tokens)]
         self.add(entries, sum(num_tokens), only_decodes=max(num_tokens) == 1)
 
-    def add(self, entries: list[Entry], num_tokens: int, *, only_decodes: bool) -> None:
-        self.in_flight.add(SchedulerOutput(1, 1, [], entries), [], num_tokens, only_decodes=only_decodes)
+    def add(self, entries: list[Entry], num_tokens: int, *, only_decodes: bool, has_others: bool = False) -> None:
+        output, kinds = SchedulerOutput(1, 1, [], entries), {"only_decodes": only_decodes, "has_others": has_others}
+        self.in_flight.add(output, [], num_tokens, **kinds)
 
     def confirm(self, now_s: float) -> bool:
         """The oldest step has its result. Whether it changed the rate."""
@@ -178,7 +208,8 @@ def test_decoding_and_drafting_teach_nothing_of_prompts() -> None:
     steps = Steps()
     steps.schedule(*[1] * 64)
     steps.in_flight.send(1.0)
-    assert not steps.confirm(2.0)
+    steps.confirm(2.0)
+    assert steps.rate.alone_s == 1.0
     steps.add([Draft(handle, 7, []) for handle in range(40)], 320, only_decodes=False)
     steps.in_flight.send(1.0)
     assert not steps.confirm(2.0)
@@ -194,3 +225,15 @@ def test_a_result_that_was_taken_late_does_not_spoil_the_rate() -> None:
     assert steps.confirm(2.0)
     steps.confirm(2.0 + 1e-9)
     assert steps.rate.tokens_per_s < 1.5 * 100
+
+
+def test_what_is_computed_beside_a_step_is_not_counted_as_its_tokens() -> None:
+    steps = Steps()
+    plain, chunk = [Continue(0, 1, [])], [Continue(0, 1, []), Continue(1, 10, [])]
+    for number, (entries, took_s, has_others) in enumerate(
+        [(plain, 0.1, False), (plain, 5.0, True), (chunk, 5.0, True), (chunk, 0.3, False)]
+    ):
+        steps.add(entries, 11, only_decodes=entries is plain, has_others=has_others)
+        steps.in_flight.send(10.0 * number)
+        steps.confirm(10.0 * number + took_s)
+    assert (steps.rate.alone_s, steps.rate.token_s) == pytest.approx((0.1, 0.02))

@@ -208,8 +208,7 @@ class EngineCore:
         now_s = self.meter.now_s = self._clock()
         step = self.in_flight.oldest
         if step.ends_message and self._prefill_rate.measure(step.message, now_s):
-            tokens_per_s = self._prefill_rate.tokens_per_s
-            self.scheduler.measured(self.scheduler.rates._replace(prefill_tokens_per_s=tokens_per_s))
+            self.scheduler.measured(self._prefill_rate.rates(self.scheduler.rates))
         elif step.ends_message and self._is_drafting and not step.message.num_prefill_tokens:
             self._learn_cost(step, output)
         if self.max_in_flight > 1:
@@ -314,7 +313,7 @@ def make_scheduler(header: Header, hasher: PrefixHasher, make: MakeScheduler = S
     kv = KVCacheManager(parts, hasher, blocks.counters)
     scheduler = make(kv, Options(**header.options), policy.load(header.policy))
     scheduler.rates = Rates(0.0, header.swap_blocks_per_s)
-    if encoder is not None and scheduler.options.max_itl_s:
+    if encoder is not None and (scheduler.options.max_itl_s or scheduler.options.media_aside):
         encoder.others_decode = scheduler.queues.any_decodes
     return scheduler
 
@@ -335,6 +334,7 @@ def _header(config: ResolvedConfig, ready: Ready, sizes: PoolSizes, lives: Lives
         shares_answers=config.speculative_config is not None and config.speculative_config.method == "suffix",
         generation=lives.generation,
         max_itl_s=(config.max_itl_ms or 0) / 1000,
+        media_aside=config.media_aside,
         max_loras=config.max_loras if config.enable_lora else 0,
         max_cpu_loras=(config.max_cpu_loras or config.max_loras) if config.enable_lora else 0,
     )

@@ -12,9 +12,9 @@ What has to leave the device goes to the host, as far as there is room, and come
 A tier below may bring vectors, which have their room from the moment that they are sent for. A running sequence
 that comes to a medium before its vectors have arrived has them computed, and does not wait.
 
-Where no stream is to be held up (max_itl_s), a medium is computed aside while other sequences decode, in pieces
-beside their steps, and one at a time. Prompts wait for its vectors until the workers say that they are there, or nobody
-decodes any more.
+Where no stream is to be held up (max_itl_s, and servers on CPUs), a medium is computed aside while other sequences
+decode, in pieces beside their steps, and one at a time. Prompts wait for its vectors until the workers say that they
+are there, or nobody decodes any more.
 """
 
 from collections import OrderedDict
@@ -80,6 +80,10 @@ class EncoderCache(CachePart[None]):
         self._budget, self._bytes = sizes.budget, MAX_STEP_BYTES
 
     # ---- the step
+
+    @property
+    def is_aside(self) -> bool:
+        return bool(self._aside)
 
     def begin_step(self) -> None:
         self._budget, self._bytes = self.sizes.budget, MAX_STEP_BYTES

@@ -201,6 +201,8 @@ class RatesMeasured(_Record, frozen=True, tag=5):
     verify_s: float = 0.0
     draft_s: float = 0.0
     row_factors: tuple[float, ...] = ()
+    alone_s: float = 0.0
+    token_s: float = 0.0
 
 
 class Step(_Record, frozen=True, tag=6):

@@ -310,6 +310,8 @@ def resolve(
         model_path=path,
         kv=(cached := with_drafter(config, spec.shared_by(config.tensor_parallel_size))),
     )
+    if streams and resolved.device == "cpu":
+        resolved = msgspec.structs.replace(resolved, media_aside=spec.vision is not None)
     if not streams and config.max_num_batched_tokens is None:
         resolved = _with_large_steps(resolved, spec)
     if writes_text(spec):

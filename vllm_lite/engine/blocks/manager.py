@@ -70,6 +70,14 @@ class KVCacheManager:
         """Whether the next step can have what this one cannot, though nothing is computed between them."""
         return any(part.is_freeing for part in self.parts)
 
+    @property
+    def is_aside(self) -> bool:
+        """Whether workers compute something beside steps, which take longer by it."""
+        for part in self._others:  # noqa: SIM110  # as above
+            if part.is_aside:
+                return True
+        return False
+
     def take_ops(self) -> list[Op]:
         """Return the block program of the step that has been made; the next one starts empty."""
         ops = self._first.take_ops()

@@ -93,6 +93,11 @@ class CachePart(ABC, Generic[Found]):
         """Whether the next step can have what this one cannot, though nothing is computed between them."""
         return False
 
+    @property
+    def is_aside(self) -> bool:
+        """Whether workers compute something beside steps, which take longer by it."""
+        return False
+
     def take_entries(self) -> list[Entry]:
         """Return what else the workers get with the step that has been made."""
         return []

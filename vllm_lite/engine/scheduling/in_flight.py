@@ -26,11 +26,13 @@ Item = TypeVar("Item")
 
 
 class StepMessage:
-    """`num_steps` steps that go to the workers together. `num_left` of them have no result yet."""
+    """`num_steps` steps that go to the workers together. `num_left` of them have no result yet. `is_plain`: they
+    compute next tokens alone. `has_others`: workers compute beside them what takes time and is no token."""
 
-    __slots__ = ("num_left", "num_prefill_tokens", "num_steps", "num_tokens", "sent_s")
+    __slots__ = ("has_others", "is_plain", "num_left", "num_prefill_tokens", "num_steps", "num_tokens", "sent_s")
 
     def __init__(self) -> None:
+        self.is_plain, self.has_others = True, False
         self.num_steps = self.num_left = self.num_tokens = self.num_prefill_tokens = 0
         self.sent_s = 0.0
 
@@ -127,10 +129,13 @@ class InFlight:
         num_tokens: int,
         *,
         only_decodes: bool,
+        has_others: bool = False,
         drafted: abc.Sequence[tuple[Sequence, int]] = (),
     ) -> None:
-        """A step of `num_tokens` has been scheduled; the next message carries it."""
+        """A step of `num_tokens` has been scheduled; the next message carries it. `has_others` as in StepMessage."""
         message = self._unsent
+        message.is_plain &= only_decodes and num_tokens > 0
+        message.has_others |= has_others
         message.num_steps += 1
         message.num_left += 1
         message.num_tokens += num_tokens

@@ -41,6 +41,8 @@ class Options(NamedTuple):
     max_itl_s: float = 0.0
     """How long a step may take in which sequences wait for their next tokens, as far as prompts make it longer. 0: any
     time."""
+    media_aside: bool = False
+    """Whether media are computed beside steps where sequences decode, also without such a goal."""
     max_loras: int = 0
     max_cpu_loras: int = 0
 

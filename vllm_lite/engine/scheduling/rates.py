@@ -11,9 +11,20 @@ from typing import NamedTuple
 from vllm_lite.engine.scheduling.in_flight import StepMessage
 
 MIN_PREFILL_TOKENS = 32
-"""Messages with fewer prompt tokens do not show the rate at which prompts are computed."""
+"""Messages with fewer prompt tokens do not show the rate at which prompts are computed; and a step has as many where no
+number of them keeps to a goal."""
+SHARE_BESIDE = 0.5
+"""What prompts have of the time that next tokens leave, where workers compute something else in it, too."""
+MIN_CHUNK = 4
+"""A step that can keep to a goal has as many tokens of prompts at least."""
 WEIGHT = 0.2
 """The share of the latest message in the mean."""
+MOST_GROWTH = 3.0
+"""A step that something else delayed counts for no more than so many times the mean."""
+CHANGE = 0.1
+"""A smaller relative change of the time of next tokens is not worth a decision of its own."""
+LEAST_SHARE = 0.02
+"""The least of its time that a step with tokens of prompts owes to them: results may be taken late."""
 ROWS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128
 """The most rows of the steps that share a factor; those with more share the last one."""
 
@@ -35,6 +46,10 @@ class Rates(NamedTuple):
     """The time that it takes to draft a token of all sequences."""
     row_factors: tuple[float, ...] = ()
     """What steps have taken, as a multiple of what the other numbers say: by `factor_place`; empty: not known."""
+    alone_s: float = 0.0
+    """The time of the latest steps of next tokens alone."""
+    token_s: float = 0.0
+    """The time that each token of a prompt adds to it."""
 
     def decode_s(self, num_rows: int, most_drafts: int = 0) -> float:
         """The time of a decode step of so many rows, drafts included, of which no sequence has more than so many."""
@@ -42,15 +57,23 @@ class Rates(NamedTuple):
         factor = self.row_factors[factor_place(num_rows, most_drafts)] if self.row_factors else 1.0
         return (self.step_s + self.row_s * num_rows + drafting_s) * factor
 
-    def tokens_within(self, seconds: float, least: int, most: int) -> int:
-        """Number of tokens that a step computes in `seconds`, to which a chunk of a prompt is cut: `least` to `most`.
+    def tokens_within(self, seconds: float, num_decoding: int, most: int, share: float = 1.0) -> int:
+        """Number of tokens, at most `most`, that a step computes in `seconds`, next ones of `num_decoding` sequences
+        among them: to that a chunk of a prompt is cut, but never to nothing. Of the time that next tokens leave prompts
+        have a `share`.
 
-        A step takes a time of its own and one for each token, so that the rate falls with the chunks. Cut to the rate,
-        and measured again, they come to where the whole step takes `seconds`.
+        Each token of a prompt adds to what next tokens take alone, the less the fewer there are. Cut to what it added
+        lately, and measured again, chunks come to where the whole step takes `seconds`. Where no step has had next
+        tokens alone, chunks are cut to the rate at which prompts are computed, which comes to the same.
         """
         if not self.prefill_tokens_per_s:
             return most
-        return min(most, max(least, int(seconds * self.prefill_tokens_per_s)))
+        if self.alone_s:
+            spare_s, token_s = share * (seconds - self.alone_s), self.token_s or 1 / self.prefill_tokens_per_s
+            count = max(MIN_CHUNK, int(spare_s / token_s)) if spare_s > 0 else MIN_PREFILL_TOKENS
+        else:
+            count = max(MIN_PREFILL_TOKENS, int(seconds * self.prefill_tokens_per_s) - num_decoding)
+        return min(most, num_decoding + count)
 
     def prefer_swap(self, num_tokens: int, num_blocks: int, num_stored: int = 0) -> bool:
         """Whether moving the blocks out and in costs less than computing the tokens again, or loading the first
@@ -70,23 +93,42 @@ def factor_place(num_rows: int, most_drafts: int) -> int:
 
 
 class PrefillRate:
-    """Keeps a moving mean of the rate over the messages that have been answered."""
+    """Keeps moving means over the messages that have been answered."""
 
     def __init__(self) -> None:
         self.tokens_per_s = 0.0
         """The mean rate; it is 0 until a message was measured."""
+        self.alone_s = self.token_s = 0.0
+        """As in Rates."""
         self.took_s = 0.0
         """The time of the latest message."""
-        self._ended_s = 0.0
+        self._ended_s = self._told_s = 0.0
+
+    def rates(self, rates: Rates) -> Rates:
+        """`rates` with these numbers."""
+        self._told_s = self.alone_s
+        return rates._replace(prefill_tokens_per_s=self.tokens_per_s, alone_s=self.alone_s, token_s=self.token_s)
 
     def measure(self, message: StepMessage, now_s: float) -> bool:
-        """Learn from a message, the oldest in flight, whose last step has its result now. True if the rate changed."""
+        """Learn from a message, the oldest in flight, whose last step has its result now. True if what is known of
+        prompts has changed, or much of what is known of next tokens."""
         self.took_s = took_s = now_s - max(message.sent_s, self._ended_s)
         self._ended_s = now_s
-        if message.num_prefill_tokens < MIN_PREFILL_TOKENS or took_s <= 0:
+        if took_s <= 0:
             return False
-        token_s = took_s / message.num_tokens
-        # The mean is of times, not of rates: a result that was taken late makes the next step look arbitrarily fast.
-        mean_s = WEIGHT * token_s + (1 - WEIGHT) / self.tokens_per_s if self.tokens_per_s else token_s
-        self.tokens_per_s = 1 / mean_s
-        return True
+        if message.is_plain and not message.has_others:
+            self.alone_s = _mean(self.alone_s, took_s / message.num_steps)
+        if message.num_prefill_tokens and self.alone_s and not message.has_others:
+            added_s = max(took_s - message.num_steps * self.alone_s, LEAST_SHARE * took_s)
+            self.token_s = _mean(self.token_s, added_s / message.num_prefill_tokens)
+        if message.num_prefill_tokens >= MIN_PREFILL_TOKENS:
+            token_s = took_s / message.num_tokens
+            # The mean is of times, not of rates: a result taken late makes the next step look arbitrarily fast.
+            mean_s = WEIGHT * token_s + (1 - WEIGHT) / self.tokens_per_s if self.tokens_per_s else token_s
+            self.tokens_per_s = 1 / mean_s
+        return message.num_prefill_tokens > 0 or abs(self.alone_s - self._told_s) > CHANGE * self._told_s
+
+
+def _mean(mean_s: float, latest_s: float) -> float:
+    """A mean with its latest value; 0: there was none."""
+    return mean_s + WEIGHT * (min(latest_s, MOST_GROWTH * mean_s) - mean_s) if mean_s else latest_s

@@ -26,7 +26,7 @@ from vllm_lite.engine.scheduling.policy import Fcfs, GuardedPolicy, View
 from vllm_lite.engine.scheduling.preemption import Preemption
 from vllm_lite.engine.scheduling.prompts import Prompts
 from vllm_lite.engine.scheduling.queues import Options, Queues
-from vllm_lite.engine.scheduling.rates import MIN_PREFILL_TOKENS, Rates
+from vllm_lite.engine.scheduling.rates import SHARE_BESIDE, Rates
 from vllm_lite.engine.scheduling.results import Results
 from vllm_lite.engine.scheduling.step_plan import OnDecision, StepPlan
 from vllm_lite.engine.scheduling.waiting_queue import WaitingQueue
@@ -236,8 +236,8 @@ class Scheduler:
         self.counters.steps += 1
         entries = queues.take_entries() + self.kv.take_entries() + plan.entries
         output = SchedulerOutput(self.generation, queues.step, self.kv.take_ops(), entries)
-        only_decodes = num_tokens <= len(queues.running)
-        self.in_flight.add(output, plan.sampling, num_tokens, only_decodes=only_decodes, drafted=plan.drafted)
+        kinds = {"only_decodes": num_tokens <= len(queues.running), "has_others": self.kv.is_aside}
+        self.in_flight.add(output, plan.sampling, num_tokens, **kinds, drafted=plan.drafted)
         return output
 
     def _choose_budget(self, view: View) -> int:
@@ -249,9 +249,9 @@ class Scheduler:
             return budget
         if self.policy.choose_budget is not None:
             budget = self.policy.budget(view)
-        if options.max_itl_s and any(sequence.num_output for sequence in self.running):
-            least = view.num_running + MIN_PREFILL_TOKENS
-            budget = self.rates.tokens_within(options.max_itl_s, min(least, budget), budget)
+        if options.max_itl_s and (num_decoding := sum(sequence.num_output > 0 for sequence in self.running)):
+            share = SHARE_BESIDE if self.kv.is_aside else 1.0
+            budget = self.rates.tokens_within(options.max_itl_s, num_decoding, budget, share)
         if budget < view.max_num_batched_tokens:
             next_ones = [*self.running, *islice(self.queues.waiting, 1)]
             if uncut := self.kv.most_uncut(next_ones):

@@ -1,6 +1,7 @@
 """Media in a worker: their vectors are computed before the forward pass, kept by digest as long as the engine says, and
 put in the place of those of the placeholder tokens."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,10 @@ from vllm_lite.worker.step_parts.image_positions import ImagePositions
 
 GOAL = 0.9
 """What a worker's step may take of the goal for the time between tokens: answers are made and sent, too."""
+TIMES_PLAIN, LEAST_PART_S = 3.0, 0.05
+"""Without a goal media that are computed aside take so many times what next tokens alone take, and at least so long."""
+PIECE_DECAY = 0.98
+"""The share of a long piece's time that still counts behind each shorter one: some dozens follow until the next."""
 
 
 class MediaVectors(StepPart):
@@ -44,8 +49,10 @@ class MediaVectors(StepPart):
         self._aside: dict[bytes, tuple[EncodeAside, Pieces]] = {}
         self._ended: list[bytes] = []
         """Media that were computed aside, for the next answer."""
-        self._started_s = self._step_s = 0.0
-        """When the forward pass at hand began, and what the last step took from there on."""
+        self._started_s = self._piece_s = 0.0
+        """When the forward pass at hand began, and the time of a long piece."""
+        self._took_s = {True: 0.0, False: math.inf}
+        """What the last forward pass of next tokens alone took, and the last with tokens of prompts."""
         self._vectors: dict[bytes, torch.Tensor] = {}  # by digest: as VisionTower.arranged gives them
         self._places: dict[bytes, NDArray[np.int64]] = {}  # by digest, where tokens are without: [num_vectors]
         self._media: dict[Handle, tuple[Media, ...]] = {}
@@ -91,7 +98,7 @@ class MediaVectors(StepPart):
     def build(self, inputs: StepInputs) -> None:
         """Compute what has been asked for, and find the vectors of the step's placeholders."""
         if self._aside:
-            self._advance(only_decodes=inputs.num_tokens <= len(inputs.handles))
+            self._advance(self._time_aside(inputs))
         if self._wanted:
             self._encode()
         rows, vectors = list[NDArray[np.int64]](), list[torch.Tensor]()
@@ -125,23 +132,31 @@ class MediaVectors(StepPart):
 
     def commit(self, inputs: StepInputs, tokens: Int64s, num_kept: Int64s | None) -> None:  # noqa: ARG002
         if self._started_s:  # else it was launched ahead, and is not over
-            self._step_s, self._started_s = time.perf_counter() - self._started_s, 0.0
+            self._took_s[_is_plain(inputs)], self._started_s = time.perf_counter() - self._started_s, 0.0
 
     def answer(self, inputs: StepInputs, fields: dict[str, Any]) -> None:  # noqa: ARG002
         if self._ended:
             fields["encoded"], self._ended = self._ended, []
 
-    def _advance(self, *, only_decodes: bool) -> None:
-        """Compute what is aside for as long as a step like the last one leaves time for, at least a piece. A step with
-        prompts has been made to take all of the time."""
-        until_s = time.perf_counter() + (GOAL * self.max_itl_s - self._step_s if only_decodes else 0.0)
+    def _time_aside(self, inputs: StepInputs) -> float:
+        """Time in a step for what is computed aside: what one like it leaves of the goal."""
+        if self.max_itl_s:
+            return GOAL * self.max_itl_s - self._took_s[_is_plain(inputs)]
+        return max(LEAST_PART_S, TIMES_PLAIN * self._took_s[True])
+
+    def _advance(self, seconds: float) -> None:
+        """Compute what is aside as long as there is time for one more piece, and a piece at least."""
+        now_s = time.perf_counter()
+        until_s = now_s + seconds
         while self._aside:
             entry, pieces = next(iter(self._aside.values()))
             try:
                 next(pieces)
             except StopIteration as end:
                 self._has_ended(entry, end.value)
-            if time.perf_counter() >= until_s:
+            began_s, now_s = now_s, time.perf_counter()
+            self._piece_s = max(now_s - began_s, PIECE_DECAY * self._piece_s)
+            if now_s + self._piece_s >= until_s:
                 break
         self.progress()
         self.rows.changed = True
@@ -201,6 +216,11 @@ class MediaVectors(StepPart):
         unknown = self._media.keys() - self.rows.sequences.keys()
         if unknown:
             raise RuntimeError(f"media of handles {sorted(unknown)}, which no sequence has")
+
+
+def _is_plain(inputs: StepInputs) -> bool:
+    """Whether a step computes next tokens alone."""
+    return inputs.num_tokens <= len(inputs.handles)
 
 
 def media_parts(tower: VisionTower[Any], progress: Callable[[], None], max_itl_ms: float | None) -> list[StepPart]:
