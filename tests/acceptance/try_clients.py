@@ -21,12 +21,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.http_server import serving
+from tests.images import make_smolvlm
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).with_name("clients")
 DEMO = ROOT / "vllm_lite" / "demo_model"
 PAGE = ROOT / "docs" / "clients.md"
 FLAGS = ("--served-model-name", "demo", "--dtype", "float32", "--convert", "embed")
+SEEING_FLAGS = ("--served-model-name", "eyes", "--dtype", "float32", "--max-model-len", "1024")
+SEEING = "images_seen.py"
+"""The program for a server that sees."""
 BEHIND = "\n## Agents\n"
 """End of this script's part of the page."""
 TIMEOUT_S = 900.0
@@ -67,6 +71,10 @@ CLIENTS = (
     Client(
         "LangChain", "langchain-openai", "sdks", "langchain_chats.py", "`check_embedding_ctx_length=False` for vectors"
     ),
+    Client("OpenAI's package for Python, images", "openai", "sdks", f"{SEEING} openai"),
+    Client("Anthropic's package for Python, images", "anthropic", "sdks", f"{SEEING} anthropic"),
+    Client("Ollama's package for Python, images", "ollama", "sdks", f"{SEEING} ollama"),
+    Client("LangChain over three dialects, images", "langchain-openai", "sdks", f"{SEEING} langchain"),
     Client("LlamaIndex", "llama-index-llms-openai-like", "llamaindex", "llama_index_chats.py"),
     Client("LiteLLM", "litellm", "dspy", "litellm_calls.py"),
     Client("pydantic-ai", "pydantic-ai-slim", "agents", "pydantic_ai_agents.py"),
@@ -111,9 +119,12 @@ def main() -> int:
         missing = {name: install(root / name, PACKAGES[name], is_node=name == NODE) for name in names}
         for name in (name for name, why in missing.items() if why):
             print(f"not tried, those of {name}: {missing[name]}", flush=True)
-        with serving(str(DEMO), *FLAGS) as server:
-            there = [each for each in chosen if not missing[each.environment]]
-            outcomes = [attempt(each, root / each.environment, server.url) for each in there]
+        there = [each for each in chosen if not missing[each.environment]]
+        seeing = {each for each in there if each.program.startswith(SEEING)}
+        model = make_smolvlm(Path(folder) / "eyes") if seeing else DEMO
+        with serving(str(DEMO), *FLAGS) as server, serving(str(model), *SEEING_FLAGS) as eyes:
+            urls = {each: eyes.url if each in seeing else server.url for each in there}
+            outcomes = [attempt(each, root / each.environment, urls[each]) for each in there]
     if args.write:
         PAGE.write_text(page(outcomes) + "".join(PAGE.read_text().partition(BEHIND)[1:]))
     return 1 if any(missing.values()) or any(outcome.error for outcome in outcomes) else 0
@@ -203,7 +214,8 @@ Programs that nobody here wrote, against a server with the bundled model:
 `python -m tests.acceptance.try_clients` starts it, installs each client into an environment and runs a short program,
 which ends with an error if anything is missing; `--only llamaindex,openai` chooses some, `--write` writes this page.
 "Unchanged" means that a client was given the address, the name of the model and any key, and nothing else. What the
-model says is not judged. DSPy sends no schema to a model that it does not know.
+model says is not judged. Images go to a second server, of a random model that sees. DSPy sends no schema to a model
+that it does not know.
 
 | client | package | works | what was called |
 | --- | --- | --- | --- |

@@ -184,8 +184,8 @@ class Steps:
         self.add(entries, sum(num_tokens), only_decodes=max(num_tokens) == 1)
 
     def add(self, entries: list[Entry], num_tokens: int, *, only_decodes: bool, has_others: bool = False) -> None:
-        output, kinds = SchedulerOutput(1, 1, [], entries), {"only_decodes": only_decodes, "has_others": has_others}
-        self.in_flight.add(output, [], num_tokens, **kinds)
+        output = SchedulerOutput(1, 1, [], entries)
+        self.in_flight.add(output, [], num_tokens, only_decodes=only_decodes, has_others=has_others)
 
     def confirm(self, now_s: float) -> bool:
         """The oldest step has its result. Whether it changed the rate."""
@@ -229,7 +229,8 @@ def test_a_result_that_was_taken_late_does_not_spoil_the_rate() -> None:
 
 def test_what_is_computed_beside_a_step_is_not_counted_as_its_tokens() -> None:
     steps = Steps()
-    plain, chunk = [Continue(0, 1, [])], [Continue(0, 1, []), Continue(1, 10, [])]
+    plain: list[Entry] = [Continue(0, 1, [])]
+    chunk: list[Entry] = [*plain, Continue(1, 10, [])]
     for number, (entries, took_s, has_others) in enumerate(
         [(plain, 0.1, False), (plain, 5.0, True), (chunk, 5.0, True), (chunk, 0.3, False)]
     ):

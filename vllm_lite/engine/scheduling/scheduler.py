@@ -236,8 +236,14 @@ class Scheduler:
         self.counters.steps += 1
         entries = queues.take_entries() + self.kv.take_entries() + plan.entries
         output = SchedulerOutput(self.generation, queues.step, self.kv.take_ops(), entries)
-        kinds = {"only_decodes": num_tokens <= len(queues.running), "has_others": self.kv.is_aside}
-        self.in_flight.add(output, plan.sampling, num_tokens, **kinds, drafted=plan.drafted)
+        self.in_flight.add(
+            output,
+            plan.sampling,
+            num_tokens,
+            only_decodes=num_tokens <= len(queues.running),
+            has_others=self.kv.is_aside,
+            drafted=plan.drafted,
+        )
         return output
 
     def _choose_budget(self, view: View) -> int:
