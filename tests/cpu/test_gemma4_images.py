@@ -277,7 +277,11 @@ def truths(family: Family, checkpoint: Path) -> list[Truth]:
     ],
     ids=["whole", "chunks", "reference", "no cache", "recompute", "swap", "two ranks"],
 )
-def test_answers_are_those_of_transformers(checkpoint: Path, truths: list[Truth], settings: dict[str, Any]) -> None:
+def test_answers_are_those_of_transformers(
+    checkpoint: Path, truths: list[Truth], settings: dict[str, Any], family: Family
+) -> None:
+    if "tensor_parallel_size" in settings and family is FAMILIES["gemma4"]:
+        pytest.skip("small ones have its tower and unified ones its attention, and ranks take seconds to start")
     check_answers(checkpoint, truths, settings)
 
 

@@ -4,8 +4,6 @@ import json
 import subprocess
 import sys
 
-import pytest
-
 from tests.deadlines import scaled
 
 SCRIPT = """
@@ -44,21 +42,19 @@ assert type(imported.__spec__.loader).__module__ != torch_import.__name__
 """
 
 USES = {
-    "it is asked for": "torch_import.complete()",
+    "it is asked for, and CUDA's bindings by somebody else": """
+if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.bindings"):
+    importlib.import_module("cuda.bindings.nvrtc")
+torch_import.complete()
+""",
     "something in it is used": "assert callable(torch._meta_registrations.register_meta)",
-    # It imports these itself, while they wait for it; they run once all the same.
+    # It imports this itself, while it waits for it; that runs once all the same.
     "torch._decomp is imported": IMPORTED.format(name="torch._decomp"),
-    "torch.utils._content_store is imported": IMPORTED.format(name="torch.utils._content_store"),
     "something is profiled": """
 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
     torch.ones(2, 2).cumsum(0)
 """,
     "transformers is imported": "import transformers",
-    "CUDA's bindings are wanted by somebody else": """
-if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.bindings"):
-    importlib.import_module("cuda.bindings.nvrtc")
-torch_import.complete()
-""",
     "weights are drawn": """
 from vllm_lite.layers.weights.weight_slot import whole_slot
 from vllm_lite.models.weights import _random
@@ -66,6 +62,7 @@ assert is_put_off()
 assert _random(0, whole_slot('a.weight', 2, 3)).shape == (2, 3)
 """,
 }
+"""Each costs two seconds of processor time: one for each way by which it is found that it is needed."""
 
 
 def run(uses: dict[str, str]) -> "subprocess.CompletedProcess[str]":
@@ -80,8 +77,7 @@ def test_it_runs_when() -> None:
     assert done.stdout.splitlines() == list(USES)
 
 
-@pytest.mark.parametrize("use", ["pass", "assert False"])
-def test_a_use_that_does_not_need_it_or_fails_would_show(use: str) -> None:
-    done = run({"one": use})
+def test_a_use_that_does_not_need_it_would_show() -> None:
+    done = run({"one": "pass"})
     assert done.returncode == 1
     assert "AssertionError: one" in done.stderr
