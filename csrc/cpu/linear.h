@@ -196,6 +196,14 @@ struct LinearTask {
   int64_t num_blocks;
 };
 
+// The most rows and blocks of a task by tiles that copies its rows first; 0: such tasks are not for the call, which has
+// few rows, or another weight.
+struct WideTiles {
+  int64_t most_rows = 0;
+  int64_t most_blocks = 0;
+};
+WideTiles wide_tiles(const LinearCall& call);
+
 // Rows of one panel, and some of their groups of inputs.
 struct QuantizeTask {
   int64_t first_row;
