@@ -25,7 +25,7 @@ def ways(chunk: int, short: int) -> dict[str, dict[str, Any]]:
         "no cache": {"enable_prefix_caching": False},
         "recompute": {"preemption_mode": "recompute", "block_size": 8},
         "swap": {"preemption_mode": "swap", "block_size": 8, "swap_space": 0.01},
-        "two ranks": {"tensor_parallel_size": 2, "single_process": False},
+        "two ranks": {"tensor_parallel_size": 2},
     }
 
 

@@ -240,10 +240,10 @@ def save_model(model: LlamaForCausalLM, out: Path) -> None:
 
 
 @torch.inference_mode()
-def held_out_loss(model: LlamaForCausalLM, tokenizer: Tokenizer, num_batches: int = 8) -> float:
+def held_out_loss(model: LlamaForCausalLM, tokenizer: Tokenizer, num_batches: int = 8, num_blocks: int = 16) -> float:
     """Loss on text from a seed that training never uses."""
     data = Blocks(tokenizer, HELD_OUT_SEED)
-    return sum(loss_of(model, data.take(16, 512)).item() for _ in range(num_batches)) / num_batches
+    return sum(loss_of(model, data.take(num_blocks, 512)).item() for _ in range(num_batches)) / num_batches
 
 
 def sample_prompts(count: int, seed: int) -> list[str]:

@@ -190,7 +190,7 @@ def truths(model: Any, processor: Any, checkpoint: Path) -> list[Truth]:
         {"enable_prefix_caching": False, "block_size": 16},
         {"num_gpu_blocks_override": 36, "preemption_mode": "recompute"},
         {"num_gpu_blocks_override": 36, "preemption_mode": "swap", "swap_space": 0.01},
-        {"tensor_parallel_size": 2, "single_process": False},
+        {"tensor_parallel_size": 2},
         {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3}},
     ],
     ids=["whole", "chunks", "an image a step", "reference", "no cache", "recompute", "swap", "two ranks", "drafts"],

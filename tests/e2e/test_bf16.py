@@ -52,7 +52,7 @@ def forced(checkpoint) -> list[Forced]:
 @pytest.fixture(scope="module", params=[1, 2], ids=["one-rank", "two-ranks"])
 def llm(checkpoint, request):
     settings = {"max_num_batched_tokens": 256, "tensor_parallel_size": request.param}
-    with start(checkpoint.path, single_process=request.param > 1, **settings) as llm:
+    with start(checkpoint.path, **settings) as llm:
         assert llm.config.dtype == "bfloat16", "the checkpoint's own"
         yield llm
 

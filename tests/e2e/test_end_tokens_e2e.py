@@ -87,7 +87,7 @@ def test_a_chat_ends_by_what_the_template_alone_knows(tmp_path: Path) -> None:
     folder = write(tmp_path, "<|fin|>", special=False, eos_token_id=None)
     closes = "{% for m in messages %}{{ m.content }}<|fin|>\n{% endfor %}"
     change(folder, chat_template=f"{{% if add_generation_prompt %}}{TEMPLATED}{{% else %}}{closes}{{% endif %}}")
-    with LLM(model=str(folder), device="cpu", num_gpu_blocks_override=64) as llm:
+    with LLM(model=str(folder), device="cpu", num_gpu_blocks_override=64, single_process=True) as llm:
         (output,) = llm.chat([{"role": "user", "content": "script 0"}], SamplingParams(max_tokens=60), use_tqdm=False)
         (sample,) = output.outputs
         assert (sample.text, sample.finish_reason, sample.stop_reason) == (TEXT, "stop", None)

@@ -58,7 +58,7 @@ def test_tokens_of_mixed_batches_are_those_of_merged_weights(adapted: Adapted, r
     prompts = [prompt for _ in requests for prompt in PROMPTS]
     each = [request for request in requests for _ in PROMPTS]
     expected = [tokens for request in requests for tokens in adapted.tokens[request.lora_name if request else ""]]
-    settings: dict[str, Any] = {"tensor_parallel_size": ranks, "single_process": ranks > 1, "max_loras": 2}
+    settings: dict[str, Any] = {"tensor_parallel_size": ranks, "single_process": True, "max_loras": 2}
     with LLM(adapted.base, dtype="float32", enable_lora=True, **settings) as llm:
         for turn in range(2):
             outputs = llm.generate(prompts, GREEDY, use_tqdm=False, lora_request=each)

@@ -43,7 +43,7 @@ PARAMS = [params_of(place) for place in range(len(PROMPTS))]
 
 @pytest.fixture(scope="module")
 def llm(llama: Reference) -> Any:
-    with start(llama.path, block_size=16, single_process=False) as llm:
+    with start(llama.path, block_size=16) as llm:
         yield llm
 
 

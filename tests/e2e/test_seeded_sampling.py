@@ -34,7 +34,7 @@ SEEDED = [params_of(place, seed) for place, seed in enumerate([0, 1, 2**32, 2**6
 
 @pytest.fixture(scope="module")
 def llm(llama):
-    with start(llama.path, block_size=16, single_process=False) as llm:
+    with start(llama.path, block_size=16) as llm:
         yield llm
 
 
