@@ -1,5 +1,6 @@
 """The instruction sets that native kernels are compiled for, one after another."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -7,7 +8,7 @@ from functools import cache
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.library import ISAS, function, int32
 
-EMULATED = ISAS[-1]
+EMULATED = "amx_emulated"
 """AMX in plain C++, for products of matrices in bfloat16 or int8; all else is as with the newest vectors."""
 
 
@@ -42,8 +43,11 @@ def _of_this_machine() -> list[str]:
     return [*VECTORS, "amx"] if cpu.available() and _has_it("amx") else VECTORS
 
 
-VECTORS = [isa for isa in ISAS if not isa.startswith("amx")]
+ON_ARM = os.uname().machine == "aarch64" or "VLLM_LITE_GUEST_CPU" in os.environ
+"""Whether the library runs on such a processor, or an emulated one (tests/arm)."""
+
+VECTORS = [isa for isa in ISAS if not isa.startswith(("amx", "avx") if ON_ARM else ("amx", "neon"))]
 """Sets that every kernel is compiled for. AMX has other code for products of matrices and for attention alone."""
 
 OF_THIS_MACHINE = _of_this_machine()
-PRODUCTS = [*OF_THIS_MACHINE, EMULATED]
+PRODUCTS = OF_THIS_MACHINE if ON_ARM else [*OF_THIS_MACHINE, EMULATED]

@@ -11,21 +11,24 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#ifdef VLLM_LITE_ARM
+#include <sys/auxv.h>
+#endif
 
 namespace {
 
-constexpr const char* kNames[kNumIsas] = {"baseline", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated"};
+constexpr const char* kNames[kNumIsas] = {"baseline", "avx2",         "avx512",   "avx512_bf16",
+                                          "amx",      "amx_emulated", "neon_dot", "neon_i8mm"};
 #ifdef VLLM_LITE_AMX
 constexpr bool kHasAmx = true;
 #else
 constexpr bool kHasAmx = false;  // of this library, whatever the machine has
 #endif
 constexpr Isa kNone = static_cast<Isa>(-1);
-constexpr int kNumChosen = 5;  // of them: those that are chosen where none is named
 
 // Whether the processor has tiles, and the system lets this process use them. It has to be asked before the first use;
 // the answer holds for all threads.
-bool has_tiles() {
+[[maybe_unused]] bool has_tiles() {
 #ifdef VLLM_LITE_AMX
   constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24, kInt8 = 1u << 25;  // of leaf 7, EDX
   constexpr long kRequestPermission = 0x1023, kTileData = 18;                // ARCH_REQ_XCOMP_PERM, XTILEDATA
@@ -44,11 +47,26 @@ bool built(Isa set) {
 #define VLLM_LITE_TEXT_OF(name) #name
 #define VLLM_LITE_TEXT(name) VLLM_LITE_TEXT_OF(name)
   const bool is_only = std::strcmp(kNames[static_cast<int>(set)], VLLM_LITE_TEXT(VLLM_LITE_ONLY)) == 0;
-  return is_only || (set >= Isa::kAmx && kHasAmx);
+  return is_only || (is_amx(set) && kHasAmx);
 #else
-  return set <= Isa::kAvx512Bf16 || kHasAmx;
+  return !is_amx(set) || kHasAmx;
 #endif
 }
+
+#ifdef VLLM_LITE_ARM
+// Bits of Linux's auxiliary vector, whose names older systems lack.
+bool has_all(unsigned long vector, unsigned long bits) {
+  return (getauxval(vector) & bits) == bits;
+}
+bool has_dot_products() {  // and what comes with Armv8.1, which compilers use
+  constexpr unsigned long kAtomics = 1ul << 8, kDoubling = 1ul << 12, kDots = 1ul << 20;
+  return has_all(AT_HWCAP, kAtomics | kDoubling | kDots);
+}
+bool has_matrix_products() {
+  constexpr unsigned long kInt8 = 1ul << 13, kBf16 = 1ul << 14;
+  return has_dot_products() && has_all(AT_HWCAP2, kInt8 | kBf16);
+}
+#endif
 
 bool supported(Isa set) {
   if (!built(set)) return false;
@@ -61,6 +79,9 @@ bool supported(Isa set) {
   return set == Isa::kBaseline || (set == Isa::kAvx2 && avx2) || (set == Isa::kAvx512 && avx512) ||
          (set == Isa::kAvx512Bf16 && bf16) || (set == Isa::kAmx && bf16 && has_tiles()) ||
          (set == Isa::kAmxEmulated && bf16 && kHasAmx);
+#elif defined(VLLM_LITE_ARM)
+  return set == Isa::kBaseline || (set == Isa::kNeonDot && has_dot_products()) ||
+         (set == Isa::kNeonI8mm && has_matrix_products());
 #else
   return set == Isa::kBaseline;
 #endif
@@ -73,7 +94,7 @@ Isa choose() {
   for (int i = 0; i < kNumIsas; ++i) {
     const Isa set = static_cast<Isa>(i);
     if (!supported(set)) continue;
-    if (i < kNumChosen) best = set;
+    if (set != Isa::kAmxEmulated) best = set;
     if (wanted != nullptr && std::strcmp(wanted, kNames[i]) == 0) return set;
   }
   return best;

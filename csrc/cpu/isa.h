@@ -6,12 +6,37 @@
 // isa/ is therefore in namespace VLLM_LITE_ISA or static, and nothing of <algorithm> or <vector> is used there.
 #pragma once
 
-enum class Isa { kBaseline = 0, kAvx2 = 1, kAvx512 = 2, kAvx512Bf16 = 3, kAmx = 4, kAmxEmulated = 5 };
-constexpr int kNumIsas = 6;
+enum class Isa {
+  kBaseline = 0,  // of Arm, too, where it has vectors and fused multiply-adds
+  kAvx2 = 1,
+  kAvx512 = 2,
+  kAvx512Bf16 = 3,
+  kAmx = 4,
+  kAmxEmulated = 5,
+  kNeonDot = 6,
+  kNeonI8mm = 7
+};
+constexpr int kNumIsas = 8;
 
 Isa isa();
 
-// The namespaces that a file in isa/ fills. Where a set is not built, its name stands for the baseline's.
+static inline bool is_amx(Isa set) {
+  return set == Isa::kAmx || set == Isa::kAmxEmulated;
+}
+
+// The namespaces that a file in isa/ fills.
+#if defined(VLLM_LITE_ARM)
+#define VLLM_LITE_DECLARE(declaration) \
+  namespace baseline {                 \
+  declaration;                         \
+  }                                    \
+  namespace neon_dot {                 \
+  declaration;                         \
+  }                                    \
+  namespace neon_i8mm {                \
+  declaration;                         \
+  }
+#else
 #define VLLM_LITE_DECLARE(declaration) \
   namespace baseline {                 \
   declaration;                         \
@@ -25,6 +50,7 @@ Isa isa();
   namespace avx512_bf16 {              \
   declaration;                         \
   }
+#endif
 
 // The same for what isa/*_tiles.cpp have for AMX besides, where all else is as for AVX512-BF16.
 #define VLLM_LITE_DECLARE_TILES(declaration) \
@@ -46,6 +72,9 @@ Isa isa();
    : isa() == Isa::kAvx512   ? &avx512::name      \
    : isa() == Isa::kAvx2     ? &avx2::name        \
                              : &baseline::name)
+#elif defined(VLLM_LITE_ARM)
+#define VLLM_LITE_DISPATCH(name) \
+  (isa() == Isa::kNeonI8mm ? &neon_i8mm::name : isa() == Isa::kNeonDot ? &neon_dot::name : &baseline::name)
 #else
 #define VLLM_LITE_DISPATCH(name) (&baseline::name)
 #endif

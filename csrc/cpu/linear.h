@@ -132,7 +132,7 @@ struct RowLayout {
 
   static RowLayout of(const PackedWeight& weight) {
     const int64_t size = weight.group_size, count = (weight.num_inputs + size - 1) / size;
-    const bool has_tiles = isa() >= Isa::kAmx;
+    const bool has_tiles = is_amx(isa());
     const int64_t item = has_tiles && has_short_groups(weight) ? 2 : 1;
     if (weight.type != kGrouped4 || (size > kOnePlane && has_tiles)) return {size, count, 2, item};
     const int64_t own = size < kOnePlane ? size : kOnePlane;
@@ -195,14 +195,6 @@ struct LinearTask {
   int64_t first_block;
   int64_t num_blocks;
 };
-
-// The most rows and blocks of a task by tiles that copies its rows first; 0: such tasks are not for the call, which has
-// few rows, or another weight.
-struct WideTiles {
-  int64_t most_rows = 0;
-  int64_t most_blocks = 0;
-};
-WideTiles wide_tiles(const LinearCall& call);
 
 // Rows of one panel, and some of their groups of inputs.
 struct QuantizeTask {

@@ -24,6 +24,8 @@ inline int64_t now_ns() {
 inline void pause_cpu() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb");  // some tens of cycles; `yield` takes none where a core has no second thread
 #endif
 }
 

@@ -10,6 +10,7 @@ from micro.kernels_attention import AttentionSelection, HeadCounts, chosen
 from micro.kernels_linear import ALL, choose, measure
 from micro.kernels_timing import multiply_registers
 
+from tests.isas import PRODUCTS
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.library import ISAS, function, int32
 
@@ -38,7 +39,7 @@ def test_what_cannot_be_measured_is_said(name: str, text: str, said: str) -> Non
 
 
 @pytest.mark.skipif(not cpu.available(), reason="no native library")
-@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("isa", PRODUCTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_what_registers_multiply_is_counted(isa: str, dtype: torch.dtype) -> None:
     """Every thread has as many operations, in every round."""

@@ -25,12 +25,14 @@ pytestmark = pytest.mark.skipif(CMAKE is None or COMPILER is None, reason="needs
 
 def best() -> str:
     """The instruction set that files in isa/ are compiled for, of all that this machine has."""
-    flags = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    flags = re.search(r"^(?:flags|Features)\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     has = set(flags[1].split()) if flags else set()
     needs = {
         "avx512_bf16": {"avx512_bf16", "avx512_vnni"},
         "avx512": {"avx512vl", "avx512bw"},
         "avx2": {"avx2", "fma", "f16c"},
+        "neon_i8mm": {"asimddp", "i8mm", "bf16"},
+        "neon_dot": {"asimddp"},
     }
     return next((isa for isa, wanted in needs.items() if wanted <= has), "baseline")
 
@@ -61,7 +63,7 @@ def chooser(folder: Path, *definitions: str) -> ctypes.CDLL:
     return ctypes.CDLL(str(made))
 
 
-@pytest.mark.skipif(best() == "baseline", reason="for x86 with AVX2")
+@pytest.mark.skipif(not best().startswith("avx"), reason="for x86 with AVX2")
 def test_a_library_for_one_set_uses_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_LITE_ISA", raising=False)
     number = library.ISAS.index(best())
@@ -72,7 +74,7 @@ def test_a_library_for_one_set_uses_no_other(tmp_path: Path, monkeypatch: pytest
     assert only.vllm_lite_isa() == number
 
 
-@pytest.mark.skipif(best() == "baseline", reason="for x86 with AVX2")
+@pytest.mark.skipif(not best().startswith("avx"), reason="for x86 with AVX2")
 def test_a_library_for_another_processor_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = chooser(tmp_path, "-DVLLM_LITE_ONLY=none_of_ours").vllm_lite_isa()
     assert other == -1

@@ -8,12 +8,15 @@ namespace VLLM_LITE_ISA {
 void attend_item(const vllm_lite::AttentionCall& call, const vllm_lite::AttentionItem& item, int kv_head,
                  vllm_lite::NextUnit next, char* scratch) {
   const bool few = item.num_rows <= kStreamRows;
-#if defined(__AVX512BF16__)
-  static_assert(sizeof(TileScratch<Pairs>) <= vllm_lite::kAttentionScratchBytes, "scratch of a thread");
+  [[maybe_unused]] const AttentionShape& shape = *call.shape;
+#if defined(__AVX512VNNI__)
   static_assert(sizeof(CodeScratch) <= vllm_lite::kAttentionScratchBytes, "scratch of a thread");
-  const AttentionShape& shape = *call.shape;
   if (shape.dtype != kFloat32 && shape.kv_dtype == kInt8) return codes(call, item, kv_head, next, scratch);
-  if (shape.dtype == kBFloat16 && shape.kv_dtype != kFloat32 && shape.kv_dtype != kFloat16) {  // all fit in bfloat16
+#endif
+#if defined(VLLM_LITE_MULTIPLIES_PAIRS)
+  static_assert(sizeof(TileScratch<Pairs>) <= vllm_lite::kAttentionScratchBytes, "scratch of a thread");
+  const bool fit = shape.kv_dtype == kBFloat16 || shape.kv_dtype == kFp8E4M3 || shape.kv_dtype == kFp8E5M2;
+  if (shape.dtype == kBFloat16 && fit) {  // in bfloat16
     return few ? stream<Pairs>(call, item, kv_head, next, scratch) : tile<Pairs>(call, item, kv_head, next, scratch);
   }
 #endif

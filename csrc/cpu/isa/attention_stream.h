@@ -113,17 +113,17 @@ static void add_values(Floats, float* acc, int stride, const float* rescale, con
   }
 }
 
-#if defined(__AVX512BF16__)
+#if defined(VLLM_LITE_MULTIPLIES_PAIRS)
 template <int kRows, bool kFetch>
 static void add_values(Pairs, float* acc, int stride, const float* rescale, const BFloat16 (*weights)[kKeys],
                        const char* const* values, int count, int size, Ahead ahead) {
-  for (int d = 0; d < size; d += 32) {
+  for (int d = 0; d < size; d += 2 * kWidth) {
     const int left = size - d;
     Vec sums[kRows][2] = {};
 #pragma GCC unroll 8
     for (int t = 0; t < count; t += 2) {
       if (kFetch) ahead.fetch_lines(2);
-      const __m512i x = load_halves(values[t] + 2 * d, left), y = load_halves(values[t + 1] + 2 * d, left);
+      const auto x = load_halves(values[t] + 2 * d, left), y = load_halves(values[t + 1] + 2 * d, left);
       const Vec v0 = reinterpret_cast<Vec>(pairs_low(x, y)), v1 = reinterpret_cast<Vec>(pairs_high(x, y));
       for (int i = 0; i < kRows; ++i) {
         float pair;

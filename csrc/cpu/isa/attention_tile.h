@@ -117,14 +117,14 @@ VLLM_LITE_INLINE void pack_values(Floats, const char* const* rows, const Sizes& 
     }
   }
 }
-#if defined(__AVX512BF16__)
+#if defined(VLLM_LITE_MULTIPLIES_PAIRS)
 VLLM_LITE_INLINE void pack_values(Pairs, const char* const* rows, const Sizes& sizes, float* to) {
   for (int t = 0; t < kGroup; t += 2, to += sizes.padded) {
-    for (int d = 0; d < sizes.padded; d += 32) {
-      const __m512i x = load_halves(rows[t] + 2 * d, sizes.value - d);
-      const __m512i y = load_halves(rows[t + 1] + 2 * d, sizes.value - d);
-      _mm512_storeu_si512(to + d, pairs_low(x, y));
-      if (d + 16 < sizes.padded) _mm512_storeu_si512(to + d + 16, pairs_high(x, y));
+    for (int d = 0; d < sizes.padded; d += 2 * kWidth) {
+      const auto x = load_halves(rows[t] + 2 * d, sizes.value - d);
+      const auto y = load_halves(rows[t + 1] + 2 * d, sizes.value - d);
+      store(to + d, reinterpret_cast<Vec>(pairs_low(x, y)));
+      if (d + kWidth < sizes.padded) store(to + d + kWidth, reinterpret_cast<Vec>(pairs_high(x, y)));
     }
   }
 }

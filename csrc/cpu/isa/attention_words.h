@@ -63,6 +63,12 @@ static void convert_row(int dtype, const void* from, BFloat16* to, int size) {
   if (dtype == kFp8E5M2) return convert_row(fp8_table<Fp8E5M2>(), from, to, size);
   std::memcpy(to, from, static_cast<size_t>(size) * 2);
 }
+#elif defined(VLLM_LITE_MULTIPLIES_PAIRS)
+static void convert_row(int dtype, const void* from, BFloat16* to, int size) {
+  if (dtype == kFp8E4M3) return convert_row<Fp8E4M3>(from, to, size);
+  if (dtype == kFp8E5M2) return convert_row<Fp8E5M2>(from, to, size);
+  std::memcpy(to, from, static_cast<size_t>(size) * 2);
+}
 #endif
 
 static void convert_scaled(const void* from, float* to, int size) {
@@ -139,6 +145,47 @@ VLLM_LITE_INLINE __m512i pairs_high(__m512i x, __m512i y) {
 VLLM_LITE_INLINE __m512i load_halves(const void* from, int count) {
   if (count >= 32) return _mm512_loadu_si512(from);
   return _mm512_maskz_loadu_epi16(count <= 0 ? 0 : (1u << count) - 1, from);
+}
+#elif defined(VLLM_LITE_MULTIPLIES_PAIRS)
+struct Pairs {
+  using Element = BFloat16;
+  static constexpr int kPack = 2;
+  static constexpr int kElement = kBFloat16;
+
+  VLLM_LITE_INLINE Vec add_product(Vec sum, float x, Vec y) {
+    const bfloat16x8_t pair = vreinterpretq_bf16_f32(vdupq_n_f32(x));
+    const bfloat16x8_t words = vreinterpretq_bf16_f32(reinterpret_cast<float32x4_t>(y));
+    return reinterpret_cast<Vec>(vbfdotq_f32(reinterpret_cast<float32x4_t>(sum), pair, words));
+  }
+  // 2^x to 1e-4 relative, and exactly for x = 0, the largest weight: it will have 8 bits. Below 2^-126 it is 0.
+  static constexpr float kPerScore = 1.44269504f;
+  VLLM_LITE_INLINE Vec weight(Vec x) {
+    const Vec whole = reinterpret_cast<Vec>(vrndnq_f32(reinterpret_cast<float32x4_t>(x)));
+    const Vec f = x - whole;  // in [-0.5, 0.5]
+    Vec p = multiply_add(splat(5.5008933e-2f), f, splat(2.4221097e-1f));
+    p = multiply_add(p, f, splat(6.9328290e-1f));
+    p = multiply_add(p, f, splat(1));
+    const VecI exponent = (__builtin_convertvector(max(whole, splat(-127)), VecI) + 127) << 23;
+    return p * reinterpret_cast<Vec>(exponent);
+  }
+  VLLM_LITE_INLINE void put_weights(BFloat16* to, Vec x, Vec y) {
+    store(to, x);
+    store(to + kWidth, y);
+  }
+};
+
+VLLM_LITE_INLINE uint16x8_t pairs_low(uint16x8_t x, uint16x8_t y) {
+  return vzip1q_u16(x, y);
+}
+VLLM_LITE_INLINE uint16x8_t pairs_high(uint16x8_t x, uint16x8_t y) {
+  return vzip2q_u16(x, y);
+}
+
+VLLM_LITE_INLINE uint16x8_t load_halves(const void* from, int count) {
+  uint16_t halves[8] = {};
+  const int taken = count < 0 ? 0 : least(count, 8);
+  std::memcpy(halves, from, static_cast<size_t>(taken) * 2);
+  return vld1q_u16(count >= 8 ? static_cast<const uint16_t*>(from) : halves);
 }
 #endif
 
@@ -227,6 +274,23 @@ VLLM_LITE_INLINE void transpose(const char* const* rows, int64_t offset, int cou
   for (int i = 0; i < count; i += 4) {
     turn_four(rows, offset + 4 * i, to + i * stride, stride);
     turn_four(rows + 8, offset + 4 * i, to + i * stride + 8, stride);
+  }
+}
+#elif defined(__ARM_NEON)
+VLLM_LITE_INLINE void turn_four(const char* const* rows, int64_t offset, float* to, int stride) {
+  float32x4_t x[4];
+  for (int t = 0; t < 4; ++t) x[t] = vld1q_f32(reinterpret_cast<const float*>(rows[t] + offset));
+  const float32x4_t low = vzip1q_f32(x[0], x[2]), high = vzip2q_f32(x[0], x[2]);
+  const float32x4_t other_low = vzip1q_f32(x[1], x[3]), other_high = vzip2q_f32(x[1], x[3]);
+  vst1q_f32(to, vzip1q_f32(low, other_low));
+  vst1q_f32(to + stride, vzip2q_f32(low, other_low));
+  vst1q_f32(to + 2 * stride, vzip1q_f32(high, other_high));
+  vst1q_f32(to + 3 * stride, vzip2q_f32(high, other_high));
+}
+
+VLLM_LITE_INLINE void transpose(const char* const* rows, int64_t offset, int count, float* to, int stride) {
+  for (int i = 0; i < count; i += 4) {
+    for (int t = 0; t < 16; t += 4) turn_four(rows + t, offset + 4 * i, to + i * stride + t, stride);
   }
 }
 #else

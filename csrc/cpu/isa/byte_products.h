@@ -1,211 +1,28 @@
-// Bytes times integers, added up exactly in 32 bits: by VNNI, or by AVX2 and AVX-512, whose products of bytes are added
-// up in 16 bits first. VLLM_LITE_MULTIPLIES_BYTES is defined where there is a way.
+// Bytes times integers, added up exactly in 32 bits: by VNNI or NEON's dot products, or by AVX2 and AVX-512, whose
+// products of bytes are added up in 16 bits first. VLLM_LITE_MULTIPLIES_BYTES is defined where there is a way, and
+// VLLM_LITE_PLANES_APART where rows of two planes are bytes, not words of 16 bits.
 #pragma once
 
 #include "../linear.h"
 #include "simd.h"
 
-#if defined(__AVX2__)
+#if defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
 #define VLLM_LITE_MULTIPLIES_BYTES
+#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)
+#define VLLM_LITE_PLANES_APART
+#endif
+
+#if defined(__ARM_FEATURE_DOTPROD)
+#include "neon_bytes.h"
+#else
+#include "x86_bytes.h"
+#endif
 
 namespace VLLM_LITE_ISA {
 namespace {
 
-#if defined(__AVX512F__)
-
-typedef __m512i Ints;  // bytes, or kWidth sums
-
-VLLM_LITE_INLINE Ints load_ints(const void* from) {
-  return _mm512_loadu_si512(from);
-}
-VLLM_LITE_INLINE Ints all_ints(int32_t x) {
-  return _mm512_set1_epi32(x);
-}
-VLLM_LITE_INLINE Ints all_bytes(int8_t x) {
-  return _mm512_set1_epi8(x);
-}
-VLLM_LITE_INLINE Ints upper_halves(Ints x) {  // of each byte, in its lower half; what is above is another's
-  return _mm512_srli_epi16(x, 4);
-}
-VLLM_LITE_INLINE Ints both_bits(Ints x, Ints y) {
-  return _mm512_and_si512(x, y);
-}
-VLLM_LITE_INLINE Ints add_bytes(Ints x, Ints y) {
-  return _mm512_add_epi8(x, y);
-}
-// x with 16 added to the bytes whose bits at `from` are set.
-VLLM_LITE_INLINE Ints add_fifth_bits(Ints x, const char* from) {
-  uint64_t bits;
-  std::memcpy(&bits, from, sizeof bits);
-  return _mm512_mask_add_epi8(x, bits, x, all_bytes(16));
-}
-VLLM_LITE_INLINE Ints broadcast(__m128i x) {
-  return _mm512_maskz_broadcast_i32x4(0xffff, x);  // GCC 12 warns of its own plain one
-}
-VLLM_LITE_INLINE Ints shuffle_bytes(Ints x, Ints places) {  // within 16
-  return _mm512_shuffle_epi8(x, places);
-}
-VLLM_LITE_INLINE Ints widen_bytes(const char* from) {  // kWidth of them
-  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-}
-
-#else
-
-typedef __m256i Ints;
-
-VLLM_LITE_INLINE Ints load_ints(const void* from) {
-  return _mm256_loadu_si256(static_cast<const __m256i*>(from));
-}
-VLLM_LITE_INLINE Ints all_ints(int32_t x) {
-  return _mm256_set1_epi32(x);
-}
-VLLM_LITE_INLINE Ints all_bytes(int8_t x) {
-  return _mm256_set1_epi8(x);
-}
-VLLM_LITE_INLINE Ints upper_halves(Ints x) {
-  return _mm256_srli_epi16(x, 4);
-}
-VLLM_LITE_INLINE Ints both_bits(Ints x, Ints y) {
-  return _mm256_and_si256(x, y);
-}
-VLLM_LITE_INLINE Ints add_bytes(Ints x, Ints y) {
-  return _mm256_add_epi8(x, y);
-}
-VLLM_LITE_INLINE Ints add_fifth_bits(Ints x, const char* from) {
-  int32_t bits;
-  std::memcpy(&bits, from, sizeof bits);
-  const Ints places = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
-  const Ints own = _mm256_set1_epi64x(INT64_C(-0x7fbfdfeff7fbfdff));  // 1, 2, 4 ... 128
-  const Ints set = _mm256_and_si256(_mm256_shuffle_epi8(all_ints(bits), places), own);
-  return _mm256_add_epi8(x, _mm256_and_si256(_mm256_cmpeq_epi8(set, own), all_bytes(16)));
-}
-VLLM_LITE_INLINE Ints broadcast(__m128i x) {
-  return _mm256_broadcastsi128_si256(x);
-}
-VLLM_LITE_INLINE Ints shuffle_bytes(Ints x, Ints places) {
-  return _mm256_shuffle_epi8(x, places);
-}
-VLLM_LITE_INLINE Ints widen_bytes(const char* from) {
-  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)));
-}
-
-#endif
-
-#if defined(__AVX512VNNI__)
-
-// As an instruction, as GCC 12 makes copies of the sums otherwise, more than there are registers: with 12 rows it takes
-// 1.4 times as long.
-VLLM_LITE_INLINE void add_products(Ints& total, Ints bytes, Ints integers) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(bytes), "v"(integers));
-}
-
-// Bytes that kernels take as they are: none is taken off.
-VLLM_LITE_INLINE int32_t taken_off(const PackedWeight&) {
-  return 0;
-}
-
-#else
-
-// Two products of a byte up to kNarrow and two more, each with an integer up to 127, fit in 16 bits. Larger bytes less
-// 128 are signed: their size is multiplied by the integer that has taken over their sign, two products at a time. Rows
-// of 15 bits are not in two planes here, but words of 16 bits, and so become the bytes they are multiplied by.
-constexpr int32_t kNarrow = 64;
-
-VLLM_LITE_INLINE bool are_narrow(const PackedWeight& weight) {
-  int32_t largest = 15;  // of codes; shifts add 48 at most
-  for (int i = 0; i < 16 && weight.bytes != nullptr; ++i)
-    largest = weight.bytes[i] > largest ? weight.bytes[i] : largest;
-  return largest <= kNarrow;
-}
-
-// What kernels take off each byte.
-VLLM_LITE_INLINE int32_t taken_off(const PackedWeight& weight) {
-  return weight.type != kGrouped4 || are_narrow(weight) ? 0 : 128;
-}
-
-#if defined(__AVX512F__)
-VLLM_LITE_INLINE Ints signed_bytes(Ints x) {
-  return _mm512_xor_si512(x, all_bytes(INT8_MIN));
-}
-VLLM_LITE_INLINE Ints add_pairs(Ints total, Ints products) {
-  return _mm512_add_epi32(total, _mm512_madd_epi16(products, _mm512_set1_epi16(1)));
-}
-VLLM_LITE_INLINE Ints add_narrow(Ints total, Ints first, Ints x, Ints second, Ints y) {
-  return add_pairs(total, _mm512_add_epi16(_mm512_maddubs_epi16(first, x), _mm512_maddubs_epi16(second, y)));
-}
-// Half of a vector's bytes as words, and four words of a row for each output: two sums to an output.
-VLLM_LITE_INLINE Ints widen_half(const void* from) {
-  return _mm512_cvtepu8_epi16(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
-}
-VLLM_LITE_INLINE Ints widen_lower(Ints x) {
-  return _mm512_cvtepu8_epi16(_mm512_castsi512_si256(x));
-}
-VLLM_LITE_INLINE Ints widen_upper(Ints x) {
-  return _mm512_cvtepu8_epi16(_mm512_extracti64x4_epi64(x, 1));
-}
-VLLM_LITE_INLINE Ints four_words(const int8_t* x) {
-  int64_t four;
-  std::memcpy(&four, x, 8);
-  return _mm512_set1_epi64(four);
-}
-VLLM_LITE_INLINE Ints add_words(Ints total, Ints weights, Ints x) {
-  return _mm512_add_epi32(total, _mm512_madd_epi16(weights, x));
-}
-VLLM_LITE_INLINE Ints add_twos(Ints lower, Ints upper) {  // sums of both halves' outputs
-  const Ints even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-  const Ints odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-  return _mm512_add_epi32(_mm512_permutex2var_epi32(lower, even, upper), _mm512_permutex2var_epi32(lower, odd, upper));
-}
-VLLM_LITE_INLINE Ints all_twos(int32_t x) {  // what add_twos() makes x
-  return _mm512_set1_epi64(static_cast<uint32_t>(x));
-}
-VLLM_LITE_INLINE Ints add_signed(Ints total, Ints bytes, Ints x) {
-  const Ints turned = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(bytes), _mm512_setzero_si512(), x);
-  return add_pairs(total, _mm512_maddubs_epi16(_mm512_abs_epi8(bytes), turned));
-}
-#else
-VLLM_LITE_INLINE Ints signed_bytes(Ints x) {
-  return _mm256_xor_si256(x, all_bytes(INT8_MIN));
-}
-
-VLLM_LITE_INLINE Ints add_pairs(Ints total, Ints products) {
-  return _mm256_add_epi32(total, _mm256_madd_epi16(products, _mm256_set1_epi16(1)));
-}
-VLLM_LITE_INLINE Ints add_narrow(Ints total, Ints first, Ints x, Ints second, Ints y) {
-  return add_pairs(total, _mm256_add_epi16(_mm256_maddubs_epi16(first, x), _mm256_maddubs_epi16(second, y)));
-}
-VLLM_LITE_INLINE Ints widen_half(const void* from) {
-  return _mm256_cvtepu8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(from)));
-}
-VLLM_LITE_INLINE Ints widen_lower(Ints x) {
-  return _mm256_cvtepu8_epi16(_mm256_castsi256_si128(x));
-}
-VLLM_LITE_INLINE Ints widen_upper(Ints x) {
-  return _mm256_cvtepu8_epi16(_mm256_extracti128_si256(x, 1));
-}
-VLLM_LITE_INLINE Ints four_words(const int8_t* x) {
-  int64_t four;
-  std::memcpy(&four, x, 8);
-  return _mm256_set1_epi64x(four);
-}
-VLLM_LITE_INLINE Ints add_words(Ints total, Ints weights, Ints x) {
-  return _mm256_add_epi32(total, _mm256_madd_epi16(weights, x));
-}
-VLLM_LITE_INLINE Ints add_twos(Ints lower, Ints upper) {
-  return _mm256_permute4x64_epi64(_mm256_hadd_epi32(lower, upper), 0xd8);
-}
-VLLM_LITE_INLINE Ints all_twos(int32_t x) {
-  return _mm256_set1_epi64x(static_cast<uint32_t>(x));
-}
-VLLM_LITE_INLINE Ints add_signed(Ints total, Ints bytes, Ints x) {
-  return add_pairs(total, _mm256_maddubs_epi16(_mm256_abs_epi8(bytes), _mm256_sign_epi8(x, bytes)));
-}
-#endif
-
-#endif
-
 // Whether the planes of a group are apart; else its integers are words.
-#if defined(__AVX512VNNI__)
+#if defined(VLLM_LITE_PLANES_APART)
 constexpr bool kPlanesApart = true;
 #else
 constexpr bool kPlanesApart = false;
@@ -248,7 +65,7 @@ VLLM_LITE_INLINE Vec to_floats(Ints x) {
   return __builtin_convertvector(reinterpret_cast<VecI>(x), Vec);
 }
 
-#if defined(__AVX512VNNI__)
+#if defined(VLLM_LITE_PLANES_APART)
 // What the planes of a row add up to; with its bias below 2^31. The upper plane comes first.
 VLLM_LITE_INLINE Ints both_planes(Ints upper, Ints lower) {
   return reinterpret_cast<Ints>((reinterpret_cast<VecI>(upper) << 7) + reinterpret_cast<VecI>(lower));
@@ -276,7 +93,7 @@ VLLM_LITE_INLINE void begin_planes(const int32_t* biases, Ints (&total)[N][V]) {
   for (int r = 0; r < N / 2; ++r) {
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
-#if defined(__AVX512VNNI__)
+#if defined(VLLM_LITE_PLANES_APART)
       total[2 * r][v] = all_ints(0);
       total[2 * r + 1][v] = all_ints(biases[r]);
 #else
@@ -286,7 +103,7 @@ VLLM_LITE_INLINE void begin_planes(const int32_t* biases, Ints (&total)[N][V]) {
   }
 }
 
-#if defined(__AVX512VNNI__)
+#if defined(VLLM_LITE_PLANES_APART)
 // What the upper planes of R rows add up to becomes the sums that their lower planes go on with, all below 2^31.
 template <int R, int V>
 VLLM_LITE_INLINE void shift_planes(const int32_t* biases, Ints (&total)[R][V]) {
@@ -299,7 +116,7 @@ VLLM_LITE_INLINE void shift_planes(const int32_t* biases, Ints (&total)[R][V]) {
 }
 #endif
 
-#if !defined(__AVX512VNNI__)
+#if !defined(VLLM_LITE_PLANES_APART)
 // The bytes of a vector as words.
 struct WidenedBytes {
   Ints lower, upper;
@@ -320,7 +137,7 @@ VLLM_LITE_INLINE void multiply_words(const int8_t* x, const WidenedBytes& bytes,
 // Those of one row and vector, behind a group's products with both planes.
 template <int N, int V>
 VLLM_LITE_INLINE Vec planes_sum(const Ints (&total)[N][V], int r, int v) {
-#if defined(__AVX512VNNI__)
+#if defined(VLLM_LITE_PLANES_APART)
   return to_floats(both_planes(total[2 * r][v], total[2 * r + 1][v]));
 #else
   return to_floats(add_twos(total[2 * r][v], total[2 * r + 1][v]));

@@ -99,7 +99,7 @@ struct FiveValues {
 
   // The fifth bits at `from`, four of each output, each in the lowest bits of its element; others are above.
   VLLM_LITE_INLINE VecI fifth_bits(const char* from) {
-    VecI out;
+    VecI out = {};
 #if defined(__AVX512F__)
     const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
     out = reinterpret_cast<VecI>(_mm512_cvtepu8_epi32(_mm_unpacklo_epi8(bytes, bytes)));

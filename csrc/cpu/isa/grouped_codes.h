@@ -45,7 +45,7 @@ struct Fives {
     const Octet low = Nibbles<V>(nullptr).load(codes, v);
     return {add_fifth_bits(low.first, own), add_fifth_bits(low.second, own + kBlock / 2)};
   }
-#if !defined(__AVX512VNNI__)
+#if !defined(VLLM_LITE_PLANES_APART)
   inline __attribute__((always_inline)) WidenedBytes widened(const char* codes, int v, bool second) const {
     const Octet octet = load(codes, v);
     const Ints bytes = second ? octet.second : octet.first;
@@ -64,7 +64,8 @@ struct Shifted {
   // Each output's byte, of a cell's, for four inputs.
   inline __attribute__((always_inline)) void enter(const char* cell, const CellLayout& layout, int64_t column) {
     const char* bytes = cell + layout.scale_bytes + column;
-    const Ints four = broadcast(_mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12));
+    alignas(16) static constexpr int8_t kFour[] = {0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12};
+    const Ints four = repeat_16(kFour);
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) shifts[v] = shuffle_bytes(widen_bytes(bytes + v * kWidth), four);
   }
@@ -81,7 +82,7 @@ struct Looked {
   static constexpr bool kNarrow = true;
   Ints table;
   void enter(const char*, const CellLayout&, int64_t) {}
-  explicit Looked(const uint8_t* bytes) : table(broadcast(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)))) {}
+  explicit Looked(const uint8_t* bytes) : table(repeat_16(bytes)) {}
   inline __attribute__((always_inline)) Octet load(const char* codes, int v) const {
     const Octet octet = Nibbles<V>(nullptr).load(codes, v);
     return {shuffle_bytes(table, octet.first), shuffle_bytes(table, octet.second)};
@@ -104,7 +105,7 @@ struct Bytes {
     const char* from = codes + v * sizeof(Ints);
     return {load_ints(from), load_ints(from + kOctetBytes)};
   }
-#if !defined(__AVX512VNNI__)
+#if !defined(VLLM_LITE_PLANES_APART)
   inline __attribute__((always_inline)) WidenedBytes widened(const char* codes, int v, bool second) const {
     const char* from = codes + v * sizeof(Ints) + (second ? kOctetBytes : 0);
     return {widen_half(from), widen_half(from + sizeof(Ints) / 2)};

@@ -7,6 +7,9 @@
 
 #include "grouped_floats.h"
 #include "linear_task.h"
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#include "neon_pairs.h"
+#endif
 
 namespace VLLM_LITE_ISA {
 namespace {
@@ -142,7 +145,32 @@ void multiply(const BFloat16* x, const BFloat16* block, int64_t num_pairs, float
     for (int v = 0; v < 2; ++v) _mm512_storeu_ps(sums + r * sums_stride + v * kWidth, total[r][v]);
   }
 }
+#elif defined(VLLM_LITE_MULTIPLIES_PAIRS)
+template <int R, int64_t kStride>
+void multiply(const BFloat16* x, const BFloat16* block, int64_t num_pairs, float* sums, int64_t sums_stride,
+              Ahead ahead) {
+  constexpr int V = 4;
+  ahead.step = ahead.step * V * kWidth / kBlock;  // of a pass
+  for (int64_t column = 0; column < kBlock; column += V * kWidth, ahead.from += num_pairs * ahead.step) {
+    Vec total[R][V];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) total[r][v] = load(sums + r * sums_stride + column + v * kWidth);
+    }
+    multiply_pairs<kStride>(x, block + 2 * column, num_pairs, total, [&](int64_t pair) __attribute__((always_inline)) {
+      prefetch<kAhead<kStride, BFloat16>>(ahead, pair);
+    });
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+      for (int v = 0; v < V; ++v) store(sums + r * sums_stride + column + v * kWidth, total[r][v]);
+    }
+  }
+}
+#endif
 
+#if defined(VLLM_LITE_MULTIPLIES_PAIRS)
 VLLM_LITE_INLINE void widen(const BFloat16* from, int64_t count, BFloat16* to) {
   std::memcpy(to, from, static_cast<size_t>(count) * sizeof *to);
 }
@@ -362,6 +390,18 @@ void run_for(const LinearCall& call, const LinearTask& task) {
   run_grouped_for<In>(call, task);
 }
 
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+constexpr int64_t kIntegerProducts = 8;
+VLLM_LITE_INLINE int32x4_t multiply_integers(int32x4_t sum, int8x16_t a, int8x16_t b) {
+  return vmmlaq_s32(sum, a, b);
+}
+#elif defined(__ARM_FEATURE_DOTPROD)
+constexpr int64_t kIntegerProducts = 4;
+VLLM_LITE_INLINE int32x4_t multiply_integers(int32x4_t sum, int8x16_t a, int8x16_t b) {
+  return vdotq_s32(sum, a, b);
+}
+#endif
+
 // Arithmetic as fast as a kernel could do it: `multiply` in independent chains, with operands at x [64]. Returns how
 // many operations that were, where an instruction does `products` of them, and adds them, in each element of 32 bits.
 template <class Operand, int kChains, class Multiply>
@@ -387,7 +427,7 @@ void linear(const LinearCall& call, const LinearTask& task) {
   if (call.quantized != nullptr) return linear_grouped(call, task);
   if (is_grouped(call.weight->type) && linear_table(call, task)) return;
   if (linear_dense(call, task)) return;
-#if defined(__AVX512BF16__)
+#if defined(VLLM_LITE_MULTIPLIES_PAIRS)
   if (call.x_type == kBFloat16 && call.weight->type == kBFloat16) return run<BFloat16, BFloat16, BFloat16>(call, task);
 #endif
   if (call.x_type == kFloat32) return run_for<float>(call, task);
@@ -429,6 +469,22 @@ int64_t multiply_registers([[maybe_unused]] int32_t type, int64_t rounds, float*
                                                  [](__m512i& sum, __m512i a, __m512i b) __attribute__((always_inline)) {
                                                    sum = _mm512_dpbusd_epi32(sum, a, b);
                                                  });
+  }
+#endif
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  if (type == kBFloat16) {
+    return multiply_chains<bfloat16x8_t, kChains>(
+        rounds, 4, x, [](bfloat16x8_t& sum, bfloat16x8_t a, bfloat16x8_t b) __attribute__((always_inline)) {
+          sum = reinterpret_cast<bfloat16x8_t>(vbfmmlaq_f32(reinterpret_cast<float32x4_t>(sum), a, b));
+        });
+  }
+#endif
+#if defined(__ARM_FEATURE_DOTPROD)
+  if (type == kInt8) {
+    return multiply_chains<int8x16_t, kChains>(
+        rounds, kIntegerProducts, x, [](int8x16_t& sum, int8x16_t a, int8x16_t b) __attribute__((always_inline)) {
+          sum = reinterpret_cast<int8x16_t>(multiply_integers(reinterpret_cast<int32x4_t>(sum), a, b));
+        });
   }
 #endif
   return multiply_chains<Vec, kChains>(

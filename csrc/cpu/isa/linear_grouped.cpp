@@ -14,7 +14,7 @@ namespace {
 #if defined(VLLM_LITE_MULTIPLIES_BYTES)
 // Vectors of outputs at a time: half a block, but for few rows, which have registers for more. R counts planes.
 template <int R>
-constexpr int kVectors = kWidth == 16 || R > 2 ? 2 : 4;
+constexpr int kVectors = kWidth == 16 || (kWidth == 8 && R > 2) ? 2 : 4;
 constexpr int64_t kDepth = kWidth == 16 ? 1024 : 512;  // inputs: a block's weights stay in L1 for all groups of rows
 // How far before its use memory is asked for by rows that are alone. Codes of fewer bits than 8 are used up later than
 // they could be read, so that more has to be on its way (8192 bytes: 0.89 times the time with 5 bits, 0.97 with 4, but
@@ -63,6 +63,16 @@ VLLM_LITE_INLINE void multiply_octet(const Codes& codes, const int8_t* x, [[mayb
   };
   add(x, low.first, high.first);
   add(x + (kBoth ? 2 * R : 4 * R), low.second, high.second);
+#elif defined(VLLM_LITE_PLANES_APART)
+  const auto four = [&](int r, int half) __attribute__((always_inline)) {
+    return x + (kBoth ? r % 2 * plane + 4 * (r / 2) + 2 * R * half : 4 * (r + R * half));
+  };
+#pragma GCC unroll 4
+  for (int v = 0; v < V; ++v) {
+    Octet octet = codes.load(from, v);
+    if constexpr (kSignedBytes && !Codes::kNarrow) octet = {signed_bytes(octet.first), signed_bytes(octet.second)};
+    add_octet(octet.first, octet.second, four, v, total);
+  }
 #else
 #pragma GCC unroll 4
   for (int v = 0; v < V; ++v) {
@@ -99,6 +109,7 @@ VLLM_LITE_INLINE void multiply_codes(const Codes& codes, const int8_t* x, const 
   constexpr int64_t kStep = kBoth && kPlanesApart ? 4 * R : 8 * R;
   const int64_t plane = stretch.num_octets * kStep;
   const char* from = stretch.from;
+  pair_rows(total);
   for (int64_t octet = 0; octet < stretch.num_octets; ++octet, from += Codes::kBytes, x += kStep) {
     if constexpr (kAlone) {
       prefetch<Codes::kBytes * V * kWidth / kBlock>({from + kAheadBytes<Codes>, 0}, 0);
@@ -109,6 +120,7 @@ VLLM_LITE_INLINE void multiply_codes(const Codes& codes, const int8_t* x, const 
     }
     multiply_octet<kBoth>(codes, x, plane, from, total);
   }
+  part_rows(total);
 }
 
 template <int R, int V>
@@ -309,7 +321,7 @@ void multiply_cells(const Panel& panel, const Cells& cells, int32_t type, Ahead 
   if constexpr (kPlanes == 1 || kPlanesApart) {  // 4 bits have two planes where there are tiles
     if (cells.layout.minima_type == kShifts) return multiply_rows<Shifted, kPlanes>(panel, cells, ahead, sums);
     if (cells.table == nullptr) return multiply_rows<Nibbles, kPlanes>(panel, cells, ahead, sums);
-#if !defined(__AVX512VNNI__)
+#if !defined(__AVX512VNNI__) && !defined(__ARM_FEATURE_MATMUL_INT8)
     if (cells.is_wide) return multiply_rows<LookedWide, kPlanes>(panel, cells, ahead, sums);
 #endif
     multiply_rows<Looked, kPlanes>(panel, cells, ahead, sums);

@@ -88,7 +88,7 @@ VLLM_LITE_INLINE int32_t quantize_row(const T* x, int64_t count, int8_t* to, flo
 }
 
 // Integers of 15 bits, to [2 * count] bytes: those of the upper plane before the lower one's, whole = 128 * upper +
-// lower; without VNNI words. Where *lower is false then, all of the lower plane are 0.
+// lower; or words of both. Where *lower is false then, all of the lower plane are 0.
 template <class T>
 VLLM_LITE_INLINE int32_t quantize_row_twice(const T* x, int64_t count, int64_t plane, int8_t* to, float* scale,
                                             bool* lower) {
@@ -97,7 +97,7 @@ VLLM_LITE_INLINE int32_t quantize_row_twice(const T* x, int64_t count, int64_t p
   return quantize_to(x, count, sizes.largest, *lower ? Range{kLargestOfTwo} : Range{kLargest, 7}, scale,
                      [=](int64_t i, VecI whole, int left) __attribute__((always_inline)) {
                        const size_t size = static_cast<size_t>(left);
-#if defined(__AVX512VNNI__)
+#if defined(VLLM_LITE_PLANES_APART)
                        const Bytes upper = __builtin_convertvector(whole >> 7, Bytes),
                                    lower = __builtin_convertvector(whole & 127, Bytes);
                        std::memcpy(to + i, &upper, size);
@@ -118,8 +118,8 @@ VLLM_LITE_INLINE const T* columns(const T* row, const int32_t* order, int64_t fi
   return buffer;
 }
 
-// Where a group's integers go: those of four inputs lie `step` behind those of the four before, with VNNI the lower
-// plane `plane` behind the other; and the index of its scale and the like.
+// Where a group's integers go: those of four inputs lie `step` behind those of the four before, a lower
+// plane that is apart `plane` behind the other; and the index of its scale and the like.
 struct GroupPlace {
   int8_t* to;
   int64_t step, plane, scale;
@@ -165,7 +165,7 @@ struct RowQuantizer {
     if constexpr (kPlanes == 1) {
       std::memcpy(place.to, integers + i, 4);
     } else {
-#if defined(__AVX512VNNI__)
+#if defined(VLLM_LITE_PLANES_APART)
       std::memcpy(place.to, integers + i, 4);
       std::memcpy(place.to + place.plane, integers + kSize + i, 4);
 #else

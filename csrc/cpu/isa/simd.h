@@ -10,6 +10,13 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns of the header's own undefined vectors
 #include <immintrin.h>
 #pragma GCC diagnostic pop
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+// Where an instruction multiplies pairs of bfloat16 and adds them to a float.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define VLLM_LITE_MULTIPLIES_PAIRS
 #endif
 
 #include "../common.h"
@@ -48,6 +55,8 @@ VLLM_LITE_INLINE Vec splat(float x) {
   return reinterpret_cast<Vec>(_mm512_set1_ps(x));
 #elif defined(__AVX2__)
   return reinterpret_cast<Vec>(_mm256_set1_ps(x));
+#elif defined(__ARM_NEON)
+  return reinterpret_cast<Vec>(vdupq_n_f32(x));
 #else
   Vec out;
   for (int i = 0; i < kWidth; ++i) out[i] = x;
@@ -78,6 +87,10 @@ VLLM_LITE_INLINE float to_float(BFloat16 x) {
 VLLM_LITE_INLINE float to_float(Float16 x) {
 #if defined(__F16C__)
   return _cvtsh_ss(x.bits);
+#elif defined(__ARM_NEON)
+  __fp16 half;
+  std::memcpy(&half, &x, sizeof half);
+  return half;
 #else
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, rest = x.bits & 0x7fff;
   if (rest >= 0x7c00) return float_of(sign | 0x7f800000 | rest << 13);
@@ -127,6 +140,9 @@ VLLM_LITE_INLINE uint32_t round_to(float x, int mantissa, int least, uint32_t la
 VLLM_LITE_INLINE void from_float(float x, Float16* out) {
 #if defined(__F16C__)
   out->bits = static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__ARM_NEON)
+  const __fp16 half = static_cast<__fp16>(x);
+  std::memcpy(out, &half, sizeof half);
 #else
   const uint32_t sign = bits_of(x) >> 16 & 0x8000;
   out->bits = static_cast<uint16_t>(x != x ? 0x7e00 : sign | round_to(x, 10, -14, 0x7bff, 0x7c00));
@@ -186,6 +202,16 @@ VLLM_LITE_INLINE Vec load(const Float16* from) {
 VLLM_LITE_INLINE void store(Float16* to, Vec x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(reinterpret_cast<__m256>(x), 0));
 }
+#elif defined(__ARM_NEON)
+VLLM_LITE_INLINE Vec load(const BFloat16* from) {
+  return reinterpret_cast<Vec>(vshll_n_u16(vld1_u16(&from->bits), 16));
+}
+VLLM_LITE_INLINE Vec load(const Float16* from) {
+  return reinterpret_cast<Vec>(vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits))));
+}
+VLLM_LITE_INLINE void store(Float16* to, Vec x) {
+  vst1_u16(&to->bits, vreinterpret_u16_f16(vcvt_f16_f32(reinterpret_cast<float32x4_t>(x))));
+}
 #endif
 #if !defined(__AVX512BF16__)
 VLLM_LITE_INLINE void store(BFloat16* to, Vec x) {
@@ -235,6 +261,9 @@ VLLM_LITE_INLINE Vec multiply_add(Vec a, Vec b, Vec c) {
 #elif defined(__FMA__)
   return reinterpret_cast<Vec>(
       _mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
+#elif defined(__ARM_NEON)
+  return reinterpret_cast<Vec>(
+      vfmaq_f32(reinterpret_cast<float32x4_t>(c), reinterpret_cast<float32x4_t>(a), reinterpret_cast<float32x4_t>(b)));
 #else
   return a * b + c;
 #endif
@@ -248,6 +277,9 @@ VLLM_LITE_INLINE Vec subtract_product(Vec a, Vec b, Vec c) {
 #elif defined(__FMA__)
   return reinterpret_cast<Vec>(
       _mm256_fnmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
+#elif defined(__ARM_NEON)
+  return reinterpret_cast<Vec>(
+      vfmsq_f32(reinterpret_cast<float32x4_t>(c), reinterpret_cast<float32x4_t>(a), reinterpret_cast<float32x4_t>(b)));
 #else
   return c - a * b;
 #endif
@@ -263,7 +295,11 @@ VLLM_LITE_INLINE Vec exp(Vec x) {
 #else
   const Vec magic = splat(0x1.8p23f);  // adding it rounds to a whole number
   Vec shifted = scaled + magic;
+#if defined(__ARM_NEON)
+  asm("" : "+w"(shifted));
+#else
   asm("" : "+x"(shifted));
+#endif
   const Vec whole = shifted - magic;
 #endif
   const Vec f = scaled - whole;  // in [-0.5, 0.5]; 2^f by its series

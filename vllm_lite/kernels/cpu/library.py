@@ -12,8 +12,9 @@ from vllm_lite.runtime import log
 
 ABI = 28
 LIBRARY = "libvllm_lite_cpu.so"
-ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated")
-"""Instruction sets that kernels are compiled for, each with all that the ones before it have. The last is for tests."""
+ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated", "neon_dot", "neon_i8mm")
+"""Instruction sets that kernels are compiled for. Of those of one architecture each has all that the ones before it
+have; "amx_emulated" is for tests."""
 
 pointer, int32, int64, float32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 

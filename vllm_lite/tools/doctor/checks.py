@@ -26,7 +26,7 @@ MIN_FILES, MIN_MEMORY, MIN_SHM, MIN_TMP = 4096, 2 * GIB, 512 << 20, 256 << 20
 """MIN_SHM is what several GPUs need of /dev/shm; a container has 64 MiB of it unless it is given more."""
 PROBE_S = 60.0
 IPC_BYTES = 107
-ISAS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8")
+ISAS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8", "asimddp", "i8mm", "bf16")
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,8 @@ def _between_gpus(found: dict[str, Any]) -> Iterator[Line]:
 
 
 def native_kernels() -> Iterator[Line]:
-    flags = _cpu_fields().get("flags", "").split()
+    fields = _cpu_fields()
+    flags = fields.get("flags", fields.get("Features", "")).split()
     has = [isa for isa in ISAS if isa in flags]
     found = probe(
         "import json\nfrom vllm_lite.kernels.cpu.library import ABI, isa, open_library\n"
@@ -177,7 +178,7 @@ def native_kernels() -> Iterator[Line]:
         advice = "install a C++ compiler and vllm-lite again; until then plain torch does the work, much slower"
         yield Line("WARN", "native kernels", found["error"], advice)
         return
-    text = f"ABI {found['abi']}, using {found['isa']}; this CPU has {', '.join(has) or 'none of AVX2 and later'}"
+    text = f"ABI {found['abi']}, using {found['isa']}; this CPU has {', '.join(has) or 'nothing beyond the baseline'}"
     forced = os.environ.get("VLLM_LITE_ISA")
     text += "" if forced is None else f"; VLLM_LITE_ISA is {forced}"
     yield ok_or_warn("native kernels", text, None if forced is None else "unset it for the best there is")

@@ -213,7 +213,7 @@ def _check_ids(ids: torch.Tensor, bad: int, held: Split) -> None:
 
 
 def multiplies_bytes() -> bool:
-    """Whether products with whole numbers as weights quantize their rows: with AVX2, and with AVX-512."""
+    """Whether products with whole numbers as weights quantize their rows: with AVX2, AVX-512 and Arm's dot products."""
     return bool(function("vllm_lite_multiplies_bytes", (), int32)())
 
 
