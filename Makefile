@@ -14,6 +14,13 @@ STAMP := $(VENV)/installed
 NATIVE := $(wildcard csrc/cpu/*.cpp csrc/cpu/*.h csrc/cpu/isa/*.cpp csrc/cpu/isa/*.h)
 SOURCES := vllm_lite scripts examples benchmarks tests
 
+# For processors of Arm, which qemu-user emulates: kernels, and the tests that call nothing else.
+CROSS := aarch64-linux-gnu-g++
+ARM := build/aarch64
+ARM_TESTS := $(addprefix tests/cpu/test_,$(addsuffix .py,attention_cpu cache_ops_cpu delta_rule elementwise_cpu \
+  experts_cpu fused_cpu gguf_blocks int8_cache linear lora_cpu mamba masks_cpu native_grouped native_linear \
+  native_sampler native_tables))
+
 # What `make quick` leaves out of tests/unit: files that start processes, wait, or take some seconds. And what it adds.
 SLOW := bench_result chat_template conversion cut_calls deadlines demo_grammar detokenizer doctor fetch_images gpu_check \
         gpu_check_carried gpu_check_stages groupings hub hub_cache import_time instances launch leaks orphans peers planner \
@@ -24,7 +31,7 @@ QUICK := $(filter-out $(SLOW:%=tests/unit/test_%.py),$(wildcard tests/unit/test_
          $(wildcard tests/cpu/test_input_batch.py tests/cpu/test_logit_rules.py tests/cpu/test_cache_engine.py)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test quick real test-wheel coverage check format protocol docs node-client bench clean
+.PHONY: help venv demo test quick arm real test-wheel coverage check format protocol docs node-client bench clean
 .DELETE_ON_ERROR:
 
 help:  ## list the targets
@@ -63,6 +70,13 @@ test: $(STAMP)  ## run the whole test suite
 quick: $(STAMP)  ## lint and the tests that take less than a minute
 	$(BIN)/ruff check --quiet $(SOURCES)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -q $(QUICK) $(ARGS)
+
+arm: $(STAMP)  ## compile the kernels for Arm and test them on an emulated processor (g++-aarch64-linux-gnu, qemu-user)
+	$(BIN)/cmake -S . -B $(ARM) -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DCMAKE_CXX_COMPILER=$(CROSS)
+	$(BIN)/cmake --build $(ARM) --parallel $(JOBS)
+	$(CROSS) -std=c++17 -O1 -Wall -Wextra -rdynamic tests/arm/guest.cpp -o $(ARM)/guest -ldl
+	$(BIN)/python -m pytest -n0 -q tests/cpu/test_arm.py
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile -p tests.arm.plugin --timeout 1200 -k 'not foreign_library' $(ARM_TESTS) $(ARGS)
 
 real: $(STAMP)  ## fetch real checkpoints, tokenizers and templates into the user's cache, test with them
 	$(BIN)/python scripts/fetch_real.py

@@ -1,0 +1,14 @@
+"""Plugin of pytest: kernels are those of the emulated process (remote.py), in all of a run's tests."""
+
+import os
+
+import pytest
+
+from tests.arm.remote import Remote, missing
+from vllm_lite.kernels.cpu import library
+
+_reason = missing()
+if _reason is not None:
+    raise RuntimeError(_reason)
+_remote = Remote(os.environ.setdefault("VLLM_LITE_GUEST_CPU", "max"))
+pytest.MonkeyPatch().setattr(library, "library", lambda: _remote)

@@ -1,0 +1,76 @@
+"""Kernels for Arm on emulated processors: their choice, and bits that others have. `make arm` builds them, and runs the
+tests of every kernel there. Skipped where they are not built."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from tests.arm.remote import Remote, missing
+from tests.cpu.conftest import using_isa
+from tests.cpu.test_native_grouped import IQ4_NL, grouped
+from tests.cpu.test_native_linear import random
+from vllm_lite.kernels.cpu import library
+from vllm_lite.kernels.cpu.weights.linear import PackedWeight, linear
+from vllm_lite.kernels.grouped import INT4, INT8, UINT5
+
+_lacks = missing()
+pytestmark = pytest.mark.skipif(_lacks is not None, reason=str(_lacks))
+
+BEST = {"max": "neon_i8mm", "neoverse-n1": "neon_dot", "cortex-a72": "baseline"}
+"""Of emulated processors."""
+CASES = [(INT4, 32, False), (UINT5, 32, True), (IQ4_NL, 128, False), (INT8, 128, False)]
+
+
+@contextmanager
+def emulated(processor: str) -> Iterator[Remote]:
+    """Its kernels are the library within."""
+    remote = Remote(processor)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library, "library", lambda: remote)
+        library.function.cache_clear()
+        try:
+            yield remote
+        finally:
+            library.function.cache_clear()
+            remote.close()
+
+
+def products(num_rows: int) -> list[torch.Tensor]:
+    found = []
+    for values, group_size, minima in CASES:
+        weight = grouped(40, 300, group_size, values, minima=minima, scales=torch.bfloat16)
+        out = torch.full((num_rows, 40), math.nan)
+        linear(random(num_rows, 300), PackedWeight(weight, random(40)), out)
+        found.append(out)
+    return found
+
+
+@pytest.mark.parametrize("processor", BEST)
+def test_the_best_set_of_the_processor_is_chosen(processor: str) -> None:
+    with emulated(processor) as remote:
+        assert library.isa() == BEST[processor]
+        others = set(library.ISAS) - set(list(BEST.values())[list(BEST).index(processor) :])
+        set_isa = library.function("vllm_lite_set_isa", (library.int32,), library.int32)
+        assert not any(set_isa(library.ISAS.index(isa)) for isa in others)
+        assert remote.vllm_lite_abi() == library.ABI
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 13])
+def test_products_of_integers_have_the_bits_of_other_processors(num_rows: int) -> None:
+    for _ in using_isa("avx512_bf16"):
+        expected = products(num_rows)
+    for processor in ("max", "neoverse-n1"):
+        with emulated(processor):
+            for case, out, wanted in zip(CASES, products(num_rows), expected, strict=True):
+                assert torch.equal(out, wanted), (processor, case)
+
+
+def test_memory_of_nobody_ends_the_emulated_process() -> None:
+    """So that a test fails whose kernel reads too far."""
+    with emulated("max"):
+        read = library.function("vllm_lite_read", (library.pointer, library.int64), library.int64)
+        with pytest.raises(RuntimeError, match="the emulated process ended with 1"):
+            read(4096, 128)
