@@ -23,6 +23,9 @@ constexpr int64_t kFewRows = 4;
 constexpr int64_t kMaxSummedBlocks = 64;
 constexpr int64_t kWideBlocks = 16;
 
+// Integers of rows begin with a line: tiles read whole ones.
+constexpr int64_t kLine = 64;
+
 // Inputs to quantize that are not worth handing out either; about 5 us.
 constexpr int64_t kMinQuantized = 32 << 10;
 
@@ -58,8 +61,7 @@ struct RowParts {
 
 // Whether tiles take tasks of kMaxTileRows and any number of blocks.
 bool fits_wide_tiles(const PackedWeight& weight, int32_t x_type) {
-  const bool is_long = !is_grouped(weight.type) || weight.group_size == kQuantGroup;
-  return is_amx(isa()) && is_long && fits_tiles(weight, x_type);
+  return is_amx(isa()) && !is_grouped(weight.type) && fits_tiles(weight, x_type);
 }
 
 // Rows of a task by tiles, which copies them first: few enough that all threads have some, and that it uses each for
@@ -120,7 +122,9 @@ ColumnParts tile_column_parts(const LinearCall& call, const RowParts& rows) {
 QuantizedRows quantized_rows(const LinearCall& call) {
   static thread_local Scratch scratch;
   const RowLayout layout = RowLayout::of(*call.weight);
-  return QuantizedRows::in(scratch.get(call.num_rows * layout.row_bytes()), call.num_rows, layout);
+  char* memory = scratch.get(call.num_rows * layout.row_bytes() + kLine);
+  const uintptr_t values = reinterpret_cast<uintptr_t>(QuantizedRows::in(memory, call.num_rows, layout).values);
+  return QuantizedRows::in(memory + -values % kLine, call.num_rows, layout);
 }
 
 void fill_quantized(const LinearCall& call, const RowParts& parts) {
@@ -196,9 +200,9 @@ VLLM_LITE_API void vllm_lite_linear(const PackedWeight* weight, const void* x, i
   LinearCall call = {weight, x, x_stride, out, out_stride, num_rows, x_type, out_type, nullptr};
   const auto linear = VLLM_LITE_DISPATCH_TILES(linear);
   const bool are_wide = num_rows > kTilesInPlace && fits_wide_tiles(*weight, x_type);
-  const bool are_short = is_amx(isa()) && has_short_groups(*weight);
-  const int64_t most = are_wide ? most_tile_rows(call) : are_short ? kMaxShortRows : kMaxRows;
-  const RowParts parts = {num_rows, most, are_wide || are_short ? kTileGroup : 1};
+  const bool are_grouped = is_amx(isa()) && is_grouped(weight->type) && fits_tiles(*weight, x_type);
+  const int64_t most = are_wide ? most_tile_rows(call) : are_grouped ? kMaxGroupedRows : kMaxRows;
+  const RowParts parts = {num_rows, most, are_wide || are_grouped ? kTileGroup : 1};
   QuantizedRows quantized;
   if (quantizes_rows(*weight)) {
     quantized = quantized_rows(call);

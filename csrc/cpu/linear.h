@@ -33,21 +33,22 @@
 #include "common.h"
 #include "isa.h"
 
-constexpr int64_t kBlock = 32;          // outputs
-constexpr int64_t kMaxRows = 96;        // of one task
-constexpr int64_t kMaxTileRows = 512;   // the same where tiles multiply, of no more than
-constexpr int64_t kSpanInputs = 2048;   // inputs at a time, and of half as many rows where there are more than half
-constexpr int64_t kTilesInPlace = 64;   // rows, which tiles read where they lie
-constexpr int64_t kMaxBlocks = 8;       // of one task; any number where tiles multiply more rows than those
-constexpr int64_t kMaxShortRows = 256;  // the most of a task where tiles multiply short groups
-constexpr int64_t kTileGroup = 32;      // rows that tiles take at a time
-constexpr int64_t kManyRows = 13;       // which meet two blocks at a time
-constexpr int64_t kQuantGroup = 128;    // the most inputs that share a scale
-constexpr int64_t kOnePlane = 32;       // the most that share one where rows have 8 bits
-constexpr float kUneven = 5;            // of a group's sizes, the largest by the mean: too much for 8 bits
-constexpr int32_t kGrouped4 = 101;      // beside the DTypes: codes of 4 bits, and
-constexpr int32_t kGrouped8 = 102;      // of 8 bits, with scales for groups of inputs
-constexpr int32_t kGrouped5 = 106;      // and of 5 bits
+constexpr int64_t kBlock = 32;            // outputs
+constexpr int64_t kMaxRows = 96;          // of one task
+constexpr int64_t kMaxTileRows = 512;     // the same where tiles multiply, of no more than
+constexpr int64_t kSpanInputs = 2048;     // inputs at a time, and of half as many rows where there are more than half
+constexpr int64_t kTilesInPlace = 64;     // rows, which tiles read where they lie
+constexpr int64_t kMaxBlocks = 8;         // of one task; any number where tiles multiply more rows than those
+constexpr int64_t kMaxGroupedRows = 256;  // the most of a task where tiles multiply grouped weights
+constexpr int64_t kTileGroup = 32;        // rows that tiles take at a time,
+constexpr int64_t kLongRows = 16;         // and of integers in groups of kQuantGroup
+constexpr int64_t kManyRows = 13;         // which meet two blocks at a time
+constexpr int64_t kQuantGroup = 128;      // the most inputs that share a scale
+constexpr int64_t kOnePlane = 32;         // the most that share one where rows have 8 bits
+constexpr float kUneven = 5;              // of a group's sizes, the largest by the mean: too much for 8 bits
+constexpr int32_t kGrouped4 = 101;        // beside the DTypes: codes of 4 bits, and
+constexpr int32_t kGrouped8 = 102;        // of 8 bits, with scales for groups of inputs
+constexpr int32_t kGrouped5 = 106;        // and of 5 bits
 constexpr int32_t kNoMinima = -1;
 constexpr int32_t kShifts = 103;       // minima as bytes; only of codes of 4 bits that are bytes themselves
 constexpr int32_t kIntegers = 104;     // scales or minima as signed bytes, to be multiplied by those of `supers`
@@ -147,12 +148,13 @@ struct RowLayout {
 // Rows as integers, one panel for the rows of each task, which begins at values + its first row * value_bytes(). A
 // panel is groups of rows (isa/byte_products.h), each [groups of inputs][planes][inputs / 4][rows][4], so that a
 // product reads its rows from the first byte to the last; the upper plane comes first. Without VNNI two planes are
-// words of 16 bits, [4] of them. For products by AMX the panel is [rows][planes][inputs], or in short groups, by
-// kTileGroup rows, [groups of inputs][planes][rows][inputs] of bfloat16: whole numbers, those of the upper plane times
-// 128, and of four inputs the second and the third in each other's place.
+// words of 16 bits, [4] of them. For products by AMX the panel is, by kLongRows rows, [groups of inputs][planes]
+// [inputs / 64][rows][64], or in short groups, by kTileGroup rows, [groups of inputs][planes][rows][inputs] of
+// bfloat16: whole numbers, those of the upper plane times 128, and of four inputs the second and the third in each
+// other's place.
 struct QuantizedRows {
   int8_t* values;
-  float* scales;    // of a panel's group of rows [num_groups][rows], for long tiles [rows][num_groups]; as those below
+  float* scales;    // of a panel's group of rows [num_groups][rows], as those below
   int32_t* biases;  // what bytes of weights lack, their offset, times the sum
   float* sums;      // of a group's integers
   uint8_t* lower;   // [num_groups] at the first row of a group of rows: whether any has a lower plane there

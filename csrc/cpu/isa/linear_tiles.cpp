@@ -8,7 +8,7 @@
 // weights, which all of those rows meet, and the rows of a step pass by without taking their place. While a group of
 // rows is multiplied, the outputs of the one before leave and the weights that come next are asked for, a few lines a
 // step.
-#include "grouped_tiles.h"
+#include "long_groups.h"
 #include "short_groups.h"
 #include "tile_groups.h"
 #include "tile_outputs.h"
@@ -19,7 +19,6 @@ namespace {
 
 // Weights that lie as tiles take them: blocks of so many bytes.
 struct DenseWeights {
-  static constexpr int64_t kPlanes = 1;
   static constexpr int64_t kMaxSteps = 20;  // of a part
   const char* data;
   int64_t block_bytes;
@@ -79,18 +78,17 @@ struct Bf16Product : DenseWeights {
 
 // ---- one task
 
-// Rows `stride` bytes apart, `width` bytes each, or each plane of them.
+// Rows `stride` bytes apart, `width` bytes each.
 struct TaskRows {
   const char* data;
   int64_t stride, width;
 };
 
-template <class Product>
-class TileTask {
+class DenseTask {
  public:
-  TileTask(const LinearCall& call, const LinearTask& task, const TaskRows& rows)
+  DenseTask(const LinearCall& call, const LinearTask& task, const TaskRows& rows)
       : call(call), task(task), rows(rows), product(call), streamed(are_streamed(call)) {
-    const int64_t panel_bytes = in_place ? 0 : num_groups * Product::kPlanes * span_bytes * kGroup;
+    const int64_t panel_bytes = in_place ? 0 : num_groups * span_bytes * kGroup;
     const int64_t places = span_bytes < rows.width ? task.num_blocks : 1;
     panel = tile_memory().get(panel_bytes + num_groups * places * kGroupSums * 4);
     sums = reinterpret_cast<float*>(panel + panel_bytes);
@@ -108,7 +106,7 @@ class TileTask {
   }
 
  private:
-  static constexpr int64_t kMostBytes = kSpanInputs * 2 / Product::kPlanes;  // of a plane
+  static constexpr int64_t kMostBytes = kSpanInputs * 2;
 
   // Rows that a copy would help less than it takes.
   bool are_used_seldom() const {
@@ -125,22 +123,19 @@ class TileTask {
   void enter(int64_t begin, int64_t num_bytes) {
     const char* from = rows.data + begin;
     if (in_place) {
-      x = {from, rows.stride, kTileRowBytes, kGroup * rows.stride, rows.width};
+      x = {from, rows.stride, kTileRowBytes, kGroup * rows.stride};
       return;
     }
     const int64_t group_bytes = (num_bytes + kTileRowBytes - 1) / kTileRowBytes * kStepRows;
-    x = {panel, kTileRowBytes, kStepRows, group_bytes, num_groups * group_bytes};
-    for (int64_t plane = 0; plane < Product::kPlanes; ++plane) {
-      copy_rows(from + plane * rows.width, rows.stride, task.num_rows, num_bytes, panel + plane * x.lower_plane);
-    }
+    x = {panel, kTileRowBytes, kStepRows, group_bytes};
+    copy_rows(from, rows.stride, task.num_rows, num_bytes, panel);
   }
 
   // Part after part: of a single group's rows, which use weights once, all are one.
   void add_block(int64_t block, int64_t begin, int64_t num_bytes) {
     const int64_t num_steps = (num_bytes + kTileRowBytes - 1) / kTileRowBytes;
-    const int64_t num_parts =
-        num_groups == 1 && Product::kPlanes == 1 ? 1 : (num_steps + Product::kMaxSteps - 1) / Product::kMaxSteps;
-    const int64_t steps = ((num_steps + num_parts - 1) / num_parts + kQuantSteps - 1) / kQuantSteps * kQuantSteps;
+    const int64_t num_parts = num_groups == 1 ? 1 : (num_steps + Bf16Product::kMaxSteps - 1) / Bf16Product::kMaxSteps;
+    const int64_t steps = (num_steps + num_parts - 1) / num_parts;
     for (int64_t step = 0; step < num_steps; step += steps) {
       const int64_t at = step * kTileRowBytes, left = num_bytes - at;
       Part part = {block, begin + at, left, block, begin + at + steps * kTileRowBytes};
@@ -189,7 +184,7 @@ class TileTask {
   const LinearCall& call;
   const LinearTask& task;
   const TaskRows rows;
-  Product product;
+  Bf16Product product;
   const bool streamed;
   const int64_t num_groups = (task.num_rows + kGroup - 1) / kGroup;
   const bool in_place = rows.width % kTileRowBytes == 0 && are_used_seldom();
@@ -213,12 +208,9 @@ void linear(const LinearCall& call, const LinearTask& task) {
   if (!are_tiled(call)) return VLLM_LITE_VECTORS::linear(call, task);
   if (call.quantized == nullptr) {
     const char* first = static_cast<const char*>(call.x) + task.first_row * call.x_stride * 2;
-    return TileTask<Bf16Product>(call, task, {first, call.x_stride * 2, call.weight->num_inputs * 2}).run();
+    return DenseTask(call, task, {first, call.x_stride * 2, call.weight->num_inputs * 2}).run();
   }
-  if (has_short_groups(*call.weight)) return ShortTask(call, task).run();
-  const RowLayout& layout = call.quantized->layout;
-  const char* first = reinterpret_cast<const char*>(call.quantized->values) + task.first_row * layout.value_bytes();
-  TileTask<GroupedProduct>(call, task, {first, layout.value_bytes(), layout.width()}).run();
+  has_short_groups(*call.weight) ? ShortTask(call, task).run() : LongTask(call, task).run();
 }
 
 void quantize_rows(const LinearCall& call, const QuantizeTask& task) {

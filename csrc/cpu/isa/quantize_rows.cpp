@@ -235,14 +235,23 @@ void quantize_short_groups(const LinearCall& call, const QuantizeTask& task) {
   }
 }
 
-template <class T, int64_t kSize>
-void quantize_for_tiles(const LinearCall& call, const QuantizeTask& task) {
+// Groups of kQuantGroup inputs stay bytes.
+template <class T>
+void quantize_long_groups(const LinearCall& call, const QuantizeTask& task) {
+  constexpr int64_t kSize = kQuantGroup, kLine = 64;
   const RowQuantizer<T> quantizer{call};
   const RowLayout& layout = call.quantized->layout;
-  for (int64_t row = task.first_row; row < task.first_row + task.num_rows; ++row) {
+  for (int64_t first = 0; first < task.num_rows; first += kLongRows) {
+    const int64_t left = task.num_rows - first, count = left < kLongRows ? left : kLongRows;
+    const int64_t begin = task.first_row + first, scales = begin * layout.num_groups;
+    int8_t* values = call.quantized->values + begin * layout.value_bytes();
     for (int64_t group = task.first_group; group < task.first_group + task.num_groups; ++group) {
-      int8_t* to = call.quantized->values + row * layout.value_bytes() + group * kSize;
-      quantizer.template run<kSize, 2>(row, group, {to, 4, layout.width(), row * layout.num_groups + group});
+      int8_t* to = values + group * 2 * kSize * count;
+      for (int64_t row = 0; row < count; ++row, to += kLine) {
+        alignas(64) int8_t integers[2 * kSize];
+        quantizer.template run<kSize, 2>(begin + row, group, {integers, 4, kSize, scales + group * count + row});
+        for (int64_t i = 0; i < 2 * kSize; i += kLine) std::memcpy(to + i * count, integers + i, kLine);
+      }
     }
   }
 }
@@ -251,7 +260,7 @@ template <class T>
 void quantize_panel_for_tiles(const LinearCall& call, const QuantizeTask& task) {
   const RowLayout& layout = call.quantized->layout;
   const bool two = layout.num_planes == 2;
-  if (layout.group_size == kQuantGroup) return quantize_for_tiles<T, kQuantGroup>(call, task);
+  if (layout.group_size == kQuantGroup) return quantize_long_groups<T>(call, task);
   if (layout.group_size == 16)
     return two ? quantize_short_groups<T, 16, 2>(call, task) : quantize_short_groups<T, 16, 1>(call, task);
   two ? quantize_short_groups<T, 32, 2>(call, task) : quantize_short_groups<T, 32, 1>(call, task);

@@ -389,7 +389,7 @@ class ShortTask {
   int64_t shape_ = 0;  // rows that tiles have
   ShortPanel panel_;
   alignas(64) float totals_[2 * kGroupSums];
-  alignas(64) float sums_[kMaxShortRows * kMaxBlocks * kBlock];
+  alignas(64) float sums_[kMaxGroupedRows * kMaxBlocks * kBlock];
 };
 
 }  // namespace

@@ -10,10 +10,9 @@ constexpr int64_t kWeightStride = 4 * kBlock;                // bytes from one g
 constexpr int64_t kStepWeights = kTileRows * kWeightStride;  // of a block
 constexpr int64_t kGroup = 2 * kTileRows;                    // rows at a time
 constexpr int64_t kGroupSums = kGroup * kBlock;
-constexpr int64_t kQuantSteps = kQuantGroup / kTileRowBytes;  // of a plane that share a row's scale
 constexpr int64_t kAheadBytes = 4096;
 
-// Some inputs of one of a task's blocks, in bytes of a plane of rows, and what comes next.
+// Some inputs of one of a task's blocks, in bytes of a row, and what comes next.
 struct Part {
   int64_t block, begin, num_bytes;
   int64_t next_block, next_begin;
@@ -38,12 +37,11 @@ struct Weights {
 // Rows of x, from the first input of the weights on: where they lie, or copied in the order in which tiles take them.
 struct Rows {
   const char* data;
-  int64_t stride;       // bytes from one row of a group to the next,
-  int64_t step;         // from what one step takes of it to the next,
-  int64_t group;        // from one group to the next,
-  int64_t lower_plane;  // and from integers' upper plane to the lower one
+  int64_t stride;  // bytes from one row of a group to the next,
+  int64_t step;    // from what one step takes of it to the next,
+  int64_t group;   // and from one group to the next
 
-  Rows behind(int64_t bytes) const { return {data + bytes, stride, step, group, lower_plane}; }
+  Rows behind(int64_t bytes) const { return {data + bytes, stride, step, group}; }
 };
 
 // Up to kGroup rows.
