@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vllm_lite import LLM, SamplingParams
+from vllm_lite.client.prompt import TokensPrompt
 from vllm_lite.tools.bench.models import RANDOM_MODELS, write_config
 
 SENTENCE = "The parcel {} was sent on a rainy day to a customer in the north, who paid by card and waited for it. "
@@ -55,7 +56,12 @@ class Ids:
         self._llm = llm
         draw = random.Random(0)
         self.ids = [draw.randrange(3, 30000) for _ in range(num_tokens)]
-        self._prompts = [[*self.ids, *(draw.randrange(3, 30000) for _ in range(num_own))] for _ in range(num_questions)]
+        self._prompts = [
+            TokensPrompt(
+                prompt_token_ids=[*self.ids, *(draw.randrange(3, 30000) for _ in range(num_own))], marks=[num_tokens]
+            )
+            for _ in range(num_questions)
+        ]
         self._params = MAX_TOKENS.clone(logprob_token_ids=LABELS, detokenize=False)
 
     def decide(self) -> int:

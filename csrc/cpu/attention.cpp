@@ -35,6 +35,7 @@ constexpr int64_t kTokenInts = sizeof(SharedToken) / 4;
 
 struct Draft {
   std::vector<AttentionItem> items;
+  std::vector<AttentionItem> resuming;  // behind those, in no task: run when the items that they resume are done
   std::vector<int32_t> task_ends, gaps;
   SharedPrefixes shared;
 };
@@ -51,7 +52,8 @@ int round_up(int x, int unit) {
 void add_each_split(Plan* plan, std::vector<AttentionItem>* items, AttentionItem item, int section, int size) {
   const int begin = item.key_begin, end = item.key_end;
   item.partial = plan->num_partial_rows;
-  item.counter = plan->num_counters++;
+  item.counter = plan->num_counters;
+  plan->num_counters += 2;
   plan->num_partial_rows += item.num_splits * item.num_rows;
   for (; item.split < item.num_splits; ++item.split, ++section) {
     item.key_begin = std::max(begin, section * size);
@@ -99,7 +101,7 @@ struct Rows {
       item.key_end = window > 0 ? std::min(end, item.key_end + window - 1) : end;
     }
     item.num_splits = 1;
-    item.shared = -1;
+    item.shared = item.open_split = -1;
     return item;
   }
 };
@@ -129,13 +131,21 @@ void add_sequence(Plan* plan, std::vector<AttentionItem>* items, const Rows& row
   }
 }
 
-// Adds the sections that a sequence has for itself.
-void add_own_sections(Plan* plan, std::vector<AttentionItem>* items, const Rows& rows, Sharer* sharer) {
+// Adds the sections that a sequence has for itself, of which it may resume the first.
+void add_own_sections(Plan* plan, Draft* draft, const Rows& rows, Sharer* sharer) {
+  std::vector<AttentionItem>& items = draft->items;
   AttentionItem item = rows.item(0, rows.num_rows, 0);
+  item.key_begin = sharer->shared_end;
   item.split = sharer->shared_splits;
   item.num_splits = sharer->shared_splits + sharer->num_sections - sharer->shared_sections;
-  sharer->owner = static_cast<int32_t>(items->size());
-  add_each_split(plan, items, item, sharer->shared_sections, sharer->section);
+  const size_t first = items.size();
+  add_each_split(plan, &items, item, sharer->shared_sections, sharer->section);
+  sharer->owner = static_cast<int32_t>(first);
+  if (sharer->shared_end == sharer->shared_sections * sharer->section) return;
+  sharer->owner = -1 - static_cast<int32_t>(draft->resuming.size());
+  draft->resuming.push_back(items[first]);
+  draft->resuming.back().resumes = 1;
+  items.erase(items.begin() + static_cast<int64_t>(first));
 }
 
 double item_ns(const AttentionShape& shape, const AttentionItem& item) {
@@ -192,7 +202,7 @@ void add_sequences(Plan* plan, Draft* draft, const Step& step, bool large) {
     }
     while (sharer < end && sharer->sequence < i) ++sharer;
     if (sharer < end && sharer->sequence == i && sharer->shared_sections > 0) {
-      add_own_sections(plan, &draft->items, step.rows(i), sharer);
+      add_own_sections(plan, draft, step.rows(i), sharer);
     } else {
       add_sequence(plan, &draft->items, step.rows(i));
     }
@@ -221,6 +231,7 @@ VLLM_LITE_API int64_t vllm_lite_attention_plan(const AttentionShape* shape, cons
                                                int32_t* plan_out, int64_t capacity, int64_t max_partial_rows) {
   thread_local Draft draft;
   draft.items.clear();
+  draft.resuming.clear();
   draft.task_ends.clear();
   draft.gaps.clear();
   draft.shared.clear();
@@ -228,13 +239,14 @@ VLLM_LITE_API int64_t vllm_lite_attention_plan(const AttentionShape* shape, cons
   plan.window = window;
   const int group = shape->num_heads / shape->num_kv_heads, most = rows_of_items(*shape, num_tokens);
   const Step step = {*shape, starts, seq_lens, num_seqs, group, most};
-  if (table && window == 0) add_shared(&draft, step, table, table_stride);
+  if (table && window == 0 && !shape->both_ways) add_shared(&draft, step, table, table_stride);
   add_sequences(&plan, &draft, step, true);
   add_sequences(&plan, &draft, step, false);
-  draft.shared.name_owners();
+  draft.shared.name_owners(static_cast<int>(draft.items.size()));
   const int num_rows = num_seqs > 0 ? starts[num_seqs] : 0;
   if (num_rows < num_tokens) draft.gaps.insert(draft.gaps.end(), {num_rows, num_tokens - num_rows});
   make_tasks(*shape, &draft);
+  draft.items.insert(draft.items.end(), draft.resuming.begin(), draft.resuming.end());
   const std::vector<SharedToken>& tokens = draft.shared.tokens;
   plan.num_items = static_cast<int32_t>(draft.items.size());
   plan.num_tokens = static_cast<int32_t>(tokens.size());
@@ -258,7 +270,7 @@ VLLM_LITE_RECORDABLE(vllm_lite_attention_plan)
 // num_heads, value_size], of a row of `table`, and kv_strides [4] of `kv` [num_blocks, 2, num_kv_heads, block_size,
 // head_size], whose last axis is dense; kv_strides[1] is 0 where V is the first value_size elements of K. sinks:
 // [num_heads], one more score of each head's softmax, which attends to nothing; or null. partials: room for
-// num_partial_rows * num_kv_heads * (value_size + 2) floats; counters: num_counters * num_kv_heads zeros, which are
+// num_partial_rows * num_kv_heads * (value_size + 17) floats; counters: num_counters * num_kv_heads zeros, which are
 // zeros again afterwards.
 VLLM_LITE_API void vllm_lite_attend(const AttentionShape* shape, const int32_t* plan_in, const int32_t* table,
                                     int64_t table_stride, const void* query, int64_t query_stride, const void* kv,
@@ -300,12 +312,27 @@ VLLM_LITE_API void vllm_lite_attend(const AttentionShape* shape, const int32_t* 
   const auto attend = VLLM_LITE_DISPATCH_TILES(attend_item);
   const auto merge = VLLM_LITE_DISPATCH(merge_splits);
   const int num_heads = shape->num_kv_heads, group = shape->num_heads / num_heads;
+  // Whether these rows of a sequence are the last of `all`, which then are counted anew.
+  const auto are_last = [&](int counter, int head, int num_rows, int all) {
+    int32_t* finished = counters + counter * num_heads + head;
+    if (__atomic_add_fetch(finished, num_rows, __ATOMIC_ACQ_REL) < all) return false;
+    *finished = 0;
+    return true;
+  };
   // Some rows of a sequence have the results of a split. The thread that finishes the last of all merges them.
   const auto finish = [&](const AttentionItem& item, int head, int num_rows) {
-    int32_t* finished = counters + item.counter * num_heads + head;
-    if (__atomic_add_fetch(finished, num_rows, __ATOMIC_ACQ_REL) < item.num_splits * item.num_rows) return;
-    *finished = 0;
-    merge(call, item, head);
+    if (are_last(item.counter, head, num_rows, item.num_splits * item.num_rows)) merge(call, item, head);
+  };
+  // Rows of several sequences have them; a section that is not at its end is resumed where all rows have got so far.
+  const auto finish_shared = [&](const AttentionItem& item, int head, char* scratch) {
+    const bool has_result = item.split != item.open_split;
+    for (int i = 0; i < item.num_rows; i += group) {
+      const AttentionItem& owner = items[call.tokens[item.shared + i / group].owner];
+      if (has_result) finish(owner, head, group);
+      if (item.open_split < 0 || !are_last(owner.counter + 1, head, group, owner.num_rows)) continue;
+      attend(call, owner, head, NextUnit{}, scratch);
+      finish(owner, head, owner.num_rows);
+    }
   };
   parallel_for(plan.num_tasks, [&](int64_t task) {
     alignas(64) static thread_local char scratch[kAttentionScratchBytes];
@@ -316,13 +343,7 @@ VLLM_LITE_API void vllm_lite_attend(const AttentionShape* shape, const int32_t* 
       attend(call, item, head,
              next < task_ends[task] ? NextUnit{&items[next / num_heads], next % num_heads} : NextUnit{}, scratch);
       if (item.num_splits == 1) continue;
-      if (item.shared < 0) {
-        finish(item, head, item.num_rows);
-        continue;
-      }
-      for (int i = 0; i < item.num_rows; i += group) {
-        finish(items[call.tokens[item.shared + i / group].owner], head, group);
-      }
+      item.shared < 0 ? finish(item, head, item.num_rows) : finish_shared(item, head, scratch);
     }
   });
 }

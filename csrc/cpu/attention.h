@@ -43,6 +43,8 @@ struct AttentionItem {
   int32_t partial;             // rows of partial results before those of split 0, in units of num_kv_heads
   int32_t counter;             // which counter of rows that a split is finished of, in units of num_kv_heads
   int32_t shared;              // -1, or the first of its tokens among the plan's SharedTokens: see there
+  int32_t open_split;          // -1, or the split that goes on in its last section, and finds there how far it is
+  int32_t resumes;             // 1: its first section was begun by an item with an open split
 };
 
 // A token whose rows meet keys that its sequence shares with others, in an item with the rows of these. The item's
@@ -75,13 +77,15 @@ struct AttentionCall {
   int64_t table_stride;
   int32_t window;              // 0 = none
   const float* sinks;          // [num_heads] or null: one more score of each head, which attends to nothing
-  float* partials;             // rows of value_size + 2: weighted sum of V, largest score, sum of weights
+  float* partials;             // rows of partial_size: weighted sum of V, largest score, sum of weights
   const AttentionItem* items;  // of the plan
   const SharedToken* tokens;   // of the plan
 };
 
+// Of a row of partial results: a section that is not at its end has a sum for each lane of a vector.
+constexpr int kMostLanes = 16;
 VLLM_LITE_INLINE int64_t partial_size(const AttentionShape& shape) {
-  return shape.value_size + 2;
+  return shape.value_size + 1 + kMostLanes;
 }
 
 // The keys of a row are summed up in sections, which begin at multiples of a size that the row's position alone
@@ -90,6 +94,7 @@ VLLM_LITE_INLINE int64_t partial_size(const AttentionShape& shape) {
 constexpr int kSectionKeys = 512;  // least keys of a section
 constexpr int kMaxSections = 16;   // of a row: one more than the keys alone would need, as a window begins anywhere
 constexpr int kSectionUnit = 64;   // sizes are multiples of it
+constexpr int kStepKeys = 64;      // that the softmax takes at once
 
 // The size of the sections of the row at `position`; window 0 = none.
 VLLM_LITE_INLINE int section_keys(int position, int window) {

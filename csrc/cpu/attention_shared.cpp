@@ -9,6 +9,11 @@ namespace {
 constexpr int kUnitsPerThread = 4;  // so many of one size let threads finish together
 constexpr int kLeastRows = 64;      // of an item, where there are more: with fewer, packing keys takes most of the time
 
+// Number of blocks that both begin with, of up to `most`.
+int num_equal(const Sharer& x, const Sharer& y, int most) {
+  return static_cast<int>(std::mismatch(x.blocks, x.blocks + most, y.blocks).first - x.blocks);
+}
+
 // Number of the last block in which a section lies.
 int last_block(const Sharer& sharer, int section, int block_size) {
   return ((section + 1) * sharer.section - 1) / block_size;
@@ -18,7 +23,7 @@ int last_block(const Sharer& sharer, int section, int block_size) {
 int sections_in_common(const Sharer& x, const Sharer& y, int block_size) {
   if (x.section != y.section) return 0;
   const int most = std::min(x.num_before, y.num_before), num_blocks = last_block(x, most - 1, block_size) + 1;
-  const int equal = static_cast<int>(std::mismatch(x.blocks, x.blocks + num_blocks, y.blocks).first - x.blocks);
+  const int equal = num_equal(x, y, num_blocks);
   return equal == num_blocks ? most : equal * block_size / x.section;
 }
 
@@ -93,30 +98,60 @@ void SharedPrefixes::share(const Sizes& sizes, int begin, int end, std::vector<A
   const bool is_enough = num_units >= kUnitsPerThread * num_threads() && *least == *most;
   const bool whole = at_once <= more_room && (is_enough || by_section > room);
   if (!whole && by_section > room) return;
+  const int shared_end = *least == *most ? end_in_common(sizes, begin, end) : 0;
   for (int i = begin; i < end; ++i) {
     Sharer& sharer = sharers[order_[i]];
     const int before = i > begin ? common_[i] : 0, behind = i + 1 < end ? common_[i + 1] : 0;
     sharer.shared_sections = whole ? *least : std::max(before, behind);
     sharer.shared_splits = whole ? 1 : sharer.shared_sections;
+    sharer.shared_end = std::max(shared_end, sharer.shared_sections * sharer.section);
     sharer.first_token = static_cast<int32_t>(tokens.size());
     for (int t = 0; t < sharer.num_tokens; ++t) {
       tokens.push_back({sharer.query_row + t, sharer.position + t, t * sizes.group, 0});
       owners_.push_back(order_[i]);
     }
   }
-  if (whole) return add_items(sizes, begin, end, 0, *least, items);
-  for (int section = 0; section < *most; ++section) {
+  const int size = sharers[order_[begin]].section, closed = *least * size;
+  AttentionItem item = {};
+  item.open_split = -1;
+  if (whole) {
+    item.key_end = std::max(shared_end, closed);
+    if (shared_end > closed) item.open_split = 1;
+    return add_items(sizes, begin, end, item, items);
+  }
+  for (; item.split < *most; ++item.split) {
+    item.key_begin = item.split * size;
+    item.key_end = item.key_begin + size;
     for (int first = begin, past; first < end; first = past) {
-      for (past = first + 1; past < end && common_[past] > section; ++past) {
+      for (past = first + 1; past < end && common_[past] > item.split; ++past) {
       }
-      if (past - first > 1) add_items(sizes, first, past, section, section + 1, items);
+      if (past - first > 1) add_items(sizes, first, past, item, items);
     }
   }
+  if (shared_end <= closed) return;
+  item.key_begin = closed;
+  item.key_end = shared_end;
+  item.open_split = item.split;
+  add_items(sizes, begin, end, item, items);
 }
 
-// The sequences at [begin, end) of the order share the sections [section, end_section), which are one result.
-void SharedPrefixes::add_items(const Sizes& sizes, int begin, int end, int section, int end_section,
-                               std::vector<AttentionItem>* items) {
+// Where the keys end that all sequences at [begin, end) of the order have in the same blocks and before their rows, in
+// whole steps of the softmax; 0 if some has a section behind those that all have.
+int SharedPrefixes::end_in_common(const Sizes& sizes, int begin, int end) const {
+  const Sharer& first = sharers[order_[begin]];
+  int num_keys = first.position;
+  for (int i = begin; i < end; ++i) {
+    const Sharer& sharer = sharers[order_[i]];
+    if (sharer.num_before != common_[begin + 1]) return 0;
+    num_keys = std::min(num_keys, sharer.position);
+    num_keys = std::min(num_keys, num_equal(first, sharer, num_keys / sizes.block_size) * sizes.block_size);
+  }
+  return num_keys / kStepKeys * kStepKeys;
+}
+
+// Adds `item` for the sequences at [begin, end) of the order, cut into as many as their rows make.
+void SharedPrefixes::add_items(const Sizes& sizes, int begin, int end, AttentionItem item,
+                               std::vector<AttentionItem>* items) const {
   const Sharer &first = sharers[order_[begin]], &last = sharers[order_[end - 1]];
   const int num_tokens = last.first_token + last.num_tokens - first.first_token;
   const int at_most = sizes.most_rows / sizes.group;  // tokens of an item
@@ -125,21 +160,20 @@ void SharedPrefixes::add_items(const Sizes& sizes, int begin, int end, int secti
   const int count = std::min(std::max(std::min(wanted, most), least), end - begin);
   for (int i = 0; i < count; ++i) {
     const int from = num_tokens * i / count, to = num_tokens * (i + 1) / count;
-    AttentionItem item = {};
     item.sequence = first.sequence;
     item.position = first.position;
     item.num_rows = (to - from) * sizes.group;
-    item.key_begin = section * first.section;
-    item.key_end = end_section * first.section;
-    item.split = section;
     item.num_splits = 2;  // this and those of its owners
     item.shared = first.first_token + from;
     items->push_back(item);
   }
 }
 
-void SharedPrefixes::name_owners() {
-  for (size_t i = 0; i < tokens.size(); ++i) tokens[i].owner = sharers[owners_[i]].owner;
+void SharedPrefixes::name_owners(int num_items) {
+  for (size_t i = 0; i < tokens.size(); ++i) {
+    const int32_t owner = sharers[owners_[i]].owner;
+    tokens[i].owner = owner < 0 ? num_items - 1 - owner : owner;
+  }
 }
 
 }  // namespace vllm_lite

@@ -26,8 +26,9 @@ struct Sharer {
   int num_sections, num_before;  // all, and those that end before the sequence's first row
   int shared_sections;           // the first ones: these are computed with others
   int shared_splits;             // as many, or 1: then all of them are one item, and one result
+  int shared_end;                // where the keys end that are computed with others: there, or in the section behind
   int32_t first_token;           // among `tokens`
-  int32_t owner;                 // the sequence's first item
+  int32_t owner;                 // the sequence's first item: if it resumes a section, the one that does
 };
 
 class SharedPrefixes {
@@ -40,15 +41,15 @@ class SharedPrefixes {
   void add(int sequence, int query_row, int query_len, int seq_len, const int32_t* blocks);
   // Sets what each sharer has in common with others, and adds the items for it, of up to `most_rows` rows.
   void find(const AttentionShape& shape, int most_rows, std::vector<AttentionItem>* items);
-  // Gives the tokens their owners, which have been set by now.
-  void name_owners();
+  // Gives the tokens their owners, which have been set by now: -1 and less are behind the first `num_items`.
+  void name_owners(int num_items);
 
  private:
   struct Sizes;
   void sort(int block_size);
   void share(const Sizes& sizes, int begin, int end, std::vector<AttentionItem>* items);
-  void add_items(const Sizes& sizes, int begin, int end, int section, int end_section,
-                 std::vector<AttentionItem>* items);
+  int end_in_common(const Sizes& sizes, int begin, int end) const;
+  void add_items(const Sizes& sizes, int begin, int end, AttentionItem item, std::vector<AttentionItem>* items) const;
 
   std::vector<int32_t> order_;   // of `sharers`: those that begin alike side by side
   std::vector<int32_t> common_;  // by place in it: sections that it has in common with the one before it

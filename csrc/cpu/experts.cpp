@@ -2,9 +2,10 @@
 // what comes out is added up for each token.
 //
 // A pair is a token and one of its experts. Pairs are in the order of the experts, and of the tokens of each. They are
-// computed in windows of at most kMaxPairs, so that scratch memory does not grow with the step. A token's outputs are
-// added in the order of the experts' numbers, whatever else is in the step: its result depends on nothing but its row,
-// its experts, its adapter and the instruction set.
+// computed in windows of at most kMaxPairs, so that scratch memory does not grow with the step, nor leaves the caches:
+// few threads have smaller windows. A window ends with an expert where it can. A token's outputs are added in the order
+// of the experts' numbers, whatever else is in the step: its result depends on nothing but its row, its experts, its
+// adapter and the instruction set.
 //
 // Adapters (lora.h) add to what each product gave to the pairs of their tokens.
 #include "experts.h"
@@ -44,7 +45,7 @@ namespace {
 
 using vllm_lite::parallel_for;
 
-constexpr int64_t kMaxPairs = 2048;
+constexpr int64_t kMaxPairs = 2048, kThreadPairs = 256;
 constexpr int64_t kMinTask = 64 << 10;  // weights times rows; about 5 us
 
 int64_t ceil_div(int64_t a, int64_t b) {
@@ -121,20 +122,27 @@ class Product {
   void cut(int64_t total_blocks) {
     tasks_.clear();
     panels_.clear();
-    const int64_t wanted = vllm_lite::num_threads() == 1 ? 1 : 8 * vllm_lite::num_threads();
     for (size_t i = 0; i < calls_.size(); ++i) {
       const LinearCall& call = calls_[i];
       const int64_t num_rows = call.num_rows, num_blocks = ceil_div(call.weight->num_outputs, kBlock);
-      const int64_t row_parts = ceil_div(num_rows, kMaxRows), rows = ceil_div(num_rows, row_parts);
+      const WideTiles wide = wide_tiles(call);
+      const int64_t unit = wide.most_rows > 0 ? kTileGroup : 1;
+      const int64_t row_parts = ceil_div(num_rows, wide.most_rows > 0 ? wide.most_rows : kMaxRows);
+      const int64_t rows = ceil_div(num_rows, row_parts);
       const int64_t least = ceil_div(kMinTask, kBlock * call.weight->num_inputs * rows);
-      int64_t width = total_blocks / wanted;
+      const int64_t most = wide.most_rows > 0 ? wide.most_blocks : kMaxBlocks;
+      const int64_t wanted = (wide.most_rows > 0 ? 4 : 8) * vllm_lite::num_threads();
+      int64_t width = vllm_lite::num_threads() == 1 ? num_blocks : total_blocks / wanted;
       width = width < least ? least : width;
-      width = width < 1 ? 1 : width > kMaxBlocks ? kMaxBlocks : width;
+      width = width < 1 ? 1 : width > most ? most : width;
       const int64_t column_parts = ceil_div(num_blocks, width);
       for (int64_t column = 0; column < column_parts; ++column) {
         const int64_t first = column * num_blocks / column_parts, end = (column + 1) * num_blocks / column_parts;
         for (int64_t row = 0; row < row_parts; ++row) {
-          const int64_t first_row = row * num_rows / row_parts, end_row = (row + 1) * num_rows / row_parts;
+          const auto start = [&](int64_t part) {
+            return std::min(ceil_div(part * num_rows, row_parts * unit) * unit, num_rows);
+          };
+          const int64_t first_row = start(row), end_row = start(row + 1);
           const Task task = {i, {first_row, end_row - first_row, first, end - first}};
           tasks_.push_back(task);
           if (column == 0) panels_.push_back(task);
@@ -176,8 +184,8 @@ class ExpertCall {
     lay_out(experts, tokens);
     std::memset(sums_, 0, static_cast<size_t>(tokens.num_rows * experts.hidden) * 4);
     const int64_t num_pairs = static_cast<int64_t>(pairs_.tokens.size());
-    for (int64_t first = 0; first < num_pairs; first += kMaxPairs) {
-      const int64_t end = first + kMaxPairs < num_pairs ? first + kMaxPairs : num_pairs;
+    for (int64_t first = 0, end = 0; first < num_pairs; first = end) {
+      end = window_end(first);
       compute(experts, tokens, adapted, first, end);
       add_up(experts, tokens, first, end);
     }
@@ -260,6 +268,14 @@ class ExpertCall {
       *parts[i] = memory;
       memory += (bytes[i] + 63) / 64 * 64;
     }
+  }
+
+  // The end of the window that begins with pair `first`: with the last expert that fits whole, or within one.
+  int64_t window_end(int64_t first) const {
+    const int64_t own = kThreadPairs * vllm_lite::num_threads(),
+                  most = first + std::clamp(own, 2 * kThreadPairs, kMaxPairs);
+    const auto behind = std::upper_bound(pairs_.ends.begin(), pairs_.ends.end(), most);
+    return behind == pairs_.ends.begin() || *(behind - 1) <= first ? most : *(behind - 1);
   }
 
   // Pairs [first, end) pass their experts.

@@ -64,11 +64,19 @@ bool fits_wide_tiles(const PackedWeight& weight, int32_t x_type) {
   return is_amx(isa()) && !is_grouped(weight.type) && fits_tiles(weight, x_type);
 }
 
+// Rows and blocks that a task by tiles can have which copies its rows first.
+int64_t most_rows(int64_t num_inputs) {
+  return num_inputs > kSpanInputs / 2 ? kMaxTileRows / 2 : kMaxTileRows;
+}
+int64_t most_blocks(int64_t num_inputs, int64_t num_blocks) {
+  return num_inputs > kSpanInputs ? kMaxSummedBlocks : num_blocks;
+}
+
 // Rows of a task by tiles, which copies them first: few enough that all threads have some, and that it uses each for
 // kWideBlocks.
 int64_t most_tile_rows(const LinearCall& call) {
   const int64_t num_blocks = ceil_div(call.weight->num_outputs, kBlock), threads = vllm_lite::num_threads();
-  int64_t most = call.weight->num_inputs > kSpanInputs / 2 ? kMaxTileRows / 2 : kMaxTileRows;
+  int64_t most = most_rows(call.weight->num_inputs);
   if (threads == 1) return most;
   while (most > kTilesInPlace && ceil_div(call.num_rows, most) * ceil_div(num_blocks, kWideBlocks) < 2 * threads)
     most /= 2;
@@ -110,7 +118,7 @@ ColumnParts column_parts(const LinearCall& call, const RowParts& rows) {
 // are kept from one span of inputs to the next.
 ColumnParts tile_column_parts(const LinearCall& call, const RowParts& rows) {
   const int64_t num_blocks = ceil_div(call.weight->num_outputs, kBlock), threads = vllm_lite::num_threads();
-  const int64_t most = call.weight->num_inputs > kSpanInputs ? kMaxSummedBlocks : num_blocks;
+  const int64_t most = most_blocks(call.weight->num_inputs, num_blocks);
   const int64_t few = std::max(ceil_div(num_blocks, most), threads > 1 ? ceil_div(2 * threads, rows.count) : 1);
   const int64_t least = std::min(few, num_blocks), end = std::min(2 * least, num_blocks);
   int64_t count = least;  // or soon behind it, where threads share tasks evenly
@@ -150,6 +158,12 @@ void copy_output(const PackedWeight& weight, int64_t output, char* row) {
 }
 
 }  // namespace
+
+WideTiles wide_tiles(const LinearCall& call) {
+  if (call.num_rows <= kTilesInPlace || !fits_wide_tiles(*call.weight, call.x_type)) return {};
+  const int64_t num_inputs = call.weight->num_inputs, num_blocks = ceil_div(call.weight->num_outputs, kBlock);
+  return {most_rows(num_inputs), most_blocks(num_inputs, num_blocks)};
+}
 
 // Elements that a packed weight has which is not grouped.
 VLLM_LITE_API int64_t vllm_lite_packed_size(int64_t num_outputs, int64_t num_inputs) {

@@ -147,11 +147,11 @@ struct RowLayout {
 
 // Rows as integers, one panel for the rows of each task, which begins at values + its first row * value_bytes(). A
 // panel is groups of rows (isa/byte_products.h), each [groups of inputs][planes][inputs / 4][rows][4], so that a
-// product reads its rows from the first byte to the last; the upper plane comes first. Without VNNI two planes are
-// words of 16 bits, [4] of them. For products by AMX the panel is, by kLongRows rows, [groups of inputs][planes]
-// [inputs / 64][rows][64], or in short groups, by kTileGroup rows, [groups of inputs][planes][rows][inputs] of
-// bfloat16: whole numbers, those of the upper plane times 128, and of four inputs the second and the third in each
-// other's place.
+// product reads its rows from the first byte to the last; the upper plane comes first. With AVX2, and AVX-512 without
+// VNNI, two planes are words of 16 bits, [4] of them. For products by AMX the panel is, by kLongRows rows, [groups of
+// inputs][planes] [inputs / 64][rows][64], or in short groups, by kTileGroup rows, [groups of
+// inputs][planes][rows][inputs] of bfloat16: whole numbers, those of the upper plane times 128, and of four inputs the
+// second and the third in each other's place.
 struct QuantizedRows {
   int8_t* values;
   float* scales;    // of a panel's group of rows [num_groups][rows], as those below
@@ -197,6 +197,14 @@ struct LinearTask {
   int64_t first_block;
   int64_t num_blocks;
 };
+
+// The most rows and blocks of a task by tiles that copies its rows first; 0: such tasks are not for the call, which has
+// few rows, or another weight.
+struct WideTiles {
+  int64_t most_rows = 0;
+  int64_t most_blocks = 0;
+};
+WideTiles wide_tiles(const LinearCall& call);
 
 // Rows of one panel, and some of their groups of inputs.
 struct QuantizeTask {

@@ -33,17 +33,19 @@ def threads(request):
 
 
 def attend(batch, lengths, table, shares):
-    """The step's output, and how many tokens have items that they share with others'."""
+    """The step's output, how many tokens have items with those of others, and how many items go on in a section that
+    others had in common with them."""
     backend = CpuBackend(changed(batch.shape, shares_prefixes=shares))
     step = step_batch(lengths, [table], [torch.full((len(batch.query),), -1)])
     backend.prepare(step)
     out = torch.full(batch.query.shape, 7.0, dtype=batch.query.dtype)
     for _ in range(2):  # counters are zeros again
         backend.attend(batch.query, batch.kv, step, 0, out, batch.sinks)
-    return out, step.plan.memory[0][0][1]
+    plan = step.plan.memory[0][0]
+    return out, plan[1], plan[7 : 7 + 14 * plan[0]].reshape(-1, 14)[:, -1].sum()
 
 
-def assert_same(lengths, alike, *, isas=OF_THIS_MACHINE, num_shared=None, **options):
+def assert_same(lengths, alike, *, isas=OF_THIS_MACHINE, num_shared=None, num_resumed=None, **options):
     batch = Batch(lengths, backend=CpuBackend, block_size=BLOCK, **options)
     batch.run()
     table = torch.zeros(len(lengths), max(map(len, batch.blocks)), dtype=torch.int32)
@@ -52,10 +54,11 @@ def assert_same(lengths, alike, *, isas=OF_THIS_MACHINE, num_shared=None, **opti
     for one, other, num_tokens in alike:
         table[one, : num_tokens // BLOCK] = table[other, : num_tokens // BLOCK]
     for isa in on_each(isas):
-        want, none = attend(batch, lengths, table, False)
-        got, shared = attend(batch, lengths, table, True)
+        want, none, _ = attend(batch, lengths, table, False)
+        got, shared, resumed = attend(batch, lengths, table, True)
         assert not none
         assert num_shared is None or shared == num_shared, (isa, shared)
+        assert num_resumed is None or resumed == num_resumed, (isa, resumed)
         assert torch.equal(got, want), (isa, lengths, alike, options)
 
 
@@ -68,6 +71,19 @@ def all_like_the_first(lengths, num_tokens):
 def test_sequences_that_part_in_several_places(threads, dtype, group):
     assert_same(DECODES, LEVELS, dtype=dtype, group=group, head_size=32, num_kv_heads=1, num_shared=8)
     assert_same(MIXED, LEVELS, dtype=dtype, group=group, head_size=32)
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8])
+@pytest.mark.parametrize(
+    "lengths", [[(1, n) for n in (1300, 1290, 1400, 1282)], QUESTIONS], ids=["decodes", "questions"]
+)
+def test_a_section_that_all_begin_alike_is_resumed(threads, lengths, kv_dtype):
+    """From the last step of the softmax on that is not common to all."""
+    lengths = [(query_len, seq_len + 222) if query_len > 1 else (1, seq_len) for query_len, seq_len in lengths]
+    alike = [*all_like_the_first(lengths, 1264), (2, 1, 1280)]
+    for dtype in (torch.float32, torch.bfloat16):
+        options = {"dtype": dtype, "kv_dtype": kv_dtype, "head_size": 40}
+        assert_same(lengths, alike, group=2, num_resumed=len(lengths), **options)
 
 
 def test_by_tiles_in_plain_code():

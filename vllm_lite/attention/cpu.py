@@ -71,7 +71,7 @@ class CpuBackend(AttentionBackend):
             sharing = spec.num_heads // spec.num_kv_heads
             shares = self.shape.shares_prefixes
             num_rows = kernels.max_partial_rows(max_num_tokens, max_num_seqs, max_seq_len, sharing, shares=shares)
-            partials += num_rows * spec.num_kv_heads * ((spec.value_size or spec.head_size) + 2) * 4
+            partials += num_rows * spec.num_kv_heads * ((spec.value_size or spec.head_size) + kernels.PARTIAL_EXTRA) * 4
         return 2 * partials + num_threads() * kernels.THREAD_BYTES
 
     def prepare(self, batch: StepBatch) -> None:

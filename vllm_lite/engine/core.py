@@ -207,10 +207,11 @@ class EngineCore:
         """Apply the result of the oldest step in flight."""
         now_s = self.meter.now_s = self._clock()
         step = self.in_flight.oldest
-        if step.ends_message and self._prefill_rate.measure(step.message, now_s):
-            self.scheduler.measured(self._prefill_rate.rates(self.scheduler.rates))
-        elif step.ends_message and self._is_drafting and not step.message.num_prefill_tokens:
-            self._learn_cost(step, output)
+        if step.ends_message:
+            if self._prefill_rate.measure(step.message, now_s):
+                self.scheduler.measured(self._prefill_rate.rates(self.scheduler.rates))
+            if self._is_drafting and not step.message.num_prefill_tokens:
+                self._learn_cost(step, output)
         if self.max_in_flight > 1:
             self.message_length.ended(now_s, steady=step.only_decodes and len(self.in_flight) > 1)
         return self.scheduler.update(output)

@@ -74,6 +74,8 @@ class EncoderCache(CachePart[None]):
         """Held, and being computed in pieces; by digest, with the sequence that reads it first."""
         self.others_decode: Callable[[], bool] = lambda: False
         """Whether sequences decode in the step in the making that are not to be held up."""
+        self._is_computing = False
+        """Whether the step in the making computes some, or the rest of some, itself."""
         self._doomed: set[bytes] = set()
         """Held, and to be freed once nobody reads them."""
         self._entries: list[Entry] = []
@@ -85,7 +87,12 @@ class EncoderCache(CachePart[None]):
     def is_aside(self) -> bool:
         return bool(self._aside)
 
+    @property
+    def computes(self) -> bool:
+        return self._is_computing or self.is_aside
+
     def begin_step(self) -> None:
+        self._is_computing = False
         self._budget, self._bytes = self.sizes.budget, MAX_STEP_BYTES
         for sequence, media in list(self._readers.items()):
             left = [each for each in media if each.end > sequence.num_computed]
@@ -159,12 +166,14 @@ class EncoderCache(CachePart[None]):
         if is_aside:
             self._aside[medium.digest] = sequence, medium
         else:
+            self._is_computing = True
             self._is_computed(sequence, medium)
         return not is_aside
 
     def _is_ready(self, digest: bytes) -> bool:
         """Whether a step can read vectors that the workers have, or compute aside: the rest of them, if need be."""
         if digest in self._aside and not self.others_decode():
+            self._is_computing = True
             self.learn([digest])
         return digest not in self._aside
 

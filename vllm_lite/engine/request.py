@@ -58,8 +58,9 @@ class Request:
         self.pooling = message.pooling
         """What is made of the prompt instead of tokens; None: tokens."""
         self.adapter = adapter
-        self.marks = message.marks
-        """Ends of messages in the prompt, in tokens: where others are likely to go on."""
+        self.num_prompt = len(message.prompt) // 4
+        self.marks = tuple(sorted({mark for mark in message.marks if 0 < mark <= self.num_prompt}))
+        """Places in the prompt, in tokens, from which others are likely to go on: ends of its messages, of a state."""
         self.media = message.media
         self.contents = {each.digest: each.content for each in message.contents}
         self.is_guided = bool(message.params.grammar)
@@ -79,7 +80,6 @@ class Request:
         """The drafts of each sample that has not ended, by their method."""
         self.logprobs: list[TokenLogprobs] = []
         """Those of the last output tokens, if it has one sample: a fork by another client than its own needs them."""
-        self.num_prompt = len(message.prompt) // 4
         self.num_scored = message.num_scored
         """Prompt tokens whose logprobs the client has, or has been sent."""
         search = (

@@ -35,6 +35,8 @@ WORKER_NAME, STANDBY_NAME = "vl-worker ", "vl-standby "
 until the worker is to load the model."""
 _MAX_SETTINGS_BYTES = 1024 * 1024
 _LENGTH_BYTES = 4
+KILL_S = 5.0
+"""How long a killed process may take to be gone."""
 REMOVALS = 10
 """How often a folder is removed in which files come up meanwhile."""
 
@@ -61,6 +63,10 @@ class Child(ABC):
     @abstractmethod
     def stop(self, grace_s: float) -> None:
         """Ask it to end, wait at most `grace_s`, then kill it. Returns when it is gone."""
+
+    def kill(self) -> None:
+        """End it without a word. Returns when it is gone."""
+        self.stop(0.0)
 
 
 class ChildProcess(Child):
@@ -124,9 +130,16 @@ class ChildProcess(Child):
         return False
 
     def stop(self, grace_s: float) -> None:
-        self._is_decided.set()
         asked = ((signal.SIGTERM, grace_s),) if self._settings is not None else ()  # it holds nothing before
-        for number, patience_s in (*asked, (signal.SIGKILL, 5.0)):
+        self._signal(*asked, (signal.SIGKILL, KILL_S))
+
+    def kill(self) -> None:
+        self._signal((signal.SIGKILL, KILL_S))
+
+    def _signal(self, *signals: tuple[signal.Signals, float]) -> None:
+        """Send one after the other, each with the seconds that it has, until the process is gone."""
+        self._is_decided.set()
+        for number, patience_s in signals:
             if self._ended.is_set():
                 return
             with suppress(ProcessLookupError):

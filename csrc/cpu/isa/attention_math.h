@@ -218,6 +218,16 @@ struct Softmax {
 
   float largest_score(int i) const { return top[i] / per_score; }
 
+  // Leaves at `to` how far row i is in a section, and goes on from there.
+  void save(int i, float* to) const {
+    to[0] = top[i];
+    store(to + 1, load(sum[i]));
+  }
+  void resume(int i, const float* from) {
+    top[i] = from[0];
+    store(sum[i], load(from + 1));
+  }
+
   // Starts row i anew, for the keys of another section.
   void restart(int i) {
     top[i] = kNothing;
@@ -336,6 +346,26 @@ VLLM_LITE_INLINE void put_row(const AttentionCall& call, const AttentionItem& it
   if (shape.dtype == kFloat16) put_output<Float16>(line + first * 2, all.acc, factor, size);
 }
 
+// Leaves how far the rows of an item are in a section, and goes on from there.
+VLLM_LITE_INLINE void save_section(const AttentionCall& call, const AttentionItem& item, int kv_head,
+                                   const Softmax& softmax, const float* acc, int stride) {
+  const int size = call.shape->value_size;
+  for (int i = 0; i < item.num_rows; ++i) {
+    float* partial = partial_of(call, item, item.open_split, kv_head, i);
+    std::memcpy(partial, acc + i * stride, static_cast<size_t>(size) * 4);
+    softmax.save(i, partial + size);
+  }
+}
+VLLM_LITE_INLINE void resume_section(const AttentionCall& call, const AttentionItem& item, int kv_head,
+                                     Softmax& softmax, float* acc, int stride) {
+  const int size = call.shape->value_size;
+  for (int i = 0; i < item.num_rows; ++i) {
+    const float* partial = partial_of(call, item, item.split, kv_head, i);
+    std::memcpy(acc + i * stride, partial, static_cast<size_t>(size) * 4);
+    softmax.resume(i, partial + size);
+  }
+}
+
 // Runs the rows of an item through its keys: `add` is called with the first and the last + 1 of up to `batch` of
 // them at a time, a multiple of kKeys, and updates `softmax` and acc [num_rows][stride]. Where a section ends, its
 // result joins those before it in `all` [num_rows][stride], or becomes the item's partial result. Then the rows are put
@@ -351,7 +381,13 @@ VLLM_LITE_INLINE void over_keys(const AttentionCall& call, const AttentionItem& 
   for (int begin = item.key_begin; begin < item.key_end;) {
     const int end = least((begin / section + 1) * section, item.key_end);
     std::memset(acc, 0, static_cast<size_t>(item.num_rows * stride) * 4);
+    if (item.resumes && begin == item.key_begin) resume_section(call, item, kv_head, softmax, acc, stride);
     for (int first = begin / kKeys * kKeys; first < end; first += batch) add(first, least(first + batch, end));
+    if (item.open_split >= 0 && end == item.key_end) {
+      save_section(call, item, kv_head, softmax, acc, stride);
+      if (!several) return;
+      break;
+    }
     for (int i = 0; several && i < item.num_rows; ++i) {
       add_section(&results[i], softmax.largest_score(i), sum_of(load(softmax.sum[i])), acc + i * stride, size);
       softmax.restart(i);

@@ -264,6 +264,8 @@ def _module(name: str, parts: dict[str, TensorPlace], scales: _Scales, *, is_fus
     if parts.keys() - {MAGNITUDE} != {*pair}:
         only = ", ".join(f"lora_{part}" for part in sorted(parts))
         raise ModelError(f"the adapter has only {only} of {shown(name)}; A and B are needed")
+    if is_fused and MAGNITUDE in parts:
+        raise ModelError(f"{shown(name)} has lora_{MAGNITUDE}: DoRA of experts' parameters is not served")
     down, up = (parts[part] for part in pair)
     num_experts = 0
     if is_fused and down.shape[0] == up.shape[1]:

@@ -148,7 +148,9 @@ class KVBlocks(CachePart[Tables]):
         # Hold all of it before anything is allocated: what is evicted and demoted for the new blocks must not be this.
         for group, table, ids in zip(self.groups, sequence.tables, found, strict=True):
             table.share([block_id if block_id < first_host_id else NULL_BLOCK for block_id in ids])
-            table.num_trimmed = min(group.first_needed(sequence.num_computed), len(ids))
+            # What a tail adds moves no window yet: that is for grow() to do, which frees what has left it.
+            position = min(sequence.num_computed, len(ids) * self.block_size)
+            table.num_trimmed = min(group.first_needed(position), len(ids))
         if not self._num_on_host(found):
             tail = [self.tails.find(hit.tail + group.key) for group in self.groups if hit.tail]
             self._extend(sequence, num_tokens, [])
@@ -162,7 +164,9 @@ class KVBlocks(CachePart[Tables]):
         """Copy what is known of logical block `number`. Nobody has held the sources, so one may be a block that the
         sequence has just got: its contents are there until a step writes to it, and that comes after all copies."""
         for table, source in zip(sequence.tables, sources, strict=False):
-            if source is not None and source != table.ids[number]:
+            if source is None:
+                raise RuntimeError("what a sequence goes on from in the middle of a block is gone")
+            if source != table.ids[number]:
                 self.swapping.copy(source, table.ids[number])
 
     def note_admission(self, hit: PrefixHit, found: Tables) -> list[tuple[str, dict[str, int]]]:  # noqa: ARG002
@@ -209,7 +213,7 @@ class KVBlocks(CachePart[Tables]):
 
     def publish_tail(self, sequence: Sequence, number: int, key: bytes) -> None:
         for group, table in zip(self.groups, sequence.tables, strict=True):
-            if number >= table.num_trimmed:
+            if number >= table.num_trimmed and table.ids[number] != NULL_BLOCK:
                 self.tails.add(key + group.key, table.ids[number])
 
     def has_tail(self, key: bytes) -> bool:

@@ -78,6 +78,14 @@ class KVCacheManager:
                 return True
         return False
 
+    @property
+    def computes(self) -> bool:
+        """Whether the step that has been made takes longer by what is no token: in it, or beside it."""
+        for part in self._others:  # noqa: SIM110  # as above
+            if part.computes:
+                return True
+        return False
+
     def take_ops(self) -> list[Op]:
         """Return the block program of the step that has been made; the next one starts empty."""
         ops = self._first.take_ops()

@@ -27,7 +27,7 @@ Item = TypeVar("Item")
 
 class StepMessage:
     """`num_steps` steps that go to the workers together. `num_left` of them have no result yet. `is_plain`: they
-    compute next tokens alone. `has_others`: workers compute beside them what takes time and is no token."""
+    compute next tokens alone. `has_others`: workers compute in or beside them what takes time and is no token."""
 
     __slots__ = ("has_others", "is_plain", "num_left", "num_prefill_tokens", "num_steps", "num_tokens", "sent_s")
 

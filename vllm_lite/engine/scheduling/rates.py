@@ -119,9 +119,11 @@ class PrefillRate:
         if message.is_plain and not message.has_others:
             self.alone_s = _mean(self.alone_s, took_s / message.num_steps)
         if message.num_prefill_tokens and self.alone_s and not message.has_others:
+            if took_s < message.num_steps * self.alone_s:  # next tokens alone would not have taken longer
+                self.alone_s = _mean(self.alone_s, took_s / message.num_steps)
             added_s = max(took_s - message.num_steps * self.alone_s, LEAST_SHARE * took_s)
             self.token_s = _mean(self.token_s, added_s / message.num_prefill_tokens)
-        if message.num_prefill_tokens >= MIN_PREFILL_TOKENS:
+        if message.num_prefill_tokens >= MIN_PREFILL_TOKENS and not message.has_others:
             token_s = took_s / message.num_tokens
             # The mean is of times, not of rates: a result taken late makes the next step look arbitrarily fast.
             mean_s = WEIGHT * token_s + (1 - WEIGHT) / self.tokens_per_s if self.tokens_per_s else token_s

@@ -241,7 +241,7 @@ class Scheduler:
             plan.sampling,
             num_tokens,
             only_decodes=num_tokens <= len(queues.running),
-            has_others=self.kv.is_aside,
+            has_others=self.kv.computes,
             drafted=plan.drafted,
         )
         return output
@@ -255,7 +255,8 @@ class Scheduler:
             return budget
         if self.policy.choose_budget is not None:
             budget = self.policy.budget(view)
-        if options.max_itl_s and (num_decoding := sum(sequence.num_output > 0 for sequence in self.running)):
+        if options.max_itl_s and any(sequence.num_output for sequence in self.running):
+            num_decoding = sum(sequence.num_computed >= sequence.num_prompt for sequence in self.running)
             share = SHARE_BESIDE if self.kv.is_aside else 1.0
             budget = self.rates.tokens_within(options.max_itl_s, num_decoding, budget, share)
         if budget < view.max_num_batched_tokens:

@@ -16,11 +16,15 @@ MAX_ROWS = 252
 """How many rows of Q are computed together, at most; each head that shares a KV head has rows of its own."""
 SPLIT_KEYS, MAX_SPLITS = 512, 16
 """Limits of splitting a sequence; the same numbers as in csrc/cpu/attention.cpp and attention.h."""
+PARTIAL_EXTRA = 17
+"""Floats that a row of partial results has beside those of V."""
+COUNTERS = 2
+"""How many each sequence and KV head has."""
 THREAD_BYTES = 896 << 10
 """Scratch memory of each thread."""
 INT8_SCALE_BYTES = 4
 """A float behind each row of a cache in int8."""
-_PLAN_INTS, _ITEM_INTS, _TOKEN_INTS = 7, 12, 4
+_PLAN_INTS, _ITEM_INTS, _TOKEN_INTS = 7, 14, 4
 """How many numbers the records Plan, AttentionItem and SharedToken of csrc/cpu have."""
 
 
@@ -82,7 +86,7 @@ class Kernels:
         shape.slopes = None if slopes is None else ctypes.addressof(self._slopes)
         self._shapes: dict[tuple[float, float], Shape] = {}
         self._shape_address = ctypes.addressof(shape)
-        self._partial_floats = shape.num_kv_heads * (shape.value_size + 2)
+        self._partial_floats = shape.num_kv_heads * (shape.value_size + PARTIAL_EXTRA)
         self._strides: dict[tuple[int, ...], Any] = {}
         step_types = (pointer, pointer, pointer, int32, int32, int32, pointer, int64)
         self._plan = function("vllm_lite_attention_plan", (*step_types, pointer, int64, int64), int64)
@@ -115,10 +119,12 @@ class Kernels:
         num_items = num_seqs * max(1, max_splits(max_seq_len))
         num_items += num_tokens * group // _least_rows(self._shape.head_size)
         num_items += num_tokens // SPLIT_KEYS  # tiles end where the size of sections changes
+        if table:
+            num_items += num_seqs  # a section that is shared in part is two
         num_ints = _PLAN_INTS + num_items * (_ITEM_INTS + num_kv_heads) + 2 * (num_seqs + 1)
         plan = np.empty(num_ints + (num_tokens * _TOKEN_INTS if table else 0), np.int32)
         num_rows = max_partial_rows(num_tokens, num_seqs, max_seq_len, group, shares=table is not None)
-        self.reserve(num_rows * self._partial_floats, num_seqs * num_kv_heads)
+        self.reserve(num_rows * self._partial_floats, COUNTERS * num_seqs * num_kv_heads)
         needed = self._plan(
             self._shape_address,
             starts.data_ptr(),

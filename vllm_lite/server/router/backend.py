@@ -89,9 +89,9 @@ class ModelServer:
         await asyncio.to_thread(supervise.remove_dir, self._run_dir)
 
     async def kill(self) -> None:
-        """End all of its processes at once, so that its streams end with an error. Returns when they are gone."""
+        """End its server without a word, so that its streams end with an error; its engine and workers follow."""
         if self._child is not None:
-            await asyncio.to_thread(self._child.stop, 0.0)
+            await asyncio.to_thread(self._child.kill)
         await asyncio.to_thread(supervise.remove_dir, self._run_dir)
 
     async def open(self, method: str, target: bytes, headers: list[Header], body: bytes) -> UpstreamAnswer:

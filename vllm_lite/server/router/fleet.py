@@ -343,7 +343,7 @@ class Fleet:
         logger.warning("%s: %s failed: %s", member.entry.name, action.do, reason)
         backend = member.backend
         if backend is not None and (action.do == "load" or backend.ended() is not None):
-            await backend.kill()
+            await (backend.kill() if member.status.num_active else backend.stop())
             member.backend = None
             member.status.state = "unloaded"
         if action.do != "load":
