@@ -214,3 +214,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     save_file(tensors | alone, path / WEIGHTS)
     with pytest.raises(ModelError, match="of all experts of a layer together, and of some by themselves"):
         read_lora(path)
+    lengths = {f"{down}magnitude_vector": torch.ones(4)}
+    change_config(path, {"use_dora": True})
+    save_file({name: part for name, part in tensors.items() if name.startswith(down)} | lengths, path / WEIGHTS)
+    with pytest.raises(ModelError, match="DoRA of experts' parameters is not served"):
+        read_lora(path)

@@ -166,6 +166,21 @@ def test_in_windows_and_with_a_host_tier() -> None:
         answers(rig, {"second": [9, 9, 9]})
 
 
+def test_a_block_that_a_mark_moves_out_of_the_window_is_given_back() -> None:
+    """Eight tokens are found in blocks, of which position 8 reads the first one and position 9 does not."""
+    rig, state = Rig(windows=(6,)), [*STATE, 7, 8, 9]
+    for name, own in (("first", [1]), ("second", [2])):
+        rig.add(name, [*state, *own], 4, marks=(len(state),))
+        rig.drain()
+        assert rig.output(name) == expected([*state, *own], 4)
+    assert cached(rig) == [0, 9]
+
+
+def test_marks_count_within_the_prompt_alone() -> None:
+    message = Generate("it", pack_tokens(STATE), SamplingParams(), marks=(2**31 - 1, 6, 7, 3, 0, 6))
+    assert Request(message, b"client", 100, frozenset()).marks == (3, 6)
+
+
 def test_a_model_with_states_goes_on_at_the_ends_of_blocks() -> None:
     rig = Rig(num_state_slots=5)
     ask(rig, "first", [7, 8])

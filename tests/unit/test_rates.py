@@ -238,3 +238,27 @@ def test_what_is_computed_beside_a_step_is_not_counted_as_its_tokens() -> None:
         steps.in_flight.send(10.0 * number)
         steps.confirm(10.0 * number + took_s)
     assert (steps.rate.alone_s, steps.rate.token_s) == pytest.approx((0.1, 0.02))
+
+
+def test_vision_beside_a_prompt_says_nothing_of_prompts() -> None:
+    steps = Steps()
+    chunk: list[Entry] = [Continue(0, 1, []), Continue(1, 100, [])]
+    for number, has_others in enumerate((True, False)):
+        steps.add(chunk, 101, only_decodes=False, has_others=has_others)
+        steps.in_flight.send(10.0 * number)
+        steps.confirm(10.0 * number + (5.0 if has_others else 1.01))
+        assert steps.rate.tokens_per_s == (0.0 if has_others else pytest.approx(100.0))
+
+
+def test_next_tokens_take_less_where_steps_with_prompts_do() -> None:
+    """Many streams took long, and all but one have ended: no step is without prompts, to show what it takes alone."""
+    steps = Steps()
+    plain: list[Entry] = [Continue(0, 1, [])]
+    chunk: list[Entry] = [*plain, Continue(1, 32, [])]
+    for number in range(40):
+        steps.add(chunk if number else plain, 33 if number else 1, only_decodes=not number)
+        steps.in_flight.send(float(number))
+        steps.confirm(number + (0.008 if number else 0.060))
+    assert steps.rate.alone_s < 0.009
+    rates = steps.rate.rates(Rates())
+    assert rates.tokens_within(0.050, 1, 512) > 100

@@ -322,6 +322,8 @@ class KVBlocks(CachePart[Tables]):
         self.pool.check_integrity([*tables, *[on_device for on_device, _ in others]])
         for sequence in sequences:
             for table in sequence.tables:
+                if any(table.ids[: table.num_trimmed]):
+                    raise RuntimeError(f"{sequence} holds a block that it counts as given back")
                 if len(table.ids) * self.block_size < sequence.num_slots:
                     raise RuntimeError(f"{sequence} holds {len(table.ids)} blocks for {sequence.num_slots} slots")
                 next_slot = max(sequence.num_surely_computed, sequence.num_cached)
