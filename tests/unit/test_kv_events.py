@@ -206,8 +206,9 @@ def test_an_engine_in_anothers_place_first_says_that_nothing_is_cached(tmp_path:
 
 def test_nothing_is_watched_unless_asked_for() -> None:
     recorded = Recorded(None)
-    assert recorded.core.kv.part(KVBlocks).on_store is None
-    assert recorded.core.kv.pool.observers == []
+    blocks = recorded.core.kv.part(KVBlocks)
+    assert blocks.on_store is None
+    assert blocks.pool.observers == [blocks.tails]
 
 
 # ---- over sockets

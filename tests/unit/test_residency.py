@@ -3,6 +3,7 @@
 import pytest
 
 from tests.unit.test_meter import Bench, count
+from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.observe.residency import BLOCK_S, Residency
 from vllm_lite.executor.simulated import VirtualClock
@@ -127,4 +128,4 @@ def test_blocks_are_followed_from_allocation_to_eviction_where_asked_for() -> No
 def test_no_block_is_followed_unless_asked_for() -> None:
     bench = Bench()
     assert bench.stats.blocks is None
-    assert bench.core.kv.pool.observers == []
+    assert bench.core.kv.pool.observers == [bench.core.kv.part(KVBlocks).tails]

@@ -117,7 +117,7 @@ def test_damage_is_told(tmp_path: Path) -> None:
         Replay(str(tmp_path / "damaged")).run()
     whole[7] = 99
     (tmp_path / "newer").write_bytes(whole)
-    with pytest.raises(ProtocolError, match="a trace of version 99; this version reads 11"):
+    with pytest.raises(ProtocolError, match="a trace of version 99; this version reads 12"):
         TraceReader(str(tmp_path / "newer"))
 
 

@@ -120,4 +120,8 @@ class Pooler:
         found = self.output.forward(states)
         if not use_activation or self.spec.activation == "none":
             return found
-        return found.sigmoid() if self.spec.activation == "sigmoid" else found.softmax(1)
+        if self.spec.activation == "sigmoid":
+            # torch computes the last values of a tensor by another formula: in float32 a score would depend on how many
+            # were asked for at once.
+            return found.double().sigmoid().float()
+        return found.softmax(1)
