@@ -1,11 +1,14 @@
 """Prompts go on in the middle of a block, at the mark where an earlier one parted from them, with a copy of it."""
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.scheduler_rig import Rig, expected
+from tests.unit.test_rates import Bench
+from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.api import Generate
@@ -189,6 +192,21 @@ def test_a_model_with_states_goes_on_at_the_ends_of_blocks() -> None:
     rig.drain()
     assert cached(rig) == [0, 4]
     answers(rig, {"second": [9, 9, 9]})
+
+
+def test_a_replay_finds_the_tails_that_were_found(tmp_path: Path) -> None:
+    """A trace has no tokens, and tails of one length behind the same blocks differ by theirs alone."""
+    path = tmp_path / "trace"
+    bench = Bench(200, record=str(path), block_size=16)
+    for number, tail in enumerate(([1, 2, 3], [4, 5, 6], [1, 2, 3], [4, 5, 6])):
+        prompt = pack_tokens([7] * 20 + tail + [number])
+        params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0)
+        bench.core.add(b"client", Generate(f"request {number}", prompt, params, marks=(23,)))
+        bench.core.describe([f"request {number}"])
+        bench.drain()
+    assert bench.core.scheduler.counters.cached_tokens == 16 + 23 + 23
+    bench.core.close()
+    assert Replay(str(path)).run().divergence is None
 
 
 def test_any_marks_in_a_small_pool() -> None:

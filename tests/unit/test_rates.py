@@ -39,13 +39,16 @@ class Bench:
         self.core.add(b"client", Generate(name, pack_tokens([len(name)] * num_prompt), params))
 
     def run(self) -> None:
+        self.drain()
+        self.core.close()
+
+    def drain(self) -> None:
         while self.core.scheduler.requests:
             while self.core.begin():
                 pass
             self.clock.advance_to(self.executor.next_result_s or 0.0)
             while (output := self.executor.poll()) is not None:
                 self.core.finish(output)
-        self.core.close()
 
     @property
     def rate(self) -> float:

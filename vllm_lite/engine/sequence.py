@@ -75,6 +75,8 @@ class Sequence:
     hash_root: bytes = b""
     block_hashes: list[bytes] = field(default_factory=list)
     num_hashed_blocks: int = 0
+    tail_keys: dict[int, bytes] | None = None
+    """By each mark of its prompt the key of the tokens of its block before it; None: nobody has asked for them."""
     next_tail: int = NO_TAIL
     """The first mark of its prompt behind what others can find: when it is computed, they find what is before it."""
     num_passed: int = 0

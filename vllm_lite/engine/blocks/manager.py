@@ -130,6 +130,11 @@ class KVCacheManager:
         self.register(child)
         child.hash_root = parent.hash_root
 
+    def is_hashed(self, sequence: Sequence) -> bool:
+        """Whether find_cached() takes little time, and computes no digest that a trace would lack."""
+        knows_tails = sequence.next_tail == NO_TAIL or sequence.tail_keys is not None
+        return knows_tails and len(sequence.block_hashes) >= sequence.num_tokens // self.block_size
+
     def find_cached(self, sequence: Sequence) -> PrefixHit:
         """The longest cached beginning of `sequence` on any tier. Takes no reference."""
         if not self.is_caching or not self._keeps or sequence.unscored:
@@ -149,13 +154,15 @@ class KVCacheManager:
         """The hit, up to a mark of the prompt in the block behind it, if that is cached and the rest is on the
         device."""
         marks = sequence.request.marks
-        if not (marks and self._has_tails) or self.num_on_host(hit):
+        if not (marks and self._has_tails):
+            return hit
+        keys = self._tail_keys(sequence)
+        if self.num_on_host(hit):
             return hit
         past = min(hit.num_tokens + self.block_size, sequence.num_tokens)
         for mark in reversed([mark for mark in marks if hit.num_tokens < mark < past]):
-            key = self._tail_key(sequence, mark)
-            if all(part.has_tail(key) for part in self.parts):
-                return PrefixHit(mark, hit.found, max(hit.reach, mark), key)
+            if all(part.has_tail(keys[mark]) for part in self.parts):
+                return PrefixHit(mark, hit.found, max(hit.reach, mark), keys[mark])
         return hit
 
     def no_hit(self) -> PrefixHit:
@@ -293,7 +300,7 @@ class KVCacheManager:
     def release(self, sequence: Sequence, *, forget: bool = False) -> None:
         """Give all back. What is cached can be found until it is reused, or at once no more with `forget`."""
         if forget and self._has_tails:
-            keys = [self._tail_key(sequence, mark) for mark in sequence.request.marks]
+            keys = self._tail_keys(sequence).values()
             for part in self.parts:
                 part.forget_tails(keys)
         for part in self.parts:
@@ -400,14 +407,20 @@ class KVCacheManager:
         marks = sequence.request.marks
         for mark in marks:
             if sequence.next_tail <= mark <= num_tokens and mark % self.block_size:
-                key = self._tail_key(sequence, mark)
+                key = self._tail_keys(sequence)[mark]
                 for part in self.parts:
                     part.publish_tail(sequence, mark // self.block_size, key)
         sequence.next_tail = min((mark for mark in marks if mark > num_tokens), default=NO_TAIL)
 
+    def _tail_keys(self, sequence: Sequence) -> dict[int, bytes]:
+        """The keys of all its marks, computed once: a trace has them with what was decided then."""
+        if sequence.tail_keys is None:
+            self._hash_tokens(sequence, sequence.num_prompt)
+            sequence.tail_keys = {mark: self._tail_key(sequence, mark) for mark in sequence.request.marks}
+        return sequence.tail_keys
+
     def _tail_key(self, sequence: Sequence, mark: int) -> bytes:
         """The key of the tokens from the last end of a block before `mark` on."""
-        self._hash_tokens(sequence, mark)
         number = mark // self.block_size
         parent = sequence.block_hashes[number - 1] if number else sequence.hash_root
         tokens = sequence.tokens[number * self.block_size : mark].tobytes()

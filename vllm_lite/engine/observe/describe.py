@@ -91,8 +91,7 @@ def _found(scheduler: Scheduler, sequence: Sequence, place: int) -> Admission:
     if sequence.host_ids is not None:
         return kv.swap_in_admission(sequence, chunk)
     # Behind the head of the queue nothing is looked up: that takes milliseconds for each long prompt.
-    is_hashed = not place and len(sequence.block_hashes) >= sequence.num_tokens // kv.block_size
-    hit = kv.find_cached(sequence) if is_hashed else kv.no_hit()
+    hit = kv.find_cached(sequence) if not place and kv.is_hashed(sequence) else kv.no_hit()
     return kv.admission(sequence, hit, chunk)
 
 

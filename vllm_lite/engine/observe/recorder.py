@@ -68,6 +68,11 @@ class RecordingHasher(PrefixHasher):
         for digest in hashes[known:]:
             self._log += digest[:HASH_BYTES]
 
+    def tail(self, parent: bytes, tokens: bytes, number: int, spans: abc.Sequence[KeyedSpan] = ()) -> bytes:
+        digest = self.inner.tail(parent, tokens, number, spans)
+        self._log += digest[:HASH_BYTES]
+        return digest
+
     def take(self) -> bytes:
         """The digests that were computed since the last call."""
         taken = bytes(self._log)
