@@ -1,5 +1,5 @@
 """Kernels for Arm on emulated processors: their choice, and bits that others have. `make arm` builds them, and runs the
-tests of every kernel there. Skipped where they are not built."""
+tests of most kernels there. Skipped where they are not built."""
 
 import math
 from collections.abc import Iterator

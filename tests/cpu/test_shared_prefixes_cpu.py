@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.attention_steps import changed, step_batch
+from tests.cpu.conftest import using_isa
 from tests.cpu.test_attention_reference import Batch
 from tests.isas import EMULATED, OF_THIS_MACHINE, on_each
 from vllm_lite.attention.cpu import CpuBackend
@@ -87,7 +88,8 @@ def test_a_section_that_all_begin_alike_is_resumed(threads, lengths, kv_dtype):
 
 
 def test_by_tiles_in_plain_code():
-    assert_same(DECODES, LEVELS, isas=[EMULATED], dtype=torch.bfloat16, num_kv_heads=1, group=2, head_size=32)
+    for isa in using_isa(EMULATED):
+        assert_same(DECODES, LEVELS, isas=[isa], dtype=torch.bfloat16, num_kv_heads=1, group=2, head_size=32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -182,9 +182,9 @@ VLLM_LITE_INLINE uint16x8_t pairs_high(uint16x8_t x, uint16x8_t y) {
 }
 
 VLLM_LITE_INLINE uint16x8_t load_halves(const void* from, int count) {
+  if (count >= 8) return vld1q_u16(static_cast<const uint16_t*>(from));
   uint16_t halves[8] = {};
-  const int taken = count < 0 ? 0 : least(count, 8);
-  std::memcpy(halves, from, static_cast<size_t>(taken) * 2);
+  if (count > 0) std::memcpy(halves, from, static_cast<size_t>(count) * 2);
   return vld1q_u16(count >= 8 ? static_cast<const uint16_t*>(from) : halves);
 }
 #endif
@@ -276,7 +276,7 @@ VLLM_LITE_INLINE void transpose(const char* const* rows, int64_t offset, int cou
     turn_four(rows + 8, offset + 4 * i, to + i * stride + 8, stride);
   }
 }
-#elif defined(__ARM_NEON)
+#elif defined(__aarch64__)
 VLLM_LITE_INLINE void turn_four(const char* const* rows, int64_t offset, float* to, int stride) {
   float32x4_t x[4];
   for (int t = 0; t < 4; ++t) x[t] = vld1q_f32(reinterpret_cast<const float*>(rows[t] + offset));

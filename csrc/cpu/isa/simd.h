@@ -10,7 +10,7 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns of the header's own undefined vectors
 #include <immintrin.h>
 #pragma GCC diagnostic pop
-#elif defined(__ARM_NEON)
+#elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 
@@ -55,7 +55,7 @@ VLLM_LITE_INLINE Vec splat(float x) {
   return reinterpret_cast<Vec>(_mm512_set1_ps(x));
 #elif defined(__AVX2__)
   return reinterpret_cast<Vec>(_mm256_set1_ps(x));
-#elif defined(__ARM_NEON)
+#elif defined(__aarch64__)
   return reinterpret_cast<Vec>(vdupq_n_f32(x));
 #else
   Vec out;
@@ -87,7 +87,7 @@ VLLM_LITE_INLINE float to_float(BFloat16 x) {
 VLLM_LITE_INLINE float to_float(Float16 x) {
 #if defined(__F16C__)
   return _cvtsh_ss(x.bits);
-#elif defined(__ARM_NEON)
+#elif defined(__aarch64__)
   __fp16 half;
   std::memcpy(&half, &x, sizeof half);
   return half;
@@ -140,7 +140,7 @@ VLLM_LITE_INLINE uint32_t round_to(float x, int mantissa, int least, uint32_t la
 VLLM_LITE_INLINE void from_float(float x, Float16* out) {
 #if defined(__F16C__)
   out->bits = static_cast<uint16_t>(_cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT));
-#elif defined(__ARM_NEON)
+#elif defined(__aarch64__)
   const __fp16 half = static_cast<__fp16>(x);
   std::memcpy(out, &half, sizeof half);
 #else
@@ -202,7 +202,7 @@ VLLM_LITE_INLINE Vec load(const Float16* from) {
 VLLM_LITE_INLINE void store(Float16* to, Vec x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(reinterpret_cast<__m256>(x), 0));
 }
-#elif defined(__ARM_NEON)
+#elif defined(__aarch64__)
 VLLM_LITE_INLINE Vec load(const BFloat16* from) {
   return reinterpret_cast<Vec>(vshll_n_u16(vld1_u16(&from->bits), 16));
 }
@@ -261,7 +261,7 @@ VLLM_LITE_INLINE Vec multiply_add(Vec a, Vec b, Vec c) {
 #elif defined(__FMA__)
   return reinterpret_cast<Vec>(
       _mm256_fmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
-#elif defined(__ARM_NEON)
+#elif defined(__aarch64__)
   return reinterpret_cast<Vec>(
       vfmaq_f32(reinterpret_cast<float32x4_t>(c), reinterpret_cast<float32x4_t>(a), reinterpret_cast<float32x4_t>(b)));
 #else
@@ -277,7 +277,7 @@ VLLM_LITE_INLINE Vec subtract_product(Vec a, Vec b, Vec c) {
 #elif defined(__FMA__)
   return reinterpret_cast<Vec>(
       _mm256_fnmadd_ps(reinterpret_cast<__m256>(a), reinterpret_cast<__m256>(b), reinterpret_cast<__m256>(c)));
-#elif defined(__ARM_NEON)
+#elif defined(__aarch64__)
   return reinterpret_cast<Vec>(
       vfmsq_f32(reinterpret_cast<float32x4_t>(c), reinterpret_cast<float32x4_t>(a), reinterpret_cast<float32x4_t>(b)));
 #else
@@ -295,7 +295,7 @@ VLLM_LITE_INLINE Vec exp(Vec x) {
 #else
   const Vec magic = splat(0x1.8p23f);  // adding it rounds to a whole number
   Vec shifted = scaled + magic;
-#if defined(__ARM_NEON)
+#if defined(__aarch64__)
   asm("" : "+w"(shifted));
 #else
   asm("" : "+x"(shifted));

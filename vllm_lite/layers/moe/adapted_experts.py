@@ -13,6 +13,7 @@ import torch
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.checkpoint.tensors.lora import LoraModule
 from vllm_lite.errors import ModelError
+from vllm_lite.kernels.cpu.weights.lora import LoraSlots
 from vllm_lite.kernels.routing import Chosen
 from vllm_lite.layers.mlp import GatedNames, first_names, first_rows
 from vllm_lite.layers.moe.expert_matmul import ExpertMatmul, LoopedExperts, NativeExperts
@@ -137,13 +138,19 @@ _ELSEWHERE = _Elsewhere()
 _Sites = tuple[Sequence[Site], Sequence[Site]]
 
 
+def _native_slots(site: Site) -> LoraSlots:
+    """Slots of a site. No site may be left out: the kernel finds those of an expert by its place."""
+    if not isinstance(site.slots, NativeSlots):
+        raise TypeError(f"{type(site.slots).__name__} is not for the native experts")
+    return site.slots.slots
+
+
 class _Native:
     """By one operation of csrc/cpu."""
 
     def __init__(self, experts: NativeExperts, sites: _Sites, rows: GroupedRows) -> None:
         self._packed, self._rows = experts.packed, rows
-        slots = ([site.slots.slots for site in part if isinstance(site.slots, NativeSlots)] for part in sites)
-        self._packed.adapt(*slots)
+        self._packed.adapt(*([_native_slots(site) for site in part] for part in sites))
 
     def forward(self, x: torch.Tensor, chosen: Chosen, out: torch.Tensor) -> None:
         self._packed.forward(x, chosen, out, self._rows.current)
