@@ -73,8 +73,11 @@ def ask(llm: LLM, parts: list[Part]) -> list[int]:
 
 
 def files(folder: Path, *, of_media: bool) -> list[Path]:
+    """Files that are whole; a draft gets its header last."""
     found = []
     for held in held_files(folder):
+        if held.is_draft:
+            continue
         header = read_header(Path(held.path).read_bytes()[:PAGE], held.num_bytes)
         if header.keys[0].endswith(MEDIUM) is of_media:
             found.append(Path(held.path))
