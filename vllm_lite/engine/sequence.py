@@ -10,6 +10,7 @@ from vllm_lite.engine.blocks.verdict import Lookup
 from vllm_lite.protocol.api import FinishReason
 from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import Continue
+from vllm_lite.runtime.prefix_hash import PrefixHasher
 
 if TYPE_CHECKING:
     from vllm_lite.engine.request import Request
@@ -122,6 +123,13 @@ class Sequence:
     def without_last(self, count: int) -> int:
         """Number of the last `count` tokens that one step may compute together."""
         return count - 1 if self.forks_state and count > 1 and self.request.unforked else count
+
+    def hash_blocks(self, hasher: PrefixHasher, num_tokens: int) -> None:
+        """Let `block_hashes` have all blocks that the first `num_tokens` fill."""
+        if num_tokens // hasher.block_size > len(self.block_hashes):
+            tokens = memoryview(self.tokens).cast("B")
+            hasher.extend(self.block_hashes, self.hash_root, tokens, num_tokens, self.request.media)
+            tokens.release()  # an exported array cannot grow
 
     def finish_reason(self, token: int) -> FinishReason | None:
         """Whether `token`, the last one appended, ends the sequence. A stop token wins over the length. Stop strings

@@ -10,8 +10,9 @@ from collections.abc import Sequence as Many
 from typing import Any, TypeVar
 
 from vllm_lite.engine.blocks.part import CachePart, Growth, Op, PrefixHit
+from vllm_lite.engine.blocks.tails import PromptTails
 from vllm_lite.engine.blocks.verdict import Admission, Lookup, Verdict
-from vllm_lite.engine.sequence import NO_TAIL, Sequence, Status
+from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.protocol.api import PrefixCacheReset, Stats
 from vllm_lite.protocol.step import Entry, ModelOutput
 from vllm_lite.runtime.prefix_hash import PrefixHasher
@@ -38,7 +39,7 @@ class KVCacheManager:
         self._first.is_asked_by_blocks = any(part.acts_by_blocks for part in self._others)
         self.wants_marks = any(part.wants_marks for part in self.parts)
         self._keeps = any(part.keeps for part in self.parts)
-        self._has_tails = self.is_caching and all(part.has_tails for part in self.parts)
+        self._tails = PromptTails(self.parts, lambda: self.hasher)
 
     def part(self, kind: type[Part]) -> Part:
         """The part of this class, for those who observe it. Raises LookupError if there is none."""
@@ -123,7 +124,7 @@ class KVCacheManager:
             part.register(sequence)
         if self.is_caching:
             sequence.hash_root = self.hasher.root(extra_keys)
-        self._begin_tails(sequence)
+        self._tails.begin(sequence)
 
     def register_fork(self, parent: Sequence, child: Sequence) -> None:
         """Register `child`, which cannot share what `parent` holds now and finds what of it is cached."""
@@ -132,14 +133,14 @@ class KVCacheManager:
 
     def is_hashed(self, sequence: Sequence) -> bool:
         """Whether find_cached() takes little time, and computes no digest that a trace would lack."""
-        knows_tails = sequence.next_tail == NO_TAIL or sequence.tail_keys is not None
-        return knows_tails and len(sequence.block_hashes) >= sequence.num_tokens // self.block_size
+        are_blocks = len(sequence.block_hashes) >= sequence.num_tokens // self.block_size
+        return are_blocks and self._tails.are_hashed(sequence)
 
     def find_cached(self, sequence: Sequence) -> PrefixHit:
         """The longest cached beginning of `sequence` on any tier. Takes no reference."""
         if not self.is_caching or not self._keeps or sequence.unscored:
             return self.no_hit()
-        self._hash_tokens(sequence, sequence.num_tokens)
+        sequence.hash_blocks(self.hasher, sequence.num_tokens)
         searches = [part.search(sequence) for part in self.parts]
         length = reach = searches[0].longest(len(sequence.block_hashes))
         num_agreed, turn = 1, 0
@@ -148,22 +149,7 @@ class KVCacheManager:
             found = searches[turn].longest(length)
             num_agreed, length = num_agreed + 1 if found == length else 1, found
         found_by = tuple(search.find(length) for search in searches)
-        return self._with_tail(sequence, PrefixHit(length * self.block_size, found_by, reach * self.block_size))
-
-    def _with_tail(self, sequence: Sequence, hit: PrefixHit) -> PrefixHit:
-        """The hit, up to a mark of the prompt in the block behind it, if that is cached and the rest is on the
-        device."""
-        marks = sequence.request.marks
-        if not (marks and self._has_tails):
-            return hit
-        keys = self._tail_keys(sequence)
-        if self.num_on_host(hit):
-            return hit
-        past = min(hit.num_tokens + self.block_size, sequence.num_tokens)
-        for mark in reversed([mark for mark in marks if hit.num_tokens < mark < past]):
-            if all(part.has_tail(keys[mark]) for part in self.parts):
-                return PrefixHit(mark, hit.found, max(hit.reach, mark), keys[mark])
-        return hit
+        return self._tails.longer(sequence, PrefixHit(length * self.block_size, found_by, reach * self.block_size))
 
     def no_hit(self) -> PrefixHit:
         """The beginning of a sequence of which nothing is cached."""
@@ -267,12 +253,11 @@ class KVCacheManager:
     def cache_blocks(self, sequence: Sequence, num_tokens: int) -> None:
         """Cache the blocks that the first `num_tokens` tokens fill. Those tokens must be final, and their KV written by
         a step that is sent before any that reads it."""
-        if num_tokens >= sequence.next_tail:
-            self._publish_tails(sequence, num_tokens)
+        self._tails.publish(sequence, num_tokens)
         first, last = sequence.num_hashed_blocks, num_tokens // self.block_size
         if first >= last or not self.is_caching:
             return
-        self._hash_tokens(sequence, num_tokens)
+        sequence.hash_blocks(self.hasher, num_tokens)
         for part in self.parts:
             part.publish(sequence, first, last)
         sequence.num_hashed_blocks = last
@@ -299,14 +284,12 @@ class KVCacheManager:
 
     def release(self, sequence: Sequence, *, forget: bool = False) -> None:
         """Give all back. What is cached can be found until it is reused, or at once no more with `forget`."""
-        if forget and self._has_tails:
-            keys = self._tail_keys(sequence).values()
-            for part in self.parts:
-                part.forget_tails(keys)
+        if forget:
+            self._tails.forget(sequence)
         for part in self.parts:
             part.release(sequence, forget=forget)
         sequence.num_computed = sequence.num_cached = sequence.num_hashed_blocks = 0
-        self._begin_tails(sequence)
+        self._tails.begin(sequence)
 
     # ---- swapping
 
@@ -395,42 +378,7 @@ class KVCacheManager:
         for part in self.parts:
             part.measured(prefill_tokens_per_s, load_blocks_per_s)
 
-    # ---- inside
-
-    def _begin_tails(self, sequence: Sequence) -> None:
-        """Nothing of the sequence is published yet."""
-        marks = sequence.request.marks
-        sequence.next_tail = min(marks) if marks and self._has_tails else NO_TAIL
-
-    def _publish_tails(self, sequence: Sequence, num_tokens: int) -> None:
-        """Let others find the beginnings of blocks that end at those marks that its first `num_tokens` have reached."""
-        marks = sequence.request.marks
-        for mark in marks:
-            if sequence.next_tail <= mark <= num_tokens and mark % self.block_size:
-                key = self._tail_keys(sequence)[mark]
-                for part in self.parts:
-                    part.publish_tail(sequence, mark // self.block_size, key)
-        sequence.next_tail = min((mark for mark in marks if mark > num_tokens), default=NO_TAIL)
-
-    def _tail_keys(self, sequence: Sequence) -> dict[int, bytes]:
-        """The keys of all its marks, computed once: a trace has them with what was decided then."""
-        if sequence.tail_keys is None:
-            self._hash_tokens(sequence, sequence.num_prompt)
-            sequence.tail_keys = {mark: self._tail_key(sequence, mark) for mark in sequence.request.marks}
-        return sequence.tail_keys
-
-    def _tail_key(self, sequence: Sequence, mark: int) -> bytes:
-        """The key of the tokens from the last end of a block before `mark` on."""
-        number = mark // self.block_size
-        parent = sequence.block_hashes[number - 1] if number else sequence.hash_root
-        tokens = sequence.tokens[number * self.block_size : mark].tobytes()
-        return self.hasher.tail(parent, tokens, number, sequence.request.media)
-
-    def _hash_tokens(self, sequence: Sequence, num_tokens: int) -> None:
-        if num_tokens // self.block_size > len(sequence.block_hashes):
-            tokens = memoryview(sequence.tokens).cast("B")
-            self.hasher.extend(sequence.block_hashes, sequence.hash_root, tokens, num_tokens, sequence.request.media)
-            tokens.release()  # an exported array cannot grow
+    # ---- reporting
 
     def count(self) -> None:
         """Bring the gauges of all parts up to date in `counters`."""
@@ -442,3 +390,4 @@ class KVCacheManager:
         sequences = list(sequences)
         for part in self.parts:
             part.check_integrity(sequences)
+        self._tails.check_integrity(sequences)
