@@ -158,6 +158,20 @@ def test_what_is_forgotten_is_not_found() -> None:
         kv.check_integrity([])
 
 
+def test_what_began_before_a_reset_is_not_found_behind_it() -> None:
+    """Its first chunk was computed by what the reset made stale, so the tail that its second one reaches is, too."""
+    rig = Rig(max_num_batched_tokens=5)
+    ask(rig, "first", [7, 8, 9])
+    rig.step()
+    rig.scheduler.reset_prefix_cache()
+    rig.drain()
+    rig.add("blocks", [*STATE[:4], 9, 9], 1)
+    rig.drain()
+    ask(rig, "second", [7])
+    rig.drain()
+    assert cached(rig) == [0, 0, 4]
+
+
 def test_in_windows_and_with_a_host_tier() -> None:
     for options in ({"windows": (None, 6)}, {"windows": (5,)}, {"num_host_blocks": 12}):
         rig = Rig(**options)

@@ -176,7 +176,8 @@ def test_a_flood_of_requests_is_read_a_part_at_a_time(stage: Stage) -> None:
         assert time.monotonic() < deadline_s
 
 
-def test_more_replays_than_a_few_are_not_begun(stage: Stage) -> None:
+def test_more_replays_than_a_few_are_not_begun(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publisher, "STALL_S", PATIENCE_S)  # a busy machine may stop this process for ten seconds
     stage.publish(2000)
     slow = [stage.peer() for _ in range(MAX_REPLAYS)]
     stage.until_asked(MAX_REPLAYS)

@@ -370,7 +370,7 @@ class KVCacheManager:
         """Give the sequence a hash chain of its own: its blocks are cached again when it grows, moves to the host or
         comes back, and only itself and its forks may find them."""
         sequence.hash_root = self.hasher.root((sequence.hash_root.hex(), _RETIRED))
-        sequence.block_hashes = []
+        sequence.block_hashes, sequence.tail_keys = [], None
         sequence.num_hashed_blocks = 0
 
     def measured(self, prefill_tokens_per_s: float, load_blocks_per_s: float) -> None:
