@@ -17,9 +17,9 @@ SOURCES := vllm_lite scripts examples benchmarks tests
 # For processors of Arm, which qemu-user emulates: kernels, and the tests that call nothing else.
 CROSS := aarch64-linux-gnu-g++
 ARM := build/aarch64
-ARM_TESTS := $(addprefix tests/cpu/test_,$(addsuffix .py,attention_cpu cache_ops_cpu delta_rule elementwise_cpu \
-  experts_cpu fused_cpu gguf_blocks int8_cache linear lora_cpu mamba masks_cpu native_grouped native_linear \
-  native_sampler native_tables))
+ARM_TESTS := $(addprefix tests/cpu/test_,$(addsuffix .py,attention_cpu attention_order cache_ops_cpu delta_rule \
+  elementwise_cpu experts_cpu fused_cpu gguf_blocks int8_cache linear lora_cpu mamba masks_cpu native_grouped \
+  native_linear native_sampler native_tables shared_prefixes_cpu))
 
 # What `make quick` leaves out of tests/unit: files that start processes, wait, or take some seconds. And what it adds.
 SLOW := bench_result chat_template conversion cut_calls deadlines demo_grammar detokenizer doctor fetch_images gpu_check \

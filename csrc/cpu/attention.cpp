@@ -33,6 +33,10 @@ struct Plan {
 constexpr int64_t kPlanInts = sizeof(Plan) / 4, kItemInts = sizeof(AttentionItem) / 4;
 constexpr int64_t kTokenInts = sizeof(SharedToken) / 4;
 
+// Counters of a sequence: rows that have a split's results, and rows for which a section with others is as far as it is
+// common, after which each sequence goes on by itself.
+constexpr int kCounters = 2;
+
 struct Draft {
   std::vector<AttentionItem> items;
   std::vector<AttentionItem> resuming;  // behind those, in no task: run when the items that they resume are done
@@ -53,7 +57,7 @@ void add_each_split(Plan* plan, std::vector<AttentionItem>* items, AttentionItem
   const int begin = item.key_begin, end = item.key_end;
   item.partial = plan->num_partial_rows;
   item.counter = plan->num_counters;
-  plan->num_counters += 2;
+  plan->num_counters += kCounters;
   plan->num_partial_rows += item.num_splits * item.num_rows;
   for (; item.split < item.num_splits; ++item.split, ++section) {
     item.key_begin = std::max(begin, section * size);
@@ -270,7 +274,7 @@ VLLM_LITE_RECORDABLE(vllm_lite_attention_plan)
 // num_heads, value_size], of a row of `table`, and kv_strides [4] of `kv` [num_blocks, 2, num_kv_heads, block_size,
 // head_size], whose last axis is dense; kv_strides[1] is 0 where V is the first value_size elements of K. sinks:
 // [num_heads], one more score of each head's softmax, which attends to nothing; or null. partials: room for
-// num_partial_rows * num_kv_heads * (value_size + 17) floats; counters: num_counters * num_kv_heads zeros, which are
+// num_partial_rows * num_kv_heads * partial_size floats; counters: num_counters * num_kv_heads zeros, which are
 // zeros again afterwards.
 VLLM_LITE_API void vllm_lite_attend(const AttentionShape* shape, const int32_t* plan_in, const int32_t* table,
                                     int64_t table_stride, const void* query, int64_t query_stride, const void* kv,

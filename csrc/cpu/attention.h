@@ -41,7 +41,7 @@ struct AttentionItem {
   int32_t key_begin, key_end;  // the items of one range of rows are consecutive
   int32_t split, num_splits;   // 0, 1 when this item sees all of the keys; else it sees those of one section or more
   int32_t partial;             // rows of partial results before those of split 0, in units of num_kv_heads
-  int32_t counter;             // which counter of rows that a split is finished of, in units of num_kv_heads
+  int32_t counter;             // the first of its kCounters, in units of num_kv_heads
   int32_t shared;              // -1, or the first of its tokens among the plan's SharedTokens: see there
   int32_t open_split;          // -1, or the split that goes on in its last section, and finds there how far it is
   int32_t resumes;             // 1: its first section was begun by an item with an open split
@@ -82,7 +82,8 @@ struct AttentionCall {
   const SharedToken* tokens;   // of the plan
 };
 
-// Of a row of partial results: a section that is not at its end has a sum for each lane of a vector.
+// Floats of a row of partial results. A section that is not at its end has a sum of weights for each lane of a vector:
+// each goes on where it was, so that the row has the bits that it would have alone.
 constexpr int kMostLanes = 16;
 VLLM_LITE_INLINE int64_t partial_size(const AttentionShape& shape) {
   return shape.value_size + 1 + kMostLanes;

@@ -12,6 +12,7 @@ from tests.isas import EMULATED, OF_THIS_MACHINE, on_each
 from vllm_lite.attention.cpu import CpuBackend
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import library
+from vllm_lite.kernels.cpu.attention import ITEM_INTS, PLAN_INTS
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the native library")
 
@@ -42,8 +43,9 @@ def attend(batch, lengths, table, shares):
     out = torch.full(batch.query.shape, 7.0, dtype=batch.query.dtype)
     for _ in range(2):  # counters are zeros again
         backend.attend(batch.query, batch.kv, step, 0, out, batch.sinks)
-    plan = step.plan.memory[0][0]
-    return out, plan[1], plan[7 : 7 + 14 * plan[0]].reshape(-1, 14)[:, -1].sum()
+    num_items, num_tokens, *_ = plan = step.plan.memory[0][0]
+    items = plan[PLAN_INTS:][: num_items * ITEM_INTS].reshape(-1, ITEM_INTS)
+    return out, num_tokens, items[:, -1].sum()
 
 
 def assert_same(lengths, alike, *, isas=OF_THIS_MACHINE, num_shared=None, num_resumed=None, **options):

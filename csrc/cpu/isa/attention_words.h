@@ -45,20 +45,7 @@ static void convert_row(const Fp8Table& table, const void* from, BFloat16* to, i
   }
 }
 
-static void convert_scaled(const void* from, BFloat16* to, int size) {
-  const __m512 scale = _mm512_set1_ps(row_scale(from, size));
-  for (int d = 0; d < size; d += 32) {
-    const __mmask32 mask = size - d >= 32 ? ~0u : (1u << (size - d)) - 1;
-    const __m256i codes = _mm256_maskz_loadu_epi8(mask, static_cast<const char*>(from) + d);
-    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes)));
-    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1)));
-    const __m512bh both = _mm512_cvtne2ps_pbh(_mm512_mul_ps(high, scale), _mm512_mul_ps(low, scale));
-    _mm512_mask_storeu_epi16(to + d, mask, reinterpret_cast<__m512i>(both));
-  }
-}
-
 static void convert_row(int dtype, const void* from, BFloat16* to, int size) {
-  if (dtype == kInt8) return convert_scaled(from, to, size);
   if (dtype == kFp8E4M3) return convert_row(fp8_table<Fp8E4M3>(), from, to, size);
   if (dtype == kFp8E5M2) return convert_row(fp8_table<Fp8E5M2>(), from, to, size);
   std::memcpy(to, from, static_cast<size_t>(size) * 2);

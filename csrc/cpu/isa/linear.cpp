@@ -65,6 +65,23 @@ VLLM_LITE_INLINE void add_pair(const float* x, const T* block, int64_t pair, int
   }
 }
 
+template <int R, int V>
+VLLM_LITE_INLINE void load_sums(const float* from, int64_t stride, Vec (&total)[R][V]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) total[r][v] = load(from + r * stride + v * kWidth);
+  }
+}
+template <int R, int V>
+VLLM_LITE_INLINE void store_sums(const Vec (&total)[R][V], float* to, int64_t stride) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) store(to + r * stride + v * kWidth, total[r][v]);
+  }
+}
+
 // sums [R][sums_stride] += x [R][kStride] times a tile of one block's weights; `ahead` is what will be needed next.
 template <int R, int64_t kStride, class T>
 void multiply(const float* x, const T* block, int64_t num_pairs, float* sums, int64_t sums_stride, Ahead ahead) {
@@ -72,20 +89,12 @@ void multiply(const float* x, const T* block, int64_t num_pairs, float* sums, in
   ahead.step = ahead.step * V * kWidth / kBlock;  // of a pass
   for (int64_t column = 0; column < kBlock; column += V * kWidth, ahead.from += num_pairs * ahead.step) {
     Vec total[R][V];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) total[r][v] = load(sums + r * sums_stride + column + v * kWidth);
-    }
+    load_sums(sums + column, sums_stride, total);
     for (int64_t pair = 0; pair < num_pairs; ++pair) {
       prefetch<kAhead<kStride, T>>(ahead, pair);
       add_pair<R, kStride>(x + 2 * pair, block, pair, column, total);
     }
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) store(sums + r * sums_stride + column + v * kWidth, total[r][v]);
-    }
+    store_sums(total, sums + column, sums_stride);
   }
 }
 
@@ -153,19 +162,11 @@ void multiply(const BFloat16* x, const BFloat16* block, int64_t num_pairs, float
   ahead.step = ahead.step * V * kWidth / kBlock;  // of a pass
   for (int64_t column = 0; column < kBlock; column += V * kWidth, ahead.from += num_pairs * ahead.step) {
     Vec total[R][V];
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) total[r][v] = load(sums + r * sums_stride + column + v * kWidth);
-    }
+    load_sums(sums + column, sums_stride, total);
     multiply_pairs<kStride>(x, block + 2 * column, num_pairs, total, [&](int64_t pair) __attribute__((always_inline)) {
       prefetch<kAhead<kStride, BFloat16>>(ahead, pair);
     });
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) store(sums + r * sums_stride + column + v * kWidth, total[r][v]);
-    }
+    store_sums(total, sums + column, sums_stride);
   }
 }
 #endif

@@ -17,14 +17,15 @@ MAX_ROWS = 252
 SPLIT_KEYS, MAX_SPLITS = 512, 16
 """Limits of splitting a sequence; the same numbers as in csrc/cpu/attention.cpp and attention.h."""
 PARTIAL_EXTRA = 17
-"""Floats that a row of partial results has beside those of V."""
+"""Floats of a row of partial results beside those of V: its largest score, and a sum of weights for each of 16 lanes;
+partial_size in csrc/cpu/attention.h says why."""
 COUNTERS = 2
-"""How many each sequence and KV head has."""
+"""Counters of each sequence and KV head: kCounters in csrc/cpu/attention.cpp, which says of what."""
 THREAD_BYTES = 896 << 10
 """Scratch memory of each thread."""
 INT8_SCALE_BYTES = 4
 """A float behind each row of a cache in int8."""
-_PLAN_INTS, _ITEM_INTS, _TOKEN_INTS = 7, 14, 4
+PLAN_INTS, ITEM_INTS, TOKEN_INTS = 7, 14, 4
 """How many numbers the records Plan, AttentionItem and SharedToken of csrc/cpu have."""
 
 
@@ -121,8 +122,8 @@ class Kernels:
         num_items += num_tokens // SPLIT_KEYS  # tiles end where the size of sections changes
         if table:
             num_items += num_seqs  # a section that is shared in part is two
-        num_ints = _PLAN_INTS + num_items * (_ITEM_INTS + num_kv_heads) + 2 * (num_seqs + 1)
-        plan = np.empty(num_ints + (num_tokens * _TOKEN_INTS if table else 0), np.int32)
+        num_ints = PLAN_INTS + num_items * (ITEM_INTS + num_kv_heads) + 2 * (num_seqs + 1)
+        plan = np.empty(num_ints + (num_tokens * TOKEN_INTS if table else 0), np.int32)
         num_rows = max_partial_rows(num_tokens, num_seqs, max_seq_len, group, shares=table is not None)
         self.reserve(num_rows * self._partial_floats, COUNTERS * num_seqs * num_kv_heads)
         needed = self._plan(
