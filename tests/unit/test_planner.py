@@ -125,15 +125,21 @@ def groups_bytes(shape: tuple[int, ...], cell: int, shared: int = 0, group: int 
     return shape[0] * (ceil(shape[1] / group) * cell + ceil(shape[1] / 256) * shared)
 
 
-def test_int8_weights_have_a_byte_and_four_for_each_group(tmp_path: Path) -> None:
-    model = checkpoint(tmp_path)
+def int8_bytes(shape: tuple[int, ...]) -> int:
+    """Bytes of a matrix on a CPU, with tiles or without: groups have 128 inputs there, or 32."""
+    return max(groups_bytes(shape, 32 + 4), groups_bytes(shape, 128 + 4, 0, 128))
+
+
+@pytest.mark.parametrize("hidden_size", [256, 576])
+def test_int8_weights_have_a_byte_and_four_for_each_group(tmp_path: Path, hidden_size: int) -> None:
+    model = checkpoint(tmp_path, hidden_size=hidden_size)
     spec = model.spec
     matrices = {name: tensor for name, tensor in model.tensors.items() if len(tensor.shape) == 2}
     vectors = sum(tensor.num_elements for name, tensor in model.tensors.items() if name not in matrices)
     table = 2 * matrices.pop("model.embed_tokens.weight").num_elements
     shapes = [tensor.shape for tensor in matrices.values()]
     shapes += [(spec.vocab_size, spec.hidden_size)] if spec.tie_word_embeddings else []
-    expected = sum(groups_bytes(shape, 32 + 4) for shape in shapes) + 2 * vectors + table
+    expected = sum(map(int8_bytes, shapes)) + 2 * vectors + table
     assert weights_bytes(model, 2, "int8") == expected
     on_gpu = sum(groups_bytes(shape, 32 + 2) for shape in shapes) + 2 * vectors + table
     assert weights_bytes(model, 2, "int8", device="cuda") == on_gpu
@@ -163,13 +169,15 @@ def test_int4_and_fp8_weights_have_their_codes_and_the_scales_of_their_groups(tm
     def expected(group: int, cell: int, shared: int = 0) -> int:
         return sum(groups_bytes(shape, cell, shared, group) for shape in matrices.values()) + 2 * vectors + table
 
-    cells = {"int8": (36, 0), "int5_g32": (20 + 2, 8), "int4_g32": (16 + 2, 8)}
-    more = sum(
-        groups_bytes(shape, *cells[mixed.form(name)]) - groups_bytes(shape, 18, 8) for name, shape in matrices.items()
-    )
+    made = {
+        "int8": int8_bytes,
+        "int5_g32": lambda shape: groups_bytes(shape, 20 + 2, 8),
+        "int4_g32": lambda shape: groups_bytes(shape, 16 + 2, 8),
+    }
+    more = sum(made[mixed.form(name)](shape) - made["int4_g32"](shape) for name, shape in matrices.items())
     assert more > 0
-    assert weights_bytes(model, 2, "int4") == expected(128, 64 + 4) + groups_bytes(head, 36)
-    assert weights_bytes(model, 2, "int4_g32") == expected(32, 16 + 2, 8) + groups_bytes(head, 36) + more
+    assert weights_bytes(model, 2, "int4") == expected(128, 64 + 4) + int8_bytes(head)
+    assert weights_bytes(model, 2, "int4_g32") == expected(32, 16 + 2, 8) + int8_bytes(head) + more
     assert weights_bytes(model, 2, "int4_g32", device="cuda") == expected(32, 16 + 4) + groups_bytes(head, 34)
     assert weights_bytes(model, 2, "fp8") == expected(128, 128 + 2) + groups_bytes(head, 130, 0, 128)
 

@@ -17,6 +17,8 @@ INT4_GROUPS = {"int4": 128, "int4_g32": 32}
 """Inputs that share a scale, where dense weights become integers of 4 bits."""
 GROUPS = {"int8": 32, "fp8": 128, "int5_g32": 32, **INT4_GROUPS}
 """The same for all."""
+TILE_GROUP = 128
+"""kQuantGroup: the inputs in a group that tiles multiply fastest. Where a CPU has them, int8 has such groups."""
 BITS_IN_BYTES = {"int4_g32": 4, "int5_g32": 5}
 """Bits of the codes of forms whose scales and minima are bytes on a CPU."""
 SUPER_INPUTS = 256
@@ -30,7 +32,8 @@ def head_form(quantization: Quantization | None) -> Quantization | None:
 
 def quantized_bytes(shape: tuple[int, ...], quantization: Form | None, device: str = "cpu") -> int:
     """A matrix with whole groups in each row. Scales and minima have 2 bytes; on a CPU those of int4_g32 and int5_g32
-    have one, and floats that some share. fp8 has no minima, nor has int8 on a GPU."""
+    have one, and floats that some share. fp8 has no minima, nor has int8 on a GPU. On a CPU int8 takes no more than
+    this, whether that has tiles or not."""
     if quantization is None:
         raise ValueError("a dense matrix has the bytes of its type")
     rows, size = prod(shape[:-1]), GROUPS[quantization]
@@ -40,4 +43,7 @@ def quantized_bytes(shape: tuple[int, ...], quantization: Form | None, device: s
         return rows * (groups * (code_bytes + 2) + 8 * -(-shape[-1] // SUPER_INPUTS))
     code_bytes = size // 2 if quantization in INT4_GROUPS else size
     has_minima = quantization != "fp8" and not (quantization == "int8" and device != "cpu")
-    return rows * groups * (code_bytes + (4 if has_minima else 2))
+    row_bytes = groups * (code_bytes + (4 if has_minima else 2))
+    if quantization == "int8" and device == "cpu":
+        row_bytes = max(row_bytes, -(-shape[-1] // TILE_GROUP) * (TILE_GROUP + 4))
+    return rows * row_bytes

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import NamedTuple, Self, TypeVar
 
-from vllm_lite.checkpoint.quantization.on_load import GROUPS, Form
+from vllm_lite.checkpoint.quantization.on_load import GROUPS, TILE_GROUP, Form
 from vllm_lite.checkpoint.tensors.headers import identity
 from vllm_lite.kernels.cpu.library import function, int32, int64, isa, pointer
 from vllm_lite.kernels.cpu.pages import Pages
@@ -24,8 +24,6 @@ GROUPED4, GROUPED5, GROUPED8 = 101, 106, 102
 """kGrouped4, kGrouped5 and kGrouped8."""
 FORMS = {"int8": GROUPED8, "fp8": 105, "int4": GROUPED4, "int4_g32": GROUPED4, "int5_g32": GROUPED5}
 """What dense weights become with a --quantization, as csrc/cpu/quantize.h has it."""
-TILE_GROUP = 128
-"""kQuantGroup: the inputs in a group that tiles multiply fastest."""
 NICENESS = 5
 """How much lower the threads that pack stand than a process that starts: whatever else starts meanwhile goes first."""
 LOOK_EVERY_S = 0.2
