@@ -20,7 +20,7 @@ from vllm_lite.tools.bench.serve_datasets import DatasetOptions
 from vllm_lite.tools.bench.serve_result import percentile
 from vllm_lite.tools.cli import main
 from vllm_lite.tools.simulate import cost, fit
-from vllm_lite.tools.simulate.cost import StepTimer, StepTimes
+from vllm_lite.tools.simulate.cost import StepTimer, StepTimes, kind_of
 from vllm_lite.tools.simulate.features import NAMES, PLACE, StepDone, StepReader
 from vllm_lite.tools.simulate.load import LoadOptions, SimulatedRequest, load_of, make_load
 from vllm_lite.tools.simulate.recording import RecordedRequest, Recording
@@ -140,6 +140,18 @@ def test_features_count_what_a_message_computes() -> None:
     found = dict(zip(NAMES, reader.message(steps, was_idle=False), strict=True))
     assert found["decode_kilotokens"] == pytest.approx(41 / 1e3)
     assert found["chunk_megapairs"] == pytest.approx(2 * 65.5 / 1e6)
+
+
+def test_drafts_that_are_verified_are_no_prompt() -> None:
+    reader = StepReader()
+
+    def kind(*entries: Any, sampled: int) -> str:
+        return kind_of(reader.message([done(*entries, sampled=sampled, drafts={2: (3, 1)})], was_idle=False))
+
+    assert kind(new(1, 0, 100), new(2, 0, 9), sampled=1) == "prompts"
+    assert kind(Draft(2, 5, []), Continue(1, 1, []), sampled=2) == "decodes"
+    assert kind(Draft(2, 5, []), new(3, 0, 2), sampled=2) == "prompts"
+    assert kind(Continue(2, 1, []), Continue(1, 1, []), sampled=1) == "decodes"
 
 
 @given(

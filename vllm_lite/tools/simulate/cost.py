@@ -11,7 +11,7 @@ from msgspec import Meta
 
 from vllm_lite.errors import ConfigError
 from vllm_lite.tools.simulate.drafts import DraftDraws, History
-from vllm_lite.tools.simulate.features import NAMES, PLACE, Features, told
+from vllm_lite.tools.simulate.features import NAMES, PLACE, TOKENS, Features, told
 from vllm_lite.tools.simulate.weather import Walk, Weather
 from vllm_lite.trace.records import Header
 
@@ -83,8 +83,9 @@ class StepTimer:
 
 
 def kind_of(features: Features) -> str:
-    """The kind of noise that a message has."""
-    return "prompts" if features[PLACE["chunk_megapairs"]] else "decodes"
+    """The kind of noise that a message has. All tokens of a step that decodes are drawn, or verified as drafts."""
+    has_chunks = features[PLACE["chunk_megapairs"]] and sum(features[TOKENS]) > features[PLACE["sampled"]]
+    return "prompts" if has_chunks else "decodes"
 
 
 def this_machine() -> str:

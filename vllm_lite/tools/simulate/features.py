@@ -44,6 +44,8 @@ decodes attend to, in thousands; the pairs of tokens of chunks and those that th
 requests that workers have not seen; blocks that are moved; sequences that may draft; steps that have drafts, and the
 most drafts of a sequence in each of them; tokens that have an adapter, and the adapters of each step."""
 PLACE = {name: place for place, name in enumerate(NAMES)}
+TOKENS = slice(PLACE["token_to_1"], PLACE["token_beyond"] + 1)
+"""Features whose sum is the number of tokens."""
 _FIRST_TOKEN, _DECODES, _PAIRS = PLACE["token_to_1"], PLACE["decode_kilotokens"], PLACE["chunk_megapairs"]
 
 Features = list[float]
