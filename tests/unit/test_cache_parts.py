@@ -124,6 +124,7 @@ def test_the_manager_names_no_part() -> None:
     text = Path(manager.__file__).read_text()
     names = [KVBlocks.__name__, StateSlots.__name__, "kv_blocks", "state_slots", "self.states", "host_tier"]
     assert [name for name in names if name in text] == []
+    assert [line for line in text.splitlines() if "tails" in line and " if " in f" {line.strip()} "] == []
 
 
 def test_a_third_part_lives_through_everything_with_the_sequences() -> None:

@@ -161,6 +161,14 @@ def num_code_lines(path: Path) -> int:
     return sum(bool(line.strip(' "')) and not line.strip().startswith("#") for line in text.splitlines())
 
 
+def test_the_readme_counts_the_core() -> None:
+    """To a twentieth; test_layers.py counts the whole package."""
+    num_files, num_lines = re.findall(r"\((\d+) files, ([\d,]+) lines of code\)", (ROOT / "README.md").read_text())[0]
+    paths = docs_tables.reading_list(docs_tables.LIFE.read_text())
+    assert int(num_files) == len(paths)
+    assert int(num_lines.replace(",", "")) == pytest.approx(sum(map(num_code_lines, paths)), rel=0.05)
+
+
 def test_the_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.split()) <= 700, "the README is for a newcomer with two minutes: put details on a page of docs/"

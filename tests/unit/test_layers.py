@@ -346,6 +346,11 @@ def num_code_lines(path: Path) -> int:
     return sum(bool(text.strip()) and not text.lstrip().startswith("#") and line not in prose for line, text in lines)
 
 
+def test_the_readme_counts_the_package() -> None:
+    said = re.findall(r"API and tool it has ([\d,]+)\.", (ROOT / "README.md").read_text())
+    assert int(said[0].replace(",", "")) == pytest.approx(sum(map(num_code_lines, python_files(PACKAGE))), rel=0.05)
+
+
 def test_a_class_has_a_name_of_its_own() -> None:
     """A name with two meanings has to be looked up twice: say of what the adapters, the rows or the sizes are."""
     places: dict[str, list[str]] = {}
