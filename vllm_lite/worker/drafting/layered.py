@@ -6,11 +6,9 @@ from abc import ABC, abstractmethod
 import torch
 from msgspec.structs import replace
 
-from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.select import select_backend
 from vllm_lite.checkpoint.model_spec import LayerGroup, ModelSpec
 from vllm_lite.models.registry import Model
-from vllm_lite.worker.device import KV_DTYPES
 from vllm_lite.worker.drafting.place import DraftPlace
 from vllm_lite.worker.forward import EagerForward, Forward
 from vllm_lite.worker.graphs import DecodeGraphs
@@ -43,16 +41,8 @@ class LayeredDrafter(Drafter, ABC):
         self._groups, local = self.tables(place)
         self.spec = replace(self.spec, kv_groups=local)
         self._model = self.make(place)
-        kv_dtype = KV_DTYPES.get(config.kv_cache_dtype, place.dtype)
-        shape = AttentionShape(
-            groups=tuple(group.attention for group in self.spec.per_rank(place.model.communicator.shard).kv_groups),
-            block_size=config.block_size,
-            dtype=place.dtype,
-            device=place.device.torch,
-            shares_prefixes=not config.disable_cascade_attn,
-            max_seq_len=place.limits.max_model_len,
-            kv_dtype=None if kv_dtype == place.dtype else kv_dtype,
-        )
+        groups = self.spec.per_rank(place.model.communicator.shard).kv_groups
+        shape = dataclasses.replace(place.backend.shape, groups=tuple(group.attention for group in groups))
         self._backend = select_backend(shape, config.attention_backend)
 
     def tables(self, place: DraftPlace) -> tuple[tuple[int, ...], tuple[LayerGroup, ...]]:

@@ -96,7 +96,6 @@ KINDS: dict[str, Callable[[str, Arguments], Any]] = {
     "xml-inline": _xml_inline,
     "kv-lines": _kv_lines,
 }
-TEXT_KINDS = frozenset({"text", "int", "float", "bool"})
 
 
 # ---- what a field makes of its content
