@@ -21,7 +21,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from vllm_lite.engine.blocks.part import CachePart, Forgotten, Growth, PrefixHit
+from vllm_lite.engine.blocks.part import Forgotten, SidePart
 from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.sequence import Sequence as Seq
 from vllm_lite.engine.sequence import Status
@@ -48,7 +48,7 @@ def encoder_sizes(max_num_batched_tokens: int, num_on_host: int = 0) -> EncoderS
     return EncoderSizes(max_num_batched_tokens, max(MIN_ROOM, max_num_batched_tokens), num_on_host)
 
 
-class EncoderCache(CachePart[None]):
+class EncoderCache(SidePart[None]):
     """Counts vectors. Who reads a medium holds it until all its tokens are computed, or the sequence stops running."""
 
     keeps = False
@@ -288,29 +288,11 @@ class EncoderCache(CachePart[None]):
 
     # ---- sequences
 
-    def register(self, sequence: Seq) -> None:
-        """It holds nothing before it computes a medium."""
-
     def search(self, sequence: Seq) -> "AnyLength":  # noqa: ARG002
         return AnyLength()
 
     def nothing(self) -> None:
         return None
-
-    def admit(self, sequence: Seq, hit: PrefixHit, found: None, num_tokens: int) -> bool:  # noqa: ARG002
-        return True
-
-    def grow(self, sequence: Seq, num_tokens: int) -> Growth | None:  # noqa: ARG002
-        return None
-
-    def publish(self, sequence: Seq, first: int, last: int) -> None:
-        """Vectors are found by their media at any time."""
-
-    def can_fork(self, parent: Seq, position: int, num_scheduled: int) -> bool:  # noqa: ARG002
-        return True
-
-    def fork(self, parent: Seq, child: Seq, num_scheduled: int) -> Sequence[Entry]:  # noqa: ARG002
-        return ()
 
     def release(self, sequence: Seq, *, forget: bool = False) -> None:  # noqa: ARG002
         self._readers.pop(sequence, None)
@@ -321,15 +303,6 @@ class EncoderCache(CachePart[None]):
 
     def holds(self, sequence: Seq) -> bool:
         return sequence in self._readers
-
-    def holds_device(self, sequence: Seq) -> bool:  # noqa: ARG002
-        return False
-
-    def push_out(self, sequence: Seq) -> bool:  # noqa: ARG002
-        return False
-
-    def swap_in(self, sequence: Seq, num_tokens: int, *, in_parts: bool = True) -> bool:  # noqa: ARG002
-        return True
 
     # ---- forgetting and reporting
 

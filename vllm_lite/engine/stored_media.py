@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from vllm_lite.engine.blocks.disk_tier import ARRIVING, DiskTier
-from vllm_lite.engine.blocks.part import CachePart, Forgotten, PrefixHit
+from vllm_lite.engine.blocks.part import PrefixHit, SidePart
 from vllm_lite.engine.blocks.verdict import OK, Admission
 from vllm_lite.engine.encoder_cache import EncoderCache
 from vllm_lite.engine.sequence import Sequence, Status
@@ -33,7 +33,7 @@ class MediaHit(NamedTuple):
     """Number of media whose vectors were loaded for the sequence while it waited."""
 
 
-class StoredMedia(CachePart[MediaHit]):
+class StoredMedia(SidePart[MediaHit]):
     """Knows keys and digests; the encoder cache has the room, the workers the vectors."""
 
     keeps = False
@@ -85,9 +85,6 @@ class StoredMedia(CachePart[MediaHit]):
             ticket = self._tier.move(self, partial(StoreEncoded, key=key, digest=medium.digest))
             self._stores[ticket] = key, medium.num_tokens
         return []
-
-    def begin_step(self) -> None:
-        """Nothing of it depends on steps."""
 
     def drop_ops(self) -> None:
         """The workers have gone, with what they had to load and to write."""
@@ -211,47 +208,13 @@ class StoredMedia(CachePart[MediaHit]):
         """None for a sequence whose prompt another one has brought, such as a fork: that has sent for its media."""
         return self._keys.get(sequence, {}).get(medium.digest)
 
-    def admit(self, sequence: Sequence, hit: PrefixHit, found: MediaHit, num_tokens: int) -> bool:  # noqa: ARG002
-        return True
-
-    def grow(self, sequence: Sequence, num_tokens: int) -> None:  # noqa: ARG002
-        return None
-
-    def publish(self, sequence: Sequence, first: int, last: int) -> None:
-        """Vectors are written when they are computed."""
-
-    def can_fork(self, parent: Sequence, position: int, num_scheduled: int) -> bool:  # noqa: ARG002
-        return True
-
-    def fork(self, parent: Sequence, child: Sequence, num_scheduled: int) -> Many[Entry]:  # noqa: ARG002
-        return ()
-
     def release(self, sequence: Sequence, *, forget: bool = False) -> None:  # noqa: ARG002
         self._waits.pop(sequence, None)
         self._tried.pop(sequence, None)
         if sequence.status is Status.FINISHED:
             self._keys.pop(sequence, None)
 
-    def swap_out(self, sequence: Sequence) -> bool:  # noqa: ARG002
-        return True
-
-    def holds(self, sequence: Sequence) -> bool:  # noqa: ARG002
-        return False
-
-    def holds_device(self, sequence: Sequence) -> bool:  # noqa: ARG002
-        return False
-
-    def push_out(self, sequence: Sequence) -> bool:  # noqa: ARG002
-        return False
-
-    def swap_in(self, sequence: Sequence, num_tokens: int, *, in_parts: bool = True) -> bool:  # noqa: ARG002
-        return True
-
     # ---- forgetting and reporting
-
-    def reset(self) -> Forgotten:
-        """As for any part: what the tier has stays."""
-        return Forgotten()
 
     def forget_stored(self) -> None:
         """Remove the vectors on their way to the tier when they are there."""

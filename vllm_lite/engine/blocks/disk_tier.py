@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 
 from vllm_lite.engine.blocks.groups import KVGroup, common_hit
 from vllm_lite.engine.blocks.kv_blocks import KVBlocks
-from vllm_lite.engine.blocks.part import CachePart, Forgotten, PrefixHit
+from vllm_lite.engine.blocks.part import Forgotten, PrefixHit, SidePart
 from vllm_lite.engine.blocks.preload import Preload
 from vllm_lite.engine.blocks.swapping import Place
 from vllm_lite.engine.blocks.tier_index import TierIndex
@@ -73,7 +73,7 @@ class _Load:
         self.is_stale = False
 
 
-class DiskTier(CachePart[DiskHit]):
+class DiskTier(SidePart[DiskHit]):
     """Finds, loads and writes; `index` has the keys of all that can be loaded."""
 
     keeps = False
@@ -287,9 +287,6 @@ class DiskTier(CachePart[DiskHit]):
             items = [Item(key, group, 0) for key, group in chosen]
             self._send(_Load(None, items, self.pool.get_new_blocks(len(items)), 0))
 
-    def admit(self, sequence: Sequence, hit: PrefixHit, found: DiskHit, num_tokens: int) -> bool:  # noqa: ARG002
-        return True
-
     def note_admission(self, hit: PrefixHit, found: DiskHit) -> list[tuple[str, dict[str, int]]]:  # noqa: ARG002
         return [("loaded", {"tokens": found.num_loaded})] if found.num_loaded else []
 
@@ -347,16 +344,10 @@ class DiskTier(CachePart[DiskHit]):
 
     # ---- growing and leaving
 
-    def grow(self, sequence: Sequence, num_tokens: int) -> None:  # noqa: ARG002
-        return None
-
     def publish(self, sequence: Sequence, first: int, last: int) -> None:
         """At the end of a prompt, its blocks are written; those of the answer are when that ends."""
         if first < sequence.num_prompt // self._blocks.block_size <= last:
             self._write(sequence, last)
-
-    def can_fork(self, parent: Sequence, position: int, num_scheduled: int) -> bool:  # noqa: ARG002
-        return True
 
     def fork(self, parent: Sequence, child: Sequence, num_scheduled: int) -> Many[Entry]:  # noqa: ARG002
         self._present.add(child)
@@ -388,21 +379,6 @@ class DiskTier(CachePart[DiskHit]):
         if not self.index and not self.writes.num_writing:
             return 0
         return self._reach(sequence, 0, self.writes.is_kept) * self._blocks.block_size
-
-    def swap_out(self, sequence: Sequence) -> bool:  # noqa: ARG002
-        return True
-
-    def holds(self, sequence: Sequence) -> bool:  # noqa: ARG002
-        return False
-
-    def holds_device(self, sequence: Sequence) -> bool:  # noqa: ARG002
-        return False
-
-    def push_out(self, sequence: Sequence) -> bool:  # noqa: ARG002
-        return False
-
-    def swap_in(self, sequence: Sequence, num_tokens: int, *, in_parts: bool = True) -> bool:  # noqa: ARG002
-        return True
 
     # ---- forgetting and reporting
 

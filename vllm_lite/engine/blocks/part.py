@@ -294,3 +294,48 @@ class CachePart(ABC, Generic[Found]):
     @abstractmethod
     def check_integrity(self, sequences: Many[Sequence]) -> None:
         """Raise RuntimeError if an invariant of the part is broken. `sequences` are all the unfinished ones."""
+
+
+class SidePart(CachePart[Found]):
+    """A part in which sequences hold no blocks, such as a tier below memory: whatever it keeps of them can be loaded or
+    computed again, so none waits for room in it, and nothing of it is shared or swapped."""
+
+    def begin_step(self) -> None:
+        """As for any part."""
+
+    def register(self, sequence: Sequence) -> None:
+        """As for any part."""
+
+    def admit(self, sequence: Sequence, hit: PrefixHit, found: Found, num_tokens: int) -> bool:  # noqa: ARG002
+        return True
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> Growth | None:  # noqa: ARG002
+        return None
+
+    def publish(self, sequence: Sequence, first: int, last: int) -> None:
+        """As for any part."""
+
+    def can_fork(self, parent: Sequence, position: int, num_scheduled: int) -> bool:  # noqa: ARG002
+        return True
+
+    def fork(self, parent: Sequence, child: Sequence, num_scheduled: int) -> Many[Entry]:  # noqa: ARG002
+        return ()
+
+    def swap_out(self, sequence: Sequence) -> bool:  # noqa: ARG002
+        return True
+
+    def holds(self, sequence: Sequence) -> bool:  # noqa: ARG002
+        return False
+
+    def holds_device(self, sequence: Sequence) -> bool:  # noqa: ARG002
+        return False
+
+    def push_out(self, sequence: Sequence) -> bool:  # noqa: ARG002
+        return False
+
+    def swap_in(self, sequence: Sequence, num_tokens: int, *, in_parts: bool = True) -> bool:  # noqa: ARG002
+        return True
+
+    def reset(self) -> Forgotten:
+        """As for any part: what is kept beside the pools stays."""
+        return Forgotten()
