@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
+import msgspec
 import pytest
 
 from tests.checkpoints import make_checkpoint
@@ -112,6 +113,25 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def anyio_backend() -> str:
     """A test that is a coroutine has an asyncio loop of its own. An exception that nobody awaits fails it."""
     return "asyncio"
+
+
+@pytest.fixture
+def images_cut_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images are cut in this process, with the same messages. Each of their own takes a third of a second to start, and
+    an engine starts two of them."""
+    from vllm_lite.client.media import image_pool, image_process
+
+    class Here:
+        def __init__(self, _: int) -> None: ...
+
+        def asked(self, job: image_process.ImageJob) -> image_process.Answer:
+            sent = msgspec.msgpack.decode(msgspec.msgpack.encode(job), type=image_process.ImageJob)
+            answer = image_process.answer(bytes(sent.data), sent.processor)
+            return msgspec.msgpack.decode(msgspec.msgpack.encode(answer), type=image_process.Answer)
+
+        def end(self) -> None: ...
+
+    monkeypatch.setattr(image_pool, "_Process", Here)
 
 
 @pytest.fixture(scope="session")

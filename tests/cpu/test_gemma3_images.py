@@ -24,6 +24,8 @@ from vllm_lite.errors import RequestError
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 
+pytestmark = pytest.mark.usefixtures("images_cut_here")
+
 COLORS = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]}
 NUM_TOKENS = 16
 

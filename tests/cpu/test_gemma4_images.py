@@ -27,6 +27,8 @@ from vllm_lite.errors import ModelError, RequestError
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 
+pytestmark = pytest.mark.usefixtures("images_cut_here")
+
 UNIT, PATCH, BUDGET = 12, 4, 70
 SHARED: dict[str, Any] = {
     "hidden_size_per_layer_input": 8,

@@ -13,6 +13,8 @@ from tests.image_chats import GREEDY, chat
 from tests.images import make_qwen, picture
 from vllm_lite import LLM
 
+pytestmark = pytest.mark.usefixtures("images_cut_here")
+
 SMALL: dict[str, Any] = {"dtype": "float32", "max_model_len": 4096, "single_process": True, "seed": 0}
 
 

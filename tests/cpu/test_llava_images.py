@@ -27,6 +27,8 @@ from vllm_lite.errors import RequestError
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 
+pytestmark = pytest.mark.usefixtures("images_cut_here")
+
 WAYS = ways(19, 5)
 SMALL: dict[str, Any] = {"dtype": "float32", "max_model_len": 768, "single_process": True, "seed": 0}
 RESOLUTIONS = tuple((height, width) for height, width in PINPOINTS)

@@ -23,6 +23,8 @@ from vllm_lite.errors import RequestError
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 
+pytestmark = pytest.mark.usefixtures("images_cut_here")
+
 WAYS = ways(9, 2)
 SMALL: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "single_process": True, "seed": 0}
 

@@ -37,6 +37,8 @@ from vllm_lite.worker.batch.step_inputs import StepInputs
 from vllm_lite.worker.drafting import self_drafter
 from vllm_lite.worker.step_parts import image_positions
 
+pytestmark = pytest.mark.usefixtures("images_cut_here")
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 SMALL: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "single_process": True, "seed": 0}
 UNIT = 16

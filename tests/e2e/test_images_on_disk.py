@@ -32,6 +32,8 @@ from vllm_lite.layers.vision.siglip import SiglipTower
 from vllm_lite.protocol.encoder import EncodeAside
 from vllm_lite.protocol.transfers import MEDIUM
 
+pytestmark = pytest.mark.usefixtures("images_cut_here")
+
 PARTS: list[Part] = [words(5, 1), colors(1), words(30, 2), colors(2), words(3, 3)]
 ELSEWHERE: list[Part] = [words(9, 4), colors(2), words(3, 5), colors(1), words(8, 6)]
 NUM_BLOCKS = 3
