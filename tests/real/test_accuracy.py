@@ -1,7 +1,8 @@
-"""Every way of computing real weights: none is a tenth less exact than benchmarks/results/accuracy-cpu.json has it.
+"""Every way of computing real weights: none is a tenth less exact than it was measured with these instructions.
 
-Run benchmarks/accuracy.py after a change that is meant to make one of them better or worse. The exact model is ours in
-float32: transformers takes ten times as long to read the files, and the test of float32 holds us to its perplexity.
+Run benchmarks/accuracy.py after a change that is meant to make one of them better or worse: accuracy-cpu.json of
+benchmarks/results has the figures of AVX512-BF16, accuracy-amx-cpu.json those of AMX's tiles. The exact model is ours
+in float32: transformers takes ten times as long to read the files, and the test of float32 holds us to its perplexity.
 """
 
 import json
@@ -15,14 +16,17 @@ import pytest
 import torch
 
 from tests.real.cache import ROOT
-from vllm_lite.kernels.cpu.library import isa
+from vllm_lite.kernels import cpu
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from accuracy import MODELS, WAYS, Figures, Way, form_of, ours, read_texts
 from accuracy_peers import Scores
 
-MEASURED: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / "accuracy-cpu.json").read_text())
+RESULTS = ROOT / "benchmarks" / "results"
+RECORDS = {"avx512_bf16": "accuracy-cpu.json", "amx": "accuracy-amx-cpu.json"}
+RECORD = RECORDS.get(cpu.isa() if cpu.available() else "", "accuracy-cpu.json")
+MEASURED: dict[str, Any] = json.loads((RESULTS / RECORD).read_text())
 CASES = [
     (name, form, way)
     for name, forms in MEASURED["models"].items()
@@ -64,8 +68,8 @@ def exact(real: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("name", "form", "way"), CASES)
 def test_no_way_is_less_exact_than_it_was(exact: Callable[[str, str], Exact], name: str, form: str, way: str) -> None:
-    if isa() != MEASURED["machine"]["instruction set"]:
-        pytest.skip(f"the figures are of {MEASURED['machine']['instruction set']}, and this machine has {isa()}")
+    if cpu.isa() != MEASURED["machine"]["instruction set"]:
+        pytest.skip(f"the figures are of {MEASURED['machine']['instruction set']}, and this machine has {cpu.isa()}")
     file, prose, scores = exact(name, form)
     with torch.inference_mode():
         found = Figures.of(scores, ours(file, [prose], WAYS[form][way]), [prose])
