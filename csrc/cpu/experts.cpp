@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "elementwise.h"
+#include "expert_products.h"
 #include "linear.h"
 #include "lora_calls.h"
 #include "pack.h"
@@ -43,19 +44,15 @@ struct ExpertAdapters {
 
 namespace {
 
+using vllm_lite::ceil_div;
+using vllm_lite::Countdowns;
+using vllm_lite::ExpertProduct;
+using vllm_lite::kMaxPairs;
 using vllm_lite::parallel_for;
+using vllm_lite::Segment;
 
-constexpr int64_t kMaxPairs = 2048, kThreadPairs = 256;
-constexpr int64_t kMinTask = 64 << 10;  // weights times rows; about 5 us
-
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
-
-// Pairs of one expert in a window; rows count from the window's first pair.
-struct Segment {
-  int64_t expert, first_row, num_rows;
-};
+constexpr int64_t kThreadPairs = 256;
+constexpr int64_t kFewRows = 32;  // of a segment, which one thread activates
 
 // Where each token's pairs are.
 struct Pairs {
@@ -63,97 +60,6 @@ struct Pairs {
   std::vector<int64_t> tokens;  // of each pair
   std::vector<int64_t> places;  // [num_rows][top]: pairs of a token, in the order of experts; -1 behind the last
   std::vector<float> weights;   // [num_rows][top], as places
-};
-
-// One product of all segments of a window: out = x W^T, both with a row for each pair.
-class Product {
- public:
-  struct Rows {
-    void* data;
-    int64_t stride;
-    int32_t type;
-  };
-
-  void run(const PackedWeight* const* weights, const std::vector<Segment>& segments, Rows x, Rows out, char* integers) {
-    const bool as_integers = quantizes_rows(*weights[segments[0].expert]);
-    const RowLayout layout = as_integers ? RowLayout::of(*weights[segments[0].expert]) : RowLayout{};
-    calls_.resize(segments.size());
-    quantized_.resize(segments.size());
-    int64_t num_blocks = 0;
-    for (size_t i = 0; i < segments.size(); ++i) {
-      const Segment& segment = segments[i];
-      const PackedWeight* weight = weights[segment.expert];
-      const auto at = [&](Rows rows) {
-        return static_cast<char*>(rows.data) + segment.first_row * rows.stride * element_size(rows.type);
-      };
-      calls_[i] = {weight, at(x), x.stride, at(out), out.stride, segment.num_rows, x.type, out.type, nullptr};
-      if (as_integers) quantized_[i] = QuantizedRows::in(integers, kMaxPairs, layout).from(segment.first_row);
-      if (as_integers) calls_[i].quantized = &quantized_[i];
-      num_blocks += ceil_div(weight->num_outputs, kBlock);
-    }
-    cut(num_blocks);
-    if (as_integers) {
-      const auto quantize_rows = VLLM_LITE_DISPATCH_TILES(quantize_rows);
-      parallel_for(static_cast<int64_t>(panels_.size()), [&](int64_t number) {
-        const Task& panel = panels_[static_cast<size_t>(number)];
-        const LinearCall& call = calls_[panel.call];
-        quantize_rows(call, {panel.part.first_row, panel.part.num_rows, 0, call.quantized->layout.num_groups, false});
-      });
-    }
-    const auto linear = VLLM_LITE_DISPATCH_TILES(linear);
-    parallel_for(static_cast<int64_t>(tasks_.size()), [&](int64_t number) {
-      const Task& task = tasks_[static_cast<size_t>(number)];
-      linear(calls_[task.call], task.part);
-    });
-  }
-
-  // Bytes of `integers` for a window.
-  static int64_t integer_bytes(const PackedWeight& weight) {
-    return quantizes_rows(weight) ? kMaxPairs * RowLayout::of(weight).row_bytes() : 0;
-  }
-
- private:
-  struct Task {
-    size_t call;
-    LinearTask part;
-  };
-
-  // Tasks of about one size, some for each thread. Rows change fastest: weights are in the cache for all of them.
-  void cut(int64_t total_blocks) {
-    tasks_.clear();
-    panels_.clear();
-    for (size_t i = 0; i < calls_.size(); ++i) {
-      const LinearCall& call = calls_[i];
-      const int64_t num_rows = call.num_rows, num_blocks = ceil_div(call.weight->num_outputs, kBlock);
-      const WideTiles wide = wide_tiles(call);
-      const int64_t unit = wide.most_rows > 0 ? kTileGroup : 1;
-      const int64_t row_parts = ceil_div(num_rows, wide.most_rows > 0 ? wide.most_rows : kMaxRows);
-      const int64_t rows = ceil_div(num_rows, row_parts);
-      const int64_t least = ceil_div(kMinTask, kBlock * call.weight->num_inputs * rows);
-      const int64_t most = wide.most_rows > 0 ? wide.most_blocks : kMaxBlocks;
-      const int64_t wanted = (wide.most_rows > 0 ? 4 : 8) * vllm_lite::num_threads();
-      int64_t width = vllm_lite::num_threads() == 1 ? num_blocks : total_blocks / wanted;
-      width = width < least ? least : width;
-      width = width < 1 ? 1 : width > most ? most : width;
-      const int64_t column_parts = ceil_div(num_blocks, width);
-      for (int64_t column = 0; column < column_parts; ++column) {
-        const int64_t first = column * num_blocks / column_parts, end = (column + 1) * num_blocks / column_parts;
-        for (int64_t row = 0; row < row_parts; ++row) {
-          const auto start = [&](int64_t part) {
-            return std::min(ceil_div(part * num_rows, row_parts * unit) * unit, num_rows);
-          };
-          const int64_t first_row = start(row), end_row = start(row + 1);
-          const Task task = {i, {first_row, end_row - first_row, first, end - first}};
-          tasks_.push_back(task);
-          if (column == 0) panels_.push_back(task);
-        }
-      }
-    }
-  }
-
-  std::vector<LinearCall> calls_;
-  std::vector<QuantizedRows> quantized_;
-  std::vector<Task> tasks_, panels_;
 };
 
 // Everything of a call; kept by a thread from one call to the next, as memory is only ever added.
@@ -250,21 +156,21 @@ class ExpertCall {
 
   void lay_out(const ExpertWeights& experts, const Tokens& tokens) {
     const int64_t size = element_size(tokens.dtype), hidden = experts.hidden, inner = experts.inner;
-    int64_t integers = 0;
-    if (experts.num_experts > 0) {
-      integers = std::max(Product::integer_bytes(*experts.gate_up[0]), Product::integer_bytes(*experts.down[0]));
-    }
+    const bool has_any = experts.num_experts > 0;
+    const int64_t integers = has_any ? ExpertProduct::integer_bytes(*experts.gate_up[0]) : 0;
+    const int64_t second_integers = has_any ? ExpertProduct::integer_bytes(*experts.down[0]) : 0;
     const int64_t pairs = static_cast<int64_t>(pairs_.tokens.size()), rows = pairs < kMaxPairs ? pairs : kMaxPairs;
     const int64_t bytes[] = {
         rows * hidden * size, rows * width(experts) * size, experts.gated ? rows * inner * size : 0,
-        rows * hidden * 4,    tokens.num_rows * hidden * 4, integers};
+        rows * hidden * 4,    tokens.num_rows * hidden * 4, integers,
+        second_integers};
     int64_t total = 64;
     for (const int64_t part : bytes) total += (part + 63) / 64 * 64;
     char* memory = scratch_.get(total);
     memory += -reinterpret_cast<uintptr_t>(memory) % 64;
-    char** const parts[] = {&gathered_, &gate_up_, &activated_, &outputs_, reinterpret_cast<char**>(&sums_),
-                            &integers_};
-    for (size_t i = 0; i < 6; ++i) {
+    char** const parts[] = {&gathered_, &gate_up_,        &activated_, &outputs_, reinterpret_cast<char**>(&sums_),
+                            &integers_, &second_integers_};
+    for (size_t i = 0; i < 7; ++i) {
       *parts[i] = memory;
       memory += (bytes[i] + 63) / 64 * 64;
     }
@@ -280,6 +186,34 @@ class ExpertCall {
 
   // Pairs [first, end) pass their experts.
   void compute(const ExpertWeights& experts, const Tokens& tokens, const Adapted& adapted, int64_t first, int64_t end) {
+    find_segments(experts, first, end);
+    int64_t longest = 0;
+    for (const Segment& segment : segments_) longest = std::max(longest, segment.num_rows);
+    const bool alone = tokens.num_rows == 1 && longest == 1 && slots_.empty();
+    const int64_t size = element_size(tokens.dtype), row_bytes = experts.hidden * size, inner = experts.inner;
+    for_tokens(alone ? 1 : end - first, experts.hidden, [&](int64_t i) {
+      const int64_t token = pairs_.tokens[static_cast<size_t>(first + i)];
+      std::memcpy(gathered_ + i * row_bytes, tokens.x + token * tokens.x_stride * size, static_cast<size_t>(row_bytes));
+    });
+    const ExpertProduct::Rows rows = {gathered_, alone ? 0 : experts.hidden, tokens.dtype};
+    const ExpertProduct::Rows gate_up = {gate_up_, width(experts), tokens.dtype};
+    const ExpertProduct::Rows activated = {experts.gated ? activated_ : gate_up_, inner, tokens.dtype};
+    const ExpertProduct::Rows outputs = {outputs_, experts.hidden, kFloat32};
+    first_.prepare(experts.gate_up, segments_, rows, gate_up, integers_);
+    second_.prepare(experts.down, segments_, activated, outputs, second_integers_);
+    if (slots_.empty() && longest <= kFewRows) return run_together(experts, tokens.dtype);
+    first_.run();
+    if (!slots_.empty()) adapt(adapted, adapted.adapters->gate_up, first, rows, gate_up);
+    if (experts.gated) {
+      vllm_lite::over_rows(end - first, 2 * inner, VLLM_LITE_DISPATCH(gated_activation), gated(experts, tokens.dtype));
+    } else {
+      vllm_lite::over_rows(end - first, inner, VLLM_LITE_DISPATCH(activate), ungated(experts, tokens.dtype));
+    }
+    second_.run();
+    if (!slots_.empty()) adapt(adapted, adapted.adapters->down, first, activated, outputs);
+  }
+
+  void find_segments(const ExpertWeights& experts, int64_t first, int64_t end) {
     segments_.clear();
     int64_t begin = 0;
     for (int64_t expert = 0; expert < experts.num_experts; ++expert) {
@@ -288,27 +222,42 @@ class ExpertCall {
       if (from < to) segments_.push_back({expert, from - first, to - from});
       begin = limit;
     }
-    const int64_t size = element_size(tokens.dtype), row_bytes = experts.hidden * size;
-    for_tokens(end - first, experts.hidden, [&](int64_t i) {
-      const int64_t token = pairs_.tokens[static_cast<size_t>(first + i)];
-      std::memcpy(gathered_ + i * row_bytes, tokens.x + token * tokens.x_stride * size, static_cast<size_t>(row_bytes));
+  }
+
+  // Both products of a window as one job. Who ends the first product of a segment makes its rows for the second, and
+  // whose task is of the second waits for that: tasks are taken in their order, so all that a task waits for has been
+  // taken by a thread that waits for nothing, or for what was taken before.
+  void run_together(const ExpertWeights& experts, int32_t dtype) {
+    const int64_t num_first = first_.num_tasks(), num_tasks = num_first + second_.num_tasks();
+    const int64_t threads = vllm_lite::num_threads();
+    countdowns_.begin(first_, segments_.size());
+    first_.quantize();
+    parallel_for(num_tasks, [&](int64_t number) {
+      const int64_t next = number + threads;  // likely this thread's
+      if (threads > 1 && next < num_tasks) next < num_first ? first_.fetch(next) : second_.fetch(next - num_first);
+      if (number >= num_first) {
+        countdowns_.wait(second_.segment_of(number - num_first));
+        return second_.multiply(number - num_first);
+      }
+      first_.multiply(number);
+      const size_t segment = first_.segment_of(number);
+      if (!countdowns_.done(segment)) return;
+      const int64_t row = segments_[segment].first_row, end = row + segments_[segment].num_rows;
+      if (experts.gated) {
+        VLLM_LITE_DISPATCH(gated_activation)(gated(experts, dtype), row, end);
+      } else {
+        VLLM_LITE_DISPATCH(activate)(ungated(experts, dtype), row, end);
+      }
+      second_.quantize(segment);
+      countdowns_.ready(segment);
     });
-    const Product::Rows rows = {gathered_, experts.hidden, tokens.dtype};
-    const int64_t inner = experts.inner;
-    const Product::Rows gate_up = {gate_up_, width(experts), tokens.dtype};
-    const Product::Rows outputs = {outputs_, experts.hidden, kFloat32};
-    product_.run(experts.gate_up, segments_, rows, gate_up, integers_);
-    if (!slots_.empty()) adapt(adapted, adapted.adapters->gate_up, first, rows, gate_up);
-    if (experts.gated) {
-      const GatedActivation op = {tokens.dtype, experts.activation, inner, gate_up_, activated_, 2 * inner, inner};
-      vllm_lite::over_rows(end - first, 2 * inner, VLLM_LITE_DISPATCH(gated_activation), op);
-    } else {
-      const Activate op = {tokens.dtype, experts.activation, inner, gate_up_, inner};
-      vllm_lite::over_rows(end - first, inner, VLLM_LITE_DISPATCH(activate), op);
-    }
-    const Product::Rows activated = {experts.gated ? activated_ : gate_up_, inner, tokens.dtype};
-    product_.run(experts.down, segments_, activated, outputs, integers_);
-    if (!slots_.empty()) adapt(adapted, adapted.adapters->down, first, activated, outputs);
+  }
+
+  GatedActivation gated(const ExpertWeights& experts, int32_t dtype) const {
+    return {dtype, experts.activation, experts.inner, gate_up_, activated_, 2 * experts.inner, experts.inner};
+  }
+  Activate ungated(const ExpertWeights& experts, int32_t dtype) const {
+    return {dtype, experts.activation, experts.inner, gate_up_, experts.inner};
   }
 
   // The slot of each token's adapter, -1: none; empty if no token has one.
@@ -325,8 +274,8 @@ class ExpertCall {
   }
 
   // Adds to a product of the window from pair `first` on what adapters make of its rows.
-  void adapt(const Adapted& adapted, const LoraLayer* const* layers, int64_t first, Product::Rows x,
-             Product::Rows out) {
+  void adapt(const Adapted& adapted, const LoraLayer* const* layers, int64_t first, ExpertProduct::Rows x,
+             ExpertProduct::Rows out) {
     lora_calls_.clear();
     lora_rows_.clear();
     lora_rows_.reserve(kMaxPairs);  // calls keep their addresses
@@ -366,12 +315,13 @@ class ExpertCall {
 
   Pairs pairs_;
   std::vector<Segment> segments_;
-  Product product_;
+  ExpertProduct first_, second_;
+  Countdowns countdowns_;
   std::vector<int64_t> slots_;
   std::vector<int32_t> lora_rows_;
   LoraCalls lora_calls_;
   Scratch scratch_;
-  char *gathered_, *gate_up_, *activated_, *outputs_, *integers_;
+  char *gathered_, *gate_up_, *activated_, *outputs_, *integers_, *second_integers_;
   float* sums_;
 };
 

@@ -165,6 +165,12 @@ WideTiles wide_tiles(const LinearCall& call) {
   return {most_rows(num_inputs), most_blocks(num_inputs, num_blocks)};
 }
 
+int64_t block_bytes(const PackedWeight& weight) {
+  if (!is_grouped(weight.type)) return packed_block_bytes(weight.num_inputs, weight.type);
+  const CellLayout layout = CellLayout::of(weight);
+  return layout.groups(weight.num_inputs) * layout.bytes();
+}
+
 // Elements that a packed weight has which is not grouped.
 VLLM_LITE_API int64_t vllm_lite_packed_size(int64_t num_outputs, int64_t num_inputs) {
   return ceil_div(num_outputs, kBlock) * kBlock * padded_inputs(num_inputs);

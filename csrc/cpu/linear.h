@@ -206,6 +206,9 @@ struct WideTiles {
 };
 WideTiles wide_tiles(const LinearCall& call);
 
+// The bytes of one block of a weight of any kind.
+int64_t block_bytes(const PackedWeight& weight);
+
 // Rows of one panel, and some of their groups of inputs.
 struct QuantizeTask {
   int64_t first_row;

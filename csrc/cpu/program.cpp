@@ -17,12 +17,6 @@ using vllm_lite::RecordedCall;
 
 namespace {
 
-int64_t block_bytes(const PackedWeight& weight) {
-  if (!is_grouped(weight.type)) return packed_block_bytes(weight.num_inputs, weight.type);
-  const CellLayout layout = CellLayout::of(weight);
-  return layout.groups(weight.num_inputs) * layout.bytes();
-}
-
 std::atomic<uint32_t> num_read{0};  // products of all programs that have begun
 
 // The weights that the calls of a program will multiply, a few of them ahead of the calls; behind its last one come

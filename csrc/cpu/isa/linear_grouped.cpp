@@ -21,6 +21,9 @@ constexpr int64_t kDepth = kWidth == 16 ? 1024 : 512;  // inputs: a block's weig
 // 1.03 with 8).
 template <class Codes>
 constexpr int64_t kAheadBytes = Codes::kBytes == kOctetBytes ? 8192 : 4096;
+// Where there are tiles, that is on Intel's processors, into L2: what waits for memory on its way to L1 holds up what
+// L2 fetches by itself. Two threads then read 1.07 to 1.11 times as fast (of 3072 to 16384 bytes the best).
+constexpr int64_t kAheadBytesL2 = 4096, kAheadBytesL1 = 1024;
 
 // Rows of one group, from one of their groups of inputs on.
 struct Rows {
@@ -101,6 +104,7 @@ struct Stretch {
   const char* from;
   int64_t num_octets;
   Ahead ahead;
+  bool into_l2 = false;
 };
 
 // total [R][V] += the products of one group; kBoth as above.
@@ -112,7 +116,13 @@ VLLM_LITE_INLINE void multiply_codes(const Codes& codes, const int8_t* x, const 
   pair_rows(total);
   for (int64_t octet = 0; octet < stretch.num_octets; ++octet, from += Codes::kBytes, x += kStep) {
     if constexpr (kAlone) {
-      prefetch<Codes::kBytes * V * kWidth / kBlock>({from + kAheadBytes<Codes>, 0}, 0);
+      constexpr int64_t kBytes = Codes::kBytes * V * kWidth / kBlock;
+      if (stretch.into_l2) {
+        prefetch_l2<kBytes>({from + kAheadBytesL2, 0}, 0);
+        prefetch<kBytes>({from + kAheadBytesL1, 0}, 0);
+      } else {
+        prefetch<kBytes>({from + kAheadBytes<Codes>, 0}, 0);
+      }
     } else {
       const char* line = stretch.ahead.from + octet * stretch.ahead.step;
       __builtin_prefetch(line);
@@ -245,13 +255,15 @@ __attribute__((noinline)) void multiply(const Rows& rows, const Cells& cells, Ah
   Codes codes(cells.table);
   const CellLayout layout = cells.layout;
   const int64_t num_octets = layout.group_size / 8 / cells.parts;
+  const bool into_l2 = kAlone && is_amx(isa());
+  const int64_t ahead_bytes = into_l2 ? kAheadBytesL2 : kAheadBytes<Codes>;
   Vec sum[R][V];
   sums.begin({row, column}, sum);
   const char* cell = cells.first;
   for (int64_t number = 0, group = 0; number < cells.count; ++number, cell += layout.bytes()) {
     const float* supers = cells.supers_of(number);
     if (kAlone && column == 0) {
-      prefetch_around(cell + kAheadBytes<Codes>, layout, num_octets * cells.parts * Codes::kBytes);
+      prefetch_around(cell + ahead_bytes, layout, num_octets * cells.parts * Codes::kBytes);
       if (supers != nullptr) prefetch_supers(supers, number * layout.group_size % kSuperInputs / layout.group_size);
     }
     codes.enter(cell, layout, column);
@@ -259,7 +271,7 @@ __attribute__((noinline)) void multiply(const Rows& rows, const Cells& cells, Ah
     for (int64_t part = 0; part < cells.parts; ++part, ++group, from += num_octets * Codes::kBytes) {
       const Ahead next = {ahead.from + group * num_octets * ahead.step, ahead.step};
       Vec made[R][V];
-      const float unit = multiply_part<kPlanes, kAlone>(codes, rows, group, {from, num_octets, next}, made);
+      const float unit = multiply_part<kPlanes, kAlone>(codes, rows, group, {from, num_octets, next, into_l2}, made);
       add_group<kPlanes>(rows, group, {cell, layout, supers, column}, made, unit, sum);
     }
   }
