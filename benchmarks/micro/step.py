@@ -10,24 +10,28 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from math import prod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
+
 from micro import child_path
 from micro.kernels_timing import read_bandwidth_gb_s
 from micro.ledger import CPU, FOLDER, REST, WHOLE, Step, load
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.model_spec import ModelSpec
-from vllm_lite.checkpoint.tensors.headers import read_headers
-from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, active_bytes
+from vllm_lite.checkpoint.tensors.headers import Tensor, read_headers
+from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, active_bytes, weights_bytes
 from vllm_lite.client.engines.launch import resolve
 from vllm_lite.client.engines.session import Session
 from vllm_lite.client.streams.stream import Event, StreamFailure
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError, EngineError
+from vllm_lite.models.registry import Sizes, build
 from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol.api import Finished, Generate
 from vllm_lite.protocol.codec import pack_tokens
@@ -37,7 +41,7 @@ from vllm_lite.runtime.kv_dtypes import KV_DTYPE_BYTES, KV_SCALE_BYTES
 from vllm_lite.runtime.machine import num_physical_cores
 
 PATIENCE_S = 120.0
-LARGEST_READ = 512 << 20
+LARGEST_READ = 1 << 30
 
 
 def run(model: str, num_streams: int, context: int, num_steps: int, settings: dict[str, Any]) -> dict[str, Any]:
@@ -61,8 +65,9 @@ def run(model: str, num_streams: int, context: int, num_steps: int, settings: di
         for name in [name for name in parts if name.startswith("call ")]
     }
     step_us = parts[WHOLE]
-    num_bytes = step_bytes(config, Checkpoint(spec, read_headers(Path(config.model))), num_streams, context)
-    gb_s = read_bandwidth_gb_s(threads, min(num_bytes, LARGEST_READ))
+    checkpoint = Checkpoint(spec, tensors(config, spec))
+    num_bytes = step_bytes(config, checkpoint, num_streams, context)
+    gb_s = read_bandwidth_gb_s(threads, min(_bytes_of_many_steps(config, checkpoint, num_bytes), LARGEST_READ))
     bound_us = num_bytes / gb_s / 1e3
     return {
         "model": model,
@@ -79,15 +84,31 @@ def run(model: str, num_streams: int, context: int, num_steps: int, settings: di
     }
 
 
+def tensors(config: ResolvedConfig, spec: ModelSpec) -> Mapping[str, Tensor]:
+    """Return the checkpoint's, or where weights are drawn at random those that the model asks for."""
+    if config.load_format != "dummy":
+        return read_headers(Path(config.model))
+    model = build(spec, getattr(torch, config.dtype), "cpu", Sizes(1, 1))
+    slots = [slot for group in model.weight_groups() for part in group.stacks for slot in part.slots]
+    return {slot.name: Tensor("BF16", slot.stored_shape) for slot in slots}
+
+
+def _bytes_of_many_steps(config: ResolvedConfig, checkpoint: Checkpoint, num_bytes: int) -> int:
+    """Return what steps read before they read the same again: with experts, which change, more than one step does."""
+    if checkpoint.spec.experts is None:
+        return num_bytes
+    return weights_bytes(checkpoint, KV_DTYPE_BYTES[config.dtype], config.quantization)
+
+
 def step_bytes(config: ResolvedConfig, checkpoint: Checkpoint, num_streams: int, context: int) -> int:
-    """Bytes that a decode step has to read: the KV of the contexts and all weights, as they are stored in memory, but
-    of the embedding some rows, and no expert that no sequence is likely to be sent to."""
+    """Bytes that a decode step has to read: KV of the contexts, states of recurrent layers and all weights, as they are
+    stored in memory, but of the embedding some rows, and no expert that no sequence is likely to be sent to."""
     weights = active_bytes(checkpoint, KV_DTYPE_BYTES[config.dtype], config.quantization, num_tokens=num_streams)
     element_bytes = KV_DTYPE_BYTES[config.kv_cache_dtype]
     scale = KV_SCALE_BYTES.get(config.kv_cache_dtype, 0) // element_bytes
     groups = checkpoint.spec.kv_groups
     kv = sum(prod(group.kv_shape(1, scale)) * min(context, group.window or context) for group in groups)
-    return weights + num_streams * kv * element_bytes
+    return weights + num_streams * (kv * element_bytes + checkpoint.spec.state_bytes())
 
 
 def _decode(

@@ -5,6 +5,7 @@ from numpy.typing import NDArray
 
 from micro.ledger import Ledger
 from vllm_lite.kernels.cpu.program import Program
+from vllm_lite.kernels.cpu.weights.record import Record
 from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.runtime.supervise import run_child
@@ -18,7 +19,7 @@ from vllm_lite.worker.sampling.sampler import Sampler
 from vllm_lite.worker.worker import Worker
 
 LINEARS = ("qkv", "output", "gate-up", "down")
-"""The linear layers of a decoder layer, in their order; the last one of all is the LM head."""
+"""The linear layers of a dense decoder layer, in their order; the last one of all is the LM head."""
 
 
 def _process_main(settings: WorkerSettings, stop: Wakeup) -> int:
@@ -57,7 +58,9 @@ class _Profiles:
         """Write the times into the ledger as "call NAME", and the numbers of calls as "calls NAME"."""
         for number, program, times_ns in self._kept:
             step = self._ledger.steps[number]
-            for name, took_ns in zip(call_names(program.names), times_ns.tolist(), strict=True):
+            for name, took_ns in zip(
+                call_names(program.names, program.first_arguments), times_ns.tolist(), strict=True
+            ):
                 step[f"call {name}"] = step.get(f"call {name}", 0) + took_ns
                 step[f"calls {name}"] = step.get(f"calls {name}", 0) + 1
 
@@ -74,12 +77,20 @@ def _end_steps(ledger: Ledger) -> None:
     Worker.execute = execute_and_end_step  # type: ignore[method-assign,assignment]
 
 
-def call_names(functions: list[str]) -> list[str]:
-    """Name what each call of a program is for; linear layers are known by their order in a decoder layer."""
+def call_names(functions: list[str], first_arguments: list[int]) -> list[str]:
+    """Name what each call of a program is for. Linear layers are known by their order in a decoder layer; beside
+    experts by outputs and inputs."""
     names = [function.removeprefix("vllm_lite_") for function in functions]
     linears = [index for index, name in enumerate(names) if name == "linear"]
     for number, index in enumerate(linears):
-        names[index] = "linear " + ("LM head" if index == linears[-1] else LINEARS[number % len(LINEARS)])
+        if index == linears[-1]:
+            own = "LM head"
+        elif "experts" in names:
+            weight = Record.from_address(first_arguments[index])
+            own = f"{weight.num_outputs} x {weight.num_inputs}"
+        else:
+            own = LINEARS[number % len(LINEARS)]
+        names[index] = f"linear {own}"
     return names
 
 

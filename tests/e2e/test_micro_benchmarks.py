@@ -7,7 +7,10 @@ import pytest
 from micro import commands, startup, step
 from micro.step_worker import call_names
 
-from vllm_lite.client.engines.launch import SPAWNS_ENGINE
+from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint
+from vllm_lite.client.engines.launch import SPAWNS_ENGINE, resolve
+from vllm_lite.config import DEMO_MODEL, EngineConfig
 from vllm_lite.kernels import cpu
 
 
@@ -49,9 +52,19 @@ def test_numbers_that_cannot_be_measured(numbers: list[str], capsys: pytest.Capt
 
 def test_linear_layers_are_named_by_their_order() -> None:
     layer = ["vllm_lite_linear", "vllm_lite_attend", *["vllm_lite_linear"] * 3]
-    names = call_names(["vllm_lite_look_up", *layer, *layer, "vllm_lite_linear"])
+    functions = ["vllm_lite_look_up", *layer, *layer, "vllm_lite_linear"]
+    names = call_names(functions, [0] * len(functions))
     one = ["linear qkv", "attend", "linear output", "linear gate-up", "linear down"]
     assert names == ["look_up", *one, *one, "linear LM head"]
+
+
+def test_random_weights_count_as_those_of_the_file() -> None:
+    of_file, drawn = (
+        resolve(EngineConfig.check({"model": DEMO_MODEL, "load_format": form})) for form in ("auto", "dummy")
+    )
+    spec = load_spec(of_file.model)
+    sizes = [step.step_bytes(of_file, Checkpoint(spec, step.tensors(each, spec)), 2, 30) for each in (of_file, drawn)]
+    assert sizes[0] == sizes[1] > 2_000_000
 
 
 @pytest.mark.parametrize("llm", [False, True])

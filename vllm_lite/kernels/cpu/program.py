@@ -68,6 +68,16 @@ class Program:
         """The names of the functions, in the order of the calls."""
         return list(self._names)
 
+    @property
+    def first_arguments(self) -> list[int]:
+        """The first of each call's, as a word; 0 of a call without any."""
+        firsts, at = [], 0
+        for _ in self._names:
+            count = self._words[at + 1]
+            firsts.append(self._words[at + 2] if count else 0)
+            at += 2 + count
+        return firsts
+
     def record(self, run: Callable[[], None]) -> None:
         """Append the calls that `run` makes. Raises NotRecordable at the first thing in it that cannot be a part."""
         with recorded_by(self._add), _OnlyViews():  # type: ignore[no-untyped-call]
