@@ -1,4 +1,4 @@
-"""One prompt, several continuations, through all processes: beams are those of transformers, samples do not depend on
+"""One prompt, several continuations, through a whole engine: beams are those of transformers, samples do not depend on
 who else is served, forks leave their parent alone, deadlines and priorities hold. In float32."""
 
 import asyncio
@@ -34,7 +34,7 @@ GREEDY_LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 @pytest.fixture(scope="module")
 def llm(llama: Reference, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     address = f"ipc://{tmp_path_factory.mktemp('engine')}/s"
-    with start(llama.path, block_size=BLOCK, address=address, single_process=False) as llm:
+    with start(llama.path, block_size=BLOCK, address=address) as llm:
         yield llm
 
 
@@ -348,7 +348,7 @@ async def test_lower_priorities_are_served_first(llama: Reference, tmp_path: Pat
         others = [("late", 9), ("middle", 3), ("middle as well", 3), ("urgent", -2)]
         await asyncio.gather(first, *(one(client, name, priority, 5) for name, priority in others))
 
-    with start(llama.path, max_num_seqs=1, scheduling_policy="priority", address=address, single_process=False) as llm:
+    with start(llama.path, max_num_seqs=1, scheduling_policy="priority", address=address) as llm:
         async with connected(llm) as client:
             await ask(client)
     assert ended == ["first", "urgent", "middle", "middle as well", "late"]

@@ -139,7 +139,7 @@ def test_probabilities_have_the_same_bits_in_any_batch(tmp_path: Path) -> None:
 
 async def test_clients_of_one_engine_decide_and_generate_at_once(decider: Path, tmp_path: Path, oracle: Oracle) -> None:
     adapter = make_adapter(decider, tmp_path / "adapter")
-    with LLM(str(decider), dtype="float32", enable_lora=True, max_loras=1, cpu_threads=1) as llm:
+    with LLM(str(decider), dtype="float32", enable_lora=True, max_loras=1, cpu_threads=1, single_process=True) as llm:
         async with AsyncClient(llm.address) as one, asyncio.timeout(scaled(60.0)):
 
             async def generate() -> None:
