@@ -6,11 +6,11 @@ is not ends without having had any (executor/multiproc.py).
 
 from vllm_lite.runtime import supervise
 
-WORKER = "vllm_lite.worker.process"
+WORKER, WORKER_EARLY = "vllm_lite.worker.process", "vllm_lite.worker.process_early"
 
 
 def main() -> None:
-    supervise.spawn_early(WORKER)
+    supervise.spawn_early(WORKER, WORKER_EARLY)
     from vllm_lite.engine.process import run
 
     run()
