@@ -172,6 +172,31 @@ def test_what_began_before_a_reset_is_not_found_behind_it() -> None:
     assert cached(rig) == [0, 0, 4]
 
 
+def test_a_tail_is_published_when_it_is_computed() -> None:
+    rig = Rig(max_num_batched_tokens=5)
+    for name in ("first", "second"):
+        rig.add(name, [*STATE, 7], 1, marks=(3, 6))
+        rig.step()
+    assert cached(rig) == [0, 4], "the first computes the end of the tail in the same step"
+    rig.drain()
+    assert rig.output("second") == expected([*STATE, 7], 1)
+
+
+def test_a_tail_behind_blocks_of_the_host_is_computed_again() -> None:
+    """The first block has left the window, and the device, while the one with the tail is still read."""
+    rig = Rig(6, windows=(5,), num_host_blocks=12)
+    rig.add("first", [*STATE, 7, 8], 30, marks=(6,))
+    for _ in range(3):
+        rig.step()
+    rig.add("other", [30 + token for token in range(11)], 1)
+    rig.step()
+    rig.step()
+    ask(rig, "second", [9])
+    rig.drain()
+    assert cached(rig) == [0, 0, 4]
+    answers(rig, {"second": [9]})
+
+
 def test_in_windows_and_with_a_host_tier() -> None:
     for options in ({"windows": (None, 6)}, {"windows": (5,)}, {"num_host_blocks": 12}):
         rig = Rig(**options)
@@ -208,17 +233,18 @@ def test_a_model_with_states_goes_on_at_the_ends_of_blocks() -> None:
     answers(rig, {"second": [9, 9, 9]})
 
 
-def test_a_replay_finds_the_tails_that_were_found(tmp_path: Path) -> None:
-    """A trace has no tokens, and tails of one length behind the same blocks differ by theirs alone."""
+@pytest.mark.parametrize(("num_before", "num_cached"), [(20, 16 + 23 + 23), (5, 8 + 8)])
+def test_a_replay_finds_the_tails_that_were_found(tmp_path: Path, num_before: int, num_cached: int) -> None:
+    """A trace has no tokens, and tails of one length behind the same blocks, or behind none, differ by theirs alone."""
     path = tmp_path / "trace"
     bench = Bench(200, record=str(path), block_size=16)
     for number, tail in enumerate(([1, 2, 3], [4, 5, 6], [1, 2, 3], [4, 5, 6])):
-        prompt = pack_tokens([7] * 20 + tail + [number])
+        prompt = pack_tokens([7] * num_before + tail + [number])
         params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0)
-        bench.core.add(b"client", Generate(f"request {number}", prompt, params, marks=(23,)))
+        bench.core.add(b"client", Generate(f"request {number}", prompt, params, marks=(num_before + 3,)))
         bench.core.describe([f"request {number}"])
         bench.drain()
-    assert bench.core.scheduler.counters.cached_tokens == 16 + 23 + 23
+    assert bench.core.scheduler.counters.cached_tokens == num_cached
     bench.core.close()
     assert Replay(str(path)).run().divergence is None
 
