@@ -31,10 +31,19 @@ def make_adapter(
     """Write an adapter of the checkpoint `base` to the folder `path`, with random matrices, and return it. It changes
     what the model says: B is not zero. A text is as for PEFT: "all-linear", or a regular expression."""
     import torch
-    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    adapt(model, targets, seed=seed, rank=rank, **options).save_pretrained(str(path))
+    return path
+
+
+@quiet
+def adapt(model: Any, targets: str | Sequence[str], *, seed: int = 0, rank: int = 4, **options: Any) -> Any:
+    """Put such an adapter into a model, which `unload()` of what is returned takes out again."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
     target: Any = targets if isinstance(targets, str) else list(targets)
     torch.manual_seed(seed)
     config = LoraConfig(r=rank, target_modules=target, lora_alpha=2 * rank, task_type="CAUSAL_LM", **options)
@@ -43,8 +52,7 @@ def make_adapter(
         for name, parameter in adapted.named_parameters():
             if "lora_B" in name:
                 parameter.normal_(0, 0.15)
-    adapted.save_pretrained(str(path))
-    return path
+    return adapted
 
 
 @quiet

@@ -1,7 +1,8 @@
 """Images in prompts: all is as transformers makes it, from a file's pixels to the tokens of the answer."""
 
 import random
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from io import BytesIO
 from itertools import takewhile
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tokenizers import Tokenizer
 
 from tests.checkpoints import transformers_model
 from tests.images import IMAGE_TOKEN, TEMPLATE, TILE, Colors, as_file, make_smolvlm, picture
-from vllm_lite import LLM, AsyncClient, RequestOutput, SamplingParams
+from tests.lora_adapters import adapt
+from vllm_lite import LLM, AsyncClient, LoRARequest, RequestOutput, SamplingParams, StructuredOutputsParams
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.client.media.image_pool import ImagePool
 from vllm_lite.client.media.sources import GivenImage
@@ -32,6 +35,7 @@ from vllm_lite.models.weights import load_weights
 from vllm_lite.protocol.spans import Media
 
 Part = list[int] | Colors
+END, FORM = 2, re.compile('"[a-z]{0,5}|"[a-z]{5}"')
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 SMALL: dict[str, Any] = {"dtype": "float32", "max_model_len": 400, "single_process": True, "seed": 0}
 
@@ -188,7 +192,8 @@ def prompt(parts: Sequence[Part]) -> PromptLike:
     return {"spans": spans}
 
 
-def answer(model: Any, parts: Sequence[Part]) -> list[int]:
+def answer(model: Any, parts: Sequence[Part], allowed: Callable[[list[int]], list[int]] | None = None) -> list[int]:
+    """By transformers. `allowed`: tokens that may come next, behind those of the answer so far."""
     ids, tiles = list[int](), []
     for part in parts:
         ids += part if isinstance(part, list) else [IMAGE_TOKEN] * 4
@@ -205,6 +210,9 @@ def answer(model: Any, parts: Sequence[Part]) -> list[int]:
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
+            prefix_allowed_tokens_fn=None
+            if allowed is None
+            else lambda _, so_far: allowed(so_far[len(ids) :].tolist()),
         )
     return made[0, len(ids) :].tolist()  # type: ignore[no-any-return]
 
@@ -248,6 +256,37 @@ def test_answers_are_those_of_transformers(
             assert [output.outputs[0].token_ids for output in outputs] == answers, f"turn {turn}"
         if settings.get("num_gpu_blocks_override") == 8:
             assert llm.stats().preemptions > 0
+
+
+def test_adapters_and_schemas(checkpoint: Path, model: Any, answers: list[list[int]], tmp_path: Path) -> None:
+    """Beside requests with neither, with drafts, cut up, and found in the cache: as of a model with the adapter, whose
+    tokens are those that the schema leaves."""
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    written = {token: tokenizer.decode([token]) for token in range(3, 384)}
+
+    def allowed(tokens: list[int]) -> list[int]:
+        so_far = "".join(written.get(token, "") for token in tokens)
+        return [token for token, text in written.items() if text and FORM.fullmatch(so_far + text)] or [END]
+
+    def masked(seeing: Any) -> list[str]:
+        return [tokenizer.decode(answer(seeing, parts, allowed)) for parts in PROMPTS]
+
+    adapted = adapt(model, r".*text_model.*(q_proj|v_proj|down_proj)", seed=1)
+    adapted.save_pretrained(str(tmp_path))
+    own = [answer(adapted, parts) for parts in PROMPTS], masked(adapted)
+    adapted.unload()
+    plain = answers, masked(model)
+    schema = StructuredOutputsParams(json={"type": "string", "pattern": "^[a-z]{5}$"})
+    form = SamplingParams(temperature=0.0, max_tokens=60, structured_outputs=schema)
+    asked = [prompt(parts) for parts in PROMPTS] * 2, [GREEDY] * len(PROMPTS) + [form] * len(PROMPTS)
+    drafts: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}
+    sizes = SMALL | {"max_num_batched_tokens": 9, "max_num_seqs": 5, "num_gpu_blocks_override": 64} | drafts
+    with LLM(str(checkpoint), enable_lora=True, **sizes) as llm:
+        for request, (tokens, texts) in ((None, plain), (LoRARequest("own", 1, str(tmp_path)), own)) * 2:
+            found = [output.outputs[0] for output in llm.generate(*asked, use_tqdm=False, lora_request=request)]
+            assert [each.token_ids for each in found[: len(PROMPTS)]] == tokens
+            assert [each.text for each in found[len(PROMPTS) :]] == texts
+    assert len(set(plain[1] + own[1])) > len(PROMPTS), "images and adapters tell answers apart"
 
 
 def test_little_room_for_vectors_changes_nothing(

@@ -97,6 +97,8 @@ def step(cache: EncoderCache, workers: Workers, readers: list[Reader]) -> int:
                 workers.aside.discard(medium.digest)  # what a step reads is completed first
         reader.num_computed = end
     cache.check_integrity([as_seq(reader) for reader in readers])
+    if cache.pace is not None and cache.others_decode() and not cache.whole_media:
+        assert sum(end - start for reader, start, end in spans if reader.request.media) <= cache.pace()
     return STEP_TOKENS - left
 
 
@@ -111,19 +113,26 @@ events = st.lists(
 
 @settings(max_examples=300)
 @given(
-    prompts, events, st.tuples(st.integers(1, 12), st.integers(1, 20), st.integers(0, 12)), st.booleans(), st.randoms()
+    prompts,
+    events,
+    st.tuples(st.integers(1, 12), st.integers(1, 20), st.integers(0, 12)),
+    st.booleans(),
+    st.one_of(st.none(), st.integers(1, 4)),
+    st.randoms(),
 )
 def test_steps_have_what_they_read_and_all_prompts_end(
     given_prompts: list[tuple[list[int], int, bool]],
     given_events: list[str],
     sizes: tuple[int, int, int],
     whole: bool,
+    pace: int | None,
     chance: Any,
 ) -> None:
     cache, workers = cache_of(*sizes, whole=whole), Workers()
     readers = [Reader(images, gap, ends_with_text=text) for images, gap, text in given_prompts]
     decoding = [False]
     cache.others_decode = lambda: decoding[0]
+    cache.pace = None if pace is None else lambda: pace
     for event in given_events:
         reader = chance.choice(readers)
         if event == "step":
@@ -231,6 +240,24 @@ def test_media_are_computed_aside_while_others_decode() -> None:
     one.num_computed = 7
     cache.reset()
     cache.check_integrity([as_seq(one), as_seq(other)])
+
+
+def test_tokens_of_prompts_with_media_keep_to_the_pace_while_others_decode() -> None:
+    """All of them together; who is asked twice in a step has the tokens once, and who comes in has one in any case."""
+    cache, decoding = cache_of(100, 100), [True]
+    cache.others_decode, cache.pace = (lambda: decoding[0]), lambda: 5
+    first, second, words = Reader([2], 8), Reader([2], 8), Reader([], 20)
+
+    def step() -> list[int]:
+        cache.begin_step()
+        asked = ((first, 3), (first, 8), (second, 8), (words, 20))
+        return [cache.reachable(as_seq(reader), 0, count) for reader, count in asked]
+
+    assert step() == [3, 5, 0, 20]
+    second.status = Status.WAITING
+    assert step() == [3, 5, 1, 20], "who waits comes in"
+    decoding[0] = False
+    assert step() == [3, 8, 8, 20]
 
 
 def test_a_step_carries_few_bytes() -> None:

@@ -316,6 +316,8 @@ def make_scheduler(header: Header, hasher: PrefixHasher, make: MakeScheduler = S
     scheduler.rates = Rates(0.0, header.swap_blocks_per_s)
     if encoder is not None and (scheduler.options.max_itl_s or scheduler.options.media_aside):
         encoder.others_decode = scheduler.queues.any_decodes
+        if not scheduler.options.max_itl_s:
+            encoder.pace = scheduler.tokens_beside
     return scheduler
 
 

@@ -14,7 +14,7 @@ that comes to a medium before its vectors have arrived has them computed, and do
 
 Where no stream is to be held up (max_itl_s, and servers on CPUs), a medium is computed aside while other sequences
 decode, in pieces beside their steps, and one at a time. Prompts wait for its vectors until the workers say that they
-are there, or nobody decodes any more.
+are there, or nobody decodes any more. Where no goal limits the step, `pace` limits what it computes of such prompts.
 """
 
 from collections import OrderedDict
@@ -74,6 +74,10 @@ class EncoderCache(SidePart[None]):
         """Held, and being computed in pieces; by digest, with the sequence that reads it first."""
         self.others_decode: Callable[[], bool] = lambda: False
         """Whether sequences decode in the step in the making that are not to be held up."""
+        self.pace: Callable[[], int] | None = None
+        """The most tokens of prompts with media that a step computes beside them; None: any number."""
+        self._paced: dict[Seq, int] = {}
+        """How many of these each sequence has of the step in the making."""
         self._is_computing = False
         """Whether the step in the making computes some, or the rest of some, itself."""
         self._doomed: set[bytes] = set()
@@ -93,6 +97,7 @@ class EncoderCache(SidePart[None]):
 
     def begin_step(self) -> None:
         self._is_computing = False
+        self._paced.clear()
         self._budget, self._bytes = self.sizes.budget, MAX_STEP_BYTES
         for sequence, media in list(self._readers.items()):
             left = [each for each in media if each.end > sequence.num_computed]
@@ -118,8 +123,21 @@ class EncoderCache(SidePart[None]):
         self._entries.clear()
 
     def reachable(self, sequence: Seq, start: int, count: int) -> int:
-        """As for any part: up to the first medium whose vectors the step cannot have, or in which it may not end.
-        Those before it are the sequence's until it has computed them."""
+        """As for any part: up to the first medium whose vectors the step cannot have, or in which it may not end, and
+        no more than others that decode leave time for. Media before it are the sequence's until it has computed them.
+        """
+        count = self._readable(sequence, start, count)
+        if count <= 0 or self.pace is None or self.whole_media or not sequence.request.media:
+            return count
+        if not self.others_decode():
+            return count
+        self._paced.pop(sequence, None)
+        least = 0 if sequence.status is Status.RUNNING else 1  # it comes in, so that those behind it can
+        count = min(count, max(least, self.pace() - sum(self._paced.values())))
+        self._paced[sequence] = count
+        return count
+
+    def _readable(self, sequence: Seq, start: int, count: int) -> int:
         for medium in sequence.request.media if count > 0 else ():
             if medium.end <= start:
                 continue

@@ -1,4 +1,5 @@
-"""Packages for Python, with a picture: a message and a stream, of OpenAI also a response, of Anthropic a tool's result.
+"""Packages for Python: a picture in a chat and in a stream; with OpenAI's package also in a response, with Anthropic's
+in a tool's result.
 
 Whether a picture was seen is told by the tokens of the prompt: as many more as the picture has.
 """

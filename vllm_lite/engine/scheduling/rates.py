@@ -75,6 +75,11 @@ class Rates(NamedTuple):
             count = max(MIN_PREFILL_TOKENS, int(seconds * self.prefill_tokens_per_s) - num_decoding)
         return min(most, num_decoding + count)
 
+    def tokens_beside(self, growth: float, most: int, share: float = 1.0) -> int:
+        """Number of tokens of prompts, at most `most`, that make a step longer than next tokens alone by so much of
+        its time."""
+        return self.tokens_within((1 + growth) * self.alone_s, 0, most, share)
+
     def prefer_swap(self, num_tokens: int, num_blocks: int, num_stored: int = 0) -> bool:
         """Whether moving the blocks out and in costs less than computing the tokens again, or loading the first
         `num_stored` of them from the disk, where that takes less time."""

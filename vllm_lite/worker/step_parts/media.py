@@ -15,7 +15,15 @@ from vllm_lite.checkpoint.layer_specs.qwen_vision import QwenVisionSpec
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.errors import ProtocolError
 from vllm_lite.layers.vision.tower import Pieces, VisionTower, drained
-from vllm_lite.protocol.encoder import MIN_ROOM, DemoteEncoded, Encode, EncodeAside, FreeEncoded, PromoteEncoded
+from vllm_lite.protocol.encoder import (
+    GROWTH_ASIDE,
+    MIN_ROOM,
+    DemoteEncoded,
+    Encode,
+    EncodeAside,
+    FreeEncoded,
+    PromoteEncoded,
+)
 from vllm_lite.protocol.spans import Media
 from vllm_lite.protocol.step import Entry, Fork, Handle, NewRequest
 from vllm_lite.protocol.transfers import LoadEncoded
@@ -26,8 +34,8 @@ from vllm_lite.worker.step_parts.image_positions import ImagePositions
 
 GOAL = 0.9
 """What a worker's step may take of the goal for the time between tokens: answers are made and sent, too."""
-TIMES_PLAIN, LEAST_PART_S = 3.0, 0.05
-"""Without a goal media that are computed aside take so many times what next tokens alone take, and at least so long."""
+SHARE_BESIDE = 0.5
+"""What media that are computed aside have of that time where a step computes tokens of prompts, too."""
 PIECE_DECAY = 0.98
 """The share of a long piece's time that still counts behind each shorter one: some dozens follow until the next."""
 
@@ -139,10 +147,12 @@ class MediaVectors(StepPart):
             fields["encoded"], self._ended = self._ended, []
 
     def _time_aside(self, inputs: StepInputs) -> float:
-        """Time in a step for what is computed aside: what one like it leaves of the goal."""
+        """Time in a step for what is computed aside: what one like it leaves of the goal, or, without one, a share of
+        what next tokens take."""
         if self.max_itl_s:
             return GOAL * self.max_itl_s - self._took_s[_is_plain(inputs)]
-        return max(LEAST_PART_S, TIMES_PLAIN * self._took_s[True])
+        share = 1.0 if _is_plain(inputs) else SHARE_BESIDE
+        return share * GROWTH_ASIDE * self._took_s[True]
 
     def _advance(self, seconds: float) -> None:
         """Compute what is aside as long as there is time for one more piece, and a piece at least."""
