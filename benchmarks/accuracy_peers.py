@@ -43,8 +43,8 @@ def oracle(file: Path, texts: list[list[int]], dtype: torch.dtype) -> Scores:
     return [model(torch.tensor([tokens])).logits[0].float().log_softmax(-1) for tokens in texts]
 
 
-def llama(python: Path, file: Path, texts: list[list[int]], num_threads: int) -> Scores:
-    return _logits(_llama_command(python, "logits", file), texts, num_threads)
+def llama(python: Path, file: Path, texts: list[list[int]], num_threads: int, kv: str = "f16") -> Scores:
+    return _logits(_llama_command(python, "logits", file, "--kv", kv), texts, num_threads)
 
 
 def llama_files(python: Path, file: Path, form: str) -> Iterator[tuple[str, Path]]:

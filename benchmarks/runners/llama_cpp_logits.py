@@ -16,7 +16,7 @@ import numpy as np
 
 FILE_TYPES = {"Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q4_K_M": 15, "Q6_K": 18}
 """Numbers of enum llama_ftype."""
-KV_TYPES = {"f32": 0, "f16": 1, "q8_0": 8}
+KV_TYPES = {"f32": 0, "f16": 1, "q4_0": 2, "q4_1": 3, "q8_0": 8}
 """Numbers of enum ggml_type."""
 
 
@@ -32,6 +32,8 @@ def write_logits(args: argparse.Namespace) -> None:
     params.n_ctx = params.n_batch = params.n_ubatch = (longest + 255) // 256 * 256
     params.n_threads = params.n_threads_batch = args.threads
     params.type_k = params.type_v = KV_TYPES[args.kv]
+    if args.kv.startswith("q"):
+        params.flash_attn_type = 1  # without it V cannot be quantized
     context = lib.llama_init_from_model(model, params)
     if not context:
         raise SystemExit(f"llama.cpp cannot make a context of {params.n_ctx} tokens")
