@@ -379,11 +379,11 @@ def test_a_gpu_is_planned_with_dense_heads(tmp_path: Path):
     """As it has them, whatever else is quantized."""
     spec = load_spec(VARIANTS[0].make(tmp_path / "model"))
     names = [f"model.layers.0.self_attn.{layer}.weight" for layer in ("kv_b_proj", "k_b_proj.1", "v_b_proj.1")]
-    heads = Checkpoint(spec, dict.fromkeys(names, Tensor("BF16", (64, 32))))
-    other = Checkpoint(spec, {"model.layers.0.self_attn.o_proj.weight": Tensor("BF16", (64, 32))})
+    heads = Checkpoint(spec, dict.fromkeys(names, Tensor("BF16", (64, 128))))
+    other = Checkpoint(spec, {"model.layers.0.self_attn.o_proj.weight": Tensor("BF16", (64, 128))})
     assert weights_bytes(heads, 2, "int8", device="cuda") == (dense := weights_bytes(heads, 2))
     assert weights_bytes(heads, 2, "int8") < dense
-    assert weights_bytes(other, 2, "int8", device="cuda") < 2 * 64 * 32
+    assert weights_bytes(other, 2, "int8", device="cuda") < 2 * 64 * 128
     codes, form = Tensor("F8_E4M3", (256, 128)), BlockScaled(numbers="float8", block=(128, 128), scale="scale")
     assert tensor_bytes("a.o_proj.weight", codes, form, 2, "cuda") == 256 * 128
     assert tensor_bytes("a.kv_b_proj.weight", codes, form, 2, "cuda") == 2 * 256 * 128

@@ -149,13 +149,17 @@ def weights_of(model: Model, quantization: Quantization | None) -> int:
                 in_layers = not stack.slots[0].name.endswith(HEADS)
                 forms = {mixed.form(slot.name) if mixed and in_layers else "int8" for slot in stack.slots}
                 assert len(forms) == 1, "what is one matrix has one form"
-                total += rows * row_bytes(math.prod(columns), *CELLS[forms.pop()])
+                total += rows * row_bytes(math.prod(columns), forms.pop())
     return total
 
 
-CELLS = {"int4_g32": (16 + 2, 8), "int5_g32": (20 + 2, 8), "int8": (32 + 4, 0)}
+CELLS = {"int4_g32": (16 + 2, 8), "int5_g32": (20 + 2, 8)}
 """Bytes of 32 inputs, and those that 256 share."""
 
 
-def row_bytes(num_inputs: int, cell_bytes: int, shared_bytes: int) -> int:
+def row_bytes(num_inputs: int, form: str) -> int:
+    """Of int8 in groups of 128, which processors with tiles take, if that is more than in groups of 32."""
+    if form == "int8":
+        return max(math.ceil(num_inputs / 32) * (32 + 4), math.ceil(num_inputs / 128) * (128 + 4))
+    cell_bytes, shared_bytes = CELLS[form]
     return math.ceil(num_inputs / 32) * cell_bytes + math.ceil(num_inputs / 256) * shared_bytes
