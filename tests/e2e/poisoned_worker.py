@@ -67,7 +67,7 @@ ROOT = Path(__file__).parents[2]
 AT_START = """
 import sys
 
-if any(each.startswith("vllm_lite.worker.process") for each in sys.orig_argv):  # or process_early
+if "vllm_lite.worker.process" in sys.orig_argv:
     from importlib.abc import MetaPathFinder
     from importlib.util import find_spec
 

@@ -22,10 +22,9 @@ from vllm_lite.engine import process_early
 from vllm_lite.engine.process import EngineProcess
 from vllm_lite.engine.workers.groups import WorkerGroups
 from vllm_lite.process_settings import EngineSettings
-from vllm_lite.runtime import machine, supervise
+from vllm_lite.runtime import supervise
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.tools import cli
-from vllm_lite.worker import process_early as worker_early
 
 DEADLINE_S = scaled(60.0)
 MARKER = "VLLM_LITE_TEST_MARKER"
@@ -93,27 +92,6 @@ def test_the_names_of_what_is_started_early() -> None:
     assert supervisor.EARLY_ENTRIES == {cli.ENGINE: cli.ENGINE_EARLY}
     assert EngineSettings.__struct_defaults__[0] == process_early.WORKER, "nor its worker"
     assert find_spec(cli.ENGINE_EARLY) is not None
-    assert find_spec(process_early.WORKER_EARLY) is not None
-
-
-@pytest.mark.parametrize(
-    ("driver", "environment", "is_early"),
-    [
-        ("/nowhere", {}, True),
-        ("/dev/null", {}, False),
-        ("/dev/null", {"CUDA_VISIBLE_DEVICES": ""}, True),
-        ("/nowhere", {"OMP_PLACES": "cores"}, False),
-    ],
-)
-def test_a_worker_imports_torch_early_where_settings_change_nothing_of_that(
-    driver: str, environment: dict[str, str], is_early: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("CUDA_VISIBLE_DEVICES", *worker_early.PLACES_THREADS):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(machine, "GPU_FILES", (driver,))
-    assert worker_early.knows_how() == is_early
 
 
 @pytest.mark.parametrize("words", [["serve", "--help"], ["serve", "--print-config"], ["plan", "--help"], []])
@@ -169,19 +147,14 @@ def test_a_bad_flag_ends_with_one_sentence_and_leaves_no_process() -> None:
 
 
 def test_a_server_that_dies_before_it_has_sent_settings_leaves_no_process(held: Tree) -> None:
-    """Not even a worker that imports torch meanwhile."""
-    maps = Path(f"/proc/{held.one(process_early.WORKER_EARLY)}/maps")
-    deadline_s = time.monotonic() + DEADLINE_S
-    while "libtorch_cpu" not in maps.read_text():
-        assert time.monotonic() < deadline_s, "the worker waits for settings before it imports torch"
-        time.sleep(0.01)
+    held.one(process_early.WORKER)
     held.server.kill()
     held.server.wait(DEADLINE_S)
     held.wait_gone()
 
 
 def test_an_engine_that_dies_before_it_has_settings_leaves_no_worker(held: Tree) -> None:
-    held.one(process_early.WORKER_EARLY)
+    held.one(process_early.WORKER)
     os.kill(held.one(cli.ENGINE_EARLY), signal.SIGKILL)
-    held.wait_gone(process_early.WORKER_EARLY)
+    held.wait_gone(process_early.WORKER)
     assert held.server.poll() is None

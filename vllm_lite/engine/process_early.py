@@ -6,11 +6,11 @@ is not ends without having had any (executor/multiproc.py).
 
 from vllm_lite.runtime import supervise
 
-WORKER, WORKER_EARLY = "vllm_lite.worker.process", "vllm_lite.worker.process_early"
+WORKER = "vllm_lite.worker.process"
 
 
 def main() -> None:
-    supervise.spawn_early(WORKER, WORKER_EARLY)
+    supervise.spawn_early(WORKER)
     from vllm_lite.engine.process import run
 
     run()

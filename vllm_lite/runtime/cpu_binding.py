@@ -131,8 +131,8 @@ def threads_of_the_user() -> int | None:
 
 
 def apply(binding: Binding) -> None:
-    """Bind the calling thread, and with it all that it starts. To be called before torch makes threads: as many as
-    OMP_NUM_THREADS says, of which a number of the user's own is kept.
+    """Bind the calling thread, and with it all that it starts. To be called before torch is imported, which makes as
+    many threads as OMP_NUM_THREADS says; a number of the user's own is kept.
 
     A machine or a container that does not let it leaves the worker slower, not wrong: that is only logged.
     """

@@ -1,5 +1,6 @@
 """The device that a worker runs on, and what of it the tests replace: its memory, and the recording of graphs."""
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,6 @@ import torch
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels import cpu
-from vllm_lite.runtime.cpu_binding import threads_of_the_user
 from vllm_lite.worker.graphs import Capture, CpuCapture, CudaCapture
 from vllm_lite.worker.memory.profile import CudaMemory, DeviceMemory
 
@@ -72,10 +72,10 @@ def _device_of(config: ResolvedConfig, rank: int) -> int:
 def set_threads(cpu_threads: int | None, num_cores: int) -> int:
     """Let torch and the native kernels use `cpu_threads` threads; by default OMP_NUM_THREADS, or `num_cores`.
 
-    A worker's process has that variable: runtime/cpu_binding.py sets it, perhaps after torch was imported. Returns the
-    number.
+    A worker's process has that variable: runtime/cpu_binding.py sets it. Returns the number.
     """
-    torch.set_num_threads(cpu_threads or threads_of_the_user() or num_cores)
+    if cpu_threads is not None or "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(cpu_threads or num_cores)
     num_threads = torch.get_num_threads()
     if cpu.available():
         cpu.set_num_threads(num_threads)

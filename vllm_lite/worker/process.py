@@ -332,15 +332,11 @@ def import_worker() -> "type[Worker]":
     return Worker
 
 
-def quiet_openmp() -> None:
-    """To be called before torch loads OpenMP. By default its threads spin for milliseconds at the end of a parallel
-    region; with the engine and the client on the same cores, the others then wait for a thread that is not running
-    (measured on two busy cores: 7 ms a step instead of 90)."""
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")
-
-
 def process_main(settings: WorkerSettings, stop: Wakeup) -> int:
-    quiet_openmp()
+    # Before torch loads OpenMP. By default its threads spin for milliseconds at the end of a parallel region; with the
+    # engine and the client on the same cores, the others then wait for a thread that is not running (measured on two
+    # busy cores: 7 ms a step instead of 90).
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
     config, rank = settings.config, settings.rank
     name_process(f"{STANDBY_NAME}{rank}")
     log.setup(f"worker {config.first_rank + rank}", *config.logging)
