@@ -158,7 +158,7 @@ CELLS = {"int4_g32": (16 + 2, 8), "int5_g32": (20 + 2, 8)}
 
 
 def row_bytes(num_inputs: int, form: str) -> int:
-    """Of int8 in groups of 128, which processors with tiles take, if that is more than in groups of 32."""
+    """Bytes of a row; int8 has groups of 128 on processors with tiles, and counts the larger of both."""
     if form == "int8":
         return max(math.ceil(num_inputs / 32) * (32 + 4), math.ceil(num_inputs / 128) * (128 + 4))
     cell_bytes, shared_bytes = CELLS[form]
