@@ -123,7 +123,7 @@ def start(path: str | Path, **settings: Any) -> LLM:
     """A small, quiet engine with one compute thread, which has to be ready in time.
 
     It runs in threads of this process unless `single_process` is False: that saves importing torch for every variation
-    of settings. The engine of a file's fixture has processes, as users have them.
+    of settings.
     """
     small: dict[str, Any] = {"cpu_threads": 1, "num_gpu_blocks_override": 1024, "single_process": True}
     small |= {"log_level": "error", "ready_timeout_s": DEADLINE_S, "heartbeat_timeout_s": DEADLINE_S}

@@ -35,7 +35,7 @@ class Chats:
         self.reference.generation_config.eos_token_id = None
         space = slots * spec.state_bytes() / GIB
         usual = {"max_model_len": 512, "max_num_batched_tokens": 40, "max_num_seqs": 6, "block_size": 16}
-        usual["single_process"] = True  # what is computed is the same; that of processes has other files
+        usual["single_process"] = True  # what is computed is the same
         swap = 2.001 * host_states * spec.state_bytes() / GIB
         self.llm = LLM(str(self.path), state_cache_space=space, swap_space=swap, **(usual | settings))  # type: ignore[arg-type]
         self.params = GREEDY

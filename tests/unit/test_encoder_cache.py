@@ -28,7 +28,7 @@ class Reader:
         self.length = start + 1 if ends_with_text or not images else self.media[-1].end
         self.contents = {medium.digest: medium.digest * 2 for medium in self.media}
         self.request = self
-        self.num_computed = 0
+        self.num_computed = self.num_output = 0
         self.status = Status.RUNNING
 
 
@@ -98,7 +98,8 @@ def step(cache: EncoderCache, workers: Workers, readers: list[Reader]) -> int:
         reader.num_computed = end
     cache.check_integrity([as_seq(reader) for reader in readers])
     if cache.pace is not None and cache.others_decode() and not cache.whole_media:
-        assert sum(end - start for reader, start, end in spans if reader.request.media) <= cache.pace()
+        places = ((medium, start, end) for reader, start, end in spans for medium in reader.media)
+        assert sum(max(0, min(end, each.end) - max(start, each.start)) for each, start, end in places) <= cache.pace()
     return STEP_TOKENS - left
 
 
@@ -242,22 +243,24 @@ def test_media_are_computed_aside_while_others_decode() -> None:
     cache.check_integrity([as_seq(one), as_seq(other)])
 
 
-def test_tokens_of_prompts_with_media_keep_to_the_pace_while_others_decode() -> None:
+def test_tokens_of_media_are_limited_while_others_decode() -> None:
     """All of them together; who is asked twice in a step has the tokens once, and who comes in has one in any case."""
-    cache, decoding = cache_of(100, 100), [True]
-    cache.others_decode, cache.pace = (lambda: decoding[0]), lambda: 5
+    cache, decoding = cache_of(100, 100), [False]
+    cache.others_decode, cache.pace = (lambda: decoding[0]), lambda: 3
     first, second, words = Reader([2], 8), Reader([2], 8), Reader([], 20)
 
     def step() -> list[int]:
         cache.begin_step()
-        asked = ((first, 3), (first, 8), (second, 8), (words, 20))
-        return [cache.reachable(as_seq(reader), 0, count) for reader, count in asked]
+        asked = ((first, 8, 2), (first, 8, 5), (second, 8, 5), (first, 0, 12), (first, 13, 7), (words, 0, 20))
+        return [cache.reachable(as_seq(reader), start, count) for reader, start, count in asked]
 
-    assert step() == [3, 5, 0, 20]
+    assert step() == [2, 5, 5, 12, 7, 20]
+    decoding[0] = True
+    assert step() == [2, 3, 0, 8, 7, 20], "text before an image and behind it is not"
     second.status = Status.WAITING
-    assert step() == [3, 5, 1, 20], "who waits comes in"
-    decoding[0] = False
-    assert step() == [3, 8, 8, 20]
+    assert step() == [2, 3, 1, 8, 7, 20], "who waits comes in"
+    second.num_output = 1
+    assert step() == [2, 3, 5, 8, 7, 20], "a stream that was preempted goes on as fast as it can"
 
 
 def test_a_step_carries_few_bytes() -> None:

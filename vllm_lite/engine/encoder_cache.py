@@ -14,7 +14,7 @@ that comes to a medium before its vectors have arrived has them computed, and do
 
 Where no stream is to be held up (max_itl_s, and servers on CPUs), a medium is computed aside while other sequences
 decode, in pieces beside their steps, and one at a time. Prompts wait for its vectors until the workers say that they
-are there, or nobody decodes any more. Where no goal limits the step, `pace` limits what it computes of such prompts.
+are there, or nobody decodes any more. Where no goal limits the step, `pace` limits what it computes of their tokens.
 """
 
 from collections import OrderedDict
@@ -75,7 +75,7 @@ class EncoderCache(SidePart[None]):
         self.others_decode: Callable[[], bool] = lambda: False
         """Whether sequences decode in the step in the making that are not to be held up."""
         self.pace: Callable[[], int] | None = None
-        """The most tokens of prompts with media that a step computes beside them; None: any number."""
+        """The most tokens of media that a step computes beside them; None: any number."""
         self._paced: dict[Seq, int] = {}
         """How many of these each sequence has of the step in the making."""
         self._is_computing = False
@@ -124,16 +124,19 @@ class EncoderCache(SidePart[None]):
 
     def reachable(self, sequence: Seq, start: int, count: int) -> int:
         """As for any part: up to the first medium whose vectors the step cannot have, or in which it may not end, and
-        no more than others that decode leave time for. Media before it are the sequence's until it has computed them.
-        """
+        inside one no more than others that decode leave time for. Media before it are the sequence's until it has
+        computed them."""
         count = self._readable(sequence, start, count)
-        if count <= 0 or self.pace is None or self.whole_media or not sequence.request.media:
+        if count <= 0 or self.pace is None or self.whole_media or sequence.num_output or not self.others_decode():
             return count
-        if not self.others_decode():
-            return count
+        first = next((each.start for each in sequence.request.media if each.end > start), start + count)
+        return min(count, first - start) if first > start else self._limited(sequence, count, self.pace())
+
+    def _limited(self, sequence: Seq, count: int, most: int) -> int:
+        """The part of `count` tokens of a medium that the step still has time for, which is for `most` of all."""
         self._paced.pop(sequence, None)
         least = 0 if sequence.status is Status.RUNNING else 1  # it comes in, so that those behind it can
-        count = min(count, max(least, self.pace() - sum(self._paced.values())))
+        count = min(count, max(least, most - sum(self._paced.values())))
         self._paced[sequence] = count
         return count
 

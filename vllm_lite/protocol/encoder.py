@@ -16,8 +16,8 @@ MIN_ROOM = 8192
 """Vectors that workers hold in any case; where a step computes more tokens, as many as these."""
 
 GROWTH_ASIDE = 0.15
-"""Media that are computed aside and the tokens of prompts with media together make a step longer by this share of what
-next tokens alone take, where no goal is given."""
+"""Media that are computed aside and the tokens of media together may make a step longer by this share of what next
+tokens alone take, where no goal is given."""
 
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 

@@ -77,7 +77,9 @@ class Rates(NamedTuple):
 
     def tokens_beside(self, growth: float, most: int, share: float = 1.0) -> int:
         """Number of tokens of prompts, at most `most`, that make a step longer than next tokens alone by so much of
-        its time."""
+        its time; few until it is known how long they take."""
+        if not self.prefill_tokens_per_s:
+            return min(most, MIN_PREFILL_TOKENS)
         return self.tokens_within((1 + growth) * self.alone_s, 0, most, share)
 
     def prefer_swap(self, num_tokens: int, num_blocks: int, num_stored: int = 0) -> bool:

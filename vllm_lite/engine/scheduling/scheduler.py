@@ -241,7 +241,7 @@ class Scheduler:
             output,
             plan.sampling,
             num_tokens,
-            only_decodes=num_tokens <= len(queues.running),
+            only_decodes=num_tokens <= len(plan.sampling),
             has_others=self.kv.computes,
             drafted=plan.drafted,
         )
@@ -267,7 +267,7 @@ class Scheduler:
         return budget
 
     def tokens_beside(self) -> int:
-        """The most tokens of prompts with media in a step without a goal, beside sequences that decode."""
+        """The most tokens of media in a step without a goal, beside sequences that decode."""
         share = SHARE_BESIDE if self.kv.is_aside else 1.0
         return self.rates.tokens_beside(GROWTH_ASIDE, self.options.max_num_batched_tokens, share)
 
