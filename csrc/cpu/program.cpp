@@ -4,7 +4,6 @@
 #include <atomic>
 
 #include "linear.h"
-#include "pack.h"
 #include "read_ahead.h"
 #include "thread_pool.h"
 #include "wait.h"

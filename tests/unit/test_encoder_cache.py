@@ -97,9 +97,12 @@ def step(cache: EncoderCache, workers: Workers, readers: list[Reader]) -> int:
                 workers.aside.discard(medium.digest)  # what a step reads is completed first
         reader.num_computed = end
     cache.check_integrity([as_seq(reader) for reader in readers])
-    if cache.pace is not None and cache.others_decode() and not cache.whole_media:
+    if cache.most_beside is not None and cache.others_decode() and not cache.whole_media:
         places = ((medium, start, end) for reader, start, end in spans for medium in reader.media)
-        assert sum(max(0, min(end, each.end) - max(start, each.start)) for each, start, end in places) <= cache.pace()
+        assert (
+            sum(max(0, min(end, each.end) - max(start, each.start)) for each, start, end in places)
+            <= cache.most_beside()
+        )
     return STEP_TOKENS - left
 
 
@@ -126,14 +129,14 @@ def test_steps_have_what_they_read_and_all_prompts_end(
     given_events: list[str],
     sizes: tuple[int, int, int],
     whole: bool,
-    pace: int | None,
+    most_beside: int | None,
     chance: Any,
 ) -> None:
     cache, workers = cache_of(*sizes, whole=whole), Workers()
     readers = [Reader(images, gap, ends_with_text=text) for images, gap, text in given_prompts]
     decoding = [False]
     cache.others_decode = lambda: decoding[0]
-    cache.pace = None if pace is None else lambda: pace
+    cache.most_beside = None if most_beside is None else lambda: most_beside
     for event in given_events:
         reader = chance.choice(readers)
         if event == "step":
@@ -246,7 +249,7 @@ def test_media_are_computed_aside_while_others_decode() -> None:
 def test_tokens_of_media_are_limited_while_others_decode() -> None:
     """All of them together; who is asked twice in a step has the tokens once, and who comes in has one in any case."""
     cache, decoding = cache_of(100, 100), [False]
-    cache.others_decode, cache.pace = (lambda: decoding[0]), lambda: 3
+    cache.others_decode, cache.most_beside = (lambda: decoding[0]), lambda: 3
     first, second, words = Reader([2], 8), Reader([2], 8), Reader([], 20)
 
     def step() -> list[int]:

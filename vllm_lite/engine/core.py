@@ -2,6 +2,7 @@
 
 import time
 from collections import abc
+from functools import partial
 from typing import Any, NamedTuple
 
 from vllm_lite import __version__
@@ -26,7 +27,7 @@ from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.scheduling import policy
 from vllm_lite.engine.scheduling.in_flight import MessageLength, StepInFlight
 from vllm_lite.engine.scheduling.queues import Options
-from vllm_lite.engine.scheduling.rates import PrefillRate, Rates
+from vllm_lite.engine.scheduling.rates import SHARE_BESIDE, PrefillRate, Rates
 from vllm_lite.engine.scheduling.scheduler import Scheduler
 from vllm_lite.engine.scheduling.step_cost import StepCost
 from vllm_lite.engine.sequence import Sequence
@@ -37,6 +38,7 @@ from vllm_lite.executor.base import Executor
 from vllm_lite.kv_disk.directory import hash_seed
 from vllm_lite.protocol.api import Descriptions, ForkRequest, Generate, PrefixCacheReset, Stats
 from vllm_lite.protocol.control import Ready
+from vllm_lite.protocol.encoder import GROWTH_ASIDE
 from vllm_lite.protocol.step import ModelOutput
 from vllm_lite.protocol.view import GetBlock, Look, Seen
 from vllm_lite.runtime import log
@@ -317,8 +319,14 @@ def make_scheduler(header: Header, hasher: PrefixHasher, make: MakeScheduler = S
     if encoder is not None and (scheduler.options.max_itl_s or scheduler.options.media_aside):
         encoder.others_decode = scheduler.queues.any_decodes
         if not scheduler.options.max_itl_s:
-            encoder.pace = scheduler.tokens_beside
+            encoder.most_beside = partial(_media_beside, scheduler, encoder)
     return scheduler
+
+
+def _media_beside(scheduler: Scheduler, encoder: EncoderCache) -> int:
+    """The most tokens of media in a step without a goal, beside sequences that decode."""
+    share = SHARE_BESIDE if encoder.is_aside else 1.0
+    return scheduler.rates.tokens_beside(GROWTH_ASIDE, scheduler.options.max_num_batched_tokens, share)
 
 
 def _header(config: ResolvedConfig, ready: Ready, sizes: PoolSizes, lives: Lives, now_s: float) -> Header:

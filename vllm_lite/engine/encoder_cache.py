@@ -14,7 +14,8 @@ that comes to a medium before its vectors have arrived has them computed, and do
 
 Where no stream is to be held up (max_itl_s, and servers on CPUs), a medium is computed aside while other sequences
 decode, in pieces beside their steps, and one at a time. Prompts wait for its vectors until the workers say that they
-are there, or nobody decodes any more. Where no goal limits the step, `pace` limits what it computes of their tokens.
+are there, or nobody decodes any more. Where no goal limits the step, `most_beside` limits what it computes of their
+tokens.
 """
 
 from collections import OrderedDict
@@ -74,9 +75,9 @@ class EncoderCache(SidePart[None]):
         """Held, and being computed in pieces; by digest, with the sequence that reads it first."""
         self.others_decode: Callable[[], bool] = lambda: False
         """Whether sequences decode in the step in the making that are not to be held up."""
-        self.pace: Callable[[], int] | None = None
+        self.most_beside: Callable[[], int] | None = None
         """The most tokens of media that a step computes beside them; None: any number."""
-        self._paced: dict[Seq, int] = {}
+        self._given: dict[Seq, int] = {}
         """How many of these each sequence has of the step in the making."""
         self._is_computing = False
         """Whether the step in the making computes some, or the rest of some, itself."""
@@ -97,7 +98,7 @@ class EncoderCache(SidePart[None]):
 
     def begin_step(self) -> None:
         self._is_computing = False
-        self._paced.clear()
+        self._given.clear()
         self._budget, self._bytes = self.sizes.budget, MAX_STEP_BYTES
         for sequence, media in list(self._readers.items()):
             left = [each for each in media if each.end > sequence.num_computed]
@@ -127,17 +128,23 @@ class EncoderCache(SidePart[None]):
         inside one no more than others that decode leave time for. Media before it are the sequence's until it has
         computed them."""
         count = self._readable(sequence, start, count)
-        if count <= 0 or self.pace is None or self.whole_media or sequence.num_output or not self.others_decode():
+        if (
+            count <= 0
+            or self.most_beside is None
+            or self.whole_media
+            or sequence.num_output
+            or not self.others_decode()
+        ):
             return count
         first = next((each.start for each in sequence.request.media if each.end > start), start + count)
-        return min(count, first - start) if first > start else self._limited(sequence, count, self.pace())
+        return min(count, first - start) if first > start else self._limited(sequence, count, self.most_beside())
 
     def _limited(self, sequence: Seq, count: int, most: int) -> int:
         """The part of `count` tokens of a medium that the step still has time for, which is for `most` of all."""
-        self._paced.pop(sequence, None)
+        self._given.pop(sequence, None)
         least = 0 if sequence.status is Status.RUNNING else 1  # it comes in, so that those behind it can
-        count = min(count, max(least, most - sum(self._paced.values())))
-        self._paced[sequence] = count
+        count = min(count, max(least, most - sum(self._given.values())))
+        self._given[sequence] = count
         return count
 
     def _readable(self, sequence: Seq, start: int, count: int) -> int:

@@ -34,7 +34,6 @@ from vllm_lite.engine.sequence import Sequence
 from vllm_lite.engine.workers.quarantine import Quarantine
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.api import FinishReason, PrefixCacheReset
-from vllm_lite.protocol.encoder import GROWTH_ASIDE
 from vllm_lite.protocol.step import Continue, Entry, ModelOutput, SchedulerOutput
 
 
@@ -265,11 +264,6 @@ class Scheduler:
             if uncut := self.kv.most_uncut(next_ones):
                 budget = max(budget, min(view.num_running + uncut, view.max_num_batched_tokens))
         return budget
-
-    def tokens_beside(self) -> int:
-        """The most tokens of media in a step without a goal, beside sequences that decode."""
-        share = SHARE_BESIDE if self.kv.is_aside else 1.0
-        return self.rates.tokens_beside(GROWTH_ASIDE, self.options.max_num_batched_tokens, share)
 
     def _schedule_decodes(self, plan: StepPlan) -> None:
         """Give one token to every running sequence that lacks one, and put those that lack more on `plan.prompts`.
