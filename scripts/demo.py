@@ -103,7 +103,7 @@ def print_figures(outputs: list[RequestOutput], stats: Stats, block_size: int) -
         "were there already"
     )
     print(
-        f"  KV blocks     {stats.peak_used_blocks} used at the most, {stats.num_cached_blocks} kept for later prompts, "
+        f"  KV blocks     {stats.peak_used_blocks} used at once, {stats.num_cached_blocks} cached for later prompts, "
         f"{stats.num_blocks} in all"
     )
 

@@ -77,7 +77,7 @@ class History:
         self.num_cached = 0
         self.pooling: Pooling | None = None
         self.num_pooled = 0
-        self.is_settled = sampling.rules is None or not sampling.rules.grammar
+        self.grammar_is_ready = sampling.rules is None or not sampling.rules.grammar
         self.tables: list[list[int]] = [[] for _ in range(num_groups)]
         self.source = self.live = 0
         self.saves: list[tuple[int, int]] = []
@@ -382,7 +382,7 @@ class SimulatedWorker:
     def _draft(self, history: History, max_drafts: int) -> list[int]:
         """Drafts that are right two times out of three."""
         tokens = list(history.tokens)
-        for _ in range(max_drafts if history.is_settled else 0):
+        for _ in range(max_drafts if history.grammar_is_ready else 0):
             right = self._next(tokens, history.sampling)
             tokens.append(right if right % 3 else (right + 1) % self.vocab_size)
         return tokens[len(history.tokens) :]
@@ -421,12 +421,12 @@ class SimulatedWorker:
         if history.pooling is not None:
             assert not drafts
             return []
-        if not history.is_settled and self.states is None and self.is_compiling():
+        if not history.grammar_is_ready and self.states is None and self.is_compiling():
             self.num_held_back += 1
             history.num_computed -= 1
             history.num_cached = max(history.num_cached, len(history.tokens))
             return []
-        history.is_settled = True
+        history.grammar_is_ready = True
         sampled = []
         for draft in [*drafts, None]:
             sampled.append(self._next(history.tokens, history.sampling))

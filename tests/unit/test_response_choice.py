@@ -124,7 +124,7 @@ def test_the_answer_says_why() -> None:
     assert "vocabulary" in choose(None, tokenizer, template="x").why
     assert "architecture is LlamaForCausalLM" not in choose(None, tokenizer, template="x").why
     tokenizer.added_tokens = {}
-    assert "template has literals of no format" in choose(None, tokenizer, template="x").why
+    assert "no known format in the chat template" in choose(None, tokenizer, template="x").why
     assert "no chat template" in choose(None, tokenizer).why
     assert "architecture is GptOssForCausalLM" in choose(None, tokenizer, architectures=["GptOssForCausalLM"]).why
 

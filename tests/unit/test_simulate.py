@@ -394,7 +394,8 @@ def test_the_command_fits_keeps_compares_and_records(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "give either FILE, which --save wrote, or --fit TRACE"),
+        ([], "the program has no times of a machine like this one"),
+        (["FILE", "--fit", "x"], "give either FILE, which --save wrote, or --fit TRACE"),
         (["missing"], "missing cannot be read"),
         ([__file__], "holds no fitted times"),
         (["--fit", __file__], "not a trace"),

@@ -62,7 +62,8 @@ def test_what_comes_with_the_program_is_known_by_its_name_and_its_machine(
     assert main(["simulate", *SHORT]) == 2
     assert main(["simulate", "tiny_other", *SHORT]) == 0
     assert main(["simulate", "tiny", *SHORT]) == 2
-    assert "tiny cannot be read (No such file or directory); tiny_other would be known" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "tiny cannot be read (No such file or directory); with the program come tiny_other" in error
     cost.write(made_up(machine=cost.this_machine(), model="tiny"), str(tmp_path / "tiny_this.json"))
     assert main(["simulate", *SHORT]) == 0
     assert "tiny: times of" in capsys.readouterr().out

@@ -147,7 +147,7 @@ class EngineCore:
         return Descriptions(states, external.ended(external_id))
 
     def look(self, asked: Look) -> Seen:
-        """The engine as it is now, for who watches it, or one of its blocks."""
+        """The engine's state now, for a viewer, or the content of one of its blocks."""
         if isinstance(asked, GetBlock):
             return block_content(self.scheduler, asked.block)
         return view(self.scheduler, asked.first_block, self._clock())
@@ -219,7 +219,7 @@ class EngineCore:
         return self.scheduler.update(output)
 
     def _learn_cost(self, step: StepInFlight, output: ModelOutput) -> None:
-        """Learn from the time of a step of decodes. One for which drafts were looked for in vain is like no other."""
+        """Learn from the time of a step of decodes, but for one whose drafter found nothing: it fits no kind."""
         drafted = output.drafted or ()
         num_rows, most_drafts = len(step.sampling) + sum(drafted), max(drafted, default=0)
         if step.drafted and not most_drafts:
@@ -228,7 +228,7 @@ class EngineCore:
             self.scheduler.measured(self._step_cost.rates(self.scheduler.rates))
 
     def lose_workers(self, cause: str, *, are_ended: bool = False) -> list[Produced]:
-        """The workers have died of `cause`, or for that reason `are_ended` by us, with nothing in flight. Every
+        """The workers died of `cause`, or because of it `are_ended` by us; nothing is in flight any more. Every
         unfinished request keeps its tokens and waits for resume(); until then begin() does nothing, and all else works
         as ever. Returns the requests that end by it."""
         now_s = self.meter.now_s = self._clock()

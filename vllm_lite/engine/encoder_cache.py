@@ -64,7 +64,7 @@ class EncoderCache(SidePart[None]):
         self._held: OrderedDict[bytes, int] = OrderedDict()
         """Vectors of each medium that the workers have, the least recently used first."""
         self.on_encode: Callable[[Seq, Media], None] | None = None
-        """Called with each medium that the step in the making computes, or that has been computed aside, and with the
+        """Called with each medium that the step being scheduled computes, or that has been computed aside, and with the
         sequence that reads it first."""
         self._arriving: set[bytes] = set()
         """Held, and on their way to the workers from a tier below."""
@@ -74,13 +74,13 @@ class EncoderCache(SidePart[None]):
         self._aside: dict[bytes, tuple[Seq, Media]] = {}
         """Held, and being computed in pieces; by digest, with the sequence that reads it first."""
         self.others_decode: Callable[[], bool] = lambda: False
-        """Whether sequences decode in the step in the making that are not to be held up."""
+        """Whether sequences decode in the step being scheduled that are not to be held up."""
         self.most_beside: Callable[[], int] | None = None
         """The most tokens of media that a step computes beside them; None: any number."""
         self._given: dict[Seq, int] = {}
-        """How many of these each sequence has of the step in the making."""
+        """How many of these each sequence has of the step being scheduled."""
         self._is_computing = False
-        """Whether the step in the making computes some, or the rest of some, itself."""
+        """Whether the step being scheduled computes some, or the rest of some, itself."""
         self._doomed: set[bytes] = set()
         """Held, and to be freed once nobody reads them."""
         self._entries: list[Entry] = []
@@ -210,7 +210,7 @@ class EncoderCache(SidePart[None]):
             self.learn(result.encoded)
 
     def learn(self, encoded: Iterable[bytes]) -> None:
-        """The workers have computed these media aside, or will have for the step in the making."""
+        """The workers have computed these media aside, or will have for the step being scheduled."""
         for digest in encoded:
             if (found := self._aside.pop(digest, None)) is not None:
                 self._is_computed(*found)

@@ -37,8 +37,8 @@ class Request:
     A request that is sent again with samples that have tokens begins with a sequence for each of them instead, and they
     share the prompt's blocks through the prefix cache alone.
 
-    `media` lie in the prompt, and the hash of each block in which some lie depends on them; `contents` has what an
-    encoder reads of them, by their digests.
+    `media` have placeholders in the prompt, and are part of the hash of every block with such placeholders;
+    `contents` has what an encoder reads of them, by their digests.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Request:
         self.adapter = adapter
         self.num_prompt = len(message.prompt) // 4
         self.marks = tuple(sorted({mark for mark in message.marks if 0 < mark <= self.num_prompt}))
-        """Places in the prompt, in tokens, from which others are likely to go on: ends of its messages, of a state."""
+        """Positions in the prompt from which other prompts are likely to differ: ends of messages."""
         self.media = message.media
         self.contents = {each.digest: each.content for each in message.contents}
         self.is_guided = bool(message.params.grammar)

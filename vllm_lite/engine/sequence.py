@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 NO_TAIL = 2**63
-"""Behind the end of any sequence."""
+"""A position larger than that of any token: there is no mark."""
 
 
 class Status(Enum):
@@ -31,8 +31,8 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """`num_computed` chases `num_tokens`; there is no other notion of prefill or decode. The KV manager owns the tables
-    and hashes, and what of the KV is cached, parked on the host or shared; Queues owns the status and the handle.
+    """`num_computed` grows up to `num_tokens`; there is no other notion of prefill or decode. The KV manager owns the
+    tables and hashes, and what of the KV is cached, parked on the host or shared; Queues the status and the handle.
 
     num_tokens     tokens known here
     num_pending    tokens that steps in flight will add, if all their drafts are right; the workers know them before the
@@ -91,7 +91,7 @@ class Sequence:
     prompt_end: int = field(init=False)
     """Positions up to which a single token is computed as a chunk of the prompt, too: where the prompt ends with a
     medium, whose vectors have to be there, its length, and else 0."""
-    is_settled: bool = field(init=False)
+    grammar_is_ready: bool = field(init=False)
     """Whether its grammar is known to be compiled, or it has none. Until then one step of it is in flight at most: that
     step may give it no token."""
     last_token_s: float | None = None
@@ -105,7 +105,7 @@ class Sequence:
         self.stop_ids = request.stop_ids
         self.unscored = self.index == 0 and request.lacks_scores
         self.prompt_end = self.num_prompt if request.media and request.media[-1].end == self.num_prompt else 0
-        self.is_settled = not request.is_guided
+        self.grammar_is_ready = not request.is_guided
 
     @property
     def seen_by_workers(self) -> bool:
@@ -150,27 +150,27 @@ class Sequence:
         return self.num_computed - self.num_drafted
 
     def drafts(self, count: int) -> None:
-        """The step in the making has `count` drafts of it."""
+        """The step being scheduled has `count` drafts of it."""
         self.num_pending += count
         self.num_computed += count
         self.num_drafted += count
 
     def take_back(self, count: int) -> None:
-        """The step with `count` drafts of it has its result: from here on they count as far as they are right. Those of
-        a sequence that has lost its place since are computed again."""
+        """Undo what drafts() assumed of a step whose result is here: the right drafts are added as tokens. A sequence
+        that was preempted since computes them again."""
         self.num_pending -= count
         if self.num_drafted:
             self.num_computed -= count
             self.num_drafted -= count
 
     def ends_before(self, num_tokens: int) -> None:
-        """It ends, and so many tokens that its last step gave lie behind that. Its state has taken them up."""
+        """It ends `num_tokens` before the last token of its step; its recurrent state already includes those."""
         if num_tokens and self.state is not None:
             self.state.is_ahead = True
 
     def get_nothing(self) -> None:
         """A step gave it no token, as its grammar is still being compiled: its last position is computed again, and not
-        written again. One that has lost its place since is computed again anyway."""
+        written again. A sequence that was preempted since is computed again anyway."""
         self.num_pending -= 1
         if self.num_computed == self.num_tokens:
             self.num_computed -= 1
@@ -196,7 +196,7 @@ class Sequence:
         self.num_pending = self.num_drafted = 0
         self.lookup = None
         self.unscored = self.index == 0 and self.request.lacks_scores
-        self.is_settled = not self.request.is_guided
+        self.grammar_is_ready = not self.request.is_guided
 
     def __repr__(self) -> str:
         return (

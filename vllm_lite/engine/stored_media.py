@@ -52,7 +52,7 @@ class StoredMedia(SidePart[MediaHit]):
         self._keys: dict[Sequence, dict[bytes, bytes]] = {}
         """By sequence and digest: the keys of vectors that may be found for it, and written."""
         self._due: list[tuple[bytes, Media]] = []
-        """Keys and media that the step in the making computes and that are to be written."""
+        """Keys and media that the step being scheduled computes and that are to be written."""
         self._stores: dict[Ticket, tuple[bytes, int]] = {}
         """Keys on their way to the tier, and how many vectors each has."""
         self._unwanted: set[bytes] = set()
@@ -66,7 +66,7 @@ class StoredMedia(SidePart[MediaHit]):
     # ---- written
 
     def _encoded(self, sequence: Sequence, medium: Media) -> None:
-        """Have vectors written that the step in the making computes, unless they are kept or on their way."""
+        """Have vectors written that the step being scheduled computes, unless they are kept or on their way."""
         key = self._key(sequence, medium)
         if key is None or not sequence.request.has_lasting_keys:
             return

@@ -155,8 +155,8 @@ class ModelRunner:
         return logits
 
     def _shown(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Hidden states and logits of a step that is eager for nothing but that it shows hidden states, if it is
-        recorded."""
+        """Hidden states and logits of a decode step that would be eager only because hidden states are wanted, if there
+        is a program that shows them."""
         forward = self.forward
         if inputs.reads or inputs.vectors is not None or not isinstance(forward, DecodeGraphs):
             return None

@@ -130,7 +130,7 @@ class Worker:
         """Load the weights and report what would fit beside them. Raises ModelError or ConfigError.
 
         `communicator`: the connection to the ranks that share the model; None if this one has it to itself. `ahead`
-        packs weights since before there was a model.
+        has packed weights since before the model was built.
         """
         self.communicator = communicator or SingleRank(self.device.torch)
         spec, folder = self.spec, self.config.tokenizer
@@ -482,7 +482,7 @@ class _LoadReport:
 
 
 def _log_ropes(spec: ModelSpec, max_model_len: int) -> None:
-    """Say what all requests get from how long one may become."""
+    """Log the rope settings that depend on max_model_len."""
     for rope in dict.fromkeys(layer.rope for layer in spec.layers):
         if rope is not None and (pinned := rope.pinned(max_model_len)) is not None:
             logger.info("rope: %s", pinned)

@@ -35,7 +35,7 @@ HEARTBEAT_TIMEOUT_S = 30.0
 RECOVERY_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 2.0
 MAX_MOVES = 3
-"""How often a stream goes on in another engine: one that ends engines is not to end them all."""
+"""How often a stream goes on in another engine: a request that crashes engines must not crash all of them."""
 
 _OF_AN_EPOCH = (api.OutputBatch, api.Heartbeat, api.Recovering, api.Recovered)
 
@@ -287,11 +287,11 @@ class Session(AnySession):
             self._lose(message.reason)
 
     def _on_refused(self, message: api.Refused) -> None:
-        """It was restarted and does not know this client."""
+        """The engine was restarted and does not know this client."""
         self._lose(f"the engine at {self.address} was restarted and refused us: {message.reason}")
 
     def _check(self) -> None:
-        """Notice that the connection is lost, that the engine's end was reported, or that it owes us and is silent."""
+        """Notice a lost connection, a reported end of the engine, or an engine that has open requests and is silent."""
         if self.link.lost() or self.link.reported_end is not None:
             self._receive()  # what was sent before the end counts
             if self.link.reported_end is not None:

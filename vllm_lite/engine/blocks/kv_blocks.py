@@ -134,8 +134,8 @@ class KVBlocks(CachePart[Tables]):
         return admission(self.pool.num_usable, self.pool.num_free, required, self.watermark_blocks)
 
     def may_admit(self, sequence: Sequence, found: Tables, num_tokens: int, *, in_parts: bool) -> bool:
-        """A step moves only so many blocks. If the hit lies on the host it may load a part of it; else, and unless
-        `in_parts`, what the sequence's blocks evict is being demoted if this is False."""
+        """A step moves only so many blocks. A hit in host memory may be loaded in parts. False otherwise, unless
+        `in_parts`: cached blocks that the sequence would evict are being copied to the host first."""
         num_on_host = self._num_on_host(found)
         if self.host is None or (in_parts and num_on_host):
             return True
@@ -262,8 +262,8 @@ class KVBlocks(CachePart[Tables]):
         return self.swapping.parked
 
     def may_swap_out(self, sequence: Sequence) -> bool:
-        """It will write to its last blocks, one of each group. Those that leave come back as its own; one that stayed
-        because the step may not move more would still be others' too."""
+        """It will write to its last blocks, one of each group. Swapped blocks return unshared; a shared one that stays
+        because the step may not move more must not be written."""
         num_computed = sequence.num_computed
         if self.swapping.may_move(len(self.groups)) or num_computed % self.block_size == 0:
             return True

@@ -54,7 +54,7 @@ class KVCacheManager:
     # ---- the step
 
     def begin_step(self) -> None:
-        """Start the next step: what the one before moves and leaves is there for it."""
+        """Start the next step: blocks that the step before moved or freed can be used from now on."""
         for part in self.parts:
             part.begin_step()
 
@@ -81,7 +81,7 @@ class KVCacheManager:
 
     @property
     def computes(self) -> bool:
-        """Whether the step that has been made takes longer by what is no token: in it, or beside it."""
+        """Whether the step that has been made takes longer by work other than tokens, such as images."""
         for part in self._others:  # noqa: SIM110  # as above
             if part.computes:
                 return True
@@ -144,7 +144,7 @@ class KVCacheManager:
         searches = [part.search(sequence) for part in self.parts]
         length = reach = searches[0].longest(len(sequence.block_hashes))
         num_agreed, turn = 1, 0
-        while num_agreed < len(searches):  # what one cannot go on from, no other may offer
+        while num_agreed < len(searches):  # until all parts agree on one length
             turn = (turn + 1) % len(searches)
             found = searches[turn].longest(length)
             num_agreed, length = num_agreed + 1 if found == length else 1, found
@@ -197,7 +197,7 @@ class KVCacheManager:
 
         Call it after may_admit() for as many tokens or more. On a hit of the whole sequence all of it is shared and
         only the last token is computed again, for its logits; its KV is in the cache already and is not written. False:
-        the hit lies on the host and a step moves only so much: the sequence is parked, and swap_in() goes on with it.
+        the hit is in host memory and one step may not move all of it: the sequence is parked, and swap_in() goes on.
         """
         by_part = list(zip(self.parts, hit.found, strict=True))
         sequence.lookup = None
@@ -265,7 +265,7 @@ class KVCacheManager:
     # ---- sharing and leaving
 
     def can_fork(self, parent: Sequence, child: Sequence, num_scheduled: int = 0) -> bool:
-        """Whether the parent still holds all that computing the child's last token reads; the step in the making
+        """Whether the parent still holds all that computing the child's last token reads; the step being scheduled
         computes `num_scheduled` tokens of the parent."""
         position = child.num_tokens - 1
         return parent.num_computed >= position and all(
@@ -273,8 +273,9 @@ class KVCacheManager:
         )
 
     def fork(self, parent: Sequence, child: Sequence, num_scheduled: int = 0) -> list[Entry]:
-        """`child` shares what its tokens need, which are the parent's first ones. Its last token is computed again, for
-        its logits. Returns what the workers have to know of the parent, if the step in the making changes it."""
+        """`child` gets references to the parent's first blocks, as many as its tokens need. Its last token is computed
+        again, for its logits. Returns what the workers have to know of the parent, if the step being scheduled
+        changes it."""
         child.hash_root = parent.hash_root
         child.block_hashes = parent.block_hashes[: child.num_tokens // self.block_size]
         child.num_hashed_blocks = min(parent.num_hashed_blocks, len(child.block_hashes))
@@ -294,7 +295,7 @@ class KVCacheManager:
     # ---- swapping
 
     def num_stored(self, sequence: Sequence) -> int:
-        """Number of tokens that a sequence would get back from below memory if it gave up all that it has."""
+        """Number of tokens that could be loaded from disk again if the sequence gave up all that it has."""
         return max(part.num_stored(sequence) for part in self.parts)
 
     def swap_out(self, sequence: Sequence) -> bool:
@@ -354,7 +355,8 @@ class KVCacheManager:
 
     def lose_contents(self, sequences: Iterable[Sequence]) -> None:
         """The contents of all tiers are lost: nothing is found any more, and `sequences`, all the unfinished ones, hold
-        nothing. What the step in the making would have moved is dropped. Their hashes stay true of their tokens."""
+        nothing. What the step being scheduled would have moved is dropped. Block hashes remain
+        valid, since the tokens are the same."""
         for sequence in sequences:  # first of all: it leaves what others could find
             self.release(sequence)
         self._forget_cached()

@@ -61,7 +61,7 @@ class Search(Protocol[Found_co]):
 
 
 class CachePart(ABC, Generic[Found]):
-    """Each default is that of a part that is always at hand, moves nothing and never lacks room."""
+    """Each default is that of a part that is always available, moves nothing and never lacks room."""
 
     pool: BlockPool
     keeps = True
@@ -81,7 +81,7 @@ class CachePart(ABC, Generic[Found]):
 
     @abstractmethod
     def begin_step(self) -> None:
-        """Start the next step: what the one before moves and leaves is there for it."""
+        """Start the next step: what the step before moved or freed can be used from now on."""
 
     @property
     def is_moving(self) -> bool:
@@ -100,7 +100,7 @@ class CachePart(ABC, Generic[Found]):
 
     @property
     def computes(self) -> bool:
-        """Whether the step that has been made takes longer by what is no token: in it, or beside it."""
+        """Whether the step that has been made takes longer by work other than tokens, such as images."""
         return False
 
     def take_entries(self) -> list[Entry]:
@@ -112,7 +112,7 @@ class CachePart(ABC, Generic[Found]):
         return []
 
     def drop_ops(self) -> None:
-        """Forget the block program of the step in the making, and what the step before it had to leave."""
+        """Forget the block program of the step being scheduled, and what the step before it had to leave."""
         self.take_ops()
 
     # ---- sizes
@@ -224,7 +224,7 @@ class CachePart(ABC, Generic[Found]):
 
     @abstractmethod
     def can_fork(self, parent: Sequence, position: int, num_scheduled: int) -> bool:
-        """Whether a child can go on at `position`, which the parent has computed; the step in the making computes
+        """Whether a child can go on at `position`, which the parent has computed; the step being scheduled computes
         `num_scheduled` tokens of the parent."""
 
     @abstractmethod

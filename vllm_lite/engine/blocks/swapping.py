@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
 
 class Swapping:
-    """Writes the block program of the step in the making, within what is left of the bound. `cache(sequence, group,
+    """Writes the block program of the step being scheduled, within what is left of the bound. `cache(sequence, group,
     index, id)` makes a block findable on the device."""
 
     def __init__(
@@ -56,9 +56,9 @@ class Swapping:
         self.reserved = self.wanted = 0
         self.loading: dict[Sequence, int] = {}  # tickets of what parked sequences wait for
         self.ops: list[tuple[int, int, int]] = []
-        """The block program of the step in the making."""
+        """The block program of the step being scheduled."""
         self.on_demote: Callable[[abc.Iterable[bytes]], None] | None = None
-        """Called with the keys of cached blocks that the step in the making moves to the host."""
+        """Called with the keys of cached blocks that the step being scheduled moves to the host."""
         pool.on_evict = self._demote if host is not None else None
 
     # ---- the block program
@@ -77,7 +77,7 @@ class Swapping:
         return ops
 
     def drop_ops(self) -> None:
-        """Forget the block program of the step in the making, and what the step before it had to leave."""
+        """Forget the block program of the step being scheduled, and what the step before it had to leave."""
         self.ops = []
         self.reserved = self.wanted = 0
 

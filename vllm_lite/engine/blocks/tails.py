@@ -99,7 +99,7 @@ class BlockTails(PoolObserver):
         self._keys: dict[int, bytes] = {}
         self._ids: dict[bytes, int] = {}
         self._new: dict[bytes, int] = {}
-        """Tails that the step in the making writes: a copy made by the same step would come too early."""
+        """Tails that the step being scheduled writes: a copy made by the same step would come too early."""
         pool.observers.append(self)
 
     def begin_step(self) -> None:

@@ -19,7 +19,7 @@ class Admission(NamedTuple):
     watermark: int = 0
     total: int = 0
     lacks: str = "blocks"
-    """The kind of thing that a sequence waits for which may be admitted LATER."""
+    """If LATER: the kind of thing that the sequence waits for."""
     is_arriving: bool = False
     """Whether that is on its way, so that the sequence need not wait until others have left."""
 

@@ -96,7 +96,7 @@ class WriteThrough:
         self.go_on()
 
     def demoted(self, keys: Iterable[bytes]) -> None:
-        """These contents move to the host with the step in the making. What was missed of them is to be written now."""
+        """The step being scheduled moves these contents to the host: what was missed of them is to be written now."""
         if not self._missed:
             return
         hashes = list(dict.fromkeys(key[:-1] for key in keys if key in self._missed))

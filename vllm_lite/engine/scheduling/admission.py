@@ -30,9 +30,9 @@ class Admitter:
         self._options = queues.options
 
     def schedule_waiting(self, plan: StepPlan) -> None:
-        """Admit waiting sequences while the step has room, the batch has slots and the pool has blocks.
+        """Admit waiting sequences while the step has room, the batch has rows and the pool has blocks.
 
-        A prompt that waits behind shorter running ones loses nothing to those that pass it.
+        A prompt that waits behind shorter running ones is not delayed by sequences that overtake it.
         """
         running, max_num_seqs = self._queues.running, self._options.max_num_seqs
         blocked: list[Sequence] = []

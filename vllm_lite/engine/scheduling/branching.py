@@ -95,7 +95,7 @@ class Branching:
             child.admitted_s = child.queued_s
 
     def _fork(self, parent: Sequence, child: Sequence, entries: list[Entry], num_scheduled: int = 0) -> None:
-        """Let `child` run on the blocks of `parent`, of which the step in the making has `num_scheduled` tokens.
+        """Let `child` run on the blocks of `parent`, of which the step being scheduled has `num_scheduled` tokens.
         Without a row, or with a parent that is not on the device, it waits like a new one and finds what is cached."""
         queues, kv = self._queues, self._kv
         if (

@@ -50,8 +50,8 @@ class Options(NamedTuple):
 class Queues:
     """A sequence of an unfinished request is in one of the two queues, and its status says in which. The status is set
     here, but for a parked sequence whose blocks the KV manager takes: that one goes from SWAPPED to PREEMPTED there.
-    Without workers all of them wait. Those that may not even wait now are held: because others are tried, or because
-    they came while those before them are to end."""
+    Without workers all of them wait. Sequences in `held` are not scheduled either: because requests under suspicion
+    run first, or because the engine is about to pause."""
 
     def __init__(self, kv: KVCacheManager, policy: GuardedPolicy, meter: Meter, options: Options) -> None:
         self.options = options
@@ -207,7 +207,7 @@ class Queues:
             self.wait(sequence, Status.PREEMPTED)
 
     def introduce(self, sequence: Sequence) -> None:
-        """Give `sequence` a handle: the step in the making, or the next one, shows it to the workers."""
+        """Give `sequence` a handle: the step being scheduled, or the next one, shows it to the workers."""
         self.handles.introduce(sequence, self.step + 1)
 
     def take_entries(self) -> list[Entry]:

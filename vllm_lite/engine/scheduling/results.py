@@ -68,7 +68,7 @@ class Results:
         """Append the tokens that a step sampled for `sequence`, and drop from `tokens` those behind its end, if one of
         them ends it. This runs once per sequence and step."""
         sequence.num_pending -= 1
-        sequence.is_settled = True
+        sequence.grammar_is_ready = True
         num_before = num_tokens = sequence.num_tokens
         reason: FinishReason | None = None
         for token in tokens:
@@ -88,14 +88,14 @@ class Results:
         return reason
 
     def _give(self, sequence: Sequence, pooled: bytes) -> Produced:
-        """A prompt that is pooled is computed: with what was made of it the request ends."""
+        """A prompt that is pooled is computed: return its vector, and end the request."""
         sequence.num_pending -= 1
         self._end(sequence, "stop")
         return Produced(sequence.request, sequence.index, 0, [], reason="stop", pooled=pooled)
 
     def _withhold(self, sequence: Sequence) -> None:
         """A step gave `sequence` no token, because its grammar is still being compiled."""
-        if sequence.status is Status.SWAPPED:  # what its last position reads may have been left behind
+        if sequence.status is Status.SWAPPED:  # blocks that its last position reads may not have moved
             self._kv.release(sequence)
             sequence.status = Status.PREEMPTED
         sequence.get_nothing()

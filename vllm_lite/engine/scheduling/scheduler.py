@@ -1,6 +1,6 @@
 """The scheduler decides what every step computes. No socket, tensor, text or clock may enter here: time is an argument.
 
-There are no phases. A sequence's `num_computed` chases its tokens, and a step gives each sequence a number of them:
+There are no phases. A sequence's `num_computed` grows until it reaches its tokens; a step gives each a number of them:
 a whole prompt, a chunk of it, one decode token, one and some drafts. Running sequences that lack one token get it
 first, so that no stream stops for a prompt. Of what is left, the prompt that has been running longest gets half, and
 also what shorter prompts and newly admitted ones leave of the other half. Drafts take the tokens that are left over,
@@ -60,7 +60,7 @@ class Scheduler:
         """The life of the workers that compute the steps, or of the last ones if there are none."""
         self.has_workers = True
         self.is_paused = False
-        """Whether schedule() is not to be called, since somebody wants that; kept here for those who describe."""
+        """Whether a user has paused the engine, so that schedule() is not called; `describe` reads it."""
         self.counters = kv.counters
         self.meter = Meter(kv, self.max_len, options.draft_method)
         self.rates = Rates()
@@ -148,7 +148,7 @@ class Scheduler:
     # ---- workers come and go
 
     def lose_workers(self, cause: str, now_s: float, *, are_ended: bool = False) -> list[Produced]:  # noqa: ARG002
-        """All workers have died of `cause`, or `are_ended` by us, which is for a trace: drop the steps in flight,
+        """All workers died of `cause`, or `are_ended` by us (a trace alone records which): drop the steps in flight,
         and let every sequence wait with its tokens.
 
         Until resume() nothing may be scheduled; requests come and go as ever. Returns the requests that end by it.
@@ -171,7 +171,7 @@ class Scheduler:
         )
 
     def resume(self, generation: int, swap_blocks_per_s: float) -> None:
-        """Go on with new workers, which know nothing yet. Raises ValueError for a generation that has been."""
+        """Go on with new workers, which know nothing yet. Raises ValueError for a generation that is not newer."""
         if generation <= self.generation:
             raise ValueError(f"generation {generation} cannot follow {self.generation}: what is stale must look stale")
         self.generation = generation
@@ -209,8 +209,8 @@ class Scheduler:
         return None
 
     def _make_step(self, now_s: float) -> SchedulerOutput | None:
-        """Make a step of what can be had now. None: there is nothing to compute, or a step that computes nothing has
-        given up what the next one can have."""
+        """Make a step of what can be had now. None: there is nothing to compute, or an empty step has freed something
+        that the next one can use."""
         queues, max_tokens = self.queues, self.options.max_num_batched_tokens
         self.kv.begin_step()
         view = View(now_s, len(queues.running), len(queues.waiting), self.kv.pool.num_free, max_tokens)
@@ -248,8 +248,8 @@ class Scheduler:
 
     def _choose_budget(self, view: View) -> int:
         """The most tokens of the next step: as the policy says, and no more than max_itl_s has time for while anybody
-        waits for a next token. Every such sequence has room, and the prompts for what their rate is measured by, and
-        for what cannot be cut."""
+        waits for a next token. There is always room for one token of each such sequence, for as many prompt tokens as
+        measure their rate, and for an image that cannot be split."""
         options, budget = self.options, view.max_num_batched_tokens
         if not options.chunked_prefill:  # prompts cannot be cut to it
             return budget
@@ -279,7 +279,7 @@ class Scheduler:
             index += 1
             pending = sequence.num_pending
             end = sequence.num_tokens + pending
-            if pending and (end >= sequence.max_len or sequence.request.beam or not sequence.is_settled):
+            if pending and (end >= sequence.max_len or sequence.request.beam or not sequence.grammar_is_ready):
                 continue  # its last token may be on its way, or what comes next depends on it
             if end - sequence.num_computed > 1 or end <= sequence.prompt_end:
                 plan.prompts.append(sequence)
@@ -290,7 +290,7 @@ class Scheduler:
             if end > sequence.num_slots:
                 growth = self._preemption.grow(sequence, end, running[index - 1 :], plan)
                 if growth is None:
-                    index -= 1  # it is gone; what stood behind it has moved up
+                    index -= 1  # it is gone; the next sequence has its index now
                     continue
                 if growth.new_ids:
                     entry = Continue(sequence.handle, 1, growth.new_ids)

@@ -1,4 +1,4 @@
-"""StepPlan: the step in the making, from an empty budget to the entries that the workers get."""
+"""StepPlan: the step being scheduled, from an empty budget to the entries that the workers get."""
 
 from collections.abc import Callable
 from itertools import zip_longest

@@ -12,7 +12,7 @@ from vllm_lite.protocol.step import BlockOp
 
 class HostStates:
     """Decides places, and writes the ops by which the workers move bytes, at most `max_moves` a step; `ops` is the
-    block program of the step in the making."""
+    block program of the step being scheduled."""
 
     def __init__(self, num_states: int, first_id: int, max_moves: int, histories: StateHistories) -> None:
         self.num_states = num_states
@@ -38,7 +38,7 @@ class HostStates:
 
     @property
     def may_move(self) -> bool:
-        """Whether the step in the making may move one more."""
+        """Whether the step being scheduled may move one more."""
         return self._left > 0
 
     def begin_step(self) -> None:

@@ -70,7 +70,7 @@ class StateSlots(CachePart[StateHit]):
         self.block_size = block_size
         self.others_hold: Callable[[], list[list[int]]] = list
         """Slots that are referenced though no sequence has them: those on their way from or to another tier."""
-        self._begins: dict[Seq, int] = {}  # where sequences are read that go on elsewhere in the step in the making
+        self._begins: dict[Seq, int] = {}  # where sequences are read that go on elsewhere in the step being scheduled
         self._promised: dict[bytes, Seq] = {}
         """States that steps to come will leave, and of which sequence."""
         self.num_missing_tokens = 0

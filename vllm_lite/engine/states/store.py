@@ -21,8 +21,8 @@ class StateStore:
     """Gives out slots; the workers' kernels read and write them.
 
     blank        slots with nothing in them, held here
-    read         sources of the step in the making, each held once
-    unpublished  states that the step in the making leaves, for others to find
+    read         sources of the step being scheduled, each held once
+    unpublished  states that the step being scheduled leaves, for others to find
     num_saved    states that could be found since the start; `num_evicted` of them were pushed out
     """
 

@@ -227,7 +227,7 @@ def listen(listener: socket.socket) -> None:
         listener.listen()
     except OSError as error:
         where = ":".join(map(str, listener.getsockname()[:2]))
-        raise ConfigError(f"cannot listen on {where}: {error.strerror}; choose another") from error
+        raise ConfigError(f"cannot listen on {where}: {error.strerror}; choose another --port") from error
 
 
 async def started(server: uvicorn.Server, listener: socket.socket) -> asyncio.Future[None]:

@@ -179,6 +179,6 @@ def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Na
     if unknown:
         parser = getattr(arguments, "parser", parser)
         flags = [flag for action in parser._actions for flag in action.option_strings]  # noqa: SLF001
-        near = get_close_matches(unknown[0].split("=")[0], flags, 1)
+        near = get_close_matches(unknown[0].split("=")[0], flags, 1, cutoff=0.7)
         parser.error(f"unknown argument {unknown[0]!r}" + (f"; did you mean {near[0]}?" if near else ""))
     return arguments

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # httpx is imported when a server is asked
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="MODEL", nargs="?", help="folder of a Hugging Face checkpoint, or 'demo'")
+    parser.add_argument("folder", metavar="MODEL", nargs="?", help="checkpoint's folder, GGUF file, hub id, or 'demo'")
     server_flags.add_server_flags(parser)
     parser.add_argument("-q", "--quick", metavar="MESSAGE", help="send one message, print the answer, and exit")
     parser.add_argument("--system-prompt", metavar="TEXT")

@@ -91,8 +91,12 @@ def _times(arguments: argparse.Namespace, measured: dict[str, Any] | None) -> "S
         if not arguments.json:
             print(f"{shipped.model}: {fit.describe(shipped)}")
         return shipped
-    if (arguments.fit is None) == (arguments.fitted is None):
+    if arguments.fit is not None and arguments.fitted is not None:
         raise ConfigError("give either FILE, which --save wrote, or --fit TRACE")
+    if arguments.fit is None and arguments.fitted is None:
+        known = f", or name those of another: {', '.join(cost.shipped())}" if cost.shipped() else ""
+        lack = "the program has no times of a machine like this one"
+        raise ConfigError(f"{lack}; record some (serve --record TRACE, then --fit TRACE){known}")
     if arguments.fit is None:
         return cost.read(arguments.fitted)
     recording = Recording(arguments.fit).read()

@@ -274,7 +274,7 @@ def shared_memory() -> Iterator[Line]:
 
     place = "/dev/shm"  # noqa: S108 - looked at, not written
     free, several = shutil.disk_usage(place).free, len(machine.gpus()) > 1
-    text = f"{place} has {_gib(free)} free, which NCCL needs between GPUs and nothing else does"
+    text = f"{place} has {_gib(free)} free; only NCCL needs it, between GPUs"
     advice = "give a container --shm-size 1g, or --ipc host" if several and free < MIN_SHM else None
     yield ok_or_warn("shared memory", text, advice)
     try:

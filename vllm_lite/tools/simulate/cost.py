@@ -115,7 +115,7 @@ def read(path: str) -> StepTimes:
     try:
         found = msgspec.json.decode(known.get(path, Path(path)).read_bytes(), type=StepTimes)
     except OSError as error:
-        names = f"; {', '.join(known)} would be known" if known else ""
+        names = f"; with the program come {', '.join(known)}" if known else ""
         raise ConfigError(f"{path} cannot be read ({error.strerror}){names}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The seam at which a feature hangs onto a worker's steps.
+"""The interface by which a feature takes part in a worker's steps.
 
 A feature (adapters, recurrent states, pooling, ...) is a StepPart. It owns its columns of the persistent batch, puts
 into a step's inputs what it has to say of it, and acts around the forward pass. The batch and the model runner know

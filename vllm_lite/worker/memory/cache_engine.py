@@ -82,7 +82,7 @@ class CacheEngine:
         self._touch_ahead = TouchAhead(self.pool) if device.type == "cpu" and elements else None
 
     def take(self, pages: TouchAhead) -> None:
-        """Have the blocks of a CPU in zeros whose pages were begun to be made before the number of blocks was settled.
+        """Use memory whose pages were touched before the number of blocks was known, for the blocks of a CPU.
         To be called before anything is read or written: what is larger or of another size is left alone."""
         rows = pages.pool
         if rows.dtype == torch.uint8 and len(rows) >= self.num_blocks and rows[0].nbytes == self.pool[0].nbytes > 0:
