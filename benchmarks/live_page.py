@@ -156,7 +156,7 @@ def application(num_rows: int, updates_per_s: float) -> Any:
     from starlette.responses import JSONResponse, StreamingResponse
     from starlette.routing import Route
 
-    from vllm_lite.protocol.api import Stats
+    from vllm_lite.protocol.stats import Stats
     from vllm_lite.server.live.feed import event
     from vllm_lite.server.live.snapshot import EngineSnapshot
     from vllm_lite.server.pages import pages

@@ -12,7 +12,7 @@ import time
 from vllm_lite import AsyncClient, EngineConfig, RequestOutput, SamplingParams
 from vllm_lite.client.engines.launch import LaunchedEngine, launch
 from vllm_lite.errors import VllmLiteError
-from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.stats import Stats
 
 BEGINNING = (
     "Once upon a time there was a patient cat named Łucja. One windy day, the sky turned dark and a flood began. "

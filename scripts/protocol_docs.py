@@ -25,7 +25,7 @@ import protocol_example
 
 from vllm_lite.engine.client_port import GATHER_S, HEARTBEAT_S, MAX_PASS_MESSAGES, MAX_PASS_S, SLOW_READER_S
 from vllm_lite.engine.scheduling import external
-from vllm_lite.protocol import PROTOCOL_VERSION, adapters, api, codec, control, histograms, operations, params, step
+from vllm_lite.protocol import PROTOCOL_VERSION, adapters, api, codec, control, operations, params, stats, step
 from vllm_lite.protocol.codec import MAX_MESSAGE_BYTES
 from vllm_lite.transport import zmq
 from vllm_lite.transport.keys import ENV
@@ -41,7 +41,7 @@ DIRECTIONS = {
     "Worker to engine": codec.FromWorker,
 }
 HERE = "<!-- messages of clients -->\n"
-MODULES = (api, operations, adapters, histograms, params, step, control)
+MODULES = (api, operations, adapters, stats, params, step, control)
 Kind = type[msgspec.Struct]
 
 

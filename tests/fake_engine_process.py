@@ -12,19 +12,9 @@ import msgspec
 from tests.fakes import DEADLINE_S, welcome
 from vllm_lite import transport
 from vllm_lite.process_settings import EngineSettings
-from vllm_lite.protocol.api import (
-    Dying,
-    FromClient,
-    Generate,
-    GetStats,
-    Heartbeat,
-    Hello,
-    Ping,
-    Refused,
-    Stats,
-    ToClient,
-)
+from vllm_lite.protocol.api import Dying, FromClient, Generate, GetStats, Heartbeat, Hello, Ping, Refused, ToClient
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.runtime import supervise
 from vllm_lite.runtime.wakeup import Wakeup
 

@@ -21,13 +21,13 @@ from vllm_lite.protocol.api import (
     Hello,
     OutputBatch,
     Refused,
-    Stats,
     ToClient,
     Tokens,
     Welcome,
 )
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client, pack_tokens
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.runtime.wakeup import Wakeup
 
 DEADLINE_S = scaled(30.0)

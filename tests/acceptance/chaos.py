@@ -38,7 +38,7 @@ from tests.acceptance.chaos_report import Options, Report, quantiles, show
 from tests.acceptance.chaos_specs import Answer, References, branches, make_references
 from vllm_lite import AsyncClient
 from vllm_lite.errors import VllmLiteError
-from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.stats import Stats
 
 READY_S, DRAIN_S, END_S = 60.0, 90.0, 15.0
 PROGRESS_EVERY_S, LOOK_EVERY_S = 5.0, 0.5

@@ -20,7 +20,7 @@ import httpx
 import psutil
 
 from vllm_lite.client.engines import instances
-from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.stats import Stats
 
 START_S = 120.0
 POLL_S = 0.1

@@ -13,7 +13,7 @@ from tests.acceptance.structured_cases import SPELLED_END, Case, behind_thinking
 from vllm_lite import LLM, RequestOutput, SamplingParams
 from vllm_lite.config import demo_folder
 from vllm_lite.errors import VllmLiteError
-from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.stats import Stats
 
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
 NGRAM: dict[str, Any] = {"speculative_config": SPECULATION, "disable_adaptive_drafts": True}

@@ -9,7 +9,7 @@ import pytest
 from tests.checkpoints import make_checkpoint
 from tests.e2e.reference import GREEDY, NUM_TOKENS, TIE, Case, Reference, make_prompts, start, tokens_of
 from vllm_lite import SamplingParams
-from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.stats import Stats
 
 LENGTHS = [1, 7, 8, 9, 16, 24, 31, 33, 40, 64, 65, 100]
 MODELS: dict[str, dict[str, Any]] = {

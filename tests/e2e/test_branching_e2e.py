@@ -18,7 +18,7 @@ from tests.e2e.reference import Reference, make_prompts, start, tokens_of
 from vllm_lite import LLM, AsyncClient, BeamSearchParams, RequestOutput, SamplingParams
 from vllm_lite.client.outputs import BeamSearchSequence
 from vllm_lite.errors import RequestError
-from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.stats import Stats
 
 BLOCK = 8
 TIE = 1e-4

@@ -15,7 +15,7 @@ from vllm_lite import LLM, SamplingParams
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.client.prompt import TokensPrompt
 from vllm_lite.config import GIB
-from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.stats import Stats
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SLOTS = 24

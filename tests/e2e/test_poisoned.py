@@ -15,7 +15,7 @@ from tests.e2e.poisoned_worker import POISON, VARIABLE
 from vllm_lite import AsyncClient, RequestOutput, SamplingParams
 from vllm_lite.client.engines.launch import LaunchedEngine
 from vllm_lite.errors import RequestError
-from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.stats import Stats
 
 PATIENCE_S = scaled(90.0)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)

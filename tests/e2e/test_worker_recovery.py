@@ -19,7 +19,7 @@ from tests.e2e.test_processes import START_S, family, seconds_until
 from vllm_lite import AsyncClient, RequestOutput, SamplingParams
 from vllm_lite.client.engines.launch import LaunchedEngine
 from vllm_lite.errors import EngineDeadError
-from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.worker import process
 
 SILENCE_S = 1.5

@@ -12,9 +12,10 @@ from tests.fakes import DEADLINE_S, FakeEngine
 from vllm_lite.client.async_client import AsyncClient
 from vllm_lite.client.outputs import RequestOutput
 from vllm_lite.errors import EngineDeadError, EngineError, ModelError, RequestError
-from vllm_lite.protocol.api import Abort, Finished, Generate, GetStats, Refused, Stats, TokenLogprobs, Tokens
+from vllm_lite.protocol.api import Abort, Finished, Generate, GetStats, Refused, TokenLogprobs, Tokens
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.stats import Stats
 
 
 async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:

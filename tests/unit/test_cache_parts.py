@@ -13,7 +13,7 @@ from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.blocks.verdict import OK, Admission, Verdict
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.engine.states.slots import StateSlots
-from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.protocol.step import Entry
 
 

@@ -13,11 +13,11 @@ from vllm_lite.client.engines.session import MAX_MOVES, Session
 from vllm_lite.client.streams.stream import Event, StreamFailure
 from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.protocol import api
-from vllm_lite.protocol.api import Abort, Finished, ForkRequest, Generate, Stats, Tokens
+from vllm_lite.protocol.api import Abort, Finished, ForkRequest, Generate, Tokens
 from vllm_lite.protocol.codec import pack_tokens
-from vllm_lite.protocol.histograms import DraftCounts
 from vllm_lite.protocol.operations import OperationDone, PauseGeneration, ResumeGeneration
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.stats import DraftCounts, RestartCause, Stats
 
 PARAMS = SamplingParams(seed=7, max_tokens=16)
 
@@ -154,7 +154,7 @@ def test_questions_go_to_all_and_one_answer_comes_back(rig: Rig) -> None:
     asked = rig.session.request_stats()
     for count, engine in enumerate(rig.engines, 1):
         engine.expect(api.GetStats)
-        restarts: dict[api.RestartCause, int] = {"died": count}
+        restarts: dict[RestartCause, int] = {"died": count}
         places: dict[str, Any] = {"drafts_by": {"ngram": DraftCounts(count, 20, 8, [7, 1][:count])}}
         engine.send(Stats(num_running=count, restarts=restarts, life=count, recovering="died" * (count == 1), **places))
     stats = asked.result(DEADLINE_S)

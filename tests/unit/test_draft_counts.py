@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.unit.test_meter import Bench
 from vllm_lite.engine.observe.counters import FORCED
-from vllm_lite.protocol.histograms import DraftCounts
+from vllm_lite.protocol.stats import DraftCounts
 from vllm_lite.protocol.step import ModelOutput
 from vllm_lite.runtime.nested_settings import WITH_MODEL, Speculation
 from vllm_lite.trace.records import METHODS

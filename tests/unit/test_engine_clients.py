@@ -27,12 +27,12 @@ from vllm_lite.protocol.api import (
     OutputBatch,
     Ping,
     Refused,
-    Stats,
     ToClient,
     Welcome,
 )
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client, pack_tokens
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Delivery, connect, wait

@@ -18,9 +18,10 @@ from vllm_lite.client.llm import LLM
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError, EngineDeadError, ModelError, RequestError
-from vllm_lite.protocol.api import Abort, Dying, Generate, PrefixCacheReset, ResetPrefixCache, Stats, Tokens, Welcome
+from vllm_lite.protocol.api import Abort, Dying, Generate, PrefixCacheReset, ResetPrefixCache, Tokens, Welcome
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.stats import Stats
 
 TOKENIZER = Tokenizer(made.byte_level())
 TEMPLATE = (

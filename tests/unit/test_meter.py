@@ -15,12 +15,11 @@ from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import EngineCore, Lives, PoolSizes
 from vllm_lite.engine.observe.counters import FIRST_TOKEN_S, one_two_five
 from vllm_lite.engine.request import Produced
-from vllm_lite.protocol import api
 from vllm_lite.protocol.api import ForkRequest, Generate
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import KVGroupInfo, Ready
-from vllm_lite.protocol.histograms import Histogram, RequestHistograms
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.stats import Histogram, RequestHistograms, Stats
 from vllm_lite.protocol.step import NOT_FINITE
 
 VOCAB = 50
@@ -65,7 +64,7 @@ class Bench:
         raise AssertionError("requests are left")
 
     @property
-    def stats(self) -> api.Stats:
+    def stats(self) -> Stats:
         return copy.deepcopy(self.core.stats())
 
     @property

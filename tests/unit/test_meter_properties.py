@@ -7,8 +7,7 @@ import pytest
 
 from tests.recorded import Recorded
 from vllm_lite.engine.request import Request
-from vllm_lite.protocol import api
-from vllm_lite.protocol.histograms import RequestHistograms
+from vllm_lite.protocol.stats import RequestHistograms, Stats
 
 GAUGES = {
     *("num_running", "num_waiting", "num_blocks", "num_used_blocks", "num_cached_blocks"),
@@ -38,7 +37,7 @@ def test_nothing_that_is_counted_ever_falls(settings: dict[str, Any], seed: int)
         stats = recorded.core.stats()
         measured = stats.requests
         assert measured is not None
-        now = [getattr(stats, name) for name in api.Stats.__struct_fields__ if name not in GAUGES]
+        now = [getattr(stats, name) for name in Stats.__struct_fields__ if name not in GAUGES]
         for name in RequestHistograms.__struct_fields__:
             histogram = getattr(measured, name)
             now += [*histogram.counts, histogram.sum]

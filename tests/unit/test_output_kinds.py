@@ -14,17 +14,9 @@ from vllm_lite.client.async_client import AsyncClient
 from vllm_lite.client.outputs import Logprob, RequestOutput
 from vllm_lite.client.streams.sample import Cursor, Sample
 from vllm_lite.errors import ModelError
-from vllm_lite.protocol.api import (
-    Finished,
-    ForkRequest,
-    Generate,
-    GetStats,
-    PromptLogprobs,
-    Stats,
-    TokenLogprobs,
-    Tokens,
-)
+from vllm_lite.protocol.api import Finished, ForkRequest, Generate, GetStats, PromptLogprobs, TokenLogprobs, Tokens
 from vllm_lite.protocol.params import RequestOutputKind, SamplingParams
+from vllm_lite.protocol.stats import Stats
 
 
 async def settle(client: AsyncClient, engine: FakeEngine) -> None:

@@ -15,8 +15,8 @@ from vllm_lite.errors import ProtocolError
 from vllm_lite.protocol import api, codec, control, operations, step
 from vllm_lite.protocol.codec import Codec, pack_tokens, unpack_tokens
 from vllm_lite.protocol.external import AbortExternal, ExternalAborted, ExternalFound, FindExternal
-from vllm_lite.protocol.histograms import Histogram, RequestHistograms
 from vllm_lite.protocol.params import MAX_SEED, LogitRules, Sampling, SamplingParams
+from vllm_lite.protocol.stats import Histogram, RequestHistograms, Stats
 
 SAMPLING = Sampling(0.5, 3, 0.9, 0.1, 2**64 - 1, 0, 5)
 RULES = LogitRules(1.5, -0.5, 1.25, ((5, 2.5), (6, -100.0)), pack_tokens([5, 6, 7]), ((5,), (6, 7)))
@@ -83,7 +83,7 @@ MESSAGES: list[tuple[Codec, msgspec.Struct]] = [  # type: ignore[type-arg]
     (codec.engine_to_client, api.Heartbeat(1, 2)),
     (
         codec.engine_to_client,
-        api.Stats(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ended_by={"stop": 3, "error": 1}, requests=MEASURED),
+        Stats(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ended_by={"stop": 3, "error": 1}, requests=MEASURED),
     ),
     (
         codec.engine_to_client,

@@ -7,7 +7,7 @@ from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.observe.residency import BLOCK_S, Residency
 from vllm_lite.executor.simulated import VirtualClock
-from vllm_lite.protocol.histograms import Histogram
+from vllm_lite.protocol.stats import Histogram
 
 
 def make(num_blocks: int = 4, one_in: int = 1) -> tuple[BlockPool, VirtualClock, Residency]:

@@ -13,9 +13,10 @@ from tests.fakes import FakeEngine
 from vllm_lite.client.async_client import AsyncClient
 from vllm_lite.client.outputs import CompletionOutput, RequestOutput
 from vllm_lite.errors import RequestError
-from vllm_lite.protocol.api import Abort, Finished, ForkRequest, Generate, GetStats, Stats, TokenLogprobs, Tokens
+from vllm_lite.protocol.api import Abort, Finished, ForkRequest, Generate, GetStats, TokenLogprobs, Tokens
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.stats import Stats
 
 GONE = "request 'r' is not running; only a live request can be forked"
 

@@ -18,17 +18,9 @@ from vllm_lite.client.streams.stream import StreamFactory
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.engine.client_port import Outbox
 from vllm_lite.errors import RequestError
-from vllm_lite.protocol.api import (
-    Finished,
-    ForkRequest,
-    Generate,
-    GetStats,
-    PromptLogprobs,
-    Stats,
-    TokenLogprobs,
-    Tokens,
-)
+from vllm_lite.protocol.api import Finished, ForkRequest, Generate, GetStats, PromptLogprobs, TokenLogprobs, Tokens
 from vllm_lite.protocol.params import RequestOutputKind, SamplingParams
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.protocol.structured import StructuredOutputsParams, Thinking
 from vllm_lite.structured.compile import compile_grammar
 

@@ -18,8 +18,7 @@ from vllm_lite.client.engines.any_session import AnySession, Member
 from vllm_lite.client.media.image_pool import ImagePool
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineDeadError
-from vllm_lite.protocol.api import Stats
-from vllm_lite.protocol.histograms import BlockHistograms, DraftCounts, Histogram, RequestHistograms
+from vllm_lite.protocol.stats import BlockHistograms, DraftCounts, Histogram, RequestHistograms, Stats
 from vllm_lite.protocol.transfers import TierUsage
 from vllm_lite.server.calls.dispatcher import Dispatcher
 from vllm_lite.server.calls.registry import Calls, QueueLimits

@@ -15,8 +15,9 @@ from vllm_lite.client.engines.session import Session
 from vllm_lite.client.streams.stream import Event, StreamFactory, StreamFailure
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import EngineDeadError, EngineError, RequestError
-from vllm_lite.protocol.api import Abort, Finished, Stats, TokenLogprobs, Tokens, Welcome
+from vllm_lite.protocol.api import Abort, Finished, TokenLogprobs, Tokens, Welcome
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.server.calls import registry as calls_module
 from vllm_lite.server.calls import response as answer_module
 from vllm_lite.server.calls.call import Call

@@ -23,7 +23,6 @@ from vllm_lite.protocol.api import (
     Heartbeat,
     PrefixCacheReset,
     ResetPrefixCache,
-    Stats,
     ToClient,
     TokenLogprobs,
     Tokens,
@@ -31,6 +30,7 @@ from vllm_lite.protocol.api import (
 from vllm_lite.protocol.codec import engine_to_client
 from vllm_lite.protocol.external import AbortExternal, ExternalAborted, ExternalFound, FindExternal
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Delivery
 

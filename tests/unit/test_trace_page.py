@@ -23,7 +23,7 @@ from tests.unit.test_cli_trace import make_trace
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.engine.observe.view import block_bytes, view
 from vllm_lite.errors import ProtocolError
-from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.live.snapshot import COUNTS, row_of
 from vllm_lite.tools.cli import main

@@ -19,10 +19,11 @@ from vllm_lite.errors import EngineDeadError, EngineError, ModelError, VllmLiteE
 from vllm_lite.executor.base import Failure, WorkersLostError
 from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
-from vllm_lite.protocol.api import Abort, Dying, Generate, GetStats, Recovered, Recovering, RestartCause, Stats, Welcome
+from vllm_lite.protocol.api import Abort, Dying, Generate, GetStats, Recovered, Recovering, Welcome
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import AdapterRead, KVGroupInfo, Profiled, Ready, StepTiming
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.stats import RestartCause, Stats
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.runtime.wakeup import Wakeup
 

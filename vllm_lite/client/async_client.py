@@ -32,10 +32,11 @@ from vllm_lite.client.streams.stream import Event, RequestStream, StreamFactory,
 from vllm_lite.client.text.tokenizer import LONG_TEXT_CHARS
 from vllm_lite.client.token_classes import BACKGROUND, EntityFinder, classified, texts_of
 from vllm_lite.errors import EngineError, RequestError, VllmLiteError
-from vllm_lite.protocol.api import PrefixCacheReset, Stats, Welcome
+from vllm_lite.protocol.api import PrefixCacheReset, Welcome
 from vllm_lite.protocol.operations import PauseMode
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
 from vllm_lite.protocol.pooling import PoolingParams, PoolingTask
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.transport import KeysOption
 
 if TYPE_CHECKING:  # Jinja and Pillow are imported when they are needed

@@ -34,10 +34,11 @@ from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.client.token_classes import BACKGROUND, EntityFinder, classified, texts_of
 from vllm_lite.config import DEMO_MODEL, EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError, RequestError
-from vllm_lite.protocol.api import PrefixCacheReset, Stats, Welcome
+from vllm_lite.protocol.api import PrefixCacheReset, Welcome
 from vllm_lite.protocol.operations import PauseMode
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.pooling import PoolingParams, PoolingTask
+from vllm_lite.protocol.stats import Stats
 
 if TYPE_CHECKING:  # Jinja is imported when it is needed
     from vllm_lite.client.chat import ChatTokenizer, Conversation

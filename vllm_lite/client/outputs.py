@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from vllm_lite.client.text.detokenizer import Mark
-from vllm_lite.protocol.api import FinishReason
+from vllm_lite.protocol.stats import FinishReason
 
 
 @dataclass(slots=True)

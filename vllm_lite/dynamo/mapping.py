@@ -9,8 +9,8 @@ from typing import Any
 
 from vllm_lite.client.outputs import CompletionOutput, Logprob, RequestOutput
 from vllm_lite.errors import RequestError
-from vllm_lite.protocol.api import FinishReason
 from vllm_lite.protocol.params import MAX_SEED, RequestOutputKind, SamplingParams
+from vllm_lite.protocol.stats import FinishReason
 
 SAMPLING = (
     *("n", "best_of", "temperature", "top_p", "top_k", "min_p", "seed", "use_beam_search", "length_penalty"),

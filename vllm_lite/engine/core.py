@@ -36,9 +36,10 @@ from vllm_lite.engine.stored_media import StoredMedia
 from vllm_lite.engine.transfers import Transfers
 from vllm_lite.executor.base import Executor
 from vllm_lite.kv_disk.directory import hash_seed
-from vllm_lite.protocol.api import Descriptions, ForkRequest, Generate, PrefixCacheReset, Stats
+from vllm_lite.protocol.api import Descriptions, ForkRequest, Generate, PrefixCacheReset
 from vllm_lite.protocol.control import Ready
 from vllm_lite.protocol.encoder import GROWTH_ASIDE
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.protocol.step import ModelOutput
 from vllm_lite.protocol.view import GetBlock, Look, Seen
 from vllm_lite.runtime import log

@@ -26,9 +26,9 @@ from vllm_lite.engine.blocks.part import Forgotten, SidePart
 from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.sequence import Sequence as Seq
 from vllm_lite.engine.sequence import Status
-from vllm_lite.protocol.api import Stats
 from vllm_lite.protocol.encoder import MIN_ROOM, DemoteEncoded, Encode, EncodeAside, FreeEncoded, PromoteEncoded
 from vllm_lite.protocol.spans import Media
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.protocol.step import Entry, ModelOutput
 
 MAX_STEP_BYTES = 32 * 1024 * 1024

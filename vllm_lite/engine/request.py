@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_lite.engine.scheduling.beam import BeamSearch
 from vllm_lite.engine.sequence import Sequence
-from vllm_lite.protocol.api import FinishReason, Generate, PromptLogprobs, SampleSoFar, TokenLogprobs
-from vllm_lite.protocol.histograms import DraftCounts
+from vllm_lite.protocol.api import Generate, PromptLogprobs, SampleSoFar, TokenLogprobs
 from vllm_lite.protocol.params import SamplingParams
+from vllm_lite.protocol.stats import DraftCounts, FinishReason
 
 if TYPE_CHECKING:  # adapters know sequences
     from vllm_lite.engine.adapters import Adapter

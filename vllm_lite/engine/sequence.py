@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from vllm_lite.engine.blocks.table import BlockTable
 from vllm_lite.engine.blocks.verdict import Lookup
-from vllm_lite.protocol.api import FinishReason
 from vllm_lite.protocol.params import Sampling
+from vllm_lite.protocol.stats import FinishReason
 from vllm_lite.protocol.step import Continue
 from vllm_lite.runtime.prefix_hash import PrefixHasher
 

@@ -16,8 +16,8 @@ from vllm_lite.engine.blocks.part import PrefixHit, SidePart
 from vllm_lite.engine.blocks.verdict import OK, Admission
 from vllm_lite.engine.encoder_cache import EncoderCache
 from vllm_lite.engine.sequence import Sequence, Status
-from vllm_lite.protocol.api import Stats
 from vllm_lite.protocol.spans import Media
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.protocol.step import Entry
 from vllm_lite.protocol.transfers import MEDIUM, ForgetStored, LoadEncoded, StoreEncoded, Ticket
 from vllm_lite.runtime.prefix_hash import PrefixHasher

@@ -6,8 +6,8 @@ It has a file of its own so that an executor can be written, and the engine be r
 from typing import NamedTuple, Protocol
 
 from vllm_lite.errors import EngineDeadError, VllmLiteError
-from vllm_lite.protocol.api import RestartCause
 from vllm_lite.protocol.control import AdapterRead, BeginProfile, EndProfile, Profiled, Ready, StepTiming
+from vllm_lite.protocol.stats import RestartCause
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.protocol.transfers import Transfer, TransferAnswer
 from vllm_lite.transport.interface import Watched

@@ -1,4 +1,5 @@
-"""Architecture name -> model class, imported when first asked for. A new family is one file and one line in MODELS."""
+"""Architecture name -> model class, imported when first asked for. A new family is a line in MODELS, and a file here if
+its layers are no other family's; its config.json is read in checkpoint/families/."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace

@@ -9,7 +9,7 @@ api.py      client <-> engine
 adapters.py  client <-> engine: LoRA adapters that come and go
 external.py  client <-> engine: requests by the ids under which users know them
 view.py     client <-> engine: the engine as it is at a moment, for who watches it
-histograms.py  what Stats consists of
+stats.py    engine -> client: counts and measurements
 operations.py  client -> engine: pause, sleep, other weights
 step.py     engine -> worker -> engine, once per step
 control.py  engine <-> worker, outside the step: start, heartbeat, stop

@@ -13,12 +13,11 @@ from vllm_lite.protocol import Message
 from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, AdapterList, LoadAdapter, UnloadAdapter
 from vllm_lite.protocol.encoder import MediaContent
 from vllm_lite.protocol.external import AbortExternal, ExternalAborted, ExternalFound, ExternalId, FindExternal
-from vllm_lite.protocol.histograms import BlockHistograms, Counts, DraftCounts, RequestHistograms
 from vllm_lite.protocol.operations import Operation, OperationDone
 from vllm_lite.protocol.params import MAX_SAMPLES, SamplingParams
 from vllm_lite.protocol.pooling import MAX_POOLED_BYTES, PoolerInfo, Pooling
 from vllm_lite.protocol.spans import MAX_MEDIA, PromptMedia
-from vllm_lite.protocol.transfers import TierUsage
+from vllm_lite.protocol.stats import FinishReason, Stats
 from vllm_lite.protocol.view import Look, Seen
 
 MAX_PROMPT_BYTES = 16 * 1024 * 1024
@@ -30,9 +29,6 @@ Context = Annotated[bytes, Meta(max_length=MAX_CONTEXT_BYTES)]
 TokenBytes = Annotated[bytes, Meta(max_length=MAX_PROMPT_BYTES)]
 Pooled = Annotated[bytes, Meta(max_length=MAX_POOLED_BYTES)]
 """Numbers as little-endian float32."""
-FinishReason = Literal["stop", "length", "abort", "error"]
-RestartCause = Literal["died", "failed", "unreachable", "silent", "stuck", "engine"]
-"""What happened to a worker before its group was replaced; "engine": the engine itself was."""
 
 
 # ---- client -> engine
@@ -268,100 +264,6 @@ class OutputBatch(Message, tag="outputs"):
 class Heartbeat(Message, tag="heartbeat"):
     epoch: int
     step: int
-
-
-class Stats(Counts, tag="stats"):
-    """The engine's gauges and counters; counters run from its start. Blocks exclude the null block.
-
-    `cached_tokens` of the `prompt_tokens` were in the cache, `host_hits` of them on the host only. Of `cache_queries`
-    tokens looked up on the device, `host_queries` were not there and looked up on the host. `ended_by` counts requests
-    by the reason for which their last sample ended. `blocks` is None unless the engine follows some of its blocks.
-    `life` counts the engines at this address, `generation` the worker groups of this one. `recovering` says why a group
-    is being replaced, and is empty while one serves. `lost_s` is the time without workers, of all `restarts` together;
-    by these `recovered_requests` went on, `poisoned_requests` were ended because they had killed workers. State slots
-    are those of recurrent layers: sequences hold some, others have states that can be found. `state_missing_tokens` had
-    their KV in the cache, but no state that they could be gone on from. `expert_tokens` has for each layer how many
-    tokens each of its experts got, up to half a second ago; None unless that is counted. `is_paused` as by
-    PauseGeneration; `sleep_level` as by Sleep, None if awake; `model` is the folder whose weights are served, or will
-    be after the sleep. `running_adapters` and `waiting_adapters` are the names of the LoRA adapters of such requests.
-    `num_deferred` of those that wait do not wait for room: for their adapter, for workers, for the end of a pause, or
-    for others that are tried first. `drafts_by` has the drafts of each method, and `forced` ones of grammars.
-    `num_stored_keys` blocks and states can be found on disk; `num_writing_blocks` are on their way there, and so many
-    chains were not (`dropped_writes`). `loaded_tokens` came from there; of blocks and states `failed_loads` could not.
-    `disk` has what its workers count. `loaded_media` had their vectors from there, `encoded_media` from a tower.
-    """
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_blocks: int = 0
-    num_used_blocks: int = 0
-    num_cached_blocks: int = 0
-    peak_used_blocks: int = 0
-    steps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    swaps: int = 0
-    num_host_blocks: int = 0
-    num_used_host_blocks: int = 0
-    demoted_blocks: int = 0
-    promoted_blocks: int = 0
-    copied_blocks: int = 0
-    swapped_out_blocks: int = 0
-    swapped_in_blocks: int = 0
-    cache_queries: int = 0
-    host_queries: int = 0
-    host_hits: int = 0
-    drafts: int = 0
-    draft_tokens: int = 0
-    accepted_tokens: int = 0
-    rejected_requests: int = 0
-    corrupted_requests: int = 0
-    malformed_messages: int = 0
-    ended_by: dict[FinishReason, int] = msgspec.field(
-        default_factory=lambda: {"stop": 0, "length": 0, "abort": 0, "error": 0}
-    )
-    requests: RequestHistograms | None = None
-    blocks: BlockHistograms | None = None
-    life: int = 1
-    generation: int = 1
-    recovering: str = ""
-    restarts: dict[RestartCause, int] = msgspec.field(default_factory=dict)
-    recovered_requests: int = 0
-    poisoned_requests: int = 0
-    lost_s: float = 0.0
-    num_state_slots: int = 0
-    num_used_state_slots: int = 0
-    num_cached_states: int = 0
-    saved_states: int = 0
-    evicted_states: int = 0
-    state_missing_tokens: int = 0
-    num_host_states: int = 0
-    num_used_host_states: int = 0
-    demoted_states: int = 0
-    promoted_states: int = 0
-    expert_tokens: list[list[int]] | None = None
-    is_paused: bool = False
-    sleep_level: int | None = None
-    model: str = ""
-    running_adapters: list[str] = msgspec.field(default_factory=list)
-    waiting_adapters: list[str] = msgspec.field(default_factory=list)
-    num_deferred: int = 0
-    drafts_by: dict[str, DraftCounts] = msgspec.field(default_factory=dict)
-    num_stored_keys: int = 0
-    num_writing_blocks: int = 0
-    loaded_tokens: int = 0
-    failed_loads: int = 0
-    dropped_writes: int = 0
-    disk: TierUsage | None = None
-    encoded_media: int = 0
-    loaded_media: int = 0
-
-    @property
-    def rests(self) -> bool:
-        """Whether nothing is computed because somebody wants that."""
-        return self.is_paused or self.sleep_level is not None
 
 
 class AdmissionState(Message):

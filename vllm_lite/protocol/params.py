@@ -1,7 +1,8 @@
 """SamplingParams: what a user may ask of one request. The same struct is the user's class and the wire's.
 
-A parameter is declared here and nowhere else: the ranges that are checked, the fields of HTTP bodies and the documents
-follow from the annotation. One that the workers need is also a field of Sampling, which `for_worker` fills.
+A parameter is declared here: the ranges that are checked, the fields of OpenAI's bodies and the protocol's documents
+follow from the annotation; other dialects list what they take. One that the sampler reads is also a field of Sampling,
+which `for_worker` fills, one that changes logits a field of LogitRules (`logit_rules`).
 """
 
 from array import array

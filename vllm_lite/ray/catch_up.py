@@ -12,8 +12,8 @@ import msgspec
 from vllm_lite.client.engines.asking import Asking
 from vllm_lite.errors import EngineError
 from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo, LoadAdapter, UnloadAdapter
-from vllm_lite.protocol.api import Stats
 from vllm_lite.protocol.operations import OperationDone, PauseGeneration, Sleep, UpdateWeights
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.runtime import log
 
 Step = LoadAdapter | UnloadAdapter | UpdateWeights | Sleep | PauseGeneration

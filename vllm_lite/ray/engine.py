@@ -19,10 +19,11 @@ from vllm_lite.config import EngineConfig
 from vllm_lite.errors import EngineError, VllmLiteError
 from vllm_lite.protocol import api
 from vllm_lite.protocol.adapters import AdapterAnswer, LoadAdapter, UnloadAdapter
-from vllm_lite.protocol.api import Dying, Finished, FromClient, Generate, OutputBatch, Stats, Tokens
+from vllm_lite.protocol.api import Dying, Finished, FromClient, Generate, OutputBatch, Tokens
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
 from vllm_lite.protocol.external import AbortExternal, ExternalAborted, ExternalFound, FindExternal
 from vllm_lite.protocol.operations import OperationDone
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.ray.broadcast import broadcast
 from vllm_lite.ray.catch_up import Memory, ReplicaState, steps, take
 from vllm_lite.ray.config import KV_CACHE_USAGE

@@ -25,9 +25,10 @@ from vllm_lite.client.streams.open_stream import OpenStream, Sink
 from vllm_lite.client.streams.stream import Event, StreamFailure
 from vllm_lite.errors import EngineDeadError, EngineError, RequestError, VllmLiteError
 from vllm_lite.protocol.adapters import AdapterAnswer, AdapterInfo
-from vllm_lite.protocol.api import Dying, ForkRequest, FromClient, Generate, GetStats, OutputBatch, Stats, Welcome
+from vllm_lite.protocol.api import Dying, ForkRequest, FromClient, Generate, GetStats, OutputBatch, Welcome
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
 from vllm_lite.protocol.operations import OperationDone
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.protocol.view import EngineView, GetView
 from vllm_lite.ray.messages import HASH_BYTES, Answer, Introduction, Route
 from vllm_lite.runtime import log

@@ -3,7 +3,7 @@
 import msgspec
 from starlette.requests import Request
 
-from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.server.calls.registry import Calls
 from vllm_lite.server.openai.errors import ApiError
 

@@ -23,8 +23,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vllm_lite.client.media.image_pool import ImagePool
 from vllm_lite.config import GIB, EngineConfig
-from vllm_lite.protocol.api import RestartCause, Stats, Welcome
-from vllm_lite.protocol.histograms import Histogram
+from vllm_lite.protocol.api import Welcome
+from vllm_lite.protocol.stats import Histogram, RestartCause, Stats
 from vllm_lite.server.calls.registry import Calls
 
 PATH = "/metrics"

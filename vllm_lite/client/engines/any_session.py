@@ -10,7 +10,8 @@ from vllm_lite.client.engines.asking import A, Asking
 from vllm_lite.client.streams.open_stream import Sink
 from vllm_lite.errors import EngineError
 from vllm_lite.protocol.adapters import AdapterInfo
-from vllm_lite.protocol.api import ForkRequest, FromClient, Generate, Stats, Welcome
+from vllm_lite.protocol.api import ForkRequest, FromClient, Generate, Welcome
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.protocol.view import EngineView
 
 

@@ -8,9 +8,10 @@ from typing import TypeVar
 from vllm_lite.errors import EngineError
 from vllm_lite.protocol import api
 from vllm_lite.protocol.adapters import AdapterAnswer, LoadAdapter, UnloadAdapter
-from vllm_lite.protocol.api import FromClient, Stats
+from vllm_lite.protocol.api import FromClient
 from vllm_lite.protocol.external import AbortExternal, ExternalAborted, ExternalFound, FindExternal
 from vllm_lite.protocol.operations import Operation, OperationDone
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.protocol.view import BlockContent, EngineView, GetView
 
 STATS_TIMEOUT_S = 10.0

@@ -25,7 +25,7 @@ from msgspec import Meta
 from vllm_lite.client.engines.connection import RUN_DIR
 from vllm_lite.client.engines.session import Session
 from vllm_lite.errors import VllmLiteError
-from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.runtime.supervise import WORKER_NAME
 from vllm_lite.transport.zmq import answers
 

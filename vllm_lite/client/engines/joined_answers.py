@@ -11,13 +11,12 @@ import msgspec
 
 from vllm_lite.errors import EngineError
 from vllm_lite.protocol.adapters import AdapterAnswer
-from vllm_lite.protocol.api import Stats
-from vllm_lite.protocol.histograms import DraftCounts, Histogram
 from vllm_lite.protocol.operations import OperationDone
+from vllm_lite.protocol.stats import DraftCounts, Histogram, Stats
 
 _NAMES = ("running_adapters", "waiting_adapters")
 _LARGEST = ("life", "generation")
-"""Fields of Stats that number something; they are not added."""
+"""Fields of Stats that number something or are the largest of something; they are not added."""
 
 A = TypeVar("A")
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from vllm_lite.client.outputs import CompletionOutput, Logprob
 from vllm_lite.client.text.detokenizer import Detokenizer, Mark
 from vllm_lite.client.text.tokenizer import Tokenizer
-from vllm_lite.protocol.api import Finished, FinishReason, PromptLogprobs, TokenLogprobs, Tokens
+from vllm_lite.protocol.api import Finished, PromptLogprobs, TokenLogprobs, Tokens
+from vllm_lite.protocol.stats import FinishReason
 
 
 class Sample:

@@ -24,7 +24,7 @@ from vllm_lite.engine.blocks.write_through import WriteThrough
 from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.engine.states.place import Left
 from vllm_lite.engine.states.slots import StateSlots
-from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.protocol.step import Entry
 from vllm_lite.protocol.transfers import STATE, LoadBlocks, Ticket, Transfer
 

@@ -21,7 +21,7 @@ from vllm_lite.engine.blocks.tails import BlockTails
 from vllm_lite.engine.blocks.tier import Tier
 from vllm_lite.engine.blocks.verdict import OK, Admission, Verdict, admission
 from vllm_lite.engine.sequence import Sequence
-from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.protocol.step import Entry, ReplaceBlock
 
 ON_ITS_WAY = Admission(Verdict.LATER, lacks="swap", is_arriving=True)

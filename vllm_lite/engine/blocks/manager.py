@@ -13,7 +13,8 @@ from vllm_lite.engine.blocks.part import CachePart, Growth, Op, PrefixHit
 from vllm_lite.engine.blocks.tails import PromptTails
 from vllm_lite.engine.blocks.verdict import Admission, Lookup, Verdict
 from vllm_lite.engine.sequence import Sequence, Status
-from vllm_lite.protocol.api import PrefixCacheReset, Stats
+from vllm_lite.protocol.api import PrefixCacheReset
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.protocol.step import Entry, ModelOutput
 from vllm_lite.runtime.prefix_hash import PrefixHasher
 

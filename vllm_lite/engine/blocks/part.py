@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.blocks.verdict import OK, Admission
 from vllm_lite.engine.sequence import Sequence
-from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.protocol.step import Entry, ModelOutput
 
 Found = TypeVar("Found")

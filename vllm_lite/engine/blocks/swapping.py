@@ -21,7 +21,7 @@ from vllm_lite.engine.blocks.groups import KVGroup
 from vllm_lite.engine.blocks.pool import NULL_BLOCK, BlockPool
 from vllm_lite.engine.blocks.tier import AT_HAND, Tier
 from vllm_lite.engine.sequence import Sequence, Status
-from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.protocol.step import BlockOp
 
 

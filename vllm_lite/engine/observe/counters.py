@@ -12,8 +12,7 @@ from vllm_lite.engine.blocks.part import PrefixHit
 from vllm_lite.engine.observe.conversations import Conversations
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence
-from vllm_lite.protocol.api import FinishReason, Stats
-from vllm_lite.protocol.histograms import DraftCounts, Histogram, RequestHistograms, bounds
+from vllm_lite.protocol.stats import DraftCounts, FinishReason, Histogram, RequestHistograms, Stats, bounds
 from vllm_lite.protocol.step import ModelOutput
 
 # The bounds are those of vLLM's buckets, so that dashboards can compare.

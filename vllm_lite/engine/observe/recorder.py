@@ -19,9 +19,10 @@ from vllm_lite.engine.scheduling.rates import Rates
 from vllm_lite.engine.scheduling.scheduler import Scheduler
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.errors import ConfigError
-from vllm_lite.protocol.api import FinishReason, PrefixCacheReset
+from vllm_lite.protocol.api import PrefixCacheReset
 from vllm_lite.protocol.encoder import DemoteEncoded, Encode, EncodeAside, FreeEncoded, PromoteEncoded
 from vllm_lite.protocol.spans import Media
+from vllm_lite.protocol.stats import FinishReason
 from vllm_lite.protocol.step import Continue, Entry, Fork, ModelOutput, NewRequest, SchedulerOutput
 from vllm_lite.runtime import log
 from vllm_lite.runtime.prefix_hash import DIGEST_BYTES, KeyedSpan, PrefixHasher

@@ -7,7 +7,7 @@ whether the pool is too small: blocks evicted soon after their last use would ha
 from collections.abc import Callable, Sequence
 
 from vllm_lite.engine.blocks.pool import BlockPool, PoolObserver
-from vllm_lite.protocol.histograms import BlockHistograms, Histogram, bounds
+from vllm_lite.protocol.stats import BlockHistograms, Histogram, bounds
 
 BLOCK_S = bounds("0.001 0.002 0.005 0.01 0.02 0.05 0.1 0.2 0.5 1 2 5 10 20 30 60 120 300 600 1200 1800")
 """The bounds of vLLM's buckets, so that dashboards can compare."""

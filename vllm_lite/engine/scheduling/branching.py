@@ -12,7 +12,8 @@ from vllm_lite.engine.scheduling.beam import Beam
 from vllm_lite.engine.scheduling.queues import Queues
 from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.errors import RequestError
-from vllm_lite.protocol.api import FinishReason, TokenLogprobs
+from vllm_lite.protocol.api import TokenLogprobs
+from vllm_lite.protocol.stats import FinishReason
 from vllm_lite.protocol.step import Entry, Fork, SetToken
 
 MAX_BEAM_EXCESS = 2

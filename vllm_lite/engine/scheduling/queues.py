@@ -15,7 +15,7 @@ from vllm_lite.engine.scheduling.handles import Handles
 from vllm_lite.engine.scheduling.policy import GuardedPolicy
 from vllm_lite.engine.scheduling.waiting_queue import WaitingQueue
 from vllm_lite.engine.sequence import Sequence, Status
-from vllm_lite.protocol.api import FinishReason
+from vllm_lite.protocol.stats import FinishReason
 from vllm_lite.protocol.step import Entry, Finish, Preempt
 
 

@@ -7,7 +7,7 @@ from vllm_lite.engine.scheduling.drafts import DraftLengths
 from vllm_lite.engine.scheduling.in_flight import StepInFlight
 from vllm_lite.engine.scheduling.queues import Queues
 from vllm_lite.engine.sequence import Sequence, Status
-from vllm_lite.protocol.api import FinishReason
+from vllm_lite.protocol.stats import FinishReason
 from vllm_lite.protocol.step import NOT_FINITE, ModelOutput
 
 

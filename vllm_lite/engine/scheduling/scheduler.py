@@ -33,7 +33,8 @@ from vllm_lite.engine.scheduling.waiting_queue import WaitingQueue
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.engine.workers.quarantine import Quarantine
 from vllm_lite.errors import RequestError
-from vllm_lite.protocol.api import FinishReason, PrefixCacheReset
+from vllm_lite.protocol.api import PrefixCacheReset
+from vllm_lite.protocol.stats import FinishReason
 from vllm_lite.protocol.step import Continue, Entry, ModelOutput, SchedulerOutput
 
 

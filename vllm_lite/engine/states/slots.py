@@ -24,7 +24,7 @@ from vllm_lite.engine.sequence import Status
 from vllm_lite.engine.states.histories import History
 from vllm_lite.engine.states.place import NO_SLOT, Left, Snapshot, StatePlace
 from vllm_lite.engine.states.store import KEY, StateStore
-from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.protocol.step import Entry, States
 
 LAST_MARKS = 2

@@ -10,7 +10,7 @@ from vllm_lite.engine.blocks.pool import BlockPool
 from vllm_lite.engine.states.histories import StateHistories
 from vllm_lite.engine.states.host import HostStates
 from vllm_lite.engine.states.place import Left
-from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.protocol.transfers import STATE
 
 KEY = STATE

@@ -10,8 +10,9 @@ from typing import NamedTuple, TypeVar
 from vllm_lite.client.engines.any_session import AnySession, Member
 from vllm_lite.client.engines.operations import OPERATION_TIMEOUT_S
 from vllm_lite.errors import EngineError, VllmLiteError
-from vllm_lite.protocol.api import Stats, Welcome
+from vllm_lite.protocol.api import Welcome
 from vllm_lite.protocol.operations import Operation, OperationDone
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.server.calls.call import Call, Reading
 from vllm_lite.server.calls.dispatcher import Dispatcher
 from vllm_lite.server.calls.response import PING_S

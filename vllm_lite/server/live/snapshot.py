@@ -8,8 +8,8 @@ from base64 import b64encode
 from collections.abc import Mapping
 from typing import Any
 
-from vllm_lite.protocol.api import Stats, Welcome
-from vllm_lite.protocol.histograms import Histogram
+from vllm_lite.protocol.api import Welcome
+from vllm_lite.protocol.stats import Histogram, Stats
 from vllm_lite.protocol.view import ConversationRow, EngineView, RequestRow
 from vllm_lite.server.live_requests import WHY
 

@@ -13,7 +13,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from vllm_lite.client.streams.stream import RequestStream
-from vllm_lite.protocol.api import Finished, FinishReason, TokenLogprobs, Tokens
+from vllm_lite.protocol.api import Finished, TokenLogprobs, Tokens
+from vllm_lite.protocol.stats import FinishReason
 from vllm_lite.server.calls.call import Call
 from vllm_lite.server.generation import Asked, Generation
 from vllm_lite.server.http.disconnect import Threads

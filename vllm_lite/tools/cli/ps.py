@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from vllm_lite.client.engines.instances import Instance, clean, find
-from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.stats import Stats
 
 COLUMNS = ("pid", "kind", "model", "state", "up", "workers", "memory", "running", "waiting", "restarts", "address")
 NUMBERS = ("pid", "up", "workers", "memory", "running", "waiting", "restarts")

@@ -3,7 +3,7 @@
 from array import array
 from typing import Any
 
-from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.stats import Stats
 
 GAUGES = ("num_running", "num_waiting", "num_used_blocks", "num_cached_blocks")
 NUM_BEFORE = 120

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from vllm_lite.engine.observe.replay import Replay
-from vllm_lite.protocol.api import Stats
+from vllm_lite.protocol.stats import Stats
 from vllm_lite.trace.segments import segment_paths
 
 
