@@ -1,12 +1,13 @@
 """The block manager composes parts and knows none of them: a third one joins in without a change of it."""
 
+import ast
+import re
 from collections.abc import Sequence as Many
 from pathlib import Path
 
 import pytest
 
 from tests.scheduler_rig import Rig, expected
-from vllm_lite.engine.blocks import manager
 from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.part import CachePart, Forgotten, Growth, PrefixHit
 from vllm_lite.engine.blocks.pool import BlockPool
@@ -15,6 +16,16 @@ from vllm_lite.engine.sequence import Sequence
 from vllm_lite.engine.states.slots import StateSlots
 from vllm_lite.protocol.stats import Stats
 from vllm_lite.protocol.step import Entry
+
+PACKAGE = Path(__file__).parents[2] / "vllm_lite"
+HEARTS = (
+    "engine/scheduling/scheduler.py",
+    "engine/blocks/manager.py",
+    "worker/model_runner.py",
+    "worker/batch/input_batch.py",
+    "client/engines/session.py",
+)
+A_PART = re.compile(r"^class (\w+)\((?:Cache|Step|Side)Part\b(?!\[Found\])", re.MULTILINE)
 
 
 class NotePart(CachePart[int]):
@@ -120,10 +131,19 @@ def rig_with(part: NotePart, num_blocks: int = 20, **options: int | str) -> Rig:
     return Rig(num_blocks, more_parts=(part,), **options)  # type: ignore[arg-type]
 
 
-def test_the_manager_names_no_part() -> None:
-    text = Path(manager.__file__).read_text()
-    names = [KVBlocks.__name__, StateSlots.__name__, "kv_blocks", "state_slots", "self.states", "host_tier"]
-    assert [name for name in names if name in text] == []
+@pytest.mark.parametrize("heart", HEARTS)
+def test_a_heart_names_no_part(heart: str) -> None:
+    """A feature's part joins in where the engine or the worker is put together, and nowhere else."""
+    names = [name for path in PACKAGE.rglob("*.py") for name in A_PART.findall(path.read_text())]
+    assert {"KVBlocks", "StateSlots", "DiskTier", "EncoderCache", "StoredMedia", "Drafts", "Rules"} <= set(names)
+    code = ast.walk(ast.parse((PACKAGE / heart).read_text()))
+    said = {getattr(node, field, None) for node in code for field in ("id", "attr", "name")}
+    assert said & set(names) == set()
+
+
+def test_the_manager_asks_no_part_what_it_is() -> None:
+    text = (PACKAGE / HEARTS[1]).read_text()
+    assert [name for name in ("self.states", "host_tier", "disk_tier") if name in text] == []
     assert [line for line in text.splitlines() if "tails" in line and " if " in f" {line.strip()} "] == []
 
 
@@ -186,4 +206,6 @@ def test_what_one_part_cannot_move_is_computed_again() -> None:
 def test_a_part_that_is_not_there_is_named() -> None:
     with pytest.raises(LookupError, match="the cache has no StateSlots"):
         Rig().kv.part(StateSlots)
+    with pytest.raises(LookupError, match="keeps nothing beside memory"):
+        Rig().scheduler.stored_keys([], [])
     assert Rig().kv.part(KVBlocks).groups

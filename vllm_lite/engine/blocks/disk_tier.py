@@ -109,6 +109,10 @@ class DiskTier(SidePart[DiskHit]):
 
     # ---- messages
 
+    @property
+    def storing(self) -> "DiskTier":
+        return self
+
     def take_messages(self) -> list[Transfer]:
         """Take the transfers that workers are to make, behind the steps that have been made."""
         messages, self.writes.messages = self.writes.messages, []

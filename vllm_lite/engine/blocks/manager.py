@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Many
 from typing import Any, TypeVar
 
-from vllm_lite.engine.blocks.part import CachePart, Growth, Op, PrefixHit
+from vllm_lite.engine.blocks.part import CachePart, Growth, Op, PrefixHit, StoringPart
 from vllm_lite.engine.blocks.tails import PromptTails
 from vllm_lite.engine.blocks.verdict import Admission, Lookup, Verdict
 from vllm_lite.engine.sequence import Sequence, Status
@@ -51,6 +51,14 @@ class KVCacheManager:
     def optional_part(self, kind: type[Part]) -> Part | None:
         """The part of this class, if there is one."""
         return next((part for part in self.parts if isinstance(part, kind)), None)
+
+    @property
+    def storing(self) -> StoringPart:
+        """The part that keeps contents on a tier that is not memory. Raises LookupError if there is none."""
+        for part in self.parts:
+            if (found := part.storing) is not None:
+                return found
+        raise LookupError("the cache keeps nothing beside memory")
 
     # ---- the step
 

@@ -7,7 +7,7 @@ A part has a pool of its own and knows no other part.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Many
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -60,6 +60,19 @@ class Search(Protocol[Found_co]):
         """The beginning of that many blocks, of which `longest` has said that it is there."""
 
 
+class StoringPart(Protocol):
+    """A part whose contents workers move beside steps, to and from a tier that is not memory."""
+
+    def learn(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
+        """These contents can be loaded from now on, and those no more."""
+
+    def ended(self, ticket: int, failed: Collection[int] = ()) -> None:
+        """A transfer has ended, but for the contents at the places `failed`."""
+
+    def give_up(self, ticket: int) -> None:
+        """Let nobody wait for a load that takes too long."""
+
+
 class CachePart(ABC, Generic[Found]):
     """Each default is that of a part that is always available, moves nothing and never lacks room."""
 
@@ -76,6 +89,11 @@ class CachePart(ABC, Generic[Found]):
     """Whether clients should say where prompts are likely to part."""
     has_tails = False
     """Whether a sequence can go on in the middle of a block."""
+
+    @property
+    def storing(self) -> StoringPart | None:
+        """The part itself if it has its contents moved beside steps, and is to hear of it."""
+        return None
 
     # ---- the step
 

@@ -14,7 +14,6 @@ from collections import abc
 from collections.abc import Callable
 from itertools import islice
 
-from vllm_lite.engine.blocks.disk_tier import DiskTier
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.observe.counters import Meter
 from vllm_lite.engine.request import Produced, Request
@@ -188,15 +187,15 @@ class Scheduler:
 
     def stored_keys(self, added: abc.Sequence[bytes], removed: abc.Sequence[bytes]) -> None:
         """The tier has these contents from now on, and those no more."""
-        self.kv.part(DiskTier).learn(added, removed)
+        self.kv.storing.learn(added, removed)
 
     def transferred(self, ticket: int, failed: abc.Sequence[int]) -> None:
         """A transfer has ended, but for the contents at the places `failed`."""
-        self.kv.part(DiskTier).ended(ticket, failed)
+        self.kv.storing.ended(ticket, failed)
 
     def transfer_late(self, ticket: int) -> None:
         """Let nobody wait any longer for a load."""
-        self.kv.part(DiskTier).give_up(ticket)
+        self.kv.storing.give_up(ticket)
 
     # ---- schedule
 
