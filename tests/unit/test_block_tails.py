@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from tests.scheduler_rig import Rig, expected
+from tests.unit.test_cache_parts import NotePart
 from tests.unit.test_rates import Bench
+from vllm_lite.engine.blocks.part import PrefixHit
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.engine.request import Request
 from vllm_lite.engine.sequence import Sequence
@@ -17,6 +19,16 @@ from vllm_lite.protocol.params import SamplingParams
 
 STATE = [1, 2, 3, 4, 5, 6]
 """A block of 4 tokens, and half a block."""
+
+
+class AnywherePart(NotePart):
+    """Has a note behind any tokens."""
+
+    has_tails = True
+
+    def admit(self, sequence: Sequence, hit: PrefixHit, found: int, num_tokens: int) -> bool:  # noqa: ARG002
+        self.notes[sequence] = "in"
+        return True
 
 
 def copies(rig: Rig) -> int:
@@ -82,6 +94,29 @@ def test_only_the_same_tokens_are_found(state: list[int], params: dict[str, Any]
     rig.drain()
     assert cached(rig)[-1] == found
     assert rig.output("second") == expected([*state, 9, 9], 2)
+
+
+@pytest.mark.parametrize(("state", "found"), [(STATE, 6), ([1, 2, 3, 4, 5, 9], 4)])
+def test_every_part_has_to_have_a_tail(state: list[int], found: int) -> None:
+    """The second part can go on anywhere."""
+    rig = Rig(more_parts=(AnywherePart(),))
+    ask(rig, "first", [7, 8])
+    rig.drain()
+    rig.add("second", [*state, 9, 9], 2, marks=(6,))
+    rig.drain()
+    assert cached(rig)[-1] == found
+    assert rig.output("second") == expected([*state, 9, 9], 2)
+
+
+def test_describing_a_prompt_computes_no_key_of_a_tail() -> None:
+    rig = Rig()
+    (sequence,) = rig.add("first", [1, 2, 3], 1, marks=(2,)).sequences
+    assert not rig.kv.is_hashed(sequence), "it fills no block, and has a key to compute"
+    assert sequence.tail_keys is None
+    rig.kv.find_cached(sequence)
+    assert rig.kv.is_hashed(sequence)
+    (plain,) = rig.add("without marks", [1, 2, 3], 1).sequences
+    assert rig.kv.is_hashed(plain)
 
 
 def test_a_longer_hit_needs_no_copy() -> None:
