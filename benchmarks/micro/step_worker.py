@@ -1,5 +1,7 @@
 """The worker's process with a ledger, in which recorded programs measure each call. Entry point of a child."""
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -44,12 +46,20 @@ def _process_main(settings: WorkerSettings, stop: Wakeup) -> int:
 
 class _Profiles:
     """Keeps the times of the calls of recorded programs as they come, and sorts them only after the last step, so that
-    no step takes longer for it."""
+    no step takes longer for it. Names are read when a program is recorded: at the end, the model may be gone."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._kept: list[tuple[int, Program, NDArray[np.int64]]] = []
+        self._names: dict[Program, list[str]] = {}
         Program.replay = ledger.timed("program", self._replay)  # type: ignore[method-assign]
+        record = Program.record
+
+        def record_and_name(program: Program, run: Callable[[], None]) -> None:
+            record(program, run)
+            self._names[program] = call_names(program.names, program.first_arguments)
+
+        Program.record = record_and_name  # type: ignore[method-assign]
 
     def _replay(self, program: Program) -> None:
         self._kept.append((len(self._ledger.steps), program, program.profile()))
@@ -58,9 +68,7 @@ class _Profiles:
         """Write the times into the ledger as "call NAME", and the numbers of calls as "calls NAME"."""
         for number, program, times_ns in self._kept:
             step = self._ledger.steps[number]
-            for name, took_ns in zip(
-                call_names(program.names, program.first_arguments), times_ns.tolist(), strict=True
-            ):
+            for name, took_ns in zip(self._names[program], times_ns.tolist(), strict=True):
                 step[f"call {name}"] = step.get(f"call {name}", 0) + took_ns
                 step[f"calls {name}"] = step.get(f"calls {name}", 0) + 1
 
