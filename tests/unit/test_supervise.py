@@ -192,21 +192,6 @@ def test_a_stopped_child_is_seen_to_be_and_ends_at_once(tmp_path: Path, turn: in
     assert time.monotonic() - began_s < DEADLINE_S
 
 
-def wait_none_with(marker: str) -> None:
-    """Until no process has `marker` in its environment any more."""
-    deadline_s = time.monotonic() + DEADLINE_S
-    while left := [entry.name for entry in Path("/proc").iterdir() if entry.name.isdigit() and _has(entry, marker)]:
-        assert time.monotonic() < deadline_s, f"processes {left} live on"
-        time.sleep(0.01)
-
-
-def _has(process: Path, marker: str) -> bool:
-    try:
-        return marker.encode() in (process / "environ").read_bytes()  # that of a zombie is empty
-    except OSError:
-        return False
-
-
 @pytest.fixture
 def early() -> Iterator[int]:
     """The process of a child that waits for its settings."""
