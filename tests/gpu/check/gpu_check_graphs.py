@@ -20,7 +20,7 @@ from vllm_lite.kernels.cuda.attention.shared_prefix import Worth, cascade_lists
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.cuda.moe.experts import StackedExperts, Stacks
 from vllm_lite.kernels.cuda.moe.sorted_experts import SortedExperts
-from vllm_lite.kernels.cuda.weights.packed_linear import PackedLinear
+from vllm_lite.kernels.cuda.weights.packed_linear import FEW_ROWS, PackedLinear
 from vllm_lite.kernels.grouped import E2M1
 from vllm_lite.kernels.ops import Rotation
 from vllm_lite.kernels.routing import Chosen
@@ -172,11 +172,12 @@ def replayed_experts(layer: SortedExperts, device: torch.device, rows: int, top:
 
 
 def packed_linear(launcher: Launcher, device: torch.device, rows: int) -> str | None:
-    """Rows are read from memory; the inputs are so many that parts of them are summed up apart."""
+    """Rows are read from memory; the inputs are so many that parts of them are summed up apart. A row has the same bits
+    among the fewest rows that are multiplied in the same way; another way rounds in another order."""
     weight = random_weight(KINDS[0], (64, 4096), device)
     layer = PackedLinear(launcher, weight, torch.randn(64, device=device))
     x = torch.zeros(rows, 4096, dtype=torch.bfloat16, device=device)
-    captured, eager = (torch.full((rows, 64), torch.nan, dtype=x.dtype, device=device) for _ in range(2))
+    captured, eager = (torch.full((rows, 64), torch.nan, device=device) for _ in range(2))  # float32 hides no bit
     replay = capture(lambda: layer.forward(x, captured))
     for number in range(3):
         x.normal_()
@@ -184,10 +185,11 @@ def packed_linear(launcher: Launcher, device: torch.device, rows: int) -> str | 
         layer.forward(x, eager)
         if not torch.equal(captured, eager):
             return f"replay {number} differs by {(captured - eager).abs().max().item():g}"
-        alone = torch.empty_like(eager[:1])
-        layer.forward(x[rows // 2 :][:1], alone)
-        if not torch.equal(alone[0], eager[rows // 2]):
-            return f"replay {number}: a row alone has other bits"
+        last = x[-(FEW_ROWS + 1 if rows > FEW_ROWS else 1) :]
+        fewer = torch.full_like(eager[: len(last)], torch.nan)
+        layer.forward(last, fewer)
+        if not torch.equal(fewer[-1], eager[-1]):
+            return f"replay {number}: a row has other bits among {len(last)} rows"
     return None
 
 
