@@ -2,16 +2,21 @@
 
 import base64
 import hashlib
+import json
 import re
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from tests.deadlines import scaled
 from vllm_lite.server.openai import openapi
 from vllm_lite.server.pages import pages
+from vllm_lite.server.processes import http_server
+from vllm_lite.server.route_table import ROUTES, TableRoute, example_of
 
 FOLDER = Path(pages.__file__).parent
 
@@ -74,3 +79,27 @@ def test_chats_stand_first_and_bodies_have_an_example() -> None:
             for content in about.get("requestBody", {}).get("content", {}).values():
                 fields = document["components"]["schemas"][content["schema"]["$ref"].split("/")[-1]]["properties"]
                 assert content["example"].keys() <= fields.keys(), path
+
+
+@pytest.mark.parametrize("route", [route for route in ROUTES if route.batch is not None], ids=lambda route: route.path)
+def test_rows_of_a_batch_can_be_what_the_table_says(route: TableRoute) -> None:
+    assert route.method == "post"
+    assert route.body is not None
+    assert not route.batch or route.batch in {field.encode_name for field in msgspec.structs.fields(route.body)}
+    assert msgspec.convert(example_of(route.path), route.body)
+
+
+@pytest.mark.parametrize(
+    ("tasks", "path"),
+    [
+        (("embed", "token_embed"), "/v1/embeddings"),
+        (("score", "embed"), "/rerank"),
+        (("token_embed",), "/pooling"),
+        (("token_classify",), "/token_classify"),
+        (("classify",), "/classify"),
+    ],
+)
+def test_the_greeting_has_a_route_of_the_table_for_every_task(tasks: tuple[str, ...], path: str) -> None:
+    engine = SimpleNamespace(pooler=SimpleNamespace(tasks=tasks))
+    found, body = http_server._first_route(engine, "m")  # type: ignore[arg-type]
+    assert (found, json.loads(body)) == (path, {"model": "m", **example_of(path)})

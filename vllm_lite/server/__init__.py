@@ -1,6 +1,7 @@
 """The OpenAI-compatible HTTP server: one more client of an engine. No torch.
 
 app.py            the routes
+route_table.py    what every route asks for and answers, in one table
 wiring.py         the application: everything behind the routes, wired together
 generation.py     what a body asks for, as a call that may start
 resumption.py     goes on with a stream whose connection broke

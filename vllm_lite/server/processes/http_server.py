@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import json
 import signal
 import socket
 import sys
@@ -30,8 +31,16 @@ from vllm_lite.server.config import Keys, ServeConfig
 from vllm_lite.server.http.connection import HttpConnection, with_timeouts
 from vllm_lite.server.processes.api_servers import ApiServers, ApiServerSettings
 from vllm_lite.server.processes.scoreboard import Scoreboard
+from vllm_lite.server.route_table import example_of
 from vllm_lite.server.wiring import Application, EngineLink, ModelFiles
 
+_FIRST_ROUTES = (
+    ("score", "/rerank"),
+    ("embed", "/v1/embeddings"),
+    ("token_embed", "/pooling"),
+    ("token_classify", "/token_classify"),
+)
+"""Of a model that generates nothing: the first task that it has says what to try."""
 START_TIMEOUT_S = 10.0
 TICKS_TO_LOOK = 5
 ABORT_S = 2.0
@@ -207,15 +216,8 @@ def uvicorn_of(app: ASGIApp, config: ServeConfig, report_alive: Callable[[], Non
 
 def _first_route(engine: Welcome, name: str) -> tuple[str, str]:
     """A route of a model that generates nothing, and something to try there."""
-    if "score" in engine.pooler.tasks:
-        return "/rerank", f'{{"model":"{name}","query":"What is red?","documents":["Roses are.","The sky is not."]}}'
-    if "embed" in engine.pooler.tasks:
-        return "/v1/embeddings", f'{{"model":"{name}","input":["Roses are red.","Violets are blue."]}}'
-    if "token_embed" in engine.pooler.tasks:
-        return "/pooling", f'{{"model":"{name}","input":["Roses are red."]}}'
-    if "token_classify" in engine.pooler.tasks:
-        return "/token_classify", f'{{"model":"{name}","input":"Maria lives in New York.","redact":true}}'
-    return "/classify", f'{{"model":"{name}","input":["Roses are red."]}}'
+    path = next((path for task, path in _FIRST_ROUTES if task in engine.pooler.tasks), "/classify")
+    return path, json.dumps({"model": name, **example_of(path)}, separators=(",", ":"))
 
 
 def listen(listener: socket.socket) -> None:

@@ -12,16 +12,11 @@ from typing import Any, NamedTuple
 import msgspec
 
 from vllm_lite.errors import ConfigError
+from vllm_lite.server.route_table import ROUTES
 from vllm_lite.tools.batch.rows import ENDPOINTS, Bad, BatchRequest, Entry, check
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-PROMPTS = {
-    CHAT: "messages",
-    COMPLETIONS: "prompt",
-    "/v1/embeddings": "input",
-    "/pooling": "input",
-    "/classify": "input",
-}
+PROMPTS = {route.path: route.batch for route in ROUTES if route.batch}
 """The field of a body that a prompt goes into. Other routes take several texts, and tables for them need a `body`."""
 USUAL = ("messages", "prompt")
 

@@ -8,21 +8,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-ENDPOINTS = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/systemone",
-    "/v1/embeddings",
-    "/pooling",
-    "/classify",
-    "/token_classify",
-    "/v1/token_classify",
-    "/score",
-    "/v1/score",
-    "/rerank",
-    "/v1/rerank",
-    "/v2/rerank",
-)
+from vllm_lite.server.route_table import ROUTES
+
+ENDPOINTS = tuple(route.path for route in ROUTES if route.batch is not None)
 
 
 class BatchRequest(NamedTuple):
