@@ -1,26 +1,30 @@
 """Processor time of the suite by folder and file, children included: `make test ARGS="-p tests.costs"`.
 
-Wall time says little of two processes that share two cores with the servers that they start. A child counts once it
-has been waited for: a server of a whole file does so in the last of its tests.
+Wall time says little of two processes that share two cores with the servers that they start, but what it has more than
+processor time is waited: the files that wait longest are listed, too, and those behind which a test process is larger
+than before. A child counts once it has been waited for: a server of a whole file does so in the last of its tests.
 """
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import pytest
 
 KEY = "costs"
 MOST_FILES = 40
 
-Cost = tuple[float, float, float]
-"""Seconds: wall, this process' processor time, and that of its children."""
+PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
+Cost = tuple[float, float, float, float]
+"""Seconds: wall, this process' processor time, and that of its children. And MiB of this process' memory."""
 _BEGUN = pytest.StashKey[Cost]()
 
 
 def now() -> Cost:
     times = os.times()
-    return times.elapsed, times.user + times.system, times.children_user + times.children_system
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_MIB
+    return times.elapsed, times.user + times.system, times.children_user + times.children_system, resident
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -49,8 +53,20 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 file = report.nodeid.partition("::")[0]
                 files[file].append(cost)
                 folders[os.path.dirname(file)].append(cost)
-    terminalreporter.section("processor time, seconds: own, children's, wall, tests")
-    dearest = sorted(files, key=lambda file: -sum(own + children for _, own, children in files[file]))
-    for name, costs in [*sorted(folders.items()), *((file, files[file]) for file in dearest[:MOST_FILES])]:
-        wall, own, children = (sum(values) for values in zip(*costs, strict=True))
-        terminalreporter.write_line(f"{own:8.1f} {children:8.1f} {wall:8.1f} {len(costs):6} {name}")
+    sums = {name: [sum(each) for each in zip(*costs, strict=True)] for name, costs in (folders | files).items()}
+
+    def show(title: str, names: Iterable[str]) -> None:
+        terminalreporter.section(f"{title}: seconds own, children's, wall; MiB; tests")
+        for name in names:
+            wall, own, children, grown = sums[name]
+            count = len((folders | files)[name])
+            terminalreporter.write_line(f"{own:8.1f} {children:8.1f} {wall:8.1f} {grown:8.0f} {count:6} {name}")
+
+    def waited(file: str) -> float:
+        wall, own, children, _ = sums[file]
+        return wall - own - children
+
+    show("folders", sorted(folders))
+    show("most processor time", sorted(files, key=lambda file: -sum(sums[file][1:3]))[:MOST_FILES])
+    show("longest waits", sorted(files, key=lambda file: -waited(file))[:MOST_FILES])
+    show("most memory", sorted(files, key=lambda file: -sums[file][3])[: MOST_FILES // 2])

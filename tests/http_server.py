@@ -23,13 +23,15 @@ DEADLINE_S = scaled(60.0)
 
 
 class Server:
-    """A started server. `output` is all it has printed."""
+    """A started server. `output` is all it has printed. A `light` one has workers without a model, which start at
+    once."""
 
-    def __init__(self, *flags: str, env: dict[str, str] | None = None) -> None:
+    def __init__(self, *flags: str, env: dict[str, str] | None = None, light: bool = False) -> None:
         self.output = ""
+        module = ["-m", *(["tests.e2e.light"] if light else []), "vllm_lite"]
         self._lines = threading.Condition()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "vllm_lite", "serve", *flags],
+            [sys.executable, *module, "serve", *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -88,9 +90,11 @@ class Server:
 
 
 @contextmanager
-def serving(*flags: str, env: dict[str, str] | None = None, ready: bool = True) -> Iterator[Server]:
+def serving(
+    *flags: str, env: dict[str, str] | None = None, ready: bool = True, light: bool = False
+) -> Iterator[Server]:
     """A server of the demo model on a free port, ended with the block."""
-    server = Server(*flags, "--port", "0", env=env)
+    server = Server(*flags, "--port", "0", env=env, light=light)
     try:
         if ready:
             server.wait_for("ready at")
@@ -139,7 +143,8 @@ def children(pid: int) -> dict[str, int]:
     for child in psutil.Process(pid).children(recursive=True):
         words = child.cmdline()
         if "-m" in words:
-            found[words[words.index("-m") + 1].removesuffix("_early")] = child.pid
+            module = words[words.index("-m") + 1].removesuffix("_early")
+            found["vllm_lite.worker.process" if module == "tests.e2e.light_worker" else module] = child.pid
     return found
 
 

@@ -246,8 +246,8 @@ def answers(model: Any, checkpoint: Path) -> list[tuple[list[int], list[int]]]:
         {"max_num_batched_tokens": 9, "max_num_seqs": 4},
         {"max_num_batched_tokens": 5, "max_num_seqs": 2, "async_scheduling": False},
         {"enable_prefix_caching": False, "async_scheduling": False},
-        {"num_gpu_blocks_override": 8, "preemption_mode": "recompute"},
-        {"num_gpu_blocks_override": 8, "preemption_mode": "swap", "swap_space": 0.01},
+        {"num_gpu_blocks_override": 8, "kv_watermark": 0.0, "preemption_mode": "recompute"},
+        {"num_gpu_blocks_override": 8, "kv_watermark": 0.0, "preemption_mode": "swap", "swap_space": 0.01},
         {"tensor_parallel_size": 2},
     ],
     ids=["whole", "chunks of 9", "chunks of 5", "no cache", "recompute", "swap", "two ranks"],
@@ -255,14 +255,16 @@ def answers(model: Any, checkpoint: Path) -> list[tuple[list[int], list[int]]]:
 def test_answers_are_those_of_transformers(
     checkpoint: Path, answers: list[tuple[list[int], list[int]]], settings: dict[str, Any]
 ) -> None:
+    preempts = "preemption_mode" in settings
+    # Two that run at once are to grow out of the pool, whenever the others come: chats are as slow as their images.
+    params, times = (msgspec.structs.replace(GREEDY, max_tokens=32), 2) if preempts else (GREEDY, 1)
     with LLM(str(checkpoint), **{"num_gpu_blocks_override": 64, **SMALL, **settings}) as llm:
         for turn in range(2):
-            outputs = llm.chat([chat_of(parts) for parts in CHATS], GREEDY, use_tqdm=False)
-            for output, (prompt_ids, tokens) in zip(outputs, answers, strict=True):
+            outputs = llm.chat([chat_of(parts) for parts in CHATS * times], params, use_tqdm=False)
+            for output, (prompt_ids, tokens) in zip(outputs, answers * times, strict=True):
                 assert output.prompt_token_ids == prompt_ids
-                assert output.outputs[0].token_ids == tokens, f"turn {turn}"
-        if settings.get("num_gpu_blocks_override") == 8:
-            assert llm.stats().preemptions > 0
+                assert output.outputs[0].token_ids[: len(tokens)] == tokens, f"turn {turn}"
+        assert (llm.stats().preemptions > 0) == preempts
 
 
 def test_images_are_computed_beside_a_stream(

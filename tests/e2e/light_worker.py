@@ -1,22 +1,39 @@
 """The simulated worker in a real worker's process, with its conversation: it starts fast, without torch.
 
-Its tokens are a function of the whole history that its fake KV cache holds, which it checks position by position.
+Its tokens are a function of the whole history that its fake KV cache holds, which it checks position by position. As an
+entry point of its own it checks nothing, and its steps take as long for a long history as for a short one.
 """
 
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from tests.simulated_worker import SimulatedWorker
+from tests.simulated_worker import History, SimulatedWorker, next_token
+from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.config import ResolvedConfig
+from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.protocol.control import KVGroupInfo, Ready, Start, Started
+from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
+from vllm_lite.runtime.supervise import run_child
+from vllm_lite.runtime.wakeup import Wakeup
+from vllm_lite.worker import process
 from vllm_lite.worker.membership import Membership
 from vllm_lite.worker.progress import Progress
 
-VOCAB_SIZE = 384
-MAX_MODEL_LEN = 512
 BLOCK_BYTES = 8192
+LAST_TOKENS = 8
+
+
+class UncheckedWorker(SimulatedWorker):
+    """Its tokens follow from the last few and their place."""
+
+    def _next(self, tokens: list[int], sampling: Sampling) -> int:
+        return next_token([len(tokens), *tokens[-LAST_TOKENS:]], self.vocab_size, sampling.sample)
+
+    def _write(self, history: History, count: int, drafts: list[int]) -> None: ...
+
+    def _check_history(self, history: History, tokens: list[int], start: int, count: int) -> None: ...
 
 
 class LightWorker:
@@ -24,6 +41,7 @@ class LightWorker:
 
     device = SimpleNamespace(torch=None)
     disk = None
+    kind: type[SimulatedWorker] = SimulatedWorker
 
     def __init__(self, config: ResolvedConfig, rank: int, progress: Progress, generation: int = 0) -> None:
         self.config = config
@@ -35,13 +53,16 @@ class LightWorker:
         return 0
 
     def load(self, *_: Any) -> Ready:
-        groups, num_blocks = (KVGroupInfo("full", 2),), self.config.num_gpu_blocks_override or 64
-        sizes = num_blocks, BLOCK_BYTES, groups, MAX_MODEL_LEN, VOCAB_SIZE
-        return Ready(self.rank, self.generation, *sizes, (2,))
+        spec = load_spec(self.config.model)
+        self.vocab_size = spec.vocab_size
+        length = self.config.max_model_len or spec.max_position_embeddings
+        num_blocks = self.config.num_gpu_blocks_override or 2 * length // self.config.block_size
+        sizes = num_blocks, BLOCK_BYTES, (KVGroupInfo("full", 2),), length, spec.vocab_size
+        return Ready(self.rank, self.generation, *sizes, spec.eos_token_ids)
 
     def start(self, start: Start) -> Started:
-        sizes = start.num_blocks, self.config.block_size, self.config.max_num_seqs, VOCAB_SIZE
-        self.steps = SimulatedWorker(*sizes, num_host_blocks=start.num_host_blocks)
+        sizes = start.num_blocks, self.config.block_size, self.config.max_num_seqs, self.vocab_size
+        self.steps = self.kind(*sizes, num_host_blocks=start.num_host_blocks)
         return Started(self.rank, self.generation, 1e6)
 
     def can_run_ahead(self, _: SchedulerOutput) -> bool:
@@ -62,3 +83,13 @@ def install() -> Callable[[], type[LightWorker]]:
     """Make the import that replaces a real worker's in this process, whose worker is alone."""
     Membership.connect = lambda *_: None  # type: ignore[assignment, method-assign]
     return lambda: LightWorker
+
+
+def main(settings: WorkerSettings, stop: Wakeup) -> int:
+    LightWorker.kind = UncheckedWorker
+    process.import_worker = install()  # type: ignore[assignment]
+    return process.process_main(settings, stop)
+
+
+if __name__ == "__main__":
+    run_child(main, WorkerSettings)

@@ -36,7 +36,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def server(template: str) -> Iterator[Server]:
-    with serving("--chat-template", template) as server:
+    with serving("--chat-template", template, light=True) as server:
         yield server
 
 
@@ -61,7 +61,7 @@ def test_a_hostile_template_stops_nobody(server: Server, pool: ThreadPoolExecuto
 
 
 def test_a_hostile_template_does_not_keep_the_server_from_ending(template: str, pool: ThreadPoolExecutor) -> None:
-    with serving("--chat-template", template) as server:
+    with serving("--chat-template", template, light=True) as server:
         family = psutil.Process(server.process.pid).children(recursive=True)
         with client(server) as http:
             bad = [pool.submit(http.post, "/v1/chat/completions", json=chat("tool"), timeout=READY_S) for _ in range(4)]
@@ -147,7 +147,7 @@ def test_costly_bodies_take_a_bounded_sum(server: Server, pool: ThreadPoolExecut
 
 
 def test_what_has_not_begun_at_the_end_is_refused(pool: ThreadPoolExecutor) -> None:
-    with serving("--max-num-seqs", "1", "--shutdown-timeout", "0") as server, client(server) as http:
+    with serving("--max-num-seqs", "1", "--shutdown-timeout", "0", light=True) as server, client(server) as http:
 
         def ask(stream: bool) -> httpx.Response:
             return http.post("/v1/completions", json={**LONG, "stream": stream}, timeout=READY_S)

@@ -150,7 +150,8 @@ def test_rows_are_what_descriptions_say(server: Server) -> None:
 
 def test_several_servers_and_engines_are_shown_together() -> None:
     flags = ("-dp", "2", "--api-server-count", "2", "--num-gpu-blocks-override", "200", "--max-num-seqs", "1")
-    with serving(*flags) as server, client(server) as http, paused(server, http, 6) as names:
+    running = serving(*flags, light=True)
+    with running as server, client(server) as http, paused(server, http, 6) as names:
         for _ in range(4):  # each may come to another API server
             with client(server) as other, watching(other) as looks:
                 next(looks)
@@ -217,7 +218,7 @@ def test_top_prints_a_look(server: Server) -> None:
 
 
 def test_with_keys_an_admin_sees_all_and_a_user_nothing() -> None:
-    with serving("--api-key", USER, "--admin-api-key", ADMIN) as server, client(server) as http:
+    with serving("--api-key", USER, "--admin-api-key", ADMIN, light=True) as server, client(server) as http:
         assert http.get("/v1/live").status_code == 401
         assert http.get("/v1/live/settings").status_code == 401
         settings = http.get("/v1/live/settings", headers={"authorization": f"Bearer {ADMIN}"})

@@ -312,13 +312,13 @@ def test_a_stream_goes_on_when_a_process_is_killed(server: Server, http: httpx.C
 def test_a_file_outlives_its_server(tmp_path: Path) -> None:
     """A response that had ended can be continued, and one that ran has failed."""
     flags = ["--served-model-name", "demo", "--responses-store", str(tmp_path / "store.db")]
-    with serving(*flags) as server, httpx.Client(base_url=server.url + "/v1", timeout=scaled(60)) as http:
+    with serving(*flags, light=True) as server, httpx.Client(base_url=server.url + "/v1", timeout=scaled(60)) as http:
         first = streamed(http, max_output_tokens=4)[-1]["response"]
         running = post(http, background=True, ignore_eos=True, max_output_tokens=1500)
         for pid in (server.process.pid, *children(server.process.pid).values()):
             os.kill(pid, signal.SIGKILL)
         server.wait()
-    with serving(*flags) as server, httpx.Client(base_url=server.url + "/v1", timeout=scaled(60)) as http:
+    with serving(*flags, light=True) as server, httpx.Client(base_url=server.url + "/v1", timeout=scaled(60)) as http:
         assert get(http, f"/responses/{first['id']}") == first
         with http.stream("GET", f"/responses/{first['id']}?stream=true") as answer:
             assert check_stream(list(events_in(answer.iter_lines()))) == first
@@ -332,7 +332,7 @@ def test_a_file_outlives_its_server(tmp_path: Path) -> None:
 def test_several_servers_share_a_file(tmp_path: Path) -> None:
     """Any of them knows a response, and ends it."""
     flags = ["--served-model-name", "demo", "--responses-store", str(tmp_path / "store.db"), "--api-server-count", "2"]
-    with serving(*flags) as server:
+    with serving(*flags, light=True) as server:
         for _ in range(6):
             with httpx.Client(base_url=server.url + "/v1", timeout=scaled(60)) as http:
                 made = post(http, background=True, ignore_eos=True)
@@ -449,7 +449,7 @@ def test_what_waits_holds_the_bytes_of_its_body() -> None:
     """Otherwise thousands of queued responses keep bodies of any size; what is over no longer counts."""
     thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "x" * 280_000}]}
     body: dict[str, Any] = {"model": "demo", "input": [thought, {"role": "user", "content": "Hi."}], "background": True}
-    with serving(*SMALL_BODIES) as server, httpx.Client(base_url=server.url, timeout=scaled(60)) as http:
+    with serving(*SMALL_BODIES, light=True) as server, httpx.Client(base_url=server.url, timeout=scaled(60)) as http:
         assert http.post("/pause", params={"mode": "keep"}).status_code == 200
         repeated = body | {"input": "Hi.", "instructions": "x" * 280_000}  # by four events of the stream
         first, second = (http.post("/v1/responses", json=repeated) for _ in range(2))
@@ -468,7 +468,7 @@ def test_what_waits_holds_the_bytes_of_its_body() -> None:
 def test_a_small_request_is_as_large_as_what_it_refers_to() -> None:
     """A conversation of more than a body may have is refused, in whatever way it is referred to."""
     parts = [{"type": "input_text", "text": "x" * 1000}] * 200
-    with serving(*SMALL_BODIES) as server, httpx.Client(base_url=server.url, timeout=scaled(60)) as http:
+    with serving(*SMALL_BODIES, light=True) as server, httpx.Client(base_url=server.url, timeout=scaled(60)) as http:
         thought = {"type": "reasoning", "summary": [], "content": [{**part, "type": "text"} for part in parts]}
         body = {"model": "demo", "input": [thought, {"role": "user", "content": "Hi."}], "max_output_tokens": 2}
         first = http.post("/v1/responses", json=body).json()

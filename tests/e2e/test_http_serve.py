@@ -100,7 +100,7 @@ def test_of_two_that_start_at_once_one_starts_an_engine(count: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
     flags = ["--port", port, "--api-server-count", count]
-    servers = [Server(*flags), Server(*flags)]
+    servers = [Server(*flags, light=True) for _ in range(2)]
     try:
         until(lambda: any(server.process.poll() is not None for server in servers), "the end of one", READY_S)
         (loser,) = (server for server in servers if server.process.poll() is not None)
@@ -111,7 +111,7 @@ def test_of_two_that_start_at_once_one_starts_an_engine(count: str) -> None:
         with client(winner) as http:
             assert http.get("/health").status_code == 200
             assert winner.stop() == 0
-        servers.append(Server(*flags))
+        servers.append(Server(*flags, light=True))
         servers[-1].wait_for("Try:")  # though connections linger
     finally:
         for server in servers:
@@ -178,7 +178,7 @@ def test_sigterm_while_it_starts(text: str) -> None:
 
 def test_it_drains(tmp_path: Path) -> None:
     """SIGTERM: not ready at once, what runs goes on to its end, the exit is clean and leaves nothing."""
-    with serving("--shutdown-timeout", str(scaled(30)), env={"TMPDIR": str(tmp_path)}) as server:
+    with serving("--shutdown-timeout", str(scaled(30)), env={"TMPDIR": str(tmp_path)}, light=True) as server:
         answers: list[httpx.Response] = []
 
         def ask() -> None:
@@ -202,7 +202,7 @@ def test_it_drains(tmp_path: Path) -> None:
 
 
 def test_what_takes_too_long_is_aborted() -> None:
-    with serving("--shutdown-timeout", "0") as server:
+    with serving("--shutdown-timeout", "0", light=True) as server:
         with client(server) as http, http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
             lines = answer.iter_lines()
             next(lines)
@@ -216,7 +216,7 @@ def test_what_takes_too_long_is_aborted() -> None:
 @pytest.mark.parametrize("module", ["vllm_lite.engine.process", "vllm_lite.worker.process"])
 def test_a_dead_child_is_told_and_ends_it(module: str) -> None:
     """Waiting callers are informed, and so is the exit status."""
-    with serving("--max-restarts", "0") as server, client(server) as http:
+    with serving("--max-restarts", "0", light=True) as server, client(server) as http:
         with http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
             lines = answer.iter_lines()
             next(lines)
@@ -231,7 +231,7 @@ def test_a_dead_child_is_told_and_ends_it(module: str) -> None:
 
 
 def test_health_knows_of_a_dead_engine() -> None:
-    with serving("--max-restarts", "0") as server, client(server) as http:
+    with serving("--max-restarts", "0", light=True) as server, client(server) as http:
         assert http.get("/health").status_code == 200
         os.kill(children(server.process.pid)["vllm_lite.engine.process"], signal.SIGKILL)
         codes = []
@@ -258,7 +258,7 @@ def test_https(tmp_path: Path) -> None:
     subprocess.run([*made, *name], check=True, capture_output=True, timeout=scaled(60))
     cipher = "ECDHE-ECDSA-AES256-GCM-SHA384"
     flags = ["--ssl-keyfile", key, "--ssl-certfile", certificate, "--ssl-ciphers", cipher, "--disable-fastapi-docs"]
-    with serving(*flags) as server:
+    with serving(*flags, light=True) as server:
         assert server.url.startswith("https://")
         trust = ssl.create_default_context(cafile=certificate)
         for path, status in {"/docs": 404, "/redoc": 404, "/openapi.json": 404, "/": 200}.items():

@@ -203,7 +203,7 @@ def test_both_know_the_prompts_of_a_list_that_have_ended(server: Server) -> None
 
 def test_a_unix_socket_has_several_servers_too() -> None:
     with tempfile.TemporaryDirectory(prefix="vl") as folder:
-        server = Server("--api-server-count", "2", "--uds", f"{folder}/s", env={"TMPDIR": folder})
+        server = Server("--api-server-count", "2", "--uds", f"{folder}/s", env={"TMPDIR": folder}, light=True)
         try:
             server.wait_for("Try:")
             (run_dir,) = (path for path in Path(folder).iterdir() if path.is_dir())
@@ -242,7 +242,8 @@ def test_one_that_is_killed_is_replaced_and_the_others_go_on(server: Server) -> 
 
 def test_one_that_hangs_is_replaced_and_the_others_go_on() -> None:
     silence = f"{scaled(3.0):.1f}"  # the others are not to be taken for hung
-    with serving("--api-server-count", "2", "--api-key", "key", "--heartbeat-timeout-s", silence, *SLOW) as server:
+    flags = ["--api-server-count", "2", "--api-key", "key", "--heartbeat-timeout-s", silence]
+    with serving(*flags, light=True) as server:
         with Both(server) as both, ExitStack() as stack:
             body = {**LONG, "stream": True}
             mine = stack.enter_context(both.of[0].stream("POST", "/v1/completions", json=body)).iter_lines()
@@ -289,7 +290,7 @@ def test_sigterm_drains_all(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("whose", ["first server", "engine"])
 def test_all_end_together(whose: str) -> None:
-    with serving("--api-server-count", "3", "--max-restarts", "0") as server:
+    with serving("--api-server-count", "3", "--max-restarts", "0", light=True) as server:
         family = psutil.Process(server.process.pid).children(recursive=True)
         assert sum(MODULE in child.cmdline() for child in family) == 2
         found = children(server.process.pid)

@@ -120,7 +120,9 @@ def test_beams_are_those_of_transformers(chats: Chats) -> None:
 
 
 def test_preempted_and_pushed_out_sequences_are_computed_again(tmp_path: Path) -> None:
-    chats = Chats(VARIANTS[0], tmp_path, slots=6, num_gpu_blocks_override=24, tensor_parallel_size=2)
+    """On two ranks that are processes of their own."""
+    ranks = {"tensor_parallel_size": 2, "single_process": False}
+    chats = Chats(VARIANTS[0], tmp_path, slots=6, num_gpu_blocks_override=24, **ranks)
     try:
         prompts = [words(40 + seed, 60) for seed in range(8)]
         chats.check(prompts)

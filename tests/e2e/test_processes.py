@@ -41,13 +41,14 @@ def run_root(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 class Engine:
-    """scripts/launch_engine.py as a user would run it."""
+    """scripts/launch_engine.py as a user would run it. Workers of a `light` one have no model: they start at once."""
 
     silence_s = 0.0
     """The --heartbeat-timeout-s that it was started with: the machine may be quieter when it is over."""
 
-    def __init__(self, model: Path | str, *flags: str) -> None:
-        command = [sys.executable, str(ROOT / "scripts/launch_engine.py"), "--model", str(model), *flags]
+    def __init__(self, model: Path | str, *flags: str, light: bool = False) -> None:
+        command = [sys.executable, *(["-m", "tests.e2e.light"] if light else [])]
+        command += [str(ROOT / "scripts/launch_engine.py"), "--model", str(model), *flags]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -65,7 +66,8 @@ class Engine:
 @pytest.fixture
 def engine(run_root: Path, tiny_checkpoint: Path) -> Iterator[Engine]:
     silence_s = scaled(SILENCE_S)
-    started = Engine(tiny_checkpoint, "--heartbeat-timeout-s", str(silence_s), "--max-restarts", "0")
+    flags = "--heartbeat-timeout-s", str(silence_s), "--max-restarts", "0"
+    started = Engine(tiny_checkpoint, *flags, light=True)
     started.silence_s = silence_s
     yield started
     started.end()
@@ -272,7 +274,7 @@ def test_bad_input_is_one_line_and_status_2(run_root: Path, flags: list[str], me
 
 
 async def test_two_engines_of_one_user_do_not_mix(engine: Engine, tiny_checkpoint: Path) -> None:
-    second = Engine(tiny_checkpoint, "--served-model-name", "second")
+    second = Engine(tiny_checkpoint, "--served-model-name", "second", light=True)
     try:
 
         async def models() -> list[str]:
@@ -290,7 +292,7 @@ async def test_two_engines_of_one_user_do_not_mix(engine: Engine, tiny_checkpoin
 
 def test_address_in_use_is_refused(run_root: Path, tiny_checkpoint: Path) -> None:
     address = f"ipc://{run_root}/s"
-    first = Engine(tiny_checkpoint, "--address", address)
+    first = Engine(tiny_checkpoint, "--address", address, light=True)
     try:
         command = [sys.executable, str(ROOT / "scripts/launch_engine.py"), "--model", str(tiny_checkpoint)]
         result = subprocess.run([*command, "--address", address], capture_output=True, text=True, timeout=START_S)

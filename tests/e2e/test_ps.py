@@ -75,7 +75,7 @@ def test_ranks_are_listed_and_have_cores_of_their_own(place: dict[str, str]) -> 
 
 
 def test_force_ends_a_server_that_is_stopped(place: dict[str, str]) -> None:
-    with serving(env=place) as server:
+    with serving(env=place, light=True) as server:
         server.process.send_signal(signal.SIGSTOP)
         words = ("kill", "all", "--force", "--timeout", "0.2")
         assert run(place, *words) == f"{server.process.pid} demo_model: killed\n"

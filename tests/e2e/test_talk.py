@@ -146,7 +146,7 @@ def test_ctrl_c_aborts_on_the_server(server: Server, env: dict[str, str]) -> Non
 
 
 def test_a_server_that_dies_in_the_middle(env: dict[str, str]) -> None:
-    with serving() as server, typing("chat", "--url", server.url, env=env) as user:
+    with serving(light=True) as server, typing("chat", "--url", server.url, env=env) as user:
         user.wait_for(PROMPT)
         user.say("/set max_tokens 3")
         user.wait_for(PROMPT)

@@ -139,13 +139,13 @@ def test_without_colours(server: Server) -> None:
 
 
 def test_a_server_that_goes_and_comes_back() -> None:
-    with serving() as first:
+    with serving(light=True) as first:
         port = first.url.rpartition(":")[2]
         with top(first.url) as terminal:
             terminal.until(lambda text: "demo_model  serving" in text)
             assert first.stop() == 0
             terminal.until(lambda text: "trying again (q ends)" in text)
-            second = Server("--port", port)
+            second = Server("--port", port, light=True)
             try:
                 second.wait_for("Try:")
                 terminal.until(lambda text: "demo_model  serving" in text and "trying again" not in text)
