@@ -88,12 +88,18 @@ inline float4 make_float4(float x, float y, float z, float w) {
 // the functions' own parameters must not hide a kernel's.
 #define EMULATED_KERNEL(id, ...)                                                                                   \
   EMULATOR_API int run_##id(const unsigned* emulator_grid, const unsigned* emulator_block, size_t emulator_shared, \
-                            void** emulator_args, unsigned emulator_seed) {                                        \
-    return cpu::launch(__VA_ARGS__, emulator_grid, emulator_block, emulator_shared, emulator_args, emulator_seed); \
+                            void** emulator_args, unsigned emulator_seed, void* emulator_stacks) {                 \
+    return cpu::launch(__VA_ARGS__, emulator_grid, emulator_block, emulator_shared, emulator_args, emulator_seed,  \
+                       emulator_stacks);                                                                           \
   }                                                                                                                \
   EMULATOR_API void signature_##id(void (*emulator_report)(const char*)) {                                         \
     cpu::signature(__VA_ARGS__, emulator_report);                                                                  \
   }
+
+// The stacks of a launch, or null; whoever launches kernels keeps them.
+EMULATOR_API __attribute__((used)) inline void* emulator_make_stacks() {
+  return cpu::make_stacks();
+}
 
 // Hands over what was prefetched, up to `room` addresses, and forgets it; how many there were.
 EMULATOR_API __attribute__((used)) inline size_t emulator_prefetched(const void** to, size_t room) {

@@ -80,27 +80,22 @@ inline void fiber_main() {
   _longjmp(scheduler, 1);
 }
 
-inline char* stacks = nullptr;
-inline int guarded = 0;
+inline char* stacks = nullptr;  // those of the launch that runs
 
-inline char* stack_of(int thread) {
-  if (!stacks) {
-    void* all = mmap(nullptr, kMaxThreads * (kStack + kGuard), PROT_READ | PROT_WRITE,
-                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (all == MAP_FAILED) fail("no memory for the stacks of the threads");
-    stacks = static_cast<char*>(all);
-  }
+// Stacks for one launch at a time, of any kernel of the process. They are never given back: guards make two mappings of
+// each, a process has 65530 in all, and to make them anew takes longer than most launches.
+inline void* make_stacks() {
+  void* all = mmap(nullptr, kMaxThreads * (kStack + kGuard), PROT_READ | PROT_WRITE,
+                   MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (all == MAP_FAILED) return nullptr;
   // An overflow faults instead of damaging the neighbour.
-  for (; guarded <= thread; ++guarded) mprotect(stacks + guarded * (kStack + kGuard), kGuard, PROT_NONE);
-  return stacks + thread * (kStack + kGuard) + kGuard;
+  for (int thread = 0; thread < kMaxThreads; ++thread)
+    mprotect(static_cast<char*>(all) + thread * (kStack + kGuard), kGuard, PROT_NONE);
+  return all;
 }
 
-// Guards make two mappings of each stack. A process has 65530 in all, and every loaded kernel has stacks of its own: so
-// none of them keeps its stacks between launches.
-inline void release_stacks() {
-  if (stacks) munmap(stacks, kMaxThreads * (kStack + kGuard));
-  stacks = nullptr;
-  guarded = 0;
+inline char* stack_of(int thread) {
+  return stacks + thread * (kStack + kGuard) + kGuard;
 }
 
 inline void resume(Fiber& fiber) {
@@ -185,8 +180,8 @@ inline uint64_t stride_of(uint64_t blocks) {
 
 // Runs a whole grid; 0, or 1 with the reason in `error`. Not for two threads at once: the state is global.
 template <class... A>
-int launch(void (*kernel)(A...), const unsigned* grid, const unsigned* block, size_t shared, void** args,
-           unsigned seed) {
+int launch(void (*kernel)(A...), const unsigned* grid, const unsigned* block, size_t shared, void** args, unsigned seed,
+           void* launch_stacks) {
   auto run = [&] { call(kernel, args, std::index_sequence_for<A...>{}); };
   body = [](void* p) { (*static_cast<decltype(run)*>(p))(); };
   body_args = &run;
@@ -196,10 +191,9 @@ int launch(void (*kernel)(A...), const unsigned* grid, const unsigned* block, si
   shared_size = shared;
   error[0] = 0;
   self = nullptr;
-  if (_setjmp(on_error)) {
-    release_stacks();
-    return 1;
-  }
+  stacks = static_cast<char*>(launch_stacks);
+  if (_setjmp(on_error)) return 1;
+  if (!stacks) fail("no memory for the stacks of the threads");
   const uint64_t threads = uint64_t(block[0]) * block[1] * block[2], blocks = uint64_t(grid[0]) * grid[1] * grid[2];
   if (threads == 0 || blocks == 0 || threads > kMaxThreads)
     fail("a block has 1 to 1024 threads, a grid at least 1 block");
@@ -212,7 +206,6 @@ int launch(void (*kernel)(A...), const unsigned* grid, const unsigned* block, si
     block_index = dim3(unsigned(at % grid[0]), unsigned(at / grid[0] % grid[1]), unsigned(at / grid[0] / grid[1]));
     run_block(seed ? seed + unsigned(i) * 4 : 0);  // * 4: the two low bits choose the order of lanes and blocks
   }
-  release_stacks();
   return 0;
 }
 

@@ -47,6 +47,8 @@ _SCALARS = {
     np.uint64: {"long unsigned int", "long long unsigned int"},
     np.float32: {"float"},
 }
+_stacks: list[int] = []
+"""Stacks of launches that have ended: as many as have run at once, in any threads."""
 _KNOWN = set().union(*_ELEMENTS.values())  # a pointer to anything else takes any tensor
 
 
@@ -73,6 +75,8 @@ class EmulatedKernel:
         self._error = library.emulator_error
         self._error.restype = ctypes.c_char_p
         self._prefetched = library.emulator_prefetched
+        self._make_stacks = library.emulator_make_stacks
+        self._make_stacks.restype = ctypes.c_void_p
         self._name = name
         self._launcher = launcher
         self.parameters: list[str] = []
@@ -109,7 +113,12 @@ class EmulatedKernel:
         pointers = (ctypes.c_void_p * len(boxes))(*[ctypes.addressof(box) for box in boxes])
         three = ctypes.c_uint * 3
         seed = ctypes.c_uint(self._launcher.order_seed)
-        if self._run(three(*grid), three(*block), ctypes.c_size_t(shared_bytes), pointers, seed):
+        stacks = _stacks.pop() if _stacks else self._make_stacks()
+        sizes = three(*grid), three(*block), ctypes.c_size_t(shared_bytes)
+        failed = self._run(*sizes, pointers, seed, ctypes.c_void_p(stacks))
+        if stacks:
+            _stacks.append(stacks)
+        if failed:
             raise RuntimeError(f"{self._name}: {self._error().decode()}")
 
 
