@@ -25,7 +25,7 @@ from vllm_lite import AsyncClient, RequestOutput, SamplingParams
 from vllm_lite.errors import EngineDeadError
 
 START_S = scaled(60.0)
-TOLD_S, GONE_S, SILENCE_S = 2.0, 5.0, 3.0
+TOLD_S, GONE_S, SILENCE_S = 2.0, 5.0, 1.5
 """On an idle machine. What is as short is scaled where it is used: a file is imported long before its tests run."""
 ROOT = Path(__file__).resolve().parent.parent.parent
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
