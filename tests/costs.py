@@ -53,7 +53,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 file = report.nodeid.partition("::")[0]
                 files[file].append(cost)
                 folders[os.path.dirname(file)].append(cost)
-    sums = {name: [sum(each) for each in zip(*costs, strict=True)] for name, costs in (folders | files).items()}
+    sums: dict[str, list[float]] = {
+        name: [sum(each) for each in zip(*costs, strict=True)] for name, costs in (folders | files).items()
+    }
 
     def show(title: str, names: Iterable[str]) -> None:
         terminalreporter.section(f"{title}: seconds own, children's, wall; MiB; tests")

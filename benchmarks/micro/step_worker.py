@@ -59,7 +59,7 @@ class _Profiles:
             record(program, run)
             self._names[program] = call_names(program.names, program.first_arguments)
 
-        Program.record = record_and_name  # type: ignore[method-assign]
+        Program.record = record_and_name  # type: ignore[method-assign,assignment]
 
     def _replay(self, program: Program) -> None:
         self._kept.append((len(self._ledger.steps), program, program.profile()))
