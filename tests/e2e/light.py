@@ -15,7 +15,7 @@ from vllm_lite.tools import cli
 
 
 def main() -> None:
-    launch.EngineSettings = partial(EngineSettings, worker_module=light_worker.__name__)  # type: ignore[attr-defined]
+    launch.EngineSettings = partial(EngineSettings, worker_module=light_worker.__name__)  # type: ignore[attr-defined,assignment]
     cli.ENGINE_EARLY = cli.ENGINE  # which starts no worker before it has its settings
     sys.argv = sys.argv[1:]
     run = runpy.run_path if sys.argv[0].endswith(".py") else runpy.run_module

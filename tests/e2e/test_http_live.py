@@ -150,8 +150,7 @@ def test_rows_are_what_descriptions_say(server: Server) -> None:
 
 def test_several_servers_and_engines_are_shown_together() -> None:
     flags = ("-dp", "2", "--api-server-count", "2", "--num-gpu-blocks-override", "200", "--max-num-seqs", "1")
-    running = serving(*flags, light=True)
-    with running as server, client(server) as http, paused(server, http, 6) as names:
+    with serving(*flags) as server, client(server) as http, paused(server, http, 6) as names:
         for _ in range(4):  # each may come to another API server
             with client(server) as other, watching(other) as looks:
                 next(looks)

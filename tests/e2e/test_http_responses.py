@@ -312,13 +312,13 @@ def test_a_stream_goes_on_when_a_process_is_killed(server: Server, http: httpx.C
 def test_a_file_outlives_its_server(tmp_path: Path) -> None:
     """A response that had ended can be continued, and one that ran has failed."""
     flags = ["--served-model-name", "demo", "--responses-store", str(tmp_path / "store.db")]
-    with serving(*flags, light=True) as server, httpx.Client(base_url=server.url + "/v1", timeout=scaled(60)) as http:
+    with serving(*flags) as server, httpx.Client(base_url=server.url + "/v1", timeout=scaled(60)) as http:
         first = streamed(http, max_output_tokens=4)[-1]["response"]
         running = post(http, background=True, ignore_eos=True, max_output_tokens=1500)
         for pid in (server.process.pid, *children(server.process.pid).values()):
             os.kill(pid, signal.SIGKILL)
         server.wait()
-    with serving(*flags, light=True) as server, httpx.Client(base_url=server.url + "/v1", timeout=scaled(60)) as http:
+    with serving(*flags) as server, httpx.Client(base_url=server.url + "/v1", timeout=scaled(60)) as http:
         assert get(http, f"/responses/{first['id']}") == first
         with http.stream("GET", f"/responses/{first['id']}?stream=true") as answer:
             assert check_stream(list(events_in(answer.iter_lines()))) == first

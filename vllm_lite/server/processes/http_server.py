@@ -40,7 +40,7 @@ _FIRST_ROUTES = (
     ("token_embed", "/pooling"),
     ("token_classify", "/token_classify"),
 )
-"""Of a model that generates nothing: the first task that it has says what to try."""
+"""The first task that a model has which generates nothing says what to try."""
 START_TIMEOUT_S = 10.0
 TICKS_TO_LOOK = 5
 ABORT_S = 2.0
