@@ -1,7 +1,7 @@
 """The table of routes: what each asks for and answers, and whether rows of a batch may name it.
 
-It is read by /openapi.json, by `run-batch` and by the greeting of `serve`. Handlers stand with what they do, in the folder
-of each API.
+/openapi.json, `run-batch` and the greeting of `serve` read it. Handlers stand with what they do, in the folder of each
+API.
 """
 
 from typing import Any, Final, NamedTuple
