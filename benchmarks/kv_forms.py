@@ -1,12 +1,12 @@
-"""Distance from the exact model of KV caches in forms that are not built: 4 bits, turned or not, beside int8.
+"""Distance from the exact model of KV caches in forms that are not built, 4 bits and rows as they are, beside int8.
 
     python benchmarks/kv_forms.py [--models smollm2 gemma3-270m] [--forms NAME ...] [--llama-python VENV/bin/python]
         [--work DIR]
 
 The weights, texts and figures are those of accuracy.py, all else is computed in float32, and K and V are rounded on
 their way into the cache: so what is left is the error of the cache alone. "turned": by a Hadamard matrix as large as
-the largest power of two in the head, as QuaRot does (Ashkboos et al., 2024). llama.cpp turns K and V by itself, and
-reads the same weights as floats.
+the largest power of two in the head, as QuaRot does (Ashkboos et al., 2024), and as our cache in int8 is. llama.cpp
+turns K and V by itself, and reads the same weights as floats.
 """
 
 import argparse

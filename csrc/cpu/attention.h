@@ -26,7 +26,7 @@ VLLM_LITE_INLINE constexpr int max_rows(int head_size) {
 // What all layers share. Mirrored by _Shape in vllm_lite/kernels/cpu/attention.py.
 struct AttentionShape {
   int32_t num_heads, num_kv_heads, head_size, value_size, block_size;
-  int32_t dtype, kv_dtype;  // DType; a row of kInt8 has its scale behind its head_size elements
+  int32_t dtype, kv_dtype;  // DType; kInt8: rows of vllm_lite/attention/int8_rows.py
   int32_t both_ways;        // 0: a row sees the keys up to its own; else those behind it as well, as in an encoder
   float scale, soft_cap, k_scale, v_scale;
   const float* slopes;  // [num_heads] or null

@@ -1,5 +1,7 @@
 """A KV cache in int8: what its rows hold, attention over them, what a block's bytes are, and a model with one."""
 
+import math
+from hashlib import blake2b
 from typing import Any
 
 import pytest
@@ -13,32 +15,67 @@ from tests.driver import Driver, make_prompt, new_request
 from tests.plays import Recorder
 from vllm_lite.attention.backend import Heads
 from vllm_lite.attention.cpu import CpuBackend
-from vllm_lite.attention.int8_rows import dequantized, quantized
+from vllm_lite.attention.int8_rows import dequantized, hadamard, quantized
 from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.attention.select import select_backend
 from vllm_lite.errors import ConfigError
 from vllm_lite.kernels import cpu
+from vllm_lite.kv_disk.fingerprint import LAYOUT_VERSION
 from vllm_lite.protocol.step import Finish
 
 needs_library = pytest.mark.skipif(not cpu.available(), reason="needs the native library")
 INT8 = torch.int8
 
 
-def by_hand(row):
-    """Codes and scale of a row of numbers, one by one; Python rounds to even, too."""
-    values = [torch.tensor(x, dtype=torch.float32) for x in row]
-    scale = max(abs(x) for x in values) / torch.tensor(127.0)
-    return [round(float(x / scale)) for x in values], float(scale)
+def matrix(size):
+    """The transform of rows of `size` elements: float64 [size, size]."""
+    block = torch.ones(1, 1, dtype=torch.float64)
+    while size % (2 * len(block)) == 0:
+        block = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]], dtype=torch.float64), block)
+    return torch.block_diag(*[block / math.sqrt(len(block))] * (size // len(block)))
+
+
+def plain(rows):
+    """`rows` as they come out of a cache that keeps them as they are, with one scale for each."""
+    scales = rows.abs().amax(-1, keepdim=True) / 127
+    return (rows / scales).round() * scales
+
+
+def with_outliers(rows):
+    """Channels of real keys: one is thirty times as large as the others, one half of that."""
+    rows[..., 3] *= 30
+    rows[..., -2] *= 15
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("size", "block"), [(4, 4), (8, 8), (24, 8), (64, 64), (80, 16), (96, 32), (120, 8), (256, 256)]
+)
+def test_a_transform_mixes_the_channels_of_a_block_and_is_its_own_inverse(size, block):
+    rows = torch.randn(5, 3, size, generator=torch.Generator().manual_seed(size))
+    mixed = hadamard(rows)
+    assert torch.allclose(mixed.double(), rows.double() @ matrix(size), rtol=0, atol=2e-6)
+    assert torch.allclose(hadamard(mixed), rows, rtol=0, atol=2e-6)
+    assert torch.allclose((mixed[0] * mixed[1]).sum(-1), (rows[0] * rows[1]).sum(-1), rtol=0, atol=1e-4)
+    assert hadamard(torch.eye(size)[0]).count_nonzero() == block
 
 
 def test_a_row_is_codes_and_their_scale():
     row = [0.5, -2.0, 1.0, 0.0, 0.003, 1.99, -1.0, 0.25]
-    codes, scale = by_hand(row)
+    mixed = (torch.tensor(row, dtype=torch.float64) @ matrix(8)).tolist()
+    scale = max(map(abs, mixed)) / 127
     kept = quantized(torch.tensor([row]))
-    assert kept[0, :8].tolist() == codes
-    assert codes[1] == -127
-    assert kept[0, 8:].view(torch.float32).item() == scale
-    assert torch.equal(dequantized(kept)[0], torch.tensor(codes) * torch.tensor(scale))
+    assert kept[0, :8].tolist() == [round(x / scale) for x in mixed]
+    assert kept[0, :8].abs().max() == 127
+    assert kept[0, 8:].view(torch.float32).item() == pytest.approx(scale, rel=1e-6)
+    assert torch.allclose(dequantized(kept)[0], torch.tensor(row), rtol=0, atol=2 * scale)
+
+
+@pytest.mark.parametrize("head_size", [64, 80, 96, 256])
+def test_channels_that_are_far_larger_cost_the_others_less(head_size):
+    rows = with_outliers(torch.randn(500, head_size, generator=torch.Generator().manual_seed(1)))
+    error, of_plain = ((kept - rows).square().mean().sqrt() for kept in (dequantized(quantized(rows)), plain(rows)))
+    assert error < 0.55 * of_plain
 
 
 def test_rows_of_zeros_and_of_next_to_nothing_are_zeros():
@@ -46,7 +83,14 @@ def test_rows_of_zeros_and_of_next_to_nothing_are_zeros():
     assert not quantized(rows).any()
 
 
-@pytest.mark.parametrize("head_size", [24, 512])
+def test_files_of_rows_with_other_bytes_are_those_of_another_layout():
+    """KV on disk is found again by its layout's number: who changes these bytes raises it, and the digest here."""
+    kept = quantized(torch.arange(-48.0, 48.0).view(1, 96))
+    digest = blake2b(kept.numpy().tobytes(), digest_size=4).hexdigest()
+    assert (LAYOUT_VERSION, digest) == (2, "b57e9c12")
+
+
+@pytest.mark.parametrize("head_size", [8, 24, 32, 64, 80, 96, 256, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @needs_library
 def test_native_writes_keep_the_same_bytes(each_isa, dtype, head_size):
@@ -61,6 +105,38 @@ def test_native_writes_keep_the_same_bytes(each_isa, dtype, head_size):
         assert torch.equal(batch.kv[block, 1, :, offset], quantized(batch.value[row]))
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_none_makes_its_row_none(backend, bad):  # noqa: F811
+    """And no other: no code may stand for it, and hide a broken model."""
+    batch = Batch([(1, 1), (1, 1)], backend=backend, kv_dtype=INT8)
+    batch.value[0, 0, 5] = bad
+    out = batch.run()
+    assert out[0, :2].isnan().all()
+    assert out[0, 2:].isfinite().all()
+    assert out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("head_size", [64, 80])
+@needs_library
+def test_attention_over_keys_with_large_channels_is_closer_than_over_plain_rows(each_isa, head_size):
+    """In bfloat16 and float32, of one token and of a chunk: against attention over K and V as they were."""
+    lengths = [(1, 300), (40, 40)]
+    for dtype in (torch.float32, torch.bfloat16):
+        source = Batch(lengths, dtype=dtype, head_size=head_size)
+        for rows in (source.key, source.value, *source.keys, *source.values):
+            with_outliers(rows)
+        source.query[..., 3] /= 30
+        expected = exact(source)
+        batch = Batch(lengths, backend=CpuBackend, dtype=dtype, kv_dtype=INT8, head_size=head_size)
+        batch.query, batch.key, batch.value = source.query, source.key, source.value
+        batch.keys, batch.values = ([part.clone() for part in parts] for parts in (source.keys, source.values))
+        batch.fill()
+        kept = batch.run().double()
+        source.keys, source.values = ([plain(part.float()) for part in parts] for parts in (source.keys, source.values))
+        error, of_plain = ((each - expected).square().mean().sqrt() for each in (kept, exact(source)))
+        assert error < 0.7 * of_plain, (dtype, error, of_plain)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 8e-6), (torch.bfloat16, 6e-2)])
 def test_attention_is_that_over_what_the_rows_say(backend, dtype, tolerance):  # noqa: F811
     batch = Batch(CHUNKED + DECODE, backend=backend, dtype=dtype, kv_dtype=INT8)
@@ -70,6 +146,8 @@ def test_attention_is_that_over_what_the_rows_say(backend, dtype, tolerance):  #
 SHORT = [(1, 530), (5, 17), (1, 0), (33, 40), (2, 3)]
 OPTIONS = [
     {"block_size": 8, "head_size": 24},
+    {"head_size": 96, "group": 3},
+    {"head_size": 80, "windows": (70,)},
     {"block_size": 32, "head_size": 512, "num_kv_heads": 1},
     {"windows": (17,), "soft_cap": 2.0},
     {"sinks": True, "group": 4},

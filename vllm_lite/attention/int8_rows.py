@@ -1,9 +1,16 @@
 """Rows of an int8 KV cache: the codes of one head of one token, and behind them their scale.
 
-A row is [head_size + 4] bytes: head_size codes in [-127, 127], then a float32 in the machine's order; an element is
-code * scale, where scale is the row's largest size / 127. So whatever moves a block moves its scales, and a row depends
-on its own token alone. Head sizes are multiples of 4, so scales are aligned.
+A row is [head_size + 4] bytes: head_size codes in [-127, 127], then a float32 in the machine's order. They hold the
+row's Hadamard transform, whose elements are code * scale, where scale is the largest size of any / 127. The transform
+spreads a channel that is far larger than the others over all of them, so that the scale becomes smaller (QuaRot,
+Ashkboos et al., 2024). It changes no product of two rows: kernels transform queries as well, and transform back what
+they sum up of V.
+
+Whatever moves a block moves its scales, and a row depends on its own token alone. Head sizes are multiples of 4, so
+scales are aligned.
 """
+
+import math
 
 import torch
 
@@ -19,7 +26,7 @@ def scale_bytes(dtype: torch.dtype) -> int:
 
 def quantized(rows: torch.Tensor) -> torch.Tensor:
     """`rows` [..., head_size] as the cache keeps them: int8 [..., head_size + 4]."""
-    wide = rows.float()
+    wide = hadamard(rows.float())
     scales = wide.abs().amax(-1, keepdim=True) / 127
     scales = torch.where(scales < _LEAST_SCALE, 0.0, scales)
     codes = (wide / torch.where(scales == 0, torch.inf, scales)).round().clamp(-127, 127).to(torch.int8)
@@ -29,4 +36,17 @@ def quantized(rows: torch.Tensor) -> torch.Tensor:
 def dequantized(rows: torch.Tensor) -> torch.Tensor:
     """float32 [..., head_size] of what a cache keeps, int8 [..., head_size + 4]."""
     codes, scales = rows[..., :-SCALE_BYTES], rows[..., -SCALE_BYTES:]
-    return codes.float() * scales.contiguous().view(torch.float32)
+    return hadamard(codes.float() * scales.contiguous().view(torch.float32))
+
+
+def hadamard(rows: torch.Tensor) -> torch.Tensor:
+    """float32 `rows` [..., head_size] times an orthonormal Hadamard matrix, its own inverse, in blocks of the largest
+    power of two in head_size. Sums have the order that they have in the kernels, for the same codes."""
+    block = rows.shape[-1] & -rows.shape[-1]
+    half, exponent = 1, block.bit_length() - 1
+    rows = rows * (math.sqrt(0.5) ** (exponent % 2) / 2 ** (exponent // 2))
+    while half < block:
+        low, high = rows.unflatten(-1, (-1, 2, half)).unbind(-2)
+        rows = torch.stack((low + high, low - high), -2).flatten(-3)
+        half *= 2
+    return rows

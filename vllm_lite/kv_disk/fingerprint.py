@@ -18,7 +18,7 @@ from vllm_lite.checkpoint.gguf.files import gguf_files
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import ModelError
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """To be raised with a change of how K, V or states lie in a block, or of what goes into a block's hash."""
 PAGES = 256
 PAGE_BYTES = 4096

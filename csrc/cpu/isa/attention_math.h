@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../attention.h"
-#include "convert.h"
+#include "hadamard.h"
 
 namespace VLLM_LITE_ISA {
 namespace {
@@ -331,7 +331,8 @@ VLLM_LITE_INLINE float normalizer(const AttentionCall& call, int head, float top
   return v_scale * keys / (sum * keys + rest);
 }
 
-// Row i's output from its result over all keys.
+// Row i's output from its result over all keys, which is transformed back in place where V is kept as its Hadamard
+// transform.
 VLLM_LITE_INLINE void put_row(const AttentionCall& call, const AttentionItem& item, int kv_head, int i,
                               const Result& all) {
   const AttentionShape& shape = *call.shape;
@@ -341,6 +342,7 @@ VLLM_LITE_INLINE void put_row(const AttentionCall& call, const AttentionItem& it
   char* line = call.out + place.query_row * call.out_stride;
   const float factor = normalizer(call, head, all.top, all.sum);
   const int64_t first = static_cast<int64_t>(head) * size;
+  if (shape.kv_dtype == kInt8) hadamard(all.acc, size);
   if (shape.dtype == kFloat32) put_output<float>(line + first * 4, all.acc, factor, size);
   if (shape.dtype == kBFloat16) put_output<BFloat16>(line + first * 2, all.acc, factor, size);
   if (shape.dtype == kFloat16) put_output<Float16>(line + first * 2, all.acc, factor, size);

@@ -3,6 +3,8 @@
 // weights and of V neighbouring tokens.
 #pragma once
 
+#include <type_traits>
+
 #include "attention_math.h"
 
 namespace VLLM_LITE_ISA {
@@ -176,7 +178,8 @@ VLLM_LITE_INLINE uint16x8_t load_halves(const void* from, int count) {
 }
 #endif
 
-// Row i of the item's queries as `to`, filled up with zeros to `padded` elements.
+// Row i of the item's queries as `to`, filled up with zeros to `padded` elements. Where K is kept as its Hadamard
+// transform the query is transformed as well, which leaves their product as it was.
 template <class Element>
 VLLM_LITE_INLINE void load_query(const AttentionCall& call, const AttentionItem& item, int kv_head, int i, Element* to,
                                  int padded) {
@@ -186,6 +189,9 @@ VLLM_LITE_INLINE void load_query(const AttentionCall& call, const AttentionItem&
   const int head = kv_head * group + place.head;
   const char* from = call.query + place.query_row * call.query_stride + head * size * bytes_of(shape.dtype);
   convert_row(shape.dtype, from, to, size);
+  if constexpr (std::is_same_v<Element, float>) {
+    if (shape.kv_dtype == kInt8) hadamard(to, size);
+  }
   std::memset(static_cast<void*>(to + size), 0, static_cast<size_t>(padded - size) * sizeof(Element));
 }
 

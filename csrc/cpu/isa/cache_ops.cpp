@@ -2,7 +2,7 @@
 #include "../cache_ops.h"
 
 #include "../attention.h"
-#include "convert.h"
+#include "hadamard.h"
 
 namespace VLLM_LITE_ISA {
 namespace {
@@ -42,18 +42,24 @@ VLLM_LITE_INLINE void put(const float* from, float* to, float, int size) {
   std::memcpy(to, from, static_cast<size_t>(size) * 4);
 }
 
-// A row of int8 and its scale, see vllm_lite/attention/int8_rows.py. It divides, as that does, for the same codes.
+// A row of int8 and its scale, see vllm_lite/attention/int8_rows.py. It divides, as that does, for the same codes. A
+// number that is none makes the scale NaN, and so the row.
 template <class T>
 VLLM_LITE_INLINE void put(const T* from, Int8* to, float, int size) {
-  Vec largest = {};
+  alignas(64) float row[kMaxHeadSize + kWidth];
+  for (int d = 0; d < size; d += kWidth) store(row + d, load_some(from + d, size - d));
+  hadamard(row, size);
+  Vec largest = {}, check = {};
   for (int d = 0; d < size; d += kWidth) {
-    const Vec x = vec_of(bits_of_vec(load_some(from + d, size - d)) & 0x7fffffff);
-    largest = x > largest ? x : largest;
+    const Vec x = load(row + d);
+    const Vec absolute = vec_of(bits_of_vec(x) & 0x7fffffff);
+    largest = absolute > largest ? absolute : largest;
+    check += x - x;  // 0, or NaN
   }
-  float scale = max_of(largest) / 127.0f;
+  float scale = max_of(largest) / 127.0f + sum_of(check);
   if (scale < 0x1p-126f) scale = 0;
   const float divisor = scale == 0 ? __builtin_inff() : scale;
-  for (int d = 0; d < size; d += kWidth) store_some(to + d, load_some(from + d, size - d) / divisor, size - d);
+  for (int d = 0; d < size; d += kWidth) store_some(to + d, load(row + d) / divisor, size - d);
   std::memcpy(static_cast<void*>(to + size), &scale, sizeof scale);
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm_lite.runtime import log
 
-ABI = 28
+ABI = 29
 LIBRARY = "libvllm_lite_cpu.so"
 ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated", "neon_dot", "neon_i8mm")
 """Instruction sets that kernels are compiled for. Of those of one architecture each has all that the ones before it
