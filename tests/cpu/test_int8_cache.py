@@ -75,7 +75,7 @@ def test_a_row_is_codes_and_their_scale():
 def test_channels_that_are_far_larger_cost_the_others_less(head_size):
     rows = with_outliers(torch.randn(500, head_size, generator=torch.Generator().manual_seed(1)))
     error, of_plain = ((kept - rows).square().mean().sqrt() for kept in (dequantized(quantized(rows)), plain(rows)))
-    assert error < 0.55 * of_plain
+    assert error < 0.35 * of_plain
 
 
 def test_rows_of_zeros_and_of_next_to_nothing_are_zeros():
@@ -134,7 +134,7 @@ def test_attention_over_keys_with_large_channels_is_closer_than_over_plain_rows(
         kept = batch.run().double()
         source.keys, source.values = ([plain(part.float()) for part in parts] for parts in (source.keys, source.values))
         error, of_plain = ((each - expected).square().mean().sqrt() for each in (kept, exact(source)))
-        assert error < 0.7 * of_plain, (dtype, error, of_plain)
+        assert error < 0.35 * of_plain, (dtype, error, of_plain)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 8e-6), (torch.bfloat16, 6e-2)])
