@@ -59,7 +59,7 @@ VLLM_LITE_INLINE void quantize_query(CodeScratch& s, const AttentionCall& call, 
     largest = max(vec_of(bits_of_vec(x) & 0x7fffffff), largest);
     check += zero_or_nan(x);
   }
-  const float top = max_of(largest);
+  const float top = largest_of(largest);
   const float factor = top > kLeastWeight ? kLargestQuery / top : 0;
   VecI sum = {};
   for (int d = 0; d < size; d += kWidth) {

@@ -36,7 +36,9 @@ VLLM_LITE_INLINE float largest_of(Vec x) {
   half = _mm_max_ps(half, _mm_movehl_ps(half, half));
   return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
 #else
-  return max_of(x);
+  float top = x[0];
+  for (int i = 1; i < kWidth; ++i) top = x[i] > top ? x[i] : top;
+  return top;
 #endif
 }
 

@@ -49,14 +49,13 @@ VLLM_LITE_INLINE void put(const T* from, Int8* to, float, int size) {
   alignas(64) float row[kMaxHeadSize + kWidth];
   for (int d = 0; d < size; d += kWidth) store(row + d, load_some(from + d, size - d));
   hadamard(row, size);
-  Vec largest = {}, check = {};
+  VecI largest = {};  // as integers the sizes of floats are in order, NaN above all
   for (int d = 0; d < size; d += kWidth) {
-    const Vec x = load(row + d);
-    const Vec absolute = vec_of(bits_of_vec(x) & 0x7fffffff);
-    largest = absolute > largest ? absolute : largest;
-    check += x - x;  // 0, or NaN
+    const VecI x = reinterpret_cast<VecI>(load(row + d)) & 0x7fffffff;
+    largest = x > largest ? x : largest;
   }
-  float scale = max_of(largest) / 127.0f + sum_of(check);
+  float scale = float_of(static_cast<uint32_t>(max_of(largest))) / 127.0f;
+  scale += scale - scale;  // 0, or NaN
   if (scale < 0x1p-126f) scale = 0;
   const float divisor = scale == 0 ? __builtin_inff() : scale;
   for (int d = 0; d < size; d += kWidth) store_some(to + d, load(row + d) / divisor, size - d);

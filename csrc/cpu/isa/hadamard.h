@@ -44,11 +44,13 @@ VLLM_LITE_INLINE void hadamard(float* row, int size) {
   const int block = size & -size;
   const float factor = root_of_power(__builtin_ctz(static_cast<unsigned>(size)));
   for (int d = 0; d < size; d += kWidth) {
-    Vec x = load_some(row + d, size - d) * factor;
+    const bool whole = size - d >= kWidth;  // what masks have stored is slow to load again
+    Vec x = (whole ? load(row + d) : load_some(row + d, size - d)) * factor;
     x = add_and_subtract_lanes<2>(add_and_subtract_lanes<1>(x));
     if constexpr (kWidth > 4) x = add_and_subtract_lanes<4>(x);
     if constexpr (kWidth > 8) x = block > 8 ? add_and_subtract_lanes<8>(x) : x;
-    store_some(row + d, x, size - d);
+    if (whole) store(row + d, x);
+    if (!whole) store_some(row + d, x, size - d);
   }
   for (int half = kWidth; half < block; half *= 2) {
     for (int d = 0; d < size; d += 2 * half) {

@@ -15,15 +15,6 @@ VLLM_LITE_INLINE int32_t sum_of(VecI x) {
   return total;
 #endif
 }
-VLLM_LITE_INLINE int32_t max_of(VecI x) {
-#if defined(__AVX512F__)
-  return _mm512_reduce_max_epi32(reinterpret_cast<__m512i>(x));
-#else
-  int32_t most = x[0];
-  for (int i = 1; i < kWidth; ++i) most = x[i] > most ? x[i] : most;
-  return most;
-#endif
-}
 
 constexpr int32_t kLargest = 127;             // of integers of one plane
 constexpr int32_t kLargestOfTwo = 127 * 128;  // so that the upper plane's are those, the lower one's from 0 to 127

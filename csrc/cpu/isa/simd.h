@@ -237,10 +237,14 @@ VLLM_LITE_INLINE float sum_of(Vec x) {
   return total;
 #endif
 }
-VLLM_LITE_INLINE float max_of(Vec x) {
-  float top = x[0];
-  for (int i = 1; i < kWidth; ++i) top = x[i] > top ? x[i] : top;
-  return top;
+VLLM_LITE_INLINE int32_t max_of(VecI x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32(reinterpret_cast<__m512i>(x));
+#else
+  int32_t most = x[0];
+  for (int i = 1; i < kWidth; ++i) most = x[i] > most ? x[i] : most;
+  return most;
+#endif
 }
 // x > y ? x : y, so y where one of them is NaN.
 VLLM_LITE_INLINE Vec max(Vec x, Vec y) {
