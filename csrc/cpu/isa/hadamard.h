@@ -38,21 +38,56 @@ VLLM_LITE_INLINE float root_of_power(int exponent) {
   return float_of(static_cast<uint32_t>(127 - exponent / 2) << 23) * (exponent % 2 != 0 ? 0x1.6a09e6p-1f : 1.0f);
 }
 
+// The first steps of the transform, within vectors of a block of `block` elements.
+VLLM_LITE_INLINE Vec transform_lanes(Vec x, int block) {
+  x = add_and_subtract_lanes<2>(add_and_subtract_lanes<1>(x));
+  if constexpr (kWidth > 4) x = add_and_subtract_lanes<4>(x);
+  if constexpr (kWidth > 8) x = block > 8 ? add_and_subtract_lanes<8>(x) : x;
+  return x;
+}
+
+// Those within each kVecs vectors of a row of whole blocks of as many or more.
+template <int kVecs>
+VLLM_LITE_INLINE void transform_vectors(float* row, int size, float factor) {
+  for (float* from = row; from < row + size; from += kVecs * kWidth) {
+    Vec x[kVecs];
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v) x[v] = transform_lanes(load(from + v * kWidth) * factor, kWidth);
+#pragma GCC unroll 3
+    for (int half = 1; half < kVecs; half *= 2) {
+#pragma GCC unroll 8
+      for (int v = 0; v < kVecs; ++v) {
+        if (v & half) continue;
+        const Vec low = x[v], high = x[v + half];
+        x[v] = low + high;
+        x[v + half] = low - high;
+      }
+    }
+#pragma GCC unroll 8
+    for (int v = 0; v < kVecs; ++v) store(from + v * kWidth, x[v]);
+  }
+}
+
 // Multiplies a row by an orthonormal Hadamard matrix in place, in blocks of the largest power of two in `size`, which
 // is a multiple of 8. Doing it again gives the row back. Its sums have one order on all machines, for the same codes.
 VLLM_LITE_INLINE void hadamard(float* row, int size) {
+  constexpr int kMost = 8 * kWidth;
   const int block = size & -size;
   const float factor = root_of_power(__builtin_ctz(static_cast<unsigned>(size)));
-  for (int d = 0; d < size; d += kWidth) {
-    const bool whole = size - d >= kWidth;  // what masks have stored is slow to load again
-    Vec x = (whole ? load(row + d) : load_some(row + d, size - d)) * factor;
-    x = add_and_subtract_lanes<2>(add_and_subtract_lanes<1>(x));
-    if constexpr (kWidth > 4) x = add_and_subtract_lanes<4>(x);
-    if constexpr (kWidth > 8) x = block > 8 ? add_and_subtract_lanes<8>(x) : x;
-    if (whole) store(row + d, x);
-    if (!whole) store_some(row + d, x, size - d);
+  if (block < kWidth) {
+    for (int d = 0; d < size; d += kWidth) {
+      store_some(row + d, transform_lanes(load_some(row + d, size - d) * factor, block), size - d);
+    }
+  } else if (block == kWidth) {
+    transform_vectors<1>(row, size, factor);
+  } else if (block == 2 * kWidth) {
+    transform_vectors<2>(row, size, factor);
+  } else if (block == 4 * kWidth) {
+    transform_vectors<4>(row, size, factor);
+  } else {
+    transform_vectors<8>(row, size, factor);
   }
-  for (int half = kWidth; half < block; half *= 2) {
+  for (int half = kMost; half < block; half *= 2) {
     for (int d = 0; d < size; d += 2 * half) {
       for (float* low = row + d; low < row + d + half; low += kWidth) {
         const Vec x = load(low), y = load(low + half);
