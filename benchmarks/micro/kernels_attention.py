@@ -37,8 +37,8 @@ CHUNK, CONTEXTS = 512, (512, 2048, 8192)
 PREFILL_HEAD_SIZES = (64, 128)
 NUM_WRITTEN = (1, 32, 512)
 WORKING_SET_BYTES = 128 << 20  # of a chosen case's caches, above any cache that one socket's cores share
-BYTE_GROUPS, BYTE_LENGTHS = (1, 2, 4, 8), ((NUM_SEQS, CONTEXT), (1, 8192))
-"""Heads that share a KV head, and sequences of a context, over caches of a byte an element."""
+BYTE_GROUPS, BYTE_LENGTHS = (1, 2, 4, 8), ((NUM_SEQS, 1, CONTEXT), (1, 1, 8192), (1, CHUNK, 2048))
+"""Over caches of a byte an element: heads that share a KV head; sequences, new tokens of each, context."""
 SHARED = ((32, 1, 64, 4096), (63, 4, 4, 4000), (63, 19, 19, 4000), (32, 1, 64, 0))
 """Sequences, new tokens of each, tokens of its own, and tokens before these that are those of all."""
 MIN_TIME_S = 0.5  # for each kernel
@@ -255,15 +255,14 @@ def layouts(num_threads: int) -> Iterator[Row]:
 
 
 def caches_of_a_byte(num_threads: int) -> Iterator[Row]:
-    """Decoding over caches in bfloat16, int8 and float8, in turn; `ratio`: of the time over bfloat16."""
+    """Attention over caches in bfloat16, int8 and float8, in turn; `ratio`: of the time over bfloat16."""
     types = (torch.bfloat16, torch.int8, torch.float8_e4m3fn)
-    for (num_seqs, context), group in itertools.product(BYTE_LENGTHS, BYTE_GROUPS):
-        lengths = [(1, context)] * num_seqs
+    for (num_seqs, query_len, seq_len), group in itertools.product(BYTE_LENGTHS, BYTE_GROUPS):
+        lengths = [(query_len, seq_len)] * num_seqs
         batches = [AttentionCase(lengths, sharing(group), torch.bfloat16, kv_dtype=kind) for kind in types]
         times = best_times(clock_for(num_threads), [batch.attend for batch in batches], MIN_TIME_S)
         for kind, batch, seconds in zip(types, batches, times, strict=True):
-            speed = {"gb_s": _kv_bytes(batch) / seconds / 1e9, "ratio": seconds / times[0]}
-            yield _row(f"decode, cache in {name_of(kind)}", batch, us=seconds * 1e6, **speed)
+            yield _row(f"cache in {name_of(kind)}", batch, us=seconds * 1e6, ratio=seconds / times[0])
 
 
 def shared_prefixes(num_threads: int) -> Iterator[Row]:
