@@ -1,6 +1,7 @@
 """The Python API against a real engine: docs/python-api.md, and chats as transformers would render them."""
 
 import asyncio
+import gc
 import re
 from itertools import chain
 from pathlib import Path
@@ -14,7 +15,10 @@ from tests.e2e.reference import start
 from vllm_lite import LLM, AsyncClient, RequestOutputKind, SamplingParams
 from vllm_lite.client.engines.launch import resolve
 from vllm_lite.config import EngineConfig
+from vllm_lite.engine.blocks.manager import KVCacheManager
+from vllm_lite.engine.core import EngineCore
 from vllm_lite.errors import RequestError
+from vllm_lite.worker.model_runner import ModelRunner
 
 DOCS = Path(__file__).parents[2] / "docs" / "python-api.md"
 CHAT = [
@@ -51,6 +55,17 @@ def oracle() -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(resolve(EngineConfig(model="demo")).model)
+
+
+def test_an_engine_in_this_process_is_freed_with_all_that_it_made() -> None:
+    """Its threads stand in for processes, whose objects are kept from collections for good."""
+    frozen = gc.get_freeze_count()
+    with start("demo", single_process=True) as llm:
+        llm.generate("Once", GREEDY, use_tqdm=False)
+    del llm
+    assert gc.get_freeze_count() <= frozen
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) in (EngineCore, KVCacheManager, ModelRunner)]
 
 
 def test_a_chat_is_the_rendered_prompt(llm: Any, oracle: Any) -> None:

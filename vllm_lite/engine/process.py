@@ -391,7 +391,7 @@ def made_to_last() -> abc.Iterator[None]:
     try:
         yield
     finally:
-        gc.freeze()
+        supervise.keep_from_collections()
         gc.enable()
         gc.set_threshold(YOUNG_OBJECTS, 20, 20)
 

@@ -7,7 +7,6 @@ the engine as Failed, makes the other ranks leave their waits, and ends the proc
 as a thread of a client (--single-process), so nothing here touches signals, the log's handlers or the process's end.
 """
 
-import gc
 import logging
 import os
 import threading
@@ -40,7 +39,7 @@ from vllm_lite.protocol.step import ModelOutput, SchedulerOutput, StepOutputs, S
 from vllm_lite.protocol.transfers import Transfer
 from vllm_lite.runtime import log, torch_import
 from vllm_lite.runtime.cpu_binding import NONE, apply, plan_binding, threads_of_the_user
-from vllm_lite.runtime.supervise import STANDBY_NAME, WORKER_NAME, name_process, run_child
+from vllm_lite.runtime.supervise import STANDBY_NAME, WORKER_NAME, keep_from_collections, name_process, run_child
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Connection, Delivery, connect, finish
 from vllm_lite.transport.interface import poller
@@ -135,7 +134,7 @@ class WorkerLoop:
             if not isinstance(message, Start):
                 raise ProtocolError(f"expected Start, got {type(message).__name__}")
             started = worker.start(message)
-            gc.freeze()  # what lives now lives for ever: a collection in the middle of a step would take 0.1 s over it
+            keep_from_collections()  # one in the middle of a step would take 0.1 s over it
             if (disk := worker.disk) is not None:
                 self.disk, self.poller = disk, poller(self.connection, self.stop, disk.announced)
                 disk.await_first_look()
@@ -328,7 +327,7 @@ def import_worker() -> "type[Worker]":
     with no_garbage_collection():
         from vllm_lite.worker.worker import Worker
 
-        gc.freeze()
+        keep_from_collections()
     return Worker
 
 
