@@ -17,7 +17,7 @@ from typing import Any
 import msgpack
 import zmq
 
-VERSION = 21
+VERSION = 22
 LOAD_S, SILENCE_S = 60, 30
 """How long an engine may load; and be silent later, when it owes an answer and says every half second that it lives."""
 HELLO, PING = ("hello", VERSION, None), ("ping",)

@@ -1,8 +1,11 @@
 """The rate at which prompts are computed: learned from steps one behind another, and what `auto` makes of it."""
 
 import itertools
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, cast
 
+import msgspec
 import pytest
 
 from vllm_lite.config import EngineConfig
@@ -10,6 +13,7 @@ from vllm_lite.engine.core import EngineCore, Lives, PoolSizes
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.engine.scheduling.in_flight import InFlight
 from vllm_lite.engine.scheduling.rates import MIN_CHUNK, MIN_PREFILL_TOKENS, PrefillRate, Rates
+from vllm_lite.engine.sequence import Sequence
 from vllm_lite.executor.simulated import CostModel, SimulatedExecutor, VirtualClock
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens
@@ -26,12 +30,17 @@ CHUNK = 512
 class Bench:
     """A core over an executor with a cost model. Moving a block takes much less time than computing it."""
 
+    executor_type = SimulatedExecutor
+    facts: Mapping[str, Any] = {}
+    """What else the workers say of the model."""
+
     def __init__(self, num_blocks: int, **settings: object) -> None:
         config = EngineConfig.check({"device": "cpu", "max_num_batched_tokens": CHUNK, **settings})
         config = config.resolve(max_position_embeddings=20_000, dtype="float32", model_path="m")
-        ready = Ready(0, 1, num_blocks, 1, (KVGroupInfo("full", 1),), 20_000, 32_000, ())
+        config = msgspec.structs.replace(config, media_aside="placeholders" in self.facts)
+        ready = Ready(0, 1, num_blocks, 1, (KVGroupInfo("full", 1),), 20_000, 32_000, (), **self.facts)
         self.clock = VirtualClock(100.0)
-        self.executor = SimulatedExecutor(ready, self.clock, COST)
+        self.executor = self.executor_type(ready, self.clock, COST)
         self.core = EngineCore(config, ready, self.executor, PoolSizes(num_blocks, 2000, 40_000), Lives(), self.clock)
 
     def add(self, name: str, num_prompt: int, max_tokens: int) -> None:
@@ -184,15 +193,20 @@ class Steps:
 
     def schedule(self, *num_tokens: int) -> None:
         entries: list[Entry] = [Continue(handle, count, []) for handle, count in enumerate(num_tokens)]
-        self.add(entries, sum(num_tokens), only_decodes=max(num_tokens) == 1)
+        self.add(entries, sum(num_tokens))
 
-    def add(self, entries: list[Entry], num_tokens: int, *, only_decodes: bool, has_others: bool = False) -> None:
+    def add(self, entries: list[Entry], num_tokens: int) -> None:
+        """Those of one token, and with drafts, sample."""
+        sequences = [cast(Sequence, each) for each in entries if isinstance(each, Draft) or each.num_tokens == 1]
+        drafted = [(cast(Sequence, each), each.max_drafts) for each in entries if isinstance(each, Draft)]
         output = SchedulerOutput(1, 1, [], entries)
-        self.in_flight.add(output, [], num_tokens, only_decodes=only_decodes, has_others=has_others)
+        only_decodes = num_tokens == len(sequences)
+        self.in_flight.add(output, sequences, num_tokens, only_decodes=only_decodes, drafted=drafted)
 
-    def confirm(self, now_s: float) -> bool:
+    def confirm(self, now_s: float, media_s: float = 0.0) -> bool:
         """The oldest step has its result. Whether it changed the rate."""
         step = self.in_flight.oldest
+        step.message.media_s += media_s
         changed = step.ends_message and self.rate.measure(step.message, now_s)
         self.in_flight.confirm()
         return changed
@@ -208,15 +222,12 @@ def test_steps_of_one_message_are_timed_together() -> None:
 
 
 def test_decoding_and_drafting_teach_nothing_of_prompts() -> None:
-    steps = Steps()
-    steps.schedule(*[1] * 64)
-    steps.in_flight.send(1.0)
-    steps.confirm(2.0)
-    assert steps.rate.alone_s == 1.0
-    steps.add([Draft(handle, 7, []) for handle in range(40)], 320, only_decodes=False)
-    steps.in_flight.send(1.0)
-    assert not steps.confirm(2.0)
-    assert steps.rate.tokens_per_s == 0
+    for entries in ([Continue(handle, 1, []) for handle in range(64)], [Draft(handle, 7, []) for handle in range(40)]):
+        steps = Steps()
+        steps.add(list(entries), 64 if len(entries) == 64 else 320)
+        steps.in_flight.send(1.0)
+        assert steps.confirm(2.0)
+        assert (steps.rate.alone_s, steps.rate.tokens_per_s) == (1.0, 0)
 
 
 def test_a_result_that_was_taken_late_does_not_spoil_the_rate() -> None:
@@ -234,23 +245,22 @@ def test_what_is_computed_beside_a_step_is_not_counted_as_its_tokens() -> None:
     steps = Steps()
     plain: list[Entry] = [Continue(0, 1, [])]
     chunk: list[Entry] = [*plain, Continue(1, 10, [])]
-    for number, (entries, took_s, has_others) in enumerate(
-        [(plain, 0.1, False), (plain, 5.0, True), (chunk, 5.0, True), (chunk, 0.3, False)]
+    for number, (entries, took_s, media_s) in enumerate(
+        [(plain, 5.1, 5.0), (plain, 0.1, 0.0), (chunk, 5.3, 5.0), (chunk, 0.3, 0.0), (plain, 5.0, 5.01)]
     ):
-        steps.add(entries, 11, only_decodes=entries is plain, has_others=has_others)
+        steps.add(entries, 1 if entries is plain else 11)
         steps.in_flight.send(10.0 * number)
-        steps.confirm(10.0 * number + took_s)
+        steps.confirm(10.0 * number + took_s, media_s)
     assert (steps.rate.alone_s, steps.rate.token_s) == pytest.approx((0.1, 0.02))
 
 
 def test_vision_beside_a_prompt_says_nothing_of_prompts() -> None:
     steps = Steps()
-    chunk: list[Entry] = [Continue(0, 1, []), Continue(1, 100, [])]
-    for number, has_others in enumerate((True, False)):
-        steps.add(chunk, 101, only_decodes=False, has_others=has_others)
+    for number, media_s in enumerate((0.0, 5.0)):
+        steps.add([Continue(0, 1, []), Continue(1, 100, [])], 101)
         steps.in_flight.send(10.0 * number)
-        steps.confirm(10.0 * number + (5.0 if has_others else 1.01))
-        assert steps.rate.tokens_per_s == (0.0 if has_others else pytest.approx(100.0))
+        steps.confirm(10.0 * number + 1.01 + media_s, media_s)
+        assert steps.rate.tokens_per_s == pytest.approx(100.0)
 
 
 def test_next_tokens_take_less_where_steps_with_prompts_do() -> None:
@@ -259,7 +269,7 @@ def test_next_tokens_take_less_where_steps_with_prompts_do() -> None:
     plain: list[Entry] = [Continue(0, 1, [])]
     chunk: list[Entry] = [*plain, Continue(1, 32, [])]
     for number in range(40):
-        steps.add(chunk if number else plain, 33 if number else 1, only_decodes=not number)
+        steps.add(chunk if number else plain, 33 if number else 1)
         steps.in_flight.send(float(number))
         steps.confirm(number + (0.008 if number else 0.060))
     assert steps.rate.alone_s < 0.009

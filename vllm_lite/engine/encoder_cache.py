@@ -79,8 +79,6 @@ class EncoderCache(SidePart[None]):
         """The most tokens of media that a step computes beside them; None: any number."""
         self._given: dict[Seq, int] = {}
         """How many of these each sequence has of the step being scheduled."""
-        self._is_computing = False
-        """Whether the step being scheduled computes some, or the rest of some, itself."""
         self._doomed: set[bytes] = set()
         """Held, and to be freed once nobody reads them."""
         self._entries: list[Entry] = []
@@ -92,12 +90,7 @@ class EncoderCache(SidePart[None]):
     def is_aside(self) -> bool:
         return bool(self._aside)
 
-    @property
-    def computes(self) -> bool:
-        return self._is_computing or self.is_aside
-
     def begin_step(self) -> None:
-        self._is_computing = False
         self._given.clear()
         self._budget, self._bytes = self.sizes.budget, MAX_STEP_BYTES
         for sequence, media in list(self._readers.items()):
@@ -140,10 +133,13 @@ class EncoderCache(SidePart[None]):
         return min(count, first - start) if first > start else self._limited(sequence, count, self.most_beside())
 
     def _limited(self, sequence: Seq, count: int, most: int) -> int:
-        """The part of `count` tokens of a medium that the step still has time for, which is for `most` of all."""
+        """The part of `count` tokens of a medium that the step still has time for, which is for `most` of all. Who asks
+        first gets half of them, and on asking again those that nobody else has, as prompts share a step's tokens."""
+        is_first = not self._given
         self._given.pop(sequence, None)
         least = 0 if sequence.status is Status.RUNNING else 1  # it comes in, so that those behind it can
-        count = min(count, max(least, most - sum(self._given.values())))
+        left = most - (most // 2 if is_first else sum(self._given.values()))
+        count = min(count, max(least, left))
         self._given[sequence] = count
         return count
 
@@ -194,14 +190,12 @@ class EncoderCache(SidePart[None]):
         if is_aside:
             self._aside[medium.digest] = sequence, medium
         else:
-            self._is_computing = True
             self._is_computed(sequence, medium)
         return not is_aside
 
     def _is_ready(self, digest: bytes) -> bool:
         """Whether a step can read vectors that the workers have, or compute aside: the rest of them, if need be."""
         if digest in self._aside and not self.others_decode():
-            self._is_computing = True
             self.learn([digest])
         return digest not in self._aside
 

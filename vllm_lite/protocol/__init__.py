@@ -19,7 +19,7 @@ codec.py    one encoder and decoder per direction, with version and size limits
 
 import msgspec
 
-PROTOCOL_VERSION = 21
+PROTOCOL_VERSION = 22
 """Raised by one with every change of a struct; Hello refuses any other version by name."""
 
 

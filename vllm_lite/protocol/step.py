@@ -180,7 +180,7 @@ class ModelOutput(Message, tag=20):
     logits were not finite (NOT_FINITE), whose rules left no token or whose grammar failed; their token is to be
     ignored. `drafted` runs parallel to `counts`: how many tokens were drafted for each; None if none were. So does
     `forced`: how many of these, the first, their grammars leave no choice about. `encoded` are media of an EncodeAside
-    whose vectors are there from now on.
+    whose vectors are there from now on, `media_s` is the time that media took of the step.
     """
 
     generation: int
@@ -194,6 +194,7 @@ class ModelOutput(Message, tag=20):
     pooled: list[tuple[Handle, Pooled]] | None = None
     forced: list[int] | None = None
     encoded: list[Digest] | None = None
+    media_s: float = 0.0
 
 
 class Steps(Message, tag=11):

@@ -88,14 +88,6 @@ class KVCacheManager:
                 return True
         return False
 
-    @property
-    def computes(self) -> bool:
-        """Whether the step that has been made takes longer by work other than tokens, such as images."""
-        for part in self._others:  # noqa: SIM110  # as above
-            if part.computes:
-                return True
-        return False
-
     def take_ops(self) -> list[Op]:
         """Return the block program of the step that has been made; the next one starts empty."""
         ops = self._first.take_ops()

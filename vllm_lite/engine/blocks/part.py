@@ -116,11 +116,6 @@ class CachePart(ABC, Generic[Found]):
         """Whether workers compute something beside steps, which take longer by it."""
         return False
 
-    @property
-    def computes(self) -> bool:
-        """Whether the step that has been made takes longer by work other than tokens, such as images."""
-        return False
-
     def take_entries(self) -> list[Entry]:
         """Return what else the workers get with the step that has been made."""
         return []

@@ -27,12 +27,12 @@ Item = TypeVar("Item")
 
 class StepMessage:
     """`num_steps` steps that go to the workers together. `num_left` of them have no result yet. `is_plain`: they
-    compute next tokens alone. `has_others`: workers compute in or beside them what takes time and is no token."""
+    compute next tokens alone, and drafts behind these. `media_s`: the time that workers took of them for media."""
 
-    __slots__ = ("has_others", "is_plain", "num_left", "num_prefill_tokens", "num_steps", "num_tokens", "sent_s")
+    __slots__ = ("is_plain", "media_s", "num_left", "num_prefill_tokens", "num_steps", "num_tokens", "sent_s")
 
     def __init__(self) -> None:
-        self.is_plain, self.has_others = True, False
+        self.is_plain, self.media_s = True, 0.0
         self.num_steps = self.num_left = self.num_tokens = self.num_prefill_tokens = 0
         self.sent_s = 0.0
 
@@ -129,13 +129,11 @@ class InFlight:
         num_tokens: int,
         *,
         only_decodes: bool,
-        has_others: bool = False,
         drafted: abc.Sequence[tuple[Sequence, int]] = (),
     ) -> None:
-        """A step of `num_tokens` has been scheduled; the next message carries it. `has_others` as in StepMessage."""
+        """A step of `num_tokens` has been scheduled; the next message carries it."""
         message = self._unsent
-        message.is_plain &= only_decodes and num_tokens > 0
-        message.has_others |= has_others
+        message.is_plain &= 0 < num_tokens - sum(most for _, most in drafted) <= len(sampling)
         message.num_steps += 1
         message.num_left += 1
         message.num_tokens += num_tokens

@@ -3,6 +3,7 @@ or computed again, how much of a prompt a step may compute while others wait for
 
 The first rate is learned from the results of the steps. Steps run one after the other, so one that was sent while
 another was under way has taken the time since that one's result; those of one message are answered, and timed, as one.
+The time that media took of it, as the workers say, is not that of its tokens.
 """
 
 from bisect import bisect_left
@@ -108,7 +109,7 @@ class PrefillRate:
         self.alone_s = self.token_s = 0.0
         """As in Rates."""
         self.took_s = 0.0
-        """The time of the latest message."""
+        """The time of the latest message, but for its media."""
         self._ended_s = self._told_s = 0.0
 
     def rates(self, rates: Rates) -> Rates:
@@ -119,18 +120,18 @@ class PrefillRate:
     def measure(self, message: StepMessage, now_s: float) -> bool:
         """Learn from a message, the oldest in flight, whose last step has its result now. True if what is known of
         prompts has changed, or much of what is known of next tokens."""
-        self.took_s = took_s = now_s - max(message.sent_s, self._ended_s)
+        self.took_s = took_s = now_s - max(message.sent_s, self._ended_s) - message.media_s
         self._ended_s = now_s
         if took_s <= 0:
             return False
-        if message.is_plain and not message.has_others:
+        if message.is_plain:
             self.alone_s = _mean(self.alone_s, took_s / message.num_steps)
-        if message.num_prefill_tokens and self.alone_s and not message.has_others:
+        if message.num_prefill_tokens and self.alone_s:
             if took_s < message.num_steps * self.alone_s:  # next tokens alone would not have taken longer
                 self.alone_s = _mean(self.alone_s, took_s / message.num_steps)
             added_s = max(took_s - message.num_steps * self.alone_s, LEAST_SHARE * took_s)
             self.token_s = _mean(self.token_s, added_s / message.num_prefill_tokens)
-        if message.num_prefill_tokens >= MIN_PREFILL_TOKENS and not message.has_others:
+        if message.num_prefill_tokens >= MIN_PREFILL_TOKENS:
             token_s = took_s / message.num_tokens
             # The mean is of times, not of rates: a result taken late makes the next step look arbitrarily fast.
             mean_s = WEIGHT * token_s + (1 - WEIGHT) / self.tokens_per_s if self.tokens_per_s else token_s

@@ -241,7 +241,6 @@ class Scheduler:
             plan.sampling,
             num_tokens,
             only_decodes=num_tokens <= len(plan.sampling),
-            has_others=self.kv.computes,
             drafted=plan.drafted,
         )
         return output

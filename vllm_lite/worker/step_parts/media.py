@@ -57,6 +57,8 @@ class MediaVectors(StepPart):
         self._aside: dict[bytes, tuple[EncodeAside, Pieces]] = {}
         self._ended: list[bytes] = []
         """Media that were computed aside, for the next answer."""
+        self._media_s = 0.0
+        """Time that media took since the last answer."""
         self._started_s = self._piece_s = 0.0
         """When the forward pass at hand began, and the time of a long piece."""
         self._took_s = {True: 0.0, False: math.inf}
@@ -145,6 +147,7 @@ class MediaVectors(StepPart):
     def answer(self, inputs: StepInputs, fields: dict[str, Any]) -> None:  # noqa: ARG002
         if self._ended:
             fields["encoded"], self._ended = self._ended, []
+        fields["media_s"], self._media_s = self._media_s, 0.0
 
     def _time_aside(self, inputs: StepInputs) -> float:
         """Time in a step for what is computed aside: what one like it leaves of the goal, or, without one, a share of
@@ -156,8 +159,8 @@ class MediaVectors(StepPart):
 
     def _advance(self, seconds: float) -> None:
         """Compute what is aside as long as there is time for one more piece, and a piece at least."""
-        now_s = time.perf_counter()
-        until_s = now_s + seconds
+        start_s = now_s = time.perf_counter()
+        until_s = start_s + seconds
         while self._aside:
             entry, pieces = next(iter(self._aside.values()))
             try:
@@ -169,7 +172,11 @@ class MediaVectors(StepPart):
             if now_s + self._piece_s >= until_s:
                 break
         self.progress()
-        self.rows.changed = True
+        self._has_taken(time.perf_counter() - start_s)
+
+    def _has_taken(self, seconds: float) -> None:
+        self._media_s += seconds
+        self.rows.changed = True  # a steady step has no answer of this part
 
     def _has_ended(self, entry: EncodeAside, vectors: torch.Tensor) -> None:
         del self._aside[entry.digest]
@@ -178,8 +185,9 @@ class MediaVectors(StepPart):
 
     def _vectors_of(self, digest: bytes) -> torch.Tensor | None:
         if (found := self._aside.get(digest)) is not None:
-            entry, pieces = found
+            (entry, pieces), start_s = found, time.perf_counter()
             self._has_ended(entry, drained(pieces, self.progress))
+            self._has_taken(time.perf_counter() - start_s)
         return self._vectors.get(digest)
 
     def _has_computed(self, entry: Encode | EncodeAside, vectors: torch.Tensor) -> None:
@@ -197,11 +205,12 @@ class MediaVectors(StepPart):
         return torch.from_numpy(np.frombuffer(entry.content, np.uint8).reshape(height, width, 3).copy())
 
     def _encode(self) -> None:
-        wanted = list(self._wanted)
+        wanted, start_s = list(self._wanted), time.perf_counter()
         self._wanted.clear()
         images = [self._image(entry) for entry in wanted]
         for entry, vectors in zip(wanted, self.tower.encode(images, self.progress), strict=True):
             self._has_computed(entry, vectors)
+        self._has_taken(time.perf_counter() - start_s)
 
     def _keep(self, medium: Encode | EncodeAside | LoadEncoded, vectors: torch.Tensor) -> None:
         if (places := self.tower.places(medium.num_tokens, medium.grid)) is not None:
@@ -229,8 +238,8 @@ class MediaVectors(StepPart):
 
 
 def _is_plain(inputs: StepInputs) -> bool:
-    """Whether a step computes next tokens alone."""
-    return inputs.num_tokens <= len(inputs.handles)
+    """Whether a step computes next tokens alone, and drafts behind these."""
+    return int(inputs.num_samples.sum()) == inputs.num_tokens
 
 
 def media_parts(tower: VisionTower[Any], progress: Callable[[], None], max_itl_ms: float | None) -> list[StepPart]:
