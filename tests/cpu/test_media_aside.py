@@ -56,9 +56,14 @@ def apply(part: MediaVectors, entry: Any) -> None:
     part.handlers()[type(entry)](entry)
 
 
+def nothing() -> Any:
+    """The inputs of a step without a token."""
+    return SimpleNamespace(handles=[], num_tokens=0, num_samples=np.zeros(0, np.int64))
+
+
 def step(part: MediaVectors) -> list[bytes]:
     """Make a step that reads no medium. Returns those of which it says that they are there."""
-    inputs: Any = SimpleNamespace(handles=[], num_tokens=0)
+    inputs = nothing()
     fields: dict[str, Any] = {}
     part.build(inputs)
     part.answer(inputs, fields)
@@ -82,7 +87,7 @@ def test_a_step_has_as_many_pieces_as_the_goal_leaves_time_for(
     last of which could be missed. Beside tokens of a prompt it is known from the second such step on."""
     seconds = itertools.count(1)
     monkeypatch.setattr("vllm_lite.worker.step_parts.media.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
-    inputs: Any = SimpleNamespace(handles=[], num_tokens=0)
+    inputs = nothing()
     monkeypatch.setattr(sys.modules[__name__], "NUM_PIECES", 30)
     part.max_itl_s = 10.0
     pieces = list[int]()
@@ -138,7 +143,7 @@ def test_without_a_goal_media_take_a_share_of_what_next_tokens_do(
     """Next tokens took 40 s. Of the 6 s, or the 3 s beside tokens of prompts, the last could be missed."""
     seconds = itertools.count(1)
     monkeypatch.setattr("vllm_lite.worker.step_parts.media.time", SimpleNamespace(perf_counter=lambda: next(seconds)))
-    inputs: Any = SimpleNamespace(handles=[], num_tokens=0)
+    inputs = nothing()
     part.max_itl_s, tower = 0.0, part.tower
     part.prepare(inputs)
     for _ in range(39):
@@ -147,3 +152,13 @@ def test_without_a_goal_media_take_a_share_of_what_next_tokens_do(
     inputs.num_tokens = num_tokens
     part.build(inputs)
     assert tower.num_pieces == num_pieces  # type: ignore[attr-defined]
+    fields: dict[str, Any] = {}
+    part.answer(inputs, fields)
+    assert fields["media_s"] == num_pieces
+    part.rows.changed = False
+    part.get(DIGESTS[0])
+    assert part.rows.changed, "a steady step would not say it"
+    part.answer(inputs, fields)
+    assert fields["media_s"] == 1, "one look at the clock before the rest, and one behind it"
+    part.answer(inputs, fields)
+    assert fields["media_s"] == 0

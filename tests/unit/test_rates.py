@@ -1,6 +1,7 @@
 """The rate at which prompts are computed: learned from steps one behind another, and what `auto` makes of it."""
 
 import itertools
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -246,7 +247,14 @@ def test_what_is_computed_beside_a_step_is_not_counted_as_its_tokens() -> None:
     plain: list[Entry] = [Continue(0, 1, [])]
     chunk: list[Entry] = [*plain, Continue(1, 10, [])]
     for number, (entries, took_s, media_s) in enumerate(
-        [(plain, 5.1, 5.0), (plain, 0.1, 0.0), (chunk, 5.3, 5.0), (chunk, 0.3, 0.0), (plain, 5.0, 5.01)]
+        [
+            (plain, 5.1, 5.0),
+            (plain, 0.1, 0.0),
+            (chunk, 5.3, 5.0),
+            (chunk, 0.3, 0.0),
+            (plain, 5.0, 5.01),
+            (chunk, 5.0, math.inf),
+        ]
     ):
         steps.add(entries, 1 if entries is plain else 11)
         steps.in_flight.send(10.0 * number)

@@ -180,7 +180,8 @@ class ModelOutput(Message, tag=20):
     logits were not finite (NOT_FINITE), whose rules left no token or whose grammar failed; their token is to be
     ignored. `drafted` runs parallel to `counts`: how many tokens were drafted for each; None if none were. So does
     `forced`: how many of these, the first, their grammars leave no choice about. `encoded` are media of an EncodeAside
-    whose vectors are there from now on, `media_s` is the time that media took of the step.
+    whose vectors are there from now on, `media_s` is the time that media took of the step, infinite
+    where the device computes them while the host goes on.
     """
 
     generation: int
