@@ -39,6 +39,12 @@ PATCHES_AT_ONCE = 2048
 """Images are computed together up to so many patches: more would need more memory, and gain nothing."""
 
 
+def parts_of(rows: torch.Tensor, at_once: int | None) -> list[slice]:
+    """`at_once` rows in turn; None: all."""
+    size = at_once or len(rows)
+    return [slice(first, first + size) for first in range(0, len(rows), size)]
+
+
 class QwenTower(VisionTower[Q]):
     """Images of any sizes, one behind the other."""
 
@@ -105,6 +111,14 @@ class QwenTower(VisionTower[Q]):
         blocks = by_place.reshape(rows // merge, merge, cols // merge, merge, *rest)
         return blocks.transpose(1, 2).reshape(rows * cols, *rest)
 
+    def projected(self, patches: torch.Tensor, at_once: int | None) -> Pieces:
+        """The patches times their matrix, [num_patches, hidden_size]. Pauses as `layer` does."""
+        rows = patches.new_empty(len(patches), self.spec.hidden_size)
+        for some in parts_of(patches, at_once):
+            rows[some] = self.linear("patches", patches[some])
+            yield
+        return rows
+
     def rotation(self, sides: Sequence[Side]) -> Rotation:
         """Rotate each patch by its row and column. Element i turns with i + head_size / 2."""
         angles = torch.cat([self._angles(*side) for side in sides])
@@ -125,16 +139,13 @@ class QwenTower(VisionTower[Q]):
         at_once: int | None = None,
     ) -> Iterator[None]:
         """Add to `rows` what layer `layer` computes, with pauses behind each `at_once` of them (None: all)."""
-        parts = range(0, len(rows), at_once or len(rows))
-        size = at_once or len(rows)
+        parts = parts_of(rows, at_once)
         qkv = rows.new_empty(len(rows), 3 * self.spec.hidden_size)
-        for first in parts:
-            some = slice(first, first + size)
+        for some in parts:
             qkv[some] = self.linear(f"{layer}.qkv", self.norm(f"{layer}.norm1", rows[some]))
             yield
         attended = yield from self.attention.forward(qkv, plan, rotation)
-        for first in parts:
-            some = slice(first, first + size)
+        for some in parts:
             self.ops.add(rows[some], self.linear(f"{layer}.out", attended[some]))
             self.ops.add(rows[some], self.mlp(layer, self.norm(f"{layer}.norm2", rows[some])))
             yield
@@ -187,8 +198,11 @@ class Qwen3Tower(QwenTower[Qwen3VisionSpec]):
 
     def encode_patches(self, patches: torch.Tensor, sides: Sequence[Side], at_once: int | None) -> Pieces:
         yield
-        hidden = self.linear("patches", patches) + torch.cat([self._positions(*side) for side in sides])
-        yield
+        hidden = yield from self.projected(patches, at_once)
+        ids, shares = (torch.cat(each, 1) for each in zip(*(self._corners(*side) for side in sides), strict=True))
+        for some in parts_of(hidden, at_once):
+            hidden[some] += (self.table("positions")[ids[:, some]] * shares[:, some, None]).sum(0)
+            yield
         rotation, in_pieces = self.rotation(sides), at_once is not None
         plan = self.attention.plan([rows * cols for rows, cols in sides], in_pieces=in_pieces)
         deep = list[torch.Tensor]()
@@ -201,8 +215,9 @@ class Qwen3Tower(QwenTower[Qwen3VisionSpec]):
         vectors = yield from self.merged("merger", self.norm("norm", hidden).view(-1, self.block_size), at_once)
         return torch.cat([vectors, *deep], 1)
 
-    def _positions(self, rows: int, cols: int) -> torch.Tensor:  # [num_patches, hidden_size]
-        side, table = self.spec.side, self.table("positions")
+    def _corners(self, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:  # [4, num_patches] each
+        """The positions between which those of an image lie, and the share that each has of a patch's."""
+        side = self.spec.side
         down, across = (torch.linspace(0, side - 1, count, device=self.device) for count in (rows, cols))
         top, left = down.int(), across.int()
         below, beside = (place.add(1).clamp(max=side - 1) for place in (top, left))
@@ -215,7 +230,7 @@ class Qwen3Tower(QwenTower[Qwen3VisionSpec]):
         ]
         shares = torch.stack([self.blocks(share) for _, _, share in corners])
         ids = torch.stack([self.blocks(y.long()[:, None] * side + x.long()[None]) for y, x, _ in corners])
-        return (table[ids] * shares.to(table.dtype)[..., None]).sum(0)
+        return ids, shares.to(self.dtype)
 
     def weight_groups(self) -> Iterator[WeightGroup]:
         spec, size, inner = self.spec, self.spec.hidden_size, self.spec.intermediate_size

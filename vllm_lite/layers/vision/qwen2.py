@@ -26,8 +26,7 @@ class Qwen2Tower(QwenTower[Qwen2VisionSpec]):
             return rows.view(-1, few, *rows.shape[1:])[order].flatten(0, 1)
 
         yield
-        hidden = self.linear("patches", in_order(patches))
-        yield
+        hidden = yield from self.projected(in_order(patches), at_once)
         rotation = Rotation(*map(in_order, self.rotation(sides)))
         whole = self.attention.plan([rows * cols for rows, cols in sides], in_pieces=at_once is not None)
         windows = self.attention.plan([few * length for length in lengths], in_pieces=at_once is not None)
