@@ -1,6 +1,6 @@
 """One step's batch, as the model, its layers and the attention backend see it. Made once per step, shared by all."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,6 +31,10 @@ class TokenVectors(NamedTuple):
     rows: torch.Tensor  # int64 [n], of the step's tokens
     vectors: torch.Tensor  # [n, hidden_size], as the first layer reads them
     deep: tuple[torch.Tensor, ...] = ()  # [n, hidden_size] each: added behind the first layer, the second, ...
+
+
+PutVectors = Callable[[TokenVectors, torch.Tensor], object]
+"""Uses a step's vectors and the positions of its tokens."""
 
 
 class WholeImage(NamedTuple):
@@ -70,6 +74,9 @@ class StepBatch:
     """int64 [num_tentative], rows that no state takes up before it is known whether they are right; None: none."""
     vectors: TokenVectors | None = None
     """What `Decoder.embed` puts in beside the vectors of tokens; None: nothing, as for text."""
+    late: Callable[[PutVectors], None] | None = None
+    """In the batch of a step that is recorded, and replayed with the vectors of each: takes what is to be done there in
+    steps that have some."""
     images: tuple[WholeImage, ...] = ()
     """Images whose tokens see each other both ways, in layers whose spec says so."""
     tail: "StepBatch | None" = None
@@ -81,6 +88,13 @@ class StepBatch:
     """What the backend's `prepare` worked out for this step; opaque to everyone else."""
     image_plan: Any = None
     """The same of a backend that computes `images` apart."""
+
+    def with_vectors(self, put: PutVectors) -> None:
+        """`put` the vectors of this step in, if it has any, or those of each step that it is recorded for."""
+        if self.vectors is not None:
+            put(self.vectors, self.positions)
+        elif self.late is not None:
+            self.late(put)
 
 
 def staged(array: NDArray[Any], device: torch.device) -> torch.Tensor:

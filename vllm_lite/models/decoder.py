@@ -128,6 +128,8 @@ class Decoder:
                 return rows.hidden
         if self.attends:
             self.buffers.select_rotations(rows, batch.positions, on_axes=on_axes)
+            if batch.late is not None:
+                batch.late(lambda _, positions: self.buffers.select_rotations(rows, positions, on_axes=True))
         for index, layer, kv in zip(self.held, self.layers, self.held_of(kv_caches), strict=True):
             layer.write(rows, kv, batch, backend)
             if index == self.last_writer and wanted is not None and len(wanted) == 0:
@@ -189,8 +191,8 @@ class Decoder:
             self.adapted_tokens.add(batch.token_ids, rows.residual)
         if self.embedding_scale != 1.0:
             self.ops.scale(rows.residual, self.embedding_scale)
-        if batch.vectors is not None:
-            rows.residual.index_copy_(0, batch.vectors.rows, batch.vectors.vectors.to(rows.residual.dtype))
+        residual = rows.residual
+        batch.with_vectors(lambda own, _: residual.index_copy_(0, own.rows, own.vectors.to(residual.dtype)))
 
     def empty_logits(self, num_rows: int) -> torch.Tensor:
         """Memory for `logits`: float32 [num_rows, vocab_size], shared by ranks that can; then the next call may return

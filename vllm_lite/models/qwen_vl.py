@@ -33,9 +33,8 @@ class LayerBehindDeep(DecoderLayer):
 
     def write(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """As DecoderLayer's."""
-        if batch.vectors is not None:
-            deep = batch.vectors.deep[self.source].to(rows.residual.dtype)
-            rows.residual.index_add_(0, batch.vectors.rows, deep)
+        residual, source = rows.residual, self.source
+        batch.with_vectors(lambda own, _: residual.index_add_(0, own.rows, own.deep[source].to(residual.dtype)))
         super().write(rows, kv, batch, backend)
 
 

@@ -26,7 +26,8 @@ Outside: those copies; on CUDA `backend.prepare`, which runs once, before the ca
 the captured kernels need; on a CPU it is the program's first part), and `backend.refresh` before each replay;
 sampling; and every step that is not pure decoding or has more sequences than the largest bucket. Such steps run in
 pieces on CUDA (pieces.py), or eagerly, and eagerly every step over a backend that is not `graph_safe`. On a CPU a step
-that verifies drafts is replayed as one that decodes more sequences.
+that verifies drafts, or that computes few tokens of images beside next ones, is replayed as one that decodes more
+sequences. Programs stop where the vectors of images are put in, and go on behind that.
 """
 
 import gc
@@ -35,22 +36,28 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from vllm_lite.attention.step_batch import PAD_SLOT, StepBatch, staged, to_device
+from vllm_lite.attention.step_batch import AXIS_MASK, PAD_SLOT, PutVectors, StepBatch, staged, to_device
 from vllm_lite.config import GIB
 from vllm_lite.kernels.cpu.program import NotRecordable, Program
 from vllm_lite.kernels.recurrent import Segments
 from vllm_lite.runtime import log
-from vllm_lite.worker.batch.step_inputs import StepInputs
+from vllm_lite.worker.batch.step_inputs import Int64s, StepInputs
 from vllm_lite.worker.forward import EagerForward, Forward
 from vllm_lite.worker.progress import no_garbage_collection
 
 logger = log.get(__name__)
+
+
+FEW = 16
+"""Tokens of prompts with images in a step that is replayed as one of decodes: as each reads the cache for itself, more
+of them take longer than Python does to call the kernels."""
 
 
 class Graph(Protocol):
@@ -143,9 +150,11 @@ class CpuCapture:
     """Programs of native calls. What `prepare` does is part of them."""
 
     on_demand = True
+    recording: Program | None = None
+    """The program that is recorded now, or was last."""
 
     def __call__(self, prepare: Callable[[], None], run: Callable[[], None]) -> Graph | None:
-        program = Program()
+        self.recording = program = Program()
         try:
             program.record(prepare)
             program.record(run)
@@ -265,10 +274,13 @@ def _split(memory: torch.Tensor, num_groups: int, size: int) -> tuple[torch.Tens
 
 
 def _as_decodes(inputs: StepInputs) -> StepInputs:
-    """A step that verifies drafts, as one of more sequences with a token each: they read the same blocks, one token
-    further each. All K and V of a layer are written before any is read. Other steps are left as they are: those with
-    prompts, and those whose recurrent states would go from row to row."""
-    if inputs.states is not None or inputs.num_samples.sum() < inputs.num_tokens:
+    """A step that verifies drafts, or has few tokens of images, as one of more sequences with a token each: they read
+    the same blocks, one token further each. All K and V of a layer are written before any is read. Other steps are left
+    as they are: those with prompts, those whose recurrent states would go from row to row, and those with images whose
+    tokens see what is behind them."""
+    num_samples = int(inputs.num_samples.sum())
+    most = 0 if inputs.vectors is None or inputs.images or not num_samples else FEW
+    if inputs.states is not None or inputs.num_tokens - num_samples > most:
         return inputs
     sequence_of = np.arange(len(inputs.rows)).repeat(inputs.num_scheduled)
     ones = np.ones(inputs.num_tokens, np.int64)
@@ -280,8 +292,9 @@ def _as_decodes(inputs: StepInputs) -> StepInputs:
         block_tables=tuple(table[sequence_of] for table in inputs.block_tables),
         query_start_loc=np.arange(inputs.num_tokens + 1, dtype=np.int32),
         seq_lens=(places + 1).astype(np.int32),
-        sampling=np.arange(inputs.num_tokens),
-        num_samples=ones,
+        positions=inputs.positions if inputs.vectors is None else inputs.positions & AXIS_MASK,
+        sampling=inputs.sample_tokens,
+        num_samples=ones[:num_samples],
     )
 
 
@@ -294,6 +307,9 @@ class _Bucket:
     graph: Graph
     logits: torch.Tensor  # float32 [size, vocab_size]
     hidden: torch.Tensor  # [size, hidden_size], from which the logits are made; the next forward pass overwrites it
+    program: Program | None = None
+    puts: Sequence[PutVectors] = ()
+    """The graph, if it can have the vectors of images, and what is to be done with them at each of its stops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,6 +345,8 @@ class DecodeGraphs:
         self._logits = eager.model.empty_logits(self.sizes[-1])
         self.buckets: dict[int, _Bucket] = {}
         self._own: dict[int, OwnRows] = {}
+        # Vectors that layers have of their own depend on which tokens are placeholders.
+        self._takes_vectors = capture.on_demand and eager.model.tower is not None and not spec.per_layer_size
         self._largest = self.sizes[-1]  # 0 once it has turned out that nothing can be captured
 
     @torch.inference_mode()
@@ -345,6 +363,15 @@ class DecodeGraphs:
         batch = self._inputs.batch(size, self.max_model_len)
         logits = self._logits[:size]
         left: list[torch.Tensor] = []
+        puts: list[PutVectors] = []
+
+        def stop(put: PutVectors) -> None:
+            if isinstance(self.capture, CpuCapture) and self.capture.recording is not None:
+                self.capture.recording.stop()
+                puts.append(put)
+
+        if self._takes_vectors:
+            batch.late = stop
 
         def run() -> None:
             hidden = eager.model.forward(batch, eager.kv_caches, eager.backend, eager.progress)
@@ -355,16 +382,17 @@ class DecodeGraphs:
         if graph is None:
             self._largest = 0
             return None
-        self.buckets[size] = bucket = _Bucket(size, batch, graph, logits, *left)
+        program = graph if isinstance(graph, Program) else None
+        self.buckets[size] = bucket = _Bucket(size, batch, graph, logits, left[0], program, puts)
         return bucket
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
         """As Forward.logits."""
-        inputs = self._of_decodes(inputs)
-        bucket = self._bucket_of(inputs)
+        decodes = self._of_decodes(inputs)
+        bucket = self._bucket_of(decodes)
         if bucket is None:
-            return self.other.logits(inputs)
-        return self._replay(bucket, inputs)
+            return (self.other if inputs.vectors is None else self.eager).logits(inputs)
+        return self._replay(bucket, decodes, inputs.positions)
 
     def shown(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Hidden states of all tokens of a step, [num_tokens, hidden_size], which the next forward pass overwrites, and
@@ -374,7 +402,7 @@ class DecodeGraphs:
         bucket = self._bucket_of(inputs) if len(inputs.sampling) == inputs.num_tokens else None
         if bucket is None:
             return None
-        logits = self._replay(bucket, inputs)
+        logits = self._replay(bucket, inputs, inputs.positions)
         return bucket.hidden[: inputs.num_tokens], logits
 
     def forget(self) -> None:
@@ -395,22 +423,34 @@ class DecodeGraphs:
 
     def _of_decodes(self, inputs: StepInputs) -> StepInputs:
         """The step as one of decodes, on a CPU, if it is one of few tokens that can be."""
-        verifies = len(inputs.rows) < inputs.num_tokens <= self._largest
-        return _as_decodes(inputs) if verifies and self.capture.on_demand else inputs
+        has_others = len(inputs.rows) < inputs.num_tokens or inputs.vectors is not None
+        can_be = has_others and inputs.num_tokens <= self._largest and self.capture.on_demand
+        return _as_decodes(inputs) if can_be else inputs
 
     def _bucket_of(self, inputs: StepInputs) -> _Bucket | None:
         """The bucket of a step of decodes; None for other steps, and where nothing can be captured."""
         num_seqs = len(inputs.rows)
         if inputs.num_tokens > num_seqs or num_seqs > self._largest:
             return None
+        if inputs.vectors is not None and (not self._takes_vectors or inputs.states is not None):
+            return None
         size = self.sizes[bisect_left(self.sizes, num_seqs)]
         return self.buckets.get(size) or self._capture(size)
 
-    def _replay(self, bucket: _Bucket, inputs: StepInputs) -> torch.Tensor:  # float32 [num_sampling, vocab_size]
+    def _replay(
+        self,
+        bucket: _Bucket,
+        inputs: StepInputs,
+        positions: Int64s,  # [num_tokens], along all axes
+    ) -> torch.Tensor:  # float32 [num_sampling, vocab_size]
         num_seqs, size = len(inputs.rows), bucket.size
         self._inputs.load(inputs, size)
         self.eager.backend.refresh(bucket.batch, inputs.seq_lens, inputs.block_tables)
-        bucket.graph.replay()
+        if (vectors := inputs.vectors) is None or bucket.program is None:
+            bucket.graph.replay()
+        else:
+            own = torch.from_numpy(positions)
+            bucket.program.replay_with([partial(put, vectors, own) for put in bucket.puts])
         self.num_replays += 1
         self.eager.num_last = num_seqs
         logits = bucket.logits if size == num_seqs else bucket.logits[:num_seqs]

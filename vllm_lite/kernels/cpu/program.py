@@ -58,6 +58,8 @@ class Program:
         self._names: list[str] = []
         self._packed = np.empty(0, np.uint64)
         self._arguments = (0, 0)
+        self._stops: list[tuple[int, int]] = []
+        """Words and calls before each."""
         self._run = function("vllm_lite_run_program", (pointer, int64), int64)
 
     def __len__(self) -> int:
@@ -98,6 +100,19 @@ class Program:
         """Make the calls. RuntimeError if one could not do its work, as with an id that does not exist."""
         self._check(self._run(*self._arguments))
 
+    def stop(self) -> None:
+        """While it is recorded: mark a place where `replay_with` calls something."""
+        self._stops.append((len(self._words), len(self._names)))
+
+    def replay_with(self, between: Sequence[Callable[[], None]]) -> None:
+        """As replay, with a call at each mark."""
+        address, words_before, calls_before = self._packed.ctypes.data, 0, 0
+        for (words, calls), call in zip(self._stops, between, strict=True):
+            self._check(self._run(address + 8 * words_before, calls - calls_before), calls_before)
+            call()
+            words_before, calls_before = words, calls
+        self._check(self._run(address + 8 * words_before, len(self) - calls_before), calls_before)
+
     def profile(self) -> NDArray[np.int64]:  # [num_calls]
         """As replay; returns the nanoseconds that each call took."""
         times_ns = np.zeros(len(self) + 1, np.int64)
@@ -105,9 +120,10 @@ class Program:
         self._check(run(*self._arguments, times_ns.ctypes.data))
         return np.diff(times_ns)
 
-    def _check(self, failed: int) -> None:
+    def _check(self, failed: int, calls_before: int = 0) -> None:
         if failed != _DONE:
-            raise RuntimeError(f"call {failed} of {len(self)} of a recorded step failed, {self._names[failed]}")
+            call = calls_before + failed
+            raise RuntimeError(f"call {call} of {len(self)} of a recorded step failed, {self._names[call]}")
 
 
 def _recorded_address(name: str) -> int:

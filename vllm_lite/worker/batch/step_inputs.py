@@ -91,8 +91,8 @@ class StepInputs:
 
     @property
     def is_eager(self) -> bool:
-        """Whether few graphs, or none, can run the step: not all show hidden states, and they take token ids alone."""
-        return bool(self.reads) or self.shows_hidden or self.vectors is not None
+        """Whether few graphs, or none, can run the step: not all show hidden states."""
+        return bool(self.reads) or self.shows_hidden
 
     @property
     def starts(self) -> Int64s:  # [num_seqs]
