@@ -2,13 +2,13 @@
 
     python benchmarks/image_burst.py                          # as a server computes them, on two cores in three minutes
     python benchmarks/image_burst.py --max-itl-ms 100         # with a goal in milliseconds
-    python benchmarks/image_burst.py --depth 27 --images 3    # all layers of the tower
+    python benchmarks/image_burst.py --depth 27 --images 2    # all layers of the tower
 
 A text model of Qwen3-0.6B's size and a tower of Qwen3-VL's layers, few of them, so that many images are answered in a
 short time: what share of a step images take does not depend on how many layers they go through. Weights are random. The
 streams decode throughout; the images come at once, each in a request of its own, and are all different. Told are median
-and p99 of the time between tokens of the streams, before and behind the images together, and beside them, and when the
-images had their answers.
+and p99 of the time between tokens of the streams, and when the images had their answers. A token takes the longer, the
+more stand before it: the same number of tokens of new streams, alone, is what those beside images are compared with.
 """
 
 import argparse
@@ -18,10 +18,10 @@ import random
 import tempfile
 import time
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
-import msgspec
 from tower import VISION
 
 TEXT = {
@@ -40,6 +40,9 @@ TEXT = {
 }
 BAR = 1.3
 """What p99 beside images may be of p99 alone."""
+WARM = 24
+"""Tokens of each stream before its time is taken."""
+PATIENCE_S = 120.0
 ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
 
 
@@ -66,15 +69,22 @@ def p(times: list[float], share: float) -> float:
 
 
 async def measure(address: str, options: argparse.Namespace) -> None:
+    from vllm_lite import AsyncClient
+
     found: tuple[list[float], list[float]] = [], []
     seeds = range(options.rounds * options.images)
     pictures = [picture(options.side, seed) for seed in seeds]  # a server's children make them
-    async with Streams(address, options) as streams:
+    async with AsyncClient(address) as client:
         for _ in range(options.rounds):
-            alone = await streams.alone()
             own, pictures = pictures[: options.images], pictures[options.images :]
-            beside, answered = await streams.beside(own)
-            alone += await streams.alone()
+            async with Streams(client, options.streams) as streams:
+                await streams.reach(WARM)
+                answered = await asyncio.gather(*(ask(client, each) for each in own))
+                beside = streams.gaps()
+            num_tokens = len(beside) // options.streams
+            async with Streams(client, options.streams) as streams:
+                await streams.reach(WARM + num_tokens)
+                alone = streams.gaps()
             for name, times in (("alone", alone), ("beside", beside)):
                 print(f"{name:8} {len(times):6} tokens, median {p(times, 0.5):7.1f} ms, p99 {p(times, 0.99):7.1f} ms")
             print(f"{ratios(alone, beside)}; answers after {min(answered):.1f} to {max(answered):.1f} s", flush=True)
@@ -88,55 +98,53 @@ def ratios(alone: list[float], beside: list[float]) -> str:
     return f"beside : alone {median:.2f} at the median, {slow:.2f} at p99"
 
 
+async def ask(client: Any, prompt: Any) -> float:
+    """Seconds until the answer."""
+    from vllm_lite import SamplingParams
+
+    start_s = time.perf_counter()
+    async for _ in client.generate(prompt, SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)):
+        pass
+    return time.perf_counter() - start_s
+
+
 class Streams:
     """Streams of text that decode as long as this is entered."""
 
-    def __init__(self, address: str, options: argparse.Namespace) -> None:
-        from vllm_lite import AsyncClient, SamplingParams
-
-        self._options = options
-        self._client = AsyncClient(address)
-        self._params = SamplingParams(temperature=0.0, max_tokens=30000, ignore_eos=True)
-        self._gaps: list[float] = []
+    def __init__(self, client: Any, count: int) -> None:
+        self._client = client
+        self._count = count
+        self._came_s: list[list[float]] = [[] for _ in range(count)]
+        self._has_come = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        await self._client.__aenter__()
-        self._tasks = [asyncio.create_task(self._stream(seed)) for seed in range(self._options.streams)]
-        await asyncio.sleep(self._options.alone_s / 2)
+        self._tasks = [asyncio.create_task(self._stream(seed)) for seed in range(self._count)]
         return self
 
     async def __aexit__(self, *error: object) -> None:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._client.__aexit__(*error)
 
-    async def alone(self) -> list[float]:
-        self._gaps = []
-        await asyncio.sleep(self._options.alone_s)
-        return self._gaps
+    async def reach(self, num_tokens: int) -> None:
+        """Wait until each stream has so many tokens."""
+        while min(map(len, self._came_s)) < num_tokens:
+            self._has_come.clear()
+            await asyncio.wait_for(self._has_come.wait(), PATIENCE_S)
 
-    async def beside(self, pictures: list[dict[str, Any]]) -> tuple[list[float], list[float]]:
-        """The times between tokens, and when images had their answers."""
-        self._gaps = []
-        answered = await asyncio.gather(*map(self._ask, pictures))
-        return self._gaps, answered
+    def gaps(self) -> list[float]:
+        """The times between tokens behind the first WARM ones."""
+        return [after - before for came_s in self._came_s for before, after in pairwise(came_s[WARM - 1 :])]
 
     async def _stream(self, seed: int) -> None:
-        last_s = 0.0
-        ids = [random.Random(seed).randrange(20, 4000) for _ in range(32)]
-        async for _ in self._client.generate({"prompt_token_ids": ids}, self._params):
-            now_s = time.perf_counter()
-            if last_s:
-                self._gaps.append(now_s - last_s)
-            last_s = now_s
+        from vllm_lite import SamplingParams
 
-    async def _ask(self, prompt: Any) -> float:
-        start_s = time.perf_counter()
-        async for _ in self._client.generate(prompt, msgspec.structs.replace(self._params, max_tokens=1)):
-            pass
-        return time.perf_counter() - start_s
+        params = SamplingParams(temperature=0.0, max_tokens=30000, ignore_eos=True)
+        ids = [random.Random(seed).randrange(20, 4000) for _ in range(32)]
+        async for _ in self._client.generate({"prompt_token_ids": ids}, params):
+            self._came_s[seed].append(time.perf_counter())
+            self._has_come.set()
 
 
 def main() -> None:
@@ -144,12 +152,11 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=8)
     parser.add_argument("--images", type=int, default=20)
     parser.add_argument("--side", type=int, default=448)
-    parser.add_argument("--depth", type=int, default=4, help="layers of the tower")
+    parser.add_argument("--depth", type=int, default=2, help="layers of the tower")
     parser.add_argument("--layers", type=int, default=TEXT["num_hidden_layers"], help="layers of the text model")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--max-itl-ms", type=float, help="a goal for the time between tokens")
     parser.add_argument("--threads", type=int, help="of the engine's worker; as many as there are cores by default")
-    parser.add_argument("--alone-s", type=float, default=8.0, help="before and behind the images of each round")
     options = parser.parse_args()
     from vllm_lite.client.engines.launch import launch
     from vllm_lite.config import EngineConfig

@@ -41,7 +41,7 @@ if wanted vllm; then
 fi
 if wanted llamacpp; then
   CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAMA_CURL=OFF -DGGML_OPENMP=ON" \
-    install llamacpp --no-binary llama-cpp-python llama-cpp-python==0.3.36
+    install llamacpp --no-binary llama-cpp-python llama-cpp-python==0.3.36 gguf # which tower.py wants
   for size in ${SIZES:-small medium}; do
     model=$peers/models/$size
     [ -f "$model-bf16.gguf" ] || "$(python hf)" -m runners.to_gguf "$model"
