@@ -197,7 +197,7 @@ class Steps:
         self.add(entries, sum(num_tokens))
 
     def add(self, entries: list[Entry], num_tokens: int) -> None:
-        """Those of one token, and with drafts, sample."""
+        """Sequences of one token, and those with drafts, sample."""
         sequences = [cast(Sequence, each) for each in entries if isinstance(each, Draft) or each.num_tokens == 1]
         drafted = [(cast(Sequence, each), each.max_drafts) for each in entries if isinstance(each, Draft)]
         output = SchedulerOutput(1, 1, [], entries)
