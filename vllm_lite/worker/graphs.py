@@ -462,5 +462,7 @@ class DecodeGraphs:
         """Move these rows to the front. They stay where `empty_logits` made them, so that other ranks can complete
         them, and of each row this rank moves what it has made."""
         own, selected = logits[:, self.eager.model.own_columns], logits[: len(rows)]
+        if np.array_equal(rows, np.arange(len(rows))):  # next tokens come before prompts
+            return selected
         own[: len(rows)] = own[to_device(rows, self.eager.device)]
         return selected
