@@ -1,6 +1,7 @@
 """The pace of streams beside images, from the engine's core to the workers' steps: what a step computes of images keeps
 to a share of what next tokens take, by the times that steps have now."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import msgspec
@@ -74,9 +75,9 @@ def _overlap(media: tuple[Media, ...], start: int, end: int) -> int:
 class Images(Latencies):
     """Streams that decode, and images beside them."""
 
-    executor_type = Towers
+    executor_type: ClassVar[type[SimulatedExecutor]] = Towers
     executor: Towers
-    facts: ClassVar = {"placeholders": {"image": 1}, "media_token_bytes": 3}
+    facts: ClassVar[Mapping[str, Any]] = {"placeholders": {"image": 1}, "media_token_bytes": 3}
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(20_000, **settings)

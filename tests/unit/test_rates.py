@@ -2,9 +2,10 @@
 
 import itertools
 import math
+from collections import abc
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import msgspec
 import pytest
@@ -20,7 +21,7 @@ from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.control import KVGroupInfo, Ready
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.protocol.step import Continue, Draft, Entry, SchedulerOutput
+from vllm_lite.protocol.step import Continue, Draft, SchedulerOutput
 from vllm_lite.trace import records
 from vllm_lite.trace.reader import TraceReader
 
@@ -31,8 +32,8 @@ CHUNK = 512
 class Bench:
     """A core over an executor with a cost model. Moving a block takes much less time than computing it."""
 
-    executor_type = SimulatedExecutor
-    facts: Mapping[str, Any] = {}
+    executor_type: ClassVar[type[SimulatedExecutor]] = SimulatedExecutor
+    facts: ClassVar[Mapping[str, Any]] = {}
     """What else the workers say of the model."""
 
     def __init__(self, num_blocks: int, **settings: object) -> None:
@@ -193,14 +194,15 @@ class Steps:
         self.rate = PrefillRate()
 
     def schedule(self, *num_tokens: int) -> None:
-        entries: list[Entry] = [Continue(handle, count, []) for handle, count in enumerate(num_tokens)]
+        entries = [Continue(handle, count, []) for handle, count in enumerate(num_tokens)]
         self.add(entries, sum(num_tokens))
 
-    def add(self, entries: list[Entry], num_tokens: int) -> None:
+    def add(self, entries: abc.Sequence[Continue | Draft], num_tokens: int) -> None:
         """Sequences of one token, and those with drafts, sample."""
-        sequences = [cast(Sequence, each) for each in entries if isinstance(each, Draft) or each.num_tokens == 1]
+        ones = (each for each in entries if isinstance(each, Draft) or each.num_tokens == 1)
+        sequences = [cast(Sequence, each) for each in ones]
         drafted = [(cast(Sequence, each), each.max_drafts) for each in entries if isinstance(each, Draft)]
-        output = SchedulerOutput(1, 1, [], entries)
+        output = SchedulerOutput(1, 1, [], list(entries))
         only_decodes = num_tokens == len(sequences)
         self.in_flight.add(output, sequences, num_tokens, only_decodes=only_decodes, drafted=drafted)
 
@@ -244,8 +246,8 @@ def test_a_result_that_was_taken_late_does_not_spoil_the_rate() -> None:
 
 def test_what_is_computed_beside_a_step_is_not_counted_as_its_tokens() -> None:
     steps = Steps()
-    plain: list[Entry] = [Continue(0, 1, [])]
-    chunk: list[Entry] = [*plain, Continue(1, 10, [])]
+    plain = [Continue(0, 1, [])]
+    chunk = [*plain, Continue(1, 10, [])]
     for number, (entries, took_s, media_s) in enumerate(
         [
             (plain, 5.1, 5.0),
@@ -274,8 +276,8 @@ def test_vision_beside_a_prompt_says_nothing_of_prompts() -> None:
 def test_next_tokens_take_less_where_steps_with_prompts_do() -> None:
     """Many streams took long, and all but one have ended: no step is without prompts, to show what it takes alone."""
     steps = Steps()
-    plain: list[Entry] = [Continue(0, 1, [])]
-    chunk: list[Entry] = [*plain, Continue(1, 32, [])]
+    plain = [Continue(0, 1, [])]
+    chunk = [*plain, Continue(1, 32, [])]
     for number in range(40):
         steps.add(chunk if number else plain, 33 if number else 1)
         steps.in_flight.send(float(number))

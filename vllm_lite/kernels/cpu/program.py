@@ -104,7 +104,7 @@ class Program:
         """While it is recorded: mark a place where `replay_with` calls something."""
         self._stops.append((len(self._words), len(self._names)))
 
-    def replay_with(self, between: Sequence[Callable[[], None]]) -> None:
+    def replay_with(self, between: Sequence[Callable[[], object]]) -> None:
         """As replay, with a call at each mark."""
         address, words_before, calls_before = self._packed.ctypes.data, 0, 0
         for (words, calls), call in zip(self._stops, between, strict=True):
