@@ -60,9 +60,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         None
     )
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], about("type of weights and KV cache")] = "auto"
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"], about("where the workers run (auto: cuda where there is one)")
-    ] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], about("where workers run (auto: cuda if there is one)")] = "auto"
     quantization: Annotated[
         Literal["int8", "fp8", "int4", "int4_g32"] | None,
         about("weights of matrix products are quantized when loaded; fp8, int4: in groups of 128 inputs, or of 32"),
@@ -89,10 +87,12 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         dict[str, Any] | None, about('JSON whose keys replace those of config.json, e.g. {"architectures":["X"]}')
     ] = None
     language_model_only: Annotated[bool, about("load no tower for images, and take none")] = False
-    load_format: Annotated[Literal["auto", "safetensors", "dummy"], about("'dummy' fills the weights at random")] = (
-        "auto"
-    )
+    load_format: Annotated[Literal["auto", "safetensors", "dummy"], about("dummy: random weights")] = "auto"
     seed: Annotated[int, about("seed of dummy weights", ge=0)] = 0
+    weight_cache: Annotated[
+        str | None,
+        about("private folder for weights that a start on a CPU has quantized and packed: later ones read them"),
+    ] = None
 
     enable_lora: Annotated[
         bool, Section("LoRA adapters"), about("serve adapters of the model; a request names one in `model`")

@@ -7,6 +7,8 @@ import asyncio
 import json
 import os
 import re
+import resource
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -83,10 +85,12 @@ def run(
 
     Raises EngineError for one that does not come up, or does not answer.
     """
-    starts = []
+    starts, processor_s = list[StartTimes](), list[float]()
     for _ in tqdm(range(num_iters), desc="starts", disable=None if show_progress else True):
         time.sleep(idle_s)
+        before_s = _processor_s()
         starts.append(measure())
+        processor_s.append(_processor_s() - before_s)
     ordered = sorted(starts, key=lambda start: start.first_token_s)
     median = ordered[num_iters // 2]
     return {
@@ -97,8 +101,15 @@ def run(
         "again_s": median.again_s,
         "all_ready_s": [start.ready_s for start in starts],
         "all_first_token_s": [start.first_token_s for start in starts],
+        "all_processor_s": processor_s,
         "parts": msgspec.to_builtins(median.parts),
     }
+
+
+def _processor_s() -> float:
+    """Processor time of all processes that have come to their end below this one."""
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
 
 
 def serve_start(serve_words: Sequence[str]) -> StartTimes:
@@ -220,12 +231,13 @@ def read_parts(text: str, begin_s: float) -> list[StartupPart]:
 
 
 def table(figures: dict[str, Any]) -> str:
-    times, ready = sorted(figures["all_first_token_s"]), sorted(figures["all_ready_s"])
+    times, ready, spent = (sorted(figures[f"all_{name}_s"]) for name in ("first_token", "ready", "processor"))
     idle = f" after {figures['idle_s']:g} s of nothing each" if figures["idle_s"] else ""
     lines = [
         " ".join(figures["command"]) + f": {len(times)} starts{idle}, medians (least to most), in seconds",
         f"  ready         {figures['ready_s']:7.3f}  ({ready[0]:.3f} to {ready[-1]:.3f})",
         f"  first token   {figures['first_token_s']:7.3f}  ({times[0]:.3f} to {times[-1]:.3f})",
+        f"  processors    {statistics.median(spent):7.3f}  ({spent[0]:.3f} to {spent[-1]:.3f}), of all, to their end",
         f"  the same request a second time takes {1000 * figures['again_s']:.1f} ms to its first token",
         "",
         f"  {'process':<9}{'until':>7}{'took':>8}  {'':<{_BAR}}  what",

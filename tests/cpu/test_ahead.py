@@ -320,7 +320,7 @@ def test_only_the_first_group_packs_before_it_is_to_load(
 ) -> None:
     """A group on standby waits beside one that has the memory."""
     began = []
-    monkeypatch.setattr(process, "pack_ahead", lambda *_: began.append("packs"))
+    monkeypatch.setattr(process, "packed_weights", lambda *_: began.append("packs"))
     monkeypatch.setattr(process, "import_worker", lambda: began.append("imports"))
     settings = WorkerSettings(config_of(make_checkpoint(tmp_path)), "", 0, generation)
     loop = process.WorkerLoop.__new__(process.WorkerLoop)

@@ -56,6 +56,7 @@ def test_the_table() -> None:
         "command": ["vllm-lite", "serve"],
         "idle_s": 0.0,
         "all_ready_s": [2.5, 2.0, 3.0],
+        "all_processor_s": [6.0, 5.0, 7.0],
         "all_first_token_s": [4.0, 3.0, 5.0],
         "ready_s": 2.5,
         "first_token_s": 4.0,

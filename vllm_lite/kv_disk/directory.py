@@ -11,18 +11,18 @@ from pathlib import Path
 
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError
+from vllm_lite.kv_disk.private_directory import Purpose, check_private, make_private
 
 SEED_BYTES = 32
 _SEED = "seed"
+_PURPOSE = Purpose("kv_cache_dir", "holds what people asked", "read what people asked")
 
 
 def open_directory(name: str) -> Path:
     """Make the directory if it is missing, and check whose it is. Raises ConfigError."""
     path = Path(name).expanduser()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            path.mkdir(mode=0o700)
+        make_private(path)
     except OSError as error:
         raise ConfigError(f"kv_cache_dir {path} cannot be made: {error.strerror}") from error
     return check_directory(path)
@@ -30,23 +30,7 @@ def open_directory(name: str) -> Path:
 
 def check_directory(path: Path) -> Path:
     """Raises ConfigError unless `path` is a directory of this user's that nobody else may enter."""
-    try:
-        status = path.lstat()
-    except OSError as error:
-        raise ConfigError(f"kv_cache_dir {path} cannot be read: {error.strerror}") from error
-    if not stat.S_ISDIR(status.st_mode):
-        raise ConfigError(f"kv_cache_dir {path} is no directory; give one, not a link to it or a file")
-    if status.st_uid != os.geteuid():
-        raise ConfigError(
-            f"kv_cache_dir {path} belongs to user {status.st_uid}, not to {os.geteuid()} as whom this runs: it holds "
-            "what people asked; give a directory of your own"
-        )
-    if status.st_mode & 0o077:
-        raise ConfigError(
-            f"kv_cache_dir {path} has mode {stat.S_IMODE(status.st_mode):04o}, so that others may read what people "
-            f"asked; expected 0700: chmod 700 {path}"
-        )
-    return path
+    return check_private(path, _PURPOSE)
 
 
 def read_seed(path: Path) -> str:

@@ -6,7 +6,7 @@ key is that of the model, which says everything that it depends on.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -99,6 +99,24 @@ def pack_ahead(config: ResolvedConfig, rank: int, num_threads: int, niceness: in
     except (VllmLiteError, OSError, ValueError, LookupError) as error:
         logger.debug("no weights are packed ahead: %s", error)
         return None
+
+
+def pack_wanted(wanted: Iterable[Hashable], folder: Path, num_threads: int) -> FilePacker | None:
+    """Begin to pack weights that a model in memory asks for, by their packing keys. None where no dense checkpoint has
+    them as they lie there."""
+    try:
+        stored = {canonical(name): place for name, place in locate(folder).items()}
+        keys = (Wanted(*cast("Wanted", key)) for key in wanted)
+        plain = [key for key in keys if all(slot.name in stored and _is_plain(slot) for slot in key.slots)]
+        jobs = {key: job for key in plain if (job := _job(key, stored)) is not None}
+        return _begin(jobs, stored, num_threads, 0) if jobs else None
+    except (VllmLiteError, OSError, ValueError) as error:
+        logger.debug("no weights are packed from files: %s", error)
+        return None
+
+
+def _is_plain(slot: Slot) -> bool:
+    return not slot.transposed and slot.stacked is None and not slot.is_text
 
 
 def _form(quantization: Quantization | None, mixed: MixedForm | None, slot: Slot, *, is_dense: bool) -> Form | None:

@@ -26,6 +26,7 @@ from vllm_lite.layers.weights.frequent_head import FrequentHead
 from vllm_lite.layers.weights.weight_slot import WeightGroup
 from vllm_lite.models.decoder import Decoder
 from vllm_lite.models.registry import Model, Sizes, build
+from vllm_lite.models.weight_cache import PackedSource
 from vllm_lite.models.weights import load_weights
 
 OWN = ("layers", "lm_head", "buffers", "adapted_tokens", "adapted_head")
@@ -35,12 +36,13 @@ FEW_BITS = 5.0
 
 
 class CopyFiles(NamedTuple):
-    """The files that a copy is made of, as load_weights has them, and the folder of the tokenizer."""
+    """The files that a copy is made of, as load_weights has them, the folder of the tokenizer, and what is packed."""
 
     path: str | Path
     load_format: str
     seed: int
     tokenizer: str
+    packed: PackedSource | None = None
 
 
 def check_copy(spec: ModelSpec, quantization: Quantization | None) -> None:
@@ -87,12 +89,12 @@ def load_copy(
     if not isinstance(copy, Decoder):
         raise TypeError(f"{type(copy).__name__} is another model than {type(model).__name__}")
     shares_head = model.embedding.form.quantizes(_head_name(model))
-    path, load_format, seed, tokenizer = files
+    path, load_format, seed, tokenizer, packed = files
     words: tuple[range, ...] = ()
     if not shares_head and model.communicator.shard == SINGLE:
         words = frequent_words(tokenizer, model.spec.vocab_size, model.spec.eos_token_ids)
     tensors = _Tensors(model, copy, shares_head=shares_head, words=words)
-    load_weights(tensors, path, load_format, seed, progress)  # type: ignore[arg-type]
+    load_weights(tensors, path, load_format, seed, progress, packed)  # type: ignore[arg-type]
     return copy
 
 

@@ -20,9 +20,10 @@ from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.quantization.spec import Gguf
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels.cpu import memory
-from vllm_lite.kernels.cpu.weights.file_packer import FilePacker, Packed
+from vllm_lite.kernels.cpu.weights.file_packer import Packed
 from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightSlot, WeightStack
 from vllm_lite.models.registry import Model
+from vllm_lite.models.weight_cache import PackedSource
 from vllm_lite.models.weight_source import Stored, open_source
 from vllm_lite.runtime import torch_import
 
@@ -50,13 +51,13 @@ def load_weights(
     load_format: str = "auto",
     seed: int = 0,
     progress: Progress | None = None,
-    ahead: FilePacker | None = None,
+    ahead: PackedSource | None = None,
 ) -> None:
     """Fill every weight of `model` from the checkpoint folder `path`, converting to the model's dtype.
 
     `load_format` is "auto" or "safetensors", or "dummy" for random weights without a file (then `path` is not read and
     `seed` decides the weights). Without a `progress` callback a bar is shown when stderr is a terminal. What `ahead`
-    packs of the same files is taken from there.
+    has of the same files is taken from there.
     Raises ModelError when files are missing or damaged, or hold other tensors than the model has; ConfigError for an
     unknown load format, and for random weights of a quantized checkpoint.
     """

@@ -18,8 +18,8 @@ import msgspec
 
 from vllm_lite.checkpoint.shard import answering_rank
 from vllm_lite.errors import ConfigError, EngineError, ProtocolError
-from vllm_lite.kernels.cpu.weights.file_packer import NICENESS, FilePacker
-from vllm_lite.models.ahead import pack_ahead
+from vllm_lite.kernels.cpu.weights.file_packer import NICENESS
+from vllm_lite.models.weight_cache import Keeper, PackedSource, packed_weights
 from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
@@ -126,7 +126,7 @@ class WorkerLoop:
             worker = kind(settings.config, rank, self.progress, generation=settings.generation)
             communicator = self.member.connect(worker.device.torch, worker.max_logits_bytes())
             self.send(worker.load(communicator, ahead.packer))
-            ahead.close()
+            ahead.keep()
             log.moment("worker", "loads the weights")
             message = self.receive(settings.config.ready_timeout_s)
             if message is None:
@@ -250,11 +250,11 @@ def execute(worker: "Worker", message: ToWorker) -> ModelOutput | StepOutputs:
 
 
 class _Ahead:
-    """Weights that native threads pack while this thread does something else."""
+    """Weights that other threads pack, or read from the cache, while this one does something else."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
-        self.packer: FilePacker | None = None
+        self.packer: PackedSource | None = None
         self.has_begun = False
 
     def begin(self) -> None:
@@ -264,8 +264,14 @@ class _Ahead:
             config, is_first = self.settings.config, self.settings.generation == FIRST_GENERATION
             num_threads = config.cpu_threads or threads_of_the_user() or len(os.sched_getaffinity(0))
             # A later one has imported everything, and streams wait for it.
-            self.packer = pack_ahead(config, self.settings.rank, num_threads, NICENESS if is_first else 0)
+            self.packer = packed_weights(config, self.settings.rank, num_threads, NICENESS if is_first else 0)
             log.moment("worker", "begins to pack weights")
+
+    def keep(self) -> None:
+        """Once all are loaded: keep them for the next start, if that is wanted."""
+        if isinstance(self.packer, Keeper):
+            self.packer.keep()
+        self.close()
 
     def close(self) -> None:
         if self.packer is not None:

@@ -29,11 +29,11 @@ from vllm_lite.checkpoint.tensors.kv_scales import KVScales, has_kv_scales, read
 from vllm_lite.checkpoint.tensors.lora import is_lora
 from vllm_lite.config import GIB, ResolvedConfig
 from vllm_lite.errors import ConfigError, ModelError, ProtocolError
-from vllm_lite.kernels.cpu.weights.file_packer import FilePacker
 from vllm_lite.kernels.select import is_graph_safe
 from vllm_lite.layers.weights.gpu_matmul import launcher_for
 from vllm_lite.layers.weights.lora import AdapterLimits, Adapters
 from vllm_lite.models.registry import Sizes, build, examine
+from vllm_lite.models.weight_cache import PackedSource
 from vllm_lite.models.weight_source import open_source
 from vllm_lite.models.weights import load_weights
 from vllm_lite.parallel.communicator import Communicator, SingleRank
@@ -126,11 +126,11 @@ class Worker:
         """The most that a step's logits take, over the whole vocabulary."""
         return 0 if self.spec.encoder is not None else 4 * self.limits.max_num_tokens * self.spec.vocab_size
 
-    def load(self, communicator: Communicator | None = None, ahead: FilePacker | None = None) -> Ready:
+    def load(self, communicator: Communicator | None = None, ahead: PackedSource | None = None) -> Ready:
         """Load the weights and report what would fit beside them. Raises ModelError or ConfigError.
 
         `communicator`: the connection to the ranks that share the model; None if this one has it to itself. `ahead`
-        has packed weights since before the model was built.
+        has packed or read weights since before the model was built.
         """
         self.communicator = communicator or SingleRank(self.device.torch)
         spec, folder = self.spec, self.config.tokenizer
@@ -193,7 +193,7 @@ class Worker:
             return None
         return take_pages(num_blocks, self.own_spec.kv_block_bytes(*self._block_sizes))
 
-    def _load_model(self, ahead: FilePacker | None) -> int:
+    def _load_model(self, ahead: PackedSource | None) -> int:
         """Make the model and fill it. Returns the bytes of its weights, 0 where memory is not measured."""
         memory, limits, device = self.device.memory, self.limits, self.device.torch
         adapters, exact = self._make_adapters(), self.config.exact_activations

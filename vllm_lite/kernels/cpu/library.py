@@ -8,6 +8,8 @@ from importlib.resources import as_file, files
 from threading import Lock, get_ident
 from typing import Any
 
+from xxhash import xxh3_128_digest
+
 from vllm_lite.runtime import log
 
 ABI = 29
@@ -49,6 +51,13 @@ def open_library() -> ctypes.CDLL:
     if opened.vllm_lite_isa() < 0:
         raise OSError(f"{LIBRARY} was built for another processor alone; install the package again")
     return opened
+
+
+@cache
+def digest() -> bytes:
+    """Digest of the library: one that packs weights in another way has another. Raises OSError."""
+    with (files("vllm_lite") / "_native" / LIBRARY).open("rb") as stream:
+        return xxh3_128_digest(stream.read())
 
 
 def available() -> bool:

@@ -4,8 +4,9 @@ from collections.abc import Collection
 
 import torch
 
+from vllm_lite.kernels.cpu.weights.file_packer import Packed
 from vllm_lite.layers.weights.embedding import LMHead
-from vllm_lite.layers.weights.matmul import Matmul, keep_rows, make_matmul
+from vllm_lite.layers.weights.matmul import Matmul, keep_rows, make_matmul, packs
 from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightStack
 
 
@@ -24,16 +25,23 @@ class FrequentHead(LMHead):
         """Whether it scores all tokens."""
         self._pieces: dict[range, Matmul] = {}
 
-    def load(self, weight: torch.Tensor) -> None:
-        """weight: [vocab_size, hidden_size]."""
-        for piece in (*self.words, *self.rest):
-            matmul = make_matmul(weight[piece.start : piece.stop], None, self.quantization)
+    def load(self, *weights: torch.Tensor | Packed) -> None:
+        """One for each piece, of the frequent words first: [its tokens, hidden_size]."""
+        for piece, weight in zip((*self.words, *self.rest), weights, strict=True):
+            matmul = make_matmul(weight, None, self.quantization)
             self._pieces[piece] = keep_rows(matmul) if self.exact_rows else matmul
 
     def group(self, name: str) -> WeightGroup:
-        """Ask for the checkpoint's matrix `name`."""
+        """Ask for the checkpoint's matrix `name`, in pieces."""
         table = self.embedding
-        return WeightGroup((WeightStack((table.slot(name),), table.dtype, table.device),), self.load)
+        slot, packed_as = table.slot(name), packs(table.dtype, table.device, self.quantization)
+        slots = (
+            slot._replace(start=(piece.start, 0), size=(len(piece), slot.size[1]))
+            for piece in (*self.words, *self.rest)
+        )
+        return WeightGroup(
+            tuple(WeightStack((part,), table.dtype, table.device, packed_as=packed_as) for part in slots), self.load
+        )
 
     @property
     def columns(self) -> Collection[slice]:

@@ -24,7 +24,7 @@ INDIFFERENT = frozenset(
         *("address", "tcp_address", "curve_keys", "insecure", "profiler_config", "ready_timeout_s"),
         *("heartbeat_timeout_s", "max_restarts", "recovery_timeout_s", "standby_workers"),
         *("log_level", "log_format", "log_config_file", "disable_log_stats", "log_stats_interval_s", "record"),
-        "kv_events_config",
+        *("kv_events_config", "weight_cache"),
     }
 )
 """An engine's settings that say where and how fast answers are computed, and how much memory that takes."""

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from vllm_lite.kernels.cpu import num_threads
 from vllm_lite.models.decoder import Decoder
 from vllm_lite.models.four_bit_copy import CopyFiles, check_copy, load_copy
 from vllm_lite.models.registry import Sizes
+from vllm_lite.models.weight_cache import packed_copy
 from vllm_lite.worker.batch.rows import Rows
 from vllm_lite.worker.batch.step_inputs import Int32s, StepInputs
 from vllm_lite.worker.drafting.chain import Chain
@@ -45,8 +47,10 @@ class SelfDrafter(Drafter):
         check_copy(place.model.spec, config.quantization)
         # A pass has the last token of each sequence, and the tokens that its grammar forces behind it.
         sizes = Sizes(limits.max_model_len, limits.max_num_tokens, exact_activations=config.exact_activations)
-        files = CopyFiles(config.model, config.load_format, config.seed, config.tokenizer)
-        self._copy = load_copy(place.model, sizes, place.dtype, place.device.torch, files=files, progress=place.loaded)
+        device = place.device.torch
+        with packed_copy(config, place.model.communicator.shard, num_threads) as packed:
+            files = CopyFiles(config.model, config.load_format, config.seed, config.tokenizer, packed)
+            self._copy = load_copy(place.model, sizes, place.dtype, device, files=files, progress=place.loaded)
         if place.kv_scales:
             self._copy.take_kv_scales(place.kv_scales)
 

@@ -216,7 +216,7 @@ class FilePacker:
         end = 0
         for number, (key, job) in enumerate(self.jobs.items()):
             data = end + -end % _ALIGNMENT_BYTES
-            num_bytes, num_supers = _packed_size(job)
+            num_bytes, num_supers = packed_size(job.num_outputs, job.num_inputs, job.dtype, job.form)
             supers = data + num_bytes + -num_bytes % _ALIGNMENT_BYTES
             places[key] = _Place(number, data, num_bytes, supers, 4 * num_supers)
             end = places[key].end
@@ -249,13 +249,13 @@ class FilePacker:
         return _Piece(*sizes, order, self._files[piece.file], FLOATS[piece.dtype])
 
 
-def _packed_size(job: Job) -> tuple[int, int]:
-    """Bytes of its data, and how many supers it has."""
-    shape = job.num_outputs, job.num_inputs
-    if job.form is not None:
+def packed_size(num_outputs: int, num_inputs: int, dtype: str, form: Form | None) -> tuple[int, int]:
+    """Bytes of a weight's data, and how many supers it has."""
+    shape = num_outputs, num_inputs
+    if form is not None:
         record, num_supers = Record(), int64()
         size = function("vllm_lite_quantized_weight", QUANTIZED_TYPES, int64)
-        own = (FORMS[job.form], group_size(job.form))
+        own = (FORMS[form], group_size(form))
         return int(size(*shape, *own, ctypes.addressof(record), ctypes.addressof(num_supers))), num_supers.value
-    item_bytes = 4 if job.dtype == "float32" else 2
+    item_bytes = 4 if dtype == "float32" else 2
     return item_bytes * int(function("vllm_lite_packed_size", (int64, int64), int64)(*shape)), 0

@@ -1,0 +1,311 @@
+"""`--weight-cache`: packed weights in files, so that a start does not quantize and pack them again. No torch.
+
+    DIR/<40 hex digits>.packed     the weights of one rank, of one model and its settings; a later one takes its place
+    DIR/.draft-<pid>-<number>      one that is being written: its writer holds a lock on it
+
+A file is used if its key says that the same program would pack the same weights on this processor, and of its weights
+those whose packing keys the model has. Whatever stands in the way costs the cache, not the start; but a directory that
+others may enter is refused, as who writes there decides what the model says.
+"""
+
+import errno
+import fcntl
+import itertools
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from contextlib import closing, contextmanager, suppress
+from hashlib import blake2b
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Protocol
+
+import msgspec
+
+from vllm_lite.checkpoint.gguf.files import gguf_files
+from vllm_lite.checkpoint.quantization.on_load import GROUPS, TILE_GROUP
+from vllm_lite.checkpoint.shard import Shard
+from vllm_lite.checkpoint.tensors.headers import weight_files
+from vllm_lite.config import ResolvedConfig
+from vllm_lite.errors import ModelError, VllmLiteError
+from vllm_lite.kernels import cpu
+from vllm_lite.kernels.cpu import isa, library
+from vllm_lite.kernels.cpu.weights.file_packer import FORMS, NICENESS, FilePacker, Packed
+from vllm_lite.kernels.cpu.weights.packed_file import PackedFile, PackedWriter, Unfit
+from vllm_lite.kv_disk.fingerprint import file_digest
+from vllm_lite.kv_disk.private_directory import Purpose, check_private, make_private
+from vllm_lite.models.ahead import pack_ahead, pack_wanted
+from vllm_lite.runtime import log
+
+MODEL, SELF_COPY = "model", "self"
+"""The weights of a model, and those of the copy that drafts for it."""
+UNUSED_S = 30 * 86400.0
+"""A file that no start has read for so long is removed when another is written."""
+SPARE_BYTES = 1 << 30
+"""Room that writing leaves on the disk."""
+KEEP_S = 1.0
+"""How long a start waits for the last weights to be written."""
+_PACKED, _DRAFT = re.compile(r"[0-9a-f]{40}\.packed"), re.compile(r"\.draft-[0-9]+-[0-9]+")
+_PURPOSE = Purpose("weight_cache", "holds the weights that a model answers with", "change what a model answers")
+_numbers = itertools.count()
+
+logger = log.get(__name__)
+
+
+class PackedSource(Protocol):
+    """Weights that are packed, or are being packed, before layers want them: FilePacker is one."""
+
+    def serves(self, wanted: Collection[Hashable]) -> bool:
+        """Whether it has no others than those of the packing keys `wanted`; if not, it is closed."""
+        ...
+
+    def take(self, key: Hashable, waiting: Callable[[], object]) -> Packed | None:
+        """As FilePacker's."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def packed_weights(
+    config: ResolvedConfig, rank: int, num_threads: int, niceness: int = NICENESS
+) -> PackedSource | None:
+    """Begin to read the packed weights of worker `rank`, or else to pack them: see pack_ahead. Raises ConfigError."""
+    cache = WeightCache.of(config, Shard.of(config, rank, config.num_stages), MODEL)
+    if cache is None:
+        return pack_ahead(config, rank, num_threads, niceness)
+    return cache.read() or Keeper(cache, num_threads, pack_ahead(config, rank, num_threads, niceness))
+
+
+@contextmanager
+def packed_copy(config: ResolvedConfig, shard: Shard, num_threads: Callable[[], int]) -> Iterator[PackedSource | None]:
+    """The same of the copy that drafts, whose weights are known when it is loaded. None without a cache."""
+    cache = WeightCache.of(config, shard, SELF_COPY)
+    if cache is None:
+        yield None
+    elif (stored := cache.read()) is not None:
+        with closing(stored):
+            yield stored
+    else:
+        with closing(Keeper(cache, num_threads())) as keeper:
+            yield keeper
+            keeper.keep()
+
+
+class WeightCache:
+    """The file of one rank's weights in the directory."""
+
+    def __init__(self, config: ResolvedConfig, shard: Shard, part: str, folder: Path) -> None:
+        """Raises OSError or ModelError where the checkpoint cannot be read."""
+        self.folder = folder
+        self.model = Path(config.model).resolve()
+        place = (str(self.model), config.dtype, config.quantization, part, shard, isa())
+        self._place = repr(place).encode()
+        self.path = folder / f"{blake2b(self._place, digest_size=20).hexdigest()}.packed"
+        self.key = self._make_key()
+
+    @classmethod
+    def of(cls, config: ResolvedConfig, shard: Shard, part: str) -> "WeightCache | None":
+        """None where nothing is kept. Raises ConfigError for a directory that is not its user's alone."""
+        if config.weight_cache is None or config.load_format == "dummy":
+            return None
+        if config.device != "cpu" or not cpu.available():
+            logger.info("weight_cache is not used: it keeps what the native kernels of a CPU have packed")
+            return None
+        if part == MODEL and config.quantization is None:
+            logger.info("weight_cache is not used: only what --quantization makes takes longer to pack than to read")
+            return None
+        folder = Path(config.weight_cache).expanduser()
+        try:
+            make_private(folder)
+            check_private(folder, _PURPOSE)
+            if gguf_files(Path(config.model)):
+                logger.info("weight_cache is not used: it keeps weights of safetensors, and this is a GGUF file")
+                return None
+            return cls(config, shard, part, folder)
+        except OSError as error:
+            logger.warning("weight_cache %s is not used: %s", folder, error.strerror or error)
+        except ModelError:  # the loader says what is wrong
+            pass
+        return None
+
+    def read(self) -> "CachedWeights | None":
+        """Begin to read the file. None where there is none that fits."""
+        try:
+            return CachedWeights(self, PackedFile(self.path, self.key))
+        except FileNotFoundError:
+            return None
+        except (OSError, Unfit) as error:
+            logger.info("packed weights in %s are not used: %s", self.path, error)
+            return None
+
+    def write(self, weights: Iterable[tuple[bytes, Packed]]) -> None:
+        """Write the file while its weights come, unless an error among them says that they never all will. Raises
+        OSError."""
+        began_s = time.monotonic()
+        self._sweep()
+        draft = self.folder / f".draft-{os.getpid()}-{next(_numbers)}"
+        file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            writer = PackedWriter(file, self.key)
+            for name, packed in weights:
+                self._check_room(packed)
+                writer.add(name, packed)
+            writer.end()
+            self._check_unchanged()
+            draft.replace(self.path)
+        except BaseException:
+            with suppress(OSError):
+                draft.unlink()
+            raise
+        finally:
+            os.close(file)
+        took_s = time.monotonic() - began_s
+        logger.info("%.1f MB of packed weights kept in %s in %.1f s", writer.num_bytes / 1e6, self.path, took_s)
+
+    def remove(self) -> None:
+        with suppress(OSError):
+            self.path.unlink()
+
+    def _check_room(self, packed: Packed) -> None:
+        status = os.statvfs(self.folder)
+        if status.f_bavail * status.f_frsize < packed.data.nbytes + SPARE_BYTES:
+            raise OSError(errno.ENOSPC, f"less than {SPARE_BYTES >> 30} GiB would be left free")
+
+    def _check_unchanged(self) -> None:
+        if self._make_key() != self.key:
+            raise OSError(0, "the checkpoint has changed meanwhile")
+
+    def _make_key(self) -> bytes:
+        """Digest of all that packed weights depend on but for their packing keys."""
+        state = blake2b(self._place, digest_size=32)
+        parts: list[object] = [library.digest(), sorted(FORMS.items()), sorted(GROUPS.items()), TILE_GROUP]
+        for file in weight_files(self.model):
+            status = file.stat()
+            parts += [file.name, status.st_size, status.st_mtime_ns, file_digest(file)]
+        state.update(repr(parts).encode())
+        return state.digest()
+
+    def _sweep(self) -> None:
+        """Remove files that nobody has used for long, and drafts whose writers are gone."""
+        with os.scandir(self.folder) as entries:
+            for entry in entries:
+                with suppress(OSError):
+                    if not entry.is_file(follow_symlinks=False):
+                        continue
+                    unused_s = time.time() - entry.stat(follow_symlinks=False).st_mtime
+                    is_old = _PACKED.fullmatch(entry.name) is not None and unused_s > UNUSED_S
+                    if is_old or (_DRAFT.fullmatch(entry.name) is not None and _is_left(entry.path)):
+                        os.unlink(entry.path)
+
+
+class CachedWeights:
+    """Weights that are read from the cache."""
+
+    def __init__(self, cache: WeightCache, file: PackedFile) -> None:
+        self._cache, self._file = cache, file
+
+    def serves(self, wanted: Collection[Hashable]) -> bool:
+        """As FilePacker's. A file that does not serve is removed, so that the next start writes another."""
+        if self._file.names <= {name_of(key) for key in wanted}:
+            logger.info("%.1f MB of packed weights come from %s", self._file.num_bytes / 1e6, self._file.path)
+            return True
+        self.close()
+        self._cache.remove()
+        return False
+
+    def take(self, key: Hashable, waiting: Callable[[], object] = lambda: None) -> Packed | None:
+        """As FilePacker's; what a damaged file does not have is packed by the loader."""
+        return self._file.take(name_of(key), waiting)
+
+    def close(self) -> None:
+        if self._file.is_damaged and not self._file.is_closed:
+            logger.warning("%s is damaged: weights are packed again, and it is removed", self._file.path)
+            self._cache.remove()
+        self._file.close()
+
+
+class Keeper:
+    """Weights that are packed, and written to the cache by a thread as they are taken."""
+
+    def __init__(self, cache: WeightCache, num_threads: int, ahead: FilePacker | None = None) -> None:
+        self._cache, self._num_threads = cache, num_threads
+        self._packers = [] if ahead is None else [ahead]
+        self._taken: SimpleQueue[tuple[bytes, Packed] | None] = SimpleQueue()
+        self._writer: threading.Thread | None = None
+        self._is_kept = False
+
+    def serves(self, wanted: Collection[Hashable]) -> bool:
+        """Always: what has not been begun to be packed is begun now."""
+        self._packers = [packer for packer in self._packers if packer.serves(wanted)]
+        missing = set(wanted).difference(*(packer.jobs for packer in self._packers))
+        if missing and (late := pack_wanted(missing, self._cache.model, self._num_threads)) is not None:
+            self._packers.append(late)
+        return True
+
+    def take(self, key: Hashable, waiting: Callable[[], object] = lambda: None) -> Packed | None:
+        for packer in self._packers:
+            if (packed := packer.take(key, waiting)) is not None:
+                self._taken.put((name_of(key), packed))
+                if self._writer is None:
+                    self._writer = threading.Thread(target=self._write, name="weight cache", daemon=True)
+                    self._writer.start()
+                return packed
+        return None
+
+    def keep(self) -> None:
+        """Have the file written to its end, once all weights are loaded. The model may be used meanwhile, as nobody
+        changes its weights; but a short script should have a cache as well, so some time is given to it. A process that
+        ends before leaves a draft, which the next writer removes."""
+        self._is_kept = True
+        self._taken.put(None)
+        if self._writer is not None:
+            self._writer.join(KEEP_S)
+
+    def close(self) -> None:
+        """End what is not packed, and write nothing unless `keep` was called."""
+        self._taken.put(None)
+        for packer in self._packers:
+            packer.close()
+
+    def _write(self) -> None:
+        with suppress(OSError):  # whatever else starts meanwhile goes first
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        try:
+            self._cache.write(self._until_all())
+        except (OSError, VllmLiteError) as error:
+            reason, folder = getattr(error, "strerror", None) or error, self._cache.folder
+            logger.warning("weight_cache %s keeps nothing, so that each start packs weights: %s", folder, reason)
+        except _NotLoadedError:
+            pass
+
+    def _until_all(self) -> Iterator[tuple[bytes, Packed]]:
+        while (taken := self._taken.get()) is not None:
+            yield taken
+        if not self._is_kept:
+            raise _NotLoadedError
+
+
+class _NotLoadedError(Exception):
+    """The model could not be loaded, so that its weights are not all there."""
+
+
+def name_of(key: Hashable) -> bytes:
+    """The name in files of a packing key."""
+    return blake2b(msgspec.msgpack.encode(key), digest_size=20).digest()
+
+
+def _is_left(draft: str) -> bool:
+    """Whether nobody writes it. One that has just been made may not have its lock yet."""
+    if abs(time.time() - os.stat(draft).st_mtime) < 10.0:
+        return False
+    file = os.open(draft, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(file)
+    return True
