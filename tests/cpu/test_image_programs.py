@@ -1,6 +1,7 @@
 """Steps with few tokens of images, replayed as programs of decodes: they must have the bits of eager ones."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -43,8 +44,15 @@ def steps() -> list[list[Entry]]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_few_tokens_of_images_are_replayed(family: str, dtype: str, tmp_path: Path) -> None:
     """Vectors of the tower, in layers, too, and positions along three axes go into a program."""
-    checkpoint = make_qwen(tmp_path / "m", family)
-    eager, graphed = (Driver(checkpoint, enforce_eager=no, dtype=dtype) for no in (True, False))
+    replay(make_qwen(tmp_path / "m", family), dtype=dtype)
+
+
+def test_programs_may_have_more_rows_than_the_step(tmp_path: Path) -> None:
+    replay(make_qwen(tmp_path / "m", "Qwen3VL"), cudagraph_capture_sizes=[8])
+
+
+def replay(checkpoint: Path, **settings: Any) -> None:
+    eager, graphed = (Driver(checkpoint, enforce_eager=no, **settings) for no in (True, False))
     expected, got = Recorder(eager), Recorder(graphed)
     graphs, replayed = graphs_of(graphed), list[int]()
     for number, entries in enumerate(steps()):

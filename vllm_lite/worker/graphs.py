@@ -449,7 +449,7 @@ class DecodeGraphs:
         if (vectors := inputs.vectors) is None or bucket.program is None:
             bucket.graph.replay()
         else:
-            own = torch.from_numpy(positions)
+            own = torch.from_numpy(np.pad(positions, (0, size - num_seqs)))
             bucket.program.replay_with([partial(put, vectors, own) for put in bucket.puts])
         self.num_replays += 1
         self.eager.num_last = num_seqs
