@@ -15,7 +15,7 @@ from vllm_lite.protocol.control import Ready
 from vllm_lite.protocol.encoder import GROWTH_ASIDE, EncodeAside, MediaContent
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.spans import Media
-from vllm_lite.protocol.step import NewRequest, SchedulerOutput
+from vllm_lite.protocol.step import Continue, NewRequest, SchedulerOutput
 
 PIECE_S = 0.001
 STREAMS = 4
@@ -40,10 +40,13 @@ class Towers(SimulatedExecutor):
         """Of each step, by handle."""
         self.was_aside: list[bool] = []
         """Whether an image was being computed when each step came."""
+        self.counts: list[int] = []
+        """Tokens of each entry of a running sequence."""
 
     def submit(self, *steps: SchedulerOutput) -> None:
         for step in steps:
             self.was_aside.append(bool(self.left))
+            self.counts += [each.num_tokens for each in step.entries if isinstance(each, Continue)]
             self.left |= {each.digest: self.pieces for each in step.entries if isinstance(each, EncodeAside)}
             self.media |= {each.handle: each.media for each in step.entries if isinstance(each, NewRequest)}
             before = {handle: each.num_computed for handle, each in self._sequences.items()}
@@ -85,12 +88,12 @@ class Images(Latencies):
             self.add("s" * (index + 1), 20, 4000)
         self.run(60)
 
-    def show(self, seed: int, num_words: int = 3) -> None:
+    def show(self, seed: int, num_words: int = 3, name: str = "image") -> None:
         medium = Media("image", bytes([seed]) * 32, IMAGE, num_words)
         tokens = pack_tokens([100 + seed] * num_words + [1] * IMAGE + [2] * num_words)
         contents = (MediaContent(medium.digest, bytes(3 * IMAGE)),)
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        self.core.add(b"client", Generate(f"image {seed}", tokens, params, media=(medium,), contents=contents))
+        self.core.add(b"client", Generate(f"{name} {seed}", tokens, params, media=(medium,), contents=contents))
 
     def totals(self, first: int = 0, *, beside: bool | None = None) -> list[int]:
         """Tokens of images of each step from the first on, `beside` a tower or not."""
@@ -147,3 +150,13 @@ def test_text_beside_images_is_not_limited() -> None:
     bench.run(70)
     sizes = bench.budgets[60:70]
     assert max(sizes) >= 300
+
+
+def test_prompts_that_come_in_leave_the_first_one_a_token() -> None:
+    """Many ask about one image at once, and begin within it: each has a token of it at least."""
+    bench = Images()
+    for number in range(40):
+        bench.show(1, num_words=16, name=f"question {number}")
+    bench.run(120)
+    assert len(bench.executor.counts) > 500
+    assert min(bench.executor.counts) == 1

@@ -30,6 +30,7 @@ class Prompts:
         """
         unserved = list(plan.prompts)
         plan.room = plan.budget
+        share = 0
         growth: Growth | None = None
         if unserved and plan.budget:
             first = unserved[0]
@@ -53,11 +54,12 @@ class Prompts:
             self._chunk(sequence, plan.room, unserved, plan)
         if growth is not None:
             first = plan.prompts[0]
-            end = first.num_computed + self._count(first, plan.budget)
+            # Others may have had what was left of its own time for media, but not the tokens that it has blocks for.
+            end = first.num_computed + max(share, self._count(first, plan.budget))
             more = self._kv.grow(first, end)  # for the tokens that are left over; no sequence is preempted for it
             if more is None:
                 room = min(end, first.num_slots) - first.num_computed
-                end, more = first.num_computed + self._count(first, room), Growth([])
+                end, more = first.num_computed + max(share, self._count(first, room)), Growth([])
             plan.entries += more.entries
             _serve(first, end, joined(growth.new_ids, more.new_ids), plan)
         unserved = list(plan.forked)
