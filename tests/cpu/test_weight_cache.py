@@ -338,6 +338,29 @@ def test_a_checkpoint_that_changes_while_it_is_loaded_is_not_kept(tmp_path: Path
     assert [*folder.iterdir()] == []
 
 
+def test_weights_of_a_checkpoint_that_changes_before_it_is_loaded_are_not_taken(tmp_path: Path) -> None:
+    model = make_checkpoint(tmp_path / "model", dtype="bfloat16")
+    config = cached(model, tmp_path / "cache")
+    load(config)
+    source = packed_weights(config, 0, num_threads=1)
+    assert isinstance(source, CachedWeights)
+    others = {name: tensor * 2 for name, tensor in load_file(model / SINGLE_FILE).items()}
+    save_file(others, model / "next", {"format": "pt"})
+    (model / "next").replace(model / SINGLE_FILE)
+    loaded = model_of(config, 0)
+    load_weights(loaded, config.model, ahead=source)
+    source.close()
+    assert all_bytes(loaded) == plain(config)
+
+
+def test_drafts_that_another_process_of_this_number_has_just_left_are_in_nobodys_way(tmp_path: Path) -> None:
+    (folder := tmp_path / "cache").mkdir(mode=0o700)
+    for number in range(1000):
+        (folder / f".draft-{os.getpid()}-{number}").touch(mode=0o600)
+    load(cached(make_checkpoint(tmp_path, dtype="bfloat16"), folder))
+    assert len(files_in(folder)) == 1
+
+
 def test_a_model_that_could_not_be_loaded_is_not_kept(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     config = cached(make_checkpoint(tmp_path, dtype="bfloat16"), folder)

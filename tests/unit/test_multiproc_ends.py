@@ -3,6 +3,7 @@ of a failure, the end. With the fake workers of test_multiproc.py."""
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,6 +25,7 @@ from tests.unit.test_multiproc import (
 )
 from vllm_lite.engine.process import IDLE_LOOK_MS
 from vllm_lite.errors import EngineDeadError, EngineError
+from vllm_lite.executor import multiproc
 from vllm_lite.executor.base import WorkersLostError
 from vllm_lite.executor.multiproc import GONE_S, LATE_MESSAGE_S, MOST_APART_S
 from vllm_lite.protocol.control import Load, Shutdown, Start, Started
@@ -70,6 +72,27 @@ def test_workers_load_when_they_may_and_not_before(host: Host) -> None:
     executor.begin_allocate(50, 5, 60.0)
     assert executor.started() is None
     assert host.workers[1].heard() == [Start(GENERATION, 50, 5)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_read"),
+    [
+        ({"load_format": "auto"}, True),
+        ({"load_format": "auto", "quantization": "int4", "device": "cpu"}, True),
+        ({"load_format": "auto", "weight_cache": "cache", "device": "cpu"}, True),
+        ({"load_format": "auto", "weight_cache": "cache", "quantization": "int4", "device": "cuda"}, True),
+        ({"load_format": "auto", "weight_cache": "cache", "quantization": "int4", "device": "cpu"}, False),
+        ({"load_format": "dummy"}, False),
+    ],
+)
+def test_the_checkpoint_is_read_ahead_unless_its_weights_lie_packed(
+    host: Host, settings: dict[str, Any], is_read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, read = host.executor, list[str]()
+    monkeypatch.setattr(multiproc, "start_reading_ahead", read.append)
+    executor._config = msgspec.structs.replace(executor._config, **settings)
+    executor.begin_load(60.0, "other")
+    assert read == ["other"] * is_read
 
 
 def test_every_part_of_a_start_has_its_deadline(host: Host) -> None:

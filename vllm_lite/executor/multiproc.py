@@ -168,7 +168,7 @@ class MultiprocExecutor:
 
     def begin_load(self, timeout_s: float, model: str | None = None) -> None:
         self._model = model
-        if self._config.load_format != "dummy":
+        if _reads_checkpoint(self._config):
             start_reading_ahead(model or self._config.model)
         self._deadline = StartDeadline(timeout_s)
         for worker in self._workers:
@@ -461,3 +461,10 @@ def _agreed(answers: list[Ready]) -> Ready:
     num_slots = min(answer.num_state_slots for answer in answers)
     block_bytes = max(answer.block_bytes for answer in answers)
     return msgspec.structs.replace(first, num_blocks=num_blocks, block_bytes=block_bytes, num_state_slots=num_slots)
+
+
+def _reads_checkpoint(config: ResolvedConfig) -> bool:
+    """Whether workers will read most of the checkpoint, and not before they have imported what they need. With a weight
+    cache they do neither: who packs reads at once, and who need not pack reads the cache."""
+    is_kept = config.weight_cache is not None and config.quantization is not None and config.device == "cpu"
+    return config.load_format != "dummy" and not is_kept

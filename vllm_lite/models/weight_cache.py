@@ -1,7 +1,7 @@
 """`--weight-cache`: packed weights in files, so that a start does not quantize and pack them again. No torch.
 
     DIR/<40 hex digits>.packed     the weights of one rank, of one model and its settings; a later one takes its place
-    DIR/.draft-<pid>-<number>      one that is being written: its writer holds a lock on it
+    DIR/.draft-<pid>-<hex digits>  one that is being written: its writer holds a lock on it
 
 A file is used if its key says that the same program would pack the same weights on this processor, and of its weights
 those whose packing keys the model has. Whatever stands in the way costs the cache, not the start; but a directory that
@@ -10,9 +10,9 @@ others may enter is refused, as who writes there decides what the model says.
 
 import errno
 import fcntl
-import itertools
 import os
 import re
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
@@ -27,7 +27,7 @@ import msgspec
 from vllm_lite.checkpoint.gguf.files import gguf_files
 from vllm_lite.checkpoint.quantization.on_load import GROUPS, TILE_GROUP
 from vllm_lite.checkpoint.shard import Shard
-from vllm_lite.checkpoint.tensors.headers import weight_files
+from vllm_lite.checkpoint.tensors.headers import identity, weight_files
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import ModelError, VllmLiteError
 from vllm_lite.kernels import cpu
@@ -47,9 +47,8 @@ SPARE_BYTES = 1 << 30
 """Room that writing leaves on the disk."""
 KEEP_S = 1.0
 """How long a start waits for the last weights to be written."""
-_PACKED, _DRAFT = re.compile(r"[0-9a-f]{40}\.packed"), re.compile(r"\.draft-[0-9]+-[0-9]+")
+_PACKED, _DRAFT = re.compile(r"[0-9a-f]{40}\.packed"), re.compile(r"\.draft-[0-9]+-[0-9a-f]+")
 _PURPOSE = Purpose("weight_cache", "holds the weights that a model answers with", "change what a model answers")
-_numbers = itertools.count()
 
 logger = log.get(__name__)
 
@@ -103,6 +102,7 @@ class WeightCache:
         place = (str(self.model), config.dtype, config.quantization, part, shard, isa())
         self._place = repr(place).encode()
         self.path = folder / f"{blake2b(self._place, digest_size=20).hexdigest()}.packed"
+        self._identities = {file: identity(file.stat()) for file in weight_files(self.model)}
         self.key = self._make_key()
 
     @classmethod
@@ -145,7 +145,8 @@ class WeightCache:
         OSError."""
         began_s = time.monotonic()
         self._sweep()
-        draft = self.folder / f".draft-{os.getpid()}-{next(_numbers)}"
+        # In containers all workers may have one number, and its draft may be left.
+        draft = self.folder / f".draft-{os.getpid()}-{secrets.token_hex(8)}"
         file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -164,6 +165,12 @@ class WeightCache:
             os.close(file)
         took_s = time.monotonic() - began_s
         logger.info("%.1f MB of packed weights kept in %s in %.1f s", writer.num_bytes / 1e6, self.path, took_s)
+
+    def is_current(self) -> bool:
+        """Whether the files of the checkpoint are still those that its key is of."""
+        with suppress(OSError):
+            return all(identity(file.stat()) == known for file, known in self._identities.items())
+        return False
 
     def remove(self) -> None:
         with suppress(OSError):
@@ -209,7 +216,7 @@ class CachedWeights:
 
     def serves(self, wanted: Collection[Hashable]) -> bool:
         """As FilePacker's. A file that does not serve is removed, so that the next start writes another."""
-        if self._file.names <= {name_of(key) for key in wanted}:
+        if self._cache.is_current() and self._file.names <= {name_of(key) for key in wanted}:
             logger.info("%.1f MB of packed weights come from %s", self._file.num_bytes / 1e6, self._file.path)
             return True
         self.close()
