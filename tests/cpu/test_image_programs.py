@@ -23,8 +23,10 @@ PLACEHOLDER = 386
 ROWS, COLS = 4, 6
 """Of tokens, which are 2 x 2 patches each."""
 IMAGE = Media("image", b"i" * 32, ROWS * COLS, 3, grid=(1, 2 * ROWS, 2 * COLS))
-COUNTS = [5, 1, 4, 3, 7, 6, 1, 1]
+COUNTS = [5, 4, 1, 3, 7, 6, 1, 1]
 """Tokens of the prompt that each step computes: three words and two of the image, then the rest of it, and a word."""
+ALONE = 3
+"""The step in which the stream has no token, so that nobody draws one."""
 
 
 def steps() -> list[list[Entry]]:
@@ -37,6 +39,7 @@ def steps() -> list[list[Entry]]:
     made: list[list[Entry]] = [[new_request(0, make_prompt(9, seed=2), [1, 2, 3])]]
     made.append([Continue(0, 1, []), Encode(IMAGE.digest, IMAGE.num_tokens, colors, IMAGE.grid), shown])
     made += [[Continue(0, 1, []), Continue(1, count, [])] for count in COUNTS[1:]]
+    del made[ALONE][0]
     return made
 
 

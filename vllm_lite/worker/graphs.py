@@ -48,7 +48,7 @@ from vllm_lite.config import GIB
 from vllm_lite.kernels.cpu.program import NotRecordable, Program
 from vllm_lite.kernels.recurrent import Segments
 from vllm_lite.runtime import log
-from vllm_lite.worker.batch.step_inputs import Int64s, StepInputs
+from vllm_lite.worker.batch.step_inputs import StepInputs
 from vllm_lite.worker.forward import EagerForward, Forward
 from vllm_lite.worker.progress import no_garbage_collection
 
@@ -292,7 +292,6 @@ def _as_decodes(inputs: StepInputs) -> StepInputs:
         block_tables=tuple(table[sequence_of] for table in inputs.block_tables),
         query_start_loc=np.arange(inputs.num_tokens + 1, dtype=np.int32),
         seq_lens=(places + 1).astype(np.int32),
-        positions=inputs.positions if inputs.vectors is None else inputs.positions & AXIS_MASK,
         sampling=inputs.sample_tokens,
         num_samples=ones[:num_samples],
     )
@@ -392,7 +391,7 @@ class DecodeGraphs:
         bucket = self._bucket_of(decodes)
         if bucket is None:
             return (self.other if inputs.vectors is None else self.eager).logits(inputs)
-        return self._replay(bucket, decodes, inputs.positions)
+        return self._replay(bucket, decodes)
 
     def shown(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Hidden states of all tokens of a step, [num_tokens, hidden_size], which the next forward pass overwrites, and
@@ -402,7 +401,7 @@ class DecodeGraphs:
         bucket = self._bucket_of(inputs) if len(inputs.sampling) == inputs.num_tokens else None
         if bucket is None:
             return None
-        logits = self._replay(bucket, inputs, inputs.positions)
+        logits = self._replay(bucket, inputs)
         return bucket.hidden[: inputs.num_tokens], logits
 
     def forget(self) -> None:
@@ -437,19 +436,17 @@ class DecodeGraphs:
         size = self.sizes[bisect_left(self.sizes, num_seqs)]
         return self.buckets.get(size) or self._capture(size)
 
-    def _replay(
-        self,
-        bucket: _Bucket,
-        inputs: StepInputs,
-        positions: Int64s,  # [num_tokens], along all axes
-    ) -> torch.Tensor:  # float32 [num_sampling, vocab_size]
-        num_seqs, size = len(inputs.rows), bucket.size
+    def _replay(self, bucket: _Bucket, inputs: StepInputs) -> torch.Tensor:  # float32 [num_sampling, vocab_size]
+        num_seqs, size, vectors = len(inputs.rows), bucket.size, inputs.vectors
+        along_axes = inputs.positions
+        if vectors is not None:
+            inputs = replace(inputs, positions=along_axes & AXIS_MASK)
         self._inputs.load(inputs, size)
         self.eager.backend.refresh(bucket.batch, inputs.seq_lens, inputs.block_tables)
-        if (vectors := inputs.vectors) is None or bucket.program is None:
+        if vectors is None or bucket.program is None:
             bucket.graph.replay()
         else:
-            own = torch.from_numpy(np.pad(positions, (0, size - num_seqs)))
+            own = torch.from_numpy(np.pad(along_axes, (0, size - num_seqs)))
             bucket.program.replay_with([partial(put, vectors, own) for put in bucket.puts])
         self.num_replays += 1
         self.eager.num_last = num_seqs
