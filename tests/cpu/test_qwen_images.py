@@ -40,6 +40,7 @@ from vllm_lite.worker.step_parts import image_positions
 pytestmark = pytest.mark.usefixtures("images_cut_here")
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+NUM_LONG = 32
 SMALL: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "single_process": True, "seed": 0}
 UNIT = 16
 COLORS = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]}
@@ -177,7 +178,7 @@ def chat_text(parts: list[Any]) -> list[Any]:
     return [*around, "\n<assistant>"]
 
 
-def answer(model: Any, checkpoint: Path, parts: list[Any]) -> tuple[list[int], list[int]]:
+def answer(model: Any, checkpoint: Path, parts: list[Any], num_tokens: int = 10) -> tuple[list[int], list[int]]:
     """The tokens of the prompt and the answer, by transformers."""
     from transformers import AutoTokenizer
 
@@ -200,7 +201,7 @@ def answer(model: Any, checkpoint: Path, parts: list[Any]) -> tuple[list[int], l
         made = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=10,
+            max_new_tokens=num_tokens,
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
@@ -233,8 +234,13 @@ def answer_by_forward(model: Any, checkpoint: Path, parts: list[Any]) -> tuple[l
 
 
 @pytest.fixture(scope="module")
-def answers(model: Any, checkpoint: Path) -> list[tuple[list[int], list[int]]]:
-    found = [answer(model, checkpoint, chat_text(parts)) for parts in CHATS]
+def long_answers(model: Any, checkpoint: Path) -> list[tuple[list[int], list[int]]]:
+    return [answer(model, checkpoint, chat_text(parts), NUM_LONG) for parts in CHATS]
+
+
+@pytest.fixture(scope="module")
+def answers(long_answers: list[tuple[list[int], list[int]]]) -> list[tuple[list[int], list[int]]]:
+    found = [(prompt_ids, tokens[:10]) for prompt_ids, tokens in long_answers]
     assert len({tuple(tokens) for _, tokens in found}) == len(CHATS)
     return found
 
@@ -253,17 +259,17 @@ def answers(model: Any, checkpoint: Path) -> list[tuple[list[int], list[int]]]:
     ids=["whole", "chunks of 9", "chunks of 5", "no cache", "recompute", "swap", "two ranks"],
 )
 def test_answers_are_those_of_transformers(
-    checkpoint: Path, answers: list[tuple[list[int], list[int]]], settings: dict[str, Any]
+    checkpoint: Path, long_answers: list[tuple[list[int], list[int]]], settings: dict[str, Any]
 ) -> None:
     preempts = "preemption_mode" in settings
     # Two that run at once are to grow out of the pool, whenever the others come: chats are as slow as their images.
-    params, times = (msgspec.structs.replace(GREEDY, max_tokens=32), 2) if preempts else (GREEDY, 1)
+    params, times = (msgspec.structs.replace(GREEDY, max_tokens=NUM_LONG), 2) if preempts else (GREEDY, 1)
     with LLM(str(checkpoint), **{"num_gpu_blocks_override": 64, **SMALL, **settings}) as llm:
         for turn in range(2):
             outputs = llm.chat([chat_of(parts) for parts in CHATS * times], params, use_tqdm=False)
-            for output, (prompt_ids, tokens) in zip(outputs, answers * times, strict=True):
+            for output, (prompt_ids, tokens) in zip(outputs, long_answers * times, strict=True):
                 assert output.prompt_token_ids == prompt_ids
-                assert output.outputs[0].token_ids[: len(tokens)] == tokens, f"turn {turn}"
+                assert output.outputs[0].token_ids == tokens[: params.max_tokens], f"turn {turn}"
         assert (llm.stats().preemptions > 0) == preempts
 
 
