@@ -242,7 +242,8 @@ def test_one_that_is_killed_is_replaced_and_the_others_go_on(server: Server) -> 
 
 def test_one_that_hangs_is_replaced_and_the_others_go_on() -> None:
     silence = f"{scaled(3.0):.1f}"  # the others are not to be taken for hung
-    flags = ["--api-server-count", "2", "--api-key", "key", "--heartbeat-timeout-s", silence]
+    keys, admin = ["--api-key", "key", "--admin-api-key", "admin"], {"Authorization": "Bearer admin"}
+    flags = ["--api-server-count", "2", "--heartbeat-timeout-s", silence, *keys]
     with serving(*flags, light=True) as server:
         with Both(server) as both, ExitStack() as stack:
             body = {**LONG, "stream": True}
@@ -250,13 +251,18 @@ def test_one_that_hangs_is_replaced_and_the_others_go_on() -> None:
             lost = stack.enter_context(both.of[1].stream("POST", "/v1/completions", json=body)).iter_lines()
             assert next(mine)
             assert next(lost)
+            # Both are to be in the middle of their streams until one of them has been replaced.
+            paused = httpx.post(server.url + "/pause", params={"mode": "keep"}, headers=admin, timeout=DEADLINE_S)
+            assert paused.status_code == 200
             os.kill(children(server.process.pid)[MODULE], signal.SIGSTOP)
             with pytest.raises(httpx.TransportError):
                 list(lost)
+            server.wait_for(f"API server 1 has not answered for {float(silence):g} s; it is killed")
+            server.wait_for("API server 1 ended (killed by SIGKILL); it is started again")
+            assert httpx.post(server.url + "/resume", headers=admin, timeout=DEADLINE_S).status_code == 200
             text = "".join(mine)
+        assert '"finish_reason":"length"' in text
         assert text.endswith("data: [DONE]")
-        server.wait_for(f"API server 1 has not answered for {float(silence):g} s; it is killed")
-        server.wait_for("API server 1 ended (killed by SIGKILL); it is started again")
         with Both(server) as both:
             for http in both.of.values():
                 assert http.post("/v1/completions", json={**LONG, "max_tokens": 3}).status_code == 200

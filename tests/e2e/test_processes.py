@@ -172,11 +172,17 @@ from vllm_lite import AsyncClient, SamplingParams
 async def main():
     client = await AsyncClient.connect(sys.argv[1])
     async def one(index):
-        async for _ in client.generate([9, index, 9], SamplingParams(max_tokens=400, ignore_eos=True)):
-            print("token", flush=True)
+        while True:
+            async for _ in client.generate([9, index, 9], SamplingParams(max_tokens=400, ignore_eos=True)):
+                print("token", flush=True)
     await asyncio.gather(*(one(index) for index in range(5, 10)))
 asyncio.run(main())
 """
+
+
+async def unfinished(client: AsyncClient) -> int:
+    stats = await client.stats()
+    return stats.num_running + stats.num_waiting
 
 
 async def test_requests_of_a_killed_client_are_aborted_and_others_go_on(engine: Engine) -> None:
@@ -188,12 +194,18 @@ async def test_requests_of_a_killed_client_are_aborted_and_others_go_on(engine: 
             )
             assert dying.stdout is not None
             assert dying.stdout.readline() == "token\n"
+            await client.pause_generation("keep")  # or its requests would be over before anybody looks
             other = asyncio.ensure_future(consume(client, [5, 6, 7]))
+            start = time.monotonic()
+            while await unfinished(client) < 6:
+                assert time.monotonic() - start < START_S, "not all requests have come"
+                await asyncio.sleep(0.02)
             dying.kill()
             start = time.monotonic()
-            while (await client.stats()).num_running + (await client.stats()).num_waiting > 1:
+            while await unfinished(client) > 1:
                 assert time.monotonic() - start < scaled(TOLD_S), "its requests still run"
                 await asyncio.sleep(0.02)
+            await client.resume_generation()
             assert (await other).outputs[0].token_ids == whole.outputs[0].token_ids
             stats = await client.stats()
             assert (stats.num_running, stats.num_used_blocks) == (0, 0)
