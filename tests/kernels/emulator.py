@@ -113,7 +113,10 @@ class EmulatedKernel:
         pointers = (ctypes.c_void_p * len(boxes))(*[ctypes.addressof(box) for box in boxes])
         three = ctypes.c_uint * 3
         seed = ctypes.c_uint(self._launcher.order_seed)
-        stacks = _stacks.pop() if _stacks else self._make_stacks()
+        try:
+            stacks = _stacks.pop()
+        except IndexError:  # no look beforehand: another thread may take the last ones
+            stacks = self._make_stacks()
         sizes = three(*grid), three(*block), ctypes.c_size_t(shared_bytes)
         failed = self._run(*sizes, pointers, seed, ctypes.c_void_p(stacks))
         if stacks:
