@@ -60,7 +60,7 @@ class Request:
         self.adapter = adapter
         self.num_prompt = len(message.prompt) // 4
         self.marks = tuple(sorted({mark for mark in message.marks if 0 < mark <= self.num_prompt}))
-        """Positions in the prompt from which other prompts are likely to differ: ends of messages."""
+        """Positions in the prompt from which other prompts are likely to differ: ends of messages, of a state."""
         self.media = message.media
         self.contents = {each.digest: each.content for each in message.contents}
         self.is_guided = bool(message.params.grammar)

@@ -134,8 +134,8 @@ class KVBlocks(CachePart[Tables]):
         return admission(self.pool.num_usable, self.pool.num_free, required, self.watermark_blocks)
 
     def may_admit(self, sequence: Sequence, found: Tables, num_tokens: int, *, in_parts: bool) -> bool:
-        """A step moves only so many blocks. A hit in host memory may be loaded in parts. False otherwise, unless
-        `in_parts`: cached blocks that the sequence would evict are being copied to the host first."""
+        """A step moves only so many blocks. With `in_parts`, a hit in host memory may be larger: it is loaded in parts.
+        False: the blocks are too many for this step; cached ones that they evict are copied to the host first."""
         num_on_host = self._num_on_host(found)
         if self.host is None or (in_parts and num_on_host):
             return True
