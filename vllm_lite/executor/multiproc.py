@@ -465,6 +465,7 @@ def _agreed(answers: list[Ready]) -> Ready:
 
 def _reads_checkpoint(config: ResolvedConfig) -> bool:
     """Whether workers will read most of the checkpoint, and not before they have imported what they need. With a weight
-    cache they do neither: who packs reads at once, and who need not pack reads the cache."""
+    cache they do neither: who packs reads at once, and who need not pack reads the cache. (What it does not keep, such
+    as experts in one tensor, they read late.)"""
     is_kept = config.weight_cache is not None and config.quantization is not None and config.device == "cpu"
     return config.load_format != "dummy" and not is_kept
