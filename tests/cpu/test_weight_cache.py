@@ -31,7 +31,7 @@ from vllm_lite.kernels.cpu import library
 from vllm_lite.kernels.cpu.weights import packed_file
 from vllm_lite.models import four_bit_copy, weight_cache
 from vllm_lite.models.registry import Model
-from vllm_lite.models.weight_cache import SELF_COPY, CachedWeights, Keeper, WeightCache, packed_weights
+from vllm_lite.models.weight_cache import SELF_COPY, CachedWeights, Keeper, WeightCache, kept_private, packed_weights
 from vllm_lite.models.weights import load_weights
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
@@ -262,6 +262,19 @@ def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     config = cached(make_checkpoint(tmp_path, dtype="bfloat16"), folder)
     with pytest.raises(ConfigError, match="others may change what a model answers; expected 0700"):
         load(config)
+
+
+def test_a_worker_that_replaces_another_goes_on_without_a_folder_that_was_opened(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder := tmp_path / "cache").mkdir(mode=0o700)
+    config = cached(make_checkpoint(tmp_path, dtype="bfloat16"), folder)
+    assert kept_private(config) is config
+    folder.chmod(0o755)
+    left = kept_private(config)
+    assert left.weight_cache is None
+    assert "0755" in caplog.text
+    assert kept_private(left) is left
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from vllm_lite.checkpoint.quantization.on_load import GROUPS, TILE_GROUP
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.tensors.headers import identity, weight_files
 from vllm_lite.config import ResolvedConfig
-from vllm_lite.errors import ModelError, VllmLiteError
+from vllm_lite.errors import ConfigError, ModelError, VllmLiteError
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import isa, library
 from vllm_lite.kernels.cpu.weights.file_packer import FORMS, NICENESS, FilePacker, Packed
@@ -90,6 +90,23 @@ def packed_copy(config: ResolvedConfig, shard: Shard, num_threads: Callable[[], 
         with closing(Keeper(cache, num_threads())) as keeper:
             yield keeper
             keeper.keep()
+
+
+def kept_private(config: ResolvedConfig) -> ResolvedConfig:
+    """The settings of a worker that takes the place of a dead one: without the cache if others may enter its directory
+    by now, as streams wait for this start."""
+    if config.weight_cache is None:
+        return config
+    folder = Path(config.weight_cache).expanduser()
+    try:
+        make_private(folder)
+        check_private(folder, _PURPOSE)
+    except ConfigError as error:
+        logger.warning("%s; weights are packed without it", error)
+        return msgspec.structs.replace(config, weight_cache=None)
+    except OSError:  # said where it is used
+        pass
+    return config
 
 
 class WeightCache:

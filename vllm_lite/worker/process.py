@@ -19,7 +19,7 @@ import msgspec
 from vllm_lite.checkpoint.shard import answering_rank
 from vllm_lite.errors import ConfigError, EngineError, ProtocolError
 from vllm_lite.kernels.cpu.weights.file_packer import NICENESS
-from vllm_lite.models.weight_cache import Keeper, PackedSource, packed_weights
+from vllm_lite.models.weight_cache import Keeper, PackedSource, kept_private, packed_weights
 from vllm_lite.process_settings import WorkerSettings
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.codec import FromWorker, ToWorker, engine_to_worker, worker_to_engine
@@ -115,7 +115,10 @@ class WorkerLoop:
             if not isinstance(message, Load):
                 raise ProtocolError(f"expected Load, got {type(message).__name__}")
             name_process(f"{WORKER_NAME}{rank}")
-            self.settings = ahead.settings = _with_model(settings, message.model)
+            settings = _with_model(settings, message.model)
+            if generation != FIRST_GENERATION:
+                settings = msgspec.structs.replace(settings, config=kept_private(settings.config))
+            self.settings = ahead.settings = settings
             ahead.begin()
             self.serve(kind, ahead)
 

@@ -228,8 +228,9 @@ def listen(listener: socket.socket) -> None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.listen()
     except OSError as error:
-        where = ":".join(map(str, listener.getsockname()[:2]))
-        raise ConfigError(f"cannot listen on {where}: {error.strerror}; choose another --port") from error
+        name = listener.getsockname()
+        where, flag = (name, "--uds") if isinstance(name, str) else (f"{name[0]}:{name[1]}", "--port")
+        raise ConfigError(f"cannot listen on {where}: {error.strerror}; choose another {flag}") from error
 
 
 async def started(server: uvicorn.Server, listener: socket.socket) -> asyncio.Future[None]:

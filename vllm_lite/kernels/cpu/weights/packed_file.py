@@ -142,7 +142,7 @@ class PackedFile:
         self._entries.clear()
 
     def _serve(self) -> None:
-        while not self.is_closed:
+        while not (self.is_closed or self.is_damaged):
             with self._changed:
                 part, self._next = self._next, self._next + 1
             if part >= self._num_parts:
