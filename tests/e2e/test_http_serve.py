@@ -106,7 +106,8 @@ def test_of_two_that_start_at_once_one_starts_an_engine(count: str) -> None:
         (loser,) = (server for server in servers if server.process.poll() is not None)
         (winner,) = (server for server in servers if server is not loser)
         assert loser.wait() == 2
-        assert loser.output == f"vllm-lite: cannot listen on 127.0.0.1:{port}: Address already in use; choose another\n"
+        error = f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another --port"
+        assert loser.output == f"vllm-lite: {error}\n"
         winner.wait_for("Try:")
         with client(winner) as http:
             assert http.get("/health").status_code == 200

@@ -83,8 +83,8 @@ def bind(config: ServeConfig) -> list[socket.socket]:
         first.close()
         return [_bound(family, kind, proto, address, shared=True) for _ in range(config.api_server_count)]
     except OSError as error:
-        where, flag = (config.uds, "--uds") if config.uds else (f"{config.host}:{config.port}", "--host and --port")
-        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}; choose another with {flag}") from error
+        where, flag = (config.uds, "--uds") if config.uds else (f"{config.host}:{config.port}", "--port")
+        raise ConfigError(f"cannot listen on {where}: {error.strerror or error}; choose another {flag}") from error
 
 
 def _bound(family: int, kind: int, proto: int, address: Any, *, shared: bool = False) -> socket.socket:
