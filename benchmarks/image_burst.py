@@ -8,7 +8,8 @@ A text model of Qwen3-0.6B's size and a tower of Qwen3-VL's layers, few of them,
 short time: what share of a step images take does not depend on how many layers they go through. Weights are random. The
 streams decode throughout; the images come at once, each in a request of its own, and are all different. Told are median
 and p99 of the time between tokens of the streams, and when the images had their answers. A token takes the longer, the
-more stand before it: the same number of tokens of new streams, alone, is what those beside images are compared with.
+more stand before it, so tokens beside images are compared with those of new streams, alone, at the same places: in
+stretches of 64, of whose ratios the median is told.
 """
 
 import argparse
@@ -18,8 +19,9 @@ import random
 import tempfile
 import time
 from hashlib import blake2b
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, Self
 
 from tower import VISION
@@ -42,7 +44,11 @@ BAR = 1.3
 """What p99 beside images may be of p99 alone."""
 WARM = 24
 """Tokens of each stream before its time is taken."""
-PATIENCE_S = 120.0
+STRETCH = 64
+"""Tokens of each stream that are compared at once."""
+PATIENCE_S = 300.0
+Gaps = list[tuple[float, ...]]
+"""For each place in the streams, the times to their tokens there."""
 ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
 
 
@@ -71,7 +77,7 @@ def p(times: list[float], share: float) -> float:
 async def measure(address: str, options: argparse.Namespace) -> None:
     from vllm_lite import AsyncClient
 
-    found: tuple[list[float], list[float]] = [], []
+    found: list[tuple[float, float]] = []
     seeds = range(options.rounds * options.images)
     pictures = [picture(options.side, seed) for seed in seeds]  # a server's children make them
     async with AsyncClient(address) as client:
@@ -81,21 +87,26 @@ async def measure(address: str, options: argparse.Namespace) -> None:
                 await streams.reach(WARM)
                 answered = await asyncio.gather(*(ask(client, each) for each in own))
                 beside = streams.gaps()
-            num_tokens = len(beside) // options.streams
             async with Streams(client, options.streams) as streams:
-                await streams.reach(WARM + num_tokens)
+                await streams.reach(WARM + len(beside))
                 alone = streams.gaps()
-            for name, times in (("alone", alone), ("beside", beside)):
+            for name, gaps in (("alone", alone), ("beside", beside)):
+                times = [*chain.from_iterable(gaps)]
                 print(f"{name:8} {len(times):6} tokens, median {p(times, 0.5):7.1f} ms, p99 {p(times, 0.99):7.1f} ms")
-            print(f"{ratios(alone, beside)}; answers after {min(answered):.1f} to {max(answered):.1f} s", flush=True)
-            found[0].extend(alone)
-            found[1].extend(beside)
-    print(f"all rounds: {ratios(*found)} (asked: at most {BAR})")
+            print(f"answers after {min(answered):.1f} to {max(answered):.1f} s", flush=True)
+            found += ratios(alone, beside)
+    half, slow = (sorted(each) for each in zip(*found, strict=True))
+    print(f"beside : alone at the median {median(half):.2f} ({half[0]:.2f} to {half[-1]:.2f} by stretch)")
+    print(f"beside : alone at p99 {median(slow):.2f} ({slow[0]:.2f} to {slow[-1]:.2f}); asked: at most {BAR}")
 
 
-def ratios(alone: list[float], beside: list[float]) -> str:
-    median, slow = (p(beside, share) / p(alone, share) for share in (0.5, 0.99))
-    return f"beside : alone {median:.2f} at the median, {slow:.2f} at p99"
+def ratios(alone: Gaps, beside: Gaps) -> list[tuple[float, float]]:
+    """Ratios of medians and of p99s, a pair for each stretch of tokens."""
+    found = []
+    for first in range(0, len(beside), STRETCH):
+        own, other = ([*chain.from_iterable(gaps[first : first + STRETCH])] for gaps in (beside, alone))
+        found.append((p(own, 0.5) / p(other, 0.5), p(own, 0.99) / p(other, 0.99)))
+    return found
 
 
 async def ask(client: Any, prompt: Any) -> float:
@@ -133,9 +144,10 @@ class Streams:
             self._has_come.clear()
             await asyncio.wait_for(self._has_come.wait(), PATIENCE_S)
 
-    def gaps(self) -> list[float]:
+    def gaps(self) -> Gaps:
         """The times between tokens behind the first WARM ones."""
-        return [after - before for came_s in self._came_s for before, after in pairwise(came_s[WARM - 1 :])]
+        own = [[after - before for before, after in pairwise(came_s[WARM - 1 :])] for came_s in self._came_s]
+        return [*zip(*own, strict=False)]
 
     async def _stream(self, seed: int) -> None:
         from vllm_lite import SamplingParams
