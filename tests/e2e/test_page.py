@@ -100,8 +100,9 @@ def test_a_conversation_has_what_its_turns_found(page: Any, server: Server) -> N
             answer = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 2}).raise_for_status().json()
     page.click("text=Live")
     page.click(".talks summary")
-    row = page.locator(f".talks tr:has(td:text-is('{answer['id']}')) td").all_inner_texts()
-    assert row[1] == "2"
+    talk = f".talks tr:has(td:text-is('{answer['id']}')):has(td:nth-child(2):text-is('2'))"
+    page.wait_for_selector(talk)
+    row = page.locator(f"{talk} td").all_inner_texts()
     prompt_tokens, found = answer["usage"]["prompt_tokens"], int(row[3])
     assert int(row[2]) < 2 * prompt_tokens
     assert prompt_tokens // 2 < found < prompt_tokens
