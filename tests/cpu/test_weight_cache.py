@@ -213,10 +213,16 @@ def test_the_weights_of_another_rank_are_not_used(tmp_path: Path) -> None:
 
 def test_each_form_and_the_copy_that_drafts_have_files_of_their_own(tmp_path: Path) -> None:
     folder, model = tmp_path / "cache", make_checkpoint(tmp_path, dtype="bfloat16")
-    configs = [cached(model, folder), cached(model, folder, quantization="int4")]
+    ways: list[dict[str, Any]] = [
+        {},
+        {"quantization": "int4"},
+        {"language_model_only": True},
+        {"hf_overrides": {"rope_theta": 2.0}},
+    ]
+    configs = [cached(model, folder, **way) for way in ways]
     caches = [WeightCache.of(config, SINGLE, part) for config in configs for part in (weight_cache.MODEL, SELF_COPY)]
-    assert len({cache.path for cache in caches if cache is not None}) == 4
-    assert [load(config).kept for config in (*configs, *configs)] == [True, True, False, False]
+    assert len({cache.path for cache in caches if cache is not None}) == 8
+    assert [load(config).kept for config in (*configs, *configs)] == 4 * [True] + 4 * [False]
 
 
 def refused(*_: Any) -> int:

@@ -116,8 +116,8 @@ class WeightCache:
         """Raises OSError or ModelError where the checkpoint cannot be read."""
         self.folder = folder
         self.model = Path(config.model).resolve()
-        place = (str(self.model), config.dtype, config.quantization, part, shard, isa())
-        self._place = repr(place).encode()
+        model = (str(self.model), config.pooling.hf_overrides)
+        self._place = repr((model, config.dtype, config.quantization, part, shard, isa())).encode()
         self.path = folder / f"{blake2b(self._place, digest_size=20).hexdigest()}.packed"
         self._identities = {file: identity(file.stat()) for file in weight_files(self.model)}
         self.key = self._make_key()
