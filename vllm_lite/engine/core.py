@@ -49,8 +49,8 @@ from vllm_lite.trace.records import Header
 logger = log.get(__name__)
 
 NUM_FORCED = 8
-"""The most drafts of a sequence that follows a grammar and does not speculate: runs of tokens without a choice are
-mostly shorter, and the blocks for the drafts of two steps are taken whether there are drafts or not."""
+"""Maximum drafts per step of a sequence that follows a grammar and does not speculate. Runs of forced tokens are mostly
+shorter, and blocks for the drafts of two steps are allocated whether drafts are found or not."""
 
 
 class PoolSizes(NamedTuple):
@@ -108,7 +108,7 @@ class EngineCore:
             self.scheduler.measured(self._step_cost.rates(self.scheduler.rates))
         self._counts_experts = config.expert_load_metrics
         self._expert_tokens: list[list[int]] = []
-        """Those of groups that are gone."""
+        """Tokens per layer and expert that earlier worker groups counted."""
         self.max_model_len = self.scheduler.max_len
         self.intake = Intake(self.scheduler, ModelFacts.of(ready), clock)
         self.in_flight = self.scheduler.in_flight
@@ -118,7 +118,7 @@ class EngineCore:
     # ---- requests
 
     def add(self, client: bytes, message: Generate) -> Attached:
-        """Accept a request, or attach `client` to a known one. Raises RequestError; nothing else is disturbed."""
+        """Accept a request, or attach `client` to a known one. Raises RequestError, which leaves all else unchanged."""
         return self.intake.add(client, message)
 
     def fork(self, client: bytes, message: ForkRequest) -> Request:
@@ -128,9 +128,9 @@ class EngineCore:
     def abort(
         self, request_id: str, samples: abc.Sequence[int] = (), *, stopped: bool = False
     ) -> list[tuple[int, int]]:
-        """End a request, or those of its `samples`. `stopped`: its client has all it wanted.
+        """End a request, or only its `samples`. `stopped`: the client has all it wanted, for example a stop string.
 
-        Returns (sample, number of its output tokens) of all that have ended by this.
+        Returns (sample index, number of output tokens) of each sample that this call ended.
         """
         request = self.scheduler.requests.get(request_id)
         if request is None:
@@ -157,13 +157,13 @@ class EngineCore:
         return self.scheduler.reset_prefix_cache(stored=stored)
 
     def hold_newcomers(self, *, are_held: bool) -> None:
-        """Let no request run that comes from now on, or let all of them run again."""
+        """Hold back all requests that arrive from now on, or release them."""
         if are_held != self._holds:
             self._holds = are_held
             self.scheduler.hold_newcomers(are_held=are_held)
 
     def end_adapter(self, adapter: Adapter, error: str) -> list[Produced]:
-        """End the requests of an adapter that cannot be loaded."""
+        """End the requests that use an adapter which cannot be loaded."""
         self.meter.now_s = self._clock()
         having = [each for each in self.scheduler.requests.values() if each.adapter is adapter]
         return [self.scheduler.fail(request, error) for request in having]
@@ -176,9 +176,10 @@ class EngineCore:
         return self.scheduler.expire(now_s)
 
     def begin(self) -> bool:
-        """Schedule a step for the workers, if there is anything to compute and not too much in flight.
+        """Schedule one step, if there is work and fewer than the allowed steps are in flight. Returns whether it did.
 
-        Call it until it returns False: only then have all steps been sent. Nothing is begun while it is paused.
+        Call it until it returns False: only then have all scheduled steps been sent. It does nothing while the engine
+        is paused or has no workers.
         """
         now_s = self._clock()
         step = None
@@ -200,8 +201,8 @@ class EngineCore:
         return step is not None
 
     def _may_begin(self) -> bool:
-        """Whether the message being made may get another step, or a new one may be begun: workers compute one message
-        while the next one is made."""
+        """Whether another step may join the unsent message, or start a new message: workers compute one message while
+        the engine makes the next one."""
         return (
             self.in_flight.num_unsent > 0 or len(self.in_flight) <= (self.max_in_flight - 1) * self.message_length.steps
         )
@@ -221,7 +222,7 @@ class EngineCore:
         return self.scheduler.update(output)
 
     def _learn_cost(self, step: StepInFlight, output: ModelOutput) -> None:
-        """Learn from the time of a step of decodes, but for one whose drafter found nothing: it fits no kind."""
+        """Learn from the time of a decode step, except one whose drafter found nothing: it fits no kind of step."""
         drafted = output.drafted or ()
         num_rows, most_drafts = len(step.sampling) + sum(drafted), max(drafted, default=0)
         if step.drafted and not most_drafts:
@@ -230,9 +231,9 @@ class EngineCore:
             self.scheduler.measured(self._step_cost.rates(self.scheduler.rates))
 
     def lose_workers(self, cause: str, *, are_ended: bool = False) -> list[Produced]:
-        """The workers died of `cause`, or because of it `are_ended` by us; nothing is in flight any more. Every
-        unfinished request keeps its tokens and waits for resume(); until then begin() does nothing, and all else works
-        as ever. Returns the requests that end by it."""
+        """Drop the steps in flight: the workers died of `cause`, or the engine ended them for it (`are_ended`).
+        Requests keep their tokens and wait for resume(). Until then begin() does nothing; requests can still be added,
+        aborted and expire. Returns those that end here."""
         now_s = self.meter.now_s = self._clock()
         self.message_length = MessageLength()
         ended = self.scheduler.lose_workers(cause, now_s, are_ended=are_ended)
@@ -241,7 +242,7 @@ class EngineCore:
         return ended
 
     def resume(self, executor: Executor, generation: int, swap_blocks_per_s: float) -> None:
-        """Go on with the workers behind `executor`, which have pools of the same sizes, as a later `generation`."""
+        """Continue with the workers of `executor`, a later `generation` with pools of the same sizes."""
         self._expert_tokens = sum_of(self._expert_tokens, self.executor.expert_tokens())
         self.executor = executor
         self.scheduler.resume(generation, swap_blocks_per_s)
@@ -252,7 +253,7 @@ class EngineCore:
             self.scheduler.close()
 
     def stats(self) -> Stats:
-        """The engine's counters, with its gauges as they are now."""
+        """The engine's counters, and the current values of its gauges."""
         counters = self.meter.stats(self._clock())
         if self._counts_experts:
             counters.expert_tokens = sum_of(self._expert_tokens, self.executor.expert_tokens())
@@ -267,7 +268,8 @@ class EngineCore:
         return counters
 
     def _num_deferred(self, waiting: list[Sequence]) -> int:
-        """Number of sequences that wait for something else than room; `waiting` are all, if there are adapters."""
+        """Number of waiting sequences that lack workers, an adapter or permission to run, and not just room. `waiting`
+        holds all waiting sequences if the engine has adapters, else none."""
         scheduler, queues = self.scheduler, self.scheduler.queues
         if scheduler.is_paused or not scheduler.has_workers:
             return queues.num_waiting
@@ -277,18 +279,15 @@ class EngineCore:
 
 
 def sum_of(first: list[list[int]], second: list[list[int]]) -> list[list[int]]:
-    """Tokens by layer and expert; either may be empty."""
+    """Add two tables of tokens per layer and expert, [num_layers][num_experts]; either may be empty."""
     if not first or not second:
         return first or second
     return [list(map(sum, zip(*both, strict=True))) for both in zip(first, second, strict=True)]
 
 
 def make_scheduler(header: Header, hasher: PrefixHasher, make: MakeScheduler = Scheduler) -> Scheduler:
-    """`make` the scheduler that a trace's header describes, with its policy, block manager and pools; a replay makes it
-    anew.
-
-    Raises ConfigError if the policy cannot be loaded.
-    """
+    """Build the scheduler that a trace's header describes, with its policy, block manager and pools, for an engine or
+    a replay. Raises ConfigError if the policy cannot be loaded."""
     num_host_blocks, caching = header.num_host_blocks, header.caching
     host = HostTier(num_host_blocks, header.num_blocks, caching) if num_host_blocks else None
     blocks = KVBlocks(
@@ -303,7 +302,7 @@ def make_scheduler(header: Header, hasher: PrefixHasher, make: MakeScheduler = S
     states: StateSlots | None = None
     encoder: EncoderCache | None = None
     if header.num_state_slots:
-        most = header.max_moved_states  # as many as there are bytes in the blocks that a step may move
+        most = header.max_moved_states  # states with as many bytes as the blocks that a step may move
         room = {"num_host_states": header.num_host_states, "max_moves": most}
         room["blocks_each"] = header.max_swap_blocks_per_step // most
         states = StateSlots(header.num_state_slots, header.block_size, caching, **room)
@@ -326,14 +325,14 @@ def make_scheduler(header: Header, hasher: PrefixHasher, make: MakeScheduler = S
 
 
 def _media_beside(scheduler: Scheduler, encoder: EncoderCache) -> int:
-    """The most tokens of media in a step without a goal, beside sequences that decode."""
+    """Maximum media tokens in a step beside decoding sequences, where no max_itl_s limits the step."""
     share = SHARE_BESIDE if encoder.is_aside else 1.0
     return scheduler.rates.tokens_beside(GROWTH_ASIDE, scheduler.options.max_num_batched_tokens, share)
 
 
 def _header(config: ResolvedConfig, ready: Ready, sizes: PoolSizes, lives: Lives, now_s: float) -> Header:
-    """Describe this core, for its scheduler and for the trace."""
-    events = config.kv_events_config  # whose readers would not hear of blocks whose tokens nobody knows
+    """The settings that determine every scheduling decision; a trace begins with them."""
+    events = config.kv_events_config  # preloaded blocks have no known tokens, so no event could describe them
     options = Options(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,

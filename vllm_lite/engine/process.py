@@ -37,12 +37,12 @@ from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport.interface import poller
 
 REFUSAL_PATIENCE_S = 2.0
-"""How long an engine that cannot start waits for a client to which it can send the reason."""
+"""Seconds that an engine which cannot start waits for a client, to send it the reason."""
 STOP_LOOK_S = 0.05
 HEARTBEAT_MS = int(1000 * HEARTBEAT_S)
 GATHER_MS = int(1000 * GATHER_S)
 RECOVERY_LOOK_MS = 50
-"""A recovery is looked at so often; most of what it waits for ends the wait at once."""
+"""Longest wait between two advances of a recovery or operation; most events they wait for wake the loop at once."""
 YOUNG_OBJECTS = 50_000
 IDLE_LOOK_MS = 5_000
 
@@ -54,7 +54,7 @@ class EngineProcess:
 
     def __init__(self, settings: EngineSettings, stop: Wakeup) -> None:
         self._before = kept(settings.run_dir) if settings.life > 1 else None
-        """What operations had made of the engine before this one."""
+        """Paused or sleeping state and weights of the engine that this one replaces, if it left any."""
         if self._before is not None:
             config = msgspec.structs.replace(settings.config, model=self._before.model)
             settings = msgspec.structs.replace(settings, config=config)
@@ -69,8 +69,8 @@ class EngineProcess:
         self.stats_log = StatsLog(config.stats_interval_s, config.device)
 
     def run(self) -> int:
-        """Serve until `stop` is set. Returns the exit status: 0 after `stop`, 1 if it cannot start, 2 for bad input, 3
-        if it gives up. Only after 1, or after what this raises, may another engine do better."""
+        """Serve until `stop` is set. Returns the exit status: 0 after `stop`, 1 if the engine cannot start, 2 for bad
+        input, 3 if its workers cannot be replaced. A new engine may succeed only after 1 or an exception."""
         groups: WorkerGroups | None = None
         core: EngineCore | None = None
         try:
@@ -142,8 +142,8 @@ class EngineProcess:
         return core
 
     def _start_workers(self, groups: WorkerGroups) -> tuple[Ready, PoolSizes]:
-        """Have the first group load the model. There is none if the engine before was asleep: others may have its
-        memory."""
+        """Start the first worker group and load the model. If the previous engine was asleep, start none: other
+        processes may be using that memory."""
         before = self._before
         if before is not None and before.ready is not None:
             supervise.end_early()
@@ -159,7 +159,7 @@ class EngineProcess:
         return ready, PoolSizes(ready.num_blocks, host_blocks, blocks_per_s)
 
     def _refuse(self, error: VllmLiteError) -> int:
-        """Send all clients that wait for this engine the reason why it cannot start."""
+        """Send the reason why this engine cannot start to all clients that wait for it."""
         logger.error("%s", error)
         deadline_s = time.monotonic() + REFUSAL_PATIENCE_S
         bad_input = not isinstance(error, EngineError)
@@ -197,7 +197,7 @@ class EngineProcess:
         return 0
 
     def _finish_writes(self, core: EngineCore, executor: Executor) -> None:
-        """Have chats written that have ended by now, as far as there is time."""
+        """Let workers write the KV of chats that have ended to disk, within LAST_WRITES_S."""
         transfers, deadline_s = core.transfers, time.monotonic() + LAST_WRITES_S
         if transfers is None or core.scheduler.is_paused or not core.scheduler.has_workers:
             return
@@ -207,7 +207,7 @@ class EngineProcess:
                 transport.wait(min(left_s, STOP_LOOK_S), executor)
 
     def _serve_group(self, core: EngineCore, groups: WorkerGroups, recovery: Recovery, operations: Operations) -> None:
-        """Serve until `stop` is set, or until another group of workers is there, whose sockets are to be watched."""
+        """Serve until `stop` is set, or until another worker group serves, whose sockets have to be polled."""
         executor, events = groups.executor, self._kv_events
         watched = poller(self.port, executor, self._stop, *(() if events is None else (events,)))
         while groups.executor is executor and not self._stop.is_set():
@@ -218,8 +218,8 @@ class EngineProcess:
                 events.serve(time.time())
 
     def serve_once(self, core: EngineCore, groups: WorkerGroups, recovery: Recovery, operations: Operations) -> None:
-        """Read, compute, answer. The time for clients' messages is bounded; those that are left end the next wait at
-        once."""
+        """One pass of the loop: read client messages, advance the steps, send outputs. Reading is bounded in time;
+        unread messages end the next wait at once."""
         for peer, message in self.port.receive():
             self._handle(core, operations, peer, message)
         produced = core.expire()
@@ -233,7 +233,7 @@ class EngineProcess:
             self._publish(core, produced)
 
     def patience_ms_of(self, core: EngineCore) -> int:
-        """Milliseconds to wait for a message. Without requests only the workers' health is to be checked meanwhile."""
+        """Milliseconds to wait for a message. Without requests, only the workers' health is checked in between."""
         if self.port.gathers():
             return GATHER_MS
         is_idle = not (core.scheduler.requests or self.port.owes() or self.stats_log.owes)
@@ -286,7 +286,7 @@ class EngineProcess:
             core.meter.counters.rejected_requests += 1
             self.port.push(peer, api.Finished(message.request_id, message.have, [], "error", error=str(error)))
             return
-        if accepted.replaced is not None:  # its stream ends here: what it has and may still get goes on elsewhere
+        if accepted.replaced is not None:  # the previous client's stream ends; the new client receives the rest
             start = accepted.replaced_at
             reason = f"another client took over request {message.request_id!r} by sending it again"
             self.port.push(accepted.replaced, api.Finished(message.request_id, start, [], "error", error=reason))
@@ -305,23 +305,23 @@ class EngineProcess:
     def _abort(
         self, core: EngineCore, request: Request, samples: abc.Sequence[int] = (), *, stopped: bool = False
     ) -> None:
-        """Abort a request, or some of its samples, and send each one that ends its terminal message."""
+        """Abort a request, or only its `samples`, and queue a terminal message for each sample that ends."""
         for index, start in core.abort(request.request_id, samples, stopped=stopped):
             self.port.push(request.client, api.Finished(request.request_id, start, [], "abort", index=index))
 
     def _compute(self, core: EngineCore, executor: Executor, produced: list[Produced]) -> None:
-        """Take the results that there are, and begin the steps that may be begun. What goes out meanwhile leaves
+        """Apply all results that have arrived, and begin new steps. Outputs that are published here are removed from
         `produced`."""
-        # All there are: with the last of them out of the socket, nothing would end the next wait early.
+        # Read all results: one that is left unread here may not end the next wait.
         while (output := executor.poll()) is not None:
             produced += core.finish(output)
         core.adapter_loader.receive(executor, produced)
         if core.transfers is not None:
             core.transfers.receive(executor)
-        if core.in_flight and any(item.start == 0 for item in produced):  # a step is under way: first tokens go first
+        if core.in_flight and any(item.start == 0 for item in produced):  # workers are busy: send first tokens now
             self._publish(core, produced)
             produced.clear()
-        while core.begin():  # workers without a step do not wait until the clients have theirs
+        while core.begin():  # begin before publishing, so that idle workers do not wait for the client sockets
             pass
         core.adapter_loader.send(executor)
         if core.transfers is not None:
@@ -343,7 +343,7 @@ class EngineProcess:
             self.stats_log.write(core, now_s)
 
     def abort_orphans(self, core: EngineCore, gone: abc.Iterable[bytes]) -> None:
-        """End the requests of clients that have gone."""
+        """Abort the requests of disconnected clients."""
         requests = core.scheduler.requests
         for peer in gone:
             orphans = [request.request_id for request in requests.values() if request.client == peer]
@@ -381,10 +381,10 @@ def _to_wire(item: Produced) -> api.Tokens | api.Finished:
 
 @contextmanager
 def made_to_last() -> abc.Iterator[None]:
-    """Keep the garbage collector away from what is made within, which lives as long as the process.
+    """Exclude the objects created inside from garbage collection; they live as long as the process.
 
-    There is an object for every KV block, and looking at all of them would take most of a collection's time. A step's
-    own objects are freed by reference counting, so the young generation may hold those of several steps.
+    There is one object per KV block, and traversing them would dominate every collection. A step's own objects are
+    freed by reference counting, so the young generation may hold those of several steps.
     """
     gc.collect()
     gc.disable()
@@ -417,7 +417,7 @@ def process_main(settings: EngineSettings, stop: Wakeup) -> int:
 
 
 def run() -> None:
-    """Be the process that spawn() has started."""
+    """Entry point of the child process that spawn() started."""
     supervise.run_child(
         process_main, EngineSettings, graceful=True, cleanup=lambda settings: supervise.remove_dir(settings.run_dir)
     )

@@ -1,7 +1,7 @@
-"""Entry point of an engine whose worker starts before it imports anything, or, with `serve`, knows its settings.
+"""Entry point of an engine that spawns a worker process before its own imports and, under `serve`, before its settings.
 
-The processes of a start then import side by side. Whether that worker is wanted shows in the settings; one that
-is not ends without having had any (executor/multiproc.py).
+Engine and worker then import at the same time. If the settings call for no such worker, it ends without having received
+any (executor/multiproc.py).
 """
 
 from vllm_lite.runtime import supervise

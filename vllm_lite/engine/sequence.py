@@ -1,4 +1,4 @@
-"""Sequence: the engine's state of one sample of a request. It is what the scheduler schedules and a handle names."""
+"""Sequence: the engine's state of one sample of a request; the unit of scheduling. Workers know it by its handle."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 NO_TAIL = 2**63
-"""A position larger than that of any token: there is no mark."""
+"""Value of `next_tail` without a mark: larger than any token position."""
 
 
 class Status(Enum):
@@ -31,21 +31,20 @@ class Status(Enum):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Sequence:
-    """`num_computed` grows up to `num_tokens`; there is no other notion of prefill or decode. The KV manager owns the
-    tables and hashes, and what of the KV is cached, parked on the host or shared; Queues the status and the handle.
+    """`num_computed` grows up to `num_tokens`; there is no other notion of prefill or decode. The KV manager owns
+    `tables`, the hashes and the cached, parked or shared KV; Queues owns `status` and `handle`.
 
-    num_tokens     tokens known here
+    num_tokens     tokens that the engine knows
     num_pending    tokens that steps in flight will add, if all their drafts are right; the workers know them before the
                    engine does
     num_computed   positions whose KV is in the cache once every step sent so far has run, if all their drafts are right
     num_drafted    drafts in steps in flight, all of which may be wrong
-    drafts_right   earlier drafts that were right, and first ones that were wrong, with a weight that falls by steps
-    num_cached     positions whose KV was there already and must not be written again
-    num_slots      positions that can be computed without asking the KV manager
-    unscored       its prompt is to be scored (prompt_logprobs) or pooled as a whole, and not all of it is: takes
-                   nothing from the cache
-    num_inherited  output tokens with which it began
-    max_len        where the sequence ends at the latest
+    drafts_right   accepted drafts, decayed per step; `drafts_wrong`: first rejected drafts of a step, likewise
+    num_cached     positions whose KV came from the cache and must not be written again
+    num_slots      positions that can be computed without another call to the KV manager
+    unscored       the prompt still has to be scored (prompt_logprobs) or pooled as a whole: no prefix cache reads
+    num_inherited  output tokens that the sequence began with
+    max_len        maximum number of tokens, prompt included
     """
 
     request: "Request"
@@ -69,33 +68,34 @@ class Sequence:
     num_slots: int = 0
     tables: list[BlockTable] = field(default_factory=list)
     host_ids: list[list[int]] | None = None
-    """The host blocks of a parked sequence, per group and logical block: the global id of the pinned block, or the null
-    block for none. Its tables are as long, with the null block for what is not on the device."""
+    """Host blocks of a parked (swapped-out) sequence, [group][logical block]: global ids of pinned blocks, or the null
+    block. `tables` then have the same lengths, with the null block for each block that is not on the device."""
     state: "StatePlace | None" = None
-    """Where its state is, if the model has recurrent layers and it holds a slot."""
+    """Slot of its recurrent state, if the model has recurrent layers and the sequence holds a slot."""
     hash_root: bytes = b""
     block_hashes: list[bytes] = field(default_factory=list)
     num_hashed_blocks: int = 0
     tail_keys: dict[int, bytes] | None = None
-    """By each mark of its prompt the key of the tokens of its block before it; None: nobody has asked for them."""
+    """Mark -> key of the tokens between the start of its block and the mark. None: not computed yet."""
     next_tail: int = NO_TAIL
-    """The first mark of its prompt behind what others can find: when it is computed, they find what is before it."""
+    """First mark of the prompt whose tail is not cached yet; the tail is published once the mark is computed."""
     num_passed: int = 0
-    """The number of later arrivals that were admitted while it waited."""
+    """Later arrivals that were admitted while this sequence waited."""
     num_demoting: int = 0
-    """Steps in a row that did not admit it, because they first had to demote what its blocks evict."""
+    """Consecutive steps that did not admit the sequence because its blocks would evict cached ones, demoted first."""
     lookup: Lookup | None = None
-    """The last prefix lookup and admission verdict, while it waits."""
+    """Latest prefix lookup and admission verdict of a waiting sequence."""
     forks_state: bool = False
-    """Whether samples are to fork from its state before its last token, which is therefore computed by itself."""
+    """Whether other samples fork from the recurrent state before the last prompt token; that token is then computed in
+    a step of its own."""
     prompt_end: int = field(init=False)
-    """Positions up to which a single token is computed as a chunk of the prompt, too: where the prompt ends with a
-    medium, whose vectors have to be there, its length, and else 0."""
+    """Length of a prompt that ends with a medium, else 0. Below it even a single token is scheduled as a prompt chunk,
+    since its vector must be ready."""
     grammar_is_ready: bool = field(init=False)
-    """Whether its grammar is known to be compiled, or it has none. Until then one step of it is in flight at most: that
-    step may give it no token."""
+    """Whether the sequence has no grammar, or the grammar is known to be compiled. Until then at most one of its steps
+    is in flight, because that step may return no token."""
     last_token_s: float | None = None
-    """The time of its last token, if it does not get one in every step."""
+    """Time of the latest token of a sequence that does not get one in every step."""
 
     def __post_init__(self) -> None:
         request = self.request
@@ -116,31 +116,30 @@ class Sequence:
         return self.num_tokens - self.num_prompt
 
     def num_missing(self) -> int:
-        """The number of tokens that are known here and not computed yet, without one that is to be computed by
-        itself."""
+        """Number of known tokens that the next step may compute; without_last() says which one is held back."""
         return self.without_last(self.num_tokens - self.num_computed)
 
     def without_last(self, count: int) -> int:
-        """Number of the last `count` tokens that one step may compute together."""
+        """`count` remaining tokens, less the last one if samples fork from the state before it (`forks_state`)."""
         return count - 1 if self.forks_state and count > 1 and self.request.unforked else count
 
     def hash_blocks(self, hasher: PrefixHasher, num_tokens: int) -> None:
-        """Let `block_hashes` have all blocks that the first `num_tokens` fill."""
+        """Extend `block_hashes` to all blocks that the first `num_tokens` tokens fill."""
         if num_tokens // hasher.block_size > len(self.block_hashes):
             tokens = memoryview(self.tokens).cast("B")
             hasher.extend(self.block_hashes, self.hash_root, tokens, num_tokens, self.request.media)
             tokens.release()  # an exported array cannot grow
 
     def finish_reason(self, token: int) -> FinishReason | None:
-        """Whether `token`, the last one appended, ends the sequence. A stop token wins over the length. Stop strings
-        are for the client, which has the text."""
+        """Reason why `token`, the last one appended, ends the sequence, or None. A stop token wins over the length.
+        Clients, which have the text, apply stop strings."""
         if token in self.stop_ids and self.num_output >= self.request.params.min_tokens:
             return "stop"
         return "length" if self.num_tokens >= self.max_len else None
 
     def may_draft(self, end: int) -> bool:
-        """A beam may not, since its next token is not the likeliest; nor a new fork, which must not write in its first
-        step, nor a prompt that others are about to fork from."""
+        """Whether drafts may follow position `end` - 1. Not for a beam, whose next token is not the likeliest; a new
+        fork, whose first step must not write KV; or a prompt that other samples are about to fork from."""
         request = self.request
         return request.beam is None and end > self.num_cached and not request.unforked and request.pooling is None
 
@@ -150,48 +149,48 @@ class Sequence:
         return self.num_computed - self.num_drafted
 
     def drafts(self, count: int) -> None:
-        """The step being scheduled has `count` drafts of it."""
+        """Account for `count` draft tokens that the step being scheduled has of this sequence."""
         self.num_pending += count
         self.num_computed += count
         self.num_drafted += count
 
     def take_back(self, count: int) -> None:
-        """Undo what drafts() assumed of a step whose result is here: the right drafts are added as tokens. A sequence
-        that was preempted since computes them again."""
+        """Undo drafts() for a step whose result has arrived; the caller appends the accepted drafts as tokens. If the
+        sequence was preempted since, lose_blocks() has already undone `num_computed`."""
         self.num_pending -= count
         if self.num_drafted:
             self.num_computed -= count
             self.num_drafted -= count
 
     def ends_before(self, num_tokens: int) -> None:
-        """It ends `num_tokens` before the last token of its step; its recurrent state already includes those."""
+        """The step sampled `num_tokens` tokens past the end of the sequence; its recurrent state includes them."""
         if num_tokens and self.state is not None:
             self.state.is_ahead = True
 
     def get_nothing(self) -> None:
-        """A step gave it no token, as its grammar is still being compiled: its last position is computed again, and not
-        written again. A sequence that was preempted since is computed again anyway."""
+        """Account for a step that returned no token because the grammar is still being compiled: the last position is
+        computed again without writing its KV. After a preemption it is computed again anyway."""
         self.num_pending -= 1
         if self.num_computed == self.num_tokens:
             self.num_computed -= 1
             self.num_cached = max(self.num_cached, self.num_tokens)
 
     def sampling(self) -> Sampling:
-        """The parameters by which workers sample it."""
+        """Sampling parameters as the workers get them."""
         beam, params = self.request.beam, self.request.params
         num_candidates = None if beam is None else beam.num_candidates
         return params.for_worker(self.index, self.num_prompt, self.stop_ids, num_candidates, unscored=self.unscored)
 
     def lose_blocks(self) -> None:
-        """It is about to be preempted, and computed again later, also what drafts in flight compute; a prompt that is
-        scored is not scored again."""
+        """Prepare for preemption. Positions of drafts in flight count as not computed; a prompt whose scores are all
+        computed is not scored again."""
         if self.num_drafted and self.state is not None:
             self.state.is_ahead = True
         self.num_computed, self.num_drafted = self.num_surely_computed, 0
         self.unscored = self.unscored and self.num_computed < self.num_prompt - 1
 
     def lose_workers(self) -> None:
-        """No worker knows it any more, and no step in flight will add a token. The caller takes its blocks."""
+        """Forget handle and steps in flight after the workers died. The caller takes the blocks away."""
         self.handle, self.decode_entry = -1, None
         self.num_pending = self.num_drafted = 0
         self.lookup = None

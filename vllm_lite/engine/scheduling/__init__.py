@@ -1,1 +1,1 @@
-"""Scheduling: what each step computes, from the queue in which a request waits to the tokens that a step gave it."""
+"""Scheduling: decides what each step computes, from the waiting queue to the tokens that a step returned."""

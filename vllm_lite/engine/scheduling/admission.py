@@ -1,7 +1,7 @@
-"""Admission of waiting sequences: which of them run from this step on, with how many tokens, and which may pass others.
+"""Admission of waiting sequences: decides which start to run in a step, with how many tokens, and which pass others.
 
-No sequence is preempted for one that waits. Sequences may pass one that does not fit yet, with two limits: one that
-waits for blocks, which they take from it, is passed by MAX_PASSED at most; and a step looks only so far into the queue.
+Admission preempts no running sequence. A sequence may pass an earlier one that does not fit yet, within two limits: one
+that waits for blocks is passed by MAX_PASSED at most, and a step examines only a bounded part of the queue.
 """
 
 from vllm_lite.engine.adapters import StepAdapters
@@ -13,15 +13,15 @@ from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.protocol.step import NewRequest, Resume
 
 MAX_PASSED = 32
-"""At most this many sequences are admitted before one that came earlier and does not fit yet."""
+"""Maximum later sequences that are admitted before one that waits for blocks."""
 MAX_BLOCKED = 16
-"""A step stops looking into the queue when more than this many sequences in it do not fit."""
+"""A step stops examining the queue after more than this many sequences that do not fit."""
 MAX_LOOKED_UP_TOKENS = 32_768
-"""A step also stops when it has looked up more than this many tokens in the prefix cache."""
+"""A step also stops after looking up more than this many tokens in the prefix cache."""
 
 
 class Admitter:
-    """Moves sequences from the queue of those that wait to those that run."""
+    """Moves sequences from the waiting queue to the running ones."""
 
     def __init__(self, queues: Queues, kv: KVCacheManager) -> None:
         self._queues = queues
@@ -30,13 +30,13 @@ class Admitter:
         self._options = queues.options
 
     def schedule_waiting(self, plan: StepPlan) -> None:
-        """Admit waiting sequences while the step has room, the batch has rows and the pool has blocks.
+        """Admit waiting sequences while the step has budget, the batch has rows and the pool has blocks.
 
-        A prompt that waits behind shorter running ones is not delayed by sequences that overtake it.
+        A prompt that does not fit whole, because shorter prompts run, loses nothing to sequences that pass it.
         """
         running, max_num_seqs = self._queues.running, self._options.max_num_seqs
         blocked: list[Sequence] = []
-        passed: list[Sequence] = []  # those of them that lose something to the sequences that pass them
+        passed: list[Sequence] = []  # those of `blocked` that wait for something which passing sequences take
         present = self._queues.adapters.of_step(running)
         for sequence in self._policy.waiting(plan.view):
             if plan.room <= 0:
@@ -62,15 +62,15 @@ class Admitter:
             blocked.append(sequence)
             if not (plan.is_cut and self._options.chunked_prefill):
                 passed.append(sequence)
-                # One that was preempted is never passed: its stream would stand still meanwhile.
+                # A preempted sequence is never passed: its stream has stopped in the middle.
                 if sequence.status is not Status.WAITING or sequence.num_passed >= MAX_PASSED:
                     break
             if len(blocked) > MAX_BLOCKED or plan.num_looked_up > MAX_LOOKED_UP_TOKENS:
                 break
 
     def _admit_or_reclaim(self, sequence: Sequence, plan: StepPlan, *, is_first: bool, in_parts: bool) -> bool:
-        """As `_admit`. With no sequence to wait for, nor anything on its way, the first may take the blocks of those
-        that are parked behind it."""
+        """Call `_admit`. If nothing runs and nothing is in transfer, parked sequences behind the first waiting one lose
+        their host blocks, one after the other, until it is admitted."""
         kv, running = self._kv, self._queues.running
         is_in = self._admit(sequence, plan, in_parts=in_parts)
         while is_first and not (is_in or running or kv.is_moving or plan.is_arriving) and kv.reclaim(keep=sequence):
@@ -78,10 +78,10 @@ class Admitter:
         return is_in
 
     def _admit(self, sequence: Sequence, plan: StepPlan, *, in_parts: bool) -> bool:
-        """Admit a waiting sequence. False: it does not fit into this step, or into the free blocks.
+        """Admit a waiting sequence. False: it does not fit into this step's budget or into the free blocks.
 
-        With `in_parts` the step may load a part of what the sequence has on the host. Behind one that lacks blocks it
-        may not: the part would only hold blocks that the other needs.
+        `in_parts` lets the step swap in only some of the sequence's host blocks. It is False behind a sequence that
+        lacks blocks: a partly loaded one would hold blocks that the other needs.
         """
         kv, queues, chunk = self._kv, self._queues, self._options.max_num_batched_tokens
         known = kv.recall(sequence)
@@ -132,15 +132,15 @@ class Admitter:
             cached=sequence.num_cached,
             blocks=admission.required,
         )
-        # No preemption of it can come any more in this step, so its blocks may be shared at once: a layer writes the KV
+        # This step cannot preempt the sequence any more, so its blocks can be shared at once: each layer writes the KV
         # of the whole batch before it reads any of it.
         kv.cache_blocks(sequence, sequence.num_computed + count)
         plan.serve(sequence, count)
         return True
 
     def _fits(self, sequence: Sequence, num_computed: int, admission: Admission, plan: StepPlan) -> bool:
-        """Whether the budget and the free blocks allow a waiting sequence, `num_computed` of whose tokens are in the
-        cache, to come in."""
+        """Whether the budget and the free blocks suffice to admit `sequence`, of which `num_computed` tokens are
+        cached."""
         count = sequence.num_tokens - num_computed
         plan.is_arriving = admission.is_arriving
         plan.is_cut = count > plan.room
@@ -154,7 +154,7 @@ class Admitter:
         return True
 
     def _arrival(self, sequence: Sequence, num_tokens: int) -> NewRequest | Resume:
-        """The entry by which the workers see that `sequence` runs and computes `num_tokens`."""
+        """The entry that makes the workers run `sequence` and compute `num_tokens` of it."""
         block_ids = [list(table.ids) for table in sequence.tables]
         request = sequence.request
         if request.num_cached_at_start is None:
@@ -184,8 +184,8 @@ class Admitter:
 
 
 def _has_adapter(sequence: Sequence, present: StepAdapters, plan: StepPlan) -> bool:
-    """Whether the step may have the sequence's adapter. One that waits for it may be passed as one that waits for
-    blocks: those that pass take the room that it waits for."""
+    """Whether the step can take the sequence's adapter. A sequence that waits for an adapter counts as passed, like one
+    that waits for blocks: those that pass it may take the adapter's place."""
     if present.has_room_for(sequence):
         return True
     plan.is_cut = False
@@ -194,8 +194,8 @@ def _has_adapter(sequence: Sequence, present: StepAdapters, plan: StepPlan) -> b
 
 
 def _waits(plan: StepPlan, sequence: Sequence, admission: Admission) -> None:
-    """Report why a sequence is not admitted: it lacks blocks, or this step has moved as many as it may."""
-    if plan.on_decision is not None:  # this may be done for many sequences in every step
+    """Report why a sequence is not admitted: it lacks blocks, or the step has reached its limit of swapped blocks."""
+    if plan.on_decision is not None:  # called for many sequences in every step
         need, free, watermark = admission.required, admission.free, admission.watermark
         has_blocks = admission.lacks == "blocks" and free - need >= watermark
         code = "waits_for_swap" if has_blocks else f"waits_for_{admission.lacks}"

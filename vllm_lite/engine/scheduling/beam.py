@@ -1,8 +1,8 @@
-"""Beam search decides which continuations of the running beams go on, which are finished, and when to stop.
+"""Beam search: chooses which continuations of the running beams to keep, which are finished, and when to stop.
 
-The rules are those of transformers' generate(num_beams=...), so that results can be compared: of all candidates the
-best K = max(2, 1 + stop tokens) * width are looked at; those among the first `width` that end are hypotheses, scored
-by sum of logprobs / length ** length_penalty; the best `width` that do not end go on.
+The rules are those of transformers' generate(num_beams=...), so that results can be compared. Of all candidates the
+best K = max(2, 1 + stop tokens) * width are considered. Those among the first `width` that end become hypotheses,
+scored by sum of logprobs / length ** length_penalty; the best `width` of those that do not end continue.
 """
 
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ class Hypothesis(NamedTuple):
     logprob: float
     token_ids: list[int]
     stopped: bool
-    """Whether a stop token ended it, and not its length."""
+    """True if a stop token ended it, False if its length did."""
 
 
 class Continuation(NamedTuple):
-    """Beam `parent` (an index into the beams of advance()) goes on with `token_id`."""
+    """Beam `parent` (an index into the beams of advance()) continues with `token_id`."""
 
     parent: int
     token_id: int
@@ -50,7 +50,7 @@ class BeamSearch:
         self._improvable = True
 
     def advance(self, beams: Sequence[Beam]) -> list[Continuation] | None:
-        """Choose how the beams, which have the same length, go on. None: the search is over."""
+        """Choose the continuations of the beams, which all have the same length. None: the search is over."""
         length = len(beams[0].token_ids) + 1
         banned = self.stop_ids if length <= self.min_tokens else frozenset()
         best = sorted(
@@ -84,7 +84,7 @@ class BeamSearch:
         del self.hypotheses[self.width :]
 
     def _can_improve(self, going_on: Sequence[Continuation], length: int) -> bool:
-        """Whether the best running beam might still beat the worst hypothesis, if it scored as it does now."""
+        """Whether the best running beam, with its present score, would still beat the worst hypothesis."""
         if not self._full or not going_on:
             return not self._full
         return bool(going_on[0].logprob / length**self.length_penalty > self.hypotheses[-1].score)

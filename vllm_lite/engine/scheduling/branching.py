@@ -1,6 +1,6 @@
-"""Branching: turns one sequence into several that share its blocks: samples of one prompt, forks of a request, beams.
+"""Branching: forks one sequence into several that share its blocks: samples of one prompt, forks of a request, beams.
 
-It is kept apart so that a plain request never meets it.
+Requests with a single sample never call it.
 """
 
 from array import array
@@ -17,19 +17,19 @@ from vllm_lite.protocol.stats import FinishReason
 from vllm_lite.protocol.step import Entry, Fork, SetToken
 
 MAX_BEAM_EXCESS = 2
-"""A beam search is accepted if its beams, sharing only the prompt, would take at most this many times the pool: most of
-them share more. A larger one would preempt its own beams all the time, and compute them again for every token."""
+"""A beam search is accepted if its beams need at most this many times the pool when they share only the prompt; most
+share more. A larger one would preempt its own beams continually, and compute them again for every token."""
 
 
 class Branching:
-    """Starts and ends sequences of requests that have several. It moves them through the queues and knows no steps."""
+    """Starts and ends the sequences of requests that have several."""
 
     def __init__(self, queues: Queues, kv: KVCacheManager) -> None:
         self._queues = queues
         self._kv = kv
 
     def check_beams(self, request: Request) -> None:
-        """Raise RequestError, with the numbers, if the beams of `request` can hardly be there at the same time."""
+        """Raise RequestError, with the numbers, if the rows or blocks for all beams of `request` are too few."""
         if request.beam is None:
             return
         width, kv, options = request.beam.width, self._kv, self._queues.options
@@ -49,8 +49,8 @@ class Branching:
     # ---- samples of one prompt
 
     def fork_samples(self, first: Sequence, entries: list[Entry], num_scheduled: int) -> list[Sequence]:
-        """Fork the other samples of a request from its first, whose prompt the step of `entries` completes with
-        `num_scheduled` tokens. Returns them; some may have to wait for a row of the batch."""
+        """Fork the other samples of a request from `first`, whose prompt the step being scheduled completes with
+        `num_scheduled` tokens. Returns the new sequences; some may have to wait for a row of the batch."""
         request = first.request
         children = []
         unforked, request.unforked = request.unforked, []
@@ -62,8 +62,8 @@ class Branching:
         return children
 
     def end_samples(self, request: Request, samples: abc.Sequence[int], reason: FinishReason) -> list[tuple[int, int]]:
-        """End those of `samples` that are open, and with the last one the request; none means all. Returns those that
-        have ended, with the number of output tokens of each. Beams end together only."""
+        """End the open ones of `samples` (empty: all), and with the last open sample the request. Returns (sample
+        index, number of output tokens) of each that ended. The beams of a request only end together."""
         still_open = request.open_samples()
         ended = [item for item in still_open if not samples or item[0] in samples]
         if len(ended) == len(still_open):
@@ -77,7 +77,7 @@ class Branching:
             self._queues.leave(sequence)
             self._queues.finish(sequence)
             request.sequences.remove(sequence)
-        if not request.sequences:  # another one computes the prompt then, and finds its blocks
+        if not request.sequences:  # the next sample computes the prompt instead, from its cached blocks
             first = Sequence(request, request.unforked.pop(0), prompt)
             request.sequences.append(first)
             self._kv.register(first, request.extra_keys)
@@ -87,7 +87,7 @@ class Branching:
     # ---- forks
 
     def fork_request(self, request: Request, child: Request) -> None:
-        """Add `child`, whose tokens are a beginning of `request`'s; it shares its blocks if it can."""
+        """Add `child`, whose tokens are a prefix of `request`'s; it shares their blocks if possible."""
         parent, sequence = request.sequences[0], child.sequences[0]
         child.num_cached_at_start = request.num_prompt
         self._queues.enter(child)
@@ -96,8 +96,8 @@ class Branching:
             child.admitted_s = child.queued_s
 
     def _fork(self, parent: Sequence, child: Sequence, entries: list[Entry], num_scheduled: int = 0) -> None:
-        """Let `child` run on the blocks of `parent`, of which the step being scheduled has `num_scheduled` tokens.
-        Without a row, or with a parent that is not on the device, it waits like a new one and finds what is cached."""
+        """Run `child` on the blocks of `parent`, of which the step being scheduled computes `num_scheduled` tokens.
+        Without a free row, or if the parent does not run, the child waits instead and uses the prefix cache."""
         queues, kv = self._queues, self._kv
         if (
             not queues.has_row_for(child)
@@ -118,8 +118,8 @@ class Branching:
     def advance_beams(
         self, sequence: Sequence, token: int, logprobs: list[TokenLogprobs | None] | None
     ) -> list[Produced]:
-        """Keep the candidates of a beam. The search goes on once all beams of the request have theirs; until then they
-        wait."""
+        """Store the candidates of a beam. Once all beams of the request have theirs, advance the search; until then the
+        beams wait."""
         request = sequence.request
         search = request.beam
         if search is None:
@@ -127,7 +127,7 @@ class Branching:
         candidates = logprobs[0].top if logprobs and logprobs[0] is not None else ((token, 0.0),)
         request.candidates[sequence.index] = candidates
         if len(request.candidates) < len(request.sequences):
-            return []  # num_pending stays, so that it is not scheduled
+            return []  # num_pending stays, so that the beam is not scheduled
         parents = request.sequences
         logprobs_of, candidates_of = request.beam_logprobs, request.candidates
         continuations = search.advance(
@@ -149,8 +149,8 @@ class Branching:
         ]
 
     def _continue(self, request: Request, chosen: list[tuple[Sequence, int, float]]) -> None:
-        """Make the request's sequences the chosen continuations (parent, token, logprob): the first one of a parent
-        keeps its place, others fork from it."""
+        """Replace the request's sequences by the `chosen` continuations (parent, token, logprob): a parent's first one
+        continues its sequence, the others fork from it."""
         queues = self._queues
         kept: dict[Sequence, tuple[int, float]] = {}
         forks = []

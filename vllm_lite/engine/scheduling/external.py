@@ -1,7 +1,7 @@
-"""ExternalRequests: requests by the id under which users know them, so that any client can ask for any of them.
+"""ExternalRequests: live and ended requests by the id that users know, so that any client can find any of them.
 
-What is kept here for other clients is bounded, whatever one client sends: contexts of requests that have ended, and the
-logprobs that a fork by another client begins with.
+It also keeps contexts of ended requests, and logprobs with which a fork by another client begins. Both are bounded,
+whatever clients send.
 """
 
 from collections.abc import Sequence
@@ -10,17 +10,17 @@ from vllm_lite.engine.request import Request
 from vllm_lite.protocol.api import EndedRequest, TokenLogprobs
 
 MAX_ENDED = 1 << 16
-"""Ended requests, of all external ids together. With the contexts of the HTTP server they take about 20 MB."""
+"""Ended requests that are kept for all external ids together. With the HTTP server's contexts about 20 MB."""
 MAX_ENDED_BYTES = 64 * 1024 * 1024
-"""The contexts of these."""
+"""Total size of the contexts of ended requests."""
 MAX_LOGPROBS = 1 << 20
-"""Candidates, of all live requests together: about 120 MB here, and 16 MB in a message."""
+"""Candidates kept for all live requests together: about 120 MB here, and 16 MB in a message."""
 
 
 class ExternalRequests:
-    """Finds requests by external id. Several may share one: the prompts of one HTTP body do.
+    """Finds requests by external id. Several may share one, such as the prompts of one HTTP body.
 
-    One that has ended is remembered as long as another one with its id is live.
+    A request that has ended is remembered as long as another one with its external id is live.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class ExternalRequests:
             self.keep_logprobs(request, inherited)
 
     def keep_logprobs(self, request: Request, entries: Sequence[TokenLogprobs]) -> None:
-        """Keep the logprobs of a request's new tokens. If there is no room for them, its earlier ones go too."""
+        """Keep the logprobs of a request's new tokens. Above MAX_LOGPROBS all logprobs of this request are dropped."""
         is_live = self._live.get(request.external_id, {}).get(request.request_id) is request
         if not is_live or request.num_samples > 1:
             return
@@ -45,8 +45,8 @@ class ExternalRequests:
             self._forget_logprobs(request)
 
     def end(self, request: Request, *, is_replaced: bool = False) -> None:
-        """`request` has ended, and its tokens are counted. One that is replaced goes on as another, which is added
-        next: it is not remembered, and nothing is forgotten."""
+        """Record the end of `request`, whose output tokens are counted by now. With `is_replaced` a new request with
+        its id is added next: then neither this end is remembered nor any other forgotten."""
         name = request.external_id
         live = self._live.get(name, {})
         if live.pop(request.request_id, None) is None:

@@ -1,8 +1,8 @@
-"""Handles: the small integers under which workers know sequences, and the prompt scores that workers report by handle.
+"""Handles: the small integers by which workers know sequences, and the prompt scores that workers report by handle.
 
-A prompt is scored (prompt_logprobs) as it is computed, so until it has been computed once, nothing of it may be taken
-from the cache (`Sequence.unscored`). One that is preempted before that is computed again, and scored from where the
-workers were. Workers that take over from others know nothing of that, and score it all again: each score is sent once.
+A prompt is scored (prompt_logprobs) while it is computed, so it reads nothing from the prefix cache until it has been
+computed once (`Sequence.unscored`). After a preemption the same workers continue scoring where they were; new workers
+score the whole prompt again. Either way clients get each score once.
 """
 
 from vllm_lite.engine.request import Produced
@@ -12,7 +12,7 @@ from vllm_lite.protocol.step import Continue, Handle, ModelOutput
 
 
 class Handles:
-    """Gives handles to sequences: the one given back last first, so that they stay small."""
+    """Allocates handles. The one freed last is reused first, so that handles stay small."""
 
     def __init__(self) -> None:
         self._free: list[Handle] = []
@@ -20,7 +20,7 @@ class Handles:
         self._scored: dict[Handle, tuple[Sequence, int]] = {}
 
     def introduce(self, sequence: Sequence, step: int) -> None:
-        """Give `sequence` a handle. Workers see it in `step` or later."""
+        """Give `sequence` a handle. Workers learn it in step number `step` or later."""
         if self._free:
             sequence.handle = self._free.pop()
         else:
@@ -35,8 +35,8 @@ class Handles:
         self._scored.pop(sequence.handle, None)
 
     def scores(self, result: ModelOutput) -> list[Produced]:
-        """The prompt scores in a step's result, for the requests that have not ended. A handle may belong to another
-        sequence than when the step was sent."""
+        """Outputs with the prompt scores of a step's result, for requests that have not ended. Scores of a handle that
+        another sequence has got since the step was sent are dropped."""
         produced = []
         for handle, scores in result.prompts or ():
             sequence, since = self._scored.get(handle, (None, 0))
@@ -50,6 +50,6 @@ class Handles:
 
 
 def _unknown(scores: PromptLogprobs, num_known: int) -> PromptLogprobs:
-    """The part of `scores` that lies behind the first `num_known` tokens of the prompt: each is sent once."""
+    """The part of `scores` after the first `num_known` prompt tokens, whose scores have been sent before."""
     known = num_known - scores.start
     return scores if known <= 0 else PromptLogprobs(scores.start + known, scores.entries[known:])

@@ -1,10 +1,10 @@
-"""InFlight: the one record of the steps that have been scheduled and whose results have not been applied yet.
+"""InFlight: the steps that have been scheduled and whose results have not been applied yet.
 
-A step enters it in schedule() and leaves it in update(). In between it waits for its message: one or some steps travel
-to the workers together, and their results come back together, in the order in which the steps were scheduled.
+schedule() adds a step, update() removes it. One or more steps are sent to the workers in one message, and their results
+come back in one message, in the order in which the steps were scheduled.
 
-Engine and workers share the cores with the kernels, and a message each way costs as much of them as a tenth of a small
-model's step. While nothing but short decode steps is to be done, several travel together, and so do their results.
+On a CPU, engine and workers share the cores with the kernels, and a message in each direction costs a tenth of a small
+model's step. So while there are only short decode steps, several are sent together.
 """
 
 from collections import abc, deque
@@ -19,15 +19,15 @@ from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.step import Continue, ModelOutput, NewRequest, Resume, SchedulerOutput
 
 MESSAGE_S = 0.003
-"""Steps are put together up to this time: a stream is read in such pieces, an arrival waits for at most two of them."""
+"""Longest time of a message's steps: streams get tokens in such pieces, an arriving request waits for at most two."""
 MAX_STEPS = 4
 MEASURED_STEPS = 16
 Item = TypeVar("Item")
 
 
 class StepMessage:
-    """`num_steps` steps that go to the workers together. `num_left` of them have no result yet. `is_plain`: they
-    compute next tokens alone, and drafts behind these. `media_s`: the time that workers took of them for media."""
+    """`num_steps` steps that are sent to the workers together; `num_left` of them have no result yet. `is_plain`: all
+    of them only decode or verify drafts. `media_s`: seconds that the workers spent on media in them."""
 
     __slots__ = ("is_plain", "media_s", "num_left", "num_prefill_tokens", "num_steps", "num_tokens", "sent_s")
 
@@ -38,8 +38,8 @@ class StepMessage:
 
 
 class StepInFlight(NamedTuple):
-    """A step without a result. `sampling` are the sequences that get a token from it, in the order of its entries;
-    `drafted` are those of them that draft, with the most drafts of each."""
+    """A step without a result. `sampling`: sequences that get a token from it, in the order of its entries. `drafted`:
+    those of them that draft, with the maximum number of drafts of each."""
 
     output: SchedulerOutput
     sampling: list[Sequence]
@@ -49,11 +49,11 @@ class StepInFlight(NamedTuple):
 
     @property
     def ends_message(self) -> bool:
-        """Whether all other steps of its message have their results."""
+        """Whether it is the last step of its message without a result."""
         return self.message.num_left == 1
 
     def tokens_of(self, result: ModelOutput) -> list[int]:
-        """The sampled tokens of this step. Raises ProtocolError if `result` is that of another step, or too short."""
+        """The sampled tokens of this step. Raises ProtocolError if `result` is of another step or the counts differ."""
         step, generation = self.output.step, self.output.generation
         if (result.generation, result.step) != (generation, step):
             raise ProtocolError(
@@ -71,11 +71,11 @@ class StepInFlight(NamedTuple):
     def results_of(
         self, result: ModelOutput, tokens: list[int]
     ) -> Iterator[tuple[Sequence, list[int], list[TokenLogprobs | None] | None, str | None]]:
-        """The workers' results for each sequence, in order: its part of `tokens`, their logprobs, and its error."""
+        """For each sequence in order: its part of `tokens`, the logprobs of these, and its error."""
         counts = result.counts or [1] * len(tokens)
 
         def pieces(items: list[Item]) -> list[list[Item]]:
-            """The part of `items` that belongs to each sequence."""
+            """Split `items` by sequence."""
             return [items[end - count : end] for count, end in zip(counts, accumulate(counts), strict=True)]
 
         failed = dict(result.failed or ())
@@ -89,7 +89,7 @@ class StepInFlight(NamedTuple):
 
 
 class InFlight:
-    """The steps without a result, oldest first; those at the end may not have been sent yet."""
+    """Queue of the steps without a result, oldest first; the last ones may not have been sent yet."""
 
     def __init__(self) -> None:
         self._steps: deque[StepInFlight] = deque()
@@ -104,7 +104,7 @@ class InFlight:
 
     @property
     def oldest(self) -> StepInFlight:
-        """The step whose result comes next. Raises IndexError if no step is in flight."""
+        """The step whose result is next. Raises IndexError if no step is in flight."""
         return self._steps[0]
 
     @property
@@ -131,7 +131,7 @@ class InFlight:
         only_decodes: bool,
         drafted: abc.Sequence[tuple[Sequence, int]] = (),
     ) -> None:
-        """A step of `num_tokens` has been scheduled; the next message carries it."""
+        """Append a scheduled step of `num_tokens`; the next message carries it."""
         message = self._unsent
         message.is_plain &= 0 < num_tokens - sum(most for _, most in drafted) <= len(sampling)
         message.num_steps += 1
@@ -142,7 +142,7 @@ class InFlight:
         self._steps.append(StepInFlight(output, sampling, message, only_decodes, drafted))
 
     def send(self, now_s: float) -> list[SchedulerOutput]:
-        """The steps that have not been sent yet. The caller sends them now, as one message."""
+        """Return the steps that have not been sent yet and mark them as sent; the caller sends them as one message."""
         outputs = [step.output for step in self._steps if step.message is self._unsent]
         self._unsent.sent_s = now_s
         self._unsent = StepMessage()
@@ -150,23 +150,23 @@ class InFlight:
 
     @property
     def outputs(self) -> list[SchedulerOutput]:
-        """All of the steps, as the workers get them."""
+        """The SchedulerOutputs of all steps in flight."""
         return [step.output for step in self._steps]
 
     def confirm(self) -> StepInFlight:
-        """The oldest step has its result: take it out. Raises IndexError if no step is in flight."""
+        """Remove and return the oldest step, whose result is here. Raises IndexError if no step is in flight."""
         step = self._steps.popleft()
         step.message.num_left -= 1
         return step
 
     def drop(self) -> None:
-        """No result will come any more, and what has not been sent never will be: forget all steps."""
+        """Forget all steps, sent or not: no result will come any more."""
         self._steps.clear()
         self._unsent = StepMessage()
 
 
 def num_prefill_tokens(output: SchedulerOutput) -> int:
-    """Count the tokens of a step but for those that decode: one for each sequence, and the drafts behind it."""
+    """Number of tokens of a step, not counting decode tokens and their drafts."""
     return sum(
         entry.num_tokens
         for entry in output.entries
@@ -175,7 +175,7 @@ def num_prefill_tokens(output: SchedulerOutput) -> int:
 
 
 class MessageLength:
-    """Number of `steps` to send in one message, learned from the time of decode steps."""
+    """Number of decode `steps` to send in one message, learned from their duration."""
 
     def __init__(self) -> None:
         self.steps = 1
@@ -183,7 +183,7 @@ class MessageLength:
         self._count = 0
 
     def ended(self, now_s: float, *, steady: bool) -> None:
-        """A step has ended. `steady`: it was one of decoding only, and the next one is under way already."""
+        """Learn from a step that ended at `now_s`. `steady`: it only decoded, and the next step was already sent."""
         if not steady:
             self._since_s = None
             self.steps = 1

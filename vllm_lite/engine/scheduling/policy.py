@@ -1,18 +1,18 @@
-"""Scheduling policies: which sequence is served next, which is preempted, how much a step may compute; and their guard.
+"""Scheduling policies choose which sequence is served next, which is preempted, and the token budget of a step.
 
-A policy is a class with any of the methods below; what it lacks is first come, first served. It may read the sequences
-that it gets and must not change them:
+A policy is a class with any of the methods below; first come, first served replaces those that it lacks. It must not
+change the sequences that it gets:
 
-    key(self, sequence) -> a tuple of numbers that never changes for a sequence: the lowest is served first and
-        preempted last, equal ones are served as they came. The cheap way: O(log n) to enter or leave the queue
+    key(self, sequence) -> a tuple of numbers that never changes for a sequence. The lowest key is served first and
+        preempted last; equal ones are served in order of arrival. Cheap: O(log n) to enter or leave the queue
     order(self, sequences, view) -> the same sequences, in the order in which to serve them. Called in every step for
-        those that run, and for all that wait: O(n)
-    victim(self, candidates, view) -> the running sequence to preempt; without it the last of them by the order
-    budget(self, view) -> tokens of the next step, 1 to view.max_num_batched_tokens
-    charged(self, sequence, num_tokens) -> None; called with the number of tokens that a step computes for a sequence
+        the running sequences, and for all waiting ones: O(n)
+    victim(self, candidates, view) -> the running sequence to preempt; by default the last in the order
+    budget(self, view) -> token budget of the next step, 1 to view.max_num_batched_tokens
+    charged(self, sequence, num_tokens) -> None; called with the number of tokens that a step computes of a sequence
 
-`--scheduling-policy package.module:Class` loads one by name. What it returns is checked after each call; at the first
-fault the scheduler goes on with first come, first served and says so.
+`--scheduling-policy package.module:Class` loads one by name. GuardedPolicy checks every return value; at the first
+fault it switches to first come, first served and the engine logs an error.
 """
 
 from collections import abc
@@ -27,7 +27,7 @@ from vllm_lite.errors import ConfigError
 
 
 class View(NamedTuple):
-    """Facts for a policy besides the sequences."""
+    """State of the engine that a policy sees besides the sequences."""
 
     now_s: float
     num_running: int
@@ -41,18 +41,18 @@ def arrival_key(sequence: Sequence) -> Key:
 
 
 class Fcfs:
-    """First come, first served; the sequence that came last is preempted first."""
+    """First come, first served; the sequence that arrived last is preempted first."""
 
 
 class Priority:
-    """Lower `priority` first, then first come; of the highest number the one that came last is preempted first."""
+    """Lowest `priority` number first, then order of arrival; preempts the last in this order."""
 
     def key(self, sequence: Sequence) -> Key:
         return (sequence.request.params.priority,)
 
 
 class Deadline:
-    """The earliest deadline first; the sequence with most time, or without a deadline, is preempted first."""
+    """Earliest deadline first; preempts the sequence with the latest deadline, or without one."""
 
     def key(self, sequence: Sequence) -> Key:
         deadline_s = sequence.request.deadline_s
@@ -60,8 +60,8 @@ class Deadline:
 
 
 class Fair:
-    """Fair shares of tokens between tenants (`user`): the tenant that was served least comes first, and no tenant's
-    share grows by asking more. FairQueue says which tenants count, and from when."""
+    """Equal shares of tokens for tenants (`user`): the tenant that was served least comes first, so more requests do
+    not give it a larger share. FairQueue defines which tenants count, and from when."""
 
     def __init__(self) -> None:
         self.queue = FairQueue(arrival_key)
@@ -90,8 +90,8 @@ def load(name: str) -> Any:
 
 
 class GuardedPolicy:
-    """Checks what a policy answers, and holds the queue that it sorts. At the first fault the policy is replaced by
-    fcfs, and `on_fault(what)` is called, once."""
+    """Checks a policy's return values, and owns the waiting queue that it sorts. At the first fault fcfs replaces the
+    policy, and `on_fault(what)` is called, once."""
 
     def __init__(self, policy: Any, on_fault: Callable[[str], None]) -> None:
         self._on_fault = on_fault
@@ -110,20 +110,20 @@ class GuardedPolicy:
             self.queue.add(sequence)
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Add a sequence to those that wait."""
+        """Add a sequence to the waiting queue."""
         queue = self.queue
         queue.add(sequence)
-        if self.queue is not queue:  # its key was at fault, so that the queue is another one now
+        if self.queue is not queue:  # key() failed for this sequence, and fcfs has made a new queue without it
             self.queue.add(sequence)
 
     def waiting(self, view: View) -> Iterable[Sequence]:
-        """The waiting sequences, in the order in which to admit them."""
+        """The waiting sequences in order of admission."""
         if self._order is None or isinstance(self.queue, FairQueue):
             return self.queue
         return self._ordered(list(self.queue), view)
 
     def sorted_running(self, running: list[Sequence], view: View) -> list[Sequence]:
-        """The running sequences, in the order in which to serve them."""
+        """The running sequences in the order in which to serve them."""
         if self._order is not None:
             return self._ordered(running, view)
         if self._key is not None:
@@ -131,8 +131,8 @@ class GuardedPolicy:
         return running
 
     def may_pass(self, sequence: Sequence, blocked: Sequence) -> bool:
-        """Whether `sequence` may be admitted before `blocked`, which cannot be yet: only if they differ in nothing but
-        their arrival."""
+        """Whether `sequence` may be admitted before `blocked`, which does not fit yet: only if their keys differ in
+        nothing but the arrival."""
         return self._key is None or self._checked_key(sequence)[:-2] == self._checked_key(blocked)[:-2]
 
     def _checked_key(self, sequence: Sequence) -> Key:
@@ -177,7 +177,7 @@ class GuardedPolicy:
             return None
 
     def _fault(self, what: str) -> None:
-        """Replace the policy and say why, unless _ask() has done so already."""
+        """Replace the policy and report why, unless _ask() has done so already."""
         if self._key or self._order or self.choose_victim or self.choose_budget or self.charged:
             self._use(Fcfs())
             self._on_fault(what)

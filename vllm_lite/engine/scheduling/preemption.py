@@ -1,7 +1,7 @@
-"""Preemption: a running sequence gets blocks, if need be those of another one, which waits again.
+"""Preemption: allocates blocks for a running sequence, if need be by taking those of another one, which waits again.
 
-The KV of that other one is swapped to the host; or it is given up, and loaded from disk as far as it is there, or
-computed again.
+The victim's KV is swapped to the host, or released; then it is later loaded from disk, as far as it is stored there,
+or computed again.
 """
 
 from vllm_lite.engine.blocks.manager import KVCacheManager
@@ -14,7 +14,7 @@ from vllm_lite.protocol.step import Fork, Preempt
 
 
 class Preemption:
-    """Moves sequences from those that run to those that wait."""
+    """Moves sequences from the running ones to the waiting queue."""
 
     def __init__(self, queues: Queues, kv: KVCacheManager) -> None:
         self._queues = queues
@@ -22,8 +22,8 @@ class Preemption:
         self._kv = kv
 
     def grow(self, sequence: Sequence, num_tokens: int, candidates: list[Sequence], plan: StepPlan) -> Growth | None:
-        """Get blocks for `num_tokens` of `sequence`, if need be by preempting `candidates`, which this step has not
-        served yet and which include the sequence. None: it was preempted itself."""
+        """Allocate blocks for `num_tokens` of `sequence`, if need be by preempting some of `candidates`: the sequences
+        that this step has not served yet, among them `sequence`. None: `sequence` itself was preempted."""
         while (growth := self._kv.grow(sequence, num_tokens)) is None:
             if self._kv.reclaim():
                 continue
@@ -40,9 +40,9 @@ class Preemption:
         return growth
 
     def preempt(self, victim: Sequence, winner: Sequence, plan: StepPlan) -> None:
-        """Take all device blocks of the victim, which has left `running` already, and let it wait again."""
+        """Take all device blocks of `victim`, which has left `running` already, and let it wait again."""
         victim.lose_blocks()
-        # What a new fork shares may be computed in this very step, behind the block program that would move it.
+        # Blocks that a new fork shares may be written by this very step, after the block ops that would move them.
         is_new = any(isinstance(entry, Fork) and entry.child == victim.handle for entry in plan.entries)
         how = "recompute"
         if not is_new and self._prefers_swap(victim, plan.rates) and self._kv.swap_out(victim):
@@ -61,7 +61,7 @@ class Preemption:
         plan.decide("preempted", victim, **{"for": winner.request.request_id, "by": how})
 
     def _prefers_swap(self, victim: Sequence, rates: Rates) -> bool:
-        """Whether to move the victim's blocks to the host instead of computing them again."""
+        """Whether to swap the victim's blocks to the host instead of computing their tokens again."""
         if self._queues.options.preemption != "auto":
             return self._queues.options.preemption == "swap"
         num_tokens = victim.num_computed

@@ -1,4 +1,4 @@
-"""Prompts: shares the tokens that decodes leave of a step between the prompts that run and those that wait."""
+"""Prompts: shares the token budget that decodes leave between running and waiting prompts."""
 
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.blocks.part import Growth
@@ -11,7 +11,7 @@ from vllm_lite.protocol.step import Continue
 
 
 class Prompts:
-    """Cuts prompts into chunks, and has waiting ones admitted."""
+    """Cuts running prompts into chunks, and lets the Admitter admit waiting ones."""
 
     def __init__(self, queues: Queues, kv: KVCacheManager, preemption: Preemption, admitter: Admitter) -> None:
         self._queues = queues
@@ -20,13 +20,13 @@ class Prompts:
         self._admitter = admitter
 
     def schedule(self, plan: StepPlan) -> None:
-        """Share what decodes leave between the prompts that are running and those that wait.
+        """Share the budget that decodes leave between running and waiting prompts.
 
-        The first running prompt gets half of it, and what no other takes. The other half goes to the other running
-        prompts that it completes, to waiting ones, and to the other running one that lacks least: a short prompt does
-        not wait for long ones, and no prompt stands still for ever, since in time each becomes the first. The first
-        takes blocks for its half before all others: served last, it would be preempted for those behind it, and each
-        of them for it.
+        The first running prompt gets half of the budget, and whatever the others leave. The other half goes, in this
+        order, to running prompts that it completes, to waiting ones, and to the running one that lacks least. So short
+        prompts do not wait for long ones, and none starves, since each becomes the first in time. The first prompt
+        allocates the blocks of its half before all others: if it came last, it would be preempted for those behind it,
+        and they for it.
         """
         unserved = list(plan.prompts)
         plan.room = plan.budget
@@ -35,7 +35,7 @@ class Prompts:
         if unserved and plan.budget:
             first = unserved[0]
             half = plan.budget - plan.budget // 2
-            share = self._count(first, half) or self._count(first, plan.budget)  # what cannot be cut may take it all
+            share = self._count(first, half) or self._count(first, plan.budget)  # an uncut medium may need all of it
             if share:
                 plan.room -= share
                 growth = self._preemption.grow(first, first.num_computed + share, unserved, plan)
@@ -54,9 +54,9 @@ class Prompts:
             self._chunk(sequence, plan.room, unserved, plan)
         if growth is not None:
             first = plan.prompts[0]
-            # Others may have had what was left of its own time for media, but not the tokens that it has blocks for.
+            # Other prompts may have used up the step's allowance of media since, but `share` has its blocks already.
             end = first.num_computed + max(share, self._count(first, plan.budget))
-            more = self._kv.grow(first, end)  # for the tokens that are left over; no sequence is preempted for it
+            more = self._kv.grow(first, end)  # for the left-over budget no sequence is preempted
             if more is None:
                 room = min(end, first.num_slots) - first.num_computed
                 end, more = first.num_computed + max(share, self._count(first, room)), Growth([])
@@ -65,16 +65,16 @@ class Prompts:
         unserved = list(plan.forked)
         for sequence in plan.forked:
             self._chunk(sequence, plan.budget, unserved, plan)
-        for sequence in plan.prompts:  # after the last preemption: no block is cached whose step is not sent
+        for sequence in plan.prompts:  # after the last preemption: only blocks that this step computes may be cached
             if sequence.status is Status.RUNNING:
                 self._kv.cache_blocks(sequence, sequence.num_computed)
 
     def _count(self, sequence: Sequence, most: int) -> int:
-        """Number of its next tokens, at most `most`, that the step can compute."""
+        """Number of the sequence's next tokens, at most `most`, that the step can compute."""
         return self._kv.reachable(sequence, sequence.num_computed, min(sequence.num_missing(), most))
 
     def _chunk(self, sequence: Sequence, most: int, unserved: list[Sequence], plan: StepPlan) -> None:
-        """Give a running sequence its next tokens, at most `most`. One of `unserved` is preempted if blocks run out."""
+        """Schedule up to `most` next tokens of a running sequence, if need be by preempting some of `unserved`."""
         if most <= 0 or sequence.status is not Status.RUNNING or (count := self._count(sequence, most)) <= 0:
             return
         end = sequence.num_computed + count
@@ -89,7 +89,7 @@ class Prompts:
 
 
 def _serve(sequence: Sequence, end: int, new_ids: list[list[int]], plan: StepPlan) -> None:
-    """Have the step compute the tokens of a running sequence up to `end`; it has the blocks."""
+    """Let the step compute the tokens of a running sequence up to `end`; their blocks are allocated."""
     count = end - sequence.num_computed
     plan.entries.append(Continue(sequence.handle, count, new_ids))
     plan.serve(sequence, count)

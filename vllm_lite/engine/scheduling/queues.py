@@ -1,7 +1,7 @@
-"""Queues: every unfinished request, and where each of its sequences is: waiting, in the policy's order, or running.
+"""Queues: all unfinished requests, and the queue of each of their sequences: running, waiting or held.
 
-The scheduler, admission and branching move sequences through these methods alone. What the workers must know before
-they get the next step's own entries is collected in `entries`.
+The scheduler, admission and branching move sequences only through these methods. `entries` collects what the workers
+have to apply before the entries of the next step.
 """
 
 from typing import NamedTuple
@@ -28,49 +28,47 @@ class Options(NamedTuple):
     chunked_prefill: bool = True
     preemption: str = "recompute"
     num_drafts: int = 0
-    """The most drafts of a sequence in a step, of every sequence."""
+    """Maximum drafts per sequence and step."""
     num_forced: int = 0
-    """The same, of those that follow a grammar, where others draft nothing."""
+    """Maximum drafts of a sequence that follows a grammar, where num_drafts is 0."""
     draft_method: str = ""
-    """What drafts, if not grammars alone."""
+    """Name of the drafter; empty if only grammars draft."""
     adaptive_drafts: bool = True
-    """Whether fewer are drafted where more do not pay."""
+    """Whether to draft fewer tokens where more do not pay."""
     shares_answers: bool = False
-    """Whether drafts are looked for in the answers of other requests, too."""
+    """Whether drafts may come from the answers of other requests, too."""
     generation: int = 0
     max_itl_s: float = 0.0
-    """How long a step may take in which sequences wait for their next tokens, as far as prompts make it longer. 0: any
-    time."""
+    """Seconds that prompt tokens may stretch a step to while sequences decode. 0: no limit."""
     media_aside: bool = False
-    """Whether media are computed beside steps where sequences decode, also without such a goal."""
+    """Whether media are computed beside steps that decode, also without max_itl_s."""
     max_loras: int = 0
     max_cpu_loras: int = 0
 
 
 class Queues:
-    """A sequence of an unfinished request is in one of the two queues, and its status says in which. The status is set
-    here, but for a parked sequence whose blocks the KV manager takes: that one goes from SWAPPED to PREEMPTED there.
-    Without workers all of them wait. Sequences in `held` are not scheduled either: because requests under suspicion
-    run first, or because the engine is about to pause."""
+    """Every sequence of an unfinished request is in `running`, `waiting` or `held`. Its status is set here, except that
+    the KV manager changes SWAPPED to PREEMPTED when it takes a parked sequence's host blocks. Without workers nothing
+    runs. Sequences in `held` are not scheduled: suspects are tried first, or the engine is about to pause."""
 
     def __init__(self, kv: KVCacheManager, policy: GuardedPolicy, meter: Meter, options: Options) -> None:
         self.options = options
         self.policy = policy
         self.meter = meter
         self.step = 0
-        """The number of the latest step."""
+        """Number of the latest step."""
         self.requests: dict[str, Request] = {}
         self.external = ExternalRequests()
         self.adapters = AdapterTable(AdapterQuota(options.max_loras, options.max_cpu_loras))
         self.running: list[Sequence] = []
         self.held: dict[Sequence, None] = {}
-        """Sequences that no step may compute now. They go on from the waiting queue."""
+        """Sequences that may not be scheduled now; once released they enter the waiting queue."""
         self._only: set[Request] | None = None
-        """The requests that may run; None: all."""
+        """Requests that may run; None: all."""
         self._first_held: float = float("inf")
-        """The arrival of the first request that may not run because newcomers are held."""
+        """Requests with this arrival number or a later one are held; infinity: none."""
         self.entries: list[Entry] = []
-        """What the next step begins with, in the order in which it happened."""
+        """Entries with which the next step begins, in the order of the decisions."""
         self.num_arrived = 0
         self._num_guided = 0  # requests that follow a grammar
         self._kv = kv
@@ -83,20 +81,20 @@ class Queues:
 
     @property
     def num_waiting(self) -> int:
-        """Number of sequences that do not run."""
+        """Number of waiting and held sequences."""
         return len(self.waiting) + len(self.held)
 
     @property
     def may_draft(self) -> bool:
-        """Whether there are sequences that may draft."""
+        """Whether any sequence may draft."""
         return self.options.num_drafts > 0 or (self.options.num_forced > 0 and self._num_guided > 0)
 
     def has_row_for(self, sequence: Sequence) -> bool:
-        """Whether a new sequence may run at once."""
+        """Whether the batch has a free row for `sequence` and it is not held."""
         return len(self.running) < self.options.max_num_seqs and self._may_run(sequence)
 
     def any_decodes(self) -> bool:
-        """Whether a running sequence has tokens of output and lacks the next one alone."""
+        """Whether any running sequence has output and lacks only its next token."""
         return any(
             each.num_tokens + each.num_pending > each.num_prompt
             and each.num_tokens + each.num_pending - each.num_computed <= 1
@@ -104,7 +102,7 @@ class Queues:
         )
 
     def unfinished(self) -> list[Sequence]:
-        """All sequences, wherever they are."""
+        """All sequences: running, waiting and held."""
         return [*self.running, *self.waiting, *self.held]
 
     # ---- requests
@@ -135,8 +133,8 @@ class Queues:
         self._remove(request)
 
     def withdraw(self, request: Request, *, is_replaced: bool) -> None:
-        """Take out a request whose client has sent it again. It goes on, or its client lacked nothing but its ends and
-        has them, so no end is counted. `is_replaced`: another one with its id enters next."""
+        """Remove a request that its client has sent again, without counting it as ended. `is_replaced`: a new request
+        with its id enters next; otherwise the client lacked only the ends of its samples and has them now."""
         self._finish_all(request)
         request.unforked = []
         self.external.end(request, is_replaced=is_replaced)
@@ -155,24 +153,24 @@ class Queues:
         self._with_deadline.pop(request.request_id, None)
 
     def late(self, now_s: float) -> list[Request]:
-        """The requests whose deadline has passed."""
+        """Requests whose deadline has passed."""
         return [r for r in self._with_deadline.values() if r.deadline_s is not None and r.deadline_s <= now_s]
 
     # ---- sequences
 
     def wait(self, sequence: Sequence, status: Status = Status.WAITING) -> None:
-        """Queue a sequence where the policy sorts it in: a preempted one comes before later arrivals."""
+        """Queue a sequence in the policy's order: a preempted one comes before later arrivals."""
         sequence.status = status
         sequence.num_passed = 0
         self._queue(sequence)
 
     def run(self, sequence: Sequence) -> None:
-        """Add a sequence that is in no queue to those that run. The caller sends its entry."""
+        """Append a sequence that is in no queue to `running`. The caller sends its entry to the workers."""
         sequence.status = Status.RUNNING
         self.running.append(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """Take a sequence out of its queue, if it is in one."""
+        """Remove a sequence from its queue, if it is in one."""
         if sequence.status is Status.RUNNING:
             self.running.remove(sequence)
         elif sequence in self.held:
@@ -181,18 +179,18 @@ class Queues:
             self.waiting.remove(sequence)
 
     def finish(self, sequence: Sequence, *, forget: bool = False) -> None:
-        """Release everything that `sequence` holds, and with `forget` drop its contents from the prefix cache, too. The
-        caller takes it out of its queue."""
+        """Release all blocks and the handle of `sequence`; `forget` also drops its contents from the prefix cache. The
+        caller removes it from its queue."""
         sequence.status = Status.FINISHED
         self.meter.left(sequence)
         self._kv.release(sequence, forget=forget)
         if sequence.seen_by_workers:
             self.entries.append(Finish(sequence.handle))
-            self.handles.give_back(sequence)  # these entries precede those of arrivals, so reuse is safe
+            self.handles.give_back(sequence)  # Finish precedes the entries of new sequences, so reuse is safe
 
     def lose_workers(self) -> None:
-        """The workers have died: every sequence waits for others, with the tokens it has and nothing else. The policy
-        sorts those that ran in among those that wait; like preempted ones, they are passed by no others."""
+        """After the workers died: let every sequence wait with its tokens and nothing else. Those that ran are queued
+        in the policy's order, as preempted: none may pass them."""
         running, self.running = self.running, []
         self.entries = []
         self.handles = Handles()
@@ -207,17 +205,17 @@ class Queues:
             self.wait(sequence, Status.PREEMPTED)
 
     def introduce(self, sequence: Sequence) -> None:
-        """Give `sequence` a handle: the step being scheduled, or the next one, shows it to the workers."""
+        """Give `sequence` a handle. The workers learn it with the step being scheduled, or with the next one."""
         self.handles.introduce(sequence, self.step + 1)
 
     def take_entries(self) -> list[Entry]:
         entries, self.entries = self.entries, []
         return entries
 
-    # ---- some run, others are held
+    # ---- held sequences
 
     def run_only(self, requests: set[Request] | None) -> None:
-        """Hold the sequences of all but these requests, from now on; None holds none. No step may be in flight."""
+        """Hold the sequences of all other requests from now on; None holds none. No step may be in flight."""
         self._only = requests
         for sequence in [each for each in self.running if not self._may_run(each)]:
             self.running.remove(sequence)
@@ -228,19 +226,19 @@ class Queues:
         for sequence in [each for each in self.waiting if not self._may_run(each)]:
             self.waiting.remove(sequence)
             self._queue(sequence)
-        self._let_go()
+        self._release_held()
 
     def hold_newcomers(self, *, are_held: bool) -> None:
-        """Hold the sequences of all requests that arrive from now on, or no longer."""
+        """Hold the sequences of all requests that arrive from now on, or release them."""
         self._first_held = self.num_arrived if are_held else float("inf")
-        self._let_go()
+        self._release_held()
 
     def is_newcomer(self, request: Request) -> bool:
-        """Whether it came while newcomers are held."""
+        """Whether `request` arrived after hold_newcomers()."""
         return request.arrival >= self._first_held
 
-    def _let_go(self) -> None:
-        """Queue those that need not be held any more."""
+    def _release_held(self) -> None:
+        """Move the held sequences that may run now to the waiting queue."""
         held, self.held = self.held, {}
         for sequence in held:
             self._queue(sequence)

@@ -1,4 +1,4 @@
-"""Results: applies what the workers sampled in a step to the sequences that were to get tokens from it."""
+"""Results: applies the tokens, scores and errors of a step's ModelOutput to its sequences."""
 
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.request import Produced
@@ -12,7 +12,7 @@ from vllm_lite.protocol.step import NOT_FINITE, ModelOutput
 
 
 class Results:
-    """Appends tokens, and ends sequences and requests that are complete or failed."""
+    """Appends sampled tokens, and ends sequences and requests that are complete or failed."""
 
     def __init__(self, queues: Queues, kv: KVCacheManager, branching: Branching, lengths: DraftLengths) -> None:
         self._queues = queues
@@ -23,7 +23,7 @@ class Results:
         self._block_size = kv.block_size
 
     def apply(self, step: StepInFlight, result: ModelOutput) -> list[Produced]:
-        """Apply what the workers sampled in `step`. Raises ProtocolError if the result is of another one."""
+        """Apply the result of `step`. Raises ProtocolError if `result` is of another step."""
         queues = self._queues
         tokens = step.tokens_of(result)
         for sequence, count in step.drafted:
@@ -38,7 +38,7 @@ class Results:
         silent: list[Sequence] = []  # sequences whose tokens go to no stream
         pooled = dict(result.pooled or ())
         for sequence, new, logprobs, error in step.results_of(result, tokens):
-            if sequence.status is Status.FINISHED:  # it ended while the step ran
+            if sequence.status is Status.FINISHED:  # ended while the step ran
                 silent.append(sequence)
             elif error is not None:
                 silent.append(sequence)
@@ -65,8 +65,8 @@ class Results:
         return produced
 
     def _accept(self, sequence: Sequence, tokens: list[int]) -> FinishReason | None:
-        """Append the tokens that a step sampled for `sequence`, and drop from `tokens` those behind its end, if one of
-        them ends it. This runs once per sequence and step."""
+        """Append the tokens that a step sampled for `sequence`. If one of them ends it, delete those after it from
+        `tokens` and return the reason. Called once per sequence and step."""
         sequence.num_pending -= 1
         sequence.grammar_is_ready = True
         num_before = num_tokens = sequence.num_tokens
@@ -82,27 +82,27 @@ class Results:
                     break
         count = num_tokens - num_before
         if (count > 1 or (num_tokens - 1) % self._block_size == 0) and sequence.status is Status.RUNNING:
-            sequence.num_computed += count - 1  # drafts that proved right were computed in the same step
+            sequence.num_computed += count - 1  # accepted drafts were computed in the same step
             self._kv.cache_blocks(sequence, num_tokens - 1)
         self._counters.generated_tokens += count
         return reason
 
     def _give(self, sequence: Sequence, pooled: bytes) -> Produced:
-        """A prompt that is pooled is computed: return its vector, and end the request."""
+        """End a pooling request, whose prompt is computed, with its vector."""
         sequence.num_pending -= 1
         self._end(sequence, "stop")
         return Produced(sequence.request, sequence.index, 0, [], reason="stop", pooled=pooled)
 
     def _withhold(self, sequence: Sequence) -> None:
-        """A step gave `sequence` no token, because its grammar is still being compiled."""
-        if sequence.status is Status.SWAPPED:  # blocks that its last position reads may not have moved
+        """Handle a step that returned no token, because the grammar of `sequence` is still being compiled."""
+        if sequence.status is Status.SWAPPED:  # maybe without blocks that its last position reads
             self._kv.release(sequence)
             sequence.status = Status.PREEMPTED
         sequence.get_nothing()
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
-        """A sample is complete. It may be waiting, if it was preempted while its last token was computed."""
-        if sequence.status is not Status.RUNNING:  # running ones leave their queue together, at the end of update()
+        """End a complete sample. It may be waiting, if it was preempted while its last token was computed."""
+        if sequence.status is not Status.RUNNING:  # apply() removes the running ones from their queue together
             self._queues.leave(sequence)
         self._queues.finish(sequence)
         request = sequence.request
@@ -111,7 +111,7 @@ class Results:
             self._queues.close(request, reason)
 
     def _fail(self, sequence: Sequence, error: str) -> Produced:
-        """End the whole request. Where the model gave nonsense, what it has cached is not to be trusted either."""
+        """End the whole request. If the model's logits were not finite, its cached blocks are dropped as well."""
         request, is_corrupted = sequence.request, error == NOT_FINITE
         sample, start = (0, 0) if request.beam is not None else (sequence.index, sequence.num_output)
         self._queues.end(request, "error", forget=is_corrupted)

@@ -1,13 +1,13 @@
 """The scheduler decides what every step computes. No socket, tensor, text or clock may enter here: time is an argument.
 
-There are no phases. A sequence's `num_computed` grows until it reaches its tokens; a step gives each a number of them:
-a whole prompt, a chunk of it, one decode token, one and some drafts. Running sequences that lack one token get it
-first, so that no stream stops for a prompt. Of what is left, the prompt that has been running longest gets half, and
-also what shorter prompts and newly admitted ones leave of the other half. Drafts take the tokens that are left over,
-in equal parts. When blocks run out, a running sequence is preempted: its KV is swapped to the host or computed again.
+There are no phases. Each sequence's `num_computed` chases its `num_tokens`; a step gives it a whole prompt, a chunk of
+a prompt, one decode token, or one decode token and drafts. Decodes come first, so that no stream stops for a prompt. Of
+the remaining budget the prompt that has been running longest gets half, and also what shorter prompts and newly
+admitted ones leave of the other half. Drafts share in equal parts what is still left. When blocks run out, a running
+sequence is preempted: its KV is swapped to the host or computed again.
 
-Steps may be in flight while the next one is made: a sequence whose next token is unknown has it as `num_pending`. So
-are its drafts, as if all of them were right; what proves wrong is taken back with the step's result.
+Steps may be in flight while the next one is made: `num_pending` counts the tokens of a sequence that they will sample,
+drafts included as if all were right. update() takes back the rejected ones.
 """
 
 from collections import abc
@@ -38,8 +38,8 @@ from vllm_lite.protocol.step import Continue, Entry, ModelOutput, SchedulerOutpu
 
 
 class Scheduler:
-    """Makes one step at a time from the queues, and applies its result to them. update() follows schedule() in order,
-    with as many steps in flight between them as the caller likes."""
+    """Makes steps from the queues and applies their results. Results are applied by update() in the order of the
+    schedule() calls; the caller decides how many steps are in flight between the two."""
 
     def __init__(self, kv: KVCacheManager, options: Options, policy: object | None = None) -> None:
         self.kv = kv
@@ -47,20 +47,20 @@ class Scheduler:
         self.policy = GuardedPolicy(policy or Fcfs(), self._policy_fault)
         self.on_decision: OnDecision | None = None
         self.on_policy_fault: Callable[[str], None] | None = None
-        """Called once, with what was wrong, when the policy is replaced by first come, first served."""
+        """Called once, with the policy's fault, when first come, first served replaces it."""
         self.num_scheduled_tokens = 0
-        """The tokens of the latest step, drafts included."""
+        """Tokens of the latest step, drafts included."""
         self.step_budget = options.max_num_batched_tokens
-        """The most that it might have had."""
+        """Token budget of the latest step."""
         longest = options.max_model_len
-        if not options.chunked_prefill:  # a sequence comes in whole, however often it is preempted
+        if not options.chunked_prefill:  # a step computes a sequence whole, also after a preemption
             longest = min(longest, options.max_num_batched_tokens)
         self.max_len = kv.max_tokens(longest, options.max_num_batched_tokens)
         self.generation = options.generation
-        """The life of the workers that compute the steps, or of the last ones if there are none."""
+        """Generation of the current worker group, or of the last one while there are no workers."""
         self.has_workers = True
         self.is_paused = False
-        """Whether a user has paused the engine, so that schedule() is not called; `describe` reads it."""
+        """Whether the engine is paused or asleep. The core then does not call schedule(); `describe` reports it."""
         self.counters = kv.counters
         self.meter = Meter(kv, self.max_len, options.draft_method)
         self.rates = Rates()
@@ -76,12 +76,12 @@ class Scheduler:
 
     @property
     def step(self) -> int:
-        """The number of the latest step."""
+        """Number of the latest step."""
         return self.queues.step
 
     @property
     def requests(self) -> dict[str, Request]:
-        """The unfinished requests by their ids."""
+        """Unfinished requests by their ids."""
         return self.queues.requests
 
     @property
@@ -111,19 +111,19 @@ class Scheduler:
             self.queues.wait(sequence)
 
     def fork(self, parent: Request, child: Request) -> None:
-        """Queue a request that begins with the tokens of a live one, and shares its KV if it can."""
+        """Queue `child`, which begins with the tokens of the live request `parent` and shares its KV if possible."""
         self.branching.fork_request(parent, child)
 
     def abort(self, request: Request, samples: abc.Sequence[int], reason: FinishReason) -> list[tuple[int, int]]:
-        """End a request, or those of its `samples`. Returns (sample, number of its output tokens) of all that end."""
+        """End a request, or only its `samples`. Returns (sample index, number of output tokens) of all that end."""
         return self.branching.end_samples(request, samples, reason)
 
     def fail(self, request: Request, error: str) -> Produced:
-        """End a request that cannot go on."""
+        """End a request with an error."""
         return self._end_request(request, error)
 
     def withdraw(self, request: Request, *, is_replaced: bool) -> None:
-        """Take out a request whose client has sent it again; see Queues.withdraw."""
+        """Remove a request that its client has sent again; see Queues.withdraw."""
         self.queues.withdraw(request, is_replaced=is_replaced)
 
     def expire(self, now_s: float) -> list[Produced]:
@@ -137,21 +137,21 @@ class Scheduler:
         return Produced(request, sample, start, [], reason="error", error=error)
 
     def reset_prefix_cache(self, *, stored: bool = False) -> PrefixCacheReset:
-        """Forget every cached block in memory, and with `stored` what is kept on disk; requests that are live go on
-        unharmed. It decides what later steps find, so it belongs into a trace."""
+        """Drop all cached blocks in memory, and with `stored` those on disk. Live requests are not affected. Later
+        steps depend on this, so traces record it."""
         return self.kv.reset_cache(self.queues.unfinished(), stored=stored)
 
     def hold_newcomers(self, *, are_held: bool) -> None:
-        """Let no request run that comes from now on, or let all of them run again."""
+        """Hold back all requests that arrive from now on, or release them."""
         self.queues.hold_newcomers(are_held=are_held)
 
     # ---- workers come and go
 
     def lose_workers(self, cause: str, now_s: float, *, are_ended: bool = False) -> list[Produced]:  # noqa: ARG002
-        """All workers died of `cause`, or `are_ended` by us (a trace alone records which): drop the steps in flight,
-        and let every sequence wait with its tokens.
+        """Drop the steps in flight and let every sequence wait with its tokens: the workers died of `cause`, or the
+        engine ended them (`are_ended`; only traces record the difference).
 
-        Until resume() nothing may be scheduled; requests come and go as ever. Returns the requests that end by it.
+        Until resume() nothing may be scheduled; requests can still be added and ended. Returns the requests that end.
         """
         self.has_workers = False
         convicted = self.quarantine.on_death(now_s)
@@ -160,7 +160,7 @@ class Scheduler:
         return [] if convicted is None else [self._convict(*convicted, cause)]
 
     def _convict(self, request: Request, num_deaths: int, cause: str) -> Produced:
-        """End a request that has killed the workers again and again, so that the others may go on."""
+        """End a request that has killed the workers repeatedly, so that the others can continue."""
         if self.on_decision is not None:
             self.on_decision("convicted", request.sequences[0], {"deaths": num_deaths})
         self.counters.poisoned_requests += 1
@@ -171,7 +171,7 @@ class Scheduler:
         )
 
     def resume(self, generation: int, swap_blocks_per_s: float) -> None:
-        """Go on with new workers, which know nothing yet. Raises ValueError for a generation that is not newer."""
+        """Continue with new workers, which know no sequence yet. Raises ValueError unless `generation` is larger."""
         if generation <= self.generation:
             raise ValueError(f"generation {generation} cannot follow {self.generation}: what is stale must look stale")
         self.generation = generation
@@ -179,28 +179,28 @@ class Scheduler:
         self.rates = self.rates._replace(swap_blocks_per_s=swap_blocks_per_s)
 
     def measured(self, rates: Rates) -> None:
-        """Decide by these rates from now on."""
+        """Use these measured rates from now on."""
         self.rates = rates
         self.kv.measured(rates.prefill_tokens_per_s, rates.load_blocks_per_s)
 
-    # ---- transfers between the pools and a tier that is not memory
+    # ---- transfers between the pools and a storage tier
 
     def stored_keys(self, added: abc.Sequence[bytes], removed: abc.Sequence[bytes]) -> None:
-        """The tier has these contents from now on, and those no more."""
+        """Update the index of the storage tier: keys that it has now, and keys that it has dropped."""
         self.kv.storing.learn(added, removed)
 
     def transferred(self, ticket: int, failed: abc.Sequence[int]) -> None:
-        """A transfer has ended, but for the contents at the places `failed`."""
+        """Complete a transfer. `failed` are the indices of its items that could not be moved."""
         self.kv.storing.ended(ticket, failed)
 
     def transfer_late(self, ticket: int) -> None:
-        """Let nobody wait any longer for a load."""
+        """Stop waiting for a load that is late; sequences that waited for it compute instead."""
         self.kv.storing.give_up(ticket)
 
     # ---- schedule
 
     def schedule(self, now_s: float = 0.0) -> SchedulerOutput | None:
-        """Make the next step. None: there is nothing to compute."""
+        """Make the next step. None: nothing can be computed now."""
         self.meter.time_results(now_s, idle=not self.in_flight)
         while self.quarantine.lets_schedule(self.on_decision):
             step = self._make_step(now_s)
@@ -209,8 +209,7 @@ class Scheduler:
         return None
 
     def _make_step(self, now_s: float) -> SchedulerOutput | None:
-        """Make a step of what can be had now. None: there is nothing to compute, or an empty step has freed something
-        that the next one can use."""
+        """Make one step. None: nothing can be computed, or this attempt only freed blocks that the next can use."""
         queues, max_tokens = self.queues, self.options.max_num_batched_tokens
         self.kv.begin_step()
         view = View(now_s, len(queues.running), len(queues.waiting), self.kv.pool.num_free, max_tokens)
@@ -223,7 +222,7 @@ class Scheduler:
             drafting, num_rows = [sequence for _, sequence in plan.draftable], len(plan.sampling)
             add_drafts(plan, self.kv, self._lengths.choose(drafting, num_rows, self.rates, queues.step))
         while plan.budget == budget and not (self.in_flight or self.kv.is_moving) and queues.running and queues.waiting:
-            # Beams that wait for another beam of their request hold the blocks it needs to come in.
+            # Running beams may wait for another beam of their request, and hold the blocks that it needs.
             victim = queues.running.pop()
             self._preemption.preempt(victim, next(iter(queues.waiting)), plan)
             plan.room, plan.shortest = plan.budget, None
@@ -246,11 +245,11 @@ class Scheduler:
         return output
 
     def _choose_budget(self, view: View) -> int:
-        """The most tokens of the next step: as the policy says, and no more than max_itl_s has time for while anybody
-        waits for a next token. There is always room for one token of each such sequence, for as many prompt tokens as
-        measure their rate, and for an image that cannot be split."""
+        """Token budget of the next step: the policy's, limited to the time of max_itl_s while any stream waits for its
+        next token. It always has room for one token of each of these, for enough prompt tokens to measure their rate,
+        and for an image that must be computed whole."""
         options, budget = self.options, view.max_num_batched_tokens
-        if not options.chunked_prefill:  # prompts cannot be cut to it
+        if not options.chunked_prefill:  # prompts cannot be cut to a smaller budget
             return budget
         if self.policy.choose_budget is not None:
             budget = self.policy.budget(view)
@@ -265,21 +264,21 @@ class Scheduler:
         return budget
 
     def _schedule_decodes(self, plan: StepPlan) -> None:
-        """Give one token to every running sequence that lacks one, and put those that lack more on `plan.prompts`.
+        """Schedule one token of every running sequence that lacks one; append those that lack more to `plan.prompts`.
 
-        This loop runs once per sequence and step: it allocates nothing for a decode that needs no block.
+        This loop runs once per sequence and step: it creates no object for a decode that needs no new block.
         """
         budget, entries, sampling = plan.budget, plan.entries, plan.sampling
         running = self.queues.running
         may_draft = self.queues.may_draft
         index = 0
-        while index < len(running):  # preemption takes from behind `index`, forking adds at the end
+        while index < len(running):  # preemption removes sequences from `index` on, forking appends
             sequence = running[index]
             index += 1
             pending = sequence.num_pending
             end = sequence.num_tokens + pending
             if pending and (end >= sequence.max_len or sequence.request.beam or not sequence.grammar_is_ready):
-                continue  # its last token may be on its way, or what comes next depends on it
+                continue  # the pending token may be its last, or decides what comes next
             if end - sequence.num_computed > 1 or end <= sequence.prompt_end:
                 plan.prompts.append(sequence)
                 continue
@@ -289,7 +288,7 @@ class Scheduler:
             if end > sequence.num_slots:
                 growth = self._preemption.grow(sequence, end, running[index - 1 :], plan)
                 if growth is None:
-                    index -= 1  # it is gone; the next sequence has its index now
+                    index -= 1  # the sequence was preempted; the next one has its index now
                     continue
                 if growth.new_ids:
                     entry = Continue(sequence.handle, 1, growth.new_ids)
@@ -309,7 +308,7 @@ class Scheduler:
     # ---- update
 
     def update(self, result: ModelOutput) -> list[Produced]:
-        """Apply what the workers sampled in the oldest step sent. Raises ProtocolError if it is of another step."""
+        """Apply the workers' result of the oldest step in flight. Raises ProtocolError if it is of another step."""
         self.kv.take_result(result)
         return self._results.apply(self.in_flight.confirm(), result)
 
@@ -323,4 +322,4 @@ class Scheduler:
         """Raise RuntimeError if queues, requests and blocks disagree."""
         self.queues.check_integrity()
         if not self.has_workers and (self.running or self.in_flight or self.queues.entries):
-            raise RuntimeError("there are no workers, but something runs or is on its way to them")
+            raise RuntimeError("there are no workers, but sequences run, or steps or entries are not dropped")

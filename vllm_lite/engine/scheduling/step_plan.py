@@ -1,4 +1,4 @@
-"""StepPlan: the step being scheduled, from an empty budget to the entries that the workers get."""
+"""StepPlan: the step being scheduled: the budget that is left, and the entries for the workers."""
 
 from collections.abc import Callable
 from itertools import zip_longest
@@ -10,24 +10,24 @@ from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.step import Entry
 
 OnDecision = Callable[[str, Sequence | None, dict[str, int | str]], None]
-"""Receives every decision of the scheduler: its code, the sequence it is about, and the numbers behind it."""
+"""Called with every decision of the scheduler: its code, its sequence, and the numbers behind it."""
 
 
 class StepPlan:
     """Contents of a step so far, and the rest of its budget.
 
-    budget         tokens that are left of it
-    room           the part of them that is not reserved for the first running prompt
-    shortest       tokens that the shortest other running prompt lacks, if there is one: a waiting prompt that lacks as
-                   many or more is not admitted with a part of them
-    entries        what the workers get, in the order of the decisions
+    budget         tokens that the step may still compute
+    room           the part of `budget` that is not reserved for the first running prompt
+    shortest       missing tokens of the shortest other running prompt, if there is one: a waiting prompt that lacks as
+                   many or more is admitted only whole
+    entries        entries for the workers, in the order of the decisions
     sampling       sequences that get a token from the step, in the order of its entries
     prompts        running sequences that lack more than one token
-    forked         samples of the prompts that the step completes; each gets its first token from it, too, if it can
-    draftable      sequences that got one token, with the places of their entries, and may draft more
-    drafted        sequences that draft, with the most drafts of each
-    is_cut         the waiting sequence looked at last was not admitted because it would be cut
-    is_arriving    what it lacked was on its way
+    forked         samples forked from prompts that the step completes; each gets its first token here, too, if it can
+    draftable      (index of its entry, sequence) of sequences that decode one token and may draft more
+    drafted        (sequence, maximum number of its drafts) of sequences that draft
+    is_cut         the latest waiting sequence was not admitted because only a part of it would fit into the budget
+    is_arriving    the latest waiting sequence lacks something that is in transfer
     num_looked_up  tokens of waiting sequences that were looked up in the prefix cache
     """
 
@@ -40,7 +40,7 @@ class StepPlan:
         branching: Branching,
         on_decision: OnDecision | None,
     ) -> None:
-        """`view` is what the policy knows of the step."""
+        """`view` is passed to the policy's methods."""
         self.budget = self.room = budget
         self.view = view
         self.rates = rates
@@ -63,8 +63,8 @@ class StepPlan:
         self.room = max(0, self.room - num_tokens)
 
     def serve(self, sequence: Sequence, num_tokens: int) -> None:
-        """Let the step compute `num_tokens` more of a running sequence, whose entry it has. With the last known one it
-        samples the next, and the other samples of a prompt that is complete fork."""
+        """Account for `num_tokens` of a running sequence, whose entry is in the plan. If they include its last known
+        token, the step samples the next one, and the other samples of a completed prompt fork."""
         self.take(num_tokens)
         sequence.num_computed += num_tokens
         left = sequence.num_tokens - sequence.num_computed
@@ -84,5 +84,5 @@ class StepPlan:
 
 
 def joined(first: list[list[int]], then: list[list[int]]) -> list[list[int]]:
-    """The blocks of both, by group."""
+    """Concatenate two lists of block ids per KV group; either may be empty."""
     return [[*had, *more] for had, more in zip_longest(first, then, fillvalue=())]

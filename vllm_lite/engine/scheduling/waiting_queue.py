@@ -1,7 +1,7 @@
-"""Queues of waiting sequences in the order in which to admit them: sorted by a key, or by what tenants have had.
+"""Queues of waiting sequences in order of admission: sorted by a key, or by the tokens served to each tenant.
 
-To enter and to leave costs O(log n) comparisons, and to look at the first few does not depend on how many wait behind
-them. While a queue is iterated over, the sequence met last may leave, and others may come in behind it.
+Adding and removing takes O(log n) comparisons; iterating over the first few does not depend on the queue's length.
+During iteration the latest sequence may be removed, and others may be added behind it.
 """
 
 from bisect import bisect_left, insort
@@ -12,7 +12,7 @@ from vllm_lite.engine.sequence import Sequence, Status
 
 Key = tuple[float, ...]
 MIN_PRUNE = 128
-"""With fewer sequences it is not worth looking for those that have ended."""
+"""Minimum number of sequences, or tenants, before ended ones are pruned."""
 
 
 class SortedQueue:
@@ -37,7 +37,7 @@ class SortedQueue:
         while place < len(entries):
             entry = entries[place]
             yield entry[2]
-            if place < len(entries) and entries[place] is entry:  # else it left, and the next one has its place
+            if place < len(entries) and entries[place] is entry:  # else it was removed, and the next one moved up
                 place += 1
 
     def __len__(self) -> int:
@@ -45,11 +45,11 @@ class SortedQueue:
 
 
 class FairQueue:
-    """Holds one queue for each tenant (`user`). The tenant that was served least comes first.
+    """One queue per tenant (`user`). The tenant that was served least comes first.
 
-    `charge` counts the tokens that are computed for a sequence. A tenant that comes, or comes back, starts level with
-    the one that was served least of the tenants with waiting or running sequences: idle time saves nothing up. Its
-    count is kept as long as there are such tenants.
+    `charge` counts the tokens computed for a sequence. A tenant that enters or returns starts with the smallest count
+    of the tenants with waiting or running sequences, so that idle time earns no credit. Counts are kept as long as
+    there are such tenants.
     """
 
     def __init__(self, key: Callable[[Sequence], Key]) -> None:
@@ -59,8 +59,8 @@ class FairQueue:
         self._served: dict[str | None, float] = {}  # tokens, from a start that all tenants share
         self._order: list[tuple[float, int, str | None]] = []  # tenants that wait, sorted by `served` when last placed
         self._place_of: dict[str | None, tuple[float, int, str | None]] = {}
-        self._charged: set[str | None] = set()  # since they were placed
-        self._running: set[Sequence] = set()  # those charged that have not ended
+        self._charged: set[str | None] = set()  # tenants charged since they were placed in `_order`
+        self._running: set[Sequence] = set()  # charged sequences, ended ones until they are pruned
         self._num_entered = self._num_waiting = 0
         self._next_prune = self._next_forget = MIN_PRUNE
 
@@ -96,7 +96,7 @@ class FairQueue:
             self._prune()
 
     def __iter__(self) -> Iterator[Sequence]:
-        """Within one pass the tokens of the sequences met so far count as served to their tenants."""
+        """Iterate in order of admission; tokens of sequences yielded so far count as served to their tenants."""
         self._settle()
         places = iter(self._order.copy())
         unmet = next(places, None)
@@ -118,9 +118,9 @@ class FairQueue:
         return self._num_waiting
 
     def _enter(self, tenant: str | None) -> None:
-        """Set the count of a tenant that had nothing waiting before."""
+        """Set the count of a tenant that had no waiting sequence."""
         self._settle()
-        if len(self._served) >= self._next_forget:  # most had requests that ended before anything was computed
+        if len(self._served) >= self._next_forget:  # many may be of tenants without live requests
             self._prune()
         level = self._level()
         if level is None:
@@ -129,7 +129,7 @@ class FairQueue:
         self._served[tenant] = max(level, self.served(tenant))
 
     def _settle(self) -> None:
-        """Sort the tenants that were charged anew."""
+        """Sort the charged tenants into `_order` again."""
         for tenant in self._charged & self._queues.keys():
             place = self._place_of[tenant]
             del self._order[bisect_left(self._order, place)]
@@ -137,20 +137,20 @@ class FairQueue:
         self._charged.clear()
 
     def _place(self, tenant: str | None, number: int) -> None:
-        """Sort a tenant in. `number` decides between equals; it stays while the tenant waits, so that iterating changes
-        nothing."""
+        """Sort a tenant into `_order`. `number` decides between equal counts; it stays while the tenant waits, so that
+        iterating does not change the order."""
         place = self._place_of[tenant] = (self._served[tenant], number, tenant)
         insort(self._order, place)
 
     def _level(self) -> float | None:
-        """The least that was served to a tenant with waiting or running sequences. None: there is no such tenant."""
+        """Smallest count of the tenants with waiting or running sequences. None: there is no such tenant."""
         self._running = {sequence for sequence in self._running if sequence.status is not Status.FINISHED}
         self._next_prune = max(MIN_PRUNE, 2 * len(self._running))
         served = [self._served[sequence.request.params.user] for sequence in self._running]
         return min([*served, *(place[0] for place in self._order[:1])], default=None)
 
     def _prune(self) -> None:
-        """Forget sequences that have ended, and tenants that would start at the same count if they came back."""
+        """Forget ended sequences, and tenants that would start with the same count if they came back."""
         level = self._level()
         running = {sequence.request.params.user for sequence in self._running}
         self._served = {
@@ -162,4 +162,4 @@ class FairQueue:
 
 
 WaitingQueue = SortedQueue | FairQueue
-"""A sequence is in a queue once at most. remove() raises KeyError for one that is not in it."""
+"""A sequence is in a queue at most once. remove() raises KeyError for a sequence that is not in the queue."""
