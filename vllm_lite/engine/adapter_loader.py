@@ -1,8 +1,7 @@
-"""AdapterLoader: has the workers load and drop adapters, for clients that ask for it and for requests that wait.
+"""AdapterLoader: has the workers load and drop adapters, as clients ask and as waiting requests need them.
 
-The workers keep so many adapters as the configuration says. One that is wanted beyond that takes the place of another
-one that nobody uses, which is read again from its folder when it is wanted again. So it is after the workers were
-replaced: they begin with none.
+The workers keep at most `max_cpu_loras` adapters. A further one evicts an unused one, which is read again from its
+folder when it is wanted again. New workers start without adapters and read them in the same way.
 """
 
 import time
@@ -24,11 +23,11 @@ logger = log.get(__name__)
 
 Send = Callable[[AdapterAnswer], object]
 Asked = tuple[int, Send]
-"""The number of a client's question, and how it is answered."""
+"""Number of a client's question, and the function that sends the answer."""
 
 
 class AdapterLoader:
-    """Belongs to one engine."""
+    """Loads and drops the adapters of one engine."""
 
     def __init__(
         self,
@@ -37,7 +36,7 @@ class AdapterLoader:
         end_requests: Callable[[Adapter, str], list[Produced]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`end_requests` ends those of an adapter with an error."""
+        """`end_requests(adapter, error)` ends the requests of an adapter."""
         self._scheduler = scheduler
         self._config = config
         self._adapters = scheduler.queues.adapters
@@ -47,21 +46,21 @@ class AdapterLoader:
         self.clock = clock
         self._loading: set[Adapter] = set()
         self._executor: Executor | None = None
-        """The workers that are loading those."""
+        """Executor of the workers that load `_loading`."""
         self.asked: dict[Adapter, list[Asked]] = {}
-        """Who waits for an adapter to be there for the first time."""
+        """Unanswered questions about adapters that have not been loaded once yet."""
 
     @property
     def infos(self) -> tuple[AdapterInfo, ...]:
-        """The adapters as clients know them."""
+        """The listed adapters, as clients receive them."""
         listed = [each for each in self._adapters.listed if each not in self.asked]
         return tuple(AdapterInfo(each.name, each.path, each.parent) for each in listed)
 
-    # ---- what clients ask for
+    # ---- clients' messages
 
     def load(self, message: LoadAdapter, send: Send) -> None:
-        """Load an adapter, or answer that it is there. It gets its name at once, so that requests may wait for it, but
-        for one that is to replace another: that one keeps the name until the new one is there."""
+        """Load an adapter, or answer that it is loaded. A new adapter gets its name at once, so that requests can wait
+        for it. One that replaces another gets the name when it is loaded."""
         question, name = message.question, message.name
         if (refusal := self._refusal(message)) is not None:
             send(AdapterAnswer(question, name, refusal))
@@ -75,7 +74,7 @@ class AdapterLoader:
             self.asked[adapter] = [(question, send)]
         elif adapter in self.asked:
             self.asked[adapter].append((question, send))
-        else:  # sent again, by a client that found another engine
+        else:  # sent again, by a client that has connected to a new engine
             send(AdapterAnswer(question, name))
 
     def _refusal(self, message: LoadAdapter) -> str | None:
@@ -93,7 +92,7 @@ class AdapterLoader:
         return None
 
     def unload(self, message: UnloadAdapter, send: Send) -> None:
-        """Take an adapter's name away. What runs with it goes on, and then its memory is free."""
+        """Remove an adapter's name. Its requests continue; after the last one its memory is freed."""
         adapter = self._adapters.get(message.name)
         if adapter is None:
             text = f"there is no adapter {message.name!r}"
@@ -108,8 +107,8 @@ class AdapterLoader:
     # ---- at the start
 
     def load_configured(self, executor: Executor, stop: Wakeup) -> None:
-        """Load the adapters of the configuration, one after another. Raises ModelError for one that cannot be served,
-        and what blocking.load raises."""
+        """Load the configured adapters, one after another. Raises ModelError for one that cannot be served, and the
+        errors of blocking.load."""
         for module in self._config.lora_modules:
             adapter = self._adapters.make(module.name, module.path, module.base_model_name)
             self._adapters.enlist(adapter)
@@ -128,10 +127,10 @@ class AdapterLoader:
     # ---- in every pass of the engine's loop
 
     def receive(self, executor: Executor, produced: list[Produced]) -> None:
-        """Take what the workers say of adapters. Requests that end by it join `produced`."""
-        if executor is not self._executor:  # others do not know of what was being loaded
+        """Apply the workers' answers about adapters. Requests that end because of them are appended to `produced`."""
+        if executor is not self._executor:  # new workers know nothing of earlier loads
             lost, self._executor, self._loading = self._loading, executor, set()
-            for each in lost:  # its files may be what ended the workers: the next ones are not to meet them
+            for each in lost:  # its files may have killed the workers: the new ones must not read them unasked
                 reason = f"adapter {each.name!r} ({each.path}) was being read when the workers were lost"
                 self._fail(each, f"{reason}; ask again if it is sound", produced, is_missing=False)
         for read in executor.adapters_read():
@@ -147,7 +146,7 @@ class AdapterLoader:
                 self._fail(adapter, read.error, produced, is_missing=read.is_missing)
 
     def send(self, executor: Executor) -> None:
-        """Have the workers load what is wanted, as far as there is room, and drop what nobody will ask for."""
+        """Have the workers load the wanted adapters, as far as there is room, and drop the idle ones."""
         adapters = self._adapters
         for adapter in adapters.idle():
             if adapter not in self._loading and adapter not in self.asked:
@@ -156,7 +155,7 @@ class AdapterLoader:
         for adapter in list(adapters.wanted):
             if adapter in self._loading:
                 continue
-            if adapter.is_loaded or not (adapter.num_requests or adapter in self.asked):  # nobody waits any more
+            if adapter.is_loaded or not (adapter.num_requests or adapter in self.asked):  # no longer needed
                 adapters.wanted.pop(adapter)
                 continue
             if self._num_in_memory() >= adapters.limits.in_memory and not self._evict(executor):
@@ -192,7 +191,7 @@ class AdapterLoader:
         self._answer_all(adapter, None)
 
     def _answer_all(self, adapter: Adapter, error: str | None, *, is_missing: bool = False) -> None:
-        """Tell those who asked for a new adapter that it is there, once that is on the list, or why it is not."""
+        """Answer the questions about a new adapter: with None that it is loaded and listed, or with the error."""
         asked = self.asked.pop(adapter, ())
         if error is None:
             self.on_listed()

@@ -1,7 +1,7 @@
-"""LoRA adapters as the engine knows them: names, numbers, and which of them the workers have in memory.
+"""LoRA adapters in the engine: their names and numbers, and which of them the workers have in memory.
 
-The scheduler asks whether a sequence may run beside those that do (`StepAdapters`), and so it is known which adapters
-are wanted by sequences that wait. `AdapterLoader` has the workers load those. No file is read here.
+The scheduler asks StepAdapters whether a waiting sequence can run beside the running ones; adapters that are missing
+for that become `wanted`, and AdapterLoader has the workers load them. No file is read here.
 """
 
 from collections.abc import Callable, Iterable
@@ -10,14 +10,14 @@ from typing import NamedTuple
 from vllm_lite.engine.sequence import Sequence
 
 MAX_ADAPTERS = 10_000
-"""That clients may have loaded at the same time."""
+"""Maximum number of adapters that clients may have loaded at the same time."""
 
 KEEP_S = 0.1
-"""How long one that has just been loaded is not evicted while requests wait for it."""
+"""Seconds for which a newly loaded adapter is not evicted while requests wait for it."""
 
 
 class Adapter:
-    """One adapter, from the moment at which it was asked for until its last request has ended."""
+    """One adapter, from the first request to load it until it is unloaded and its last request has ended."""
 
     __slots__ = (
         "digest",
@@ -34,20 +34,20 @@ class Adapter:
 
     def __init__(self, number: int, name: str, path: str, parent: str | None = None) -> None:
         self.number = number
-        """Never used again, so that what was cached with it is found by nobody else."""
+        """Unique number that is never reused, so that no other adapter finds KV cached with it."""
         self.name, self.path = name, path
         self.parent = parent
-        """What lists call its base model; None: the model's name."""
+        """Base model shown in lists; None: the model's name."""
         self.is_listed = False
-        """New requests may name it."""
+        """Whether new requests can name it."""
         self.is_loaded = False
-        """The workers have it."""
+        """Whether the workers have it in memory."""
         self.num_requests = 0
         self.last_used = 0
         self.loaded_s = 0.0
         self.digest: bytes | None = None
-        """That of its files, where KV is kept on disk, as a number means nothing there. None until workers have read
-        it; b"" if it cannot be known, or its files have changed between two reads."""
+        """Digest of its files, which names it in KV on disk. None until workers have read the files; b"" if the digest
+        is unknown, or the files have changed between two reads."""
 
     @property
     def cache_key(self) -> str:
@@ -55,8 +55,8 @@ class Adapter:
         return self.digest.hex() if self.digest else str(self.number)
 
     def read_as(self, digest: bytes) -> None:
-        """Workers have read files of this digest. What was computed with others must not be written under it: once
-        they differ, the adapter is known by its number only."""
+        """Set the digest of the files that workers have read. If it differs from an earlier one, the adapter keeps only
+        its number as a key, since KV of both files may be cached."""
         self.digest = digest if self.digest in (None, digest) else b""
 
     def __repr__(self) -> str:
@@ -64,7 +64,7 @@ class Adapter:
 
 
 class AdapterQuota(NamedTuple):
-    """At most so many different ones in a step, and in the memory of the workers. 0: none are served."""
+    """Maximum number of different adapters in a step, and in the workers' memory. 0: none are served."""
 
     in_step: int
     in_memory: int
@@ -77,9 +77,9 @@ class AdapterTable:
         self.limits = limits
         self.by_number: dict[int, Adapter] = {}
         self.wanted: dict[Adapter, None] = {}
-        """Those that are to be loaded, in the order in which they were missed; some are being loaded."""
+        """Adapters to be loaded, or being loaded, in the order in which sequences missed them."""
         self.on_change: Callable[[Adapter], None] | None = None
-        """Called when the workers have got an adapter, or lost it: decisions depend on it."""
+        """Called when the workers have loaded or dropped an adapter; traces record it, as decisions depend on it."""
         self._by_name: dict[str, Adapter] = {}
         self._unlisted: dict[Adapter, None] = {}
         self._num_made = self._num_used = 0
@@ -87,14 +87,14 @@ class AdapterTable:
     # ---- names
 
     def make(self, name: str, path: str, parent: str | None = None) -> Adapter:
-        """A new adapter, which is not listed yet."""
+        """Create an adapter, which is not listed yet."""
         self._num_made += 1
         adapter = self.by_number[self._num_made] = Adapter(self._num_made, name, path, parent)
         self._unlisted[adapter] = None
         return adapter
 
     def forget(self, adapter: Adapter) -> None:
-        """One of idle() is gone."""
+        """Remove an adapter of idle()."""
         del self.by_number[adapter.number], self._unlisted[adapter]
 
     def numbered(self, number: int) -> Adapter:
@@ -112,7 +112,7 @@ class AdapterTable:
         return list(self._by_name.values())
 
     def enlist(self, adapter: Adapter) -> Adapter | None:
-        """New requests get this adapter by its name. Returns the one that they got before."""
+        """List an adapter under its name. Returns the adapter that had the name before."""
         before = self._by_name.get(adapter.name)
         if before is not None:
             self.delist(before)
@@ -122,20 +122,20 @@ class AdapterTable:
         return before
 
     def delist(self, adapter: Adapter) -> None:
-        """New requests get it no more; those that have it go on."""
+        """Remove an adapter from the list; its requests continue."""
         if self._by_name.get(adapter.name) is adapter:
             del self._by_name[adapter.name]
         self._unlisted[adapter] = None
         adapter.is_listed = False
 
     def idle(self) -> list[Adapter]:
-        """Adapters that are not listed and have no request. Asked for in every pass of the loop."""
+        """Adapters that are not listed and have no request. Called in every pass of the loop."""
         return [each for each in self._unlisted if not each.num_requests]
 
-    # ---- what the workers have
+    # ---- the workers' memory
 
     def change(self, adapter: Adapter, *, is_loaded: bool) -> None:
-        """The workers have it from now on, or have it no more."""
+        """Record that the workers have loaded or dropped an adapter."""
         if adapter.is_loaded is not is_loaded:
             adapter.is_loaded = is_loaded
             if self.on_change is not None:
@@ -144,14 +144,14 @@ class AdapterTable:
             self.wanted.pop(adapter, None)
 
     def lose_workers(self) -> None:
-        """Other workers will have none of them until they are wanted. Nobody is notified: it follows from the loss."""
+        """Mark all adapters as not loaded, without on_change: a trace has the loss of the workers itself."""
         for adapter in self.by_number.values():
             adapter.is_loaded = False
 
     def victim(self, running: Iterable[Sequence], now_s: float) -> Adapter | None:
-        """The adapter in memory that is evicted for another one: of those that nobody runs the one that was unused for
-        longest, first of all one without requests. None: there is none now. One that requests wait for is let alone
-        for a while, so that they have a chance to run, and two adapters do not only drive each other out."""
+        """The adapter to evict for another one: not used by a running sequence, preferably without requests, least
+        recently used. None: there is none now. One that requests wait for is spared for KEEP_S after its load, so that
+        they can run and two adapters do not evict each other all the time."""
         used = {sequence.request.adapter for sequence in running}
         free = [
             each
@@ -161,7 +161,7 @@ class AdapterTable:
         return min(free, key=lambda each: (each.num_requests > 0, each.last_used), default=None)
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError if those that are not listed are others than said."""
+        """Raise RuntimeError if the set of unlisted adapters is wrong."""
         unlisted = [each for each in self.by_number.values() if not each.is_listed]
         if set(unlisted) != set(self._unlisted):
             raise RuntimeError(f"{list(self._unlisted)} are said not to be listed, {unlisted} are not")
@@ -169,7 +169,7 @@ class AdapterTable:
     # ---- admission
 
     def of_step(self, running: Iterable[Sequence]) -> "StepAdapters":
-        """The adapters that a step may have beside those of the running sequences."""
+        """The room for adapters in a step, beside those of the running sequences."""
         return StepAdapters(self, running)
 
     def use(self, adapter: Adapter) -> None:
@@ -179,7 +179,7 @@ class AdapterTable:
     def running_and_waiting(
         self, running: Iterable[Sequence], waiting: Iterable[Sequence]
     ) -> tuple[list[str], list[str]]:
-        """The names of adapters that sequences have, for metrics."""
+        """Names of the adapters of running and of waiting sequences, for metrics."""
         if not self.by_number:
             return [], []
         names = [
@@ -198,14 +198,14 @@ class StepAdapters:
         self._taken: set[Adapter] | None = None
 
     def has_room_for(self, sequence: Sequence) -> bool:
-        """As could_take(), but an adapter that is not in memory is wanted from now on."""
+        """As could_take(), and add an adapter that is not in memory to `wanted`."""
         adapter = sequence.request.adapter
         if adapter is not None and not adapter.is_loaded:
             self._adapters.wanted[adapter] = None
         return self.could_take(adapter)
 
     def could_take(self, adapter: Adapter | None) -> bool:
-        """Whether an adapter is in memory, and among those of the step or one more; None: no adapter is needed."""
+        """Whether an adapter is in memory, and the step has it already or can take one more. None always fits."""
         if adapter is None or not adapter.is_loaded:
             return adapter is None
         if self._taken is None:
@@ -214,7 +214,7 @@ class StepAdapters:
         return adapter in self._taken or len(self._taken) < self._adapters.limits.in_step
 
     def add(self, sequence: Sequence) -> None:
-        """The sequence runs from now on."""
+        """Count the adapter of a sequence that was admitted to the step."""
         if (adapter := sequence.request.adapter) is not None:
             self._adapters.use(adapter)
             if self._taken is not None:

@@ -1,9 +1,9 @@
-"""ClientPort: the engine's side of the client wire. It knows who is connected, what each client is owed, who has gone.
+"""ClientPort: the engine's side of the client wire: connected clients, their unsent outputs, and disconnections.
 
-Tokens that come within GATHER_S of the message before them wait and go together: nobody reads a thousand of them a
-second one by one, and every message takes time from the cores that compute. A first token and an end do not wait. For
-a slow reader later tokens are merged into its next message; past a deadline its requests are aborted. The port notices
-that a client has gone by a send that cannot reach it: of outputs, or of the heartbeat for clients with requests.
+Tokens within GATHER_S of the client's previous message wait and are sent together, since every message takes time from
+the cores that compute. First tokens and ends do not wait. For a slow reader, later tokens are merged into its next
+message; past a deadline its requests are aborted. A client has gone when a send cannot reach it, of outputs or of the
+heartbeat for clients with requests.
 """
 
 import sys
@@ -26,20 +26,20 @@ GATHER_S = 0.004
 SLOW_READER_S = 30.0
 MAX_PASS_MESSAGES = 64
 MAX_PASS_S = 0.001
-"""How many messages of clients one pass of the loop takes, and for how long: all clients' tokens wait for its end. The
-transport takes one message of each client after the other, so a client that sends much delays only itself."""
+"""Limits of one pass of the loop, which delays all clients' tokens: messages read, and seconds. The transport reads one
+message of each client in turn, so a client that sends many delays only itself."""
 MAX_REFUSAL_S = 1.0
-"""The same for the messages of all clients that came while an engine tried to start."""
+"""Seconds for reading the messages of clients that came while the engine failed to start."""
 MAX_OWED = 1 << 16
-"""Most outputs that wait for a client that does not read. Above it the client counts as gone."""
+"""Maximum unsent outputs of a client that does not read. Above it the client counts as gone."""
 MIN_LOOK = 64
-"""With fewer clients the port does not check whether those without requests are still there."""
+"""Minimum number of clients before idle ones are checked for disconnection."""
 
 logger = log.get(__name__)
 
 
 class Outbox:
-    """The outputs that one client has not been sent yet, merged per sample."""
+    """Unsent outputs of one client, merged per sample."""
 
     __slots__ = ("busy_since_s", "ended", "open", "sent_s", "urgent")
 
@@ -51,8 +51,8 @@ class Outbox:
         self.busy_since_s: float | None = None
 
     def add(self, output: api.Tokens | api.Finished) -> None:
-        """Merge `output` with what is owed of the same sample. A sample that has ended is left alone, even if another
-        request has its id now."""
+        """Merge `output` with the unsent output of the same sample. The end of an earlier request with the same id is
+        kept apart."""
         sample = output.request_id, output.index
         self.urgent = self.urgent or not output.start or isinstance(output, api.Finished)
         earlier = self.open.get(sample)
@@ -62,22 +62,22 @@ class Outbox:
         self.open[sample] = output if earlier is None else _merge(earlier, output)
 
     def take(self) -> list[api.Tokens | api.Finished]:
-        """All that is owed, in an order that is right for each sample."""
+        """All unsent outputs; those of one sample are in order."""
         return self.ended + list(self.open.values())
 
     def drop(self, count: int) -> None:
-        """So many of what take() gives have gone out, the first ones."""
+        """Remove the first `count` outputs of take(), which have been sent."""
         for sample in list(self.open)[: max(0, count - len(self.ended))]:
             del self.open[sample]
         self.ended = self.ended[count:]
 
     def sent(self, now_s: float) -> None:
-        """All that was owed has gone out."""
+        """Remove all outputs, which have been sent."""
         self.ended, self.open = [], {}
         self.urgent, self.sent_s, self.busy_since_s = False, now_s, None
 
     def may_wait(self, now_s: float) -> bool:
-        """Whether to send what is owed together with what comes next."""
+        """Whether to hold the outputs back and send them together with later ones."""
         return not self.urgent and now_s - self.sent_s < GATHER_S
 
     def __len__(self) -> int:
@@ -85,7 +85,7 @@ class Outbox:
 
 
 class ClientPort:
-    """All clients of one engine."""
+    """The connections of one engine to its clients."""
 
     def __init__(
         self, address: str, epoch: int, tcp: Tcp | None = None, clock: Callable[[], float] = time.monotonic
@@ -102,7 +102,7 @@ class ClientPort:
         self._next_look = MIN_LOOK
 
     def open(self, welcome: api.Welcome) -> None:
-        """The engine can serve: answer the clients that sent Hello while it was starting."""
+        """Start to serve: answer the clients that sent Hello while the engine was starting."""
         self._welcome = welcome
         early, self._early = self._early, {}
         for peer, hello in early.items():
@@ -111,8 +111,8 @@ class ClientPort:
     def receive(
         self, max_messages: int = MAX_PASS_MESSAGES, max_s: float = MAX_PASS_S
     ) -> Iterator[tuple[bytes, api.FromClient]]:
-        """The messages, for one pass of the loop, of clients that have shaken hands; more may be left. The handshake
-        itself and garbage are dealt with here, and count."""
+        """Yield the messages of one pass of the loop, from clients that have completed the handshake; more may be left.
+        Handshakes and malformed messages are handled here, and count towards the limits."""
         until_s = self._clock() + max_s
         for number in range(max_messages):
             if number and self._clock() >= until_s:
@@ -125,7 +125,7 @@ class ClientPort:
                 message = client_to_engine.decode(payload)
             except ProtocolError as error:
                 self.malformed += 1
-                if self.malformed & (self.malformed - 1) == 0:  # 1, 2, 4, 8, ...: garbage is not to fill a disk
+                if self.malformed & (self.malformed - 1) == 0:  # 1, 2, 4, 8, ...: clients must not fill the disk
                     logger.warning("dropped from a client (%d so far): %s", self.malformed, error)
                 request_id = request_named_in(payload)
                 if request_id is not None:
@@ -155,15 +155,15 @@ class ClientPort:
                 self._look()
 
     def _look(self) -> None:
-        """Forget the clients that are owed nothing and have gone, which no other send would notice: flush() and beat()
-        reach those with requests."""
+        """Forget idle clients that have gone, which only a send can detect: flush() and beat() send to all others."""
         nothing = api.OutputBatch(self._epoch, [])
         idle = [peer for peer, outbox in self.clients.items() if not outbox]
         self._forget([peer for peer in idle if self.send(peer, nothing) is Delivery.GONE])
         self._next_look = max(MIN_LOOK, 2 * len(self.clients))
 
     def refuse_all(self, answer: api.Refused | api.Dying) -> bool:
-        """The engine cannot start: send that to all clients that have asked so far. False if none has."""
+        """Send `answer`, the reason why the engine cannot start, to all clients that have sent Hello. False if none
+        has."""
         for _ in self.receive(sys.maxsize, MAX_REFUSAL_S):
             pass
         asked = list(self._early)
@@ -182,10 +182,8 @@ class ClientPort:
             outbox.add(output)
 
     def flush(self, now_s: float, *, at_once: bool = False) -> list[bytes]:
-        """Send what is owed and may not wait, or all `at_once`.
-
-        Returns the clients that are gone or too slow, now forgotten.
-        """
+        """Send the outputs that may not wait, or all `at_once`. Forgets and returns the clients that have gone or are
+        too slow."""
         lost = []
         for peer, outbox in self.clients.items():
             if not outbox or (not at_once and outbox.may_wait(now_s)):
@@ -206,8 +204,8 @@ class ClientPort:
         return self._forget(lost)
 
     def _send_owed(self, peer: bytes, outbox: Outbox) -> Delivery:
-        """Send one message, or several where vectors and logprobs make it longer than a client takes. What does not
-        go out is still owed."""
+        """Send one message, or several if vectors and logprobs make it longer than a client accepts. Outputs that
+        cannot be sent stay in the outbox."""
         count = len(outbox)
         while outputs := outbox.take()[:count]:
             payload = engine_to_client.encode(api.OutputBatch(self._epoch, outputs))
@@ -221,7 +219,7 @@ class ClientPort:
         return Delivery.SENT
 
     def beat(self, now_s: float, step: int, with_requests: set[bytes]) -> list[bytes]:
-        """Send the clients with requests a heartbeat every half second. Returns those that are gone."""
+        """Send a heartbeat to the clients with requests every HEARTBEAT_S. Returns those that are gone."""
         if now_s < self._next_heartbeat_s:
             return []
         self._next_heartbeat_s = now_s + HEARTBEAT_S
@@ -229,7 +227,7 @@ class ClientPort:
         return self._forget([peer for peer in with_requests if self.send(peer, heartbeat) is Delivery.GONE])
 
     def say_recovering(self, reason: str, attempt: int) -> None:
-        """Tell all clients that the workers are being replaced, also those that come before say_recovered()."""
+        """Send all clients, and those that connect before say_recovered(), that the workers are being replaced."""
         self._recovering = api.Recovering(self._epoch, reason, attempt)
         for peer in self.clients:
             self.send(peer, self._recovering)
@@ -240,14 +238,14 @@ class ClientPort:
             self.send(peer, api.Recovered(self._epoch, generation, lost_s))
 
     def say_adapters(self, adapters: tuple[AdapterInfo, ...]) -> None:
-        """Tell all clients, and those that come later, which adapters there are."""
+        """Send the list of adapters to all clients, and to those that connect later."""
         if self._welcome is not None:
             self._welcome = msgspec.structs.replace(self._welcome, adapters=adapters)
         for peer in self.clients:
             self.send(peer, AdapterList(adapters))
 
     def say_dying(self, reason: str, *, is_final: bool) -> None:
-        """Send every client what it is owed, and then the reason why the engine ends."""
+        """Send every client its unsent outputs, and then the reason why the engine ends."""
         self.flush(0.0, at_once=True)
         for peer in self.clients:
             self.send(peer, api.Dying(reason, is_final))
@@ -256,7 +254,7 @@ class ClientPort:
         return any(self.clients.values())
 
     def gathers(self) -> bool:
-        """Whether a client that reads is owed something: flush() is to be called within GATHER_S."""
+        """Whether a client that is not slow has unsent outputs: flush() has to be called within GATHER_S."""
         return any(outbox and outbox.busy_since_s is None for outbox in self.clients.values())
 
     def pollables(self) -> tuple[Pollable, ...]:

@@ -1,21 +1,20 @@
-"""The encoder cache: which media the workers hold vectors of, and how many more each step may compute.
+"""The encoder cache: the media whose vectors the workers hold, and the budget of vectors that each step may compute.
 
-It decides alone: an Encode goes out with the step that first reads a medium, a FreeEncoded before another takes its
-room. A step computes a prompt up to the first medium that it cannot have, which the next step gets. Vectors are needed
-from there until all tokens of the medium are computed, and again if those are computed again; what nobody needs stays
-as long as there is room, the least recently used goes first.
+The engine decides alone: an Encode is sent with the step that first reads a medium, a FreeEncoded before another medium
+takes its room. A step computes a prompt up to the first medium whose vectors it cannot have; the next step continues
+there. Vectors are needed until all tokens of the medium are computed. After that they stay while there is room, and the
+least recently used are dropped first.
 
-Where tokens of a medium see each other both ways, no step may end inside one: it computes all that is left of the
-medium, or nothing of it.
+If the tokens of a medium attend to each other in both directions (`whole_media`), a step computes all remaining tokens
+of the medium or none.
 
-What has to leave the device goes to the host, as far as there is room, and comes back in the step that reads it.
-A tier below may bring vectors, which have their room from the moment that they are sent for. A running sequence
-that comes to a medium before its vectors have arrived has them computed, and does not wait.
+Vectors that leave the device go to the host, if there is room, and return in the step that reads them. The disk tier
+may load vectors, too; their room is taken when the load is requested. A running sequence that reaches a medium before
+its load has ended does not wait: the vectors are computed.
 
-Where no stream is to be held up (max_itl_s, and servers on CPUs), a medium is computed aside while other sequences
-decode, in pieces beside their steps, and one at a time. Prompts wait for its vectors until the workers say that they
-are there, or nobody decodes any more. Where no goal limits the step, `most_beside` limits what it computes of their
-tokens.
+Where streams must not stall (max_itl_s, and servers on CPUs), a medium is computed aside while other sequences decode:
+in pieces beside their steps, one medium at a time. Its prompts wait until the workers report the vectors, or until no
+sequence decodes any more. Without max_itl_s, `most_beside` limits the media tokens of such a step.
 """
 
 from collections import OrderedDict
@@ -32,12 +31,12 @@ from vllm_lite.protocol.stats import Stats
 from vllm_lite.protocol.step import Entry, ModelOutput
 
 MAX_STEP_BYTES = 32 * 1024 * 1024
-"""Contents of media that a step carries to the workers: half of what a message may have."""
+"""Maximum bytes of media content in one step: half the limit of a message."""
 
 
 class EncoderSizes(NamedTuple):
-    """Numbers of vectors: a step computes `budget` at most, unless one medium alone has more; `room` are held, and
-    `host_room` on the host."""
+    """Limits, in vectors: `budget` per step (one larger medium is allowed), `room` on the device, `host_room` on the
+    host."""
 
     budget: int
     room: int
@@ -45,12 +44,12 @@ class EncoderSizes(NamedTuple):
 
 
 def encoder_sizes(max_num_batched_tokens: int, num_on_host: int = 0) -> EncoderSizes:
-    """The sizes for steps of so many tokens: as many vectors, and room for some chats' images."""
+    """Limits for steps of `max_num_batched_tokens`: as many vectors per step, and room for the images of some chats."""
     return EncoderSizes(max_num_batched_tokens, max(MIN_ROOM, max_num_batched_tokens), num_on_host)
 
 
 class EncoderCache(SidePart[None]):
-    """Counts vectors. Who reads a medium holds it until all its tokens are computed, or the sequence stops running."""
+    """Counts vectors. A sequence holds a medium until all its tokens are computed, or the sequence stops running."""
 
     keeps = False
 
@@ -60,27 +59,27 @@ class EncoderCache(SidePart[None]):
         self.sizes = sizes
         self.whole_media = whole_media
         self.num_encoded = 0
-        """Media that were computed, since the start."""
+        """Number of media computed since the start."""
         self._held: OrderedDict[bytes, int] = OrderedDict()
-        """Vectors of each medium that the workers have, the least recently used first."""
+        """Digest -> number of vectors, for media on the device, the least recently used first."""
         self.on_encode: Callable[[Seq, Media], None] | None = None
-        """Called with each medium that the step being scheduled computes, or that has been computed aside, and with the
-        sequence that reads it first."""
+        """Called with (first reader, medium) for each medium that the step being scheduled computes, or that has been
+        computed aside."""
         self._arriving: set[bytes] = set()
-        """Held, and on their way to the workers from a tier below."""
+        """Those of `_held` whose vectors are being loaded from the disk tier."""
         self._on_host: OrderedDict[bytes, int] = OrderedDict()
-        """Vectors of each medium that has left the device for the host, the least recently used first."""
+        """Digest -> number of vectors, for media on the host, the least recently used first."""
         self._readers: dict[Seq, list[Media]] = {}
         self._aside: dict[bytes, tuple[Seq, Media]] = {}
-        """Held, and being computed in pieces; by digest, with the sequence that reads it first."""
+        """Digest -> (first reader, medium), for those of `_held` that are being computed aside."""
         self.others_decode: Callable[[], bool] = lambda: False
-        """Whether sequences decode in the step being scheduled that are not to be held up."""
+        """Whether sequences decode in the step being scheduled that must not stall."""
         self.most_beside: Callable[[], int] | None = None
-        """The most tokens of media that a step computes beside them; None: any number."""
+        """Returns the maximum media tokens of a step beside such sequences; None: no limit."""
         self._given: dict[Seq, int] = {}
-        """How many of these each sequence has of the step being scheduled."""
+        """Media tokens that the step being scheduled gives to each sequence, within `most_beside`."""
         self._doomed: set[bytes] = set()
-        """Held, and to be freed once nobody reads them."""
+        """Those of `_held` to be freed once no sequence reads them."""
         self._entries: list[Entry] = []
         self._budget, self._bytes = sizes.budget, MAX_STEP_BYTES
 
@@ -107,7 +106,7 @@ class EncoderCache(SidePart[None]):
         return entries
 
     def drop_ops(self) -> None:
-        """The workers have gone, and the vectors with them."""
+        """Forget all vectors after the workers were lost."""
         self._held.clear()
         self._on_host.clear()
         self._arriving.clear()
@@ -117,9 +116,8 @@ class EncoderCache(SidePart[None]):
         self._entries.clear()
 
     def reachable(self, sequence: Seq, start: int, count: int) -> int:
-        """As for any part: up to the first medium whose vectors the step cannot have, or in which it may not end, and
-        inside one no more than others that decode leave time for. Media before it are the sequence's until it has
-        computed them."""
+        """Limit `count` to the first medium whose vectors the step cannot have or that it may not cut, and inside a
+        medium to the tokens that decoding sequences leave time for. The sequence holds the media that it reads."""
         count = self._readable(sequence, start, count)
         if (
             count <= 0
@@ -133,11 +131,11 @@ class EncoderCache(SidePart[None]):
         return min(count, first - start) if first > start else self._limited(sequence, count, self.most_beside())
 
     def _limited(self, sequence: Seq, count: int, most: int) -> int:
-        """The part of `count` tokens of a medium that the step still has time for, which is for `most` of all. Who asks
-        first gets half of them, and on asking again those that nobody else has, as prompts share a step's tokens."""
+        """The part of `count` media tokens that fits into the step's `most`. The first sequence to ask gets half of
+        them, and when it asks again those that no other has taken, as prompts share a step's token budget."""
         is_first = not self._given
         self._given.pop(sequence, None)
-        least = 0 if sequence.status is Status.RUNNING else 1  # it comes in, so that those behind it can
+        least = 0 if sequence.status is Status.RUNNING else 1  # so that it is admitted and does not block the queue
         left = most - (most // 2 if is_first else sum(self._given.values()))
         count = min(count, max(least, left))
         self._given[sequence] = count
@@ -158,14 +156,14 @@ class EncoderCache(SidePart[None]):
         return count
 
     def uncut(self, sequence: Seq) -> int:
-        """As for any part: those of the next medium, if it is computed as a whole."""
+        """Number of tokens of the sequence's next medium, if media are computed whole."""
         if not self.whole_media:
             return 0
         ahead = (each.num_tokens for each in sequence.request.media if each.end > sequence.num_computed)
         return next(ahead, 0)
 
     def _get(self, sequence: Seq, medium: Media) -> bool:
-        """Whether the workers have the vectors, or this step can have them computed."""
+        """Whether this step can read the vectors: the workers have them, or compute them with it."""
         if medium.digest in self._on_host:
             return self._promote(medium)
         if self.has(medium.digest):
@@ -194,7 +192,8 @@ class EncoderCache(SidePart[None]):
         return not is_aside
 
     def _is_ready(self, digest: bytes) -> bool:
-        """Whether a step can read vectors that the workers have, or compute aside: the rest of them, if need be."""
+        """Whether a step can read vectors that are held. If they are being computed aside and no sequence decodes any
+        more, the workers compute the rest with this step."""
         if digest in self._aside and not self.others_decode():
             self.learn([digest])
         return digest not in self._aside
@@ -204,7 +203,7 @@ class EncoderCache(SidePart[None]):
             self.learn(result.encoded)
 
     def learn(self, encoded: Iterable[bytes]) -> None:
-        """The workers have computed these media aside, or will have for the step being scheduled."""
+        """Mark media as computed: the workers have finished them aside, or will with the step being scheduled."""
         for digest in encoded:
             if (found := self._aside.pop(digest, None)) is not None:
                 self._is_computed(*found)
@@ -214,7 +213,7 @@ class EncoderCache(SidePart[None]):
             self.on_encode(sequence, medium)
 
     def _make_room(self, num_tokens: int) -> bool:
-        """Free what nobody reads until so many vectors fit; any number does where nothing is held."""
+        """Drop unread media until `num_tokens` vectors fit. Returns whether they do; a single medium always fits."""
         lacking = sum(self._held.values()) + num_tokens - self.sizes.room
         if lacking <= 0:
             return True
@@ -231,8 +230,8 @@ class EncoderCache(SidePart[None]):
         return True
 
     def _demote(self, digests: list[bytes]) -> None:
-        """Move vectors to the host, whose least recently used ones make room; what is too large for it, or not computed
-        yet, is freed."""
+        """Move media to the host, which drops its least recently used ones. Those that are too large for it, doomed or
+        not computed yet are freed."""
         room, on_host = self.sizes.host_room, self._on_host
         gone = self._doomed | self._aside.keys()
         staying = [digest for digest in digests if self._held[digest] <= room and digest not in gone]
@@ -249,8 +248,8 @@ class EncoderCache(SidePart[None]):
             self._entries.append(FreeEncoded(sorted(leaving)))
 
     def _promote(self, medium: Media) -> bool:
-        """Move vectors back to the device. False: there is no room yet."""
-        digest, size = medium.digest, self._on_host.pop(medium.digest)  # what makes room for them must not drop them
+        """Move a medium's vectors back to the device. False: there is no room yet."""
+        digest, size = medium.digest, self._on_host.pop(medium.digest)  # so that _make_room() does not drop them
         if not self._make_room(size):
             self._on_host[digest] = size
             return False
@@ -259,7 +258,7 @@ class EncoderCache(SidePart[None]):
         return True
 
     def _read(self) -> set[bytes]:
-        """Media that must stay: those that are read, and those that are on their way."""
+        """Digests of media that must stay: those that sequences read, and those being loaded."""
         return {medium.digest for media in self._readers.values() for medium in media} | self._arriving
 
     def _free(self, digests: set[bytes] | list[bytes]) -> None:
@@ -270,21 +269,21 @@ class EncoderCache(SidePart[None]):
             self._aside.pop(digest, None)
             self._doomed.discard(digest)
 
-    # ---- vectors from a tier below
+    # ---- vectors from the disk tier
 
     def has(self, digest: bytes) -> bool:
         """Whether the workers have the vectors, on the device or on the host."""
         return (digest in self._held and digest not in self._arriving) or digest in self._on_host
 
     def touch(self, digest: bytes) -> None:
-        """Count as used just now what is there."""
+        """Mark a medium as just used, wherever its vectors are."""
         for place in (self._held, self._on_host):
             if digest in place:
                 place.move_to_end(digest)
 
     def expect(self, medium: Media) -> bool:
-        """Take room for vectors that are about to be sent for. False: there is none, or the workers have still to
-        forget the ones that they had."""
+        """Take room for vectors that are about to be loaded. False: there is none, or a FreeEncoded of the same medium
+        has not been sent yet."""
         entries = (entry.digests for entry in self._entries if isinstance(entry, FreeEncoded))
         if any(medium.digest in digests for digests in entries) or not self._make_room(medium.num_tokens):
             return False
@@ -293,14 +292,15 @@ class EncoderCache(SidePart[None]):
         return True
 
     def give_up(self, digest: bytes) -> None:
-        """Expect vectors no longer, though they may still arrive."""
+        """Stop expecting vectors that are being loaded; they may still arrive."""
         if digest in self._arriving:
             self._arriving.discard(digest)
             self._doomed.discard(digest)
             del self._held[digest]
 
     def arrived(self, digest: bytes, *, is_there: bool) -> None:
-        """Vectors have arrived at the workers, or not at all of them. What nobody expects any longer is freed there."""
+        """Complete a load of vectors. `is_there`: all workers have them. Vectors that are no longer expected are freed
+        there."""
         if digest in self._arriving and is_there:
             self._arriving.discard(digest)
             return
@@ -329,7 +329,7 @@ class EncoderCache(SidePart[None]):
     # ---- forgetting and reporting
 
     def reset(self) -> Forgotten:
-        """As for any part. Media that are read by now go once they have been."""
+        """Drop all media, those that sequences read as soon as they have been read."""
         read = self._read()
         if self._on_host:
             self._entries.append(FreeEncoded(sorted(self._on_host)))
@@ -355,7 +355,7 @@ class EncoderCache(SidePart[None]):
 
 
 class AnyLength:
-    """Vectors do not bound how much of a sequence is found: who needs them has them computed."""
+    """Search that limits no prefix: missing vectors are computed."""
 
     def longest(self, num_blocks: int) -> int:
         return num_blocks

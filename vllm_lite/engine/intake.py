@@ -1,4 +1,4 @@
-"""Intake: what clients ask for becomes requests of the scheduler, or is refused with the numbers."""
+"""Intake: checks clients' messages and turns them into requests of the scheduler, or refuses them with the numbers."""
 
 from collections import abc
 from hashlib import blake2b
@@ -21,15 +21,15 @@ from vllm_lite.protocol.pooling import MAX_POOLED_BYTES, TOKEN_TASKS, PoolerInfo
 from vllm_lite.protocol.spans import Media
 
 MAX_HELD_BYTES = 16 * MAX_CONTENT_BYTES
-"""Contents of media of all live requests."""
+"""Maximum bytes of media contents of all live requests together."""
 MAX_PROMPT_SCORES = 1 << 21
-"""Most logprobs of one prompt: as many as fit into one message, about 32 MiB."""
+"""Maximum logprobs of one prompt: as many as fit into one message, about 32 MiB."""
 
 
 class Attached(NamedTuple):
-    """An accepted Generate. `resend` are the tokens the client lacks; `done` ends the samples of which it lacks nothing
-    else; `replaced` is another client whose stream this one took over, when its first open sample had `replaced_at`
-    tokens."""
+    """An accepted Generate. `resend`: tokens that the client lacks. `done`: ends of samples of which it has all tokens.
+    `replaced`: another client whose stream this one took over; `replaced_at`: output tokens of the first open sample at
+    that time."""
 
     request: Request
     resend: list[int]
@@ -39,19 +39,18 @@ class Attached(NamedTuple):
 
 
 class ModelFacts(NamedTuple):
-    """Facts about the model: the size of its vocabulary, tokens that end a sequence, its pooler, and the kinds of media
-    that it takes."""
+    """Facts about the model: vocabulary size, EOS token ids, its pooler, and the kinds of media that it takes."""
 
     vocab_size: int
     eos: frozenset[int]
     pooler: PoolerInfo = PoolerInfo()
     media_kinds: frozenset[str] = frozenset()
     media_token_bytes: int = 0
-    """Bytes of a medium's content for each of its tokens; 0: nothing reads contents."""
+    """Bytes of media content per token; 0: the model reads no contents."""
     media_bytes_vary: bool = False
-    """Whether a content may have fewer bytes than that."""
+    """Whether a content may have fewer bytes per token."""
     whole_media: bool = False
-    """Whether a step computes all of a medium, or nothing of it."""
+    """Whether each medium is computed in one step."""
 
     @classmethod
     def of(cls, ready: Ready) -> "ModelFacts":
@@ -60,7 +59,7 @@ class ModelFacts(NamedTuple):
 
 
 class Intake:
-    """Checks messages and makes requests of them. It reads time from `clock` only."""
+    """Checks messages and creates requests from them. It reads time from `clock` only."""
 
     def __init__(self, scheduler: Scheduler, model: ModelFacts, clock: abc.Callable[[], float]) -> None:
         self._scheduler = scheduler
@@ -68,7 +67,7 @@ class Intake:
         self._clock = clock
 
     def add(self, client: bytes, message: Generate) -> Attached:
-        """Accept a request, or attach `client` to a known one. Raises RequestError; nothing else is disturbed."""
+        """Accept a request, or attach `client` to a known one. Raises RequestError, which leaves all else unchanged."""
         known = self._scheduler.requests.get(message.request_id)
         if known is not None:
             _check_same(known, message)
@@ -79,7 +78,7 @@ class Intake:
         done = _end_complete(request)
         self._scheduler.meter.now_s = self._clock()
         replaced, replaced_at = None, 0
-        if known is not None:  # it begins anew behind what its client has, and finds its KV in the cache
+        if known is not None:  # replaced by a request that continues after the client's tokens, from cached KV
             if known.client != client:
                 replaced, replaced_at = known.client, known.open_samples()[0][1]
             goes_on = bool(request.sequences)
@@ -118,7 +117,7 @@ class Intake:
         return child
 
     def _adapter_of(self, message: Generate) -> Adapter | None:
-        """Raises RequestError for a name that is none of an adapter."""
+        """The adapter that the message names, or None. Raises RequestError for an unknown name."""
         if not message.adapter:
             return None
         adapter = self._scheduler.queues.adapters.get(message.adapter)
@@ -147,11 +146,11 @@ class Intake:
                 f"prompt_logprobs of {params.prompt_logprobs} for {num_prompt} prompt tokens are more than "
                 f"{MAX_PROMPT_SCORES} numbers; ask for fewer"
             )
-        max_len = self._scheduler.max_len  # context and KV cache hold no more, whatever `max_tokens` says
+        max_len = self._scheduler.max_len  # the limit of context and KV cache
         if params.max_tokens is not None:
             max_len = min(max_len, num_prompt + params.max_tokens)
         if message.pooling is not None:
-            max_len = num_prompt + 1  # where it would end if it got a token, which it does not
+            max_len = num_prompt + 1  # room for one token, which a pooled prompt never gets
         request = Request(message, client, max_len, stop_ids(params, self._model.eos), adapter)
         num_choices = self._model.vocab_size - len(request.stop_ids)
         if request.beam is not None and params.n > num_choices:
@@ -161,7 +160,7 @@ class Intake:
         return request
 
     def _pooling(self, asked: Pooling | None, num_prompt: int) -> Pooling | None:
-        """Check what is asked of the pooler, and say what it needs for that. Raises RequestError."""
+        """Check the pooling parameters, and set whether they read all tokens of the prompt. Raises RequestError."""
         if asked is None:
             return None
         model = self._model.pooler
@@ -181,7 +180,7 @@ class Intake:
         return msgspec.structs.replace(asked, reads_all=reads_all)
 
     def _check_content(self, message: Generate) -> None:
-        """Check the tokens of a Generate: their numbers before anything reads millions of them."""
+        """Check the tokens and media of a Generate: first their numbers, before reading millions of tokens."""
         num_prompt, max_tokens = _num_tokens("prompt", message.prompt), message.params.max_tokens
         if not num_prompt:
             raise RequestError("the prompt is empty; at least one token is needed")
@@ -214,13 +213,13 @@ class Intake:
             self._check_contents(message)
 
     def _check_tokens(self, what: str, data: bytes) -> None:
-        """Raises RequestError if `data` has a token id that is not in the vocabulary."""
+        """Raise RequestError if `data` has a token id that is not in the vocabulary."""
         largest = max(unpack_tokens(data), default=0)
         if largest >= self._model.vocab_size:
             raise RequestError(f"token ids must be below {self._model.vocab_size}, the {what} holds {largest}")
 
     def _check_media(self, media: abc.Sequence[Media], num_prompt: int) -> None:
-        """Raises RequestError for media that the model does not take, or that do not lie apart and in order."""
+        """Raise RequestError for media that the model does not take, that overlap or are out of order."""
         end, kinds = 0, self._model.media_kinds
         for medium in media:
             if medium.kind not in kinds:
@@ -234,8 +233,7 @@ class Intake:
             end = medium.end
 
     def _check_contents(self, message: Generate) -> None:
-        """Raises RequestError unless there is as much to read of each medium as its tokens need, and room to hold
-        it."""
+        """Raise RequestError unless each medium's content has the size that its tokens need, and there is room."""
         sizes = {each.digest: len(each.content) for each in message.contents}
         for medium in message.media:
             need, have = medium.num_tokens * self._model.media_token_bytes, sizes.get(medium.digest, 0)
@@ -254,7 +252,7 @@ class Intake:
             raise RequestError(f"live requests hold {held} bytes of media, at most {MAX_HELD_BYTES}; send it later")
 
     def _check_whole(self, medium: Media) -> None:
-        """Raises RequestError for a medium that does not fit into a step beside one token of each other sequence."""
+        """Raise RequestError for a medium that does not fit into a step beside one token of each other sequence."""
         options = self._scheduler.options
         budget, others = options.max_num_batched_tokens, options.max_num_seqs - 1
         if medium.num_tokens + others > budget:
@@ -276,7 +274,7 @@ class Intake:
 
 
 def _check_same(known: Request, message: Generate) -> None:
-    """Raises RequestError if `message` is not the live request that has its id, sent again."""
+    """Raise RequestError unless `message` is the live request `known`, sent again."""
     if known.sequences[0].tokens[: known.num_prompt].tobytes() != message.prompt:
         raise RequestError(f"request id {message.request_id!r} is in use for another prompt; choose another id")
     if known.media != message.media:
@@ -295,14 +293,14 @@ def _check_same(known: Request, message: Generate) -> None:
 
 
 def _can_resend(request: Request) -> bool:
-    """Whether its tokens are all that a client can lack of a live request. Logprobs are not kept."""
+    """Whether tokens are all that a client of `request` can lack, since logprobs are not kept."""
     params = request.params
     is_single = request.num_samples == 1 and request.beam is None
     return is_single and params.logprobs is None and params.prompt_logprobs is None
 
 
 def _attach(request: Request, client: bytes, message: Generate) -> Attached:
-    """Let the stream of a live request go on to `client`, from the first token that it lacks."""
+    """Continue the stream of a live request to `client`, from the first token that the client lacks."""
     sequence: Sequence = request.sequences[0]
     if message.have > sequence.num_output:
         raise RequestError(f"{message.have} tokens were claimed, but only {sequence.num_output} were generated")
@@ -313,7 +311,7 @@ def _attach(request: Request, client: bytes, message: Generate) -> Attached:
 
 
 def _end_complete(request: Request) -> list[Produced]:
-    """Take from a new request the samples whose last token is known already: their client lacks only the end."""
+    """Remove the samples of a new request that are complete already, and return their ends, which the client lacks."""
     done = []
     for sequence in list(request.sequences):
         reason = sequence.finish_reason(sequence.tokens[-1]) if sequence.num_output else None
@@ -324,7 +322,7 @@ def _end_complete(request: Request) -> list[Produced]:
 
 
 def _check_samples(message: Generate) -> None:
-    """Raises RequestError if the samples of a Generate are none that its request can have."""
+    """Raise RequestError if the request of a Generate cannot have its samples."""
     if not message.samples:
         return
     params, indices = message.params, [sample.index for sample in message.samples]
@@ -337,7 +335,7 @@ def _check_samples(message: Generate) -> None:
 
 
 def _with_seed(message: Generate) -> SamplingParams:
-    """The parameters with a seed. If the client draws none, it still gets the same tokens for the same request id."""
+    """The message's parameters with a seed: the client's, or one that depends on nothing but the request id."""
     if message.params.seed is not None:
         return message.params
     seed = int.from_bytes(blake2b(message.request_id.encode(), digest_size=8).digest(), "little")
@@ -345,7 +343,7 @@ def _with_seed(message: Generate) -> SamplingParams:
 
 
 def _difference(known: SamplingParams, asked: SamplingParams) -> str | None:
-    """Name the first parameter that is not the same. Only numbers are shown: other values may be long, or a secret."""
+    """The first parameter that differs, with its values if they are numbers: others may be long, or secret."""
     asked = msgspec.structs.replace(asked, deadline_ms=known.deadline_ms)  # a client sends what is left of it
     if known == asked:
         return None
@@ -358,12 +356,12 @@ def _difference(known: SamplingParams, asked: SamplingParams) -> str | None:
 
 
 def _listed(tasks: abc.Sequence[str]) -> str:
-    """ "embed or classify"."""
+    """Join task names: "embed or classify"."""
     return " or ".join(tasks)
 
 
 def _num_tokens(what: str, data: bytes) -> int:
-    """Number of token ids in `data`. Raises RequestError if that is no whole number."""
+    """Number of token ids in `data`. Raises RequestError unless its length is a multiple of 4."""
     if len(data) % 4:
         raise RequestError(f"{what} must be u32 token ids, got {len(data)} bytes, which is not a multiple of 4")
     return len(data) // 4

@@ -1,4 +1,4 @@
-"""State of an engine after its operations, kept in a file for the one that takes its place if it dies."""
+"""KeptState: the paused or sleeping state of an engine and its weights, in a file for the engine that replaces it."""
 
 import os
 from pathlib import Path
@@ -15,9 +15,9 @@ logger = log.get(__name__)
 
 
 class KeptState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`model` is the folder whose weights are served. An engine that is asleep has no workers that could say what
-    `ready` says, and how many blocks its pools have. `asked` is a pause or a sleep that was under way: it still waited
-    for requests to end."""
+    """`model` is the folder whose weights are served. `ready` and the numbers of blocks are only set while the engine
+    is asleep and has no workers to report them. `asked` is a pause or sleep that was still waiting for requests to
+    end."""
 
     model: str
     is_paused: bool = False
@@ -29,7 +29,7 @@ class KeptState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def keep(run_dir: str, state: KeptState) -> None:
-    """Write the file anew. Where that is impossible the engine goes on, and the log says what is lost."""
+    """Replace the file. If that fails, the engine continues and logs a warning."""
     path = Path(run_dir) / FILE
     new = path.with_suffix(".new")
     try:
@@ -40,7 +40,7 @@ def keep(run_dir: str, state: KeptState) -> None:
 
 
 def kept(run_dir: str) -> KeptState | None:
-    """State that an earlier engine has kept; None if there is none, or if it cannot be read, which the log says."""
+    """The state that an earlier engine has kept; None if there is none, or if it cannot be read, which is logged."""
     try:
         return msgspec.msgpack.decode((Path(run_dir) / FILE).read_bytes(), type=KeptState)
     except FileNotFoundError:

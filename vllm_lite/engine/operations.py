@@ -1,14 +1,14 @@
-"""Operations: pause, sleep, other weights, while the engine's loop goes on.
+"""Operations: pause, sleep, weight updates and profiles, while the engine's loop goes on.
 
-One operation is carried out after the other, in small parts as a Recovery is: advance() is called in every pass of the
-loop and never waits. Nothing is scheduled while the engine is paused or asleep; requests come, wait, end and pass
-their deadlines as ever. An engine that sleeps has no workers at all: to wake is to start a group anew, from the files,
-and other weights are a group that loads another folder. To the scheduler both are workers that were lost and replaced,
-so that every sequence goes on behind the tokens it has, and a replay decides the same.
+Operations run one after the other, as generators: advance() is called in every pass of the loop and never blocks.
+Nothing is scheduled while the engine is paused or asleep, but requests can still be added, aborted and expire. A
+sleeping engine has no workers: waking up starts a new group that loads the files, and a weight update starts a group
+that loads another folder. The scheduler sees both as workers that were lost and replaced, so that every sequence
+continues after its tokens, and replays make the same decisions.
 
-What an operation has changed is kept in a file: an engine that takes the place of this one is paused or asleep as well,
-and serves the same weights. A pause or a sleep is kept there from its beginning: if the engine dies while requests are
-still to end, the next one goes on with it.
+The resulting state is kept in a file, so that an engine which replaces this one is paused or asleep as well and serves
+the same weights. A pause or sleep is stored when it begins: if the engine dies while requests have still to end, the
+next engine completes it.
 """
 
 import threading
@@ -36,25 +36,25 @@ if TYPE_CHECKING:
     from vllm_lite.checkpoint.replacement import Weights
 
 MAX_LOADS = 3
-"""How often workers that die while they load are started before that is the answer."""
+"""Number of times that workers are started before dying during the load becomes the operation's error."""
 PROFILE_TIMEOUT_S = 300.0
-"""For workers to write what they have found."""
+"""Seconds for workers to begin a profile, or to write it."""
 REATTACH_S = 2.0
-"""For clients to find an engine that takes the place of another one, and to send it what has not ended."""
+"""Seconds for clients to connect to an engine that replaces another one, and to send it their unfinished requests."""
 REST_S = 1.0
-"""How long an engine that has gone to sleep waits before a worker imports torch for its wake: a router loads another
-model in that second, and needs the cores."""
+"""Seconds after falling asleep before a worker process imports torch for the wake-up: a router loads another model in
+that time, and needs the cores."""
 _MEMORY = frozenset({"weights", "kv_cache"})
 
 logger = log.get(__name__)
 
 T = TypeVar("T")
 Stages = Generator[None, None, None]
-"""What an operation does; it yields where there is something to wait for."""
+"""An operation in progress; it yields whenever it has to wait."""
 
 
 class Operations:
-    """Operations that clients ask of the engine itself, and their progress."""
+    """Queue and progress of the operations that clients request."""
 
     def __init__(
         self,
@@ -75,25 +75,26 @@ class Operations:
         self._asked: deque[tuple[bytes, wire.Operation]] = deque()
         self._stages: Iterator[None] | None = None
         self._awake: set[str] = set()
-        """What has been named by WakeUp since the engine sleeps."""
+        """Tags of the WakeUp messages since the engine fell asleep."""
         self._prepares_s: float | None = None
-        """When a worker is started that waits for the wake; None: none is to be."""
+        """Time at which to start the processes for the wake-up; None: do not."""
         self._served: Weights | None = None
-        """What is served, once it is known from a check."""
+        """The served weights, if a check has read them."""
         self._counters.model = groups.model
 
     @property
     def is_on(self) -> bool:
-        """Whether something is being done."""
+        """Whether an operation runs or is queued."""
         return self._stages is not None or bool(self._asked)
 
     @property
     def looks_soon(self) -> bool:
-        """Whether there is something to go on with though nobody says anything."""
+        """Whether advance() has to be called soon, even without a message."""
         return self.is_on or self._prepares_s is not None
 
     def restore(self, state: KeptState) -> None:
-        """Be as an earlier engine was, and do what it was about to. One that sleeps was made without workers."""
+        """Take over the state of an earlier engine, and complete its pending operation. A sleeping engine was started
+        without workers."""
         counters = self._counters
         counters.is_paused, counters.sleep_level = state.is_paused, state.sleep_level
         if state.ready is not None:
@@ -103,11 +104,11 @@ class Operations:
             self._stages = self._go_on(state.asked)
 
     def ask(self, peer: bytes, message: wire.Operation) -> None:
-        """Do what a client wants, once all before it is done. It gets an OperationDone."""
+        """Queue a client's operation; an OperationDone is its answer."""
         self._asked.append((peer, message))
 
     def advance(self) -> bool:
-        """Go on as far as is possible at once. True if there are workers that compute."""
+        """Advance the operations without blocking. Returns whether there are workers that compute."""
         while self.is_on:
             self._stages = self._stages or self._answer(*self._asked.popleft())
             try:
@@ -120,12 +121,12 @@ class Operations:
             self._prepare_wake()
         has_workers = self._core.scheduler.has_workers
         if not has_workers and not self.is_on:
-            self._groups.executor.has_ended()  # whatever it still has to say would end every wait at once
+            self._groups.executor.has_ended()  # reads messages that would otherwise end every wait at once
         return has_workers
 
     def _go_on(self, message: wire.PauseGeneration | wire.Sleep) -> Stages:
-        """Do what was asked of an earlier engine. The requests that it had come back first; others that come with them
-        are treated alike."""
+        """Complete an operation of an earlier engine. First wait REATTACH_S for the clients to send its requests again;
+        new requests that arrive in that time are treated alike."""
         until_s = self._clock() + REATTACH_S
         while message.mode != "keep" and self._clock() < until_s and not self._is_called_off:
             yield
@@ -133,7 +134,7 @@ class Operations:
 
     @property
     def _is_called_off(self) -> bool:
-        """Whether the engine is to be resumed next."""
+        """Whether a ResumeGeneration is queued."""
         return any(isinstance(message, wire.ResumeGeneration) for _, message in self._asked)
 
     def _answer(self, peer: bytes | None, message: wire.Operation) -> Stages:
@@ -188,7 +189,7 @@ class Operations:
         self._keep(message)
         yield from self._empty(message.mode)
         self._awake.clear()
-        if not level:  # a deeper sleep stays one
+        if not level:  # an engine in a deeper sleep stays in it
             counters.sleep_level = counters.sleep_level or 0
             return
         counters.sleep_level = level
@@ -219,7 +220,7 @@ class Operations:
     def _update_weights(self, message: wire.UpdateWeights) -> Stages:
         folder, before, groups = str(Path(message.model).absolute()), self._groups.model, self._groups
         found = yield from _in_thread(lambda: self._check_folder(folder))
-        if not self._core.scheduler.has_workers:  # asleep: they are loaded when it wakes
+        if not self._core.scheduler.has_workers:  # asleep: the weights are loaded by the wake-up
             groups.model, self._served = folder, found
             return
         groups.prepare_next()  # the old ones serve while these import what they need
@@ -238,7 +239,7 @@ class Operations:
         self._served = found
 
     def _profile(self, message: BeginProfile | EndProfile) -> Stages:
-        """Have the workers begin or end a profile; steps go on meanwhile, but for what writing it takes."""
+        """Have the workers begin or end a profile. Steps go on, except while a profile is written."""
         profiler, executor = self._config.profiler_config, self._groups.executor
         if profiler is None or profiler.profiler is None:
             raise ConfigError(
@@ -257,7 +258,7 @@ class Operations:
             raise ConfigError("; ".join(errors))
 
     def _load_again(self, cause: VllmLiteError) -> Stages:
-        """The weights before, as others could not be loaded. If they cannot either, the engine sleeps."""
+        """Load the previous weights again after an update failed of `cause`. If that fails, too, the engine sleeps."""
         try:
             yield from self._load()
         except (EngineError, ModelError, ConfigError) as error:
@@ -267,11 +268,11 @@ class Operations:
                 "other weights"
             ) from error
 
-    # ---- their parts
+    # ---- parts of operations
 
     def _empty(self, mode: wire.PauseMode) -> Stages:
-        """See that nothing is computed any more: what there is ends, or is kept. Raises EngineError if it is resumed
-        before all have ended."""
+        """Pause the scheduler after requests have ended ("wait"), were aborted ("abort") or were kept ("keep"), and
+        wait for the steps in flight. Raises EngineError if the engine is resumed before the requests have ended."""
         core = self._core
         if mode == "wait" and not core.scheduler.is_paused:
             core.hold_newcomers(are_held=True)
@@ -296,15 +297,15 @@ class Operations:
             self._port.push(client, api.Finished(request_id, start, [], "abort", index=index))
 
     def _end_workers(self, why: str, writes_s: float) -> Stages:
-        """`writes_s`: the time that they get to write what has ended."""
+        """End the workers because of `why`, after at most `writes_s` seconds for writing ended chats to disk."""
         if self._core.transfers is not None:
             yield from self._core.transfers.last_writes(writes_s)
         self._core.lose_workers(why, are_ended=True)
         yield from self._groups.end()
 
     def _load(self) -> Stages:
-        """Have workers load `groups.model`, and go on with them. Raises EngineError, ModelError or ConfigError; then
-        there are none."""
+        """Start workers that load `groups.model`, and resume with them. Raises EngineError, ModelError or ConfigError;
+        then there are no workers."""
         groups, core, self._prepares_s = self._groups, self._core, None
         for attempt in range(1, MAX_LOADS + 1):
             try:
@@ -325,21 +326,22 @@ class Operations:
                 return
 
     def _check_folder(self, folder: str) -> "Weights":
-        """Read the headers of a checkpoint. Raises ModelError if it is not one of the model that is served."""
-        from vllm_lite.checkpoint.replacement import check_same_model, read_weights  # what no start should wait for
+        """Read the headers of a checkpoint. Raises ModelError if it is not of the model that is served."""
+        from vllm_lite.checkpoint.replacement import check_same_model, read_weights  # imported only when needed
 
         config, served = self._config, self._served
         has_files = config.load_format != "dummy"
         found = read_weights(folder, config.model_impl, has_files=has_files)
         if served is None:
-            with suppress(ModelError):  # the files are gone; workers will say whether the new ones fit
+            with suppress(ModelError):  # the served files are gone; the load will show whether the new ones fit
                 served = read_weights(self._groups.model, config.model_impl, has_files=has_files)
         if served is not None:
             check_same_model(folder, found, served)
         return found
 
     def _settle(self, asked: wire.PauseGeneration | wire.Sleep | None = None) -> None:
-        """An operation has ended, however: say what holds from here on, and keep it for the next engine."""
+        """After an operation, successful or not: update scheduler and counters, and keep the state for the next
+        engine."""
         core, counters, groups = self._core, self._counters, self._groups
         counters.model, counters.recovering = groups.model, ""
         counters.generation = groups.generation
@@ -348,26 +350,26 @@ class Operations:
         self._keep(asked)
 
     def _keep(self, asked: wire.PauseGeneration | wire.Sleep | None) -> None:
-        """Keep what holds now, and what has been asked for, for the next engine."""
+        """Keep the state and the pending operation for the next engine."""
         counters, groups = self._counters, self._groups
         sizes = (None, 0, 0) if self._core.scheduler.has_workers else groups.sizes
         self._keep_state(KeptState(groups.model, counters.is_paused, counters.sleep_level, *sizes, asked))
 
 
 def _mode(message: wire.Operation) -> wire.PauseMode:
-    """The mode in which requests are paused; "wait" if none have to be."""
+    """The mode in which an operation pauses requests; "wait" for one that pauses none."""
     return message.mode if isinstance(message, wire.PauseGeneration | wire.Sleep | wire.UpdateWeights) else "wait"
 
 
 def _in_thread(work: Callable[[], T]) -> Generator[None, None, T]:
-    """Run `work` in a thread, and return or raise what it does: disks may be slow, and the loop continues meanwhile."""
+    """Run `work` in a thread and return its result or raise its error, so that a slow disk does not block the loop."""
     results: list[T] = []
     errors: list[BaseException] = []
 
     def run() -> None:
         try:
             results.append(work())
-        except BaseException as error:  # it is raised again below
+        except BaseException as error:  # raised again below
             errors.append(error)
 
     thread = threading.Thread(target=run, name="checks a checkpoint", daemon=True)

@@ -1,4 +1,4 @@
-"""Request: what one client asked for, as one sequence per sample; and Produced: what it gets from each step."""
+"""Request: one client request with one sequence per sample; and Produced: the output of a step for one sample."""
 
 from array import array
 from collections import abc
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # adapters know sequences
 
 
 class Produced(NamedTuple):
-    """Output of one step for one sample: tokens that begin at output position `start`. `reason` is None until it
+    """Output of one step for one sample: tokens from output position `start` on. `reason` is None until the sample
     ends."""
 
     request: "Request"
@@ -32,13 +32,13 @@ class Produced(NamedTuple):
 
 
 class Request:
-    """`num_samples` sequences share one prompt. All but the first fork from it once the prompt is computed.
+    """`num_samples` sequences that share one prompt. All but the first fork from it once the prompt is computed.
 
-    A request that is sent again with samples that have tokens begins with a sequence for each of them instead, and they
-    share the prompt's blocks through the prefix cache alone.
+    A request that is sent again with samples that have tokens starts with one sequence for each of them instead; these
+    share the prompt's blocks only through the prefix cache.
 
-    `media` have placeholders in the prompt, and are part of the hash of every block with such placeholders;
-    `contents` has what an encoder reads of them, by their digests.
+    `media` have placeholders in the prompt and enter the hash of every block with placeholders; `contents` maps their
+    digests to the encoder's input.
     """
 
     def __init__(
@@ -56,15 +56,15 @@ class Request:
         self.context = message.context
         self.params = message.params
         self.pooling = message.pooling
-        """What is made of the prompt instead of tokens; None: tokens."""
+        """Pooling of the prompt; None: the request generates tokens."""
         self.adapter = adapter
         self.num_prompt = len(message.prompt) // 4
         self.marks = tuple(sorted({mark for mark in message.marks if 0 < mark <= self.num_prompt}))
-        """Positions in the prompt from which other prompts are likely to differ: ends of messages, of a state."""
+        """Positions in the prompt where other prompts are likely to diverge, such as ends of messages."""
         self.media = message.media
         self.contents = {each.digest: each.content for each in message.contents}
         self.is_guided = bool(message.params.grammar)
-        """Whether its outputs follow a grammar, which may leave no choice of some tokens."""
+        """Whether its outputs follow a grammar, which may force some tokens."""
         self.max_len = max_len
         self.stop_ids = stop_ids
         self.arrival = 0
@@ -75,26 +75,26 @@ class Request:
         self.admitted_s: float | None = None
         self.first_token_s: float | None = None
         self.num_generated = self.longest_output = 0
-        """Tokens that ended samples generated here: the sum, and the most of one sample."""
+        """Tokens generated here by ended samples: their sum, and the maximum of one sample."""
         self.drafts_by: dict[int, dict[str, DraftCounts]] = {}
-        """The drafts of each sample that has not ended, by their method."""
+        """Sample index -> method -> draft counts, of samples that have not ended."""
         self.logprobs: list[TokenLogprobs] = []
-        """Those of the last output tokens, if it has one sample: a fork by another client than its own needs them."""
+        """Logprobs of the last output tokens of a request with one sample, for forks by other clients."""
         self.num_scored = message.num_scored
-        """Prompt tokens whose logprobs the client has, or has been sent."""
+        """Number of prompt tokens whose logprobs the client has, or has been sent."""
         search = (
             BeamSearch(message.params, self.num_prompt, max_len, stop_ids) if message.params.use_beam_search else None
         )
         self.beam = search
         self.beam_logprobs = {0: 0.0}
         self.candidates: dict[int, abc.Sequence[tuple[int, float]]] = {}
-        """The (token, logprob) candidates of the beams that have finished the current step, by their index."""
+        """Beam index -> (token, logprob) candidates, of the beams that have finished the current step."""
         salt = () if message.params.cache_salt is None else (message.params.cache_salt,)
         self._adapter_key = "" if adapter is None else adapter.cache_key
         self.extra_keys = salt if adapter is None else ("lora", self._adapter_key, *salt)
-        """What must be equal for KV to be shared; no salt makes one tuple look like another."""
+        """Keys of the hash root: only requests with equal keys share KV. No salt can imitate an adapter."""
         self.draft_group = sha256(repr(self.extra_keys).encode()).digest()[:16]
-        """The same in short, for drafts from the answers of other requests."""
+        """Digest of `extra_keys`: drafts come only from the answers of requests with the same one."""
         self.num_samples = 1 if search else message.params.n
         self.unforked = [] if message.samples else list(range(1, self.num_samples))
         """Indices of the samples that fork once the prompt is computed."""
@@ -109,8 +109,8 @@ class Request:
 
     @property
     def has_lasting_keys(self) -> bool:
-        """Whether its keys mean the same to other engines and to later ones. With an adapter that is so if the workers
-        have it from the files whose digest is in the keys."""
+        """Whether other and later engines can use its keys. With an adapter, only if the workers have loaded it from
+        the files whose digest is in the keys."""
         adapter = self.adapter
         return adapter is None or (bool(adapter.digest) and adapter.cache_key == self._adapter_key)
 
@@ -120,14 +120,13 @@ class Request:
 
     @property
     def lacks_scores(self) -> bool:
-        """Whether something of each of its prompt's tokens is still to be computed: logprobs, or a part of what is
-        pooled of all of them."""
+        """Whether every prompt token has to be computed for its own result: prompt logprobs, or pooling of all."""
         if self.pooling is not None:
             return self.pooling.reads_all
         return self.params.prompt_logprobs is not None and self.num_scored < self.num_prompt
 
     def lose_workers(self) -> None:
-        """No worker knows any of it. Beams that have their candidates already compute them again, with the others."""
+        """Forget the workers' state of all sequences. Beams that have candidates compute them again with the others."""
         self.candidates = {}
         for sequence in self.sequences:
             sequence.lose_workers()
@@ -144,5 +143,5 @@ class Request:
 
 
 def stop_ids(params: SamplingParams, eos_token_ids: frozenset[int]) -> frozenset[int]:
-    """Every token that ends a sequence."""
+    """All token ids that end a sequence."""
     return frozenset(params.stop_token_ids) if params.ignore_eos else eos_token_ids.union(params.stop_token_ids)

@@ -1,9 +1,9 @@
-"""StoredMedia: the encoder cache below memory. A medium whose vectors any engine has computed runs no tower again.
+"""StoredMedia: media vectors on disk, so that a medium which any engine has computed needs no second tower run.
 
-Vectors are written when they have been computed, and found again by a key of the medium's digest and of what keeps
-prompts apart (seed, salt, adapter). A waiting sequence whose next media are there, and not with the workers, is not
-admitted yet: their vectors are sent for, and the verdict is LATER. It waits once: what fails, or comes late, or has no
-room, is computed. The disk tier has the index and sends the messages.
+Vectors are written when they have been computed. Their key is made of the medium's digest and the request's extra keys
+(seed, salt, adapter). If a waiting sequence's next media are on disk and not with the workers, it is not admitted yet:
+their vectors are loaded, and the verdict is LATER. A sequence waits once; vectors that fail to load, are late or find
+no room are computed. The disk tier has the index and sends the messages.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -24,7 +24,7 @@ from vllm_lite.runtime.prefix_hash import PrefixHasher
 
 
 class MediaHit(NamedTuple):
-    """Media that a sequence reads next, as many as fit, and those of them whose vectors the tier alone has."""
+    """Media that a sequence reads next, as many as fit; vectors of those in `lacking` are only on disk."""
 
     next_media: Many[Media] = ()
     lacking: Many[Media] = ()
@@ -34,39 +34,40 @@ class MediaHit(NamedTuple):
 
 
 class StoredMedia(SidePart[MediaHit]):
-    """Knows keys and digests; the encoder cache has the room, the workers the vectors."""
+    """Keeps keys and digests; the encoder cache counts the room, the workers hold the vectors."""
 
     keeps = False
 
     def __init__(
         self, encoder: EncoderCache, tier: DiskTier, block_size: int, hasher: Callable[[], PrefixHasher]
     ) -> None:
-        """`hasher` returns the one by which blocks are hashed: a recorder may take its place."""
+        """`hasher` returns the manager's PrefixHasher, which a recorder may replace."""
         self.pool = tier.pool
         self.num_loaded = 0
-        """Media whose vectors came from the tier, since the start."""
+        """Number of media loaded from disk since the start."""
         self._encoder = encoder
         self._tier = tier
         self._block_size = block_size
         self._hasher = hasher
         self._keys: dict[Sequence, dict[bytes, bytes]] = {}
-        """By sequence and digest: the keys of vectors that may be found for it, and written."""
+        """Sequence -> digest -> key, of media that may be loaded for the sequence and written."""
         self._due: list[tuple[bytes, Media]] = []
-        """Keys and media that the step being scheduled computes and that are to be written."""
+        """(key, medium) of media that the step being scheduled computes and that are to be written."""
         self._stores: dict[Ticket, tuple[bytes, int]] = {}
-        """Keys on their way to the tier, and how many vectors each has."""
+        """Ticket -> (key, number of vectors), of running writes."""
         self._unwanted: set[bytes] = set()
-        """Those of them that must not be found."""
+        """Keys of running writes that must be forgotten when they end."""
         self._loads: dict[Ticket, tuple[bytes, Media]] = {}
         self._waits: dict[Sequence, set[Ticket]] = {}
         self._tried: dict[Sequence, dict[bytes, bool]] = {}
-        """By the digests that were sent for once for a sequence: whether they came."""
+        """Sequence -> digest -> whether it was loaded, for each load that has ended."""
         encoder.on_encode = self._encoded
 
     # ---- written
 
     def _encoded(self, sequence: Sequence, medium: Media) -> None:
-        """Have vectors written that the step being scheduled computes, unless they are kept or on their way."""
+        """Queue the write of vectors that the step being scheduled computes, unless they are on disk or being
+        written."""
         key = self._key(sequence, medium)
         if key is None or not sequence.request.has_lasting_keys:
             return
@@ -79,7 +80,7 @@ class StoredMedia(SidePart[MediaHit]):
             self._due.append((key, medium))
 
     def take_entries(self) -> list[Entry]:
-        """There are none, but behind the step that has been made its vectors can be written."""
+        """Start the writes of vectors that the step being scheduled computes, which follow it. There are no entries."""
         due, self._due = self._due, []
         for key, medium in due:
             ticket = self._tier.move(self, partial(StoreEncoded, key=key, digest=medium.digest))
@@ -87,7 +88,7 @@ class StoredMedia(SidePart[MediaHit]):
         return []
 
     def drop_ops(self) -> None:
-        """The workers have gone, with what they had to load and to write."""
+        """Forget all loads and writes after the workers were lost."""
         self._due = []
         self._stores, self._loads, self._waits, self._tried = {}, {}, {}, {}
         self._unwanted = set()
@@ -101,7 +102,7 @@ class StoredMedia(SidePart[MediaHit]):
         return MediaHit()
 
     def hit(self, sequence: Sequence, num_blocks: int) -> MediaHit:
-        """Find the media that the sequence reads behind a beginning of so many blocks."""
+        """Look up the media that the sequence reads after a cached prefix of `num_blocks`."""
         if sequence in self._waits:
             return MediaHit(is_loading=True)
         tried = self._tried.get(sequence, {})
@@ -118,7 +119,7 @@ class StoredMedia(SidePart[MediaHit]):
         return MediaHit(media, lacking, num_loaded=num_loaded)
 
     def _next(self, sequence: Sequence, num_blocks: int) -> Iterator[Media]:
-        """The first media behind a beginning that have room together, each once."""
+        """Media after a prefix of `num_blocks`, without duplicates, as many as fit into the encoder cache."""
         position, room = min(num_blocks * self._block_size, sequence.num_tokens - 1), self._encoder.sizes.room
         seen = set[bytes]()
         for medium in sequence.request.media:
@@ -134,13 +135,13 @@ class StoredMedia(SidePart[MediaHit]):
         return ARRIVING if found.is_loading else OK
 
     def may_admit(self, sequence: Sequence, found: MediaHit, num_tokens: int, *, in_parts: bool) -> bool:  # noqa: ARG002
-        """As for any part. False: loads have been begun."""
+        """Whether to admit the sequence without loading. False: loads have been started."""
         return not found.lacking or not self._begin_loads(sequence, found)
 
     def _begin_loads(self, sequence: Sequence, found: MediaHit) -> bool:
-        """Send for vectors that are not on their way already. False: there is room for none."""
+        """Start to load the lacking vectors, and let the sequence wait. False: there is no room for any."""
         for medium in found.next_media:
-            self._encoder.touch(medium.digest)  # so that they do not make room for each other
+            self._encoder.touch(medium.digest)  # so that they do not evict each other
         by_digest = {medium.digest: ticket for ticket, (_, medium) in self._loads.items()}
         waits = set[Ticket]()
         for medium in found.lacking:
@@ -205,7 +206,7 @@ class StoredMedia(SidePart[MediaHit]):
             self._keys[sequence] = {each: root((*request.extra_keys, each.hex())) + MEDIUM for each in digests}
 
     def _key(self, sequence: Sequence, medium: Media) -> bytes | None:
-        """None for a sequence whose prompt another one has brought, such as a fork: that has sent for its media."""
+        """Key of a medium; None for a sequence that was not registered, such as a fork: its parent loads the media."""
         return self._keys.get(sequence, {}).get(medium.digest)
 
     def release(self, sequence: Sequence, *, forget: bool = False) -> None:  # noqa: ARG002
@@ -217,7 +218,7 @@ class StoredMedia(SidePart[MediaHit]):
     # ---- forgetting and reporting
 
     def forget_stored(self) -> None:
-        """Remove the vectors on their way to the tier when they are there."""
+        """Let vectors that are being written be forgotten when their writes end."""
         self._due = []
         self._unwanted.update(key for key, _ in self._stores.values())
 
@@ -225,21 +226,21 @@ class StoredMedia(SidePart[MediaHit]):
         stats.loaded_media = self.num_loaded
 
     def check_integrity(self, sequences: Many[Sequence]) -> None:
-        """Raise RuntimeError if somebody waits for a load that there is not, or is not there any more."""
+        """Raise RuntimeError if a sequence waits for a load that does not exist, or has ended itself."""
         waiting = {ticket for tickets in self._waits.values() for ticket in tickets}
         if not waiting <= self._loads.keys() or not {*self._waits, *self._keys} <= set(sequences):
             raise RuntimeError("a sequence waits for vectors that are not on their way, or is gone")
 
 
 class MediaSearch:
-    """Looks for the vectors that one sequence reads next."""
+    """Looks up the stored vectors that one sequence reads next."""
 
     def __init__(self, part: StoredMedia, sequence: Sequence) -> None:
         self._part = part
         self._sequence = sequence
 
     def longest(self, num_blocks: int) -> int:
-        """All: vectors that are not found are computed."""
+        """All `num_blocks`: missing vectors are computed."""
         return num_blocks
 
     def find(self, num_blocks: int) -> MediaHit:

@@ -1,7 +1,7 @@
-"""Transfers: sends workers what the disk tier wants moved, and the scheduler what has become of it.
+"""Transfers: sends the disk tier's transfer messages to the workers, and their results to the scheduler.
 
-Whatever the scheduler decides by goes through its own calls, so that a trace has it: ends of transfers, contents that
-have come or gone, a load that is late, and the rate at which loads run.
+Everything that affects decisions passes through calls of the scheduler, so that traces record it: ends of transfers,
+changes of the tier's keys, late loads, and the load rate.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,61 +13,61 @@ from vllm_lite.protocol.transfers import LoadBlocks, LoadEncoded, StoredKeys, Ti
 
 LEAST_PATIENCE_S = 1.0
 PATIENCE = 3.0
-"""A load is late when it has taken this many times as long as the last ones did, and as long as computing would: who
-gives up sooner on a busy machine, where all is slow, waits longer for it."""
+"""A load is late when it has taken PATIENCE times as long as the mean of earlier ones, and longer than computing the
+tokens would take: on a busy machine, where everything is slow, giving up earlier would only cost more time."""
 WEIGHT = 0.3
-"""The share of the latest load in the mean rate."""
+"""Weight of the latest load in the mean rate."""
 LAST_WRITES_S = 1.5
-"""How long workers that are to end, also for other weights, still get chats that have ended to write. Who stops an
-engine waits for 4 s, of which its workers may take 2."""
+"""Seconds in which workers may still write ended chats before they are stopped or load other weights. A supervisor
+stops an engine within 4 s, of which its workers may take 2."""
 SLEEP_WRITES_S, STALLED_S = 60.0, 10.0
-"""How long workers that are to end for a sleep still get to write, at most and since they last wrote something: to
-compute a long chat again takes longer than to write it, and no supervisor counts the seconds."""
+"""Seconds in which workers may still write before a sleep: in total, and since the last write that ended. Computing a
+long chat again takes longer than writing it, and no supervisor waits."""
 LEAST_MEASURED = 8
-"""Loads of fewer blocks do not show the rate."""
+"""Minimum blocks of a load from which the rate is learned."""
 
 
 class Transfers:
-    """Belongs to one engine whose scheduler has a DiskTier."""
+    """The transfers of one engine with a DiskTier."""
 
     def __init__(self, scheduler: Scheduler, tier: DiskTier, clock: Callable[[], float]) -> None:
         self.usage = TierUsage()
-        """The latest counts of rank 0."""
+        """Latest counts reported by rank 0."""
         self._ended_s = 0.0
-        """When the latest transfer ended."""
+        """Time at which the latest transfer ended."""
         self._scheduler = scheduler
         self._tier = tier
         self._clock = clock
         self._executor: Executor | None = None
         self._loading: dict[int, tuple[int, float, float]] = {}
-        """By ticket: the number of items, when it was sent, and when it is late."""
+        """Ticket -> (number of items, time of sending, time from which it is late), of running loads."""
 
     @classmethod
     def of(cls, scheduler: Scheduler, clock: Callable[[], float]) -> "Transfers | None":
-        """Return the transfers of the scheduler's disk tier, if it has one."""
+        """The transfers of the scheduler's disk tier, if it has one."""
         tier = scheduler.kv.optional_part(DiskTier)
         return None if tier is None else cls(scheduler, tier, clock)
 
     @property
     def is_writing(self) -> bool:
-        """Whether anything that has ended is not on disk yet."""
+        """Whether KV or states of ended chats are not on disk yet."""
         return self.is_writing_blocks or self._tier.writes.has_states
 
     @property
     def is_writing_blocks(self) -> bool:
-        """As `is_writing`, but for states that a step has to find first."""
+        """Whether KV of ended chats is not on disk yet; states that wait for the next step are left out."""
         return bool(self._tier.writes.num_writing or self._tier.writes.num_waiting)
 
     def last_writes(self, limit_s: float) -> Iterator[None]:
-        """Yield as long as workers that are to end are to go on writing: for `limit_s` at most."""
+        """Yield while workers that are about to end should still write, for at most `limit_s` seconds."""
         began_s = now_s = self._clock()
         while self.is_writing_blocks and now_s <= min(began_s + limit_s, max(began_s, self._ended_s) + STALLED_S):
             yield
             now_s = self._clock()
 
     def receive(self, executor: Executor) -> None:
-        """Take what workers say. To be called in every pass of the engine's loop, before steps are made."""
-        if executor is not self._executor:  # others know nothing of what was being loaded
+        """Read the workers' transfer results. Called in every pass of the engine's loop, before steps are scheduled."""
+        if executor is not self._executor:  # new workers know nothing of earlier loads
             self._executor, self._loading = executor, {}
         for answer in executor.transferred():
             if isinstance(answer, StoredKeys):
@@ -82,8 +82,8 @@ class Transfers:
             self._scheduler.transfer_late(ticket)
 
     def send(self, executor: Executor) -> None:
-        """Send what is to be moved, behind the steps that contents come from. To be called when no step is made any
-        more; steps that wait for others to travel with them are sent first."""
+        """Send transfer messages, after the steps that write their contents. Called after the pass has scheduled its
+        steps; while scheduled steps are unsent, nothing is sent."""
         if self._scheduler.in_flight.num_unsent:
             return
         for message in self._tier.take_messages():

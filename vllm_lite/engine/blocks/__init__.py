@@ -1,1 +1,1 @@
-"""The block manager: which KV blocks each sequence holds, what is cached, what moves between the tiers."""
+"""The block manager: KV blocks of each sequence, the prefix cache, and moves between the tiers."""

@@ -1,12 +1,13 @@
-"""DiskTier: cached KV and states below memory, which survive the workers and which other engines may have written.
+"""DiskTier: cached KV and states on disk. They outlive the workers, and other engines may have written them.
 
-It is a part of the cache beside those that own the pools: it holds nothing of a sequence, and makes the prefix that
-those find longer. A waiting sequence of which the tier has more than they is not admitted yet: places are taken for
-what lacks, a load is begun, and the verdict is LATER, as something arrives. When the load has ended, its contents are
-published in the pools, where the sequence finds them like any prefix; they are pinned no longer, so that no two
-sequences wait for each other's. A load that fails, or comes too late, is a miss: the sequence computes. It loads once.
+It is a part of the cache beside those that own pools: sequences hold nothing in it; it extends their cached prefixes.
+If the disk has more of a waiting sequence than memory, the sequence is not admitted yet: blocks are allocated for the
+missing contents, a load is started, and the verdict is LATER (arriving). When the load has ended, its contents are
+published in the pools and unpinned, and the sequence finds them like any cached prefix; no sequence waits for blocks
+that another waiting one pins. A load that fails or is late is a miss, and the sequence computes. Each sequence loads at
+most once.
 
-Everything is named by keys. A worker moves the bytes; what it is asked for is in `messages`, until that is sent.
+Contents are named by keys. Workers move the bytes, as transfer messages ask them to.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -29,11 +30,11 @@ from vllm_lite.protocol.step import Entry
 from vllm_lite.protocol.transfers import STATE, LoadBlocks, Ticket, Transfer
 
 ARRIVING = Admission(Verdict.LATER, lacks="load", is_arriving=True)
-"""Verdict while the tier loads what a waiting sequence may begin with."""
+"""Verdict while the tier loads a longer prefix for a waiting sequence."""
 
 
 class Item(NamedTuple):
-    """Logical block `number` of a group, None: the state behind so many blocks."""
+    """Something to load: logical block `number` of `group`, or without a group the state after `number` blocks."""
 
     key: bytes
     group: KVGroup | None
@@ -41,29 +42,29 @@ class Item(NamedTuple):
 
 
 class DiskHit(NamedTuple):
-    """The part of a sequence's beginning that the pools lack and the tier has."""
+    """Contents of a sequence's prefix that the tier has and the pools lack."""
 
     lacking: Many[Item] = ()
     num_tokens: int = 0
-    """Number of tokens that it takes to compute what is lacking."""
+    """Number of tokens that would have to be computed instead of loading `lacking`."""
     is_loading: bool = False
     num_loaded: int = 0
     """Number of tokens that were loaded for the sequence while it waited."""
 
 
 class TransferOwner(Protocol):
-    """A part that has contents of its own moved by way of this tier."""
+    """A part that uses this tier's transfers for contents of its own."""
 
     def ended(self, ticket: Ticket, failed: Collection[int]) -> None:
-        """One of its transfers has ended, but for the contents at the places `failed`."""
+        """Complete one of its transfers. `failed` are the indices of items that could not be moved."""
 
     def give_up(self, ticket: Ticket) -> None:
-        """One of its transfers takes too long: nobody is to wait for it."""
+        """Let no sequence wait any longer for one of its transfers, which takes too long."""
 
 
 class _Load:
-    """Items on their way into `ids`, in place of `num_tokens` that would be computed. They are published for
-    `sequence`, or for those who come, unless the cache was reset meanwhile."""
+    """A load of `items` into blocks and slots `ids`, instead of computing `num_tokens`, for `sequence` or as a preload
+    (None). The items are published when it ends, unless the cache was reset meanwhile (`is_stale`)."""
 
     def __init__(self, sequence: Sequence | None, items: list[Item], ids: list[int], num_tokens: int) -> None:
         self.sequence = sequence
@@ -74,19 +75,19 @@ class _Load:
 
 
 class DiskTier(SidePart[DiskHit]):
-    """Finds, loads and writes; `index` has the keys of all that can be loaded."""
+    """Looks up, loads and writes contents; `index` has the keys of all that can be loaded."""
 
     keeps = False
     has_tails = True
 
     def __init__(self, blocks: KVBlocks, states: StateSlots | None = None, *, preload: float = 0.0) -> None:
-        """`preload` is the share of the pool that is filled before the first sequence comes."""
+        """`preload` is the share of the pool that may be filled from disk before the first sequence arrives."""
         self.pool = blocks.pool
         self.index = TierIndex()
         self.prefill_tokens_per_s = self.load_blocks_per_s = 0.0
-        """Rates by which it is decided whether to load or to compute; 0 until they are known."""
+        """Rates that decide whether to load or to compute; 0 until they are known."""
         self.num_loaded_tokens = self.num_failed = 0
-        """Tokens that were loaded, and contents that could not be, since the start."""
+        """Tokens that were loaded, and items that failed to load, since the start."""
         self._blocks = blocks
         self._states = None if states is None else states.store
         self.writes = WriteThrough(blocks, self._states, self.index)
@@ -94,12 +95,12 @@ class DiskTier(SidePart[DiskHit]):
         self._arriving: dict[bytes, Ticket] = {}
         self._waits: dict[Sequence, set[Ticket]] = {}
         self._tried: dict[Sequence, int] = {}
-        """Sequences whose loads have ended, with the tokens that they got by them."""
+        """Sequence -> tokens that it got, for each sequence whose loads have ended."""
         self._preload = Preload(blocks, preload)
         self._present: set[Sequence] = set()
         """All sequences that have not ended."""
         self._open: set[Sequence] = set()
-        """Sequences whose blocks are to be written."""
+        """Sequences whose blocks are written to disk."""
         self._owners: dict[Ticket, TransferOwner] = {}
         """Transfers of other parts."""
         blocks.others_hold = self._pinned_blocks
@@ -114,26 +115,27 @@ class DiskTier(SidePart[DiskHit]):
         return self
 
     def take_messages(self) -> list[Transfer]:
-        """Take the transfers that workers are to make, behind the steps that have been made."""
+        """Take the transfer messages for the workers, which are sent after the steps scheduled so far."""
         messages, self.writes.messages = self.writes.messages, []
         return messages
 
     def learn(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """These contents can be loaded from now on, and those no more."""
+        """Update the index by keys that workers have reported as added to or removed from the disk."""
         added = list(added)
         self._preload.offer(added, self.index)
         self.writes.learn(added, removed)
         self._load_early()
 
     def move(self, owner: TransferOwner, make: Callable[[Ticket], Transfer]) -> Ticket:
-        """Begin the transfer that `make` makes of its ticket, for another part, which hears of its end."""
+        """Start a transfer for another part: `make` builds its message from the ticket, and `owner` is called at its
+        end."""
         ticket = self.writes.next_ticket()
         self._owners[ticket] = owner
         self.writes.messages.append(make(ticket))
         return ticket
 
     def ended(self, ticket: Ticket, failed: Collection[int] = ()) -> None:
-        """A transfer has ended, but for the contents at the places `failed`."""
+        """Complete a transfer. `failed` are the indices of its items that could not be moved."""
         if (owner := self._owners.pop(ticket, None)) is not None:
             owner.ended(ticket, failed)
             return
@@ -153,7 +155,7 @@ class DiskTier(SidePart[DiskHit]):
                 num_loaded += item.group is not None and item.group.index == 0
         self._give_back(load, published=set() if load.is_stale else set(range(len(load.ids))) - lost)
         if load.sequence is None:
-            num_loaded = 0  # for those who wait for it as well, it is a part of the prefix that memory has
+            num_loaded = 0  # a preload is not counted as loaded for the sequences that wait for it
         self.num_loaded_tokens += num_loaded * self._blocks.block_size
         for sequence, tickets in list(self._waits.items()):
             tickets.discard(ticket)
@@ -163,7 +165,7 @@ class DiskTier(SidePart[DiskHit]):
         self._load_early()
 
     def give_up(self, ticket: Ticket) -> None:
-        """Let nobody wait for a load that takes too long. Its places are taken until it has ended."""
+        """Let no sequence wait any longer for a load that takes too long. Its blocks stay allocated until it ends."""
         if (owner := self._owners.get(ticket)) is not None:
             owner.give_up(ticket)
             return
@@ -172,7 +174,7 @@ class DiskTier(SidePart[DiskHit]):
             self._tried[sequence] = 0
 
     def num_tokens(self, ticket: Ticket) -> int:
-        """Number of tokens that would be computed without this load; 0 if it is not under way."""
+        """Number of tokens that would be computed without this load; 0 if the load has ended."""
         load = self._loads.get(ticket)
         return 0 if load is None else load.num_tokens
 
@@ -195,7 +197,7 @@ class DiskTier(SidePart[DiskHit]):
             self._blocks.publish_loaded(sequence if is_own else None, place, item.key, block_id)
 
     def _give_back(self, load: _Load, published: set[int]) -> None:
-        """Unpin the places of a load, last first; a state becomes one that can be found."""
+        """Release the blocks and slots of a load, last first; states at the indices `published` are published."""
         store = self._states
         for place in reversed(range(len(load.ids))):
             item, block_id = load.items[place], load.ids[place]
@@ -219,8 +221,7 @@ class DiskTier(SidePart[DiskHit]):
         return self.writes.has_states
 
     def drop_ops(self) -> None:
-        """The workers have gone, and what they had loaded and written of what could be found with them; the next ones
-        say anew what there is."""
+        """Drop loads, writes and the index after the workers were lost; new workers report the tier's keys again."""
         loads, self._loads = self._loads, {}
         for load in loads.values():
             self._give_back(load, set())
@@ -248,19 +249,20 @@ class DiskTier(SidePart[DiskHit]):
         return ARRIVING if found.is_loading else OK
 
     def may_admit(self, sequence: Sequence, found: DiskHit, num_tokens: int, *, in_parts: bool) -> bool:  # noqa: ARG002
-        """As for any part. False: a load has been begun."""
+        """Whether to admit the sequence without loading. False: a load has been started."""
         if not found.lacking or not self._is_worth_it(found):
             return True
         return not self._begin_load(sequence, found)
 
     def _is_worth_it(self, found: DiskHit) -> bool:
-        """Whether to load takes less time than to compute. Unknown rates speak for the load, which makes them known."""
+        """Whether loading takes less time than computing. While a rate is unknown, load, in order to measure it."""
         if not self.prefill_tokens_per_s or not self.load_blocks_per_s:
             return True
         return len(found.lacking) / self.load_blocks_per_s < found.num_tokens / self.prefill_tokens_per_s
 
     def _begin_load(self, sequence: Sequence, found: DiskHit) -> bool:
-        """Load what is not on its way already. False: there is no room."""
+        """Start to load the items that are not in transfer already, and let the sequence wait. False: there is no
+        room."""
         new = [item for item in found.lacking if item.key not in self._arriving]
         num_blocks = sum(item.group is not None for item in new)
         if num_blocks > self.pool.num_free - self._blocks.watermark_blocks:
@@ -272,13 +274,13 @@ class DiskTier(SidePart[DiskHit]):
         if new:
             ids = self.pool.get_new_blocks(num_blocks)
             ids += [slot for slot in slots if slot is not None]
-            new.sort(key=lambda item: item.group is None)  # the states behind the blocks, as their ids are
+            new.sort(key=lambda item: item.group is None)  # blocks first, then states, like their ids
             waits.add(self._send(_Load(sequence, new, ids, found.num_tokens)))
         self._waits[sequence] = waits
         return True
 
     def _send(self, load: _Load) -> Ticket:
-        """Have the workers make a load, whose places are taken."""
+        """Queue the message of a load whose blocks and slots are allocated."""
         ticket, keys = self.writes.next_ticket(), [item.key for item in load.items]
         self._loads[ticket] = load
         self._arriving.update(dict.fromkeys(keys, ticket))
@@ -286,7 +288,7 @@ class DiskTier(SidePart[DiskHit]):
         return ticket
 
     def _load_early(self) -> None:
-        """Load what somebody may ask for, while nobody is there."""
+        """Start the next preload, if there is no sequence and no load."""
         if not self._present and not self._loads and (chosen := self._preload.take(self.index)):
             items = [Item(key, group, 0) for key, group in chosen]
             self._send(_Load(None, items, self.pool.get_new_blocks(len(items)), 0))
@@ -295,7 +297,7 @@ class DiskTier(SidePart[DiskHit]):
         return [("loaded", {"tokens": found.num_loaded})] if found.num_loaded else []
 
     def reach(self, sequence: Sequence, num_found: int) -> int:
-        """The largest number of blocks behind which the sequence could go on with what the tier or a pool has."""
+        """Largest number of blocks after which the sequence could continue with contents of the tier or the pools."""
         find, index = self._blocks.find, self.index
         return self._reach(
             sequence,
@@ -304,8 +306,8 @@ class DiskTier(SidePart[DiskHit]):
         )
 
     def _reach(self, sequence: Sequence, num_found: int, has: Callable[[bytes], bool]) -> int:
-        """The largest number of blocks, at least `num_found`, behind which the sequence could go on with contents that
-        somebody `has`."""
+        """Largest number of blocks, at least `num_found`, after which the sequence could continue if the contents of
+        each key are available for which `has(key)` is true."""
         hashes, groups = sequence.block_hashes, self._blocks.groups
 
         def find(group: KVGroup, number: int) -> int | None:
@@ -327,7 +329,7 @@ class DiskTier(SidePart[DiskHit]):
         return self._states is not None and self._states.find(key) is not None
 
     def hit(self, sequence: Sequence, num_found: int) -> DiskHit:
-        """As for any part, beside the `num_found` blocks that the others go on from."""
+        """Look up what the tier has beyond the `num_found` blocks that the other parts found."""
         if sequence in self._waits:
             return DiskHit(is_loading=True)
         if sequence in self._tried or not self.index or sequence.status is Status.SWAPPED:
@@ -349,7 +351,7 @@ class DiskTier(SidePart[DiskHit]):
     # ---- growing and leaving
 
     def publish(self, sequence: Sequence, first: int, last: int) -> None:
-        """At the end of a prompt, its blocks are written; those of the answer are when that ends."""
+        """Write the prompt's blocks when the prompt is complete; release() writes those of the answer."""
         if first < sequence.num_prompt // self._blocks.block_size <= last:
             self._write(sequence, last)
 
@@ -379,7 +381,7 @@ class DiskTier(SidePart[DiskHit]):
     # ---- swapping
 
     def num_stored(self, sequence: Sequence) -> int:
-        """As for any part: what can be loaded, or is being written."""
+        """Number of tokens whose KV is on disk or being written."""
         if not self.index and not self.writes.num_writing:
             return 0
         return self._reach(sequence, 0, self.writes.is_kept) * self._blocks.block_size
@@ -387,8 +389,8 @@ class DiskTier(SidePart[DiskHit]):
     # ---- forgetting and reporting
 
     def reset(self) -> Forgotten:
-        """As for any part: of sequences that are computed now nothing is written, as nobody is to find it, and what is
-        being loaded is not published. What the tier has stays, as it is not this engine's alone."""
+        """Write nothing of the sequences that are live now, and do not publish running loads. Contents on disk stay,
+        since other engines use them, too."""
         for load in self._loads.values():
             load.is_stale = True
         self._preload.stop()
@@ -416,7 +418,7 @@ class DiskTier(SidePart[DiskHit]):
         return [*loading, *self.writes.pinned(states=True)]
 
     def check_integrity(self, sequences: Many[Sequence]) -> None:
-        """Raise RuntimeError if somebody waits for a load that there is not, or is not there any more."""
+        """Raise RuntimeError if a sequence waits for a load that does not exist, or has ended itself."""
         waiting = {ticket for tickets in self._waits.values() for ticket in tickets}
         if not waiting <= self._loads.keys() or not self._waits.keys() <= set(sequences):
             raise RuntimeError("a sequence waits for a load that is not under way, or is gone")
@@ -425,14 +427,14 @@ class DiskTier(SidePart[DiskHit]):
 
 
 class DiskSearch:
-    """Looks for more of one sequence's beginning than the pools have."""
+    """Looks up a longer prefix of one sequence than the pools have."""
 
     def __init__(self, tier: DiskTier, sequence: Sequence) -> None:
         self._tier = tier
         self._sequence = sequence
 
     def longest(self, num_blocks: int) -> int:
-        """As many as the others have: what can be loaded is not there yet."""
+        """All `num_blocks`: what is only on disk cannot be used yet."""
         return num_blocks
 
     def find(self, num_blocks: int) -> DiskHit:

@@ -1,12 +1,12 @@
-"""KV events publish which blocks this engine has cached and dropped, in vLLM's format, for its consumers.
+"""KV events: publish the blocks that this engine caches and drops, in vLLM's format.
 
-A hash is announced when the first block with its content can be found on the device and withdrawn when the last one is
-gone: a consumer that applies the events in order holds the set of the pool's keys, as (hash, group). Consecutive blocks
-of one sequence travel in one event. Fields stand in the order of vLLM's structs; older consumers ignore later ones.
+A hash is stored when the first block with its content is cached on the device, and removed when the last one is gone: a
+consumer that applies the events in order has the set of the pool's keys, as (hash, group). Consecutive blocks of one
+sequence share an event. Fields are in the order of vLLM's structs; older consumers ignore later ones.
 
-The tiers below are in the same events with another medium. As in vLLM, these name the hashes only: neither the
-tokens nor the parent, which are not known of what other engines have written. A consumer that looks at no medium would
-take them for blocks on the device, so they are published where `tiers` asks for it.
+Host and disk tier use the same events with another medium. As in vLLM, these have hashes only, without tokens and
+parent, which are unknown for blocks that other engines wrote. Consumers that ignore the medium would take them for
+device blocks, so they are published only with the setting `tiers`.
 """
 
 from collections.abc import Callable, Iterable
@@ -27,12 +27,12 @@ from vllm_lite.runtime.nested_settings import KVEventsConfig
 from vllm_lite.transport.publisher import Publisher
 
 MEDIUM = "GPU"
-"""vLLM's name for the tier that models compute in, whatever the device is."""
+"""vLLM's name for the medium of device blocks, whatever the device is."""
 HOST_MEDIUM, DISK_MEDIUM = "CPU", "DISK"
-"""Names of the host tier, and of the files of --kv-cache-dir."""
+"""Media of blocks on the host, and in the files of --kv-cache-dir."""
 REJOIN_S = 1.0
-"""How long an engine that takes another's place keeps its events, so that the consumers have found its socket: the
-first of them says that nothing is cached any more."""
+"""Seconds for which an engine that replaces another one holds its events back, so that consumers have found its socket:
+the first event clears all blocks."""
 BlockHash = bytes | int
 
 
@@ -71,7 +71,7 @@ class EventBatch(msgspec.Struct, array_like=True):
 
 
 class KVEvents(PoolObserver):
-    """Collects what happens in `blocks` until flush(), which hands it to `publish` as one batch."""
+    """Collects the events of `blocks` until flush(), which passes them to `publish` as one batch."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class KVEvents(PoolObserver):
         rank: int = 0,
         disk: TierIndex | None = None,
     ) -> None:
-        """`rank` is the engine's among those that serve the same model; `disk` is what lies on its disk."""
+        """`rank` is the engine's data-parallel rank; `disk` is the index of its disk tier."""
         self._rank = rank
         self._config = config
         self._pool = blocks.pool
@@ -90,9 +90,9 @@ class KVEvents(PoolObserver):
         self._announced: set[bytes] = set()
         self._events: list[_Event] = []
         self._tail: tuple[BlockStored, bytes, int] | None = None
-        """The event that the next block may join: it, the hash it ends with, and its group."""
+        """(event, last hash, group) of the event that the next block of the same sequence may join."""
         self._salts: dict[int, str] = {}
-        """The cache salts of events, by their places. Only maps tell them: vLLM's structs have no field for one."""
+        """Index of an event -> its cache salt. Only the map format has it: vLLM's structs have no such field."""
         blocks.on_store = self.stored
         blocks.pool.observers.append(self)
         self._disk = disk if config.tiers else None
@@ -102,7 +102,7 @@ class KVEvents(PoolObserver):
             blocks.host.on_cached = lambda key: self._changed(HOST_MEDIUM, (key,), ())
             blocks.host.pool.observers.append(_HostObserver(blocks.host.pool, partial(self._changed, HOST_MEDIUM, ())))
 
-    # ---- what happens
+    # ---- events
 
     def stored(self, sequence: Sequence, group: KVGroup, index: int) -> None:
         block_hash = sequence.block_hashes[index]
@@ -154,7 +154,7 @@ class KVEvents(PoolObserver):
             self._changed(DISK_MEDIUM, self._disk, ())
 
     def _changed(self, medium: str, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """A tier below has these contents from now on, and those no more."""
+        """Add events for keys that a host or disk tier has gained and lost."""
         self._tail = None
         for group, hashes in self._by_group(added).items():
             self._events.append(BlockStored(hashes, None, [], 0, medium=medium, group_idx=group))
@@ -166,17 +166,17 @@ class KVEvents(PoolObserver):
                 self._events.append(BlockRemoved(hashes, medium, group))
 
     def _by_group(self, keys: Iterable[bytes]) -> dict[int, list[BlockHash]]:
-        """Hashes of blocks by their KV groups; states of recurrent layers and vectors of media are no blocks."""
+        """Block hashes by KV group; keys of recurrent states and of media are left out."""
         found: dict[int, list[BlockHash]] = {}
         for key in keys:
             if not key.endswith((STATE, MEDIUM_KEY)):
                 found.setdefault(key[-1], []).append(self._wire(key[:-1]))
         return found
 
-    # ---- what is published
+    # ---- publishing
 
     def flush(self, now_s: float) -> None:
-        """Publish what has happened since the last call, if anything has; `now_s` is the time of day."""
+        """Publish the events since the last call, if there are any. `now_s` is Unix time."""
         if self._events:
             events: list[Any] = self._events
             if self._config.event_format == "map":
@@ -194,7 +194,7 @@ class KVEvents(PoolObserver):
 
 
 class _HostObserver(PoolObserver):
-    """Reports to `gone` what can no more be found on the host. When all is forgotten, the device's event says so."""
+    """Calls `gone` with each key that leaves the host's cache. A reset needs no call: AllBlocksCleared covers it."""
 
     def __init__(self, pool: BlockPool, gone: Callable[[Iterable[bytes]], None]) -> None:
         self._pool = pool
@@ -206,7 +206,7 @@ class _HostObserver(PoolObserver):
 
 
 class KVEventStream:
-    """Publishes the events of one engine, and owns the sockets."""
+    """Publishes the KV events of one engine, and owns the sockets."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class KVEventStream:
         rejoins_s: float | None = None,
         disk: TierIndex | None = None,
     ) -> None:
-        """`config` has an endpoint; `rejoins_s` is the time of day if another engine had this one's place before.
+        """`config` has an endpoint; `rejoins_s` is the Unix time of the start if this engine replaces another one.
         Raises EngineError if an endpoint cannot be bound."""
         self.publisher = Publisher(
             config.endpoint or "", config.replay_endpoint, config.topic, config.buffer_steps, config.hwm
@@ -231,7 +231,7 @@ class KVEventStream:
 
     @property
     def patience_ms(self) -> int | None:
-        """Milliseconds until serve() has to be called again even if nothing happens; None: never."""
+        """Milliseconds until serve() has to be called again without a new event; None: never."""
         return self.publisher.patience_ms
 
     def serve(self, now_s: float) -> None:

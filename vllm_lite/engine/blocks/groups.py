@@ -1,6 +1,6 @@
-"""KV groups: a group is the layers that need the same tokens. Full attention needs all, a sliding window the last few.
+"""KV groups: the layers that read the same tokens: all of them (full attention), or the last few (sliding window).
 
-Every group has a table of its own for each sequence; all take their blocks from one pool, one group at a time.
+Each sequence has one block table per group. All groups allocate from one pool; a block belongs to one group at a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from functools import partial
 
 
 class KVGroup:
-    """`window` counts the tokens a query sees, itself included; None means all of them."""
+    """One KV group. `window` is the number of tokens that a query attends to, itself included; None: all."""
 
     __slots__ = ("block_size", "index", "key", "window")
 
@@ -19,21 +19,21 @@ class KVGroup:
         self.key = bytes((index,))  # appended to content hashes: blocks of different groups never match
 
     def first_needed(self, position: int) -> int:
-        """The first logical block that computing `position`, or anything behind it, reads."""
+        """First logical block that computing `position` or a later one reads."""
         return 0 if self.window is None else max(0, position - self.window + 1) // self.block_size
 
     def num_blocks(self, num_tokens: int, chunk: int) -> int:
-        """The most blocks a sequence of `num_tokens` holds at once when it is computed `chunk` tokens at a time."""
+        """Maximum number of blocks that a sequence of `num_tokens` holds at once, computed `chunk` tokens at a time."""
         whole = -(-num_tokens // self.block_size)
         if self.window is None:
             return whole
         return min(whole, -(-(self.window - 1 + chunk) // self.block_size) + 1)
 
     def longest_hit(self, num_blocks: int, num_tokens: int, find: Callable[[int], int | None]) -> int:
-        """The largest length, in blocks and at most `num_blocks`, at which all that is needed further on is cached.
+        """Largest prefix length in blocks, at most `num_blocks`, with all blocks cached that later tokens read.
 
-        `find(i)` is the id of a block that caches logical block i, or None; `num_tokens` is the sequence's length, of
-        which the last token is always computed again.
+        `find(i)` returns the id of a block that caches logical block i, or None. `num_tokens` is the sequence's length;
+        its last token is always computed again.
         """
         if self.window is None:
             return next((index for index in range(num_blocks) if find(index) is None), num_blocks)
@@ -48,12 +48,12 @@ class KVGroup:
 
 
 def make_groups(windows: Sequence[int | None], block_size: int) -> tuple[KVGroup, ...]:
-    """One group for each entry, full attention where it is None."""
+    """One KV group per window; None is full attention."""
     return tuple(KVGroup(index, block_size, window) for index, window in enumerate(windows))
 
 
 def blocks_held(groups: Sequence[KVGroup], num_tokens: int, chunk: int) -> int:
-    """The most blocks that a sequence of `num_tokens` holds at once, in all groups."""
+    """Maximum number of blocks that a sequence of `num_tokens` holds at once in all groups."""
     return sum(group.num_blocks(num_tokens, chunk) for group in groups)
 
 
@@ -72,9 +72,9 @@ def longest_sequence(groups: Sequence[KVGroup], room: int, limit: int, chunk: in
 def common_hit(
     groups: Sequence[KVGroup], num_blocks: int, num_tokens: int, find: Callable[[KVGroup, int], int | None]
 ) -> int:
-    """The longest prefix, in blocks, that every group can go on from."""
+    """Longest prefix, in blocks, from which every group can continue."""
     length, agreed = num_blocks, -1
-    while length != agreed:  # a shorter prefix may move a window over a hole, so ask until all agree
+    while length != agreed:  # a shorter prefix may move a window over a hole, so repeat until all groups agree
         agreed = length
         for group in groups:
             length = group.longest_hit(length, num_tokens, partial(find, group))

@@ -1,4 +1,4 @@
-"""HostTier: KV blocks in CPU memory, which a step's block program reads and writes: all of them are at hand.
+"""HostTier: KV blocks in CPU memory, which a step's block ops can read and write without a load.
 
 Ids are global: the device's are [0, first_id), the host's [first_id, first_id + num_blocks).
 """
@@ -10,13 +10,13 @@ from vllm_lite.engine.blocks.tier import Tier
 
 
 class HostTier(Tier):
-    """Decides ids; the worker's CacheEngine moves the bytes."""
+    """Chooses block ids; the worker's CacheEngine moves the bytes."""
 
     def __init__(self, num_blocks: int, first_id: int, enable_caching: bool = True) -> None:
         self.pool = BlockPool(num_blocks, enable_caching, has_null=False)
         self.first_id = first_id
         self.on_cached: Callable[[bytes], None] | None = None
-        """Called with each key that can be found here from now on, and could not before."""
+        """Called with each key that is newly cached on the host."""
 
     @property
     def num_usable(self) -> int:
@@ -58,7 +58,7 @@ class HostTier(Tier):
 
     def demote(self, keys: Iterable[bytes], limit: int) -> list[tuple[bytes, int]]:
         kept = self._fitting(keys)
-        self.pin([host_id for host_id in kept.values() if host_id is not None])  # no other shall have their places
+        self.pin([host_id for host_id in kept.values() if host_id is not None])  # so that reserve() does not evict them
         lacking = [key for key, host_id in kept.items() if host_id is None][:limit]
         places = list(zip(lacking, self.reserve(lacking), strict=True))
         kept.update(places)
@@ -75,7 +75,7 @@ class HostTier(Tier):
         self.pool.check_integrity([block_id - self.first_id for block_id in ids] for ids in pinned)
 
     def _fitting(self, keys: Iterable[bytes]) -> dict[bytes, int | None]:
-        """The first of `keys`, as many as there is room for beside what is pinned, and the blocks that have them."""
+        """The first of `keys`, as many as fit beside the pinned blocks, with the block id of each that is here."""
         fitting: dict[bytes, int | None] = {}
         room = self.pool.num_free
         for key in keys:

@@ -1,12 +1,12 @@
 """KVBlocks: the KV of every sequence, in blocks of one pool and, if there is a host tier, in CPU memory.
 
-It decides ids and records what has to be copied; the worker's CacheEngine moves the bytes, in that order, before the
-forward pass of the same step. Hence a block may be given away as soon as its copy is recorded.
+It chooses block ids and records copies as block ops; the worker's CacheEngine moves the bytes, in that order, before
+the forward pass of the same step. So a block may be reused as soon as its copy is recorded.
 
 Invariants, checked by check_integrity(): a block's reference count is the number of table entries that name it (the
-null block aside); free and referenced blocks are disjoint and make up the pool; a hashed block is full; nobody writes
-to a block that is hashed or has another reader; the host's pinned blocks are those of parked sequences; of the waiting
-sequences only these hold device blocks.
+null block aside); free and referenced blocks are disjoint and make up the pool; a hashed block is full; no sequence
+writes to a block that is hashed or that another one reads; the host's pinned blocks are those of parked sequences; the
+only waiting sequences with device blocks are parked ones.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,13 +25,14 @@ from vllm_lite.protocol.stats import Stats
 from vllm_lite.protocol.step import Entry, ReplaceBlock
 
 ON_ITS_WAY = Admission(Verdict.LATER, lacks="swap", is_arriving=True)
-"""Verdict while another tier loads what a parked sequence has there."""
+"""Verdict while a tier loads blocks of a parked sequence."""
 Tables = list[list[int]]
-"""Global ids of blocks per group, null where the window is past."""
+"""Global block ids, [group][logical block]; the null block before the window."""
 
 
 class KVBlocks(CachePart[Tables]):
-    """Without groups (a model that keeps no KV) every sequence fits and every table is empty."""
+    """Owns the block pool, the host tier and the block tables of all sequences. Without KV groups (a model that keeps
+    no KV), tables are empty and admission always succeeds."""
 
     has_tails = True
 
@@ -52,9 +53,9 @@ class KVBlocks(CachePart[Tables]):
         self.block_size = block_size
         self.watermark_blocks = int(watermark * pool.num_blocks)
         self.on_store: Callable[[Sequence, KVGroup, int], None] | None = None
-        """Called with every logical block of a sequence that can be found on the device from now on."""
+        """Called with (sequence, group, logical block) of each block that is added to the device's prefix cache."""
         self.others_hold: Callable[[], list[list[int]]] = list
-        """Blocks that are referenced though no sequence has them: those on their way from or to another tier."""
+        """Returns the referenced blocks that are in no table: those in transfer to or from another tier."""
         self.swapping = Swapping(pool, host, self.groups, max_swap_blocks_per_step, self._cache)
         self.tails = BlockTails(pool)
         self.counters = self.swapping.counters
@@ -120,13 +121,13 @@ class KVBlocks(CachePart[Tables]):
 
     @property
     def supply(self) -> int:
-        """Free blocks, and those ever revived. When a referenced block of a sequence's prefix is freed, `free` and what
-        it needs grow by one; when a free one is revived, both fall: only this sum, in which the two cancel out, can
-        help."""
+        """Free blocks plus all revivals so far. When a referenced block of a waiting sequence's prefix is freed, the
+        free blocks and those that it needs both grow by one; when a free one is revived, both fall by one. The sum
+        leaves out the second case, so if it has not grown, the sequence lacks no fewer blocks."""
         return self.pool.num_free + self.pool.num_revived
 
     def admission(self, sequence: Sequence, found: Tables, chunk: int) -> Admission:
-        """As for any part. Cached blocks that are referenced cost nothing."""
+        """Whether enough blocks are free. Cached blocks that are referenced already cost nothing."""
         required = 0
         for group, table in zip(self.groups, found, strict=True):
             in_use = sum(0 < block_id < self.pool.num_blocks and not self.pool.is_free(block_id) for block_id in table)
@@ -134,8 +135,8 @@ class KVBlocks(CachePart[Tables]):
         return admission(self.pool.num_usable, self.pool.num_free, required, self.watermark_blocks)
 
     def may_admit(self, sequence: Sequence, found: Tables, num_tokens: int, *, in_parts: bool) -> bool:
-        """A step moves only so many blocks. With `in_parts`, a hit in host memory may be larger: it is loaded in parts.
-        False: the blocks are too many for this step; cached ones that they evict are copied to the host first."""
+        """Whether the step's limit of moved blocks allows the admission; `in_parts`, a hit on the host may exceed it
+        and is loaded over several steps. False: cached blocks that the admission evicts are demoted first."""
         num_on_host = self._num_on_host(found)
         if self.host is None or (in_parts and num_on_host):
             return True
@@ -143,12 +144,12 @@ class KVBlocks(CachePart[Tables]):
         return self.swapping.may_take(sequence, count, [block_id for ids in found for block_id in ids])
 
     def admit(self, sequence: Sequence, hit: PrefixHit, found: Tables, num_tokens: int) -> bool:
-        """As for any part; in a window, blocks are allocated for the first `num_tokens` only."""
+        """Share `found` and allocate the rest; in a window, blocks are allocated for the first `num_tokens` only."""
         first_host_id = self.pool.num_blocks
-        # Hold all of it before anything is allocated: what is evicted and demoted for the new blocks must not be this.
+        # Reference the whole hit before allocating: the new blocks must not evict or demote any of it.
         for group, table, ids in zip(self.groups, sequence.tables, found, strict=True):
             table.share([block_id if block_id < first_host_id else NULL_BLOCK for block_id in ids])
-            # What a tail adds moves no window yet: that is for grow() to do, which frees what has left it.
+            # A tail does not move the window: grow() does, and frees the blocks that have left it.
             position = min(sequence.num_computed, len(ids) * self.block_size)
             table.num_trimmed = min(group.first_needed(position), len(ids))
         if not self._num_on_host(found):
@@ -161,11 +162,12 @@ class KVBlocks(CachePart[Tables]):
         return self.swap_in(sequence, num_tokens)
 
     def _copy_tail(self, sequence: Sequence, number: int, sources: Many[int | None]) -> None:
-        """Copy what is known of logical block `number`. Nobody has held the sources, so one may be a block that the
-        sequence has just got: its contents are there until a step writes to it, and that comes after all copies."""
+        """Copy a cached tail into logical block `number`, from one source block per group. Sources are unreferenced, so
+        one may be the very block that the sequence has just got: its contents stay until a step writes to it, after
+        all copies."""
         for table, source in zip(sequence.tables, sources, strict=False):
             if source is None:
-                raise RuntimeError("what a sequence goes on from in the middle of a block is gone")
+                raise RuntimeError("the cached tail from which a sequence continues is gone")
             if source != table.ids[number]:
                 self.swapping.copy(source, table.ids[number])
 
@@ -176,9 +178,9 @@ class KVBlocks(CachePart[Tables]):
     # ---- growing
 
     def grow(self, sequence: Sequence, num_tokens: int) -> Growth | None:
-        """Get new blocks, and copies of shared ones that would be written.
+        """Allocate new blocks, and copies of shared ones that would be written.
 
-        None: too few blocks are free, and nothing is changed but for blocks out of the window.
+        None: too few blocks are free; only blocks that have left the window are released.
         """
         for group, table in zip(self.groups, sequence.tables, strict=True):
             if group.window is not None:
@@ -201,14 +203,14 @@ class KVBlocks(CachePart[Tables]):
             replaced.append(ReplaceBlock(sequence.handle, index, first_written, dst))
         new_ids = [table.append(count) for table, count in zip(sequence.tables, missing, strict=True)]
         sequence.num_slots = self._num_slots(sequence, num_tokens)
-        if write_from >= num_tokens:  # nothing is written yet, so a shared block is still to be copied
+        if write_from >= num_tokens:  # nothing is written yet: grow() must be called again to copy a shared block
             sequence.num_slots = num_tokens
         return Growth(new_ids if any(new_ids) else [], replaced)
 
     def publish(self, sequence: Sequence, first: int, last: int) -> None:
         for group, table in zip(self.groups, sequence.tables, strict=True):
             for index in range(max(first, table.num_trimmed), last):
-                if self.pool.blocks[table.ids[index]].block_hash is None:  # a fork's other holder may have been first
+                if self.pool.blocks[table.ids[index]].block_hash is None:  # a fork that shares it may have cached it
                     self._cache(sequence, group, index, table.ids[index])
 
     def publish_tail(self, sequence: Sequence, number: int, key: bytes) -> None:
@@ -231,8 +233,8 @@ class KVBlocks(CachePart[Tables]):
         )
 
     def fork(self, parent: Sequence, child: Sequence, num_scheduled: int) -> Many[Entry]:  # noqa: ARG002
-        """As for any part. Whichever of the two writes to a shared block first gets a copy, drafts that may have been
-        wrong included."""
+        """Share the parent's blocks. Whichever of the two first writes to a shared block gets a copy; positions of
+        drafts in flight count as written again."""
         num_blocks = -(-child.num_tokens // self.block_size)
         child.tables = [table.fork(num_blocks) for table in parent.tables]
         for group, table in zip(self.groups, child.tables, strict=True):
@@ -242,8 +244,8 @@ class KVBlocks(CachePart[Tables]):
         return ()
 
     def release(self, sequence: Sequence, *, forget: bool = False) -> None:
-        """As for any part. What is forgotten are also equal blocks of other sequences, and those left on a tier that
-        the sequence has moved from."""
+        """Release the tables and host blocks. `forget` also drops equal blocks of other sequences from the cache, and
+        copies on the tier that the sequence has left."""
         if forget:
             hashes = sequence.block_hashes[: sequence.num_hashed_blocks]
             keys = [block_hash + group.key for group in self.groups for block_hash in hashes]
@@ -262,16 +264,16 @@ class KVBlocks(CachePart[Tables]):
         return self.swapping.parked
 
     def may_swap_out(self, sequence: Sequence) -> bool:
-        """It will write to its last blocks, one of each group. Swapped blocks return unshared; a shared one that stays
-        because the step may not move more must not be written."""
+        """Whether the sequence's last block of each group, to which it will write, can be moved by this step or is not
+        shared. Swapped blocks return unshared, but a shared one that stays on the device must not be written."""
         num_computed = sequence.num_computed
         if self.swapping.may_move(len(self.groups)) or num_computed % self.block_size == 0:
             return True
         return not any(table.is_shared(num_computed // self.block_size) for table in sequence.tables)
 
     def swap_out(self, sequence: Sequence) -> bool:
-        """As for any part. Blocks that the step may not move any more stay on the device until they are reclaimed.
-        False: the host has no room, or the step has moved enough already."""
+        """Park the sequence. Blocks beyond the step's limit stay on the device until they are reclaimed. False: the
+        host has no room, or the step has reached its limit."""
         end = -(-sequence.num_computed // self.block_size)
         needed = [range(min(group.first_needed(sequence.num_computed), end), end) for group in self.groups]
         if not self.swapping.swap_out(sequence, needed):
@@ -294,7 +296,7 @@ class KVBlocks(CachePart[Tables]):
         return result.unless(ON_ITS_WAY if self.swapping.is_loading(sequence) else OK)
 
     def swap_in(self, sequence: Sequence, num_tokens: int, *, in_parts: bool = True) -> bool:
-        """As for any part, as much as the step may move. Unless `in_parts`, it got no block if this is False."""
+        """Load as many host blocks as the step may move. False: not all are loaded; unless `in_parts`, none is."""
         missing = self._num_missing(sequence, num_tokens, [table.ids for table in sequence.tables])
         places, is_all = self.swapping.next_in(sequence, sum(missing), in_parts=in_parts)
         if not is_all:
@@ -333,28 +335,27 @@ class KVBlocks(CachePart[Tables]):
         self.tails.check_integrity()
 
     def publish_loaded(self, sequence: Sequence | None, place: Place, key: bytes, block_id: int) -> None:
-        """Let a block be found that was filled from another tier: for `sequence`, if it still has these tokens."""
+        """Cache a block that was filled from another tier, on behalf of `sequence` if that still has its tokens."""
         self.pool.cache_block(block_id, key)
         if self.on_store is not None and sequence is not None:
             self.on_store(sequence, place.group, place.number)
 
     def may_pin(self, ids: Many[int]) -> bool:
-        """Whether these blocks, of both tiers, may be pinned beside what sequences hold: of the free blocks of either
-        tier half at most."""
+        """Whether blocks of both tiers may be pinned for a transfer: at most half of the free blocks of each tier."""
         on_device, on_host = self._by_tier(ids)
         if 2 * sum(map(self.pool.is_free, on_device)) > self.pool.num_free:
             return False
         return self.host is None or 2 * self.host.num_unpinned(on_host) <= self.host.num_free
 
     def pin(self, ids: Many[int]) -> None:
-        """Keep blocks of both tiers as they are."""
+        """Reference blocks of both tiers, so that they keep their contents."""
         on_device, on_host = self._by_tier(ids)
         self.pool.touch(on_device)
         if self.host is not None:
             self.host.pin(on_host)
 
     def unpin(self, ids: Many[int]) -> None:
-        """Let go of blocks of both tiers, last first."""
+        """Drop the references of pin(), last block first."""
         on_device, on_host = self._by_tier(ids)
         self.pool.free(reversed(on_device))
         if self.host is not None:
@@ -369,7 +370,7 @@ class KVBlocks(CachePart[Tables]):
         return on_device, on_host
 
     def find(self, key: bytes) -> int | None:
-        """The global id of a block with this content, on either tier."""
+        """Global id of a block with the content of `key`, preferably on the device."""
         block_id = self.pool.get_cached_block(key)
         return self.host.find(key) if block_id is None and self.host is not None else block_id
 
@@ -378,8 +379,8 @@ class KVBlocks(CachePart[Tables]):
         return sum(block_id >= first_host_id for ids in found for block_id in ids)
 
     def _extend(self, sequence: Sequence, num_tokens: int, places: Many[Place]) -> None:
-        """Allocate the blocks that the sequence lacks, and load `places`. It is one allocation, so that of all blocks
-        evicted for it those are demoted that are worth most."""
+        """Allocate the blocks that the sequence lacks, and load `places` from the host. A single allocation lets the
+        demotion choose among all evicted blocks."""
         missing = self._num_missing(sequence, num_tokens, [table.ids for table in sequence.tables])
         ids = self.pool.get_new_blocks(len(places) + sum(missing))
         at = len(places)
@@ -390,14 +391,14 @@ class KVBlocks(CachePart[Tables]):
         sequence.num_slots = self._num_slots(sequence, sequence.num_tokens)
 
     def _num_missing(self, sequence: Sequence, num_tokens: int, held: Iterable[Many[int]]) -> list[int]:
-        """Number of blocks that each group lacks beside those `held` to admit a sequence: for all its tokens, and in a
-        window for the first `num_tokens`."""
+        """Number of blocks per group that an admission allocates beside those `held`: for all tokens of the sequence,
+        or in a window for the first `num_tokens`."""
         ends = (sequence.num_tokens if group.window is None else num_tokens for group in self.groups)
         return [max(0, -(-end // self.block_size) - len(ids)) for end, ids in zip(ends, held, strict=True)]
 
     def _num_slots(self, sequence: Sequence, num_tokens: int) -> int:
-        """Number of positions that can be computed before the next call of grow(), which has made room for
-        `num_tokens`."""
+        """Value of `Sequence.num_slots` after room was made for `num_tokens`: the position at which grow() has to be
+        called again."""
         if sequence.tables:
             return min(len(table.ids) for table in sequence.tables) * self.block_size
         return -(-num_tokens // self.block_size) * self.block_size if self.is_asked_by_blocks else sequence.max_len
@@ -409,7 +410,7 @@ class KVBlocks(CachePart[Tables]):
 
 
 class BlockSearch:
-    """Looks up each block of a sequence once at most. It takes no reference."""
+    """Looks up the blocks of one sequence, each at most once, without taking references."""
 
     def __init__(self, blocks: KVBlocks, sequence: Sequence) -> None:
         self._blocks = blocks

@@ -1,8 +1,8 @@
 """BlockPool: the physical KV blocks of one tier, their reference counts, the LRU free list, and the prefix-cache index.
 
 A block is in one of these states: free (unhashed, in the free list), allocated (referenced), full and cached
-(referenced, hashed), shared (several references), evictable (hashed, in the free list, found by a hit until it is
-taken). Allocation takes from the head of the free list, freeing appends to its tail, a hit unlinks from the middle.
+(referenced, hashed), shared (several references), evictable (hashed, in the free list, found by hits until it is
+reused). Allocation takes blocks from the head of the free list, freeing appends to its tail, a hit unlinks any.
 """
 
 from collections import Counter
@@ -12,11 +12,12 @@ from itertools import islice
 from vllm_lite.errors import OutOfBlocks
 
 NULL_BLOCK = 0
-"""Never written by a real token, never freed, never cached; fills holes of tables and is the target of padding."""
+"""Id of the null block, which is never freed, cached or written by a real token. It fills holes in tables and is the
+target of padding."""
 
 
 class Block:
-    """One physical block. `prev` and `next` mean something only while it is free; they are not cleared after that."""
+    """One physical block. `prev` and `next` are valid only while it is free; they are not cleared after that."""
 
     __slots__ = ("block_hash", "block_id", "next", "prev", "ref_count")
 
@@ -35,8 +36,8 @@ class Block:
 class FreeList:
     """A doubly linked list through the blocks themselves: O(1) at both ends and in the middle.
 
-    BlockPool.touch and BlockPool.free unlink and link the blocks in their own loops, where a call for each block would
-    cost as much as all the rest.
+    BlockPool.touch and BlockPool.free unlink and link blocks in their own loops, where a call per block would cost as
+    much as the rest of the loop.
     """
 
     __slots__ = ("head", "num_free", "tail")
@@ -47,7 +48,7 @@ class FreeList:
         self.num_free = 0
 
     def append_n(self, blocks: Sequence[Block]) -> None:
-        """Append in the order given."""
+        """Append `blocks` in the given order."""
         tail = self.tail
         last = tail.prev
         for block in blocks:
@@ -57,7 +58,7 @@ class FreeList:
         self.num_free += len(blocks)
 
     def popleft_n(self, count: int) -> list[Block]:
-        """The `count` blocks at the head, unlinked. Raises OutOfBlocks and takes none if there are fewer."""
+        """Unlink and return the `count` blocks at the head. Raises OutOfBlocks and takes none if there are fewer."""
         if count > self.num_free:
             raise OutOfBlocks(f"Cannot get {count} free blocks from the pool: only {self.num_free} are free")
         taken = []
@@ -77,24 +78,24 @@ class FreeList:
 
 
 class PoolObserver:
-    """Is called with what has happened to blocks. Override what you want to know."""
+    """Observer of a pool's blocks. Subclasses override the events that they need."""
 
     def allocated(self, ids: Sequence[int]) -> None: ...
 
     def touched(self, ids: Sequence[int]) -> None: ...
 
     def evicted(self, block_id: int, block_hash: bytes) -> None:
-        """A block cannot be found any more, because it is reused or was forgotten."""
+        """A block left the prefix cache, because it is reused or was forgotten."""
 
     def cleared(self) -> None:
-        """No block can be found any more."""
+        """All blocks left the prefix cache."""
 
 
 class BlockPool:
     """`num_blocks` blocks with ids 0 .. num_blocks - 1, of which 0 is the null block unless `has_null` is False.
 
-    `on_evict([(block_id, block_hash), ...])` is called when cached blocks are about to be reused, before their contents
-    are lost: the place where they can be demoted to another tier. The least recently used comes first.
+    `on_evict([(block_id, block_hash), ...])`, least recently used first, is called before cached blocks are reused, so
+    that their contents can be demoted to another tier.
     """
 
     def __init__(self, num_blocks: int, enable_caching: bool = True, *, has_null: bool = True) -> None:
@@ -107,21 +108,21 @@ class BlockPool:
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.peak_used = 0
         self.num_revived = 0
-        """The number of times a free block was referenced again, since the start."""
+        """Number of times that a free block was referenced again, since the start."""
         self.num_cached = 0
-        """Blocks that a prefix hit can find, referenced or evictable. Counted as they change: metrics ask for it."""
+        """Blocks in the prefix cache, referenced or evictable."""
         self.on_evict: Callable[[list[tuple[int, bytes]]], None] | None = None
         self._free = FreeList()
         self._null = NULL_BLOCK if has_null else -1
         self._free.append_n(self.blocks[num_blocks - self.num_usable :])
-        # A hash maps to its block, or to {id: block} once the same content has been computed twice: two requests
-        # that ran at the same time, or generated text that equals cached text. Tables are append-only, so a
-        # duplicate is never merged away; LRU reclaims it.
+        # Hash -> block, or {id: block} once the same content has been computed twice: by two requests at the same
+        # time, or as generated text that equals cached text. Tables are append-only, so duplicates are never merged;
+        # LRU reclaims them.
         self.cached: dict[bytes, Block | dict[int, Block]] = {}
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be handed out now, evictable cached ones included."""
+        """Number of blocks that can be allocated now, evictable cached ones included."""
         return self._free.num_free
 
     @property
@@ -129,7 +130,7 @@ class BlockPool:
         return self.num_usable - self._free.num_free
 
     def get_new_blocks(self, count: int) -> list[int]:
-        """Ids of `count` blocks, each with one reference. Raises OutOfBlocks and takes none if too few are free."""
+        """Allocate `count` blocks, each with one reference. Raises OutOfBlocks and takes none if too few are free."""
         blocks = self._free.popleft_n(count)
         ids, evicted = [], []
         for block in blocks:
@@ -147,13 +148,13 @@ class BlockPool:
         return ids
 
     def peek(self, count: int, spared: Container[int] = ()) -> list[Block]:
-        """The `count` blocks that get_new_blocks() would take if those `spared` were referenced; fewer if too few are
-        free."""
+        """The `count` blocks that get_new_blocks() would take if the blocks `spared` were referenced; fewer if too few
+        are free."""
         return list(islice((block for block in self._free if block.block_id not in spared), count))
 
     def would_lose(self, count: int, spared: Container[int]) -> dict[bytes, int]:
-        """The contents that taking `count` blocks would leave in no block, with the blocks that have them; `spared` as
-        for peek(). The most recently used comes first."""
+        """Hash -> block id of the contents that allocating `count` blocks would drop from the pool, the most recently
+        used first; `spared` as for peek()."""
         lost: dict[bytes, int] = {}
         num_taken = Counter[bytes]()
         for block in reversed(self.peek(count, spared)):
@@ -167,15 +168,15 @@ class BlockPool:
         return len(entry) if isinstance(entry, dict) else int(entry is not None)
 
     def touch(self, ids: Sequence[int]) -> None:
-        """Add one reference to each block; an evictable one leaves the free list. The null block is not counted.
+        """Add one reference to each block; an evictable one leaves the free list. The null block is skipped.
 
-        Raises ValueError at an id that no block has; those before it have been touched.
+        Raises ValueError at an unknown id; the blocks before it have been touched.
         """
         blocks, free, null = self.blocks, self._free, self._null
         num_revived = 0
         try:
             for block_id in ids:
-                if block_id < 0:  # or it would count from the end
+                if block_id < 0:  # a list would count it from its end
                     raise self._unknown(block_id)
                 block = blocks[block_id]
                 count = block.ref_count
@@ -196,10 +197,10 @@ class BlockPool:
             observer.touched(ids)
 
     def free(self, ids: Iterable[int]) -> None:
-        """Drop one reference of each block, in the order given: what comes first is evicted first.
+        """Drop one reference of each block, in the given order, in which they will be evicted.
 
         A sequence passes its table reversed, so that its tail is evicted before its prefix. Raises ValueError at a
-        block that is free, or an id that no block has; those before it have been freed.
+        free block or an unknown id; the blocks before it have been freed.
         """
         blocks, free, null = self.blocks, self._free, self._null
         tail = free.tail
@@ -227,7 +228,7 @@ class BlockPool:
             free.num_free += num_freed
 
     def cache_block(self, block_id: int, block_hash: bytes) -> None:
-        """Make a full block findable under the hash of its content and everything before it."""
+        """Add a full block to the prefix cache, under the hash of its content and everything before it."""
         if not self.enable_caching or block_id == self._null:
             return
         block = self._block(block_id)
@@ -244,7 +245,7 @@ class BlockPool:
             self.cached[block_hash] = {entry.block_id: entry, block_id: block}
 
     def get_cached_block(self, block_hash: bytes) -> int | None:
-        """The id of any block with this content, or None."""
+        """Id of any block with this content, or None."""
         entry = self.cached.get(block_hash)
         if isinstance(entry, dict):
             return next(iter(entry))
@@ -254,20 +255,20 @@ class BlockPool:
         return self._block(block_id).ref_count == 0
 
     def forget(self, ids: Iterable[int]) -> None:
-        """Take blocks out of the cache index, e.g. because their content turned out to be unusable."""
+        """Remove blocks from the prefix cache, for example because their content turned out to be unusable."""
         for block_id in ids:
             block = self._block(block_id)
             if block.block_hash is not None:
                 self._unindex(block)
 
     def forget_contents(self, hashes: Iterable[bytes]) -> None:
-        """Take every block with one of these contents out of the cache index, also equal ones of other sequences."""
+        """Remove all blocks with these hashes from the prefix cache, whichever sequence computed them."""
         for block_hash in hashes:
             while (block_id := self.get_cached_block(block_hash)) is not None:
                 self.forget((block_id,))
 
     def reset_cache(self) -> int:
-        """Forget every cached block, and return how many there were. One that is referenced stays allocated."""
+        """Empty the prefix cache, and return its number of blocks. Referenced blocks stay allocated."""
         num_cached, self.num_cached = self.num_cached, 0
         for entry in self.cached.values():
             for block in entry.values() if isinstance(entry, dict) else (entry,):
@@ -305,9 +306,9 @@ class BlockPool:
     def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Raise RuntimeError if an invariant is broken. `tables` are all block tables that hold references.
 
-        The invariants: the null block is neither free, referenced nor cached. Every other block is in the free list
-        if and only if it is unreferenced, and in it once. The index holds exactly the hashed blocks, and num_cached
-        counts them. A block's reference count is the number of table entries that name it.
+        The null block is neither free, referenced nor cached. Every other block is in the free list, once, if and only
+        if it is unreferenced. The index holds exactly the hashed blocks, and num_cached counts them. A block's
+        reference count is the number of table entries that name it.
         """
         listed = [block.block_id for block in self._free]
         usable = self.blocks[self.num_blocks - self.num_usable :]

@@ -1,9 +1,9 @@
-"""Preload: which contents of a tier below memory are loaded before anybody asks for them.
+"""Preload: chooses the blocks of the disk tier to load after a start, before any request needs them.
 
-After a start the pool is empty, and the chats that go on are below it. What is there before the first request, the
-latest first, is loaded into blocks that nobody has used yet, a few at a time and only while there is no sequence. So a
-chat's next message finds its prefix in the pool. Who comes meanwhile waits for one such load at most, and only if it
-needs the same blocks. States are not loaded: one of them is as long as many blocks, and a message needs one alone.
+After a start the pool is empty, while the KV of earlier chats is on disk. As long as there is no sequence, the most
+recently written blocks are loaded into unused blocks, a few at a time, so that a chat's next message finds its prefix
+in the pool. A request that arrives meanwhile waits for at most one such load, and only if it needs the same blocks.
+Recurrent states are not preloaded: one is as large as many blocks, and a message needs only one.
 """
 
 from collections import deque
@@ -13,14 +13,14 @@ from vllm_lite.engine.blocks.groups import KVGroup
 from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 
 CHUNK = 32
-"""Blocks of one load: as many as one of the workers' threads reads, so that another is there for who comes."""
+"""Blocks per load. One worker thread reads them, so that another is free for the loads of requests."""
 
 
 class Preload:
-    """Chooses for one pool."""
+    """Chooses the blocks to preload into one pool."""
 
     def __init__(self, blocks: KVBlocks, share: float) -> None:
-        """At most `share` of the pool is filled."""
+        """Fills at most `share` of the pool."""
         self._blocks = blocks
         self._groups = {group.key: group for group in blocks.groups}
         self._room = int(share * blocks.pool.num_usable)
@@ -28,8 +28,8 @@ class Preload:
         self._is_open = self._room > 0
 
     def offer(self, keys: Iterable[bytes], index: Container[bytes]) -> None:
-        """The tier has these, the latest first. They count until somebody asks, but for those of the `index`, which
-        were known before."""
+        """Queue keys that the tier has reported, the latest first, except those that are in `index` already. Ignored
+        after close()."""
         if self._is_open:
             new = (key for key in keys if key[-1:] in self._groups and key not in index)
             for key in new:
@@ -38,21 +38,22 @@ class Preload:
                 self._wanted.append(key)
 
     def close(self) -> None:
-        """Somebody has asked: what the tier has from now on was written by those who have it in memory."""
+        """Ignore further keys once there is a sequence: what the tier gains from now on is in memory already."""
         self._is_open = False
 
     def stop(self) -> None:
-        """Load nothing more until a restart."""
+        """Drop all queued keys and accept none until restart()."""
         self._wanted.clear()
         self._is_open = False
 
     def restart(self, *, is_idle: bool) -> None:
-        """The contents are to be said anew, by other workers. Who waits for these loads what it needs."""
+        """Start again with new workers, which will report the tier's keys, unless sequences wait for them: these load
+        what they need themselves."""
         self._wanted.clear()
         self._is_open = is_idle and self._room > 0
 
     def take(self, index: Container[bytes]) -> list[tuple[bytes, KVGroup]]:
-        """Take what is to be loaded next, of what the `index` has; nothing when it would push out anything."""
+        """Take the next keys to load, of those still in `index`; none, and stop, if that would evict a cached block."""
         pool, taken = self._blocks.pool, list[tuple[bytes, KVGroup]]()
         while self._wanted and len(taken) < CHUNK:
             key = self._wanted.popleft()

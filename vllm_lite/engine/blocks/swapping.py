@@ -1,16 +1,16 @@
-"""Swapping decides which blocks move between the tiers in a step, and in which order.
+"""Swapping chooses which blocks move between device and host in a step, and in which order.
 
-A preempted sequence, or one whose cached prefix lies on the host, may be parked: it waits, its `host_ids` say which of
-its logical blocks are on the host, its tables which are on the device; the null block stands for "not here". Blocks
-leave the device from the end and come back from the beginning, and a step moves no more than `max_blocks`: the rest
-stays where it is until the next step. So a sequence of any length can move, and no step stalls longer than that.
+A preempted sequence, or one whose cached prefix is on the host, may be parked: while it waits, `host_ids` has its
+blocks on the host and its tables have those on the device, with the null block for "not here". Blocks leave the device
+from the end of the sequence and return from its beginning. A step moves at most `max_blocks`; the rest waits for later
+steps. So a sequence of any length can move, and the stall of each step is bounded.
 
-What a parked sequence still has on the device is taken from it when a running sequence needs the place.
+Device blocks of a parked sequence are taken from it when a running sequence needs them.
 
-Cached blocks that the device reuses are demoted, and count as moves. Where a waiting sequence would evict more of them
-than the step may move, the step demotes as many ahead of their eviction: they stay on the device as well, the sequence
-waits, and a later step finds them on the host. A running sequence waits for no demotion: what its step may not move is
-lost.
+Cached blocks that the device reuses are demoted, which counts as a move. If a waiting sequence would evict more of them
+than the step may move, the step demotes as many as it may ahead of their eviction: they stay on the device, too, the
+sequence waits, and a later step finds them on the host. A running sequence waits for no demotion: blocks beyond the
+step's limit are lost.
 """
 
 from collections import abc
@@ -26,15 +26,15 @@ from vllm_lite.protocol.step import BlockOp
 
 
 class Place(NamedTuple):
-    """Logical block `number` of a sequence in one group."""
+    """Position of a block: logical block `number` of a sequence in one group."""
 
     group: KVGroup
     number: int
 
 
 class Swapping:
-    """Writes the block program of the step being scheduled, within what is left of the bound. `cache(sequence, group,
-    index, id)` makes a block findable on the device."""
+    """Writes the block ops of the step being scheduled, within the limit of moved blocks. `cache(sequence, group,
+    index, id)` adds a block to the device's prefix cache."""
 
     def __init__(
         self,
@@ -45,26 +45,26 @@ class Swapping:
         cache: Callable[[Sequence, KVGroup, int, int], None],
     ) -> None:
         self.counters = Stats()
-        """The engine's counters. They are made here and shared by all parts of the engine."""
+        """The engine's counters, created here and shared by all its objects."""
         self.parked: list[Sequence] = []
-        """The parked sequences in the order in which they were parked: under fcfs the first is admitted last."""
+        """Parked sequences in the order of parking: under fcfs the first is admitted last."""
         self._pool = pool
         self._host = host
         self._groups = groups
         self._cache = cache
         self.max_blocks = self._left = max_blocks
         self.reserved = self.wanted = 0
-        self.loading: dict[Sequence, int] = {}  # tickets of what parked sequences wait for
+        self.loading: dict[Sequence, int] = {}  # parked sequence -> ticket of the load for which it waits
         self.ops: list[tuple[int, int, int]] = []
-        """The block program of the step being scheduled."""
+        """Block ops of the step being scheduled."""
         self.on_demote: Callable[[abc.Iterable[bytes]], None] | None = None
-        """Called with the keys of cached blocks that the step being scheduled moves to the host."""
+        """Called with the keys of cached blocks that the step being scheduled demotes to the host."""
         pool.on_evict = self._demote if host is not None else None
 
     # ---- the block program
 
     def begin_step(self) -> None:
-        """Start the next step: it may move blocks again, first of all those that the last one had to leave."""
+        """Start the next step, with a new limit of moved blocks, of which postponed moves get the first part."""
         self._left = self.max_blocks
         self.reserved, self.wanted = min(self.wanted, self.max_blocks), 0
         if self.loading and self._host is not None:
@@ -72,12 +72,12 @@ class Swapping:
             self.loading = {sequence: ticket for sequence, ticket in self.loading.items() if ticket not in ended}
 
     def take_ops(self) -> list[tuple[int, int, int]]:
-        """Return the block program of the step that has been made; the next one starts empty."""
+        """Take the block ops of the step being scheduled; the next step starts without any."""
         ops, self.ops = self.ops, []
         return ops
 
     def drop_ops(self) -> None:
-        """Forget the block program of the step being scheduled, and what the step before it had to leave."""
+        """Drop the block ops of the step being scheduled, and the postponed moves of the previous step."""
         self.ops = []
         self.reserved = self.wanted = 0
 
@@ -89,7 +89,7 @@ class Swapping:
     # ---- out
 
     def park(self, sequence: Sequence, host_ids: list[list[int]]) -> None:
-        """Let `sequence` wait with the blocks in its tables and in `host_ids`, and pin the latter."""
+        """Park `sequence` with the device blocks in its tables and the host blocks `host_ids`, which are pinned."""
         if self._host is not None:
             for ids in host_ids:
                 self._host.pin(_present(ids))
@@ -97,7 +97,7 @@ class Swapping:
         self.parked.append(sequence)
 
     def leave(self, sequence: Sequence) -> None:
-        """End the parking of `sequence`, if it is parked: it needs nothing on the host any more."""
+        """Unpark `sequence`, if it is parked, and unpin its host blocks."""
         host_ids, sequence.host_ids = sequence.host_ids, None
         self.loading.pop(sequence, None)
         if host_ids is not None and self._host is not None:
@@ -106,8 +106,8 @@ class Swapping:
                 self._host.unpin(_present(ids))
 
     def swap_out(self, sequence: Sequence, keep: abc.Sequence[range]) -> bool:
-        """Park `sequence` with its logical blocks `keep`, per group, and begin to move them. False: nothing is changed,
-        because the host has no room for them or the step has moved enough already."""
+        """Park `sequence` with its logical blocks `keep`, per group, and begin to move them. False: nothing has
+        changed, because the host has no room or the step has reached its limit."""
         host = self._host
         if host is None:
             return False
@@ -128,8 +128,8 @@ class Swapping:
         return True
 
     def push_out(self, sequence: Sequence) -> int:
-        """Take device blocks of a parked sequence, the last of all groups first, that are on the host or may still move
-        there. Returns their number."""
+        """Free the device blocks of a parked sequence, from its end, that are on the host or can be moved there by this
+        step. Returns their number."""
         host, taken = self._host, 0
         if host is None or sequence.host_ids is None:
             raise RuntimeError(f"{sequence} is not parked")
@@ -154,13 +154,13 @@ class Swapping:
     # ---- in
 
     def may_move(self, num_blocks: int) -> bool:
-        """Whether this step may move `num_blocks` more."""
+        """Whether this step may move `num_blocks` more blocks."""
         return num_blocks <= max(self._left, 0)
 
     def next_in(self, sequence: Sequence, num_new: int, *, in_parts: bool) -> tuple[list[Place], bool]:
-        """The blocks of a parked sequence that this step may load, and whether those are all, and `num_new` more may be
-        allocated with them. Cached ones that are on the device need no loading; the sequence holds them from now on.
-        Unless `in_parts`, it is all or nothing."""
+        """Choose the blocks of a parked sequence that this step loads. Returns them, and whether they are all and
+        `num_new` blocks may be allocated with them. Blocks that are cached on the device are referenced instead of
+        loaded. Unless `in_parts`, it is all or nothing."""
         missing, present, ids = [], [], list[int]()
         for group, table, host_ids in zip(self._groups, sequence.tables, sequence.host_ids or (), strict=True):
             for index, host_id in enumerate(host_ids):
@@ -187,7 +187,7 @@ class Swapping:
         return places, is_all
 
     def _is_at_hand(self, sequence: Sequence, places: abc.Sequence[Place]) -> bool:
-        """Whether the step can read these blocks of a parked sequence. If not, they are being loaded from now on."""
+        """Whether the step can read these blocks of a parked sequence. If not, a load of them is started."""
         host_ids = sequence.host_ids or ()
         ids = [host_ids[group.index][index] for group, index in places]
         ticket = AT_HAND if self._host is None else self._host.begin_load(ids)
@@ -197,12 +197,12 @@ class Swapping:
         return False
 
     def is_loading(self, sequence: Sequence) -> bool:
-        """Whether a parked sequence waits for blocks that are on their way to where a step can read them."""
+        """Whether a parked sequence waits for a load that makes its blocks readable by a step."""
         return sequence in self.loading
 
     def _num_loadable(self, most: int) -> int:
-        """Number of blocks that the step may load, at most `most`, if it also demotes the cached ones in their place.
-        It may load one in any case, so that the sequence comes in at last."""
+        """Number of blocks, at most `most`, that the step may load if it also demotes the cached blocks that they
+        replace. At least one while any move is left, so that every load completes in time."""
         left = self._left
         if self._host is None or left <= 0:
             return 0
@@ -217,7 +217,7 @@ class Swapping:
         return len(blocks)
 
     def load(self, sequence: Sequence, places: abc.Sequence[Place], block_ids: abc.Sequence[int]) -> None:
-        """Fill new device blocks with the contents of `places` on the host."""
+        """Fill new device blocks with the host blocks of `places`."""
         host_ids = sequence.host_ids or ()
         for (group, index), block_id in zip(places, block_ids, strict=True):
             self.ops.append((BlockOp.SWAP_IN, host_ids[group.index][index], block_id))
@@ -232,11 +232,11 @@ class Swapping:
     # ---- demotion
 
     def may_take(self, sequence: Sequence, count: int, ids: abc.Sequence[int], *, ahead: bool = True) -> bool:
-        """Whether a waiting sequence may take `count` new blocks in this step: to load those of `ids` that are on the
-        host, and so that no cached content is lost for which the host has room. `ids` is its prefix, on either tier.
+        """Whether a waiting sequence may take `count` new blocks in this step: its prefix `ids` (on either tier) can be
+        loaded, and no cached content for which the host has room is lost, within the step's limit.
 
-        If not, as much as the step may move is demoted `ahead`, what was used last first. That is done for a sequence
-        in as many steps as its blocks take; others may take the moves or evict as much, and then it waits no longer.
+        If not, cached blocks are demoted `ahead`, up to the limit, the most recently used first. A sequence waits for
+        this only as many steps as moving `count` blocks takes, since others may use up the moves.
         """
         host, self.reserved = self._host, 0
         if host is None:
@@ -258,18 +258,18 @@ class Swapping:
         return may_take
 
     def _demote(self, evicted: abc.Sequence[tuple[int, bytes]]) -> None:
-        """Keep the contents of some cached blocks that the device is about to reuse. They come in the order of their
-        last use, and the last used are kept first.
+        """Demote cached blocks that the device is about to reuse. `evicted` has the least recently used first; the most
+        recently used are kept first.
 
-        A block is freed before those it continues, so the blocks it can be found through are behind it: on the device,
-        or in `evicted` and thereby kept before it.
+        A block is freed before its predecessors in the hash chain. So these come after it in `evicted`, and are kept
+        before it, or stay on the device.
         """
         limit = self._left - self.reserved
         if limit > 0:
             self._keep({key: id_ for id_, key in reversed(evicted) if self._pool.get_cached_block(key) is None}, limit)
 
     def _keep(self, lost: dict[bytes, int], limit: int) -> None:
-        """Move the first of the blocks `lost`, by their keys, to the host: `limit` at most, and while it has room."""
+        """Move the first blocks of `lost` (key -> block id) to the host: at most `limit`, as long as it has room."""
         if self._host is None:
             return
         places = self._host.demote(lost, limit)
@@ -286,7 +286,7 @@ class Swapping:
 
     def check_integrity(self, sequences: abc.Sequence[Sequence], others: abc.Sequence[abc.Sequence[int]] = ()) -> None:
         """Raise RuntimeError if an invariant of this module is broken. `sequences` are all unfinished ones; `others`
-        blocks on the host that are pinned though no sequence has them."""
+        are host blocks pinned for transfers."""
         parked = [sequence for sequence in sequences if sequence.host_ids is not None]
         if sorted(map(id, parked)) != sorted(map(id, self.parked)):
             raise RuntimeError("the parked sequences are not those with blocks on the host")
@@ -303,7 +303,7 @@ class Swapping:
 
 
 def num_held(sequence: Sequence) -> int:
-    """The number of device blocks in the tables of `sequence`."""
+    """Number of device blocks in the tables of `sequence`."""
     return sum(len(table.ids) - table.ids.count(NULL_BLOCK) for table in sequence.tables)
 
 

@@ -1,5 +1,5 @@
-"""BlockTable: which physical blocks hold one sequence's KV in one group. It grows at its end only, so that workers
-receive diffs; the one exception, a shared block that is about to be written, has an entry of its own (ReplaceBlock)."""
+"""BlockTable: the physical blocks of one sequence in one KV group. It only grows at its end, so that workers receive
+diffs; the one exception, copy-on-write of a shared block, has an entry of its own (ReplaceBlock)."""
 
 from vllm_lite.engine.blocks.pool import NULL_BLOCK, BlockPool
 
@@ -15,7 +15,7 @@ class BlockTable:
         self.num_trimmed = 0
 
     def share(self, ids: list[int]) -> None:
-        """Append blocks that exist: each gets one more reference. Null blocks fill what the window has left behind."""
+        """Append existing blocks, each with one more reference; null blocks stand for those that left the window."""
         self.pool.touch(ids)
         self.ids += ids
 
@@ -26,15 +26,14 @@ class BlockTable:
         return new
 
     def is_shared(self, index: int) -> bool:
-        """Whether logical block `index` exists and others may read it: another table holds it too, or it can be found
-        under its hash."""
+        """Whether logical block `index` exists and others may read it: another table holds it, or it is cached."""
         if index >= len(self.ids):
             return False
         block = self.pool.blocks[self.ids[index]]
         return block.ref_count > 1 or block.block_hash is not None
 
     def copy_on_write(self, index: int) -> tuple[int, int]:
-        """Put a new block in the place of a shared one: (src, dst) to be copied. Raises OutOfBlocks."""
+        """Replace a shared block by a new one. Returns (src, dst), which the caller copies. Raises OutOfBlocks."""
         src = self.ids[index]
         (dst,) = self.pool.get_new_blocks(1)
         self.ids[index] = dst
@@ -42,13 +41,13 @@ class BlockTable:
         return src, dst
 
     def fork(self, num_blocks: int) -> "BlockTable":
-        """A table of the same first blocks for another sequence; needs no memory."""
+        """A table for another sequence that shares the first `num_blocks` blocks."""
         child = BlockTable(self.pool)
         child.share(self.ids[:num_blocks])
         return child
 
     def trim(self, first_needed: int) -> None:
-        """Give back the blocks before logical block `first_needed`, which no later token reads."""
+        """Free the blocks before logical block `first_needed`, which no later token reads."""
         last = min(first_needed, len(self.ids))
         if last > self.num_trimmed:
             dropped = self.ids[self.num_trimmed : last]
@@ -57,12 +56,12 @@ class BlockTable:
             self.num_trimmed = last
 
     def cut(self, num_blocks: int) -> None:
-        """Give back the blocks behind the first `num_blocks`, last first."""
+        """Free the blocks after the first `num_blocks`, last first."""
         self.pool.free(reversed(self.ids[num_blocks:]))
         del self.ids[num_blocks:]
 
     def free(self) -> None:
-        """Give all blocks back, last first, so that tails are evicted before prefixes."""
+        """Free all blocks, last first, so that later ones are evicted before earlier ones."""
         self.pool.free(reversed(self.ids))
         self.ids = []
         self.num_trimmed = 0

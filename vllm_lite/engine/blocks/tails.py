@@ -1,7 +1,7 @@
-"""Tails: tokens of a block before a mark, where prompts part, so that later ones go on in the middle of that block.
+"""Tails: the tokens of a block before a mark, cached so that a prompt that diverges there continues inside the block.
 
-A block's tokens before the mark are never written again until the block is given to another sequence, though its own
-may go on behind them. So they can be found until then without a reference, and sequences that find them get a copy.
+The sequence that owns the block may write after the mark, but what is before it stays until the block is allocated to
+another one. So tails are cached without a reference, and each sequence that finds one copies it.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,26 +15,25 @@ from vllm_lite.runtime.prefix_hash import PrefixHasher
 
 
 class PromptTails:
-    """Tails of sequences in all parts of the cache: their keys, which are published, and which make a hit longer."""
+    """Tails across all parts of the cache: computes their keys, publishes them, and extends prefix hits by them."""
 
     def __init__(self, parts: Many[CachePart[Any]], hasher: Callable[[], PrefixHasher]) -> None:
-        """`hasher` returns that of the manager, which a recorder exchanges."""
+        """`hasher` returns the manager's PrefixHasher, which a recorder may replace."""
         self._parts = parts
         self._hasher = hasher
         self._are_kept = parts[0].pool.enable_caching and all(part.has_tails for part in parts)
 
     def begin(self, sequence: Sequence) -> None:
-        """None of its tails is published yet."""
+        """Start with no published tail of `sequence`."""
         marks = sequence.request.marks
         sequence.next_tail = marks[0] if marks and self._are_kept else NO_TAIL
 
     def are_hashed(self, sequence: Sequence) -> bool:
-        """Whether longer() computes no key."""
+        """Whether longer() would need no new key."""
         return sequence.next_tail == NO_TAIL or sequence.tail_keys is not None
 
     def longer(self, sequence: Sequence, hit: PrefixHit) -> PrefixHit:
-        """The hit, up to a mark of the prompt in the block behind it, if that is cached and the rest is on the
-        device."""
+        """Extend `hit` to the last mark in the next block whose tail is cached, if the hit is all on the device."""
         marks = sequence.request.marks
         if not (marks and self._are_kept):
             return hit
@@ -48,7 +47,7 @@ class PromptTails:
         return hit
 
     def publish(self, sequence: Sequence, num_tokens: int) -> None:
-        """Let others find the tails before those marks that the first `num_tokens` have reached."""
+        """Cache the tails before those marks that the first `num_tokens` tokens have reached."""
         if num_tokens < sequence.next_tail:
             return
         marks, block_size = sequence.request.marks, self._hasher().block_size
@@ -60,14 +59,14 @@ class PromptTails:
         sequence.next_tail = min((mark for mark in marks if mark > num_tokens), default=NO_TAIL)
 
     def forget(self, sequence: Sequence) -> None:
-        """Let its tails be found no more, nor equal ones of others."""
+        """Remove the tails of `sequence` from the cache, and equal ones of others."""
         if self._are_kept:
             keys = self._keys(sequence).values()
             for part in self._parts:
                 part.forget_tails(keys)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raise RuntimeError if a sequence has keys or goes on to publish at a place that is no mark of its prompt."""
+        """Raise RuntimeError if a sequence has keys, or is about to publish a tail, at a position that is no mark."""
         for sequence in sequences:
             marks = sequence.request.marks
             if sequence.next_tail != NO_TAIL and not (self._are_kept and sequence.next_tail in marks):
@@ -76,14 +75,14 @@ class PromptTails:
                 raise RuntimeError(f"{sequence} has keys of tails at {tuple(sequence.tail_keys)}, not at {marks}")
 
     def _keys(self, sequence: Sequence) -> dict[int, bytes]:
-        """The keys of all its marks, computed once: a trace has them with what was decided then."""
+        """Tail keys of all marks, computed once: a trace records them with the decision that first needed them."""
         if sequence.tail_keys is None:
             sequence.hash_blocks(self._hasher(), sequence.num_prompt)
             sequence.tail_keys = {mark: self._key(sequence, mark) for mark in sequence.request.marks}
         return sequence.tail_keys
 
     def _key(self, sequence: Sequence, mark: int) -> bytes:
-        """The key of the tokens from the last end of a block before `mark` on."""
+        """Key of the tokens between the start of the block of `mark` and `mark`."""
         hasher = self._hasher()
         number = mark // hasher.block_size
         parent = sequence.block_hashes[number - 1] if number else sequence.hash_root
@@ -92,25 +91,25 @@ class PromptTails:
 
 
 class BlockTails(PoolObserver):
-    """Tails in one pool, at most one for each block: the last that was added. Keys name the tokens up to the mark."""
+    """Index of the tails in one pool: at most one per block, the last one added."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._keys: dict[int, bytes] = {}
         self._ids: dict[bytes, int] = {}
         self._new: dict[bytes, int] = {}
-        """Tails that the step being scheduled writes: a copy made by the same step would come too early."""
+        """Tails that the step being scheduled writes. Block ops of the same step would copy them too early."""
         pool.observers.append(self)
 
     def begin_step(self) -> None:
-        """Let others find the tails of the step before, which has been sent."""
+        """Index the tails of the previous step, which has been sent."""
         for key, block_id in self._new.items():
             self._drop(block_id)
             self._keys[block_id], self._ids[key] = key, block_id
         self._new.clear()
 
     def add(self, key: bytes, block_id: int) -> None:
-        """From the next step on, `block_id` is found by `key`."""
+        """Index `block_id` under `key` from the next step on."""
         self._new[key] = block_id
 
     def find(self, key: bytes) -> int | None:
@@ -123,7 +122,7 @@ class BlockTails(PoolObserver):
                 self._drop(block_id)
 
     def allocated(self, ids: Many[int]) -> None:
-        """See PoolObserver: others will write to these blocks."""
+        """Drop the tails of these blocks: their new owners will overwrite them."""
         if self._keys:
             for block_id in ids:
                 self._drop(block_id)
@@ -132,7 +131,7 @@ class BlockTails(PoolObserver):
             self._new = {key: block_id for key, block_id in self._new.items() if block_id not in taken}
 
     def cleared(self) -> None:
-        """See PoolObserver."""
+        """Drop all tails."""
         self._keys.clear()
         self._ids.clear()
         self._new.clear()

@@ -1,9 +1,8 @@
-"""Tier: where KV blocks are kept beside the device. The host's memory is one; a disk or another machine may be others.
+"""Tier: an interface for storage of KV blocks beside the device, such as host memory.
 
-One index serves two uses: blocks of preempted sequences, pinned to them, and cached blocks that the device had no room
-for any more, kept until newer ones need the place. A tier decides places; the workers move the bytes. A step's block
-program reads and writes the places of blocks that are at hand; those that are not have to be loaded first, while steps
-go on. What fails to load is a miss.
+One index serves two uses: blocks of preempted sequences, which are pinned, and demoted cached blocks, which are kept
+until newer ones need the room. A tier chooses places; the workers move the bytes. Block ops of a step can read and
+write places that are at hand; others have to be loaded first, while steps go on. A failed load is a cache miss.
 """
 
 from abc import ABC, abstractmethod
@@ -11,7 +10,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Many
 
 AT_HAND = 0
-"""Ticket of a load that is not needed."""
+"""Ticket of begin_load() if no load is needed."""
 
 
 class Tier(ABC):
@@ -32,31 +31,32 @@ class Tier(ABC):
     @property
     @abstractmethod
     def num_free(self) -> int:
-        """Number of places that can be had, those of cached blocks that nobody pins included."""
+        """Number of places that can be reserved, those of unpinned cached blocks included."""
 
     @abstractmethod
     def num_unpinned(self, ids: Iterable[int]) -> int:
-        """Number of these blocks that nobody pins: to pin them takes as many of the free places."""
+        """Number of unpinned blocks in `ids`: pinning them takes as many of the free places."""
 
     @abstractmethod
     def find(self, key: bytes) -> int | None:
-        """The global id of a block with this content."""
+        """Global id of a block with the content of `key`, or None."""
 
     @abstractmethod
     def reserve(self, keys: Many[bytes | None]) -> list[int]:
-        """Global ids of pinned blocks, findable under their keys. Raises OutOfBlocks and takes none if short."""
+        """Allocate pinned blocks, cached under their keys (None: not cached). Returns global ids. Raises OutOfBlocks
+        and takes none if too few are free."""
 
     @abstractmethod
     def pin(self, ids: Many[int]) -> None:
-        """Keep blocks for one sequence more."""
+        """Add one pin to each block."""
 
     @abstractmethod
     def unpin(self, ids: Many[int]) -> None:
-        """Unpin blocks, last first: a sequence's tail is dropped before its beginning."""
+        """Drop one pin of each block, last first, so that a sequence's end is evicted before its beginning."""
 
     def begin_load(self, ids: Iterable[int]) -> int:  # noqa: ARG002
-        """Start to bring pinned blocks to where a block program can read them. Returns the ticket that poll() will
-        return, or AT_HAND if all of them are there."""
+        """Start to make pinned blocks readable by block ops. Returns a ticket, which poll() returns when the load has
+        ended, or AT_HAND if no load is needed."""
         return AT_HAND
 
     def poll(self) -> Iterable[int]:
@@ -65,23 +65,23 @@ class Tier(ABC):
 
     @abstractmethod
     def num_places(self, keys: Iterable[bytes]) -> int:
-        """Number of places that demote() would find for `keys` without a limit."""
+        """Number of places that demote() would allocate for `keys` without a limit."""
 
     @abstractmethod
     def demote(self, keys: Iterable[bytes], limit: int) -> list[tuple[bytes, int]]:
-        """Find places for at most `limit` cached blocks that the device drops: (key, global id), while there is room.
+        """Allocate places for at most `limit` cached blocks that the device drops. Returns (key, global id) of each.
 
-        The first get places first, and are dropped last. A block that is here already takes no place, and counts as
-        newly used.
+        The first keys get places first, and are evicted last. A block that is here already takes no new place, and
+        counts as just used.
         """
 
     @abstractmethod
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Let these contents be found no more."""
+        """Remove these keys from the index."""
 
     @abstractmethod
     def reset(self) -> int:
-        """Let nothing be found any more. Returns how many blocks could be."""
+        """Empty the index. Returns the number of blocks that it had."""
 
     @abstractmethod
     def check_integrity(self, pinned: Iterable[Many[int]]) -> None:

@@ -1,16 +1,16 @@
-"""TierIndex: the keys of all that a tier below memory has, with an observer of what comes and goes."""
+"""TierIndex: the keys of all contents of the disk tier, with an observer of changes."""
 
 from collections.abc import Callable, Iterable
 
 
 class TierIndex(set[bytes]):
-    """Is read like any set, and changed by gain() and lose() alone."""
+    """A set of keys. Use only gain() and lose() to change it."""
 
     on_change: Callable[[Iterable[bytes], Iterable[bytes]], None] | None = None
-    """Called with the keys that have come and those that have gone."""
+    """Called with (added keys, removed keys)."""
 
     def gain(self, keys: Iterable[bytes]) -> None:
-        """The tier has these from now on."""
+        """Add keys that the tier has from now on."""
         new = set(keys) - self
         if new:
             self.update(new)
@@ -18,7 +18,7 @@ class TierIndex(set[bytes]):
                 self.on_change(new, ())
 
     def lose(self, keys: Iterable[bytes]) -> None:
-        """The tier has these no more."""
+        """Remove keys that the tier has no longer."""
         gone = self.intersection(keys)
         if gone:
             self.difference_update(gone)

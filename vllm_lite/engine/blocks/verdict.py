@@ -1,4 +1,4 @@
-"""Whether what a sequence needs may be taken from a pool, with the numbers behind the answer."""
+"""Verdicts of admission: whether a pool has the blocks that a sequence needs, with the numbers behind the answer."""
 
 from enum import Enum
 from typing import NamedTuple
@@ -11,7 +11,7 @@ class Verdict(Enum):
 
 
 class Admission(NamedTuple):
-    """A verdict with the numbers behind it, all in blocks of the manager's first part."""
+    """A verdict with its numbers, all in blocks of the manager's first part."""
 
     verdict: Verdict
     required: int = 0
@@ -19,30 +19,30 @@ class Admission(NamedTuple):
     watermark: int = 0
     total: int = 0
     lacks: str = "blocks"
-    """If LATER: the kind of thing that the sequence waits for."""
+    """If LATER: name of the resource that the sequence waits for."""
     is_arriving: bool = False
-    """Whether that is on its way, so that the sequence need not wait until others have left."""
+    """Whether that resource is in transfer, so that no other sequence has to end first."""
 
     def unless(self, other: "Admission") -> "Admission":
-        """Return this verdict, or where it is OK that of another part, with the numbers of this one."""
+        """This verdict, or if it is OK that of `other`, with the numbers of this one."""
         if self.verdict is not Verdict.OK or other.verdict is Verdict.OK:
             return self
         return self._replace(verdict=other.verdict, lacks=other.lacks, is_arriving=other.is_arriving)
 
 
 OK = Admission(Verdict.OK)
-"""Verdict of a part that has room whatever comes."""
+"""Verdict of a part that never lacks room."""
 
 
 class Lookup(NamedTuple):
-    """The result of the last prefix lookup for a waiting sequence, so that not every step has to look again."""
+    """Result of the latest prefix lookup for a waiting sequence, stored so that steps need not repeat it."""
 
     admission: Admission
     num_cached: int
     next_keys: list[bytes]
-    """The key of the next block of the cached prefix, per group."""
+    """Key per group of the first block after the cached prefix."""
     supply: int
-    """The pool's free blocks plus those ever revived: admission lacks less only by as much as this grows."""
+    """`CachePart.supply` at the time of the lookup: the sequence can lack fewer blocks only by as much as it grows."""
 
 
 def admission(total: int, free: int, required: int, watermark: int) -> Admission:

@@ -1,11 +1,10 @@
-"""WriteThrough: hands the contents of chains that have ended to the tier below, in the background.
+"""WriteThrough: writes the KV of prompts and answers that have ended to the disk tier, in the background.
 
-A chain is the blocks of a sequence whose prompt or answer has ended. Its blocks stay in the pool, where others may find
-them, and are pinned only while a worker writes them: a bounded number at a time, the rest later. Those that were moved
-to the host meanwhile are written from there. What neither has any more when its turn comes is not written, nor what
-continues it; a chain that ends while too many wait is dropped. Of what was dropped, or could not be written, that which
-is moved to the host is written then, as it may leave memory next. States lie in the store of slots, and are written as
-soon as they can be found there.
+A chain is the list of blocks of a sequence whose prompt or answer has ended. The blocks stay in the pool, where other
+sequences find them, and are pinned only while a worker writes them, a bounded number at a time. Blocks that were
+demoted meanwhile are written from the host. If a block has left memory before it is written, it and its successors are
+not written; a chain that ends while too many wait is dropped. Contents that were missed in this way are written when
+they are demoted to the host, since they may leave memory next. Recurrent states are written as soon as they are cached.
 """
 
 from collections import deque
@@ -20,16 +19,16 @@ if TYPE_CHECKING:
     from vllm_lite.engine.states.store import StateStore
 
 MAX_RUN = 64
-"""Blocks of one message, and of one file."""
+"""Maximum blocks of one StoreBlocks message, and so of one file."""
 SHARE = 8
-"""One of so many blocks of the pool may be pinned for being written."""
+"""1 / SHARE of the pool's blocks may be pinned while they are written."""
 MAX_CHAINS = 256
 MAX_STATES = 3
-"""States of a chain that are written: those behind the most of it."""
+"""Maximum states written per chain: the ones at the largest positions."""
 
 
 class WrittenRun(NamedTuple):
-    """Blocks of one group, or states, that are being written."""
+    """Blocks of one group, or states, that one message writes."""
 
     keys: list[bytes]
     ids: list[int]
@@ -37,14 +36,14 @@ class WrittenRun(NamedTuple):
 
 
 class WriteThrough:
-    """Writes what `index`, the contents of the tier, does not have."""
+    """Writes contents that are missing in `index`, the keys of the tier."""
 
     def __init__(self, blocks: KVBlocks, states: "StateStore | None", index: TierIndex) -> None:
         self.index = index
         self.messages: list[Transfer] = []
-        """Transfers that have not been sent yet."""
+        """Transfer messages that have not been sent yet."""
         self.num_dropped = 0
-        """Chains that were not written, or not to their end."""
+        """Number of chains that were not written, or only in part."""
         self.max_blocks = max(2, blocks.pool.num_usable // SHARE)
         self._max_run = min(MAX_RUN, self.max_blocks // 2)
         self._blocks = blocks
@@ -54,37 +53,37 @@ class WriteThrough:
         self._runs: dict[Ticket, WrittenRun] = {}
         self._writing: set[bytes] = set()
         self._missed: set[bytes] = set()
-        """Contents in memory that were to be written, and were not."""
+        """Keys of contents in memory whose write was dropped or failed."""
         self._unwanted: set[bytes] = set()
-        """Contents that must not be found again until the tier has said that they are gone."""
+        """Forgotten keys that must not enter `index` again until the tier has confirmed their removal."""
         self.next_ticket: Callable[[], Ticket] = iter(range(1, 2**53)).__next__
 
     @property
     def num_writing(self) -> int:
-        """Number of blocks and states that are pinned."""
+        """Number of blocks and states that are being written, and pinned."""
         return len(self._writing)
 
     @property
     def num_waiting(self) -> int:
-        """Number of chains that are not written to their end."""
+        """Number of chains that are not completely written."""
         return len(self._chains)
 
     def pinned(self, *, states: bool) -> list[list[int]]:
-        """The blocks, or the slots, of each run that is being written."""
+        """Block ids, or state slots, of each run that is being written."""
         return [run.ids for run in self._runs.values() if run.are_states is states]
 
     def is_kept(self, key: bytes) -> bool:
-        """Whether a content is in the tier, or on its way there."""
+        """Whether the tier has the contents of `key`, or they are being written."""
         return key in self.index or key in self._writing
 
     def add(self, hashes: list[bytes], *, is_urgent: bool = False) -> None:
-        """A chain has ended, whose blocks can be found. One that `is_urgent` is written first: it gave up its blocks to
-        others, and comes back."""
+        """Queue the chain with these block hashes, all cached. `is_urgent`: write it before others, since its sequence
+        was preempted and will need it again."""
         if self._states is not None:
             self._with_states.append(hashes)
         last = hashes[-1:]
         if all(self.is_kept(block_hash + group.key) for block_hash in last for group in self._blocks.groups):
-            return  # and so is what it continues
+            return  # then its earlier blocks are kept, too
         chain = hashes, self._runs_of(hashes)
         if len(self._chains) >= MAX_CHAINS:
             self.num_dropped += 1
@@ -96,7 +95,7 @@ class WriteThrough:
         self.go_on()
 
     def demoted(self, keys: Iterable[bytes]) -> None:
-        """The step being scheduled moves these contents to the host: what was missed of them is to be written now."""
+        """Queue those of `keys` whose write was missed: the step being scheduled demotes them to the host."""
         if not self._missed:
             return
         hashes = list(dict.fromkeys(key[:-1] for key in keys if key in self._missed))
@@ -105,7 +104,7 @@ class WriteThrough:
             self._chains.append((hashes, self._runs_of(hashes)))
 
     def write_states(self) -> None:
-        """Begin to write the states of ended chains that can be found by now. To be called when a step begins."""
+        """Begin to write the cached states of ended chains. Called at the beginning of a step."""
         chains, self._with_states = self._with_states, []
         store = self._states
         if store is None:
@@ -123,8 +122,8 @@ class WriteThrough:
         return bool(self._with_states)
 
     def go_on(self) -> None:
-        """Begin to write as much of the ended chains as may be pinned: a share of the pool, and at a time half of the
-        blocks that are free, so that who has just made room for others made it for them."""
+        """Begin to write as many runs as may be pinned: in total a share of the pool, and per run at most half of the
+        free blocks, so that a preemption still frees blocks for others."""
         blocks = self._blocks
         while self._chains and len(self._writing) + self._max_run <= self.max_blocks:
             hashes, runs = self._chains[0]
@@ -132,14 +131,14 @@ class WriteThrough:
             if run is None:
                 self._chains.popleft()
             elif not blocks.may_pin(run.ids):
-                self._chains[0] = hashes, self._runs_of(hashes)  # from where it is by then
+                self._chains[0] = hashes, self._runs_of(hashes)  # looked up again later: blocks may have moved
                 return
             else:
                 blocks.pin(run.ids)
                 self._begin(run)
 
     def ended(self, ticket: Ticket, failed: Iterable[int]) -> None:
-        """A worker has written a run, but for the keys at the places `failed`."""
+        """Complete a run that a worker has written, except the keys at the indices `failed`."""
         run = self._runs.pop(ticket, None)
         if run is None:
             return
@@ -156,7 +155,7 @@ class WriteThrough:
         self.go_on()
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Let these contents not be found, whether they are written or about to be."""
+        """Remove these keys from the tier, whether they are written already, being written or queued."""
         keys = set(keys)
         self._missed -= keys
         self._unwanted |= keys & (self._writing | self.index)
@@ -166,27 +165,27 @@ class WriteThrough:
             self.messages.append(ForgetStored(sorted(stored)))
 
     def forget_all(self) -> None:
-        """Let nothing be found that was written by now, by any engine."""
+        """Remove all keys from the tier, those of other engines included."""
         self.stop()
         self._unwanted |= self._writing | self.index
         self.index.lose(self.index)
         self.messages.append(ForgetStored(None))
 
     def learn(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """The tier has these contents from now on, and those no more."""
+        """Update `index` by what the tier has reported."""
         removed = set(removed)
         self.index.lose(removed)
         self._unwanted -= removed
         self.index.gain(key for key in added if key not in self._unwanted)
 
     def stop(self) -> None:
-        """Begin to write nothing more of the chains that have ended."""
+        """Drop all queued chains; runs that are being written go on."""
         self._chains.clear()
         self._missed.clear()
         self._with_states = []
 
     def lose(self) -> None:
-        """The workers have gone, and with them what they had to write."""
+        """Drop all chains and runs after the workers were lost."""
         self.stop()
         self.messages = []
         runs, self._runs = self._runs, {}
@@ -203,7 +202,7 @@ class WriteThrough:
         self.messages.append(StoreBlocks(ticket, run.keys, run.ids))
 
     def _miss(self, keys: Iterable[bytes]) -> None:
-        """Remember which of these are in memory. Those that have left it by then are forgotten where there are many."""
+        """Add those of `keys` that are in memory to `_missed`, which is pruned of others when it grows large."""
         find = self._blocks.find
         self._missed.update(key for key in keys if not self.is_kept(key) and find(key) is not None)
         if len(self._missed) > 2 * self._blocks.pool.num_blocks:
@@ -219,8 +218,7 @@ class WriteThrough:
         return (block_hash + group.key for block_hash in hashes for group in self._blocks.groups)
 
     def _runs_of(self, hashes: list[bytes]) -> Iterator[WrittenRun]:
-        """The runs of a chain, each made when the one before is being written; its blocks are those of that moment, on
-        the device or on the host."""
+        """Generate the runs of a chain. Each looks up its blocks, on device or host, when it is about to be written."""
         find = self._blocks.find
         groups = self._blocks.groups
         open_groups = list(groups)
@@ -236,7 +234,7 @@ class WriteThrough:
                         ids.append(block_id)
                         continue
                     if not self.is_kept(key) and group.window is None:
-                        open_groups.remove(group)  # nobody finds what continues a block that is lost
+                        open_groups.remove(group)  # blocks after a lost one can never be found
                         break
                     if keys:
                         yield WrittenRun(keys, ids, are_states=False)

@@ -1,42 +1,40 @@
-"""Choice of the saved state that makes room for another: the oldest that a longer one of the same chat has superseded;
-if there is none, the one of a chat's last two that its next prompt will hardly begin with; and else the one whose next
-use is expected to be furthest away.
+"""Choice of the saved state to evict: the oldest one that a longer state of the same chat supersedes; if there is none,
+the one of a chat's last two from which its next prompt is unlikely to continue; otherwise the one whose next use is
+expected to be furthest away.
 
-A chat's next prompt begins with the latest state where it repeats the answer, and with one of the last prompt where it
-does not, as where reasoning is dropped from answers or a client shortens them. What it did the last time it is expected
-to do again.
+A chat's next prompt continues from the latest state if it repeats the answer, and from a state of the last prompt if it
+does not, for example because clients drop reasoning from answers. A chat is expected to do as it did the last time.
 
-The least recently used would be the worst choice where chats follow one another in a circle: with one chat more than
-there is room for, each would lose its state just before its next prompt. A state is used about once, by the chat's next
-prompt, which leaves a longer one; so a history is that of a chat, and its next prompt is expected as long after the
-last one as that was after the one before. One that is overdue is expected to take as long again as it is late. The
-history of a state that had to go is remembered for a while: a chat that comes back without its state shows that it was
-worth keeping.
+LRU would be the worst policy for chats that take turns: with one chat more than fits, each would lose its state just
+before its next prompt. A state is used about once, by the chat's next prompt, which leaves a longer one. So histories
+belong to chats. The next prompt is expected after the same gap as the last one; an overdue one is expected to take as
+long again as it is late. Histories of evicted states are remembered for a while, so that a chat which returns without
+its state is known to be worth keeping.
 
-A state with which a second chat begins, such as that behind a system prompt, has a history of its own.
+A state from which a second chat continues, such as that of a system prompt, has a history of its own.
 """
 
 from collections.abc import Callable, Iterable
 from itertools import chain, islice
 
 REMEMBERED = 16
-"""So many histories of states that had to go are remembered, for each state that can be kept."""
+"""Histories of evicted states that are remembered, per state that fits."""
 LOOKED_AT = 256
-"""So many of the oldest states and of the newest are looked at for one that makes room: among chats whose prompts come
-equally often, those whose next use is furthest away are at either end."""
+"""Number of oldest states, and of newest ones, examined for eviction: among chats with equal gaps the next uses that
+are furthest away are at either end."""
 SMOOTHING = 1 / 16
-"""The weight of the latest gap in the typical one."""
+"""Weight of the latest gap in the typical one."""
 
 
 class History:
-    """When states of one chat were used, counted in prompts that came in.
+    """Uses of the states of one chat. Time is counted in admitted prompts.
 
-    last       the last time
-    gap        how long that was behind the time before; None: it was the first
-    key        the latest state of the chat
-    ends       those at the end of its last prompt, the longest last
-    began_at   which of these its prompt began with, counted from the end; 0: with one of the answer behind it
-    is_shared  it is that of one state, with which several chats begin
+    last       time of the latest use
+    gap        time between the latest two uses; None: there was only one
+    key        latest state of the chat
+    ends       states at the end of its last prompt, the longest last
+    began_at   index, from the end of `ends`, of the state from which its latest prompt continued; 0: a later state
+    is_shared  history of one state from which several chats continue
     """
 
     __slots__ = ("_is_new", "began_at", "ends", "gap", "is_shared", "key", "last")
@@ -56,8 +54,8 @@ class History:
         return self.gap
 
     def continues(self, found: bytes, *, repeats: bool) -> bool:
-        """Whether a prompt that begins with this state is the chat's next one. `repeats`: more of it is known than that
-        state, so it repeats the answer."""
+        """Whether a prompt that continues from the state `found` is the chat's next one. `repeats`: more of the prompt
+        is cached than this state, so it repeats the answer."""
         if found != self.key and found not in self.ends:
             return False
         if repeats or found not in self.ends:
@@ -67,7 +65,7 @@ class History:
         return True
 
     def leave(self, key: bytes, *, ends_prompt: bool) -> None:
-        """The chat has left a state, at the end of its prompt or elsewhere."""
+        """Record that the chat has saved a state, at the end of its prompt or elsewhere."""
         self.key = key
         if ends_prompt:
             self.ends = [key] if self._is_new else [*self.ends, key]
@@ -75,11 +73,11 @@ class History:
 
     @property
     def rewrites(self) -> bool:
-        """Whether its prompts do not repeat the answers before."""
+        """Whether its prompts do not repeat earlier answers."""
         return self.began_at > 0
 
     def worth(self, key: bytes) -> int:
-        """2: its next prompt is likely to begin with this state; 1: or else with this one; 0: it is superseded."""
+        """2: the next prompt is likely to continue from this state; 1: it might; 0: the state is superseded."""
         base = self.ends[-max(1, self.began_at)] if len(self.ends) >= max(1, self.began_at) else None
         if key == self.key:
             return 1 if self.rewrites and base not in (None, key) else 2
@@ -87,10 +85,10 @@ class History:
 
 
 class StateHistories:
-    """Knows the histories of the states that can be found, and of some that had to go; not where they are."""
+    """Histories of all saved states, and of some that were evicted. It does not know in which slots they are."""
 
     def __init__(self, num_states: int) -> None:
-        """For at most so many states at a time."""
+        """`num_states` is the maximum number of saved states at a time."""
         self.kept: dict[bytes, History] = {}  # on the device
         self.demoted: dict[bytes, History] = {}  # on the host
         self._now = 0
@@ -98,12 +96,12 @@ class StateHistories:
         self._max_gone = REMEMBERED * num_states
         self._typical_gap = 0.0
         self._usual = 0
-        """What a chat that is new is expected to do: the `began_at` of the latest."""
+        """`began_at` of the latest prompt that continued a chat; new chats are expected to do the same."""
 
     def begin(self, found: bytes | None, longer: Iterable[bytes], *, repeats: bool = False) -> History:
-        """A prompt comes in that begins with the state `found`; `longer` are the keys behind more of it, the longest
-        first, of which some is known if it `repeats`. Returns the history with which the states go on that it
-        leaves."""
+        """Record a new prompt that continues from the state `found`. `longer` are the keys of longer prefixes of it,
+        the longest first; with `repeats` KV of a longer prefix is cached. Returns the history for the states that the
+        sequence will save."""
         self._now += 1
         history = self._returned(longer)
         known = self._known(found) if history is None else None
@@ -119,7 +117,7 @@ class StateHistories:
         return history
 
     def again(self, found: bytes | None) -> History:
-        """As `begin`, for a prompt that came in before."""
+        """Like begin(), for a prompt that was recorded before, such as that of a preempted sequence."""
         known = self._known(found)
         return History(self._now) if known is None or known.is_shared else known
 
@@ -127,7 +125,7 @@ class StateHistories:
         return None if key is None else self.kept.get(key) or self.demoted.get(key)
 
     def _returned(self, longer: Iterable[bytes]) -> History | None:
-        """The history of a chat that comes back after its latest state had to go."""
+        """History of a chat that returns after its latest state was evicted."""
         if not self._gone:
             return None
         for key in longer:
@@ -141,8 +139,7 @@ class StateHistories:
         self._typical_gap += (gap - self._typical_gap) * (SMOOTHING if self._typical_gap else 1)
 
     def add(self, key: bytes, history: History, *, ends_prompt: bool = False) -> None:
-        """A state can be found from now on, which a sequence with this history has left, maybe where its prompt
-        ends."""
+        """Record a newly published state, left by a sequence with this history."""
         before = self._gone.pop(key, history)
         if before is history:
             history.leave(key, ends_prompt=ends_prompt)
@@ -152,7 +149,7 @@ class StateHistories:
         self.kept[key] = history
 
     def remove(self, states: dict[bytes, History], key: bytes, *, is_remembered: bool = False) -> None:
-        """A state of `kept` or of `demoted` is not there any more."""
+        """Remove a state from `states`, which is `kept` or `demoted`; `is_remembered` keeps its history for a while."""
         history = states.pop(key)
         if is_remembered:
             self._gone.pop(key, None)
@@ -161,21 +158,21 @@ class StateHistories:
                 del self._gone[next(iter(self._gone))]
 
     def clear(self) -> None:
-        """No state can be found any more, nor is any history remembered."""
+        """Forget all states and histories."""
         for states in (self.kept, self.demoted, self._gone):
             states.clear()
 
     def worst(
         self, states: dict[bytes, History], may_go: Callable[[bytes], bool], *, only_superseded: bool = False
     ) -> bytes | None:
-        """The one of `kept` or of `demoted` that has to make room, of those that may go; None if there is none. Where
-        there are many, with `only_superseded` also if none is found among those that are looked at."""
+        """Key of the state of `states` (`kept` or `demoted`) to evict, among those that `may_go`; None if there is
+        none. With `only_superseded` and many states, None also if none of the examined ones is superseded."""
         items = states.items()
         if len(states) <= 2 * LOOKED_AT:
             return self._worst_of(items, may_go, only_superseded=only_superseded)
         ends = chain(islice(items, LOOKED_AT), islice(reversed(items), LOOKED_AT))
         worst = self._worst_of(ends, may_go, only_superseded=only_superseded)
-        if worst is None and not only_superseded:  # those may all be in use
+        if worst is None and not only_superseded:  # all examined states may be in use
             worst = self._worst_of(items, may_go, only_superseded=False)
         return worst
 
@@ -197,7 +194,8 @@ class StateHistories:
         return worst if spare is None else spare
 
     def is_better(self, history: History, worst: bytes) -> bool:
-        """Whether the state that a chat is likely to begin with is worth more than the `worst` of `demoted`."""
+        """Whether a state that the next prompt of `history` is likely to use is worth more than `worst` of
+        `demoted`."""
         other = self.demoted[worst]
         return other.worth(worst) < 2 or self.expected_wait(history) < self.expected_wait(other)
 

@@ -1,5 +1,5 @@
-"""HostStates: recurrent states in CPU memory. One pool of places serves two uses: the states of swapped-out sequences,
-pinned to them, and saved states that the device had no room for any more, kept until one that is worth more comes.
+"""HostStates: recurrent states in CPU memory. One pool of places serves two uses: states of swapped-out sequences,
+which are pinned, and demoted saved states, which are kept until a more valuable one needs the place.
 
 Ids are global: the device's slots are [0, first_id), the host's places [first_id, first_id + num_states).
 """
@@ -11,14 +11,14 @@ from vllm_lite.protocol.step import BlockOp
 
 
 class HostStates:
-    """Decides places, and writes the ops by which the workers move bytes, at most `max_moves` a step; `ops` is the
-    block program of the step being scheduled."""
+    """Chooses places, and writes the ops by which workers move states, at most `max_moves` per step. `ops` are those of
+    the step being scheduled."""
 
     def __init__(self, num_states: int, first_id: int, max_moves: int, histories: StateHistories) -> None:
         self.num_states = num_states
         self.first_id = first_id
         self.num_demoted = self.num_promoted = 0
-        """Saved states that were moved to the host, and from it, since the start."""
+        """Saved states moved to the host, and back to the device, since the start."""
         self.ops: list[tuple[int, int, int]] = []
         self._max_moves = self._left = max_moves
         self._histories = histories
@@ -26,7 +26,7 @@ class HostStates:
         self._places: dict[bytes, int] = {}
         self._pinned: set[int] = set()
         self._reserved: bytes | None = None
-        """The key of the last state that was loaded, or is about to be: it does not make room for others."""
+        """Key of the saved state that reserve() chose for loading; it is not evicted."""
 
     @property
     def num_pinned(self) -> int:
@@ -38,12 +38,12 @@ class HostStates:
 
     @property
     def may_move(self) -> bool:
-        """Whether the step being scheduled may move one more."""
+        """Whether the step being scheduled may move one more state."""
         return self._left > 0
 
     def begin_step(self) -> None:
-        """The step may move as many as any, less those that were moved since the last one was made: a fork, or beams
-        that part, may have taken a slot from a saved state."""
+        """Reset the limit of moves, less the moves since the last step was made: a fork, or diverging beams, may have
+        demoted a saved state in between."""
         self._left = self._max_moves - len(self.ops)
 
     def take_ops(self) -> list[tuple[int, int, int]]:
@@ -53,12 +53,12 @@ class HostStates:
     # ---- saved states
 
     def find(self, key: bytes) -> int | None:
-        """The place of the state behind a prefix."""
+        """Place of the saved state with this key, or None."""
         return self._places.get(key)
 
     def demote(self, key: bytes, history: History, slot: int) -> None:
-        """Keep the state in `slot`, which is to have another, if its chat is likely to go on from it and it is worth
-        more than what would have to go for it."""
+        """Move the saved state in `slot`, which is about to be reused, to the host, if its chat is likely to continue
+        from it and no state that it would evict is worth more."""
         if history.worth(key) < 2 or not self.may_move or key in self._places:
             return
         if not self._free:
@@ -72,13 +72,13 @@ class HostStates:
         self.num_demoted += 1
 
     def reserve(self, key: bytes | None = None) -> None:
-        """The step is about to move a state to the device, that behind `key` if it is a saved one, and may move one
-        less of others. Call it if the step may move one more."""
+        """Reserve one move for loading a state: the saved one of `key`, or a sequence's own (None). Call it only if
+        `may_move`."""
         self._left -= 1
         self._reserved = key
 
     def load(self, key: bytes, slot: int) -> None:
-        """Copy the saved state that is reserved to the device; it stays here as well."""
+        """Copy the reserved saved state to the device; it stays on the host, too."""
         self.ops.append((BlockOp.STATE_IN, self._places[key], slot))
         self.num_promoted += 1
 
@@ -88,7 +88,7 @@ class HostStates:
                 self._drop(key)
 
     def clear(self) -> None:
-        """Let no saved state be found any more."""
+        """Drop all saved states."""
         self._free += self._places.values()
         self._places = {}
 
@@ -102,7 +102,7 @@ class HostStates:
     # ---- states of sequences
 
     def pin(self, slot: int) -> int | None:
-        """Move the state of a sequence here. Returns its place; None: the step may not move it, or there is no room."""
+        """Move a sequence's state to the host. Returns its place; None: the step may not move it, or there is none."""
         if not self.may_move:
             return None
         if not self._free:
@@ -116,7 +116,7 @@ class HostStates:
         return place
 
     def unpin(self, place: int, slot: int | None = None) -> None:
-        """Move the state of a sequence back into `slot`, as reserved; None: nobody needs it any more."""
+        """Free the place of a sequence's state, after moving the state back into `slot` unless that is None."""
         if slot is not None:
             self.ops.append((BlockOp.STATE_IN, place, slot))
         self._pinned.remove(place)
@@ -129,7 +129,7 @@ class HostStates:
         self._left -= 1
 
     def check_integrity(self, pinned: Iterable[int]) -> None:
-        """Raise RuntimeError unless every place is free, has one saved state or is one of `pinned`."""
+        """Raise RuntimeError unless each place is free, has one saved state or is one of `pinned`."""
         if set(pinned) != self._pinned:
             raise RuntimeError(f"places {self._pinned} are pinned, and sequences have {set(pinned)}")
         places = [*self._free, *self._places.values(), *self._pinned]

@@ -1,4 +1,4 @@
-"""StatePlace: where the state of one sequence with recurrent layers is, and what of it is kept on the way."""
+"""StatePlace: the slots of one sequence's recurrent state: the current one, and the states saved on the way."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -6,30 +6,30 @@ from typing import NamedTuple
 from vllm_lite.engine.states.histories import History
 
 NO_SLOT = 0
-"""The state before the first token; nothing is ever left there."""
+"""Slot 0: the state before the first token. It is never written."""
 
 
 @dataclass(slots=True)
 class Snapshot:
-    """A state that was saved while decoding."""
+    """A state saved while decoding."""
 
     position: int
     slot: int
     key: bytes | None = None
-    """None: its sequence holds the slot; empty: it is about to be published; else it can be found under it."""
+    """None: the sequence holds the slot; empty: the next step publishes it; otherwise its key in the prefix cache."""
 
 
 @dataclass(slots=True)
 class StatePlace:
-    """Slots of a sequence's state.
+    """Slots of a sequence's state. The sequence holds a reference to each, as held() lists them.
 
-    live      the slot in which it goes on; held; none while its state is on the host
-    host      its place there, while it is swapped out
-    history   that of the states it leaves
-    source    the cached state that it begins with, or that it shares with forks; held until the workers know of it
-    saves     (position, slot) of states that steps to come leave, in order; held
-    saved_at  the last position at which the state was, or will be, saved
-    is_ahead  whether drafts are, or may be, taken up that its sequence does not count as computed: it is of no use
+    live      slot that the steps write; NO_SLOT while the state is on the host
+    host      place on the host of a swapped-out state
+    history   history of the states that the sequence leaves
+    source    slot to read next instead of `live`: a cached state, or one shared with forks; until it is sent to workers
+    saves     (position, slot) of states that later steps will save, in order
+    saved_at  last position at which the state was, or will be, saved
+    is_ahead  the state may include drafts that do not count as computed, so that it cannot be reused
     """
 
     live: int
@@ -40,21 +40,21 @@ class StatePlace:
     is_ahead: bool = False
     host: int | None = None
     snapshots: list[Snapshot] = field(default_factory=list)
-    """The latest is the last."""
+    """States saved while decoding, the latest last."""
 
     def held(self) -> list[int]:
-        """The slots to which it has a reference."""
+        """All slots to which the sequence has a reference."""
         own = [snapshot.slot for snapshot in self.snapshots if snapshot.key is None]
         return [slot for slot in (self.live, *own, self.source, *(slot for _, slot in self.saves)) if slot]
 
 
 class Left(NamedTuple):
-    """A state that a step leaves, for others to find."""
+    """A saved state that is published once the step that writes it has been sent."""
 
     slot: int
     key: bytes
     history: History
     snapshot: Snapshot | None = None
-    """Its snapshot, if a sequence may still take the slot back."""
+    """The sequence's snapshot of this slot, if the sequence may still take the slot back."""
     ends_prompt: bool = False
-    """Whether it is at the end of the prompt, so that another answer may follow."""
+    """Whether the state is at the end of the prompt, where a chat with another answer may continue."""

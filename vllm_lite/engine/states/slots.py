@@ -1,17 +1,17 @@
-"""State slots: the memory of recurrent layers. A sequence holds one slot, however long it is; a state exists only where
-it was saved, so the prefix cache of a hybrid model keeps states at chosen positions, all at ends of blocks.
+"""State slots: the memory of recurrent layers. Each sequence holds one slot, whatever its length. A state exists only
+where it was saved, so the prefix cache of a hybrid model has states at chosen positions, all at block boundaries.
 
-States never move. A step reads a sequence's state from one slot and leaves it in another: a cached state is read where
-it lies by all that begin there, and to save one is to go on in a new slot. What a step leaves is published, for others
-to find, when the step has been sent; what it reads is held until then.
+States are not copied on the device. A step reads a sequence's state from one slot and writes it to the same or another
+one: all sequences that continue from a saved state read it in place, and a sequence saves its state by continuing in a
+new slot. A state is published when the step that writes it has been sent; slots that a step reads are held until then.
 
-While a sequence decodes, its state is saved at each end of a block, and that slot is taken back at the next but one: of
-all these states the last are left when the sequence ends, and the next message of a chat begins there. The one before
-the last is for forks, whose client and whose steps without results lag behind. No step drafts across such an end, as
-far as earlier drafts prove right, or there would be no state there; and a state takes up those alone that are right.
+While a sequence decodes, its state is saved at each block boundary, and each of these states is freed two boundaries
+later, so the last two remain when it ends. The next message of a chat continues from the last. The one before is for
+forks, whose client and whose unconfirmed steps lag behind. No step drafts across a block boundary, where the state has
+to be saved, and a state only includes accepted drafts.
 
-Which saved state makes room for another is for StateHistories to say. It may go to the host, and so does the state of a
-sequence that is swapped out; a sequence that begins with one there has it copied into the slot in which it goes on.
+StateHistories chooses the saved state to evict. It may be demoted to the host, where the states of swapped-out
+sequences go, too. A sequence that continues from a state on the host gets it copied into its own slot.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,26 +28,26 @@ from vllm_lite.protocol.stats import Stats
 from vllm_lite.protocol.step import Entry, States
 
 LAST_MARKS = 2
-"""So many of the marks nearest to a prompt's end have their states saved, beside the first: those of long prompts
-would push out other chats' states."""
+"""Number of marks nearest to the prompt's end at which states are saved, beside the first mark. More, in long prompts,
+would evict other chats' states."""
 SNAPSHOTS = 2
-"""So many states of a sequence that decodes are kept."""
+"""Number of states kept of a sequence that decodes."""
 
 LACKING = Admission(Verdict.LATER, lacks="state")
 COMING = LACKING._replace(is_arriving=True)
 
 
 class StateHit(NamedTuple):
-    """The state that a sequence begins with."""
+    """The saved state from which a sequence continues."""
 
     place: int = NO_SLOT
-    """Its slot, or its place on the host."""
+    """Slot of the state, or its place on the host."""
     is_coming: bool = False
-    """Whether the state behind more of the sequence is being computed."""
+    """Whether a running sequence is about to save a state of a longer prefix."""
 
 
 class StateSlots(CachePart[StateHit]):
-    """Decides in which slot of the store each sequence goes on, and which of its states are saved."""
+    """Assigns a slot of the store to each sequence, and chooses the positions at which states are saved."""
 
     acts_by_blocks = wants_marks = True
 
@@ -61,20 +61,20 @@ class StateSlots(CachePart[StateHit]):
         max_moves: int = 1,
         blocks_each: int = 0,
     ) -> None:
-        """`num_slots` with number 0, which is none; at most `max_moves` states move to or from the host in a step, each
-        as long as `blocks_each` KV blocks."""
+        """`num_slots` includes slot 0 (NO_SLOT). A step moves at most `max_moves` states to or from the host, each as
+        large as `blocks_each` KV blocks."""
         self.store = StateStore(num_slots, enable_caching, num_host_states, max_moves)
         self.pool, self.host, self.histories = self.store.pool, self.store.host, self.store.histories
         self.blocks_moved = blocks_each if num_host_states else 0
-        """How many KV blocks take as long to move as the state of a sequence that is swapped out."""
+        """Cost of swapping one state, in KV blocks."""
         self.block_size = block_size
         self.others_hold: Callable[[], list[list[int]]] = list
-        """Slots that are referenced though no sequence has them: those on their way from or to another tier."""
-        self._begins: dict[Seq, int] = {}  # where sequences are read that go on elsewhere in the step being scheduled
+        """Returns referenced slots that no sequence holds: those in transfer to or from the disk tier."""
+        self._begins: dict[Seq, int] = {}  # slots that the step being scheduled reads, of sequences that write another
         self._promised: dict[bytes, Seq] = {}
-        """States that steps to come will leave, and of which sequence."""
+        """Key -> sequence, for states that later steps will save."""
         self.num_missing_tokens = 0
-        """Tokens whose KV was found, but no state behind them, since the start."""
+        """Tokens whose KV was cached without a state at their end, since the start."""
 
     def num_moved(self, num_tokens: int) -> int:  # noqa: ARG002  # a state is as large for any number
         return self.blocks_moved
@@ -93,7 +93,7 @@ class StateSlots(CachePart[StateHit]):
         return self.host.take_ops() if self.host is not None else []
 
     def begin_step(self) -> None:
-        """The step before has been sent: what it left may be read, and what it read may be written."""
+        """Publish the states that the previous step, sent by now, writes, and release the slots that it reads."""
         self.store.begin_step()
         self._begins = {}
 
@@ -109,8 +109,8 @@ class StateSlots(CachePart[StateHit]):
         return StateHit()
 
     def is_coming(self, sequence: Seq, found: int, num_blocks: int) -> bool:
-        """Whether another sequence that runs is about to leave a state behind more than the first `found` blocks of
-        this one, and at most `num_blocks`: it would be computed a second time."""
+        """Whether another running sequence is about to save a state of more than the first `found` blocks of this one,
+        and at most `num_blocks`. Waiting for it saves computing it twice."""
         if not (self._promised or self.store.unpublished):
             return False
         sent = {left.key for left in self.store.unpublished}
@@ -122,8 +122,8 @@ class StateSlots(CachePart[StateHit]):
         return False
 
     def admission(self, sequence: Seq, found: StateHit, chunk: int) -> Admission:  # noqa: ARG002
-        """As for any part. If need be the sequence takes over the slot in which it begins. A state on the host has to
-        be loaded by this step; one that is about to be there is waited for."""
+        """Whether a slot is free (the slot of the hit itself counts) and, for a state on the host, this step may load
+        it. A state that is about to be saved is waited for."""
         may_load = not self.store.is_on_host(found.place) or (self.host is not None and self.host.may_move)
         if found.is_coming:
             return COMING
@@ -132,8 +132,8 @@ class StateSlots(CachePart[StateHit]):
     # ---- a sequence's state
 
     def admit(self, sequence: Seq, hit: PrefixHit, found: StateHit, num_tokens: int) -> bool:  # noqa: ARG002
-        """Give the sequence a slot, to begin with the state that was found. KV is cached up to `hit.reach`, where the
-        prefixes of others part from it."""
+        """Allocate a slot for the sequence, which continues from the state that was found. KV is cached up to
+        `hit.reach`, where earlier prompts diverge from this one."""
         source, num_computed = found.place, sequence.num_computed
         history = self._history(sequence, num_computed // self.block_size if source else 0, hit.reach)
         key = self._key(sequence, num_computed) if self.store.is_on_host(source) else None
@@ -163,7 +163,7 @@ class StateSlots(CachePart[StateHit]):
         return noted
 
     def _plan_saves(self, sequence: Seq, state: StatePlace, num_computed: int, reach: int) -> None:
-        """Take slots for the states that are worth saving, as far as there are any."""
+        """Allocate slots for the states that are worth saving, while there are any."""
         if not self.pool.enable_caching:
             return
         for number, position in enumerate(self._worth_saving(sequence, num_computed, reach)):
@@ -178,8 +178,8 @@ class StateSlots(CachePart[StateHit]):
             state.saved_at = state.saves[-1][0]
 
     def _history(self, sequence: Seq, num_found: int, reach: int) -> History:
-        """The history with which the sequence goes on, having found the state behind so many blocks, and KV up to
-        `reach`. If it was preempted, its prompt is not a new one."""
+        """History of a sequence that continues from the state after `num_found` blocks, with KV cached up to `reach`.
+        The prompt of a preempted sequence is not counted again."""
         found = sequence.block_hashes[num_found - 1] + KEY if num_found else None
         if sequence.status is Status.PREEMPTED:
             return self.histories.again(found)
@@ -187,8 +187,8 @@ class StateSlots(CachePart[StateHit]):
         return self.histories.begin(found, longer, repeats=reach > num_found * self.block_size)
 
     def _worth_saving(self, sequence: Seq, num_computed: int, reach: int) -> list[int]:
-        """Positions behind `num_computed`, the most useful first: the end of what is known, the last marks, the ends of
-        the last media, where prefixes part, the first mark."""
+        """Positions after `num_computed` to save states at, the most useful first: the end of the known tokens, the
+        last marks, the ends of the last media, the position where earlier prompts diverge, the first mark."""
         marks = self._last_ends(sequence.request.marks)
         media = self._last_ends([medium.end for medium in sequence.request.media])
         end = self._last_ends([sequence.num_tokens - 1])
@@ -197,21 +197,22 @@ class StateSlots(CachePart[StateHit]):
         return [position for position in wanted if num_computed < position < sequence.num_tokens]
 
     def _ends_prompt(self, sequence: Seq, position: int) -> bool:
-        """Whether the chat's next prompt may begin there if it does not repeat the answer: at the prompt's last end of
-        a block, or at one before it where the last message ends. Behind the first message other chats begin, too."""
+        """Whether the chat's next prompt may continue there if it does not repeat the answer: at the prompt's last
+        block boundary, or up to two blocks before the end, after the last message. After the first mark other chats
+        continue, too."""
         left, marks = sequence.num_prompt - position, sequence.request.marks
         is_near = 0 <= left <= 2 * self.block_size and bool(marks) and position > marks[0]
         return is_near or 0 <= left <= self.block_size
 
     def _last_ends(self, positions: Sequence[int]) -> list[int]:
-        """The last end of a block before or at each, without repetition."""
+        """The last block boundary before or at each position, without duplicates."""
         return list(dict.fromkeys(at // self.block_size * self.block_size for at in positions if at >= self.block_size))
 
     def arrival_entries(self, sequence: Seq) -> list[Entry]:
         return [self._entry(sequence)]
 
     def _entry(self, sequence: Seq) -> States:
-        """Tell the workers in which slot a sequence goes on, and from which."""
+        """The entry with the slot that the workers read a sequence's state from, and the one they write it to."""
         state = sequence.state
         if state is None:
             raise RuntimeError(f"{sequence} has no state")
@@ -225,16 +226,16 @@ class StateSlots(CachePart[StateHit]):
         return States(sequence.handle, source, state.live, list(state.saves))
 
     def can_fork(self, parent: Seq, position: int, num_scheduled: int) -> bool:
-        """As for any part. A state cannot be rewound: if the parent's is past `position`, the child starts from the one
-        that was saved last."""
+        """Whether the parent's state is at `position`. A state cannot be rewound: if the parent's is past `position`,
+        the child continues from a saved one instead."""
         state = parent.state
         if state is None or state.saves or state.is_ahead or parent.num_drafted:
             return False
         return parent.num_computed - num_scheduled == position > 0 and self.store.num_free >= 2
 
     def fork(self, parent: Seq, child: Seq, num_scheduled: int) -> list[Entry]:
-        """As for any part. Both read the state where it lies, and each goes on in a slot of its own, of which the
-        workers hear when it is scheduled; the parent may be already."""
+        """Let the child continue from the parent's state. Both read it in place and continue in slots of their own,
+        which the workers learn when each is scheduled; this step may have scheduled the parent already."""
         state, own = parent.state, self.store.take()
         if state is None or own is None:
             raise RuntimeError(f"{parent} has no state to fork, or there is no slot")
@@ -259,12 +260,12 @@ class StateSlots(CachePart[StateHit]):
         return entries
 
     def grow(self, sequence: Seq, num_tokens: int) -> Growth:  # noqa: ARG002  # a state does not grow
-        """Tell where a running sequence goes on. At the end of a block its state is saved, if there is a slot for
-        it."""
+        """Send the workers a change of the sequence's slot. At a block boundary its state is saved, if a slot is
+        free."""
         return Growth([], self._next_places(sequence))
 
     def most_drafts(self, sequence: Seq, count: int) -> int:
-        """As for any part: none beyond the end of a block, where the state is saved."""
+        """Limit drafts to the next block boundary, where the state is saved."""
         return min(count, -sequence.num_computed % self.block_size) if self.pool.enable_caching else count
 
     def _next_places(self, sequence: Seq) -> list[States]:
@@ -285,8 +286,8 @@ class StateSlots(CachePart[StateHit]):
         return [States(sequence.handle, source, slot, [])]
 
     def _for_snapshot(self, state: StatePlace) -> int | None:
-        """A slot in which a sequence goes on that leaves one more snapshot: that of its oldest, if it has as many as it
-        may have or there is none that nobody misses. None is taken from another chat for one that repeats no answer."""
+        """Slot in which a sequence continues after one more snapshot: a new one, or that of its oldest snapshot if it
+        has SNAPSHOTS of them or no slot is free. A chat that does not repeat answers takes no other chat's state."""
         snapshots = state.snapshots
         if len(snapshots) < SNAPSHOTS:
             slot = self.store.take(only_superseded=bool(snapshots) or state.history.rewrites)
@@ -295,7 +296,7 @@ class StateSlots(CachePart[StateHit]):
         return self._taken_back(snapshots.pop(0))
 
     def _taken_back(self, snapshot: Snapshot) -> int | None:
-        """The slot of a snapshot that newer ones replace, if nobody else has it by now; else another one."""
+        """Reuse the slot of an outdated snapshot, unless another sequence holds it by now; then allocate one."""
         if snapshot.key is None:
             return snapshot.slot
         block = self.pool.blocks[snapshot.slot]
@@ -309,8 +310,8 @@ class StateSlots(CachePart[StateHit]):
         self._publish(sequence, last * self.block_size)
 
     def _publish(self, sequence: Seq, num_tokens: int) -> None:
-        """The hashes of the first `num_tokens` are known, and their steps made: others may find the states there from
-        the next step on."""
+        """Queue saved states within the first `num_tokens`, whose hashes are known, to be published by the next
+        step."""
         state = sequence.state
         if state is None:
             return
@@ -326,13 +327,13 @@ class StateSlots(CachePart[StateHit]):
                 snapshot.key = b""
 
     def release(self, sequence: Seq, *, forget: bool = False) -> None:
-        """As for any part. A snapshot of the sequence can be found from now on, if its tokens are known."""
+        """Release the slots of the sequence. Its snapshots are published, if their tokens are known."""
         self._leave(sequence)
         if forget:
             self.store.forget(sequence.block_hashes[: sequence.num_hashed_blocks])
 
     def _leave(self, sequence: Seq) -> None:
-        """Take the slots of a sequence."""
+        """Release the slots of a sequence, publishing the states in them that are final."""
         state, sequence.state = sequence.state, None
         if state is None:
             return
@@ -366,7 +367,7 @@ class StateSlots(CachePart[StateHit]):
         return sequence.state is None or not sequence.state.is_ahead
 
     def swap_out(self, sequence: Seq) -> bool:
-        """As for any part. The state stays in its slot if the step may not move it, or the host has no room."""
+        """Move the state to the host. It stays in its slot if the step may not move it or the host has no room."""
         self.push_out(sequence)
         return True
 
@@ -384,7 +385,7 @@ class StateSlots(CachePart[StateHit]):
         if place is None:
             return False
         self._leave(sequence)
-        saved_at = min(state.saved_at, sequence.num_computed)  # what was to be saved behind it has no slot any more
+        saved_at = min(state.saved_at, sequence.num_computed)  # planned saves have lost their slots
         sequence.state = StatePlace(NO_SLOT, state.history, saved_at=saved_at, host=place)
         return True
 
@@ -394,7 +395,7 @@ class StateSlots(CachePart[StateHit]):
         return OK if self.store.num_free > 0 and self.host.may_move else LACKING
 
     def swap_in(self, sequence: Seq, num_tokens: int, *, in_parts: bool = True) -> bool:  # noqa: ARG002
-        """As for any part: the sequence goes on in a slot of the device."""
+        """Move the state back into a slot of the device, if it is on the host."""
         state = sequence.state
         if state is None or state.host is None or self.host is None:
             return True
@@ -416,7 +417,7 @@ class StateSlots(CachePart[StateHit]):
     # ---- forgetting and reporting
 
     def reset(self) -> Forgotten:
-        """As for any part. States are no blocks, and are not counted."""
+        """Drop all saved states, which are not counted as blocks."""
         self.store.reset()
         self._promised = {}
         return Forgotten()
@@ -440,7 +441,7 @@ class StateSlots(CachePart[StateHit]):
 
 
 class StateSearch:
-    """Looks for the state that one sequence can begin with."""
+    """Looks up the saved state from which one sequence can continue."""
 
     def __init__(self, slots: StateSlots, sequence: Seq) -> None:
         self._slots = slots
@@ -448,8 +449,8 @@ class StateSearch:
         self._most = (sequence.num_tokens - 1) // slots.block_size
 
     def longest(self, num_blocks: int) -> int:
-        """The largest number of blocks behind which there is a state, and a token left to compute: unlike attention a
-        state cannot do so without taking it up. 0 is always one."""
+        """Largest number of blocks with a saved state at their end and at least one token left to compute: unlike KV, a
+        state that includes the last token cannot be used to compute it again."""
         hashes, find = self._sequence.block_hashes, self._slots.store.find
         counts = range(min(num_blocks, self._most), 0, -1)
         return next((count for count in counts if find(hashes[count - 1] + KEY) is not None), 0)

@@ -1,7 +1,7 @@
-"""StateStore: the slots on the device and the places on the host in which recurrent states are, and which can be found.
+"""StateStore: the slots on the device and places on the host of recurrent states, and the index of saved states.
 
-A slot that nobody holds is blank or has a state that can be found. What a step leaves can be found when that step has
-been sent; what it reads is held until then. StateSlots decides what each sequence does with its slots.
+An unreferenced slot is blank or has a saved state. A state that a step writes is published when that step has been
+sent; slots that it reads are held until then. StateSlots decides how each sequence uses its slots.
 """
 
 from collections.abc import Iterable
@@ -14,16 +14,16 @@ from vllm_lite.protocol.stats import Stats
 from vllm_lite.protocol.transfers import STATE
 
 KEY = STATE
-"""Behind the hash of a prefix: the key of the state at its end."""
+"""Suffix of a state's key: the key is the block hash at its position and this."""
 
 
 class StateStore:
-    """Gives out slots; the workers' kernels read and write them.
+    """Allocates slots; the workers' kernels read and write the states in them.
 
-    blank        slots with nothing in them, held here
-    read         sources of the step being scheduled, each held once
-    unpublished  states that the step being scheduled leaves, for others to find
-    num_saved    states that could be found since the start; `num_evicted` of them were pushed out
+    blank        slots without a state, referenced by the store
+    read         slots that the step being scheduled reads, each referenced once
+    unpublished  states that the step being scheduled writes, to be published after it
+    num_saved    states published since the start; `num_evicted` of them were evicted
     """
 
     def __init__(self, num_slots: int, enable_caching: bool, num_host_states: int, max_moves: int) -> None:
@@ -37,17 +37,17 @@ class StateStore:
 
     @property
     def num_free(self) -> int:
-        """Slots that can be had, those of cached states that nobody reads included."""
+        """Number of slots that can be allocated, those of unreferenced saved states included."""
         return len(self.blank) + self.pool.num_free
 
     @property
     def num_held(self) -> int:
-        """Slots that sequences hold."""
+        """Number of slots that sequences hold."""
         others = {*self.blank, *self.read, *(left.slot for left in self.unpublished)}  # some are two of these
         return self.pool.num_used - len(others)
 
     def begin_step(self) -> None:
-        """The step before has been sent: what it left may be read, and what it read may be written."""
+        """Publish the states that the previous step, sent by now, writes, and release the slots that it reads."""
         if self.host is not None:
             self.host.begin_step()
         self.let_go(self.read)
@@ -55,7 +55,7 @@ class StateStore:
         for slot, key, history, snapshot, ends_prompt in self.unpublished:
             if snapshot is not None:
                 snapshot.key = key
-            if key in self.histories.kept:  # another sequence has left the same
+            if key in self.histories.kept:  # another sequence has saved the same state
                 self.blank.append(slot)
                 continue
             if self.host is not None:
@@ -69,19 +69,19 @@ class StateStore:
     # ---- finding
 
     def find(self, key: bytes) -> int | None:
-        """The slot with the state of this key, or its place on the host."""
+        """Slot of the saved state of `key`, or its place on the host, or None."""
         slot = self.pool.get_cached_block(key)
         return self.host.find(key) if slot is None and self.host is not None else slot
 
     def is_on_host(self, place: int) -> bool:
-        """Whether `find` has found it there."""
+        """Whether `place`, which find() returned, is on the host."""
         return place >= self.pool.num_blocks
 
     # ---- taking and giving back
 
     def take(self, *, only_superseded: bool = False) -> int | None:
-        """A slot with one reference; None if there is none. Blank ones go first; states that are the latest of their
-        chats are spared with `only_superseded`."""
+        """Allocate a slot with one reference; None if there is none. Blank slots are used first, then a saved state is
+        evicted; with `only_superseded` not the latest one of a chat."""
         if self.blank:
             return self.blank.pop()
         kept = self.histories.kept
@@ -101,14 +101,14 @@ class StateStore:
         return slot is not None and self.pool.is_free(slot)
 
     def drop(self, slot: int, *, is_remembered: bool = False) -> None:
-        """Let the state in a slot that is held be found no more."""
+        """Remove the state in a referenced slot from the index."""
         key = self.pool.blocks[slot].block_hash
         if key is not None:
             self.pool.forget((slot,))
             self.histories.remove(self.histories.kept, key, is_remembered=is_remembered)
 
     def let_go(self, slots: Iterable[int]) -> None:
-        """Drop a reference of each slot; those of states that cannot be found any more become blank."""
+        """Drop one reference of each slot; an unreferenced slot without a saved state becomes blank."""
         for slot in slots:
             block = self.pool.blocks[slot]
             if block.ref_count == 1 and block.block_hash is None:
@@ -119,7 +119,7 @@ class StateStore:
     # ---- forgetting and reporting
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """Let no state behind these prefixes be found any more."""
+        """Drop the saved states at these block hashes."""
         lost = dict.fromkeys(key + KEY for key in keys)  # in order: a replay, with other hashes, forgets as this does
         self.unpublished, others = [], self.unpublished
         for left in others:
@@ -136,7 +136,7 @@ class StateStore:
                 self.let_go((slot,))
 
     def reset(self) -> None:
-        """Let no state be found any more."""
+        """Drop all saved states."""
         self.blank += [left.slot for left in self.unpublished]
         self.unpublished = []
         if self.host is not None:
@@ -156,7 +156,7 @@ class StateStore:
             stats.demoted_states, stats.promoted_states = self.host.num_demoted, self.host.num_promoted
 
     def check_integrity(self, held: list[list[int]]) -> None:
-        """Raise RuntimeError if a slot's references are not those of the sequences, which hold `held`, and of this."""
+        """Raise RuntimeError if the slots' references are not those of the sequences (`held`) and the store."""
         self.pool.check_integrity([*held, self.blank, self.read, [left.slot for left in self.unpublished]])
         found = {block.block_hash for block in self.pool.blocks if block.block_hash is not None}
         if found != self.histories.kept.keys() or len(found) != self.pool.num_cached:

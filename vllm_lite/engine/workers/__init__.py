@@ -1,1 +1,1 @@
-"""Worker groups: how one is replaced when it dies, and which request may have killed it."""
+"""Worker groups: replacing a group that has died, and finding the request that may have killed it."""

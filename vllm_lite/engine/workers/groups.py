@@ -1,8 +1,8 @@
-"""WorkerGroups: the groups of workers of one engine, one after the other, and the one on standby.
+"""WorkerGroups: the successive worker groups of one engine, and the group on standby.
 
-At any time one group computes, or is to be replaced. The processes of the next one start before the end of the one
-before it is understood, let alone complete: importing torch takes longer than both. They take no memory of a device
-until they are to load the model.
+At any time one group computes or is being replaced. The processes of the next group start before the cause of the old
+one's death is known and its processes have ended, since importing torch takes longer than both. They take no device
+memory until they load the model.
 """
 
 import time
@@ -19,24 +19,24 @@ from vllm_lite.runtime.restarts import RestartLimit
 from vllm_lite.transport import Wakeup
 
 MAX_STANDBY_DEATHS = 3
-"""How many groups that only waited may die in the window of a RestartLimit before no other is started."""
+"""Maximum deaths of standby groups, within the window of a RestartLimit, before no more are started."""
 STANDBY_LOOK_S = 1.0
 MUST_STAY = ("groups", "max_model_len", "vocab_size", "eos_token_ids", "block_bytes")
-"""Fields of Ready in which no group may differ from the first: requests go on where they were."""
+"""Fields of Ready in which every group must equal the first one, since its requests continue."""
 ROOM_TOLERANCE = 0.01
-"""How much less room, as a share, is no reason to give up: two profiles of a GPU differ a little, and its memory is not
-handed out to the last part. If the pools really do not fit, their allocation says so."""
+"""Tolerated relative loss of KV blocks: two memory profiles of a GPU differ a little, and some of its memory is kept in
+reserve. If the pools really do not fit, their allocation fails."""
 Waiting = Generator[None, None, float]
-"""It yields whenever there is something to wait for, and returns blocks per second that move between the KV pools."""
+"""Yields whenever it has to wait, and returns the rate of block moves between the KV pools, in blocks per second."""
 
 logger = log.get(__name__)
 
 MakeExecutor = Callable[[int], Executor]
-"""Makes the executor of the group with a number, its generation. No worker is started yet."""
+"""Makes the executor of the group with this generation. No worker process is started yet."""
 
 
 class WorkerGroups:
-    """`executor` is the group that computes, or did so last; its number is `generation`. Numbers grow, with gaps."""
+    """`executor` is that of the current group, or the last one; its number is `generation`. Numbers grow, with gaps."""
 
     def __init__(self, make: MakeExecutor, config: ResolvedConfig, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises EngineError if the first group cannot be made."""
@@ -51,26 +51,26 @@ class WorkerGroups:
         self.num_blocks = self._num_host_blocks = 0
         self._newest = self.generation = 1
         self.model = config.model
-        """The folder of the checkpoint that the groups load from now on."""
+        """Checkpoint folder that groups load from now on."""
         self.executor = make(1)
 
     # ---- the first group
 
     def start(self, stop: Wakeup) -> Ready:
-        """Block until the model is loaded. `stop` ends the wait. Raises what an executor's start raises."""
+        """Block until the model is loaded, or `stop` is set. Raises the errors of an executor's start."""
         self._ready = blocking.load(self.executor, self._config.ready_timeout_s, stop)
         return self._ready
 
     def allocate(self, num_blocks: int, num_host_blocks: int, stop: Wakeup) -> float:
-        """Block until the KV pools are there, or raise as start() does. Returns blocks per second that move between
-        them."""
+        """Block until the KV pools are allocated. Raises as start() does. Returns the rate of block moves between them,
+        in blocks per second."""
         self.num_blocks, self._num_host_blocks = num_blocks, num_host_blocks
         return blocking.allocate(self.executor, num_blocks, num_host_blocks, self._config.ready_timeout_s, stop)
 
-    # ---- those that follow
+    # ---- later groups
 
     def prepare_next(self) -> None:
-        """Have the processes of the next group start, if they have not yet. Raises EngineError if they cannot."""
+        """Start the processes of the next group, unless they run already. Raises EngineError if they cannot start."""
         if self._next is not None and (reason := self._next_died()) is not None:
             logger.warning("the group on standby is not there: %s", reason)
             self._drop_next()
@@ -84,25 +84,26 @@ class WorkerGroups:
 
     @property
     def sizes(self) -> tuple[Ready | None, int, int]:
-        """The first group's answer, and the blocks of the pools on the device and on the host."""
+        """The first group's Ready, and the numbers of blocks of the device and host pools."""
         return self._ready, self.num_blocks, self._num_host_blocks
 
     def adopt(self, ready: Ready, num_blocks: int, num_host_blocks: int) -> None:
-        """Know of a group of an earlier engine, in place of start() and allocate(): the next one has to be like it."""
+        """Take over the sizes of an earlier engine's group, in place of start() and allocate(); the next group has to
+        match them."""
         self._ready, self.num_blocks, self._num_host_blocks = ready, num_blocks, num_host_blocks
 
     def await_next(self) -> Generator[None, None, None]:
-        """Wait until the processes of the next group have imported what they need, or have died of it."""
+        """Wait until the processes of the next group have finished their imports, or have died."""
         until_s = self._clock() + self._config.ready_timeout_s
         with suppress(EngineError):
             while self._next is not None and not self._next.is_prepared() and self._clock() < until_s:
                 yield
 
     def replace(self) -> Waiting:
-        """End the group that is lost, and let the one that is prepared take its place, with pools of the same sizes.
+        """End the lost group and start the prepared one in its place, with pools of the same sizes.
 
-        Raises what an executor's start raises, and EngineError if the lost workers cannot be ended or the new ones
-        cannot do what those could.
+        Raises the errors of an executor's start, and EngineError if the lost workers cannot be ended or the new ones
+        differ from them.
         """
         yield from self.end()
         self._take_next()
@@ -114,17 +115,17 @@ class WorkerGroups:
         self.executor.begin_allocate(self.num_blocks, self._num_host_blocks, timeout_s)
         while (blocks_per_s := self.executor.started()) is None:
             yield
-        self._look_s = self._clock() + STANDBY_LOOK_S  # those who go on need the cores first
+        self._look_s = self._clock() + STANDBY_LOOK_S  # requests that continue need the cores first
         return blocks_per_s
 
     def end(self) -> Generator[None, None, None]:
-        """End the group that computes, or did so last. Raises EngineError if it cannot be ended."""
+        """End the current group. Raises EngineError if it cannot be ended."""
         self.executor.end()
         while not self.executor.has_ended():
             yield
 
     def dismiss_next(self) -> Generator[None, None, None]:
-        """End the group on standby, or that was prepared."""
+        """End the standby or prepared group, if there is one."""
         if self._next is not None:
             self._next.end()
             while not self._next.has_ended():
@@ -154,7 +155,7 @@ class WorkerGroups:
             )
 
     def look_after_standby(self) -> None:
-        """See that a group is on standby, where the user wants one. To be called often while the workers are well."""
+        """Keep a group on standby, if the user wants one. Called often while the workers are well."""
         now_s = self._clock()
         if not self._wants_standby or now_s < self._look_s:
             return
@@ -173,7 +174,7 @@ class WorkerGroups:
         logger.warning("a worker on standby has ended, %s: %s", what_next, reason)
 
     def _next_died(self) -> str | None:
-        """Why the next group cannot be used; None as long as it is well."""
+        """Reason why the next group cannot be used, or None."""
         if self._next is None:
             return None
         try:
@@ -188,7 +189,7 @@ class WorkerGroups:
             following.close()
 
     def close(self) -> None:
-        """End all workers, those on standby too."""
+        """End all workers, those on standby included."""
         self.executor.end()
         if self._next is not None:
             self._next.end()

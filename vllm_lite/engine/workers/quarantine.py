@@ -1,8 +1,8 @@
-"""Quarantine: keeps suspects apart from all other requests until it is known which of them kills the workers.
+"""Quarantine: runs suspects apart from all other requests until it is known which of them kills the workers.
 
-While there are suspects, a group of them runs and everything else is held: running and waiting sequences, and those
-that arrive. One step at a time is in flight then, so that a death speaks against those who were in that step, and how
-far each of them had come is known exactly. The trial ends when no suspect is left, and all go on in their old order.
+While there are suspects, a group of them runs and all other sequences are held, new ones included. Only one step is in
+flight then, so that a death counts against exactly the requests of that step, whose progress is known. The trial ends
+when no suspect is left; all requests then continue in their old order.
 """
 
 from vllm_lite.engine.request import Request
@@ -15,7 +15,7 @@ from vllm_lite.protocol.step import Continue, Draft, NewRequest, Resume
 
 
 class Quarantine:
-    """Stands before the queues, so that what is made of them need not know of any trial."""
+    """Holds and releases sequences in the queues, so that scheduling itself knows nothing of trials."""
 
     def __init__(self, queues: Queues, in_flight: InFlight) -> None:
         self._queues = queues
@@ -24,8 +24,8 @@ class Quarantine:
         self._group: list[Request] = []
 
     def on_death(self, now_s: float) -> tuple[Request, int] | None:
-        """The workers have died with these steps in flight. Call it before anything of them is dropped. Returns a
-        request that was found to kill them, if there is one, and the number of deaths in a row in which it was."""
+        """Learn from a death of the workers; call it before the steps in flight are dropped. Returns the request that
+        is found to kill them, with its number of deaths in a row, or None."""
         live = set(self._queues.requests.values())
         self._suspects.forget(live)
         batch, num_ended = self._batch()
@@ -36,25 +36,25 @@ class Quarantine:
 
     @property
     def is_trying(self) -> bool:
-        """Whether there are suspects, or those that were held for them have not been let go yet."""
+        """Whether there are suspects, or sequences are still held for them."""
         return bool(self._group or self._suspects.groups)
 
     def _batch(self) -> tuple[list[Request], int]:
-        """The live requests that the steps in flight compute, as they arrived, and the number of sequences that have
-        ended since. Which of the steps were begun is not known; all are sent before the engine looks at its workers."""
+        """The live requests in the steps in flight, in order of arrival, and the number of sequences in them that have
+        ended since. It is not known which of the steps were begun, so all count."""
         handles = {
             entry.handle
             for output in self._in_flight.outputs
             for entry in output.entries
             if isinstance(entry, NewRequest | Continue | Resume | Draft)
         }
-        # One that was preempted since has left `running`, and still has its handle.
+        # A sequence that was preempted since is not in `running`, but still has its handle.
         known = [each for each in self._queues.unfinished() if each.handle in handles]
         requests = sorted({each.request for each in known}, key=lambda request: request.arrival)
         return requests, len(handles) - len(known)
 
     def lets_schedule(self, on_decision: OnDecision | None) -> bool:
-        """Whether a step may be made now. If there are suspects, the queues hold all but the group on trial."""
+        """Whether a step may be scheduled now. If there are suspects, hold all sequences but the group on trial."""
         if not self.is_trying:
             return True
         if self._in_flight:
@@ -80,9 +80,9 @@ class Quarantine:
 
 
 def _progress(request: Request) -> int:
-    """Progress of a live request: tokens of the sequence that has least. While some run, only they count: a sample that
-    waits for a row or for blocks may do so until another one has ended, and all else is held meanwhile. Samples that
-    have not forked are as far as its prompt."""
+    """Progress of a live request: tokens of its shortest running sequence, or of its shortest one if none runs: a
+    sample that waits for a row or blocks may have to wait until another one has ended. Samples that have not forked
+    count with the prompt."""
     running = [sequence.num_tokens for sequence in request.sequences if sequence.status is Status.RUNNING]
     everywhere = (sequence.num_tokens for sequence in request.sequences)
     return min(running) if running else min(everywhere, default=request.num_prompt)

@@ -1,7 +1,7 @@
-"""Recovery: what an engine does from the moment at which it notices that its workers are lost until others serve.
+"""Recovery: replaces lost workers, from the moment at which the engine notices the loss until new workers serve.
 
-The engine's loop goes on meanwhile: clients are answered, requests come and go, deadlines pass. So this takes its time
-in small parts: advance() is called in every pass of the loop and never waits.
+The engine's loop goes on meanwhile: it answers clients, accepts and ends requests, and checks deadlines. So recovery is
+a generator: advance() is called in every pass of the loop and never blocks.
 """
 
 import time
@@ -22,7 +22,7 @@ logger = log.get(__name__)
 
 
 class Recovery:
-    """Puts one group of workers in the place of another, as often as the configuration allows."""
+    """Replaces lost worker groups, at most `max_restarts` times within the window of a RestartLimit."""
 
     def __init__(
         self,
@@ -48,20 +48,20 @@ class Recovery:
 
     @property
     def is_on(self) -> bool:
-        """Whether there are no workers that compute."""
+        """Whether workers are being replaced."""
         return self._stages is not None
 
     def begin(self, error: WorkersLostError) -> None:
-        """The workers are lost; `error` says what is known of that so far."""
+        """Begin to replace the workers, which are lost; `error` has what is known of the cause so far."""
         self._began_s, self._attempt = self._clock(), 0
         self._cause = self._counters.recovering = str(error)
         self._stages = self._pass_stages()
 
     def advance(self, produced: list[Produced]) -> bool:
-        """Go on as far as is possible at once. True if workers serve. Requests that end by this join `produced`.
+        """Advance without blocking. Returns whether workers serve. Requests that end are appended to `produced`.
 
-        Raises EngineError or ModelError, the end of every request, if the workers cannot be replaced, or have been too
-        often.
+        Raises EngineError or ModelError, which ends all requests, if the workers cannot be replaced, or have been
+        replaced too often.
         """
         if self._stages is None:
             return True
@@ -74,13 +74,13 @@ class Recovery:
         return self._stages is None
 
     def _pass_stages(self) -> Iterator[None]:
-        """All that is to be done, in order. It yields where there is something to wait for."""
+        """All stages of a recovery, in order. Yields whenever it has to wait."""
         groups = self._groups
         blocks_per_s = None
         while blocks_per_s is None:
             if self._max_restarts:
                 with self._explained():
-                    groups.prepare_next()  # at once, before anything is known of the cause
+                    groups.prepare_next()  # at once, before the cause is known
             while (failure := groups.executor.failure()) is None:
                 yield
             self._on_lost(failure)
@@ -103,7 +103,7 @@ class Recovery:
         return f"the workers cannot be started again: {error}; they were restarted because {self._cause}"
 
     def _on_lost(self, failure: Failure) -> None:
-        """The cause of a death is known. Raises what ends the engine, if this does."""
+        """Handle a loss whose cause is known. Raises the error that ends the engine, if no workers may replace them."""
         error, counters = failure.error, self._counters
         self._attempt += 1
         if isinstance(error, ModelError):

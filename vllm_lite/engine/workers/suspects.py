@@ -1,14 +1,14 @@
-"""Suspects: which requests may be what kills the workers, and which of them to compute apart from the rest.
+"""Suspects: requests that may be killing the workers, and the groups of them to run apart from the rest.
 
 A request is a suspect after two deaths in a row: it was in the steps in flight of both, and got fewer than PROBATION
-tokens in between. Suspects are tried in groups, then one by one, until each has got that many tokens beyond where it
-stood. One that was in four deaths in a row, at last alone, is convicted; three are enough if it was alone in all.
+tokens in between. Suspects are tried in groups, then one by one, until each has got PROBATION tokens more. A request
+that was in four deaths in a row, in the last one alone, is convicted; three deaths suffice if it was alone in all.
 
-So one request among any number is found in four deaths. One that is there by chance would have to meet four deaths that
-each fall into a few tokens of its own. Where workers die of other causes all the time that could happen at last, so
-every such death, a stray one, asks for one more for a while.
+So one killer among any number of requests is found in four deaths. An innocent request would have to meet four deaths,
+each within a few of its tokens. That can happen in the long run if workers keep dying of other causes, so each such
+stray death raises the number needed for a conviction by one for a while.
 
-This is bookkeeping only: requests are names here, and their progress is a number that the caller knows.
+This is bookkeeping only: requests are opaque names, and the caller supplies their progress in tokens.
 """
 
 from collections import deque
@@ -18,20 +18,20 @@ from math import isqrt
 from typing import Generic, TypeVar
 
 PROBATION = 8
-"""A request that got so many tokens after a death has come past it. It is small: others are held while a trial lasts,
-and a death of another cause must hardly ever fall into it."""
+"""Tokens after a death that clear a request of it. Small, because other requests are held during a trial, and a death
+of another cause should rarely fall into it."""
 MAX_PROBATION = 16
-"""A request that comes past a death only just, and then is in another one, has to get so many. One that kills later
-than that after it goes on is not found. With 64, kills at random every other second convicted one time in 200."""
+"""Tokens that clear a request which was cleared narrowly and then was in another death. A request that kills later
+than that after it resumes is not found. With 64, random kills every other second convicted one time in 200."""
 MIN_SUSPECT, MIN_CONVICT = 2, 4
 """Deaths in a row that make a suspect, and that convict."""
 MAX_STRAYS = 3
-"""Deaths more that are needed to convict, at most: with the stray ones ten in all, which a default engine survives."""
+"""Maximum additional deaths for a conviction: with the stray ones ten in all, which a default engine survives."""
 STRAY_S = 300.0
-"""So long a stray death is remembered."""
+"""Seconds for which a stray death is remembered."""
 MAX_SINGLES = 16
-"""Up to so many suspects are tried one by one at once: it takes as few deaths, and whom the third one meets is alone
-twice before it is convicted."""
+"""Up to this many suspects are tried one by one at once. It takes as few deaths as groups, and a request in the third
+death is then alone twice before it is convicted."""
 
 Name = TypeVar("Name", bound=Hashable)
 
@@ -40,10 +40,10 @@ Name = TypeVar("Name", bound=Hashable)
 class SuspectRecord:
     """Record of a request that was in the batch of a death.
 
-    mark        its progress at the last one
+    mark        progress in tokens at the latest death
     num_deaths  deaths in a row
-    num_alone   those of them in which it was alone
-    probation   tokens beyond `mark` with which it has come past it
+    num_alone   number of these deaths in which the request was alone
+    probation   tokens beyond `mark` that clear the request
     """
 
     mark: int
@@ -55,12 +55,12 @@ class SuspectRecord:
         return progress >= self.mark + self.probation
 
     def clear(self) -> None:
-        """It has come past the last death. If it is in another one soon, that takes longer."""
+        """Clear the request of its deaths. Its next probation is longer."""
         self.num_deaths = self.num_alone = 0
         self.probation = min(2 * self.probation, MAX_PROBATION)
 
     def add(self, progress: int, *, alone: bool) -> None:
-        """It was in the batch of another death."""
+        """Record another death with this request in the batch."""
         if progress >= self.mark + MAX_PROBATION:
             self.num_deaths, self.num_alone, self.probation = 0, 0, PROBATION
         elif self.came_past(progress):
@@ -71,26 +71,26 @@ class SuspectRecord:
 
     @property
     def weight(self) -> int:
-        """Deaths that speak against it. Nothing else was there in any of them: that is as good as one more."""
+        """Number of deaths as evidence: one more counts if the request was alone in all of them."""
         return self.num_deaths + (self.num_alone == self.num_deaths)
 
 
 class Suspects(Generic[Name]):
-    """Learns who was there when the workers died, and says who is to be tried next."""
+    """Records the batches in which workers died, and chooses the group to try next."""
 
     def __init__(self) -> None:
         self.records: dict[Name, SuspectRecord] = {}
         self.groups: deque[list[Name]] = deque()
-        """Those to be tried, the first group now. Empty: there is no suspect."""
+        """Groups of suspects to be tried, the current one first. Empty: there is no suspect."""
         self._died_s: float | None = None
-        """The time of the last death, if it is not explained yet."""
+        """Time of the latest death, unless a conviction has explained it."""
         self._strays_s: deque[float] = deque(maxlen=MAX_STRAYS)
 
     def died(self, batch: Mapping[Name, int], now_s: float, *, num_ended: int = 0) -> Name | None:
-        """The workers died with `batch` in the steps in flight: every live request with its progress. `num_ended`
-        others were there as well and have ended since. Returns the convicted one, if there is one."""
+        """Record a death with `batch` (live request -> progress) in the steps in flight, and `num_ended` others that
+        have ended since. Returns the convicted request, if there is one."""
         if not batch:
-            return None  # nothing was computed, so it was none of them
+            return None  # no request was being computed
         alone = len(batch) == 1 and not num_ended
         for name, progress in batch.items():
             self.records.setdefault(name, SuspectRecord(progress)).add(progress, alone=alone)
@@ -103,7 +103,7 @@ class Suspects(Generic[Name]):
         if alone and suspects and self.records[suspects[0]].weight >= MIN_CONVICT + num_strays:
             convicted = suspects.pop()
             del self.records[convicted]
-            self._died_s = None  # which explains it
+            self._died_s = None  # this death is explained
         if self.groups:
             self._split(batch, suspects)
         else:
@@ -112,15 +112,15 @@ class Suspects(Generic[Name]):
         return convicted
 
     def _split(self, batch: Container[Name], suspects: list[Name]) -> None:
-        """The group on trial has died: those that were there are tried one by one, the rest of it behind them."""
+        """Split the group on trial after a death: the requests in the batch are tried one by one, then its rest."""
         rest = [name for name in self.groups.popleft() if name not in batch]
         if rest:
             self.groups.appendleft(rest)
         self.groups.extendleft([name] for name in reversed(suspects))
 
     def proceed(self, progress_of: Callable[[Name], int | None]) -> list[Name]:
-        """Clear the groups that have come past their trial. Returns the group to be tried now; empty if none is left.
-        `progress_of` says None for a request that has ended."""
+        """Clear the groups that have passed their probation. Returns the group to try now; empty if none is left.
+        `progress_of` returns None for a request that has ended."""
         while self.groups:
             for name in self.groups[0]:
                 progress = progress_of(name)
@@ -131,12 +131,12 @@ class Suspects(Generic[Name]):
         return []
 
     def num_deaths(self, name: Name) -> int:
-        """Deaths in a row in which `name` was."""
+        """Number of deaths in a row that `name` was in."""
         record = self.records.get(name)
         return 0 if record is None else record.num_deaths
 
     def forget(self, live: Container[Name]) -> None:
-        """Drop what is known of requests that are not `live` any more."""
+        """Drop the records of requests that are not `live` any more."""
         self.records = {name: record for name, record in self.records.items() if name in live}
         for group in self.groups:
             group[:] = [name for name in group if name in live]
