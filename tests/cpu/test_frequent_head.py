@@ -7,16 +7,17 @@ import numpy as np
 import pytest
 import torch
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from tests.checkpoints import make_checkpoint
-from tests.cpu.test_self_drafts import PROMPT, SELF, Drafts, drafter_of, generate, watch_drafts
+from tests.cpu.test_self_drafts import SELF, Drafts, drafter_of, generate, watch_drafts
 from tests.driver import GREEDY, WARM, Driver, new_request
 from vllm_lite.checkpoint.frequent_words import rest_of
 from vllm_lite.layers.weights.embedding import Embedding, LMHead
 from vllm_lite.layers.weights.frequent_head import FrequentHead
 from vllm_lite.models import four_bit_copy
 from vllm_lite.protocol.params import LogitRules, Sampling
-from vllm_lite.protocol.step import Draft
+from vllm_lite.protocol.step import Draft, Finish
 from vllm_lite.worker.drafting.frequent import FrequentWords
 
 WORDS = (range(64), range(200, 232))
@@ -36,8 +37,12 @@ def _words(monkeypatch: pytest.MonkeyPatch) -> None:
 def words_of(driver: Driver) -> FrequentWords:
     words = drafter_of(driver)._words
     assert words is not None
-    words.share = -100.0  # no token that these tests draw is a reason to switch
     return words
+
+
+def hold(words: FrequentWords) -> None:
+    """No token that is drawn is a reason to switch."""
+    words.follow = lambda tokens: None  # type: ignore[method-assign] # noqa: ARG005
 
 
 def masked(driver: Driver) -> None:
@@ -65,7 +70,7 @@ def test_drafts_are_those_of_a_head_that_gives_others_no_chance(
             monkeypatch.setattr(four_bit_copy, "frequent_words", lambda *_: ())
         driver = Driver(model, enforce_eager=eager or not is_narrow, **SELF)
         if is_narrow:
-            words_of(driver)
+            hold(words_of(driver))
         else:
             masked(driver)
         drafts = watch_drafts(driver)
@@ -80,42 +85,61 @@ def test_drafts_are_those_of_a_head_that_gives_others_no_chance(
     assert found[0][1][0][:20] == plain.got[0][:20]
 
 
-def test_all_are_scored_while_many_tokens_are_infrequent(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_decides_before_the_first_draft_whether_all_are_scored(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts of frequent words alone behind one of others are wrong, and the engine then makes none."""
     driver = Driver(model, **SELF)
-    words, head = words_of(driver), drafter_of(driver)._copy.lm_head
+    head = drafter_of(driver)._copy.lm_head
     monkeypatch.setattr(four_bit_copy, "frequent_words", lambda *_: ())
     whole = Driver(model, **SELF)
+    assert not head.is_whole
     seen, of_whole = watch_drafts(driver), watch_drafts(whole)
-    words.share = 0.0
-    assert not head.is_whole
-    for _ in range(20):
-        words.follow(np.array([100, 5]))
-    assert head.is_whole
+    others, words = list(range(100, 130)), list(range(30))
     for each in (driver, whole):
-        generate(each, WARM, count=8)
+        draft_behind(each, 2, others)
+    assert head.is_whole
     assert seen == of_whole
-    words.share = 0.2
-    for _ in range(200):
-        words.follow(np.array([5]))
-    assert not head.is_whole
     seen.clear()
-    generate_again(driver)
+    draft_behind(driver, 3, words, num_steps=1)
+    assert not head.is_whole
     assert all(any(token in piece for piece in WORDS) for step in seen for drafts in step for token in drafts)
 
 
-def generate_again(driver: Driver) -> None:
-    driver.run(new_request(2, PROMPT, [30, 31, 32, 33]))
-    for _ in range(3):
-        driver.run(Draft(2, 3, []))
+def draft_behind(driver: Driver, handle: int, prompt: list[int], num_steps: int = 3) -> None:
+    first = 10 * handle
+    driver.run(new_request(handle, prompt, [first, first + 1, first + 2, first + 3]))
+    for _ in range(num_steps):
+        driver.run(Draft(handle, 3, []))
+    driver.run(Finish(handle))
+
+
+def frequent_words() -> FrequentWords:
+    return FrequentWords(FrequentHead(untied(), WORDS, rest_of(WORDS, 384)), forward=None)  # type: ignore[arg-type]
+
+
+def ids(*counts: tuple[int, int]) -> NDArray[np.int32]:
+    return np.repeat(*np.array(counts).T).astype(np.int32)
 
 
 def test_a_share_between_the_bounds_changes_nothing() -> None:
-    head = FrequentHead(untied(), WORDS, rest_of(WORDS, 384))
-    words = FrequentWords(head, forward=None)  # type: ignore[arg-type]
-    for share, is_whole in ((0.09, False), (0.11, True), (0.06, True), (0.04, False)):
-        words.share = share
-        words.follow(np.array([100] * round(100 * share) + [5] * (100 - round(100 * share))))
-        assert head.is_whole == is_whole
+    words, alike = frequent_words(), ids((5, 100))
+    for every, is_whole in ((12, False), (4, True), (12, True), (50, False)):
+        mixed = np.where(np.arange(1000) % every == every // 2, 100, 5)
+        words.follow([mixed])
+        assert words._head.is_whole == is_whole, every
+    words.follow([ids((100, 15)), *[alike] * 9])
+    assert words._head.is_whole, "the mean of all sequences"
+    words.follow([ids((100, 15)), *[alike] * 30])
+    assert not words._head.is_whole
+
+
+def test_an_answer_of_other_words_than_its_prompts_is_seen_soon() -> None:
+    words = frequent_words()
+    words.follow([ids((5, 1000), (100, 3))])
+    assert not words._head.is_whole
+    words.follow([ids((5, 1000), (100, 4))])
+    assert words._head.is_whole
 
 
 def untied() -> LMHead:
@@ -128,7 +152,6 @@ def untied() -> LMHead:
 def test_the_soft_cap_leaves_the_others_without_a_chance(model: Path) -> None:
     """Logits are capped in place, again and again in the same memory."""
     driver = Driver(model, **SELF)
-    words_of(driver)
     copy = drafter_of(driver)._copy
     copy.spec = replace(copy.spec, logits_soft_cap=3.0)
     out = copy.empty_logits(2)

@@ -2,20 +2,25 @@
 
 Where the LM head is a large part of what a draft reads, one that scores the frequent eighth of the vocabulary makes
 drafts much faster, and those wrong whose token is another. A tokenizer knows which words are frequent, but not in every
-language. So the tokens behind which drafts are made are looked at: where one in ten or more of them is infrequent, all
-are scored.
+language. So the latest tokens of the sequences that draft are looked at, prompts among them: where one in ten or more
+is infrequent, all are scored. A prompt says so before the first draft: drafts that cannot be right would teach the
+engine that none pay.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
-from numpy.typing import NDArray
 
 from vllm_lite.layers.weights.embedding import LMHead
 from vllm_lite.layers.weights.frequent_head import FrequentHead
+from vllm_lite.worker.batch.step_inputs import Int32s
 from vllm_lite.worker.forward import Forward
 from vllm_lite.worker.graphs import DecodeGraphs
 
-MEMORY = 0.99
-"""Weight of earlier tokens beside each further one: about the last hundred count."""
+LATEST = 128
+"""Tokens of a sequence that are looked at."""
+WEIGHTS = 0.97 ** np.arange(LATEST)[::-1]
+"""What each counts: of an answer in another language than its prompt's the fourth token is enough."""
 MANY, FEW = 0.1, 0.05
 """Shares of infrequent tokens from which all are scored, and below which the frequent ones alone are."""
 
@@ -38,15 +43,19 @@ class FrequentWords:
         """None for a head that is in one piece."""
         return cls(head, forward) if isinstance(head, FrequentHead) else None
 
-    def follow(self, tokens: NDArray[np.integer]) -> None:
-        """Take account of tokens behind which drafts are about to be made: [num_seqs]."""
-        rare = len(tokens) - np.count_nonzero(self._is_frequent[tokens])
-        kept = MEMORY ** len(tokens)
-        self.share = kept * self.share + (1 - kept) * rare / len(tokens)
+    def follow(self, tokens: Sequence[Int32s]) -> None:
+        """Take account of the tokens behind which drafts are about to be made: of each sequence [num_tokens]."""
+        self.share = sum(map(self._rare, tokens)) / len(tokens)
         if self._head.is_whole and self.share < FEW:
             self._score(all_of_them=False)
         elif not self._head.is_whole and self.share >= MANY:
             self._score(all_of_them=True)
+
+    def _rare(self, tokens: Int32s) -> float:
+        """The share of infrequent tokens among the latest of a sequence."""
+        latest = tokens[-LATEST:]
+        weights = WEIGHTS[-len(latest) :]
+        return 1.0 - float(weights @ self._is_frequent[latest] / weights.sum())
 
     def _score(self, *, all_of_them: bool) -> None:
         self._head.is_whole = all_of_them

@@ -9,7 +9,6 @@ Of a large vocabulary it drafts the frequent words alone, as long as nearly all 
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from vllm_lite.kernels.cpu import num_threads
@@ -73,7 +72,7 @@ class SelfDrafter(Drafter):
     def before(self, batch: DraftBatch) -> Sequence[Int32s]:
         """As Drafter.before. Of a model with recurrent layers as many sequences draft as there are scratch slots."""
         if self._words is not None:
-            self._words.follow(np.array([tokens[-1] for tokens in batch.tokens]))
+            self._words.follow(batch.tokens)
         most = len(self._place.scratch)
         if batch.states is None or len(batch.handles) <= most:
             return self.chain.draft(batch)
