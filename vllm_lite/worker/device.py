@@ -1,4 +1,4 @@
-"""The device that a worker runs on, and what of it the tests replace: its memory, and the recording of graphs."""
+"""Device: a worker's torch device, with the interfaces that tests replace: its memory, and the capture of graphs."""
 
 import os
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ KV_DTYPES = {
     "fp8_e5m2": torch.float8_e5m2,
     "int8": torch.int8,
 }
-"""Resolved values of kv_cache_dtype."""
+"""Resolved value of kv_cache_dtype -> torch dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """The device of tensors; `memory` can be profiled and `capture` records graphs, where there is such a thing."""
+    """The torch device; `memory` to be profiled and `capture` for graphs, if the device has them."""
 
     torch: torch.device
     memory: DeviceMemory | None = None
@@ -32,7 +32,7 @@ class Device:
 
 
 def open_device(config: ResolvedConfig, rank: int) -> Device:
-    """The device of worker `rank`, made current. Raises ConfigError if torch does not see it."""
+    """Open the device of worker `rank` and make it current. Raises ConfigError if torch does not see it."""
     if config.device == "cpu":
         recordable = cpu.available() and not config.enforce_eager
         return Device(torch.device("cpu"), capture=CpuCapture() if recordable else None)
@@ -42,7 +42,7 @@ def open_device(config: ResolvedConfig, rank: int) -> Device:
 
 
 def _device_of(config: ResolvedConfig, rank: int) -> int:
-    """The index of the visible device of `rank`: one for each rank, shared only where they meet through gloo."""
+    """Index of the visible device of `rank`: one per rank; ranks share one only if they communicate by gloo."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if count == 0:
         raise ConfigError(
@@ -50,7 +50,7 @@ def _device_of(config: ResolvedConfig, rank: int) -> int:
             "with CUDA that fits the driver"
         )
     if config.distributed_executor_backend == "ray":
-        return 0  # a worker sees only what Ray has given it
+        return 0  # a worker sees only the device that Ray has assigned
     if config.single_process and config.ranks_on_machine > 1 and min(count, config.ranks_on_machine) > 1:
         raise ConfigError(
             f"single_process has {config.ranks_on_machine} workers in one process, whose kernels are loaded for one "
@@ -70,9 +70,9 @@ def _device_of(config: ResolvedConfig, rank: int) -> int:
 
 
 def set_threads(cpu_threads: int | None, num_cores: int) -> int:
-    """Let torch and the native kernels use `cpu_threads` threads; by default OMP_NUM_THREADS, or `num_cores`.
+    """Set the threads of torch and the native kernels: `cpu_threads`, else OMP_NUM_THREADS, else `num_cores`.
 
-    A worker's process has that variable: runtime/cpu_binding.py sets it. Returns the number.
+    runtime/cpu_binding.py sets that variable in a worker's process. Returns the number.
     """
     if cpu_threads is not None or "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(cpu_threads or num_cores)

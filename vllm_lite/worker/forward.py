@@ -1,4 +1,4 @@
-"""From a step's inputs to the logits that are sampled: the seam at which eager execution and graphs are exchanged."""
+"""Forward: from a step's inputs to logits; the interface behind which eager execution and graphs are exchanged."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -15,27 +15,27 @@ from vllm_lite.models.registry import Model
 from vllm_lite.worker.batch.step_inputs import StepInputs, StepStates
 
 LEAST_PAIRS = 256 * 256
-"""So many pairs of a query and a token that it may attend to take one layer longer than planning attention again."""
+"""Number of (query, attended token) pairs that take one layer longer than planning attention a second time."""
 
 
 HEAD_ROWS = 128
-"""Rows of one product with the LM head on a CPU: enough that reading its weight does not count, and so few that the
-plainest kernels show progress with the largest vocabularies as well."""
+"""Maximum rows of one product with the LM head on a CPU: enough that reading its weight does not dominate, and few
+enough that even the slowest kernels report progress with the largest vocabularies."""
 
 
 class Forward(Protocol):
     """One way to run the model on a step."""
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
-        """float32 [num_samples, vocab_size], one row for every token that is wanted; valid until the next call.
+        """Run the step. Returns float32 [num_samples, vocab_size], one row per sample, valid until the next call.
 
-        The caller may write into it. Nothing here waits for the device.
+        The caller may write into it. The call does not wait for the device.
         """
         ...
 
 
 class EagerForward:
-    """Launches every operation by itself. Serves any step, on any device."""
+    """Launches each operation separately. Runs any step, on any device."""
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class EagerForward:
         self._spares_last = device.type == "cpu" and model.spec.implementation != "transformers"
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
-        """Logits are made of those rows only whose next token is wanted."""
+        """Compute logits of the sampled rows only."""
         return self.head(self.hidden(inputs))
 
     def head(self, hidden: torch.Tensor, which: Which | None = None) -> torch.Tensor:
-        """Multiply the rows `which` of what `hidden` returned, [num_rows, hidden_size], with the LM head, on a CPU at
-        most HEAD_ROWS at a time: float32 [number of them, vocab_size]. None: all of them."""
+        """Multiply the rows `which` (None: all) of `hidden` [num_rows, hidden_size] with the LM head, on a CPU at most
+        HEAD_ROWS at a time. Returns float32 [selected rows, vocab_size]."""
         if isinstance(which, slice):
             first, last, _ = which.indices(len(hidden))
             which = None if (first, last) == (0, len(hidden)) else np.arange(first, last)
@@ -104,7 +104,7 @@ class EagerForward:
         return self.model.forward(batch, self.kv_caches, self.backend, self.progress)
 
     def _tail(self, inputs: StepInputs) -> StepBatch | None:
-        """The rows that are sampled, the last of their sequences, if it pays to plan attention once more for them."""
+        """A second batch of only the sampled rows, the last of their sequences, if planning attention for them pays."""
         wanted, own = inputs.wanted, inputs.sampling
         if wanted is None or len(own) == 0 or len(wanted) != inputs.num_samples.sum() or not self._pays(inputs):
             return None
@@ -126,14 +126,14 @@ class EagerForward:
         )
 
     def _pays(self, inputs: StepInputs) -> bool:
-        """Whether many layers write no KV, or the last one that does would attend to much, on a CPU."""
+        """Whether many layers write no KV, or (on a CPU) the last one that does would attend to many tokens."""
         if self._shares_kv or not self._spares_last:
             return self._shares_kv
         seq_lens = inputs.seq_lens.astype(np.int64)
         return int(inputs.num_scheduled @ seq_lens - inputs.num_samples @ seq_lens[inputs.sampling]) >= LEAST_PAIRS
 
     def take_up(self, tokens: NDArray[np.int64], states: StepStates) -> None:
-        """Have recurrent states take up those of the tokens, by their places, that the last step left tentative."""
+        """Update recurrent states with accepted draft tokens: indices among the last step's tentative tokens."""
         self.model.take_up(self._to_device(tokens), Segments(*map(self._to_device, states)), self.kv_caches)
 
     def _to_device(self, array: NDArray[Any]) -> torch.Tensor:

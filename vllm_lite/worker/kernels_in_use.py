@@ -1,5 +1,5 @@
-"""Kernels in use: what computes a loaded model, in words for people. It is found by looking through the model, so that
-no layer has to say so."""
+"""Kernels in use: a description for people of the kernels that compute a loaded model. It inspects the model's objects,
+so that no layer has to describe itself."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -13,13 +13,13 @@ from vllm_lite.kernels.cpu.weights.linear import PackedWeight
 from vllm_lite.layers.weights.matmul import DenseMatmul, Int8Matmul, OneDnnMatmul
 
 WIDTHS = {"INT4": "4 bits", "E2M1": "4-bit floats", "INT8": "8 bits", "E4M3": "8-bit floats"}
-"""Codes of packed weights on a GPU."""
+"""Code of packed weights on a GPU -> its description."""
 
 
 def kernels_in_use(
     model: object, backend: AttentionBackend, device: torch.device, graph_sizes: Iterable[int]
 ) -> dict[str, str]:
-    """By what is computed. `graph_sizes`: the rows of the decode steps that are recorded."""
+    """Part of the model -> its kernels. `graph_sizes`: rows of the decode steps with graphs."""
     most = max(graph_sizes, default=0)
     steps = f"decode steps of up to {most} tokens are recorded and repeated" if most else "every step is built anew"
     return {**_machine(device), "attention": backend.layout_name, "matrices": _matrices(model), "steps": steps}
@@ -34,7 +34,7 @@ def _machine(device: torch.device) -> dict[str, str]:
 
 
 def _matrices(model: object) -> str:
-    """The forms of the weights as they lie in memory, with the number of each; that of most first."""
+    """Weight forms in memory with the number of matrices in each, the most frequent first."""
     counts = Counter(form for each in _parts(model) if (form := _form(each)) is not None)
     return ", ".join(f"{count} x {form}" for form, count in counts.most_common())
 
@@ -58,7 +58,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _parts(whole: object) -> Iterator[object]:
-    """All objects of this package, and modules of torch, that are reached from one, each once."""
+    """All objects of this package, and torch modules, that are reachable from `whole`, each once."""
     seen, left = set[int](), [whole]
     while left:
         part: Any = left.pop()

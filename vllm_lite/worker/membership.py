@@ -1,6 +1,6 @@
-"""One worker's place in its group: its connection to the other ranks, and what is said when one of them has ended.
+"""Membership: one worker's connection to the other ranks of its group, and its message when it or one of them fails.
 
-It knows of the group's memory from the start, so that a worker which fails before it is connected, such as one that
+It has the group's shared memory from the start, so that a worker which fails before it is connected, such as one that
 cannot import torch, does not leave the others waiting for it. No torch here.
 """
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Membership:
-    """Made when a worker starts and closed when it ends; a worker alone is a group of one."""
+    """Created when a worker starts and closed when it ends. A single worker is a group of one."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
@@ -29,7 +29,7 @@ class Membership:
         self._is_connecting = False
 
     def connect(self, device: "torch.device", shared_bytes: int) -> "Communicator":
-        """Meet the other ranks; see parallel.select.connect."""
+        """Connect to the other ranks; see parallel.select.connect."""
         from vllm_lite.parallel import select
 
         settings = self._settings
@@ -43,14 +43,14 @@ class Membership:
         return self._communicator
 
     def is_waiting(self) -> bool:
-        """Whether this rank waits for another one at this moment. Asked by the thread of the heartbeat."""
+        """Whether this rank waits for another one right now. Called by the heartbeat's thread."""
         communicator = self._communicator
         return self._is_connecting or (communicator is not None and communicator.is_waiting())
 
     def failed(self, error: Exception) -> Failed:
         """The message to the engine about `error`, which ends this worker.
 
-        After another rank, or the engine, has ended the group, any error is one of having been left alone.
+        After another rank, or the engine, has ended the group, any error is reported as RankLostError.
         """
         settings, kind, message = self._settings, type(error).__name__, str(error)
         lost = self._communicator.lost_rank() if self._communicator is not None else None
@@ -64,7 +64,7 @@ class Membership:
         return Failed(settings.rank, settings.generation, kind, message, bad_input, lost)
 
     def was_dismissed(self) -> bool:
-        """Whether the engine has ended the group: it stops, or it knows which rank failed first and has said so."""
+        """Whether the engine has ended the group, because it stops or knows the rank that failed first."""
         return self._memory is not None and ended_by(self._memory) == (True, None)
 
     def abort(self) -> None:
@@ -75,8 +75,8 @@ class Membership:
             end_group(self._memory, self._settings.rank)
 
     def close(self) -> None:
-        """Leave the group, and close this worker's own descriptor of its memory. No thread may ask for anything any
-        more."""
+        """Leave the group, and close this worker's descriptor of its memory. No thread may call any method after
+        this."""
         communicator, self._communicator = self._communicator, None
         if communicator is not None:
             communicator.close()

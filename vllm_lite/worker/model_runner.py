@@ -1,6 +1,6 @@
-"""One step on one worker: block program, diffs, forward pass, sampling, output. `ModelRunner.execute` is the table of
-contents; CacheEngine, InputBatch, the model, the attention backend and the Sampler do the work, and each feature has a
-StepPart that the runner does not know by name.
+"""One step on one worker: block ops, diffs, forward pass, sampling, output. `ModelRunner.execute` is the overview;
+CacheEngine, InputBatch, the model, the attention backend and the Sampler do the work, and each feature is a StepPart
+that the runner does not know by name.
 """
 
 from collections.abc import Sequence
@@ -34,14 +34,14 @@ from vllm_lite.worker.sampling.sampler import ROW_PARAMS, Sampled, SampleInputs,
 NO_TOKENS = np.zeros(0, np.int64)
 NOTHING_DRAWN = Sampled(NO_TOKENS, {}, None)
 WARM_UP_WORK = 2_000_000_000
-"""Multiply-adds that the warm-up may cost on a CPU: about 0.1 s on one core."""
+"""Maximum multiply-adds of the warm-up on a CPU: about 0.1 s on one core."""
 
 logger = log.get(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """The most that one step may ask for; buffers are made for it."""
+    """Limits of one step, for which buffers are allocated."""
 
     max_num_seqs: int
     max_num_tokens: int
@@ -49,11 +49,11 @@ class StepLimits:
     block_size: int
     num_groups: int = 1
     patience_s: float = PATIENCE_S
-    """How long a GPU may take for a step, before it counts as hung."""
+    """Seconds that a GPU may take for a step before it counts as hung."""
 
 
 class ModelRunner:
-    """Runs steps on a loaded model. Not thread-safe; a step that raised leaves it unusable."""
+    """Runs steps on a loaded model. Not thread-safe; unusable after a step that raised."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class ModelRunner:
         progress: Progress,
         parts: Sequence[StepPart],
     ) -> None:
-        """`forward` runs the model over the KV cache of `cache_engine`. `parts`: in the order in which they act."""
+        """`forward` runs the model over the KV cache of `cache_engine`. `parts` are called in their order."""
         self.limits = limits
         self.model = model = forward.model
         self.cache_engine = cache_engine
@@ -84,7 +84,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelOutput:
-        """Run one step, as all ranks do. Their answers are equal, but for logprobs, which only rank 0 reports.
+        """Run one step. All ranks run it and get equal outputs, except for logprobs, which only rank 0 reports.
 
         Raises ProtocolError for a step that does not fit this worker's state or limits.
         """
@@ -105,7 +105,7 @@ class ModelRunner:
         return ModelOutput(step.generation, step.step, **fields)
 
     def _inputs(self, step: SchedulerOutput) -> StepInputs:
-        """Move the blocks, carry out the entries, and make the inputs of the forward pass."""
+        """Execute the block ops, apply the entries, and build the inputs of the forward pass."""
         if step.block_ops:
             self.cache_engine.execute(step.block_ops)
             for moves in self._moves:
@@ -117,7 +117,7 @@ class ModelRunner:
         return inputs
 
     def _sample(self, inputs: StepInputs, logits: torch.Tensor | None, samples: SampleInputs | None) -> StepResult:
-        """Draw the tokens. `samples`: where they were made before the forward pass."""
+        """Sample the tokens. `samples`: the sampler's inputs, if they were built before the forward pass."""
         if logits is None:
             return StepResult(NOTHING_DRAWN, inputs.num_samples)
         sampled = self.sampler.sample(logits, samples or self.batch.sample_inputs(inputs))
@@ -127,7 +127,7 @@ class ModelRunner:
         return result
 
     def _commit(self, inputs: StepInputs, result: StepResult) -> dict[str, Any]:
-        """Have the batch take over the step, and make the fields of the ModelOutput."""
+        """Apply the step's tokens to the batch, and build the fields of the ModelOutput."""
         self.batch.commit(inputs, result.sampled.tokens, result.num_kept)
         fields = _fields(inputs, result.sampled, result.num_kept)
         for answer in () if inputs.is_steady else self._answer:
@@ -135,12 +135,12 @@ class ModelRunner:
         return fields
 
     def check_size(self, inputs: StepInputs) -> None:
-        """Raises ProtocolError for a step that the buffers are not made for."""
+        """Raise ProtocolError for a step that is larger than the buffers."""
         if inputs.num_tokens > self.limits.max_num_tokens:
             raise ProtocolError(f"a step of {inputs.num_tokens} tokens, expected at most {self.limits.max_num_tokens}")
 
     def _logits(self, inputs: StepInputs) -> torch.Tensor | None:
-        """Run the model, and return the logits of the samples; None if there are none to come."""
+        """Run the model. Returns the logits of the samples, or None if no sequence of the step samples."""
         hidden = logits = None
         if not inputs.is_eager:
             logits = self.forward.logits(inputs)
@@ -155,16 +155,16 @@ class ModelRunner:
         return logits
 
     def _shown(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Hidden states and logits of a decode step that would be eager only because hidden states are wanted, if there
-        is a program that shows them."""
+        """Hidden states and logits of a decode step from a recorded program that keeps hidden states, if there is one
+        for this step."""
         forward = self.forward
         if inputs.reads or inputs.vectors is not None or not isinstance(forward, DecodeGraphs):
             return None
         return forward.shown(inputs)
 
     def capture_graphs(self, capture: Capture, sizes: Sequence[int], pieces: Sequence[int] = ()) -> None:
-        """From now on decode steps of at most `sizes[-1]` sequences are replayed, and other steps of at most
-        `pieces[-1]` tokens in pieces. The KV cache is in its place."""
+        """Replay decode steps of at most `sizes[-1]` sequences from now on, and other steps of at most `pieces[-1]`
+        tokens in pieces. Called once the KV cache is allocated."""
         limits = self.limits
         graphs = DecodeGraphs(
             self.eager, capture, sizes, max_model_len=limits.max_model_len, block_size=limits.block_size
@@ -178,10 +178,10 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Run what the first requests would otherwise wait for: what torch and the kernels set up on their first call.
+        """Run steps that make torch and the kernels do the set-up of their first call, so that no request waits for it.
 
-        Nothing is written. On a CPU the step is the largest that is quick; on a GPU it is the largest of all, and one
-        of pure decoding, for which kernels may have to be compiled: few samples are drawn by other ones than many.
+        No KV is written. On a CPU it is one step of about 0.1 s. On a GPU it is the largest step, and one that only
+        decodes: kernels may have to be compiled, and few samples use other kernels than many.
         """
         limits = self.limits
         if self.device.type == "cpu":
@@ -192,12 +192,12 @@ class ModelRunner:
                 return
             warm_up_step(self.eager, self.sampler, limits, num_tokens, num_sampling=1)
             return
-        logger.info("warming up; what kernels are not in the cache are compiled now")
+        logger.info("warming up; kernels that are not in the cache are compiled now")
         self.load_kernels()
         torch.cuda.synchronize(self.device)
 
     def load_kernels(self) -> None:
-        """Launch all kernels that steps of a GPU may launch, or load those that only some of them do."""
+        """Launch the kernels of GPU steps once, and load those that only some steps launch."""
         limits, backend = self.limits, self.eager.backend
         if isinstance(backend, LoadsKernels):
             backend.load_kernels()
@@ -211,8 +211,8 @@ class ModelRunner:
 def warm_up_step(
     forward: Forward, sampler: TokenSampler, limits: StepLimits, num_tokens: int, *, num_sampling: int | None = None
 ) -> None:
-    """A step of `num_tokens` tokens over as many sequences as there may be, which writes nothing. `num_sampling` of the
-    sequences (None: all) draw a token, with all filters on.
+    """Run a step of `num_tokens` tokens over as many sequences as possible, which writes no KV. `num_sampling` of the
+    sequences (None: all) sample a token, with all filters on.
     """
     num_seqs = min(num_tokens, limits.max_num_seqs)
     num_sampling = num_seqs if num_sampling is None else num_sampling
@@ -223,7 +223,7 @@ def warm_up_step(
 
 
 def _fields(inputs: StepInputs, sampled: Sampled, num_kept: Int64s) -> dict[str, Any]:  # num_kept: [num_sampling]
-    """The fields of the ModelOutput, without what parts add."""
+    """The fields of the ModelOutput before StepParts add theirs."""
     tokens, logprobs, counts = sampled.tokens, sampled.logprobs, None
     if len(num_kept) < len(tokens) or not num_kept.all():
         chosen = np.flatnonzero(inputs.sample_offsets < np.repeat(num_kept, inputs.num_samples))

@@ -1,11 +1,11 @@
-"""Steps whose tokens are still on the device: a step is launched before the host has the tokens of the one before it.
+"""Overlap: launches a step before the host has the sampled tokens of the step before it.
 
-On a GPU the host would wait for a step's tokens, make the next step's inputs and launch that, and the device would have
-nothing to do meanwhile. Here the sampled tokens stay on the device, where they become input ids of the next step, and
-come to the host one step late. Until then a sequence has token 0 in their place.
+Otherwise a GPU would idle while the host waits for a step's tokens, builds the next step's inputs and launches it. With
+overlap the sampled tokens stay on the device, where they become input ids of the next step, and reach the host one
+step late. Until then token 0 stands in their place.
 
-Which steps can go ahead: those that need no token that the host lacks. A mask, a penalty, a logprob, a draft, a fork or
-a preemption reads tokens; then the steps before it are ended first, and it runs as every step does without this.
+Only steps that need no token which the host lacks can run ahead. Masks, penalties, logprobs, drafts, forks and
+preemptions read tokens: such a step waits for the steps before it, and runs as without overlap.
 """
 
 from collections import deque
@@ -25,25 +25,25 @@ from vllm_lite.worker.sampling.sampler import NO_LOGPROBS, Sampler, failures
 
 Execute = Callable[[SchedulerOutput], ModelOutput]
 MAX_LAUNCHED = 2
-"""Steps whose tokens may be on the device alone. The engine sends no more ahead."""
+"""Maximum steps whose tokens are only on the device. The engine sends no more ahead."""
 READ_NO_TOKENS = (Continue, NewRequest, Finish)
 
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """A step that the device is busy with."""
+    """A launched step whose tokens the host lacks."""
 
     step: SchedulerOutput
     inputs: StepInputs
     sequences: list[SequenceState]
-    """Those that get a token, in the order of the samples."""
+    """Sequences that get a token, in the order of the samples."""
     lengths: list[int]
-    """How many tokens each had: the place of its new one."""
+    """Number of tokens of each before the step: the index of its new one."""
     picked: PickedLater
 
 
 class Overlap:
-    """Launches steps ahead for one ModelRunner. Its device has a sampler that leaves tokens there."""
+    """Launches steps ahead for one ModelRunner, whose sampler can leave tokens on the device."""
 
     def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
         self._runner = runner
@@ -56,14 +56,15 @@ class Overlap:
 
     @classmethod
     def of(cls, runner: ModelRunner) -> "Overlap | None":
-        """None where steps never go ahead: ranks exchange their samples on the host, and so do some parts."""
+        """The Overlap of a runner; None if no step can run ahead, because ranks or parts exchange samples on the
+        host."""
         sampler = runner.sampler
         if not isinstance(sampler, Sampler) or not sampler.leaves_tokens:
             return None
         return cls(runner, sampler) if all(part.can_run_ahead(()) for part in runner.parts) else None
 
     def can_launch(self, step: SchedulerOutput) -> bool:
-        """Whether nothing in the step asks for a token that the host lacks."""
+        """Whether the step needs no token that the host lacks."""
         runner, batch = self._runner, self._runner.batch
         return (
             len(self._launched) < MAX_LAUNCHED
@@ -94,19 +95,18 @@ class Overlap:
             picked = self._sampler.launch(logits, samples)
         sequences = [batch.resident[row] for row in inputs.rows[inputs.sampling].tolist()]
         lengths = samples.positions.tolist()
-        # A steady step's arrays are overwritten by the next; what `take` needs of them is kept.
+        # The next steady step overwrites this one's arrays, so take() gets copies.
         batch.commit(inputs, np.zeros(len(sequences), np.int64))
         self._places = {sequence.handle: place for place, sequence in enumerate(sequences)}
         self._launched.append(Launched(step, inputs, sequences, lengths, picked))
         runner.progress.advance()
 
     def is_done(self) -> bool:
-        """Whether `take` would not wait. Raises DeviceHungError as that does."""
+        """Whether take() would not wait. Raises DeviceHungError as take() does."""
         return self._launched[0].picked.is_done()
 
     def take(self) -> ModelOutput:
-        """The output of the oldest step that was launched. Waits for it, and raises DeviceHungError if that takes
-        longer than any step does."""
+        """Wait for the oldest launched step, and return its output. Raises DeviceHungError if that takes too long."""
         launched = self._launched.popleft()
         picked = launched.picked.wait()
         if not self._launched:
@@ -114,7 +114,7 @@ class Overlap:
         sequences, tokens = launched.sequences, picked.tokens
         token_ids = self._runner.batch.rows.token_ids
         for sequence, length, token in zip(sequences, launched.lengths, tokens.tolist(), strict=True):
-            if sequence.row != NO_ROW:  # it may have been finished since
+            if sequence.row != NO_ROW:  # not finished since
                 token_ids[sequence.row, length] = token
         why = failures(picked.best)
         failed = [(sequences[sample].handle, reason) for sample, reason in why.items()] or None
@@ -122,13 +122,13 @@ class Overlap:
         return ModelOutput(step.generation, step.step, tokens.astype("<u4").tobytes(), failed=failed)
 
     def _with_device_ids(self, inputs: StepInputs) -> StepInputs:
-        """The inputs, with those ids that only the device knows taken from where they were left."""
+        """The inputs, with input ids that only the device has taken from there."""
         if not self._launched:
             return inputs
         tokens = self._launched[-1].picked.tokens
         if inputs.is_steady and inputs.handles == list(self._places):
             return replace(inputs, device_ids=tokens)
-        # What a sequence lacks stands last: it is caught up in this step, or it would not have been sampled before.
+        # An unknown token is its sequence's last one: only a sequence that has caught up was sampled before.
         lacking = [(i, self._places[handle]) for i, handle in enumerate(inputs.handles) if handle in self._places]
         if not lacking:
             return inputs
@@ -140,12 +140,12 @@ class Overlap:
 
 
 def _is_plain(entry: Entry) -> bool:
-    """Whether a new sequence, if it is one, wants no logprobs."""
+    """Whether the entry is not a new sequence with logprobs."""
     return not isinstance(entry, NewRequest) or entry.sampling.logprobs is None
 
 
 def run_ahead(overlap: Overlap, steps: Sequence[SchedulerOutput], execute: Execute) -> list[ModelOutput]:
-    """The outputs of steps that came together: `execute` runs those that cannot go ahead."""
+    """Run the steps of one message, and return their outputs. `execute` runs those that cannot run ahead."""
     outputs: list[ModelOutput] = []
     for step in steps:
         while len(overlap) == MAX_LAUNCHED or (overlap and not overlap.can_launch(step)):

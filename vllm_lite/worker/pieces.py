@@ -1,16 +1,16 @@
 """Piecewise graphs, for steps that compute chunks of prompts beside decodes on a GPU.
 
-Attention is all that depends on how a step's tokens are shared out between its sequences. The rest depends on their
-number, so it is recorded in pieces, from one layer's attention to the next one's, for a few numbers of tokens; a step
-is padded to one of them, replays the pieces, and launches attention between them. A layer then costs the host one
-replay and one or two launches instead of ten.
+Only attention depends on how a step's tokens are divided between its sequences. The rest depends on their number, so it
+is recorded in pieces, from one layer's attention to the next one's, for a few numbers of tokens. A step is padded to
+one of these numbers, replays the pieces, and launches attention between them. A layer then costs the host one replay
+and one or two launches instead of ten.
 
 Only small steps have pieces (sizing.piece_sizes): with more tokens a GPU computes longer than the host launches.
-Padding is tokens whose slot is PAD_SLOT: nothing of them is kept, and attention's result is zero for them. A step that
-would be padded by more than it has itself runs eagerly, but for small ones.
+Padding tokens have the slot PAD_SLOT: their KV is not written, and their attention output is zero. A step that would be
+padded to more than twice its tokens runs eagerly, except for small ones.
 
-All are captured at the start, the largest first, as long as that takes no more than MOST_S: a model of 32 layers has 33
-pieces for each number of tokens, 231 for the seven there are without --cudagraph-piece-sizes.
+All pieces are captured at the start, the largest first, as long as that takes no more than MOST_S: a model of 32 layers
+has 33 pieces per number of tokens, 231 for the seven default numbers (--cudagraph-piece-sizes).
 """
 
 import time
@@ -35,14 +35,14 @@ logger = log.get(__name__)
 
 
 MOST_S = 20.0
-"""What captures in pieces may add to a start: no other begins when so much time has passed."""
+"""Seconds of a start after which no further capture of pieces begins."""
 FREE_TOKENS = 256
-"""Up to so many padding costs nothing: the GPU waits for the weights meanwhile."""
+"""Steps padded to at most this many tokens cost nothing extra: the GPU waits for the weights anyway."""
 
 
 @runtime_checkable
 class PieceCapture(Capture, Protocol):
-    """Records what a call does to the device, in as many graphs as it asks for."""
+    """Records the device operations of a call in as many graphs as the call asks for."""
 
     def pieces(self, run: Callable[[Callable[[], None]], None]) -> Sequence[Graph]:
         """Call `run`, twice, with a function that ends a graph and begins the next; return the second call's graphs.
@@ -51,7 +51,7 @@ class PieceCapture(Capture, Protocol):
 
 
 class CuttingBackend(AttentionBackend):
-    """Writes K and V as the real backend does; what was to be attended to is handed on and not done."""
+    """Writes K and V by the real backend, and passes attention calls to `cut` instead of running them."""
 
     graph_safe = True
 
@@ -63,7 +63,7 @@ class CuttingBackend(AttentionBackend):
 
     @classmethod
     def supports(cls, shape: AttentionShape) -> str | None:  # noqa: ARG003
-        return "it only says what another one is to do"
+        return "it only records calls for another backend"
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:  # noqa: ARG002
         return 0
@@ -82,7 +82,7 @@ class CuttingBackend(AttentionBackend):
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """Graphs recorded for one number of tokens, with a call of attention between two of them."""
+    """Graphs recorded for one number of tokens, with one attention call between two of them."""
 
     batch: StepBatch
     graphs: Sequence[Graph]
@@ -91,16 +91,16 @@ class _Pieces:
 
 
 class PiecewiseForward:
-    """A Forward that replays pieces where it has some for a step, and is `eager` otherwise."""
+    """A Forward that replays pieces for a step if it has some, and uses `eager` otherwise."""
 
     def __init__(self, eager: EagerForward, capture: PieceCapture, sizes: Sequence[int]) -> None:
-        """`sizes` ascend, as `piece_sizes` gives them."""
+        """`sizes` are in ascending order, as piece_sizes() returns them."""
         self.eager = eager
         self.sizes = tuple(sizes)
         self.num_replays = 0
         num_groups = len(eager.model.spec.kv_groups)
         self._memory = torch.zeros(2 + num_groups, max(sizes, default=0), dtype=torch.int64, device=eager.device)
-        """Token ids, positions and the slots of each group; graphs read its first columns."""
+        """int64 [2 + num_groups, max size]: token ids, positions and slots per group; graphs read the first columns."""
         self._memory[2:] = PAD_SLOT
         self._capture = capture
         self._pieces: dict[int, _Pieces] = {}
@@ -130,7 +130,7 @@ class PiecewiseForward:
             )
 
     def size_of(self, num_tokens: int) -> int | None:
-        """To how many tokens a step is padded; None where no pieces are worth it."""
+        """Number of tokens to which a step is padded; None: run it eagerly."""
         at = bisect_left(self.sizes, num_tokens)
         size = self.sizes[at] if at < len(self.sizes) else None
         return size if size is not None and size <= max(FREE_TOKENS, 2 * num_tokens) else None
@@ -169,7 +169,7 @@ class PiecewiseForward:
         return _Pieces(batch, graphs, calls, hidden[0])
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
-        """As Forward.logits."""
+        """See Forward.logits."""
         size = self.size_of(inputs.num_tokens)
         if size is None or inputs.states is not None or inputs.token_types is not None:
             return self.eager.logits(inputs)
@@ -187,7 +187,7 @@ class PiecewiseForward:
         return self.eager.model.logits(hidden if wanted is None else hidden[to_device(wanted, self.eager.device)])
 
     def _load(self, inputs: StepInputs, size: int) -> None:
-        """Bring a step's tokens to where the graphs read them, padded to `size`: by one copy for each row."""
+        """Copy a step's tokens, padded to `size`, to the memory that the graphs read."""
         rows = np.zeros((len(self._memory), size), np.int64)
         count = inputs.num_tokens
         rows[0, :count], rows[1, :count], rows[2:, count:] = inputs.input_ids, inputs.positions, PAD_SLOT
@@ -198,7 +198,7 @@ class PiecewiseForward:
             self._memory[0, :count].copy_(inputs.device_ids)
 
     def _attended(self, inputs: StepInputs, padded: StepBatch) -> StepBatch:
-        """The batch that attention reads of a step whose last rows are padding."""
+        """The batch for attention of a step whose last rows are padding."""
         device = self.eager.device
         return StepBatch(
             num_tokens=padded.num_tokens,

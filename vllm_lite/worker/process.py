@@ -1,10 +1,10 @@
-"""The worker's process: a conversation with the engine over one connection, and a heartbeat over another.
+"""The worker process: it exchanges messages with the engine over one connection, and sends heartbeats over another.
 
-Hello -> (Load) -> Ready -> (Start) -> Started -> one ModelOutput for every SchedulerOutput, by the rank that answers,
-and one AdapterRead for every ReadAdapter and one Profiled for every profile that begins or ends, by all -> (Shutdown).
-Between the first two it imports torch, so that a group which waits for its turn has done that. Any error is sent to
-the engine as Failed, makes the other ranks leave their waits, and ends the process with status 1. `main` also runs
-as a thread of a client (--single-process), so nothing here touches signals, the log's handlers or the process's end.
+Hello -> (Load) -> Ready -> (Start) -> Started -> then the answering rank sends one ModelOutput per SchedulerOutput, and
+all ranks one AdapterRead per ReadAdapter and one Profiled per begin or end of a profile -> (Shutdown). After Hello it
+imports torch, so that a standby group has done that before its Load. Any error is sent to the engine as Failed, makes
+the other ranks leave their waits, and ends the process with status 1. `main` also runs as a thread of a client
+(--single-process), so nothing here changes signals or log handlers, or exits the process.
 """
 
 import logging
@@ -51,18 +51,18 @@ if TYPE_CHECKING:
     from vllm_lite.worker.worker import Worker
 
 FIRST_GENERATION = 1
-"""That of the group which an engine starts with: it is to load as soon as it can."""
+"""Generation of an engine's first group, which loads at once."""
 HEARTBEAT_EVERY_S = 0.5
 DISK_GRACE_S = 1.0
-"""How long a worker that ends goes on writing KV: the engine waits twice as long for it."""
+"""Seconds in which a worker that ends may still write KV; the engine waits twice as long for it."""
 CHECK_ENGINE_EVERY_S = 1.0
-"""How often a waiting worker checks that the engine is still connected."""
+"""Seconds between a waiting worker's checks that the engine is still connected."""
 
 logger = log.get(__name__)
 
 
 def main(settings: WorkerSettings, stop: Wakeup) -> int:
-    """Serve the engine at `settings.address` until it says Shutdown, or `stop` is set. Returns the exit status."""
+    """Serve the engine at `settings.address` until it sends Shutdown, or `stop` is set. Returns the exit status."""
     member = Membership(settings)
     try:
         connection = connect(settings.address, f"worker-{settings.rank}".encode(), settings.keys or False)
@@ -87,7 +87,7 @@ def main(settings: WorkerSettings, stop: Wakeup) -> int:
 
 
 class WorkerLoop:
-    """Answers the messages of one engine, from the hello to the shutdown."""
+    """Answers the messages of one engine, from Hello to Shutdown."""
 
     def __init__(self, settings: WorkerSettings, connection: Connection, stop: Wakeup, member: Membership) -> None:
         self.settings = settings
@@ -103,7 +103,7 @@ class WorkerLoop:
         config, rank, generation = settings.config, settings.rank, settings.generation
         self.send(WorkerHello(PROTOCOL_VERSION, config.model, rank, generation, os.getpid()))
         with _Ahead(settings) as ahead:
-            if generation == FIRST_GENERATION:  # any other takes no memory before it is to load
+            if generation == FIRST_GENERATION:  # later groups take no memory before their Load
                 ahead.begin()
             kind = import_worker()
             log.moment("worker", "imports torch")
@@ -123,7 +123,7 @@ class WorkerLoop:
             self.serve(kind, ahead)
 
     def serve(self, kind: "type[Worker]", ahead: "_Ahead") -> None:
-        """From Load to the end."""
+        """Serve from Load to the end."""
         settings, rank = self.settings, self.settings.rank
         with _Heartbeat(settings, self.progress, self.member):
             worker = kind(settings.config, rank, self.progress, generation=settings.generation)
@@ -137,11 +137,11 @@ class WorkerLoop:
             if not isinstance(message, Start):
                 raise ProtocolError(f"expected Start, got {type(message).__name__}")
             started = worker.start(message)
-            keep_from_collections()  # one in the middle of a step would take 0.1 s over it
+            keep_from_collections()  # otherwise a garbage collection within a step would take 0.1 s
             if (disk := worker.disk) is not None:
                 self.disk, self.poller = disk, poller(self.connection, self.stop, disk.announced)
                 disk.await_first_look()
-                self.say_transferred()  # before requests are scheduled that were waiting for this worker
+                self.say_transferred()  # before the engine schedules requests that waited for this worker
             self.send(started)
             log.moment("worker", "KV cache, first step")
             try:
@@ -151,7 +151,7 @@ class WorkerLoop:
                     disk.close(DISK_GRACE_S)
 
     def answer_all(self, worker: "Worker") -> None:
-        """Run steps and do what else the engine asks for, until the end."""
+        """Run steps and handle the engine's other messages, until the end."""
         left: ToWorker | None = None
         while (message := left or self.receive()) is not None and not isinstance(message, Shutdown):
             left = None
@@ -178,15 +178,15 @@ class WorkerLoop:
                 self.send(answer)
 
     def say_transferred(self) -> None:
-        """Answer the transfers that have ended."""
+        """Send the results of transfers that have ended."""
         if self.disk is not None and self.disk.announced.is_set():
             for answer in self.disk.take():
                 self.send(answer)
 
     def run_ahead(self, worker: "Worker", step: SchedulerOutput) -> ToWorker | None:
-        """Launch the step, and those behind it that come while the device is busy; answer each when it has its tokens.
+        """Launch the step, and further ones that arrive while the device is busy; answer each when its tokens are here.
 
-        Returns the first message that is no such step, when all before it are answered; None if the device ran dry.
+        Returns the first message that is no such step, after answering all steps before it; None if no step is left.
         """
         overlap, message = worker.overlap, None
         if overlap is None:
@@ -204,8 +204,8 @@ class WorkerLoop:
         return message
 
     def _before(self, is_done: Callable[[], bool]) -> bytes | None:
-        """The engine's next message, if it comes before something `is_done`. A step takes the device milliseconds; a
-        process that slept would wake up late for either. `is_done` raises DeviceHungError in the end."""
+        """The engine's next message, or None if `is_done()` becomes true before. It spins, since a step takes
+        milliseconds and a sleeping process would wake up late. `is_done` raises DeviceHungError in the end."""
         while not is_done():
             if (payload := self.connection.recv()) is not None:
                 return payload
@@ -215,8 +215,8 @@ class WorkerLoop:
     def receive(self, timeout_s: float = float("inf")) -> ToWorker | None:
         """The engine's next message; None after Shutdown, or if `stop` is set. Raises EngineError after `timeout_s`."""
         deadline_s = time.monotonic() + timeout_s
-        # No spinning before the wait: the engine takes longer for its part of a step than a spin may last, and needs
-        # the core (measured: 3 of 1000 steps caught within 50 us).
+        # No spinning before the wait: the engine's part of a step takes longer than a spin may last, and needs the core
+        # (measured: 3 of 1000 steps arrived within 50 us).
         while (payload := self.connection.recv()) is None:
             left_s = deadline_s - time.monotonic()
             if self.stop.is_set():
@@ -238,7 +238,7 @@ class WorkerLoop:
 
 
 def _with_model(settings: WorkerSettings, model: str | None) -> WorkerSettings:
-    """The settings with another checkpoint, if one is given."""
+    """The settings with checkpoint `model`, if one is given."""
     if model is None:
         return settings
     return msgspec.structs.replace(settings, config=msgspec.structs.replace(settings.config, model=model))
@@ -253,7 +253,7 @@ def execute(worker: "Worker", message: ToWorker) -> ModelOutput | StepOutputs:
 
 
 class _Ahead:
-    """Weights that other threads pack, or read from the cache, while this one does something else."""
+    """Reads or packs weights on other threads, while this one imports torch and builds the model."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self.settings = settings
@@ -261,17 +261,17 @@ class _Ahead:
         self.has_begun = False
 
     def begin(self) -> None:
-        """Once: begin, if it is known what will be wanted."""
+        """Begin to read or pack the weights, unless that has begun already."""
         if not self.has_begun:
             self.has_begun = True
             config, is_first = self.settings.config, self.settings.generation == FIRST_GENERATION
             num_threads = config.cpu_threads or threads_of_the_user() or len(os.sched_getaffinity(0))
-            # A later one has imported everything, and streams wait for it.
+            # A later group has finished its imports, and streams wait for it: no lower priority.
             self.packer = packed_weights(config, self.settings.rank, num_threads, NICENESS if is_first else 0)
             log.moment("worker", "begins to pack weights")
 
     def keep(self) -> None:
-        """Once all are loaded: keep them for the next start, if that is wanted."""
+        """Store the packed weights for the next start, with --weight-cache; called once all are loaded."""
         if isinstance(self.packer, Keeper):
             self.packer.keep()
         self.close()
@@ -288,7 +288,7 @@ class _Ahead:
 
 
 class _Heartbeat:
-    """A thread that reports the progress over a connection of its own, also while the worker computes."""
+    """A thread that reports progress over a connection of its own, also while the worker computes."""
 
     def __init__(self, settings: WorkerSettings, progress: Progress, member: Membership) -> None:
         self.settings = settings
@@ -320,7 +320,7 @@ class _Heartbeat:
             connection.close()
 
     def expert_tokens(self) -> list[list[int]] | None:
-        """None if they are those that were said last."""
+        """Tokens per layer and expert; None if they are those of the last heartbeat."""
         counted = self.progress.expert_tokens and self.progress.expert_tokens()
         if counted == self.said:
             return None
@@ -329,9 +329,9 @@ class _Heartbeat:
 
 
 def import_worker() -> "type[Worker]":
-    """Import torch, the slowest second of a start. The garbage collector would add a tenth to it and find nothing.
+    """Import torch, the slowest second of a start, without garbage collections, which would add a tenth of it.
 
-    The objects that it made are frozen: the first collection afterwards would scan all of them, for as long.
+    The objects that it created are frozen, so that no later collection scans them.
     """
     with no_garbage_collection():
         from vllm_lite.worker.worker import Worker
@@ -351,7 +351,7 @@ def process_main(settings: WorkerSettings, stop: Wakeup) -> int:
     if config.device == "cpu":
         num_threads = config.cpu_threads or threads_of_the_user()
         torch_import.put_off()
-        is_here = config.distributed_executor_backend != "ray"  # which sets OMP_NUM_THREADS, and shares out the hosts
+        is_here = config.distributed_executor_backend != "ray"  # Ray sets OMP_NUM_THREADS and assigns the hosts
         bind = config.cpu_bind if is_here else NONE
         apply(plan_binding(bind, config.first_rank + rank, config.ranks_on_machine, num_threads))
     log.moment("worker", "python, imports")

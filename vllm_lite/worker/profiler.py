@@ -1,8 +1,8 @@
 """Profiles of a worker's steps, for /start_profile and /stop_profile: by torch, or by a tool around the worker.
 
-A profile begins between two steps. What it keeps of each step takes memory, so it ends by itself after MOST_STEPS, or
-as many as the configuration says; it is written when its end is asked for. While none is on, naming the parts of a step
-costs a call each.
+A profile begins between two steps. Each recorded step takes memory, so it stops recording after MOST_STEPS, or as many
+as configured; it is written when /stop_profile is called. While no profile runs, naming a part of a step costs one
+call.
 """
 
 import threading
@@ -18,7 +18,7 @@ from vllm_lite.runtime.nested_settings import ProfilerConfig
 from vllm_lite.worker.progress import Progress
 
 MOST_STEPS = 2000
-"""Bounds a profile without max_iterations: what is kept of a step grows with the operations of the model."""
+"""Maximum steps of a profile without max_iterations: the memory per step grows with the model's operations."""
 TABLE_ROWS = 100
 TICK_S = 0.5
 _NOTHING: AbstractContextManager[None] = nullcontext()
@@ -27,14 +27,14 @@ logger = log.get(__name__)
 
 
 class StepRanges:
-    """Names the parts of a step for profilers, while one listens."""
+    """Names the parts of a step for a profiler, while one runs."""
 
     def __init__(self) -> None:
         self.is_on = False
         self.profiler: Profiler | None = None
 
     def step(self) -> None:
-        """A step begins."""
+        """Called when a step begins."""
         if self.profiler is not None:
             self.profiler.on_step()
 
@@ -68,7 +68,7 @@ class Profiler:
         self._num_steps = 0
 
     def begin(self) -> str | None:
-        """Why not, if it cannot be."""
+        """Begin a profile. Returns the reason if that is not possible, else None."""
         if self.config.profiler is None:
             return "the worker was started without a profiler"
         if self.config.profiler == "cuda" and self._device.type != "cuda":
@@ -81,7 +81,7 @@ class Profiler:
         return None
 
     def on_step(self) -> None:
-        """A step begins, of which the profile may be the first or no part any more."""
+        """Called when a step begins: start or stop recording if this is the first step, or one too many."""
         delay, most = self.config.delay_iterations, self.config.max_iterations or MOST_STEPS
         if self._num_steps == delay and not self._ranges.is_on:
             self._listen()
@@ -91,7 +91,7 @@ class Profiler:
         self._num_steps += 1
 
     def end(self) -> str | None:
-        """Write what was found. Why it cannot be, if so."""
+        """End the profile and write it. Returns the reason if that is not possible, else None."""
         if not self._is_on:
             return "no profile is on: start one first"
         self._is_on, self._ranges.profiler = False, None
@@ -102,7 +102,7 @@ class Profiler:
                 if made is None:
                     return None if self.config.profiler == "cuda" else "no step has come since the profile was to begin"
                 self._write(made)
-        except Exception as error:  # whatever a profiler stumbles over, steps go on
+        except Exception as error:  # no error of a profiler may stop the steps
             self._made = None
             return f"the profile cannot be written to {self.config.torch_profiler_dir!r}: {error}"
         return None
@@ -147,14 +147,14 @@ class Profiler:
         key = "self_cuda_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
         try:
             table = made.key_averages().table(sort_by=key, row_limit=TABLE_ROWS)
-        except UnicodeDecodeError as error:  # of stacks torch keeps some names as other bytes
+        except UnicodeDecodeError as error:  # torch keeps some names in stacks in another encoding
             logger.warning("no table of operations beside it: %s", error)
             return
         (folder / f"profiler_out_{self._rank}.txt").write_text(table, encoding="utf-8")
 
     @contextmanager
     def _going_on(self) -> Iterator[None]:
-        """Have heartbeats say that the worker is not hung, while it writes for many seconds."""
+        """Report progress while the worker writes a profile for many seconds."""
         done = threading.Event()
 
         def tick() -> None:

@@ -1,4 +1,4 @@
-"""Signs of life of a worker, and work that a garbage collection may not interrupt."""
+"""Progress of a worker for its heartbeat, and a guard against garbage collections."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 class Progress:
-    """A counter that grows with every layer computed, shard loaded and step done, to show that a worker is not hung.
+    """A counter that grows with every computed layer, loaded shard and finished step, to show that a worker is alive.
 
     The worker's thread writes it, the heartbeat's thread reads it.
     """
@@ -14,9 +14,9 @@ class Progress:
     def __init__(self) -> None:
         self.count = 0
         self.is_idle = False
-        """It waits for the engine's next message."""
+        """Whether the worker waits for the engine's next message."""
         self.expert_tokens: Callable[[], list[list[int]]] | None = None
-        """What WorkerHeartbeat says of the experts; None if that is not counted here."""
+        """Returns WorkerHeartbeat's tokens per layer and expert; None: they are not counted here."""
 
     def advance(self) -> None:
         self.count += 1
@@ -24,7 +24,7 @@ class Progress:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Collect no garbage in the body: for work that no pause may interrupt."""
+    """Disable garbage collection in the body, for work that no pause may interrupt."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""A worker without its process: it loads its shard, reports what fits, and runs the steps that the engine decided."""
+"""Worker: loads one rank's shard, reports the KV blocks that fit, and runs the engine's steps; without its process."""
 
 import time
 from collections.abc import Sequence
@@ -81,19 +81,19 @@ from vllm_lite.worker.step_parts.states import RowStates
 
 LOG_EVERY_S = 5.0
 PATIENCE = 0.75
-"""The part of heartbeat_timeout_s that a device has for a step. The engine ends a worker that makes no progress for all
-of it, and the worker is to say first that it was the device."""
+"""Share of heartbeat_timeout_s that a device may take for a step. The engine ends a worker without progress after all
+of it, and the worker should report before that that its device hangs."""
 
 logger = log.get(__name__)
 
 
 class Worker:
-    """`load`, then `start`, then `execute` step after step."""
+    """Call load(), then start(), then execute() for each step."""
 
     def __init__(
         self, config: ResolvedConfig, rank: int, progress: Progress, device: Device | None = None, generation: int = 0
     ) -> None:
-        """`device`: another one than the configuration's. `generation`: the life of the worker group, for Ready."""
+        """`device` replaces the configured one. `generation`: that of the worker group, for Ready."""
         check_staged_settings(config)
         self.config = config
         self.rank = rank
@@ -111,26 +111,26 @@ class Worker:
         self.limits = _limits(config, self.spec)
         shard = Shard.of(config, rank, config.num_stages)
         self.own_spec = self.spec.per_rank(shard)
-        """The model with the heads and layers that this rank holds, for attention and the KV cache."""
-        by_stage = [self.spec.per_rank(each) for each in shard.all_stages]  # all count with the largest one
+        """The model's spec with only this rank's heads and layers, for attention and the KV cache."""
+        by_stage = [self.spec.per_rank(each) for each in shard.all_stages]  # sizes are those of the largest stage
         self._block_sizes = config.block_size, self.kv_dtype.itemsize, 1, scale_bytes(self.kv_dtype)
         self.block_bytes = max(own.kv_block_bytes(*self._block_sizes) for own in by_stage)
         self.state_bytes = max(own.state_elements for own in by_stage) * STATE_BYTES
         self.num_state_slots = num_state_slots(config, self.state_bytes)
         self.scratch = scratch_slots(config, self.num_state_slots)
         self.graph_sizes: tuple[int, ...] = ()
-        self.overlap: Overlap | None = None  # by `start`
+        self.overlap: Overlap | None = None  # set by start()
         self.disk: DiskTransfers | None = None
 
     def max_logits_bytes(self) -> int:
-        """The most that a step's logits take, over the whole vocabulary."""
+        """Maximum bytes of a step's logits over the whole vocabulary."""
         return 0 if self.spec.encoder is not None else 4 * self.limits.max_num_tokens * self.spec.vocab_size
 
     def load(self, communicator: Communicator | None = None, ahead: PackedSource | None = None) -> Ready:
-        """Load the weights and report what would fit beside them. Raises ModelError or ConfigError.
+        """Load the weights and report the number of KV blocks that fit beside them. Raises ModelError or ConfigError.
 
-        `communicator`: the connection to the ranks that share the model; None if this one has it to itself. `ahead`
-        has packed or read weights since before the model was built.
+        `communicator`: the connection to the other ranks; None for a single rank. `ahead` has read or packed weights
+        while the model was being built.
         """
         self.communicator = communicator or SingleRank(self.device.torch)
         spec, folder = self.spec, self.config.tokenizer
@@ -188,13 +188,13 @@ class Worker:
         )
 
     def _take_room(self, num_blocks: int | None) -> TouchAhead | None:
-        """Memory for blocks that a disk may bring, on a CPU: it can be made ready while the weights are loaded."""
+        """Begin to allocate the KV pool on a CPU with a KV directory, while the weights are loaded."""
         if self.config.kv_cache_dir is None or self.device.torch.type != "cpu":
             return None
         return take_pages(num_blocks, self.own_spec.kv_block_bytes(*self._block_sizes))
 
     def _load_model(self, ahead: PackedSource | None) -> int:
-        """Make the model and fill it. Returns the bytes of its weights, 0 where memory is not measured."""
+        """Build the model and load its weights. Returns their bytes, or 0 if memory is not measured."""
         memory, limits, device = self.device.memory, self.limits, self.device.torch
         adapters, exact = self._make_adapters(), self.config.exact_activations
         sizes = Sizes(limits.max_model_len, limits.max_num_tokens, adapters, exact)
@@ -247,7 +247,7 @@ class Worker:
         return made
 
     def _kv_scales(self) -> tuple[KVScales, ...]:
-        """Scales of the checkpoint for a cache in fp8_e4m3; empty for other caches, which is said."""
+        """The checkpoint's KV scales for a cache in fp8_e4m3. Empty for other caches, with a line in the log."""
         config, folder = self.config, Path(self.config.model)
         if config.load_format == "dummy" or self.kv_dtype.itemsize > 1:
             return ()
@@ -262,9 +262,9 @@ class Worker:
         return ()
 
     def determine_num_available_blocks(self, initial_used_bytes: int, weights_bytes: int) -> int:
-        """Run the largest step, report what the memory goes to, and say how many KV blocks the rest holds.
+        """Run the largest step, log the use of memory, and return the number of KV blocks that fit into the rest.
 
-        Raises ConfigError, with flags that would work, if that are too few.
+        Raises ConfigError, with flags that would work, if they are too few.
         """
         config = self.config
         baseline = Baseline(initial_used_bytes, weights_bytes, *self._set_aside())
@@ -277,7 +277,7 @@ class Worker:
         return profile.num_blocks
 
     def _set_aside(self) -> tuple[int, int]:
-        """Bytes that the largest step does not show: attention over the longest contexts, and graphs."""
+        """Bytes that the largest step does not use: (attention over the longest contexts, graphs)."""
         limits, workspace = self.limits, self.backend.workspace_bytes
         longest, step = limits.max_model_len, (limits.max_num_tokens, limits.max_num_seqs)
         shown = min(longest, -(-limits.max_num_tokens // limits.max_num_seqs))
@@ -287,8 +287,8 @@ class Worker:
 
     @torch.inference_mode()
     def run_largest_step(self) -> None:
-        """All slots are padding and all tables name the null block, the only one there is yet. All tokens are one, so
-        they choose the same experts, each of which gets all rows of the step: no routing needs more memory."""
+        """Run the step that needs the most memory. All slots are padding and all tables name the null block, the only
+        one yet. All tokens are equal and choose the same experts, which get all rows: the worst case of routing."""
         device = self.device.torch
         cache = CacheEngine(self.own_spec, self.config.block_size, 1, 0, self.kv_dtype, device)
         views, num_layers = cache.layer_views(), self.spec.num_layers
@@ -299,9 +299,9 @@ class Worker:
         del held
 
     def start(self, start: Start) -> Started:
-        """Allocate the KV cache that the engine decided on, and run once so that the first request is quick.
+        """Allocate the KV cache with the engine's number of blocks, and warm up.
 
-        Answers with how fast blocks move to and from the host.
+        The Started that is returned has the rate at which blocks move to and from the host.
         """
         cache_engine = self._allocate(start)
         swap_blocks_per_s = cache_engine.measure_swap()
@@ -327,8 +327,8 @@ class Worker:
         return Started(self.rank, start.generation, swap_blocks_per_s, timings)
 
     def _parts(self, forward: EagerForward) -> list[StepPart]:
-        """Parts of this model and these settings, in the order in which they act: drafts
-        say what is kept before rules take tokens away, states come last, and pooling knows what is read before it."""
+        """StepParts of this model and these settings, in the order of their hooks: drafts set `num_kept` before rules
+        lower it, pooling follows the parts that read hidden states, and states are last."""
         model, communicator = self.model, self.model.communicator
         rules = Rules(communicator, self.grammars.source_of, self.progress.advance)
         scores = PromptScorer(model, self.progress.advance)
@@ -352,7 +352,7 @@ class Worker:
         return parts
 
     def _allocate(self, start: Start) -> CacheEngine:
-        """Raises ConfigError, with the flags, if the memory is not there."""
+        """Allocate the KV cache. Raises ConfigError, with the flags, if there is too little memory."""
         sizes, device = (start.num_blocks, start.num_host_blocks), self.device.torch
         try:
             engine = CacheEngine(self.own_spec, self.config.block_size, *sizes, self.kv_dtype, device)
@@ -362,7 +362,7 @@ class Worker:
                 on_host = num_host_states(self.config.swap_space, self.state_bytes)
                 engine.make_states(self.num_state_slots, on_host, len(self.scratch))
             return engine
-        except (OSError, MemoryError, RuntimeError) as error:  # torch's own is a RuntimeError, on every device
+        except (OSError, MemoryError, RuntimeError) as error:  # torch raises RuntimeError on every device
             pool, swap = (self.block_bytes * count / GIB for count in sizes)
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise ConfigError(
@@ -371,7 +371,7 @@ class Worker:
             ) from error
 
     def execute(self, step: SchedulerOutput) -> ModelOutput:
-        """Run one step. Raises ProtocolError for a step of another generation, or one that cannot be run."""
+        """Run one step. Raises ProtocolError for a step of another generation or one that does not fit."""
         if step.generation != self.generation:
             other = f"generation {step.generation}, this worker's is {self.generation}"
             raise ProtocolError(f"step {step.step} is of {other}")
@@ -380,18 +380,18 @@ class Worker:
         return output
 
     def can_run_ahead(self, step: SchedulerOutput) -> bool:
-        """Whether `overlap` can launch the step before the host has the tokens of those before it."""
+        """Whether `overlap` can launch the step before the host has the tokens of earlier steps."""
         return self.overlap is not None and step.generation == self.generation and self.overlap.can_launch(step)
 
     def run(self, steps: Sequence[SchedulerOutput]) -> list[ModelOutput]:
-        """Run steps that came together."""
+        """Run the steps of one message."""
         if self.overlap is None or any(step.generation != self.generation for step in steps):
             return [self.execute(step) for step in steps]
         return run_ahead(self.overlap, steps, self.execute)
 
     @torch.inference_mode()
     def load_adapter(self, message: ReadAdapter) -> AdapterRead:
-        """Load an adapter between two steps, or say why it cannot be loaded."""
+        """Load an adapter between two steps; the answer has an error if it cannot be loaded."""
         error, is_missing, files = None, False, AdapterFiles(message.path, self.disk)
         try:
             self._cache().load(message.number, message.name, message.path)
@@ -402,11 +402,11 @@ class Worker:
 
     @torch.inference_mode()
     def drop_adapter(self, number: int) -> None:
-        """Forget an adapter that no step has any more."""
+        """Drop an adapter that no step uses any more."""
         self._cache().drop(number)
 
     def profile(self, message: BeginProfile | EndProfile) -> Profiled:
-        """Begin or end a profile between two steps, or say why not."""
+        """Begin or end a profile between two steps; the answer has an error if that fails."""
         error = self.profiler.begin() if isinstance(message, BeginProfile) else self.profiler.end()
         self.progress.advance()
         return Profiled(self.rank, self.generation, error)
@@ -434,8 +434,8 @@ class Worker:
         )
 
     def _piece_sizes(self) -> tuple[int, ...]:
-        """Numbers of tokens of steps in pieces: where decode steps have graphs that are captured at the start, and
-        neither adapters, whose rows the host sorts anew in each step, nor states, whose sequences have many rows."""
+        """Token counts of piecewise graphs. None without decode graphs captured at the start; with adapters, whose rows
+        the host sorts in each step; or with recurrent states, whose sequences have many rows."""
         capture, is_plain = self.device.capture, not (self.config.enable_lora or self.num_state_slots)
         if not self.graph_sizes or not isinstance(capture, PieceCapture) or not is_plain:
             return ()
@@ -444,7 +444,7 @@ class Worker:
     def _graph_sizes(self) -> tuple[int, ...]:
         config, limits, capture = self.config, self.limits, self.device.capture
         if capture is None or self.spec.implementation == "transformers" or self.spec.encoder is not None:
-            return ()  # the operations are torch's, or nothing is decoded
+            return ()  # torch's own operations, or a model that does not decode
         for part in (self.backend, self.communicator):
             if not part.graph_safe:
                 logger.warning("decode steps run without graphs: %s is not graph-safe", type(part).__name__)
@@ -468,7 +468,7 @@ class Worker:
 
 
 class _LoadReport:
-    """Turns bytes loaded into heartbeat progress, and into a line in the log every few seconds."""
+    """Reports loaded bytes as heartbeat progress, and as a log line every LOG_EVERY_S."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress

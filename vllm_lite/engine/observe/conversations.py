@@ -1,7 +1,7 @@
-"""Conversations: which prompts go on from which earlier ones, and how much of them was found in the cache.
+"""Conversations: groups prompts that continue earlier ones, and counts their cached tokens.
 
-A prompt goes on from another if it begins with all whole blocks of it, which the digests of its blocks say at once, as
-each stands for all tokens before it. Nothing is hashed for it, and no decision depends on it.
+A prompt continues another if it begins with all full blocks of it. The block hashes show that at once, since each
+covers all tokens before it. Nothing is hashed for this, and no decision depends on it.
 """
 
 from collections import OrderedDict
@@ -12,7 +12,7 @@ from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.view import MAX_CONVERSATIONS, ConversationRow
 
 MAX_KNOWN = 512
-"""Conversations that are remembered; the one that has been quiet longest is forgotten first."""
+"""Maximum conversations kept; the least recently active one is dropped first."""
 
 
 @dataclass(slots=True)
@@ -31,12 +31,12 @@ class Conversations:
 
     def __init__(self) -> None:
         self._by_end: OrderedDict[bytes, _Conversation] = OrderedDict()
-        """By the digest of the last whole block of their latest prompt, the latest at the end."""
+        """Hash of the last full block of the latest prompt -> conversation, the latest at the end."""
         self._num_begun = 0
 
     def admitted(self, sequence: Sequence, num_cached: int, block_size: int, now_s: float) -> None:
-        """A request comes in, with `num_cached` tokens of its prompt found. One without a whole block is no part of a
-        conversation: nothing can be found of it."""
+        """Record an admitted request with `num_cached` cached prompt tokens. A prompt without a full block, which can
+        never be cached, is ignored."""
         request = sequence.request
         hashes = sequence.block_hashes[: request.num_prompt // block_size]
         if not hashes:
@@ -55,7 +55,7 @@ class Conversations:
             known.popitem(last=False)
 
     def rows(self, now_s: float) -> list[ConversationRow]:
-        """The latest ones, for a view."""
+        """The latest conversations, for a view."""
         return [
             ConversationRow(
                 number=each.number,

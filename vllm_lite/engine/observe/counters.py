@@ -1,8 +1,8 @@
-"""Meter: counts and times requests and steps. The scheduler reports what happens, the core sets what time it is.
+"""Meter: counts and times requests and steps. The scheduler reports events, the core sets the time.
 
-The time between two tokens is taken once for all sequences that got one in this step and in the step before; only
-those that joined or paused are looked at one by one. Steps whose results come together ran one after the other, so
-they share evenly the time since the results before them, or, if none were under way then, since the first was made.
+The gap between tokens is measured once for all sequences that got one in this step and in the previous one; only
+sequences that joined or paused are handled one by one. Steps whose results arrive together ran one after the other, so
+they share evenly the time since the previous results, or, if no step was in flight then, since the first was scheduled.
 """
 
 from collections import abc
@@ -15,7 +15,7 @@ from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.stats import DraftCounts, FinishReason, Histogram, RequestHistograms, Stats, bounds
 from vllm_lite.protocol.step import ModelOutput
 
-# The bounds are those of vLLM's buckets, so that dashboards can compare.
+# vLLM's bucket bounds, so that dashboards can compare.
 FIRST_TOKEN_S = bounds("0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640 2560")
 TOKEN_S = bounds("0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80")
 REQUEST_S = bounds("0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680")
@@ -23,7 +23,7 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 SAMPLES = (1, 2, 5, 10, 20)
 PREEMPTIONS = (1, 2, 3, 4, 5, 10, 20)
 FORCED = "forced"
-"""The method of drafts about which a grammar leaves no choice."""
+"""Method name of drafts that a grammar forces."""
 
 
 def one_two_five(largest: int) -> tuple[int, ...]:
@@ -37,12 +37,12 @@ class Meter:
     report."""
 
     def __init__(self, kv: KVCacheManager, max_len: int, method: str = "") -> None:
-        """No sequence is longer than `max_len`. `method` drafts what no grammar forces; empty: nothing does."""
+        """`max_len`: maximum length of a sequence. `method`: the drafter beside grammars; empty: none."""
         self.now_s = 0.0
         self.counters = kv.counters
         self.conversations = Conversations()
         self.latest_drafts = (0, 0)
-        """Tokens that were drafted for the latest step with a result, and how many of them were right."""
+        """(drafted, accepted) tokens of the latest step with a result."""
         self._method = method
         self.counters.drafts_by = {name: DraftCounts() for name in (FORCED, method) if name}
         tokens = one_two_five(max_len)
@@ -53,20 +53,20 @@ class Meter:
         )
         self._kv = kv
         self._num_counted = 0
-        """How many of the generated tokens the steps reported so far account for."""
+        """Generated tokens of the steps reported so far."""
         self._num_begun = 0
         """Prompt tokens of requests whose first token is not in `gained_tokens` yet."""
         self._untimed: list[tuple[abc.Sequence[Sequence], int]] = []
-        """For each step whose result came since time_results(): the sequences that got tokens, and how many tokens."""
+        """(sequences that got tokens, number of tokens) of each step whose result came since time_results()."""
         self._results_s = self._from_s = 0.0
-        """When these results came, and when the first of their steps began to run."""
+        """Time of these results, and time at which the first of their steps began."""
         self._last: abc.Sequence[Sequence] = []
         self._last_s = 0.0
 
     # ---- requests
 
     def admitted(self, sequence: Sequence, hit: PrefixHit) -> None:
-        """A sequence comes in from the queue with what was found of it, maybe not for the first time."""
+        """Count a sequence that was admitted with this hit, maybe not for the first time."""
         request = sequence.request
         if request.admitted_s is not None:
             return
@@ -83,13 +83,13 @@ class Meter:
             counters.host_hits += on_host
 
     def left(self, sequence: Sequence) -> None:
-        """A sequence gets no more tokens."""
+        """Count the output of a sequence that has ended."""
         request, num_output = sequence.request, sequence.num_output - sequence.num_inherited
         request.num_generated += num_output
         request.longest_output = max(request.longest_output, num_output)
 
     def ended(self, request: Request, reason: FinishReason) -> None:
-        """The last sample of a request has ended."""
+        """Count a request whose last sample has ended."""
         now_s, admitted_s, measured = self.now_s, request.admitted_s, self._requests
         self.counters.ended_by[reason] += 1
         if request.beam is not None:
@@ -118,7 +118,7 @@ class Meter:
         measured.max_tokens.observe(request.max_len - request.num_prompt)
 
     def _first(self, request: Request, now_s: float) -> None:
-        """A request has its first token, unless it had it before."""
+        """Record the first token of a request, if it is the first."""
         if request.first_token_s is None:
             request.first_token_s = now_s
             self._requests.first_token_s.observe(now_s - request.queued_s)
@@ -128,12 +128,11 @@ class Meter:
     # ---- steps
 
     def scheduled(self, num_tokens: int) -> None:
-        """A step that computes `num_tokens` tokens was made."""
+        """Count a scheduled step of `num_tokens` tokens."""
         self._requests.step_tokens.observe(num_tokens)
 
     def stepped(self, sampling: abc.Sequence[Sequence], silent: abc.Sequence[Sequence], result: ModelOutput) -> None:
-        """A step with this `result` gave tokens to the sequences in `sampling`, of which the `silent` pass nothing
-        on."""
+        """Count a step's result for the sequences in `sampling`; those in `silent` send no tokens to a stream."""
         self.latest_drafts = (0, 0) if result.drafted is None else self._drafted(sampling, result)
         if silent:
             without = set(silent)
@@ -143,8 +142,8 @@ class Meter:
         self._results_s = self.now_s
 
     def _drafted(self, sampling: abc.Sequence[Sequence], result: ModelOutput) -> tuple[int, int]:
-        """Sequences of a step had drafts, of each the forced ones in front. The first of its tokens was no draft.
-        Returns how many drafts there were, and how many of them were right."""
+        """Count a step's drafts; of each sequence the forced ones come first, and one sampled token is no draft.
+        Returns the numbers of (drafted, accepted) tokens."""
         drafted = result.drafted or []
         counts, forced = result.counts or [1] * len(drafted), result.forced or [0] * len(drafted)
         before = self.counters.draft_tokens, self.counters.accepted_tokens
@@ -165,7 +164,7 @@ class Meter:
                 counts.setdefault(method or FORCED, DraftCounts()).count(num_drafted, num_right)
 
     def time_results(self, now_s: float, *, idle: bool = False) -> None:
-        """All results that had come have been applied: give their tokens a time. `idle`: no step is under way."""
+        """Assign times to the tokens of all applied results. `idle`: no step is in flight."""
         self.now_s = now_s
         if self._untimed:
             step_s = (self._results_s - self._from_s) / len(self._untimed)
@@ -180,21 +179,21 @@ class Meter:
             self._from_s = now_s
 
     def _got(self, got: abc.Sequence[Sequence], at_s: float) -> None:
-        """Sequences got tokens at `at_s`."""
+        """Measure the token gaps of sequences that got tokens at `at_s`."""
         gap_s = at_s - self._last_s
-        if got == self._last:  # the very same sequences: quicker than any set of them
+        if got == self._last:  # the same sequences: faster than building sets
             self._requests.token_gap_s.observe(gap_s, len(got))
         else:
             self._change(got, gap_s, at_s)
         self._last, self._last_s = got, at_s
 
     def rest(self, now_s: float) -> None:
-        """No request is left: hold nothing of those that were."""
+        """Drop references to sequences, once no request is left."""
         self.time_results(now_s)
         self._last = []
 
     def _change(self, got: abc.Sequence[Sequence], gap_s: float, at_s: float) -> None:
-        """Other sequences get tokens at `at_s` than `gap_s` before."""
+        """Measure the token gaps at `at_s`, when other sequences got tokens than `gap_s` before."""
         last, now = set(self._last), set(got)
         token_gap_s = self._requests.token_gap_s
         for sequence in last - now:
@@ -209,7 +208,7 @@ class Meter:
                 self._first(sequence.request, self._results_s)
 
     def stats(self, now_s: float) -> Stats:
-        """The counters as they are now, for the wire; they go on counting in the same struct."""
+        """The current counters, in the struct in which counting continues."""
         self.time_results(now_s)
         self._kv.count()
         return self.counters

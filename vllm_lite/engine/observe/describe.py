@@ -1,6 +1,6 @@
 """Describes the state of live requests in the engine's own numbers.
 
-That changes nothing: no block is touched and no token hashed, so a trace need not record it.
+It changes no state: no block is touched and no token hashed, so traces need not record it.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ from vllm_lite.protocol import api
 def describe(
     scheduler: Scheduler, requests: Iterable[Request], now_s: float, *, with_content: bool = False
 ) -> list[api.RequestState]:
-    """Describe live requests. If it is only one, `with_content` adds its parameters, tokens and logprobs for a fork."""
+    """Describe live requests. For a single one, `with_content` adds its parameters, tokens and logprobs for a fork."""
     known = [request for request in requests if request.sequences]
     waiting = any(sequence.status is not Status.RUNNING for request in known for sequence in request.sequences)
     queued = [*scheduler.waiting, *scheduler.queues.held] if waiting else []
@@ -82,7 +82,7 @@ def _admission(scheduler: Scheduler, sequence: Sequence, places: dict[int, int])
 
 
 def waiting_reason(scheduler: Scheduler, sequence: Sequence, place: int) -> str:
-    """The reason why a sequence waits, with `place` others before it in the queue."""
+    """Reason why a sequence waits, with `place` others before it in the queue."""
     return _reason(scheduler, sequence, _found(scheduler, sequence, place), place)
 
 
@@ -90,13 +90,13 @@ def _found(scheduler: Scheduler, sequence: Sequence, place: int) -> Admission:
     kv, chunk = scheduler.kv, scheduler.options.max_num_batched_tokens
     if sequence.host_ids is not None:
         return kv.swap_in_admission(sequence, chunk)
-    # Behind the head of the queue nothing is looked up: that takes milliseconds for each long prompt.
+    # Only the head of the queue is looked up: a lookup takes milliseconds for a long prompt.
     hit = kv.find_cached(sequence) if not place and kv.is_hashed(sequence) else kv.no_hit()
     return kv.admission(sequence, hit, chunk)
 
 
 def _reason(scheduler: Scheduler, sequence: Sequence, found: Admission, place: int) -> str:
-    """The reason why a sequence waits. The order of the tests is that in which the scheduler looks."""
+    """Reason why a sequence waits, tested in the scheduler's order."""
     options, queues = scheduler.options, scheduler.queues
     if scheduler.is_paused or queues.is_newcomer(sequence.request):
         return "waits_for_resume"

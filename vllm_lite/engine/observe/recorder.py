@@ -1,8 +1,8 @@
 """RecordedScheduler: a scheduler that writes a trace of its inputs and its decisions, for `--record`.
 
 A trace holds every input of the scheduler, a digest of every step, and the reasons for its decisions. Recording must
-not change what it watches, nor stop it: when the file cannot be written any more, the log says so once and the engine
-serves on without.
+neither change decisions nor stop the engine: when the file cannot be written any more, the engine logs it once and
+continues without a trace.
 """
 
 from collections import abc
@@ -35,7 +35,7 @@ FLUSH_S = 1.0
 """At most this much of the trace is lost when the engine is killed."""
 MAX_FAULT_CHARS = 200
 MAX_WAITS = 1024
-"""So many waiting sequences have their last reason remembered, so that it is recorded once."""
+"""Maximum waiting sequences whose latest reason is remembered, so that each reason is recorded once."""
 
 MakeScheduler = abc.Callable[[KVCacheManager, Options, object | None], Scheduler]
 
@@ -44,7 +44,7 @@ logger = log.get(__name__)
 
 
 class RecordingHasher(PrefixHasher):
-    """Hashes as `inner` does, and keeps the beginning of every digest for the trace."""
+    """Hashes by `inner`, and keeps the first bytes of every digest for the trace."""
 
     def __init__(self, inner: PrefixHasher) -> None:
         self.block_size = inner.block_size
@@ -75,14 +75,14 @@ class RecordingHasher(PrefixHasher):
         return digest
 
     def take(self) -> bytes:
-        """The digests that were computed since the last call."""
+        """The digests computed since the last call."""
         taken = bytes(self._log)
         self._log.clear()
         return taken
 
 
 class Reasons:
-    """Collects the scheduler's decisions as the numbers that a trace holds; the same reason to wait only once."""
+    """Collects the scheduler's decisions in the form of a trace; a repeated reason to wait only once."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._requests = scheduler.requests
@@ -91,7 +91,7 @@ class Reasons:
         self.faults: list[str] = []
 
     def add(self, code: str, sequence: Sequence | None, numbers: dict[str, int | str]) -> None:
-        """The scheduler's callback."""
+        """Add a decision; this is the scheduler's `on_decision`."""
         if sequence is None:
             self.faults.append(str(numbers.get("what"))[:MAX_FAULT_CHARS])
             return
@@ -108,7 +108,7 @@ class Reasons:
         self._decisions.append(decision)
 
     def ends(self, produced: list[Produced]) -> list[Decision]:
-        """One decision for every sample that has ended, behind one for each method that has drafted for it."""
+        """One decision per ended sample, after one per method that has drafted for it."""
         decisions: list[Decision] = []
         for item in produced:
             if item.reason is not None:
@@ -129,7 +129,7 @@ class Reasons:
 
 
 def drafts_of(request: Request, samples: abc.Sequence[int] = ()) -> list[Decision]:
-    """A decision for each method that has drafted for these samples, or for all that have not ended. Each is recorded
+    """One decision per method that has drafted for `samples`, or (empty) for all that have not ended. Each is recorded
     once."""
     decisions: list[Decision] = []
     for sample in samples or sorted(request.drafts_by):
@@ -140,7 +140,7 @@ def drafts_of(request: Request, samples: abc.Sequence[int] = ()) -> list[Decisio
 
 
 class RecordedScheduler(Scheduler):
-    """Writes a trace of what it is asked and decides into a file."""
+    """A Scheduler that writes its inputs and decisions to a file."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class RecordedScheduler(Scheduler):
         clock: abc.Callable[[], float],
         made_of: tuple[KVCacheManager, Options, object | None],
     ) -> None:
-        """`made_of` is what a Scheduler is made of. Raises ConfigError if the file cannot be written."""
+        """`made_of`: the arguments of Scheduler. Raises ConfigError if the file cannot be written."""
         super().__init__(*made_of)
         try:
             self._writer: TraceWriter | None = TraceWriter(path)
@@ -168,7 +168,7 @@ class RecordedScheduler(Scheduler):
     # ---- the step
 
     def schedule(self, now_s: float = 0.0) -> SchedulerOutput | None:
-        """A step that fails is in the trace as well."""
+        """Schedule and record a step, also one that raises."""
         step: SchedulerOutput | None = None
         try:
             step = super().schedule(now_s)
@@ -185,7 +185,7 @@ class RecordedScheduler(Scheduler):
         self._flush_in_time(now_s)
 
     def update(self, result: ModelOutput) -> list[Produced]:
-        """A result that makes the scheduler fail is in the trace as well."""
+        """Apply and record a result, also one that raises."""
         candidates = _candidates(result, self.in_flight.awaited)
         produced: list[Produced] = []
         try:
@@ -263,7 +263,7 @@ class RecordedScheduler(Scheduler):
         self._aborted(request, (), is_replaced=is_replaced)
 
     def expire(self, now_s: float) -> list[Produced]:
-        """The engine asks for late requests in every pass of its loop, also while no step can be made."""
+        """End late requests; called in every pass of the loop, so the trace is flushed here, too."""
         produced = super().expire(now_s)
         if produced:
             drafts = [decision for item in produced for decision in drafts_of(item.request)]
@@ -317,11 +317,11 @@ class RecordedScheduler(Scheduler):
             self.flush()
 
     def flush(self) -> None:
-        """Write everything up to here into the file."""
+        """Write all buffered records to the file."""
         self._attempt(TraceWriter.flush)
 
     def _attempt(self, act: abc.Callable[[TraceWriter], object]) -> None:
-        """Do something with the file, if the trace has not ended. If that fails it ends, and serving goes on."""
+        """Call `act` with the writer, if the trace has not ended. An OSError ends the trace, but not the engine."""
         if self._writer is not None:
             try:
                 act(self._writer)
@@ -333,7 +333,7 @@ class RecordedScheduler(Scheduler):
                     writer.close()
 
     def close(self) -> None:
-        """End the trace; the scheduler goes on without."""
+        """End the trace; the scheduler continues without it."""
         writer, self._writer = self._writer, None
         self.on_decision = None
         self.kv.hasher = self._hasher.inner
@@ -345,8 +345,8 @@ class RecordedScheduler(Scheduler):
 
 
 def recorded(path: str | None, header: records.Header, clock: abc.Callable[[], float]) -> MakeScheduler:
-    """Scheduler itself, or what makes one that records into `path`. That raises ConfigError if the first engine of a
-    launch cannot write there; for a trace's sake none of the later ones, on which streams wait, fails."""
+    """A factory of schedulers that record to `path`, or Scheduler itself without a path. The factory raises ConfigError
+    if the first engine of a launch cannot write there; later engines, on which streams wait, then do without."""
 
     def make(kv: KVCacheManager, options: Options, policy: object | None) -> Scheduler:
         try:
@@ -361,7 +361,7 @@ def recorded(path: str | None, header: records.Header, clock: abc.Callable[[], f
 
 
 def _medium(medium: Media, request: Request) -> tuple[int, int, int, int]:
-    """Equal digests have equal numbers, which is all that decisions depend on."""
+    """(start, tokens, bytes, number) of a medium; decisions depend only on the equality of digests."""
     content = request.contents.get(medium.digest, b"")
     return medium.start, medium.num_tokens, len(content), _number(medium.digest)
 
@@ -371,12 +371,12 @@ def _number(digest: bytes) -> int:
 
 
 def _short(key: bytes) -> bytes:
-    """A key as replay makes it, of digests of HASH_BYTES."""
+    """A key as a replay computes it, with digests of HASH_BYTES."""
     return key[:HASH_BYTES] + key[DIGEST_BYTES:]
 
 
 def digest_of(step: SchedulerOutput) -> bytes:
-    """Eight bytes that stand for the decisions of a step: tokens and what only the sampler reads are left out."""
+    """Eight-byte digest of a step's decisions, without token ids and sampling parameters."""
     entries = [entry if type(entry) is Continue else _decision(entry) for entry in step.entries]
     return blake2b(_encode((step.step, step.block_ops, entries)), digest_size=8).digest()
 
@@ -396,7 +396,7 @@ def _decision(entry: Entry) -> object:
 
 
 def summary_of(step: SchedulerOutput | None, scheduler: Scheduler) -> tuple[bytes, int, int, int]:
-    """The digest of a step, and the numbers of its entries, the tokens it computes, and the blocks it moves."""
+    """(digest, number of entries, number of tokens, number of block ops) of a step."""
     if step is None:
         return b"", 0, 0, 0
     return digest_of(step), len(step.entries), scheduler.num_scheduled_tokens, len(step.block_ops)
@@ -413,7 +413,7 @@ def _params(request: Request) -> records.Params:
 def _candidates(
     output: ModelOutput, sampling: abc.Sequence[Sequence]
 ) -> list[tuple[int, list[tuple[int, float]]]] | None:
-    """The likeliest tokens of every beam in `sampling`; other requests' logprobs decide nothing."""
+    """(place in `sampling`, likeliest tokens) of each beam; logprobs of other requests affect no decision."""
     if output.logprobs is None:
         return None
     found, at = [], 0

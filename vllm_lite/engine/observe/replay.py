@@ -27,7 +27,7 @@ from vllm_lite.trace.story import describe, describe_decisions
 
 
 class Divergence(NamedTuple):
-    """The step at which a replay decided otherwise than the trace. `recorded` and `replayed` are one line each."""
+    """The first difference between a replay and its trace. `recorded` and `replayed` are one line each."""
 
     step: int
     what: str
@@ -45,7 +45,7 @@ class _Diverged(Exception):
 
 
 class ReplayHasher(PrefixHasher):
-    """Hands out recorded digests in the order in which they were asked for."""
+    """Returns recorded digests in the order of the calls."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -54,7 +54,7 @@ class ReplayHasher(PrefixHasher):
 
     @contextmanager
     def given(self, hashes: bytes) -> abc.Iterator[None]:
-        """Within it `hashes` are handed out; at its end all of them must have been."""
+        """Return `hashes` within the context; at its end all of them must have been used."""
         self._given, self._at = hashes, 0
         yield
         if self._at != len(self._given):
@@ -91,7 +91,7 @@ class ReplayHasher(PrefixHasher):
 
 
 class Replay:
-    """Makes one pass over a trace. After run(), `scheduler` is in the state that the engine was in."""
+    """One pass over a trace. After run(), `scheduler` is in the engine's recorded state."""
 
     def __init__(self, path: str, *, check: bool = True) -> None:
         """Raises ProtocolError if the file is no trace, ConfigError if its policy cannot be loaded."""
@@ -108,11 +108,11 @@ class Replay:
             self.scheduler.on_decision = self._reasons.add
         self._ids: dict[int, str] = {}
         self.on_produced: abc.Callable[[list[Produced]], None] = lambda _: None
-        """Called with what each step has given, while a record is applied."""
+        """Called with the outputs of each step while its record is applied."""
 
     def run(self, until: int | None = None, on_step: abc.Callable[["Replay"], object] | None = None) -> "Replay":
-        """Replay up to and with step `until`, to the end without it; stop at the first divergence. `on_step` is called
-        behind each step that was made, and what it raises is passed on."""
+        """Replay up to and including step `until` (None: to the end), or to the first divergence. `on_step` is called
+        after each step; its exceptions are passed on."""
         for record in self.reader:
             step = self._place(record)
             self._set_time(record)
@@ -120,7 +120,7 @@ class Replay:
                 self._apply(record)
             except _Diverged as error:
                 self.divergence = Divergence(step, error.what, error.recorded, error.replayed)
-            except Exception as error:  # whatever it is: the engine that wrote the trace got past this place
+            except Exception as error:  # any error is a divergence: the recorded engine got past this record
                 summary = describe(record, self._ids)
                 self.divergence = Divergence(step, "replay failed", summary, repr(error))
             if on_step is not None and self.divergence is None and isinstance(record, records.Step) and record.digest:
@@ -134,25 +134,25 @@ class Replay:
 
     @property
     def wall_s(self) -> float:
-        """The time of day that it was, when what has been replayed last was recorded."""
+        """Unix time at which the latest replayed record was written."""
         header = self.reader.header
         return header.wall_s + self.scheduler.meter.now_s - header.clock_s
 
     def _set_time(self, record: records.Record) -> None:
-        """Let the meter measure by the clock of the trace; a header has been before the first request."""
+        """Set the meter's time to that of the record, if it has one."""
         arrival = record.child if isinstance(record, records.Forked) else record
         clock_s = getattr(arrival, "clock_s", None)
         if clock_s is not None:
             self.scheduler.meter.now_s = clock_s
 
     def _place(self, record: records.Record) -> int:
-        """The number of the step that a record is about. Call it before the record is applied."""
+        """Number of the step that a record belongs to; call it before the record is applied."""
         if isinstance(record, records.Result):
             return self.scheduler.in_flight.step_awaited
         return self.scheduler.step + isinstance(record, records.Step)
 
     def report(self) -> list[str]:
-        """The result, and the state that is reached, in lines."""
+        """Lines about the result and the state reached."""
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
         counters = scheduler.counters
         done = f"{scheduler.step} steps, {len(self._ids)} requests, {counters.generated_tokens} tokens"
@@ -285,7 +285,7 @@ class Replay:
                 length_penalty=beam[0] if beam else 1.0,
                 early_stopping=bool(beam and beam[1]),
                 prompt_logprobs=0 if params.scored and not params.is_pooled else None,
-                grammar="unknown" if params.is_guided else None,  # what it says decides nothing
+                grammar="unknown" if params.is_guided else None,  # its content affects no decision
             ),
             record.num_output,
             tokens[record.num_prompt :].tobytes(),
@@ -302,12 +302,12 @@ class Replay:
 
 
 def _digest(key: int) -> bytes:
-    """A digest that begins as the one that was recorded."""
+    """A digest that begins like the recorded one."""
     return key.to_bytes(7, "little") + bytes(25)
 
 
 def _logprobs(record: records.Result, num_tokens: int) -> list[TokenLogprobs | None] | None:
-    """The candidates of the beams, each beside its token; beams get one token a step."""
+    """Logprobs with the candidates of the beams at their tokens; a beam gets one token per step."""
     if record.candidates is None:
         return None
     counts = record.counts or [1] * num_tokens

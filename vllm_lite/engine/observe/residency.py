@@ -1,7 +1,7 @@
-"""Residency: how long cached blocks stay, how long they lie idle before they are evicted, how soon they are used again.
+"""Residency: histograms of cached blocks' lifetime, idle time before eviction, and time between uses.
 
-A sample of the blocks is followed, every n-th that is allocated: cheap, and the same in every run. The histograms show
-whether the pool is too small: blocks evicted soon after their last use would have been used again.
+Every n-th allocated block is followed, which is cheap and the same in every run. The histograms show whether the pool
+is too small: blocks evicted soon after their last use would have been used again.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,11 +10,11 @@ from vllm_lite.engine.blocks.pool import BlockPool, PoolObserver
 from vllm_lite.protocol.stats import BlockHistograms, Histogram, bounds
 
 BLOCK_S = bounds("0.001 0.002 0.005 0.01 0.02 0.05 0.1 0.2 0.5 1 2 5 10 20 30 60 120 300 600 1200 1800")
-"""The bounds of vLLM's buckets, so that dashboards can compare."""
+"""vLLM's bucket bounds, so that dashboards can compare."""
 
 
 class Residency(PoolObserver):
-    """Observes `pool`. Follows one of every `one_in` blocks allocated, until it is evicted, and fills `histograms`."""
+    """Observes `pool`: follows one of every `one_in` allocated blocks until it is evicted, and fills `histograms`."""
 
     def __init__(self, pool: BlockPool, clock: Callable[[], float], one_in: int) -> None:
         self.histograms = BlockHistograms(*(Histogram.over(BLOCK_S) for _ in range(3)))
@@ -22,13 +22,13 @@ class Residency(PoolObserver):
         self._one_in = one_in
         self._num_to_skip = 0
         self.followed: dict[int, tuple[float, float]] = {}
-        """For each block followed: when it was allocated, and when it was last used."""
+        """Block id -> (time of allocation, time of last use)."""
         pool.observers.append(self)
 
     def allocated(self, ids: Sequence[int]) -> None:
         followed = self.followed
         if followed:
-            for block_id in ids:  # freed without ever having been cached: nobody could have used it again
+            for block_id in ids:  # freed without having been cached, so it could not be reused
                 followed.pop(block_id, None)
         sampled = ids[self._num_to_skip :: self._one_in]
         self._num_to_skip = (self._num_to_skip - len(ids)) % self._one_in

@@ -1,8 +1,8 @@
-"""StatsLog: a line of statistics in the engine's log every few seconds while there are requests, and one behind them.
+"""StatsLog: a line of statistics in the engine's log every few seconds while there are requests, and one after them.
 
-The engine writes it, not the HTTP server: there is one line for each engine, however many API servers it has. The words
-are vLLM's, which operators and their scripts look for. A step pays for one comparison, `now_s >= due_s`; everything
-else is read when a line is due.
+The engine writes it, not the HTTP server, so that each engine has one line, whatever its number of API servers. The
+wording is vLLM's, which operators and scripts look for. A step costs one comparison, `now_s >= due_s`; the rest is read
+when a line is due.
 """
 
 from collections import abc, deque
@@ -14,13 +14,13 @@ from vllm_lite.engine.request import Request
 from vllm_lite.runtime import log
 
 NUM_HIT_LINES = 60
-"""The prefix cache's hit rate is that of the prompts of so many lines: ten minutes, at a line every ten seconds."""
+"""Number of lines whose prompts the prefix cache hit rate covers: ten minutes, at a line every ten seconds."""
 
 logger = log.get(__name__)
 
 
 class _Totals(NamedTuple):
-    """Counters since the engine's start; a line shows what they grew by."""
+    """Counters since the engine's start; a line shows their increase."""
 
     computed_prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -30,25 +30,25 @@ class _Totals(NamedTuple):
 
 
 class StatsLog:
-    """`due_s` is when write() is to be called next, by the clock of its caller; infinity if there are to be no lines.
+    """`due_s` is the time of the next call of write(), by the caller's clock; infinity if lines are turned off.
 
-    `owes` is True while the last line does not say yet that nothing runs and nothing is computed.
+    `owes` is True until a line has reported that nothing runs.
     """
 
     def __init__(self, interval_s: float | None, device: str) -> None:
-        """`interval_s` lies between two lines; None: there are none. `device`, cpu or cuda, holds the KV cache."""
+        """`interval_s`: seconds between two lines; None: no lines. `device`, cpu or cuda, holds the KV cache."""
         self.due_s = inf if interval_s is None else -inf
         self.owes = False
         self._interval_s = interval_s or inf
         self._kv_name = "GPU" if device == "cuda" else device.upper()
         self._from_s: float | None = None
-        """When the time began that the next line is about."""
+        """Start of the interval that the next line covers."""
         self._totals = _Totals()
         self._hits: deque[tuple[int, int]] = deque(maxlen=NUM_HIT_LINES)
-        """Tokens looked up in the prefix cache and tokens found, of each line."""
+        """(tokens looked up in the prefix cache, tokens found) per line."""
 
     def write(self, core: EngineCore, now_s: float) -> None:
-        """Write a line, unless the engine was idle since the one before, which has said so."""
+        """Write a line, unless the engine has been idle since the previous one, which has reported that."""
         from_s, self._from_s, self.due_s = self._from_s, now_s, now_s + self._interval_s
         if from_s is None:
             return
@@ -72,7 +72,7 @@ class StatsLog:
         logger.info("%s", ", ".join(self._parts(grown, now_s - from_s, (stats.num_running, stats.num_waiting), usage)))
 
     def _parts(self, grown: _Totals, took_s: float, num_reqs: tuple[int, int], usage: float) -> list[str]:
-        """The parts of a line about `took_s` seconds, at the end of which (running, waiting) are `num_reqs`."""
+        """Parts of a line about `took_s` seconds; `num_reqs`: (running, waiting) at their end."""
         parts = [
             f"Avg prompt throughput: {max(0, grown.computed_prompt_tokens) / took_s:.1f} tokens/s",
             f"Avg generation throughput: {grown.generated_tokens / took_s:.1f} tokens/s",
@@ -88,7 +88,7 @@ class StatsLog:
 
 
 def _num_uncomputed(requests: abc.Iterable[Request]) -> int:
-    """Prompt tokens that the counters have, since their requests were admitted, and that are still to be computed."""
+    """Prompt tokens of admitted requests, which the counters include, that are still to be computed."""
     began = [request for request in requests if request.num_cached_at_start is not None]
     return sum(
         max(0, request.num_prompt - request.sequences[0].num_computed)

@@ -1,6 +1,6 @@
-"""Makes a view of the engine for who watches it.
+"""Makes a view of the engine's state for viewers.
 
-Like describe() that changes nothing, so that a trace need not record it.
+Like describe() it changes no state, so traces need not record it.
 """
 
 from array import array
@@ -57,7 +57,7 @@ def view(scheduler: Scheduler, first_block: int, now_s: float) -> EngineView:
 
 
 def _work(step: StepInFlight | None, drafts: tuple[int, int]) -> StepWork:
-    """The work of the step in flight besides tokens that are certain, and the `drafts` of the latest with a result."""
+    """Drafts and block moves of the newest step in flight, and (drafted, accepted) of the latest one with a result."""
     if step is None:
         return StepWork(num_drafted=drafts[0], num_right=drafts[1])
     moved = Counter(op for op, _, _ in step.output.block_ops)
@@ -66,7 +66,7 @@ def _work(step: StepInFlight | None, drafts: tuple[int, int]) -> StepWork:
 
 
 def host_tier(kv: KVCacheManager) -> HostTier | None:
-    """The blocks in host memory, if there are some."""
+    """The host tier, if there is one."""
     blocks = kv.optional_part(KVBlocks)
     return blocks.host if blocks is not None and isinstance(blocks.host, HostTier) else None
 

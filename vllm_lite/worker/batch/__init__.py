@@ -1,1 +1,1 @@
-"""The persistent batch: what a worker keeps of its sequences, and the arrays that a step takes from it."""
+"""The persistent batch: the worker's arrays with one row per running sequence, and the inputs of each step."""

@@ -1,4 +1,4 @@
-"""The block tables of the sequences that have rows: which KV blocks hold their tokens, one table for each KV group."""
+"""The block tables of the batch's rows: the ids of each sequence's KV blocks, one table per KV group."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,7 +13,7 @@ from vllm_lite.worker.memory.cache_engine import NULL_BLOCK
 
 
 class BlockTables:
-    """Arrays with one line per row. Entries past a table's length mean nothing."""
+    """Arrays with one table per row. Entries past a table's length are undefined."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class BlockTables:
         self.ids = [np.zeros((max_num_seqs, -(-max_model_len // block_size)), np.int32) for _ in windows]
         self.lens = np.zeros((max_num_seqs, len(self.windows)), np.int32)
         self.highest_block = 0
-        """The highest id that a table ever held."""
+        """Highest block id that any table has held so far."""
 
     def append(self, row: int, handle: Handle, block_ids: BlockIds) -> None:
         """Append blocks to each group's table of `row`. Raises ProtocolError, naming the handle, if they do not fit."""
@@ -50,7 +50,7 @@ class BlockTables:
             self.lens[row, group] = end
 
     def replace(self, row: int, handle: Handle, place: tuple[int, int], block_id: int) -> None:
-        """Put another block at `place`, (group, index)."""
+        """Replace the block at `place`, (group, index)."""
         group, index = place
         if not (0 <= group < len(self.windows) and 0 <= index < self.lens[row, group]):
             raise ProtocolError(
@@ -61,14 +61,14 @@ class BlockTables:
         self.ids[group][row, index] = block_id
 
     def fork(self, parent: int, child: int, num_tokens: int) -> None:
-        """The child's tables are the parent's, as far as the first `num_tokens` tokens need them."""
+        """Copy to row `child` the tables of row `parent`, up to the blocks of the first `num_tokens` tokens."""
         num_blocks = -(-num_tokens // self.block_size)
         for table in self.ids:
             table[child, :num_blocks] = table[parent, :num_blocks]
         self.lens[child] = np.minimum(self.lens[parent], num_blocks)
 
     def move(self, source: int, target: int) -> None:
-        """The tables of row `source` are those of row `target` from now on."""
+        """Copy the tables of row `source` to row `target`."""
         for table, length in zip(self.ids, self.lens[source], strict=True):
             table[target, :length] = table[source, :length]
         self.lens[target] = self.lens[source]
@@ -82,7 +82,7 @@ class BlockTables:
     # ---- a step
 
     def room(self, rows: Int64s) -> Int32s:  # [num_seqs]
-        """Count the tokens that the blocks of each row have room for."""
+        """Number of tokens that the blocks of each row hold."""
         lens = self.lens[rows]  # [num_seqs, num_groups]
         found: Int32s = np.minimum.reduce(lens, axis=1, initial=self.max_model_len) * self.block_size
         return found
@@ -99,9 +99,8 @@ class BlockTables:
         handle_of: Callable[[int], Handle],  # of a row, for the error
         groups: Sequence[int] | None = None,
     ) -> tuple[Int64s, ...]:
-        """Compute each token's slot: block id * block size + offset, PAD_SLOT where nothing is written. Per KV group
-        (of `groups`, None: all): [num_tokens]. Raises ProtocolError for a token that would be written to the null
-        block."""
+        """Slot of each token (block id * block size + offset, or PAD_SLOT if it is not written), per KV group of
+        `groups` (None: all): [num_tokens]. Raises ProtocolError for a token that would be written to the null block."""
         if not self.ids:
             return ()
         block_index, offsets = np.divmod(positions, self.block_size)
@@ -117,15 +116,15 @@ class BlockTables:
     # ---- integrity
 
     def problems(self, row: int, num_computed: int) -> Iterator[str]:
-        """Contradictions in the tables of a row of which `num_computed` tokens are computed."""
+        """Inconsistencies in the tables of a row with `num_computed` computed tokens."""
         for group, table in enumerate(self.ids):
             window, blocks = self.windows[group], table[row, : self.lens[row, group]]
-            # The engine frees blocks that a window has left behind without a message, and may allocate them again.
+            # The engine frees blocks before the window without a message, and may allocate them to others.
             first = 0 if window is None else max(0, num_computed - window + 1) // self.block_size
             if len(blocks) * self.block_size < num_computed or not self.is_table(blocks[first:]):
                 yield f"blocks of group {group} lack some of {num_computed} tokens, repeat or are no blocks: {blocks}"
 
     def is_table(self, ids: Int32s) -> bool:
-        """Whether a sequence may hold these blocks: each is one of the pool's, and none but the null block twice."""
+        """Whether `ids` can be a block table: all are in the pool, and none but the null block occurs twice."""
         real = ids[ids != NULL_BLOCK]
         return len(set(real.tolist())) == len(real) and bool(((real > 0) & (real < self.num_blocks)).all())

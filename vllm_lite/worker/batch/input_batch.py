@@ -1,8 +1,8 @@
-"""The persistent batch: what a worker knows of its sequences between steps, and the arrays that a step takes from it.
+"""The persistent batch: the worker's sequences between steps, to which each step applies the scheduler's diffs.
 
-A step is `apply` (the scheduler's diffs), `build` (the forward pass's inputs) and `commit` (what was sampled). The
-tokens are the worker's own: the engine may send the next step before it knows what this one samples. What features add
-is in their parts (part.py). Nothing here loops over tokens.
+A step calls `apply` (the diffs), `build` (inputs of the forward pass) and `commit` (sampled tokens). The worker takes
+sampled tokens from its own rows, since the engine may send the next step before it knows them. Features are StepParts
+(part.py). Nothing here loops over tokens.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ from vllm_lite.worker.sampling.sampler import SampleInputs, named_tokens
 
 
 class InputBatch:
-    """Applies steps to the rows, with the help of the parts, in their order."""
+    """Applies steps to the rows, and calls the hooks of the StepParts in their order."""
 
     def __init__(self, rows: Rows, parts: Sequence[StepPart] = ()) -> None:
         self.rows = rows
@@ -61,19 +61,19 @@ class InputBatch:
 
     @property
     def resident(self) -> Sequence[SequenceState]:
-        """The sequences that have rows, by row."""
+        """The running sequences, by row."""
         return self.rows.resident
 
     def tokens_of(self, handle: Handle) -> Int32s:
-        """As Rows.tokens_of."""
+        """See Rows.tokens_of."""
         return self.rows.tokens_of(handle)
 
     # ---- apply: the scheduler's diffs
 
     def apply(self, entries: Sequence[Entry]) -> None:
-        """Carry out one step's entries in order. Raises ProtocolError, naming the handle, for one that does not fit.
+        """Apply one step's entries in order. Raises ProtocolError, naming the handle, for one that does not fit.
 
-        After an error the batch must not be used any more: a worker whose state differs from the engine's ends.
+        After an error the batch must not be used: its state differs from the engine's, and the worker ends.
         """
         self.rows.begin_step()
         for entry in entries:
@@ -117,7 +117,7 @@ class InputBatch:
         self.rows.schedule(entry.handle, entry.num_tokens)
 
     def _fork(self, entry: Fork) -> None:
-        """The child reads the parent's blocks; ReplaceBlock says which of the two gets a copy of a shared block."""
+        """Add a child with the parent's blocks; ReplaceBlock entries give one of the two a copy of a shared block."""
         rows = self.rows
         parent = rows.row_of(entry.parent, "Fork")
         known = int(rows.num_tokens[parent])
@@ -173,7 +173,7 @@ class InputBatch:
     # ---- build: the forward pass's inputs
 
     def build(self) -> StepInputs:
-        """Make the inputs of what `apply` scheduled. Raises ProtocolError if a sequence lacks tokens or blocks."""
+        """Build the inputs of the applied step. Raises ProtocolError if a sequence lacks tokens or blocks."""
         for hook in self._hooks["propose"]:
             hook()
         scheduled = self.rows.scheduled
@@ -193,7 +193,7 @@ class InputBatch:
         query_start_loc = np.zeros(len(rows) + 1, np.int32)
         counts.cumsum(out=query_start_loc[1:])
         token_rows, positions = rows, starts
-        if query_start_loc[-1] > len(rows):  # not one token each, as in decoding
+        if query_start_loc[-1] > len(rows):  # more than one token per sequence
             token_rows = rows.repeat(counts)
             positions = np.arange(query_start_loc[-1]) + (starts - query_start_loc[:-1]).repeat(counts)
         written = positions >= batch.num_cached[token_rows]
@@ -216,7 +216,7 @@ class InputBatch:
         return inputs
 
     def _num_proposed(self, handles: list[Handle]) -> Int64s | None:  # [num_seqs]
-        """Count each sequence's proposed tokens; None, which spares much, if there are none."""
+        """Number of proposed tokens per sequence; None, the fast path, if there are none."""
         proposed = self.rows.proposed
         return np.array([proposed.get(handle, 0) for handle in handles], np.int64) if proposed else None
 
@@ -231,8 +231,8 @@ class InputBatch:
             )
 
     def sample_inputs(self, inputs: StepInputs) -> SampleInputs:
-        """Make what the sampler needs for the sequences that are caught up in this step. Call it before `commit`, and
-        before the forward pass unless the step `draws_late`."""
+        """Build the sampler's inputs for the sequences that sample in this step. Call it before `commit`, and before
+        the forward pass unless the step `draws_late`."""
         if inputs.samples is not None:
             return inputs.samples
         rows = inputs.rows[inputs.sampling]
@@ -247,14 +247,14 @@ class InputBatch:
             self._steady.learn(inputs, samples)
         return samples
 
-    # ---- commit: what came out
+    # ---- commit: the sampled tokens
 
     def commit(self, inputs: StepInputs, sampled: Int64s, num_kept: Int64s | None = None) -> None:
-        """Take over what the step sampled.
+        """Append the sampled tokens to the rows.
 
-        Of `sampled` [num_samples] the first `num_kept` [num_sampling] of each sequence (all, if nothing was proposed)
-        are its tokens; proposed tokens before the last of these have proved right, so they are computed. A sequence of
-        which none is kept has its last position computed again in a later step, and not written again.
+        Of `sampled` [num_samples], the first `num_kept` [num_sampling] of each sequence (None: all) become its tokens.
+        The proposed tokens before the last of them are accepted, so they count as computed. If none is kept, a later
+        step computes the last position again without writing its KV.
         """
         for hook in self._hooks["commit"]:
             hook(inputs, sampled, num_kept)
@@ -278,7 +278,7 @@ class InputBatch:
         batch.num_tokens[rows] += num_kept
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError if the bookkeeping contradicts itself. For tests, and for when the worker is idle."""
+        """Raise RuntimeError if the state is inconsistent. For tests."""
         self.rows.check_integrity()
         for part in self.parts:
             part.check_integrity()

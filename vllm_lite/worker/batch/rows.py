@@ -1,7 +1,7 @@
-"""The rows of the persistent batch: the sequences by handle, and one row of numpy arrays for each that is running.
+"""The rows of the persistent batch: sequences by handle, and one row of numpy arrays for each running sequence.
 
-Rows are contiguous in [0, len(rows)): when a sequence leaves, the last row moves to its row. A preempted sequence has
-no row and no blocks; all that its Resume needs stays with its SequenceState.
+Rows are contiguous in [0, len(rows)): when a sequence loses its row, the last row moves there. A preempted sequence has
+no row and no blocks; its SequenceState keeps its tokens for Resume.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ NO_ROW = -1
 
 @dataclass(slots=True)
 class SequenceState:
-    """One sequence in the worker, from its NewRequest or Fork to its Finish. It has no other owner."""
+    """One sequence in the worker, from its NewRequest or Fork to its Finish."""
 
     handle: Handle
     sampling: Sampling
@@ -35,16 +35,16 @@ class SequenceState:
 class Rows:
     """Holds at most `max_num_seqs` sequences in rows, and any number of preempted ones.
 
-    Every step reads the arrays of all its sequences at once. Of each row:
+    A step reads the arrays of all its sequences at once. Columns:
 
-    token_ids      its tokens, then what is proposed to follow them. One column more than the context: a token sampled
-                   after a full context is stored, never computed
-    num_tokens     how many tokens it has
-    num_computed   how many of them are computed
-    num_cached     below this position nothing is written: the blocks hold it already
-    nearer         by how much positions behind its images, as its model counts them, are below places
-    params         what the sampler knows of it
-    tables         its blocks
+    token_ids      tokens, then proposed ones. One column more than the context: a token sampled after a full context
+                   is stored, never computed
+    num_tokens     number of tokens
+    num_computed   number of computed tokens
+    num_cached     positions below it are not written: their KV is in the blocks already
+    nearer         place of a token minus its position after all images, as the model counts positions
+    params         sampling parameters
+    tables         block tables
     """
 
     def __init__(self, max_num_seqs: int, max_model_len: int, vocab_size: int, tables: BlockTables) -> None:
@@ -61,25 +61,25 @@ class Rows:
         self.sequences: dict[Handle, SequenceState] = {}  # resident and preempted
         self.resident: list[SequenceState] = []  # by row
         self.scheduled: dict[Handle, int] = {}
-        """Tokens that the step computes, those proposed included, in the order of its entries."""
+        """Handle -> tokens that the step computes, proposed ones included, in the order of its entries."""
         self.proposed: dict[Handle, int] = {}
-        """How many of these are proposed, of the sequences that have any."""
+        """Handle -> number of proposed tokens, of sequences that have any."""
         self.changed = True
-        """Whether a sequence came, left or was altered: what was kept of earlier steps must be made anew."""
+        """Whether a sequence was added, removed or altered, so that SteadyDecode's buffers are invalid."""
 
     def __len__(self) -> int:
         return len(self.resident)
 
     def row_of(self, handle: Handle, what: str) -> int:
-        """Raises ProtocolError, which names `what`, the caller, if the sequence has no row."""
+        """Row of a sequence. Raises ProtocolError, naming the caller `what`, if it has no row."""
         sequence = self.sequences.get(handle)
         if sequence is not None and (row := sequence.row) != NO_ROW:
             return row
         raise ProtocolError(f"{what} of handle {handle}, which is {'preempted' if sequence else 'unknown'}")
 
     def tokens_of(self, handle: Handle, what: str = "tokens_of") -> Int32s:
-        """Return the tokens of a sequence, resident or preempted: [num_tokens]. Raises ProtocolError, which names
-        `what`, the caller, if it is unknown.
+        """Tokens of a sequence, resident or preempted: [num_tokens]. Raises ProtocolError, naming the caller `what`, if
+        it is unknown.
         """
         sequence = self.sequences.get(handle)
         if sequence is not None and sequence.preempted_tokens is not None:
@@ -90,10 +90,10 @@ class Rows:
     def handle_of(self, row: int) -> Handle:
         return self.resident[row].handle
 
-    # ---- sequences come and go
+    # ---- adding and removing sequences
 
     def open(self, handle: Handle, sampling: Sampling, num_prompt: int) -> SequenceState:
-        """Enter a sequence, without a row."""
+        """Register a sequence, without a row."""
         if handle in self.sequences:
             raise ProtocolError(f"handle {handle} is in use already")
         self.sequences[handle] = sequence = SequenceState(handle, sampling, num_prompt)
@@ -113,7 +113,7 @@ class Rows:
         return row
 
     def remove(self, row: int) -> None:
-        """Take the row from its sequence; the last row moves there."""
+        """Free a row; the last row moves there."""
         sequence = self.resident[row]
         if sequence.handle in self.scheduled:
             raise ProtocolError(f"handle {sequence.handle} is scheduled and removed in one step")
@@ -134,22 +134,22 @@ class Rows:
         self.token_ids[row, : len(tokens)] = tokens
         self.num_tokens[row] = len(tokens)
 
-    # ---- what a step computes
+    # ---- scheduling a step
 
     def begin_step(self) -> None:
         self.scheduled, self.proposed = {}, {}
 
     def schedule(self, handle: Handle, num_tokens: int) -> None:
-        """The step computes so many tokens of the sequence. Raises ProtocolError if it does already."""
+        """Schedule `num_tokens` of the sequence. Raises ProtocolError if it is scheduled already."""
         if handle in self.scheduled:
             raise ProtocolError(f"handle {handle} is scheduled twice in one step")
         self.scheduled[handle] = num_tokens
 
     def propose(self, handle: Handle, tokens: Int32s) -> None:
-        """Compute these tokens behind the sequence's last one as well, to see if it samples them."""
+        """Let the step also compute these draft tokens behind the sequence's last one, to verify them."""
         row, count = self.sequences[handle].row, len(tokens)
         if not count:
-            return  # the step may be a steady one
+            return  # so that the step can be steady
         first = int(self.num_tokens[row])
         self.token_ids[row, first : first + count] = tokens
         self.scheduled[handle] += count
@@ -158,7 +158,7 @@ class Rows:
     # ---- integrity
 
     def check_integrity(self) -> None:
-        """Raise RuntimeError if the rows contradict themselves."""
+        """Raise RuntimeError if the rows are inconsistent."""
         num_preempted = sum(sequence.row == NO_ROW for sequence in self.sequences.values())
         if len(self.resident) + num_preempted != len(self.sequences):
             raise RuntimeError(f"{self.resident} have rows, {num_preempted} of {self.sequences} have none")

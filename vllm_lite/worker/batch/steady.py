@@ -1,7 +1,7 @@
-"""Steady steps: the same sequences as in the step before decode one token each, and nothing else happened.
+"""Steady steps: the sequences of the previous step decode one token each again, and nothing else happened.
 
-Most steps are steady. To make their inputs anew with numpy takes longer than all small kernels together, so what stays
-the same is kept, and two native calls compute the numbers that change.
+Most steps are steady. Building their inputs with numpy takes longer than all small kernels together, so unchanged
+arrays are reused, and two native calls compute the numbers that change.
 """
 
 from dataclasses import replace
@@ -17,22 +17,22 @@ from vllm_lite.worker.sampling.sampler import SampleInputs, is_plain
 class SteadyDecode:
     """Keeps the buffers of steady steps for the InputBatch that owns it.
 
-    `learn` a step of pure decoding; `prepare` fills the buffers for each step like it, until a sequence comes, leaves
-    or changes: then `invalidate`.
+    learn() stores a step that only decodes; prepare() fills the buffers for each step like it, until a sequence is
+    added, removed or changed: then the batch calls invalidate().
     """
 
     def __init__(self, rows: DecodeRows | None) -> None:
-        """`rows`: None where there is no native library; then no step is steady."""
+        """`rows`: None without the native library; then no step is steady."""
         self._rows = rows
         self._inputs: StepInputs | None = None
-        """Views of the buffers; None if the last step was not of pure decoding."""
+        """Views of the buffers; None if no steady step can follow."""
         self._scheduled: dict[Handle, int] = {}
         self._width = 0  # of the block tables in `_inputs`
         self._ahead: Int64s | None = None
-        """How far each sequence's position is ahead of its place, where the model counts otherwise: [num_seqs]."""
+        """Position minus place of each sequence's token, if the model counts positions otherwise: [num_seqs]."""
 
     def learn(self, inputs: StepInputs, samples: SampleInputs) -> None:
-        """Take a step that was made in full as the example for later ones, if it was of decoding only."""
+        """Use a fully built step as the template of later ones, if it only decodes."""
         rows, count = self._rows, len(inputs.rows)
         is_decode = count == inputs.num_tokens == len(inputs.sampling)
         own = inputs.vectors is not None or bool(inputs.reads)
@@ -62,12 +62,12 @@ class SteadyDecode:
         )
 
     def invalidate(self) -> None:
-        """Forget the example, because a sequence came, left or was changed."""
+        """Drop the template, because a sequence was added, removed or changed."""
         self._inputs = None
 
     def prepare(self, scheduled: dict[Handle, int]) -> StepInputs | None:
-        """Fill the inputs of a step that computes `scheduled` tokens of each sequence, in this order. None if the step
-        is not like the one that was learned, or if a sequence cannot decode."""
+        """Fill the inputs of a step that computes `scheduled` tokens of each sequence, in this order. None if it does
+        not match the template, or if a sequence cannot decode."""
         inputs, rows = self._inputs, self._rows
         if inputs is None or rows is None or scheduled != self._scheduled or list(scheduled) != inputs.handles:
             return None
@@ -89,5 +89,5 @@ class SteadyDecode:
 
 
 def _settled(states: StepStates) -> StepStates:
-    """The step behind this one: each state is read where it was left, and stays there."""
+    """States of the following steps: each is read from and written to the slot where this step left it."""
     return states._replace(sources=states.last_targets, targets=states.last_targets)

@@ -1,4 +1,4 @@
-"""The inputs of one step, made by the persistent batch: arrays for the forward pass, and which tokens sample."""
+"""StepInputs: the inputs of one step: arrays for the forward pass, and the tokens that sample."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,7 +16,7 @@ Int64s = NDArray[np.int64]
 
 
 class StepStates(NamedTuple):
-    """Slots that the states of the step's sequences come from and go to, as kernels.delta_rule.Segments."""
+    """State slots that the step's sequences read and write, laid out like kernels.delta_rule.Segments."""
 
     firsts: Int32s  # [num_seqs + 1]
     rows: Int32s  # [num_segments + 1]
@@ -31,59 +31,59 @@ class StepStates(NamedTuple):
 
 @dataclass(slots=True)
 class StepInputs:
-    """Holds one step's inputs: sequences in the order of their entries, tokens of one sequence side by side.
+    """Inputs of one step: sequences in the order of their entries, the tokens of each next to each other.
 
-    The batch makes it, then each StepPart completes it. From then on nothing in it changes.
+    The batch creates it, then each StepPart completes it. After that it does not change.
     """
 
     handles: list[Handle]
     rows: Int64s  # [num_seqs], rows of the batch
-    num_scheduled: Int64s  # [num_seqs], tokens of each in this step
+    num_scheduled: Int64s  # [num_seqs], tokens of each sequence in this step
     input_ids: Int64s  # [num_tokens]
-    positions: Int64s  # [num_tokens], the place of each token in its sequence, unless it `counts_otherwise`
+    positions: Int64s  # [num_tokens], the place of each token in its sequence, unless `counts_otherwise`
     slot_mapping: tuple[Int64s, ...]  # per KV group: [num_tokens]
     block_tables: tuple[Int32s, ...]  # per KV group: [num_seqs, max_blocks of these]
     query_start_loc: Int32s  # [num_seqs + 1]
     seq_lens: Int32s  # [num_seqs], proposed tokens included
-    sampling: Int64s  # [num_sampling], which of the step's sequences are caught up and sample
-    num_samples: Int64s  # [num_sampling], one behind the last token of each, and one behind every proposed token
+    sampling: Int64s  # [num_sampling], indices of the sequences whose last token is computed, and that sample
+    num_samples: Int64s  # [num_sampling], one after the last token of each, and one after every proposed token
     has_proposals: bool = False
-    """Whether some sequence has proposed tokens, so more than one sample."""
+    """Whether any sequence has proposed tokens, and so more than one sample."""
     is_steady: bool = False
     """Whether the arrays are buffers of SteadyDecode, which the next steady step overwrites."""
     samples: SampleInputs | None = None
-    """The sampler's inputs, if they were known beforehand."""
+    """The sampler's inputs, if a steady step reuses them."""
     device_ids: torch.Tensor | None = None
-    """int64 [num_tokens] on the device: what counts in place of `input_ids`, some of which the host does not know."""
+    """int64 [num_tokens] on the device, used instead of `input_ids` if the host does not know some of them."""
 
-    # ---- by the parts
+    # ---- set by StepParts
     reads: list[Int64s] = field(default_factory=list)
-    """Indices of the tokens whose hidden states a part has asked for by `read`."""
+    """Indices of tokens whose hidden states parts have requested by read()."""
     shows_hidden: bool = False
-    """Whether a part wants the hidden states that tokens are drawn from."""
+    """Whether a part needs the hidden states from which tokens are sampled."""
     shows_all: bool = False
-    """Whether a part wants the hidden states of all tokens, unless others have asked for some by `read`."""
+    """Whether a part needs the hidden states of all tokens, unless others have requested some by read()."""
     draws: bool = True
-    """False: no sequence of the step ever gets a token, and the model may have no head."""
+    """False: no sequence of the step samples, and the model may have no LM head."""
     draws_late: bool = False
-    """Whether what tokens are drawn by is known only while the model computes."""
+    """Whether the sampler's inputs can only be built after the forward pass was launched."""
     is_repeatable: bool = True
-    """Whether the last token of a sequence can be computed a second time, if the step gives it no token."""
+    """Whether the last token of a sequence can be computed again, if the step gives it no token."""
     counts_otherwise: bool = False
-    """Whether a part has put other positions in `positions`, as its model counts them: behind a prompt each is one more
-    than that before. KV lies by places."""
+    """Whether a part has set `positions` as its model counts them, other than the places by which KV is stored. After
+    the prompt they grow by one per token."""
     vectors: TokenVectors | None = None
-    """Vectors for placeholder tokens, on the device; None: there are none."""
+    """Vectors of placeholder tokens, on the device; None: there are none."""
     images: tuple[WholeImage, ...] = ()
-    """Images whose tokens see each other both ways."""
+    """Images whose tokens attend to each other in both directions."""
     forced: list[int] | None = None  # [num_sampling]
-    """How many of the proposed tokens of each grammars force; None: they force none."""
+    """Number of proposed tokens of each sequence that its grammar forces; None: no grammar forces any."""
     states: StepStates | None = None
-    """None: the model has no recurrent layers."""
+    """State slots; None: the model has no recurrent layers."""
     token_types: Int64s | None = None  # [num_tokens]
-    """1 for tokens in the second text of a pair; None if all are 0."""
+    """1 for tokens in the second text of a pair; None: all are 0."""
     adapters: Int64s | None = None  # [num_seqs]
-    """The number of each sequence's adapter, 0 for none; None: the model takes no adapters."""
+    """Number of each sequence's adapter, 0 for none; None: the model takes no adapters."""
 
     @property
     def num_tokens(self) -> int:
@@ -91,12 +91,12 @@ class StepInputs:
 
     @property
     def is_eager(self) -> bool:
-        """Whether few graphs, or none, can run the step: not all show hidden states."""
+        """Whether parts need hidden states, which few graphs keep, if any."""
         return bool(self.reads) or self.shows_hidden
 
     @property
     def starts(self) -> Int64s:  # [num_seqs]
-        """The first position that each sequence computes."""
+        """First place that the step computes of each sequence."""
         return self.seq_lens - self.num_scheduled
 
     @property
@@ -121,8 +121,8 @@ class StepInputs:
 
     @property
     def tentative(self) -> Int64s | None:  # [num_tentative]
-        """Indices of the tokens of sequences with proposed tokens, if the model has states: none takes them up in this
-        step."""
+        """Indices of the tokens of sequences with proposed tokens, if the model has recurrent states: no state includes
+        them before they are accepted."""
         if not self.has_proposals or self.states is None:
             return None
         trying = self.sampling[self.num_samples > 1]
@@ -130,8 +130,8 @@ class StepInputs:
 
     @property
     def wanted(self) -> Int64s | None:  # [num_wanted]
-        """Indices of the tokens whose hidden states are wanted: for samples, then those of each `read`. None if these
-        are all, in order."""
+        """Indices of the tokens whose hidden states are needed: for samples, then those of each read(). None: all
+        tokens, in order."""
         if self.shows_all and not self.reads:
             return None
         if not self.reads:
@@ -143,26 +143,25 @@ class StepInputs:
 
     @property
     def sampled_rows(self) -> Int64s | slice:
-        """Rows of the hidden states, of the wanted tokens, that tokens are drawn from."""
+        """Rows of the wanted hidden states from which tokens are sampled."""
         num_samples = int(self.num_samples.sum())
         return self.sample_tokens if self.wanted is None and num_samples < self.num_tokens else slice(num_samples)
 
     def read(self, positions: Int64s) -> int:
-        """Ask for the hidden states of these tokens, by their indices; the result is for `read_rows`."""
+        """Request the hidden states of the tokens with these indices. Returns a number for read_rows()."""
         self.reads.append(positions)
         return len(self.reads) - 1
 
     def read_rows(self, read: int) -> slice:
-        """Rows of the hidden states that were asked for, among those of the wanted tokens."""
+        """Rows of the wanted hidden states that belong to this read()."""
         start = int(self.num_samples.sum()) + sum(map(len, self.reads[:read]))
         return slice(start, start + len(self.reads[read]))
 
 
 def padding_step(num_tokens: int, num_seqs: int, num_groups: int, block_size: int, *, num_sampling: int) -> StepInputs:
-    """Make a step of `num_tokens` tokens, spread over new sequences that write nothing and read the null block.
+    """Build a step of `num_tokens` tokens, spread over new sequences that write nothing and read the null block.
 
-    The first `num_sampling` of them want a token. For warming up and for profiling memory: a step of this size that
-    touches no sequence's KV.
+    The first `num_sampling` of them sample. Used to warm up and to profile memory: it touches no sequence's KV.
     """
     query_start_loc = np.linspace(0, num_tokens, num_seqs + 1).astype(np.int32)
     query_lens = np.diff(query_start_loc)

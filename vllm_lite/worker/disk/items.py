@@ -1,4 +1,4 @@
-"""The pools as items that files are read into and written from: in a CPU's memory they are used where they are."""
+"""Items: rows of a pool as buffers that files are read into and written from; in a CPU's memory without a copy."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ class HostItems:
         self.item_bytes: int = self._rows.shape[1]
 
     def after(self, event: Any) -> None:
-        """The steps before have been run: a CPU's are done when the next message is read."""
+        """Do nothing: on a CPU, earlier steps are done when the next message is read."""
 
     def to_write(self, ids: Sequence[int]) -> list[memoryview]:
         return [memoryview(self._rows[index]) for index in ids]
@@ -25,11 +25,11 @@ class HostItems:
         return [memoryview(self._rows[index]) for index in ids]
 
     def filled(self, ids: Sequence[int]) -> None:
-        """Their bytes are where they belong."""
+        """Do nothing: the bytes were read into the pool itself."""
 
 
 class DeviceItems:
-    """The rows of a pool on a GPU, by way of a small pinned buffer and a stream of its own. One thread uses it."""
+    """The rows of a pool on a GPU, through a small pinned buffer and a stream of its own. For one thread."""
 
     def __init__(self, pool: torch.Tensor) -> None:
         self._rows = pool.flatten(1).view(torch.uint8)
@@ -40,7 +40,7 @@ class DeviceItems:
         self._stream = torch.cuda.Stream(pool.device) if pool.is_cuda else None
 
     def after(self, event: Any) -> None:
-        """Copies that are asked for from now on run behind `event`, which the steps before have recorded."""
+        """Let later copies wait for `event`, which was recorded after the steps before."""
         if self._stream is not None:
             self._stream.wait_event(event)
 
@@ -55,7 +55,7 @@ class DeviceItems:
         self._copy([(self._rows[index], self._room[place]) for place, index in enumerate(ids)])
 
     def _copy(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy (destination, source), and wait for that."""
+        """Copy (destination, source) pairs, and wait for the copies."""
         with torch.cuda.stream(self._stream):  # None: there is no GPU, and nothing changes
             for destination, source in pairs:
                 destination.copy_(source, non_blocking=True)
@@ -64,7 +64,7 @@ class DeviceItems:
 
 
 class TieredItems:
-    """Blocks of two tiers by their global ids: those from `first_host_id` on lie on the host. Only the device's are
+    """Blocks of two tiers by global id: those from `first_host_id` on are on the host. Only device blocks are
     filled."""
 
     def __init__(self, own: HostItems | DeviceItems, host: HostItems, first_host_id: int) -> None:
@@ -82,7 +82,7 @@ class TieredItems:
 
 
 def items_of(pool: torch.Tensor) -> HostItems | DeviceItems:
-    """Items of a pool, for one thread."""
+    """The items of a pool, for one thread."""
     return HostItems(pool) if pool.device.type == "cpu" else DeviceItems(pool)
 
 

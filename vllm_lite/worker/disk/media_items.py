@@ -9,16 +9,16 @@ from vllm_lite.worker.disk.items import DeviceItems, HostItems, items_of
 
 
 class MediaShelf(Protocol):
-    """Keeps vectors by the digests of their media, for steps and for transfers beside them."""
+    """Stores vectors by the digests of their media, for steps and for transfers."""
 
     def get(self, digest: bytes) -> torch.Tensor | None:
-        """The vectors of a medium, [num_vectors, elements]; None: they have been forgotten."""
+        """Vectors of a medium, [num_vectors, elements]; None: they have been dropped."""
 
     def room(self, medium: LoadEncoded) -> torch.Tensor:
-        """Memory for the vectors of a medium that is to come, as `get` would return them."""
+        """Allocate memory for the vectors of a medium, in the shape that get() returns."""
 
     def put(self, medium: LoadEncoded, vectors: torch.Tensor) -> None:
-        """Keep vectors; called by any thread."""
+        """Store vectors; called by any thread."""
 
 
 def one_item(vectors: torch.Tensor) -> HostItems | DeviceItems:

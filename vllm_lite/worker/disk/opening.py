@@ -1,4 +1,4 @@
-"""Opens the disk tier of one rank: whose files it shares, and over which pools."""
+"""Opens the disk tier of one rank: its directory, named by what must match to share files, and its pools."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -21,8 +21,8 @@ from vllm_lite.worker.step_parts.media import MediaVectors
 def open_disk(
     config: ResolvedConfig, layout: Sequence[object], rank: int, generation: int, pages: TouchAhead | None
 ) -> DiskTransfers | None:
-    """Begin to look at the directory of the KV cache, if there is one. `layout`: facts about blocks that `config` does
-    not say. `pages`: room for blocks, of which as much is made ready as is found. Raises ConfigError."""
+    """Begin to scan the KV cache's directory, if one is configured. `layout`: facts about blocks that `config` lacks.
+    `pages`: memory for blocks, of which as much is allocated ahead as files are found. Raises ConfigError."""
     if config.kv_cache_dir is None:
         return None
     root, quota = open_directory(config.kv_cache_dir), parse_bytes("kv_cache_dir_size", config.kv_cache_dir_size)
@@ -35,7 +35,7 @@ def open_disk(
         store = DiskStore(root, fingerprint(config, layout), place, quota, about=about)
         try:
             store.folders.make()
-        except OSError as error:  # a directory that can only be read is read
+        except OSError as error:  # a read-only directory is still read
             store.refused(error)
         return store
 
@@ -52,12 +52,12 @@ def pools_of(cache: CacheEngine) -> Pools:
 
 
 def shelf_of(parts: Iterable[StepPart]) -> MediaShelf | None:
-    """The part of a step that has the vectors of media, if the model sees any."""
+    """The StepPart that stores media vectors, if the model takes media."""
     return next((part for part in parts if isinstance(part, MediaVectors)), None)
 
 
 class AdapterFiles:
-    """The files of an adapter, from before it is loaded: KV on disk is found again by their digest."""
+    """The files of an adapter, digested around its load: KV on disk is found again by their digest."""
 
     def __init__(self, path: str, disk: DiskTransfers | None) -> None:
         self._path = path
@@ -67,7 +67,7 @@ class AdapterFiles:
                 self._stamp, self._digest = adapter_stamp(path), adapter_digest(path)
 
     def digest(self) -> bytes:
-        """Their digest; empty where there is no disk, or if they were replaced since."""
+        """Digest of the files; empty without a disk tier, or if they were replaced during the load."""
         with suppress(OSError):
             return self._digest if self._stamp == adapter_stamp(self._path) else b""
         return b""

@@ -1,8 +1,8 @@
-"""DiskTransfers: loads and stores beside the steps, by threads that hardly hold the interpreter's lock.
+"""DiskTransfers: loads and stores beside the steps, by threads that rarely hold the GIL.
 
-Loads have two threads, as somebody waits for them. One thread of the lowest priority writes, and looks at the directory
-for what other engines write. Reads, writes and checksums run without the lock, blocks are used where they lie, and the
-memory that is taken does not grow with what is moved: the engine bounds what is on its way.
+Two threads load, since requests wait for that. One thread of the lowest priority stores, and scans the directory for
+files of other engines. Reads, writes and checksums release the GIL and use the blocks in place. Memory does not grow
+with the transfers, whose number the engine bounds.
 """
 
 import os
@@ -38,36 +38,35 @@ from vllm_lite.worker.memory.touch_ahead import TouchAhead
 
 NUM_READERS = 2
 LEAST_PART = 32
-"""Blocks of a load that one thread reads, if there are more."""
+"""Minimum blocks per part when a load is divided between the threads."""
 LOOK_S = 1.0
-"""How often the directory is looked at."""
+"""Seconds between scans of the directory."""
 KEYS_PER_MESSAGE = 4096
 FIRST_LOOK_S = 10.0
-"""The longest that a start waits for the first look at the directory. What is found later than that is found by
-requests that come later still."""
+"""Maximum seconds that a start waits for the first scan. Files found after that serve later requests only."""
 LOOKING_PRIORITY = 10
-"""Niceness of the first look, and of making room for what it finds: somebody waits for the start's end."""
+"""Niceness of the first scan, and of allocating memory for the files found: the start waits for them."""
 LOWEST_PRIORITY = 19
 SAY_AGAIN_S = 600.0
-"""How often the log says for the same reason that nothing can be written."""
+"""Seconds before the log repeats the same reason why nothing can be written."""
 
 logger = log.get(__name__)
 
 Pools = tuple[AnyItems, AnyItems | None]
-"""Blocks, and the states of a model that has any."""
+"""Items of the blocks, and of the recurrent states if the model has any."""
 
 
 Moving = LoadBlocks | StoreBlocks | LoadEncoded | StoreEncoded
 
 
 class _Job:
-    """A transfer under way: `left` parts of it are not done."""
+    """A running transfer, with `left` parts to do."""
 
     def __init__(self, message: Moving, event: Any, num_parts: int = 1, vectors: torch.Tensor | None = None) -> None:
         self.message = message
         self.event = event
         self.vectors = vectors
-        """Those that are to be kept, or None."""
+        """Media vectors to be written, or None."""
         self.began_s = time.monotonic()
         self.left = num_parts
         self.failed: set[int] = set()
@@ -75,7 +74,7 @@ class _Job:
 
 
 class DiskTransfers:
-    """Belongs to one worker. `announced` is set when there are answers to take."""
+    """Transfers of one worker. `announced` is set when there are answers to take."""
 
     def __init__(
         self,
@@ -84,9 +83,9 @@ class DiskTransfers:
         generation: int,
         pages: TouchAhead | None = None,
     ) -> None:
-        """`make_store` is called by a thread, as it reads pages of the checkpoint. `pages` is the room for blocks: a
-        thread makes as much of it ready as is found, while weights are loaded. Memory that nobody has written yet would
-        take ten times as long to fill."""
+        """`make_store` is called by a thread, since it reads pages of the checkpoint. `pages` is memory for blocks:
+        while weights are loaded, a thread allocates as much of it as files are found. Filling unallocated memory would
+        take ten times as long."""
         self.pages = pages
         self.announced = Wakeup()
         self._make_store = make_store
@@ -99,15 +98,15 @@ class DiskTransfers:
         self._answers: list[Transferred] = []
         self._store: DiskStore | None = None
         self._is_open = threading.Event()
-        """The store is there, or cannot be."""
+        """Set when the store is open, or has failed to open."""
         self._has_pools = threading.Event()
         self._has_looked = threading.Event()
         self._is_closing = False
         self._said: tuple[str, float] | None = None
-        """Why the log has said last that nothing can be written, and when."""
+        """(reason, time) of the last log line that nothing can be written."""
         self._num_queued = 0
         self._num_found = 0
-        """Files for which room has been made."""
+        """Number of files for which memory has been allocated."""
         self._usage = {"loaded_bytes": 0, "stored_bytes": 0, "load_s": 0.0, "store_s": 0.0}
         targets = [self._write, *[self._read] * NUM_READERS]
         self._threads = [
@@ -115,30 +114,30 @@ class DiskTransfers:
         ]
 
     def start(self) -> None:
-        """Begin to look at the directory."""
+        """Start the threads, and the first scan of the directory."""
         for thread in self._threads:
             thread.start()
 
     def use(self, make_pools: Callable[[], Pools], shelf: MediaShelf | None = None) -> None:
-        """The pools are there; each thread makes its own way to them. Called once, before the first transfer. `shelf`
-        has the vectors of a model that sees media."""
+        """Set the pools; each thread calls `make_pools` for items of its own. Called once, before the first transfer.
+        `shelf` has the media vectors of a model that takes media."""
         self._make_pools, self._shelf = make_pools, shelf
         self._has_pools.set()
 
     def await_first_look(self) -> None:
-        """Wait until it is known what the directory holds, for FIRST_LOOK_S at most: a request that was waiting for the
-        workers, a chat that goes on after a sleep, is scheduled at once, and would find nothing."""
+        """Wait for the first scan, for at most FIRST_LOOK_S: otherwise requests that waited for the workers, such as a
+        chat after a sleep, would be scheduled before their KV is found."""
         self._has_looked.wait(FIRST_LOOK_S)
 
     def _await_pools(self) -> Pools | None:
-        """Wait until there are pools; None: the worker ends before."""
+        """Wait for the pools; None: the worker ends before."""
         self._has_pools.wait()
         return None if self._make_pools is None else self._make_pools()
 
     # ---- the worker's thread
 
     def submit(self, message: Transfer, device: torch.device | None = None) -> None:
-        """Begin a transfer, behind the steps that have been run, or launched on a GPU."""
+        """Begin a transfer, after the steps that have been run, or launched on a GPU."""
         if isinstance(message, ForgetStored):
             self._stores.put(message)
             return
@@ -151,9 +150,7 @@ class DiskTransfers:
             return
         if isinstance(message, StoreEncoded):
             vectors = None if self._shelf is None else self._shelf.get(message.digest)
-            self._stores.put(
-                _Job(message, event, vectors=vectors)
-            )  # the job's own, also once the step's part forgets them
+            self._stores.put(_Job(message, event, vectors=vectors))  # kept by the job, even if the StepPart drops them
             return
         if isinstance(message, LoadEncoded):
             self._loads.put((_Job(message, event), range(1)))
@@ -166,7 +163,7 @@ class DiskTransfers:
             self._loads.put((job, part))
 
     def take(self) -> list[TransferAnswer]:
-        """Return what can be found by now, which rank 0 says, and the answers that have not been taken yet."""
+        """Take the answers to be sent: ended transfers, and on rank 0 also changes of the stored keys."""
         self.announced.clear()
         with self._lock:
             ended, self._answers = self._answers, []
@@ -193,7 +190,7 @@ class DiskTransfers:
         )
 
     def close(self, timeout_s: float) -> None:
-        """Finish what is being written, as far as there is time; a file is whole or not there."""
+        """Finish running writes within `timeout_s`. Files are complete or do not exist."""
         self._is_closing = True
         self._has_pools.set()
         self._stores.put(None)
@@ -215,7 +212,7 @@ class DiskTransfers:
             if (store := self._store) is not None and not self._is_closing:
                 try:
                     failed, num_bytes = self._read_part(store, job, places, pools)
-                except Exception:  # a fault of ours is a miss as well, but not a silent one
+                except Exception:  # a bug counts as a miss, too, and is logged
                     logger.exception("a load failed")
             with self._lock:
                 self._usage["load_s"] += time.monotonic() - began_s
@@ -287,7 +284,7 @@ class DiskTransfers:
         return time.monotonic()
 
     def _make_room(self) -> None:
-        """Have memory ready for blocks that were found and have not been in it."""
+        """Allocate memory for newly found blocks."""
         store, pages = self._store, self.pages
         if store is None or pages is None or store.num_found == self._num_found:
             return
@@ -323,19 +320,19 @@ class DiskTransfers:
         self._done(job, set() if num_bytes else set(range(count)), num_bytes)
 
     def _say_refusal(self) -> None:
-        """Log why the disk takes nothing, if that is not known yet: without it requests are computed, and nobody knows
-        why."""
+        """Log why nothing can be written to disk, unless the same reason was logged lately. Without the line, the lack
+        of cache hits would go unexplained."""
         refusal = None if self._store is None else self._store.refusal
         if self._store is None or refusal is None:
             return
         self._store.refusal = None
-        why, now_s = refusal.strerror or str(refusal), time.monotonic()  # the name of the file is another each time
+        why, now_s = refusal.strerror or str(refusal), time.monotonic()  # without the file's name, which varies
         if self._said is None or self._said[0] != why or now_s - self._said[1] > SAY_AGAIN_S:
             self._said = why, now_s
             logger.warning("nothing can be written to the KV cache on disk, what lies there is read: %s", refusal)
 
     def _done(self, job: _Job, failed: set[int], num_bytes: int) -> None:
-        """A part of a transfer is done; with the last it is answered."""
+        """Record that a part of a transfer is done, and queue the answer after the last part."""
         with self._lock:
             job.left -= 1
             job.failed |= failed
@@ -350,7 +347,7 @@ class DiskTransfers:
 
 
 def _to_write(job: _Job, pools: Pools) -> tuple[Sequence[bytes], Sequence[int], AnyItems | None]:
-    """Keys, ids and items of a run; no items: what was to be written is not there."""
+    """Keys, ids and items of a run to write; no items: the contents have been dropped."""
     message = job.message
     if isinstance(message, StoreBlocks):
         ((items, _),) = _by_pool(pools, message.keys, range(len(message.keys)))
@@ -361,7 +358,7 @@ def _to_write(job: _Job, pools: Pools) -> tuple[Sequence[bytes], Sequence[int], 
 
 
 def _by_pool(pools: Pools, keys: Sequence[bytes], places: Iterable[int]) -> list[tuple[AnyItems | None, list[int]]]:
-    """The places of blocks and those of states, each with its pool."""
+    """Split places by pool: those of blocks, and those of states."""
     blocks, states = list[int](), list[int]()
     for place in places:
         (states if keys[place].endswith(STATE) else blocks).append(place)

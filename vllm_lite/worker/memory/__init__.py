@@ -1,1 +1,1 @@
-"""KV cache memory on one worker: how much fits, who holds the bytes, what moves them."""
+"""KV cache memory on one worker: the profile of what fits, the pools, and the movement of blocks."""

@@ -1,8 +1,8 @@
-"""Movement of blocks: a block program is cut into stages, and one mover per kind of device executes them.
+"""Movement of blocks: a list of block ops is cut into stages, and a mover for each kind of device executes them.
 
-The program's meaning is that of one op at a time, in order. An op goes into the first stage that lies behind every
-earlier op which it must not overtake: one that writes what it reads or writes, or reads what it writes. So the ops of a
-stage touch nothing that another one of it writes. They may be joined, reordered and run at once; stages run in order.
+The result is that of running one op at a time, in order. An op goes into the first stage after every earlier op that it
+must not overtake: one that writes what it reads or writes, or reads what it writes. So no op of a stage touches what
+another one of it writes. The ops of a stage may be joined, reordered and run in parallel; stages run in order.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +19,7 @@ from vllm_lite.protocol.step import BlockOp
 
 
 class BlockRun(NamedTuple):
-    """Joins `length` ops of one kind whose sources and destinations are both consecutive: one copy.
+    """`length` ops of one kind with consecutive sources and consecutive destinations: a single copy.
 
     `src` and `dst` count from the beginning of their tiers.
     """
@@ -33,7 +33,7 @@ class BlockRun(NamedTuple):
 def stages(
     program: Iterable[BlockRun],  # of length 1
 ) -> list[list[BlockRun]]:
-    """Cut a program into stages, whose runs are joined as far as ids are consecutive."""
+    """Cut ops into stages, and join consecutive ids within each into runs."""
     found: list[list[BlockRun]] = []
     read: dict[tuple[bool, int], int] = {}  # (in the host tier, block) -> number of stages up to its last reader
     written: dict[tuple[bool, int], int] = {}  # likewise up to its last writer
@@ -63,7 +63,7 @@ def _join(stage: list[BlockRun]) -> Iterator[BlockRun]:
 
 
 def by_kind(stage: Iterable[BlockRun]) -> dict[BlockOp, list[BlockRun]]:
-    """Split a stage, whose runs of one kind stand side by side."""
+    """Split a stage, in which runs of one kind are adjacent, by kind."""
     return {op: list(runs) for op, runs in groupby(stage, key=lambda run: run.op)}
 
 
@@ -73,7 +73,7 @@ def pairs_of(runs: Iterable[BlockRun]) -> torch.Tensor:  # int64 [n, 2], (source
 
 
 class Pools(NamedTuple):
-    """Holds the memory of both tiers, [num_blocks, ...] each, contiguous."""
+    """Memory of both tiers, [num_blocks, ...] each, contiguous."""
 
     device: torch.Tensor
     host: torch.Tensor
@@ -85,7 +85,7 @@ class Pools(NamedTuple):
         return source.flatten(1).view(torch.uint8), destination.flatten(1).view(torch.uint8)
 
     def copy(self, runs: Sequence[BlockRun]) -> None:
-        """Copy runs of one kind on torch's current stream; the host does not wait if its memory is locked."""
+        """Copy runs of one kind on torch's current stream. The host does not wait if its memory is pinned."""
         source, destination = self.of(runs[0].op)
         for _, src, dst, length in runs:
             destination[dst : dst + length].copy_(source[src : src + length], non_blocking=True)
@@ -93,7 +93,7 @@ class Pools(NamedTuple):
 
 class Mover(Protocol):
     def move(self, stage: Sequence[BlockRun]) -> None:
-        """Copy all runs of one stage, behind the stages before it and the device's earlier work."""
+        """Copy all runs of one stage, after earlier stages and the device's earlier work."""
         ...
 
 
@@ -109,7 +109,7 @@ class TorchMover:
 
 
 class NativeMover:
-    """Copies in a CPU's memory: one native call for all runs of one kind, which shares them among the threads."""
+    """Copies in a CPU's memory: one native, multi-threaded call for all runs of one kind."""
 
     def __init__(self, pools: Pools) -> None:
         self._pools = pools
@@ -123,12 +123,12 @@ class NativeMover:
 
 
 Stream: TypeAlias = Any
-"""A torch.cuda.Stream, or a test's fake. Only `wait_stream` is used: what is put on the one stream from now on runs
-behind all that is on the other by now."""
+"""A torch.cuda.Stream, or a test's fake. Only `wait_stream` is used: later work of one stream waits for the present
+work of the other."""
 
 
 class Streams(Protocol):
-    """Has the stream of the forward passes, and one for each direction between the tiers, as a bus carries both."""
+    """The stream of the forward passes, and one per direction between the tiers, since the bus is full-duplex."""
 
     def current(self) -> Stream: ...
 
@@ -153,14 +153,14 @@ class CudaStreams:
 
 
 class CudaMover:
-    """Swaps on streams of their own while a kernel copies within the device; the host does not wait.
+    """Swaps on separate streams while a kernel copies within the device; the host does not wait.
 
-    Every stage begins and ends on the current stream: so the stages, the forward pass before them and the one after run
-    in that order.
+    Every stage begins and ends on the current stream, so that stages run in order, after the previous forward pass and
+    before the next.
     """
 
     def __init__(self, pools: Pools, streams: Streams, launcher: Launcher | None) -> None:
-        """Without a launcher torch copies within the device, run by run."""
+        """`launcher` runs the copy kernel; None: torch copies within the device, run by run."""
         self._pools = pools
         self._streams = streams
         self._launcher = launcher

@@ -1,9 +1,9 @@
-"""The CacheEngine owns the bytes of the KV cache on one worker and executes the engine's block programs on them.
+"""CacheEngine: owns the bytes of the KV cache on one worker and executes the engine's block ops on them.
 
-Layout: block-major `[num_blocks, block_elements]`, on the device and in the host swap pool alike. All of a block's
-bytes lie together, so that a block moves in one copy. The layers of its group share it as `[num_layers, 2,
-num_kv_heads, block_size, head_size]`; what is left over is unused. In int8 a row of head_size has its scale behind
-it, so that scales move with their block.
+Layout: block-major `[num_blocks, block_elements]`, on the device and in the host swap pool alike. A block's bytes are
+contiguous, so that a block moves in one copy. The layers of its group share it as `[num_layers, 2, num_kv_heads,
+block_size, head_size]`; the rest is unused. In int8 each row of head_size is followed by its scale, so that scales move
+with their block.
 Ids are global: the device tier has [0, num_blocks), the host tier [num_blocks, num_blocks + num_host_blocks).
 """
 
@@ -36,13 +36,13 @@ from vllm_lite.worker.memory.block_mover import (
 from vllm_lite.worker.memory.touch_ahead import TouchAhead
 
 NULL_BLOCK = 0
-"""Stands in block tables where there is no block; no token is ever written to it."""
+"""Id of the null block, which stands in block tables for missing blocks. No token is ever written to it."""
 
 STATE_OPS = {BlockOp.STATE_OUT: BlockOp.SWAP_OUT, BlockOp.STATE_IN: BlockOp.SWAP_IN}
-"""What a mover calls the ops that move states between their tiers."""
+"""State op -> block op of the same direction, which movers know."""
 
 MEASURED_BYTES = 4 << 20
-"""What one round of `measure_swap` moves each way, or one block if that is more."""
+"""Bytes that one round of measure_swap() moves in each direction, or one block if that is more."""
 MEASURING_S = 0.01
 
 
@@ -58,7 +58,7 @@ class CacheEngine:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`spec` has the heads that this rank holds, as by ModelSpec.per_rank."""
+        """`spec` is this rank's part of the model, from ModelSpec.per_rank()."""
         self.spec = spec
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
@@ -82,8 +82,8 @@ class CacheEngine:
         self._touch_ahead = TouchAhead(self.pool) if device.type == "cpu" and elements else None
 
     def take(self, pages: TouchAhead) -> None:
-        """Use memory whose pages were touched before the number of blocks was known, for the blocks of a CPU.
-        To be called before anything is read or written: what is larger or of another size is left alone."""
+        """Use memory of a CPU whose pages were touched before the number of blocks was known. Called before any block
+        is used. Memory that does not fit the blocks is ignored."""
         rows = pages.pool
         if rows.dtype == torch.uint8 and len(rows) >= self.num_blocks and rows[0].nbytes == self.pool[0].nbytes > 0:
             self.pool = rows[: self.num_blocks].view(self.pool.dtype)
@@ -91,9 +91,9 @@ class CacheEngine:
             self._touch_ahead = pages
 
     def layer_views(self) -> list[Any]:
-        """Per layer of the model its strided view of the pool: [num_blocks, 2, num_kv_heads, block_size, head_size]; of
-        a recurrent layer that of the states: float32 [num_slots, state_elements]; of one that keeps both KVAndStates,
-        and of one that keeps nothing, nothing. Then the views of layers that KV groups have behind the model's.
+        """Strided view of the pool per layer of the model: [num_blocks, 2, num_kv_heads, block_size, head_size]; for a
+        recurrent layer its states: float32 [num_slots, state_elements]; for a layer with both, KVAndStates; for a layer
+        with neither, None. Then the views of a drafter's layers, which follow the model's in the KV groups.
 
         A block belongs to one group at a time, so the n-th layers of all groups share the n-th place in a block.
         """
@@ -112,8 +112,8 @@ class CacheEngine:
         return own + further
 
     def make_states(self, num_slots: int, num_host_states: int = 0, num_scratch: int = 0) -> None:
-        """Make the slots of recurrent states, with all layers of one side by side: float32 [num_slots, ...]; places
-        for states on the host; and behind the slots `num_scratch` further ones, which no block op may name."""
+        """Allocate slots for recurrent states, each with all layers: float32 [num_slots, ...]; `num_host_states` places
+        on the host; and `num_scratch` further slots after the others, which no block op may name."""
         size, device = self.spec.state_elements, self.pool.device
         is_host = device.type == "cpu" and size > 0
         shape = (num_slots + num_scratch, size)
@@ -126,26 +126,25 @@ class CacheEngine:
         self._state_mover = make_mover(Pools(self.states, self.host_states)) if size else None
 
     def execute(self, block_ops: Sequence[tuple[int, int, int]]) -> None:
-        """Run a program of (op, src, dst) as if one op at a time, in order.
+        """Execute (op, src, dst) triples as if one at a time, in order.
 
-        On a GPU it is done when the device comes to it: behind what torch's current stream holds by now, and before
-        what is put there later. The program is checked as a whole first. Raises ProtocolError when an op is unknown or
-        an id lies outside its tier or is the null block's as a destination; then nothing has moved.
+        On a GPU they run after the present work of torch's current stream and before its later work. All are checked
+        first. Raises ProtocolError for an unknown op, an id outside its tier, or the null block as a destination; then
+        nothing has moved.
         """
         program = [self.check(index, *entry) for index, entry in enumerate(block_ops)]
         for stage in stages(run for run in program if run.op not in STATE_OPS):
             self.mover.move(stage)
         if self._state_mover is None:
             return
-        # Blocks and states are different memory, so no op of the one waits for any of the other.
+        # Blocks and states are in different memory, so their ops do not depend on each other.
         for stage in stages(run._replace(op=STATE_OPS[run.op]) for run in program if run.op in STATE_OPS):
             self._state_mover.move(stage)
 
     def measure_swap(self) -> float:
-        """Measure how many blocks can be moved between the tiers in a second, either way; 0 without a host tier.
+        """Measure the rate of block moves between the tiers, in blocks per second and direction; 0 without a host tier.
 
-        To be called while the pools are new: the blocks hold nothing yet, nor do they afterwards. The ids are not
-        consecutive, as those of a running engine seldom are.
+        Called while the pools are still empty. The ids are not consecutive, like most in a running engine.
         """
         if not self.pool.shape[1]:
             return 0.0
@@ -166,7 +165,7 @@ class CacheEngine:
         return num_rounds * len(program) / took_s
 
     def use(self, highest_block: int) -> None:
-        """Say which is the highest block that was ever in use; what comes after it is made ready, on a CPU."""
+        """Set the highest block id used so far. On a CPU, pages of the blocks after it are touched ahead."""
         if self._touch_ahead is not None:
             self._touch_ahead.use(highest_block)
 
@@ -175,7 +174,7 @@ class CacheEngine:
             torch.cuda.synchronize(self.pool.device)
 
     def check(self, index: int, op: int, src: int, dst: int) -> BlockRun:
-        """Turn one op into a run of length 1, with ids that count from the beginning of their tiers' pools."""
+        """Check one op, and turn it into a run of length 1 with ids relative to the pools of their tiers."""
         if op not in self._tiers:
             raise ProtocolError(f"block op {index}: {op} is none of {', '.join(f'{o} {o.name}' for o in BlockOp)}")
         sources, destinations = self._tiers[op]
@@ -188,9 +187,9 @@ class CacheEngine:
         return BlockRun(BlockOp(op), src - sources.start, dst - destinations.start)
 
     def locked(self, pool: torch.Tensor) -> torch.Tensor:
-        """Fix `pool` in memory where it is, so that the device can read and write it while the host goes on.
+        """Pin `pool` in place, so that the device can read and write it while the host continues. Raises ConfigError.
 
-        Not torch's pinned memory: that takes the next power of two, 8 GiB for 5 GiB of swap space. Raises ConfigError.
+        torch's pinned memory is not used, since it rounds up to a power of two: 8 GiB for 5 GiB of swap space.
         """
         if pool.numel() == 0:
             return pool
@@ -201,22 +200,22 @@ class CacheEngine:
                 "try a smaller --swap-space, or 0"
             )
         release = weakref.finalize(self, cuda.cudaHostUnregister, pool.data_ptr())
-        release.atexit = False  # the end of the process releases it anyway
+        release.atexit = False  # the memory is released at the end of the process anyway
         return pool
 
 
 def make_mover(pools: Pools) -> Mover:
-    """Choose the best mover for the device of `pools`."""
+    """The fastest mover for the device of `pools`."""
     if pools.device.is_cuda:
         return CudaMover(pools, CudaStreams(pools.device.device), default_launcher())
     return NativeMover(pools) if cpu.available() else TorchMover(pools)
 
 
 def _host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Make zeros in pages that exist once they are written: gigabytes of cache cost no start-up time."""
+    """Zeros in pages that are allocated when first written, so that gigabytes of cache cost no start-up time."""
     return memory.zeros(math.prod(shape), dtype).view(shape)
 
 
 def _device_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Make zeros as bytes, since torch has no zeros of float8 on every device."""
+    """Zeros made as bytes, since torch cannot make zeros of float8 on every device."""
     return torch.zeros(math.prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device).view(dtype).view(shape)

@@ -1,15 +1,15 @@
 """The memory profile: the number of KV blocks that a device has room for, its arithmetic, and a report.
 
-On a GPU the worker loads the weights, runs the largest step that it will ever be asked for, and asks what that took:
+On a GPU the worker loads the weights, runs the largest step that the engine may send, and measures its memory:
 
     peak       = the framework's allocated peak + what the device has in use outside the framework
     available  = total * gpu_memory_utilization - peak - what is set aside
     num_blocks = int(available // block_bytes), at least 0
 
 "Outside" is the CUDA context, compiled kernels, other libraries, and other processes on the same device. Set aside is
-what that step cannot show: the scratch memory of attention over the longest contexts, and CUDA graphs. On a CPU nothing
-is profiled: the user says how much memory the KV cache gets. `DeviceMemory` is where the numbers come from, so
-that all of this is tested without a device.
+memory that this step does not use: scratch memory of attention over the longest contexts, and CUDA graphs. On a CPU
+nothing is profiled: the user sets the size of the KV cache. The numbers come from a `DeviceMemory`, so that all of this
+is tested without a device.
 """
 
 import gc
@@ -34,7 +34,7 @@ class DeviceMemory(Protocol):
     """Reports the memory of a device and of the framework's allocator on it, in bytes."""
 
     def total_bytes(self) -> int:
-        """The memory of the whole device."""
+        """Memory of the whole device."""
         ...
 
     def free_bytes(self) -> int:
@@ -46,18 +46,18 @@ class DeviceMemory(Protocol):
         ...
 
     def peak_bytes(self) -> int:
-        """The most that were allocated at once since `reset_peak`."""
+        """Maximum bytes that were allocated at once since reset_peak()."""
         ...
 
     def reset_peak(self) -> None: ...
 
     def trim(self) -> None:
-        """Wait for the device, and release the memory that the framework keeps without a live tensor in it."""
+        """Wait for the device, and release memory that the framework caches without a live tensor in it."""
         ...
 
 
 class CudaMemory:
-    """Reports what the driver and torch's allocator say."""
+    """Reads the numbers from the driver and torch's allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -85,10 +85,10 @@ class CudaMemory:
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Holds what is known before the largest step runs, in bytes."""
+    """Numbers known before the largest step runs, in bytes."""
 
     initial_used_bytes: int
-    """Was in use on the device before this worker had anything there."""
+    """In use on the device before this worker used any of it."""
     weights_bytes: int
     scratch_bytes: int = 0
     """Set aside for attention over contexts longer than the step's."""
@@ -98,7 +98,7 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryProfile(Baseline):
-    """Adds what was measured, and computes what follows from it."""
+    """Adds the measured numbers, and computes the available memory and blocks."""
 
     total_bytes: int
     utilization: float
@@ -106,15 +106,15 @@ class MemoryProfile(Baseline):
     peak_framework_bytes: int
     """Allocated at once during the largest step; weights and fixed buffers are part of it."""
     used_at_step_bytes: int
-    """Was in use on the device right after that step, with all that the framework keeps."""
+    """In use on the device right after that step, the framework's caches included."""
     used_bytes: int
-    """Was in use on the device after the framework had released what it could."""
+    """In use on the device after trim()."""
     framework_bytes: int
     """Allocated in live tensors at that time."""
 
     @property
     def activations_bytes(self) -> int:
-        """Bytes of the largest step beside the weights, fixed buffers included."""
+        """Bytes that the largest step takes beside the weights, fixed buffers included."""
         return max(self.peak_framework_bytes - self.weights_bytes, 0)
 
     @property
@@ -135,16 +135,16 @@ class MemoryProfile(Baseline):
         return max(int(self.available_bytes // self.block_bytes), 0)
 
     def device_wide_num_blocks(self, swap_bytes: int) -> tuple[int, int]:
-        """(device, host) blocks by the founding formula, for comparison in the report.
+        """(device, host) blocks by a simpler formula, for comparison in the report.
 
-        This formula counts all that is in use on the device after the step as the peak: other processes' memory, and
-        what the framework keeps without need.
+        It takes all memory in use on the device after the step as the peak, including other processes' memory and the
+        framework's caches.
         """
         blocks = (self.total_bytes * self.utilization - self.used_at_step_bytes) // self.block_bytes
         return max(int(blocks), 0), max(int(swap_bytes // self.block_bytes), 0)
 
     def lines(self, swap_bytes: int) -> tuple[str, str]:
-        """Two lines for the log: the measurements under the names that dashboards know, and where the memory goes."""
+        """Two lines for the log: the measurements under the names that dashboards know, and the use of memory."""
         measured = (
             f"memory_profile: total_gpu_memory={_gib(self.total_bytes)} "
             f"initial_memory_usage={_gib(self.initial_used_bytes)} "
@@ -184,7 +184,7 @@ class MemoryProfile(Baseline):
 
 
 def check_free(memory: DeviceMemory, utilization: float) -> int:
-    """Return the bytes in use on the device. Raises ConfigError if this worker's share is not free to begin with."""
+    """Bytes in use on the device. Raises ConfigError if this worker's share is not free."""
     total, free = memory.total_bytes(), memory.free_bytes()
     if free < total * utilization:
         possible = math.floor(100 * free / total) / 100
@@ -199,7 +199,7 @@ def check_free(memory: DeviceMemory, utilization: float) -> int:
 def profile_memory(
     memory: DeviceMemory, run_largest_step: Callable[[], None], baseline: Baseline, utilization: float, block_bytes: int
 ) -> MemoryProfile:
-    """Run the largest step and measure. The weights are loaded, the KV cache is not there yet."""
+    """Run the largest step and measure. The weights are loaded, the KV cache is not allocated yet."""
     memory.trim()
     memory.reset_peak()
     run_largest_step()
@@ -220,7 +220,7 @@ def profile_memory(
 
 
 def blocks_for(num_tokens: int, groups: Sequence[LayerGroup], block_size: int, chunk: int) -> int:
-    """Count the blocks that one sequence needs at once, the null block included; a step computes `chunk` tokens."""
+    """Number of blocks that one sequence needs at once, null block included, computed `chunk` tokens at a time."""
     whole = -(-num_tokens // block_size)
     windows = [group.window for group in groups]
     return 1 + sum(whole if w is None else min(whole, -(-(w - 1 + chunk) // block_size) + 1) for w in windows)

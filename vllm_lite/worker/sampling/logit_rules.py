@@ -1,9 +1,9 @@
-"""The rules that some sequences have for their logits, and what they change in one step.
+"""Rules of sequences for their logits, and the edits of one step's logits that follow from them.
 
 The order of the rules is vLLM's: allowed ids, masks, bad words, and stop ids before min_tokens rule tokens out; then
-logit_bias is added; then penalties apply (penalties.py). Most sequences have no rules and cost nothing. The others have
-an entry in the RuleBook for as long as they have a row. What their rules say of a step is put together once for as long
-as the same sequences sample; what differs from step to step is worked out for all of them at once.
+logit_bias is added; then penalties apply (penalties.py). Sequences without rules cost nothing. The others have an entry
+in the RuleBook as long as they have a row. The constant part of a step's edits is computed once for as long as the same
+sequences sample; the rest is computed for all of them at once.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ Joined = TypeVar("Joined")
 
 
 class Bias:
-    """Adds values to some logits. It is the same for many steps, so it is brought to the logits' device once."""
+    """Adds values to some logits. It is constant over many steps, so it is copied to the device once."""
 
     def __init__(self, samples: Int64s, ids: Int64s, values: Float32s) -> None:  # [num_pairs] each, no pair twice
         self._arrays = samples, ids, values
@@ -50,17 +50,17 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
-    """Changes the logits of one step, in the order of the fields.
+    """Edits the logits of one step, in the order of the fields.
 
-    A logit that is minus infinity before one of the changes stays so; so does one that is not a number, unless banned.
+    A logit of minus infinity stays so through every edit; a NaN stays so unless it is banned.
     """
 
     banned: Pairs | None = None
-    """These logits become minus infinity; a pair may occur twice."""
+    """Logits set to minus infinity; a pair may occur twice."""
     allowed: TokenMasks | None = None
     masks: StepMasks | None = None
     ends: Pairs | None = None
-    """As `banned`, but not in samples whose mask leaves nothing else: a grammar at its end comes before min_tokens."""
+    """Like `banned`, except in samples whose mask allows nothing else: a complete grammar overrides min_tokens."""
     bias: Bias | None = None
     penalties: Penalties | None = None
 
@@ -85,7 +85,7 @@ class LogitEdits:
 
 @dataclass(frozen=True, slots=True)
 class _Bans:
-    """Names tokens that must not come next: a bad word's last one where the output ends with the rest of the word, and
+    """Tokens that must not come next: the last token of a bad word if the output ends with the rest of the word, and
     stop ids before min_tokens."""
 
     prefixes: NDArray[np.int32]  # [n, longest], the rest of each word, at the end of the row; before it ANY_TOKEN
@@ -96,8 +96,7 @@ class _Bans:
 
 @dataclass(frozen=True, slots=True)
 class SequenceRules:
-    """Holds one sequence's rules, None for each kind that it lacks, in the form in which those of several are put
-    together. The sequence keeps them while it is preempted; a fork has its own."""
+    """Rules of one sequence, None for each kind that it lacks. A preempted sequence keeps them; a fork has its own."""
 
     num_prompt: int
     allowed: NDArray[np.uint32] | None  # bitmask
@@ -147,7 +146,7 @@ def _read_bans(
 
 @dataclass(frozen=True, slots=True)
 class _Table:
-    """Holds what the rules of a step's samples say, for as long as the samples are of the same sequences."""
+    """Joined rules of a step's samples, reused as long as the same sequences sample."""
 
     entries: Int64s  # [num_samples]
     allowed: TokenMasks | None
@@ -158,7 +157,7 @@ class _Table:
 
 
 class RuleBook:
-    """Holds the rules of the sequences that have a row. Entry 0 is shared by all sequences without rules."""
+    """Rules of the sequences that have a row. Entry 0 is shared by all sequences without rules."""
 
     def __init__(self, max_num_seqs: int, vocab_size: int, max_tokens: int) -> None:
         self._sizes = max_num_seqs + 1, vocab_size, max_tokens
@@ -169,9 +168,9 @@ class RuleBook:
         self._table: _Table | None = None
         self._filler = MaskFiller(vocab_size)
         self.fills_masks = True
-        """Whether the masks are wanted here; where another rank applies them, they are not."""
+        """Whether this rank fills masks; False if another rank applies them."""
         self.counts_tokens = False
-        """Whether `count` must be called with what is sampled."""
+        """Whether count() must be called with the sampled tokens."""
 
     @property
     def entries(self) -> set[int]:
@@ -179,7 +178,7 @@ class RuleBook:
         return set(self._used)
 
     def add(self, rules: SequenceRules | None, tokens: NDArray[Any]) -> int:  # tokens: [num_tokens]
-        """Enter a sequence that gets a row, with all its tokens. Returns its entry, 0 if it has no rules."""
+        """Add a sequence that gets a row, with all its tokens. Returns its entry, 0 if it has no rules."""
         if rules is None:
             return 0
         entry = self._free.pop()
@@ -219,8 +218,8 @@ class RuleBook:
         token_ids: NDArray[np.int32],  # [max_rows, max_tokens]
         fill: Callable[[list[Masked]], StepMasks] | None = None,
     ) -> LogitEdits | None:
-        """Work out what the rules change in one step's logits; None if no sequence has rules. Masks are begun, and
-        filled while the model computes, unless `fill` makes them."""
+        """Edits of one step's logits; None if no sequence has rules. Masks are filled by threads while the model
+        computes, unless `fill` makes them."""
         if not entries.any():
             return None
         table = self._table
@@ -261,7 +260,7 @@ def _put_together(
     kind: Callable[[SequenceRules], Part | None],
     join: Callable[[Int64s, list[Part]], Joined],  # takes samples [n] and the part of each
 ) -> Joined | None:
-    """Join the parts of one kind; None if no sample has one."""
+    """Join the rules of one kind; None if no sample has one."""
     parts = [(sample, part) for sample, rules in ruled if (part := kind(rules)) is not None]
     if not parts:
         return None

@@ -1,4 +1,4 @@
-"""Logprobs of tokens, as they are reported."""
+"""Logprobs of tokens: finding them in the logits, and their form in the output."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from vllm_lite.protocol.api import TokenLogprobs
 
 
 def record_of(num_top: int) -> np.dtype[np.void]:
-    """The dtype of what is found of one token: its logprob and rank, and the likeliest tokens with their logprobs."""
+    """dtype of one token's record: its logprob and rank, and the likeliest tokens with their logprobs."""
     top = (num_top,)
     return np.dtype([("logprob", np.float32), ("rank", np.int32), ("ids", np.int32, top), ("values", np.float32, top)])
 
@@ -34,7 +34,7 @@ def report(
     found: NDArray[np.void],  # record_of(...) [num_wanted]
     num_top: NDArray[Any],  # int [num_wanted]
 ) -> list[TokenLogprobs]:
-    """Report each token's logprob and rank, and of the likeliest tokens as many as are wanted of it."""
+    """Convert records to TokenLogprobs, each with its own number of likeliest tokens."""
     top = [
         tuple(zip(ids[:count], values[:count], strict=True))
         for ids, values, count in zip(found["ids"].tolist(), found["values"].tolist(), num_top.tolist(), strict=True)

@@ -1,8 +1,7 @@
-"""Masks that change with each token: the seam through which a grammar rules tokens out.
+"""Masks that change with each token: the interface through which a grammar rules tokens out.
 
-A sequence may have a MaskSource, which follows what the sequence generates and says which tokens may come next. Sources
-are asked once for every sample; what they answer is applied to all rows of logits at once. Sequences without a source
-cost nothing.
+A sequence may have a MaskSource, which follows its output and knows which tokens may come next. Sources are called once
+per sample; their bitmasks are applied to all rows of logits at once. Sequences without a source cost nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +38,7 @@ class MaskSource(Protocol):
     """Follows the output of one sequence. Its state must depend on sampling params and accepted tokens alone."""
 
     def accept(self, token: int) -> bool:
-        """Go on by one generated token. Returns False, and changes nothing, if the token may not come here."""
+        """Advance by one generated token. Returns False, and changes nothing, if the token is not allowed here."""
         ...
 
     def rollback(self, num_tokens: int) -> None:
@@ -47,27 +46,27 @@ class MaskSource(Protocol):
         ...
 
     def fill_bitmask(self, bitmask: Uint32s) -> None:
-        """Clear the bits of the tokens that may not come next.
+        """Clear the bits of the tokens that are not allowed next.
 
         bitmask: [ceil(vocab / 32)], all bits set; token t has bit t % 32 of word t // 32.
         """
         ...
 
     def forced_tokens(self) -> list[int]:
-        """Return the tokens that must come next, one behind the other; [] if there is a choice, or it is not known.
+        """The sequence of tokens that must come next; [] if there is a choice, or it is not known.
 
-        They are drafted, so an error here costs time and no more.
+        They are drafted, so an error here only costs time.
         """
         ...
 
     def num_valid(self, tokens: Sequence[int]) -> int:
-        """Count how many of these may follow, one behind the other, before the first that may not."""
+        """Number of `tokens` that may follow, up to the first that is not allowed."""
         ...
 
 
 MaskSourceOf = Callable[[Sampling], "MaskSource | Future[Any] | None"]
-"""Makes the source of a new sequence or fork that has rules; None for one that needs no mask. A future of it says that
-it is still being made."""
+"""Makes the source of a new sequence or fork with rules: None if it needs no mask, a future if the source is still
+being compiled."""
 
 CONTRADICTION = "its grammar allows no token that allowed_token_ids, bad_words and its other rules leave"
 BROKEN = "its output does not follow its grammar"
@@ -76,11 +75,11 @@ BROKEN = "its output does not follow its grammar"
 class SequenceMask:
     """Keeps a sequence's source up to date with the sequence's tokens.
 
-    The source accepts tokens late, when the next mask is wanted, and no draft stays accepted. So it never has to take
-    back a token that the engine replaced, and a preempted sequence keeps it as it is.
+    The source accepts tokens lazily, when the next mask is needed, and drafts do not stay accepted. So it never has to
+    roll back a token that the engine replaced, and a preempted sequence keeps it unchanged.
 
-    A source that is still being made is asked nothing, and rules nothing out, until `settle` says that it is there:
-    with several ranks it has to be there on all of them.
+    A source that is still being compiled is not called, and rules nothing out, before settle(): with several ranks it
+    has to be ready on all of them.
     """
 
     def __init__(self, source: "MaskSource | Future[Any]", num_prompt: int) -> None:
@@ -91,17 +90,17 @@ class SequenceMask:
 
     @property
     def coming(self) -> "Future[Any] | None":
-        """The source that is still being made, or has not been settled yet."""
+        """Future of a source that is not settled yet; None for a settled one."""
         return self._coming
 
     def settle(self, failure: str | None) -> None:
-        """The source is there on all ranks from now on; `failure`: it never will be."""
+        """Use the source from now on, which is ready on all ranks, or fail with the reason `failure`."""
         if self._coming is not None and failure is None:
             self._source = self._coming.result()
         self._coming, self._failure = None, failure
 
     def explain(self) -> str:
-        """Say why the sequence has no token left to sample."""
+        """Reason why the sequence has no token left to sample."""
         return self._failure or CONTRADICTION
 
     def fill(self, tokens: Int32s, bitmasks: Uint32s) -> None:
@@ -121,7 +120,7 @@ class SequenceMask:
             source.fill_bitmask(bitmasks[0])
             for draft, bitmask in zip(tokens[num_tokens:].tolist(), bitmasks[1:], strict=True):
                 if not source.accept(draft):
-                    break  # the sample in the draft's place will differ, so the samples behind it do not count
+                    break  # the sample in the draft's place will differ, so later samples do not count
                 num_drafts += 1
                 source.fill_bitmask(bitmask)
             source.rollback(num_drafts)
@@ -135,8 +134,8 @@ class SequenceMask:
         drafts: Int32s,  # [num_drafts]
         bitmask: Uint32s,  # [words], all set
     ) -> None:
-        """Write the mask of what may follow the drafts, which the source does not keep; nothing may, if they may not
-        follow the tokens."""
+        """Write the mask of the tokens that may follow the drafts; all bits are cleared if the drafts are not allowed
+        themselves. The source does not keep the drafts."""
         if self._coming is not None:
             return
         source = self._follow(tokens)
@@ -158,7 +157,7 @@ class SequenceMask:
             bitmask[:] = 0
 
     def forced(self, tokens: Int32s) -> list[int]:
-        """Return what must follow `tokens` [num_tokens], all that the sequence has; [] if there is a choice."""
+        """Tokens that must follow `tokens` [num_tokens], all of the sequence; [] if there is a choice."""
         try:
             source = self._follow(tokens)
             return source.forced_tokens() if source is not None else []
@@ -171,7 +170,7 @@ class SequenceMask:
         tokens: Int32s,  # [num_tokens], all that the sequence has
         drafts: Int32s,  # [num_drafts]
     ) -> int:
-        """Count how many drafts may follow the tokens."""
+        """Number of drafts that may follow the tokens."""
         try:
             source = self._follow(tokens)
             return source.num_valid(drafts.tolist()) if source is not None else 0
@@ -180,8 +179,8 @@ class SequenceMask:
             return 0
 
     def _follow(self, tokens: Int32s) -> MaskSource | None:
-        """Have the source accept all of `tokens`. Returns None if there is none, or if one of them may not stand where
-        it does."""
+        """Let the source accept all of `tokens`, and return it. None if there is no source, or a token is not
+        allowed."""
         source = self._source
         if source is None:
             return None
@@ -201,10 +200,10 @@ class SequenceMask:
 
 
 class TokenMasks:
-    """Limits some samples to the tokens in their bitmasks, by the fastest implementation that the device has.
+    """Limits samples to the tokens in their bitmasks, by the device's fastest implementation.
 
-    Minus infinity is added to the logits of what is ruled out, so that a NaN of the model stays visible, and an
-    infinity becomes one. On a GPU the bitmasks are brought there once, for all steps that they are applied in.
+    Minus infinity is added to the logits of other tokens, so that a NaN of the model stays visible, and an infinity
+    becomes NaN. On a GPU the bitmasks are copied there once, for all steps in which they are applied.
     """
 
     def __init__(
@@ -226,7 +225,7 @@ class TokenMasks:
             self.apply_plainly(logits)
 
     def apply_plainly(self, logits: torch.Tensor) -> None:
-        """Do the same in plain torch: the reference of all other implementations."""
+        """Apply the bitmasks in plain torch: the reference of all other implementations."""
         samples, bitmasks = self._masked
         tokens_of_byte = torch.from_numpy(BYTES).to(logits.device)
         packed = torch.from_numpy(bitmasks.view(np.uint8)).to(logits.device).int()  # [n, bytes]
@@ -235,13 +234,13 @@ class TokenMasks:
 
 
 def allow_all(logits: torch.Tensor) -> None:  # float32 [num_samples, vocab]
-    """Apply a mask that rules nothing out, so that the first one that does waits for no compiler."""
+    """Apply a mask that allows all tokens, so that the kernel is compiled before a request needs it."""
     words = -(-logits.shape[1] // 32)
     TokenMasks(np.zeros(1, np.int64), np.full((1, words), 0xFFFFFFFF, np.uint32)).apply(logits)
 
 
 def launcher_for(logits: torch.Tensor) -> Launcher | None:
-    """Return what launches kernels where the logits are; None if that is no GPU, or one without kernels."""
+    """Launcher of kernels for the logits' device; None if that is no GPU, or kernels cannot be compiled."""
     return default_launcher() if logits.is_cuda else None
 
 

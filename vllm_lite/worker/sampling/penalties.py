@@ -1,9 +1,9 @@
-"""Presence, frequency and repetition penalties: the arithmetic, and how often each sequence holds each token.
+"""Presence, frequency and repetition penalties: their arithmetic, and the token counts of each sequence.
 
 A positive logit of a token that the sequence holds is divided by the repetition penalty, a negative one multiplied by
 it. Then the frequency penalty is subtracted once for each time that the token was generated, and the presence penalty
-once if it was generated at all. Counts are kept up as sequences grow, so that a step costs what they hold of different
-tokens, whatever the size of the vocabulary.
+once if it was generated at all. Counts are updated as sequences grow, so that the cost of a step depends on the number
+of different tokens, not on the size of the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ Int64s = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """Changes the logits of a step's penalised samples, for each of their different tokens."""
+    """Penalises the logits of a step's samples, for each (sample, different token) pair."""
 
     samples: Int64s  # [num_pairs]
     ids: Int64s  # [num_pairs]
@@ -34,8 +34,8 @@ class Penalties:
 
 
 class TokenCounts:
-    """Counts the tokens of each penalised sequence that has a row, in one entry. All entries together are large, but a
-    page of them that is never written takes no memory."""
+    """Token counts of each penalised sequence that has a row, one entry per sequence. The arrays are large, but pages
+    that are never written take no memory."""
 
     def __init__(self, num_entries: int, vocab_size: int, max_tokens: int) -> None:
         width = min(vocab_size, max_tokens)
@@ -75,8 +75,8 @@ class TokenCounts:
         self._counts[entries, columns - 1] += 1
 
     def of(self, entries: Int64s) -> tuple[Int64s, Int64s, NDArray[np.int32]]:
-        """List the different tokens of some sequences, those of one side by side: the index of their sequence in
-        `entries`, their ids, and how often they were generated, [num_pairs] each."""
+        """The different tokens of some sequences, grouped by sequence: (index in `entries`, token id, number of times
+        generated), [num_pairs] each."""
         lengths = self._lengths[entries]
         width = int(lengths.max(initial=0))
         held = np.arange(width) < lengths[:, None]

@@ -1,24 +1,24 @@
-"""From logits to tokens where several ranks hold the model: each has made the logits of its own columns, and each needs
-all tokens, because each keeps the sequences.
+"""Sampling with tensor parallelism: each rank has the logits of its own vocabulary columns, and each needs all sampled
+tokens, because each keeps the sequences.
 
-- Rows that all take their best token: each rank finds the best of its columns, and what the ranks exchange is these, 8
-  bytes a row. No rank sees the others' logits. Where they are few and in one memory, all ranks look at all of them.
-- Other rows need complete logits. The ranks share out the rows and exchange the tokens; where there are fewer rows than
-  ranks, all pick all, and rank 0's tokens count. Rules change all columns: where the logits are in one memory, rank 0
-  applies them; where each rank has a copy, each does.
+- If all rows take their best token, each rank finds the best of its columns, and the ranks exchange these, 8 bytes per
+  row, without the logits. Few logits in shared memory are read in full by all ranks instead.
+- Otherwise the logits are completed. The ranks divide the rows and exchange the tokens; if there are fewer rows than
+  ranks, all ranks sample all rows, and rank 0's tokens count. Rules change all columns: rank 0 applies them to logits
+  in shared memory, and each rank to its own copy.
 
-Each rank looks up the logprobs of its rows; rank 0 alone reports them. All ranks must be given equal inputs; then all
-get equal tokens and failures.
+Each rank looks up the logprobs of its rows; only rank 0 reports them. Given equal inputs, all ranks get equal tokens
+and failures.
 
-Every step that samples ends with an exchange or a barrier, on the CPU. So logits that were made while another rank
-ended, which may be wrong, do not become tokens.
+Every step that samples ends with an exchange or a barrier on the CPU, so that logits computed while another rank died,
+which may be wrong, do not become tokens.
 
-Where the logits are in one memory, no rank may write what another still reads or writes:
+In shared memory, no rank may write what another still reads or writes:
 
-- Rank 0 applies rules when all columns are there (`gather`), and the others read them behind a barrier. Where some rows
-  want logprobs, which are those of the logits before, another barrier comes before the rules.
-- The next step writes logits into the same memory. Each rank has read all that it reads before it comes to the last
-  exchange or barrier, and no rank leaves that before all have come.
+- Rank 0 applies rules when all columns are complete (`gather`), and the others read them after a barrier. If rows
+  report logprobs, which are of the logits before rules, another barrier precedes the rules.
+- The next step writes logits into the same memory. Each rank has finished reading before the last exchange or barrier,
+  which no rank leaves before all have reached it.
 """
 
 from collections.abc import Callable
@@ -46,17 +46,16 @@ from vllm_lite.worker.sampling.sampler import (
 from vllm_lite.worker.sampling.staged_sampler import StagedSampler
 
 FOUND = np.dtype([("best", np.float32), ("token", np.int32)])
-"""What ranks exchange of a row: its largest logit, NaN if one of them is, and the token that was picked."""
+"""Record that ranks exchange per row: its largest logit (NaN if any is NaN), and the picked token."""
 FEW_LOGITS = 1 << 18
-"""So many logits in one memory every rank looks at alike: that takes 30 us at most, and two barriers take less than an
-exchange (one row of 32,000 or 152,000 logits, two ranks: 6 or 14 us instead of 27 or 52)."""
+"""Up to this many logits in shared memory are read in full by every rank: that takes at most 30 us, and two barriers
+take less than an exchange (one row of 32,000 or 152,000 logits, two ranks: 6 or 14 us instead of 27 or 52)."""
 
 Founds = NDArray[np.void]
 
 
 def sampler_of(model: Model, device: torch.device, patience_s: float = PATIENCE_S) -> TokenSampler:
-    """Make the sampler for this rank's part of the model. The part that is the whole pays nothing for the others.
-    `patience_s`: as Sampler has it."""
+    """The sampler for this rank: a plain Sampler if there is only one rank. `patience_s`: see Sampler."""
     communicator, sampler = model.communicator, Sampler(model.spec.vocab_size, device, patience_s)
     ranked: TokenSampler = sampler
     if communicator.shard.world > 1:
@@ -65,7 +64,7 @@ def sampler_of(model: Model, device: torch.device, patience_s: float = PATIENCE_
 
 
 class RankedSampler:
-    """Samples as Sampler does, and with the same results, together with the other ranks."""
+    """Samples together with the other ranks, with the same results as Sampler."""
 
     def __init__(
         self,
@@ -85,7 +84,7 @@ class RankedSampler:
         inputs: SampleInputs,
     ) -> Sampled:
         """Sample one token per row, the same on all ranks. A row whose logits are not finite on any rank is reported as
-        failed; no other row notices. Logprobs are None on all ranks but the first."""
+        failed, without affecting others. Logprobs are None on all ranks but the first."""
         if not len(inputs.params):
             return Sampled(np.empty(0, np.int64), {}, None)
         if inputs.plain or (inputs.edits is None and is_plain(inputs.params)):
@@ -115,7 +114,7 @@ class RankedSampler:
         return Sampled(tokens, failed, listed(records, params, failed) if is_first else None)
 
     def _best(self, logits: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:  # [num_samples] each
-        """Take each row's best token of all ranks' columns, and its logit."""
+        """Best token of each row over all ranks' columns, and its logit."""
         if self._communicator.shares_memory and logits.numel() <= FEW_LOGITS:
             self._gather(logits)
             picked = self._sampler.pick_best(logits)
@@ -124,7 +123,7 @@ class RankedSampler:
         picked = self._sampler.pick_best(logits, self._own_columns)
         own = _founds(picked.tokens + self._own_columns.start, picked.best)
         of_ranks = exchange(self._communicator, own, len(own))
-        # Equals go to the lowest rank, which has the lowest ids; NaN goes before all others, as within a rank.
+        # Ties go to the lowest rank, which has the lowest ids; NaN wins over all numbers, as within a rank.
         found = of_ranks[of_ranks["best"].argmax(0), np.arange(len(logits))]
         return found["token"].astype(np.int64), found["best"]
 

@@ -1,7 +1,7 @@
-"""Sequences that get no token in a step, because their grammar is still being compiled.
+"""Readiness of grammars: sequences whose grammar is still being compiled get no token in a step.
 
-Nobody else waits for a grammar. All ranks must agree on it: a grammar is there when it is there on all of them, and
-fails when it fails on one. Sequences whose grammars were there before cost nothing here.
+No other sequence waits for a grammar. All ranks must agree: a grammar is ready when it is ready on all ranks, and fails
+when it fails on one. Sequences with settled grammars cost nothing here.
 """
 
 from collections.abc import Collection
@@ -14,19 +14,18 @@ from vllm_lite.parallel.stages import take_least
 from vllm_lite.worker.sampling.masks import SequenceMask
 
 FAILED, COMING, READY = 0, 1, 2
-"""In this order ranks agree on the smallest."""
+"""States of a grammar; ranks agree on the smallest one."""
 PATIENCE_S = 0.005
-"""A step in which all sequences wait for their grammars lasts so long, instead of computing nothing over and over."""
+"""Seconds that a step waits in which all sequences lack their grammars, so that empty steps do not spin."""
 MAX_ROUNDS = 6000
-"""Number of such waits after which a grammar has failed that a step cannot do without: half a minute. All ranks count
-them, so they agree."""
+"""Number of such waits after which a grammar fails that a step needs: half a minute. All ranks count alike."""
 TOO_LATE = "its grammar could not be compiled in half a minute"
 FAILED_ELSEWHERE = "its grammar could not be compiled on one of the model's ranks"
 
 
 def settle(masks: Collection[SequenceMask], communicator: Communicator, *, patient: bool) -> list[bool]:
-    """Find out which sources are there on all ranks, and settle those; return whether each of `masks` is settled.
-    `patient`: nothing else is to be done."""
+    """Settle the sources that are ready on all ranks. Returns whether each of `masks` is settled. `patient`: wait for
+    up to PATIENCE_S, since the step has nothing else to do."""
     if patient:
         coming = [mask.coming for mask in masks if mask.coming is not None and not mask.coming.done()]
         wait(coming, PATIENCE_S, return_when="FIRST_COMPLETED")

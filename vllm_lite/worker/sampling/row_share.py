@@ -1,4 +1,4 @@
-"""Ranks' shares of rows of complete logits, and the exchange of their findings."""
+"""RowShare: each rank's share of the rows of complete logits, and the exchange of per-row results."""
 
 from typing import Any, NamedTuple
 
@@ -18,26 +18,25 @@ class RowShare(NamedTuple):
 
     own: slice
     size: int
-    """How many records each rank gives: as many as the rank with the most rows has."""
+    """Number of records that each rank contributes: the maximum number of rows of a rank."""
     num_rows: int
 
     @classmethod
     def of(cls, num_rows: int, shard: Shard) -> "RowShare":
-        """Rows side by side; all of them for each rank where there are fewer than ranks. A rank without a row would
-        fall asleep in the exchange, and to wake it takes as long as a row does."""
+        """Consecutive rows for each rank; all rows for every rank if there are fewer rows than ranks. A rank without
+        rows would fall asleep in the exchange, and waking it takes as long as a row."""
         if num_rows < shard.world:
             return cls(slice(0, num_rows), num_rows, num_rows)
         size = -(-num_rows // shard.world)
         return cls(slice(size * shard.rank, min(size * (shard.rank + 1), num_rows)), size, num_rows)
 
     def exchange(self, communicator: Communicator, own: Records) -> Records:  # [num_rows], also of the result
-        """Return the records of all rows, by all ranks. Where all have worked on all rows, rank 0's count."""
+        """The records of all rows, on all ranks. If every rank has all rows, those of rank 0 are used."""
         return exchange(communicator, own, self.size).reshape(-1)[: self.num_rows]
 
 
 def exchange(communicator: Communicator, own: Records, num_records: int) -> Records:  # [world, num_records]
-    """Return every rank's records. `num_records` is the same on all ranks and at least len(own); those behind a rank's
-    last one are zero."""
+    """Records of every rank. `num_records` is the same on all ranks and at least len(own); the rest is zero."""
     if len(own) < num_records:
         own = np.append(own, np.zeros(num_records - len(own), own.dtype))
     gathered = communicator.all_gather(torch.from_numpy(own.view(np.uint8)))

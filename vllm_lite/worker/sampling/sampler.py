@@ -83,39 +83,38 @@ ROW_PARAMS = np.dtype(
         ("rules", np.int32),  # entry in the RuleBook, 0 = no rules
     ]
 )
-"""What the sampler knows of one sequence; arrays of it have one record per row."""
+"""Sampling parameters of one sequence; arrays have one record per row."""
 
 ALL_BANNED = "every token is ruled out"
 LOG2_E = 1.44269504
 COEFFICIENTS = (1.5403530e-4, 1.3333558e-3, 9.6181291e-3, 5.5504109e-2, 2.4022651e-1, 6.9314718e-1, 1.0)
 """c6 to c0 of the mass."""
 CACHED_ENTRIES = 2**17
-"""Entries of noise made at a time; with its scratch memory that is 1.5 MiB."""
+"""Entries of noise computed at a time; with scratch memory 1.5 MiB."""
 
 
 class HasSampling(Protocol):
-    """A sequence, as far as this file knows it."""
+    """A sequence with sampling parameters."""
 
     sampling: Sampling
 
 
 @dataclass(slots=True)
 class SampleInputs:
-    """Holds what the sampler needs to know of the samples, in the order of the rows of logits. The sampler changes
-    nothing in it."""
+    """Inputs of the sampler, in the order of the rows of logits. The sampler does not change them."""
 
     params: NDArray[np.void]  # ROW_PARAMS [num_samples]
     positions: NDArray[np.int64]  # [num_samples], index in its sequence of the token about to be sampled
     edits: LogitEdits | None = None
     plain: bool = False
-    """`is_plain(params)`, known beforehand, and there are no edits."""
+    """True if `is_plain(params)` is known to hold and there are no edits."""
     named: dict[int, tuple[int, ...]] | None = None
-    """Samples whose requests name the tokens that are reported, with these tokens; None: there are none."""
+    """Sample -> token ids whose logprobs its request names; None: no request names any."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """Holds the result, row by row. The token of a failed row means nothing."""
+    """Sampled tokens and logprobs, row by row. The token of a failed row is undefined."""
 
     tokens: NDArray[np.int64]  # [num_samples]
     failed: dict[int, str]  # sample -> reason
@@ -123,7 +122,7 @@ class Sampled:
 
 
 class TokenSampler(Protocol):
-    """Samples the rows of a step's logits; Sampler says how."""
+    """Interface of samplers; Sampler documents the methods."""
 
     def sample(self, logits: torch.Tensor, inputs: SampleInputs) -> Sampled: ...
 
@@ -132,7 +131,7 @@ class Sampler:
     """Samples rows of logits over one vocabulary. No result depends on the calls before it."""
 
     def __init__(self, vocab_size: int, device: torch.device, patience_s: float = PATIENCE_S) -> None:
-        """`patience_s`: how long a GPU may take for what has been launched, before DeviceHungError is raised."""
+        """`patience_s`: seconds that a GPU may take for launched work before DeviceHungError is raised."""
         self.vocab_size = vocab_size
         self.device = device
         self.patience_s = patience_s
@@ -147,7 +146,7 @@ class Sampler:
         logits: torch.Tensor,  # float32 [num_samples, vocab]; rules write into it
         inputs: SampleInputs,
     ) -> Sampled:
-        """Sample one token per row. A row whose logits are not finite is reported as failed; no other row notices."""
+        """Sample one token per row. A row whose logits are not finite is reported as failed; others are unaffected."""
         params = inputs.params
         if inputs.plain:
             picked = self.pick_best(logits)
@@ -167,7 +166,7 @@ class Sampler:
         logits: torch.Tensor,  # float32 [num_samples, vocab], before any rule
         params: NDArray[np.void],  # ROW_PARAMS [num_samples]
     ) -> torch.Tensor | None:  # float32 [num_wanted, vocab]
-        """Compute the logprobs of the rows that want some, in memory of their own; None if no row does."""
+        """Compute the logprobs of the rows that report some, in memory of their own; None if no row does."""
         wanted = wants_logprobs(params)
         return logits.index_select(0, self._index(wanted)).log_softmax(1) if len(wanted) else None
 
@@ -183,7 +182,7 @@ class Sampler:
         num_top: int,
         named: dict[int, tuple[int, ...]] | None = None,  # as in SampleInputs
     ) -> NDArray[np.void]:  # record_of(num_top) [num_samples]
-        """Find what is to be reported of each row; zeros of a row that wants nothing."""
+        """Find the logprobs that each row reports; zeros for a row that reports none."""
         records = np.zeros(len(params), record_of(num_top))
         if raw is not None:
             wanted = wants_logprobs(params)
@@ -199,8 +198,8 @@ class Sampler:
         logits: torch.Tensor,  # float32 [num_rows, vocab]
         columns: slice = ALL_COLUMNS,
     ) -> Picked:
-        """Take the best of these columns in each row; its token is counted from the first of them. The next call with
-        the same logits overwrites the result."""
+        """Take the best of `columns` in each row; token ids count from the first of them. The next call with the same
+        logits overwrites the result."""
         if self.device.type != "cpu" or not cpu.available():
             return self.pick(logits[:, columns], np.zeros(len(logits), DRAW))
         if self._best_of is None or self._best_logits is not logits:  # decode steps reuse the same memory
@@ -212,7 +211,7 @@ class Sampler:
         logits: torch.Tensor,  # float32 [num_rows, vocab]
         draws: NDArray[np.void],  # DRAW [num_rows]
     ) -> Picked:
-        """Filter and draw, by the fastest implementation that the device has."""
+        """Filter and draw by the device's fastest implementation."""
         if self.device.type == "cpu" and cpu.available():
             return native.pick(logits, draws)
         if self._launcher is not None:
@@ -221,7 +220,7 @@ class Sampler:
 
     @property
     def leaves_tokens(self) -> bool:
-        """Whether there is `launch`."""
+        """Whether launch() is available."""
         return self._launcher is not None
 
     def launch(
@@ -229,7 +228,7 @@ class Sampler:
         logits: torch.Tensor,  # float32 [num_samples, vocab]
         inputs: SampleInputs,  # without edits, and nobody wants logprobs
     ) -> cuda_sampler.PickedLater:
-        """Begin to sample, and leave the tokens on the device until they are asked for."""
+        """Launch the sampling, and leave the tokens on the device until they are read."""
         if self._launcher is None or inputs.edits is not None:
             raise RuntimeError("this sampler cannot leave its tokens on the device, or rules change the logits")
         draws = draw_records(inputs.params, inputs.positions, self.vocab_size)
@@ -241,7 +240,7 @@ class Sampler:
         logits: torch.Tensor,  # float32 [num_rows, vocab]
         draws: NDArray[np.void],  # DRAW [num_rows]
     ) -> Picked:
-        """Do the same in plain torch: the reference of all other implementations."""
+        """Filter and draw in plain torch: the reference of all other implementations."""
         tokens = _argmax(logits)  # int64 [num_rows]
         best = logits.gather(1, tokens[:, None])  # [num_rows, 1], NaN if the row has one
         limits = np.full(len(draws), np.inf, np.float32)
@@ -293,7 +292,7 @@ class Sampler:
 
 
 def row_params(sampling: Sampling, rules: int) -> tuple[Any, ...]:
-    """Write `sampling` as one record of ROW_PARAMS."""
+    """Convert `sampling` to one record of ROW_PARAMS."""
     return (
         sampling.temperature,
         max(sampling.top_k, 0),
@@ -312,7 +311,7 @@ def named_tokens(
     rows: NDArray[np.int64],  # [num_samples]
     sequences: Sequence["HasSampling"],  # by row
 ) -> dict[int, tuple[int, ...]] | None:
-    """The tokens that are to be reported of samples whose requests name them; None if none does."""
+    """Sample -> token ids whose logprobs its request names; None if no request names any."""
     if not params["is_named"].any():
         return None
     named = np.flatnonzero(params["is_named"]).tolist()
@@ -320,12 +319,12 @@ def named_tokens(
 
 
 def is_plain(params: NDArray[np.void]) -> bool:  # ROW_PARAMS [num_samples]
-    """Whether every row takes its best token, and no row wants logprobs."""
+    """Whether every row takes its best token, and no row reports logprobs."""
     return bool((params["temperature"] == 0).all() and (params["logprobs"] == NO_LOGPROBS).all())
 
 
 def wants_logprobs(params: NDArray[np.void]) -> NDArray[np.int64]:  # ROW_PARAMS [num_samples] -> [num_wanted]
-    """Find the rows that want logprobs."""
+    """Find the rows that report logprobs."""
     return np.flatnonzero(params["logprobs"] != NO_LOGPROBS)
 
 
@@ -334,7 +333,7 @@ def listed(
     params: NDArray[np.void],  # ROW_PARAMS [num_samples]
     failed: dict[int, str],
 ) -> list[TokenLogprobs | None]:  # [num_samples]
-    """List what was found as Sampled has it."""
+    """Convert the found logprobs to the form of Sampled."""
     wanted = wants_logprobs(params)
     logprobs: list[TokenLogprobs | None] = [None] * len(params)
     for sample, entry in zip(wanted.tolist(), report(found[wanted], params["logprobs"][wanted]), strict=True):
@@ -347,7 +346,7 @@ def draw_records(
     positions: NDArray[np.int64],  # [num_samples]
     vocab_size: int,
 ) -> NDArray[np.void]:  # DRAW [num_samples]
-    """Make the kernels' record of each row; a filter that keeps every token is off."""
+    """Make the kernels' records; a filter that would keep every token is turned off."""
     if not params["temperature"].any():
         return np.zeros(len(params), DRAW)
     draws = np.empty(len(params), DRAW)
@@ -400,7 +399,7 @@ def token_hash(
     out: torch.Tensor,  # int32 [n, vocab], the hash, to be read as unsigned
     scratch: torch.Tensor,  # int32 [n, vocab]
 ) -> None:
-    """Do the last mix and finish() of the hash. int32 wraps around; `>>` copies the sign, so each shift is masked."""
+    """Compute the last mix and finish() of the hash. int32 wraps around; `>>` copies the sign, so shifts are masked."""
 
     def shifted_right(bits: int) -> torch.Tensor:
         return torch.bitwise_right_shift(out, bits, out=scratch).bitwise_and_((1 << (32 - bits)) - 1)
@@ -417,7 +416,7 @@ def gumbel_noise(
     row_keys: torch.Tensor,  # int32 [n, 1]
     token_keys: torch.Tensor,  # int32 [vocab]
 ) -> torch.Tensor:  # float32 [n, vocab]
-    """Make the noise of every token in every row, as many rows at a time as a cache holds (2 to 3 times faster)."""
+    """Compute the noise of every token in every row, for as many rows at a time as a cache holds (2 to 3 x faster)."""
     num_rows, vocab_size = len(row_keys), len(token_keys)
     noise = torch.empty(num_rows, vocab_size, dtype=torch.float32, device=token_keys.device)
     at_once = max(1, CACHED_ENTRIES // vocab_size)

@@ -1,4 +1,4 @@
-"""From logits to tokens where stages share out the layers: the last one samples, and each keeps the sequences."""
+"""Sampling with pipeline stages: the last stage samples, and each stage keeps the sequences."""
 
 import numpy as np
 import torch
@@ -9,15 +9,15 @@ from vllm_lite.worker.sampling.sampler import Sampled, SampleInputs, TokenSample
 
 
 class StagedSampler:
-    """Samples as `last` does, in the last stage, and brings the tokens to the other stages; the token t of a failed row
-    as -1 - t. Reasons of failures, and logprobs, are known to the last stage alone, whose first rank answers."""
+    """Samples by `last` in the last stage, and broadcasts the tokens to the other stages, token t of a failed row as
+    -1 - t. Only the last stage, whose first rank answers, has logprobs and the reasons of failures."""
 
     def __init__(self, last: TokenSampler, communicator: Communicator) -> None:
         self._last = last
         self._communicator = communicator
 
     def sample(self, logits: torch.Tensor, inputs: SampleInputs) -> Sampled:
-        """As TokenSampler.sample. `logits` have no columns but in the last stage."""
+        """See TokenSampler.sample. `logits` have no columns except in the last stage."""
         if not self._communicator.shard.stage.is_last:
             sent = np.empty(len(inputs.params), np.int64)
             take_from_last(torch.from_numpy(sent), self._communicator)

@@ -1,7 +1,7 @@
 """The masks of one step, filled by threads while the model computes its logits.
 
-A mask depends on tokens that are known before the forward pass. So filling begins with the step, and `apply` waits for
-the rest of it. A source spends most of its time without the GIL.
+A mask depends only on tokens that are known before the forward pass. So filling starts with the step, and apply() waits
+until it is complete. Sources release the GIL most of the time.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from vllm_lite.worker.sampling.masks import ALL_BITS, Int32s, Int64s, SequenceMa
 
 MAX_THREADS = 4
 MIN_SEQUENCES = 32
-"""A thread is worth its start for so many sequences: on a CPU it takes its core from the kernels. (Two cores, 32 rows:
-a step of 10.1 ms took 12.3 ms with four threads and 11.2 ms with one.)"""
+"""Minimum sequences per thread: on a CPU a thread takes its core from the kernels. (Two cores, 32 rows: a step of
+10.1 ms took 12.3 ms with four threads and 11.2 ms with one.)"""
 PATIENCE_S = 60.0
-"""No mask takes longer: the limits of a grammar bound each at some milliseconds."""
+"""Maximum seconds to wait for a mask; the limits on grammars bound each at some milliseconds."""
 
 
 class Masked(NamedTuple):
-    """The samples of one sequence that follows a mask: `num_samples` of them from `first` on."""
+    """Samples of one sequence with a mask: `num_samples` samples from `first` on."""
 
     first: int
     num_samples: int
@@ -38,7 +38,7 @@ class StepMasks:
         self._filling = filling
 
     def bitmasks(self) -> Uint32s:
-        """Wait until all are filled. Raises what a source has raised that must not raise."""
+        """Wait until all masks are filled, and return them. Raises a source's unexpected error."""
         for part in self._filling:
             part.result(PATIENCE_S)
         self._filling = []
@@ -48,7 +48,7 @@ class StepMasks:
         TokenMasks(self._samples, self.bitmasks()).apply(logits)
 
     def leave_only(self, samples: Int64s, tokens: Int64s, vocab_size: int) -> Int64s:  # [n], [n] -> [m], sorted
-        """Find those of `samples` whose masks allow nothing but the tokens beside them."""
+        """Those of `samples` whose masks allow no token but those of the pairs (sample, token) with this sample."""
         bitmasks, found = self.bitmasks(), []
         for sample in np.intersect1d(samples, self._samples).tolist():
             others = ~bitmask_of(tokens[samples == sample], vocab_size)
@@ -58,8 +58,8 @@ class StepMasks:
 
 
 def masks_of_drafts(masked: Sequence[Masked], known: Sequence[tuple[Int32s, Int32s]], vocab_size: int) -> StepMasks:
-    """Masks of what may follow drafts, filled at once. `known`: of each sample the tokens of its sequence, and the
-    drafts behind them."""
+    """Masks of the tokens that may follow drafts, filled immediately. `known`: (tokens of the sequence, drafts), per
+    sample."""
     samples = np.array([each.first for each in masked], np.int64)
     bitmasks = np.full((len(masked), -(-vocab_size // 32)), ALL_BITS, np.uint32)
     for each, bitmask in zip(masked, bitmasks, strict=True):
@@ -68,7 +68,7 @@ def masks_of_drafts(masked: Sequence[Masked], known: Sequence[tuple[Int32s, Int3
 
 
 class MaskFiller:
-    """Fills the masks of one step after the other, in memory that it keeps."""
+    """Fills the masks of one step after the other, in reused memory."""
 
     def __init__(self, vocab_size: int) -> None:
         self._words = -(-vocab_size // 32)
@@ -82,7 +82,7 @@ class MaskFiller:
         rows: Int64s,  # [num_samples]
         token_ids: Int32s,  # [max_rows, max_tokens]; it does not change until the masks are there
     ) -> StepMasks:
-        """Begin to fill the masks of a step. Those of the step before must have been applied."""
+        """Begin to fill the masks of a step. The masks of the previous step must have been applied."""
         samples = np.concatenate([np.arange(first, first + count) for first, count, _ in masked])
         if len(self._kept) < len(samples):
             self._kept = np.empty((2 * len(samples), self._words), np.uint32)

@@ -1,8 +1,8 @@
-"""Suffix drafts: the tokens that followed the same words before, in the sequence itself or in recent answers.
+"""Suffix drafts: the tokens that followed the same tokens before, in the sequence itself or in recent answers.
 
 As in SuffixDecoding (Oliaro et al., 2024, https://arxiv.org/abs/2411.04975), the longest suffix that occurred before is
-looked up, its occurrences vote for the tokens after it, and a longer match drafts more. In place of a tree there are
-arrays of tokens, which numpy searches: 16 thousand tokens take some 5 us, and nothing is built for a prompt.
+looked up, its occurrences vote for the tokens after it, and a longer match drafts more. Instead of a tree, numpy
+searches arrays of tokens: 16 thousand tokens take some 5 us, and a prompt needs no index.
 """
 
 from collections import Counter, deque
@@ -17,15 +17,15 @@ from vllm_lite.worker.sampling.drafter import DraftBatch, Drafter
 Int32s = NDArray[np.int32]
 
 MAX_OCCURRENCES = 16
-"""The most recent occurrences of a suffix vote; what earlier ones would add is not worth the time."""
+"""Maximum occurrences of a suffix that vote, the most recent ones: earlier ones are not worth the time."""
 AT_FIRST = 3
-"""Tokens that are compared one after the other, each at the places that are left: few are left behind them."""
+"""Number of tokens compared one by one, each only where the last matched; few places are left after them."""
 SEPARATOR = -1
-"""Equals no token: stands between two answers."""
+"""Separator between two answers; it equals no token."""
 MAX_ANSWER_TOKENS = 1 << 14
-"""Tokens of recent answers that are searched, for each group of requests that share answers."""
+"""Maximum tokens of recent answers that are kept per group of requests."""
 MAX_GROUPS = 64
-"""Groups of requests that share answers; of more, the one that was used least recently is forgotten."""
+"""Maximum groups of requests that share answers; the least recently used group is dropped."""
 
 
 class SuffixDrafter(Drafter):
@@ -38,12 +38,12 @@ class SuffixDrafter(Drafter):
         self.answers = RecentAnswers(config.suffix_decoding_max_cached_requests)
 
     def before(self, batch: DraftBatch) -> Sequence[Int32s]:
-        """As Drafter.before."""
+        """See Drafter.before."""
         groups = batch.groups or [b""] * len(batch.handles)
         return [self._draft(*each) for each in zip(batch.tokens, batch.max_drafts, groups, strict=True)]
 
     def ended(self, group: bytes, answer: Int32s) -> None:
-        """As Drafter.ended."""
+        """See Drafter.ended."""
         if group:
             self.answers.add(group, answer)
 
@@ -64,7 +64,7 @@ class SuffixDrafter(Drafter):
 
 
 class RecentAnswers:
-    """Tokens of answers that ended lately, by group; at most MAX_ANSWER_TOKENS and `max_requests` of each group."""
+    """Tokens of recent answers by group: at most MAX_ANSWER_TOKENS tokens and `max_requests` answers per group."""
 
     def __init__(self, max_requests: int) -> None:
         self.max_requests = max_requests
@@ -72,7 +72,7 @@ class RecentAnswers:
         self._joined: dict[bytes, Int32s] = {}
 
     def add(self, group: bytes, answer: Int32s) -> None:
-        """Remember `answer` as the latest of `group`."""
+        """Add `answer` as the latest of `group`."""
         if not self.max_requests or not len(answer):
             return
         kept = self._answers.pop(group, None) or deque()
@@ -87,7 +87,7 @@ class RecentAnswers:
             self._joined.pop(oldest, None)
 
     def of(self, group: bytes) -> Int32s | None:
-        """All answers of the group, the latest last, each with a SEPARATOR behind it; None if there are none."""
+        """All answers of the group, the latest last, each followed by a SEPARATOR; None if there are none."""
         if group not in self._answers:
             return None
         if group not in self._joined:
@@ -96,10 +96,10 @@ class RecentAnswers:
 
 
 def occurrences(tokens: Int32s, suffix: Int32s) -> tuple[NDArray[np.intp], int]:
-    """Return where the longest end of `suffix` that occurs in `tokens` ends there, in order, and its length.
+    """Find the longest end of `suffix` that occurs in `tokens`. Returns the indices of its last tokens in `tokens`, in
+    order, and its length; ([], 0) if not even the last token occurs.
 
-    Each place is that of the occurrence's last token, which has a token behind it in the text: `tokens` of a sequence
-    itself are given without its last one. ([], 0) if not even the last token occurs.
+    A sequence's own `tokens` are passed without the last one, so that each occurrence has a successor.
     """
     ends = np.flatnonzero(tokens == suffix[-1])
     length = min(1, len(ends))
@@ -113,7 +113,7 @@ def occurrences(tokens: Int32s, suffix: Int32s) -> tuple[NDArray[np.intp], int]:
 
 
 def _longest(tokens: Int32s, suffix: Int32s, ends: NDArray[np.intp]) -> tuple[NDArray[np.intp], int]:
-    """As `occurrences`, where AT_FIRST tokens occur before `ends`: the others are compared at once."""
+    """occurrences(), given the `ends` where AT_FIRST tokens match: the other tokens are compared at once."""
     back = np.arange(AT_FIRST, len(suffix))
     places = ends[:, None] - back
     agree = (tokens.take(places, mode="clip") == suffix[len(suffix) - 1 - back]) & (places >= 0)
@@ -123,11 +123,11 @@ def _longest(tokens: Int32s, suffix: Int32s, ends: NDArray[np.intp]) -> tuple[ND
 
 
 def follow(tokens: Int32s, ends: NDArray[np.intp], count: int, least_share: float) -> Int32s:  # [at most count]
-    """Return the tokens that most of the occurrences have behind them, one after the other.
+    """Draft by majority: the tokens that follow most of the occurrences, one after the other.
 
-    After each token only those that had it vote on; a draft ends once the share of all that agree so far falls below
-    `least_share`. Of equals the most recent wins. Drafts of a sequence continue with themselves: one that repeats p
-    tokens is drafted to repeat them for ever.
+    After each token only the occurrences that have it vote again; the draft ends when their share of all falls below
+    `least_share`. The most recent wins a tie. A draft that reaches the end of the text continues with itself, so a
+    sequence that repeats p tokens is drafted to repeat them further.
     """
     voters = ends
     drafts = _unanimous(tokens, voters, count)
@@ -150,7 +150,7 @@ def follow(tokens: Int32s, ends: NDArray[np.intp], count: int, least_share: floa
 
 
 def _unanimous(tokens: Int32s, ends: NDArray[np.intp], count: int) -> list[int]:  # [at most count]
-    """The first tokens that all of several occurrences have behind them; none where the text ends before `count`."""
+    """The first tokens that follow all of several occurrences; none if the text ends within `count` tokens."""
     if len(ends) < 2 or ends[-1] + count >= len(tokens):
         return []
     behind = tokens[ends[:, None] + np.arange(1, count + 1)]
@@ -160,7 +160,7 @@ def _unanimous(tokens: Int32s, ends: NDArray[np.intp], count: int) -> list[int]:
 
 
 def _copied(tokens: Int32s, end: int, count: int) -> Int32s:  # [at most count]
-    """The tokens behind `end`, up to a SEPARATOR; at the end of `tokens` the copy goes on with itself."""
+    """The tokens after `end`, up to a SEPARATOR; at the end of `tokens` the copy continues with itself."""
     found = tokens[end + 1 : end + 1 + count]
     stops = np.flatnonzero(found == SEPARATOR)
     if len(stops):

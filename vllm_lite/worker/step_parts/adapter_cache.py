@@ -1,7 +1,7 @@
-"""The adapters that a worker has in memory, and which of them are in the slots that the layers read.
+"""AdapterCache: the adapters in a worker's memory, and those of them in the slots that the layers read.
 
-The engine says which are loaded and dropped, and never gives a step more different ones than there are slots. Which
-slot an adapter has is decided here, by all ranks alike: the one that was unused for longest is evicted.
+The engine has adapters loaded and dropped, and never gives a step more different ones than there are slots. Slots are
+assigned here, by all ranks alike; the least recently used adapter is evicted.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,17 +23,17 @@ NO_ADAPTER = 0
 
 
 class AdapterCache(StepPart):
-    """Column: the number of each row's adapter. Not thread-safe: adapters come and go between steps."""
+    """Column: the number of each row's adapter. Not thread-safe: adapters are loaded and dropped between steps."""
 
     def __init__(self, adapters: Adapters) -> None:
         self._adapters = adapters
         self._loaded: dict[AdapterNumber, LoadedAdapter] = {}
         self._slot_of: dict[AdapterNumber, int] = {}
-        """The least recently used one comes first."""
+        """Adapter -> slot, the least recently used first."""
         self._free = list(range(adapters.limits.num_slots))
         self._last: NDArray[np.int64] | None = None
-        """The adapters of the step before, if each of its sequences had one token."""
-        self._number_of: dict[Handle, AdapterNumber] = {}  # of the sequences that have one
+        """Adapters of the previous step, if it only decoded."""
+        self._number_of: dict[Handle, AdapterNumber] = {}  # of sequences with an adapter
         self._numbers = np.zeros(0, np.int64)  # [max_num_seqs]
 
     def load(self, number: AdapterNumber, name: str, path: str) -> None:
@@ -48,7 +48,7 @@ class AdapterCache(StepPart):
         self._loaded[number] = self._adapters.read(checkpoint, label)
 
     def drop(self, number: AdapterNumber) -> None:
-        """Forget an adapter that no sequence has any more; one that is not there is none."""
+        """Drop an adapter that no sequence uses any more, if it is loaded."""
         self._vacate(number)
         self._loaded.pop(number, None)
 
@@ -78,7 +78,7 @@ class AdapterCache(StepPart):
         inputs.adapters = self._numbers[inputs.rows]
 
     def prepare(self, inputs: StepInputs) -> None:
-        """Let each row of the step have its adapter."""
+        """Put the step's adapters into slots, and set the slot of each token."""
         numbers, rows = inputs.adapters, self._adapters.rows
         if numbers is None:
             return
@@ -92,10 +92,10 @@ class AdapterCache(StepPart):
         rows.begin_step(slots if is_decode else slots.repeat(inputs.num_scheduled))
 
     def can_run_ahead(self, entries: Sequence[Entry]) -> bool:  # noqa: ARG002
-        return False  # their rows are brought up to date by the host
+        return False  # the host updates the adapter rows in each step
 
     def _slots(self, numbers: list[AdapterNumber]) -> list[int]:
-        """The slots of different adapters, all at once."""
+        """Slots of several different adapters; those that lack one are loaded into slots of unused ones."""
         for number in numbers:
             if number != NO_ADAPTER and (slot := self._slot_of.pop(number, None)) is not None:
                 self._slot_of[number] = slot

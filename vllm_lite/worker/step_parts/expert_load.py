@@ -1,8 +1,8 @@
-"""Number of tokens of each expert of each layer: counted where --expert-load-metrics asks for it.
+"""ExpertLoad: counts the tokens per layer and expert, with --expert-load-metrics.
 
-Each layer then writes who chose what to memory of its own, instead of all layers to the same, and a step is counted
-once it is done, in one go. So kernels, recorded programs and graphs know nothing of it. Every rank computes all routers
-in full; rank 0 counts, also the experts that other ranks hold.
+Each layer then writes its routing choices to memory of its own instead of a shared buffer, and a step is counted at
+once when it is done. So kernels, recorded programs and graphs need no change. Every rank computes all routers in full;
+rank 0 counts, including the experts that other ranks hold.
 """
 
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ from vllm_lite.worker.forward import EagerForward
 
 
 class ExpertLoad(StepPart):
-    """Counts for one model, from its start on. It has no columns."""
+    """Counts for one model since its start. It has no columns."""
 
     def __init__(
         self, layers: dict[int, SparseMLP], sizes: tuple[int, int], max_num_tokens: int, device: torch.device
     ) -> None:
-        """`layers`: those that have experts, by their index. They keep their choices here from now on. `sizes`: how
-        many layers there are, and the last whose attention takes all tokens of a step."""
+        """`layers`: index -> layer, of layers with experts, which write their choices here from now on. `sizes`: number
+        of layers, and index of the last layer whose attention computes all tokens of a step."""
         spec = next(iter(layers.values())).router.routing.spec
         self._layers, (self._num_layers, last), self._num_experts = list(layers), sizes, spec.num_experts
         self._num_whole = sum(index < last for index in layers)
-        # After every step all rows that count are those of this step; no other is looked at.
+        # After each step, the rows that are counted have been written by this step.
         shape = len(layers), max_num_tokens, spec.experts_per_token
         self._chosen = torch.zeros(shape, dtype=torch.int32, device=device)
         first = torch.arange(len(layers), dtype=torch.int32, device=device) * spec.num_experts
@@ -39,18 +39,18 @@ class ExpertLoad(StepPart):
 
     @classmethod
     def of(cls, model: Model, max_num_tokens: int, device: torch.device) -> "ExpertLoad | None":
-        """None if the model has no experts."""
+        """The counter of a model; None if it has no experts."""
         blocks = [getattr(layer, "mlp", None) for layer in getattr(model, "layers", ())]
         sparse = {index: block for index, block in enumerate(blocks) if isinstance(block, SparseMLP)}
         sizes = len(blocks), getattr(model, "last_reader", len(blocks) - 1)
         return cls(sparse, sizes, max_num_tokens, device) if sparse else None
 
     def follow(self, forward: EagerForward) -> None:
-        """Count the steps that run by `forward`, or by graphs made of it."""
+        """Count steps that run by `forward`, or by graphs captured from it."""
         self._forward = forward
 
     def after_sample(self, inputs: StepInputs, result: StepResult) -> None:  # noqa: ARG002
-        """Count the step: the device has done it, or there would be no tokens."""
+        """Count the step, which the device has finished, since its tokens are here."""
         self.count(inputs.num_tokens, self._forward.num_last)
 
     def can_run_ahead(self, entries: Sequence[Entry]) -> bool:  # noqa: ARG002
@@ -58,8 +58,8 @@ class ExpertLoad(StepPart):
 
     @torch.inference_mode()
     def count(self, num_tokens: int, num_wanted: int) -> None:
-        """Add a step of so many tokens, of which so many passed what follows the last attention: those that are
-        wanted, and all where a graph was replayed. The device has done it, or is waited for."""
+        """Add a step of `num_tokens` tokens, of which `num_wanted` passed the layers after the last attention (all if a
+        graph was replayed). Waits for the device if it has not finished the step."""
         self._add(slice(0, self._num_whole), num_tokens)
         self._add(slice(self._num_whole, None), num_wanted)
 
@@ -68,6 +68,6 @@ class ExpertLoad(StepPart):
         self._counts += torch.bincount(chosen.flatten(), minlength=len(self._counts)).cpu()
 
     def tokens(self) -> list[list[int]]:
-        """For each layer those of each expert, [] for a layer without any. May be asked for by any thread."""
+        """Tokens per expert of each layer; [] for a layer without experts. May be called by any thread."""
         by_layer = iter(self._counts.view(-1, self._num_experts).tolist())
         return [next(by_layer) if index in self._layers else [] for index in range(self._num_layers)]

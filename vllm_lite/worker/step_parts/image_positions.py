@@ -1,8 +1,8 @@
-"""Positions of tokens in prompts with images, for models that count them along time, height and width.
+"""Positions of tokens in prompts with images, for models that count them along time, height and width (M-RoPE).
 
-All tokens of an image have one position in time, and below one another or side by side later ones along the other axes.
-Text behind it goes on at the largest of them. So an image takes as many positions as its longer side has tokens, and
-what follows is nearer than its place says. Source: Qwen2-VL (Wang et al. 2024), transformers' `get_rope_index`.
+All tokens of an image share one position in time; along height and width, positions grow by row and column. Text after
+it continues after the largest position. So an image takes as many positions as its longer side has tokens, and later
+tokens have smaller positions than places. Source: Qwen2-VL (Wang et al. 2024), transformers' `get_rope_index`.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from vllm_lite.worker.batch.step_inputs import Int64s, StepInputs
 
 
 class _Image(NamedTuple):
-    """The tokens [start, end) of a sequence, in `cols` columns; `nearer`: by how much positions behind it are."""
+    """The tokens [start, end) of an image in `cols` columns; `nearer`: places minus positions that it adds after it."""
 
     start: int
     end: int
@@ -28,7 +28,7 @@ class _Image(NamedTuple):
 
 
 class ImagePositions(StepPart):
-    """`merge` x `merge` patches of a medium's grid are a token."""
+    """Sets M-RoPE positions. `merge` x `merge` patches of a medium's grid make one token."""
 
     def __init__(self, merge: int) -> None:
         self._merge = merge
@@ -43,7 +43,7 @@ class ImagePositions(StepPart):
             self._images[sequence.handle] = images
 
     def add(self, row: int, sequence: SequenceState, tokens: NDArray[Any]) -> None:  # noqa: ARG002
-        """Drafts, which are all behind the images, have positions too."""
+        """Set the row's `nearer`, from which drafts, which all follow the images, get their positions."""
         self.rows.nearer[row] = sum(image.nearer for image in self._images.get(sequence.handle, ()))
 
     def close(self, sequence: SequenceState) -> None:
@@ -74,7 +74,7 @@ class ImagePositions(StepPart):
 
 
 def counted(places: Int64s, images: list[_Image]) -> Int64s:
-    """Positions, along all axes, of the tokens at these places of one sequence."""
+    """Positions along all axes of the tokens at these places of one sequence."""
     starts, ends, cols, nearer = (np.array(each, np.int64) for each in zip(*images, strict=True))
     before = np.searchsorted(ends, places, "right")  # images that end at or before each place
     positions = places - np.append(0, nearer.cumsum())[before]

@@ -1,6 +1,6 @@
-"""Pooling: from the hidden states of prompts to what their requests asked for, whatever the chunks.
+"""Pooling: computes embeddings, classes and scores from the hidden states of prompts, in any chunks.
 
-A sequence that is preempted and computed again goes on with the first token that has not been pooled yet.
+When a preempted sequence is computed again, pooling continues with the first token that has not been pooled yet.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ Failed = list[tuple[Handle, str]]
 
 @dataclass(slots=True)
 class PromptPooling:
-    """Remembers how far one prompt is pooled."""
+    """Progress of pooling one prompt."""
 
     asked: Pooling
     num_prompt: int
     num_pooled: int = 0
-    """Tokens below this index need not be looked at any more."""
+    """Tokens below this index are done."""
     state: torch.Tensor | None = None  # float32 [hidden_size]: the sum so far, or the first token's state
     rows: list[torch.Tensor] = field(
         default_factory=list
@@ -39,13 +39,13 @@ class PromptPooling:
 
     @property
     def wants_rows(self) -> bool:
-        """Whether each token gets numbers of its own."""
+        """Whether each token gets a result of its own."""
         return self.asked.task in TOKEN_TASKS
 
 
 class PooledPiece(NamedTuple):
-    """Names the tokens [first, end) of one sequence, whose hidden states are looked at in this step. `is_last`: with
-    them the prompt is complete."""
+    """Tokens [first, end) of one sequence whose hidden states are pooled in this step. `is_last`: they complete the
+    prompt."""
 
     handle: Handle
     prompt: PromptPooling
@@ -55,20 +55,20 @@ class PooledPiece(NamedTuple):
 
 
 class StepPooling(NamedTuple):
-    """Names the tokens that one step pools, and the places of the sequences whose prompts it completes among those that
-    are caught up."""
+    """All tokens that one step pools."""
 
     pieces: list[PooledPiece]
     read: int
-    """As from StepInputs.read: the tokens of all pieces."""
+    """Number of the StepInputs.read() of all pieces' tokens."""
     places: list[int]
+    """Indices, among the sequences that sample, of those whose prompts the step completes."""
 
 
 class PooledPrompts(StepPart):
-    """Finds what a step pools, also of sequences that were preempted. It has no columns."""
+    """Pools the prompts of a step, those of preempted sequences included. It has no columns."""
 
     def __init__(self, pooler: Pooler | None, rank: int) -> None:
-        """`pooler`: the model's. Rank 0 alone looks at what is pooled."""
+        """`pooler` is the model's. Only rank 0 computes results."""
         self._pooler = pooler
         self._kind: Kind = "last" if pooler is None else pooler.spec.kind
         self._answers = rank == 0
@@ -88,7 +88,7 @@ class PooledPrompts(StepPart):
     # ---- a step
 
     def build(self, inputs: StepInputs) -> None:
-        """Find what the step pools; those sequences do not sample. Raises ProtocolError if positions were left out."""
+        """Find the tokens that the step pools; their sequences do not sample. Raises ProtocolError if it skips some."""
         if not self._prompts:
             return
         prompts = [
@@ -115,7 +115,7 @@ class PooledPrompts(StepPart):
         self._step = StepPooling(pieces, read, is_pooled.nonzero()[0].tolist())
 
     def _piece(self, handle: Handle, prompt: PromptPooling, start: int, end: int) -> PooledPiece:
-        """The piece of the tokens [start, end) of a prompt that is pooled."""
+        """The pooled part of the tokens [start, end) of a prompt."""
         is_last = end == prompt.num_prompt
         if prompt.wants_rows or self._kind == "mean":
             if start > prompt.num_pooled:
@@ -133,13 +133,13 @@ class PooledPrompts(StepPart):
             self._found = pool(self._pooler, hidden[inputs.read_rows(step.read)], step.pieces)
 
     def commit(self, inputs: StepInputs, tokens: Int64s, num_kept: Int64s | None) -> None:  # noqa: ARG002
-        """Remember what the step has pooled."""
+        """Record the tokens that the step has pooled."""
         if self._step is not None:
             for piece in self._step.pieces:
                 piece.prompt.num_pooled = max(piece.prompt.num_pooled, piece.end)
 
     def answer(self, inputs: StepInputs, fields: dict[str, Any]) -> None:
-        """Sequences that are pooled get no token, and count where they stand."""
+        """Add the results, and a count of 0 tokens at the place of each pooled sequence."""
         step, (pooled, failed) = self._step, self._found
         if step is None:
             return
@@ -160,7 +160,8 @@ def pool(
     hidden: torch.Tensor,  # [num_pooled, hidden_size]
     pieces: Sequence[PooledPiece],
 ) -> tuple[Pooled, Failed]:
-    """Results of the prompts that this step completes, and those prompts whose results are not finite."""
+    """Pool the hidden states of a step. Returns the results of the prompts that it completes, and those prompts whose
+    results are not finite."""
     kind = pooler.spec.kind
     counts = [max(0, piece.end - piece.first) for piece in pieces]
     states = _sums(hidden, counts) if kind == "mean" else None
@@ -178,12 +179,12 @@ def pool(
         if piece.is_last:
             done.append(piece)
         elif prompt.state is not None:
-            prompt.state = prompt.state.clone()  # the step's own memory is used again
+            prompt.state = prompt.state.clone()  # the step's memory is reused
     return _results(pooler, done)
 
 
 def _sums(hidden: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:  # float32 [len(counts), hidden_size]
-    """The sum of each piece's rows. One matrix product would be quicker only for very short pieces."""
+    """Sum the rows of each piece. A single matrix product would be faster only for very short pieces."""
     sums = torch.zeros(len(counts), hidden.shape[1], device=hidden.device)
     for row, part in zip(sums, hidden.split(list(counts)), strict=True):
         torch.sum(part, 0, dtype=torch.float32, out=row)
@@ -191,7 +192,7 @@ def _sums(hidden: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:  # float
 
 
 def _results(pooler: Pooler, done: Sequence[PooledPiece]) -> tuple[Pooled, Failed]:
-    """Results of prompts; those that asked for the same are computed together."""
+    """Results of complete prompts; those with equal pooling parameters are computed together."""
     pooled, failed = dict[Handle, bytes](), Failed()
     alike: dict[tuple[str, int, bool], list[PooledPiece]] = {}
     for piece in done:
@@ -227,7 +228,7 @@ def _state(pooler: Pooler, prompt: PromptPooling) -> torch.Tensor:  # float32 [h
 
 
 def pooler_info(spec: ModelSpec) -> PoolerInfo:
-    """The model's pooler as clients have to know it."""
+    """Facts about the model's pooler for clients."""
     own = spec.pooling
     if own is None:
         return PoolerInfo()

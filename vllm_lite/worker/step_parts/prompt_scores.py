@@ -1,6 +1,6 @@
-"""Logprobs of a prompt's own tokens. They are made while the prompt is computed, whatever the chunks.
+"""Logprobs of prompt tokens (prompt_logprobs), computed while the prompt is, in any chunks.
 
-A sequence that is preempted and computes its prompt again goes on with the first token that has none yet.
+When a preempted sequence computes its prompt again, scoring continues with the first token that has no logprob yet.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,21 +21,21 @@ from vllm_lite.worker.sampling.logprobs import find, report
 from vllm_lite.worker.sampling.row_share import RowShare
 
 LOGITS_AT_ONCE = 1 << 22
-"""Entries of logits that are made at a time: 16 MiB."""
+"""Maximum float32 logits computed at a time: 16 MiB."""
 
 
 @dataclass(slots=True)
 class PromptScoring:
-    """Remembers how far one sequence's prompt has its logprobs. The first token of a prompt never has one."""
+    """Progress of scoring one sequence's prompt. The first token of a prompt never has a logprob."""
 
     num_prompt: int
     num_top: int
     num_scored: int = 1
-    """The prompt's tokens below this index need no logprobs any more."""
+    """Prompt tokens below this index are done."""
 
 
 class PromptPiece(NamedTuple):
-    """Names the prompt tokens [scoring.num_scored, end) of one sequence, which get their logprobs in this step."""
+    """Prompt tokens [scoring.num_scored, end) of one sequence, which get their logprobs in this step."""
 
     handle: Handle
     scoring: PromptScoring
@@ -47,16 +47,16 @@ class PromptPiece(NamedTuple):
 
 
 class StepScoring(NamedTuple):
-    """Names all prompt tokens that get their logprobs in one step."""
+    """All prompt tokens that get their logprobs in one step."""
 
     pieces: list[PromptPiece]
     targets: Int64s  # [num_scored], the tokens themselves
     read: int = 0
-    """As from StepInputs.read: the tokens before them."""
+    """Number of the StepInputs.read() of the tokens before them."""
 
 
 class PromptScorer(StepPart):
-    """Scores the prompts of the sequences that ask for it, also of preempted ones. It has no columns."""
+    """Scores the prompts of sequences with prompt_logprobs, preempted ones included. It has no columns."""
 
     def __init__(self, model: Model, progress: Callable[[], None] = lambda: None) -> None:
         self._model = model
@@ -77,8 +77,7 @@ class PromptScorer(StepPart):
     # ---- a step
 
     def build(self, inputs: StepInputs) -> None:
-        """Find the prompt tokens whose predecessors are computed in this step. Raises ProtocolError if positions were
-        left out."""
+        """Find the prompt tokens whose predecessors this step computes. Raises ProtocolError if it skips some."""
         if not self._scorings:
             return
         pieces, positions, targets, starts = [], [], [], inputs.starts
@@ -104,7 +103,7 @@ class PromptScorer(StepPart):
             self._found = score(self._model, hidden, inputs.read_rows(step.read), step, self._progress)
 
     def commit(self, inputs: StepInputs, tokens: Int64s, num_kept: Int64s | None) -> None:  # noqa: ARG002
-        """Remember what the step has scored."""
+        """Record the prompt tokens that the step has scored."""
         if self._step is not None:
             for piece in self._step.pieces:
                 piece.scoring.num_scored = piece.end
@@ -125,10 +124,11 @@ def score(
     scoring: StepScoring,
     progress: Callable[[], None] = lambda: None,
 ) -> list[tuple[Handle, PromptLogprobs]]:
-    """Score the prompt tokens by the rows `scored`, some at a time: a whole prompt's logits would take more memory than
-    the model. `progress` is called after each product, which for a large vocabulary takes as long as a layer.
+    """Score the prompt tokens from the rows `scored` of `hidden`, some rows at a time: a whole prompt's logits would
+    take more memory than the model. `progress` is called after each product, which for a large vocabulary takes as long
+    as a layer.
 
-    All ranks make logits and each looks at a share of the rows. Rank 0 reports, the others return nothing.
+    All ranks compute logits, and each scores a share of the rows. Only rank 0 returns results.
     """
     vocab_size, communicator = model.spec.vocab_size, model.communicator
     is_first = communicator.shard.rank == 0
@@ -146,7 +146,7 @@ def score(
         model.gather_logits(logits)
         share = RowShare.of(len(logits), communicator.shard)
         found = find(logits[share.own].log_softmax(1), targets[rows][share.own], most_top)
-        # Behind the exchange no rank reads these logits any more, and all may write the next ones into their memory.
+        # After the exchange no rank reads these logits any more, so their memory can be reused.
         found = share.exchange(communicator, found)
         if is_first:
             entries += report(found, num_top[rows])

@@ -1,8 +1,8 @@
-"""The rules that sequences have for their tokens, beside the sampler: penalties, bans, biases, grammars.
+"""Rules: sequences' penalties, bans, biases and grammars, as a part of the step beside the sampler.
 
-A grammar may still be being compiled. Its sequence then gets no token, and the other ones of the step notice nothing.
-Whether it is there is looked at as late as possible, when the forward pass has been launched. Where a token cannot be
-computed again (recurrent states), the whole step waits for it instead.
+A grammar may still be compiling. Its sequence then gets no token, and other sequences of the step are not affected. The
+part checks for it as late as possible, after the forward pass was launched. If the token could not be computed again
+(recurrent states), the whole step waits for the grammar instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from vllm_lite.worker.sampling.step_masks import masks_of_drafts
 
 
 class Rules(StepPart):
-    """Column: `rules` of the sampler's parameters, the entry in the RuleBook."""
+    """Column: the field `rules` of `Rows.params`, the sequence's entry in the RuleBook."""
 
     def __init__(
         self,
@@ -33,15 +33,15 @@ class Rules(StepPart):
         mask_source_of: MaskSourceOf | None = None,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
-        """`mask_source_of` makes the mask source of a new sequence, for those that follow a grammar. `progress` is
-        called while a step waits for one."""
+        """`mask_source_of` makes the mask source of a new sequence that follows a grammar. `progress` is called while a
+        step waits for one."""
         self._progress = progress
         self.mask_source_of = mask_source_of
         self._communicator = communicator
-        self._of: dict[Handle, SequenceRules] = {}  # of the sequences that have any, also preempted ones
-        self._unsettled: dict[Handle, SequenceMask] = {}  # those of them whose grammar is being compiled
+        self._of: dict[Handle, SequenceRules] = {}  # of sequences with rules, preempted ones included
+        self._unsettled: dict[Handle, SequenceMask] = {}  # of those whose grammar is being compiled
         self._due: dict[Handle, SequenceMask] = {}
-        """Those of them that are caught up in this step."""
+        """Those of `_unsettled` that sample in this step."""
 
     def attach(self, rows: Rows) -> None:
         super().attach(rows)
@@ -67,7 +67,7 @@ class Rules(StepPart):
         self.book.remove(int(self.rows.params["rules"][row]))
 
     def mask_of(self, handle: Handle) -> SequenceMask | None:
-        """The mask of a sequence, None if it follows no grammar."""
+        """Mask of a sequence; None if it follows no grammar."""
         rules = self._of.get(handle)
         return None if rules is None else rules.mask
 
@@ -75,7 +75,7 @@ class Rules(StepPart):
         return handle in self._of
 
     def penalises(self, handle: Handle) -> bool:
-        """Whether the tokens of a sequence change the logits of its later ones."""
+        """Whether the sequence has penalties, so that its tokens change later logits."""
         rules = self._of.get(handle)
         return rules is not None and rules.weights is not None
 
@@ -85,12 +85,12 @@ class Rules(StepPart):
         rows: Int64s,  # [num_samples], each a sequence of its own
         known: Sequence[tuple[Int32s, Int32s]],
     ) -> LogitEdits | None:
-        """Work out what the rules change in logits that drafts are drawn from; None: nothing. `known`: of each sample
-        the tokens of its sequence, with those that are forced behind them, and then its drafts."""
+        """Edits of the logits from which a draft model samples; None: no edits. `known`: (tokens of the sequence with
+        forced ones appended, drafts so far), per sample."""
         entries = samples.params["rules"]
         if not entries.any():
             return None
-        split = []  # tokens that are forced, and not the sequence's yet, are drafts to its mask
+        split = []  # to the mask, forced tokens that are not the sequence's yet are drafts
         for row, (tokens, drafts) in zip(rows.tolist(), known, strict=True):
             num_tokens = int(self.rows.num_tokens[row])
             new = np.concatenate((tokens[num_tokens:], drafts))
@@ -116,12 +116,12 @@ class Rules(StepPart):
         samples.edits = self.book.edits(samples.params["rules"], samples.positions, rows, self.rows.token_ids)
 
     def after_hidden(self, inputs: StepInputs, hidden: torch.Tensor | None) -> None:  # noqa: ARG002
-        """See which grammars are there by now. If no other sequence gets a token in this step, wait for them."""
+        """Check which grammars are compiled. If no other sequence gets a token in this step, wait for them."""
         if self._due:
             self._settle(patient=len(self._due) == len(inputs.handles))
 
     def _settle_all(self) -> None:
-        """Wait for the grammars of all sequences that are caught up, with the whole step."""
+        """Let the whole step wait for the grammars of all sequences that sample in it."""
         rounds = 0
         while self._due and rounds < readiness.MAX_ROUNDS:
             self._settle(patient=True)
@@ -143,8 +143,8 @@ class Rules(StepPart):
                 self._due[handle] = mask
 
     def after_sample(self, inputs: StepInputs, result: StepResult) -> None:
-        """Give no token to sequences whose grammar is not there yet, and say of those without a token left what ruled
-        the last one out, if that was a grammar."""
+        """Keep no token of sequences whose grammar is still compiling. If a sequence has no token left to sample, and a
+        grammar ruled out the last one, set the grammar's explanation."""
         if result.sampled.failed:
             self._explain(inputs, result.sampled.failed)
         if waiting := self._due:
@@ -160,7 +160,7 @@ class Rules(StepPart):
                 failed[sample] = mask.explain()
 
     def commit(self, inputs: StepInputs, tokens: Int64s, num_kept: Int64s | None) -> None:
-        """Count the new token of each sequence that penalties count the tokens of: it has no proposed ones."""
+        """Count the new token of each sequence with penalties; such sequences have no proposed tokens."""
         if not self.book.counts_tokens:
             return
         at, starts = inputs.sampling, inputs.sample_starts

@@ -1,4 +1,4 @@
-"""Slots of the recurrent states of the batch's sequences, row by row, by the scheduler's entries and the steps."""
+"""RowStates: the slot of each row's recurrent state, as the scheduler's entries and the steps change it."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -11,14 +11,14 @@ from vllm_lite.worker.batch.rows import Rows
 from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepInputs, StepStates
 
 TakeUp = Callable[[Int64s, StepStates], None]
-"""Has states take up those tokens, by their places among the tentative ones, that a step did not."""
+"""Updates states with accepted tokens, given by their indices among the step's tentative ones."""
 
 NO_SLOT = 0
-"""The state before the first token; what is left there is dropped."""
+"""The state before the first token; states written to it are dropped."""
 
 
 class RowStates(StepPart):
-    """Columns: where each row's state is, and where it goes on."""
+    """Columns: the slot to read each row's state from (`sources`), and the slot to write it to (`live`)."""
 
     def __init__(self, num_slots: int, take_up: TakeUp) -> None:
         self.num_slots = num_slots
@@ -34,7 +34,7 @@ class RowStates(StepPart):
         return {States: self._set}
 
     def _set(self, entry: States) -> None:
-        """Raises ProtocolError, naming the handle, for slots that there are not."""
+        """Apply an entry. Raises ProtocolError, naming the handle, for slots that do not exist."""
         row = self.rows.row_of(entry.handle, "States")
         written = [entry.live, *(slot for _, slot in entry.saves)]
         if not (0 <= entry.source < self.num_slots and all(0 < slot < self.num_slots for slot in written)):
@@ -58,15 +58,15 @@ class RowStates(StepPart):
     # ---- a step
 
     def build(self, inputs: StepInputs) -> None:
-        """Cut the positions that the step computes of each row where states are saved. Sequences with proposed tokens
-        leave no state: see `_confirmed`."""
+        """Set the step's state slots, with each row's tokens cut where states are saved. Sequences with proposed tokens
+        write no state before after_sample()."""
         rows = inputs.rows
         sources, live = self.sources[rows], self.live[rows]
         if not live.all():
             raise ProtocolError(f"row {int(rows[live.argmin()])} has no slot for its state")
         if inputs.has_proposals:
             live[inputs.sampling[inputs.num_samples > 1]] = NO_SLOT
-        inputs.is_repeatable = False  # a state cannot take up a token a second time
+        inputs.is_repeatable = False  # a state must not include a token twice
         inputs.states = self._cut(inputs, sources, live)
 
     def _cut(self, inputs: StepInputs, sources: Int32s, live: Int32s) -> StepStates:  # [num_seqs] each
@@ -92,8 +92,8 @@ class RowStates(StepPart):
             self._take_up(*self._confirmed(inputs, inputs.states, result.num_kept))
 
     def _confirmed(self, inputs: StepInputs, states: StepStates, num_kept: Int64s) -> tuple[Int64s, StepStates]:
-        """Find the tentative tokens that proved right, by their places among these, and from where to where the states
-        take them up. num_kept: [num_sampling]."""
+        """Indices of the accepted tokens among the tentative ones, and the slots from and to which they update states.
+        num_kept: [num_sampling]."""
         trying = inputs.num_samples > 1
         counts, kept, sequences = inputs.num_samples[trying], num_kept[trying], inputs.sampling[trying]
         is_kept = np.arange(counts.sum()) - (counts.cumsum() - counts).repeat(counts) < kept.repeat(counts)
@@ -104,7 +104,7 @@ class RowStates(StepPart):
         return np.flatnonzero(is_kept), StepStates(np.arange(len(rows), dtype=np.int32), rows, sources, live)
 
     def commit(self, inputs: StepInputs, tokens: Int64s, num_kept: Int64s | None) -> None:  # noqa: ARG002
-        """The states are where the step left them."""
+        """Record the slots to which the step has written the states."""
         states, rows = inputs.states, inputs.rows
         if states is None or inputs.is_steady:
             return
@@ -118,4 +118,4 @@ class RowStates(StepPart):
                     self._saves[row] = to_come
 
     def can_run_ahead(self, entries: Sequence[Entry]) -> bool:  # noqa: ARG002
-        return False  # which states are kept is known when the step is done
+        return False  # the states to keep are known when the step is done
