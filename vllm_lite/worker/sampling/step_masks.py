@@ -48,7 +48,7 @@ class StepMasks:
         TokenMasks(self._samples, self.bitmasks()).apply(logits)
 
     def leave_only(self, samples: Int64s, tokens: Int64s, vocab_size: int) -> Int64s:  # [n], [n] -> [m], sorted
-        """Those of `samples` whose masks allow no token but those of the pairs (sample, token) with this sample."""
+        """Find those of `samples` whose masks allow only the tokens paired with them in `tokens`."""
         bitmasks, found = self.bitmasks(), []
         for sample in np.intersect1d(samples, self._samples).tolist():
             others = ~bitmask_of(tokens[samples == sample], vocab_size)
