@@ -207,14 +207,14 @@ def last_line(text: str) -> str:
 INTRODUCTION = f"""\
 # Clients that were tried
 
-Programs that nobody here wrote, against a server with the bundled model:
+These third-party clients were tested against a server with the bundled model:
 
     vllm-lite serve vllm_lite/demo_model {" ".join(FLAGS)}
 
-`python -m tests.acceptance.try_clients` starts it, installs each client into an environment and runs a short program,
-which ends with an error if anything is missing; `--only llamaindex,openai` chooses some, `--write` writes this page.
-"Unchanged" means that a client was given the address, the name of the model and any key, and nothing else. What the
-model says is not judged. Images go to a second server, of a random model that sees. DSPy sends no schema to a model
+`python -m tests.acceptance.try_clients` starts the server, installs each client into an environment and runs a short
+program, which fails if anything is missing; `--only llamaindex,openai` chooses some, `--write` writes this page.
+"Unchanged" means that a client was given only the address, the name of the model and any key. The content of answers is
+not judged. Images are sent to a second server, with a random model that accepts images. DSPy sends no schema to a model
 that it does not know.
 
 | client | package | works | what was called |
