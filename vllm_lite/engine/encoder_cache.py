@@ -66,7 +66,7 @@ class EncoderCache(SidePart[None]):
         """Called with (first reader, medium) for each medium that the step being scheduled computes, or that has been
         computed aside."""
         self._arriving: set[bytes] = set()
-        """Those of `_held` whose vectors are being loaded from the disk tier."""
+        """Digests in `_held` whose vectors are being loaded from the disk tier."""
         self._on_host: OrderedDict[bytes, int] = OrderedDict()
         """Digest -> number of vectors, for media on the host, the least recently used first."""
         self._readers: dict[Seq, list[Media]] = {}
@@ -79,7 +79,7 @@ class EncoderCache(SidePart[None]):
         self._given: dict[Seq, int] = {}
         """Media tokens that the step being scheduled gives to each sequence, within `most_beside`."""
         self._doomed: set[bytes] = set()
-        """Those of `_held` to be freed once no sequence reads them."""
+        """Digests in `_held` to be freed once no sequence reads them."""
         self._entries: list[Entry] = []
         self._budget, self._bytes = sizes.budget, MAX_STEP_BYTES
 

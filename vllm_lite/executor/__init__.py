@@ -1,1 +1,1 @@
-"""Execution of the engine's steps: the interface, the choice by configuration, worker processes, and a simulation."""
+"""Execution of the engine's steps: the Executor interface, worker processes, Ray, and a simulation."""

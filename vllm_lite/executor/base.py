@@ -1,6 +1,6 @@
-"""Executor: the interface between the engine and what runs its steps, such as worker processes or a simulation.
+"""Executor: the interface between the engine and the workers, or a simulation, that run its steps.
 
-It has a file of its own so that an executor can be written, and the engine be read, without importing another one.
+It has a file of its own so that the engine, and other executors, import no particular one.
 """
 
 from typing import NamedTuple, Protocol
@@ -14,8 +14,8 @@ from vllm_lite.transport.interface import Watched
 
 
 class Failure(NamedTuple):
-    """The rank that failed first, what happened to it, and the error that says so. One that is not certain may be
-    corrected by a message that is still on its way."""
+    """The rank that failed first, its cause, and the error to report. An uncertain one may be corrected by a message
+    that has not arrived yet."""
 
     rank: int
     cause: RestartCause
@@ -24,27 +24,27 @@ class Failure(NamedTuple):
 
 
 class WorkersLostError(EngineDeadError):
-    """A group of workers can compute nothing any more. Its text is what was known when that was noticed; the executor's
-    failure() knows better a little later."""
+    """A worker group cannot compute any more. The text is the first symptom; the executor's failure() finds the cause a
+    little later."""
 
 
 class Executor(Watched, Protocol):
-    """One group of workers, which runs steps in the order submitted.
+    """One group of workers, which runs steps in the order of submission.
 
-    Its life: spawn, begin_load, ready, begin_allocate, started, then submit and poll; no call blocks but close(). As
-    soon as a worker has died, hung or failed, every call but end() and close() raises WorkersLostError; nothing can be
-    submitted after that, and failure() finds out why. `pollables` announce whatever there is to ask for.
+    Order of the calls: spawn, begin_load, ready, begin_allocate, started, then submit and poll. Only close() blocks.
+    Once a worker has died, hung or failed, every call except end(), close() and failure() raises WorkersLostError;
+    failure() then finds the cause. `pollables` become readable when there is anything to poll.
     """
 
     def spawn(self) -> None:
-        """Start the workers, which import what they need and then wait. Raises EngineError if that is impossible."""
+        """Start the workers, which finish their imports and then wait. Raises EngineError if they cannot start."""
 
     def is_prepared(self) -> bool:
-        """Whether all workers of a group that is to replace another one have imported what they need."""
+        """Whether all workers of a standby group have finished their imports."""
 
     def begin_load(self, timeout_s: float, model: str | None = None) -> None:
-        """Have them load the model: memory is measured and taken from here on. `model`: the checkpoint in this folder,
-        in place of the configuration's."""
+        """Let the workers load the model; from here on they take device memory. `model`: the checkpoint's folder,
+        instead of the configured one."""
 
     def ready(self) -> Ready | None:
         """Common abilities of all workers, once the model is loaded everywhere; None before that.
@@ -53,55 +53,56 @@ class Executor(Watched, Protocol):
         """
 
     def begin_allocate(self, num_blocks: int, num_host_blocks: int, timeout_s: float) -> None:
-        """Have the KV pools allocated."""
+        """Let the workers allocate the KV pools."""
 
     def started(self) -> float | None:
-        """Blocks per second that move between the pools, 0 if unknown; None until those are there.
+        """Rate of block moves between the pools in blocks per second, 0 if unknown; None until they are allocated.
 
         Raises EngineError if that takes longer than `timeout_s`.
         """
 
     def timings(self) -> tuple[StepTiming, ...]:
-        """Steps that the first worker has timed when it started; none: it has not."""
+        """Step timings that the first worker measured at its start; may be empty."""
 
     def submit(self, *steps: SchedulerOutput) -> None:
-        """Hand steps to the workers. The results of several may come together."""
+        """Send steps to the workers in one message. Their results come in one message, too."""
 
     def poll(self) -> ModelOutput | None:
-        """The result of the oldest step whose result has not been taken, or None."""
+        """Take the result of the oldest step without one; None if it has not arrived."""
 
     def read_adapter(self, number: int, name: str, path: str) -> None:
-        """Have the workers read a LoRA adapter, between two steps."""
+        """Let the workers read a LoRA adapter between two steps."""
 
     def drop_adapter(self, number: int) -> None:
-        """Have them forget it; no step that is submitted later has it."""
+        """Let the workers drop an adapter; no later step uses it."""
 
     def adapters_read(self) -> list[AdapterRead]:
-        """Answers on adapters: of each once, that all workers have read it or why one cannot."""
+        """Take the answers about adapters, one per adapter, once all workers have read it or one has failed."""
 
     def transfer(self, message: Transfer) -> None:
-        """Have the workers move contents between the pools and a tier, behind the steps that were submitted before."""
+        """Let the workers move contents between the pools and a storage tier, after the steps submitted before."""
 
     def transferred(self) -> list[TransferAnswer]:
-        """Their answers: of each transfer once, when all ranks have ended it, and what failed on any of them."""
+        """Take the answers about transfers, one per transfer, once all ranks have ended it; failures on any rank
+        count."""
 
     def profile(self, message: BeginProfile | EndProfile) -> None:
-        """Have the workers profile their steps, or end that, between two steps."""
+        """Let the workers begin or end a profile between two steps."""
 
     def profiled(self) -> list[Profiled] | None:
-        """Their answers to the last such message; None until all have come."""
+        """The workers' answers to the latest profile message; None until all have arrived."""
 
     def expert_tokens(self) -> list[list[int]]:
-        """For each layer how many tokens each of its experts has got from this group; empty if nobody counts them."""
+        """Tokens per layer and expert that this group has computed; empty if they are not counted."""
 
     def failure(self) -> Failure | None:
-        """After a WorkersLostError: what happened. None as long as a message that says more may be on its way."""
+        """The cause of a WorkersLostError; None while a message with a better one may still arrive."""
 
     def end(self) -> None:
-        """Begin to end all workers. May be called again."""
+        """Begin to end all workers. May be called repeatedly."""
 
     def has_ended(self) -> bool:
-        """After end(): whether all of them are gone. Raises EngineError for one that cannot be ended."""
+        """Whether all workers are gone after end(). Raises EngineError for one that cannot be ended."""
 
     def close(self) -> None:
-        """End all workers, wait for that, and remove what belongs to the group. Safe to call twice."""
+        """End all workers, wait until they are gone, and release the group's resources. Safe to call twice."""

@@ -1,4 +1,4 @@
-"""Waits for an executor's answers, for callers with nothing else to do, such as an engine that starts."""
+"""Blocking calls of an executor, for callers with nothing else to do, such as an engine that starts."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +17,7 @@ CAUSE_LOOK_S = 0.05
 
 
 def load(executor: Executor, timeout_s: float, stop: Wakeup | None = None) -> Ready:
-    """Start the workers and have them load the model; what they can do.
+    """Start the workers, wait until they have loaded the model, and return their common Ready.
 
     `stop` ends the wait. Raises ModelError, ConfigError or EngineError, with the root cause.
     """
@@ -29,7 +29,7 @@ def load(executor: Executor, timeout_s: float, stop: Wakeup | None = None) -> Re
 def allocate(
     executor: Executor, num_blocks: int, num_host_blocks: int, timeout_s: float, stop: Wakeup | None = None
 ) -> float:
-    """Have the KV pools allocated; blocks per second that move between them. Raises like load()."""
+    """Allocate the KV pools, and return the rate of block moves between them per second. Raises like load()."""
     executor.begin_allocate(num_blocks, num_host_blocks, timeout_s)
     return _wait_for(executor.started, executor, stop)
 
@@ -37,8 +37,8 @@ def allocate(
 def read_adapter(
     executor: Executor, adapter: tuple[int, str, str], timeout_s: float, stop: Wakeup | None = None
 ) -> AdapterRead:
-    """Have an adapter read, of this number, name and path. Returns the answer of all ranks. Raises like load(), but for
-    `timeout_s`."""
+    """Let the workers read an adapter (number, name, path), and return the answer for all ranks. Raises like load(),
+    and EngineError after `timeout_s`."""
     executor.read_adapter(*adapter)
     until_s = time.monotonic() + timeout_s
 
@@ -51,7 +51,7 @@ def read_adapter(
 
 
 def find_out(executor: Executor) -> Failure:
-    """Find the cause of a WorkersLostError. It takes half a second, and longer where a rank is slow to end."""
+    """Find the cause of a WorkersLostError. It takes half a second, or longer if a rank ends slowly."""
     while (failure := executor.failure()) is None:
         transport.wait(CAUSE_LOOK_S, executor)
     return failure

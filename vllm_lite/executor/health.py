@@ -1,17 +1,17 @@
-"""Who failed first, and why: what the engine knows of the ranks of a worker group, and what it concludes.
+"""Health of a worker group's ranks: finds the rank that failed first, and why.
 
-A rank that ends takes the others along: they leave their waits for it with an error, or hang in them. `first_failure`
-names the rank where it began. What it believes, the strongest first:
+When a rank ends, the others fail, too: they leave their waits for it with an error, or hang in them. `first_failure`
+names the rank where the failure began. Its evidence, the strongest first:
 
-1. what a rank says of itself (Failed), unless it says that it only waited for another one;
-2. the end of a process that has said nothing;
+1. a rank's own Failed message, unless it only waited for another rank;
+2. the end of a process that has sent no message;
 3. a rank that cannot be reached;
 4. a rank whose heartbeats have stopped;
-5. a group in which no rank makes progress: a rank is stuck that waits for nobody;
-6. what a rank that waited says of the others.
+5. no progress of any rank: then a rank hangs that does not wait for another one;
+6. the rank for which a waiting rank says that it waited.
 
-Between ranks of which the same is known, the word in the group's memory decides, then what was noticed first, then the
-least progress.
+Between ranks with the same evidence the group's shared memory decides, then the time of notice, then the least
+progress.
 """
 
 import time
@@ -22,8 +22,8 @@ from vllm_lite.executor.base import Failure
 from vllm_lite.protocol.control import Failed, WorkerHeartbeat
 
 ENDS_WITHOUT_A_WORD = frozenset(("killed by SIGKILL",))
-"""Such an end is nobody's fault inside the group, and no message follows it. Any other one, a signal that a library
-raises included, may be the consequence of what another rank is about to say."""
+"""Ends that no other rank has caused, and that no message explains. Any other end, even by a signal that a library
+raises, may be the consequence of a failure that another rank is about to report."""
 
 
 class RankHealth:
@@ -35,18 +35,18 @@ class RankHealth:
         self.is_loaded = False
         self.failed: Failed | None = None
         self.ended: str | None = None
-        """How its process ended: "killed by SIGKILL", "exit status 1"."""
+        """End of its process: "killed by SIGKILL", "exit status 1"."""
         self.is_reachable = True
         self.noticed_s = float("inf")
-        """When the first of these three was noticed."""
+        """Time at which the first of these three was noticed."""
         self.known_s = 0.0
-        """When its end or its reason was noticed, whichever was later; 0 before."""
+        """Time at which its end or its reason was noticed, whichever was later; 0 before."""
         self.last_heard_s = self.last_progress_s = time.monotonic()
         self.stopped_s: float | None = None
-        """Since when its process has been seen to be stopped; looked at until it `has_torch`."""
+        """Time since which its process has been stopped; checked until it `has_torch`."""
         self.progress = -1
         self.is_waiting = False
-        """Whether it waited for another rank or for the engine when its last heartbeat was sent."""
+        """Whether its latest heartbeat said that it waits for another rank or for the engine."""
 
     def __str__(self) -> str:
         return f"worker {self.rank} (pid {self.pid})"
@@ -65,18 +65,18 @@ class RankHealth:
         self.noticed_s, self.known_s = min(self.noticed_s, now_s), now_s
 
     def on_unreachable(self, now_s: float) -> None:
-        """A message could not be handed to its process."""
+        """Record that a message could not be delivered to its process."""
         self.is_reachable = False
         self.noticed_s = min(self.noticed_s, now_s)
 
     def is_well(self, now_s: float, limit_s: float) -> bool:
-        """Whether there is nothing to look into: it has not ended, is heard of, and makes progress."""
+        """Whether it runs, sends heartbeats and makes progress."""
         if self.noticed_s != float("inf") or self.is_silent(now_s, limit_s):
             return False
         return now_s - self.last_progress_s <= limit_s
 
     def excuse(self, seconds: float, now_s: float) -> None:
-        """Nobody has listened for so long: it counts neither as silence nor as time without progress."""
+        """Subtract time in which the engine did not listen, from its silence and its time without progress."""
         self.last_heard_s = min(now_s, self.last_heard_s + seconds)
         self.last_progress_s = min(now_s, self.last_progress_s + seconds)
         if self.stopped_s is not None:
@@ -84,22 +84,22 @@ class RankHealth:
 
     @property
     def is_explained(self) -> bool:
-        """Whether it has said why it fails, or its process has ended: its silence says nothing more."""
+        """Whether it has sent its reason or its process has ended, so that silence is no evidence."""
         return self.failed is not None or self.ended is not None
 
     @property
     def has_torch(self) -> bool:
-        """Whether it has begun to load: the progress grows with the weights that are read."""
+        """Whether it has begun to load: progress grows with the weights read."""
         return self.is_loaded or self.progress > 0
 
     def on_looked_at(self, now_s: float, *, is_stopped: bool) -> None:
-        """Its process runs, or is stopped."""
+        """Record whether its process is stopped (SIGSTOP)."""
         self.stopped_s = (now_s if self.stopped_s is None else self.stopped_s) if is_stopped else None
 
     def is_silent(self, now_s: float, limit_s: float) -> bool:
-        """Silence counts once a worker has begun to load: importing torch from a cold disk holds the GIL, and with it
-        the thread of its heartbeat, for as long as that takes. Until then it counts where the process is stopped, and
-        otherwise there is the deadline of a start."""
+        """Whether its heartbeats have been missing for `limit_s`. Before it has begun to load this only counts if the
+        process is stopped: importing torch from a cold disk holds the GIL, and with it the heartbeat's thread. Until
+        then the deadline of the start applies."""
         since_s = self.last_heard_s if self.has_torch else self.stopped_s
         return since_s is not None and now_s - since_s > limit_s
 
@@ -107,10 +107,10 @@ class RankHealth:
 def first_failure(
     ranks: Sequence[RankHealth], now_s: float, limit_s: float, *, has_work: bool, first_to_abort: int | None = None
 ) -> Failure | None:
-    """The failure in which that of the group began; None while all is well.
+    """The failure with which that of the group began; None while all ranks are well.
 
-    `limit_s`: the longest silence, and, with work to do, the longest time without progress. `first_to_abort`: the rank
-    that the group's memory names.
+    `limit_s`: maximum silence, and with work to do also the maximum time without progress. `first_to_abort`: the rank
+    that ended the group first, as the group's memory says.
     """
     by_reports = _first_reported(ranks, first_to_abort)
     if by_reports is not None:
@@ -124,18 +124,18 @@ def first_failure(
 
 
 def slowest(ranks: Sequence[RankHealth]) -> RankHealth:
-    """The rank for which the others wait, as far as heartbeats show."""
+    """The rank for which the others wait, judged by the heartbeats."""
     return min(ranks, key=lambda rank: (rank.is_waiting, rank.progress))
 
 
 def awaits_cause(ranks: Sequence[RankHealth]) -> bool:
-    """Whether a rank has neither spoken nor ended, and none has ended without a word: that one is about to."""
+    """Whether a rank has neither reported nor ended, and none has ended without a report: it may report a cause."""
     known = [rank for rank in ranks if rank.is_explained]
     return len(known) < len(ranks) and all(rank.failed is not None for rank in known)
 
 
 def _first_reported(ranks: Sequence[RankHealth], first_to_abort: int | None) -> Failure | None:
-    """Judge by what was said or noticed: rules 1 to 3."""
+    """Judge by reports and ends: rules 1 to 3."""
     in_order = sorted(ranks, key=lambda rank: (rank.rank != first_to_abort, rank.noticed_s, rank.progress))
     for rank in in_order:
         if rank.failed is not None and _is_cause(rank.failed):
@@ -168,8 +168,8 @@ def _silent(rank: RankHealth, now_s: float) -> Failure:
 
 
 def _stuck(ranks: Sequence[RankHealth], now_s: float, limit_s: float) -> Failure:
-    """Nobody makes progress. A rank that was stopped while it waited looks as if it waited still: half of the limit
-    without a heartbeat shows the difference."""
+    """The failure of a group without progress. A rank that was stopped while it waited still looks as if it waited;
+    half of the limit without a heartbeat shows the difference."""
     silent = [rank for rank in ranks if rank.is_silent(now_s, limit_s / 2)]
     if silent:
         return _silent(slowest(silent), now_s)
@@ -179,7 +179,7 @@ def _stuck(ranks: Sequence[RankHealth], now_s: float, limit_s: float) -> Failure
 
 
 def _waited(ranks: Sequence[RankHealth], first_to_abort: int | None) -> Failure | None:
-    """Only ranks that waited have spoken: name the one that they waited for."""
+    """Name the rank that others waited for, if only waiting ranks have reported."""
     failed = next((rank.failed for rank in ranks if rank.failed is not None), None)
     if failed is None:
         return None

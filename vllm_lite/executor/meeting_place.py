@@ -1,7 +1,6 @@
-"""The meeting place of one worker group's ranks: their common memory and a private folder, which the engine makes for
-them.
+"""MeetingPlace: the shared memory and private folder through which the ranks of one worker group connect.
 
-A rank that has a model to itself meets nobody, and gets neither.
+The engine creates both. A single rank needs neither.
 """
 
 import os
@@ -12,10 +11,10 @@ from vllm_lite.runtime.supervise import remove_dir
 
 
 class MeetingPlace:
-    """The engine's end of a group's memory, which it holds open until close()."""
+    """The engine's handle of a group's memory, open until close()."""
 
     def __init__(self, world: int, folder: str) -> None:
-        """`folder` must not exist yet where there are several ranks, and is removed by close()."""
+        """`folder` is created if there are several ranks, and removed by close(); it must not exist yet."""
         self._folder = folder
         self._memory: int | None = None
         if world > 1:
@@ -24,18 +23,18 @@ class MeetingPlace:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """Descriptors that a worker's process has to inherit."""
+        """File descriptors that worker processes inherit."""
         return () if self._memory is None else (self._memory,)
 
     def invite(self, *, in_thread: bool) -> WorkerGroup | None:
-        """The meeting place as one worker has to know it. The worker closes the descriptor in it: a process inherits
-        one of its own, a thread of this process gets a duplicate."""
+        """The settings with which one worker joins. The worker closes the descriptor in them: a process inherits its
+        own, a thread of this process gets a duplicate."""
         if self._memory is None:
             return None
         return WorkerGroup(os.dup(self._memory) if in_thread else self._memory, self._folder)
 
     def end(self) -> None:
-        """Make all ranks leave their waits for each other. May be called again."""
+        """Make all ranks leave their waits for each other. May be called repeatedly."""
         if self._memory is not None:
             end_group(self._memory)
 

@@ -1,4 +1,4 @@
-"""MultiprocExecutor: starts and watches worker processes on this host, and speaks to them over one ROUTER socket."""
+"""MultiprocExecutor: starts and watches worker processes on this host, connected by one ROUTER socket."""
 
 import threading
 import time
@@ -45,13 +45,13 @@ from vllm_lite.transport.interface import Pollable
 SPAWNS_WORKERS = "starts its workers"
 STOP_GRACE_S = 2.0
 GONE_S = 8.0
-"""How long workers may take to be gone: those that end neither at SIGTERM nor at SIGKILL hang in the kernel."""
+"""Maximum seconds until workers are gone: those that end neither at SIGTERM nor at SIGKILL hang in the kernel."""
 LATE_MESSAGE_S = 0.5
-"""How long the cause may take to arrive once its effect was noticed: the last message of a worker that has ended."""
+"""Seconds for a cause to arrive after its effect was noticed: the last message of a worker that has ended."""
 MOST_APART_S = 7.0
-"""Two looks at the workers that are further apart mean that the engine did not run: it looks every 5 s when idle."""
+"""Seconds between two checks of the workers that mean that the engine did not run: when idle it checks every 5 s."""
 MUST_AGREE = ("groups", "max_model_len", "vocab_size", "eos_token_ids")
-"""Fields of Ready that are properties of the model, so that every rank must have the same."""
+"""Fields of Ready that are properties of the model and must be equal on all ranks."""
 RankMessage = (
     WorkerHello | Imported | Ready | Started | AdapterRead | Profiled | TransferAnswer | WorkerHeartbeat | Failed
 )
@@ -67,27 +67,27 @@ class WorkerState:
         self.child: supervise.Child | None = None
         self.health = RankHealth(rank)
         self.is_here = False
-        """It has said hello, so that it can be reached."""
+        """Whether it has sent WorkerHello, so that it can be reached."""
         self.has_imported = False
         self.ready: Ready | None = None
         self.started: Started | None = None
 
     @property
     def peer(self) -> bytes:
-        """The identity under which the worker connects."""
+        """ZeroMQ identity with which the worker connects."""
         return f"worker-{self.rank}".encode()
 
     def look_at(self, child: supervise.Child, now_s: float) -> None:
-        """See how its process is."""
+        """Check the state of its process."""
         reason, health = child.exited(), self.health
         if reason is not None and health.ended is None:
             health.on_ended(reason, now_s)
-        elif not health.has_torch:  # later its heartbeats show more
+        elif not health.has_torch:  # later its heartbeats show it
             health.on_looked_at(now_s, is_stopped=child.is_stopped())
 
 
 class StartDeadline:
-    """A moment `timeout_s` from now."""
+    """A deadline `timeout_s` from now."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -98,15 +98,15 @@ class StartDeadline:
 
 
 class WorkerTcp(NamedTuple):
-    """Address for workers that report over tcp, and the folder of their keys, None: in the clear."""
+    """Address for workers that connect over tcp, and the folder of their keys; None: without encryption."""
 
     listen: Tcp
     worker_keys: str | None
 
 
 class MultiprocExecutor:
-    """See Executor. One rank answers for all, the first of the last stage. Workers report at `address`, or at `tcp` if
-    that is given."""
+    """See Executor. One rank answers steps for all: the first of the last stage. Workers connect to `address`, or to
+    `tcp` if that is given."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class MultiprocExecutor:
         tcp: WorkerTcp | None = None,
         group_folder: str = "",
     ) -> None:
-        """`group_folder`: a private folder to be made, and removed again, where several ranks share the model."""
+        """`group_folder`: a private folder that is created, and removed again, for groups of several ranks."""
         self._config = config
         self._worker_module = worker_module
         self._generation = generation
@@ -133,20 +133,20 @@ class MultiprocExecutor:
         self._malformed = 0
         self._expert_tokens: list[list[int]] = []
         self._model: str | None = None
-        """The folder that begin_load names."""
+        """Checkpoint folder given to begin_load()."""
         self._adapter_answers: dict[int, dict[int, AdapterRead]] = {}
         self._adapters_read: list[AdapterRead] = []
         self._profiled: dict[int, Profiled] = {}
         self._transfers: dict[int, list[Transferred]] = {}
-        """By their tickets, the answers of those that some ranks have not ended."""
+        """Ticket -> answers so far, of transfers that some ranks have not ended."""
         self._transferred: list[TransferAnswer] = []
         self._deadline: StartDeadline | None = None
-        """When the part of the start that is under way has to be done; None before the workers may load."""
+        """Deadline of the current part of the start; None before begin_load()."""
         self._failure: Failure | None = None
         self._failed_s = 0.0
         self._judged_s = time.monotonic()
         self._gone_by: StartDeadline | None = None
-        """Once the workers are being ended."""
+        """Deadline for the workers' end; None before end()."""
         self.are_gone = threading.Event()
 
     def _meet(self, folder: str) -> MeetingPlace:
@@ -158,7 +158,7 @@ class MultiprocExecutor:
         for worker in self._workers:
             worker.child = self._spawn(worker.rank)
             worker.health.pid = worker.child.pid
-        supervise.end_early()  # ranks that share a model, threads, and stand-ins are not what it was started for
+        supervise.end_early()  # the early process is of no use for several ranks, threads or other worker modules
         log.moment("engine", SPAWNS_WORKERS)
 
     def is_prepared(self) -> bool:
@@ -206,7 +206,7 @@ class MultiprocExecutor:
         return () if started is None else started.timings
 
     def _have_all(self, what: str) -> bool:
-        """Whether attribute `what` of every worker is set. Raises EngineError if that has taken too long."""
+        """Whether attribute `what` of every worker is set. Raises EngineError past the deadline."""
         self._receive()
         self._check()
         late = [worker.health for worker in self._workers if getattr(worker, what) is None]
@@ -258,7 +258,7 @@ class MultiprocExecutor:
         return read
 
     def _on_adapter(self, message: AdapterRead) -> None:
-        """With the last rank's answer that of all is known. A rank that has it forgets what another cannot have."""
+        """Collect the ranks' answers. If one rank failed to read the adapter, the others drop it again."""
         answers = self._adapter_answers.setdefault(message.number, {})
         answers[message.rank] = message
         if len(answers) < len(self._workers):
@@ -281,7 +281,7 @@ class MultiprocExecutor:
         return answers
 
     def _on_transferred(self, message: TransferAnswer) -> None:
-        """With the last rank's answer the transfer has ended; each rank has a part of every block."""
+        """Collect the ranks' answers: a transfer has ended with the last one, since each rank has a part of a block."""
         if isinstance(message, StoredKeys):
             self._transferred.append(message)
             return
@@ -305,7 +305,7 @@ class MultiprocExecutor:
     def expert_tokens(self) -> list[list[int]]:
         return self._expert_tokens
 
-    # ---- what workers say
+    # ---- messages of workers
 
     def _receive(self) -> None:
         while (item := self._listener.recv()) is not None:
@@ -323,7 +323,7 @@ class MultiprocExecutor:
                 self._handle(self._workers[message.rank], message)
 
     def _take(self, peer: bytes, message: ModelOutput | StepOutputs) -> None:
-        """Take what the one rank says that answers for all."""
+        """Take step results, from the one rank that answers for all."""
         answering = self._workers[answering_rank(self._config)]
         if peer != answering.peer:
             logger.warning("dropped an output of %r: it is worker %d that answers", peer, answering.rank)
@@ -362,10 +362,10 @@ class MultiprocExecutor:
         else:
             worker.started = message
 
-    # ---- what becomes of them
+    # ---- failures
 
     def _check(self) -> None:
-        """Raise WorkersLostError if a rank has failed. Whatever it is, the others are not left waiting."""
+        """Raise WorkersLostError if a rank has failed, and make the other ranks leave their waits."""
         if self._failure is None:
             self._failure = self._judge()
             if self._failure is None:
@@ -375,7 +375,7 @@ class MultiprocExecutor:
         raise WorkersLostError(str(self._failure.error))
 
     def failure(self) -> Failure | None:
-        """See Executor. A rank that fails sends the reason before it ends; that message may still be on its way."""
+        """See Executor. A failing rank sends its reason before it ends; wait LATE_MESSAGE_S for that message."""
         if self._failure is None or self._failure.is_certain:
             return self._failure
         self._exits.clear()
@@ -385,9 +385,9 @@ class MultiprocExecutor:
         return self._failure if is_known else None
 
     def _is_late(self, rank: RankHealth) -> bool:
-        """Whether no more will be known of the cause than that it is `rank`: its last message would have arrived, and
-        nobody is about to end if all that have spoken lost another rank. Leaving a process that has torch takes seconds
-        where all cores are busy."""
+        """Whether nothing more will be known of the cause than `rank`: its last message would have arrived, and no
+        other rank is about to end if all that have reported lost another one. A process with torch takes seconds to end
+        when all cores are busy."""
         now_s = time.monotonic()
         if awaits_cause(self._ranks):
             return now_s - self._failed_s >= self._config.heartbeat_timeout_s
@@ -412,7 +412,7 @@ class MultiprocExecutor:
     # ---- end
 
     def end(self) -> None:
-        """See Executor. A thread waits for the workers' end."""
+        """See Executor. A thread waits until the workers are gone."""
         if self._gone_by is not None:
             return
         self._gone_by = StartDeadline(GONE_S)
@@ -429,7 +429,7 @@ class MultiprocExecutor:
 
     def has_ended(self) -> bool:
         self._exits.clear()
-        self._receive()  # nobody wants it, but as long as it is not read it ends every wait at once
+        self._receive()  # unread messages would end every wait at once
         if not self.are_gone.is_set() and self._gone_by is not None and not self._gone_by.has_passed():
             return False
         for worker in self._workers:
@@ -446,8 +446,8 @@ class MultiprocExecutor:
 
 
 def _agreed(answers: list[Ready]) -> Ready:
-    """Common abilities of all workers: the fewest blocks, the largest ones. Raises EngineError if they differ in what
-    must be equal."""
+    """Common Ready of all workers: minimum number of blocks, maximum block size. Raises EngineError if they differ in a
+    field of MUST_AGREE."""
     first = answers[0]
     for other in answers[1:]:
         for name in MUST_AGREE:
@@ -464,8 +464,7 @@ def _agreed(answers: list[Ready]) -> Ready:
 
 
 def _reads_checkpoint(config: ResolvedConfig) -> bool:
-    """Whether workers will read most of the checkpoint, and not before they have imported what they need. With a weight
-    cache they do neither: who packs reads at once, and who need not pack reads the cache. (What it does not keep, such
-    as experts in one tensor, they read late.)"""
+    """Whether workers will read most of the checkpoint, and only after their imports. Not with a weight cache: workers
+    that pack read at once, and others read the cache (except what it does not keep, such as fused experts)."""
     is_kept = config.weight_cache is not None and config.quantization is not None and config.device == "cpu"
     return config.load_format != "dummy" and not is_kept

@@ -1,9 +1,8 @@
-"""Chooses the executor that runs an engine's steps. This is the one place that reads the configuration for that, so
-that another kind of executor is added here and nowhere else.
+"""Chooses the executor of an engine by the configuration. Only this file does, so another kind is added here.
 
 MultiprocExecutor starts its workers as processes of this host, or as threads with --single-process; RayExecutor starts
-them on the hosts of a Ray cluster. SimulatedExecutor
-is never chosen here: it runs on a clock that its caller moves, so its caller makes it.
+them on the hosts of a Ray cluster. SimulatedExecutor is never chosen here: its caller advances its clock, and so
+creates it.
 """
 
 from vllm_lite.executor.base import Executor
@@ -12,13 +11,13 @@ from vllm_lite.process_settings import EngineSettings
 
 
 def select(settings: EngineSettings, generation: int) -> Executor:
-    """An executor whose workers have not been started yet. `generation` counts the groups of workers of this engine.
+    """The executor of the worker group number `generation`; its workers are not started yet.
 
-    Raises EngineError if the address at which they report is taken, ConfigError if there is no Ray cluster.
+    Raises EngineError if its address is in use, ConfigError if there is no Ray cluster.
     """
     own_process = not settings.config.single_process
     backend = settings.config.distributed_executor_backend
-    name = f"{settings.life}.{generation}"  # of its own, for the group that it replaces may still have to be removed
+    name = f"{settings.life}.{generation}"  # unique, since files of the replaced group may still exist
     address = f"ipc://{settings.run_dir}/workers-{name}" if own_process else f"{settings.address}-workers-{name}"
     folder = f"{settings.run_dir}/group-{name}"
     if backend == "ray":

@@ -1,6 +1,6 @@
-"""SimulatedExecutor: an executor without workers. Every step takes the time that a cost model says, on a virtual clock.
+"""SimulatedExecutor: an executor without workers. Each step takes the time of a cost model, on a virtual clock.
 
-It drives the same EngineCore as real workers do; only the model is left out. It does not check the steps that it gets
+The same EngineCore runs on it as on real workers; only the model is missing. It does not check its steps
 (tests/simulated_worker.py does).
 """
 
@@ -36,7 +36,7 @@ class VirtualClock:
 
 
 class CostModel(NamedTuple):
-    """The time that a step takes: `step_s`, and more for every token it computes and every block it moves."""
+    """Time of a step: `step_s`, plus a time for each computed token and each moved block."""
 
     step_s: float = 0.005
     token_s: float = 20e-6
@@ -45,7 +45,7 @@ class CostModel(NamedTuple):
 
 @dataclass(slots=True)
 class SimulatedSequence:
-    """Counts a sequence's tokens, and those of them whose KV is computed."""
+    """Number of a sequence's tokens, and of those with computed KV."""
 
     num_tokens: int
     num_computed: int
@@ -56,7 +56,7 @@ class SimulatedSequence:
 class SimulatedExecutor:
     """Runs steps one after the other on `clock`; poll() returns a result once its time has come.
 
-    The caller moves the clock on: to next_result_s, or to the next arrival if that is sooner. Drafts are never right.
+    The caller advances the clock: to next_result_s, or to the next arrival if that is sooner. No draft is accepted.
     Beams get the same candidates at every step.
     """
 
@@ -119,7 +119,7 @@ class SimulatedExecutor:
 
     @property
     def next_result_s(self) -> float | None:
-        """When poll() will have a result; None if no step is in flight."""
+        """Time at which poll() will have a result; None if no step is in flight."""
         return self._results[0][0] if self._results else None
 
     def pollables(self) -> tuple[Pollable, ...]:
@@ -166,7 +166,7 @@ class SimulatedExecutor:
     # ---- the model
 
     def _run(self, output: SchedulerOutput) -> tuple[int, ModelOutput]:
-        """The number of tokens that a step computes, and its result."""
+        """Run a step. Returns the number of tokens that it computes, and its result."""
         total, tokens, counts, drafted = 0, list[int](), list[int](), list[int]()
         logprobs: list[TokenLogprobs | None] | None = None
         sequences, next_token = self._sequences, self._next_token
@@ -210,7 +210,7 @@ class SimulatedExecutor:
         return total, result
 
     def _draft(self, entry: Draft) -> tuple[int, int]:
-        """The number of tokens that are drafted for a sequence, and of those that are right."""
+        """Numbers of (drafted, accepted) tokens of a sequence."""
         return entry.max_drafts, 0
 
     def _place(self, entry: NewRequest | Resume) -> tuple[SimulatedSequence, int]:

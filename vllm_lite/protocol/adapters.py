@@ -1,4 +1,4 @@
-"""Client <-> engine: LoRA adapters that come and go while the engine runs."""
+"""Client <-> engine: loading and unloading LoRA adapters while the engine runs."""
 
 from typing import Annotated
 
@@ -10,10 +10,10 @@ AdapterName = Annotated[str, Meta(min_length=1, max_length=256)]
 
 
 class LoadAdapter(Message, tag="load_adapter"):
-    """Load the LoRA adapter in the folder `path` of the engine's host under a name, which requests may use from now on;
-    answered by AdapterAnswer once it is there. With `in_place` it takes the place of one that has the name; without,
-    it must be the same one, which is then answered as loaded. `parent`: what lists call its base model. `question` is
-    a number of the client's, for the answer."""
+    """Load the LoRA adapter in folder `path` of the engine's host under a name, which requests may use from now on;
+    answered by AdapterAnswer once it is loaded. With `in_place` it replaces an adapter of that name. Without, an
+    adapter of that name must be the same one, which is answered as loaded. `parent`: name of its base model in lists.
+    `question` is a number chosen by the client and repeated in the answer."""
 
     question: int
     name: AdapterName
@@ -23,14 +23,14 @@ class LoadAdapter(Message, tag="load_adapter"):
 
 
 class UnloadAdapter(Message, tag="unload_adapter"):
-    """Forget an adapter; requests that have it go on. Answered by AdapterAnswer."""
+    """Unload an adapter; its requests continue. Answered by AdapterAnswer."""
 
     question: int
     name: AdapterName
 
 
 class AdapterInfo(Message):
-    """An adapter that requests may name. `parent`: its base model's name, None: the model's."""
+    """An adapter that requests can name. `parent`: name of its base model; None: the served model's."""
 
     name: str
     path: str
@@ -38,14 +38,14 @@ class AdapterInfo(Message):
 
 
 class AdapterList(Message, tag="adapter_list"):
-    """All adapters; sent to all clients when one has come or gone."""
+    """All adapters; sent to all clients when one was loaded or unloaded."""
 
     adapters: tuple[AdapterInfo, ...]
 
 
 class AdapterAnswer(Message, tag="adapter_answer"):
-    """The adapter is loaded, or unloaded; or `error` says in one sentence why not. `is_missing`: there is none of that
-    name, or at that path. Answers come in any order."""
+    """The adapter was loaded or unloaded; or `error` is the reason why not, in one sentence. `is_missing`: there is no
+    adapter of that name, or at that path. Answers come in any order."""
 
     question: int
     name: str

@@ -1,7 +1,7 @@
-"""Client <-> engine. Token ids travel as little-endian u32 bytes (`array('I')`); requests by the client's own id.
+"""Client <-> engine. Token ids are little-endian u32 bytes (`array('I')`); clients choose the ids of their requests.
 
 A client sends Hello and gets Welcome or Refused. After that every Generate is answered by any number of Tokens and
-exactly one Finished, rejections included, both inside OutputBatch.
+exactly one Finished per sample, rejections included, both inside OutputBatch.
 """
 
 from typing import Annotated, Literal
@@ -21,7 +21,7 @@ from vllm_lite.protocol.stats import FinishReason, Stats
 from vllm_lite.protocol.view import Look, Seen
 
 MAX_PROMPT_BYTES = 16 * 1024 * 1024
-"""Room for four million tokens of four bytes."""
+"""Four million tokens of four bytes."""
 MAX_CONTEXT_BYTES, MAX_MARKS = 64 * 1024, 4096
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -35,14 +35,14 @@ Pooled = Annotated[bytes, Meta(max_length=MAX_POOLED_BYTES)]
 
 
 class Hello(Message, tag="hello"):
-    """First message of a client. `model=None` takes whatever model the engine serves."""
+    """First message of a client. `model=None` accepts any model."""
 
     version: int
     model: Annotated[str, Meta(max_length=4096)] | None = None
 
 
 class SampleSoFar(Message):
-    """A sample of a request that has not ended, with the output tokens that its client has."""
+    """An unfinished sample of a request, with the output tokens that the client has."""
 
     index: Annotated[int, Meta(ge=0, lt=MAX_SAMPLES)]
     output: TokenBytes = b""
@@ -50,24 +50,24 @@ class SampleSoFar(Message):
 
 class Generate(Message, tag="generate"):
     """Start a request, or attach to it again. Idempotent: if the engine knows `request_id`, with the same prompt and
-    parameters, the stream goes on to this client from output token `have`; a stream of another client ends with an
-    error. If not, `output` (empty, or exactly `have` token ids) is what had been generated before, and generation goes
-    on behind it.
+    parameters, the stream continues to this client from output token `have`, and a stream to another client ends with
+    an error. Otherwise `output` (empty, or exactly `have` token ids) was generated before, and generation continues
+    after it.
 
-    Of a request with several samples `samples` says the same for each: those that have not ended, with their tokens;
-    the others have. `have` and `output` are empty then. Without `samples` all begin with the prompt. `num_scored` is
-    the number of prompt tokens whose logprobs the client has; they are not sent again.
+    For a request with several samples, `samples` has the same for each sample that has not ended; all others have
+    ended, and `have` and `output` are empty. Without `samples` all samples begin after the prompt. `num_scored` is the
+    number of prompt tokens whose logprobs the client has; they are not sent again.
 
-    `marks` are places in the prompt, in tokens and ascending, where later ones are likely to part from it, such as ends
-    of messages: recurrent layers save states there; else prompts go on at a mark that they share, also within a block.
-    `external_id` is the id under which users know the request: the prompts of one HTTP body share one. Any client may
-    name it in Describe and AbortExternal. `context` means nothing to the engine, which returns it in Descriptions.
-    `adapter` is the name of a LoRA adapter that has been loaded; empty: the model alone.
+    `marks` are ascending token positions in the prompt where later prompts are likely to diverge, such as ends of
+    messages. Recurrent layers save states there; other models can reuse a prompt up to a mark inside a block.
+    `external_id` is the id by which users know the request; the prompts of one HTTP body share one. Any client may use
+    it in Describe and AbortExternal. `context` is opaque to the engine, which returns it in Descriptions. `adapter` is
+    the name of a loaded LoRA adapter; empty: none.
 
-    With `pooling` nothing is generated: the request ends once its prompt is computed, and its Finished has what the
-    pooler made of it. Of `params` it needs who asks, until when, and how urgent it is.
+    With `pooling` nothing is generated: the request ends once its prompt is computed, and its Finished has the result.
+    Of `params` only user, salt, deadline and priority count.
 
-    `media` lie in the prompt, in order and apart, where `prompt` has placeholders; `contents` is read by the encoder.
+    `media` are in order and do not overlap; `prompt` has placeholders there. `contents` is the encoder's input.
     """
 
     request_id: RequestId
@@ -87,11 +87,11 @@ class Generate(Message, tag="generate"):
 
 
 class ForkRequest(Message, tag="fork"):
-    """A new request `child_id` that goes on from the first `have` output tokens of a live one, sharing its KV and its
-    adapter.
+    """Start a new request `child_id` that continues after the first `have` output tokens of a live one, sharing its KV
+    and its adapter.
 
-    Its stream begins at token `have`, with draws of its own (`params.seed`). `external_id` and `context` are those of
-    the new request, as in Generate.
+    Its stream begins at token `have`, with its own seed (`params.seed`). `external_id` and `context` are those of the
+    new request, as in Generate.
     """
 
     request_id: RequestId
@@ -103,11 +103,11 @@ class ForkRequest(Message, tag="fork"):
 
 
 class Abort(Message, tag="abort"):
-    """End a request of this client, or those of its `samples`; no `samples` means all. Others' requests go on.
+    """End a request of this client, or only its `samples`; no `samples` means all. Other clients' requests are ignored.
 
-    Each of them that is still open gets its Finished, and with the last one the request ends. Beams end together only:
-    naming some of them ends none. `stopped`: it has all it wanted, such as a stop string; only metrics show the
-    difference.
+    Each sample that is still open gets its Finished, and with the last one the request ends. Beams only end together:
+    naming some of them has no effect. `stopped`: the client has all it wanted, such as a stop string; only metrics show
+    the difference.
     """
 
     request_id: RequestId
@@ -116,7 +116,7 @@ class Abort(Message, tag="abort"):
 
 
 class Ping(Message, tag="ping"):
-    """Asks for a Heartbeat at once; the answer proves that the engine's loop is running."""
+    """Ask for a Heartbeat at once, which shows that the engine's loop is running."""
 
 
 class GetStats(Message, tag="get_stats"):
@@ -124,8 +124,8 @@ class GetStats(Message, tag="get_stats"):
 
 
 class Describe(Message, tag="describe"):
-    """Asks how requests are, of any client: those with these ids, and all with an external id. Answered by one
-    Descriptions; if that is a single request, `with_content` asks for its parameters, tokens and logprobs as well."""
+    """Ask for the state of requests of any client: those with these ids, and all with an external id. Answered by one
+    Descriptions. For a single request, `with_content` also returns its parameters, tokens and logprobs."""
 
     request_ids: Annotated[tuple[RequestId, ...], Meta(max_length=1024)] = ()
     external_id: ExternalId = ""
@@ -133,10 +133,10 @@ class Describe(Message, tag="describe"):
 
 
 class ResetPrefixCache(Message, tag="reset_prefix_cache"):
-    """Forget all that is cached, on the device and on the host; answered by PrefixCacheReset.
+    """Empty the prefix cache, on the device and on the host; answered by PrefixCacheReset.
 
-    Nothing computed before is found by a request that comes later, but for what is on disk, unless that is `stored` to
-    be forgotten as well. What runs goes on with the KV it has.
+    Later requests find nothing that was computed before, except on disk; `stored` empties the disk tier as well. Live
+    requests keep their KV.
     """
 
     stored: bool = False
@@ -146,12 +146,12 @@ class ResetPrefixCache(Message, tag="reset_prefix_cache"):
 
 
 class Welcome(Message, tag="welcome"):
-    """The engine is ready to serve. `max_model_len` is what its KV pool can really hold for one request. `tokenizer` is
-    the folder of the tokenizer on the engine's host, for clients that know only an address. If the engine dies another
-    one takes its place, unless it is not `is_supervised`: then its death is the end of every request. `max_loras`: how
-    many different LoRA adapters a step may have; 0: none are served. `wants_marks`: it has recurrent layers, so that
-    the ends of messages are of use as marks of a Generate. `placeholders` has for each kind of media that the model
-    takes the token that stands for it in a prompt, `kernels` what computes it, in words for people."""
+    """The engine is ready to serve. `max_model_len` is the length of a request that the KV pool can really hold.
+    `tokenizer` is the tokenizer's folder on the engine's host, for clients that know only an address. If the engine
+    dies, another one replaces it if `is_supervised`; otherwise all requests end. `max_loras`: maximum number of
+    different LoRA adapters in a step; 0: none are served. `wants_marks`: ends of messages are useful as marks of a
+    Generate. `placeholders`: kind of media -> placeholder token id, for each kind that the model takes. `kernels`: part
+    of the model -> the kernels that compute it, for people."""
 
     version: int
     epoch: int
@@ -172,9 +172,9 @@ class Welcome(Message, tag="welcome"):
 
 
 class Refused(Message, tag="refused"):
-    """The handshake failed, for the reason given; nothing else will be answered.
+    """The handshake failed for this reason; nothing else will be answered.
 
-    `bad_input` says that the engine cannot start because its model or configuration is at fault.
+    `bad_input`: the engine cannot start because its model or configuration is at fault.
     """
 
     reason: str
@@ -182,16 +182,16 @@ class Refused(Message, tag="refused"):
 
 
 class Dying(Message, tag="dying"):
-    """The engine ends because something broke. `is_final`: this is the end of every request, whatever is sent after it.
-    Otherwise another engine is about to take its place at the same address."""
+    """The engine ends for this reason. `is_final`: all requests end. Otherwise another engine is about to replace it at
+    the same address."""
 
     reason: str
     is_final: bool = True
 
 
 class Recovering(Message, tag="recovering"):
-    """The workers are being replaced, for the `attempt`-th time in a row; streams pause, and go on with the tokens that
-    they would have had. It comes to all clients; Recovered follows, or Dying."""
+    """The workers are being replaced, for the `attempt`-th time in a row. Streams pause, and later continue with the
+    same tokens. Sent to all clients; Recovered or Dying follows."""
 
     epoch: int
     reason: str
@@ -199,7 +199,7 @@ class Recovering(Message, tag="recovering"):
 
 
 class Recovered(Message, tag="recovered"):
-    """The workers of `generation` serve, after a pause of `lost_s`."""
+    """The workers of `generation` serve, after a pause of `lost_s` seconds."""
 
     epoch: int
     generation: int
@@ -215,16 +215,16 @@ class TokenLogprobs(Message):
 
 
 class PromptLogprobs(Message):
-    """Logprobs of the prompt tokens from number `start` on; the first one, number 0, has none. May come again."""
+    """Logprobs of the prompt tokens from index `start` on; the first one, index 0, has none. May be sent again."""
 
     start: int
     entries: list[TokenLogprobs]
 
 
 class Tokens(Message, tag="tokens"):
-    """Output tokens `start .. start + len(token_ids)` of sample `index` of a request; the sample goes on.
+    """Output tokens `start .. start + len(token_ids)` of sample `index` of a request, which is not complete.
 
-    `prompt` comes, where asked for, in pieces, in order, before the first token of sample 0 or with it.
+    `prompt`, if requested, is sent in pieces, in order, before or with the first token of sample 0.
     """
 
     request_id: RequestId
@@ -238,8 +238,8 @@ class Tokens(Message, tag="tokens"):
 class Finished(Message, tag="finished"):
     """The terminal message of sample `index` of a request, with its last tokens; a request has `n` samples.
 
-    `error` is set if and only if reason is "error"; then, and when a request is refused, it ends all samples at once.
-    `pooled` is what a request with `pooling` asked for: one row of numbers, or one for each token of its prompt.
+    `error` is set if and only if the reason is "error"; then it ends all samples of the request. `pooled` is the result
+    of a request with `pooling`: one row of numbers, or one row per token of its prompt.
     """
 
     request_id: RequestId
@@ -267,17 +267,17 @@ class Heartbeat(Message, tag="heartbeat"):
 
 
 class AdmissionState(Message):
-    """Whether a request may come in, and the numbers behind that, in KV blocks.
+    """Verdict on the admission of a request, with its numbers in KV blocks.
 
-    verdict      OK: it runs, or fits now. LATER: it fits once others have left. One that never fits is refused at once
-    reason       what it waits for: a trace's code for that, or "waits_for_turn" behind others in the queue,
-                 "waits_for_step" if the next step takes it in, "waits_for_result" if it was preempted while its latest
-                 token was computed, "waits_for_workers" while they are replaced, "waits_for_resume" while the
-                 engine is paused or asleep, or empties itself for that; None if it runs
-    required     blocks it needs to come in, less those found in the cache that others hold; of one that runs, what it
-                 holds. As long as others stand before it nothing has been looked up, so this is the most it can be
-    free         blocks that can be handed out, cached ones that nobody holds included
-    watermark    of which so many are kept for those that run
+    verdict      OK: it runs, or fits now. LATER: it fits once others have ended. One that never fits is refused at once
+    reason       reason for waiting: a trace's code, or "waits_for_turn" behind others in the queue, "waits_for_step" if
+                 the next step can admit it, "waits_for_result" if it was preempted while its latest token was
+                 computed, "waits_for_workers" while they are replaced, "waits_for_resume" while the engine is paused,
+                 asleep or about to be; None if it runs
+    required     blocks needed for admission, without cached ones that others hold; for a running request the blocks
+                 that it holds. Behind other requests nothing has been looked up yet, so this is an upper bound
+    free         blocks that can be allocated, unreferenced cached ones included
+    watermark    free blocks that are reserved for running requests
     total        blocks of the pool
     """
 
@@ -290,10 +290,10 @@ class AdmissionState(Message):
 
 
 class SampleState(Message):
-    """The state of one sample. `place` counts those before it in the queue; None if it runs.
+    """State of one sample. `place` is the number of samples before it in the queue; None if it runs.
 
-    `num_computed` counts positions, of the prompt and behind it, whose KV is or is being computed; `num_blocks` and
-    `num_host_blocks` what it holds, shared ones included.
+    `num_computed` is the number of positions, in prompt and output, whose KV is or is being computed; `num_blocks` and
+    `num_host_blocks` are the blocks that it holds, shared ones included.
     """
 
     index: int
@@ -306,9 +306,9 @@ class SampleState(Message):
 
 
 class RequestContent(Message):
-    """Contents of a live request. `output` holds the tokens of its first sample so far; `logprobs` are those of the
-    last `len(logprobs)` of them. The engine keeps logprobs of requests with an external id and one sample, and forgets
-    those of a request that come to be too many."""
+    """Contents of a live request. `output` has the tokens of its first sample so far; `logprobs` are those of the last
+    `len(logprobs)` of them. The engine keeps logprobs of requests with an external id and one sample, and drops those
+    of a request that become too many."""
 
     params: SamplingParams
     prompt: TokenBytes
@@ -318,10 +318,10 @@ class RequestContent(Message):
 
 
 class RequestState(Message):
-    """The state of a live request. `admission` is that of its first sample that waits, or of the first one.
+    """State of a live request. `admission` is that of its first waiting sample, or of its first sample if none waits.
 
-    `num_unforked` samples are forked once the prompt is computed. `age_s` counts from its arrival, `deadline_in_s` to
-    the moment at which it is ended. `num_ended_output` counts tokens of samples that have ended.
+    `num_unforked` samples are forked once the prompt is computed. `age_s` is the time since its arrival,
+    `deadline_in_s` the time until its deadline. `num_ended_output` is the number of tokens of samples that have ended.
     """
 
     request_id: str
@@ -340,7 +340,7 @@ class RequestState(Message):
 
 
 class EndedRequest(Message):
-    """A request that has ended while another one with the same external id is live."""
+    """An ended request, another one of whose external id is live."""
 
     context: bytes
     num_prompt: int
@@ -349,9 +349,9 @@ class EndedRequest(Message):
 
 
 class Descriptions(Message, tag="descriptions"):
-    """The live requests that were asked for, each once: in the order of their ids, then those with the external id.
+    """The requested live requests, each once: in the order of the given ids, then those with the external id.
 
-    `ended` are earlier requests with that external id, as long as one of them is live and the engine has room for them.
+    `ended` are ended requests with that external id, as long as another one is live and the engine has room for them.
     """
 
     requests: list[RequestState]
@@ -359,7 +359,7 @@ class Descriptions(Message, tag="descriptions"):
 
 
 class PrefixCacheReset(Message, tag="prefix_cache_reset"):
-    """Counts the cached blocks that were forgotten, and the live sequences whose blocks will not be found."""
+    """Numbers of cached blocks that were dropped, and of live sequences whose blocks will not be found."""
 
     num_blocks: int
     num_host_blocks: int

@@ -1,4 +1,4 @@
-"""One codec per direction: encode any message of that direction, decode by declared type, never anything else."""
+"""One codec per direction: it encodes any message of that direction, and decodes only the declared types."""
 
 from array import array
 from collections.abc import Iterable
@@ -31,16 +31,16 @@ from vllm_lite.protocol.transfers import Transfer, TransferAnswer
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_CLIENT_BYTES = MAX_MESSAGE_BYTES + MAX_CONTENT_BYTES
-"""A prompt may bring media."""
+"""Limit of a client's message; a prompt may have media."""
 MAX_WORKER_BYTES = 1024 * 1024 * 1024
-"""What a worker says of one step: with the vectors of every token a prompt alone may get half of the other limit, and
-a step may complete many prompts."""
+"""Limit of a worker's message: per-token vectors of one prompt may take half of MAX_MESSAGE_BYTES, and a step may
+complete many prompts."""
 
 M = TypeVar("M")
 
 
 class Codec(Generic[M]):
-    """msgpack of one union of structs. Anything that does not decode is a ProtocolError, whatever msgspec raised."""
+    """msgpack of one union of structs. Any decoding error becomes a ProtocolError."""
 
     def __init__(self, union: Any, name: str, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self.name = name
@@ -82,7 +82,7 @@ worker_to_engine: Codec[FromWorker] = Codec(FromWorker, "worker to engine", MAX_
 
 
 class _Generate(msgspec.Struct, array_like=True, tag="generate"):
-    """The beginning of a Generate, up to the request's id; decoding skips the rest."""
+    """The first fields of a Generate, up to the request id; decoding skips the rest."""
 
     request_id: api.RequestId
 
@@ -96,9 +96,9 @@ _named: msgspec.msgpack.Decoder[_Generate | _Fork] = msgspec.msgpack.Decoder(_Ge
 
 
 def request_named_in(payload: bytes) -> str | None:
-    """The id of the request that a malformed Generate or ForkRequest would have started, if that can be read.
+    """Id of the request that a malformed Generate or ForkRequest would have started, if it can be read.
 
-    Its sender waits for the end of that request.
+    The sender waits for the end of that request.
     """
     try:
         return _named.decode(payload).request_id
@@ -107,12 +107,12 @@ def request_named_in(payload: bytes) -> str | None:
 
 
 def pack_tokens(token_ids: Iterable[int]) -> bytes:
-    """Pack token ids as little-endian u32 (x86-64's order). Raises OverflowError or TypeError for what is not a u32."""
+    """Pack token ids as little-endian u32 (x86-64's order). Raises OverflowError or TypeError for other values."""
     return array("I", token_ids).tobytes()
 
 
 def unpack_tokens(data: bytes) -> list[int]:
-    """Inverse of pack_tokens. Raises ProtocolError if `data` is not a whole number of tokens."""
+    """Unpack token ids. Raises ProtocolError if the length of `data` is not a multiple of 4."""
     if len(data) % 4:
         raise ProtocolError(f"token bytes must be a multiple of 4 long, got {len(data)}")
     tokens = array("I")

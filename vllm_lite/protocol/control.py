@@ -1,10 +1,10 @@
-"""Engine <-> worker outside the step: the start-up conversation, heartbeats, the end.
+"""Engine <-> worker outside the step: start, heartbeats, adapters, profiles, end.
 
 worker: WorkerHello, Imported -> engine: (refuses another version or model by closing) Load -> worker: Ready ->
-engine: Start -> worker: Started -> steps, adapters ... -> engine: Shutdown. A worker that cannot go on sends Failed
+engine: Start -> worker: Started -> steps, adapters ... -> engine: Shutdown. A worker that cannot continue sends Failed
 and exits.
 
-Every message of a worker names its rank and the generation of its group; the engine drops those of another generation.
+Every message of a worker has its rank and the generation of its group; the engine drops those of another generation.
 """
 
 import msgspec
@@ -22,17 +22,17 @@ class WorkerHello(Message, tag=30):
 
 
 class Imported(Message, tag=38):
-    """A worker that is to replace another one has imported what it needs: once it may load, that is all it does."""
+    """A worker on standby has finished its imports, so that it can start to load at once."""
 
     rank: int
     generation: int
 
 
 class Load(Message, tag=37):
-    """Load the model. Until it comes a worker imports what it needs and waits: its memory may still be taken by a group
-    that it is to replace.
+    """Load the model. Before this message a worker only imports its modules and waits, since the group that it will
+    replace may still use the memory.
 
-    `model` is the folder of the checkpoint, None: the one in the worker's settings.
+    `model` is the checkpoint's folder; None: the one in the worker's settings.
     """
 
     generation: int
@@ -40,7 +40,7 @@ class Load(Message, tag=37):
 
 
 class KVGroupInfo(Message):
-    """One attention group: its kind ("full", "sliding"), layers, and window in tokens (None = everything)."""
+    """One KV group: its kind ("full", "sliding"), number of layers, and window in tokens (None: full attention)."""
 
     kind: str
     num_layers: int
@@ -48,12 +48,12 @@ class KVGroupInfo(Message):
 
 
 class Ready(Message, tag=31):
-    """The shard is loaded; `num_blocks` KV blocks of `block_bytes` would fit (null block included). A model with
-    recurrent layers has `num_state_slots` of `state_bytes` beside them, slot 0 included, which is never used, and room
-    for `num_host_states` in host memory, whose ids follow those of the slots. `placeholders` as in Welcome; the
-    contents of media have `media_token_bytes` for each of their tokens, or at most so many where `media_bytes_vary`,
-    and their vectors `media_vector_bytes`. `whole_media`: no step may end inside a medium, since its tokens see each
-    other both ways. `kernels` as in Welcome."""
+    """The shard is loaded; `num_blocks` KV blocks of `block_bytes` bytes fit (null block included). A model with
+    recurrent layers has `num_state_slots` of `state_bytes` bytes beside them, unused slot 0 included, and room for
+    `num_host_states` on the host, whose ids follow those of the slots. `placeholders` and `kernels` are those of
+    Welcome. Contents of media have `media_token_bytes` bytes per token, or at most that if `media_bytes_vary`; each
+    vector has `media_vector_bytes`. `whole_media`: no step may end inside a medium, since its tokens attend to each
+    other in both directions."""
 
     rank: int
     generation: int
@@ -76,9 +76,9 @@ class Ready(Message, tag=31):
 
 
 class Start(Message, tag=32):
-    """The engine's decision: device block ids are [0, num_blocks), host ids [num_blocks, + num_host_blocks).
+    """Allocate the KV pools: device block ids are [0, num_blocks), host ids [num_blocks, + num_host_blocks).
 
-    `generation` counts the lives of the engine's worker group; every step of this life carries it, both ways.
+    `generation` is the number of the worker group; every step and result of this group carries it.
     """
 
     generation: int
@@ -87,8 +87,8 @@ class Start(Message, tag=32):
 
 
 class StepTiming(msgspec.Struct, frozen=True, array_like=True):
-    """The time of a decode step that a worker has tried. `num_rows`: the tokens that it computed, drafts included;
-    `most_drafts`: of any sequence."""
+    """Measured time of a decode step. `num_rows`: tokens that it computed, drafts included; `most_drafts`: maximum
+    number of drafts of a sequence."""
 
     num_rows: int
     most_drafts: int
@@ -96,8 +96,8 @@ class StepTiming(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Started(Message, tag=33):
-    """The pools are there; `swap_blocks_per_s` was measured between them, 0 without a host pool. `timings`: of steps
-    with drafts and without, if their time decides how much is drafted."""
+    """The pools are allocated; `swap_blocks_per_s` is the measured rate between them, 0 without a host pool. `timings`
+    are of steps with and without drafts, if they decide the number of drafts."""
 
     rank: int
     generation: int
@@ -114,14 +114,14 @@ class ReadAdapter(Message, tag=39):
 
 
 class DropAdapter(Message, tag=40):
-    """Forget an adapter; no step has it any more."""
+    """Drop an adapter, which no step uses any more."""
 
     number: int
 
 
 class AdapterRead(Message, tag=41):
-    """The adapter is there, or `error` says in one sentence why it cannot be; then the worker goes on without it.
-    `is_missing`: there is no adapter at that path at all. `digest` is that of its files, where KV is kept on disk."""
+    """The adapter is loaded, or `error` is the reason why not, in one sentence; the worker then continues without it.
+    `is_missing`: there is no adapter at that path. `digest` is that of its files, with a disk tier."""
 
     rank: int
     generation: int
@@ -132,15 +132,15 @@ class AdapterRead(Message, tag=41):
 
 
 class BeginProfile(Message, tag=42):
-    """Profile the steps that come from now on; every rank answers with Profiled."""
+    """Profile the steps from now on; every rank answers with Profiled."""
 
 
 class EndProfile(Message, tag=43):
-    """End that, and write what was found; every rank answers with Profiled."""
+    """End the profile and write it; every rank answers with Profiled."""
 
 
 class Profiled(Message, tag=44):
-    """The profile has begun, or is written; or `error` says in one sentence why not, and the worker goes on."""
+    """The profile has begun, or is written; or `error` is the reason why not, in one sentence."""
 
     rank: int
     generation: int
@@ -148,11 +148,10 @@ class Profiled(Message, tag=44):
 
 
 class WorkerHeartbeat(Message, tag=34):
-    """`progress` grows with every layer computed and every shard loaded: a hung worker's stands still.
+    """Sign of life. `progress` grows with every computed layer and loaded shard; it does not if the worker hangs.
 
-    `waiting`: at this moment it waits for another rank, or for the engine's next message. `expert_tokens`, of rank 0
-    and where they are counted: for each layer how many tokens each of its experts has got since the worker's start;
-    None if these are no others than before.
+    `waiting`: the worker waits for another rank, or for the engine's next message. `expert_tokens`, from rank 0 if they
+    are counted: tokens per layer and expert since the worker's start; None if they have not changed.
     """
 
     rank: int
@@ -163,9 +162,9 @@ class WorkerHeartbeat(Message, tag=34):
 
 
 class Failed(Message, tag=35):
-    """The worker cannot go on. `kind` is the error's class; `bad_input`: the user's model or config is at fault.
+    """The worker cannot continue. `kind` is the error's class; `bad_input`: the user's model or config is at fault.
 
-    `waited_for`: nothing is wrong with this rank, it left a wait because that other one had ended.
+    `waited_for`: the rank whose end made this one, which has no fault of its own, leave a wait.
     """
 
     rank: int

@@ -1,6 +1,6 @@
-"""Media as an encoder reads them, and the entries of a step, engine -> worker, by which it does.
+"""Media as the encoder reads them, and the entries of a step, engine -> worker, that compute, move and free vectors.
 
-Vectors are never on the wire: the workers make and keep them, the engine decides which, and until when.
+Vectors are never on the wire: the workers compute and keep them, and the engine decides which ones, and how long.
 """
 
 from typing import Annotated
@@ -10,27 +10,27 @@ from msgspec import Meta
 from vllm_lite.protocol import Message
 
 MAX_CONTENT_BYTES = 128 * 1024 * 1024
-"""Most bytes of all the media of one prompt, as the encoder reads them."""
+"""Maximum bytes of the contents of all media of one prompt."""
 
 MIN_ROOM = 8192
-"""Vectors that workers hold in any case; where a step computes more tokens, as many as these."""
+"""Minimum room of the workers, in vectors; with more tokens per step, as many vectors as these."""
 
 GROWTH_ASIDE = 0.15
-"""Media that are computed aside and the tokens of media together may make a step longer by this share of what next
-tokens alone take, where no goal is given."""
+"""Maximum growth of a decode step's time, as a share, by media computed aside and tokens of media, without
+max_itl_ms."""
 
 Digest = Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
 class MediaContent(Message):
-    """Colors, of one byte each, which the encoder reads for all media with this digest."""
+    """The encoder's input for all media with this digest: colors, of one byte each."""
 
     digest: Digest
     content: bytes
 
 
 class Encode(Message, tag=13):
-    """Compute the vectors of a medium before the forward pass, and keep them until a FreeEncoded."""
+    """Compute the vectors of a medium before the forward pass, and keep them until FreeEncoded."""
 
     digest: Digest
     num_tokens: int
@@ -39,9 +39,8 @@ class Encode(Message, tag=13):
 
 
 class EncodeAside(Message, tag=17):
-    """As Encode, but in pieces beside the steps to come, so that the sequences that decode in them are not held up:
-    `ModelOutput.encoded` says when the vectors are there. A step that reads them before has the rest computed at
-    once."""
+    """Like Encode, but in pieces beside later steps, so that sequences that decode do not stall. `ModelOutput.encoded`
+    reports that the vectors are complete. A step that reads them before computes the rest at once."""
 
     digest: Digest
     num_tokens: int
@@ -50,13 +49,13 @@ class EncodeAside(Message, tag=17):
 
 
 class FreeEncoded(Message, tag=14):
-    """Forget the vectors of these media, wherever they are."""
+    """Drop the vectors of these media, on device or host."""
 
     digests: list[Digest]
 
 
 class DemoteEncoded(Message, tag=15):
-    """Move the vectors of these media to the host's memory. No step reads them before they are back."""
+    """Move the vectors of these media to host memory. No step reads them before PromoteEncoded."""
 
     digests: list[Digest]
 

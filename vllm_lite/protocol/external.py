@@ -1,6 +1,6 @@
-"""Client -> engine: questions about requests by their external ids, under which users know them; and the answers.
+"""Client <-> engine: queries about requests by external id, the id that users know.
 
-They are for several API servers of one engine: each answers for all requests.
+Several API servers of one engine use them, so that each can answer for all requests.
 """
 
 from typing import Annotated
@@ -12,23 +12,23 @@ from vllm_lite.protocol import Message
 ExternalId = Annotated[str, Meta(max_length=256)]
 """Empty if the request has none."""
 MAX_FOUND = 4096
-"""The most external ids that one question is about."""
+"""Maximum external ids in one query."""
 
 
 class FindExternal(Message, tag="find_external"):
-    """Asks which of these external ids have live requests, of any client; answered by ExternalFound."""
+    """Ask which of these external ids have live requests, of any client; answered by ExternalFound."""
 
     external_ids: Annotated[tuple[ExternalId, ...], Meta(max_length=MAX_FOUND)]
 
 
 class ExternalFound(Message, tag="external_found"):
-    """The external ids that were asked for and have live requests, in the order of the question."""
+    """The queried external ids that have live requests, in the order of the query."""
 
     external_ids: list[str]
 
 
 class AbortExternal(Message, tag="abort_external"):
-    """End the requests that have an external id, of any client; answered by ExternalAborted.
+    """End the requests of any client with this external id; answered by ExternalAborted.
 
     Their streams end as by Abort.
     """
@@ -37,6 +37,6 @@ class AbortExternal(Message, tag="abort_external"):
 
 
 class ExternalAborted(Message, tag="aborted"):
-    """The number of live requests that had the external id, and end now."""
+    """Number of live requests that had the external id, and end now."""
 
     num_requests: int

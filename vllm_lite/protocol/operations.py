@@ -1,6 +1,6 @@
-"""Client -> engine: what concerns the engine itself. Each is answered by one OperationDone, when it is done.
+"""Client -> engine: operations on the engine itself. Each is answered by one OperationDone, when it is done.
 
-While the engine is paused or asleep nothing is computed; requests come, wait, end and pass their deadlines as ever.
+While the engine is paused or asleep nothing is computed; requests are still accepted, wait, and can end.
 """
 
 from typing import Annotated, Literal
@@ -14,12 +14,10 @@ WakeTag = Literal["weights", "kv_cache", "scheduling"]
 
 
 class PauseGeneration(Message, tag="pause"):
-    """Compute nothing from now on until ResumeGeneration; requests that come wait. Answered by OperationDone, once that
-    is so.
+    """Stop computing until ResumeGeneration; new requests wait. Answered by OperationDone, once nothing is computed.
 
-    `mode` says what becomes of the requests that are there: "abort" ends them; "wait" lets them end by themselves,
-    while those that come later are held; "keep" stops them where they are, and they go on behind the tokens they have.
-    `clear_cache`: empty the prefix cache as well, unless they are kept.
+    `mode` is for the live requests: "abort" ends them; "wait" lets them finish, while new ones are held; "keep" stops
+    them, and they continue later after their tokens. `clear_cache`: also empty the prefix cache, except with "keep".
     """
 
     mode: PauseMode = "abort"
@@ -27,15 +25,15 @@ class PauseGeneration(Message, tag="pause"):
 
 
 class ResumeGeneration(Message, tag="resume"):
-    """Compute again after PauseGeneration; one that still waits for requests is called off. Answered by
+    """Continue after PauseGeneration; a pause or sleep that still waits for requests is cancelled. Answered by
     OperationDone."""
 
 
 class Sleep(Message, tag="sleep"):
-    """End the workers, so that weights and KV cache take no memory until WakeUp; requests that come wait.
+    """End the workers, so that weights and KV cache take no memory until WakeUp; new requests wait.
 
-    Level 1 keeps processes that have nothing loaded and wake faster, level 2 keeps none, and level 0 is a pause that
-    WakeUp ends. `mode` is that of PauseGeneration. Answered by OperationDone.
+    Level 1 keeps processes without a model, which wake faster; level 2 keeps none; level 0 is a pause that WakeUp ends.
+    `mode` is that of PauseGeneration. Answered by OperationDone.
     """
 
     level: Annotated[int, Meta(ge=0, le=2)] = 1
@@ -43,21 +41,21 @@ class Sleep(Message, tag="sleep"):
 
 
 class WakeUp(Message, tag="wake_up"):
-    """Have workers load the model and allocate the KV cache once both of these `tags` have been named, and compute
-    again; no tags name all. "scheduling" means nothing more: it is what a sleep of level 0 lacks.
+    """Start workers once both tags "weights" and "kv_cache" have been sent since the sleep, and continue to compute; no
+    `tags` means all. "scheduling" is accepted and has no effect of its own.
 
-    Answered by OperationDone, when they serve, or at once as long as a tag is missing.
+    Answered by OperationDone when the workers serve, or at once as long as a tag is missing.
     """
 
     tags: Annotated[tuple[WakeTag, ...], Meta(max_length=8)] = ()
 
 
 class UpdateWeights(Message, tag="update_weights"):
-    """Serve the weights in another folder `model` (or in the same one, written anew) of the same architecture, shapes
-    and vocabulary. What was cached is forgotten. Answered by OperationDone, when workers serve them.
+    """Serve the weights in folder `model`, which may be the same folder with new files, of the same architecture,
+    shapes and vocabulary. The prefix cache is emptied. Answered by OperationDone, when workers serve them.
 
-    `mode` is that of PauseGeneration; kept requests go on behind their tokens by the new weights. If the folder cannot
-    be served the answer says why, and the weights before go on.
+    `mode` is that of PauseGeneration; kept requests continue after their tokens with the new weights. If the folder
+    cannot be served, the answer has the reason, and the previous weights are served again.
     """
 
     model: Annotated[str, Meta(min_length=1, max_length=4096)]
@@ -65,18 +63,18 @@ class UpdateWeights(Message, tag="update_weights"):
 
 
 class StartProfile(Message, tag="start_profile"):
-    """Have all workers profile their steps from the next one on, as the engine's profiler_config says. Answered by
+    """Let all workers profile their steps from the next one on, by the engine's profiler_config. Answered by
     OperationDone, once they do."""
 
 
 class StopProfile(Message, tag="stop_profile"):
-    """End that, and have each worker write what it has found. Answered by OperationDone, once it is written."""
+    """End the profile, and let each worker write its part. Answered by OperationDone, once that is written."""
 
 
 class OperationDone(Message, tag="operation_done"):
-    """The answer to each of these messages, in the order in which a client sent them.
+    """The answer to each operation, in the order in which a client sent them.
 
-    `error` says why it was not done; `bad_input`: what was asked for cannot be.
+    `error` is the reason of a failure; `bad_input`: the operation can never be done as requested.
     """
 
     error: str | None = None

@@ -1,8 +1,8 @@
-"""SamplingParams: what a user may ask of one request. The same struct is the user's class and the wire's.
+"""SamplingParams: the sampling parameters of one request. Users and the wire use the same struct.
 
-A parameter is declared here: the ranges that are checked, the fields of OpenAI's bodies and the protocol's documents
-follow from the annotation; other dialects list what they take. One that the sampler reads is also a field of Sampling,
-which `for_worker` fills, one that changes logits a field of LogitRules (`logit_rules`).
+A parameter is declared only here: range checks, fields of OpenAI's bodies and the protocol's documents follow from the
+annotation; other APIs list the parameters that they accept. A parameter that the sampler reads is also a field of
+Sampling, which `for_worker` fills; one that changes logits is a field of LogitRules (`logit_rules`).
 """
 
 from array import array
@@ -28,58 +28,58 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 64
 MAX_EXTRA_ARGS = 64
 MIN_REPETITION_PENALTY = 0.01
-"""The penalty divides logits, which would not be finite if it were near zero."""
+"""Lower bound of the penalty, which divides logits: near zero they would not be finite."""
 MAX_REPETITION_PENALTY = 100.0
 MAX_SEED = 2**64 - 1
-"""The upper bound of an integer whose annotation has none: msgspec takes no bound that exceeds 63 bits."""
+"""Upper bound of an integer whose annotation has none: msgspec accepts no bound of more than 63 bits."""
 MAX_SHOWN_CHARS = 200
 MAX_SHOWN_KEYS = 5
 MAX_NAME_CHARS = 256
 MAX_WORD_CHARS = 1024
-"""The length of one stop string, or of one of `bad_words`: each token's text is searched for a stop string, and bad
-words are tokenized."""
+"""Maximum length of a stop string or bad word: the text of each token is searched for stop strings, and bad words are
+tokenized."""
 GREEDY_BELOW = 1e-5
-"""A temperature below this means: take the most likely token."""
+"""Temperatures below this are greedy: the most likely token is taken."""
 
 
 class RequestOutputKind(Enum):
     """Content of each output of a stream."""
 
     CUMULATIVE = 0
-    """All so far."""
+    """Everything generated so far."""
     DELTA = 1
-    """What has come since the last one."""
+    """The tokens since the previous output."""
     FINAL_ONLY = 2
-    """There is one output, at the end."""
+    """A single output, at the end."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Parameters for the continuation of one prompt. Names and defaults are those that vLLM's users know.
+    """Sampling parameters of one prompt. Names and defaults are vLLM's.
 
-    A token is drawn in this order. What is not in `allowed_token_ids`, what would complete one of `bad_words` in the
-    output, and, before `min_tokens`, what would end it, is ruled out. `logit_bias` is added. `repetition_penalty`
-    divides positive logits of tokens in prompt or output and multiplies negative ones; `frequency_penalty` is
-    subtracted as often as a token was generated, `presence_penalty` once if it was. Then the logits are divided by
-    `temperature`, and filtered: top_k, top_p (renormalised within the top k), min_p (relative to the most likely
-    token). temperature below 1e-5 is greedy; top_k of 0 or -1 and top_p of 1 are off. `logprobs` and `prompt_logprobs`
-    are those of the model's own logits, before all this. With `logprob_token_ids` the former are those of these tokens,
-    beside the one that was drawn, instead of the likeliest ones'; `logprobs` is their number then.
+    A token is sampled in these steps. Tokens that are not in `allowed_token_ids`, that would complete one of
+    `bad_words` in the output, or that would end it before `min_tokens`, are ruled out. `logit_bias` is added.
+    `repetition_penalty` divides positive logits of tokens in prompt or output and multiplies negative ones;
+    `frequency_penalty` is subtracted once per time that a token was generated, `presence_penalty` once if it was. Then
+    the logits are divided by `temperature`, and filtered: top_k, top_p (renormalised within the top k), min_p (relative
+    to the most likely token). A temperature below 1e-5 is greedy; top_k of 0 or -1 and top_p of 1 are off. `logprobs`
+    and `prompt_logprobs` are of the model's own logits, before all of this. With `logprob_token_ids` the former are
+    reported for these tokens and the sampled one, instead of the likeliest ones; `logprobs` is then their number.
 
-    `seed` fixes the draw of every position whatever else the engine is doing; without one the client draws it.
-    `max_tokens=None` means: up to the context length. `bad_words` are texts, which the client turns into
-    `bad_words_token_ids`. `truncate_prompt_tokens` keeps the last tokens of a prompt, -1 as many as fit; the first ones
-    with a `truncation_side` of "right".
+    `seed` determines the draw at every position, whatever other requests run; without one the client draws a seed.
+    `max_tokens=None` means: up to the context length. `bad_words` are texts, which the client converts to
+    `bad_words_token_ids`. `truncate_prompt_tokens` keeps the last tokens of a prompt (-1: as many as fit), or with a
+    `truncation_side` of "right" the first ones.
 
-    `structured_outputs` holds the output to a form; where the model thinks first, from the end of its thinking on. The
-    client turns it into a `grammar` in the format of llguidance, and what it knows of the model's thinking into
-    `thinking`. `thinking_token_budget` bounds the thinking.
+    `structured_outputs` constrains the output; if the model thinks first, after the end of its thinking. The client
+    converts it to a `grammar` in the format of llguidance, and the model's thinking tokens to `thinking`.
+    `thinking_token_budget` bounds the thinking.
 
-    `output_kind` is what AsyncClient yields. `extra_args` are the caller's own, and change nothing. A field whose
-    default is an empty sequence takes None for it, and `seed` takes -1 for None.
+    `output_kind` selects the outputs that AsyncClient yields. `extra_args` are for the caller and have no effect. A
+    field whose default is an empty sequence accepts None, and `seed` accepts -1 for None.
 
     `n` samples share one prompt; `best_of` draws more and keeps the likeliest. `use_beam_search` searches with n beams.
-    Lower `priority` is served first under that policy; `user` is the tenant whose share the fair policy counts.
-    `cache_salt` keeps cached prefixes apart. A request that takes longer than `deadline_ms` ends with an error.
+    Under the policy "priority" the lowest `priority` is served first; `user` is the tenant of the policy "fair".
+    `cache_salt` separates cached prefixes. A request that takes longer than `deadline_ms` ends with an error.
 
     Raises ValueError or TypeError with the name, the value and the range.
     """
@@ -131,7 +131,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @classmethod
     def from_optional(cls, **fields: Any) -> Self:
-        """Like the constructor, but None means: the default."""
+        """Like the constructor, but None stands for the default."""
         return cls(**{name: value for name, value in fields.items() if value is not None})
 
     def clone(self, **changes: Any) -> Self:
@@ -199,7 +199,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def changes_logits(self) -> bool:
-        """Whether draws are not from the model's own logits. min_tokens does not count: it is about the end only."""
+        """Whether any parameter changes the model's logits; min_tokens, which only delays the end, does not count."""
         unread = self.allowed_token_ids, self.bad_words, self.structured_outputs, self.thinking_token_budget
         return any(part not in ((), None) for part in unread) or self.logit_rules() is not None
 
@@ -208,7 +208,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return self.temperature < GREEDY_BELOW
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Raises ValueError for a token id that is not in the vocabulary."""
+        """Raise ValueError for a token id that is not in the vocabulary."""
         given: dict[str, Iterable[int]] = {
             "stop_token_ids": self.stop_token_ids,
             "logit_bias": self.logit_bias or (),
@@ -225,10 +225,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def for_worker(
         self, sample: int, num_prompt: int, stop_ids: Collection[int], num_candidates: int | None, *, unscored: bool
     ) -> "Sampling":
-        """Parameters for the workers to sample one sequence: sample `sample` of a prompt of `num_prompt` tokens.
+        """The workers' parameters for one sequence: sample `sample` of a prompt of `num_prompt` tokens.
 
-        `stop_ids` end it. A beam is searched with the `num_candidates` most likely tokens of each position. `unscored`
-        says that logprobs of the prompt may be wanted of this sequence.
+        `stop_ids` end it. `num_candidates`: likeliest tokens per position that beam search reads; None: no beam search.
+        `unscored`: the sequence still has to compute the prompt logprobs, if any are requested.
         """
         is_beam = num_candidates is not None
         banned = stop_ids if self.min_tokens else ()
@@ -248,7 +248,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         )
 
     def logit_rules(self) -> "LogitRules | None":
-        """The part that changes logits, None if nothing does."""
+        """The parameters that change logits; None if none does."""
         rules = LogitRules(
             self.presence_penalty,
             self.frequency_penalty,
@@ -263,7 +263,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class LogitRules(Message):
-    """Changes to a sequence's logits before a token is drawn; SamplingParams says how, and in which order.
+    """Changes to a sequence's logits before sampling; SamplingParams has their order.
 
     Ids are within the vocabulary; no id has two biases.
     """
@@ -276,12 +276,12 @@ class LogitRules(Message):
     """Token ids as little-endian u32; empty: all tokens."""
     bad_words: tuple[tuple[int, ...], ...] = ()
     grammar: Annotated[str, Meta(max_length=MAX_GRAMMAR_CHARS)] = ""
-    """What the output must follow, in the format of llguidance; empty: nothing."""
+    """Grammar that the output must follow, in the format of llguidance; empty: none."""
     thinking: Thinking | None = None
 
     @property
     def penalises(self) -> bool:
-        """Whether what was generated, or prompted, counts against tokens."""
+        """Whether tokens of the output, or of the prompt, are penalised."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
 
@@ -289,12 +289,12 @@ _NO_RULES = LogitRules()
 
 
 class Sampling(Message):
-    """Parameters of one sequence for the sampler. `sample` is its index among the samples of one prompt."""
+    """The sampler's parameters of one sequence. `sample` is its index among the samples of one prompt."""
 
     temperature: float
     """0 for a greedy sequence."""
     top_k: int
-    """0 if it is off."""
+    """0: off."""
     top_p: float
     min_p: float
     seed: int
@@ -305,25 +305,25 @@ class Sampling(Message):
     stop_ids: tuple[int, ...] = ()
     rules: LogitRules | None = None
     prompt_logprobs: int | None = None
-    """How many of the most likely tokens to report at each position of the prompt, None = nothing. Only for a
+    """Number of most likely tokens to report at each position of the prompt; None: no prompt logprobs. Only for a
     NewRequest that computes its whole prompt."""
     logprob_token_ids: tuple[int, ...] = ()
-    """Report these instead of the most likely tokens; there are `logprobs` of them."""
+    """Tokens to report instead of the most likely ones; `logprobs` is their number."""
 
     @property
     def is_ruled(self) -> bool:
-        """Whether its logits may have to be changed."""
+        """Whether any rule may change the sequence's logits."""
         return self.rules is not None or self.min_tokens_until > 0
 
 
-# ---- the checks, made of the annotations
+# ---- checks, derived from the annotations
 
 _Check = Callable[[str, Any], Any]
-"""Takes a field's name and value, and returns the value to keep. Raises TypeError or ValueError."""
+"""Takes a field's name and value, and returns the value to store. Raises TypeError or ValueError."""
 
 
 def _check_of(hint: Any) -> _Check:
-    """The check of what a field with the annotation `hint` may be."""
+    """The check of a field with the annotation `hint`."""
     if NoneType in get_args(hint):
         return partial(_checked_optional, _check_of(get_args(hint)[0]))
     kind, meta = get_args(hint) if get_origin(hint) is Annotated else (hint, Meta())
@@ -395,7 +395,7 @@ def _checked_kind(name: str, value: Any) -> Any:
 
 
 def _checked_form(name: str, value: Any) -> Any:
-    """A dict says the same as the struct of its fields."""
+    """Accept the struct, or a dict of its fields."""
     if isinstance(value, dict):
         try:
             return msgspec.convert(value, StructuredOutputsParams)
@@ -411,7 +411,7 @@ def _checked_thinking(name: str, value: Any) -> Any:
 
 
 def _checked_tuple(kind: type, most: int, name: str, value: Any) -> tuple[Any, ...]:
-    """Strings or token ids, by `kind`."""
+    """Check a list of strings or token ids, by `kind`."""
     is_list = isinstance(value, (list, tuple)) and all(type(item) is kind for item in value)
     _expect(is_list, name, f"a list of {'strings' if kind is str else 'token ids'}", value, most)
     if kind is str:
@@ -432,7 +432,7 @@ def _checked_sequences(most: int, check: _Check, name: str, value: Any) -> tuple
 
 
 def _checked_bias(most: int, check: _Check, name: str, value: Any) -> dict[int, float]:
-    """A copy; ids may be spelled as strings, as in JSON."""
+    """Check and copy a bias dict; ids may be strings, as in JSON."""
     _expect(isinstance(value, dict), name, "a dict of token ids and numbers", value, most)
     ids = {key: int(key) if isinstance(key, str) and key.isdecimal() and key.isascii() else key for key in value}
     if wrong := [key for key, token_id in ids.items() if type(token_id) is not int]:
@@ -449,7 +449,7 @@ def _checked_extra_args(most: int, name: str, value: Any) -> Any:
 
 
 def _expect(is_right: bool, name: str, what: str, value: Any, most: int | None = None) -> None:
-    """Refuse a value that is not `what` it must be, or that has more than `most` entries."""
+    """Raise an error unless the value `is_right`, which means that it is `what`, and has at most `most` entries."""
     if not is_right:
         raise TypeError(f"{name} must be {what}, got {_shown(value)}")
     if most is not None and len(value) > most:
@@ -457,7 +457,7 @@ def _expect(is_right: bool, name: str, what: str, value: Any, most: int | None =
 
 
 def _check_unicode(name: str, text: str) -> None:
-    """Refuse half a surrogate pair, which a Python string may hold and which cannot be sent."""
+    """Refuse half a surrogate pair, which a Python string can hold but which cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -465,7 +465,7 @@ def _check_unicode(name: str, text: str) -> None:
 
 
 def _shown(value: Any) -> str:
-    """The value as an error message shows it, which a long list would drown."""
+    """The value for an error message, shortened if it is long."""
     text = repr(value)
     return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
 
@@ -476,4 +476,4 @@ _CHECKS = tuple(
         SamplingParams.__annotations__.items(), SamplingParams.__struct_defaults__, strict=True
     )
 )
-"""Each field's name, its default, which needs no check, and its check."""
+"""(name, default, check) of each field; the default needs no check."""

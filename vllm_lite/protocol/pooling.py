@@ -1,7 +1,7 @@
-"""PoolingParams: what a user may ask of a model that makes vectors and scores. Pooling: what travels of it.
+"""PoolingParams: a user's parameters for embeddings, classes and scores. Pooling: their form on the wire.
 
-A request that is pooled generates nothing: it ends when all tokens of its prompt are computed, with what the model's
-pooler makes of their hidden states.
+A pooled request generates nothing: it ends when all tokens of its prompt are computed, with the result that the model's
+pooler computes from their hidden states.
 """
 
 from typing import Annotated, Any, Literal
@@ -12,22 +12,22 @@ from msgspec import Meta
 from vllm_lite.protocol import Message
 
 PoolingTask = Literal["embed", "token_embed", "classify", "token_classify", "score"]
-"""embed: one vector; token_embed: a vector for each token; classify: a number for each label; token_classify: that for
-each token; score: the only one."""
+"""embed: one vector; token_embed: one vector per token; classify: one number per label; token_classify: one number per
+label and token; score: a single number."""
 POOLING_TASKS: tuple[PoolingTask, ...] = ("embed", "token_embed", "classify", "token_classify", "score")
 TOKEN_TASKS: frozenset[PoolingTask] = frozenset({"token_embed", "token_classify"})
-"""Tasks that give numbers for each token of a prompt."""
+"""Tasks with a result for each token of a prompt."""
 MAX_POOLED_BYTES = 32 * 1024 * 1024
-"""Float32 numbers that one request gets, at most: half of what a message holds."""
+"""Maximum bytes of float32 results of one request: half of a message."""
 
 
 class Pooling(Message):
-    """The task of workers on a prompt's hidden states.
+    """The workers' task on a prompt's hidden states.
 
-    `dimensions` keeps so many of a vector's first elements, 0 all of them. `use_activation`: a vector gets its norm 1,
-    a number goes through the model's sigmoid or softmax. The tokens from `second_at` on are the second text of a pair,
-    for models that distinguish them; 0: there is one text. The engine sets `reads_all`: hidden states of all tokens are
-    needed, so none may be left out because its KV is cached.
+    `dimensions`: number of a vector's first elements to keep; 0: all. `use_activation`: normalise vectors, and apply
+    the model's sigmoid or softmax to numbers. The tokens from `second_at` on are the second text of a pair, for models
+    that distinguish them; 0: there is one text. The engine sets `reads_all` if the hidden states of all tokens are
+    needed, so that no prefix may come from the cache.
     """
 
     task: PoolingTask
@@ -38,14 +38,14 @@ class Pooling(Message):
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Parameters for the pooling of one prompt. Names and defaults are those that vLLM's users know.
+    """Pooling parameters of one prompt. Names and defaults are vLLM's.
 
-    `task` is what the call asks for, if it is not given here. `dimensions` needs a model that was trained for shorter
-    vectors (matryoshka), or one that does not say. `use_activation`, older `normalize`, decides whether vectors get the
-    norm 1 and whether numbers go through sigmoid or softmax; by default as the model says.
+    `task` defaults to that of the call. `dimensions` needs a model that was trained for shorter vectors (matryoshka),
+    or one that does not state it. `use_activation`, formerly `normalize`, decides whether vectors are normalised and
+    whether sigmoid or softmax is applied to numbers; the default is the model's.
 
-    `truncate_prompt_tokens` keeps so many tokens of a longer prompt, -1 as many as fit: its first ones, or its last
-    ones with `truncation_side` "left". The rest is as in SamplingParams. Raises ValueError with the name and the value.
+    `truncate_prompt_tokens` keeps as many tokens of a longer prompt (-1: all that fit): the first ones, or with
+    `truncation_side` "left" the last. The rest is as in SamplingParams. Raises ValueError with the name and the value.
     """
 
     task: PoolingTask | None = None
@@ -76,22 +76,22 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def activation(self) -> bool | None:
-        """The activation asked for under either name; None: none is."""
+        """Value of `use_activation` or `normalize`; None: neither is set."""
         return self.normalize if self.use_activation is None else self.use_activation
 
 
 _Checked = msgspec.defstruct("_Checked", [(name, hint, None) for name, hint in PoolingParams.__annotations__.items()])
-"""Checks values by the annotations of PoolingParams, which Python itself does not."""
+"""Struct that checks values by the annotations of PoolingParams."""
 
 
 class PoolerInfo(Message):
-    """Abilities of a model's pooler: `tasks`, () if it has none. `generates`: the model also continues prompts.
+    """Abilities of a model's pooler: its `tasks`, () without a pooler. `generates`: the model also generates text.
 
-    `size` counts the elements of a vector, `labels` names the numbers of a classification. `matryoshka` are the
-    dimensions that it was trained for, () if it does not say. `makes_pairs`: how two texts become one prompt: "pair" by
-    the tokenizer, "template" by a text with both in it, "" not at all. `reads_last`: a prompt's last token is enough
-    for all tasks that give nothing for each token. `normalizes`: vectors get the norm 1 unless a request says
-    otherwise. `longest_text`: tokens of a text whose vector is made of several chunks; 0: it must fit the model.
+    `size` is the number of elements of a vector; `labels` name the numbers of a classification. `matryoshka` are the
+    vector lengths that the model was trained for, () if unknown. `makes_pairs`: how two texts become one prompt: "pair"
+    by the tokenizer, "template" by a text with both in it, "" not at all. `reads_last`: tasks without per-token results
+    only need the hidden state of the last token. `normalizes`: vectors are normalised unless a request turns that off.
+    `longest_text`: maximum tokens of a text whose vector is computed from several chunks; 0: it must fit the model.
     `tag_biases` are added to the scores of paths through the tags of spans, in the order of Calibration.
     """
 
@@ -107,5 +107,5 @@ class PoolerInfo(Message):
     tag_biases: tuple[float, ...] = ()
 
     def row_size(self, task: PoolingTask) -> int:
-        """Numbers that a text, or each of its tokens, gets for `task`."""
+        """Number of results that a text, or each of its tokens, gets for `task`."""
         return self.size if task in ("embed", "token_embed") else len(self.labels)

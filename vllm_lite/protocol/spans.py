@@ -1,7 +1,7 @@
-"""Media in prompts: where each lies among a prompt's tokens, and which content stands there.
+"""Media in prompts: their positions among the prompt's tokens, and digests of their contents.
 
-A prompt is a list of spans, text or media. On the wire it is flat: token ids of the whole prompt, in which a medium has
-as many placeholder tokens as it takes, and beside them one Media for each. A prompt of text alone is its token ids.
+A prompt is a list of spans, text or media. On the wire it is flat: the token ids of the whole prompt, with one
+placeholder token per vector of a medium, and one Media struct for each medium. A prompt of only text has no Media.
 """
 
 from typing import Annotated
@@ -11,16 +11,16 @@ from msgspec import Meta
 from vllm_lite.protocol import Message
 
 MAX_MEDIA = 1024
-"""Most media of one prompt."""
+"""Maximum number of media of one prompt."""
 MAX_KIND_CHARS = 32
 
 
 class Media(Message):
     """One medium in a prompt: the tokens [start, start + num_tokens).
 
-    `digest` (blake2b-256) is of what the model is given: the preprocessed content, and the settings by which it was
-    made. Equal digests mean equal vectors; the prefix cache relies on it. `blob` names that content for the worker that
-    computes the vectors; `grid` is its size in patches (time, height, width), for models whose positions depend on it.
+    `digest` (blake2b-256) is of the model's input: the preprocessed content, and the preprocessing settings. Equal
+    digests mean equal vectors; the prefix cache relies on it. `blob` names the content for the worker that computes the
+    vectors; `grid` is its size in patches (time, height, width), for models whose positions depend on it.
     """
 
     kind: Annotated[str, Meta(min_length=1, max_length=MAX_KIND_CHARS)]
@@ -36,4 +36,4 @@ class Media(Message):
 
 
 PromptMedia = Annotated[tuple[Media, ...], Meta(max_length=MAX_MEDIA)]
-"""The media of a prompt, in the order of their places."""
+"""The media of a prompt, in the order of their positions."""

@@ -1,4 +1,4 @@
-"""Stats, the message of an engine's counts and measurements, and what it consists of."""
+"""Stats, the message with an engine's counters and measurements, and its parts."""
 
 from bisect import bisect_left
 from typing import Literal
@@ -9,15 +9,15 @@ from vllm_lite.protocol.transfers import TierUsage
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 RestartCause = Literal["died", "failed", "unreachable", "silent", "stuck", "engine"]
-"""What happened to a worker before its group was replaced; "engine": the engine itself was."""
+"""Failure of a worker after which its group was replaced; "engine": the engine itself was replaced."""
 
 
 class Counts(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Not frozen: the engine counts in the very struct that it sends."""
+    """Base class of counters; not frozen, since the engine counts in the struct that it sends."""
 
 
 class Histogram(Counts):
-    """`counts[i]` values were at most `bounds[i]`, and more than the bound before; the last count is of all above."""
+    """`counts[i]` values were at most `bounds[i]` and above the previous bound; the last count is of larger values."""
 
     bounds: tuple[float, ...]
     counts: list[int]
@@ -25,7 +25,7 @@ class Histogram(Counts):
 
     @classmethod
     def over(cls, bounds: tuple[float, ...]) -> "Histogram":
-        """An empty histogram. `bounds` ascend."""
+        """An empty histogram with these ascending bounds."""
         return cls(bounds, [0] * (len(bounds) + 1))
 
     def observe(self, value: float, times: int = 1) -> None:
@@ -34,8 +34,8 @@ class Histogram(Counts):
 
 
 class DraftCounts(Counts):
-    """The drafts of one method: how many times some were made, how many `tokens`, and how many of these were right.
-    `accepted_at[i]` of the `accepted` were draft i of the method in their sequence's step."""
+    """Draft counts of one method: `drafts`: times that a sequence had drafts in a step; `tokens`: drafted tokens;
+    `accepted`: accepted ones; `accepted_at[i]`: accepted ones at index i of the method's drafts in a step."""
 
     drafts: int = 0
     tokens: int = 0
@@ -43,7 +43,7 @@ class DraftCounts(Counts):
     accepted_at: list[int] = msgspec.field(default_factory=list)
 
     def count(self, num_drafted: int, num_right: int) -> None:
-        """A sequence had so many drafts in a step."""
+        """Count the drafts of one sequence in one step."""
         self.drafts += 1
         self.tokens += num_drafted
         self.accepted += num_right
@@ -53,19 +53,19 @@ class DraftCounts(Counts):
 
 
 def bounds(text: str) -> tuple[float, ...]:
-    """The bounds of a histogram, from numbers with spaces between them."""
+    """Parse the bounds of a histogram, separated by spaces."""
     return tuple(map(float, text.split()))
 
 
 class RequestHistograms(Counts):
-    """Measured on requests that have ended, and on steps. A request is one, however many samples it has.
+    """Measurements of ended requests, and of steps. A request counts once, whatever its number of samples.
 
-    `first_token_s` runs from the arrival, `token_gap_s` is the time between two tokens of a sample, `mean_token_s` a
-    request's mean of it. `longest_output` counts the tokens of its longest sample, `computed_prompt_tokens` those of
-    its prompt that were in no cache. `whole_s` is a request from arrival to end: `queue_s` until it was first
-    scheduled, then `inference_s`, which is `prefill_s` until its first token and `decode_s` from there. `step_tokens`
-    are those that each step computed, `gained_tokens` those that it generated, with the prompts of requests that got
-    their first.
+    `first_token_s` is measured from the arrival; `token_gap_s` is the time between two tokens of a sample,
+    `mean_token_s` a request's mean of it. `longest_output`: tokens of the longest sample. `computed_prompt_tokens`:
+    prompt tokens that were not cached. `whole_s` is the time from arrival to end: `queue_s` until a request was first
+    scheduled, then `inference_s`, which is `prefill_s` until its first token and `decode_s` after it. `step_tokens`:
+    tokens that a step computed. `gained_tokens`: tokens that a step generated, plus the prompt tokens of requests that
+    got their first token.
     """
 
     first_token_s: Histogram
@@ -88,10 +88,10 @@ class RequestHistograms(Counts):
 
 
 class BlockHistograms(Counts):
-    """Measured on a sample of the device's KV blocks, with --kv-cache-metrics.
+    """Measurements of a sample of the device's KV blocks, with --kv-cache-metrics.
 
-    `lifetime_s` runs from a block's allocation to its eviction, `idle_before_evict_s` from its last use to its
-    eviction, `reuse_gap_s` from one use to the next.
+    `lifetime_s`: time from a block's allocation to its eviction; `idle_before_evict_s`: from its last use to its
+    eviction; `reuse_gap_s`: from one use to the next.
     """
 
     lifetime_s: Histogram
@@ -100,24 +100,24 @@ class BlockHistograms(Counts):
 
 
 class Stats(Counts, tag="stats"):
-    """The engine's gauges and counters; counters run from its start. Blocks exclude the null block.
+    """The engine's gauges and counters; counters start with the engine. Blocks exclude the null block.
 
-    `cached_tokens` of the `prompt_tokens` were in the cache, `host_hits` of them on the host only. Of `cache_queries`
-    tokens looked up on the device, `host_queries` were not there and looked up on the host. `ended_by` counts requests
-    by the reason for which their last sample ended. `blocks` is None unless the engine follows some of its blocks.
-    `life` counts the engines at this address, `generation` the worker groups of this one. `recovering` says why a group
-    is being replaced, and is empty while one serves. `lost_s` is the time without workers, of all `restarts` together;
-    by these `recovered_requests` went on, `poisoned_requests` were ended because they had killed workers. State slots
-    are those of recurrent layers: sequences hold some, others have states that can be found. `state_missing_tokens` had
-    their KV in the cache, but no state that they could be gone on from. `expert_tokens` has for each layer how many
-    tokens each of its experts got, up to half a second ago; None unless that is counted. `is_paused` as by
-    PauseGeneration; `sleep_level` as by Sleep, None if awake; `model` is the folder whose weights are served, or will
-    be after the sleep. `running_adapters` and `waiting_adapters` are the names of the LoRA adapters of such requests.
-    `num_deferred` of those that wait do not wait for room: for their adapter, for workers, for the end of a pause, or
-    for others that are tried first. `drafts_by` has the drafts of each method, and `forced` ones of grammars.
-    `num_stored_keys` blocks and states can be found on disk; `num_writing_blocks` are on their way there, and so many
-    chains were not (`dropped_writes`). `loaded_tokens` came from there; of blocks and states `failed_loads` could not.
-    `disk` has what its workers count. `loaded_media` had their vectors from there, `encoded_media` from a tower.
+    Of the `prompt_tokens`, `cached_tokens` were cached, `host_hits` of them only on the host. Of the `cache_queries`
+    tokens looked up on the device, `host_queries` were not there and were looked up on the host. `ended_by` counts
+    requests by the finish reason of their last sample. `blocks` is None unless the engine follows some blocks. `life`
+    is the number of this engine at its address, `generation` that of its worker group. `recovering` is the reason why
+    workers are being replaced, empty while they serve. `lost_s` is the total time without workers in all `restarts`,
+    after which `recovered_requests` continued; `poisoned_requests` were ended because they had killed workers. State
+    slots are those of recurrent layers: sequences hold some, others have saved states. `state_missing_tokens` had
+    cached KV, but no saved state to continue from. `expert_tokens` has the tokens per layer and expert, at most half a
+    second old; None unless counted. `is_paused` is set by PauseGeneration, `sleep_level` by Sleep (None: awake).
+    `model` is the folder of the served weights, or of those after the sleep. `running_adapters` and `waiting_adapters`
+    are names of LoRA adapters. `num_deferred` of the waiting samples lack something else than room: their adapter,
+    workers, the end of a pause, or the end of a trial of others. `drafts_by` has draft counts by method, and `forced`
+    ones of grammars. `num_stored_keys` blocks and states are on disk, `num_writing_blocks` are being written, and
+    `dropped_writes` chains were not written. `loaded_tokens` were loaded from disk; `failed_loads` blocks and states
+    could not be. `disk` has the workers' counts. The vectors of `loaded_media` media were loaded from disk, those of
+    `encoded_media` computed.
     """
 
     num_running: int = 0
@@ -189,5 +189,5 @@ class Stats(Counts, tag="stats"):
 
     @property
     def rests(self) -> bool:
-        """Whether nothing is computed because somebody wants that."""
+        """Whether the engine is paused or asleep."""
         return self.is_paused or self.sleep_level is not None

@@ -1,9 +1,9 @@
-"""Engine -> worker -> engine, once per step, or for some short steps together. Sequences are small integer handles,
+"""Engine -> worker -> engine, once per step, or once for several short steps. Sequences are small integer handles,
 never request ids.
 
 SchedulerOutput carries full data for sequences that the workers have not seen and diffs for those they have, so its
-size does not grow with context length. Decode tokens never travel down: the worker keeps what it sampled.
-Both directions carry (generation, step): after the workers were restarted nothing stale is applied.
+size does not grow with context length. Sampled tokens are not sent back: the worker keeps them.
+Both directions carry (generation, step), so that nothing stale is applied after the workers were restarted.
 """
 
 from enum import IntEnum
@@ -20,19 +20,19 @@ from vllm_lite.protocol.spans import PromptMedia
 
 Handle = int
 AdapterNumber = int
-"""What the engine calls an adapter; 0 is none. A number is never used again."""
+"""The engine's number of an adapter; 0: none. Numbers are never reused."""
 BlockIds = list[list[int]]
 """Block ids per KV group; `[]` means none for any group."""
 
 
 class BlockOp(IntEnum):
-    """One instruction of the block program: (op, src, dst) over global block ids, executed strictly in order."""
+    """Kind of a block op: (op, src, dst) over global block ids, executed strictly in order."""
 
     COPY = 1
     SWAP_OUT = 2
     SWAP_IN = 3
     STATE_OUT = 4
-    """Between slots of recurrent states: ids of their own, those on the host behind those of the device."""
+    """Moves recurrent states between slots, which have ids of their own: first the device's, then the host's."""
     STATE_IN = 5
 
 
@@ -40,10 +40,10 @@ class NewRequest(Message, tag=1):
     """A sequence that the workers have not seen.
 
     Positions [num_computed, num_computed + num_tokens) are computed in this step. Below `num_cached` the KV is
-    already there and must not be written: on a hit of the whole prompt num_cached = num_computed + 1 = its length,
-    so that the last token's query is recomputed and nothing is written. With `pooling` it is never sampled. `adapter`
-    has been loaded before. Answers of requests with the same `draft_group` may be drafted for each other. `media` lie
-    among the prompt's tokens.
+    cached and must not be written: on a hit of the whole prompt num_cached = num_computed + 1 = its length, so that
+    the last token's query is recomputed and nothing is written. With `pooling` it is never sampled. `adapter` has been
+    loaded before. Drafts may come from answers of requests with the same `draft_group`. `media` are the media among
+    the prompt's tokens.
     """
 
     handle: Handle
@@ -61,7 +61,7 @@ class NewRequest(Message, tag=1):
 
 
 class Continue(Message, tag=2):
-    """A known sequence computes its next `num_tokens` positions; `new_block_ids` are appended to its tables."""
+    """Compute the next `num_tokens` positions of a known sequence; `new_block_ids` are appended to its tables."""
 
     handle: Handle
     num_tokens: int
@@ -69,7 +69,7 @@ class Continue(Message, tag=2):
 
 
 class Resume(Message, tag=3):
-    """A preempted sequence comes back: `block_ids` replace its tables, computing goes on from `num_computed`."""
+    """Continue a preempted sequence: `block_ids` replace its tables, computing continues at `num_computed`."""
 
     handle: Handle
     num_computed: int
@@ -79,8 +79,8 @@ class Resume(Message, tag=3):
 
 
 class Fork(Message, tag=4):
-    """`child` becomes a copy of `parent`: its first `num_tokens` tokens, and the blocks that hold them. Computes
-    nothing by itself; a Continue of the child follows, in this step or a later one."""
+    """Copy `parent`'s first `num_tokens` tokens, and the tables of the blocks that hold them, to a new sequence
+    `child`. Nothing is computed; a Continue of the child follows, in this step or a later one."""
 
     parent: Handle
     child: Handle
@@ -91,20 +91,20 @@ class Fork(Message, tag=4):
 
 
 class Preempt(Message, tag=5):
-    """The sequence leaves the batch and loses its blocks; its tokens are kept for Resume."""
+    """Remove a sequence from the batch, with its blocks; its tokens are kept for Resume."""
 
     handle: Handle
 
 
 class Finish(Message, tag=6):
-    """Forget the sequence; its handle may be reused by a later entry."""
+    """Drop a sequence; its handle may be reused by a later entry."""
 
     handle: Handle
 
 
 class Draft(Message, tag=7):
-    """Like Continue by one token, but the worker may draft up to `max_drafts` tokens behind it and keep what proves
-    right. Blocks for all of them are there."""
+    """Like a Continue of one token, but the worker may draft up to `max_drafts` tokens after it, and keeps those that
+    are accepted. Blocks for all of them are allocated."""
 
     handle: Handle
     max_drafts: int
@@ -112,7 +112,7 @@ class Draft(Message, tag=7):
 
 
 class ReplaceBlock(Message, tag=8):
-    """Entry `index` of the table of `group` is now `block_id`: a shared block was copied before it is written."""
+    """Set entry `index` of the table of `group` to `block_id`: a shared block was copied before it is written."""
 
     handle: Handle
     group: int
@@ -121,16 +121,16 @@ class ReplaceBlock(Message, tag=8):
 
 
 class SetToken(Message, tag=9):
-    """The sequence's last token is `token_id` and not what the worker sampled: beam search chose."""
+    """Replace the sequence's last token, which the worker sampled, by `token_id`, the choice of beam search."""
 
     handle: Handle
     token_id: int
 
 
 class States(Message, tag=12):
-    """Slots for a sequence's state of recurrent layers. The next position it computes begins with what is in slot
-    `source`, 0 being the state before the first token, and the state goes on in slot `live`. On the way it is left
-    behind the first `position` tokens in `slot`, for each of `saves`, (position, slot) in order."""
+    """Slots of a sequence's recurrent state. Its next step reads the state from slot `source` (0: the state before the
+    first token) and writes it to slot `live`. For each of `saves`, (position, slot) in order, the state after
+    `position` tokens is saved in `slot` when it is computed."""
 
     handle: Handle
     source: int
@@ -158,7 +158,8 @@ Entry = (
 
 
 class SchedulerOutput(Message, tag=10):
-    """One step: run `block_ops`, apply `entries` in order, one forward pass, sample what is caught up."""
+    """One step: execute `block_ops`, apply `entries` in order, run one forward pass, and sample the sequences whose
+    last token it computed."""
 
     generation: int
     step: int
@@ -167,21 +168,20 @@ class SchedulerOutput(Message, tag=10):
 
 
 NOT_FINITE = "the model's logits are not finite (NaN or infinity)"
-"""Why a sequence has failed whose KV is not to be trusted either."""
+"""Error of a sequence whose KV must not be reused either."""
 
 
 class ModelOutput(Message, tag=20):
-    """Sampled tokens, as u32, of the sequences that were caught up, in the order of their entries.
+    """Sampled tokens, as u32, of the sequences whose last token the step computed, in the order of their entries.
 
-    `counts` says how many tokens each of them got, None = one each. One got none if its grammar is still being
-    compiled: its last position is to be computed again, and not written again. One that is pooled gets none, and what
-    it asked for is in `pooled`, unless it has `failed`. `logprobs` runs parallel to the tokens
-    where asked for; `prompts` has those of the prompt tokens that this step computed. `failed` names sequences whose
-    logits were not finite (NOT_FINITE), whose rules left no token or whose grammar failed; their token is to be
-    ignored. `drafted` runs parallel to `counts`: how many tokens were drafted for each; None if none were. So does
-    `forced`: how many of these, the first, their grammars leave no choice about. `encoded` are media of an EncodeAside
-    whose vectors are there from now on, `media_s` is the time that media took of the step, infinite
-    where the device computes them while the host goes on.
+    `counts` is the number of tokens of each of them, None: one each. A sequence gets none if its grammar is still being
+    compiled; its last position is then computed again without writing its KV. A pooled sequence gets none; its result
+    is in `pooled`, unless it is in `failed`. `logprobs` has one item per token where requested; `prompts` has the
+    logprobs of prompt tokens that this step computed. `failed` has the sequences whose logits were not finite
+    (NOT_FINITE), whose rules left no token, or whose grammar failed, with the reason; their token is ignored. `drafted`
+    has one item per item of `counts`: the number of drafts; None if there were none. `forced` is the number of these,
+    the first ones, that the grammar forced. `encoded` are media of EncodeAside entries whose vectors are complete now.
+    `media_s` is the time in seconds that media took of the step, infinite if the device computes them asynchronously.
     """
 
     generation: int
@@ -199,12 +199,12 @@ class ModelOutput(Message, tag=20):
 
 
 class Steps(Message, tag=11):
-    """Several steps, to be run one after the other and answered together."""
+    """Several steps, to be run in order and answered in one message."""
 
     steps: list[SchedulerOutput]
 
 
 class StepOutputs(Message, tag=21):
-    """The results of a Steps' steps, in their order."""
+    """The results of the steps of a Steps message, in their order."""
 
     outputs: list[ModelOutput]

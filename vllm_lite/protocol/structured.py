@@ -1,7 +1,7 @@
-"""Constraints on an output's form: StructuredOutputsParams as a user writes it, a grammar and Thinking as they travel.
+"""Constraints on an output's form: StructuredOutputsParams for users; a grammar and Thinking on the wire.
 
-The client makes a grammar of what the user wrote (structured/compile.py), so that the engine and the wire know one form
-only: the text of a grammar in the format of llguidance, which the workers follow token by token.
+The client compiles the user's constraint to a grammar (structured/compile.py), so that engine and wire know only one
+form: the text of a grammar in the format of llguidance, which the workers follow token by token.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,10 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
     choice          one of these texts
     grammar         a context-free grammar in the syntax of Lark or GBNF
     json_object     any JSON object
-    structural_tag  free text in which a trigger begins a part that has a form: OpenAI's {"type": "structural_tag", ...}
+    structural_tag  free text in which a trigger begins a constrained part: OpenAI's {"type": "structural_tag", ...}
 
-    JSON has no white space but for one space behind `:` and `,` unless `whitespace_pattern` allows other;
-    `disable_any_whitespace` allows none. `disable_additional_properties` closes objects that say nothing about others.
+    JSON has no white space except one space after `:` and `,`, unless `whitespace_pattern` allows other;
+    `disable_any_whitespace` allows none. `disable_additional_properties` closes objects whose schema is silent on that.
 
     Raises ValueError or TypeError unless exactly one form is given.
     """
@@ -53,10 +53,10 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, kw_only=True, forbid_
 
 
 class Thinking(Message):
-    """Marks of the beginning and the end of one output's thinking, in token ids.
+    """Token ids that begin and end the thinking of an output.
 
-    It runs from `begin` to `end`; `is_open` says that the prompt has begun it. A grammar holds from behind the end on,
-    or at once if the output does not begin with thinking. After `budget` tokens of thinking its end is forced.
+    `is_open`: the prompt ends inside the thinking. A grammar applies after the end of the thinking, or at once if the
+    output does not begin with it. After `budget` tokens of thinking its end is forced.
     """
 
     end: Annotated[tuple[int, ...], Meta(min_length=1, max_length=MAX_MARK_TOKENS)]

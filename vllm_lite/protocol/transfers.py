@@ -1,9 +1,9 @@
-"""Engine <-> worker: KV blocks, recurrent states and vectors of media on their way between memory and a tier below it.
+"""Engine <-> worker: transfers of KV blocks, recurrent states and media vectors between memory and the disk tier.
 
-The engine names contents by their keys, and places in the pools by ids: a key of a block ends in its group, that of a
-state in STATE, that of a medium's vectors, which a worker has by the medium's digest, in MEDIUM. A worker executes the
-steps that were sent before a transfer first, then moves the bytes beside the steps that follow, and answers each
-transfer once. No path is in here: a file, or a service, is the worker's matter.
+The engine names contents by keys, and places in the pools by ids. The key of a block ends with its group, that of a
+state with STATE, and that of a medium's vectors, which workers find by the medium's digest, with MEDIUM. A worker runs
+the steps that were sent before a transfer first, then moves the bytes beside later steps, and answers each transfer
+once. Paths are not on the wire: only the worker knows how the contents are stored.
 """
 
 from typing import Annotated
@@ -15,15 +15,15 @@ from vllm_lite.protocol import Message
 from vllm_lite.protocol.encoder import Digest
 
 STATE = b"state"
-"""Ends the key of a state; ids beside such keys are slots."""
+"""Suffix of a state's key; the ids of such keys are state slots."""
 MEDIUM = b"media"
-"""Ends the key of the vectors of a medium."""
+"""Suffix of the key of a medium's vectors."""
 Key = Annotated[bytes, Meta(max_length=64)]
 Ticket = int
 
 
 class LoadBlocks(Message, tag=45):
-    """Fill the places `ids` with the contents of `keys`. No step reads or writes them meanwhile."""
+    """Fill the blocks or slots `ids` with the contents of `keys`. No step reads or writes them meanwhile."""
 
     ticket: Ticket
     keys: list[Key]
@@ -31,8 +31,8 @@ class LoadBlocks(Message, tag=45):
 
 
 class StoreBlocks(Message, tag=46):
-    """Keep the contents of the places `ids`: consecutive blocks of one chain and group, or states. No step writes them
-    meanwhile."""
+    """Store the contents of the blocks or slots `ids`: consecutive blocks of one hash chain and group, or states. No
+    step writes them meanwhile."""
 
     ticket: Ticket
     keys: list[Key]
@@ -40,7 +40,7 @@ class StoreBlocks(Message, tag=46):
 
 
 class LoadEncoded(Message, tag=50):
-    """Have the vectors of a medium from the tier, as if they had been computed."""
+    """Load the vectors of a medium, as if they had been computed."""
 
     ticket: Ticket
     key: Key
@@ -50,7 +50,7 @@ class LoadEncoded(Message, tag=50):
 
 
 class StoreEncoded(Message, tag=51):
-    """Keep the vectors of a medium, which an Encode before has asked for."""
+    """Store the vectors of a medium, after its Encode."""
 
     ticket: Ticket
     key: Key
@@ -58,14 +58,14 @@ class StoreEncoded(Message, tag=51):
 
 
 class ForgetStored(Message, tag=47):
-    """Let these contents be found no more; None: nothing that is kept of this model."""
+    """Remove these keys from the tier; None: all keys of this model."""
 
     keys: list[Key] | None = None
 
 
 class Transferred(Message, tag=48):
-    """A transfer has ended, but for those of its keys whose places are in `failed`: after a load their places may hold
-    anything. It took `took_s`, waiting included."""
+    """A transfer has ended. `failed` are the indices of keys that could not be moved; after a load the contents of
+    their blocks or slots are undefined. `took_s` is its time in seconds, waiting included."""
 
     rank: int
     generation: int
@@ -76,7 +76,7 @@ class Transferred(Message, tag=48):
 
 
 class TierUsage(Message):
-    """Counts since the worker's start, but for `num_bytes`, which are held now by all engines that share the tier."""
+    """Counts since the worker's start; `num_bytes` is the present size of the tier, of all engines that share it."""
 
     num_bytes: int = 0
     loaded_bytes: int = 0
@@ -84,13 +84,13 @@ class TierUsage(Message):
     load_s: float = 0.0
     store_s: float = 0.0
     num_queued: int = 0
-    """Transfers that are not done yet."""
+    """Transfers that have not ended."""
     errors: dict[str, int] = msgspec.field(default_factory=dict)
-    """Reads and writes that were refused, and contents that were dropped, by reason."""
+    """Reason -> number of failed reads and writes, and of dropped contents."""
 
 
 class StoredKeys(Message, tag=49):
-    """Contents that can be loaded from now on, or no more; by rank 0. The first ones come after the start."""
+    """Keys that the tier has gained or lost; sent by rank 0, first after the start."""
 
     rank: int
     generation: int

@@ -1,7 +1,7 @@
-"""Client <-> engine: the engine as it is at a moment, for who watches it: its live requests, and its KV blocks.
+"""Client <-> engine: a view of the engine's present state for viewers: live requests, KV blocks and conversations.
 
-All is bounded, so that the engine's loop answers within about a millisecond, however much there is to see: the first
-MAX_ROWS requests, MAX_SEEN blocks from any one on, and the latest MAX_CONVERSATIONS conversations.
+A view is bounded, so that the engine's loop answers within about a millisecond: the first MAX_ROWS requests, MAX_SEEN
+blocks from any id on, and the latest MAX_CONVERSATIONS conversations.
 """
 
 from typing import Annotated, Literal
@@ -11,36 +11,36 @@ from msgspec import Meta
 from vllm_lite.protocol import Message
 
 MAX_ROWS = 128
-"""The most requests in a view."""
+"""Maximum requests in a view."""
 MAX_SEEN = 4096
-"""The most blocks in a view."""
+"""Maximum blocks in a view."""
 MAX_TABLE = 256
-"""The most entries of a block table in a view."""
+"""Maximum entries of a block table in a view."""
 MAX_CONVERSATIONS = 16
-"""The most conversations in a view."""
+"""Maximum conversations in a view."""
 IS_CACHED = 0x80
-"""Bit of a block that a prefix hit can find; the other seven count its references."""
+"""Bit of a cached block in `EngineView.blocks`; the other seven bits are its number of references."""
 MAX_REFERENCES = 0x7F
 
 
 class GetView(Message, tag="get_view"):
-    """Asks for a view, with the KV blocks from `first_block` on; answered by EngineView."""
+    """Ask for a view with the KV blocks from `first_block` on; answered by EngineView."""
 
     first_block: Annotated[int, Meta(ge=0, lt=2**31)] = 0
 
 
 class GetBlock(Message, tag="get_block"):
-    """Asks what a KV block holds; answered by BlockContent."""
+    """Ask for the content of a KV block; answered by BlockContent."""
 
     block: Annotated[int, Meta(ge=0, lt=2**31)]
 
 
 class RequestRow(Message):
-    """A live request, by its first sample that runs, or the first one that waits.
+    """A live request, represented by its first running sample, or its first waiting one.
 
-    `reason` is what it waits for, as in AdmissionState, None if it runs; `place` counts those before it in the queue.
-    `table` has the physical blocks of the first group of that sample, little-endian u32, MAX_TABLE at most, of
-    `num_blocks` on the device and `num_host_blocks` in host memory. `num_output` counts the tokens of all samples.
+    `reason` is the reason why it waits, as in AdmissionState, None if it runs; `place` is the number of samples before
+    it in the queue. `table` has at most MAX_TABLE physical blocks of that sample's first group, little-endian u32; it
+    holds `num_blocks` on the device and `num_host_blocks` on the host. `num_output` counts the tokens of all samples.
     """
 
     request_id: str
@@ -61,9 +61,8 @@ class RequestRow(Message):
 
 
 class StepWork(Message):
-    """The work of a step besides tokens that are certain: `num_drafts` tokens that may be drafted, and blocks that it
-    copies, or moves to the host and back. Of the latest step with a result `num_drafted` tokens were drafted, and
-    `num_right` of them were right.
+    """Drafts and block moves of a step: at most `num_drafts` drafts, and blocks that it copies, or moves to the host
+    and back. In the latest step with a result `num_drafted` tokens were drafted, and `num_right` of them accepted.
     """
 
     num_drafts: int = 0
@@ -75,9 +74,9 @@ class StepWork(Message):
 
 
 class ConversationRow(Message):
-    """Requests each of which began with the whole blocks of the prompt before it, as those of a chat do, or one prompt
-    again and again. Of their `num_prompt` prompt tokens `num_cached` were found in the cache. The ids are those of the
-    latest, which was admitted `age_s` ago; `number` counts conversations.
+    """A conversation: requests whose prompts each begin with the full blocks of the previous one, as in a chat. Of the
+    `num_prompt` prompt tokens `num_cached` were cached. The ids are those of the latest request, which was admitted
+    `age_s` ago; `number` is that of the conversation.
     """
 
     number: int
@@ -90,10 +89,11 @@ class ConversationRow(Message):
 
 
 class EngineView(Message, tag="view"):
-    """`rows` are those of the requests that run, and then of those that wait, in the order of the queue; `num_requests`
-    counts all. `blocks` has a byte for each block from `first_block` on: references, and IS_CACHED; behind the device's
-    `num_blocks` come `num_host_blocks` in host memory. `step` is the latest one; it has `step_tokens` tokens,
-    `step_prefill` of them of prompts, for `step_samples` sequences. Of `conversations` the latest comes first.
+    """View of the engine. `rows` has the running requests, then the waiting ones in the order of the queue;
+    `num_requests` counts all. `blocks` has one byte per block from `first_block` on: number of references, and
+    IS_CACHED; after the device's `num_blocks` follow `num_host_blocks` on the host. `step` is the latest step, with
+    `step_tokens` tokens, `step_prefill` of them of prompts; `step_samples` sequences get a token from it.
+    `conversations` has the latest first.
     """
 
     step: int
@@ -112,8 +112,8 @@ class EngineView(Message, tag="view"):
 
 
 class BlockContent(Message, tag="block"):
-    """The content of a block, by its hash, and the tiers that have it; no hash if no prompt can find it. `group` is the
-    group of layers whose KV it is. `references` is None if there is no such block.
+    """Content of a block: its hash (empty: not cached), the tiers that have the same content, and its KV `group`.
+    `references` is None if there is no such block.
     """
 
     block: int

@@ -1,7 +1,7 @@
-"""RankActor: starts the worker process of one rank on the node where Ray has put it, and watches that.
+"""RankActor: starts and watches the worker process of one rank on the node where Ray has placed the actor.
 
-The process is the one that MultiprocExecutor starts, with the same settings. It ends with this actor, and this with its
-node or with the engine.
+The process is the one that MultiprocExecutor starts, with the same settings. It ends with the actor, and the actor with
+its node or with the engine.
 """
 
 import os
@@ -21,8 +21,8 @@ from vllm_lite.runtime.supervise import Child
 
 
 class Where(NamedTuple):
-    """Location of a rank. Ranks of one node open each other's `memory` by `pid`; rank 0 of several listens at
-    `port`."""
+    """Location of a rank. Ranks of one node open each other's `memory` by `pid`; if there are several ranks, rank 0
+    listens at `port`."""
 
     node: str
     host: str
@@ -33,7 +33,7 @@ class Where(NamedTuple):
 
 
 class RankActor:
-    """One rank. Calls may come side by side."""
+    """The actor of one rank. Its methods may run concurrently."""
 
     def __init__(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="vl-ray-")  # mode 0700
@@ -43,7 +43,7 @@ class RankActor:
         self._ended = threading.Event()
 
     def where(self, *, listens: bool) -> Where:
-        """Say where this is; `listens`: it is rank 0 of several."""
+        """The location of this rank. `listens`: it is rank 0 of several."""
         host, port = str(ray.util.get_node_ip_address()), 0
         if listens:
             self._listener = socket.create_server((host, 0), family=_family(host))
@@ -52,7 +52,7 @@ class RankActor:
         return Where(node, host, os.getpid(), self._memory, self._folder, port)
 
     def start(self, module: str, settings: bytes, keys: dict[str, bytes], ranks: list[Where]) -> int:
-        """Start the worker. Returns its pid. `keys` are the files of its keys, `ranks` all of the group, by rank."""
+        """Start the worker, and return its pid. `keys`: its key files; `ranks`: locations of all ranks of the group."""
         folder = Path(self._folder) / "keys"
         folder.mkdir(mode=0o700)
         for name, content in keys.items():
@@ -67,12 +67,12 @@ class RankActor:
         return self._child.pid
 
     def _group(self, rank: int, ranks: list[Where]) -> tuple[WorkerGroup | None, tuple[int, ...]]:
-        """The worker's meeting place, and the descriptors that it needs for it."""
+        """The worker's group settings, and the descriptors that it inherits for them."""
         if len(ranks) == 1:
             return None, ()
         first = ranks[0]
         if all(other.node == first.node for other in ranks):
-            if rank > 0:  # the file has no name but this one, and is gone with its processes
+            if rank > 0:  # the memory has no other name, and disappears with its processes
                 own, self._memory = self._memory, os.open(f"/proc/{first.pid}/fd/{first.memory}", os.O_RDWR)
                 os.close(own)
             return WorkerGroup(self._memory, first.folder), (self._memory,)
@@ -82,16 +82,16 @@ class RankActor:
         return WorkerGroup(self._memory, self._folder, spread), fds
 
     def wait(self) -> str:
-        """Wait until the worker has ended. Returns why."""
+        """Wait until the worker has ended, and return how it ended."""
         self._ended.wait()
         return (self._child and self._child.exited()) or "it was not started"
 
     def end_group(self) -> None:
-        """Make the worker leave its wait for another rank."""
+        """Make the worker leave its waits for other ranks."""
         end_group(self._memory)
 
     def stop(self, grace_s: float) -> None:
-        """End the worker; returns when it is gone."""
+        """End the worker, and wait until it is gone."""
         if self._child is not None:
             self._child.stop(grace_s)
         self._ended.set()

@@ -1,6 +1,6 @@
-"""RayExecutor: workers on the hosts of a Ray cluster, which report over tcp with keys that Ray hands them.
+"""RayExecutor: workers on the hosts of a Ray cluster, which connect over tcp with keys that Ray passes to them.
 
-All else is MultiprocExecutor's: the workers are the same processes, and speak the same protocol.
+The rest is MultiprocExecutor's: the workers are the same processes, and use the same protocol.
 """
 
 import signal
@@ -25,9 +25,9 @@ NAMESPACE = "vllm_lite"
 
 
 def connect() -> str:
-    """Connect to the cluster that RAY_ADDRESS names, or the one of this machine. Returns this node's address there.
+    """Connect to the Ray cluster of RAY_ADDRESS, or of this machine. Returns this node's address in it.
 
-    Raises ConfigError if there is none.
+    Raises ConfigError if there is no cluster.
     """
     with _own_signals():
         if not ray.is_initialized():
@@ -49,7 +49,7 @@ def connect() -> str:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Ray sets handlers of its own, which would end the process in the middle of its work."""
+    """Restore the signal handlers after the body: those of Ray would end the process in the middle of its work."""
     numbers = (signal.SIGTERM, signal.SIGINT)
     before = [signal.getsignal(number) for number in numbers]
     try:
@@ -61,10 +61,10 @@ def _own_signals() -> Iterator[None]:
 
 
 class RayExecutor(MultiprocExecutor):
-    """See Executor. Resources are asked for when the workers are spawned, and given back when the group is closed."""
+    """See Executor. Resources are requested when the workers are spawned, and released when the group is closed."""
 
     def __init__(self, config: ResolvedConfig, address: str, generation: int, worker_module: str, folder: str) -> None:
-        """`folder` is to be made, for keys that this group alone has. Raises ConfigError if there is no cluster."""
+        """`folder` is created for the keys of this group. Raises ConfigError if there is no cluster."""
         host = connect()
         self._folder = Path(folder)
         make_engine_keys(self._folder)
@@ -104,7 +104,7 @@ class RayExecutor(MultiprocExecutor):
 
 
 class RemoteMeetingPlace(MeetingPlace):
-    """A meeting place on the ranks' own hosts; this side only ends it."""
+    """A meeting place on the ranks' own hosts; the engine only ends it."""
 
     def __init__(self, executor: RayExecutor) -> None:
         super().__init__(1, "")

@@ -1,7 +1,7 @@
-"""RemoteRanks: the actors of one group of workers, as its engine sees them: placed, started, watched, ended.
+"""RemoteRanks: places, starts, watches and ends the actors of one worker group, for the engine.
 
-Nothing here blocks the engine: placing waits for resources, and an actor may take seconds to answer, so that each is
-done by a thread. Keys reach the actors as arguments of a call, which Ray neither logs nor shows.
+Nothing here blocks the engine: placement waits for resources, and an actor may take seconds to answer, so threads do
+both. Keys reach the actors as arguments of a call, which Ray neither logs nor shows.
 """
 
 import threading
@@ -26,22 +26,22 @@ from vllm_lite.runtime.supervise import Child
 NAME_MISSING_EVERY_S = 5.0
 LOOK_S = 0.1
 KILL_S = 1.0
-"""Beyond its grace period a worker has this time to be gone. That of a node that is dead never says so."""
+"""Seconds beyond its grace period in which a worker must be gone. A worker on a dead node never reports its end."""
 MAX_CALLS = 4
-"""Calls of one actor side by side: one waits for the worker's end."""
+"""Concurrent calls of one actor: one of them waits for the worker's end."""
 
 logger = log.get(__name__)
 
 
 class RankStart(NamedTuple):
-    """Needs of one rank's start: its settings, and the files of its keys."""
+    """Arguments of one rank's start: its settings, and its key files."""
 
     settings: WorkerSettings
     keys: dict[str, bytes]
 
 
 class RemoteChild(Child):
-    """The worker of one rank. It has no pid before its actor has started it, and may end before that."""
+    """The worker of one rank. It has no pid before its actor has started it, and it may end before that."""
 
     def __init__(self, rank: int, on_exit: Callable[[str], None]) -> None:
         super().__init__(f"worker {rank}", on_exit)
@@ -54,7 +54,7 @@ class RemoteChild(Child):
         threading.Thread(target=self._watch, name=f"{self.name} watch", daemon=True).start()
 
     def end(self, reason: str) -> None:
-        """It has ended. Only the first call counts."""
+        """Record the worker's end. Only the first call counts."""
         if not self._ended.is_set():
             self._reason = reason
             self._ended.set()
@@ -77,7 +77,7 @@ class RemoteChild(Child):
 
 
 class RemoteRanks:
-    """One group. Threads place and start it, from start() on, until close()."""
+    """The ranks of one group. Threads place and start them, from start() on, until close()."""
 
     def __init__(
         self, config: ResolvedConfig, module: str, starts: Sequence[RankStart], on_exit: Callable[[], None]
@@ -95,12 +95,12 @@ class RemoteRanks:
         self._thread.start()
 
     def end_group(self) -> None:
-        """Make all ranks leave their waits for each other, wherever they are."""
+        """Make all ranks leave their waits for each other, on all nodes."""
         actors = list(self._actors)
         _in_thread(lambda: [actor.end_group.remote() for actor in actors])
 
     def close(self) -> None:
-        """Give the resources back. To be called when the children have ended."""
+        """Release the resources. Called when the children have ended."""
         self._closing.set()
         if self._thread.ident is not None:
             self._thread.join(KILL_S)
@@ -124,7 +124,7 @@ class RemoteRanks:
                 child.end(f"Ray did not start it: {error}")
 
     def _place(self) -> bool:
-        """Wait until the cluster has room for all ranks. Returns False if nobody wants them any more."""
+        """Wait until the cluster has room for all ranks. Returns False if close() was called before."""
         bundle, count = bundle_of(self._config), len(self._starts)
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         self._group = placement_group([bundle] * count, strategy=strategy(bundle, count, nodes))
@@ -164,7 +164,7 @@ class RemoteRanks:
 
 
 def _in_thread(call: Callable[[], object]) -> threading.Thread:
-    """Call Ray without waiting for it: a cluster whose head is gone keeps every call for a while."""
+    """Call Ray in a thread, since every call blocks for a while if the cluster's head is gone."""
 
     def run() -> None:
         with suppress(RayError):

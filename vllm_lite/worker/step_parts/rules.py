@@ -41,7 +41,7 @@ class Rules(StepPart):
         self._of: dict[Handle, SequenceRules] = {}  # of sequences with rules, preempted ones included
         self._unsettled: dict[Handle, SequenceMask] = {}  # of those whose grammar is being compiled
         self._due: dict[Handle, SequenceMask] = {}
-        """Those of `_unsettled` that sample in this step."""
+        """Masks of `_unsettled` whose sequences sample in this step."""
 
     def attach(self, rows: Rows) -> None:
         super().attach(rows)
