@@ -51,7 +51,7 @@ WAYS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "ngram": {"method": "ngram", "num_speculative_tokens": 4},
     "suffix": {"method": "suffix", "num_speculative_tokens": 8},
-    "self": {"method": "self", "num_speculative_tokens": 3},
+    "self": {"method": "self"},
     "mtp": {"method": "mtp", "num_speculative_tokens": 2},
 }
 BASE = "none"

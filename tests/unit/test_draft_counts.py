@@ -8,7 +8,7 @@ from tests.unit.test_meter import Bench
 from vllm_lite.engine.observe.counters import FORCED
 from vllm_lite.protocol.stats import DraftCounts
 from vllm_lite.protocol.step import ModelOutput
-from vllm_lite.runtime.nested_settings import WITH_MODEL, Speculation
+from vllm_lite.runtime.nested_settings import DRAFTS, WITH_MODEL, Speculation
 from vllm_lite.trace.records import METHODS
 
 
@@ -60,3 +60,9 @@ class _Drafting:
 
     def __init__(self, index: int) -> None:
         self.index, self.request = index, SimpleNamespace(drafts_by={})
+
+
+def test_the_model_itself_drafts_more_than_others_unless_told() -> None:
+    assert Speculation().num_speculative_tokens == Speculation(method="mtp").num_speculative_tokens == 4
+    assert Speculation(method="self").num_speculative_tokens == DRAFTS["self"]
+    assert Speculation(method="self", num_speculative_tokens=3).num_speculative_tokens == 3

@@ -25,7 +25,9 @@ def lengths_of(**options: Any) -> DraftLengths:
 
 
 def sequence(right: float = 0.0, wrong: float = 0.0, num_output: int = 0) -> Sequence:
-    return cast(Sequence, SimpleNamespace(drafts_right=right, drafts_wrong=wrong, num_output=num_output))
+    return cast(
+        Sequence, SimpleNamespace(drafts_hold=False, drafts_right=right, drafts_wrong=wrong, num_output=num_output)
+    )
 
 
 def chosen(lengths: DraftLengths, sequences: list[Sequence], rates: Rates, num_rows: int | None = None) -> list[int]:
@@ -192,6 +194,51 @@ def test_drafts_that_do_not_pay_are_tried_again() -> None:
     cheap = Rates(step_s=1.0, row_s=0.001, verify_s=0.05)
     taken = [chosen(lengths, [sequence(0.1, 200, place)], cheap)[0] for place in range(2 * PROBE_STEPS)]
     assert sum(taken) in (2, 4)
+
+
+def test_behind_a_right_probe_comes_another_if_right_ones_pay() -> None:
+    """Odds that begin too low are made up for in a few tokens."""
+    rates, dear = Rates(step_s=0.01, row_s=0.001, draft_s=0.004), Rates(step_s=0.01, row_s=0.001, draft_s=0.01)
+    lengths, each = lengths_of(), sequence(0.0, 6.0, num_output=PROBE_STEPS)
+    assert chosen(lengths, [each], rates) == [0]
+    for _ in range(4):
+        lengths.learn(each, 1, 2)
+        assert chosen(lengths, [each], rates) == [1]
+        assert chosen(lengths, [each], dear) == [0]
+    lengths.learn(each, 1, 1)
+    assert chosen(lengths, [each], rates) == [0], "a wrong one is the last"
+
+
+def test_where_drafts_pay_a_longer_length_is_tried_unless_it_loses_much() -> None:
+    """Its time as the start has it may be wrong."""
+    lengths, sure = lengths_of(), [sequence(50, 0.01)]
+    place = factor_place(1 + 5 + 1, MOST)
+    assert place > factor_place(1 + 5, 5)
+    for factor, taken in ((1.5, {5, MOST}), (3.0, {5})):
+        factors = tuple(factor if at == place else 1.0 for at in range(28))
+        rates = Rates(step_s=0.01, row_s=0.0001, row_factors=factors)
+        found = [lengths.choose(sure, 1, rates, step)[0] for step in range(64)]
+        assert set(found) == taken
+        assert found.count(MOST) in (0, 2)
+
+
+@pytest.mark.parametrize(("method", "most"), [("self", 3), ("", 1)])
+def test_the_models_own_drafts_are_taken_to_be_right_at_first(method: str, most: int) -> None:
+    rates = Rates(step_s=0.040, row_s=0.0006, verify_s=0.001, draft_s=0.011)
+    assert chosen(lengths_of(draft_method=method), [sequence()], rates) == [most]
+
+
+def test_factors_of_the_start_count_until_steps_show_others() -> None:
+    """Rows cost nothing up to a jump, which the four numbers cannot say."""
+    curve = {1: 0.04, 2: 0.052, 4: 0.075, 8: 0.122, 12: 0.172, 16: 0.245}
+    cost = StepCost([StepTiming(rows, rows - 1, took_s) for rows, took_s in curve.items()])
+    for rows, took_s in curve.items():
+        assert cost.rates(Rates()).decode_s(rows, rows - 1) == pytest.approx(took_s, rel=1e-6)
+    for _ in range(100):
+        cost.measure(12, 11, 1.3 * curve[12])
+        cost.measure(1, 0, 1.3 * curve[1])
+    for rows, took_s in curve.items():
+        assert cost.rates(Rates()).decode_s(rows, rows - 1) == pytest.approx(1.3 * took_s, rel=0.12), rows
 
 
 def test_fixed_lengths_and_unknown_rates() -> None:

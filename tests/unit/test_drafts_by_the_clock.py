@@ -15,7 +15,7 @@ from vllm_lite.engine.scheduling.drafts import DraftLengths
 from vllm_lite.engine.scheduling.queues import Options
 from vllm_lite.engine.scheduling.rates import Rates
 from vllm_lite.engine.scheduling.step_cost import StepCost
-from vllm_lite.protocol.control import StepTiming
+from vllm_lite.protocol.control import STEP_ROWS, StepTiming
 
 NUM_TOKENS, NUM_ANSWERS, CROWD, NOISE = 160, 3, 8, 0.05
 
@@ -24,6 +24,7 @@ CURVES: dict[str, Callable[[int], float]] = {
     "some are free": lambda rows: 1.0 + 0.01 * rows + 0.05 * max(0, rows - 6),
     "stairs": lambda rows: 1.0 + 0.35 * ((rows - 1) // 4),
     "jump at 9": lambda rows: 1.0 + 0.02 * rows + 0.8 * (rows > 8),
+    "jump at 13": lambda rows: 1.0 + 0.015 * rows + 0.7 * (rows > 12),
     "jump at 33": lambda rows: 1.0 + 0.02 * rows + 1.0 * (rows > 32),
     "experts": lambda rows: 16.0 * (1.0 - 0.94**rows),
 }
@@ -40,6 +41,9 @@ class Case(NamedTuple):
     draft: float = 0.0
     """The time of a draft, as a share of that of a step."""
     least: float = 0.98
+    told: float = 1.0
+    """Time of steps with drafts as the start has it, a multiple of what they take."""
+    method: str = ""
 
 
 class Machine:
@@ -55,15 +59,22 @@ class Machine:
         return 0.01 * (curve(num_rows) + share * curve(self.case.num_seqs))
 
     def timings(self) -> list[StepTiming]:
-        shapes = dict.fromkeys([(1, 0), (1, 1), (1, self.case.most), (CROWD, 0), (CROWD, 1)])
-        rows = [(num_seqs * (1 + drafts), drafts) for num_seqs, drafts in shapes]
-        return [StepTiming(*each, self.time(*each)) for each in rows]
+        alone = [(rows, rows - 1) for rows in STEP_ROWS if rows <= self.case.most] + [
+            (1 + self.case.most, self.case.most)
+        ]
+        return [
+            StepTiming(*each, self.time(*each) * (self.case.told if each[1] else 1.0))
+            for each in [*alone, (CROWD, 0), (2 * CROWD, 1)]
+        ]
 
     def answer(self, lengths: DraftLengths, cost: StepCost) -> None:
         """Generate an answer of each sequence."""
         case = self.case
         sequences: list[Any] = [
-            SimpleNamespace(drafts_right=0.0, drafts_wrong=0.0, num_output=1) for _ in range(case.num_seqs)
+            SimpleNamespace(  # as a Sequence
+                drafts_hold=False, drafts_right=0.0, drafts_wrong=0.0, num_output=1
+            )
+            for _ in range(case.num_seqs)
         ]
         step = 0
         while live := [each for each in sequences if each.num_output < NUM_TOKENS]:
@@ -92,7 +103,8 @@ class Machine:
 def gain(case: Case) -> float:
     """Tokens a second, as a multiple of those without drafts."""
     machine = Machine(case)
-    lengths, cost = DraftLengths(Options(64, 512, num_drafts=case.most)), StepCost(machine.timings())
+    options = Options(64, 512, num_drafts=case.most, draft_method=case.method)
+    lengths, cost = DraftLengths(options), StepCost(machine.timings())
     for _ in range(NUM_ANSWERS):
         machine.answer(lengths, cost)
     return machine.plain / machine.took
@@ -110,10 +122,16 @@ CASES = (
     Case("experts", 1, (0.9, 0.05)),
     Case("experts", 8, (0.6,), most=3, draft=0.3),
     Case("some are free", 1, (0.95,), least=3.0),
+    Case("jump at 13", 1, (1.0,), most=15, draft=0.28, least=2.5, method="self"),
+    Case("jump at 13", 1, (1.0,), most=15, draft=0.28, least=2.2, method="self", told=2.0),
+    Case("jump at 13", 1, (1.0,), most=15, draft=0.28, least=2.2, method="self", told=0.5),
+    Case("jump at 13", 1, (0.9,), most=15, draft=0.28, least=1.7, method="self"),
+    Case("jump at 13", 1, (0.0, 1.0), most=15, draft=0.28, least=1.05, method="self"),
+    Case("jump at 13", 1, (0.05,), most=15, draft=0.28, least=0.97, method="self"),
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.curve}, {case.num_seqs}, {case.odds}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.curve}, {case.num_seqs}, {case.odds}, {case.told}")
 def test_steps_bring_no_fewer_tokens_than_without_drafts(case: Case) -> None:
     assert gain(case) >= case.least
 
@@ -121,7 +139,9 @@ def test_steps_bring_no_fewer_tokens_than_without_drafts(case: Case) -> None:
 def test_a_drafter_that_finds_little_is_expected_to() -> None:
     """Drafts that it may make are not yet rows of a step."""
     lengths = DraftLengths(Options(64, 512, num_drafts=8))
-    sequences: list[Any] = [SimpleNamespace(drafts_right=6.0, drafts_wrong=4.0, num_output=5) for _ in range(8)]
+    sequences: list[Any] = [
+        SimpleNamespace(drafts_hold=False, drafts_right=6.0, drafts_wrong=4.0, num_output=5) for _ in range(8)
+    ]
     dear = Rates(step_s=0.01, row_s=1e-5, row_factors=tuple([1.0] * 14 + [1.0] * 6 + [3.0] * 8))  # from 9 rows on
     assert not any(lengths.choose(sequences, 8, dear, 3))
     cheap = dear._replace(row_factors=tuple([1.0] * 14 + [1.0] * 7 + [3.0] * 7))  # from 13 rows on
@@ -132,9 +152,9 @@ def test_a_drafter_that_finds_little_is_expected_to() -> None:
 
 def test_once_in_a_while_nothing_is_drafted_unless_drafts_bring_much() -> None:
     lengths = DraftLengths(Options(64, 512, num_drafts=4))
-    some: list[Any] = [SimpleNamespace(drafts_right=3.0, drafts_wrong=4.0, num_output=5)]
+    some: list[Any] = [SimpleNamespace(drafts_hold=False, drafts_right=3.0, drafts_wrong=4.0, num_output=5)]
     rates = Rates(step_s=0.01, row_s=0.001)
     taken = [lengths.choose(some, 1, rates, step)[0] for step in range(1, 65)]
     assert taken.count(0) == 2
-    sure: list[Any] = [SimpleNamespace(drafts_right=30.0, drafts_wrong=0.1, num_output=5)]
+    sure: list[Any] = [SimpleNamespace(drafts_hold=False, drafts_right=30.0, drafts_wrong=0.1, num_output=5)]
     assert all(lengths.choose(sure, 1, rates, step)[0] for step in range(1, 65))

@@ -64,6 +64,8 @@ class Sequence:
     num_drafted: int = 0
     drafts_right: float = 0.0
     drafts_wrong: float = 0.0
+    drafts_hold: bool = False
+    """Whether its latest drafts were all right."""
     num_cached: int = 0
     num_slots: int = 0
     tables: list[BlockTable] = field(default_factory=list)

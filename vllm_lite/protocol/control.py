@@ -86,6 +86,11 @@ class Start(Message, tag=32):
     num_host_blocks: int
 
 
+STEP_ROWS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128
+"""Upper bounds of the row counts that are taken to cost alike, apart from a cost per row; larger steps share the last
+one. Workers time steps of these rows."""
+
+
 class StepTiming(msgspec.Struct, frozen=True, array_like=True):
     """Measured time of a decode step. `num_rows`: tokens that it computed, drafts included; `most_drafts`: maximum
     number of drafts of a sequence."""

@@ -15,6 +15,8 @@ OlderMTP = Literal["deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_n
 """Names of vLLM for the method mtp of one family."""
 WITH_MODEL = ("draft_model", "eagle3")
 """Methods of speculation that draft with a checkpoint of their own."""
+DRAFTS = {"self": 15}
+"""The most drafts of a step, of methods that do best with more than 4: as many as come to be right and cost little."""
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,7 +35,8 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     method: Literal["ngram", "suffix", "self", "draft_model", "mtp", "eagle3", OlderMTP] = "ngram"
     model: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
     quantization: Literal["int8", "fp8", "int4", "int4_g32"] | None = None
-    num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 4
+    num_speculative_tokens: Annotated[int, Meta(ge=0, le=64)] = 0
+    """The most drafts of a step. 0: DRAFTS of the method."""
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=32)] = 4
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=32)] = 1
     suffix_decoding_max_tree_depth: Annotated[int, Meta(ge=1, le=256)] = 24
@@ -46,6 +49,8 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             msgspec.structs.force_setattr(self, "method", "mtp")
         if self.model is not None and self.method == "ngram":
             msgspec.structs.force_setattr(self, "method", "draft_model")
+        if not self.num_speculative_tokens:
+            msgspec.structs.force_setattr(self, "num_speculative_tokens", DRAFTS.get(self.method, 4))
         if (self.method in WITH_MODEL) != (self.model is not None):
             needs = "needs" if self.model is None else "takes no"
             raise ValueError(f"method {self.method} {needs} model, the folder or hub id of a checkpoint that drafts")

@@ -4,7 +4,11 @@ Like all that may be wrong they count as computed until the step's result takes 
 
 A draft is right with the odds that the sequence's earlier ones had, its j-th one with the j-th power of them, and takes
 the time that step_cost.py has for it. Drafts are made if they bring more tokens for the time than the step has without.
-Odds are low until they are known: what a first answer loses by drafts that are wrong is not made up for by others.
+Odds are low until they are known: what a first answer loses by drafts that are wrong is not made up for by others. But
+those of the model's own drafts are high, as 4 bits change few of its tokens.
+
+Whatever keeps drafts from being made, odds or times, may be wrong: where none pay, a probe is made now and then, and
+behind one that was right another at once. Where some pay, a longer length than the best one is tried now and then.
 """
 
 from collections import abc
@@ -25,6 +29,8 @@ ASKED = 4.0
 """Drafts, all of them made, that are taken to have been allowed before the first."""
 FIRST = 1.5, 1.5
 """Drafts, right and wrong ones, that all sequences together are taken to have had before the first."""
+FIRST_OWN = 4.0, 1.0
+"""The same where the model itself drafts."""
 PROBE_STEPS = 16
 """A sequence whose drafts do not pay has one in so many tokens, or fewer, to see whether they do again."""
 PROBE_SHARE = 0.005
@@ -37,8 +43,12 @@ SURE = 1.5
 """What drafts bring where nobody looks."""
 GAIN = 1.02
 """What drafts must be expected to bring, as times and odds are estimates."""
-CAPS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64
-"""Lengths that are compared."""
+TRY_STEPS = 32
+"""Where drafts pay, one step in so many has the next longer of the lengths that are compared,"""
+TRY_LEAST = 0.75
+"""if it is expected to bring so many times the best one's tokens for the time."""
+CAPS = 1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63
+"""Lengths that are compared: with the row of its last token one sequence has STEP_ROWS then."""
 
 
 class DraftLengths:
@@ -48,7 +58,8 @@ class DraftLengths:
         self._most = options.num_drafts or options.num_forced
         self._is_fixed = not (options.num_drafts and options.adaptive_drafts)
         self._caps = [cap for cap in CAPS if cap < self._most] + [self._most]
-        self._right, self._wrong = FIRST  # of all sequences, with a weight that falls with every step
+        first = FIRST_OWN if options.draft_method == "self" else FIRST
+        self._right, self._wrong = first  # of all sequences, with a weight that falls with every step
         self._allowed = self._made = ASKED
         self._early_probes = EARLY_PROBES
 
@@ -66,6 +77,7 @@ class DraftLengths:
         wrong = right < num_drafted
         sequence.drafts_right = MEMORY * sequence.drafts_right + right
         sequence.drafts_wrong = MEMORY * sequence.drafts_wrong + wrong
+        sequence.drafts_hold = not wrong
         self._right = 0.99 * self._right + right
         self._wrong = 0.99 * self._wrong + wrong
 
@@ -87,34 +99,52 @@ class DraftLengths:
         if gain < SURE and step % LOOK_STEPS == 0:
             return [0] * len(sequences)
         if not all(lengths):
-            every = self._probe_every(len(sequences), num_rows, rates) if self._early_probes <= 0 else PROBE_STEPS
-            probed = [
-                int(not length and each.num_output % every == every - 1)
-                for each, length in zip(sequences, lengths, strict=True)
-            ]
-            self._early_probes -= any(probed)
-            lengths = [length or probe for length, probe in zip(lengths, probed, strict=True)]
-        return lengths
+            return self._with_probes(sequences, lengths, num_rows, rates)
+        return self._with_longer(odds, lengths, num_rows, rates) if step % TRY_STEPS == TRY_STEPS // 2 else lengths
+
+    def _with_longer(self, odds: list[float], lengths: list[int], num_rows: int, rates: Rates) -> list[int]:
+        """`lengths` with the next longer cap, unless that is expected to lose much."""
+        longest = max(lengths)
+        cap = min((cap for cap in self._caps if cap > longest), default=longest)
+        longer = [cap if length == longest else length for length in lengths]
+        best = self._rate(odds, lengths, num_rows, rates)
+        return longer if self._rate(odds, longer, num_rows, rates) >= TRY_LEAST * best else lengths
+
+    def _with_probes(
+        self, sequences: abc.Sequence[Sequence], lengths: list[int], num_rows: int, rates: Rates
+    ) -> list[int]:
+        """`lengths`, and 1 in the place of a 0 where it is time to look whether drafts pay by now, or where the latest
+        one was right, if it pays to have right ones."""
+        every = self._probe_every(len(sequences), num_rows, rates) if self._early_probes <= 0 else PROBE_STEPS
+        due = [each.num_output % every == every - 1 for each in sequences]
+        self._early_probes -= any(is_due and not length for is_due, length in zip(due, lengths, strict=True))
+        again = [each.drafts_hold for each in sequences]
+        count = num_rows + sum(again)
+        if count / rates.decode_s(count, 1) < GAIN * num_rows / rates.decode_s(num_rows):
+            again = [False] * len(sequences)
+        return [length or int(any(why)) for length, *why in zip(lengths, due, again, strict=True)]
 
     def _paying(self, odds: list[float], num_rows: int, rates: Rates) -> tuple[list[int], float]:
         """The lengths that bring most for their time, zeros where none does, and how many times as much they bring."""
         plain = num_rows / rates.decode_s(num_rows)
         found, best = [0] * len(odds), GAIN * plain
-        share = self._made / self._allowed
         if not self._may_pay(max(odds), len(odds), num_rows, rates):
             return found, 1.0
         for cap in self._caps:
             # What a row brings must make up for its time at the rate that there is without it.
             lengths = [min(cap, self._length(each, rates.row_s * best)) for each in odds]
-            longest = max(lengths)
-            gained = share * sum(_expected(*each) for each in zip(odds, lengths, strict=True))
-            more = ceil(share * sum(lengths))
-            rate = (num_rows + gained) / rates.decode_s(num_rows + more, longest)
+            rate = self._rate(odds, lengths, num_rows, rates)
             if rate > best:
                 found, best = lengths, rate
-            if longest < cap:
+            if max(lengths) < cap:
                 break
         return found, best / plain
+
+    def _rate(self, odds: list[float], lengths: list[int], num_rows: int, rates: Rates) -> float:
+        """Tokens a second that a step of these lengths is expected to bring."""
+        share = self._made / self._allowed
+        gained = share * sum(_expected(*each) for each in zip(odds, lengths, strict=True))
+        return (num_rows + gained) / rates.decode_s(num_rows + ceil(share * sum(lengths)), max(lengths))
 
     def _may_pay(self, odds: float, count: int, num_rows: int, rates: Rates) -> bool:
         """Whether drafts would pay if all sequences had the best odds, which is quickly found out."""

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from typing import NamedTuple
 
 from vllm_lite.engine.scheduling.in_flight import StepMessage
+from vllm_lite.protocol.control import STEP_ROWS
 
 MIN_PREFILL_TOKENS = 32
 """Minimum prompt tokens of a message from which the prefill rate is learned; also the prompt tokens of a step where
@@ -26,8 +27,6 @@ CHANGE = 0.1
 """Relative change of the decode time below which the scheduler gets no new rates."""
 LEAST_SHARE = 0.02
 """Minimum share of a step's time that counts as its prompt tokens': a late result hides their true share."""
-ROWS = 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128
-"""Upper bounds of the row counts that share a factor; larger steps share the last one."""
 
 
 class Rates(NamedTuple):
@@ -96,7 +95,8 @@ class Rates(NamedTuple):
 
 def factor_place(num_rows: int, most_drafts: int) -> int:
     """Index of a step's factor in `row_factors`: the second half of the list is for steps with drafts."""
-    return min(bisect_left(ROWS, num_rows), len(ROWS) - 1) + (len(ROWS) if most_drafts else 0)
+    place = min(bisect_left(STEP_ROWS, num_rows), len(STEP_ROWS) - 1)
+    return place + (len(STEP_ROWS) if most_drafts else 0)
 
 
 class PrefillRate:

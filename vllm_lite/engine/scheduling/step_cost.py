@@ -7,13 +7,14 @@
 gives the first four numbers; steps that are served correct them, each where it differs from the others.
 
 Rows do not cost the same each: kernels compute several at a time, and a few are free beside the weights that are read.
-So steps of about as many rows have a factor, which follows what they took.
+So steps of about as many rows have a factor, which is known from the start and follows what they take. The numbers
+are learned from times without the factors of the start: they say how the machine has changed, of all steps alike.
 """
 
 from collections.abc import Sequence
 
-from vllm_lite.engine.scheduling.rates import ROWS, Rates, factor_place
-from vllm_lite.protocol.control import StepTiming
+from vllm_lite.engine.scheduling.rates import Rates, factor_place
+from vllm_lite.protocol.control import STEP_ROWS, StepTiming
 from vllm_lite.runtime.least_squares import eliminate
 
 DECAY = 0.98
@@ -34,7 +35,7 @@ CHANGE = 0.1
 FACTOR_DECAY = 0.9
 """The weight of a step's predecessor in its factor: about the last ten steps of about as many rows count."""
 FACTOR_HELD = 1.0
-"""As so many steps that took what the numbers say."""
+"""As so many steps that took what they did at the start."""
 FACTOR_CHANGE = 0.03
 """As CHANGE, of factors."""
 SIZE = 4
@@ -47,9 +48,15 @@ COMPARED: tuple[Numbers, ...] = ((1, 1, 0, 0), (1, 8, 0, 0), (1, 2, 1, 1), (1, 5
 class RowFactors:
     """Means of what steps took as a multiple of what was expected, by `factor_place`."""
 
-    def __init__(self) -> None:
-        self._sums = [0.0] * (2 * len(ROWS))
-        self._counts = [0.0] * (2 * len(ROWS))
+    def __init__(self, timings: Sequence[StepTiming] = (), numbers: Numbers = (0.0, 0.0, 0.0, 0.0)) -> None:
+        """`timings`: of the start, and `numbers` that fit them."""
+        size = 2 * len(STEP_ROWS)
+        self._sums, self._counts = [0.0] * size, [0.0] * size
+        of_place: dict[int, list[float]] = {}
+        for each in timings:
+            expected_s = _predict(numbers, _features(each.num_rows, each.most_drafts))
+            of_place.setdefault(factor_place(each.num_rows, each.most_drafts), []).append(each.took_s / expected_s)
+        self._start = [sum(of_place.get(place, [1.0])) / len(of_place.get(place, [1.0])) for place in range(size)]
         self._latest: dict[int, Numbers] = {}  # the features of the last step of each place
 
     def learn(self, features: Numbers, took_s: float, numbers: Numbers) -> None:
@@ -59,6 +66,10 @@ class RowFactors:
         self._counts[place] = FACTOR_DECAY * self._counts[place] + 1.0
         self._latest[place] = features
 
+    def of_start(self, features: Numbers) -> float:
+        """The factor that such steps had at the start."""
+        return self._start[factor_place(int(features[1]), int(features[3]))]
+
     def rebase(self, old: Numbers, new: Numbers) -> None:
         """Have the means be multiples of what `new` say, and no longer `old`."""
         for place, features in self._latest.items():
@@ -66,7 +77,8 @@ class RowFactors:
 
     def means(self) -> tuple[float, ...]:
         return tuple(
-            (total + FACTOR_HELD) / (count + FACTOR_HELD) for total, count in zip(self._sums, self._counts, strict=True)
+            (total + FACTOR_HELD * start) / (count + FACTOR_HELD)
+            for total, count, start in zip(self._sums, self._counts, self._start, strict=True)
         )
 
 
@@ -90,8 +102,7 @@ class StepCost:
             for each in timings:
                 self._add(_features(each.num_rows, each.most_drafts), each.took_s)
             self._start = self.numbers = self._solve()
-            for each in timings:
-                self._by_rows.learn(_features(each.num_rows, each.most_drafts), each.took_s, self.numbers)
+            self._by_rows = RowFactors(timings, self.numbers)
             self.factors = self._by_rows.means()
             self._held = HELD
             self._products = [[0.0] * SIZE for _ in range(SIZE)]
@@ -110,10 +121,11 @@ class StepCost:
             return False
         features = _features(num_rows, most_drafts)
         if self.numbers[1]:  # a step that something else delayed counts for no more than thrice its time
-            took_s = min(took_s, 3 * _predict(self.numbers, features))
+            expected_s = _predict(self.numbers, features) * self._by_rows.of_start(features)
+            took_s = min(took_s, 3 * expected_s)
             self._by_rows.learn(features, took_s, self.numbers)
         self._forget()
-        self._add(features, took_s)
+        self._add(features, took_s / self._by_rows.of_start(features))
         self._count, self._rows = self._count + 1, self._rows + num_rows
         self._squares += num_rows * num_rows
         self._num_steps += 1

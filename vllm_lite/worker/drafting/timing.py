@@ -2,14 +2,15 @@
 first request. All steps read the null block and write nothing."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 
 from vllm_lite.config import ResolvedConfig
-from vllm_lite.protocol.control import StepTiming
+from vllm_lite.protocol.control import STEP_ROWS, StepTiming
 from vllm_lite.worker.batch.step_inputs import StepInputs, padding_step
 from vllm_lite.worker.model_runner import ModelRunner
 from vllm_lite.worker.sampling.sampler import ROW_PARAMS, SampleInputs
@@ -19,6 +20,8 @@ CROWD = 8
 WORK = 4_000_000_000
 """Multiply-adds of a row that all steps of one kind may cost: about 0.2 s. The first of them is not timed."""
 MOST_REPEATS = 5
+LEAST_REPEATS = 2
+"""So many are timed at least: what delays one of them delays the other seldom."""
 
 
 def timings_of(
@@ -32,33 +35,44 @@ def timings_of(
 
 
 def time_steps(runner: ModelRunner, draft: Callable[[StepInputs], None], most: int) -> tuple[StepTiming, ...]:
-    """Time steps of one sequence and of several, without drafts, with one, and with `most`. `draft` makes one draft of
-    each sequence of a step. All ranks call it, and run the same steps: their number does not depend on the clock."""
+    """Time steps of one sequence with no draft to `most`, one step for each of STEP_ROWS, and of several sequences with
+    none and one. `draft` makes one draft of each sequence of a step; it is timed by itself. All ranks call it, and run
+    the same steps: their number does not depend on the clock."""
     limits = runner.limits
     crowd = min(CROWD, limits.max_num_seqs, limits.max_num_tokens)
-    shapes = dict.fromkeys([(1, 0), (1, 1), (1, most), (crowd, 0), (crowd, 1)])
+    alone = [(1, rows - 1) for rows in STEP_ROWS if rows <= most]
+    shapes = dict.fromkeys([*alone, (1, most), (crowd, 0), (crowd, 1)])
     fitting = [shape for shape in shapes if shape[0] * (1 + shape[1]) <= limits.max_num_tokens]
-    repeats = 1 + max(1, min(MOST_REPEATS, WORK // (8 * runner.model.spec.active_parameters())))
-    return tuple(_time(runner, draft, repeats, *shape) for shape in fitting)
+    verify = {shape: _verification(runner, *shape) for shape in fitting}
+    drafts = {count: partial(draft, _step(runner, count, 1)) for count in dict.fromkeys((1, crowd))}
+    repeats = max(LEAST_REPEATS, min(MOST_REPEATS, WORK // (8 * runner.model.spec.active_parameters())))
+    took_s = _fastest([*verify.values(), *drafts.values()], repeats, runner.progress.advance)
+    draft_s = dict(zip(drafts, took_s[len(verify) :], strict=True))
+    return tuple(
+        StepTiming(count * (1 + length), length, own_s + length * draft_s[count])
+        for (count, length), own_s in zip(verify, took_s, strict=False)
+    )
+
+
+def _verification(runner: ModelRunner, num_seqs: int, num_drafts: int) -> Callable[[], object]:
+    """A step that verifies so many drafts of each sequence."""
+    step, num_rows = _step(runner, num_seqs, 1 + num_drafts), num_seqs * (1 + num_drafts)
+    samples = SampleInputs(np.zeros(num_rows, ROW_PARAMS), np.ones(num_rows, np.int64), plain=True)
+    return lambda: runner.sampler.sample(runner.forward.logits(step), samples)
 
 
 @torch.inference_mode()
-def _time(
-    runner: ModelRunner, draft: Callable[[StepInputs], None], repeats: int, num_seqs: int, num_drafts: int
-) -> StepTiming:
-    verified, drawn = _step(runner, num_seqs, 1 + num_drafts), _step(runner, num_seqs, 1)
-    num_rows = num_seqs * (1 + num_drafts)
-    params = np.zeros(num_rows, ROW_PARAMS)
-    samples = SampleInputs(params, np.ones(num_rows, np.int64), plain=True)
-    took_s = []
-    for _ in range(repeats):
-        began_s = time.perf_counter()
-        for _ in range(num_drafts):
-            draft(drawn)
-        runner.sampler.sample(runner.forward.logits(verified), samples)
-        took_s.append(time.perf_counter() - began_s)
-        runner.progress.advance()
-    return StepTiming(num_rows, num_drafts, min(took_s[1:]))
+def _fastest(runs: Sequence[Callable[[], object]], repeats: int, progress: Callable[[], None]) -> list[float]:
+    """The least that each of `runs` takes, in seconds. They take turns, so that a slow moment is not all of one."""
+    took_s: list[list[float]] = []
+    for _ in range(1 + repeats):
+        took_s.append([])
+        for run in runs:
+            began_s = time.perf_counter()
+            run()
+            took_s[-1].append(time.perf_counter() - began_s)
+            progress()
+    return [min(own) for own in zip(*took_s[1:], strict=True)]
 
 
 def _step(runner: ModelRunner, num_seqs: int, each: int) -> StepInputs:
