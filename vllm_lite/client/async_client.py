@@ -46,7 +46,7 @@ A = TypeVar("A")
 
 
 class _Inbox:
-    """Events of one stream on their way from the session's thread to the task that reads them."""
+    """Queue of one stream's events from the session's thread to the task that reads them."""
 
     __slots__ = ("_arrived", "_events")
 
@@ -59,7 +59,7 @@ class _Inbox:
         self._arrived.set()
 
     async def take(self) -> list[Event]:
-        """Return all events that have arrived, at least one. The session guarantees an end by its own deadline."""
+        """Wait for at least one event, and return all that have arrived. The session guarantees that streams end."""
         await self._arrived.wait()
         self._arrived.clear()
         events, self._events = self._events, []
@@ -68,7 +68,7 @@ class _Inbox:
 
 @dataclass(frozen=True, slots=True)
 class _Link:
-    """The parts of a client that is connected."""
+    """The parts of a connected client."""
 
     session: Session
     streams: StreamFactory
@@ -104,11 +104,11 @@ class AsyncClient:
         recovery_timeout_s: float = RECOVERY_TIMEOUT_S,
         keys: KeysOption = None,
     ) -> None:
-        """`tokenizer` is a folder with tokenizer.json (default: the engine's); `model` refuses an engine that serves
-        another; `timeout_s` is how long an engine may load before it answers; one that has requests and is silent for
-        `heartbeat_timeout_s` counts as dead; streams of one that died pause for at most `recovery_timeout_s`, until the
-        engine that takes its place has loaded (0: they end at once); `keys` is the folder that `vllm-lite keys` made
-        for this client (default: VLLM_LITE_KEYS), which a tcp address needs, or False to speak in the clear."""
+        """`tokenizer`: folder with tokenizer.json (default: the engine's). `model`: refuse an engine that serves
+        another one. `timeout_s`: maximum time for the engine to load. An engine with requests that is silent for
+        `heartbeat_timeout_s` counts as dead; its streams pause for at most `recovery_timeout_s`, until the engine that
+        replaces it has loaded (0: they end at once). `keys`: the folder that `vllm-lite keys` made for this client
+        (default: VLLM_LITE_KEYS), which a tcp address needs, or False for no encryption."""
         self.address = address
         self._tokenizer = tokenizer
         connect = partial(Session.connect, address, model=model, timeout_s=timeout_s, keys=keys)
@@ -121,7 +121,7 @@ class AsyncClient:
 
     @classmethod
     async def connect(cls, address: str, **options: Unpack[ClientOptions]) -> "AsyncClient":
-        """Make a client with the parameters of AsyncClient, and connect it. Raises EngineError, ModelError for a bad
+        """Create a client with the parameters of AsyncClient, and connect it. Raises EngineError, ModelError for a bad
         tokenizer, or ConfigError for missing keys."""
         return await cls(address, **options).__aenter__()
 
@@ -135,7 +135,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Abort what is in flight and disconnect; streams that are still read end with EngineError."""
+        """Abort all requests and disconnect; streams that are still read end with EngineError."""
         if self._link is not None:
             await asyncio.to_thread(self._link.session.close)
         self._images.close()
@@ -147,18 +147,18 @@ class AsyncClient:
 
     @property
     def adapters(self) -> list[str]:
-        """The names of the LoRA adapters that are loaded."""
+        """Names of the loaded LoRA adapters."""
         return list(self._connected().session.adapters)
 
     async def get_tokenizer(self) -> "ChatTokenizer":
-        """Get the tokenizer that generate() uses: encode, decode, apply_chat_template. Raises ModelError."""
+        """The tokenizer that generate() uses: encode, decode, apply_chat_template. Raises ModelError."""
         from vllm_lite.client.chat import ChatTokenizer
 
         return ChatTokenizer(self._connected().streams.tokenizer, self._folder, self.engine.eos_token_ids)
 
     @property
     def _folder(self) -> str | Path:
-        """The folder of the tokenizer, which is the model's if no other is named."""
+        """Folder of the tokenizer: the given one, or the engine's."""
         return self._tokenizer or self.engine.tokenizer or self.engine.model
 
     async def generate(
@@ -168,13 +168,13 @@ class AsyncClient:
         request_id: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue `prompt`, which may be any of what LLM.generate() takes. Each output holds all text and tokens so
-        far, or what `output_kind` of the sampling params asks for. The last one has `finished` set. `lora_request`
-        names an adapter, which is loaded if it is not.
+        """Continue `prompt`, in any form that LLM.generate() accepts. Each output has all text and tokens so far, or
+        those of the sampling params' `output_kind`. The last one has `finished` set. `lora_request` names an adapter,
+        which is loaded if necessary.
 
         With `best_of` or beam search there is one output, at the end. Closing the iterator, or cancelling the task that
         reads it, aborts the request. Raises RequestError if the request is invalid or fails, EngineDeadError if the
-        engine dies and no other takes its place.
+        engine dies and is not replaced.
         """
         request_id = request_id or os.urandom(12).hex()
         stream = await self._make(prompt, sampling_params, request_id)
@@ -193,8 +193,8 @@ class AsyncClient:
         pooling_task: PoolingTask | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """Do one of the tasks of the model's pooler with `prompt`: the one that is named here or in the params, or the
-        first that it has. There is one output. Closing the iterator aborts the request. Raises as generate() does."""
+        """Run a task of the model's pooler on `prompt`: `pooling_task`, that of the params, or the pooler's first task.
+        There is one output. Closing the iterator aborts the request. Raises like generate()."""
         factory, params = self._pooling(), pooling_params or PoolingParams()
         task = pooling_task or params.task or factory.first_task
         make = partial(factory.make, [prompt], params, task, [request_id or os.urandom(12).hex()])
@@ -243,15 +243,15 @@ class AsyncClient:
     async def fork(
         self, request_id: str, n: int = 1, sampling_params: SamplingParams | None = None
     ) -> list[AsyncGenerator[RequestOutput, None]]:
-        """Branch a request of this client that is being read, from the tokens its reader has seen so far.
+        """Fork a request of this client that is being read, after the tokens that its reader has seen so far.
 
-        Each of the `n` iterators begins with those tokens and goes on with a seed of its own; its outputs hold them
-        all, and `max_tokens` counts them. The request itself goes on unchanged. `sampling_params` default to its own; a
-        seed given there is the first fork's, the others add 1, 2, ... . Request and forks have one sample each (n=1).
-        Raises RequestError.
+        Each of the `n` iterators begins with these tokens and continues with its own seed; its outputs include them,
+        and `max_tokens` counts them. The request itself continues unchanged. `sampling_params` default to the
+        request's; a seed given there is that of the first fork, the others add 1, 2, ... . Request and forks have one
+        sample each (n=1). Raises RequestError.
         """
         if sampling_params is not None and sampling_params.structured_outputs is not None:
-            await asyncio.to_thread(check_form, sampling_params)  # so that it is known to be valid, and soon made again
+            await asyncio.to_thread(check_form, sampling_params)  # checks it, and caches the grammar
         parent = self._streams.get(request_id)
         if parent is None or parent.finished or isinstance(parent, PoolingStream):
             raise RequestError(
@@ -272,9 +272,9 @@ class AsyncClient:
         return forks
 
     async def abort(self, request_id: str, samples: Sequence[int] = ()) -> None:
-        """End a request, or those of its `samples`, which end with finish_reason "abort" while the others go on.
+        """End a request, or only its `samples`, with finish_reason "abort"; its other samples continue.
 
-        Unknown ids are ignored; beams end together only.
+        Unknown ids are ignored; beams only end together.
         """
         self._connected().session.abort(request_id, samples)
 
@@ -283,29 +283,29 @@ class AsyncClient:
         return await self._answer(self._connected().session.request_stats())
 
     async def reset_prefix_cache(self, *, stored: bool = False) -> PrefixCacheReset:
-        """Empty the prefix cache, with `stored` also the one on disk; running requests go on. Raises EngineError if the
-        engine does not answer in time."""
+        """Empty the prefix cache, with `stored` also the one on disk; running requests keep their KV. Raises
+        EngineError if the engine does not answer in time."""
         return await self._answer(self._connected().session.reset_prefix_cache(stored=stored))
 
     async def load_adapter(self, name: str, path: str | Path, *, in_place: bool = False) -> None:
-        """Load the LoRA adapter in the folder `path` of the engine's host; with `in_place` it may replace one of that
+        """Load the LoRA adapter in folder `path` of the engine's host; with `in_place` it may replace one of the same
         name. Raises RequestError, in one sentence, if it cannot be served."""
         asked = self._connected().session.load_adapter(name, str(path), in_place=in_place)
         check_loaded(await self._answer(asked, LOAD_TIMEOUT_S))
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; requests that have it go on. Raises RequestError if there is none of that name."""
+        """Unload an adapter; its requests continue. Raises RequestError if there is none of that name."""
         check_loaded(await self._answer(self._connected().session.unload_adapter(name)))
 
     # ---- the engine itself, by vLLM's names
 
     async def pause_generation(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
-        """Have the engine compute nothing until resume_generation(): requests that come wait. Those that are there are
-        ended ("abort"), waited for ("wait"), or go on later ("keep"). Raises EngineError if it is not done."""
+        """Pause the engine until resume_generation(); new requests wait. Live ones are ended ("abort"), waited for
+        ("wait"), or continue later ("keep"). Raises EngineError if that fails."""
         await self._operate("pause", mode=mode, clear_cache=clear_cache)
 
     async def resume_generation(self) -> None:
-        """Have a paused engine compute again."""
+        """Let a paused engine continue."""
         await self._operate("resume")
 
     async def is_paused(self) -> bool:
@@ -313,12 +313,12 @@ class AsyncClient:
         return (await self.stats()).rests
 
     async def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Have the engine give back the memory of weights and KV cache until wake_up(): requests that come wait."""
+        """Release the memory of weights and KV cache until wake_up(); new requests wait."""
         await self._operate("sleep", level=level, mode=mode)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Have an engine that sleeps load the model again and go on. With `tags`, when all of "weights" and "kv_cache"
-        have been named."""
+        """Let a sleeping engine load the model again and continue; with `tags`, once "weights" and "kv_cache" have both
+        been given."""
         await self._operate("wake_up", tags=tags or ())
 
     async def is_sleeping(self) -> bool:
@@ -326,16 +326,16 @@ class AsyncClient:
         return (await self.stats()).sleep_level is not None
 
     async def update_weights(self, model: str | Path, mode: PauseMode = "wait") -> None:
-        """Have the engine serve the weights in another folder, of the same model trained further. Raises RequestError
-        if the folder cannot be served; then the weights before go on."""
+        """Serve the weights in another folder, of the same model trained further. Raises RequestError if the folder
+        cannot be served; then the previous weights are served again."""
         await self._operate("update_weights", model=str(model), mode=mode)
 
     async def start_profile(self) -> None:
-        """Have the workers profile their steps, as profiler_config says. Raises RequestError if there is none."""
+        """Let the workers profile their steps, by profiler_config. Raises RequestError without one."""
         await self._operate("start_profile")
 
     async def stop_profile(self) -> None:
-        """End that, and have them write what they found."""
+        """End the profile, and let the workers write it."""
         await self._operate("stop_profile")
 
     # ---- inside
@@ -354,7 +354,7 @@ class AsyncClient:
         return PoolingFactory(link.session.welcome, link.streams.tokenizer)
 
     async def _pooled(self, streams: list[PoolingStream], lora_request: LoRARequest | None) -> list[PoolingStream]:
-        """Run the streams of some texts, the windows of long ones among them, together. Returns one for each text."""
+        """Run the streams of several texts, windows of long ones included, together. Returns one per text."""
         adapter = "" if lora_request is None else await self._load(lora_request)
         for stream in streams:
             stream.adapter = adapter
@@ -373,7 +373,7 @@ class AsyncClient:
                 task.cancel()
 
     async def _finish(self, stream: RequestStream | PoolingStream) -> None:
-        """Run a stream to its end, of which its `error` says more."""
+        """Run a stream to its end; `error` is set if it failed."""
         async with aclosing(self._follow(stream)) as outputs:
             try:
                 async for _ in outputs:
@@ -389,7 +389,7 @@ class AsyncClient:
             raise EngineError(f"the engine at {self.address} did not answer within {timeout_s:g} s") from error
 
     async def _follow(self, stream: Any, *, is_fork: bool = False) -> AsyncGenerator[Any, None]:
-        """Send the request and yield its outputs. The first output of a fork is what it inherits, before any event."""
+        """Send the request and yield its outputs. The first output of a fork has its inherited tokens."""
         session, request_id = self._connected().session, stream.request_id
         if request_id in self._inboxes:
             raise RequestError(f"request id {request_id!r} is in use; choose another")
@@ -439,7 +439,7 @@ class AsyncClient:
         return await _made(partial(make, prompt, params, request_id), text)
 
     def _arrive(self, events: list[Event]) -> None:
-        """Runs on the session's thread: one call into the loop for each message, however many streams it is for."""
+        """Pass events to the event loop, from the session's thread: one call per message, whatever its streams."""
         self._connected().loop.call_soon_threadsafe(self._sort, events)
 
     def _sort(self, events: list[Event]) -> None:
@@ -450,7 +450,7 @@ class AsyncClient:
 
 
 async def _made(make: Callable[[], A], *prompts: object) -> A:
-    """The result of `make`, which reads `prompts`: in a thread where others would wait for it."""
+    """Call `make`, which reads `prompts`, in a thread if it would block the loop for long."""
     if sum(len(each) for each in prompts if isinstance(each, str)) > LONG_TEXT_CHARS:
         return await asyncio.to_thread(make)
     return make()

@@ -1,4 +1,4 @@
-"""LLM: lists of prompts in, lists of results out, with an engine of its own. One method for each of vLLM's."""
+"""LLM: lists of prompts in, lists of results out, with an engine of its own. The methods are vLLM's."""
 
 import itertools
 import os
@@ -45,7 +45,7 @@ if TYPE_CHECKING:  # Jinja is imported when it is needed
     from vllm_lite.client.text.templates.chat_template import Tool
 
 _LOOK_S = 1.0
-"""How often a wait wakes, for Ctrl-C; the session ends every stream by a deadline of its own."""
+"""Seconds after which a wait wakes up, for Ctrl-C; the session guarantees that every stream ends."""
 _UNSUPPORTED_METHODS = frozenset({"reward"})
 
 
@@ -74,10 +74,10 @@ class LLM:
         vLLM's LLM has and would change nothing here is taken as well. Statistics are logged with
         disable_log_stats=False alone.
 
-        get_default_sampling_params() are what the checkpoint's generation_config.json says, or the one in the folder
-        `generation_config`; "vllm" ignores it. `override_generation_config`, such as {"temperature": 0.5}, stands
-        above the file. `limit_mm_per_prompt`, such as {"image": 4}, bounds the images of a prompt, and
-        `allowed_media_domains` are those from which they are fetched, `mm_processor_kwargs` sizes of their processor.
+        get_default_sampling_params() are those of the checkpoint's generation_config.json, or of the one in the folder
+        `generation_config`; "vllm" ignores it. `override_generation_config`, such as {"temperature": 0.5}, overrides
+        the file. `limit_mm_per_prompt`, such as {"image": 4}, limits the images of a prompt, `allowed_media_domains`
+        are domains from which they may be fetched, and `mm_processor_kwargs` sizes of their processor.
         Raises ConfigError, ModelError or EngineError.
         """
         overrides = read_overrides(override_generation_config)
@@ -117,7 +117,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End the engine and its workers. May be called again."""
+        """End the engine and its workers. May be called repeatedly."""
         self._finalizer()
         self._images.close()
 
@@ -132,7 +132,7 @@ class LLM:
 
     @property
     def config(self) -> ResolvedConfig:
-        """The configuration in use, with every default filled in."""
+        """The configuration in use, with all defaults resolved."""
         return self.launched.config
 
     @property
@@ -146,7 +146,7 @@ class LLM:
         return self.launched.address
 
     def get_tokenizer(self) -> "ChatTokenizer":
-        """Get the tokenizer that generate() and chat() use: encode, decode, apply_chat_template. Raises ModelError."""
+        """The tokenizer that generate() and chat() use: encode, decode, apply_chat_template. Raises ModelError."""
         if self._tokenizer is None:
             from vllm_lite.client.chat import ChatTokenizer
 
@@ -155,7 +155,7 @@ class LLM:
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Get the sampling params that are used where none are given: the model's own, if it recommends any."""
+        """The sampling params that apply if none are given: the model's recommendations, if it has any."""
         return SamplingParams(**self._defaults)
 
     def stats(self) -> Stats:
@@ -163,34 +163,34 @@ class LLM:
         return self.launched.session.stats()
 
     def reset_prefix_cache(self, *, stored: bool = False) -> PrefixCacheReset:
-        """Empty the prefix cache, with `stored` also the one on disk, and return how much memory held of it. Raises
+        """Empty the prefix cache, with `stored` also the one on disk, and return the numbers of dropped blocks. Raises
         EngineError if the engine does not answer."""
         session = self.launched.session
         return session.wait(session.reset_prefix_cache(stored=stored))
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Have the engine give back the memory of weights and KV cache until wake_up(). Level 1 keeps processes that
-        wake faster, level 2 none. Raises EngineError if it is not done."""
+        """Release the memory of weights and KV cache until wake_up(). Level 1 keeps processes, which wake faster, level
+        2 none. Raises EngineError if that fails."""
         self._operate("sleep", level=level, mode=mode)
         self._is_asleep = True
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Have an engine that sleeps load the model again. With `tags`, when all of "weights" and "kv_cache" have been
-        named. Raises EngineError if it is not done; then the engine sleeps on."""
+        """Let a sleeping engine load the model again; with `tags`, once "weights" and "kv_cache" have both been given.
+        Raises EngineError if that fails; then the engine stays asleep."""
         self._operate("wake_up", tags=tags or ())
         self._is_asleep = self.stats().sleep_level is not None
 
     def update_weights(self, model: str | Path, mode: PauseMode = "wait") -> None:
         """Serve the weights in another folder, of the same model trained further. Raises RequestError if the folder
-        cannot be served; then the weights before go on."""
+        cannot be served; then the previous weights are served again."""
         self._operate("update_weights", model=str(model), mode=mode)
 
     def start_profile(self) -> None:
-        """Have the workers profile their steps, as profiler_config says. Raises RequestError if there is none."""
+        """Let the workers profile their steps, by profiler_config. Raises RequestError without one."""
         self._operate("start_profile")
 
     def stop_profile(self) -> None:
-        """End that, and have them write what they found."""
+        """End the profile, and let the workers write it."""
         self._operate("stop_profile")
 
     def generate(
@@ -313,9 +313,9 @@ class LLM:
         pooling_task: PoolingTask | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[PoolingRequestOutput]:
-        """Do one of the tasks of the model's pooler with each prompt; the first that it has if none is named.
+        """Run a task of the model's pooler on each prompt, by default the pooler's first task.
 
-        `outputs` of a result has what the task gives: embedding, probs, score, or data with a vector for each token.
+        `outputs` of a result depends on the task: embedding, probs, score, or data with a vector for each token.
         Raises as embed() does.
         """
         params = pooling_params or PoolingParams()
@@ -357,9 +357,9 @@ class LLM:
         *,
         lora_request: LoRARequest | None = None,
     ) -> list[PoolingRequestOutput]:
-        """Score pairs of texts: `outputs.score`. Of `data_1` there is one text for all of `data_2`, or as many.
+        """Score pairs of texts: `outputs.score`. `data_1` is one text for all of `data_2`, or as many texts.
 
-        A model with a single label scores a pair by itself; of one that makes vectors it is their cosine similarity.
+        A model with a single label scores the pair itself; for an embedding model it is the cosine similarity.
         Raises as embed() does.
         """
         pairs = pairs_of(data_1, data_2)
@@ -417,7 +417,7 @@ class LLM:
         use_tqdm: bool,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None,
     ) -> list[PoolingStream]:
-        """The streams of all texts, once they have ended."""
+        """Run streams to their end, and return one per text."""
         self._check_awake()
         texts = list(by_text(streams))
         self._set_adapters([own[0] for own in texts], lora_request)

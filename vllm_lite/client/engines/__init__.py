@@ -1,14 +1,14 @@
-"""Engines as a client reaches them: sessions over one connection or several, their launch, supervision and routing.
+"""A client's connections to engines: sessions with one engine or several, launch, supervision and routing.
 
-session.py          one engine, and those that take its place
+session.py          one engine, and those that replace it
 any_session.py      the interface of sessions
-link.py             the connection that a session has now
+link.py             a session's current connection
 connection.py       the handshake
-asking.py           questions beside requests
+asking.py           queries beside requests
 answers.py          pending answers
 joined_answers.py   answers of several engines as one
-feature.py          the seam for what engines do beside requests: adapters, recovery of workers
-operations.py       pause, sleep, adapters, weights
+feature.py          the interface of session features: adapters, recovery of workers
+operations.py       pause, sleep, weights
 data_parallel.py    several engines as one session
 routing.py          choice of an engine by prefix and load
 cached_blocks.py    the prefixes that engines have cached

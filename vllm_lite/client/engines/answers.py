@@ -1,7 +1,7 @@
-"""Answers: the questions of a session beside its requests that the engine has not answered.
+"""Answers: unanswered queries of a session beside its requests.
 
-Most questions are answered in their order, each kind by itself. Those about adapters take as long as a file is read, so
-they have numbers.
+The engine answers queries of one kind in order. Queries about adapters take as long as a file is read, so they have
+numbers.
 """
 
 import threading
@@ -22,7 +22,7 @@ logger = log.get(__name__)
 
 
 class Answers:
-    """A SessionFeature. Any thread may ask; the session's thread answers."""
+    """A SessionFeature. Any thread may ask; the session's thread completes the futures."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,7 +31,7 @@ class Answers:
         self._num_asked = 0
 
     def wait_for(self, message: FromClient, kind: type, future: Future[Any]) -> FromClient:
-        """Give the answer of this kind to `message` to `future`. Returns the message to be sent."""
+        """Register `future` for the answer of type `kind` to `message`. Returns the message to send."""
         with self._lock:
             if isinstance(message, LoadAdapter | UnloadAdapter):
                 self._num_asked += 1
@@ -41,15 +41,15 @@ class Answers:
             return message
 
     def handlers(self) -> Mapping[type, Callable[[Any], None]]:
-        """As SessionFeature.handlers."""
+        """See SessionFeature.handlers."""
         return dict.fromkeys(ANSWERS, self._on_answer)
 
     def again(self, welcome: Welcome) -> Sequence[FromClient]:  # noqa: ARG002
-        """As SessionFeature.again: questions are not asked again."""
+        """See SessionFeature.again: queries are not sent again."""
         return ()
 
     def lost(self, error: EngineError) -> None:
-        """Fail all questions with `error`."""
+        """Fail all pending queries with `error`."""
         with self._lock:
             questions = [future for futures in self._in_order.values() for future in futures]
             questions += self._numbered.values()
@@ -66,9 +66,9 @@ class Answers:
             future.set_result(answer)
 
     def _take(self, answer: object) -> Future[Any] | None:
-        """Remove the future that waits for this answer; None if there is none."""
+        """Remove and return the future that waits for this answer, or None."""
         if isinstance(answer, AdapterAnswer):
-            if not answer.question and answer.error is not None:  # nobody waits: it was loaded once before
+            if not answer.question and answer.error is not None:  # the answer to KnownAdapters.load_again()
                 logger.warning("%s", answer.error)
             return self._numbered.pop(answer.question, None)
         futures = self._in_order[type(answer)]
@@ -76,5 +76,5 @@ class Answers:
 
 
 def copy_of(error: EngineError) -> EngineError:
-    """Copy `error` for one raiser: an exception that several threads raise would collect all their tracebacks."""
+    """A copy of `error` for one raiser: an exception raised by several threads would collect all their tracebacks."""
     return type(error)(str(error))

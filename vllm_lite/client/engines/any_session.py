@@ -1,5 +1,5 @@
-"""AnySession: what the library and the server use of a session, whatever stands behind it: one engine (session.py),
-several on this machine (data_parallel.py), or replicas elsewhere."""
+"""AnySession: the interface of sessions for library and server: with one engine (session.py), several on this machine
+(data_parallel.py), or replicas elsewhere."""
 
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from vllm_lite.protocol.view import EngineView
 
 
 class Member(NamedTuple):
-    """One of the engines behind a session: its number, what it says of itself, its counters, which it was asked for,
-    and its view, if it was asked for that."""
+    """One of a session's engines: its number, its Welcome, and the pending answers with its counters and, if requested,
+    its view."""
 
     number: int
     welcome: Welcome
@@ -26,17 +26,17 @@ class Member(NamedTuple):
 
 
 class AnySession(Asking):
-    """Abstract; each method is described where it does most, in Session."""
+    """Abstract base class; Session documents the methods."""
 
     @property
     @abstractmethod
     def welcome(self) -> Welcome:
-        """Abilities that all engines have in common."""
+        """The common Welcome of all engines."""
 
     @property
     @abstractmethod
     def adapters(self) -> dict[str, AdapterInfo]:
-        """The LoRA adapters that requests may name."""
+        """The LoRA adapters that requests can name."""
 
     @property
     @abstractmethod
@@ -45,25 +45,25 @@ class AnySession(Asking):
     @property
     @abstractmethod
     def dead(self) -> EngineError | None:
-        """Why nothing can be submitted any more, None as long as it can. A new exception each time."""
+        """The error with which the session has ended, as a new exception; None while requests can be submitted."""
 
     @property
     @abstractmethod
     def recovering(self) -> str | None:
-        """Why streams pause: the engine, or its workers, are being replaced. None while they serve."""
+        """Reason why streams pause: the engine, or its workers, are being replaced. None while they serve."""
 
     @abstractmethod
     def ask_each(self, first_block: int | None = None) -> list[Member]:
-        """Ask the engines for their counters, one by one, and unless `first_block` is None for a view from there on."""
+        """Query each engine for its counters, and unless `first_block` is None for a view from that block on."""
 
     def ask_one(self, number: int, message: FromClient, answer: type[A]) -> "Future[A]":
-        """Ask the engine of this number alone. Raises LookupError if there is none, EngineError."""
+        """Send a query to the engine of this number only. Raises LookupError for an unknown number, EngineError."""
         if number:
             raise LookupError(number)
         return self.ask(message, answer)
 
     def asked_as(self, number: int, first_block: int | None) -> Member:
-        """Ask one engine, the one of this number. Raises EngineError."""
+        """ask_each() for one engine, as number `number`. Raises EngineError."""
         view = None if first_block is None else self.view(first_block)
         return Member(number, self.welcome, self.request_stats(), view)
 
@@ -74,7 +74,7 @@ class AnySession(Asking):
 
     @abstractmethod
     def is_live(self, request_id: str) -> bool:
-        """Whether this request has not ended."""
+        """Whether the request is open."""
 
     @abstractmethod
     def abort(self, request_id: str, samples: Sequence[int] = (), *, stopped: bool = False) -> None: ...

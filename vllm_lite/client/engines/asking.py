@@ -1,4 +1,4 @@
-"""Asking: what a client may ask an engine, or several at once, beside its requests. Each question has one answer."""
+"""Asking: a client's queries to an engine, or to several at once, beside its requests. Each query has one answer."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -31,63 +31,61 @@ A = TypeVar("A")
 
 
 class Asking(ABC):
-    """The questions of a session. A future fails with EngineError if no engine answers, and so do its makers."""
+    """The queries of a session. Without an engine they raise EngineError, and pending futures fail with EngineError."""
 
     address: str
 
     @abstractmethod
     def ask(self, message: FromClient, answer: type[A]) -> "Future[A]":
-        """Send a question that is answered by a message of type `answer`, one of ANSWERS. Raises EngineError."""
+        """Send a query that is answered by a message of type `answer`, one of ANSWERS. Raises EngineError."""
 
     def request_stats(self) -> "Future[Stats]":
-        """Ask for the engine's counters. The future fails with EngineError if the engine does."""
+        """Query the engine's counters."""
         return self.ask(api.GetStats(), Stats)
 
     def describe(
         self, request_ids: Sequence[str] = (), external_id: str = "", *, with_content: bool = False
     ) -> "Future[api.Descriptions]":
-        """Ask for the state of live requests, of any client: those with these ids, and all with the external id. The
-        future fails with EngineError if the engine does."""
+        """Query the state of live requests of any client: those with these ids, and all with the external id."""
         return self.ask(api.Describe(tuple(request_ids), external_id, with_content), api.Descriptions)
 
     def view(self, first_block: int = 0) -> "Future[EngineView]":
-        """Ask for the engine as it is now, with the KV blocks from `first_block` on. Fails as describe() does."""
+        """Query a view of the engine's present state, with the KV blocks from `first_block` on."""
         return self.ask(GetView(first_block), EngineView)
 
     def find_external(self, external_ids: Sequence[str]) -> "Future[ExternalFound]":
-        """Ask which of these external ids have live requests, of any client. Fails as describe() does."""
+        """Query which of these external ids have live requests, of any client."""
         return self.ask(FindExternal(tuple(external_ids)), ExternalFound)
 
     def abort_external(self, external_id: str) -> "Future[ExternalAborted]":
-        """Have the engine end all requests, of any client, that have this external id. Fails as describe() does."""
+        """Let the engine end all requests with this external id, of any client."""
         return self.ask(AbortExternal(external_id), ExternalAborted)
 
     def reset_prefix_cache(self, *, stored: bool = False) -> "Future[api.PrefixCacheReset]":
-        """Have the engine empty its prefix cache, with `stored` also the one on disk. The future fails with EngineError
-        if the engine does."""
+        """Let the engine empty its prefix cache, with `stored` also the one on disk."""
         return self.ask(api.ResetPrefixCache(stored), api.PrefixCacheReset)
 
     def operate(self, message: Operation) -> "Future[OperationDone]":
-        """Have the engine pause, sleep, or load other weights. The answer comes when that is done, which may be when
-        the last request has ended; the future fails with EngineError if the engine does."""
+        """Let the engine pause, sleep, or load other weights. The answer comes when that is done, which may be when the
+        last request has ended."""
         return self.ask(message, OperationDone)
 
     def load_adapter(
         self, name: str, path: str, *, in_place: bool = False, parent: str | None = None
     ) -> "Future[AdapterAnswer]":
-        """Have the engine load a LoRA adapter; `in_place`: it may replace one of its name. Fails as describe() does."""
+        """Let the engine load a LoRA adapter; `in_place`: it may replace one of the same name."""
         return self.ask(LoadAdapter(0, name, path, in_place, parent), AdapterAnswer)
 
     def unload_adapter(self, name: str) -> "Future[AdapterAnswer]":
-        """Have the engine forget an adapter. Fails as describe() does."""
+        """Let the engine unload an adapter."""
         return self.ask(UnloadAdapter(0, name), AdapterAnswer)
 
     def stats(self, timeout_s: float = STATS_TIMEOUT_S) -> Stats:
-        """The engine's counters. Raises EngineError if it does not answer in `timeout_s`."""
+        """The engine's counters. Raises EngineError if it does not answer within `timeout_s`."""
         return self.wait(self.request_stats(), timeout_s)
 
     def wait(self, answer: "Future[A]", timeout_s: float = STATS_TIMEOUT_S) -> A:
-        """Wait for an answer. Raises EngineError if it does not come in `timeout_s`."""
+        """Wait for an answer. Raises EngineError after `timeout_s`."""
         try:
             return answer.result(timeout_s)
         except TimeoutError as error:

@@ -1,4 +1,4 @@
-"""CachedBlocks: says to a router what engines have in their prefix caches, from the KV events that they publish."""
+"""CachedBlocks: keeps a router's knowledge of the engines' prefix caches current, by their KV events."""
 
 import threading
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ logger = log.get(__name__)
 
 
 def socket_beside(address: str) -> str:
-    """The default endpoint of KV events of the engine at `address`."""
+    """Default endpoint of KV events of the engine at `address`."""
     return f"{address.rpartition('/')[0]}/{KV_EVENTS_SOCKET}"
 
 
 def endpoints(config: ResolvedConfig, addresses: Sequence[str]) -> list[str]:
-    """Endpoints of KV events of the engines at `addresses`; `config` is the first one's. Empty if they say nothing that
-    is of use here: their user wants no events, or hashes that are cut off."""
+    """Endpoints of KV events of the engines at `addresses`; `config` is the first one's. Empty if the events are turned
+    off, or have truncated hashes, which are of no use here."""
     events = config.kv_events_config
     if events is None or not events.enabled or events.hash_format != "bytes":
         return []
@@ -39,13 +39,13 @@ def endpoints(config: ResolvedConfig, addresses: Sequence[str]) -> list[str]:
 
 
 class CachedBlocks:
-    """Reads events in a thread of its own, from the engine's first one on."""
+    """Reads the engines' events in a thread, from the first one on."""
 
     def __init__(self, sources: Sequence[str], topic: str, router: PrefixRouter[int], lock: threading.RLock) -> None:
         """`sources` are the endpoints of the router's engines 0, 1, ...; the router is only used under `lock`."""
         self._subscribers = [Subscriber(source, topic) for source in sources]
         self._next = [0] * len(sources)
-        """The number of each engine's next batch."""
+        """Number of each engine's next event batch."""
         self.router = router
         self._lock = lock
         self._closing = Wakeup()
@@ -75,7 +75,7 @@ class CachedBlocks:
 
     def _receive(self, engine: int, number: int, payload: bytes) -> None:
         with self._lock:
-            if number != self._next[engine]:  # batches are missing: it may have dropped anything meanwhile
+            if number != self._next[engine]:  # batches are missing, with unknown removals
                 self.router.cleared(engine)
             self._next[engine] = number + 1
             self._take(engine, payload)
@@ -90,9 +90,9 @@ class CachedBlocks:
 
 
 def _read(event: Any) -> tuple[str, Sequence[bytes], bool]:
-    """The kind and the hashes of an event, a map or a list in the order of vLLM's structs; whether a router can use it.
-    It cannot if the blocks are an adapter's, whose hashes are the engine's own, or of a layer group beside the first:
-    what is found has to be there in all of them; nor if they are in a tier below the device."""
+    """(kind, hashes, is_useful) of an event, which is a map or a list in the order of vLLM's structs. The router
+    ignores blocks of an adapter, whose hashes only the engine itself can compute; of KV groups other than the first,
+    since a hit has to be in all of them; and of host or disk tiers."""
     if isinstance(event, dict):
         is_of_use = event.get("group_idx") == 0 and event.get("lora_name") is None and event.get("medium") == "GPU"
         return event["type"], event.get("block_hashes", ()), is_of_use

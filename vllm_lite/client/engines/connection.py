@@ -1,4 +1,4 @@
-"""Reaching an engine: the handshake with one that starts, and with the one that takes the place of one that died."""
+"""Connecting to an engine: the handshake with one that starts, and the search for one that replaces a dead engine."""
 
 import os
 import time
@@ -16,33 +16,33 @@ from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Connection, KeysOption
 
 RUN_DIR = "vl-"
-"""How the names of the private folders begin in which launched engines listen, unless they are given an address."""
+"""Prefix of the private folders in which launched engines listen, unless they have an address."""
 FIRST_PAUSE_S = 0.02
 MAX_PAUSE_S = 0.5
-"""How long to wait between two attempts to reach another engine: at first, and at most."""
+"""Seconds between two attempts to connect to a new engine: at first, and at most."""
 ALIVE_POLL_S = 0.05
 REASON_S = 0.5
-"""How long after an engine's end its reason may still be on its way."""
+"""Seconds after an engine's end in which its reason may still arrive."""
 
 Alive = Callable[[], str | None]
-"""None while an engine's process runs or another will take its place, then why it ended."""
+"""Returns None while an engine's process runs or is being replaced, then the reason why it ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
-    """An engine's address and the keys for it: the folder of a client's, or False for none."""
+    """An engine's address, and the folder of the client's keys for it, or False for none."""
 
     address: str
     keys: KeysOption = None
 
     @property
     def is_removed(self) -> bool:
-        """Whether nothing can listen there again: the launcher has ended, and has removed its folder."""
+        """Whether no engine can listen there again: the launcher has ended, and has removed its folder."""
         folder = Path(self.address.removeprefix("ipc://")).parent
         return self.address.startswith("ipc://") and folder.name.startswith(RUN_DIR) and not folder.exists()
 
     def connect(self, model: str | None = None) -> Connection:
-        """Open a connection and say Hello on it. Raises ConfigError for missing keys, EngineError for a bad address."""
+        """Open a connection and send Hello. Raises ConfigError for missing keys, EngineError for a bad address."""
         identity = f"client-{os.getpid()}-{os.urandom(8).hex()}".encode()
         connection = transport.connect(self.address, identity, self.keys)
         try:
@@ -56,8 +56,7 @@ class EngineAddress:
 def shake_hands(
     place: EngineAddress, model: str | None, timeout_s: float, alive: Alive | None = None
 ) -> tuple[Connection, Welcome]:
-    """Connect to an engine and wait until it serves; if it dies before that, until the one that takes its place does.
-    Raises what Session.connect does."""
+    """Connect to an engine and wait until it, or one that replaces it, serves. Raises like Session.connect."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         connection = place.connect(model)
@@ -75,10 +74,10 @@ def shake_hands(
 
 
 class EngineSearch:
-    """Looks for the engine that takes the place of one that died, step by step, until its time is over."""
+    """Looks for the engine that replaces a dead one, in short steps, until a deadline."""
 
     def __init__(self, place: EngineAddress, model: str, reason: str, timeout_s: float) -> None:
-        """`reason` says why one is looked for; the engine that is found has to serve `model`."""
+        """`reason` is the end of the previous engine; the new one has to serve `model`."""
         self._place = place
         self._model = model
         self._reason = reason
@@ -88,12 +87,12 @@ class EngineSearch:
         self._pause_s = FIRST_PAUSE_S
         self._next_s = time.monotonic()
         self._last_words = ""
-        """What the latest engine that was reached had to say, if it did not serve."""
+        """Last message of the latest engine that was reached and did not serve."""
 
     def step(self, wakeup: Wakeup) -> tuple[Connection, Welcome] | None:
         """Wait a short time for an answer, or for `wakeup`, and clear that.
 
-        Returns the connection, which is the caller's from then on. Raises EngineDeadError when there is no hope left.
+        Returns the connection, which the caller then owns. Raises EngineDeadError when no engine can be found.
         """
         now_s = time.monotonic()
         if now_s >= self._deadline_s:
@@ -108,7 +107,7 @@ class EngineSearch:
         else:
             transport.wait(wait_s, self._connection, wakeup)
         wakeup.clear()
-        removed = self._place.is_removed  # before reading, as what was sent before counts
+        removed = self._place.is_removed  # checked before reading: messages sent before still count
         found = None if self._connection is None else self._look(self._connection)
         if found is None and removed:
             gone = f"nothing listens at {self._place.address} any more: the folder was removed as its launcher ended"
@@ -147,7 +146,7 @@ class EngineSearch:
         return None
 
     def _retreat(self, words: str) -> None:
-        """Give up this attempt; the next one comes after a pause, longer each time."""
+        """Give up this attempt; the next one follows after a pause, which grows each time."""
         self.close()
         self._last_words = words or self._last_words
         self._next_s = time.monotonic() + self._pause_s
@@ -155,9 +154,9 @@ class EngineSearch:
 
 
 def _await_welcome(connection: Connection, address: str, deadline_s: float, alive: Alive | None) -> Welcome | None:
-    """The engine's answer to Hello; None if the time is over, or if it died and another one may take its place."""
+    """The engine's answer to Hello; None after the deadline, or if the engine died and may be replaced."""
     while True:
-        death = alive() if alive is not None else None  # before reading, as what it sent before its end counts
+        death = alive() if alive is not None else None  # checked before reading: messages sent before still count
         try:
             welcome = _read_welcome(connection, address)
         except EngineDeadError:
@@ -181,7 +180,7 @@ def _await_welcome(connection: Connection, address: str, deadline_s: float, aliv
 
 
 def _await_refusal(connection: Connection, address: str) -> None:
-    """Wait for the Refused that an engine sends before it ends, which may still be on its way. Raises its reason."""
+    """Wait for the Refused that an engine sends before it ends, and raise its reason."""
     deadline_s = time.monotonic() + REASON_S
     while (left_s := deadline_s - time.monotonic()) > 0:
         _read_welcome(connection, address)
@@ -190,8 +189,8 @@ def _await_refusal(connection: Connection, address: str) -> None:
 
 
 def _read_welcome(connection: Connection, address: str) -> Welcome | None:
-    """The Welcome, if it has come. Raises EngineDeadError if this engine ends and another one takes its place,
-    ModelError or EngineError if it refuses."""
+    """The Welcome, if it has arrived. Raises EngineDeadError if this engine ends and will be replaced, ModelError or
+    EngineError if it refuses."""
     while (payload := connection.recv()) is not None:
         try:
             message: ToClient = engine_to_client.decode(payload)

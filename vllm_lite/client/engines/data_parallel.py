@@ -1,8 +1,8 @@
-"""DataParallelSession: one session with several engines that serve the same model. It is used as a Session is.
+"""DataParallelSession: one session with several engines that serve the same model, with the interface of Session.
 
-Each request goes to the engine that PrefixRouter chooses. When an engine dies, what it worked on goes on in the others
-behind the tokens that were delivered, and so does what it cannot be restarted for. An engine whose workers die keeps
-its requests: it finds out which of them kills workers, and others would have to find that out again.
+PrefixRouter chooses the engine of each request. When an engine dies, its requests continue in the others, after the
+tokens that were delivered. An engine whose workers die keeps its requests: it finds the one that kills workers, which
+other engines would have to find again.
 """
 
 import threading
@@ -33,20 +33,20 @@ from vllm_lite.runtime import log
 from vllm_lite.runtime.prefix_hash import PrefixHasher
 
 MAX_SEEN = 1024
-"""How many requests of other clients are remembered with their engine."""
+"""Maximum requests of other clients whose engine is remembered."""
 
 A = TypeVar("A")
 logger = log.get(__name__)
 
 
 class DataParallelSession(AnySession):
-    """Every method may be called from any thread. Locks are taken in one order: this one's, then a session's."""
+    """All methods may be called from any thread. Lock order: this session's lock, then a member's."""
 
     def __init__(
         self, members: Sequence[Session], prefix_hash_seed: str | None, sources: Sequence[str] = (), topic: str = ""
     ) -> None:
-        """`members` have one engine each; their engines share `prefix_hash_seed`, and publish KV events at `sources`,
-        if anywhere. They are closed with this."""
+        """`members` have one engine each, and are closed with this session. The engines share `prefix_hash_seed`, and
+        publish KV events at `sources`, if any."""
         self.members = tuple(members)
         self.address = members[0].address
         self._hasher = PrefixHasher(members[0].welcome.block_size, prefix_hash_seed)
@@ -54,24 +54,24 @@ class DataParallelSession(AnySession):
         for index, member in enumerate(members):
             self._router.add(index, member.welcome.num_blocks)
         self._seen: OrderedDict[str, int] = OrderedDict()
-        """Requests that describe() has shown, of any client, and the engine of each."""
-        self._lock = threading.RLock()  # a session that is lost may find out inside of a call
+        """Request id -> engine, of requests of any client that describe() has shown."""
+        self._lock = threading.RLock()  # reentrant: a member may notice its loss inside a call
         self._closing = False
         self._adapters: tuple[list[dict[str, AdapterInfo]], dict[str, AdapterInfo]] = [], {}
-        """The engines' lists when they were last asked for, and what is in all of them."""
+        """(lists of adapters per engine, adapters common to all), cached until a list changes."""
         self._blocks = CachedBlocks(sources, topic, self._router, self._lock) if sources else None
         for member in members:
             member.on_change = self._on_change
 
     @property
     def welcome(self) -> Welcome:
-        """Abilities that all engines have in common."""
+        """The common Welcome of all engines."""
         shortest = min(member.welcome.max_model_len for member in self.members)
         return msgspec.structs.replace(self.members[0].welcome, max_model_len=shortest)
 
     @property
     def adapters(self) -> dict[str, AdapterInfo]:
-        """The LoRA adapters that requests may name, whichever engine gets them."""
+        """The LoRA adapters that all engines have, so that any request can name them."""
         reachable = [member.adapters for member in self.members if member.has_engine] or [self.members[0].adapters]
         seen, common = self._adapters
         if len(seen) != len(reachable) or any(map(is_not, seen, reachable)):
@@ -85,25 +85,25 @@ class DataParallelSession(AnySession):
 
     @property
     def dead(self) -> EngineError | None:
-        """Why nothing can be submitted any more: the end of the last engine."""
+        """The error of the last engine, once all have ended."""
         ends = [member.dead for member in self.members]
         return ends[-1] if all(ends) else None
 
     @property
     def recovering(self) -> str | None:
-        """Why streams pause: no engine serves at present."""
+        """Reason why streams pause, if no engine serves at present."""
         pauses = [member.recovering for member in self.members if member.dead is None]
         return pauses[0] if pauses and all(pauses) else None
 
     def submit(
         self, message: Generate | ForkRequest, sink: Sink, own: Generate | None = None, affinity: str | None = None
     ) -> None:
-        """As Session.submit(). Requests with the same `affinity`, by default their cache salt, go to one engine."""
+        """See Session.submit(). Requests with the same `affinity`, by default their cache salt, go to one engine."""
         with self._lock:
             request_id = message.child_id if isinstance(message, ForkRequest) else message.request_id
             if self.is_live(request_id):
                 raise RequestError(f"request id {request_id!r} is in use; choose another")
-            index = self._engine_of(message.request_id)  # a fork's parent's, or that of one to attach to
+            index = self._engine_of(message.request_id)  # of a fork's parent, or of a request to attach to
             if index is None:
                 request = message if isinstance(message, Generate) else own
                 index = self.choose(request, affinity)
@@ -123,8 +123,8 @@ class DataParallelSession(AnySession):
                 member.drop(request_id, stopped=stopped)
 
     def ask(self, message: FromClient, answer: type[A]) -> "Future[A]":
-        """Ask every engine that answers questions at present; what they say is joined. An operation all of them do: one
-        that is being replaced would go on with other weights, or while the others are paused. Raises EngineError then.
+        """Send a query to every engine that answers at present, and join the answers. An operation needs all engines,
+        since one that is being replaced would keep its old weights, or not pause: then EngineError is raised.
         """
         needs_all = answer is OperationDone
         absent = [member for member in self.members if member.dead is None and not member.has_engine]
@@ -158,7 +158,7 @@ class DataParallelSession(AnySession):
     def ask_each(self, first_block: int | None = None) -> list[Member]:
         asked = []
         for number, member in enumerate(self.members):
-            with suppress(EngineError):  # one that is being replaced answers nothing
+            with suppress(EngineError):  # an engine that is being replaced does not answer
                 asked.append(member.asked_as(number, first_block))
         return asked
 
@@ -173,7 +173,7 @@ class DataParallelSession(AnySession):
     # ---- inside
 
     def _see(self, index: int, done: "Future[Any]") -> None:
-        """Remember which engine has the requests that it describes."""
+        """Remember the engine of the requests that it has described."""
         described = None if done.cancelled() or done.exception() is not None else done.result()
         if not isinstance(described, Descriptions):
             return
@@ -185,14 +185,14 @@ class DataParallelSession(AnySession):
                 self._seen.popitem(last=False)
 
     def _engine_of(self, request_id: str) -> int | None:
-        """The engine that has this request, if one of this client's has, or another client's that was looked at."""
+        """The engine of a request, if it is known: this client's, or another client's that describe() has shown."""
         own = (index for index, member in enumerate(self.members) if member.is_live(request_id))
         index = next(own, self._seen.get(request_id))
         return index if index is not None and self.members[index].has_engine else None
 
     def choose(self, request: Generate | None, affinity: str | None = None) -> int:
-        """Choose the engine of a new request, and remember what it will have in its cache. Raises EngineError if all
-        are dead."""
+        """Choose the engine of a new request, and record the prompt as cached there. Raises EngineError if all are
+        dead."""
         alive = [index for index, member in enumerate(self.members) if member.dead is None]
         if not alive:
             raise self.dead or EngineError("all engines are dead")
@@ -206,7 +206,7 @@ class DataParallelSession(AnySession):
         return chosen
 
     def _on_change(self, changed: Session) -> None:
-        """An engine was lost, or is there again."""
+        """Handle the loss or the return of an engine."""
         with self._lock:
             if changed.recovering is not None or changed.dead is not None:
                 self._router.cleared(self.members.index(changed))
@@ -220,11 +220,11 @@ class DataParallelSession(AnySession):
                     logger.warning("%d requests of the engine at %s go on in others", len(moved), member.address)
 
     def _move(self, request_id: str, stream: OpenStream) -> None:
-        """Have an engine go on with a stream that has none. Where all have ended, that is its end."""
+        """Continue a stream without an engine in another one. If all have ended, the stream ends."""
         while True:
             try:
                 self.members[self.choose(stream.request)].adopt(request_id, stream)
-            except EngineError as error:  # the one that was chosen has ended as well
+            except EngineError as error:  # the chosen engine has ended as well
                 if self.dead is None:
                     continue
                 with suppress(Exception):  # its reader has gone
@@ -233,7 +233,7 @@ class DataParallelSession(AnySession):
 
 
 def prompt_hashes(hasher: PrefixHasher, request: Generate) -> list[bytes]:
-    """Hash the full blocks of a prompt, the first MAX_HASHED_BLOCKS of them, as the engine does that gets it."""
+    """Hash the first MAX_HASHED_BLOCKS full blocks of a prompt as the engine does."""
     salt, block_bytes = request.params.cache_salt, 4 * hasher.block_size
     tokens = memoryview(request.prompt)[: MAX_HASHED_BLOCKS * block_bytes]
     hashes: list[bytes] = []
@@ -244,7 +244,7 @@ def prompt_hashes(hasher: PrefixHasher, request: Generate) -> list[bytes]:
 
 
 def connect(addresses: Sequence[str], config: ResolvedConfig) -> Session | DataParallelSession:
-    """Connect to the engines that were launched with `config`, or to the one. Raises EngineError."""
+    """Connect to the one or several engines that were launched with `config`. Raises EngineError."""
     heartbeat_s, recovery_s = config.heartbeat_timeout_s, config.recovery_timeout_s
     with ExitStack() as opened:
         sessions = [
@@ -258,6 +258,6 @@ def connect(addresses: Sequence[str], config: ResolvedConfig) -> Session | DataP
 
 
 def joined_sessions(sessions: Sequence[Session], config: ResolvedConfig) -> DataParallelSession:
-    """One session with several engines; `config` is the first one's."""
+    """Join sessions with several engines into one; `config` is that of the first engine."""
     events, sources = config.kv_events_config, endpoints(config, [session.address for session in sessions])
     return DataParallelSession(sessions, config.prefix_hash_seed, sources, "" if events is None else events.topic)

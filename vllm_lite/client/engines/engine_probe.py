@@ -1,6 +1,6 @@
 """EngineProbe: the connection by which a supervisor watches one engine.
 
-It shows whether the engine is ready, whether it answers, and what it says of its end.
+It shows whether the engine is ready, whether it answers, and the reason of its end.
 """
 
 import os
@@ -14,23 +14,23 @@ from vllm_lite.protocol.codec import client_to_engine, engine_to_client
 from vllm_lite.transport.interface import Pollable
 
 MAX_PING_S = 5.0
-"""Between two pings: an idle engine wakes as often by itself."""
+"""Maximum seconds between two pings: an idle engine wakes as often by itself."""
 PINGS = 4
-"""At least so many pings go unanswered before an engine counts as hung."""
+"""Minimum number of unanswered pings before an engine counts as hung."""
 STOPPED_S = 2.0
-"""A look that comes so much too late means that this process was stopped, and perhaps the engine with it."""
+"""Delay of a look, in seconds, that means that this process was stopped, and perhaps the engine with it."""
 LAST_S = 0.3
-"""How long after an engine's end its last message may still be on its way."""
+"""Seconds after an engine's end in which its last message may still arrive."""
 
 
 class EngineProbe:
     """Watches the engine that listens, or will listen, at `address`. For one thread; time is an argument."""
 
     def __init__(self, address: str, start_s: float, silence_s: float, now_s: float) -> None:
-        """The engine may take `start_s` until it is ready, and be silent for `silence_s` after that."""
+        """The engine may take `start_s` seconds until it is ready, and then be silent for `silence_s`."""
         self.is_ready = False
         self.reason: str | None = None
-        """Why it cannot start or ends, in its own words; None as long as it has not said so."""
+        """The engine's own reason why it cannot start or ends; None if it has sent none."""
         self.every_s = min(MAX_PING_S, silence_s / PINGS)
         self._start_s, self._silence_s = start_s, silence_s
         self._heard_s = self._looked_s = now_s
@@ -40,9 +40,9 @@ class EngineProbe:
         self._connection.send(client_to_engine.encode(api.Hello(PROTOCOL_VERSION)))
 
     def look(self, now_s: float, *, is_stopped: bool = False) -> bool:
-        """Read what the engine sent, and ask for more; to be called every `every_s`. False if it is hung.
+        """Read the engine's messages, and ping it; called every `every_s`. False if the engine is hung.
 
-        `is_stopped`: its process does not run, so that it needs no time to start.
+        `is_stopped`: its process is stopped, so it is not merely slow to start.
         """
         self._receive(now_s)
         if now_s - self._looked_s > self.every_s + STOPPED_S or (is_stopped and not self._is_stopped):
@@ -56,11 +56,11 @@ class EngineProbe:
 
     @property
     def patience_s(self) -> float:
-        """Seconds that the engine may be silent now."""
+        """Seconds for which the engine may be silent now."""
         return self._silence_s if self.is_ready or self._is_stopped else self._start_s
 
     def read_last(self) -> None:
-        """Read what the engine, whose process is gone, sent before its end."""
+        """Read the messages that an ended engine sent before its end."""
         deadline_s = time.monotonic() + LAST_S
         while not self._connection.lost() and (left_s := deadline_s - time.monotonic()) > 0:
             self._receive(0.0)
@@ -75,7 +75,7 @@ class EngineProbe:
             try:
                 message: api.ToClient = engine_to_client.decode(payload)
             except ProtocolError:
-                continue  # it is of no other use than as a sign of life
+                continue  # only a sign of life
             if isinstance(message, api.Welcome):
                 self.is_ready = True
             elif isinstance(message, (api.Refused, api.Dying)):

@@ -1,4 +1,4 @@
-"""The answers of several engines to one question, joined into one."""
+"""Joins the answers of several engines to one query into one."""
 
 import threading
 from collections.abc import Callable
@@ -16,13 +16,13 @@ from vllm_lite.protocol.stats import DraftCounts, Histogram, Stats
 
 _NAMES = ("running_adapters", "waiting_adapters")
 _LARGEST = ("life", "generation")
-"""Fields of Stats that number something or are the largest of something; they are not added."""
+"""Fields of Stats of which the largest value is taken instead of the sum."""
 
 A = TypeVar("A")
 
 
 def gathered(asked: "list[Future[A]]", join: Callable[[A, A], A], *, needs_all: bool = False) -> "Future[A]":
-    """All answers joined into one; the last error if there is no answer, or any error if `needs_all`."""
+    """Join all answers into one; fails with the last error if there is no answer, or with any error if `needs_all`."""
     result: Future[A] = Future()
     lock, missing = threading.Lock(), [len(asked)]
 
@@ -46,10 +46,10 @@ def gathered(asked: "list[Future[A]]", join: Callable[[A, A], A], *, needs_all: 
 
 
 def joined(one: Any, other: Any) -> Any:
-    """Add up two answers of one type; lists of requests are put one behind the other.
+    """Add two answers of one type; lists of requests are concatenated.
 
-    Engines are `recovering` if both are, and paused or asleep if one is, to which requests may go. An operation is done
-    if both have done it. `peak_used_blocks` may be of two moments.
+    Engines are `recovering` if both are, but paused or asleep if one is, since requests may go there. An operation is
+    done if both have done it. `peak_used_blocks` adds the peaks of two different times.
     """
     if isinstance(one, OperationDone):
         return other if one.error is None else one
@@ -71,7 +71,7 @@ def joined(one: Any, other: Any) -> Any:
 
 
 def _add(one: Any, other: Any) -> Any:
-    """Add two statistics; one that a side lacks counts as the other's, as an engine may not have measured it yet."""
+    """Add two statistics. If one side lacks a value, because it was not measured yet, the other's is used."""
     if one is None or other is None:
         return other if one is None else one
     if isinstance(one, Histogram):

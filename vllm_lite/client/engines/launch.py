@@ -1,6 +1,6 @@
-"""Starts an engine: checks the model, makes a private folder, starts the process and waits until it serves.
+"""Starts an engine: checks the model, creates a private folder, starts the process and waits until it serves.
 
-From then on the engine's supervisor replaces it when it dies.
+After that the engine's supervisor replaces it when it dies.
 """
 
 import os
@@ -50,30 +50,30 @@ from vllm_lite.transport.zmq import answers
 
 ENGINE_MODULE = "vllm_lite.engine.process"
 LONGEST_SOCKET = "workers-99.9999"
-"""The longest name of a socket in the engine's folder, that of a late group of workers (executor/select.py): a TMPDIR
-that is too long for it is refused at the start, and not when workers are replaced for the tenth time."""
+"""Longest name of a socket in the engine's folder, that of a late worker group (executor/select.py). A TMPDIR that is
+too long for it is refused at the start, and not only when workers are replaced for the tenth time."""
 SPAWNS_ENGINE = "checks the model, starts the engine"
 ENCODER_SEQS, ENCODER_TOKENS = 256, 2048
-"""The texts and the tokens of a step of an encoder, if neither the user nor the longest text asks for more."""
+"""Default texts and tokens per step of an encoder, if the longest text does not need more."""
 CPU_STEP_TOKENS = 4096
-"""The most tokens of a CPU's step by default where no next token waits for it."""
+"""Default maximum tokens of a step on a CPU if no stream waits for next tokens."""
 CPU_STEP_WORK, CPU_STEP_PAIRS = 2 << 40, 1 << 27
-"""What limits them: tokens times parameters that each passes, and tokens times positions that each may attend to. Slow
-machines, too, are to be done with one layer long before heartbeat_timeout_s."""
+"""Limits of such a step: tokens times active parameters, and tokens times attended positions, so that slow machines
+finish a layer long before heartbeat_timeout_s."""
 STOP_GRACE_S = 4.0
-"""How long an engine may take to end its workers before it is killed, and they with it."""
+"""Seconds in which an engine has to end its workers before it is killed together with them."""
 
 logger = log.get(__name__)
 
 
 class LaunchedEngine:
-    """An engine that ends with this object, or with this process. One that dies is replaced. Made by launch()."""
+    """An engine that ends with this object, or with this process. It is replaced if it dies. Created by launch()."""
 
     def __init__(self, config: ResolvedConfig, address: str, run_dir: str) -> None:
         self.config = config
         self.address = address
         self.run_dir = run_dir
-        """A folder that only this user can open; it is removed when the engine ends for good."""
+        """Private folder of this user, removed when the engine has ended for good."""
         self._ended = threading.Event()
         self._session: Session | None = None
         self._record: InstanceRecord | None = None
@@ -83,14 +83,14 @@ class LaunchedEngine:
 
     @property
     def session(self) -> Session:
-        """The connection that waited for the engine; the caller of launch() may use it."""
+        """The session that waited for the engine; the caller of launch() may use it."""
         if self._session is None:
             raise EngineError("the engine is not ready")
         return self._session
 
     @property
     def engine(self) -> Welcome:
-        """The engine's answer to Hello: its model, limits and epoch."""
+        """The engine's Welcome: its model, limits and epoch."""
         return self.session.welcome
 
     @property
@@ -99,11 +99,11 @@ class LaunchedEngine:
 
     @property
     def pid(self) -> int:
-        """The engine's process; another one after it died and was replaced."""
+        """Pid of the engine's current process."""
         return self._supervisor.pid
 
     def wait_until_ready(self, stopped: Callable[[], bool]) -> None:
-        """Raises EngineError or ModelError with what the engine says, or with how it ended."""
+        """Wait until the engine serves. Raises EngineError or ModelError with the engine's reason, or its end."""
         self._session = Session.connect(
             self.address,
             timeout_s=self.config.ready_timeout_s,
@@ -115,24 +115,24 @@ class LaunchedEngine:
         self._update_record(ready=True)
 
     def announce(self, url: str) -> None:
-        """Let `vllm-lite ps` know that this process serves the engine over HTTP."""
+        """Record for `vllm-lite ps` that this process serves the engine over HTTP."""
         self._update_record(server=Process.of(os.getpid()), url=url)
 
     def alive(self) -> str | None:
-        """None while the engine runs or is being replaced, else how it ended: "killed by SIGKILL", "exit status 1"."""
+        """None while the engine runs or is being replaced, else its end: "killed by SIGKILL", "exit status 1"."""
         return self._supervisor.ended
 
     @property
     def reason(self) -> str:
-        """Why the engine ended, in one sentence with the root cause where that is known."""
+        """Reason why the engine ended, in one sentence, with the root cause if it is known."""
         return str(self.session.dead or f"the engine ended: {self.alive()}")
 
     def wait(self, timeout_s: float) -> bool:
-        """Block until the engine has ended for good, at most `timeout_s`. True if it has."""
+        """Wait for at most `timeout_s` until the engine has ended for good. Returns whether it has."""
         return self._ended.wait(timeout_s)
 
     def close(self) -> None:
-        """Abort what is in flight, end the engine and its workers, remove their folder. May be called again."""
+        """Abort all requests, end the engine and its workers, and remove their folder. May be called repeatedly."""
         if self._session is not None:
             self._session.close()
         self._supervisor.stop(STOP_GRACE_S)
@@ -141,8 +141,8 @@ class LaunchedEngine:
     # ---- called by the supervisor
 
     def on_life(self, pid: int, *, is_ready: bool) -> None:
-        """Write into the record which process the engine is now."""
-        if self.config.single_process:  # there is no process of its own to be found
+        """Record the engine's current process."""
+        if self.config.single_process:  # the engine has no process of its own
             return
         with suppress(OSError):  # the process has ended already
             engine = Process.of(pid)
@@ -173,7 +173,7 @@ class LaunchedEngine:
                 instances.write(self.run_dir, self._record)
 
     def _remove_files(self) -> None:
-        """Remove the files that an engine that was killed left."""
+        """Remove the files that a killed engine has left."""
         supervise.remove_dir(self.run_dir)
         if self.address.startswith("ipc://") and not answers(self.address):
             Path(self.address.removeprefix("ipc://")).unlink(missing_ok=True)
@@ -187,10 +187,10 @@ def launch(
     streams: bool = True,
     template: str | None = None,
 ) -> LaunchedEngine:
-    """Start one engine with `config` and wait until it serves, or until `stopped()`, which is asked now and then.
+    """Start one engine with `config` and wait until it serves, or until `stopped()` returns True.
 
-    `meanwhile` is called with the resolved config while the engine starts; what it raises ends the engine. `streams`:
-    whether anybody waits for next tokens, or for whole results alone. `template`: the chat template, if not the
+    `meanwhile` is called with the resolved config while the engine starts; its exceptions end the engine. `streams`:
+    whether clients will stream tokens, or only read whole results. `template`: a chat template other than the
     checkpoint's.
     Raises ModelError or ConfigError before any process starts, EngineError or ModelError if the engine cannot start.
     """
@@ -207,7 +207,7 @@ def launch(
 
 
 def finish(launched: "Starting", stopped: Callable[[], bool], meanwhile: Callable[[ResolvedConfig], None]) -> None:
-    """Work of launch() while the engine starts."""
+    """Second half of launch(): call `meanwhile`, and wait until the engine serves."""
     log.moment("server", SPAWNS_ENGINE)
     try:
         meanwhile(launched.config)
@@ -220,7 +220,7 @@ def finish(launched: "Starting", stopped: Callable[[], bool], meanwhile: Callabl
 
 
 class Starting(Protocol):
-    """One engine that starts, or several."""
+    """One or several engines that are starting."""
 
     config: ResolvedConfig
 
@@ -230,8 +230,8 @@ class Starting(Protocol):
 
 
 def spawn(config: ResolvedConfig, *, publishes: bool = False) -> LaunchedEngine:
-    """Start one engine's process in a folder of its own, in which it `publishes` KV events unless its user has said
-    where, or has no prefix cache."""
+    """Start one engine's process in a folder of its own. With `publishes` it publishes KV events there, unless the user
+    has set an endpoint or turned off the prefix cache."""
     run_dir = tempfile.mkdtemp(prefix=RUN_DIR)  # mode 0700
     try:
         address = config.address or _private_address(config, run_dir)
@@ -247,7 +247,7 @@ def spawn(config: ResolvedConfig, *, publishes: bool = False) -> LaunchedEngine:
 
 
 def _with_adapters(config: EngineConfig, stopped: Callable[[], bool]) -> EngineConfig:
-    """Download the adapters that are named by their hub ids."""
+    """Download adapters that are given as hub ids."""
 
     def here(module: LoraModulePath) -> LoraModulePath:
         if not hub.is_hub_id(module.path):
@@ -259,7 +259,7 @@ def _with_adapters(config: EngineConfig, stopped: Callable[[], bool]) -> EngineC
 
 
 def _with_draft_model(config: EngineConfig, stopped: Callable[[], bool]) -> EngineConfig:
-    """Download the model that drafts, if it is named by its hub id."""
+    """Download the draft model, if it is given as a hub id."""
     speculation = config.speculative_config
     if speculation is None or speculation.model is None:
         return config
@@ -274,8 +274,8 @@ def resolve(
     streams: bool = True,
     template: str | None = None,
 ) -> ResolvedConfig:
-    """Choose every default of `config`, and download its model and tokenizer where they are hub ids. `streams` and
-    `template`: as launch() has them.
+    """Resolve every default of `config`, and download its model and tokenizer if they are hub ids. `streams` and
+    `template`: see launch().
 
     Raises ModelError or ConfigError, and EngineError if `stopped()` during a download.
     """
@@ -290,7 +290,7 @@ def resolve(
     if config.tokenizer is not None:
         source = hub.HubSource(config.tokenizer, None, config.download_dir)
         config = msgspec.structs.replace(config, tokenizer=hub.local_folder(source, stopped, "tokenizer"))
-    elif gguf_files(Path(path)):  # whose tokenizer everybody is to find as files, the engine's grammars, too
+    elif gguf_files(Path(path)):  # its tokenizer is converted to files in this folder
         config = msgspec.structs.replace(config, tokenizer=str(conversion.folder_of(path)))
     config = _with_draft_model(_with_adapters(config, stopped), stopped)
     spec = load_spec(path, config.model_impl, config.pooling)
@@ -359,7 +359,7 @@ def _for_encoder(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
 
 
 def _with_large_steps(config: ResolvedConfig, spec: ModelSpec) -> ResolvedConfig:
-    """Steps of a CPU that computes whole results: no next token waits for them, so they may take some seconds."""
+    """The config with large steps for a CPU that only computes whole results: no stream waits for a step of seconds."""
     if config.device != "cpu" or config.max_itl_ms is not None or not config.enable_chunked_prefill:
         return config
     most = min(CPU_STEP_TOKENS, CPU_STEP_WORK // spec.active_parameters(), CPU_STEP_PAIRS // config.max_model_len)
@@ -367,7 +367,7 @@ def _with_large_steps(config: ResolvedConfig, spec: ModelSpec) -> ResolvedConfig
 
 
 def _warn_of_experts(config: EngineConfig, spec: ModelSpec) -> None:
-    """Say what the settings for experts do not do."""
+    """Log a warning for expert settings that have no effect."""
     has_none = spec.experts is None
     if config.enable_expert_parallel and (has_none or config.tensor_parallel_size == 1):
         why = "the model has no experts" if has_none else "tensor_parallel_size is 1"

@@ -17,7 +17,7 @@ from vllm_lite.protocol.api import Welcome
 
 
 class LaunchedEngines:
-    """The engines of --data-parallel-size, used as a Launched is. As long as one of them is left, they serve."""
+    """The engines of --data-parallel-size, with the interface of LaunchedEngine. They serve while one is left."""
 
     def __init__(self, engines: Sequence[LaunchedEngine]) -> None:
         self.engines = engines
@@ -71,7 +71,7 @@ def launch_engines(
     streams: bool = True,
     template: str | None = None,
 ) -> LaunchedEngine | LaunchedEngines:
-    """As launch(), for as many engines as `config` says."""
+    """Like launch(), for the number of engines in `config`."""
     if config.data_parallel_size == 1:
         return launch(config, stopped, meanwhile, streams=streams, template=template)
     resolved = resolve(config, stopped, streams=streams, template=template)

@@ -1,4 +1,4 @@
-"""SessionLink: a session's connection to the engine that serves it now, and the reason for which that engine ended."""
+"""SessionLink: a session's connection to its current engine, and the reason why that engine ended."""
 
 import time
 from collections import deque
@@ -15,10 +15,10 @@ from vllm_lite.transport.interface import poller
 
 
 class Silence:
-    """Time for which the engine has not been heard, counted while this process ran: `docker pause`, or a host that
-    stops its guests, stops both at once, and a silence of that time means nothing.
+    """Time since the last message of the engine, counted only while this process ran: `docker pause`, or a host that
+    stops its guests, stops both at once.
 
-    It begins with being made. Looks that are further apart than `most_apart_s` mean that this process did not run."""
+    Calls of seconds() that are further apart than `most_apart_s` mean that this process did not run."""
 
     def __init__(self, most_apart_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._most_apart_s = most_apart_s
@@ -26,11 +26,11 @@ class Silence:
         self._heard_s = self._looked_s = clock()
 
     def end(self) -> None:
-        """It was heard, or there was nothing that it had to say. Any thread may call this."""
+        """Reset the time: the engine was heard, or had no reason to send. Any thread may call this."""
         self._heard_s = self._looked_s = self._clock()
 
     def seconds(self) -> float:
-        """Look. Of the time since the last look `most_apart_s` count at the most."""
+        """The time, in which at most `most_apart_s` count since the previous call."""
         now_s = self._clock()
         absent_s = now_s - self._looked_s - self._most_apart_s
         if absent_s > 0:
@@ -47,21 +47,21 @@ logger = log.get(__name__)
 
 
 class SessionLink:
-    """Any thread may post messages, under the session's lock. The session's thread alone sends and receives."""
+    """Any thread may post messages, under the session's lock. Only the session's thread sends and receives."""
 
     def __init__(self, connection: Connection, alive: Alive | None) -> None:
         self.wakeup = Wakeup()
         self.silence = Silence(_MOST_APART_S)
         self.num_malformed = 0
-        """The messages of all engines that could not be decoded."""
+        """Number of messages that could not be decoded, of all engines so far."""
         self.reported_end: str | None = None
-        """Why the engine ended for good, as somebody else noticed."""
+        """Reason why the engine ended for good, reported from outside (Session.fail)."""
         self._alive = alive
         self._posted: deque[FromClient] = deque()
         self._attach(connection)
 
     def attach(self, connection: Connection) -> None:
-        """Go on with another engine."""
+        """Use the connection to a new engine."""
         self._attach(connection)
         self.silence.end()
 
@@ -71,7 +71,7 @@ class SessionLink:
 
     @property
     def num_posted(self) -> int:
-        """The messages that have not been sent."""
+        """Number of messages that have not been sent."""
         return len(self._posted)
 
     def post(self, *messages: FromClient) -> None:
@@ -83,21 +83,21 @@ class SessionLink:
         self._posted.clear()
 
     def wait(self) -> None:
-        """Wait for a message of the engine, for the wakeup, or for a second; a moment only while messages are queued.
+        """Wait for a message of the engine, for the wakeup, or for a second; only briefly while messages are queued.
 
-        The wakeup is cleared."""
+        Clears the wakeup."""
         self._watched.poll(_BUSY_POLL_MS if self._posted else _IDLE_POLL_MS)
         self.wakeup.clear()
 
     def send_posted(self) -> None:
-        """Send the queued messages, as many as the engine takes now."""
+        """Send as many queued messages as the connection accepts now."""
         while self._posted:
             if self._connection.send(client_to_engine.encode(self._posted[0])) is Delivery.BUSY:
                 return
             self._posted.popleft()
 
     def receive(self) -> ToClient | None:
-        """Return the engine's next message, None if there is none. Those that cannot be decoded are dropped."""
+        """The engine's next message, or None. Messages that cannot be decoded are dropped."""
         while (payload := self._connection.recv()) is not None:
             self.silence.end()
             try:
@@ -110,15 +110,15 @@ class SessionLink:
         return None
 
     def lost(self) -> bool:
-        """Whether the engine's end of the connection has gone."""
+        """Whether the connection was closed by the engine."""
         return self._connection.lost()
 
     def end(self) -> str | None:
-        """Why the engine ended for good; None while it runs or may be replaced, as far as is known."""
+        """Reason why the engine ended for good; None while it runs or may be replaced, as far as is known."""
         return self.reported_end or (self._alive() if self._alive is not None else None)
 
     def await_end(self) -> str | None:
-        """Return end() of an engine whose connection was lost: the process that watches it may know a moment later."""
+        """Wait briefly for end() after the connection was lost: the engine's supervisor may notice a moment later."""
         deadline_s = time.monotonic() + REASON_S
         while (reason := self.end()) is None and self._alive is not None and time.monotonic() < deadline_s:
             time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Operations of an engine as a client asks for them: made of loose values, and their answers as exceptions."""
+"""Operations on an engine for clients: makes their messages from plain values, and exceptions from their answers."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.protocol import operations
 
 OPERATION_TIMEOUT_S = 3600.0
-"""The longest that a client waits for requests to end, and for weights to be loaded."""
+"""Maximum seconds that a client waits for requests to end, and for weights to be loaded."""
 _BY_NAME: dict[str, type[operations.Operation]] = {
     "pause": operations.PauseGeneration,
     "resume": operations.ResumeGeneration,
@@ -21,7 +21,7 @@ _BY_NAME: dict[str, type[operations.Operation]] = {
 
 
 def operation_of(name: str, **values: Any) -> operations.Operation:
-    """Make the message of an operation. Raises RequestError that names the value that is wrong."""
+    """Make the message of an operation. Raises RequestError, naming a wrong value."""
     kind = _BY_NAME[name]
     fields = {field.name: field for field in msgspec.structs.fields(kind)}
     try:
@@ -34,6 +34,6 @@ def operation_of(name: str, **values: Any) -> operations.Operation:
 
 
 def check_done(done: operations.OperationDone) -> None:
-    """Raises RequestError if what was asked for cannot be, EngineError if it was not done."""
+    """Raise RequestError if the operation was invalid, EngineError if it failed."""
     if done.error is not None:
         raise RequestError(done.error) if done.bad_input else EngineError(done.error)

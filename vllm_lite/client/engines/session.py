@@ -1,12 +1,12 @@
-"""Session: the connection to one engine, and to those that take its place; and the one thread that owns it.
+"""Session: the connection to one engine and its successors, and the thread that owns it.
 
-Other threads append their messages to a deque and wake that thread. It calls their sinks with the outputs of the
-engine, once for each message and sink. Every submitted stream ends in one of three ways: with one Finished for each of
-its samples, with one Finished that carries an error, or with one Failure.
+Other threads append messages to a deque and wake this thread. It calls their sinks with the engine's outputs, once per
+message and sink. Every submitted stream ends in one of three ways: with one Finished per sample, with one Finished that
+has an error, or with one StreamFailure.
 
-When the engine is lost, the thread looks for the one that takes its place, and sends that one all that has not ended,
-in the order in which it was submitted: streams pause, and go on behind the tokens that their sinks have. Where there
-are several engines, other sessions may adopt() them meanwhile (data_parallel.py).
+When the engine is lost, the thread looks for the one that replaces it, and sends it all unfinished requests in the
+order of submission: streams pause, and continue after the tokens that their sinks have. With several engines, other
+sessions may adopt() them meanwhile (data_parallel.py).
 """
 
 import threading
@@ -35,7 +35,7 @@ HEARTBEAT_TIMEOUT_S = 30.0
 RECOVERY_TIMEOUT_S = 120.0
 CLOSE_TIMEOUT_S = 2.0
 MAX_MOVES = 3
-"""How often a stream goes on in another engine: a request that crashes engines must not crash all of them."""
+"""Maximum number of other engines in which a stream continues: a request that kills engines must not kill all."""
 
 _OF_AN_EPOCH = (api.OutputBatch, api.Heartbeat, api.Recovering, api.Recovered)
 
@@ -44,7 +44,7 @@ logger = log.get(__name__)
 
 
 class Session(AnySession):
-    """One client of an engine. `Session.connect` makes it; every method may be called from any thread."""
+    """A client's session with an engine. Created by Session.connect; all methods may be called from any thread."""
 
     def __init__(
         self,
@@ -59,15 +59,15 @@ class Session(AnySession):
         self._welcome = welcome
         self.address = place.address
         self.on_change: Callable[[Session], None] = lambda _: None
-        """Called, on any thread and without a lock, when engine or workers were lost, and when they serve again."""
+        """Called on any thread, without a lock, when the engine or its workers were lost, and when they serve again."""
         self._place = place
         self.link = SessionLink(connection, alive)
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._recovery_timeout_s = recovery_timeout_s
         self._closing = False
         self._lost: str | None = None
-        """Why there is no engine at present; the thread looks for another one."""
-        # Several threads change what follows, always under the lock.
+        """Reason why there is no engine at present, while the thread looks for another one."""
+        # Several threads change the following, always under the lock.
         self._lock = threading.Lock()
         self._streams = OpenStreams()
         self._answers = Answers()
@@ -92,14 +92,14 @@ class Session(AnySession):
         alive: Alive | None = None,
         keys: KeysOption = None,
     ) -> "Session":
-        """Shake hands with the engine at `address`, waiting while it loads.
+        """Connect to the engine at `address`, waiting while it loads.
 
         A tcp address needs `keys`: the folder of this client's keys, or False for none. An engine that dies later, or
-        owes something and is silent for `heartbeat_timeout_s`, may be replaced by another one, which has to be ready
-        within `recovery_timeout_s`; 0: its death is the end. `alive()` returns None while the engine's process runs or
-        is going to be replaced, then why it ended. Raises EngineError if the engine refuses (another version or model,
-        a failed start, an unknown key), has ended, or does not answer in `timeout_s`; ModelError if it cannot start
-        because of its model or configuration; ConfigError for missing keys.
+        is silent for `heartbeat_timeout_s` with open requests, may be replaced by another one, which has to be ready
+        within `recovery_timeout_s`; 0: its death ends all streams. `alive()` returns None while the engine's process
+        runs or is being replaced, then the reason why it ended. Raises EngineError if the engine refuses (another
+        version or model, a failed start, an unknown key), has ended, or does not answer within `timeout_s`; ModelError
+        if it cannot start because of its model or configuration; ConfigError for missing keys.
         """
         place = EngineAddress(address, keys)
         connection, welcome = shake_hands(place, model, timeout_s, alive)
@@ -108,7 +108,7 @@ class Session(AnySession):
 
     @property
     def welcome(self) -> Welcome:
-        """The engine's abilities; those of its successor once it was replaced."""
+        """The engine's Welcome, or that of the engine that replaced it."""
         return self._welcome
 
     @property
@@ -125,12 +125,12 @@ class Session(AnySession):
 
     @property
     def has_engine(self) -> bool:
-        """Whether there is an engine that takes messages, as far as is known."""
+        """Whether there is an engine that accepts messages, as far as is known."""
         return self._dead is None and self._lost is None
 
     @property
     def num_open(self) -> int:
-        """The requests that have not ended."""
+        """Number of open requests."""
         return len(self._streams)
 
     @property
@@ -149,8 +149,8 @@ class Session(AnySession):
     ) -> None:
         """Start a request, whose events go to `sink`; while there is no engine it waits for the next one.
 
-        `own` says what a ForkRequest does as a request of its own: so it goes on in an engine that does not know its
-        parent. Raises RequestError for an id in use, EngineError if dead.
+        `own` is the Generate that replaces a ForkRequest in an engine that does not know its parent. Raises
+        RequestError for an id in use, EngineError if the session is dead.
         """
         request_id = message.child_id if isinstance(message, ForkRequest) else message.request_id
         with self._lock:
@@ -160,17 +160,17 @@ class Session(AnySession):
 
     def _add(self, request_id: str, stream: OpenStream) -> None:
         if not self._streams:
-            self.link.silence.end()  # an idle engine was silent with good reason
+            self.link.silence.end()  # an idle engine sends nothing
         self._streams.add(request_id, stream)
 
     def is_live(self, request_id: str) -> bool:
         return request_id in self._streams
 
     def abort(self, request_id: str, samples: Sequence[int] = (), *, stopped: bool = False) -> None:
-        """Ask the engine to end a request, or some `samples` of it. Their stream ends when the engine says so.
+        """Let the engine end a request, or only its `samples`. Their streams end with the engine's answer.
 
-        Unknown ids and samples that have ended are ignored. `stopped`: they are complete, as a stop string was found,
-        and the engine counts them as such.
+        Unknown ids and ended samples are ignored. `stopped`: they are complete, because a stop string was found, and
+        the engine counts them as such.
         """
         with self._lock:
             message = self._streams.abort(request_id, samples, stopped=stopped)
@@ -178,12 +178,12 @@ class Session(AnySession):
                 self._post(message)
 
     def drop(self, request_id: str, *, stopped: bool = False) -> None:
-        """Abort a request at once: its sink gets no more events. `stopped` is as for abort()."""
+        """Abort a request at once: its sink gets no more events. `stopped`: see abort()."""
         with self._lock:
             self.link.post(*self._streams.drop(request_id, stopped=stopped, has_engine=self._lost is None))
 
     def release(self) -> dict[str, OpenStream]:
-        """Give up the streams that have not ended, if there is no engine for them; others may adopt() them."""
+        """Give up the open streams, if there is no engine for them, so that other sessions may adopt() them."""
         with self._lock:
             if self._lost is None and self._dead is None:
                 return {}
@@ -193,7 +193,7 @@ class Session(AnySession):
         return streams
 
     def adopt(self, request_id: str, stream: OpenStream) -> None:
-        """Go on with a stream that another session has released, in this one's engine or in the next."""
+        """Continue a stream that another session has released, in this session's engine or its successor."""
         with self._lock:
             self._check_usable()
             stream.num_moves += 1
@@ -205,13 +205,13 @@ class Session(AnySession):
             self._deliver({stream.sink: [again]})
 
     def fail(self, reason: str) -> None:
-        """Report from outside that the engine has ended and no other takes its place, which ends every stream."""
+        """Report from outside that the engine has ended and is not replaced, which ends every stream."""
         with self._lock:
             self.link.reported_end = reason
             self.link.wakeup.set()
 
     def close(self) -> None:
-        """Abort what is in flight, end its streams, and close the connection."""
+        """Abort all requests, end their streams, and close the connection."""
         with self._lock:
             self._closing = True
             self.link.wakeup.set()
@@ -235,7 +235,7 @@ class Session(AnySession):
         return EngineDeadError(f"the engine is being replaced and answers no questions: {why}")
 
     def _post(self, message: FromClient) -> None:
-        """Send a message, to the engine that is there now. One that comes later is sent what has not ended."""
+        """Send a message to the current engine, if there is one. A later engine is sent all open requests anyway."""
         self.link.post(*(() if self._lost is not None else (message,)))
 
     # ---- the session's own thread
@@ -274,7 +274,7 @@ class Session(AnySession):
             handler(message)
 
     def _on_outputs(self, message: api.OutputBatch) -> None:
-        """Call each sink once, with the events that this message holds for it."""
+        """Call each sink once, with its events of this message."""
         with self._lock:
             events, aborts = self._streams.take(message.outputs, has_engine=self._lost is None)
             self.link.post(*aborts)
@@ -287,13 +287,13 @@ class Session(AnySession):
             self._lose(message.reason)
 
     def _on_refused(self, message: api.Refused) -> None:
-        """The engine was restarted and does not know this client."""
+        """Handle a Refused: the engine was restarted and does not know this client."""
         self._lose(f"the engine at {self.address} was restarted and refused us: {message.reason}")
 
     def _check(self) -> None:
-        """Notice a lost connection, a reported end of the engine, or an engine that has open requests and is silent."""
+        """Detect a lost connection, a reported end of the engine, or silence of an engine with open requests."""
         if self.link.lost() or self.link.reported_end is not None:
-            self._receive()  # what was sent before the end counts
+            self._receive()  # messages sent before the end still count
             if self.link.reported_end is not None:
                 self._die(EngineDeadError(f"the engine died: {self.link.reported_end}"))
             elif self._dead is None and self._lost is None:
@@ -304,14 +304,14 @@ class Session(AnySession):
             self._lose(f"the engine at {self.address} has been silent for {silent_s:.0f} s")
 
     def _lose(self, reason: str) -> None:
-        """This engine is not heard any more. Only the first call counts."""
+        """Stop using this engine. Only the first call counts."""
         if not self._may_recover:
             self._die(EngineDeadError(reason))
         with self._lock:
             if self._dead is not None or self._lost is not None:
                 return
             self._lost = reason
-            # All that is open is sent again, and what was dropped ends without an engine.
+            # All open requests are sent again, and dropped ones end without an engine.
             self.link.discard_posted()
             self._streams.forget_dropped()
         logger.warning("%s; looking for the one that takes its place", reason)
@@ -320,7 +320,7 @@ class Session(AnySession):
         self.on_change(self)
 
     def _recover(self, reason: str) -> None:
-        """Look for another engine and send it all that has not ended; meanwhile, end what is aborted or late."""
+        """Look for another engine and send it all open requests; meanwhile, end streams that are aborted or late."""
         self.link.disconnect()
         with closing(EngineSearch(self._place, self.welcome.model, reason, self._recovery_timeout_s)) as search:
             found = None
@@ -349,8 +349,8 @@ class Session(AnySession):
         self._deliver(by_sink(ended))
 
     def _send_again(self) -> None:
-        """Start in the new engine what has not ended, in the order in which it was submitted."""
-        with self._lock:  # one lock for all of it: an abort either ends here or follows its Generate
+        """Start all open requests in the new engine, in the order of submission."""
+        with self._lock:  # held throughout: an abort either ends its stream here or is sent after its Generate
             messages, ended = self._streams.again()
             self.link.post(*messages)
             logger.info("an engine serves at %s again; %d requests go on", self.address, len(messages))
@@ -359,7 +359,7 @@ class Session(AnySession):
         self.on_change(self)
 
     def _leave(self) -> None:
-        """Abort what runs in the engine and end every stream."""
+        """Abort all requests in the engine and end every stream."""
         if self._lost is None:
             with self._lock:
                 self.link.post(*self._streams.aborts())
@@ -372,13 +372,13 @@ class Session(AnySession):
         for sink, its_events in events.items():
             try:
                 sink(its_events)
-            except Exception:  # its event loop is closed, for example: its streams have no reader
+            except Exception:  # for example a closed event loop: its streams have no reader any more
                 logger.debug("a reader has gone", exc_info=True)
                 for request_id in self._streams.of_sink(sink):
                     self.drop(request_id)
 
     def _die(self, error: EngineError) -> None:
-        """End every stream with `error`. Only the first call counts: its reason is the root cause."""
+        """End every stream with `error`. Only the first call counts, since its reason is the root cause."""
         with self._lock:
             if self._dead is not None:
                 return
@@ -393,5 +393,5 @@ class Session(AnySession):
 
     @property
     def _may_recover(self) -> bool:
-        """Whether another engine is looked for when this one is lost."""
+        """Whether to look for another engine when this one is lost."""
         return self._recovery_timeout_s > 0 and self.welcome.is_supervised

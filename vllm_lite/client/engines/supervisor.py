@@ -1,9 +1,9 @@
 """EngineSupervisor: keeps an engine running at one address.
 
 An engine that dies or hangs is replaced by its next life, with the same address, keys and settings, until that fails,
-or happens too often, or is not wanted.
+happens too often, or is no longer wanted.
 
-A thread of its own watches the engine's process and pings the engine. What clients had running they send again.
+A thread watches the engine's process and pings the engine. Clients send their unfinished requests to the new engine.
 """
 
 import os
@@ -25,7 +25,7 @@ from vllm_lite.runtime.supervise import Child
 from vllm_lite.runtime.wakeup import Wakeup
 
 STOPPED, BAD_INPUT, GAVE_UP = (f"exit status {status}" for status in (0, 2, 3))
-"""The ends after which there is no other life: it was asked to end, it cannot start, it has said that all is over."""
+"""Ends after which the engine is not replaced: it was stopped, it cannot start, or it has given up."""
 JOIN_S = 2.0
 _IDLE_S = 60.0
 EARLY_ENTRIES = {"vllm_lite.engine.process": "vllm_lite.engine.process_early"}
@@ -35,20 +35,20 @@ logger = log.get(__name__)
 
 
 class Owner(Protocol):
-    """Who wants the engine. All calls but the first come from the supervisor's thread."""
+    """The launcher of the engine. All calls but the first come from the supervisor's thread."""
 
     def on_life(self, pid: int, *, is_ready: bool) -> None:
-        """A life of the engine was started, or is ready to serve."""
+        """Called when a life of the engine was started, and when it is ready to serve."""
 
     def may_restart(self) -> bool:
-        """Asked when the engine has died, and when the next life was started."""
+        """Whether to replace the engine; called when it has died, and when the next life was started."""
 
     def on_end(self, reason: str) -> None:
-        """The engine has ended, and there will be no other. Called once."""
+        """Called once, when the engine has ended and is not replaced."""
 
 
 class _End(NamedTuple):
-    """The end of a life: the exit of its process (`status`), and the reason as far as known (`cause`)."""
+    """End of a life: the exit of its process (`status`), and the reason as far as it is known (`cause`)."""
 
     status: str
     cause: str
@@ -56,16 +56,16 @@ class _End(NamedTuple):
 
 
 class EngineSupervisor:
-    """Starts an engine at once. During its first start, until serves(), nothing is started again."""
+    """Starts an engine at once. Before serves() is called, a failed start is not repeated."""
 
     def __init__(self, module: str, settings: EngineSettings, owner: Owner) -> None:
-        """`module` is the entry point of the engine's process. Raises OSError if there can be no process."""
+        """`module` is the entry point of the engine's process. Raises OSError if no process can be started."""
         self._module, self._settings, self._owner = module, settings, owner
         self._limit = RestartLimit(settings.config.max_restarts)
         self._wakeup = Wakeup()
         self._serves = False
         self._ended: str | None = None
-        self._lock = threading.Lock()  # for the two that follow
+        self._lock = threading.Lock()  # for the next two attributes
         self._closing = False
         self._child = self._spawn()
         owner.on_life(self._child.pid, is_ready=False)
@@ -74,21 +74,21 @@ class EngineSupervisor:
 
     @property
     def pid(self) -> int:
-        """The process of the engine's current life."""
+        """Pid of the engine's current life."""
         return self._child.pid
 
     @property
     def ended(self) -> str | None:
-        """None while the engine runs or is being replaced, else why it ended for good: "killed by SIGKILL"."""
+        """None while the engine runs or is being replaced, else its final end: "killed by SIGKILL"."""
         return self._ended
 
     def serves(self) -> None:
-        """The first start is over: from now on the engine is replaced when it dies."""
+        """End the first start: from now on the engine is replaced when it dies."""
         self._serves = True
         self._wakeup.set()
 
     def stop(self, grace_s: float) -> None:
-        """End the engine, in whichever life it is, and start no other. May be called again."""
+        """End the engine's current life, and start no other. May be called repeatedly."""
         with self._lock:
             self._closing = True
             child = self._child
@@ -140,13 +140,13 @@ class EngineSupervisor:
         return _End(status, hung or probe.reason or status, probe.is_ready)
 
     def _await(self, timeout_s: float, *others: EngineProbe) -> None:
-        """Wait for the end of the child, for serves(), or for a message of `others`."""
+        """Wait for the end of the child, for serves(), or for a message to `others`."""
         if self._child.exited() is None:
             transport.wait(timeout_s, self._wakeup, *others)
         self._wakeup.clear()
 
     def _kill_hung(self, silent_s: float) -> str | None:
-        """Returns why it was killed, None if a thread hangs, which cannot be killed."""
+        """Kill a hung engine. Returns the reason, or None if the engine is a thread, which cannot be killed."""
         if self._settings.config.single_process:
             return None
         logger.warning("the engine (pid %d) has not answered for %g s; it is killed", self._child.pid, silent_s)
@@ -155,7 +155,7 @@ class EngineSupervisor:
         return f"it did not answer for {silent_s:g} s"
 
     def _bury(self) -> None:
-        """Wait until the workers of a dead engine are gone: on a GPU the next ones measure how much memory is free."""
+        """Wait until the workers of a dead engine are gone, since the next ones measure the free memory of a GPU."""
         if self._settings.config.single_process:
             return
         left = orphans.end_children_of(self._child.pid)
@@ -166,7 +166,7 @@ class EngineSupervisor:
                 supervise.remove_dir(str(path)) if path.is_dir() else path.unlink(missing_ok=True)
 
     def _replace(self, end: _End) -> str | None:
-        """Start the next life. Returns why not, None if it was started."""
+        """Start the next life. Returns None, or the reason why it was not started."""
         restarted_for = self._limit.causes
         if not self._serves or not self._owner.may_restart() or end.status in (STOPPED, GAVE_UP):
             return end.cause

@@ -1,6 +1,6 @@
-"""OpenStream: what a session knows of a request that has not ended: who reads it, and all that he was given.
+"""OpenStream: a session's state of an open request: its sink, and all tokens that were delivered.
 
-That is enough to start the request again in another engine, where it goes on behind the tokens that were delivered.
+That is enough to start the request again in another engine, where it continues after the delivered tokens.
 """
 
 from array import array
@@ -14,12 +14,12 @@ from vllm_lite.errors import EngineDeadError, ProtocolError
 from vllm_lite.protocol.api import Finished, ForkRequest, Generate, SampleSoFar, Tokens
 
 Sink = Callable[[list[Event]], None]
-"""Takes the events of one message, for all streams that share the sink. It runs on the session's thread and must not
-block."""
+"""Called with the events of one message, for all streams that share the sink. It runs on the session's thread and must
+not block."""
 
 
 class OpenStream:
-    """A request that has not ended. `tokens` has the output of each sample that has not ended, as the sink got it."""
+    """An open request. `tokens` has the delivered output of each sample that has not ended."""
 
     __slots__ = (
         *("_deadline_ms", "_known_from", "_num_scored", "_started_s"),
@@ -27,17 +27,17 @@ class OpenStream:
     )
 
     def __init__(self, message: Generate | ForkRequest, sink: Sink, own: Generate | None = None) -> None:
-        """`own` says what a ForkRequest does as a request of its own; a fork without it is not started again."""
+        """`own` is the Generate that replaces a ForkRequest; a fork without it is not started again."""
         self.sink = sink
         self.aborted: set[int] = set()
-        """Samples whose end has been asked for."""
+        """Samples that were aborted."""
         self.num_moves = 0
-        """How often it went on in an engine of another session."""
+        """Number of times that it moved to another session."""
         self._started_s = monotonic()
         self._deadline_ms = message.params.deadline_ms
         if isinstance(message, Generate):
             self.request: Generate | None = message
-            """What starts it, None if that is not known."""
+            """The message that starts it, None if it cannot be started again."""
         elif own is not None:
             named = {"external_id": message.external_id, "context": message.context}
             self.request = msgspec.structs.replace(own, request_id=message.child_id, params=message.params, **named)
@@ -52,11 +52,11 @@ class OpenStream:
             self.tokens = {index: array("I", output) for index in range(message.params.n)}
         has_output = request is not None and (request.samples or request.output)
         self._known_from = 0 if has_output else message.have
-        """Output tokens before this one are the sink's, and not known here."""
+        """Index of the first output token that is known here; the sink has the earlier ones."""
 
     def abort(self, samples: Iterable[int] = ()) -> list[int] | None:
-        """Remember that the end of `samples` has been asked for, of all by default. Returns those of them that are
-        open; None if there is nothing to ask for."""
+        """Record the abort of `samples` (empty: all). Returns those of them that are open; None if there is nothing to
+        abort."""
         named = [sample for sample in samples if sample in self.tokens]
         if samples and not named:
             return None
@@ -68,7 +68,7 @@ class OpenStream:
         return named
 
     def take(self, output: Tokens | Finished) -> Event | None:
-        """The sink's next event, made of an output of the engine. None: the sample has ended already."""
+        """Turn an output of the engine into the sink's next event. None: the sample has ended already."""
         event: Event = output
         if isinstance(output, Finished) and output.reason == "error":
             self.tokens.clear()  # an error ends all samples, whatever its index
@@ -92,8 +92,8 @@ class OpenStream:
         return event
 
     def end_here(self, request_id: str) -> list[Event]:
-        """The ends of the samples that were aborted, or of a request that is late, made here because no engine is left
-        to send them."""
+        """The ends of aborted samples, or of a request past its deadline, for a session without an engine to send
+        them."""
         aborted = sorted(self.aborted & self.tokens.keys())
         self.aborted.clear()
         ends: list[Event] = [Finished(request_id, self._pop(sample), [], "abort", index=sample) for sample in aborted]
@@ -111,8 +111,7 @@ class OpenStream:
         return self._known_from + len(self.tokens.pop(sample))
 
     def again(self, request_id: str) -> Generate | Event:
-        """The message that starts this request in an engine that does not know it; its failure if that is
-        impossible."""
+        """The message that starts this request in an engine that does not know it, or its failure."""
         request = self.request
         if request is None or self._known_from:
             missing = "its prompt and the tokens it began with are not known here"
@@ -124,7 +123,7 @@ class OpenStream:
             params = msgspec.structs.replace(params, deadline_ms=max(1, left_ms))
         plain = {"params": params, "have": 0, "output": b"", "samples": (), "num_scored": self._num_scored}
         request = msgspec.structs.replace(request, **plain)
-        if params.use_beam_search:  # what nobody has seen yet is searched for anew
+        if params.use_beam_search:  # nothing has been delivered yet: the search starts again
             return request
         if params.n == 1:
             tokens = self.tokens[0]
@@ -136,7 +135,7 @@ class OpenStream:
 
 
 def _undelivered(output: Tokens | Finished, have: int) -> Tokens | Finished | StreamFailure:
-    """Cut off the tokens that were delivered before. A gap between those and `output` is a Failure."""
+    """Remove the tokens of `output` that were delivered before. A gap before `output` is a StreamFailure."""
     if output.start > have:
         missing = f"tokens {have} to {output.start - 1} of request {output.request_id!r} did not arrive"
         return StreamFailure(output.request_id, ProtocolError(missing))

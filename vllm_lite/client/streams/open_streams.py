@@ -1,7 +1,7 @@
-"""OpenStreams: the requests of one session that have not ended, and those that it dropped before their end came.
+"""OpenStreams: the open requests of one session, and those that it dropped before their ends arrived.
 
-Outputs of the engine become the events of their sinks. Whatever becomes of the engine, each stream gets its end here:
-from what the engine sends, from `take_ended` while there is none, or from `end_all`.
+It turns outputs of the engine into events of their sinks. Each stream gets its end here in any case: from an output,
+from `take_ended` while there is no engine, or from `end_all`.
 """
 
 from collections import deque
@@ -17,13 +17,13 @@ Ended = list[tuple[OpenStream, list[Event]]]
 
 
 class OpenStreams:
-    """Not thread-safe: the session calls it under its lock, and sends the messages that it returns."""
+    """The open streams of one session, which calls this under its lock and sends the messages that it returns."""
 
     def __init__(self) -> None:
         self._open: dict[str, OpenStream] = {}
         self._dropped: dict[str, deque[set[int]]] = {}
-        """Streams that were dropped here, oldest first: the samples whose Finished is still to come from the engine. An
-        id may be used again before that."""
+        """Request id -> per dropped stream, oldest first, the samples whose Finished the engine has still to send. The
+        id may be reused before that."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -35,29 +35,29 @@ class OpenStreams:
         return self._open[request_id]
 
     def add(self, request_id: str, stream: OpenStream) -> None:
-        """Raises RequestError if a stream of this id is open."""
+        """Add a stream. Raises RequestError if one with this id is open."""
         if request_id in self._open:
             raise RequestError(f"request id {request_id!r} is in use; choose another")
         self._open[request_id] = stream
 
     def of_sink(self, sink: Sink) -> list[str]:
-        """The ids of the streams that this sink reads."""
+        """Request ids of the streams that this sink reads."""
         return [name for name, stream in list(self._open.items()) if stream.sink == sink]
 
-    # ---- ends that are asked for here
+    # ---- ends requested by the client
 
     def abort(self, request_id: str, samples: Sequence[int], *, stopped: bool) -> Abort | None:
-        """Return the message that asks for the end of a request or of some samples; None if there is nothing to end."""
+        """The message that aborts a request or some samples; None if there is nothing to abort."""
         stream = self._open.get(request_id)
         named = None if stream is None else stream.abort(samples)
         return None if named is None else Abort(request_id, stopped, tuple(named))
 
     def aborts(self) -> list[Abort]:
-        """Return the messages that ask for the end of all."""
+        """The messages that abort all requests."""
         return [Abort(request_id) for request_id in self._open]
 
     def drop(self, request_id: str, *, stopped: bool, has_engine: bool) -> list[Abort]:
-        """Forget a stream, and return the message for the engine, if there is one: it will still send the samples'
+        """Drop a stream, and return the Abort for the engine, if there is one, which will still send the samples'
         ends."""
         stream = self._open.pop(request_id, None)
         if stream is None or not has_engine:
@@ -65,12 +65,12 @@ class OpenStreams:
         self._dropped.setdefault(request_id, deque()).append(set(stream.tokens))
         return [Abort(request_id, stopped)]
 
-    # ---- what the engine sends
+    # ---- outputs of the engine
 
     def take(
         self, outputs: Iterable[Tokens | Finished], *, has_engine: bool
     ) -> tuple[dict[Sink, list[Event]], list[Abort]]:
-        """Return the events of each sink, and messages for what the engine still computes of streams that end."""
+        """Turn outputs into the events of each sink. Also returns Aborts for streams that ended with an error here."""
         events: dict[Sink, list[Event]] = {}
         aborts: list[Abort] = []
         for output in outputs:
@@ -89,7 +89,7 @@ class OpenStreams:
         return events, aborts
 
     def _count_end(self, output: Tokens | Finished) -> None:
-        """Count off the ends of the oldest dropped stream with this id. After its last one the id means the next
+        """Remove an end of the oldest dropped stream with this id. After the last one the id belongs to the next
         stream."""
         if not isinstance(output, Finished):
             return
@@ -103,11 +103,11 @@ class OpenStreams:
     # ---- without an engine
 
     def forget_dropped(self) -> None:
-        """The engine is lost, and sends no more ends."""
+        """Forget the dropped streams: a lost engine sends no more ends."""
         self._dropped.clear()
 
     def take_ended(self) -> Ended:
-        """Return the ends of what was aborted, and of what passed its deadline."""
+        """Take the ends of aborted samples, and of streams past their deadline."""
         ended: Ended = []
         for request_id, stream in list(self._open.items()):
             if events := stream.end_here(request_id):
@@ -117,8 +117,8 @@ class OpenStreams:
         return ended
 
     def again(self) -> tuple[list[Generate], Ended]:
-        """Return the messages that start what has not ended in another engine, in the order in which it was submitted,
-        and the ends of what cannot go on."""
+        """The messages that start all open streams in another engine, in the order of submission, and the ends of those
+        that cannot continue."""
         ended, messages = self.take_ended(), list[Generate]()
         for request_id, stream in list(self._open.items()):
             again = stream.again(request_id)
@@ -130,12 +130,12 @@ class OpenStreams:
         return messages, ended
 
     def release(self, max_moves: int) -> dict[str, OpenStream]:
-        """Give up the streams that were in fewer than `max_moves` other sessions."""
+        """Remove and return the streams that have moved fewer than `max_moves` times."""
         streams = {name: stream for name, stream in self._open.items() if stream.num_moves < max_moves}
         self._open = {name: stream for name, stream in self._open.items() if name not in streams}
         return streams
 
     def end_all(self) -> dict[str, OpenStream]:
-        """Give up all streams."""
+        """Remove and return all streams."""
         streams, self._open = self._open, {}
         return streams

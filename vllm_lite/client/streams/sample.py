@@ -1,4 +1,4 @@
-"""The results of one request as they arrive: Samples, a reader's Cursor over each, the logprobs of the prompt."""
+"""Results of one request as they arrive: Samples, a reader's Cursor over each, and the logprobs of the prompt."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from vllm_lite.protocol.stats import FinishReason
 
 
 class Sample:
-    """One continuation: takes tokens, holds their text and logprobs.
+    """One continuation: collects tokens, their text and logprobs.
 
-    It ends when the engine says so or, before that, at a stop string; what arrives afterwards is ignored.
+    It ends with the engine's Finished, or before that at a stop string; later events are ignored.
     """
 
     def __init__(
@@ -25,8 +25,8 @@ class Sample:
         include_stop: bool,
         is_named: bool = False,
     ) -> None:
-        """`tokenizer` spells the candidates of `logprobs`, which are the likeliest tokens unless they `is_named` by the
-        request; with `include_stop` the text of a stop token is shown."""
+        """`tokenizer` decodes the candidates of `logprobs`: the likeliest tokens, or with `is_named` those that the
+        request names. `include_stop`: the text includes a stop token's."""
         self.token_ids: list[int] = []
         self.finish_reason: FinishReason | None = None
         self.cumulative_logprob: float | None = 0.0 if logprobs else None
@@ -34,14 +34,14 @@ class Sample:
         self.stop_reason: int | str | None = None
         self.text = ""
         self.ends: list[int] = []
-        """With `logprobs`, how many characters could be shown behind each token."""
+        """With `logprobs`, the number of characters of text after each token."""
         self._detokenizer = detokenizer
         self._tokenizer = tokenizer
         self._is_named = is_named
         self._include_stop = include_stop
 
     def apply(self, event: Tokens | Finished) -> None:
-        """Take the next event, which is no error."""
+        """Apply the next event, which is not an error."""
         if self.finish_reason is not None:
             return
         self._take(event.token_ids, event.logprobs, is_stop=isinstance(event, Finished) and event.reason == "stop")
@@ -59,7 +59,7 @@ class Sample:
         self.stop_reason = stop
 
     def inherit(self, parent: "Sample") -> None:
-        """Begin with all that `parent` has. Its text is not searched for this sample's stop strings."""
+        """Begin with the contents of `parent`, whose text is not searched for this sample's stop strings."""
         self._take(parent.token_ids, None, is_stop=False)
         if self.logprobs is not None:
             self.logprobs += parent.logprobs or []
@@ -67,13 +67,12 @@ class Sample:
 
     @property
     def marks(self) -> Sequence[Mark]:
-        """Positions of added tokens in the text, also of those whose text is still to arrive."""
+        """Positions of added tokens in the text, including those whose text has not been decoded yet."""
         return () if self._detokenizer is None else self._detokenizer.marks
 
     @property
     def num_chars(self) -> int:
-        """Number of characters of the text that may be shown: before the end no part of an added token, which would not
-        be one."""
+        """Number of characters that may be shown; before the end no incomplete added token."""
         count = len(self.text)
         if self.finish_reason is None:
             for mark in reversed(self.marks):
@@ -84,10 +83,10 @@ class Sample:
         return count
 
     def marks_between(self, start: tuple[int, int], end: tuple[int, int]) -> list[Mark]:
-        """The marks behind the place `start` and before `end`, both in tokens and characters; they count from there.
+        """The marks between `start` and `end`, both (tokens, characters), relative to `start`.
 
-        A mark is before a place if all of its token is: so a reader who goes on somewhere misses none and gets none
-        twice.
+        A mark is before a position if its whole token is, so that a reader who continues there misses none and gets
+        none twice.
         """
 
         def num_before(place: tuple[int, int]) -> int:
@@ -99,12 +98,12 @@ class Sample:
         return [Mark(num - tokens, at - chars, to - chars, token_id) for num, at, to, token_id in found]
 
     def part(self, index: int, num_tokens: int, num_chars: int) -> CompletionOutput:
-        """The first tokens and characters, without logprobs."""
+        """An output of the first tokens and characters, without logprobs."""
         marks = self.marks_between((0, 0), (num_tokens, num_chars))
         return CompletionOutput(index, self.text[:num_chars], self.token_ids[:num_tokens], marks=marks)
 
     def output(self, index: int, *, logprobs: bool) -> CompletionOutput:
-        """A snapshot, which later events do not change."""
+        """A snapshot of the present state, which later events do not change."""
         return CompletionOutput(
             index=index,
             text=self.text,
@@ -141,14 +140,14 @@ class Sample:
 
 
 class Cursor:
-    """Knows how much of a sample its reader has. Each delta() begins where the one before it ended."""
+    """A reader's position in a sample. Each delta() begins where the previous one ended."""
 
     __slots__ = ("_ended", "_index", "_num_chars", "_num_tokens", "_sample")
 
     def __init__(
         self, index: int, sample: Sample, num_tokens: int = 0, num_chars: int = 0, *, has_ended: bool = False
     ) -> None:
-        """`index` is the sample's in its request; the rest is what its reader has already."""
+        """`index` is that of the sample in its request; the other arguments are what the reader already has."""
         self._index = index
         self._sample = sample
         self._num_chars = num_chars
@@ -181,8 +180,8 @@ class Cursor:
 
 
 class PromptScores:
-    """The logprobs of a prompt. They stay packed until `entries` is read: a long prompt has many, and the thread that
-    receives them serves other requests too."""
+    """Logprobs of a prompt. They stay packed until `entries` is read, since a long prompt has many, and the thread that
+    receives them serves other requests, too."""
 
     def __init__(self, tokenizer: Tokenizer | None, token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -205,7 +204,7 @@ class PromptScores:
         return len(self._received) + 1 == len(self._token_ids)
 
     def take(self, scores: PromptLogprobs) -> None:
-        """Append the next ones. A request that is sent again repeats those that are known."""
+        """Append the next logprobs, ignoring repeated ones of a request that was sent again."""
         new = scores.entries[max(0, len(self._received) + 1 - scores.start) :]
         self._received += new[: len(self._token_ids) - 1 - len(self._received)]
 
@@ -213,8 +212,8 @@ class PromptScores:
 def candidates(
     tokenizer: Tokenizer | None, token_id: int, entry: TokenLogprobs, *, is_ranked: bool = True
 ) -> dict[int, Logprob]:
-    """The candidates for one position: first the token that stands there, then the others, most likely first. Those
-    that are not `is_ranked` may be any tokens, and have the rank 0."""
+    """Candidates of one position: first the token at that position, then the others, most likely first. Without
+    `is_ranked` they may be any tokens, and have rank 0."""
     found = {token_id: Logprob(entry.logprob, entry.rank)}
     for rank, (other, logprob) in enumerate(entry.top, 1):
         found.setdefault(other, Logprob(logprob, rank if is_ranked else 0))

@@ -1,4 +1,4 @@
-"""Sampling params on their way to the engine: a seed, bad words as tokens, the wire's form."""
+"""Prepares sampling params for the engine: draws a seed, tokenizes bad words, compiles grammars."""
 
 import os
 from collections.abc import Callable
@@ -16,7 +16,7 @@ logger = log.get(__name__)
 
 
 def with_seed(params: SamplingParams) -> SamplingParams:
-    """Draw the seed here if the user gave none, so that a request that is sent again repeats itself."""
+    """Draw a seed if the user gave none, so that a request that is sent again repeats its tokens."""
     if params.seed is not None or params.greedy:
         return params
     return msgspec.structs.replace(params, seed=int.from_bytes(os.urandom(8), "little"))
@@ -44,10 +44,10 @@ def with_bad_word_ids(params: SamplingParams, tokenizer: Tokenizer) -> SamplingP
 def with_form(
     params: SamplingParams, tokenizer: Tokenizer | None, thinking: Callable[[], Thinking | None]
 ) -> SamplingParams:
-    """Replace the form that a user asks for by a grammar, and the budget of thinking by how thinking ends.
+    """Replace structured_outputs by a grammar, and thinking_token_budget by a Thinking.
 
-    `thinking` says how the output of this request thinks, if the format of the model's thinking is known; a grammar
-    then holds from behind its end on. A large schema takes up to a second. Raises RequestError.
+    `thinking` returns the Thinking of this request's output, if the format of the model's thinking is known; a grammar
+    then applies after its end. A large schema takes up to a second. Raises RequestError.
     """
     wanted, budget = params.structured_outputs, params.thinking_token_budget
     if wanted is None and budget is None and params.grammar is None:
@@ -66,7 +66,7 @@ def with_form(
 
 
 def check_form(params: SamplingParams) -> str:
-    """Make the grammar of what `params` ask for. One that was made before is made quickly. Raises RequestError."""
+    """Compile the grammar of `params`, or return a cached one. Raises RequestError."""
     from vllm_lite.structured.compile import compile_form  # llguidance is loaded when it is needed
 
     if params.structured_outputs is None:
@@ -83,7 +83,7 @@ def _warn_once(note: str) -> None:
 
 
 def wire_params(params: SamplingParams) -> SamplingParams:
-    """The params that the engine gets: it draws `best_of` samples and their logprobs; the client ranks them."""
+    """The params for the engine, which draws `best_of` samples with logprobs; the client ranks them."""
     if params.output_kind is not RequestOutputKind.CUMULATIVE or params.extra_args is not None:
         params = params.clone(output_kind=RequestOutputKind.CUMULATIVE, extra_args=None)
     if params.best_of is None:

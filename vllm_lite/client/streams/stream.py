@@ -1,4 +1,4 @@
-"""One request as its user sees it: events from the engine in, RequestOutput out. LLM, AsyncClient and server use it."""
+"""RequestStream: turns the engine's events of one request into RequestOutputs, for LLM, AsyncClient and server."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ logger = log.get(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StreamFailure:
-    """The end of a stream that the engine did not end: it died, or its messages are inconsistent."""
+    """The end of a stream without an answer of the engine: it died, or its messages are inconsistent."""
 
     request_id: str
     error: VllmLiteError
@@ -46,18 +46,18 @@ def is_error(event: Event) -> bool:
 
 
 def shows(event: Event) -> bool:
-    """Whether the event gives a reader something new. A prompt's logprobs, before the first token, do not."""
+    """Whether the event has something new for a reader; prompt logprobs before the first token do not count."""
     return not isinstance(event, Tokens) or bool(event.token_ids)
 
 
 class RequestStream:
-    """Takes the events of one request in order, until its last sample has ended; `output()` shows how far it has come.
+    """Applies the events of one request in order, until its last sample has ended; output() returns the present state.
 
-    `error` is set when it ended without a result. The stream, or one of its samples, may end here earlier than in the
-    engine, which does not know stop strings: so its reader calls settle() after events. Events after a sample's end are
-    ignored.
+    `error` is set if the request ended without a result. A stop string may end the stream, or one of its samples,
+    before the engine, which does not know stop strings: so readers call settle() after events. Events after a sample's
+    end are ignored.
 
-    With `best_of` the engine draws more samples than the user gets: output() ranks them once all have ended.
+    With `best_of` the engine draws more samples than the user gets; output() ranks them once all have ended.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class RequestStream:
         prompt_scores: PromptScores | None = None,
         parent_id: str | None = None,
     ) -> None:
-        """Made by StreamFactory. `params` include the seed; `samples` has an entry for each that the engine draws. A
-        fork of `parent_id` has one, which holds inherited tokens."""
+        """Created by StreamFactory. `params` include the seed; `samples` has one entry per sample that the engine
+        draws. A fork of `parent_id` has one sample, with the inherited tokens."""
         self.request_id = request_id
         self._parent_id = parent_id
         self.adapter = ""
-        """The name of the adapter that computes it."""
+        """Name of the request's adapter."""
         self.prompt = prompt
         self.params = params
         self.samples = samples
@@ -84,24 +84,24 @@ class RequestStream:
         self.metrics = RequestMetrics(arrival_time=time.monotonic())
         final_only = params.output_kind is RequestOutputKind.FINAL_ONLY
         self.ends_at_once = final_only or params.use_beam_search or len(samples) > params.n
-        """Nothing is shown before the end."""
+        """Whether there is no output before the end."""
         self.num_cached_tokens: int | None = None
         """Prompt tokens whose KV was cached; known when a sample has ended."""
         is_delta = params.output_kind is RequestOutputKind.DELTA and not self.ends_at_once
         self._cursors = [Cursor(index, sample) for index, sample in enumerate(samples)] if is_delta else []
         self._prompt_delivered = False
         self._stopped: list[int] = []
-        """Samples that have met a stop string and are not aborted in the engine yet."""
+        """Samples that have ended at a stop string and are not aborted in the engine yet."""
 
     def message(self) -> Generate | ForkRequest:
-        """Make the message that starts this request in an engine, behind the tokens that it has already, if any."""
+        """The message that starts this request in an engine, after the tokens that it already has."""
         is_scored = self.prompt_scores is None or self.prompt_scores.complete
         if self._parent_id is not None and is_scored:  # a ForkRequest does not compute its prompt
             return ForkRequest(self._parent_id, self.request_id, self.num_tokens, self._wire_params())
         return self._generate()
 
     def own_message(self) -> Generate | None:
-        """The message of a fork to an engine that does not know its parent; None if the stream is no fork."""
+        """The message that starts a fork in an engine that does not know its parent; None if the stream is no fork."""
         return None if self._parent_id is None else self._generate()
 
     def _generate(self) -> Generate:
@@ -121,9 +121,9 @@ class RequestStream:
         )
 
     def starts_again(self, event: Event, is_live: Callable[[str], bool]) -> bool:
-        """Whether to send this fork again, as a request with tokens of its own, which message() then returns.
+        """Whether to send this fork again as an independent request, which message() then returns.
 
-        That is so if `event`, its first, is an error because the parent had ended in the engine before this side knew.
+        True if `event`, its first, is an error because the parent had ended in the engine before this client knew.
         """
         parent_id, self._parent_id = self._parent_id, None
         return parent_id is not None and is_error(event) and not is_live(parent_id)
@@ -136,11 +136,11 @@ class RequestStream:
 
     @property
     def num_tokens(self) -> int:
-        """The tokens of all samples together."""
+        """Number of tokens of all samples together."""
         return sum(len(sample.token_ids) for sample in self.samples)
 
     def apply(self, event: Event) -> None:
-        """Take the next event. Events after the end are ignored."""
+        """Apply the next event. Events after the end are ignored."""
         if self.finished:
             return
         if isinstance(event, StreamFailure):
@@ -151,11 +151,11 @@ class RequestStream:
         else:
             try:
                 self._pass(event)
-            except ModelError as error:  # of a tokenizer that cannot decode what its model wrote
+            except ModelError as error:  # the tokenizer cannot decode the model's tokens
                 self._fail(error)
 
     def settle(self, session: "AnySession") -> None:
-        """End in the engine what has ended here: the request, or the samples that met a stop string."""
+        """End in the engine what has ended here: the request, or samples that ended at a stop string."""
         if self.finished:  # nothing to drop if the engine ended it
             session.drop(self.request_id, stopped=self.error is None)
         elif self._stopped:
@@ -163,7 +163,7 @@ class RequestStream:
         self._stopped = []
 
     def output(self) -> RequestOutput:
-        """A snapshot, which later events do not change."""
+        """A snapshot of the present state, which later events do not change."""
         shown = self.samples
         if len(shown) > self.params.n:
             shown = sorted(shown, key=lambda sample: -(sample.cumulative_logprob or 0.0))[: self.params.n]
@@ -171,7 +171,7 @@ class RequestStream:
         return self._output([sample.output(index, logprobs=logprobs) for index, sample in enumerate(shown)])
 
     def next_output(self) -> RequestOutput:
-        """The next output, of the kind that `output_kind` says. Only the first delta has the prompt's logprobs."""
+        """The next output, by `output_kind`. Only the first delta has the prompt's logprobs."""
         if not self._cursors:
             return self.output()
         deltas = (cursor.delta() for cursor in self._cursors)
@@ -222,7 +222,7 @@ class RequestStream:
 
 
 class StreamFactory:
-    """Makes streams of prompts for one engine. Without a tokenizer prompts are token ids, and outputs have no text."""
+    """Creates the streams of one engine. Without a tokenizer prompts are token ids, and outputs have no text."""
 
     def __init__(
         self,
@@ -232,8 +232,8 @@ class StreamFactory:
         *,
         most_tokens: int | None = None,
     ) -> None:
-        """`thinking` says how the output of a prompt thinks; `most_tokens` bounds every output, whatever max_tokens
-        says. Raises ModelError for a tokenizer whose text cannot be streamed."""
+        """`thinking` returns the Thinking of a prompt's output; `most_tokens` limits every output, whatever its
+        max_tokens. Raises ModelError for a tokenizer whose text cannot be streamed."""
         self.limits = limits
         self.tokenizer = tokenizer
         self._thinking = thinking
@@ -242,7 +242,7 @@ class StreamFactory:
 
     @classmethod
     def load(cls, limits: Welcome, tokenizer: str | Path | None) -> "StreamFactory":
-        """Make one with the given tokenizer, or else with the one that the engine names, if any. Raises ModelError."""
+        """Create one with the given tokenizer, else with the one that the engine names, if any. Raises ModelError."""
         return cls(limits, load_tokenizer(tokenizer, limits.tokenizer or limits.model))
 
     def make(
@@ -252,7 +252,8 @@ class StreamFactory:
         request_id: str,
         check: Callable[[], None] = lambda: None,
     ) -> RequestStream:
-        """Check and tokenize one prompt. Raises RequestError, and what `check` raises: see read_prompt."""
+        """Check and tokenize one prompt, and create its stream. Raises RequestError, and the errors of `check`: see
+        read_prompt."""
         if not self.limits.pooler.generates:
             tasks = " or ".join(self.limits.pooler.tasks)
             raise RequestError(f"the model {self.limits.model!r} generates no text; it can be asked to {tasks}")
@@ -264,15 +265,14 @@ class StreamFactory:
         return RequestStream(request_id, checked, with_seed(params), samples, scores)
 
     def replayed(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> RequestStream:
-        """Make a stream for the events of a request that somebody else has run; no engine is to run it."""
+        """Create a stream for recorded events of a request, which no engine will run."""
         samples = [self._sample(params) for _ in range(params.n)]
         return RequestStream(request_id, Prompt(None, prompt_ids), params, samples)
 
     def fork(
         self, parent: RequestStream, params: SamplingParams | None, request_id: str, number: int = 0
     ) -> RequestStream:
-        """Make a stream that begins with all tokens of `parent`; `params` default to its own, with another seed.
-
+        """Create a stream that begins with all tokens of `parent`; `params` default to the parent's, with another seed.
         A given seed is for fork `number` 0; fork i adds i to it. Raises RequestError.
         """
         if params is None:
@@ -306,11 +306,11 @@ class StreamFactory:
             raise RequestError(f"{error}, which this server's max_new_tokens bounds") from error
 
     def _with_form(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
-        """Replace what a user asks of the output's form by what travels. Raises RequestError."""
+        """Replace the user's structured_outputs by a grammar. Raises RequestError."""
         return with_form(params, self.tokenizer, lambda: None if self._thinking is None else self._thinking(prompt))
 
     def _sample(self, params: SamplingParams, num_inherited: int = 0) -> Sample:
-        """Make a sample. Stop strings count from the first token that is not inherited."""
+        """Create a sample. Stop strings are searched from the first token that is not inherited."""
         detokenizer = None
         if self._vocabulary is not None and params.detokenize:
             detokenizer = Detokenizer(
@@ -327,9 +327,9 @@ class StreamFactory:
 
 
 def load_tokenizer(wanted: str | Path | None, default: str) -> Tokenizer | None:
-    """Load the tokenizer of the folder or hub id `wanted`; if that is None, the one in `default`, which may have none.
+    """Load the tokenizer of the folder or hub id `wanted`; if that is None, the one in `default`, if there is one.
 
-    Raises ModelError, also for a tokenizer in another format that cannot be converted.
+    Raises ModelError, also for a tokenizer whose format cannot be converted.
     """
     if wanted is not None:
         name = str(wanted)
