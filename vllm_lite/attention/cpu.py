@@ -1,9 +1,9 @@
 """Paged attention by the native CPU kernels of csrc/cpu.
 
-A sequence with few rows, as in decoding, reads the cache as it lies, split every 512 tokens or more so that one long
-sequence occupies all threads; a chunk of a prompt is cut into tiles of rows; blocks that several sequences begin with
-are read once for the rows of all. All add up a row in an order that its position alone decides, so its result is the
-same in any batch, in any chunk and on any number of threads, bit for bit.
+A sequence with few rows, as in decoding, reads the cache in place, split every 512 tokens or more so that one long
+sequence occupies all threads. A prompt's chunk is cut into tiles of rows. Blocks of a prefix that several sequences
+share are read once for the rows of all. The order in which a row's terms are summed depends on its position alone, so
+its result is bit-identical in any batch, in any chunk and on any number of threads.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from vllm_lite.kernels.cpu.library import available, num_threads
 
 @dataclass(slots=True)
 class _Group:
-    """One KV group's part of a step, as the kernels take it."""
+    """One KV group's arguments of the kernels in a step."""
 
     kernels: kernels.Kernels
     plan: int  # address
@@ -35,24 +35,24 @@ class _Group:
 class _Plan:
     groups: list[_Group]
     memory: Any
-    """Owns what the addresses point to."""
+    """Owner of the memory that the addresses point to."""
     scratch: Any
-    """The scratch memory that the kernels use while this is the plan."""
+    """Scratch memory that the kernels use during this plan's step."""
 
 
 class CpuBackend(AttentionBackend):
     """Attention for CPUs: float32, bfloat16 and float16, their caches in the same types, float8 or int8."""
 
-    graph_safe = True  # a program prepares again by itself
+    graph_safe = True  # a recorded program runs `prepare` again itself
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
         self._heads = [replace(spec, window=None) for spec in shape.groups]
         made = {heads: _make_kernels(heads, shape) for heads in set(self._heads)}
         self.kernels = [made[heads] for heads in self._heads]
-        """Per KV group; those that differ by their windows share scratch memory."""
+        """Kernels of each KV group; groups that differ only by their windows share kernels and scratch memory."""
         self._first_like = [shape.groups.index(spec) for spec in shape.groups]
-        """Per KV group the first that attends alike, with which it shares its plan unless that depends on blocks."""
+        """KV group -> the first group with an equal spec, whose plan it shares unless the plan depends on blocks."""
 
     @classmethod
     def supports(cls, shape: AttentionShape) -> str | None:
@@ -75,7 +75,7 @@ class CpuBackend(AttentionBackend):
         return 2 * partials + num_threads() * kernels.THREAD_BYTES
 
     def prepare(self, batch: StepBatch) -> None:
-        """Recordable: a program that does this again cuts the lengths that it then finds in memory."""
+        """Plan the step. Recordable: each replay plans for the lengths that are in memory then."""
         starts, seq_lens = batch.query_start_loc, batch.seq_lens
         plans: list[Any] = []
         groups = []

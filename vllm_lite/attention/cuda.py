@@ -1,14 +1,14 @@
 """Paged attention by the CUDA kernels of csrc/cuda.
 
 A step may mix decodes (sequences with one row) and chunks of prompts. Each kernel gets a list of its work
-(attention/cuda_plan.py): `decode_attention` the sequences with one row, those with a few behind a long context, and
-padding, which it clears; `prefill_attention` the tiles of all others. One that has nothing to do is not launched.
-float32 models run on one simple kernel for both. Where a table says that it is faster
-(kernels/cuda/attention/prefill_table.py), torch's FlashAttention takes prompts that come whole, on K and V as the layer
-has made them, and chunks behind a prefix, on a copy of their pages.
+(attention/cuda_plan.py): `decode_attention` the sequences with one row, those with a few rows after a long context, and
+padding, which it clears; `prefill_attention` the tiles of all others. A kernel without work is not launched. float32
+models run on one simple kernel for both. Where a table of measurements (kernels/cuda/attention/prefill_table.py) says
+that it is faster, torch's FlashAttention takes whole prompts, on the layer's new K and V, and chunks after a prefix, on
+a copy of their pages.
 
-For CUDA graphs: `write_kv` and `attend` only launch, with grids that follow from the batch's numbers. What they need
-besides lies in `batch.plan`, which the owner of a graph keeps, and which `refresh` brings up to date.
+For CUDA graphs: `write_kv` and `attend` only launch, with grids computed from the batch's sizes. Their other inputs are
+in `batch.plan`, which the owner of a graph keeps and `refresh` updates.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ MIN_CAPABILITY = (8, 0)
 class CudaBackend(AttentionBackend):
     """Attention for GPUs from sm_80 on: float16, bfloat16 and float32, their caches in the same type or in float8.
 
-    A decoded row's bits do not depend on its batch. `launcher` is the process's own unless one is given.
+    A decoded row's bits do not depend on its batch. `launcher`: None for the process's own.
     """
 
     graph_safe = True
@@ -54,7 +54,7 @@ class CudaBackend(AttentionBackend):
     def __init__(
         self, shape: AttentionShape, launcher: Launcher | None = None, table: PrefillTable | None = None
     ) -> None:
-        """`table`: of another device than the shape's, None: of this one."""
+        """`table`: measurements by which to choose kernels for prompts; None: those of the shape's device."""
         super().__init__(shape)
         self.launcher = launcher or own_launcher("cuda")
         table = of_device(shape.device) if table is None else table
@@ -66,7 +66,7 @@ class CudaBackend(AttentionBackend):
         return device_reason(shape, kernels_reason)
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:
-        """The most that `prepare` and `attend` allocate for `max_num_seqs` sequences of up to `max_seq_len` tokens."""
+        """Maximum that `prepare` and `attend` allocate for `max_num_seqs` sequences of up to `max_seq_len` tokens."""
         return 0 if self.planner is None else self.planner.workspace_bytes(max_num_tokens, max_num_seqs, max_seq_len)
 
     def load_kernels(self) -> None:
@@ -94,7 +94,7 @@ class CudaBackend(AttentionBackend):
     ) -> None:
         rows, rotation, norms = (heads.query, heads.key, heads.value), heads.rotation, heads.norms
         places = kv
-        if self.shape.groups[group].value_size:  # V is a part of K, and lies where K does
+        if self.shape.groups[group].value_size:  # V is a part of K and stored with it
             rows, places = (heads.query, heads.key, heads.key), kv.expand(-1, 2, -1, -1, -1)
 
         def write(launcher: Launcher) -> None:
@@ -162,8 +162,8 @@ class CudaBackend(AttentionBackend):
         changing: list[torch.Tensor],  # the cache first
         call: Callable[[Launcher], None],
     ) -> None:
-        """`call`, or what it launched for another layer of the step that has the same `alike`, the same `rows` in the
-        same places and a cache with the same strides, with the tensors of this layer."""
+        """Run `call`, or repeat with this layer's tensors the launches of an earlier layer of the step that had the
+        same `alike`, `rows` at the same addresses and a cache with the same strides."""
         kv = changing[0]
         key = (*alike, *(part.data_ptr() for part in rows), rows[0].stride(0), kv.stride(), kv.data_ptr() % 16)
         if (kept := plan.launches.get(key)) is not None:
@@ -174,7 +174,7 @@ class CudaBackend(AttentionBackend):
 
 
 def own_launcher(backend: str) -> Launcher:
-    """The process's launcher. Raises ConfigError where there is none."""
+    """Return the process's launcher. Raises ConfigError if there is none."""
     launcher = default_launcher()
     if launcher is None:
         raise ConfigError(f"the {backend} attention backend needs CuPy, which cannot be imported")
@@ -182,7 +182,7 @@ def own_launcher(backend: str) -> Launcher:
 
 
 def scoring_of(spec: AttentionSpec, shape: AttentionShape) -> Scoring:
-    """Scoring by the kernels for the layers of one KV group."""
+    """Return the kernels' scoring parameters for the layers of one KV group."""
     slopes = spec.alibi_slopes
     on_device = None if slopes is None else torch.tensor(slopes, dtype=torch.float32, device=shape.device)
     scales = (shape.k_scale, shape.v_scale)
@@ -190,7 +190,7 @@ def scoring_of(spec: AttentionSpec, shape: AttentionShape) -> Scoring:
 
 
 def scoring_with(scoring: Scoring, sinks: torch.Tensor | None, scales: KVScales | None) -> Scoring:
-    """`scoring` with what one layer has of its own."""
+    """`scoring` with one layer's own sinks and scales."""
     if sinks is None and scales is None:
         return scoring
     key, value = scales or (scoring.k_scale, scoring.v_scale)
@@ -210,7 +210,7 @@ def device_reason(shape: AttentionShape, reason: Callable[[AttentionShape], str 
 
 
 def kernels_reason(shape: AttentionShape) -> str | None:
-    """None when there are kernels for `shape`, whatever the device, else the reason why not."""
+    """None if there are kernels for `shape` on some device, else the reason why not."""
     if shape.block_size.bit_count() != 1:
         return f"its kernels take blocks of 2^n tokens, not of {shape.block_size}"
 
@@ -229,7 +229,7 @@ def kernels_reason(shape: AttentionShape) -> str | None:
 
 
 def _latent_reason(spec: AttentionSpec, shape: AttentionShape, value_size: int) -> str | None:
-    """As kernels_reason, of layers whose V is a part of K."""
+    """See kernels_reason; for layers whose V is a part of K."""
     if spec.num_kv_heads != 1 or spec.window or spec.soft_cap or spec.sinks or spec.alibi_slopes is not None:
         return "its latent attention has one KV head, and neither a window, a soft cap, sinks nor ALiBi"
     if spec.index_size:

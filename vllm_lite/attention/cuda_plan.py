@@ -1,7 +1,7 @@
-"""The CUDA backend's plan of a step: the lists of work of each KV group, in one piece of device memory.
+"""The CUDA backend's plan of a step: the work lists of each KV group, in one buffer of device memory.
 
-A step that runs eagerly has lists of exactly its work, which one copy brings to the device. A graph has room for the
-most that its batch size can ask for; its launches read how much there is, and `refresh` fills it before each replay.
+An eager step has lists of exactly its work, copied to the device by one copy. A graph's lists have the capacity that
+its batch size may need; its launches read the number of entries, and `refresh` fills the lists before each replay.
 """
 
 from collections.abc import Sequence
@@ -49,36 +49,36 @@ class Plan:
 
     decodes: tuple[SplitList | None, ...] = ()  # None: no row is decoded
     prefills: tuple[torch.Tensor | None, ...] = ()
-    """int32 [tiles, 2], or of latents [1 + rows, 4], a list of uncut rows; None: there are none."""
+    """int32 [tiles, 2], or for latents [1 + rows, 4], a list of uncut rows; None: no prompts."""
     fresh: tuple[Fresh | None, ...] = ()
-    """Where a layer hands over its K and V, in place of `prefills`; None, or nothing at all: no library is used."""
+    """Used instead of `prefills` by layers that pass their new K and V; None or empty tuple: no library is used."""
     gathered: tuple[VarlenPlan | None, ...] = ()
-    """Chunks that `prefills` lacks; None, or nothing at all: there are none."""
+    """Chunks that are gathered and therefore not in `prefills`; None or empty tuple: there are none."""
     workspace: Workspace | None = None
-    """None where no row is split. Held here, so that a captured graph keeps the one it knows."""
+    """None if no row is split. Held here so that a captured graph keeps its workspace alive."""
     memory: torch.Tensor | None = None  # int32 [entries, 4], of a graph: its lists
     launches: dict[tuple[Any, ...], RepeatedLaunches] = field(default_factory=dict)
-    """What the first layer of each kind launched, for the others."""
+    """Launches of the first layer of each kind, which the other layers repeat."""
 
 
 class _Kind(NamedTuple):
-    """Groups with the same lists of decodes."""
+    """Key of KV groups that share their lists of decodes."""
 
     window: int | None
     most_rows: int = 1
-    """How many rows a block takes of what they have in common. Above 1 the lists are those of one group's tables."""
+    """Rows per thread block on a shared prefix. Above 1 the lists depend on the block tables of group `group`."""
     num_kv_heads: int = 0
     group: int = -1
 
     def lists(self, rows: RowWork, tables: Sequence[Ints], block_size: int) -> Int32s | CascadeLists:
-        """`tables` are those of the KV groups, or none: then nothing is shared."""
+        """Return the list of splits, with shared splits if that pays. `tables`: of each KV group; empty: share none."""
         made = None
         if self.most_rows > 1 and tables:
             made = cascade_lists(rows, tables[self.group], block_size, self.most_rows, self.num_kv_heads)
         return split_list(rows, self.window) if made is None else made
 
     def shares(self, batch: StepBatch) -> bool:
-        """Whether a graph looks for what its sequences have in common."""
+        """Whether a graph looks for prefixes that its sequences share."""
         return self.most_rows > 1 and batch.num_seqs >= WORTH.rows and batch.max_seq_len > WORTH.tokens
 
 
@@ -90,7 +90,7 @@ def _kind(spec: AttentionSpec, shape: AttentionShape, group: int) -> _Kind:
 
 
 class Planner:
-    """Makes plans for layers of one shape. Groups that attend alike share their lists."""
+    """Makes plans for layers of one shape. KV groups of the same `_Kind` share their lists."""
 
     def __init__(self, shape: AttentionShape, table: PrefillTable) -> None:
         self._groups = shape.groups
@@ -108,11 +108,11 @@ class Planner:
 
     @property
     def sharing(self) -> list[AttentionSpec]:
-        """Layers of the groups whose steps look for what sequences have in common."""
+        """Specs of the groups whose steps look for shared prefixes."""
         return [self._groups[kind.group] for kind in self._kinds if kind.most_rows > 1]
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:
-        """The most that a step's plan takes on the device, and what a library returns: a row and a float a head."""
+        """Maximum device memory of a step's plan and of a library's results: a row and a float per token and head."""
         floats = ints = counters = 0
         returned = max(
             (
@@ -132,7 +132,7 @@ class Planner:
         return 4 * (floats + counters + ints * len(self._kinds)) + max_num_tokens * returned + gathered
 
     def for_step(self, lens: HostLens, num_tokens: int) -> Plan:
-        """The lists of a step that runs eagerly."""
+        """Plan a step that runs eagerly."""
         query_lens, seq_lens = (np.asarray(part, np.int64) for part in (lens.query_lens, lens.seq_lens))
         by_row = (query_lens <= 1) | (seq_lens == 0) | short_chunks(query_lens, seq_lens, self._windows)
         rows = rows_of(query_lens, seq_lens, num_tokens, by_row)
@@ -168,13 +168,13 @@ class Planner:
         )
 
     def _tiled(self, group: int, rows: NDArray[np.bool_]) -> tuple[int, bytes]:
-        """Groups that have the same tiles: those with as many heads for a KV head and the same sequences; those of
-        latents, whose rows are not in tiles, have 0."""
+        """Key of groups that share their tiles: query heads per KV head (0 for latents, which have no tiles), and the
+        sequences."""
         spec = self._groups[group]
         return 0 if spec.value_size else spec.num_heads // spec.num_kv_heads, rows.tobytes()
 
     def for_graph(self, batch: StepBatch) -> Plan:
-        """Room for the lists of any step with up to `batch.num_seqs` sequences of one row each. It holds padding."""
+        """Allocate lists for any step with up to `batch.num_seqs` sequences of one row each, filled with padding."""
         sizes = self._graph_sizes(batch)
         memory = torch.zeros(sum(map(sum, sizes)), 4, dtype=torch.int32).to(self._device)
         views = iter(memory.split([size for own in sizes for size in own]))
@@ -189,7 +189,7 @@ class Planner:
         return plan
 
     def refresh(self, plan: Plan, batch: StepBatch, seq_lens: Ints, tables: Sequence[Ints]) -> None:
-        """Fill a graph's lists for sequences of these lengths, and padding behind them."""
+        """Fill a graph's lists for sequences of these lengths, followed by padding."""
         if plan.memory is None:
             raise ValueError("this plan is that of one step, not of a graph")
         places = np.arange(batch.num_seqs)
@@ -211,8 +211,8 @@ class Planner:
             start += sum(sizes[len(parts) :])
 
     def _graph_sizes(self, batch: StepBatch) -> list[list[int]]:
-        """Number of entries of 16 bytes in the lists of each kind in a graph: the list of splits, which begins with
-        their number, and where rows look for what they share, that of shared splits, the first places and the rows."""
+        """Entries of 16 bytes in a graph's lists, by kind: the splits, with their number first; and if rows may share
+        prefixes, also the shared splits, the first places and the rows."""
         sizes = []
         for kind in self._kinds:
             most = batch.num_seqs * most_splits(batch.max_seq_len, kind.window)
@@ -243,7 +243,7 @@ def _out_size(spec: AttentionSpec) -> int:
 
 
 def _prompts(query_lens: Ints, seq_lens: Ints, share: int, chosen: NDArray[np.bool_]) -> Int32s:
-    """The work of prompts. share: query heads of a KV head; 0: of latents."""
+    """Work list of prompts. share: query heads per KV head; 0 for latents."""
     if share:
         return prefill_tiles(query_lens, seq_lens, share, chosen)
     return split_list(rows_of(query_lens, seq_lens, int(query_lens.sum()), chosen), None, WHOLE)

@@ -1,7 +1,7 @@
 """Attention of encoders: every token of a text sees all others, or those in a window to both sides. No KV is kept.
 
-The tokens of all texts stand one behind the other, without padding. On a CPU the native kernels of paged attention
-read K and V where the projections put them; elsewhere torch attends to texts of one length at a time.
+The tokens of all texts are concatenated without padding. On a CPU the native kernels of paged attention read K and V
+directly from the outputs of the projections; elsewhere torch attends to texts of one length at a time.
 """
 
 from dataclasses import dataclass
@@ -21,12 +21,12 @@ from vllm_lite.kernels.cpu.library import available
 from vllm_lite.kernels.select import ops_for
 
 BLOCK_TOKENS = 64
-"""Tokens in a row that the native kernel finds without looking into its table."""
+"""Block size for the native kernel: it looks into its table once for so many tokens."""
 
 
 @dataclass(slots=True)
 class _Plan:
-    """`plans` has one for each kind of layer; `heads` are those of the layer that is being computed."""
+    """Plans of a step, one for each kind of layer; `heads`: those of the layer that is being computed."""
 
     plans: list[Any]
     table: torch.Tensor | None
@@ -50,7 +50,7 @@ class EncoderBackend(AttentionBackend):
         return shape.first_reason(_reason)
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:
-        """Scores of the longest text that torch attends to by itself."""
+        """Bytes of the scores of the longest text, in plain torch."""
         del max_num_tokens, max_num_seqs
         return 0 if self.kernels else 4 * max(spec.num_heads for spec in self.shape.groups) * max_seq_len**2
 
@@ -97,7 +97,7 @@ def attend_plainly(
     out: torch.Tensor,
     sinks: torch.Tensor | None = None,  # float32 [num_heads]
 ) -> None:
-    """The same in plain torch: texts of one length together. Any device."""
+    """Attend within each text in plain torch, on any device; texts of one length are batched."""
     if lens is None:
         raise ValueError("the lengths of texts must be known on the host")
     out.zero_()
@@ -130,7 +130,7 @@ def _with_sinks(
     mask: torch.Tensor | None,  # bool [length, length]; None: all are seen
     sinks: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """K and V with a token of zeros behind the others, and a mask that adds each head's sink to its score."""
+    """Append a token of zeros to K and V; the returned mask adds each head's sink to the token's score."""
     length = key.shape[2]
     seen = key.new_zeros(spec.num_heads, length, length + 1)
     if mask is not None:

@@ -1,4 +1,4 @@
-"""Prompts of a step that may go through a library: whole ones, of layers that it can compute."""
+"""Prompts of a step that a library may compute: whole prompts, in layers that the library supports."""
 
 from bisect import bisect_right
 from dataclasses import dataclass
@@ -18,18 +18,18 @@ Ints = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Fresh:
-    """The part of a step's prompts that goes through a library, for layers that hand over their K and V."""
+    """Prompts of a step that a library computes, in layers that pass their new K and V."""
 
     prompts: tuple[WholePrompts, ...]
     rest: torch.Tensor | None
-    """int32 [tiles, 2], what our kernel is left with; None: nothing."""
+    """int32 [tiles, 2], the other prompts, for our kernel; None: there are none."""
 
 
 class FreshPrompts:
-    """For the layers of one KV group."""
+    """Chooses the prompts of a step that a library computes, for the layers of one KV group."""
 
     def __init__(self, spec: AttentionSpec, shape: AttentionShape, table: PrefillTable) -> None:
-        """A cache of another type than the queries' would give other K and V than a chunk of the same prompt reads."""
+        """Use the library only if the cache has the queries' type: else chunks of the same prompt read other values."""
         simple = not (spec.soft_cap or spec.sinks) and spec.alibi_slopes is None and shape.cache_dtype == shape.dtype
         group = spec.num_heads // spec.num_kv_heads
         ways = table.ways(shape.dtype, spec.head_size, group) if simple else []
@@ -45,12 +45,12 @@ class FreshPrompts:
         )
 
     def way_of(self, length: int) -> str | None:
-        """That of a prompt with so many tokens; None: our kernel."""
+        """Return the library's way to compute a prompt of `length` tokens; None: our kernel."""
         at = bisect_right(self._lengths, length) - 1
         return None if at < 0 or (self._window is not None and length > self._window) else self._ways[at]
 
     def of(self, query_lens: Ints, seq_lens: Ints) -> tuple[tuple[WholePrompts, ...], NDArray[np.bool_]]:
-        """The prompts, those of one length that stand side by side together; and which sequences they are."""
+        """Return the prompts, adjacent ones of equal length as one, and a mask of their sequences: bool [num_seqs]."""
         found: list[WholePrompts] = []
         taken = np.zeros(len(query_lens), np.bool_)
         first_rows = np.cumsum(query_lens) - query_lens

@@ -1,9 +1,9 @@
 """Paged attention by the kernels of vLLM's paper, v1 and v2, over their split cache layout.
 
-The kernels (csrc/cuda/paged_attention.cuh) take one query token a sequence (Kwon et al. 2023). So every row of a step,
-a token of a prompt's chunk too, is a sequence to them: it ends at its own position and has the block table of the
-sequence that it belongs to. That is right for any step and slow for long chunks; the backend `cuda` is the fast one. A
-block has as many bytes as with any other backend, laid out otherwise inside a head, so blocks move alike.
+The kernels (csrc/cuda/paged_attention.cuh) take one query token per sequence (Kwon et al. 2023). So every row of a
+step, including each token of a prompt's chunk, is a sequence to them: it ends at its own position and has the block
+table of its real sequence. This is correct for any step and slow for long chunks; the backend `cuda` is the fast one. A
+block has as many bytes as with any other backend; only the layout within a head differs, so blocks move alike.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ MAX_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The rows of a step as the sequences that the kernels take."""
+    """The rows of a step, each as a sequence for the kernels."""
 
     seq_lens: torch.Tensor  # int32 [num_tokens], tokens that the row sees; 0 for padding
     block_tables: tuple[torch.Tensor, ...]  # per group: int32 [num_tokens, max_blocks]
@@ -54,7 +54,7 @@ class PagedBackend(AttentionBackend):
         return device_reason(shape, split_layout_reason)
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:  # noqa: ARG002
-        """Bytes of one launch of v2, and of the tables of the rows."""
+        """Bytes of v2's partial results in one launch, and of the rows' block tables."""
         shape, rows = self.shape, min(max_num_tokens, MAX_ROWS)
         num_partitions = -(-max_seq_len // PARTITION_TOKENS)
         max_blocks = -(-max_seq_len // shape.block_size)
@@ -92,7 +92,7 @@ class PagedBackend(AttentionBackend):
 
 
 def split_views(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The memory of a layer's cache in the split layout.
+    """View a layer's cache in the split layout.
 
     kv: [num_blocks, 2, num_kv_heads, block_size, head_size], where a head of a block is contiguous. Returns keys
     [num_blocks, num_kv_heads, head_size / x, block_size, x] with x = 16 / itemsize, and values [num_blocks,
@@ -111,7 +111,7 @@ def split_views(kv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def split_layout_reason(shape: AttentionShape) -> str | None:
-    """None when there are kernels for `shape`, whatever the device, else the reason why not."""
+    """None if there are kernels for `shape` on some device, else the reason why not."""
     if shape.block_size not in BLOCK_SIZES:
         return f"its kernels take blocks of {', '.join(map(str, BLOCK_SIZES))} tokens, not of {shape.block_size}"
     if shape.dtype not in CUDA_TYPES or shape.cache_dtype not in (shape.dtype, *FLOAT8):

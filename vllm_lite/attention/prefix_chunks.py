@@ -1,4 +1,4 @@
-"""Chunks after a prefix that go through torch's FlashAttention, on a copy of their sequence's K and V."""
+"""Chunks after a prefix that torch's FlashAttention computes, on a copy of their sequence's K and V."""
 
 from bisect import bisect_right
 from typing import Any
@@ -12,14 +12,14 @@ from vllm_lite.kernels.cuda.attention.prefill_table import PrefillTable
 
 Ints = NDArray[np.integer[Any]]
 GATHERED_BYTES = 256 << 20
-"""Memory for copies of K and V in a step; chunks that find no room in it go through our kernel."""
+"""Maximum bytes of a step's copies of K and V; our kernel computes the chunks that do not fit."""
 
 
 class PrefixChunks:
-    """For the layers of one KV group."""
+    """Chooses the chunks of a step that are gathered, for the layers of one KV group."""
 
     def __init__(self, spec: AttentionSpec, shape: AttentionShape, table: PrefillTable) -> None:
-        """A window would have tokens copied that nobody sees."""
+        """Exclude layers with a window, for which tokens would be copied that nobody sees."""
         plain = not (spec.soft_cap or spec.sinks or spec.window) and spec.alibi_slopes is None
         group = spec.num_heads // spec.num_kv_heads
         found = table.behind(shape.dtype, spec.head_size, group) if plain and spec.value_size is None else []
@@ -37,11 +37,11 @@ class PrefixChunks:
 
     @property
     def most_bytes(self) -> int:
-        """The most that copies take in a step."""
+        """Maximum bytes of a step's copies."""
         return GATHERED_BYTES if self else 0
 
     def pays_for(self, num_tokens: int, num_before: int) -> bool:
-        """As the largest chunk that was measured and is no longer, behind the longest prefix that is no longer."""
+        """Whether gathering pays: for the largest measured chunk and prefix that are not longer than these."""
         lengths = list(self._pays)
         at = bisect_right(lengths, num_tokens) - 1
         if at < 0:
@@ -51,7 +51,7 @@ class PrefixChunks:
         return place >= 0 and points[place][1]
 
     def of(self, query_lens: Ints, seq_lens: Ints) -> NDArray[np.bool_]:  # [num_seqs]
-        """Sequences of a step that do, in their order as long as there is room."""
+        """Mask of the step's sequences whose chunks are gathered, in their order while the copies fit."""
         chosen, room = np.zeros(len(query_lens), np.bool_), self._most_tokens
         for i in np.flatnonzero((query_lens > 1) & (query_lens < seq_lens)).tolist():
             if self.pays_for(int(query_lens[i]), int(seq_lens[i] - query_lens[i])) and seq_lens[i] <= room:

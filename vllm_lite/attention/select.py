@@ -1,5 +1,4 @@
-"""Choice of the attention backend for a model: the first for the device that supports its shape, or the one asked
-for."""
+"""Choice of a model's attention backend: the device's first that supports its shape, or the one requested."""
 
 from pkgutil import resolve_name
 
@@ -23,13 +22,13 @@ logger = log.get(__name__)
 
 
 def select_backend(shape: AttentionShape, override: str = "auto") -> AttentionBackend:
-    """Make the attention backend for `shape`; `override` names one of BACKENDS, "auto" takes the device's best that
+    """Make the attention backend for `shape`. `override` names one of BACKENDS; "auto" takes the device's best that
     serves all KV groups, and warns of better ones that do not.
 
     Raises ConfigError when the name is unknown or none of the candidates supports the shape; the reasons are listed.
     """
     if shape.is_encoder:
-        override = "encoder"  # there is one, which chooses by the device
+        override = "encoder"  # the only one for encoders; it chooses kernels by the device
     if override != "auto" and override not in BACKENDS:
         raise ConfigError(f"attention backend {override!r} is unknown; use auto, {', '.join(BACKENDS)}")
     names = PREFERENCE.get(shape.device.type, ("reference",)) if override == "auto" else (override,)

@@ -1,9 +1,8 @@
-"""Images whose tokens see each other both ways, over a backend whose kernels are causal.
+"""Images whose tokens attend to each other in both directions, over a backend whose kernels are causal.
 
-The backend computes all rows of a step as if they saw only what is before them. Then the rows of images are computed
-once more in plain torch: each image as a sequence of its own that ends with it, over the blocks of the one to which it
-belongs. A step computes all tokens of an image that its sequence lacks, so K and V of all of them are in the cache by
-then.
+The backend computes all rows of a step causally. Then the rows of images are computed again in plain torch: each image
+as a sequence that ends with the image, over the blocks of its real sequence. A step computes all missing tokens of an
+image, so K and V of the whole image are in the cache by then.
 """
 
 from collections.abc import Sequence
@@ -20,14 +19,14 @@ from vllm_lite.checkpoint.tensors.kv_scales import KVScales
 
 
 class _Plan(NamedTuple):
-    """The images of a step as a batch; `rows` are those of the step that it has: int64 [num_rows]."""
+    """The images of a step as a batch; `rows`: their rows in the step, int64 [num_rows]."""
 
     batch: StepBatch
     rows: torch.Tensor
 
 
 class WholeImages(AttentionBackend):
-    """`inner`, and the rows of images by the reference."""
+    """Attention by `inner`, with the rows of images computed by the reference."""
 
     sees_images = True
 
@@ -47,12 +46,12 @@ class WholeImages(AttentionBackend):
         return self.inner.layout_name
 
     def load_kernels(self) -> None:
-        """As LoadsKernels."""
+        """See LoadsKernels."""
         if isinstance(self.inner, LoadsKernels):
             self.inner.load_kernels()
 
     def workspace_bytes(self, max_num_tokens: int, max_num_seqs: int, max_seq_len: int) -> int:
-        """Room for the backend, and for the largest image beside it."""
+        """Workspace of the backend, and of the largest image in the reference."""
         whole = (spec for spec in self.shape.groups if spec.whole_images)
         own = max(self._plain.group_bytes(spec, min(spec.whole_images, max_num_tokens), max_seq_len) for spec in whole)
         return own + self.inner.workspace_bytes(max_num_tokens, max_num_seqs, max_seq_len)
@@ -62,7 +61,7 @@ class WholeImages(AttentionBackend):
         batch.image_plan = self._planned(batch) if batch.images else None
 
     def _planned(self, batch: StepBatch) -> _Plan:
-        """Lengths stay on the host, where the reference reads them."""
+        """Make the batch of images; its lengths stay on the host, where the reference reads them."""
         images, own, start = batch.images, list[WholeImage](), 0
         for index, image in enumerate(images):
             own.append(WholeImage(index, start, image.num_rows, image.end))
