@@ -1,1 +1,1 @@
-"""The parts of a model. Every layer writes into tensors that it is given: a step is a fixed program of operations."""
+"""The layers of models. Every layer writes into given tensors, so that a step is a fixed program of operations."""

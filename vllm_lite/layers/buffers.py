@@ -1,4 +1,4 @@
-"""Preallocated activations: one set per model, used by all its layers in turn, sliced to a step's number of tokens."""
+"""Preallocated activations: one set per model, which its layers use in turn, sliced to a step's number of tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,31 +17,31 @@ from vllm_lite.layers.parts import Parts
 
 @dataclass(frozen=True, slots=True)
 class HeadRows:
-    """The attention activations of layers of one kind. Heads are views into the fused rows of `qkv`."""
+    """Attention activations of layers of one kind. Heads are views into the fused rows of `qkv`."""
 
-    qkv: torch.Tensor  # [n, (num_heads + 2 * num_kv_heads) * head_size]; what else the first projections give if latent
+    qkv: torch.Tensor  # [n, (num_heads + 2 * num_kv_heads) * head_size]; if latent, outputs of the first projections
     heads: Heads  # in qkv
     attended: torch.Tensor  # [n, num_heads * head_size], or num_heads * value_size
     attended_heads: torch.Tensor  # [n, num_heads, head_size or value_size], the same memory
     latent: "LatentRows | None" = None
-    gate: torch.Tensor | None = None  # [n, num_heads * head_size or num_heads], in qkv: what the output is gated by
+    gate: torch.Tensor | None = None  # [n, num_heads * head_size or num_heads], in qkv: gate of the output
     mixed: torch.Tensor | None = None  # float32 [n, scratch_size], of recurrent layers
 
 
 @dataclass(frozen=True, slots=True)
 class LatentRows:
-    """Buffers of layers with latent attention, beside the heads that the cache is attended with."""
+    """Buffers of layers with latent attention, beside the absorbed heads that attend to the cache."""
 
-    query: torch.Tensor  # [n, num_heads * query_size], before it is multiplied into the space of the latent
+    query: torch.Tensor  # [n, num_heads * query_size], before its projection to the space of the latent
     query_heads: torch.Tensor  # [n, num_heads, query_size], the same memory
-    values: torch.Tensor  # [n, num_heads * value_size], what the heads get, as elements of V
+    values: torch.Tensor  # [n, num_heads * value_size], the heads' results projected to V
     value_heads: torch.Tensor  # [n, num_heads, value_size], the same memory
     rotation: Rotation  # of the rotated part of Q and K
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
-    """Buffers of a layer of experts."""
+    """Buffers of a layer with experts."""
 
     logits: torch.Tensor  # float32 [n, num_experts]
     chosen: Chosen  # [n, experts_per_token]
@@ -53,11 +53,11 @@ class ExpertRows:
 
 @dataclass(frozen=True, slots=True)
 class PerLayerRows:
-    """Vectors that each layer has of each token for itself, see ModelSpec.per_layer_size."""
+    """Per-layer vectors of tokens, see ModelSpec.per_layer_size."""
 
     looked_up: torch.Tensor  # [n, num_layers * size]
     projected: torch.Tensor  # [n, num_layers * size]
-    gated: torch.Tensor  # [n, num_layers, 2 * size]: room for the layer's gate, then what it multiplies
+    gated: torch.Tensor  # [n, num_layers, 2 * size]: room for the layer's gate, then the vector that it multiplies
     activated: torch.Tensor  # [n, size]
 
     def first(self, n: int) -> "PerLayerRows":
@@ -70,13 +70,13 @@ class StepRows:
 
     residual: torch.Tensor  # [n, hidden_size]
     hidden: torch.Tensor  # [n, hidden_size], input and output of every block
-    rotations: tuple[Rotation, ...]  # for each kind of rope; in the heads that are rotated by it
+    rotations: tuple[Rotation, ...]  # for each kind of rope; the heads that use it refer to it
     by_kind: tuple[HeadRows, ...]  # for each of Parts.kinds; they share one memory
     query_growth: torch.Tensor | None  # float32 [max_model_len], for all positions; None = no layer has it
     gate_up: torch.Tensor  # [n, 2 * intermediate_size]; without a gate [n, 0]
     activated: torch.Tensor  # [n, intermediate_size]
     experts: ExpertRows | None  # None = no layer has experts
-    per_layer: PerLayerRows | None  # None = layers have nothing of a token for themselves
+    per_layer: PerLayerRows | None  # None = no per-layer vectors
 
 
 class Buffers:
@@ -110,34 +110,34 @@ class Buffers:
         self._last: tuple[int, StepRows] | None = None
 
     def begin_step(self) -> None:
-        """A forward pass begins: its rows are all of the step's again, whatever the one before left of its own. Graphs
-        captured behind a step that only warms up would keep reading the adapters of rows that were gathered."""
+        """Begin a forward pass: adapters apply to all rows of the step again, not to those gathered in the pass before.
+        Otherwise a graph captured after a warm-up step would keep reading the gathered rows' adapters."""
         if self._adapters is not None:
             self._adapters.rows.repeat_step()
 
     def rows(self, n: int) -> StepRows:
-        """Views of the first n rows; kept until another n is asked for, as decode steps ask for the same again."""
+        """Return views of the first n rows; they are cached, as decode steps often have the same n."""
         if self._last is None or self._last[0] != n:
             self._last = (n, self._slice(n))
         return self._last[1]
 
     def select_rotations(self, rows: StepRows, positions: torch.Tensor, *, on_axes: bool = False) -> None:
-        """Fetch each token's rotations, once for all layers. positions: int64 [num_tokens]. `on_axes`: some tokens may
-        have another position along each axis."""
+        """Look up each token's rotations, once for all layers. positions: int64 [num_tokens]. `on_axes`: positions may
+        differ between axes, as `step_batch.on_axes` encodes them."""
         for table, rotation in zip(self.tables, rows.rotations, strict=True):
             select = table.select_axes if on_axes else table.select
             select(positions, rotation)
 
     def gather(self, rows: StepRows, wanted: torch.Tensor, kind: int, layer: int, *, heads: bool = False) -> StepRows:
-        """Some rows of the residual stream, of attention's result, and of what layers from `layer` on have for
-        themselves, moved together; all else of them is lost. wanted: int64 [k], k <= n. `heads`: also of the heads,
-        which have yet to attend."""
+        """Move the `wanted` rows (int64 [k], k <= n) of the residual stream, of attention's result and of the per-layer
+        vectors from `layer` on to the front; other activations are lost. `heads`: also the rows of Q, if attention is
+        still to be computed."""
         all_of, few = rows.by_kind[kind], self.rows(len(wanted))
         few_of = few.by_kind[kind]
         moved = [(rows.residual, few.residual), (all_of.attended, few_of.attended)]
         if heads:
             moved.append((all_of.qkv, few_of.qkv))
-        if heads and all_of.latent is not None:  # Q is elsewhere
+        if heads and all_of.latent is not None:  # the absorbed Q is not in `qkv`
             moved.append((all_of.heads.query, few_of.heads.query))
         if rows.per_layer is not None and few.per_layer is not None:
             moved.append((rows.per_layer.gated[:, layer:], few.per_layer.gated[:, layer:]))
@@ -191,7 +191,7 @@ def _latent_rows(
     memory: torch.Tensor,  # for all other_sizes of n tokens
     rotation: Rotation,
 ) -> tuple[Heads, LatentRows]:
-    """The heads lack no rotation: the block turns a part of each itself."""
+    """Make views for latent attention. Its heads have no `rotation`: the block rotates a part of each itself."""
     n, sizes = len(projected), spec.other_sizes(num_heads)
     ends = accumulate(n * size for size in sizes)
     expanded, absorbed, values = (
@@ -253,7 +253,7 @@ def _first_rows(rows: ExpertRows, n: int) -> ExpertRows:
 
 
 def _growth(kinds: Sequence[LayerSpec], max_model_len: int, device: torch.device) -> torch.Tensor | None:
-    """By how much Q grows at each position: float32 [max_model_len]. Raises ValueError if layers differ in it."""
+    """Factor of Q at each position: float32 [max_model_len]. Raises ValueError if layers differ in it."""
     growths = {kind.query_growth for kind in kinds} - {None}
     if len(growths) > 1:
         raise ValueError(f"layers differ in how Q grows: {growths}")

@@ -1,7 +1,8 @@
-"""The orders in which decoder layers put norms, attention and MLP together. A family names the tensors of one.
+"""Decoder layers: the orders in which they combine norms, attention and MLP. A model family names their tensors.
 
-`rows.residual` is the stream that every block adds to; `rows.hidden` is what a block gives back, which the next norm
-adds. All orders have three parts: `write` is needed for every token, `attend` and `combine` for those that go on.
+`rows.residual` is the residual stream; `rows.hidden` is a block's output, which the next norm adds to the stream. All
+layers have three parts: `write` runs for every token; in the last layers, `attend` and `combine` may run only for the
+rows whose hidden states are wanted.
 """
 
 from collections.abc import Iterator
@@ -26,21 +27,21 @@ class LayerNames(NamedTuple):
     attention_norm: str = "input_layernorm"
     attention: str = "self_attn"
     after_attention: str = ""
-    """The norm on what attention gives, where there is one."""
+    """Norm of attention's output, if there is one."""
     mlp_norm: str = "post_attention_layernorm"
     mlp: str = "mlp"
-    """Empty where the matrices of the MLP are called as those of the layer."""
+    """Empty if the names of the MLP's matrices have no prefix within the layer."""
     after_mlp: str = ""
 
 
 class DecoderLayer:
-    """Attention and MLP, each behind a norm and added to the residual stream: x + f(norm(x))."""
+    """Attention and MLP, each after a norm and added to the residual stream: x + f(norm(x))."""
 
     names: ClassVar = LayerNames()
     attention_block: ClassVar[type[Attention]] = AttentionBlock
     mlp_block: ClassVar[type[GatedMLP] | type[MLP]] = GatedMLP
     sparse_block: ClassVar[type[SparseMLP]] = SparseMLP
-    """What a layer with experts has instead."""
+    """Block that replaces the MLP in a layer with experts."""
 
     def __init__(self, parts: Parts, layer: int) -> None:
         self.first = layer == 0
@@ -55,8 +56,8 @@ class DecoderLayer:
             self.mlp = self.sparse_block(parts, own.experts)
 
     def write(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
-        """The part for every token. rows.hidden is the output of the layer before, to be added to rows.residual; before
-        the first layer there is nothing."""
+        """Run the part for every token: add rows.hidden, the previous layer's output, to rows.residual (not in the
+        first layer), and write K and V."""
         if self.first:
             self.input_norm.forward(rows.residual, out=rows.hidden)
         else:
@@ -64,11 +65,11 @@ class DecoderLayer:
         self.attention.write(rows.hidden, rows, kv, batch, backend)
 
     def attend(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
-        """Attention of the tokens that go on, which may be some of those that `write` was given."""
+        """Compute attention of all tokens of `write`, or of some of them as a batch of their own."""
         self.attention.attend(rows, kv, batch, backend)
 
     def combine(self, rows: StepRows) -> None:
-        """The rest for these rows. rows.hidden becomes the MLP's output, still to be added."""
+        """Run the rest of the layer for these rows. rows.hidden becomes the MLP's output, still to be added."""
         self.attention.project(rows)
         self.after_attention(rows)
         self.mlp_norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
@@ -90,7 +91,7 @@ class DecoderLayer:
 
 
 class SandwichLayer(DecoderLayer):
-    """A norm before and one behind each block: x + norm(f(norm(x)))."""
+    """A norm before and one after each block: x + norm(f(norm(x)))."""
 
     names: ClassVar = LayerNames(
         after_attention="post_attention_layernorm",
@@ -115,7 +116,7 @@ class SandwichLayer(DecoderLayer):
 
 
 class PostNormLayer:
-    """Norms behind the blocks only: x + norm(f(x))."""
+    """Norms after the blocks only: x + norm(f(x))."""
 
     names: ClassVar = LayerNames(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm")
     attention_block: ClassVar[type[Attention]] = AttentionBlock
@@ -127,17 +128,17 @@ class PostNormLayer:
         self.attention_output_norm, self.mlp_output_norm = parts.norm(), parts.norm()
 
     def write(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
-        """As DecoderLayer's."""
+        """See DecoderLayer.write."""
         if not self.first:
             self.ops.add(rows.residual, rows.hidden)
         self.attention.write(rows.residual, rows, kv, batch, backend)
 
     def attend(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
-        """As DecoderLayer's."""
+        """See DecoderLayer.attend."""
         self.attention.attend(rows, kv, batch, backend)
 
     def combine(self, rows: StepRows) -> None:
-        """As DecoderLayer's."""
+        """See DecoderLayer.combine."""
         self.attention.project(rows)
         self.attention_output_norm.forward(rows.hidden, out=rows.hidden)
         self.ops.add(rows.residual, rows.hidden)
@@ -145,7 +146,7 @@ class PostNormLayer:
         self.mlp_output_norm.forward(rows.hidden, out=rows.hidden)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """As DecoderLayer's."""
+        """See DecoderLayer.weight_groups."""
         yield from self.attention.weight_groups(f"{prefix}{self.names.attention}.")
         yield self.attention_output_norm.group(f"{prefix}{self.names.after_attention}")
         yield from self.mlp.weight_groups(f"{prefix}{self.names.mlp}.")
@@ -155,7 +156,7 @@ class PostNormLayer:
 class ParallelLayer:
     """Attention and MLP read the same residual stream and are added together: x + attend(norm(x)) + mlp(norm(x)).
 
-    The norm of both is one, unless `names` has one for the MLP.
+    They share one norm, unless `names` has one for the MLP.
     """
 
     names: ClassVar = LayerNames(mlp_norm="")
@@ -170,7 +171,7 @@ class ParallelLayer:
         self.attention, self.mlp = self.attention_block(parts, layer), self.mlp_block(parts)
 
     def write(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
-        """As DecoderLayer's."""
+        """See DecoderLayer.write."""
         if self.first:
             self.input_norm.forward(rows.residual, out=rows.hidden)
         else:
@@ -178,18 +179,18 @@ class ParallelLayer:
         self.attention.write(rows.hidden, rows, kv, batch, backend)
 
     def attend(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
-        """As DecoderLayer's."""
+        """See DecoderLayer.attend."""
         self.attention.attend(rows, kv, batch, backend)
 
     def combine(self, rows: StepRows) -> None:
-        """As DecoderLayer's. The norm is computed again: of the tokens that go on there is only the residual stream."""
+        """See DecoderLayer.combine. Computes the norm again, as only the residual stream of these rows was kept."""
         self.mlp_norm.forward(rows.residual, out=rows.hidden)
         self.mlp.forward(rows.hidden, rows)
         self.ops.add(rows.residual, rows.hidden)
         self.attention.project(rows)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """As DecoderLayer's."""
+        """See DecoderLayer.weight_groups."""
         yield self.input_norm.group(f"{prefix}{self.names.attention_norm}")
         yield from self.attention.weight_groups(f"{prefix}{self.names.attention}.")
         if self.names.mlp_norm:
@@ -198,7 +199,7 @@ class ParallelLayer:
 
 
 class AttentionLayer:
-    """Attention alone, or what stands for it: x + attend(norm(x))."""
+    """Attention, or a recurrent block, without an MLP: x + attend(norm(x))."""
 
     names: ClassVar = LayerNames()
     attention_block: ClassVar[type[Attention]] = AttentionBlock
@@ -208,7 +209,7 @@ class AttentionLayer:
         self.norm, self.attention = parts.norm(), self.attention_block(parts, layer)
 
     def write(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
-        """As DecoderLayer's."""
+        """See DecoderLayer.write."""
         if self.first:
             self.norm.forward(rows.residual, out=rows.hidden)
         else:
@@ -216,21 +217,21 @@ class AttentionLayer:
         self.attention.write(rows.hidden, rows, kv, batch, backend)
 
     def attend(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
-        """As DecoderLayer's."""
+        """See DecoderLayer.attend."""
         self.attention.attend(rows, kv, batch, backend)
 
     def combine(self, rows: StepRows) -> None:
-        """As DecoderLayer's."""
+        """See DecoderLayer.combine."""
         self.attention.project(rows)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """As DecoderLayer's."""
+        """See DecoderLayer.weight_groups."""
         yield self.norm.group(f"{prefix}{self.names.attention_norm}")
         yield from self.attention.weight_groups(f"{prefix}{self.names.attention}.")
 
 
 class MLPLayer:
-    """An MLP alone, or experts: x + mlp(norm(x))."""
+    """An MLP or experts, without attention: x + mlp(norm(x))."""
 
     names: ClassVar = LayerNames(mlp_norm="input_layernorm")
     mlp_block: ClassVar[type[GatedMLP] | type[MLP]] = GatedMLP
@@ -252,7 +253,7 @@ class MLPLayer:
         """As DecoderLayer's: nothing."""
 
     def combine(self, rows: StepRows) -> None:
-        """As DecoderLayer's."""
+        """See DecoderLayer.combine."""
         if self.first:
             self.norm.forward(rows.residual, out=rows.hidden)
         else:
@@ -260,6 +261,6 @@ class MLPLayer:
         self.mlp.forward(rows.hidden, rows)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """As DecoderLayer's."""
+        """See DecoderLayer.weight_groups."""
         yield self.norm.group(f"{prefix}{self.names.mlp_norm}")
         yield from self.mlp.weight_groups(f"{prefix}{self.names.mlp}.")

@@ -1,4 +1,4 @@
-"""The orders in which encoder layers put norms, attention and MLP together; decoder_layer.py has those of decoders."""
+"""Encoder layers: the orders in which they combine norms, attention and MLP; see decoder_layer.py for decoders."""
 
 from collections.abc import Iterator
 from typing import ClassVar
@@ -16,9 +16,9 @@ from vllm_lite.layers.weights.weight_slot import WeightGroup
 
 
 class EncoderLayer:
-    """Attention and MLP, each added to what it reads, with a norm over the sum: norm(x + f(x)), as in BERT.
+    """Attention and MLP, each added to its input, with a norm over the sum: norm(x + f(x)), as in BERT.
 
-    `names` has the norms as `after_attention` and `after_mlp`. What a layer gives is in rows.residual.
+    `names` has the norms as `after_attention` and `after_mlp`. The layer's output is in rows.residual.
     """
 
     names: ClassVar = LayerNames()
@@ -30,15 +30,15 @@ class EncoderLayer:
         self.attention_norm, self.mlp_norm = parts.norm(), parts.norm()
 
     def write(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
-        """As DecoderLayer's."""
+        """See DecoderLayer.write."""
         self.attention.write(rows.residual, rows, kv, batch, backend)
 
     def attend(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
-        """As DecoderLayer's."""
+        """See DecoderLayer.attend."""
         self.attention.attend(rows, kv, batch, backend)
 
     def combine(self, rows: StepRows) -> None:
-        """As DecoderLayer's."""
+        """See DecoderLayer.combine."""
         self.attention.project(rows)
         self.attention_norm.add_forward(rows.residual, rows.hidden, out=rows.residual)
         self.mlp.forward(rows.residual, rows)
@@ -54,18 +54,18 @@ class EncoderLayer:
 
 
 class BareFirstLayer(DecoderLayer):
-    """A norm before each block, but for the attention of the first layer: what it reads has just been normed."""
+    """A norm before each block, except the first layer's attention, whose input has just been normed."""
 
     def write(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
-        """As DecoderLayer's."""
+        """See DecoderLayer.write."""
         if not self.first:
             super().write(rows, kv, batch, backend)
             return
         self.attention.write(rows.residual, rows, kv, batch, backend)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """As DecoderLayer's."""
+        """See DecoderLayer.weight_groups."""
         groups = super().weight_groups(prefix)
         if self.first:
-            next(groups)  # that of the norm
+            next(groups)  # the norm's group
         yield from groups

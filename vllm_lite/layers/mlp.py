@@ -14,8 +14,8 @@ from vllm_lite.layers.weights.weight_slot import WeightGroup
 
 
 class GatedNames(NamedTuple):
-    """A checkpoint's names for the matrices of a gated MLP; where gate and up are one, they lie behind each other, or
-    their rows in turn."""
+    """A checkpoint's names for the matrices of a gated MLP. If gate and up are one tensor, their rows are concatenated,
+    or alternate."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"
@@ -23,7 +23,7 @@ class GatedNames(NamedTuple):
     in_turn: bool = False
 
     def as_stored(self, spec: ModelSpec) -> "GatedNames":
-        """Names in a checkpoint that may have gate and up as two tensors where its family has one."""
+        """Names in a checkpoint that may have two tensors for gate and up although its family has one."""
         if not spec.splits_gate_up or self.gate != self.up:
             return self
         gate, up = (self.gate.replace("gate_up_proj", name) for name in ("gate_proj", "up_proj"))
@@ -31,7 +31,7 @@ class GatedNames(NamedTuple):
 
 
 def gate_and_up(inner: Split, names: GatedNames, *, up_first: bool = False) -> tuple[Split, Split]:
-    """The rows that a rank holds of gate and of up, whose part of the elements between the matrices is `inner`."""
+    """Rows of gate and of up for a rank that holds the part `inner` of the intermediate elements."""
     if names.gate != names.up:
         return inner, inner
     if names.in_turn:
@@ -44,27 +44,27 @@ def gate_and_up(inner: Split, names: GatedNames, *, up_first: bool = False) -> t
 
 
 def first_rows(inner: Split, names: GatedNames, *, gated: bool) -> tuple[Split, ...]:
-    """A rank's rows of the first matrices of an MLP with a gate or without."""
+    """A rank's rows of an MLP's first matrices, with or without a gate."""
     return gate_and_up(inner, names) if gated else (inner,)
 
 
 def first_names(names: GatedNames, *, gated: bool) -> tuple[str, ...]:
-    """Names of these matrices."""
+    """Names of an MLP's first matrices."""
     return (names.gate, names.up) if gated else (names.up,)
 
 
 class GatedMLP:
-    """down(activation(gate(x)) * up(x)). Gate and up are one matrix product, split over ranks by columns, and down by
+    """down(activation(gate(x)) * up(x)). Gate and up are one matrix product; ranks split it by columns, and down by
     rows."""
 
     names: ClassVar = GatedNames()
     up_first: ClassVar = False
-    """Whether up lies before the gate, where they are one tensor."""
+    """Whether up is before the gate if they are one tensor."""
     down_bias: ClassVar = False
-    """Whether `down` has a bias also where the others have none."""
+    """Whether `down` has a bias even if the others have none."""
 
     def __init__(self, parts: Parts, size: int | None = None) -> None:
-        """`size`: elements between the matrices, if they are not the model's."""
+        """`size`: intermediate size, if it is not the model's."""
         spec = parts.spec
         self.ops, self.activation = ops_for(parts.device), spec.activation
         self.gate_scale = spec.gate_scale
@@ -118,12 +118,12 @@ class MLP:
         self.down = parts.row_parallel(inner, hidden, bias=spec.mlp_bias, transposed=self.transposed)
 
     def forward(self, x: torch.Tensor, rows: StepRows) -> None:
-        """As GatedMLP's."""
+        """See GatedMLP.forward."""
         self.up.forward(x, out=rows.activated)
         self.ops.activate(self.activation, rows.activated)
         self.down.forward(rows.activated, out=rows.hidden)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """As GatedMLP's."""
+        """See GatedMLP.weight_groups."""
         yield self.up.group(f"{prefix}{self.names.up}")
         yield self.down.group(f"{prefix}{self.names.down}")

@@ -1,4 +1,4 @@
-"""The norms of a model, alone or after adding to the residual stream."""
+"""The norms of a model, plain or fused with the addition to the residual stream."""
 
 from typing import Protocol
 
@@ -14,7 +14,7 @@ class Norm(Protocol):
     """A norm over the last axis."""
 
     def group(self, name: str, order: tuple[int, ...] | None = None) -> WeightGroup:
-        """Ask for the checkpoint tensors `<name>.weight` and, if there is one, `<name>.bias`, taken in `order`."""
+        """Request the checkpoint tensors `<name>.weight` and, if there is one, `<name>.bias`, permuted to `order`."""
         ...
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Ingredients of a model's layers: its spec, a type, a device, the other ranks, the weights' form."""
+"""Factory of a model's layers, by its spec, dtype, device, ranks and form of weights."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,7 +21,7 @@ from vllm_lite.parallel.communicator import Communicator
 
 @dataclass(frozen=True)
 class Parts:
-    """Makes the parts of one model that this rank holds, all of one type and on one device."""
+    """Makes this rank's layers of one model, all of one dtype and on one device."""
 
     spec: ModelSpec
     dtype: torch.dtype
@@ -29,24 +29,24 @@ class Parts:
     communicator: Communicator
     form: WeightForm = DENSE
     head_quantization: Quantization | None = None
-    """What the LM head becomes where the checkpoint has it dense."""
+    """Quantization of an LM head that is dense in the checkpoint."""
     adapters: Adapters | None = None
-    """Those that its linear layers can have; None: none."""
+    """Adapters of the model's layers; None: no adapters are served."""
     exact_rows: bool = False
-    """Whether the LM head takes its rows as they are, if it is quantized; for all other weights `form` says so."""
+    """Whether a quantized LM head leaves its input rows unrounded; for all other weights `form` decides."""
 
     @property
     def linear_form(self) -> WeightForm:
-        """The form of linear layers, which may have adapters; the embedding has none."""
+        """Form of the linear layers, with adapters if there are any."""
         return self.form if self.adapters is None else self.adapters.form(self.form)
 
     @property
     def dense_form(self) -> WeightForm:
-        """The form of linear layers that are never quantized, which on a CPU may have adapters."""
+        """Form of linear layers that are never quantized; on a CPU with adapters if there are any."""
         return DENSE if self.adapters is None or self.device.type != "cpu" else self.adapters.form(DENSE)
 
     def without_adapters(self) -> Self:
-        """For linear layers whose weights are used by others."""
+        """The same parts without adapters, for layers whose weights other operations multiply."""
         return replace(self, adapters=None)
 
     @property
@@ -62,19 +62,18 @@ class Parts:
         stacked: tuple[int, int] | None = None,
         adds_bias: bool = True,
     ) -> Linear:
-        """A linear layer whose outputs are not added up. `transposed`: the checkpoint has [inputs, outputs]; `stacked`:
-        as WeightSlot's; `adds_bias`: as Linear's."""
+        """Make a linear layer without a reduction over ranks. `transposed`: the checkpoint has [inputs, outputs];
+        `stacked`: see WeightSlot; `adds_bias`: see Linear."""
         shape = LinearShape(inputs, outputs, self.dtype, self.device, transposed, stacked)
         return Linear(shape, bias=bias, form=self.linear_form, adds_bias=adds_bias)
 
     def row_parallel(self, inputs: Split, outputs: Split, *, bias: bool, transposed: bool = False) -> RowParallelLinear:
-        """A linear layer of whose inputs every rank has a part, and of whose outputs it gets all."""
+        """Make a linear layer whose inputs are split over ranks and whose outputs are reduced to all ranks."""
         shape = LinearShape(inputs, (outputs,), self.dtype, self.device, transposed)
         return RowParallelLinear(shape, self.communicator, bias=bias, form=self.linear_form)
 
     def embedding(self, vocabulary: Split, size: int | None = None) -> Embedding:
-        """The table of token vectors, of which this rank holds those of `vocabulary`; `size`: of one, if it is not that
-        of the hidden state."""
+        """Make the token embedding with this rank's rows `vocabulary`; `size`: of a vector; None: hidden_size."""
         return Embedding(
             vocabulary,
             size or self.spec.hidden_size,
@@ -85,23 +84,23 @@ class Parts:
         )
 
     def adapted_tokens(self, name: str) -> AdaptedTokens | None:
-        """The adapters of the table `name`; None where none can have it."""
+        """Adapters of the embedding `name`; None if it can have none."""
         if self.adapters is None or not AdaptedTokens.can_be(self.spec.vocab_size, self.adapters):
             return None
         return AdaptedTokens(name, self.spec.vocab_size, self.spec.hidden_size, self.adapters)
 
     def adapted_head(self, name: str, embedding: Embedding) -> AdaptedHead | None:
-        """The adapters of the LM head `name`, which scores the tokens of `embedding`; None where none can have it."""
+        """Adapters of the LM head `name` over the tokens of `embedding`; None if it can have none."""
         if self.adapters is None or not AdaptedHead.can_be(self.adapters):
             return None
         return AdaptedHead(name, embedding, self.adapters)
 
     def lm_head(self, embedding: Embedding, *, tied: bool) -> LMHead:
-        """The scores of the tokens that `embedding` has, from the same tensor if it is `tied`."""
+        """Make the LM head over the tokens of `embedding`, from the same tensor if it is `tied`."""
         return LMHead(embedding, tied=tied, quantization=self.head_quantization, exact_rows=self.exact_rows)
 
     def norm(self, size: int | None = None) -> Norm:
-        """The model's norm, over `size` elements or over the whole hidden state."""
+        """Make the model's norm over `size` elements; None: over the hidden state."""
         size, spec = size or self.spec.hidden_size, self.spec.norm
         if spec.kind == "rms":
             return RMSNorm(size, spec.eps, dtype=self.dtype, device=self.device)
@@ -109,10 +108,10 @@ class Parts:
 
     @cached_property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """Each layer with the heads that this rank holds of it."""
+        """Specs of all layers, each with this rank's heads."""
         return self.spec.per_rank(self.shard).layers
 
     @cached_property
     def kinds(self) -> tuple[LayerSpec, ...]:
-        """The different kinds of the `blocks` of `layers`: AttentionBlock.kind and Rows.by_kind count by them."""
+        """The distinct kinds of layers, which AttentionBlock.kind and Rows.by_kind index."""
         return tuple(dict.fromkeys(block for own in self.layers for block in own.blocks))

@@ -1,4 +1,4 @@
-"""Vectors that each layer has of each token for itself: a vector of a table, and a projection of the token's vector."""
+"""Per-layer vectors of tokens: for each layer a vector of a table, and a projection of the token's embedding."""
 
 from collections.abc import Iterator
 
@@ -47,7 +47,7 @@ class PerLayerVectors:
 
 
 class PerLayerBlock:
-    """norm(projection(activation(gate(x)) * what the layer has of the token)). Every rank computes all of it."""
+    """norm(projection(activation(gate(x)) * the layer's vector of the token)). Every rank computes all of it."""
 
     def __init__(self, parts: Parts, layer: int) -> None:
         spec = parts.spec
@@ -59,7 +59,7 @@ class PerLayerBlock:
         self.norm = parts.norm()
 
     def forward(self, rows: StepRows) -> None:
-        """Write what is added to rows.residual to rows.hidden."""
+        """Write to rows.hidden the term that is to be added to rows.residual."""
         own = rows.per_layer
         if own is None:
             raise ValueError("the buffers were made for a model without vectors for each layer")
@@ -70,7 +70,7 @@ class PerLayerBlock:
         self.norm.forward(rows.hidden, out=rows.hidden)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """Weights of it in a checkpoint under `prefix`, like "model.layers.0."."""
+        """Weights in a checkpoint under `prefix`, like "model.layers.0."."""
         yield self.gate.group(f"{prefix}per_layer_input_gate")
         yield self.projection.group(f"{prefix}per_layer_projection")
         yield self.norm.group(f"{prefix}post_per_layer_input_norm")

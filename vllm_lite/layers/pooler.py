@@ -1,4 +1,4 @@
-"""From the hidden state that stands for a text to its vector, or to a number for each label. All of it in float32."""
+"""Pooling heads: from a text's pooled hidden state to its embedding or to a score per label, all in float32."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -15,7 +15,7 @@ from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightSlot, WeightStack, whole_slot
 
 LEAST_NORM = 1e-12
-"""A vector of zeros stays one."""
+"""Lower bound of the norm that divides a vector, so that zeros remain zeros."""
 _ACTIVATIONS: dict[HeadActivation, Callable[[torch.Tensor], torch.Tensor]] = {
     "none": lambda x: x,
     "tanh": torch.tanh,
@@ -40,7 +40,7 @@ class _Weights:
 
 
 class Pooler:
-    """The layers after pooling. Every rank holds all of it, and rank 0 uses it."""
+    """The layers after pooling. Every rank holds them whole; rank 0 runs them."""
 
     def __init__(self, parts: Parts) -> None:
         spec = parts.spec.pooling
@@ -73,7 +73,7 @@ class Pooler:
         return WeightGroup(stacks, to.load)
 
     def _difference(self, tokens: tuple[int, int]) -> WeightGroup:
-        """Difference of the logits of the second token and the first: a row of the LM head less another."""
+        """Load two rows of the LM head as one layer: the second token's logit minus the first's."""
         shape = self.model.vocab_size, self.model.hidden_size
         name = EMBEDDING if self.model.tie_word_embeddings else HEAD
         slot = WeightSlot(name, shape, (0, 0), (2, shape[1]), tokens)
@@ -84,7 +84,7 @@ class Pooler:
         return WeightGroup((WeightStack((slot,), torch.float32, self.device),), load)
 
     def load_modules(self, folder: Path, open_source: Callable[[Path, ExitStack], object]) -> None:
-        """Read the linear layers that lie in folders of their own. Raises ModelError."""
+        """Read the linear layers stored in folders of their own. Raises ModelError."""
         for spec in self.spec.dense:
             weights = _Weights()
             shapes = {
@@ -101,7 +101,7 @@ class Pooler:
     # ---- vectors and numbers
 
     def vectors(self, states: torch.Tensor, dimensions: int, *, use_activation: bool) -> torch.Tensor:
-        """states: float32 [n, hidden_size] -> [n, size]: the first `dimensions` elements, 0 = all, of norm 1 if so."""
+        """states: float32 [n, hidden_size] -> [n, size]: the first `dimensions` elements (0: all), perhaps normed."""
         for weights, spec in self.modules:
             states = _ACTIVATIONS[spec.activation](weights.forward(states))
         if dimensions:
@@ -109,7 +109,7 @@ class Pooler:
         return normalize(states, dim=1, eps=LEAST_NORM) if use_activation else states
 
     def numbers(self, states: torch.Tensor, *, use_activation: bool) -> torch.Tensor:
-        """states: float32 [n, hidden_size] -> [n, labels]: through the model's sigmoid or softmax if so."""
+        """states: float32 [n, hidden_size] -> [n, labels], perhaps through the model's sigmoid or softmax."""
         head: HeadSpec | None = self.spec.head
         if head is None:
             raise ValueError("this model has no head for labels")
@@ -121,7 +121,7 @@ class Pooler:
         if not use_activation or self.spec.activation == "none":
             return found
         if self.spec.activation == "sigmoid":
-            # torch computes the last values of a tensor by another formula: in float32 a score would depend on how many
-            # were asked for at once.
+            # torch computes the last values of a tensor by another formula: in float32 a score would depend on the
+            # number of texts.
             return found.double().sigmoid().float()
         return found.softmax(1)

@@ -24,13 +24,13 @@ class XieluMLP(MLP):
         self.device = parts.device
 
     def forward(self, x: torch.Tensor, rows: StepRows) -> None:
-        """As MLP's."""
+        """See MLP.forward."""
         self.up.forward(x, out=rows.activated)
         self.ops.xielu(rows.activated, self.factors)
         self.down.forward(rows.activated, out=rows.hidden)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """As MLP's, and what the activation has."""
+        """See MLP.weight_groups, and what the activation has."""
         yield from super().weight_groups(prefix)
         slots = [(whole_slot(f"{prefix}act_fn.{name}", 1),) for name in ("alpha_p", "alpha_n", "beta", "eps")]
         yield WeightGroup(tuple(WeightStack(slot, torch.float32, self.device) for slot in slots), self.load)

@@ -110,7 +110,7 @@ class EagleHead(Decoder):
         return out
 
     def embed(self, batch: StepBatch, rows: StepRows) -> None:
-        """As Decoder's."""
+        """See Decoder.embed."""
         super().embed(batch, rows)
         layer, size, count = self._own, self.spec.hidden_size, batch.num_tokens
         layer.input_norm.forward(rows.residual, out=layer.joined[:count, :size])
@@ -128,7 +128,7 @@ class EagleHead(Decoder):
         out: torch.Tensor | None = None,
         which: Which | None = None,  # noqa: ARG002 - no row has an adapter
     ) -> torch.Tensor:
-        """As Decoder's; tokens that the head does not know have no chance."""
+        """See Decoder.logits; tokens that the head does not know have no chance."""
         out = self.empty_logits(len(hidden)) if out is None else out
         count = len(hidden)
         normed, known = self._kept if count <= len(self._kept[0]) else self._scores(count)

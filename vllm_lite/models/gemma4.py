@@ -54,7 +54,7 @@ class MLPAndExperts(SparseMLP):
         self.mlp_norm, self.input_norm, self.output_norm = parts.norm(), parts.norm(), parts.norm()
 
     def forward(self, x: torch.Tensor, rows: StepRows) -> None:
-        """As SparseMLP's; x is the residual stream behind the norm of the MLP."""
+        """See SparseMLP.forward; x is the residual stream behind the norm of the MLP."""
         own = self.expert_rows(rows)
         self.mlp.forward(x, rows)
         self.mlp_norm.forward(rows.hidden, out=rows.hidden)

@@ -29,7 +29,7 @@ class Gemma4Assistant(Gemma4):
         self.given = torch.zeros(max_num_tokens, whole.size, dtype=parts.dtype, device=parts.device)
 
     def embed(self, batch: StepBatch, rows: StepRows) -> None:
-        """As Decoder's."""
+        """See Decoder.embed."""
         model, count = self._model, batch.num_tokens
         size, joined = model.spec.hidden_size, self._joined[:count]
         model.embedding.forward(batch.token_ids, out=joined[:, :size])
@@ -38,7 +38,7 @@ class Gemma4Assistant(Gemma4):
         self.pre_projection.forward(joined, out=rows.residual)
 
     def weight_groups(self) -> Iterator[WeightGroup]:
-        """As Decoder's."""
+        """See Decoder.weight_groups."""
         yield from super().weight_groups()
         yield self.pre_projection.group("pre_projection")
         yield self.post_projection.group("post_projection")

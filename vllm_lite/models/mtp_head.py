@@ -38,7 +38,7 @@ class MTPHead(Decoder):
         return self._model.make_layer(parts, index)
 
     def embed(self, batch: StepBatch, rows: StepRows) -> None:
-        """As Decoder's."""
+        """See Decoder.embed."""
         super().embed(batch, rows)
         size, joined = self.spec.hidden_size, self._joined[: batch.num_tokens]
         self.embedding_norm.forward(rows.residual, out=joined[:, :size])

@@ -32,7 +32,7 @@ class LayerBehindDeep(DecoderLayer):
         self.source = layer - 1
 
     def write(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
-        """As DecoderLayer's."""
+        """See DecoderLayer.write."""
         residual, source = rows.residual, self.source
         batch.with_vectors(lambda own, _: residual.index_add_(0, own.rows, own.deep[source].to(residual.dtype)))
         super().write(rows, kv, batch, backend)

@@ -61,7 +61,7 @@ class PackedSource(Protocol):
         ...
 
     def take(self, key: Hashable, waiting: Callable[[], object]) -> Packed | None:
-        """As FilePacker's."""
+        """See FilePacker.take."""
         ...
 
     def close(self) -> None: ...
@@ -232,7 +232,7 @@ class CachedWeights:
         self._cache, self._file = cache, file
 
     def serves(self, wanted: Collection[Hashable]) -> bool:
-        """As FilePacker's. A file that does not serve is removed, so that the next start writes another."""
+        """See FilePacker.serves. A file that does not serve is removed, so that the next start writes another."""
         if self._cache.is_current() and self._file.names <= {name_of(key) for key in wanted}:
             logger.info("%.1f MB of packed weights come from %s", self._file.num_bytes / 1e6, self._file.path)
             return True
@@ -241,7 +241,7 @@ class CachedWeights:
         return False
 
     def take(self, key: Hashable, waiting: Callable[[], object] = lambda: None) -> Packed | None:
-        """As FilePacker's; what a damaged file does not have is packed by the loader."""
+        """See FilePacker.take; what a damaged file does not have is packed by the loader."""
         return self._file.take(name_of(key), waiting)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""One layer's attention: the projections of its heads, and what they attend to in the paged cache."""
+"""One layer's attention: the projections of its heads, and attention over the paged cache."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,36 +23,35 @@ class AttentionNames(NamedTuple):
     """A checkpoint's names for the parts of a layer's attention."""
 
     qkv: tuple[str, str, str] = ("q_proj", "k_proj", "v_proj")
-    """The same name three times where they are one tensor."""
+    """Three equal names mean one fused tensor."""
     output: str = "o_proj"
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
     sinks: str = "sinks"
     gate: str = "gate_proj"
-    """Makes the gate of what the heads give, if that is not in the tensor of Q."""
+    """Projection to the gate of the heads' output, if it is not in the tensor of Q."""
     layout: Layout = "separate"
 
 
 class Attention(Protocol):
-    """A layer's causal self-attention in three parts: `write` is needed for every token, `attend` and `project` for
-    those that go on."""
+    """A layer's causal self-attention in three parts: `write` runs for every token, `attend` and `project` perhaps only
+    for the rows whose hidden states are wanted."""
 
     kind: int
-    """Which of Parts.kinds and Rows.by_kind the layer is of."""
+    """Index of the layer's kind in Parts.kinds and Rows.by_kind."""
     kv_scales: KVScales | None
-    """What the layer's float8 cache is scaled by; None: by nothing, or there is another cache."""
+    """Scales of the layer's float8 cache; None: the layer has none of its own, or another type of cache."""
 
     def __init__(self, parts: Parts, layer: int) -> None: ...
 
     def write(
         self, x: torch.Tensor, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend
     ) -> None:
-        """Make of x: [num_tokens, hidden_size] what attends, and write what is attended to into the cache `kv`."""
+        """Compute the attention inputs of x: [num_tokens, hidden_size], and write K and V to the cache `kv`."""
         ...
 
     def attend(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
-        """Attend with what `write` made of all rows, or with some of them as a batch of their own, for `project` to go
-        on from."""
+        """Attend with Q of `write`, of all rows or of some as a batch of their own; `project` continues from it."""
         ...
 
     def project(self, rows: StepRows) -> None:
@@ -60,21 +59,21 @@ class Attention(Protocol):
         ...
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """Weights of it in a checkpoint under `prefix`, like "model.layers.0.self_attn."."""
+        """Weights in a checkpoint under `prefix`, like "model.layers.0.self_attn."."""
         ...
 
 
 class AttentionBlock:
-    """Attention whose heads have K and V of their own, or share them in groups.
+    """Multi-head or grouped-query attention.
 
-    A family whose checkpoints name or lay out the projections otherwise sets `names`, and `transposed` where they are
+    A family whose checkpoints name or lay out the projections differently sets `names`, and `transposed` if they are
     stored as [inputs, outputs].
     """
 
     names = AttentionNames()
     transposed = False
     has_kv = True
-    """Whether it writes K and V, or attends to those of another layer."""
+    """Whether the layer writes K and V; False: it attends to those of another layer."""
 
     def __init__(self, parts: Parts, layer: int) -> None:
         spec, whole, own = parts.spec, parts.spec.layers[layer], parts.layers[layer]
@@ -89,7 +88,7 @@ class AttentionBlock:
         hidden = Split.whole(spec.hidden_size)
         splits = qkv_splits(whole.attention, heads, spec.qkv_layout or self.names.layout, self.order)
         self.gated = whole.output_gate
-        """Whether and how what the heads give is gated, as LayerSpec has it."""
+        """Gate of the heads' output, see LayerSpec.output_gate."""
         self.make_projections(parts, layer, splits)
         self.sinks: torch.Tensor | None = None  # float32 [num_heads], by `load_sinks`
         self.sink_heads, self.device = heads.query if whole.attention.sinks else None, parts.device
@@ -97,7 +96,7 @@ class AttentionBlock:
         self.output = parts.row_parallel(query, hidden, bias=spec.output_bias, transposed=self.transposed)
 
     def make_projections(self, parts: Parts, layer: int, splits: QKVSplits) -> None:
-        """Make what gives Q, K and V, and what norms them."""
+        """Make the projection to Q, K and V, and their norms."""
         hidden, spec = Split.whole(parts.spec.hidden_size), parts.spec
         outputs: tuple[Split, ...] = splits
         if self.gated in ("elements", "heads"):
@@ -117,7 +116,7 @@ class AttentionBlock:
         batch: StepBatch,
         backend: AttentionBackend,
     ) -> None:
-        """Make Q, K and V of `x`, and write K and V to the cache."""
+        """Compute Q, K and V of `x`, and write K and V to the cache."""
         own = rows.by_kind[self.kind]
         if (norms := self.later_norms(own, backend)) is not None:
             self.qkv.forward(x, out=own.qkv)
@@ -129,7 +128,7 @@ class AttentionBlock:
         self.rotate_and_keep(own, kv, batch, backend)
 
     def attend(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
-        """Attend with Q, for `project` to go on from."""
+        """See Attention.attend."""
         own = rows.by_kind[self.kind]
         given = (own.heads.query, kv, batch, self.group, own.attended_heads, self.sinks)
         backend.attend(*given, scales=self.kv_scales, new=own.heads if self.has_kv else None)
@@ -140,13 +139,13 @@ class AttentionBlock:
                 self.ops.sigmoid_gate(own.attended, own.gate)
 
     def later_norms(self, own: HeadRows, backend: AttentionBackend) -> HeadNormWeights | None:
-        """The norms of Q and K, where nothing lies between them and the rotation, and the backend does both at once."""
+        """Norms of Q and K if the backend can fuse them with the rotation, and nothing is computed in between."""
         if not backend.fuses_norms or self.grows or own.heads.rotation is None:
             return None
         return self.qk_norm.weights() if isinstance(self.qk_norm, HeadNorms) else None
 
     def make_heads(self, x: torch.Tensor, own: HeadRows) -> None:
-        """Compute Q, K and V as they are before they are rotated."""
+        """Compute Q, K and V before their rotation."""
         self.qkv.forward(x, out=own.qkv)
         if self.qk_norm is not None:
             self.qk_norm.forward(own)
@@ -172,5 +171,5 @@ class AttentionBlock:
         yield self.output.group(f"{prefix}{self.names.output}")
 
     def load_sinks(self, sinks: torch.Tensor) -> None:
-        """Keep the logits that attend to nothing: float32 [num_heads] of this rank."""
+        """Keep the sinks: float32 [num_heads] of this rank."""
         self.sinks = sinks

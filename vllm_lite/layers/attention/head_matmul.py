@@ -1,4 +1,4 @@
-"""One matrix product for each head, of rows whose heads stand side by side: the projections of latent attention."""
+"""One matrix product per head, on rows of contiguous heads: the projections of latent attention."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -14,13 +14,13 @@ class HeadMatmul(Protocol):
     """The weights of all heads, each [outputs, inputs]."""
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """out[:, h] = x[:, h] W[h]^T; x: [num_tokens, num_heads, inputs], out: [num_tokens, num_heads, outputs], both
-        strided, but for the last axis."""
+        """out[:, h] = x[:, h] W[h]^T; x: [num_tokens, num_heads, inputs], out: [num_tokens, num_heads, outputs]. Both
+        may be strided, except in the last axis."""
         ...
 
 
 class LoopedHeads:
-    """One product after another: for every form of weights, and the reference of the others."""
+    """One product after another, for every form of weights; the reference of the other classes."""
 
     def __init__(self, matmuls: Sequence[Matmul]) -> None:
         self.matmuls = matmuls
@@ -34,7 +34,7 @@ class BatchedHeads:
     """One batched product of dense weights without biases."""
 
     def __init__(self, matmuls: Sequence[DenseMatmul]) -> None:
-        """The weights move to one tensor; each of `matmuls` keeps its part of it in place of its own."""
+        """Move the weights to one tensor; each of `matmuls` then holds a view of it."""
         self.weight = torch.stack([matmul.weight for matmul in matmuls])  # [num_heads, outputs, inputs]
         for matmul, part in zip(matmuls, self.weight, strict=True):
             matmul.weight = part
@@ -50,8 +50,8 @@ class BatchedHeads:
 
 
 def make_head_matmul(matmuls: Sequence[Matmul]) -> HeadMatmul:
-    """The best product of all heads at once. The matrices are small: called one by one, 16 heads take 32 calls a layer
-    that each hand out tasks, and on a GPU 128 heads 256 launches."""
+    """Make the fastest product of all heads at once. The matrices are small: called one by one, 16 heads take 32 calls
+    a layer that each distribute tasks, and on a GPU 128 heads take 256 launches."""
     native = [matmul.packed for matmul in matmuls if isinstance(matmul, NativeMatmul)]
     if native and len(native) == len(matmuls):
         return HeadLinear(native)
@@ -60,6 +60,6 @@ def make_head_matmul(matmuls: Sequence[Matmul]) -> HeadMatmul:
 
 
 def form_of_heads(form: WeightForm, device: torch.device) -> WeightForm:
-    """The form in which a rank holds heads' matrices. On a GPU quantized ones become dense, as nothing multiplies those
-    of all heads at once: 33.5 MB a layer of DeepSeek V3 in place of 16.8, shared out to its ranks."""
+    """Form in which a rank holds heads' matrices. On a GPU quantized ones become dense, as no kernel multiplies those
+    of all heads at once: 33.5 MB a layer of DeepSeek V3 instead of 16.8, split over its ranks."""
     return form if device.type == "cpu" else AlwaysDense(form)

@@ -1,9 +1,9 @@
-"""One layer's latent attention (MLA; DeepSeek-AI 2024), absorbed: heads attend to the latents as they are cached.
+"""One layer's latent attention (MLA; DeepSeek-AI 2024), absorbed: heads attend to the cached latents directly.
 
-A head's K is its matrix times the latent, followed by a rotated part that all heads have in common; its V is another
-matrix times the latent. A score needs no K: the head's Q is multiplied by the matrix instead, once a token, and so is
-what the head gets. To the attention backend that is one KV head, whose K is the latent and the rotated part, and whose
-V is the latent.
+A head's K is its matrix times the latent, followed by a rotated part that all heads share; its V is another matrix
+times the latent. K and V are never computed: once per token, the head's Q is multiplied by the first matrix (absorb),
+and the head's result by the second (expand). The attention backend sees one KV head, whose K is the latent and the
+rotated part, and whose V is the latent.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ from vllm_lite.layers.weights.weight_slot import WeightGroup
 
 
 class LatentAttention:
-    """An `Attention`. Ranks share out the heads; each has all of the latents."""
+    """Latent attention. Heads are split over ranks; each rank has all latents."""
 
     def __init__(self, parts: Parts, layer: int) -> None:
         whole, own, hidden = parts.spec.layers[layer], parts.layers[layer], Split.whole(parts.spec.hidden_size)
@@ -51,7 +51,7 @@ class LatentAttention:
         self.query_norm, self.latent_norm = (
             RMSNorm(size, spec.norm_eps, dtype=parts.dtype, device=parts.device) for size in (rank.size, spec.rank)
         )
-        plain = parts.without_adapters()  # these are not multiplied as linear layers
+        plain = parts.without_adapters()  # HeadMatmul multiplies these, not linear layers
         plain = replace(plain, form=form_of_heads(parts.form, parts.device))
         self.absorb, self.expand = _by_head(plain, spec, heads)
         nothing = Split(spec.rank, 0, 0), Split(spec.value_size, 0, 0)
@@ -60,17 +60,17 @@ class LatentAttention:
             plain.linear(Split.whole(size), none, bias=False) for size, none in zip(sizes, nothing, strict=True)
         )
         self.elsewhere = absorb, expand
-        """A head that another rank holds: its tensors must be in the checkpoint, and nothing of them is read."""
+        """Layers for heads of other ranks: their tensors must be in the checkpoint, but are not read."""
         self.output = parts.row_parallel(heads.times(spec.value_size), hidden, bias=False)
 
     @cached_property
     def absorbing(self) -> HeadMatmul:
-        """From Q without rotation into the space of the latent; there once the weights are loaded."""
+        """Product from the unrotated part of Q to the space of the latent; available once weights are loaded."""
         return make_head_matmul([linear.matmul for linear in self.absorb])
 
     @cached_property
     def expanding(self) -> HeadMatmul:
-        """From the space of the latent to V; there once the weights are loaded."""
+        """Product from the space of the latent to V; available once weights are loaded."""
         return make_head_matmul([linear.matmul for linear in self.expand])
 
     def write(
@@ -81,7 +81,7 @@ class LatentAttention:
         batch: StepBatch,
         backend: AttentionBackend,
     ) -> None:
-        """As AttentionBlock's."""
+        """See AttentionBlock.write."""
         own = rows.by_kind[self.kind]
         self.first.forward(x, out=own.qkv[:, : self.first_width])
         self.prepare(own)
@@ -90,12 +90,12 @@ class LatentAttention:
         backend.write_kv(own.heads, kv, batch, self.group, self.kv_scales)
 
     def attend(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
-        """As AttentionBlock's."""
+        """See AttentionBlock.attend."""
         own = rows.by_kind[self.kind]
         backend.attend(own.heads.query, kv, batch, self.group, own.attended_heads, scales=self.kv_scales)
 
     def prepare(self, own: HeadRows) -> None:
-        """Make of what the first projections gave the heads that attend, and what the cache keeps."""
+        """Compute the absorbed Q and the cached rows from the outputs of the first projections."""
         latent, spec, heads = _latent(own), self.spec, own.heads
         if self.query is not None and spec.query_rank is not None:
             vector = own.qkv[:, : spec.query_rank]
@@ -109,14 +109,14 @@ class LatentAttention:
         self.ops.rotate(heads.key[..., spec.rank :], latent.rotation)
 
     def project(self, rows: StepRows) -> None:
-        """As AttentionBlock's."""
+        """See AttentionBlock.project."""
         own = rows.by_kind[self.kind]
         latent = _latent(own)
         self.expanding.forward(own.attended_heads, latent.value_heads)
         self.output.forward(latent.values, out=rows.hidden)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """As AttentionBlock's."""
+        """See AttentionBlock.weight_groups."""
         query = "q_proj" if self.query is None else "q_a_proj"
         yield self.first.group(f"{prefix}{query}", f"{prefix}kv_a_proj_with_mqa")
         if self.query is not None:
@@ -146,22 +146,22 @@ def _latent(own: HeadRows) -> LatentRows:
 
 
 def _query_rows(spec: LatentSpec, heads: Split, turned: Sequence[int]) -> Split:
-    """The rows of Q of the heads that a rank holds, the rotated part of each in the order of the kernels."""
+    """Rows of Q of a rank's heads, with the rotated part of each in the order of the kernels."""
     size = spec.query_size
     order = [*range(spec.nope_size), *(spec.nope_size + place for place in turned)]
     return Split.of(heads.total * size, [head * size + row for head in range(heads.start, heads.end) for row in order])
 
 
 def _cached_rows(spec: LatentSpec, turned: Sequence[int]) -> Split:
-    """The rows of the latent and of the rotated part of K, this in the order of the kernels."""
+    """Rows of the latent and of the rotated part of K, the latter in the order of the kernels."""
     return Split.of(spec.cached_size, [*range(spec.rank), *(spec.rank + place for place in turned)])
 
 
 def _by_head(parts: Parts, spec: LatentSpec, heads: Split) -> tuple[list[Linear], list[Linear]]:
-    """The matrices of the heads that a rank holds, from Q into the space of the latent and from there to V.
+    """Matrices of a rank's heads, from Q to the space of the latent and from there to V.
 
     A head's rows of kv_b_proj are those of its K [nope_size, rank], then those of its V [value_size, rank]. Q is
-    multiplied by its K from the other side: as a linear layer's weight that is transposed.
+    multiplied by the former transposed.
     """
     size, latent = spec.nope_size + spec.value_size, Split.whole(spec.rank)
     if spec.stored == "by head":

@@ -1,4 +1,4 @@
-"""A learned vector for each position, which is added to the token's."""
+"""Learned position embeddings, which are added to the token embeddings."""
 
 import torch
 
@@ -8,8 +8,8 @@ from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightStack, whole
 
 
 class LearnedPositions:
-    """The table of a model with `max_position_embeddings` positions, behind `offset` rows that no token has; or with
-    `num_rows` rows in all, of which requests may use fewer."""
+    """Table of `max_position_embeddings` positions, after `offset` unused rows; or of `num_rows` rows in all, of which
+    requests may use fewer."""
 
     table: torch.Tensor  # [max_position_embeddings, hidden_size], by `load`
 
@@ -25,7 +25,7 @@ class LearnedPositions:
         self.table = weight[self.offset :]
 
     def group(self, name: str) -> WeightGroup:
-        """Ask for the checkpoint tensor `<name>.weight`, which every rank holds in full."""
+        """Request the checkpoint tensor `<name>.weight`, which every rank holds in full."""
         slot = whole_slot(f"{name}.weight", *self.shape)
         return WeightGroup((WeightStack((slot,), self.dtype, self.device),), self.load)
 

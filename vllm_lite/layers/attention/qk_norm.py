@@ -1,4 +1,4 @@
-"""The norms on Q and K before they are rotated: over each head by itself, or over all heads of a token together."""
+"""Norms of Q and K before the rotation: over each head separately, or over all heads of a token."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -23,14 +23,14 @@ class QKNorm(Protocol):
         ...
 
     def weight_groups(self, query: str, key: str) -> Iterator[WeightGroup]:
-        """Ask for the checkpoint tensors `<query>.weight` and `<key>.weight`."""
+        """Request the checkpoint tensors `<query>.weight` and `<key>.weight`."""
         ...
 
 
 class HeadNorms:
     """The model's norm over each head, with one weight for all query heads and one for all KV heads.
 
-    `order` is that of a head's elements (`Rope.order`): weights are put into it as the rows of Q and K are.
+    `order`: of a head's elements (`Rope.order`), to which weights are permuted as the rows of Q and K are.
     """
 
     def __init__(self, parts: Parts, head_size: int, order: tuple[int, ...] | None) -> None:
@@ -42,7 +42,7 @@ class HeadNorms:
         self.key.forward(own.heads.key, out=own.heads.key)
 
     def weights(self) -> HeadNormWeights | None:
-        """Weights for a kernel that also norms heads; None for norms that no such kernel has."""
+        """Weights for a kernel that fuses the norms of heads; None for norms that no kernel fuses."""
         if not isinstance(self.query, RMSNorm) or not isinstance(self.key, RMSNorm):
             return None
         return HeadNormWeights(self.query.weight, self.key.weight, self.query.eps)
@@ -53,7 +53,7 @@ class HeadNorms:
 
 
 class BareHeadNorms:
-    """A norm over each head without a weight, computed in float32 to its end."""
+    """RMSNorm over each head without a weight, computed in float32 throughout."""
 
     def __init__(self, parts: Parts, head_size: int) -> None:
         self.ops, ones = ops_for(parts.device), torch.ones(head_size, device=parts.device)
@@ -64,15 +64,15 @@ class BareHeadNorms:
             self.ops.wide_norm(heads, self.norm, heads)
 
     def weight_groups(self, query: str, key: str) -> Iterator[WeightGroup]:  # noqa: ARG002
-        """Ask for nothing."""
+        """Request nothing."""
         yield from ()
 
 
 class AllHeadsNorms:
-    """RMSNorm over all heads of a token together, computed in float32 to its end.
+    """RMSNorm over all heads of a token, computed in float32 throughout.
 
-    Ranks share the heads, so that each knows only a part of the mean square: ranks add up what they have, two numbers
-    for each token. The order of that sum is the same on all ranks, and so are its bits.
+    Heads are split over ranks, so each rank has a part of the mean squares of Q and K: an all-reduce adds up these two
+    numbers per token, in the same order on all ranks, so that all get the same bits.
     """
 
     def __init__(self, parts: Parts, splits: QKVSplits) -> None:
@@ -81,7 +81,7 @@ class AllHeadsNorms:
         self.sizes = (splits.query.size, splits.key.size)
         self.query, self.key = _Weight(splits.query, parts), _Weight(splits.key, parts)
         world = parts.shard.world
-        # Where there are more ranks than KV heads each KV head is held, and counted, by equally many.
+        # With more ranks than KV heads, equally many ranks hold, and count, each KV head.
         totals = (float(splits.query.total), float(splits.key.size * world))
         self.totals = torch.tensor(totals, device=parts.device) if world > 1 else None
 
@@ -104,7 +104,7 @@ class AllHeadsNorms:
 
 
 class _Weight:
-    """The weight of one of AllHeadsNorms, for the rows `part` of its projection."""
+    """Weight of a norm over all heads, for the rows `part` of its projection."""
 
     norm: WideNormWeights  # by `load`
 
@@ -123,7 +123,7 @@ class _Weight:
 
 
 class Clipped:
-    """Limits to Q, K and V, behind norms on Q and K where there are some."""
+    """Clamps Q, K and V, after the norms of Q and K if there are any."""
 
     def __init__(self, norm: QKNorm | None, limit: float, ops: Ops) -> None:
         self.norm, self.limit, self.ops = norm, limit, ops
@@ -139,7 +139,7 @@ class Clipped:
 
 
 def make_qk_norm(parts: Parts, splits: QKVSplits, head_size: int, order: tuple[int, ...] | None) -> QKNorm | None:
-    """Norms of Q and K before they are rotated, None without any."""
+    """Make the norms of Q and K before the rotation; None without any."""
     norm = _norms(parts, splits, head_size, order)
     limit = parts.spec.qkv_clip
     return Clipped(norm, limit, ops_for(parts.device)) if limit else norm

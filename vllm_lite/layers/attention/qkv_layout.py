@@ -1,5 +1,4 @@
-"""Positions of the rows of Q, K and V in the tensors of a checkpoint, for a rank's heads in the order of the
-kernels."""
+"""Rows of Q, K and V in the tensors of a checkpoint, for a rank's heads in the order of the kernels."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -9,12 +8,12 @@ from vllm_lite.checkpoint.model_spec import AttentionSpec
 from vllm_lite.checkpoint.shard import HeadSplit, Split
 
 Layout = Literal["separate", "stacked", "by head"]
-"""A tensor for each of Q, K and V; or one in which they lie behind each other; or one in which each KV head stands
-behind the query heads that attend to it: q ... q k v, q ... q k v."""
+"""A tensor for each of Q, K and V; or one in which they are concatenated; or one in which each KV head follows the
+query heads that attend to it: q ... q k v, q ... q k v."""
 
 
 class QKVSplits(NamedTuple):
-    """The part of each projection that a rank holds, as rows of the tensor that it lies in."""
+    """A rank's part of each projection, as rows of the tensor that contains it."""
 
     query: Split
     key: Split
@@ -28,14 +27,14 @@ def qkv_splits(
     layout: Layout,
     order: tuple[int, ...] | None,  # of the elements of each head of Q and K, see Rope.order
 ) -> QKVSplits:
-    """The rows of the heads that a rank holds. `heads` are numbered in the whole model."""
+    """Rows of a rank's heads. `heads` are numbered in the whole model."""
     size, num_query, num_kv = spec.head_size, spec.num_heads, spec.num_kv_heads
     group = num_query // num_kv
     natural = range(size)
     turned = natural if order is None else order
 
     def rows(part: Split, total: int, first: Sequence[int], elements: Sequence[int]) -> Split:
-        """`first`: in which place each head stands, counted in heads."""
+        """`first`: position of each head in the tensor, counted in heads."""
         indices = [first[head] * size + element for head in range(part.start, part.end) for element in elements]
         return Split.of(total * size, indices)
 
@@ -62,8 +61,8 @@ def qkv_splits(
 
 
 def gated_query(query: Split, head_size: int) -> tuple[Split, Split]:
-    """The rows of Q, and of the gate of what the heads give, where each head's gate stands behind its Q in one tensor.
-    `query`: the rows of Q without gates between them."""
+    """Rows of Q, and of the gate of the heads' output, in a tensor in which each head's gate follows its Q. `query`:
+    rows of Q in a tensor without gates."""
     indices = query.order or range(query.start, query.end)
     own = [index // head_size * 2 * head_size + index % head_size for index in indices]
     heads = dict.fromkeys(index // head_size for index in indices)

@@ -1,7 +1,7 @@
-"""Rotary position embedding in the order of the kernels: element i of a head turns with element i + head_size / 2.
+"""Rotary position embedding in the order of the kernels: element i of a head is rotated with i + head_size / 2.
 
-Checkpoints in which other pairs turn, or only a part of each head, have the rows of Q and K put into this order when
-they are loaded (`Rope.order`). What does not turn has cos 1 and sin 0.
+If a checkpoint rotates other pairs, or only a part of each head, the rows of Q and K are permuted to this order when
+they are loaded (`Rope.order`). Elements that are not rotated have cos 1 and sin 0.
 """
 
 import math
@@ -19,7 +19,7 @@ from vllm_lite.kernels.ops import Rotation
 class RotaryEmbedding:
     """cos and sin of every position below `max_position`, as a float32 table [max_position, 2, head_size / 2].
 
-    `select` fetches a step's rows once; the attention backend turns the heads of each layer with them.
+    `select` looks up a step's rows once; the attention backend rotates the heads of each layer by them.
     """
 
     def __init__(self, rope: Rope, head_size: int, max_position: int, *, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class RotaryEmbedding:
         self.axes: torch.Tensor | None = None
         if rope.axes is not None:
             axes = torch.tensor(rope.axes, dtype=torch.int64, device=device)
-            self.axes = functional.pad(axes, (0, self.half - len(axes)))  # of pairs that do not turn: any
+            self.axes = functional.pad(axes, (0, self.half - len(axes)))  # unrotated pairs: any axis
         self.native = device.type == "cpu" and cpu.available()
         frequencies = inverse_frequencies(rope, head_size, max_position)
         positions = torch.arange(max_position, dtype=torch.float32, device=device)
@@ -48,7 +48,7 @@ class RotaryEmbedding:
         self._put(torch.index_select(self.table, 0, positions), out)
 
     def select_axes(self, positions: torch.Tensor, out: Rotation) -> None:
-        """The same where tokens may have another position along each axis, as `on_axes` packs them."""
+        """Look up rotations for positions that may differ between axes, as `on_axes` encodes them."""
         if self.axes is None:
             return self.select(positions, out)
         time = positions & AXIS_MASK
@@ -68,7 +68,7 @@ class RotaryEmbedding:
 def inverse_frequencies(rope: Rope, head_size: int, max_position: int) -> torch.Tensor:
     """Radians per position of each rotated pair: float32 [rotary_size / 2].
 
-    Some kinds depend on how long a sequence may become: `max_position`.
+    Some kinds depend on the maximum length of a sequence, `max_position`.
     """
     size = rope.rotary_size or head_size
     exponents = torch.arange(0, size, 2, dtype=torch.float32) / size
@@ -93,7 +93,7 @@ def inverse_frequencies(rope: Rope, head_size: int, max_position: int) -> torch.
 
 
 def _llama3(frequencies: torch.Tensor, rope: Llama3) -> torch.Tensor:
-    """Blended linearly in turns per context."""
+    """Blend scaled and unscaled frequencies linearly in rotations per original context (Llama 3)."""
     turns = rope.original * frequencies / (2 * math.pi)
     keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     keep.clamp_(0.0, 1.0)
@@ -101,11 +101,11 @@ def _llama3(frequencies: torch.Tensor, rope: Llama3) -> torch.Tensor:
 
 
 def _yarn(frequencies: torch.Tensor, theta: float, rope: Yarn) -> torch.Tensor:
-    """Blended linearly in the number of the pair."""
+    """Blend scaled and unscaled frequencies linearly in the index of the pair (YaRN)."""
     size = 2 * len(frequencies)
 
     def pair_of(turns: float) -> float:
-        """The pair of elements with so many rotations in the original context."""
+        """Index of the pair with `turns` rotations in the original context, as a fraction."""
         return size * math.log(rope.original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair_of(rope.beta_fast), pair_of(rope.beta_slow)
@@ -113,6 +113,6 @@ def _yarn(frequencies: torch.Tensor, theta: float, rope: Yarn) -> torch.Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, size - 1)
     if low == high:
-        high += 0.001  # else it would divide by 0
+        high += 0.001  # avoids a division by 0
     kept = 1.0 - ((torch.arange(size // 2, dtype=torch.float32) - low) / (high - low)).clamp_(0.0, 1.0)
     return frequencies / rope.factor * (1.0 - kept) + frequencies * kept

@@ -1,4 +1,4 @@
-"""Attention whose V is normed, or is what the projection of K gives, or that attends to K and V of another layer."""
+"""Attention whose V is normed, or equals the projected K, or that attends to K and V of another layer."""
 
 from collections.abc import Iterator
 
@@ -16,14 +16,14 @@ from vllm_lite.layers.weights.weight_slot import WeightGroup
 
 
 class SharedKVBlock(AttentionBlock):
-    """AttentionBlock with norms over each head of Q and K, which a layer has only where it has K at all."""
+    """AttentionBlock with norms over each head of Q, and of K if the layer has its own."""
 
     def make_projections(self, parts: Parts, layer: int, splits: QKVSplits) -> None:
         spec, own = parts.spec, parts.spec.layers[layer]
         self.has_kv, self.values_are_keys = own.kv_layer is None, own.values_are_keys
         projected = splits[: 1 if not self.has_kv else 2 if self.values_are_keys else 3]
         self.qkv = parts.linear(Split.whole(spec.hidden_size), *projected, bias=spec.qkv_bias)
-        self.qk_norm = None  # its norms are those below
+        self.qk_norm = None  # replaced by the norms below
         self.width = sum(split.size for split in projected)
         self.num_projections = len(projected)
         self.query_norm = parts.norm(self.head_size)
@@ -32,7 +32,7 @@ class SharedKVBlock(AttentionBlock):
         self.value_norm = WideNormWeights(ones, None, spec.norm.eps, centered=False) if spec.value_norm else None
 
     def make_heads(self, x: torch.Tensor, own: HeadRows) -> None:
-        """V is made before K is normed, which it may be made of."""
+        """Compute V before K is normed in place, as V may be a copy of the projected K."""
         heads = own.heads
         self.qkv.forward(x, out=own.qkv[:, : self.width])
         self.query_norm.forward(heads.query, out=heads.query)
@@ -45,7 +45,7 @@ class SharedKVBlock(AttentionBlock):
         self.key_norm.forward(heads.key, out=heads.key)
 
     def rotate_and_keep(self, own: HeadRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
-        """As AttentionBlock's; what is another layer's is in the cache already."""
+        """See AttentionBlock.rotate_and_keep; K and V of another layer are in the cache already."""
         if self.has_kv:
             super().rotate_and_keep(own, kv, batch, backend)
         elif own.heads.rotation is not None:

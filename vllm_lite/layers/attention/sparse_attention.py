@@ -1,8 +1,8 @@
 """Sparse latent attention (DSA; DeepSeek-AI 2025): an index chooses the tokens that a query attends to.
 
-The index's key of each token lies in the cache behind the latent. While a query sees no more tokens than it may choose
-it attends to all of them, as without an index, and nothing is scored. Beyond that the rows of a step are scored against
-all keys before them, and attend again to what is chosen: plain torch, which reads the cache's blocks once a sequence.
+The index's key of each token is cached after the latent. A query that sees no more tokens than it may choose attends to
+all of them without scores. Longer rows of a step are scored against all keys before them, and attend again to the
+chosen tokens: in plain torch, which reads the cache's blocks once per sequence.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from vllm_lite.layers.weights.weight_slot import WeightGroup
 NORM = NormSpec(1e-6, "layer", bias=True)
 """Norm on the index's keys."""
 MOST_SCORES, MOST_GATHERED = 1 << 24, 1 << 22
-"""So many scores of heads, and so many elements of chosen latents, are in memory at a time, or those of one row."""
+"""Maximum scores of heads, and elements of chosen latents, in memory at a time; at least one row's."""
 
 
 class LongRows(NamedTuple):
@@ -39,14 +39,14 @@ class LongRows(NamedTuple):
     seq_len: int
 
     def parts(self, elements_of_row: int, most: int) -> Iterator[slice]:
-        """The rows, as many at a time as have no more than `most` elements."""
+        """Yield the rows in slices of at most `most` elements, and of at least one row."""
         step = max(1, most // elements_of_row)
         for start in range(self.rows.start, self.rows.stop, step):
             yield slice(start, min(start + step, self.rows.stop))
 
 
 def long_rows(batch: StepBatch, count: int) -> list[LongRows]:
-    """Find the rows of a step that see more than `count` tokens, to which each of them may attend."""
+    """Find the rows of a step that see more than `count` tokens, the number to which a row may attend."""
     found, starts = [], batch.query_start_loc.tolist()
     for index, seq_len in enumerate(batch.seq_lens.tolist()):
         first, end = starts[index : index + 2]
@@ -58,22 +58,22 @@ def long_rows(batch: StepBatch, count: int) -> list[LongRows]:
 
 
 class Selection:
-    """Positions that the rows of a step attend to, by the last layer with an index; all layers of a model have one."""
+    """Positions that a step's rows attend to, as chosen by the last layer with an index. One per model."""
 
     chosen: torch.Tensor | None = None
-    """int64 [num_tokens, count], of use in long rows; None: the step has none."""
+    """int64 [num_tokens, count], valid in long rows; None: the step has none."""
 
     def keep(self, wanted: torch.Tensor) -> None:
-        """Drop all rows but those that go on. wanted: int64 [k]."""
+        """Keep only the rows `wanted`: int64 [k]."""
         if self.chosen is not None:
             self.chosen = self.chosen[wanted]
 
 
 class SparseIndex:
-    """The index with which a layer scores cached tokens. All ranks hold all of it, and choose alike."""
+    """The index with which a layer scores cached tokens. Every rank holds all of it, and all choose the same tokens."""
 
     def __init__(self, parts: Parts, spec: LatentSpec, turned: tuple[int, ...]) -> None:
-        """`turned`: the order of the elements of a head that are rotated, as the kernels take them."""
+        """`turned`: order of the rotated elements of a head for the kernels."""
         if spec.index is None or spec.query_rank is None:
             raise ModelError("sparse attention needs an index, and a vector that Q is made of")
         self.spec, self.own, self.ops = spec, spec.index, ops_for(parts.device)
@@ -87,8 +87,8 @@ class SparseIndex:
         self.norm = WideNorm(size, NORM, device=parts.device)
 
     def write(self, x: torch.Tensor, own: HeadRows, rotation: Rotation) -> torch.Tensor:
-        """Make the keys and the weights of x: [num_tokens, hidden_size], behind what attention has in its rows. Returns
-        the keys."""
+        """Compute keys and weights of x: [num_tokens, hidden_size], after attention's own activations in its rows.
+        Returns the keys."""
         key, weights = self._places(own)
         self.key.forward(x, out=key)
         self.weights.forward(x, out=weights)
@@ -97,7 +97,7 @@ class SparseIndex:
         return key
 
     def choose(self, own: HeadRows, rotation: Rotation, keys: torch.Tensor, long: LongRows) -> Iterator[torch.Tensor]:
-        """Yield the positions that the long rows attend to, int64 [rows, count], some rows at a time. keys: of the
+        """Yield the positions that the long rows attend to, int64 [rows, count], in slices of rows. keys: of the
         sequence's tokens, float32 [seq_len, head_size]."""
         index, rank = self.own, self.spec.query_rank
         seen = torch.arange(long.seq_len, device=keys.device)
@@ -120,7 +120,7 @@ class SparseIndex:
         return key, weights
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """Weights of it in a checkpoint under `prefix`, like "model.layers.0.self_attn.indexer."."""
+        """Weights in a checkpoint under `prefix`, like "model.layers.0.self_attn.indexer."."""
         yield self.query.group(f"{prefix}wq_b")
         yield self.key.group(f"{prefix}wk")
         yield self.weights.group(f"{prefix}weights_proj")
@@ -128,7 +128,7 @@ class SparseIndex:
 
 
 class SparseLatentAttention(LatentAttention):
-    """An `Attention`, of a model that gives its layers one `Selection`."""
+    """Sparse latent attention; the model gives all its layers one `Selection`."""
 
     selection: Selection  # by the model
 
@@ -145,7 +145,7 @@ class SparseLatentAttention(LatentAttention):
     def write(
         self, x: torch.Tensor, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend
     ) -> None:
-        """As LatentAttention's; kv: [num_blocks, 1, 1, block_size, cached_size and the index's head_size]."""
+        """See LatentAttention.write; kv: [num_blocks, 1, 1, block_size, cached_size and the index's head_size]."""
         own = rows.by_kind[self.kind]
         if self.index is not None and own.latent is not None:
             key = self.index.write(x, own, own.latent.rotation)
@@ -156,7 +156,7 @@ class SparseLatentAttention(LatentAttention):
         super().write(x, rows, kv[..., : self.row_size], batch, backend)
 
     def attend(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
-        """As LatentAttention's, but for the long rows, which attend once more."""
+        """See LatentAttention.attend; long rows then attend again, to the chosen tokens."""
         super().attend(rows, kv[..., : self.row_size], batch, backend)
         own = rows.by_kind[self.kind]
         many = long_rows(batch, self.count)
@@ -175,14 +175,14 @@ class SparseLatentAttention(LatentAttention):
             self._attend_to_chosen(own, cached[:, : self.row_size], chosen, long)
 
     def _attend_to_chosen(self, own: HeadRows, cached: torch.Tensor, chosen: torch.Tensor, long: LongRows) -> None:
-        """Have the long rows attend. cached: [seq_len, head_size], K of the sequence's tokens; chosen: of all rows."""
+        """Attend with the long rows. cached: [seq_len, head_size], K of the sequence's tokens; chosen: of all rows."""
         for part in long.parts(self.count * self.row_size, MOST_GATHERED):
             key = cached[chosen[part]].float()  # [rows, count, head_size]
             scores = own.heads.query[part].float() @ key.transpose(1, 2)  # [rows, num_heads, count]
             own.attended_heads[part] = scores.mul_(self.scale).softmax(-1) @ key[..., : self.spec.rank]
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """As LatentAttention's."""
+        """See LatentAttention.weight_groups."""
         yield from super().weight_groups(prefix)
         if self.index is not None:
             yield from self.index.weight_groups(f"{prefix}indexer.")

@@ -92,7 +92,7 @@ class FusedSites:
         self.sites, self.inputs, self.rows, self.held = sites, inputs, rows, held
 
     def check(self, modules: Mapping[str, LoraModule], label: str) -> None:
-        """As AdaptedPart's."""
+        """See AdaptedPart.check."""
         for name, module in modules.items():
             count = self.held.total
             wanted = (count * module.rank, self.inputs), (self.rows[0].total, count * module.rank)
@@ -104,7 +104,7 @@ class FusedSites:
                 )
 
     def read(self, modules: Mapping[str, LoraModule]) -> list[Any]:
-        """As AdaptedPart's."""
+        """See AdaptedPart.read."""
         (module,) = modules.values()
         down = read_tensor(module.down).unflatten(0, (self.held.total, -1))
         up = (read_tensor(module.up).float() * module.scale).unflatten(1, (-1, self.held.total))
@@ -116,7 +116,7 @@ class FusedSites:
         return packed
 
     def put(self, slot: int, packed: list[Any] | None) -> None:
-        """As AdaptedPart's."""
+        """See AdaptedPart.put."""
         for site, own in zip(self.sites, packed or [None] * len(self.sites), strict=True):
             site.put(slot, own)
 
@@ -125,13 +125,13 @@ class _Elsewhere:
     """Experts that other ranks hold."""
 
     def check(self, modules: Mapping[str, LoraModule], label: str) -> None:
-        """As AdaptedPart's; those who hold them look at them."""
+        """See AdaptedPart.check; those who hold them look at them."""
 
     def read(self, modules: Mapping[str, LoraModule]) -> None:
-        """As AdaptedPart's."""
+        """See AdaptedPart.read."""
 
     def put(self, slot: int, packed: None) -> None:
-        """As AdaptedPart's."""
+        """See AdaptedPart.put."""
 
 
 _ELSEWHERE = _Elsewhere()

@@ -62,7 +62,7 @@ class BlockWeight:
     kind: str
     shape: LinearShape
     order: tuple[int, ...] | None = None
-    """As GroupedWeight's."""
+    """See GroupedWeight.order."""
     factors: tuple[float, ...] = ()
     """What each projection is multiplied by."""
 

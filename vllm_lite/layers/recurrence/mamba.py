@@ -42,7 +42,7 @@ class MambaBlock(RecurrentBlock):
         self.parts = own.parts
 
     def project_in(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """As RecurrentBlock's; each part has a factor of its own, if the model says so."""
+        """See RecurrentBlock.project_in; each part has a factor of its own, if the model says so."""
         super().project_in(x, out)
         if self.whole.factors is not None:
             for part, factor in zip(out.split(self.parts, dim=1), self.whole.factors, strict=True):

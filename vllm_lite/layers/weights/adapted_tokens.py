@@ -61,7 +61,7 @@ class AdaptedTokens:
         self._slots.add(found, out)
 
     def check(self, modules: Mapping[str, LoraModule], label: str) -> None:
-        """As Site's."""
+        """See AdaptedPart.check."""
         for name, module in modules.items():
             wanted = (module.rank, self.vocab_size), (self.hidden_size, module.rank)
             found = module.down.shape, module.up.shape
@@ -74,14 +74,14 @@ class AdaptedTokens:
                 raise ModelError(f"{label} has lengths (DoRA) of {name}, which are not served of token vectors")
 
     def read(self, modules: Mapping[str, LoraModule]) -> TokenMatrices:
-        """As Site's."""
+        """See AdaptedPart.read."""
         (module,) = modules.values()
         dtype = self._table.dtype
         up = read_tensor(module.up).float() * module.scale
         return TokenMatrices(read_tensor(module.down).t().to(dtype), up.to(dtype))
 
     def put(self, slot: int, packed: TokenMatrices | None) -> None:
-        """As Site's."""
+        """See AdaptedPart.put."""
         if packed is None:
             self._slots.put(slot, None)
             return

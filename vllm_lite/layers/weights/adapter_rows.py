@@ -91,7 +91,7 @@ class LaunchedRows:
         self.all, self.kept = (Grouped.empty(num_slots, max_num_tokens).to(device) for _ in range(2))
         self.current = self.all
         self.is_idle = False
-        """As MaskedRows'."""
+        """See AdapterMask.is_idle."""
         self._slots = torch.full((max_num_tokens,), NO_SLOT, dtype=torch.int32, device=device)
         self._numbers = torch.arange(num_slots + 1, dtype=torch.int32, device=device)
         self._width = 0
@@ -151,5 +151,5 @@ class AdapterMask:
         self.kept[: len(wanted)] = self.all[wanted]
 
     def select(self, which: slice | Slots) -> None:
-        """As GroupedRows'."""
+        """See GroupedRows.select."""
         self.current = self._left[which]

@@ -49,6 +49,6 @@ class FrequentHead(LMHead):
         return [slice(piece.start, piece.stop) for piece in scored]
 
     def forward(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """As LMHead's. Columns of tokens that it does not score are left as they are."""
+        """See LMHead.forward. Columns of tokens that it does not score are left as they are."""
         for piece in (*self.words, *self.rest) if self.is_whole else self.words:
             self._pieces[piece].forward(hidden, out.narrow(1, piece.start, len(piece)))

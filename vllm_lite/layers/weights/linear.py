@@ -71,6 +71,6 @@ class RowParallelLinear(Linear):
         self.communicator = communicator
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """As Linear's; x: [num_tokens, this rank's in_features]. `out` is contiguous, and the same on all ranks."""
+        """See Linear.forward; x: [num_tokens, this rank's in_features]. `out`: contiguous, the same on all ranks."""
         self.matmul.forward(x, out)
         self.communicator.all_reduce(out)

@@ -186,11 +186,11 @@ class Site:
             self.slots = StackedSlots(adapters.limits, shape, matrix, adapters.rows)
 
     def put(self, slot: int, packed: Any) -> None:
-        """As AdaptedPart's."""
+        """See AdaptedPart.put."""
         self.slots.put(slot, packed)
 
     def check(self, modules: Mapping[str, LoraModule], label: str) -> None:
-        """As AdaptedPart's."""
+        """See AdaptedPart.check."""
         for name, module in modules.items():
             wanted = (module.rank, self.shape.inputs.total), (self._outputs(name), module.rank)
             found = module.down.shape, module.up.shape
@@ -215,7 +215,7 @@ class Site:
             )
 
     def read(self, modules: Mapping[str, LoraModule]) -> Any:
-        """As AdaptedPart's."""
+        """See AdaptedPart.read."""
         down = {name: read_tensor(module.down) for name, module in modules.items()}
         up = {name: read_tensor(module.up).float() * module.scale for name, module in modules.items()}
         return self.packed(down, up, modules)

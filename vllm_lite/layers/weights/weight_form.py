@@ -32,7 +32,7 @@ class LinearShape(NamedTuple):
     transposed: bool = False
     """Whether the checkpoint stores [inputs, outputs]."""
     stacked: tuple[int, int] | None = None
-    """As WeightSlot's."""
+    """See WeightSlot.stacked."""
 
     def slot(self, name: str, rows: Split) -> WeightSlot:
         """The part of the matrix `name` that this rank holds of one projection."""
