@@ -110,9 +110,10 @@ VLLM_LITE_INLINE int first_alike(int position, int window) {
   return size == kSectionKeys ? 0 : (kMaxSections - 1) * (size - kSectionUnit);
 }
 
-// All rows of an item have sections of one size. Where rows see both ways that is a matter of the keys alone.
+// All rows of an item have sections of one size. Rows that see both ways have a single one: they are computed with all
+// others of their text.
 VLLM_LITE_INLINE int section_keys(const AttentionCall& call, const AttentionItem& item) {
-  if (call.shape->both_ways) return section_keys(item.key_end - 1, 0);
+  if (call.shape->both_ways) return (item.key_end + kStepKeys - 1) / kStepKeys * kStepKeys;
   return section_keys(item.position + item.first * call.shape->num_kv_heads / call.shape->num_heads, call.window);
 }
 

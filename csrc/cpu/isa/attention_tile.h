@@ -1,7 +1,7 @@
 // Attention of many rows: packs 64 tokens once so that all rows of the item multiply with them at full speed.
 //
 // Blocks of kBlockRows rows and several vectors of keys, then of dimensions, have all their sums in registers. The
-// softmax runs along with the keys (Dao et al., FlashAttention, 2022), so scores exist for these 64 only: of all rows,
+// softmax runs along with the keys (Dao et al., FlashAttention, 2022), so scores exist for these 64 only: of many rows,
 // so that K stays in L1 for one product, V for the other, and the softmax's steps do not wait for each other.
 #pragma once
 
@@ -15,6 +15,10 @@ constexpr int kBlockRows =
 constexpr int kFewRows = 48;  // up to here packing takes more time than computing
 constexpr int kBlockVecs = kWidth == 16 ? 4 : 2;
 
+// Heads up to so many elements of K and V have both of a tile in L1 beside the scores of kRowsAtOnce rows, which meet
+// them one after the other; longer ones have one of them there, and all rows meet that first.
+constexpr int kShortHead = 160, kRowsAtOnce = 48;
+
 template <class Words>
 struct TileScratch {
   using Element = typename Words::Element;
@@ -26,10 +30,10 @@ struct TileScratch {
   alignas(64) Element query[kRows];                        // [num_rows][head_size]
   alignas(64) float acc[kRows];                            // [num_rows][padded value_size]
   alignas(64) float all[kRows];                            // the same for the sections before
-  alignas(64) float scores[kMaxRows][kKeys];
-  alignas(64) Element weights[kMaxRows][kKeys];
-  alignas(64) Element converted[kGroup * kSize];  // [tokens][padded head_size]
-  const char* rows[2][kKeys];                     // of K in the cache: of this tile and of the next
+  alignas(64) float scores[kMaxRows][kKeys];               // of the rows that meet the keys at once
+  alignas(64) Element weights[kMaxRows][kKeys];            // the same
+  alignas(64) Element converted[kGroup * kSize];           // [tokens][padded head_size]
+  const char* rows[2][kKeys];                              // of K in the cache: of this tile and of the next
 };
 
 // out[i][j] (+)= the sum over n < count of x[i][n] * y[n][j], for kRows rows and kVecs vectors of j. Strides in words.
@@ -57,20 +61,24 @@ VLLM_LITE_INLINE void multiply(const float* x, int x_stride, const float* y, int
 template <class Words, int kRows, bool kAdd>
 static void multiply_all(const float* x, int x_stride, const float* y, int y_stride, int count, float* out,
                          int out_stride, const float* rescale, int num_vecs) {
+  const auto next = [&](auto vecs, int j) __attribute__((always_inline)) {
+    constexpr int kVecs = decltype(vecs)::value;
+    multiply<Words, kRows, kVecs, kAdd>(x, x_stride, y + j * kWidth, y_stride, count, out + j * kWidth, out_stride,
+                                        rescale);
+  };
   int j = 0;
-  for (; j + kBlockVecs <= num_vecs; j += kBlockVecs) {
-    multiply<Words, kRows, kBlockVecs, kAdd>(x, x_stride, y + j * kWidth, y_stride, count, out + j * kWidth, out_stride,
-                                             rescale);
+  for (; j + kBlockVecs <= num_vecs && (kBlockVecs == 2 || j + 5 != num_vecs); j += kBlockVecs) {
+    next(std::integral_constant<int, kBlockVecs>(), j);
+  }
+  if (kBlockVecs > 2 && j + 5 == num_vecs) {  // sums of one vector would wait for each other
+    next(std::integral_constant<int, 3>(), j);
+    j += 3;
   }
   if (kBlockVecs > 2 && j + 2 <= num_vecs) {
-    multiply<Words, kRows, 2, kAdd>(x, x_stride, y + j * kWidth, y_stride, count, out + j * kWidth, out_stride,
-                                    rescale);
+    next(std::integral_constant<int, 2>(), j);
     j += 2;
   }
-  if (j < num_vecs) {
-    multiply<Words, kRows, 1, kAdd>(x, x_stride, y + j * kWidth, y_stride, count, out + j * kWidth, out_stride,
-                                    rescale);
-  }
+  if (j < num_vecs) next(std::integral_constant<int, 1>(), j);
 }
 
 struct Sizes {
@@ -79,32 +87,35 @@ struct Sizes {
   int padded;       // of V, filled up to whole groups
 };
 
-// Scores of kRows rows of the item, from `row` on, with `count` keys.
+// Scores of kRows rows of the item, from `row` on, with `count` keys. Scores and weights are there of the rows from
+// `some` on.
 template <class Words, int kRows>
-VLLM_LITE_INLINE void score_rows(TileScratch<Words>& s, const Sizes& sizes, int row, int count) {
+VLLM_LITE_INLINE void score_rows(TileScratch<Words>& s, const Sizes& sizes, int some, int row, int count) {
   const float* query = reinterpret_cast<const float*>(s.query) + row * sizes.query;
-  multiply_all<Words, kRows, false>(query, sizes.query, s.keys, kKeys, sizes.query, s.scores[row], kKeys, nullptr,
-                                    (count + kWidth - 1) / kWidth);
+  multiply_all<Words, kRows, false>(query, sizes.query, s.keys, kKeys, sizes.query, s.scores[row - some], kKeys,
+                                    nullptr, (count + kWidth - 1) / kWidth);
 }
 
 // Adds the values of `count` tokens, times the weights, to what kRows rows have.
 template <class Words, int kRows>
-VLLM_LITE_INLINE void add_rows(TileScratch<Words>& s, const Sizes& sizes, int row, int count) {
-  multiply_all<Words, kRows, true>(reinterpret_cast<const float*>(s.weights[row]), kKeys / Words::kPack, s.values,
-                                   sizes.padded, (count + Words::kPack - 1) / Words::kPack, s.acc + row * sizes.padded,
-                                   sizes.padded, s.softmax.rescale + row, sizes.padded / kWidth);
+VLLM_LITE_INLINE void add_rows(TileScratch<Words>& s, const Sizes& sizes, int some, int row, int count) {
+  multiply_all<Words, kRows, true>(reinterpret_cast<const float*>(s.weights[row - some]), kKeys / Words::kPack,
+                                   s.values, sizes.padded, (count + Words::kPack - 1) / Words::kPack,
+                                   s.acc + row * sizes.padded, sizes.padded, s.softmax.rescale + row,
+                                   sizes.padded / kWidth);
 }
 
 // One or the other for `num_rows` rows, 1 <= num_rows <= kRows.
 template <class Words, int kRows, bool kAdd>
-VLLM_LITE_INLINE void multiply_rows(TileScratch<Words>& s, const Sizes& sizes, int row, int num_rows, int count) {
+VLLM_LITE_INLINE void multiply_rows(TileScratch<Words>& s, const Sizes& sizes, int some, int row, int num_rows,
+                                    int count) {
   if constexpr (kRows > 1) {
-    if (num_rows < kRows) return multiply_rows<Words, kRows - 1, kAdd>(s, sizes, row, num_rows, count);
+    if (num_rows < kRows) return multiply_rows<Words, kRows - 1, kAdd>(s, sizes, some, row, num_rows, count);
   }
   if constexpr (kAdd) {
-    add_rows<Words, kRows>(s, sizes, row, count);
+    add_rows<Words, kRows>(s, sizes, some, row, count);
   } else {
-    score_rows<Words, kRows>(s, sizes, row, count);
+    score_rows<Words, kRows>(s, sizes, some, row, count);
   }
 }
 
@@ -221,15 +232,17 @@ static void attend_rows(TileScratch<Words>& s, const Sizes& sizes, int num_rows,
   while (begin < stop && first >= softmax.seen_to[begin]) ++begin;
   while (begin < stop && end <= softmax.seen_from[stop - 1]) --stop;
   const auto seen_by = [&](int row) { return least(end, softmax.seen_to[least(row + kBlockRows, stop) - 1]); };
-  const int parts = 2 * (stop - begin);
-  for (int row = begin; row < stop; row += kBlockRows) {
-    multiply_rows<Words, kBlockRows, false>(s, sizes, row, stop - row, seen_by(row) - first);
-    next.fetch_part(row - begin, row - begin + kBlockRows, parts);
-  }
-  softmax.template step<Words>(s.scores + begin, s.weights + begin, begin, stop - begin, first, end);
-  for (int row = begin; row < stop; row += kBlockRows) {
-    multiply_rows<Words, kBlockRows, true>(s, sizes, row, stop - row, seen_by(row) - first);
-    next.fetch_part(row - 2 * begin + stop, row - 2 * begin + stop + kBlockRows, parts);
+  const int parts = stop - begin, at_once = sizes.head + sizes.padded <= kShortHead ? kRowsAtOnce : kMaxRows;
+  for (int some = begin; some < stop; some += at_once) {
+    const int rest = least(some + at_once, stop);
+    for (int row = some; row < rest; row += kBlockRows) {
+      multiply_rows<Words, kBlockRows, false>(s, sizes, some, row, stop - row, seen_by(row) - first);
+    }
+    softmax.template step<Words>(s.scores, s.weights, some, rest - some, first, end);
+    for (int row = some; row < rest; row += kBlockRows) {
+      multiply_rows<Words, kBlockRows, true>(s, sizes, some, row, stop - row, seen_by(row) - first);
+      next.fetch_part(row - begin, row - begin + kBlockRows, parts);
+    }
   }
 }
 

@@ -50,7 +50,10 @@ static void convert_row(const Fp8Table& table, const void* from, BFloat16* to, i
 static void convert_row(int dtype, const void* from, BFloat16* to, int size) {
   if (dtype == kFp8E4M3) return convert_row(fp8_table<Fp8E4M3>(), from, to, size);
   if (dtype == kFp8E5M2) return convert_row(fp8_table<Fp8E5M2>(), from, to, size);
-  std::memcpy(to, from, static_cast<size_t>(size) * 2);
+  for (int d = 0; d < size; d += 32) {
+    const __mmask32 mask = size - d >= 32 ? ~0u : (1u << (size - d)) - 1;
+    _mm512_mask_storeu_epi16(to + d, mask, _mm512_maskz_loadu_epi16(mask, static_cast<const BFloat16*>(from) + d));
+  }
 }
 #elif defined(VLLM_LITE_MULTIPLIES_PAIRS)
 static void convert_row(int dtype, const void* from, BFloat16* to, int size) {
@@ -192,7 +195,7 @@ VLLM_LITE_INLINE void load_query(const AttentionCall& call, const AttentionItem&
   if constexpr (std::is_same_v<Element, float>) {
     if (shape.kv_dtype == kInt8) hadamard(to, size);
   }
-  std::memset(static_cast<void*>(to + size), 0, static_cast<size_t>(padded - size) * sizeof(Element));
+  for (int d = size; d < padded; ++d) to[d] = Element{};
 }
 
 #if defined(__AVX512F__)

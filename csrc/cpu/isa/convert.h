@@ -93,24 +93,23 @@ VLLM_LITE_INLINE float row_scale(const void* row, int size) {
 
 // ---- the first `count` elements; the others are zero, or are not stored
 
-template <class T>
-VLLM_LITE_INLINE Vec load_some(const T* from, int count) {
-  if (count >= kWidth) return load(from);
-  T buffer[kWidth] = {};
-  std::memcpy(buffer, from, static_cast<size_t>(count) * sizeof(T));
-  return load(buffer);
-}
-template <class T>
-VLLM_LITE_INLINE void store_some(T* to, Vec x, int count) {
-  if (count >= kWidth) return store(to, x);
-  T buffer[kWidth];
-  store(buffer, x);
-  std::memcpy(to, buffer, static_cast<size_t>(count) * sizeof(T));
-}
 #if defined(__AVX512F__)
 VLLM_LITE_INLINE __mmask16 first_lanes(int count) {
   return static_cast<__mmask16>(count >= 16 ? 0xffff : (1u << count) - 1);
 }
+#endif
+
+template <class T>
+VLLM_LITE_INLINE Vec load_some(const T* from, int count) {
+  if (count >= kWidth) return load(from);
+  return load_part(from, count);
+}
+template <class T>
+VLLM_LITE_INLINE void store_some(T* to, Vec x, int count) {
+  if (count >= kWidth) return store(to, x);
+  store_part(to, x, count);
+}
+#if defined(__AVX512F__)
 VLLM_LITE_INLINE Vec load_some(const float* from, int count) {
   return reinterpret_cast<Vec>(_mm512_maskz_loadu_ps(first_lanes(count), from));
 }

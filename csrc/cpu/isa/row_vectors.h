@@ -6,21 +6,6 @@
 namespace VLLM_LITE_ISA {
 namespace {
 
-// The first `count` elements; the others of the vector are 0.
-template <class T>
-VLLM_LITE_INLINE Vec load_part(const T* from, int64_t count) {
-  T padded[kWidth] = {};
-  std::memcpy(padded, from, static_cast<size_t>(count) * sizeof(T));
-  return load(padded);
-}
-
-template <class T>
-VLLM_LITE_INLINE void store_part(T* to, Vec x, int64_t count) {
-  T padded[kWidth];
-  store(padded, x);
-  std::memcpy(to, padded, static_cast<size_t>(count) * sizeof(T));
-}
-
 // x with zeros behind the first `count` elements.
 VLLM_LITE_INLINE Vec first_of(Vec x, int64_t count) {
   if (count == kWidth) return x;

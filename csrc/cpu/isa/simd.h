@@ -228,6 +228,44 @@ VLLM_LITE_INLINE void store(BFloat16* to, Vec x) {  // denormals become zero
 }
 #endif
 
+// ---- the first `count` elements, fewer than kWidth; the others of the vector are 0, or are not stored
+
+template <class T>
+VLLM_LITE_INLINE Vec load_part(const T* from, int64_t count) {
+  T padded[kWidth] = {};
+#if defined(__AVX512F__)
+  const __mmask16 lanes = static_cast<__mmask16>((1u << count) - 1);
+  if constexpr (sizeof(T) == 2) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(padded), _mm256_maskz_loadu_epi16(lanes, from));
+  } else if constexpr (sizeof(T) == 4) {
+    _mm512_storeu_si512(padded, _mm512_maskz_loadu_epi32(lanes, from));
+  } else {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(padded), _mm_maskz_loadu_epi8(lanes, from));
+  }
+#else
+  std::memcpy(padded, from, static_cast<size_t>(count) * sizeof(T));
+#endif
+  return load(padded);
+}
+
+template <class T>
+VLLM_LITE_INLINE void store_part(T* to, Vec x, int64_t count) {
+  T padded[kWidth];
+  store(padded, x);
+#if defined(__AVX512F__)
+  const __mmask16 lanes = static_cast<__mmask16>((1u << count) - 1);
+  if constexpr (sizeof(T) == 2) {
+    _mm256_mask_storeu_epi16(to, lanes, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(padded)));
+  } else if constexpr (sizeof(T) == 4) {
+    _mm512_mask_storeu_epi32(to, lanes, _mm512_loadu_si512(padded));
+  } else {
+    _mm_mask_storeu_epi8(to, lanes, _mm_loadu_si128(reinterpret_cast<const __m128i*>(padded)));
+  }
+#else
+  std::memcpy(to, padded, static_cast<size_t>(count) * sizeof(T));
+#endif
+}
+
 VLLM_LITE_INLINE float sum_of(Vec x) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps(reinterpret_cast<__m512>(x));
