@@ -4,7 +4,7 @@ The patches of all images stand one behind the other, so images and windows of a
 what encoders of texts have.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -64,16 +64,18 @@ class TowerAttention:
         return plan
 
     def forward(
-        self, qkv: torch.Tensor, plan: TowerPlan, rotation: Rotation | None = None
-    ) -> Generator[None, None, torch.Tensor]:
-        """qkv: [num_patches, 3 * num_heads * head_size], of which Q and K are turned in place -> what the patches get:
-        [num_patches, num_heads * head_size]. Pauses behind the heads that the plan takes at once."""
+        self,
+        qkv: torch.Tensor,  # [num_patches, 3 * num_heads * head_size], of which Q and K are turned in place
+        plan: TowerPlan,
+        rotation: Rotation | None,
+        attended: torch.Tensor,  # [num_patches, num_heads * head_size]: what the patches get
+    ) -> Iterator[None]:
+        """Pauses behind the heads that the plan takes at once."""
         query, key, value = qkv.view(len(qkv), 3, self.num_heads, -1).unbind(1)
-        out = query.new_empty(query.shape)
+        out = attended.view(query.shape)
         for first in range(0, self.num_heads, plan.num_heads):
             some = slice(first, first + plan.num_heads)
             heads = Heads(query[:, some], key[:, some], value[:, some], rotation)
             plan.backend.write_kv(heads, self._no_cache, plan.batch, 0)
             plan.backend.attend(heads.query, self._no_cache, plan.batch, 0, out[:, some])
             yield
-        return out.flatten(1)

@@ -7,7 +7,7 @@ its whole image; qwen2.py has those before. Sources: transformers' Qwen3VLVision
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -43,6 +43,16 @@ def parts_of(rows: torch.Tensor, at_once: int | None) -> list[slice]:
     """`at_once` rows in turn; None: all."""
     size = at_once or len(rows)
     return [slice(first, first + size) for first in range(0, len(rows), size)]
+
+
+class LayerRows(NamedTuple):
+    """Memory that all layers of a tower use in turn."""
+
+    hidden: torch.Tensor  # [num_patches, hidden_size], to which each layer adds
+    qkv: torch.Tensor  # [num_patches, 3 * hidden_size]
+    attended: torch.Tensor  # [num_patches, hidden_size]
+    normed: torch.Tensor  # [patches computed together, hidden_size], input and output of every block
+    inner: torch.Tensor  # [patches computed together, outputs of fc1]
 
 
 class QwenTower(VisionTower[Q]):
@@ -115,7 +125,7 @@ class QwenTower(VisionTower[Q]):
         """The patches times their matrix, [num_patches, hidden_size]. Pauses as `layer` does."""
         rows = patches.new_empty(len(patches), self.spec.hidden_size)
         for some in parts_of(patches, at_once):
-            rows[some] = self.linear("patches", patches[some])
+            self.linear("patches", patches[some], rows[some])
             yield
         return rows
 
@@ -130,41 +140,66 @@ class QwenTower(VisionTower[Q]):
         down, across = places[:rows, None].expand(-1, cols), places[None, :cols].expand(rows, -1)
         return torch.cat([self.blocks(each)[:, None] * self._frequencies for each in (down, across)], 1)
 
+    @property
+    def inner_size(self) -> int:
+        """Outputs of a layer's first matrix."""
+        return self.spec.intermediate_size
+
+    def layer_rows(self, hidden: torch.Tensor, at_once: int | None) -> LayerRows:
+        """Memory for the layers of these patches, [num_patches, hidden_size], of which `at_once` are computed together
+        (None: all)."""
+        size, num_patches = self.spec.hidden_size, len(hidden)
+        few = min(num_patches, at_once or num_patches)
+        shapes = (num_patches, 3 * size), (num_patches, size), (few, size), (few, self.inner_size)
+        return LayerRows(hidden, *(hidden.new_empty(shape) for shape in shapes))
+
     def layer(
         self,
         layer: int,
-        rows: torch.Tensor,  # [num_patches, hidden_size]
+        rows: LayerRows,
         plan: TowerPlan,
         rotation: Rotation | None = None,
         at_once: int | None = None,
     ) -> Iterator[None]:
-        """Add to `rows` what layer `layer` computes, with pauses behind each `at_once` of them (None: all)."""
-        parts = parts_of(rows, at_once)
-        qkv = rows.new_empty(len(rows), 3 * self.spec.hidden_size)
+        """Add to `rows.hidden` what layer `layer` computes, with pauses behind each `at_once` of them (None: all)."""
+        parts = parts_of(rows.hidden, at_once)
         for some in parts:
-            qkv[some] = self.linear(f"{layer}.qkv", self.norm(f"{layer}.norm1", rows[some]))
+            hidden = rows.hidden[some]
+            normed = rows.normed[: len(hidden)]
+            self.norm(f"{layer}.norm1", hidden, out=normed)
+            self.linear(f"{layer}.qkv", normed, rows.qkv[some])
             yield
-        attended = yield from self.attention.forward(qkv, plan, rotation)
+        yield from self.attention.forward(rows.qkv, plan, rotation, rows.attended)
         for some in parts:
-            self.ops.add(rows[some], self.linear(f"{layer}.out", attended[some]))
-            self.ops.add(rows[some], self.mlp(layer, self.norm(f"{layer}.norm2", rows[some])))
+            hidden = rows.hidden[some]
+            normed = rows.normed[: len(hidden)]
+            self.linear(f"{layer}.out", rows.attended[some], normed)
+            self.ops.add(hidden, normed)
+            self.norm(f"{layer}.norm2", hidden, out=normed)
+            self.feed_forward(layer, normed, rows.inner[: len(hidden)])
+            self.ops.add(hidden, normed)
             yield
 
-    def norm(self, name: str, x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
-        own, out = self._weights[name], torch.empty_like(x)
+    def norm(
+        self, name: str, x: torch.Tensor, eps: float | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """A norm of x over its last axis, in `out` if there is one."""
+        own, out = self._weights[name], torch.empty_like(x) if out is None else out
         weights = own.weight.float(), None if own.bias is None else own.bias.float()
         self.ops.wide_norm(x, WideNormWeights(*weights, eps or self.spec.norm_eps, centered=True), out)
         return out
 
-    def mlp(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(f"{layer}.fc2", self.activate(self.linear(f"{layer}.fc1", x)))
+    def feed_forward(self, layer: int, x: torch.Tensor, inner: torch.Tensor) -> None:
+        """x becomes what the MLP of a layer makes of it: [.., hidden_size]; inner: [.., inner_size]."""
+        self.linear(f"{layer}.fc1", x, inner)
+        self.linear(f"{layer}.fc2", self.activate(inner), x)
 
     def activate(self, x: torch.Tensor) -> torch.Tensor:
-        """x, contiguous, with the activation of the tower in its place."""
+        """x: [.., inner_size] with the activation of the tower in its place -> [.., intermediate_size]."""
         kind = ACTIVATIONS.get(self.spec.activation)
         if kind is None:
             return x.mul_(torch.sigmoid(1.702 * x))
-        self.ops.activate(kind, x.flatten(0, -2))
+        self.ops.activate(kind, x)
         return x
 
     def merged(self, name: str, blocks: torch.Tensor, at_once: int | None = None) -> Pieces:
@@ -205,9 +240,9 @@ class Qwen3Tower(QwenTower[Qwen3VisionSpec]):
             yield
         rotation, in_pieces = self.rotation(sides), at_once is not None
         plan = self.attention.plan([rows * cols for rows, cols in sides], in_pieces=in_pieces)
-        deep = list[torch.Tensor]()
+        rows, deep = self.layer_rows(hidden, at_once), list[torch.Tensor]()
         for layer in range(self.spec.num_layers):
-            yield from self.layer(layer, hidden, plan, rotation, at_once)
+            yield from self.layer(layer, rows, plan, rotation, at_once)
             if layer in self.spec.deep_layers:
                 name = f"deep{len(deep)}"
                 own = self.norm(f"{name}.norm", hidden.view(-1, self.block_size))

@@ -30,9 +30,10 @@ class Qwen2Tower(QwenTower[Qwen2VisionSpec]):
         rotation = Rotation(*map(in_order, self.rotation(sides)))
         whole = self.attention.plan([rows * cols for rows, cols in sides], in_pieces=at_once is not None)
         windows = self.attention.plan([few * length for length in lengths], in_pieces=at_once is not None)
+        rows = self.layer_rows(hidden, at_once)
         for layer in range(spec.num_layers):
             plan = whole if layer in spec.full_layers or not spec.window else windows
-            yield from self.layer(layer, hidden, plan, rotation, at_once)
+            yield from self.layer(layer, rows, plan, rotation, at_once)
         merged = yield from self.merged("merger", self.norm("norm", hidden).view(-1, self.block_size), at_once)
         vectors = torch.empty_like(merged)
         vectors[order] = merged
@@ -49,21 +50,26 @@ class Qwen2Tower(QwenTower[Qwen2VisionSpec]):
             first += rows * cols
         return torch.cat(windows), list(map(len, windows))
 
-    def norm(self, name: str, x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
+    def norm(
+        self, name: str, x: torch.Tensor, eps: float | None = None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if not self.spec.is_gated:
-            return super().norm(name, x, eps)
-        out = torch.empty_like(x)
-        self.ops.wide_norm(
-            x, WideNormWeights(self.table(name).float(), None, eps or self.spec.norm_eps, centered=False), out
-        )
+            return super().norm(name, x, eps, out)
+        weights = WideNormWeights(self.table(name).float(), None, eps or self.spec.norm_eps, centered=False)
+        out = torch.empty_like(x) if out is None else out
+        self.ops.wide_norm(x, weights, out)
         return out
 
-    def mlp(self, layer: int, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def inner_size(self) -> int:
+        return super().inner_size * (2 if self.spec.is_gated else 1)
+
+    def activate(self, x: torch.Tensor) -> torch.Tensor:
         if not self.spec.is_gated:
-            return super().mlp(layer, x)
-        out = x.new_empty(len(x), self.spec.intermediate_size)
-        self.ops.activate_and_mul("silu", self.linear(f"{layer}.fc1", x), out)
-        return self.linear(f"{layer}.fc2", out)
+            return super().activate(x)
+        out = x[:, : self.spec.intermediate_size]
+        self.ops.activate_and_mul("silu", x, out)
+        return out
 
     def weight_groups(self) -> Iterator[WeightGroup]:
         spec, size, inner = self.spec, self.spec.hidden_size, self.spec.intermediate_size

@@ -99,15 +99,18 @@ class VisionTower(ABC, Generic[S]):
     def colors(self, images: torch.Tensor) -> torch.Tensor:  # uint8 [..., 3] -> float32 [..., 3]
         return (images.to(self.device).float() / 255 - self._mean) / self._std
 
-    def linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """x times a `matrix`, or a `group` that is stored with more than two axes; x: [..., inputs]."""
+    def linear(self, name: str, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """x times a `matrix`, or a `group` that is stored with more than two axes; x: [..., inputs]. In `out` if there
+        is one, [num_rows, outputs], and then x has two axes."""
         made = self._matrices.get(name)
         if made is None:
             own = self._weights[name]
-            return functional.linear(x, own.weight, own.bias)
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        out = rows.new_empty(len(rows), sum(part.size for part in made.shape.outputs))
-        made.forward(rows, out)
+            product = functional.linear(x, own.weight, own.bias)
+            return product if out is None else out.copy_(product)
+        rows = x.reshape(-1, x.shape[-1])
+        if out is None:
+            out = x.new_empty(len(rows), sum(part.size for part in made.shape.outputs))
+        made.forward(rows if rows.stride(1) == 1 else rows.contiguous(), out)
         return out.view(*x.shape[:-1], -1)
 
     def norm(self, name: str, x: torch.Tensor, eps: float | None = None) -> torch.Tensor:
