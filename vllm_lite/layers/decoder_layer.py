@@ -83,7 +83,7 @@ class DecoderLayer:
         """Change the MLP's output in rows.hidden before it is added."""
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """Weights of this layer in a checkpoint under `prefix`, like "model.layers.0."."""
+        """Weights in a checkpoint under `prefix`, like "model.layers.0."."""
         yield self.input_norm.group(f"{prefix}{self.names.attention_norm}")
         yield from self.attention.weight_groups(f"{prefix}{self.names.attention}.")
         yield self.mlp_norm.group(f"{prefix}{self.names.mlp_norm}")

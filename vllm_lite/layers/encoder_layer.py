@@ -45,7 +45,7 @@ class EncoderLayer:
         self.mlp_norm.add_forward(rows.residual, rows.hidden, out=rows.residual)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """Weights of this layer in a checkpoint under `prefix`, like "encoder.layer.0."."""
+        """Weights in a checkpoint under `prefix`, like "encoder.layer.0."."""
         names = self.names
         yield from self.attention.weight_groups(f"{prefix}{names.attention}.")
         yield self.attention_norm.group(f"{prefix}{names.after_attention}")

@@ -85,7 +85,7 @@ class GatedMLP:
         self.down.forward(activated, out=rows.hidden)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """Weights of this block in a checkpoint under `prefix`, like "model.layers.0.mlp."."""
+        """Weights in a checkpoint under `prefix`, like "model.layers.0.mlp."."""
         yield self.gate_up.group(f"{prefix}{self.matrices.gate}", f"{prefix}{self.matrices.up}")
         yield self.down.group(f"{prefix}{self.matrices.down}")
 

@@ -1,1 +1,1 @@
-"""Model families, the registry that finds them, and the loader that fills them."""
+"""Model families, their registry, and the loader of their weights."""

@@ -1,8 +1,8 @@
-"""The weights that a rank will want packed, by the names of a checkpoint's tensors, before there is a model. No torch.
+"""Packing of a rank's weights before its model exists, by the names of the checkpoint's tensors. No torch.
 
-A worker has native threads pack them while it imports torch. This knows the names that most families share. What it
-does not know, or a model wants otherwise, `weights.load_weights` packs as the model says: a weight counts only if its
-key is that of the model, which says everything that it depends on.
+Native threads of a worker pack weights while it imports torch. This module knows the names that most families share. A
+packed weight is used only if its key, which has everything that it depends on, equals the model's. Others are packed by
+`weights.load_weights` as the model requests them.
 """
 
 import re
@@ -28,7 +28,7 @@ from vllm_lite.layers.attention.qkv_layout import qkv_splits
 from vllm_lite.runtime import log
 
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-"""What safetensors calls the types that can be packed."""
+"""safetensors' names of the types that can be packed."""
 _LAYER = re.compile(r"(.*\blayers\.(\d+)\.(?:self_attn|mlp)\.)\w+\.weight")
 _SHARED = "shared_experts"
 _ROUTER, _SHARED_GATE = "gate", "shared_expert_gate"
@@ -39,7 +39,7 @@ logger = log.get(__name__)
 
 
 class Slot(NamedTuple):
-    """Equal to the WeightSlot of the same fields, which comes with torch."""
+    """A tuple equal to the WeightSlot of the same fields, without importing torch."""
 
     name: str
     shape: tuple[int, int]
@@ -62,7 +62,7 @@ class Slot(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """A weight: what of the checkpoint lies in it, and how. It is equal to the packing key of a WeightStack."""
+    """A weight to pack: its parts of the checkpoint, and its types. Equal to the packing key of a WeightStack."""
 
     slots: tuple[Slot, ...]
     dtype: str
@@ -70,13 +70,13 @@ class Wanted(NamedTuple):
 
 
 def pack_ahead(config: ResolvedConfig, rank: int, num_threads: int, niceness: int = NICENESS) -> FilePacker | None:
-    """Begin to pack what worker `rank` will want, by threads that are lower by `niceness`. None where nothing can be
-    packed, or it is not known what; the loader says what is wrong."""
+    """Begin to pack the weights of worker `rank`, in threads with a `niceness`. None if nothing can be packed, or the
+    checkpoint cannot be read; the loader reports that error."""
     if config.device != "cpu" or config.load_format == "dummy" or not cpu.available():
         return None
     try:
         spec = load_spec(config.model, config.model_impl, config.pooling)
-        if spec.implementation == "transformers":  # what its modules want is known once they are made
+        if spec.implementation == "transformers":  # its weights are known only once its modules are made
             return None
         places = locate(Path(config.model))
         tied, without_kv = spec.tie_word_embeddings, spec.layers_without_kv
@@ -92,7 +92,7 @@ def pack_ahead(config: ResolvedConfig, rank: int, num_threads: int, niceness: in
             for slots, is_dense in _weights(stored, spec, shard)
             for form, some in groupby(slots, key=partial(_form, config.quantization, mixed, is_dense=is_dense))
         )
-        if tied and config.quantization:  # the model keeps the embedding as it is, beside the head
+        if tied and config.quantization:  # the model keeps a dense embedding beside the head
             wanted = (one for one in wanted if not one.slots[0].name.endswith("embed_tokens.weight"))
         jobs = {one: job for one in wanted if (job := _job(one, stored)) is not None}
         return _begin(jobs, stored, num_threads, niceness) if jobs else None
@@ -102,8 +102,8 @@ def pack_ahead(config: ResolvedConfig, rank: int, num_threads: int, niceness: in
 
 
 def pack_wanted(wanted: Iterable[Hashable], folder: Path, num_threads: int) -> FilePacker | None:
-    """Begin to pack weights that a model in memory asks for, by their packing keys. None where no dense checkpoint has
-    them as they lie there."""
+    """Begin to pack the weights that a model in memory requests, by their packing keys. None if the checkpoint has none
+    of them as plain dense tensors."""
     try:
         stored = {canonical(name): place for name, place in locate(folder).items()}
         keys = (Wanted(*cast("Wanted", key)) for key in wanted)
@@ -120,7 +120,7 @@ def _is_plain(slot: Slot) -> bool:
 
 
 def _form(quantization: Quantization | None, mixed: MixedForm | None, slot: Slot, *, is_dense: bool) -> Form | None:
-    """As what a weight is packed that the slot is of; None: as it is."""
+    """Form to which the weight of `slot` is packed; None: the model's dtype."""
     if is_dense:
         return None
     if slot.name.endswith(_HEADS):
@@ -131,7 +131,7 @@ def _form(quantization: Quantization | None, mixed: MixedForm | None, slot: Slot
 def _begin(
     jobs: Mapping[Wanted, Job], stored: Mapping[str, TensorPlace], num_threads: int, niceness: int
 ) -> FilePacker | None:
-    """None if a file was replaced since its header was read: tensors of another file lie elsewhere."""
+    """Start the packer; None if a file was replaced since its header was read, which may have moved its tensors."""
     packer = FilePacker(jobs, num_threads, niceness)
     places = (stored[slot.name] for wanted in jobs for slot in wanted.slots)
     if all(packer.reads(place.file, place.identity) for place in places):
@@ -143,8 +143,7 @@ def _begin(
 def _weights(
     stored: Mapping[str, TensorPlace], spec: ModelSpec, shard: Shard
 ) -> Iterator[tuple[tuple[Slot, ...], bool]]:
-    """The slots of each that is in this stage, in the order in which models load them, and whether it is never
-    quantized."""
+    """Slots of each weight of this stage, in the order in which models load them, and whether it is never quantized."""
     blocks = {found[1]: int(found[2]) for name in stored if (found := _LAYER.fullmatch(name))}
     hidden, held = Split.whole(spec.hidden_size), shard.stage.layers(spec.num_layers)
     for prefix, layer in sorted(blocks.items(), key=lambda block: (block[1], not block[0].endswith("attn."))):
@@ -169,7 +168,7 @@ def _weights(
 
 
 Parts = Iterator[tuple[tuple[str, ...], tuple[Split, ...] | None, Split | None]]
-"""Names, the rows of each that this rank holds, and its inputs; None: all of the hidden state."""
+"""Names, this rank's rows of each, and its inputs; None: the whole hidden state."""
 
 
 def _attention(prefix: str, stored: Mapping[str, TensorPlace], spec: ModelSpec, layer: int, shard: Shard) -> Parts:
@@ -215,7 +214,7 @@ def _matrices(prefix: str, inner: Split, *, gated: bool) -> Parts:
 
 
 def _job(wanted: Wanted, stored: Mapping[str, TensorPlace]) -> Job | None:
-    """None if a tensor is not as the model will expect it."""
+    """Make the packer's job; None if a tensor has not the shape or type that the model will expect."""
     pieces = []
     for slot in wanted.slots:
         place = stored[slot.name]

@@ -14,8 +14,8 @@ from vllm_lite.models.decoder import Decoder
 
 
 class XieluMLP(MLP):
-    """An MLP with xIELU, as `Ops.xielu` computes it: a is softplus(alpha_p), c is beta + softplus(alpha_n). Ranks hold
-    all four numbers."""
+    """An MLP with xIELU, see `Ops.xielu`: a is softplus(alpha_p), c is beta + softplus(alpha_n). Every rank holds all
+    four numbers."""
 
     factors: torch.Tensor  # a, c, beta, eps: float32 [4], by `load`
 
@@ -30,13 +30,13 @@ class XieluMLP(MLP):
         self.down.forward(rows.activated, out=rows.hidden)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """See MLP.weight_groups, and what the activation has."""
+        """See MLP.weight_groups; also the weights of the activation."""
         yield from super().weight_groups(prefix)
         slots = [(whole_slot(f"{prefix}act_fn.{name}", 1),) for name in ("alpha_p", "alpha_n", "beta", "eps")]
         yield WeightGroup(tuple(WeightStack(slot, torch.float32, self.device) for slot in slots), self.load)
 
     def load(self, alpha_p: torch.Tensor, alpha_n: torch.Tensor, beta: torch.Tensor, eps: torch.Tensor) -> None:
-        """Keep what the activation has: float32 [1] each."""
+        """Keep the weights of the activation: float32 [1] each."""
         softplus = torch.nn.functional.softplus
         self.factors = torch.cat((softplus(alpha_p), beta + softplus(alpha_n), beta, eps))
 

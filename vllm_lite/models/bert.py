@@ -56,7 +56,7 @@ class GteAttention(AttentionBlock):
 
 
 class GteMLP(FusedGatedMLP):
-    """Up lies before the gate, and the second matrix alone has a bias."""
+    """Up is before the gate, and only the second matrix has a bias."""
 
     names: ClassVar = GatedNames(gate="up_gate_proj", up="up_gate_proj")
     up_first: ClassVar = True

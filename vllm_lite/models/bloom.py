@@ -1,4 +1,4 @@
-"""BLOOM, Falcon and GPT-NeoX (Pythia): Q, K and V of each KV head stand together in one tensor."""
+"""BLOOM, Falcon and GPT-NeoX (Pythia): one tensor holds Q, K and V grouped by KV head."""
 
 from collections.abc import Iterator
 from typing import ClassVar
@@ -22,7 +22,7 @@ class WidenedMLP(MLP):
 
 
 class BloomLayer(DecoderLayer):
-    """Also that of the first Falcons that have no parallel blocks."""
+    """Layer of BLOOM, and of early Falcons without parallel blocks."""
 
     names: ClassVar = LayerNames(attention="self_attention")
     attention_block: ClassVar = FusedAttention
@@ -50,7 +50,7 @@ class ParallelGPTNeoXLayer(ParallelLayer):
 
 
 class Bloom(Decoder):
-    """A LayerNorm stands behind the token vectors, too."""
+    """BLOOM also norms the token embeddings."""
 
     names: ClassVar = DecoderNames(layer="h.{}.", norm="ln_f")
     layer: ClassVar[type[Layer]] = BloomLayer

@@ -1,10 +1,9 @@
-"""Common parts of all decoder-only models: token vectors, layers, a last norm, logits.
+"""Common parts of all decoder-only models: token embedding, layers, final norm, logits.
 
-Read `Decoder.forward`, then the orders in layers/decoder_layer.py. Activations live in `Buffers`: `residual` is the
-stream that every block adds to; `hidden` is what a block reads and what it gives back.
+Read `Decoder.forward`, then the layers in layers/decoder_layer.py. Activations are in `Buffers`: `residual` is the
+residual stream; `hidden` is the input and output of a block.
 
-A family is a subclass that names its layers (`layer`) and its tensors (`names`), and replaces a method where it
-computes something else.
+A family is a subclass that names its layers (`layer`) and its tensors (`names`), and overrides methods that differ.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +32,7 @@ T = TypeVar("T")
 
 
 class Layer(Protocol):
-    """One of the orders in layers/decoder_layer.py."""
+    """A decoder layer, see layers/decoder_layer.py."""
 
     @property
     def attention(self) -> Attention | None: ...
@@ -59,11 +58,11 @@ class DecoderNames(NamedTuple):
 
 
 class Decoder:
-    """One rank's part of a model: its stage's layers, and its share of each. It has no weights until
-    `weights.load_weights` has given it some.
+    """One rank's part of a model: its stage's layers, and its tensor-parallel share of each. `weights.load_weights`
+    loads the weights.
 
-    Where the layers are shared out, a step goes from stage to stage: the first one embeds (`has_embedding`), the last
-    one norms and makes logits (`has_head`), and what is between two layers goes from one stage to the next.
+    With pipeline parallelism, the first stage embeds (`has_embedding`), the last one norms and computes logits
+    (`has_head`), and each stage sends the activations after its last layer to the next.
     """
 
     names: ClassVar = DecoderNames()
@@ -76,7 +75,7 @@ class Decoder:
         self.stage = stage = parts.shard.stage
         self.has_embedding, self.has_head = stage.is_first, stage.is_last
         self.held = stage.layers(spec.num_layers)
-        """Numbers of this stage's layers."""
+        """Indices of this stage's layers."""
         columns = [Split.vocabulary(spec.vocab_size, shard) for shard in parts.shard.all_ranks]
         own = columns[parts.shard.rank]
         self.own_columns = slice(own.start, own.end)
@@ -88,11 +87,11 @@ class Decoder:
         attending = [index for index, own in enumerate(spec.layers) if own.attends]
         writers = [index for index in attending if spec.layers[index].kv_layer is None]
         self.last_writer = max(writers, default=0)
-        """The last layer that writes to the cache. What follows is needed of the wanted tokens only."""
+        """Index of the last layer that writes to the cache. After it, only the wanted tokens are needed."""
         self.last_reader = max(attending, default=0)
-        """The last layer that attends. What follows needs nothing of a step but its rows."""
+        """Index of the last layer that attends. Later work treats rows independently, without the batch."""
         self.attends = self.last_reader >= self.held.start
-        """Whether a layer from this stage on attends; else the stages before it have sent the wanted rows alone."""
+        """Whether this or a later stage attends; else earlier stages have sent only the wanted rows."""
         self.norm = parts.norm()
         self.lm_head = parts.lm_head(self.embedding, tied=spec.tie_word_embeddings)
         self.adapted_head = parts.adapted_head(self.names.head, self.embedding) if self.has_head else None
@@ -101,7 +100,7 @@ class Decoder:
         self.buffers = Buffers(parts, max_model_len, max_num_tokens)
 
     def make_layer(self, parts: Parts, index: int) -> Layer:
-        """Make layer `index`. A family whose layers differ by the model's numbers chooses here."""
+        """Make layer `index`. Families with several classes of layers choose one here."""
         return self.layer(parts, index)
 
     @torch.inference_mode()
@@ -112,10 +111,10 @@ class Decoder:
         backend: AttentionBackend,
         progress: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
-        """The wanted tokens' hidden states after the final norm: [num_wanted, hidden_size], overwritten by the next
-        call. All tokens are needed until the last layer has written to the cache. Behind that only the wanted ones go
-        on, or behind the last attention, if they are no batch of their own. `progress` is called behind each layer.
-        Without a head the result is of no use; it has gone to the next stage.
+        """Return the wanted tokens' hidden states after the final norm: [num_wanted, hidden_size], overwritten by the
+        next call. All tokens are needed until the last layer has written to the cache. The pass continues with only the
+        wanted ones after that if `batch.tail` is set, else after the last attention. Calls `progress` after each layer.
+        Without `has_head` the result is meaningless; the activations were sent to the next stage.
         """
         wanted, tail, on_axes = batch.wanted, batch.tail, batch.vectors is not None
         self.buffers.begin_step()
@@ -150,13 +149,13 @@ class Decoder:
         return rows.hidden
 
     def send(self, rows: StepRows) -> None:
-        """Send the next stage what the last layer of this one has left."""
+        """Send the activations after this stage's last layer to the next stage."""
         self.communicator.send(rows.residual, self.stage.index + 1)
         self.communicator.send(rows.hidden, self.stage.index + 1)
 
     def receive(self, batch: StepBatch) -> StepRows:
-        """Take what the stage before has left of a step: all its rows while layers attend, then the wanted ones, which
-        may be none."""
+        """Receive the previous stage's activations: of all rows while this or a later stage attends, else of the wanted
+        ones, which may be none."""
         wanted = batch.wanted
         rows = self.buffers.rows(batch.num_tokens if self.attends or wanted is None else len(wanted))
         if len(rows.hidden):
@@ -165,27 +164,27 @@ class Decoder:
         return rows
 
     def held_of(self, of_layers: Sequence[T]) -> Sequence[T]:
-        """The entries of this stage's layers, of those of all."""
+        """Select the entries of this stage's layers."""
         return of_layers[self.held.start : self.held.stop]
 
     def narrow(
         self, layer: Layer, rows: StepRows, wanted: torch.Tensor, index: int, *, heads: bool = False
     ) -> StepRows:
-        """The rows that go on alone from layer `index` on, moved together. wanted: int64 [k]. `heads`: they have yet to
-        attend there."""
+        """Gather the `wanted` rows, int64 [k], with which the pass continues in layer `index`; see Buffers.gather.
+        `heads`: before that layer's attention."""
         if layer.attention is None:
             return rows
         return self.buffers.gather(rows, wanted, layer.attention.kind, index, heads=heads)
 
     def take_up(self, tokens: torch.Tensor, segments: Segments, kv_caches: list[Any]) -> None:
-        """As hybrid.Hybrid's. Here no layer keeps a state."""
+        """See hybrid.Hybrid.take_up. Nothing to do: no layer keeps a state."""
 
     def last_norm(self, rows: StepRows) -> None:
-        """Norm what the last layer has left in rows.residual and rows.hidden into rows.hidden."""
+        """Add rows.hidden to rows.residual, and write the norm of the sum to rows.hidden."""
         self.norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
 
     def embed(self, batch: StepBatch, rows: StepRows) -> None:
-        """Fill rows.residual with what the first layer reads: vectors of tokens, scaled, and the batch's own ones."""
+        """Fill rows.residual with the first layer's input: scaled token embeddings, and the batch's own vectors."""
         self.embedding.forward(batch.token_ids, out=rows.residual)
         if self.adapted_tokens is not None:
             self.adapted_tokens.add(batch.token_ids, rows.residual)
@@ -195,18 +194,17 @@ class Decoder:
         batch.with_vectors(lambda own, _: residual.index_copy_(0, own.rows, own.vectors.to(residual.dtype)))
 
     def empty_logits(self, num_rows: int) -> torch.Tensor:
-        """Memory for `logits`: float32 [num_rows, vocab_size], shared by ranks that can; then the next call may return
-        the same again. Without a head it has no columns; those that the head does not score say that there is no
-        chance."""
+        """Memory for `logits`: float32 [num_rows, vocab_size], shared between ranks if possible; then the next call may
+        return the same memory. Without a head it has no columns; columns that the head does not score hold -inf."""
         rows = self.communicator.shared_rows(num_rows, self.spec.vocab_size if self.has_head else 0, torch.float32)
         return rows if self.lm_head.is_whole else rows.fill_(-torch.inf)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None, which: Which | None = None) -> torch.Tensor:
-        """hidden: [num_rows, hidden_size], the rows `which` of `forward`'s result (None: all) -> `out`, by
+        """hidden: [num_rows, hidden_size], the rows `which` of `forward`'s result (None: all) -> `out`, made by
         `empty_logits`, or a new one.
 
-        Of its columns this rank fills `own_columns` and no others; `gather_logits` completes it.
+        This rank fills only the columns `own_columns`; `gather_logits` completes the others.
         """
         if out is None:
             out = self.empty_logits(hidden.shape[0])
@@ -222,12 +220,12 @@ class Decoder:
 
     @torch.inference_mode()
     def gather_logits(self, out: torch.Tensor) -> None:
-        """Wait until all ranks have filled their columns of `out`, which then every rank sees. All ranks call it."""
+        """Wait until all ranks have filled their columns of `out`, which every rank then sees. All ranks call this."""
         if self.has_head:
             self.communicator.gather_columns(out, self._widths)
 
     def weight_groups(self) -> Iterator[WeightGroup]:
-        """Every tensor that a checkpoint must have, in groups that are loaded one after another."""
+        """All tensors that a checkpoint must have, in groups that are loaded one after another."""
         if self.has_embedding:
             yield from self.embedding_groups()
         for index, layer in zip(self.held, self.layers, strict=True):
@@ -238,12 +236,12 @@ class Decoder:
             yield from self.tower.weight_groups()
 
     def embedding_groups(self) -> Iterator[WeightGroup]:
-        """The tensors of `embed`, in the first stage. A tied head loads those that it shares, where it is there."""
+        """Tensors of `embed`, in the first stage. A tied head in the same stage loads the tensor that it shares."""
         if not (self.lm_head.tied and self.has_head):
             yield self.embedding.group(self.names.embedding)
 
     def head_groups(self) -> Iterator[WeightGroup]:
-        """The tensors of what follows the layers, in the last stage."""
+        """Tensors of the parts after the layers, in the last stage."""
         names = self.names
         yield self.norm.group(names.norm)
         yield self.lm_head.group(names.embedding if self.lm_head.tied else names.head)
@@ -251,13 +249,13 @@ class Decoder:
             yield from self.pooler.weight_groups()
 
     def take_kv_scales(self, scales: Sequence[KVScales]) -> None:
-        """Have each layer scale its float8 cache by its own."""
+        """Set the scales of each layer's float8 cache."""
         for layer, own in zip(self.layers, self.held_of(scales), strict=True):
             if layer.attention is not None:
                 layer.attention.kv_scales = own
 
     def ignores(self, name: str) -> bool:
-        """Tensors that some checkpoints have and nobody needs."""
+        """Whether a checkpoint may have a tensor of this name that the model does not need."""
         spec = self.spec
         unread, without_kv = spec.unread_layers, spec.layers_without_kv
         if self.stage.count > 1 and name.startswith(self._elsewhere):
@@ -266,7 +264,7 @@ class Decoder:
 
     @cached_property
     def _elsewhere(self) -> tuple[str, ...]:
-        """Beginnings of the names of tensors that other stages alone have."""
+        """Prefixes of the names of tensors that only other stages hold."""
         others = (index for index in range(self.spec.num_layers) if index not in self.held)
         layers = [self.names.layer.format(index) for index in others]
         asked = {slot.name for group in self.weight_groups() for slot in group.slots}

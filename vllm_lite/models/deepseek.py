@@ -26,7 +26,7 @@ class Deepseek(Decoder):
     layer: ClassVar[type[Layer]] = DeepseekLayer
 
     def ignores(self, name: str) -> bool:
-        """Also layers behind the last one, which V3 has to predict several tokens at once."""
+        """See Decoder.ignores. Also ignores layers after the last one, V3's MTP layers."""
         layer = _LAYER.match(name)
         return super().ignores(name) or (layer is not None and int(layer[1]) >= self.spec.num_layers)
 
@@ -36,7 +36,7 @@ class SparseLayer(DeepseekLayer):
 
 
 class SparseDeepseek(Deepseek):
-    """DeepSeek V3.2 and GLM-5, some of whose layers may attend to what one before them has chosen."""
+    """DeepSeek V3.2 and GLM-5; some layers may attend to the tokens that an earlier layer has chosen."""
 
     layer: ClassVar[type[Layer]] = SparseLayer
 

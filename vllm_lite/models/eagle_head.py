@@ -1,4 +1,4 @@
-"""An EAGLE-3 head of a loaded model: one layer that predicts the token behind the next from three hidden states."""
+"""An EAGLE-3 head of a loaded model: one layer that predicts the token after the next from three hidden states."""
 
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -23,7 +23,7 @@ from vllm_lite.models.decoder import Decoder, Layer
 
 
 class WideAttention(AttentionBlock):
-    """Reads two vectors of the hidden size, side by side."""
+    """Attention whose input is two concatenated vectors of the hidden size."""
 
     def make_projections(self, parts: Parts, layer: int, splits: QKVSplits) -> None:  # noqa: ARG002
         self.qkv = parts.linear(Split.whole(2 * parts.spec.hidden_size), *splits, bias=parts.spec.qkv_bias)
@@ -31,7 +31,7 @@ class WideAttention(AttentionBlock):
 
 
 class EagleLayer(DecoderLayer):
-    """The layer. Its attention reads `joined`, and adds to the hidden states in rows.residual."""
+    """The head's layer. Its attention reads `joined`, and adds to the hidden states in rows.residual."""
 
     attention_block: ClassVar[type[Attention]] = WideAttention
     joined: torch.Tensor
@@ -50,7 +50,7 @@ class EagleLayer(DecoderLayer):
 
 
 class Tapped:
-    """A layer of the model, which also copies the residual stream that it leaves."""
+    """Wraps a layer of the model to copy its residual stream."""
 
     def __init__(self, layer: Layer, out: torch.Tensor) -> None:
         self._layer, self._out, self._ops = layer, out, ops_for(out.device)  # out: [max_num_tokens, hidden_size]
@@ -61,7 +61,7 @@ class Tapped:
         return self._layer.attention
 
     def combine(self, rows: StepRows) -> None:
-        """As the layer's. What it gives back is still to be added to the stream."""
+        """Run the layer, and copy rows.residual plus the layer's output, which is still to be added to it."""
         self._layer.combine(rows)
         out = self._out[: len(rows.hidden)]
         self._ops.copy(rows.residual, out)
@@ -69,21 +69,21 @@ class Tapped:
 
 
 class EagleHead(Decoder):
-    """A decoder of one layer, which looks tokens up in the model's table and has an LM head for some of them.
+    """A decoder of one layer with the model's embedding, and an LM head for a part of the vocabulary.
 
-    As an MTP head's, the row of token t computes with what `given` has of the token before it.
+    As in an MTP head, the row of token t uses the vector of `given` for the token before it.
     """
 
     layer: ClassVar[type[Layer]] = EagleLayer
     tokens: torch.Tensor
-    """The tokens of the head's rows, in order: int64 [num_tokens]."""
+    """Token of each row of the LM head, ascending: int64 [num_tokens]."""
     _places: torch.Tensor
-    """The place of each of this rank's tokens among the scores; those that are not known have the last one."""
+    """Column of `_scores` for each of this rank's tokens; the last column for tokens without a row in the head."""
     given: torch.Tensor
-    """What stands for the hidden states before the tokens of the next forward pass: [num_tokens, hidden_size]."""
+    """Vectors used as hidden states before the tokens of the next forward pass: [num_tokens, hidden_size]."""
 
     def __init__(self, parts: Parts, sizes: tuple[int, int], model: Decoder, eagle: EagleSpec, prefix: str) -> None:
-        """`sizes`: the longest sequence, and the most tokens of a step. `prefix`: of the layer's tensors."""
+        """`sizes`: max_model_len and max_num_tokens. `prefix`: of the layer's tensors."""
         super().__init__(parts, *sizes)
         size = parts.spec.hidden_size
 
@@ -104,7 +104,7 @@ class EagleHead(Decoder):
             model.layers[index] = Tapped(model.layers[index], self._tapped[:, place * size : (place + 1) * size])
 
     def fused(self, num_tokens: int) -> torch.Tensor:  # [num_tokens, hidden_size], new
-        """Join what the model's layers have left of the latest step."""
+        """Project the three hidden states that the tapped layers copied in the latest step to one vector per token."""
         out = torch.empty_like(self.given[:num_tokens])
         self.fc.forward(self._tapped[:num_tokens], out=out)
         return out
@@ -118,7 +118,7 @@ class EagleHead(Decoder):
         self.ops.copy(self.given[:count], rows.residual)
 
     def last_norm(self, rows: StepRows) -> None:
-        """Leave the sum: the next draft goes on from it, and `logits` norms it."""
+        """Write the unnormed sum to rows.hidden: the next draft continues from it, and `logits` norms it."""
         self.ops.add(rows.hidden, rows.residual)
 
     @torch.inference_mode()
@@ -128,7 +128,7 @@ class EagleHead(Decoder):
         out: torch.Tensor | None = None,
         which: Which | None = None,  # noqa: ARG002 - no row has an adapter
     ) -> torch.Tensor:
-        """See Decoder.logits; tokens that the head does not know have no chance."""
+        """See Decoder.logits; tokens without a row in the head get -inf."""
         out = self.empty_logits(len(hidden)) if out is None else out
         count = len(hidden)
         normed, known = self._kept if count <= len(self._kept[0]) else self._scores(count)
@@ -140,25 +140,25 @@ class EagleHead(Decoder):
         return out
 
     def keep(self, num_rows: int) -> None:
-        """Keep memory for the scores of so many rows: what is recorded of `logits` needs it."""
+        """Keep memory for the scores of `num_rows` rows, which a recorded `logits` needs."""
         self._kept = self._scores(num_rows)
 
     def _scores(self, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory for normed hidden states, and for the scores of the known tokens, float32, behind which stands that of
-        all others: [num_rows, hidden_size] and [num_rows, num_tokens + 1]."""
+        """Memory for normed hidden states, [num_rows, hidden_size], and for the scores of the head's tokens and in the
+        last column of all others, float32 [num_rows, num_tokens + 1]."""
         device, count = self.tokens.device, len(self.tokens) + 1
         normed = torch.zeros(num_rows, self.spec.hidden_size, dtype=self.given.dtype, device=device)
         return normed, torch.full((num_rows, count), -torch.inf, device=device)
 
     def _take_tokens(self, tokens: torch.Tensor) -> None:  # int64 [num_tokens]
-        """These are the tokens of the head's rows."""
+        """Set the tokens of the head's rows."""
         self.tokens = tokens
         places = torch.full((self.spec.vocab_size,), len(tokens), dtype=torch.int64, device=tokens.device)
         places[tokens] = torch.arange(len(tokens), device=tokens.device)
         self._places = places[self.own_columns].contiguous()
 
     def weight_groups(self) -> Iterator[WeightGroup]:
-        """The tensors that are the head's own."""
+        """Tensors that belong to the head, not to the model."""
         yield self.fc.group("fc")
         yield from self._own.weight_groups(self._prefix)
         yield self.norm.group("model.norm")
@@ -174,5 +174,5 @@ class EagleHead(Decoder):
         self._take_tokens(tokens)
 
     def ignores(self, name: str) -> bool:
-        """The mask of its tokens, and a copy of the model's table of token vectors."""
+        """See Decoder.ignores: the mask of the head's tokens, and a copy of the model's embedding."""
         return name in ("t2d", "model.embed_tokens.weight") or super().ignores(name)

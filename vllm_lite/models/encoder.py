@@ -1,7 +1,7 @@
-"""Common parts of all encoders: token vectors and their additions, layers that see each text as a whole.
+"""Common parts of all encoders: token embedding and additions to it, layers that see each text as a whole.
 
-There is no KV cache and there are no logits: what comes out are hidden states, for the pooler. A family is a subclass
-that names its layers and its tensors.
+There is no KV cache and there are no logits; the pooler takes the hidden states. A family is a subclass that names its
+layers and its tensors.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,12 +30,12 @@ UNREAD = (
     *("cls.", "lm_head.", "pooler.", "head.", "decoder.", "classifier.", "model.weight", "model.bias"),
     *("pre_classifier.", "vocab_layer_norm.", "vocab_projector.", "vocab_transform."),
 )
-"""Heads for other tasks than the one that is served, under their canonical names."""
+"""Canonical names of heads for other tasks than the served one."""
 TABLES = (".position_ids", ".token_type_ids", ".inv_freq")
 
 
 class EncoderNames(NamedTuple):
-    """A checkpoint's names for the parts of a model; an empty name is a part that it has not."""
+    """A checkpoint's names for the parts of a model; empty for parts that the model lacks."""
 
     embedding: str = "embeddings.word_embeddings"
     positions: str = "embeddings.position_embeddings"
@@ -60,20 +60,20 @@ class TokenTypes:
         self.table = weight
 
     def group(self, name: str) -> WeightGroup:
-        """Ask for the checkpoint tensor `<name>.weight`."""
+        """Request the checkpoint tensor `<name>.weight`."""
         return WeightGroup(
             (WeightStack((whole_slot(f"{name}.weight", *self.shape),), self.dtype, self.device),), self.load
         )
 
     def add_to(self, x: torch.Tensor, types: torch.Tensor | None) -> None:
-        """x: [num_tokens, hidden_size], types: int64 [num_tokens], None = all are 0."""
+        """Add the types' vectors to x: [num_tokens, hidden_size]; types: int64 [num_tokens], None = all 0."""
         if types is None or len(self.table) == 1:
             types = self.zeros[: len(x)]
         self.ops.add_rows(x, self.table, types)
 
 
 class Encoder:
-    """One rank's part of a model. It has no weights until `weights.load_weights` has given it some."""
+    """One rank's part of a model. `weights.load_weights` loads the weights."""
 
     names: ClassVar = EncoderNames()
     layer: ClassVar[type[Layer]] = EncoderLayer
@@ -129,7 +129,7 @@ class Encoder:
         return rows.hidden
 
     def embed(self, batch: StepBatch, rows: StepRows) -> None:
-        """Fill rows.residual with what the first layer reads."""
+        """Fill rows.residual with the first layer's input."""
         x = rows.residual
         self.embedding.forward(batch.token_ids, out=x)
         if self.adapted_tokens is not None:
@@ -142,7 +142,7 @@ class Encoder:
             self.embedding_norm.forward(x, out=x)
 
     def weight_groups(self) -> Iterator[WeightGroup]:
-        """Every tensor that a checkpoint must have, in groups that are loaded one after another."""
+        """All tensors that a checkpoint must have, in groups that are loaded one after another."""
         names = self.names
         yield self.embedding.group(names.embedding)
         if self.positions is not None:
@@ -158,10 +158,10 @@ class Encoder:
         yield from self.pooler.weight_groups()
 
     def ignores(self, name: str) -> bool:
-        """Tensors that some checkpoints have and nobody needs."""
+        """Whether a checkpoint may have a tensor of this name that the model does not need."""
         return name.startswith(UNREAD) or name.endswith(TABLES)
 
-    # ---- what only decoders have
+    # ---- methods that only decoders need
 
     def empty_logits(self, num_rows: int) -> torch.Tensor:
         raise ProtocolError(f"{num_rows} logits are wanted of an encoder, which has none")
@@ -174,4 +174,4 @@ class Encoder:
         self.empty_logits(len(out))
 
     def take_kv_scales(self, scales: Sequence[KVScales]) -> None:
-        """There is no cache to scale."""
+        """Do nothing: there is no cache."""

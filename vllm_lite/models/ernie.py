@@ -1,4 +1,4 @@
-"""ERNIE 4.5 with experts: Llama, but for how its files hold what is added to scores for the choice."""
+"""ERNIE 4.5 with experts: Llama, with a differently stored bias for the choice of experts."""
 
 from typing import ClassVar
 

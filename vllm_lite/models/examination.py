@@ -1,5 +1,5 @@
-"""Whether transformers' code for a model would be served: what a worker finds out before it loads weights, in a process
-of its own, since `plan` imports no torch. Reads an EngineConfig of JSON, and prints {"kind": ..., "error": ...} or {}.
+"""Check whether transformers' code for a model can be served, as a worker does before it loads weights. A process of
+its own, as `plan` imports no torch. Reads an EngineConfig as JSON, prints {"kind": ..., "error": ...} or {}.
 """
 
 import sys
@@ -16,7 +16,7 @@ from vllm_lite.parallel.communicator import SingleRank
 
 
 def check(config: EngineConfig) -> None:
-    """Raise ModelError or ConfigError, with the sentence of `serve`. `config.model` is a folder."""
+    """Raise ModelError or ConfigError with the message that `serve` would give. `config.model` is a folder."""
     spec = load_spec(config.model, config.model_impl, config.pooling)
     dtype = getattr(torch, resolve_dtype(config.dtype, spec))
     max_model_len = config.max_model_len or spec.max_position_embeddings

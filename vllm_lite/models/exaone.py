@@ -1,4 +1,4 @@
-"""EXAONE 4: norms behind the blocks only."""
+"""EXAONE 4: norms after the blocks only."""
 
 from vllm_lite.layers.decoder_layer import PostNormLayer
 from vllm_lite.models.decoder import Decoder

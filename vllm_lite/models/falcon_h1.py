@@ -17,8 +17,8 @@ from vllm_lite.models.decoder import Decoder, DecoderNames
 class FalconH1Layer(DecoderLayer):
     """x + mamba(norm(x)) + attend(norm(x)), then the MLP.
 
-    Both blocks use one memory: first all tokens read their states, then Q, K and V are made, then what was read goes to
-    the residual stream. What attention gives comes later, for the tokens that go on.
+    Both blocks share their buffers: first Mamba runs for all tokens, then Q, K and V are computed, then Mamba's output
+    is added to the residual stream. Attention's output is added later, in `combine`.
     """
 
     names: ClassVar = LayerNames(mlp_norm="pre_ff_layernorm", mlp="feed_forward")
@@ -59,7 +59,7 @@ class FalconH1(Decoder):
 
     @torch.inference_mode()
     def take_up(self, tokens: torch.Tensor, segments: Segments, kv_caches: list[Any]) -> None:
-        """As hybrid.Hybrid's."""
+        """See hybrid.Hybrid.take_up."""
         rows = self.buffers.rows(len(tokens))
         for layer, cache in zip(self.layers, self.held_of(kv_caches), strict=True):
             if isinstance(layer, FalconH1Layer):

@@ -1,10 +1,10 @@
-"""A copy of a loaded model whose matrices have 4 bits, which drafts for it.
+"""A copy of a loaded model with 4-bit matrices, which drafts for it.
 
-The layers are loaded once more, in the best form of 4 bits that there is. All else is the model's own: what looks
-tokens up, the last norm, and an LM head that the checkpoint has quantized. Any other head gets a copy in 4 bits, too,
-although 4 lose too much to draw from: it is a third of the bytes of a small model, and in 8 bits brings three more
-right drafts in a hundred, which are worth less than the time that it takes. The head of a large vocabulary is in
-pieces, so that drafts can be of frequent words alone.
+The layers are loaded again, in the best 4-bit form. All other parts are the model's own: the embedding, the final norm,
+and an LM head that the checkpoint has quantized. Any other head is also copied in 4 bits, although that is too
+inaccurate to sample from: the head is a third of a small model's bytes, and 8 bits would give three more accepted
+drafts in a hundred, which are worth less than their time. The head of a large vocabulary is in pieces, so that drafts
+can be limited to frequent words.
 """
 
 from collections import Counter
@@ -30,13 +30,13 @@ from vllm_lite.models.weight_cache import PackedSource
 from vllm_lite.models.weights import load_weights
 
 OWN = ("layers", "lm_head", "buffers", "adapted_tokens", "adapted_head")
-"""The parts of a model that its copy has for itself."""
+"""Attributes of a model that its copy does not share."""
 FEW_BITS = 5.0
-"""Matrices of fewer bits cannot be drafted for by a copy of 4."""
+"""A model with matrices of at most so many bits per weight gets no 4-bit copy."""
 
 
 class CopyFiles(NamedTuple):
-    """The files that a copy is made of, as load_weights has them, the folder of the tokenizer, and what is packed."""
+    """Arguments of load_weights for a copy, the folder of the tokenizer, and weights that are packed already."""
 
     path: str | Path
     load_format: str
@@ -81,7 +81,7 @@ def load_copy(
     files: CopyFiles,
     progress: Callable[[int, int], None],
 ) -> Decoder:
-    """Make the copy of `model`, whose weights are loaded, and of which check_copy says that it can have one."""
+    """Make the copy of `model`, which is loaded and has passed check_copy."""
     if not isinstance(model, Decoder):
         raise TypeError(f"{type(model).__name__} has no copy; check_copy says so before")
     sizes = sizes._replace(adapters=None, requantizes=True)
@@ -103,7 +103,7 @@ def _head_name(model: Decoder) -> str:
 
 
 class _Tensors:
-    """The tensors of a copy, as the loader asks for them."""
+    """The copy as the loader needs it: the tensors of the parts that it does not share."""
 
     def __init__(self, model: Decoder, copy: Decoder, *, shares_head: bool, words: tuple[range, ...]) -> None:
         self.spec = copy.spec
@@ -118,13 +118,13 @@ class _Tensors:
             copy.lm_head = FrequentHead(copy.lm_head, words, rest_of(words, copy.spec.vocab_size))
 
     def weight_groups(self) -> Iterator[WeightGroup]:
-        """All but those of shared parts."""
+        """Tensors of all parts that are not shared."""
         copy = self._copy
         for index, layer in enumerate(copy.layers):
             yield from layer.weight_groups(copy.names.layer.format(index))
         if not self._shares_head:
             group = copy.lm_head.group(self._head_name)
-            copy.lm_head.tied = False  # or it would have the embedding keep its own floats
+            copy.lm_head.tied = False  # else loading it would change the shared embedding
             yield group
 
     def ignores(self, name: str) -> bool:  # noqa: ARG002 (the loader's)

@@ -1,4 +1,4 @@
-"""Gemma 1, and Gemma 2 and 3, which have norms behind their blocks, too. Gemma 3 may see images."""
+"""Gemma 1, and Gemma 2 and 3, which also have norms after their blocks. Gemma 3 may take images."""
 
 from typing import ClassVar
 
@@ -12,8 +12,8 @@ from vllm_lite.models.decoder import Decoder, Layer
 
 
 class Gemma(Decoder):
-    """Llama's layers, whose token vectors are multiplied by a number that is rounded to the model's dtype first: of
-    sqrt(3072) = 55.4256 bfloat16 makes 55.5, and with that the model was trained."""
+    """Llama's layers, with token embeddings multiplied by a factor that is first rounded to the model's dtype: bfloat16
+    rounds sqrt(3072) = 55.4256 to 55.5, with which the model was trained."""
 
     def __init__(self, parts: Parts, max_model_len: int, max_num_tokens: int) -> None:
         super().__init__(parts, max_model_len, max_num_tokens)
@@ -21,7 +21,7 @@ class Gemma(Decoder):
 
 
 class Gemma2(Gemma):
-    """Gemma 2 and 3, which differ from each other only by what ModelSpec says."""
+    """Gemma 2 and 3, which differ only in their ModelSpec."""
 
     layer: ClassVar[type[Layer]] = SandwichLayer
 

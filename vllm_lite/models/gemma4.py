@@ -1,5 +1,5 @@
-"""Gemma 4. A layer is Gemma 2's, whose residual stream is at last multiplied by a number of its own; mixtures have
-experts beside each MLP, and small models vectors for each layer."""
+"""Gemma 4. Layers are Gemma 2's, and finally multiply the residual stream by a learned factor; mixtures have experts
+beside each MLP, and small models per-layer vectors."""
 
 from collections.abc import Iterator
 from typing import ClassVar
@@ -26,7 +26,7 @@ from vllm_lite.models.gemma import Gemma
 
 
 class ScaledRouter(Router):
-    """A router that norms what it reads, and scales it by a learned vector over sqrt(hidden_size)."""
+    """A router that norms its input, and scales it by a learned vector over sqrt(hidden_size)."""
 
     def __init__(self, parts: Parts, spec: ExpertsSpec, names: SparseNames) -> None:
         super().__init__(parts, spec, names)
@@ -54,7 +54,7 @@ class MLPAndExperts(SparseMLP):
         self.mlp_norm, self.input_norm, self.output_norm = parts.norm(), parts.norm(), parts.norm()
 
     def forward(self, x: torch.Tensor, rows: StepRows) -> None:
-        """See SparseMLP.forward; x is the residual stream behind the norm of the MLP."""
+        """See SparseMLP.forward; x is the normed residual stream, the input of the MLP."""
         own = self.expert_rows(rows)
         self.mlp.forward(x, rows)
         self.mlp_norm.forward(rows.hidden, out=rows.hidden)
@@ -75,7 +75,7 @@ class MLPAndExperts(SparseMLP):
 
 
 class Gemma4Layer(SandwichLayer):
-    """The residual stream is complete behind each layer: rows.hidden holds nothing that is still to be added."""
+    """Gemma 4's layer. It adds its output to rows.residual itself, and leaves nothing to add in rows.hidden."""
 
     attention_block: ClassVar[type[Attention]] = SharedKVBlock
     sparse_block: ClassVar = MLPAndExperts
@@ -105,7 +105,7 @@ class Gemma4Layer(SandwichLayer):
         yield WeightGroup((stack,), self.load_scalar)
 
     def load_scalar(self, scalar: torch.Tensor) -> None:
-        """Keep what the residual stream is multiplied by behind the layer: float32 [1]."""
+        """Keep the factor of the residual stream after the layer: float32 [1]."""
         self.scalar = float(scalar)
 
 
@@ -126,7 +126,7 @@ class Gemma4(Gemma):
         if self.per_layer is None or rows.per_layer is None:
             return
         token_ids = batch.token_ids
-        if batch.vectors is not None:  # what layers have of a placeholder is what they have of padding
+        if batch.vectors is not None:  # placeholders get the per-layer vectors of the padding token
             token_ids = token_ids.index_fill(0, batch.vectors.rows, self.pad_id)
         self.per_layer.forward(token_ids, rows.residual, rows.per_layer)
 

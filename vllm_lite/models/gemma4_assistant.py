@@ -1,4 +1,4 @@
-"""An assistant of Gemma 4: few layers that draft for a loaded model, over its K and V."""
+"""An assistant of Gemma 4: few layers that draft for a loaded model, and attend to its K and V."""
 
 from collections.abc import Iterator
 
@@ -14,10 +14,10 @@ from vllm_lite.models.gemma4 import Gemma4
 
 
 class Gemma4Assistant(Gemma4):
-    """Gemma 4's layers, which read vectors of the model's size, and a head of its own."""
+    """Gemma 4's layers with inputs of the model's hidden size, and their own head."""
 
     given: torch.Tensor
-    """What stands for hidden states of the model, before the tokens of the next pass: [num_tokens, model's size]."""
+    """Vectors used as the model's hidden states before the tokens of the next pass: [num_tokens, model's size]."""
 
     def __init__(self, parts: Parts, max_model_len: int, max_num_tokens: int, model: Decoder) -> None:
         super().__init__(parts, max_model_len, max_num_tokens)
@@ -44,5 +44,5 @@ class Gemma4Assistant(Gemma4):
         yield self.post_projection.group("post_projection")
 
     def ignores(self, name: str) -> bool:
-        """The groups of tokens by which published ones choose those that they score: this scores all."""
+        """See Decoder.ignores: groups of tokens by which published code chooses tokens to score."""
         return name.startswith("masked_embedding.") or super().ignores(name)

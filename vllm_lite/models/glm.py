@@ -1,4 +1,4 @@
-"""GLM-4, and the GLM before it, which has no norms behind its blocks."""
+"""GLM-4, and its predecessor GLM, which has no norms after its blocks."""
 
 from typing import ClassVar
 

@@ -1,4 +1,4 @@
-"""GPT-2 and OPT, whose positions are learned vectors that are added to the tokens'."""
+"""GPT-2 and OPT, with learned position embeddings."""
 
 from collections.abc import Iterator
 from typing import ClassVar
@@ -33,7 +33,7 @@ class GPT2Layer(DecoderLayer):
 
 
 class GPT2(Decoder):
-    """Its matrices are stored as [inputs, outputs]."""
+    """GPT-2, whose matrices are stored as [inputs, outputs]."""
 
     names: ClassVar = DecoderNames(layer="h.{}.", norm="ln_f")
     layer: ClassVar[type[Layer]] = GPT2Layer
@@ -72,7 +72,7 @@ class OPTLayer(DecoderLayer):
 
 
 class OPT(GPT2):
-    """Its table of positions has two rows more, which its first training code used for padding."""
+    """OPT. Its table of positions has two more rows, which its first training code used for padding."""
 
     names: ClassVar = DecoderNames(norm="model.final_layer_norm")
     layer: ClassVar[type[Layer]] = OPTLayer

@@ -1,4 +1,4 @@
-"""gpt-oss: Llama's layers with experts, each of whose matrices has a bias. The rest is in the ModelSpec."""
+"""gpt-oss: Llama's layers with experts, whose matrices have biases. The rest is in the ModelSpec."""
 
 from typing import ClassVar
 

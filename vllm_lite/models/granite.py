@@ -1,4 +1,4 @@
-"""Granite 3 and 4: Llama whose blocks give `residual_scale` times what they compute; in 4 most keep a state."""
+"""Granite 3 and 4: Llama with block outputs scaled by `residual_scale`; in Granite 4 most layers are recurrent."""
 
 from typing import ClassVar
 
@@ -33,13 +33,13 @@ class GraniteLayer(DecoderLayer):
 
 
 class Granite(Decoder):
-    """The other factors are in the ModelSpec: of token vectors, scores and logits."""
+    """Granite 3. Its factors of embeddings, attention scores and logits are in the ModelSpec."""
 
     layer = GraniteLayer
 
 
 class HybridMLP(FusedGatedMLP):
-    """It is called a shared expert, also where there are no others."""
+    """The MLP of Granite 4, called a shared expert even in models without experts."""
 
     names: ClassVar = GatedNames(
         "shared_experts.gate_up_proj", "shared_experts.gate_up_proj", "shared_experts.down_proj"

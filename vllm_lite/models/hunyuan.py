@@ -1,4 +1,4 @@
-"""HunYuan's dense models: Llama whose Q and K are normed behind their rotation."""
+"""HunYuan's dense models: Llama with norms of Q and K after their rotation."""
 
 from dataclasses import replace
 
@@ -13,12 +13,12 @@ from vllm_lite.models.decoder import Decoder
 
 
 class HunYuanAttention(AttentionBlock):
-    """The backend, which rotates as it writes to the cache, is given heads that are rotated and normed already."""
+    """Attention that rotates and norms heads itself, instead of letting the backend rotate them."""
 
     names = AttentionNames(query_norm="query_layernorm", key_norm="key_layernorm")
 
     def later_norms(self, own: HeadRows, backend: AttentionBackend) -> None:
-        """Nothing: the backend would norm before it rotates."""
+        """Return None: the backend would apply norms before the rotation."""
 
     def make_heads(self, x: torch.Tensor, own: HeadRows) -> None:
         """Compute Q, K and V, rotated and normed."""

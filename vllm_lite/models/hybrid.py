@@ -1,4 +1,4 @@
-"""Decoders some of whose layers are recurrent."""
+"""Decoders in which some layers are recurrent."""
 
 from typing import Any, ClassVar
 
@@ -11,7 +11,7 @@ from vllm_lite.models.decoder import Decoder, Layer
 
 
 class Hybrid(Decoder):
-    """A family says what stands for a layer that keeps a state."""
+    """A decoder with recurrent layers. A family names the class of these."""
 
     recurrent_layer: ClassVar[type[Layer]]
 
@@ -21,9 +21,9 @@ class Hybrid(Decoder):
 
     @torch.inference_mode()
     def take_up(self, tokens: torch.Tensor, segments: Segments, kv_caches: list[Any]) -> None:
-        """Bring states up to those tokens that the last step left tentative and that have proved right since.
+        """Update the recurrent states by the last step's draft tokens that have been accepted.
 
-        tokens: int64 [n], their places among the tentative ones; segments: of these n rows.
+        tokens: int64 [n], indices into the step's `tentative` rows; segments: of these n rows.
         """
         rows = self.buffers.rows(len(tokens))
         for layer, states in zip(self.layers, self.held_of(kv_caches), strict=True):

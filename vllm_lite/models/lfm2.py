@@ -1,4 +1,4 @@
-"""LFM2: gated short convolutions, and full attention every few layers; with experts or not."""
+"""LFM2: gated short convolutions, and full attention every few layers; with experts or without."""
 
 from typing import ClassVar
 
@@ -31,19 +31,19 @@ class ConvLayer(AttentionLayer):
 
 
 class SparseAttentionLayer(AttentionLayer):
-    """The parts of experts are called here as those of other families."""
+    """Attention layer with experts, whose tensors have the names of other families."""
 
     names: ClassVar = AttentionLayer.names._replace(mlp="mlp")
 
 
 class SparseConvLayer(ConvLayer):
-    """As SparseAttentionLayer."""
+    """Convolution layer with experts, see SparseAttentionLayer."""
 
     names: ClassVar = ConvLayer.names._replace(mlp="mlp")
 
 
 class Lfm2(Hybrid):
-    """Its last norm is called after the embedding, with which the head is tied."""
+    """LFM2. Its final norm is named after the embedding, to which the head is tied."""
 
     names: ClassVar = DecoderNames(norm="model.embedding_norm")
     layer: ClassVar = AttentionLayer

@@ -1,4 +1,4 @@
-"""LFM3: gated short convolutions, windows and full attention, with a norm before and one behind each block."""
+"""LFM3: gated short convolutions, windows and full attention, with norms before and after each block."""
 
 from typing import ClassVar
 
@@ -28,7 +28,7 @@ class ConvLayer(AttentionLayer):
 
 
 class Lfm3(Hybrid):
-    """Its last norm is called after the embedding, with which the head is tied."""
+    """LFM3. Its final norm is named after the embedding, to which the head is tied."""
 
     names: ClassVar = DecoderNames(norm="model.embedding_norm")
     layer: ClassVar = AttentionLayer

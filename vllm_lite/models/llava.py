@@ -1,5 +1,5 @@
-"""LLaVA, LLaVA-NeXT, LLaVA-OneVision, and Pixtral as it is stored: Llama's layers, which read the vectors of a tower
-among those of tokens."""
+"""LLaVA, LLaVA-NeXT, LLaVA-OneVision, and Pixtral: Llama's layers, with vectors of a vision tower in place of
+placeholder tokens."""
 
 from vllm_lite.checkpoint.layer_specs.anyres import AnyresSpec
 from vllm_lite.checkpoint.layer_specs.pixtral import PixtralVisionSpec
@@ -10,7 +10,7 @@ from vllm_lite.models.llama import Llama
 
 
 class Llava(Llama):
-    """Llama with a tower beside it."""
+    """Llama with a vision tower."""
 
     def __init__(self, parts: Parts, max_model_len: int, max_num_tokens: int) -> None:
         super().__init__(parts, max_model_len, max_num_tokens)

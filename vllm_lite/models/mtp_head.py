@@ -1,4 +1,4 @@
-"""The MTP head of a loaded model: one layer, or two, which predict the token behind the next from a hidden state."""
+"""The MTP head of a loaded model: one or two layers that predict the token after the next from a hidden state."""
 
 from collections.abc import Iterator
 
@@ -14,10 +14,10 @@ from vllm_lite.models.decoder import Decoder, Layer
 
 
 class MTPHead(Decoder):
-    """A decoder of few layers, whose embedding and LM head are those of the model.
+    """A decoder of few layers with the embedding and LM head of the model.
 
-    The row of token t computes with the hidden state of the token before it, which `given` has, and what it gives is
-    the hidden state for the token that is drawn from it.
+    The row of token t uses the hidden state of the token before it, from `given`. Its output is the hidden state for
+    the token that is drafted from it.
     """
 
     given: torch.Tensor
@@ -46,7 +46,7 @@ class MTPHead(Decoder):
         self.fc.forward(joined, out=rows.residual)
 
     def weight_groups(self) -> Iterator[WeightGroup]:
-        """The tensors that are the head's own."""
+        """Tensors that belong to the head, not to the model."""
         names = self._head_names
         yield self.embedding_norm.group(names.embedding_norm)
         yield self.hidden_norm.group(names.hidden_norm)

@@ -1,4 +1,4 @@
-"""Muse Glimmer's text: a norm before and one behind each block, gated attention, normed token vectors."""
+"""Muse Glimmer's text model: norms before and after each block, gated attention, normed token embeddings."""
 
 import torch
 from msgspec.structs import replace
@@ -13,7 +13,7 @@ from vllm_lite.models.decoder import Decoder
 
 
 class MuseLayer(SandwichLayer):
-    """The norms behind blocks have an eps of their own."""
+    """A layer whose norms after blocks have a separate eps."""
 
     def __init__(self, parts: Parts, layer: int) -> None:
         super().__init__(parts, layer)
@@ -25,7 +25,7 @@ class MuseLayer(SandwichLayer):
 
 
 class MuseGlimmer(Decoder):
-    """Token vectors are normed without a weight; the last norm stores its weight as it is."""
+    """Token embeddings are normed without a weight; the final norm's weight is stored without an offset."""
 
     layer = MuseLayer
 

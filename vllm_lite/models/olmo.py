@@ -1,4 +1,4 @@
-"""OLMo 2 and 3, which differ from each other only by what ModelSpec says."""
+"""OLMo 2 and 3, which differ only in their ModelSpec."""
 
 from typing import ClassVar
 
@@ -7,6 +7,6 @@ from vllm_lite.models.decoder import Decoder, Layer
 
 
 class Olmo(Decoder):
-    """Norms behind the blocks alone."""
+    """Llama with norms after the blocks only."""
 
     layer: ClassVar[type[Layer]] = PostNormLayer

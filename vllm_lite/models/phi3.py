@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama whose Q, K and V are one tensor, and whose gate and up are one."""
+"""Phi-3 and Phi-4: Llama with fused tensors for Q, K and V, and for gate and up."""
 
 from vllm_lite.layers.attention.attention_block import AttentionBlock, AttentionNames
 from vllm_lite.layers.decoder_layer import DecoderLayer

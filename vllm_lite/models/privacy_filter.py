@@ -1,4 +1,4 @@
-"""OpenAI's privacy filter: an encoder of gpt-oss's layers, whose experts have gate before up."""
+"""OpenAI's privacy filter: an encoder of gpt-oss's layers, in whose experts the gate is before up."""
 
 from typing import ClassVar
 

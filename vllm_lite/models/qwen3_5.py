@@ -1,4 +1,4 @@
-"""Qwen3-Next, Qwen3.5 and 3.6: Gated DeltaNet layers, and full attention every so many layers."""
+"""Qwen3-Next, Qwen3.5 and 3.6: Gated DeltaNet layers, and full attention every few layers."""
 
 from typing import ClassVar
 
@@ -17,7 +17,7 @@ class RecurrentLayer(DecoderLayer):
 
 
 class Qwen3_5(Hybrid):  # noqa: N801 (the family's name)
-    """Layers of two blocks, each behind a norm; where a layer is recurrent the first of them keeps a state."""
+    """Layers of attention or Gated DeltaNet, and an MLP or experts, each after a norm."""
 
     recurrent_layer: ClassVar[type[Layer]] = RecurrentLayer
 

@@ -1,4 +1,4 @@
-"""Qwen2-VL to Qwen3-VL: the layers of Qwen, which read the vectors of a tower among those of tokens."""
+"""Qwen2-VL to Qwen3-VL: Qwen's layers, with vectors of a vision tower in place of placeholder tokens."""
 
 import torch
 
@@ -15,7 +15,7 @@ from vllm_lite.models.llama import Llama
 
 
 class Qwen2VL(Llama):
-    """Qwen2's layers; Qwen2.5-VL's differ by their tower alone."""
+    """Qwen2's layers with a vision tower; Qwen2.5-VL differs only in its tower."""
 
     def __init__(self, parts: Parts, max_model_len: int, max_num_tokens: int) -> None:
         super().__init__(parts, max_model_len, max_num_tokens)
@@ -24,8 +24,8 @@ class Qwen2VL(Llama):
 
 
 class LayerBehindDeep(DecoderLayer):
-    """A layer that begins by adding, at the places of images, what the tower made in its midst. It belongs behind the
-    layer before, whose output is still to be added, so that it reads both."""
+    """A layer that first adds vectors from a middle layer of the tower at the image tokens. The addition belongs to the
+    end of the previous layer, but that layer's output is added to the stream only here."""
 
     def __init__(self, parts: Parts, layer: int) -> None:
         super().__init__(parts, layer)
@@ -39,7 +39,7 @@ class LayerBehindDeep(DecoderLayer):
 
 
 class Qwen3VL(Llama):
-    """Qwen3's layers, or those of Qwen3-MoE. Behind each of the first ones a vector of the tower is added, too."""
+    """Qwen3 or Qwen3-MoE with a vision tower; its middle layers' vectors are added after the first layers."""
 
     def __init__(self, parts: Parts, max_model_len: int, max_num_tokens: int) -> None:
         super().__init__(parts, max_model_len, max_num_tokens)

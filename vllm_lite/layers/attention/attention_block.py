@@ -159,7 +159,7 @@ class AttentionBlock:
         self.output.forward(rows.by_kind[self.kind].attended, out=rows.hidden)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """Weights of this block in a checkpoint under `prefix`, like "model.layers.0.self_attn."."""
+        """Weights in a checkpoint under `prefix`, like "model.layers.0.self_attn."."""
         gate = () if not self.gated else self.names.qkv[:1] if self.gated == "elements beside Q" else (self.names.gate,)
         yield self.qkv.group(*(f"{prefix}{name}" for name in (*self.names.qkv, *gate)))
         if self.qk_norm is not None:

@@ -1,1 +1,1 @@
-"""The experts of a layer: the router, and the products of the experts that it chooses."""
+"""Mixture of experts: the router, and the products of the experts that it chooses."""

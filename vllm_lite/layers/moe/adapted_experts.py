@@ -1,8 +1,8 @@
-"""Adapters of a layer's experts, on a CPU: each matrix of each expert is a layer that adapters may change.
+"""Adapters of a layer's experts, on a CPU: each matrix of each expert is a layer that can have adapters.
 
-An adapter has those of each expert by themselves ("experts.3.gate_proj"), where experts were modules when it was
-trained, or those of all experts side by side ("experts.gate_up_proj"), where they were parameters. The latter are taken
-apart as they are read; how the model's own files store experts does not matter.
+An adapter has either matrices for each expert ("experts.3.gate_proj"), if experts were modules when it was trained, or
+concatenated ones for all experts ("experts.gate_up_proj"), if they were parameters. The latter are split when they are
+read. The storage of experts in the model's own files does not matter.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,17 +27,17 @@ class ExpertLayout(NamedTuple):
     """Names and sizes of a layer's experts."""
 
     expert: str
-    """Prefix of one of them, with {} for its number."""
+    """Prefix of an expert's names, with {} for its number."""
     matrices: GatedNames
     fused: GatedNames
     held: Split
-    """Which of them the rank has."""
+    """Experts of this rank."""
     inner: Split
     gated: bool
 
 
 class ExpertAdapters:
-    """The adapters of the experts of one layer that this rank holds."""
+    """The adapters of this rank's experts of one layer."""
 
     def __init__(self, parts: Parts, adapters: Adapters, rows: GroupedRows | AdapterMask, layout: ExpertLayout) -> None:
         self._adapters, self._rows, self._layout = adapters, rows, layout
@@ -52,14 +52,14 @@ class ExpertAdapters:
 
     @classmethod
     def of(cls, parts: Parts, layout: ExpertLayout) -> "ExpertAdapters | None":
-        """None where experts can have none: without adapters, and on a GPU."""
+        """Make the adapters of experts; None without adapters, and on a GPU."""
         rows = None if parts.adapters is None or parts.device.type != "cpu" else parts.adapters.rows
         if parts.adapters is None or not isinstance(rows, GroupedRows | AdapterMask):
             return None
         return cls(parts, parts.adapters, rows, layout)
 
     def join(self, prefix: str) -> None:
-        """Let the model's adapters know of the experts under `prefix`, like "model.layers.0.mlp."."""
+        """Register the experts under `prefix`, like "model.layers.0.mlp.", with the model's adapters."""
         layout, others, hidden = self._layout, self._adapters.others, self._shapes[0].inputs
         names = first_names(layout.matrices, gated=layout.gated)
         self.gate_up, self.down = [], []
@@ -76,7 +76,7 @@ class ExpertAdapters:
         others[f"{prefix}{fused.down}"] = FusedSites(self.down, layout.inner.total, (hidden,), layout.held)
 
     def over(self, matmul: ExpertMatmul) -> ExpertMatmul:
-        """The same experts, with what adapters add to them."""
+        """Wrap the products of the experts to add those of the adapters."""
         if isinstance(matmul, NativeExperts) and isinstance(self._rows, GroupedRows):
             return _Native(matmul, (self.gate_up, self.down), self._rows)
         if isinstance(matmul, LoopedExperts):
@@ -85,10 +85,10 @@ class ExpertAdapters:
 
 
 class FusedSites:
-    """One matrix of all experts of a layer, for adapters that have them side by side."""
+    """One matrix of all experts of a layer, for adapters that have concatenated ones."""
 
     def __init__(self, sites: Sequence[Site], inputs: int, rows: Sequence[Split], held: Split) -> None:
-        """`rows`: for each projection of a site its rows among those of B."""
+        """`rows`: rows of B for each projection of a site."""
         self.sites, self.inputs, self.rows, self.held = sites, inputs, rows, held
 
     def check(self, modules: Mapping[str, LoraModule], label: str) -> None:
@@ -122,10 +122,10 @@ class FusedSites:
 
 
 class _Elsewhere:
-    """Experts that other ranks hold."""
+    """An expert of another rank, whose adapters are neither checked nor read."""
 
     def check(self, modules: Mapping[str, LoraModule], label: str) -> None:
-        """See AdaptedPart.check; those who hold them look at them."""
+        """See AdaptedPart.check; the rank that holds the expert checks its adapters."""
 
     def read(self, modules: Mapping[str, LoraModule]) -> None:
         """See AdaptedPart.read."""
@@ -139,14 +139,14 @@ _Sites = tuple[Sequence[Site], Sequence[Site]]
 
 
 def _native_slots(site: Site) -> LoraSlots:
-    """Slots of a site. No site may be left out: the kernel finds those of an expert by its place."""
+    """Slots of a site. Every expert needs them, as the kernel finds an expert's slots by its index."""
     if not isinstance(site.slots, NativeSlots):
         raise TypeError(f"{type(site.slots).__name__} is not for the native experts")
     return site.slots.slots
 
 
 class _Native:
-    """By one operation of csrc/cpu."""
+    """All experts with their adapters by one operation of csrc/cpu."""
 
     def __init__(self, experts: NativeExperts, sites: _Sites, rows: GroupedRows) -> None:
         self._packed, self._rows = experts.packed, rows
@@ -157,7 +157,7 @@ class _Native:
 
 
 class _Looped(LoopedExperts):
-    """One expert after another, each with the adapters of the rows that it gets."""
+    """One expert after another, each with the adapters of its rows."""
 
     def __init__(self, experts: LoopedExperts, sites: _Sites, rows: GroupedRows | AdapterMask) -> None:
         gate_up, down = (

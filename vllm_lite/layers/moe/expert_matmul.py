@@ -1,4 +1,4 @@
-"""The matrix products of a layer's experts: the seam for fused operations. The loop over experts is the reference."""
+"""Matrix products of a layer's experts: the interface of fused operations, and a loop over experts as reference."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -14,22 +14,22 @@ from vllm_lite.layers.weights.matmul import Matmul, NativeMatmul
 
 
 class ExpertSizes(NamedTuple):
-    """Common sizes of a rank's experts."""
+    """Sizes that all experts of a rank share."""
 
     held: Split
-    """Which of the layer's experts the rank has."""
+    """The rank's experts of the layer."""
     inner: int
-    """Elements between an expert's matrices."""
+    """Intermediate size of an expert."""
     activation: Activation
     gated: bool = True
 
 
 class ExpertMatmul(Protocol):
-    """The experts that a rank holds."""
+    """The products of a rank's experts."""
 
     def forward(self, x: torch.Tensor, chosen: Chosen, out: torch.Tensor) -> None:
-        """out = sum over a token's experts of weight * expert(x), in float32 in the order of their numbers, rounded
-        once. x, out: [num_tokens, hidden_size], which may be the same. Experts of other ranks add nothing.
+        """out = sum over a token's experts of weight * expert(x), in float32, in ascending order of experts, rounded
+        once. x, out: [num_tokens, hidden_size], may be the same tensor. Experts of other ranks add nothing.
         """
         ...
 
@@ -49,7 +49,7 @@ class LoopedExperts:
         out.copy_(total)
 
     def expert(self, index: int, x: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """One expert's outputs for some of the rows of x: float32 [len(tokens), hidden_size]."""
+        """One expert's outputs for the rows `tokens` of x: float32 [len(tokens), hidden_size]."""
         ops, own, gate_up = ops_for(x.device), x[tokens], self.gate_up[index]
         activated = x.new_empty(len(tokens), self.sizes.inner)
         if self.sizes.gated:

@@ -1,7 +1,7 @@
-"""A layer's experts: a router, which says where each token goes, the experts, and an MLP that all tokens share.
+"""A layer's experts: a router, which chooses each token's experts, the experts, and an MLP for all tokens.
 
-The outputs of a token's experts, of the shared MLP and of the other ranks are one sum. Ranks share each expert as they
-share an MLP, by columns and rows, or, where `Shard.expert_parallel` says so, each has some of the experts.
+One all-reduce adds up the outputs of experts and shared MLP of all ranks. Each expert is split over ranks like an MLP,
+by columns and rows; with `Shard.expert_parallel` each rank has some of the experts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,22 +36,22 @@ class SparseNames(NamedTuple):
     router: str = "gate"
     choice_bias: str = "gate.e_score_correction_bias"
     bias_in_row: bool = False
-    """Whether the choice's bias is stored as [1, experts]."""
+    """Whether the bias of the router's choice is stored as [1, experts]."""
     factors: str = "gate.per_expert_scale"
     expert: str = "experts.{}."
     matrices: GatedNames = GatedNames()
-    """Those of an expert."""
+    """Matrices of an expert."""
     fused: GatedNames = GatedNames("experts.gate_up_proj", "experts.gate_up_proj", "experts.down_proj")
-    """The tensors that hold the matrices of all experts, where they are stored so."""
+    """Tensors with the matrices of all experts, if they are stored stacked."""
     transposed: bool = False
-    """Whether those are stored as [experts, inputs, outputs] where they are dense."""
+    """Whether dense `fused` tensors are stored as [experts, inputs, outputs]."""
     shared: str = "shared_experts."
     shared_matrices: GatedNames = GatedNames()
     shared_gate: str = "shared_expert_gate"
 
 
 class Router:
-    """Says for each token which experts it goes to. Every rank computes all of it; it is never quantized."""
+    """Chooses each token's experts. Every rank computes it whole; its weights are never quantized."""
 
     def __init__(self, parts: Parts, spec: ExpertsSpec, names: SparseNames) -> None:
         routing = spec.routing
@@ -68,7 +68,7 @@ class Router:
         self.ops.route(rows.logits, self.routing, rows.chosen)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """Weights of it in a checkpoint under `prefix`, like "model.layers.0.mlp."."""
+        """Weights in a checkpoint under `prefix`, like "model.layers.0.mlp."."""
         yield self.linear.group(f"{prefix}{self.names.router}")
         if self.routing.spec.choice_bias:
             slot = whole_slot(f"{prefix}{self.names.choice_bias}", self.routing.spec.num_experts)
@@ -79,16 +79,16 @@ class Router:
             yield WeightGroup((WeightStack((slot,), torch.float32, self.device),), self.load_factors)
 
     def load_bias(self, bias: torch.Tensor) -> None:
-        """Keep what is added to the scores for the choice: float32 [num_experts]."""
+        """Keep the bias of the scores for the choice: float32 [num_experts]."""
         self.routing = self.routing._replace(bias=bias)
 
     def load_factors(self, factors: torch.Tensor) -> None:
-        """Keep what each expert's weight is multiplied by: float32 [num_experts]."""
+        """Keep the factor of each expert's weight: float32 [num_experts]."""
         self.routing = self.routing._replace(factors=factors)
 
 
 class Experts:
-    """The experts that this rank holds, each an MLP."""
+    """This rank's experts, each an MLP."""
 
     def __init__(self, parts: Parts, spec: ExpertsSpec, names: SparseNames) -> None:
         hidden, inner = Split.whole(parts.spec.hidden_size), spec.inner(parts.shard)
@@ -111,9 +111,9 @@ class Experts:
         ]
         none, nothing = [Split(inner.total, 0, 0)] * len(rows), Split(hidden.total, 0, 0)
         self.elsewhere = own.linear(hidden, *none, bias=biases), own.linear(inner, nothing, bias=biases)
-        """An expert that another rank holds: its tensors must be in the checkpoint, and nothing of them is read."""
+        """Layers for experts of other ranks: their tensors must be in the checkpoint, but are not read."""
         self.memories: tuple[StackMemory, StackMemory] | tuple[PackedMemory, PackedMemory] | None = None
-        """Where a GPU has the weights of all experts side by side. A CPU packs each by itself."""
+        """Memory for the stacked weights of all experts on a GPU; None on a CPU, which packs each expert separately."""
         if parts.form == DENSE and parts.device.type != "cpu":
             shapes = (len(rows) * inner.size, hidden.size), (hidden.size, inner.size)
             one, two = (StackMemory((self.held.size, *shape), parts.dtype, parts.device) for shape in shapes)
@@ -123,7 +123,7 @@ class Experts:
 
     @cached_property
     def matmul(self) -> ExpertMatmul:
-        """All of them at once; there once they are loaded."""
+        """The products of all experts; available once weights are loaded."""
         if self.memories is not None and isinstance(self.memories[0], PackedMemory):
             packed = packed_experts(*self.memories, self.sizes, self.gate_up[0]) if self.gate_up else None
             if packed is not None:
@@ -133,11 +133,11 @@ class Experts:
         return made if self.adapters is None else self.adapters.over(made)
 
     def forward(self, x: torch.Tensor, rows: ExpertRows, out: torch.Tensor) -> None:
-        """Write the weighted sum of each token's experts to `out`, which may be x: this rank's part of it."""
+        """Write this rank's part of the weighted sum of each token's experts to `out`, which may be x."""
         self.matmul.forward(x, rows.chosen, out)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """Weights of them in a checkpoint under `prefix`, one after another."""
+        """Weights in a checkpoint under `prefix`, one expert after another."""
         if self.adapters is not None:
             self.adapters.join(prefix)
         if self.fused:
@@ -156,14 +156,14 @@ class Experts:
             yield from self._placed(index, *groups) if expert in held else groups
 
     def _placed(self, index: int, gate_up: WeightGroup, down: WeightGroup) -> tuple[WeightGroup, WeightGroup]:
-        """The groups of an expert of this rank, loaded to where they are to lie."""
+        """The groups of one of this rank's experts, changed to load into `memories`."""
         if self.memories is None:
             return gate_up, down
         return self.memories[0].place(gate_up, index), self.memories[1].place(down, index)
 
 
 class SharedExpert:
-    """An MLP for all tokens, of which ranks add up parts with those of the experts."""
+    """An MLP for all tokens; its partial sums are reduced together with those of the experts."""
 
     def __init__(self, parts: Parts, spec: ExpertsSpec, names: SparseNames) -> None:
         hidden, inner = Split.whole(parts.spec.hidden_size), Split.even(spec.shared_intermediate_size, parts.shard)
@@ -188,14 +188,14 @@ class SharedExpert:
             self.gate.forward(x, out=rows.gates)
 
     def add(self, rows: ExpertRows, out: torch.Tensor) -> None:
-        """Add to `out` what `forward` has computed."""
+        """Add the output of `forward` to `out`."""
         if self.gate is None:
             self.ops.add(out, rows.shared)
         else:
             self.ops.add_gated(out, rows.shared, rows.gates)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """Weights of it in a checkpoint under `prefix`."""
+        """Weights in a checkpoint under `prefix`."""
         names, own = self.matrices, f"{prefix}{self.names.shared}"
         yield self.gate_up.group(*(f"{own}{name}" for name in first_names(names, gated=self.gated)))
         yield self.down.group(f"{own}{names.down}")
@@ -204,8 +204,8 @@ class SharedExpert:
 
 
 class SparseMLP:
-    """The block of experts in the place of a dense layer's MLP. A family whose checkpoints call the parts otherwise
-    sets `names`."""
+    """The block of experts that replaces a dense layer's MLP. A family whose checkpoints use other names sets
+    `names`."""
 
     names: ClassVar = SparseNames()
     router_block: ClassVar[type[Router]] = Router
@@ -213,7 +213,7 @@ class SparseMLP:
     def __init__(self, parts: Parts, spec: ExpertsSpec) -> None:
         self.communicator = parts.communicator
         self.kept: torch.Tensor | None = None
-        """Where this layer writes who chose what, if that is counted: int32 [max_num_tokens, experts_per_token]."""
+        """Buffer for the chosen experts if they are counted: int32 [max_num_tokens, experts_per_token]."""
         self.router = self.router_block(parts, spec, self.names)
         self.experts = Experts(parts, spec, self.names)
         self.shared = SharedExpert(parts, spec, self.names) if spec.shared_intermediate_size else None
@@ -230,7 +230,7 @@ class SparseMLP:
         self.communicator.all_reduce(rows.hidden)
 
     def expert_rows(self, rows: StepRows) -> ExpertRows:
-        """The buffers of the step, of which `kept` may be one."""
+        """The step's buffers; `chosen` is in `kept` if choices are counted."""
         own = rows.experts
         if own is None:
             raise ValueError("the buffers were made for a model without experts")
@@ -239,7 +239,7 @@ class SparseMLP:
         return replace(own, chosen=own.chosen._replace(experts=self.kept[: len(own.logits)]))
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """Weights of it in a checkpoint under `prefix`, like "model.layers.0.mlp."."""
+        """Weights in a checkpoint under `prefix`, like "model.layers.0.mlp."."""
         yield from self.router.weight_groups(prefix)
         yield from self.experts.weight_groups(prefix)
         if self.shared is not None:
@@ -247,7 +247,7 @@ class SparseMLP:
 
 
 def make_expert_matmul(gate_up: Sequence[Matmul], down: Sequence[Matmul], sizes: ExpertSizes) -> ExpertMatmul:
-    """The best for these weights; one of each for every expert that the rank holds."""
+    """Make the fastest products for these weights, given one of each per expert of the rank."""
     native = [[each for each in part if isinstance(each, NativeMatmul)] for part in (gate_up, down)]
     if gate_up and all(len(part) == len(gate_up) and _are_alike(part) for part in native):
         return NativeExperts(native[0], native[1], sizes)
@@ -260,5 +260,5 @@ def make_expert_matmul(gate_up: Sequence[Matmul], down: Sequence[Matmul], sizes:
 
 
 def _are_alike(weights: Sequence[NativeMatmul]) -> bool:
-    """Not where a checkpoint quantizes some experts and others not, or otherwise."""
+    """Whether all experts have weights of one form; some checkpoints quantize only some, or in several ways."""
     return len({each.packed.kind for each in weights}) == 1

@@ -1,7 +1,7 @@
-"""The experts of a layer on a GPU, where their weights stay packed: codes go to where they stay as they are loaded.
+"""The experts of a layer on a GPU with packed weights: each expert's codes are loaded into one tensor.
 
-A layer's codes lie in one tensor, into which each expert's are copied when it has been packed, so that a model never
-has them twice. Experts that no kernel takes so, which a layer has all or none of, become dense.
+Each expert's codes are copied into the layer's tensor as soon as it is packed, so that a model never holds all codes
+twice. If no kernel takes a layer's experts, all of them become dense.
 """
 
 from collections.abc import Sequence
@@ -24,23 +24,23 @@ from vllm_lite.layers.weights.weight_slot import WeightGroup
 
 
 class _Part(NamedTuple):
-    """The weight of one expert: of a stack, or by itself."""
+    """The weight of one expert: in the stack, or separate."""
 
     weight: PackedWeight
     bias: torch.Tensor | None
 
 
 class PackedMemory:
-    """The same matrix of all experts of a layer: those that are packed and alike share one tensor of codes."""
+    """One matrix of all experts of a layer; packed weights of equal form share one tensor of codes."""
 
     def __init__(self, linears: Sequence[Linear], *, in_turn: bool) -> None:
-        """in_turn: whether tiles of the two halves of the outputs are to lie in turn."""
+        """in_turn: whether tiles of the two halves of the outputs alternate."""
         self._linears, self._in_turn = linears, in_turn
         self._codes: torch.Tensor | None = None
         self._parts: dict[int, _Part] = {}
 
     def place(self, group: WeightGroup, index: int) -> WeightGroup:
-        """The same group, whose weight goes into the stack as number `index` when it is loaded."""
+        """Change `group` to load its weight into the stack at `index`."""
         return group._replace(take=partial(self._take, index))
 
     def _take(self, index: int, *tensors: torch.Tensor) -> None:
@@ -64,8 +64,8 @@ class PackedMemory:
         return len(self._parts) == len(self._linears) > 0
 
     def stack(self) -> tuple[PackedStack, torch.Tensor | None]:
-        """All experts, where `is_whole` says so, and their biases in float32 [experts, outputs]. They are kept by the
-        caller alone from now on."""
+        """Hand over the stack of all experts and their biases, float32 [experts, outputs], to the caller. Only if
+        `is_whole`."""
         parts = [self._parts[index] for index in range(len(self._linears))]
         assert self._codes is not None  # noqa: S101 (for the types: the stack is whole)
         stack = PackedStack.of(self._codes, [part.weight for part in parts], in_turn=self._in_turn)
@@ -74,7 +74,7 @@ class PackedMemory:
         return stack, torch.stack(biases) if biases else None
 
     def give_back(self) -> None:
-        """Have each Linear a dense matrix in place of a packed one: nothing multiplies only some that are packed."""
+        """Replace packed weights by dense ones in all Linears, as no kernel multiplies a partly packed layer."""
         for index, linear in enumerate(self._linears):
             if index in self._parts:
                 weight, bias = self._parts.pop(index)
@@ -88,8 +88,8 @@ class PackedMemory:
 def packed_experts(
     gate_up: PackedMemory, down: PackedMemory, sizes: ExpertSizes, linear: Linear
 ) -> PackedExperts | None:
-    """All experts by the kernels of csrc/cuda; None unless all are packed and alike, and have a gate or the one
-    activation of those without: then their Linears have dense weights. `linear`: one of them."""
+    """Make the products of all experts by the kernels of csrc/cuda. None if they are not all packed in equal form, or
+    without a gate have an activation that the kernels lack; their Linears are then dense. `linear`: one of them."""
     whole = gate_up.is_whole() and down.is_whole() and sizes.gated != (sizes.activation == UNGATED)
     dtype, device = linear.shape.dtype, linear.shape.device
     launcher = gpu_matmul.launcher_for(dtype, device)

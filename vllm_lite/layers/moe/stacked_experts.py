@@ -1,4 +1,4 @@
-"""The experts of a layer on a GPU, where their weights are dense: one group of kernels for all of them."""
+"""The experts of a layer on a GPU with dense weights: grouped kernels compute all of them at once."""
 
 from collections.abc import Sequence
 from functools import cached_property, partial
@@ -16,8 +16,8 @@ from vllm_lite.layers.weights.weight_slot import WeightGroup
 def stacked_experts(
     gate_up: Sequence[Matmul], down: Sequence[Matmul], sizes: ExpertSizes, launcher: Launcher
 ) -> StackedExperts | None:
-    """All experts by the kernels of csrc/cuda; None unless their weights are dense and of a type that these take, and
-    they have a gate or the one activation of those without."""
+    """Make the products of all experts by the kernels of csrc/cuda; None if weights are not dense, or the kernels do
+    not take their type, or without a gate their activation."""
     dense = [[each for each in part if isinstance(each, DenseMatmul)] for part in (gate_up, down)]
     if any(len({each.bias is None for each in part}) > 1 for part in dense):
         return None
@@ -31,16 +31,16 @@ def stacked_experts(
 
 
 def _stack_biases(matmuls: Sequence[DenseMatmul]) -> torch.Tensor | None:
-    """[number, out_features]; None where this rank adds none."""
+    """Biases as [num_experts, out_features]; None if this rank adds none."""
     biases = [each.bias for each in matmuls if each.bias is not None]
     return torch.stack(biases) if biases else None
 
 
-# ---- The dense weights of a layer's experts in one tensor, as kernels for a GPU read them, without a second copy
+# ---- Dense weights of a layer's experts in one tensor, for a GPU's kernels, without a second copy
 
 
 class StackMemory:
-    """One tensor for the weights of all experts; it is made when the first of them is loaded."""
+    """One tensor for the weights of all experts, allocated when the first is loaded."""
 
     def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         self._shape, self._dtype, self._device = shape, dtype, device
@@ -51,7 +51,7 @@ class StackMemory:
         return torch.empty(self._shape, dtype=self._dtype, device=self._device)
 
     def place(self, group: WeightGroup, index: int) -> WeightGroup:
-        """The same group, whose first tensor is a dense weight, with that loaded as number `index` of the stack."""
+        """Change `group`, whose first tensor is a dense weight, to load that into the stack at `index`."""
         stack, *others = group.stacks
         return group._replace(stacks=(stack._replace(memory=partial(self._part, index)), *others))
 
@@ -60,10 +60,10 @@ class StackMemory:
 
 
 def stack_weights(matmuls: Sequence[DenseMatmul]) -> torch.Tensor:
-    """Their weights as one tensor [number, out_features, in_features], of which each is a view from now on.
+    """Return the weights as one tensor [num_experts, out_features, in_features]; each becomes a view of it.
 
-    Weights that lie one behind the other, as StackMemory has them loaded, stay where they are. Others are copied, and
-    the memory that they had is free. Raises ValueError if their shapes differ.
+    Weights that are contiguous in memory, as StackMemory loads them, are not moved. Others are copied, and their old
+    memory is freed. Raises ValueError if their shapes differ.
     """
     weights = [each.weight for each in matmuls]
     first = weights[0]

@@ -1,1 +1,1 @@
-"""Weights as quantized checkpoints store them: each module takes the tensors of one format apart."""
+"""Formats of quantized checkpoints: each module unpacks the tensors of one format."""

@@ -15,7 +15,7 @@ from vllm_lite.layers.weights.weight_form import LinearShape
 
 BITS = 4
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word the codes of eight neighbouring outputs are."""
+"""Positions in a word of the codes of eight consecutive outputs."""
 
 
 def stored(spec: Awq, names: Sequence[str], shape: LinearShape) -> QuantizedWeight:
@@ -38,7 +38,7 @@ class _Reader:
 
 
 def _unpack(words: torch.Tensor) -> torch.Tensor:
-    """[rows, words of outputs] -> uint8 [rows, outputs], a view of the turned matrix, which is what is wanted."""
+    """[rows, words of outputs] -> uint8 [rows, outputs], a view of the transposed matrix, as callers need it."""
     turned = words.t().contiguous()
     codes = [((turned >> (BITS * place)) & 15).to(torch.uint8) for place in PLACES]
     return torch.stack(codes, dim=1).flatten(0, 1).t()

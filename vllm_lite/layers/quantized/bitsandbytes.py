@@ -1,7 +1,7 @@
 """bitsandbytes of 4 bits, see https://github.com/bitsandbytes-foundation: numbers of a table, times a scale.
 
 `weight` is uint8 [outputs * inputs / 2, 1], the high half of a byte first. `weight.absmax` has a scale for each 64
-elements of the matrix, counted along its rows and on from each row to the next. `weight.quant_map` [16] is the table,
+elements of the flattened matrix. `weight.quant_map` [16] is the table,
 `weight.quant_state.bitsandbytes__nf4` (or fp4) is JSON in bytes.
 
 With double quantization absmax is uint8: a scale is nested_quant_map[absmax[i]] * nested_absmax[i / 256] +
@@ -26,7 +26,7 @@ from vllm_lite.layers.weights.weight_slot import WeightSlot, WeightStack, whole_
 BLOCK, NESTED_BLOCK = 64, 256
 """Elements that share a scale, and scales that share one."""
 MAX_STATE_BYTES = 1024
-"""The JSON has 170 or so."""
+"""Maximum size of the JSON, which is about 170 bytes."""
 _NF4 = [
     [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453],
     [-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0],
@@ -35,7 +35,7 @@ _NF4 = [
 ]
 _FP4 = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 TABLES = {"nf4": torch.tensor(_NF4).flatten(), "fp4": torch.tensor(_FP4 + tuple(-size for size in _FP4)) / 12}
-"""What codes stand for, in units of a block's scale."""
+"""Values of the codes, in units of a block's scale."""
 
 
 def stored(spec: BitsAndBytes4, names: Sequence[str], shape: LinearShape) -> StoredWeight:
@@ -59,7 +59,7 @@ class _Readers:
 
 
 class _State(msgspec.Struct):
-    """The JSON."""
+    """The JSON of a matrix."""
 
     quant_type: str
     blocksize: int
@@ -79,7 +79,7 @@ class _Reader:
 
     @property
     def reads_rows(self) -> bool:
-        """Whether this rank's rows lie in one piece that begins with a byte; else it reads the whole matrix."""
+        """Whether this rank's rows are contiguous and begin at a byte; else it reads the whole matrix."""
         return self.rows.order is None and self.inputs.total % 2 == 0
 
     def stacks(self) -> tuple[WeightStack, ...]:
@@ -108,7 +108,7 @@ class _Reader:
         state: torch.Tensor,
         *nested: torch.Tensor,
     ) -> GroupedWeight:
-        """nested: its absmax and its map, if there are two levels of scales."""
+        """nested: absmax and map of the scales, if they are quantized too."""
         table = TABLES[self.spec.table]
         if not torch.allclose(quant_map, table, rtol=0, atol=1e-5):
             raise ModelError(f"{self.name}.weight.quant_map: {quant_map.tolist()} is not {self.spec.table}'s table")
@@ -123,7 +123,7 @@ class _Reader:
         return GroupedWeight(self._codes(weight, rows), table, scales, group)
 
     def _group_size(self) -> int:
-        """The most inputs of which no block has a part: blocks go on from one row to the next."""
+        """Largest group of inputs that no block boundary cuts, as blocks continue from row to row."""
         return math.gcd(BLOCK, self.inputs.total, self.inputs.start, self.inputs.size)
 
     def _codes(self, weight: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ class _Reader:
         return whole[rows, inputs.start : inputs.end]
 
     def _offset(self, text: torch.Tensor) -> float:
-        """The offset of nested scales, by a JSON that must confirm all else that is assumed here."""
+        """Return the offset of nested scales from the JSON, after checking that it agrees with this module."""
         name = f"{self.name}.weight.quant_state"
         try:
             state = msgspec.json.decode(bytes(text.tolist()).rstrip(b"\0"), type=_State)

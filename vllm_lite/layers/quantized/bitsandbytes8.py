@@ -1,6 +1,6 @@
 """bitsandbytes of 8 bits: `weight` int8 [outputs, inputs], `SCB` [outputs] and `weight_format`, the order of elements.
 
-weight = integer * SCB / 127. Inputs are not quantized here, so that there is nothing to be done for outliers.
+weight = integer * SCB / 127. Inputs are not quantized here, so outliers need no special care.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ def stored(_: BitsAndBytes8, names: Sequence[str], shape: LinearShape) -> Stored
     """The weight of the projections `names`, stacked; see QuantizedForm. Experts that are stored together are dense."""
     if shape.stacked is not None:
         return DENSE.stored(names, shape)
-    shape = shape._replace(transposed=False)  # which bitsandbytes has undone
+    shape = shape._replace(transposed=False)  # bitsandbytes stores [outputs, inputs] in any case
     named = list(zip(names, shape.outputs, strict=True))
     weights = tuple(shape.slot(f"{name}.weight", rows) for name, rows in named)
     scales = tuple(

@@ -24,7 +24,7 @@ def stored(spec: BlockScaled, names: Sequence[str], shape: LinearShape) -> Quant
 
 
 class _Reader:
-    """Scales are read whole, as they are few, and rectangles may be cut anywhere by ranks and heads."""
+    """Reads scales whole, as they are few, and ranks and heads may cut rectangles anywhere."""
 
     def __init__(self, spec: BlockScaled, names: Sequence[str], shape: LinearShape) -> None:
         if shape.stacked is not None:
@@ -61,7 +61,7 @@ class _Reader:
 
     def _take(self, weight: torch.Tensor, scales: torch.Tensor, *others: torch.Tensor) -> GroupedWeight:
         inputs = self.shape.inputs
-        # A rank's inputs need not begin where a rectangle does: its groups are then parts of rectangles.
+        # A rank's inputs may begin within a rectangle: its groups are then parts of rectangles.
         size = min(math.gcd(inputs.start, self.block_inputs), max(inputs.size, 1))
         columns = torch.arange(inputs.start, inputs.end, size) // self.block_inputs
         rows = own_rows(self.shape.outputs, self.block_outputs)

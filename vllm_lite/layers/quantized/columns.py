@@ -1,8 +1,8 @@
-"""Common parts of formats that store [inputs, outputs]: of GPTQ and AWQ every tensor but g_idx has outputs as its
+"""Common parts of formats that store [inputs, outputs]: all tensors of GPTQ and AWQ except g_idx have outputs as
 columns.
 
-Columns are packed, and taken by ranks and projections in pieces that need not fall on words, so that each tensor is
-read with all of its columns, and cut once it is unpacked.
+Columns are packed, and the parts of ranks and projections need not begin at a word, so each tensor is read with all of
+its columns, and cut after unpacking.
 """
 
 import math
@@ -21,13 +21,13 @@ from vllm_lite.layers.weights.weight_slot import WeightSlot, WeightStack
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The weight of some projections, side by side."""
+    """The concatenated weights of some projections."""
 
     names: Sequence[str]
     shape: LinearShape
     bits: int
     group_size: int
-    """Inputs that share a scale, or all of them."""
+    """Inputs that share a scale; may be all inputs."""
 
     @property
     def words_in_unit(self) -> int:
@@ -36,7 +36,7 @@ class Columns:
 
     @property
     def unit(self) -> int:
-        """The codes in them."""
+        """Number of codes in `words_in_unit` words."""
         return 32 * self.words_in_unit // self.bits
 
     @property
@@ -51,8 +51,8 @@ class Columns:
         return Split.whole(1) if whole else in_units(self.shape.inputs, self.group_size)
 
     def stack(self, ending: str, rows: Split, dtype: torch.dtype, *, packed: bool) -> WeightStack:
-        """The tensors `<name>.<ending>`: [rows, outputs], whose columns are words where they are `packed`. Raises
-        ModelError if outputs do not fill words."""
+        """Request the tensors `<name>.<ending>`: [rows, outputs], with words as columns if `packed`. Raises ModelError
+        if outputs do not fill words."""
         slots = []
         for name, outputs in zip(self.names, self.shape.outputs, strict=True):
             if outputs.total % self.unit:
@@ -75,7 +75,7 @@ class Columns:
         return GroupedWeight(codes, values, scales, size, zeros * scales, order)
 
     def unpack(self, words: torch.Tensor, *, dim: int) -> torch.Tensor:
-        """As `kernels.grouped.unpack`, also of codes that begin in one word and end in the next."""
+        """See kernels.grouped.unpack; codes may also begin in one word and end in the next."""
         if self.words_in_unit == 1:
             return unpack(words, self.bits, dim=dim)
         words = words.movedim(dim, -1).long() & 0xFFFFFFFF

@@ -1,7 +1,7 @@
-"""Products that take their rows as they are: what `--exact-activations` and float32 ask of quantized weights on a CPU.
+"""Products that do not round their rows: for quantized weights on a CPU with `--exact-activations` or float32.
 
-Where the machine multiplies bytes, products with integers round their rows to 8 bits, too (csrc/cpu/linear.h). That is
-most of the speed, and a part of the error that depends on the model: one with a few large channels loses the most.
+On machines with byte products, products with integers also round rows to 8 bits (csrc/cpu/linear.h). That gives most of
+the speed, and a part of the error that depends on the model: one with a few large channels loses the most.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from vllm_lite.layers.weights.weight_slot import WeightStack
 
 @dataclass(frozen=True, slots=True)
 class ExactForm:
-    """Another form, whose products leave their rows as they are."""
+    """Wraps another form; its products do not round their rows."""
 
     form: WeightForm
 
@@ -33,7 +33,7 @@ class ExactForm:
 
 @dataclass(frozen=True, slots=True)
 class ExactWeight:
-    """Another weight, whose product leaves its rows as they are."""
+    """Wraps another weight; its product does not round its rows."""
 
     stored: StoredWeight
 

@@ -1,4 +1,4 @@
-"""Weights of GGUF files: each tensor has a type of its own, so that V may be of another than Q and K.
+"""Weights of GGUF files. Each tensor has its own type, so V may differ in type from Q and K.
 
 https://github.com/ggml-org/ggml has the format. Matrices are always [outputs, inputs] there, rows of whole blocks.
 """
@@ -24,13 +24,13 @@ from vllm_lite.layers.weights.weight_form import DENSE, DenseForm, LinearShape, 
 from vllm_lite.layers.weights.weight_slot import WeightSlot, WeightStack
 
 CHUNK_ELEMENTS = 1 << 20
-"""So many are taken apart at a time. What lies between blocks and floats takes several bytes for each, which then stay
-in a cache: with 2^24 Q4_0 took five times as long."""
+"""Elements that are dequantized at a time. Intermediate results take several bytes for each, and should stay in a
+cache: with 2^24 Q4_0 took five times as long."""
 
 
 @dataclass(frozen=True, slots=True)
 class GgufForm:
-    """The WeightForm of a GGUF model. `floats`: of the matrices that are floats in the file."""
+    """The WeightForm of a GGUF model. `floats`: form of the matrices that are floats in the file."""
 
     spec: Gguf
     floats: DenseForm = DENSE
@@ -58,20 +58,20 @@ class BlockWeight:
     """Projections whose tensors are all of one type."""
 
     stacks: tuple[WeightStack, ...]
-    """One of uint8 [outputs, bytes of a row], on the CPU."""
+    """A single stack of uint8 [outputs, bytes of a row], on the CPU."""
     kind: str
     shape: LinearShape
     order: tuple[int, ...] | None = None
     """See GroupedWeight.order."""
     factors: tuple[float, ...] = ()
-    """What each projection is multiplied by."""
+    """Factor of each projection."""
 
     @classmethod
     def of(
         cls, kind: str, names: Sequence[str], shape: LinearShape, order: tuple[int, ...] | None = None
     ) -> "BlockWeight":
-        """`order`: which of the inputs each column is for. Raises ModelError if inputs are no whole blocks, and
-        ConfigError if ranks would have to share one, or columns that are in another order."""
+        """`order`: the input of each column. Raises ModelError if inputs do not fill blocks, and ConfigError if ranks
+        would have to share a block, or reordered columns."""
         block = BY_NAME[kind]
         if order is not None and shape.inputs.size != shape.inputs.total:
             raise ConfigError(
@@ -87,7 +87,7 @@ class BlockWeight:
         return cls((WeightStack(slots, torch.uint8, CPU, lent=True),), kind, shape, order)
 
     def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
-        """The best product with blocks. What no kernel multiplies as it is becomes dense."""
+        """Make the fastest product with blocks; weights that no kernel multiplies become dense."""
         dtype, device = self.shape.dtype, self.shape.device
         if copies(dtype, device):
             return NativeMatmul(PackedWeight(self._rows(tensors[0]), bias))
@@ -101,7 +101,7 @@ class BlockWeight:
         return self._chunks(tensors).dense(self.shape.dtype, self.shape.device)
 
     def _rows(self, blocks: torch.Tensor, rows: slice = slice(None)) -> BlockRows:
-        """Some rows of the matrix whose blocks are given whole."""
+        """Rows of the matrix, given all its blocks."""
         factors = None
         if any(factor != 1.0 for factor in self.factors):
             parts = zip(self.factors, self.shape.outputs, strict=True)

@@ -1,6 +1,6 @@
 """GPTQ's `qweight` int32 [inputs / 8, outputs], `qzeros` [groups, outputs / 8], `scales` [groups, outputs] and `g_idx`
-[inputs], the group of each input; with 8 bits 4 in place of 8, with 3 bits 32 in 3 words.
-https://github.com/ModelCloud/GPTQModel writes them, and https://github.com/intel/auto-round all but g_idx.
+[inputs], the group of each input; with 8 bits 4 instead of 8, with 3 bits 32 in 3 words.
+https://github.com/ModelCloud/GPTQModel writes them, and https://github.com/intel/auto-round all except g_idx.
 
 weight = scale * (code - zero).
 """
@@ -37,7 +37,7 @@ class _Reader:
 
     @property
     def has_parts_of_groups(self) -> bool:
-        """Whether this rank has some of the inputs of every group, as groups are not of neighbours."""
+        """Whether this rank has parts of groups, because groups are not of consecutive inputs."""
         return self.spec.sorted_columns and not self.columns.shape.inputs.is_whole
 
     def stacks(self) -> tuple[WeightStack, ...]:
@@ -71,8 +71,8 @@ class _Reader:
         return columns.weight(codes if order is None else codes[order], zeros, scales, order)
 
     def _zeros(self, words: torch.Tensor) -> torch.Tensor:
-        """uint8 [groups, all outputs]. Who wrote zeros less one took one from each code in a word, so that a zero of 0
-        has borrowed from the next; of codes that do not fill words each is by itself."""
+        """uint8 [groups, all outputs]. Formats that store zero - 1 subtract from whole words, so a zero of 0 has
+        borrowed from the next code; codes that do not fill words are subtracted from singly."""
         columns = self.columns
         if not self.spec.zeros_less_one:
             return columns.unpack(words, dim=1)
@@ -81,7 +81,7 @@ class _Reader:
         return (columns.unpack(words, dim=1) + 1) & ((1 << columns.bits) - 1)
 
     def _order(self, groups: torch.Tensor) -> torch.Tensor | None:
-        """groups: [projections, inputs]. The inputs, sorted by their groups; None if they are so."""
+        """Inputs sorted by their groups; None if they are already sorted. groups: [projections, inputs]."""
         size, start = self.columns.group_size, self.columns.shape.inputs.start
         if torch.equal(groups, ((start + torch.arange(groups.shape[1])) // size).expand_as(groups)):
             return None

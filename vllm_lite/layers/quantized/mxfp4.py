@@ -19,12 +19,12 @@ from vllm_lite.layers.weights.weight_slot import WeightSlot, WeightStack
 BLOCK = 32
 """Inputs that share a scale."""
 NOT_A_NUMBER = 255
-"""The scale that stands for none."""
+"""The scale that encodes NaN."""
 
 
 def stored(_: MxFp4, names: Sequence[str], shape: LinearShape) -> StoredWeight:
-    """The weight of one expert's projections `names`, stacked; see QuantizedForm. An expert that is stored by itself
-    has no such form."""
+    """The weight of one expert's projections `names`, stacked; see QuantizedForm. Only for experts that are stored
+    together."""
     if shape.stacked is None:
         return DENSE.stored(names, shape)
     if shape.inputs.total % BLOCK:
@@ -44,7 +44,7 @@ def _stack(
     start: tuple[int, ...],
     size: tuple[int, ...],
 ) -> WeightStack:
-    """The tensors `<name><ending>`: [outputs, *inner] for each expert, of which a rank takes the box start, size."""
+    """Request a rank's box (start, size) of the tensors `<name><ending>`: [outputs, *inner] for each expert."""
     slots = (
         WeightSlot(
             f"{name}{ending}",
@@ -70,7 +70,6 @@ class _Reader:
 
 
 def _powers_of_two(exponents: torch.Tensor) -> torch.Tensor:
-    """2^(e - 127) of each uint8: e is where a float32 has its exponent, but for 2^-127, which is below its normal
-    numbers."""
+    """2^(e - 127) of each uint8 e, made from the exponent bits of a float32, except 2^-127, which is denormal."""
     bits = exponents.to(torch.int32) << 23
     return torch.where(exponents == 0, 1 << 22, bits).view(torch.float32)

@@ -58,7 +58,7 @@ class _Reader:
         return WeightStack(tuple(whole_slot(f"{name}.{ending}", size) for name in self.names), dtype, CPU)
 
     def _zeros(self) -> WeightStack:
-        """All rows, as ranks and projections need not begin where a word does."""
+        """Request all rows, as the parts of ranks and projections need not begin at a word."""
         slots = []
         for name, outputs in zip(self.names, self.shape.outputs, strict=True):
             rows, columns = -(-outputs.total // self.per_word), self.groups

@@ -1,4 +1,4 @@
-"""Weights of any form that are quantized in another way when they are loaded: for a copy of a model that drafts."""
+"""Weights of any form that are quantized differently on loading, for a copy of a model that drafts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from vllm_lite.layers.weights.weight_slot import WeightStack
 
 @dataclass(frozen=True, slots=True)
 class RequantizedForm:
-    """Another form, whose matrices become floats and then what `quantization` says, one after the other."""
+    """Wraps another form; its matrices are dequantized and then quantized to `quantization`, one at a time."""
 
     form: WeightForm
     quantization: Form
@@ -27,7 +27,7 @@ class RequantizedForm:
 
 @dataclass(frozen=True, slots=True)
 class RequantizedWeight:
-    """Another weight, which is quantized anew."""
+    """Wraps another weight, which is quantized again."""
 
     stored: StoredWeight
     quantization: Form

@@ -1,4 +1,4 @@
-"""Chooses the form of a model's weights by what its checkpoint says, and by what the user wants of dense ones."""
+"""Choice of the form of a model's weights, by its checkpoint and the quantization requested for dense weights."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,12 +34,12 @@ FORMATS: Mapping[type[QuantizationSpec], Callable[[Any, Sequence[str], LinearSha
     MxFp4: mxfp4.stored,
     BlockScaled: block_scaled.stored,
 }
-"""What gives the weight of the named projections, for each kind of spec: called as format(spec, names, shape)."""
+"""Kind of spec -> function that makes the weight of projections, called as format(spec, names, shape)."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedForm:
-    """The weights of a quantized checkpoint, some of which are dense."""
+    """Form of the weights of a quantized checkpoint, some of which are dense."""
 
     spec: AnyQuantization
 
@@ -65,9 +65,9 @@ def form_for(
     *,
     again: bool = False,
 ) -> WeightForm:
-    """`spec`: of the checkpoint; `quantization` and `mixed`: what dense weights become when they are loaded, as
-    DenseForm has them; `again`: and those that the checkpoint has quantized, all in one form. Raises ConfigError if
-    both are given without."""
+    """Choose the form. `spec`: of the checkpoint; `quantization` and `mixed`: of dense weights on loading, see
+    DenseForm; `again`: quantize weights that are quantized in the checkpoint again, all to one form. Raises ConfigError
+    if both are given without `again`."""
     if again and spec is not None and quantization is not None:
         return RequantizedForm(form_for(spec, None), quantization)
     if spec is None:

@@ -1,4 +1,4 @@
-"""Common parts of the formats of quantized checkpoints: the weight that they give, and a rank's part of it."""
+"""Common parts of the formats of quantized checkpoints: their weight, and a rank's part of it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A StoredWeight whose tensors a format takes apart."""
+    """A StoredWeight whose tensors a format unpacks."""
 
     stacks: tuple[WeightStack, ...]
-    """On the CPU, wherever the model is."""
+    """Stacks on the CPU, whatever the model's device."""
     take: Callable[..., GroupedWeight]
-    """Called with one tensor for each stack."""
+    """Function that unpacks the tensors, called with one for each stack."""
     shape: LinearShape
     float8_rows: bool = False
-    """Whether rows may become float8, too."""
+    """Whether a product may round its rows to float8."""
 
     def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
         kind = self.shape.dtype, self.shape.device
@@ -36,8 +36,8 @@ class QuantizedWeight:
 
 
 def in_units(part: Split, unit: int) -> Split:
-    """The part of a dimension of which `unit` elements lie in one word, or share a scale. The last unit of the whole
-    may be cut off. Raises ConfigError if ranks would have to share a unit."""
+    """Convert the part of a dimension to units of `unit` elements, which share a word or a scale. The last unit of the
+    whole may be incomplete. Raises ConfigError if ranks would have to share a unit."""
     if part.start % unit or (part.size % unit and part.end != part.total):
         raise ConfigError(
             f"a quantized weight with {part.total} inputs in groups of {unit} cannot be split so that a rank has "
@@ -47,9 +47,8 @@ def in_units(part: Split, unit: int) -> Split:
 
 
 def own_rows(outputs: Sequence[Split], unit: int | None = 1, stored_unit: int = 1) -> torch.Tensor:
-    """int64: where the tensors of several projections lie one behind the other, each with a row for `unit` outputs
-    (None: for all), which of their rows is that of each output of this rank. Of each tensor there is a multiple of
-    `stored_unit` rows."""
+    """int64: row of each of this rank's outputs in the concatenated tensors of several projections, which have a row
+    for `unit` outputs (None: for all). Each tensor has a multiple of `stored_unit` rows."""
     found, first = [], 0
     for part in outputs:
         size = unit or max(part.total, 1)
@@ -61,8 +60,8 @@ def own_rows(outputs: Sequence[Split], unit: int | None = 1, stored_unit: int = 
 
 
 def sorted_by_group(groups: torch.Tensor, size: int, names: Sequence[str]) -> torch.Tensor:
-    """groups: [projections, inputs], the group of each of all inputs, `size` in each -> the inputs in the order of
-    their groups, int64. Raises ModelError for other groups, or if the projections differ in them."""
+    """groups: [projections, inputs], the group of each input -> inputs in the order of their groups, int64. Raises
+    ModelError if groups have not `size` inputs each, or if the projections differ in them."""
     order = groups[0].argsort(stable=True)
     if not torch.equal(groups[0, order], torch.arange(len(order)) // size):
         raise ModelError(f"{names[0]}.g_idx: its groups are not of {size} inputs each")
@@ -71,8 +70,8 @@ def sorted_by_group(groups: torch.Tensor, size: int, names: Sequence[str]) -> to
 
 
 def group_of_each(groups: torch.Tensor, num_groups: int, names: Sequence[str]) -> torch.Tensor:
-    """groups: [projections, inputs] -> the group of each input, of `num_groups`. Raises ModelError for a group that
-    there is not, or if the projections differ in them."""
+    """groups: [projections, inputs] -> the group of each input. Raises ModelError for a group outside of `num_groups`,
+    or if the projections differ in them."""
     if not torch.equal(groups, groups[:1].expand_as(groups)):
         raise ModelError(f"{', '.join(names)}: their inputs are grouped differently (g_idx)")
     if not bool(((groups >= 0) & (groups < num_groups)).all()):

@@ -1,1 +1,1 @@
-"""Layers that keep a state of the sequence instead of KV: Gated DeltaNet, Mamba-2 and short convolutions."""
+"""Layers that keep a state per sequence instead of KV: Gated DeltaNet, Mamba-2 and short convolutions."""

@@ -1,4 +1,4 @@
-"""The recurrent block of a decoder layer, in the place of attention: it keeps a state of the sequence instead of KV."""
+"""The recurrent block of a decoder layer, used instead of attention: it keeps a state per sequence instead of KV."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -19,10 +19,10 @@ S = TypeVar("S")
 
 
 class RecurrentOp(Protocol):
-    """The operation of a layer that goes from token to token."""
+    """A layer's recurrence over the tokens of a sequence."""
 
     graph_safe: bool
-    """Whether a graph can hold it."""
+    """Whether a graph can capture it."""
 
     def forward(
         self,
@@ -33,24 +33,24 @@ class RecurrentOp(Protocol):
         mixed: torch.Tensor,  # float32 [n, scratch_size]
         out: torch.Tensor,  # [n, value_width]
     ) -> None:
-        """Write what each token gets, and change the states."""
+        """Write each token's output, and update the states."""
         ...
 
 
 class RecurrentBlock(ABC):
-    """A projection, what goes from token to token, and another projection. A kind of layer makes these, and names what
-    is loaded beside the projections."""
+    """A projection, a recurrence over tokens, and another projection. A subclass makes these, and names the tensors
+    that are loaded beside the projections."""
 
     projected_as: tuple[str, ...]
-    """Tensor in a checkpoint of each part that `projections` gives."""
+    """Checkpoint tensor of each part of the first projection."""
     output_as: ClassVar[str] = "out_proj"
     projections: Any
     output: Any
     op: RecurrentOp
     load: Callable[..., None]
-    """Keeps the tensors of `slots` as `weights`."""
+    """Function that keeps the tensors of `slots` as `weights`."""
     weights: Any
-    tentative: torch.Tensor  # [num_tentative, projected_size], by the last step that had any
+    tentative: torch.Tensor  # [num_tentative, projected_size], of draft tokens, by the last step that had any
 
     def __init__(self, parts: Parts, layer: int) -> None:
         self.device = parts.device
@@ -65,7 +65,7 @@ class RecurrentBlock(ABC):
         batch: StepBatch,
         backend: AttentionBackend,  # noqa: ARG002 (the protocol's)
     ) -> None:
-        """Bring the states of the step's sequences up to their tokens, and read them for `project`."""
+        """Update the states of the step's sequences by their tokens, and keep each token's output for `project`."""
         own = rows.by_kind[self.kind]
         if batch.states is None or own.mixed is None:
             raise ValueError("a step of a recurrent model says nothing of its states")
@@ -75,26 +75,26 @@ class RecurrentBlock(ABC):
         self.op.forward(own.qkv, self.weights, kv, batch.states, own.mixed, own.attended)
 
     def project_in(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Make what goes from token to token. out: [num_tokens, projected_size]."""
+        """Compute the inputs of the recurrence. out: [num_tokens, projected_size]."""
         self.projections.forward(x, out=out)
 
     def attend(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:  # noqa: B027
-        """Nothing: the tokens have read their states on the way."""
+        """Do nothing: `write` has computed the outputs."""
 
     def take_up(self, tokens: torch.Tensor, rows: StepRows, kv: torch.Tensor, segments: Segments) -> None:
-        """Bring states up to some of the tokens that the last step left tentative; what these read is known already.
-        tokens: int64 [n], their places; rows: n of them."""
+        """Update states by the accepted ones of the last step's draft tokens, whose outputs are known already.
+        tokens: int64 [n], indices into `tentative`; rows: of n tokens."""
         own = rows.by_kind[self.kind]
         if own.mixed is None:
             raise ValueError("the buffers are not those of a recurrent layer")
         self.op.forward(self.tentative[tokens], self.weights, kv, segments, own.mixed, own.attended)
 
     def project(self, rows: StepRows) -> None:
-        """Project what was read into rows.hidden."""
+        """Project the recurrence's output into rows.hidden."""
         self.output.forward(rows.by_kind[self.kind].attended, out=rows.hidden)
 
     def weight_groups(self, prefix: str) -> Iterator[WeightGroup]:
-        """Weights of it in a checkpoint under `prefix`, like "model.layers.0.linear_attn."."""
+        """Weights in a checkpoint under `prefix`, like "model.layers.0.linear_attn."."""
         yield self.projections.group(*(f"{prefix}{name}" for name in self.projected_as))
         stacks = (WeightStack(slots, torch.float32, self.device) for slots in self.slots(prefix))
         yield WeightGroup(tuple(stacks), self.load)
@@ -102,11 +102,11 @@ class RecurrentBlock(ABC):
 
     @abstractmethod
     def slots(self, prefix: str) -> Iterator[tuple[WeightSlot, ...]]:
-        """The tensors beside the projections, each in parts that `load` gets together, one behind the other."""
+        """Tensors beside the projections; `load` gets the parts of each concatenated."""
 
 
 def specs_of(parts: Parts, layer: int, kind: type[S]) -> tuple[S, S]:
-    """A recurrent layer in numbers, and this rank's share of it. Raises TypeError for a layer of another kind."""
+    """Specs of a recurrent layer: whole, and this rank's part. Raises TypeError for a layer of another kind."""
     whole, own = parts.spec.layers[layer].recurrent, parts.layers[layer].recurrent
     if not isinstance(whole, kind) or not isinstance(own, kind):
         raise TypeError(f"layer {layer} has no {kind.__name__}")

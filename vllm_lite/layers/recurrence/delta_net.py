@@ -1,4 +1,4 @@
-"""A Gated DeltaNet layer: what stands in a decoder layer where others have attention. It keeps a state and no KV."""
+"""Gated DeltaNet, used in a decoder layer instead of attention. It keeps a state and no KV."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -34,15 +34,14 @@ class DeltaNetNames(NamedTuple):
 
     @classmethod
     def of(cls, stored: Projections) -> "DeltaNetNames":
-        """Name the tensors of a checkpoint that stores the projections so."""
+        """Return the names of a checkpoint that stores the projections as `stored` says."""
         gates = {} if stored == "apart" else dict.fromkeys(("b", "a"), "in_proj_ba")
         wide = dict.fromkeys(("mixed", "z"), "in_proj_qkvz") if stored == "by key head" else {}
         return cls(**gates, **wide)
 
 
 def rows_by_key_head(key_heads: Split, sizes: Sequence[int]) -> tuple[Split, ...]:
-    """Rows of a tensor in which each key head has parts of these sizes, one behind the other: for each part those of
-    the heads that a rank holds."""
+    """For a tensor in which each key head has consecutive parts of `sizes` rows: a rank's rows of each part."""
     each, ends = sum(sizes), tuple(accumulate(sizes))
     held = range(key_heads.start, key_heads.end)
     return tuple(
@@ -52,7 +51,7 @@ def rows_by_key_head(key_heads: Split, sizes: Sequence[int]) -> tuple[Split, ...
 
 
 class DeltaNetBlock(RecurrentBlock):
-    """Ranks share the heads: each has some key heads and the value heads that these serve."""
+    """Gated DeltaNet. Heads are split over ranks: each has some key heads and their value heads."""
 
     def __init__(self, parts: Parts, layer: int) -> None:
         super().__init__(parts, layer)
@@ -72,7 +71,7 @@ class DeltaNetBlock(RecurrentBlock):
         self.op = delta_net_op(own, parts.device, parts.dtype)
 
     def projected(self, key_heads: Split) -> tuple[Split, ...]:
-        """The rows of Q, K, V, z, b and a that a rank holds, each in the tensor that `names` has for it."""
+        """A rank's rows of Q, K, V, z, b and a, each in the tensor that `names` has for it."""
         spec = self.whole
         each = spec.num_value_heads // spec.num_key_heads
         gates = (self.heads,) * 2 if spec.stored == "apart" else rows_by_key_head(key_heads, (each, each))
@@ -89,5 +88,5 @@ class DeltaNetBlock(RecurrentBlock):
         yield vector_slots(f"{prefix}{names.norm}", Split.whole(spec.value_size))
 
     def load(self, conv: torch.Tensor, decay: torch.Tensor, dt_bias: torch.Tensor, norm: torch.Tensor) -> None:
-        """Keep what lies beside the projections; conv: float32 [conv_channels, 1, conv_size]."""
+        """Keep the weights beside the projections; conv: float32 [conv_channels, 1, conv_size]."""
         self.weights = DeltaNetWeights(by_tap(conv), decay.exp(), dt_bias, norm, self.eps)

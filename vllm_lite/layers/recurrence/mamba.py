@@ -1,4 +1,4 @@
-"""A Mamba-2 layer: what stands in a decoder layer where others have attention. It keeps a state and no KV."""
+"""Mamba-2, used in a decoder layer instead of attention. It keeps a state and no KV."""
 
 from collections.abc import Iterator
 
@@ -16,8 +16,9 @@ from vllm_lite.layers.weights.weight_slot import WeightSlot
 
 
 class MambaBlock(RecurrentBlock):
-    """Ranks share the groups of heads, each with its b and c, or the heads of the only one, and then each has all of b
-    and c. The norm is over the heads of a group, so that these ranks add up what they have of its mean square."""
+    """Mamba-2. Groups of heads are split over ranks, each with its b and c; or if there is one group, its heads are,
+    and each rank has all of b and c. The norm is over the heads of a group, so these ranks all-reduce its mean square.
+    """
 
     projected_as = ("in_proj",) * 5
     norm: WideNormWeights  # by `load`
@@ -42,7 +43,7 @@ class MambaBlock(RecurrentBlock):
         self.parts = own.parts
 
     def project_in(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """See RecurrentBlock.project_in; each part has a factor of its own, if the model says so."""
+        """See RecurrentBlock.project_in; some models multiply each part by its own factor."""
         super().project_in(x, out)
         if self.whole.factors is not None:
             for part, factor in zip(out.split(self.parts, dim=1), self.whole.factors, strict=True):
@@ -50,7 +51,7 @@ class MambaBlock(RecurrentBlock):
                     self.ops.scale(part, factor)
 
     def _mixed(self) -> tuple[Split, Split, Split]:
-        """The parts of x, b and c that this rank holds."""
+        """This rank's parts of x, b and c."""
         channels, values, shared = self.whole.conv_channels, self.values, self.groups.times(self.whole.state_size)
         starts = values.start, values.total + shared.start, values.total + shared.total + shared.start
         sizes = values.size, shared.size, shared.size
@@ -58,7 +59,7 @@ class MambaBlock(RecurrentBlock):
         return first, second, third
 
     def project(self, rows: StepRows) -> None:
-        """Norm what was read and project it into rows.hidden."""
+        """Norm the recurrence's output and project it into rows.hidden."""
         read = rows.by_kind[self.kind].attended
         if self.whole.normed:
             self._norm(read)
@@ -67,7 +68,7 @@ class MambaBlock(RecurrentBlock):
             self.ops.scale(rows.hidden, self.whole.output_factor)
 
     def _norm(self, read: torch.Tensor) -> None:
-        """Norm what this rank's heads have read in place. read: [num_tokens, value_width]."""
+        """Norm the output of this rank's heads in place. read: [num_tokens, value_width]."""
         if self.whole.num_groups > 1:
             by_group = read.unflatten(1, (self.groups.size, -1))
             self.ops.wide_norm(by_group, self.norm, by_group)
@@ -97,7 +98,7 @@ class MambaBlock(RecurrentBlock):
         skip: torch.Tensor,
         norm: torch.Tensor | None = None,
     ) -> None:
-        """Keep what lies beside the projections."""
+        """Keep the weights beside the projections."""
         self.weights = MambaWeights(by_tap(conv), conv_bias, decay.exp(), dt_bias, skip)
         if norm is None:
             return

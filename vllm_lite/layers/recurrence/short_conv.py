@@ -13,7 +13,7 @@ from vllm_lite.layers.weights.weight_slot import WeightSlot
 
 
 class ShortConvBlock(RecurrentBlock):
-    """Ranks share the channels."""
+    """Short convolution. Channels are split over ranks."""
 
     projected_as = ("in_proj",) * 3
 

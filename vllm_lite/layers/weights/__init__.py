@@ -1,1 +1,1 @@
-"""Weights of linear layers: how a checkpoint stores them, which part a rank holds, and their matrix products."""
+"""Weights of linear layers: their storage in a checkpoint, the part of each rank, and their matrix products."""

@@ -1,6 +1,6 @@
-"""Adapters of the LM head, which add to the logits of their rows what they would add to those of a linear layer.
+"""Adapters of the LM head, which add to logits as other adapters add to the outputs of a linear layer.
 
-The rows of a product with the head are some of those that the forward pass has left: `select` says which.
+A product with the head takes some of the rows that the forward pass has returned; `select` sets which.
 """
 
 import numpy as np
@@ -12,11 +12,11 @@ from vllm_lite.layers.weights.embedding import Embedding
 from vllm_lite.layers.weights.lora import Adapters, Site
 
 Which = slice | NDArray[np.int64]
-"""Some rows of what a forward pass has left."""
+"""Selection of rows of a forward pass's hidden states."""
 
 
 class AdaptedHead:
-    """The adapters of the matrix `name`, of which a rank has the tokens that it scores. On a CPU."""
+    """Adapters of the LM head `name`, with the rank's part of the vocabulary. CPU only."""
 
     def __init__(self, name: str, table: Embedding, adapters: Adapters) -> None:
         self._site = adapters.others[name] = Site((name,), (name,), table.shape, adapters)
@@ -25,12 +25,12 @@ class AdaptedHead:
 
     @staticmethod
     def can_be(adapters: Adapters) -> bool:
-        """Whether there can be such adapters: not on a GPU, whose slots would have room for the whole vocabulary."""
+        """Whether an LM head can have adapters: not on a GPU, where each slot would cover the whole vocabulary."""
         return isinstance(adapters.rows, GroupedRows | AdapterMask) and adapters.device.type == "cpu"
 
     def add(self, hidden: torch.Tensor, out: torch.Tensor, which: Which | None) -> None:
-        """hidden: [k, hidden_size], the rows `which` of what the forward pass has left (None: all of them), out:
-        float32 [k, vocab_size], of which this rank's columns are those of the base model."""
+        """Add to this rank's columns of the logits `out`: float32 [k, vocab_size]. hidden: [k, hidden_size], the rows
+        `which` of the forward pass's hidden states (None: all)."""
         if which is not None and isinstance(self._rows, GroupedRows | AdapterMask):
             self._rows.select(which)
         self._site.slots.add(hidden, out.narrow(1, self._held.start, self._held.size))

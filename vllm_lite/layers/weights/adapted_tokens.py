@@ -1,11 +1,11 @@
-"""Adapters of the table of token vectors: a token gets scale B A[:, token] beside its vector.
+"""Adapters of the embedding: scale B A[:, token] is added to a token's vector.
 
-The columns of A that adapters have for a token stand side by side in one table with a row for each token, and a step
-looks up its tokens in that. The rest is a linear layer of all slots' ranks: for each slot a matrix that picks the
-slot's own columns, and then B. So it has the kernels and the rows of all other layers, and can be recorded.
+All adapters' columns of A for a token are concatenated in one table with a row per token, in which a step looks up its
+tokens. The rest is a linear layer over the ranks of all slots: for each slot a matrix that picks the slot's own
+columns, and then B. So it uses the kernels and rows of all other layers, and can be recorded.
 
-The table is as large as the vocabulary times the slots times their ranks, which is bounded. Its pages take no memory
-until an adapter that has token vectors is put into a slot.
+The table has vocabulary size times slots times maximum rank elements, which is bounded. Its pages take no memory until
+an adapter with token vectors is put into a slot.
 """
 
 from collections.abc import Mapping
@@ -26,20 +26,20 @@ MAX_TABLE_BYTES = 1 << 30
 
 
 class TokenMatrices(NamedTuple):
-    """One adapter's: down [vocab_size, rank], up [hidden_size, rank], scaled."""
+    """One adapter's matrices: down [vocab_size, rank], up [hidden_size, rank], scaled."""
 
     down: torch.Tensor
     up: torch.Tensor
 
 
 class AdaptedTokens:
-    """The adapters of the table `name`, of a model on a CPU. All ranks have them whole."""
+    """Adapters of the embedding `name`, of a model on a CPU. Every rank holds them whole."""
 
     def __init__(self, name: str, vocab_size: int, hidden_size: int, adapters: Adapters) -> None:
         self.vocab_size, self.hidden_size = vocab_size, hidden_size
         self._rank = adapters.limits.max_rank
         width = adapters.limits.num_slots * self._rank
-        words = np.zeros((vocab_size, width * adapters.dtype.itemsize), np.uint8)  # pages that nobody has touched
+        words = np.zeros((vocab_size, width * adapters.dtype.itemsize), np.uint8)  # untouched pages take no memory
         self._table = torch.from_numpy(words).view(adapters.dtype)
         self._native = cpu.available()
         self._found = torch.zeros(adapters.max_num_tokens, width, dtype=adapters.dtype)
@@ -49,12 +49,12 @@ class AdaptedTokens:
 
     @staticmethod
     def can_be(vocab_size: int, adapters: Adapters) -> bool:
-        """Whether there can be such a table: on a CPU, and not too large."""
+        """Whether an embedding can have adapters: on a CPU, if the table is not too large."""
         width = adapters.limits.num_slots * adapters.limits.max_rank
         return adapters.device.type == "cpu" and vocab_size * width * adapters.dtype.itemsize <= MAX_TABLE_BYTES
 
     def add(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
-        """token_ids: int64 [n], out: [n, hidden_size], of all rows of a step."""
+        """Add to `out`: [n, hidden_size] the adapters' part; token_ids: int64 [n], of all rows of a step."""
         found = self._found[: len(token_ids)]
         if not (self._native and look_up(self._table, token_ids, found)):
             torch.index_select(self._table, 0, token_ids, out=found)

@@ -1,7 +1,7 @@
-"""The adapters of a step's rows, in memory that stays: recorded steps read it.
+"""The adapters of a step's rows, at fixed addresses, which recorded steps read.
 
-There are two sets of rows: those of all tokens of the step and, once `gather` was called, those that go on. Layers ask
-for the `current` one. An LM head that takes some of the last ones at a time has a third.
+There are two sets of rows: all tokens of the step and, after `gather`, the rows that were kept. Layers use the
+`current` set. An LM head that takes some of the last rows at a time has a third.
 """
 
 from functools import cached_property
@@ -17,23 +17,23 @@ Slots = NDArray[np.int64]
 
 
 class AdapterRows(Protocol):
-    """The slots of a step's rows, as the layers of one device want them."""
+    """The adapter slots of a step's rows, in the form that the layers of one device need."""
 
     def begin_step(self, slots: Slots) -> None:
-        """slots: [num_tokens], NO_SLOT where there is none."""
+        """Begin a step. slots: [num_tokens], NO_SLOT for rows without an adapter."""
         ...
 
     def repeat_step(self) -> None:
-        """A step with the slots of the one before begins."""
+        """Begin a step with the slots of the step before."""
         ...
 
     def gather(self, wanted: torch.Tensor) -> None:
-        """From here on the rows are those `wanted`: int64 [k], of a step that is not captured."""
+        """Make `wanted`: int64 [k] the current rows, of a step that is not captured."""
         ...
 
 
 class Grouped(NamedTuple):
-    """Rows by slot: slot i has rows[starts[i]:starts[i + 1]]."""
+    """Rows grouped by slot: slot i has rows[starts[i]:starts[i + 1]]."""
 
     rows: torch.Tensor  # int32 [max_num_tokens], those with an adapter
     starts: torch.Tensor  # int32 [num_slots + 1]
@@ -46,7 +46,7 @@ class Grouped(NamedTuple):
         return Grouped(*(each.to(device) for each in self))
 
     def fill(self, slots: Slots) -> None:
-        """In each slot rows are in their order."""
+        """Group rows by `slots`; the rows of a slot remain in order."""
         rows, starts = self.rows.numpy(), self.starts.numpy()
         order = slots.argsort(kind="stable")
         ends = slots[order].searchsorted(np.arange(len(starts)))
@@ -55,13 +55,13 @@ class Grouped(NamedTuple):
 
 
 class GroupedRows:
-    """For the CPU's kernel, which takes each adapter's rows together."""
+    """Rows grouped by slot, for the CPU's kernel."""
 
     def __init__(self, num_slots: int, max_num_tokens: int) -> None:
         self.all, self.kept, self.selected = (Grouped.empty(num_slots, max_num_tokens) for _ in range(3))
         self.current = self.all
         self._slots = self._left = np.zeros(0, np.int64)
-        """Slots of all rows, and of those that the last layer leaves."""
+        """Slots of all rows, and of the rows that the last layer keeps."""
 
     def begin_step(self, slots: Slots) -> None:
         self._slots = self._left = slots
@@ -78,14 +78,14 @@ class GroupedRows:
             self.kept.fill(self._left)
 
     def select(self, which: slice | Slots) -> None:
-        """From here on the rows are some of those that the last layer leaves."""
+        """Make some of the rows that the last layer keeps the current ones."""
         self.current = self.selected
         if len(self._slots):
             self.selected.fill(self._left[which])
 
 
 class LaunchedRows:
-    """For a GPU's kernels: as GroupedRows, on the device, and the scratch that the layers have in common."""
+    """Rows grouped by slot on the device, for a GPU's kernels, and the scratch memory that layers share."""
 
     def __init__(self, num_slots: int, max_num_tokens: int, device: torch.device) -> None:
         self.all, self.kept = (Grouped.empty(num_slots, max_num_tokens).to(device) for _ in range(2))
@@ -97,7 +97,7 @@ class LaunchedRows:
         self._width = 0
 
     def reserve(self, width: int) -> None:
-        """A layer will want so many float32 of each row. All of them have said so before the first step."""
+        """Reserve `width` float32 of scratch per row. Every layer calls this before the first step."""
         self._width = max(self._width, width)
 
     @cached_property
@@ -117,7 +117,7 @@ class LaunchedRows:
         self.current = self.all
 
     def gather(self, wanted: torch.Tensor) -> None:
-        """Nothing waits for the device. Rows without an adapter stand before those of the first slot."""
+        """See AdapterRows.gather. Does not wait for the device; rows without an adapter are before the first slot's."""
         self.current = self.kept
         slots, order = self._slots[wanted].sort(stable=True)
         self.kept.rows[: len(wanted)] = order
@@ -125,14 +125,14 @@ class LaunchedRows:
 
 
 class AdapterMask:
-    """For matrix products of any device, over all slots at once: a mask has 1 in the column of a row's slot."""
+    """Mask for matrix products over all slots at once, on any device: 1 in the column of a row's slot."""
 
     def __init__(self, num_slots: int, max_num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         self.all, self.kept = torch.zeros(2, max_num_tokens, num_slots, dtype=dtype, device=device)
         self.current = self._left = self.all
-        """The mask of the rows now, and of those that the last layer leaves."""
+        """Mask of the current rows, and of the rows that the last layer keeps."""
         self.is_idle = False
-        """No row has an adapter. False where a step is captured, whose rows may have some later."""
+        """Whether no row has an adapter. False while a step is captured, whose replays may have some."""
         self._columns = np.arange(num_slots)
 
     def begin_step(self, slots: Slots) -> None:

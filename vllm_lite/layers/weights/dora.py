@@ -1,7 +1,7 @@
-"""DoRA: adapters that give the rows of an adapted weight new lengths m. What multiplies is m / |W + B A| (W + B A).
+"""DoRA: adapters that give the rows of an adapted weight new lengths m. The product is with m / |W + B A| (W + B A).
 
-The rows' own lengths are made once, when an adapter is read, in float32 and of the values that are multiplied: of a
-quantized weight what its codes stand for.
+The lengths |W + B A| are computed once, when an adapter is read, in float32 and from the values that the product uses:
+for a quantized weight, the dequantized ones.
 """
 
 import torch
@@ -10,11 +10,11 @@ from vllm_lite.kernels.cpu.weights.lora import Lengths
 from vllm_lite.layers.weights.matmul import DenseMatmul, Matmul, NativeMatmul, SideBySide
 
 ROWS = 1024
-"""Rows that are widened at a time."""
+"""Rows converted to float32 at a time."""
 
 
 def can_read(weight: Matmul | None) -> bool:
-    """Whether `weight_rows` reads it."""
+    """Whether `weight_rows` can read such a weight."""
     if isinstance(weight, SideBySide):
         return all(can_read(part) for part, _ in weight.parts)
     return isinstance(weight, NativeMatmul | DenseMatmul)
@@ -42,8 +42,7 @@ def weight_rows(weight: Matmul, first: int, last: int) -> torch.Tensor:
 
 
 def adapted_lengths(weight: Matmul, first: int, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """The lengths of a weight's rows from `first` on with an adapter: up [rows, rank], which is scaled, and
-    down [rank, inputs], both float32."""
+    """Lengths of the rows of W + B A from `first` on; up: B [rows, rank], scaled, down: A [rank, inputs], float32."""
     found = []
     for start in range(0, len(up), ROWS):
         part = up[start : start + ROWS]
@@ -53,5 +52,5 @@ def adapted_lengths(weight: Matmul, first: int, up: torch.Tensor, down: torch.Te
 
 
 def lengths_of(gain: torch.Tensor, bias: torch.Tensor | None) -> Lengths:
-    """The lengths with these factors of the outputs, float32, which leave a bias as it is."""
+    """Lengths with these float32 factors of the outputs, which do not apply to the bias."""
     return Lengths(gain, torch.zeros_like(gain) if bias is None else (1 - gain) * bias.float())

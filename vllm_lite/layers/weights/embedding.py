@@ -1,4 +1,4 @@
-"""Token embedding and LM head, whose vocabulary ranks share out; one tensor serves both when they are tied."""
+"""Token embedding and LM head, with the vocabulary split over ranks; one tensor serves both if they are tied."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -43,21 +43,21 @@ class Embedding:
         self.weight = weight
 
     def share(self, packed: PackedWeight) -> None:
-        """Look up in a packed weight, mostly the LM head's, which has the same rows, and have no table.
+        """Look up in a packed weight with the same rows, mostly the LM head's, instead of a table.
 
-        That takes 4 us for each token in place of 0.3, and saves a copy of what is often a quarter of a small model.
+        This takes 4 us per token instead of 0.3, and saves a copy of often a quarter of a small model's weights.
         """
         self.packed = packed
 
     def load_quantized(self, stored: StoredWeight, tensors: Sequence[torch.Tensor]) -> None:
-        """As `load`, of a matrix that is not dense in the checkpoint: it stays so where native kernels multiply it."""
+        """Load a matrix that is quantized in the checkpoint; it stays quantized if native kernels can multiply it."""
         if copies(self.dtype, self.device):
             self.share_with(stored.matmul(tensors, None), lambda: stored.dense(tensors))
         else:
             self.load(stored.dense(tensors))
 
     def share_with(self, matmul: Matmul, make_table: Callable[[], torch.Tensor]) -> None:
-        """Look up in what `matmul` has made of the same rows; where nobody can, in the table that is then made."""
+        """Look up in the weight of `matmul`, with the same rows, or if its form has no lookup, in a new table."""
         if isinstance(matmul, NativeMatmul) and self.dtype in matmul.packed.row_types:
             self.share(matmul.packed)
         elif isinstance(matmul, DenseMatmul):
@@ -76,7 +76,7 @@ class Embedding:
         return LinearShape(Split.whole(self.hidden_size), (self.vocabulary,), self.dtype, self.device)
 
     def group(self, name: str) -> WeightGroup:
-        """Ask for the checkpoint's matrix `name`."""
+        """Request the checkpoint's matrix `name`."""
         if not self.form.quantizes(name):
             return WeightGroup((WeightStack((self.slot(name),), self.dtype, self.device),), self.load)
         stored = self.form.stored((name,), self.shape)
@@ -85,7 +85,7 @@ class Embedding:
     def forward(self, token_ids: torch.Tensor, out: torch.Tensor) -> None:
         """token_ids: int [num_tokens], out: [num_tokens, hidden_size]. Ids outside the vocabulary: IndexError.
 
-        Each token's vector comes from the rank that holds it; the others add zeros to it, so that it is exact.
+        Each token's vector comes from the rank that holds it; the other ranks add zeros, so the sum is exact.
         """
         if self.packed is not None:
             self.packed.rows(token_ids, out, self.vocabulary)
@@ -107,9 +107,9 @@ def _select_rows(weight: torch.Tensor, token_ids: torch.Tensor, out: torch.Tenso
 
 
 class LMHead:
-    """Scores the tokens of the vocabulary that this rank holds: logits = hidden W^T, with W: [part, hidden_size].
+    """Scores this rank's part of the vocabulary: logits = hidden W^T, with W: [part, hidden_size].
 
-    A tied one is loaded together with the embedding, from the same tensor.
+    A tied head is loaded together with the embedding, from the same tensor.
     """
 
     matmul: Matmul  # by `load`
@@ -122,15 +122,15 @@ class LMHead:
         quantization: Quantization | None = None,
         exact_rows: bool = False,
     ) -> None:
-        """`exact_rows`: its rows stay as they are where a dense tensor is quantized, see `keep_rows`."""
+        """`exact_rows`: if a dense tensor is quantized on loading, do not round input rows, see `keep_rows`."""
         self.embedding = embedding
         self.tied = tied
         self.quantization = quantization
         self.exact_rows = exact_rows
 
     def load(self, weight: torch.Tensor) -> None:
-        """weight: [this rank's part of vocab_size, hidden_size]. A tied one is the embedding's, if that cannot look up
-        in what is made of it."""
+        """weight: [this rank's part of vocab_size, hidden_size]. If tied, the embedding shares the head's packed
+        weight, or keeps `weight` if it cannot look up in that."""
         self.matmul = make_matmul(weight, None, self.quantization)
         if self.exact_rows:
             keep_rows(self.matmul)
@@ -140,13 +140,13 @@ class LMHead:
             self.embedding.load(weight)
 
     def load_quantized(self, stored: StoredWeight, tensors: Sequence[torch.Tensor]) -> None:
-        """As `load`, of a matrix that is not dense in the checkpoint."""
+        """Load a matrix that is quantized in the checkpoint."""
         self.matmul = stored.matmul(tensors, None)
         if self.tied:
             self.embedding.share_with(self.matmul, lambda: stored.dense(tensors))
 
     def group(self, name: str) -> WeightGroup:
-        """Ask for the checkpoint's matrix `name`."""
+        """Request the checkpoint's matrix `name`."""
         table = self.embedding
         if table.form.quantizes(name):
             stored = table.form.stored((name,), table.shape)
@@ -161,11 +161,11 @@ class LMHead:
 
     @property
     def columns(self) -> Collection[slice]:
-        """The tokens that are scored."""
+        """Ranges of tokens that are scored."""
         held = self.embedding.vocabulary
         return (slice(held.start, held.end),)
 
     def forward(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """hidden: [num_rows, hidden_size], out: float32 [num_rows, vocab_size]. Writes the `columns` alone."""
+        """hidden: [num_rows, hidden_size], out: float32 [num_rows, vocab_size]. Writes only the `columns`."""
         held = self.embedding.vocabulary
         self.matmul.forward(hidden, out.narrow(1, held.start, held.size))

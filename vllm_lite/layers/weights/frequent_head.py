@@ -1,4 +1,4 @@
-"""FrequentHead: an LM head that can score a part of the vocabulary alone, for drafts."""
+"""FrequentHead: an LM head that can score only a part of the vocabulary, for drafts."""
 
 from collections.abc import Collection
 
@@ -11,28 +11,28 @@ from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightStack
 
 
 class FrequentHead(LMHead):
-    """An LM head in pieces, of which those of infrequent words may be left out: their tokens then have no chance.
+    """An LM head in pieces; those of infrequent words may be skipped, and their tokens are then never drafted.
 
-    Of one rank, from a tensor that is dense in the checkpoint.
+    Only without tensor parallelism, and from a tensor that is dense in the checkpoint.
     """
 
     def __init__(self, whole: LMHead, words: tuple[range, ...], rest: tuple[range, ...]) -> None:
-        """`whole`: a head that is not loaded, in whose place this one is. `words`, and `rest`: the numbers of all
-        tokens, those of the frequent ones and the others."""
+        """`whole`: the unloaded head that this one replaces. `words`, `rest`: ids of the frequent and of the other
+        tokens."""
         super().__init__(whole.embedding, tied=whole.tied, quantization=whole.quantization, exact_rows=whole.exact_rows)
         self.words, self.rest = words, rest
         self.is_whole = True
-        """Whether it scores all tokens."""
+        """Whether all tokens are scored."""
         self._pieces: dict[range, Matmul] = {}
 
     def load(self, *weights: torch.Tensor | Packed) -> None:
-        """One for each piece, of the frequent words first: [its tokens, hidden_size]."""
+        """`weights`: one for each piece, frequent words first: [tokens of the piece, hidden_size]."""
         for piece, weight in zip((*self.words, *self.rest), weights, strict=True):
             matmul = make_matmul(weight, None, self.quantization)
             self._pieces[piece] = keep_rows(matmul) if self.exact_rows else matmul
 
     def group(self, name: str) -> WeightGroup:
-        """Ask for the checkpoint's matrix `name`, in pieces."""
+        """Request the checkpoint's matrix `name`, in pieces."""
         table = self.embedding
         slot, packed_as = table.slot(name), packs(table.dtype, table.device, self.quantization)
         slots = (
@@ -49,6 +49,6 @@ class FrequentHead(LMHead):
         return [slice(piece.start, piece.stop) for piece in scored]
 
     def forward(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
-        """See LMHead.forward. Columns of tokens that it does not score are left as they are."""
+        """See LMHead.forward. Columns of tokens that are not scored are left unchanged."""
         for piece in (*self.words, *self.rest) if self.is_whole else self.words:
             self._pieces[piece].forward(hidden, out.narrow(1, piece.start, len(piece)))

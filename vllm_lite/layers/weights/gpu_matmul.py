@@ -1,7 +1,7 @@
-"""Quantized weights on a GPU: those that stay packed, and dense ones that are packed when they are loaded.
+"""Quantized weights on a GPU: packed ones of checkpoints, and dense ones that are packed when they are loaded.
 
-The product is kernels/cuda/weights/packed_linear.py. It is for rows of 16 bits, integers of 4 or 8 bits that follow
-one another in groups of 32 inputs or a multiple, and float8. Other weights become dense, or stay so.
+The product is kernels/cuda/weights/packed_linear.py. It takes rows of 16 bits, integers of 4 or 8 bits in groups of a
+multiple of 32 consecutive inputs, and float8. Other weights become or stay dense.
 """
 
 from typing import TYPE_CHECKING
@@ -16,13 +16,13 @@ if TYPE_CHECKING:  # other devices need none of it
     from vllm_lite.kernels.cuda.weights.packed_linear import PackedLinear
 
 DTYPES = (torch.float16, torch.bfloat16)
-"""What rows may be stored as."""
+"""Types of the rows of a product."""
 ELEMENTS_AT_ONCE = 1 << 23
-"""Dense weights that are quantized at once: what lies between them and codes takes several floats for each."""
+"""Elements that are quantized at once: intermediate results take several floats for each."""
 
 
 def launcher_for(dtype: torch.dtype, device: torch.device) -> "Launcher | None":
-    """The launcher of products with rows of `dtype`; None where there is none."""
+    """The launcher of products with rows of `dtype`; None if there is none."""
     if device.type != "cuda" or dtype not in DTYPES:
         return None
     from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
@@ -38,8 +38,8 @@ def packed_matmul(
     *,
     float8_rows: bool = False,
 ) -> "PackedLinear | None":
-    """The product with a quantized weight as it is, on `device`; None if there is no kernel for it. float8_rows:
-    whether rows may become float8, where many of them are multiplied faster so."""
+    """Make the product with a quantized weight that stays packed on `device`; None if there is no kernel for it.
+    float8_rows: whether rows may be rounded to float8 where that makes products of many rows faster."""
     launcher = launcher_for(dtype, device)
     if launcher is None:
         return None
@@ -54,7 +54,7 @@ def packed_matmul(
 
 
 def quantized_matmul(weight: torch.Tensor, bias: torch.Tensor | None, quantization: Form) -> "PackedLinear | None":
-    """The product with what a dense weight becomes with `--quantization`; None where there are no kernels.
+    """Make the product with a dense weight quantized by `--quantization`; None if there is no kernel for it.
     weight: float [num_outputs, num_inputs]."""
     if launcher_for(weight.dtype, weight.device) is None:
         return None

@@ -22,14 +22,14 @@ class Linear:
     stored: StoredWeight  # by `group`
 
     def __init__(self, shape: LinearShape, *, bias: bool, form: WeightForm = DENSE, adds_bias: bool = True) -> None:
-        """`adds_bias`: False on a rank whose part of a sum lacks the bias, which another adds."""
+        """`adds_bias`: False on a rank whose partial sum lacks the bias, because another rank adds it."""
         self.shape = shape
         self.bias = bias
         self.form = form
         self.adds_bias = adds_bias
 
     def load(self, *tensors: torch.Tensor) -> None:
-        """The tensors that `group` has asked for; the last is the bias, if there is one: [sum of out_features], or [0]
+        """Take the tensors that `group` requested; the last is the bias, if there is one: [sum of out_features], or [0]
         on a rank that does not add it."""
         weight, bias = (tensors[:-1], tensors[-1]) if self.bias else (tensors, None)
         self.matmul = self.stored.matmul(weight, bias if bias is not None and bias.numel() else None)
@@ -39,8 +39,8 @@ class Linear:
         self.matmul.forward(x, out)
 
     def group(self, *names: str) -> WeightGroup:
-        """The checkpoint tensors of the fused projections, named in their order; the biases are `<name>.bias`, and
-        `<name>_bias` where several are in one tensor."""
+        """Request the checkpoint tensors of the fused projections, named in their order; biases are `<name>.bias`, or
+        `<name>_bias` if several are in one tensor."""
         self.stored = self.form.stored(names, self.shape)
         stacks = self.stored.stacks
         if self.bias:
@@ -53,7 +53,7 @@ class Linear:
         return WeightGroup(stacks, self.load)
 
     def bias_parts(self) -> Sequence[Split]:
-        """The part of each projection's bias that this rank adds, which is nothing where another does."""
+        """Part of each projection's bias that this rank adds, empty if another rank does."""
         outputs = self.shape.outputs
         return outputs if self.adds_bias else tuple(Split(part.total, 0, 0) for part in outputs)
 
@@ -62,8 +62,7 @@ class RowParallelLinear(Linear):
     """A Linear whose inputs are split over the ranks. Each computes partial sums of all outputs, which are added up.
 
     Rank 0 adds the whole bias. Partial sums are rounded to the dtype before they are added. With int8 weights each rank
-    has scales of its own for all outputs, by its own inputs, so that results differ a little from one number of ranks
-    to another.
+    computes scales of all outputs from its own inputs, so results depend slightly on the number of ranks.
     """
 
     def __init__(self, shape: LinearShape, communicator: Communicator, *, bias: bool, form: WeightForm = DENSE) -> None:

@@ -1,9 +1,9 @@
-"""Adapters over the linear layers of a model: the seam is the form of the weights, so that models do not know of them.
+"""Adapters of a model's linear layers, attached through the form of weights, so that models need not know of them.
 
-`Adapters.form` wraps another WeightForm. Each weight that it makes is multiplied as ever, and then what the adapters of
-the rows make of them is added. A rank holds of every adapter what it holds of the layers: of a layer that is split by
-outputs all of A and its part of B, of one that is split by inputs its part of A and all of B. The partial sums of the
-latter are added up with those of the weight.
+`Adapters.form` wraps another WeightForm. To the product with each weight the adapters of the rows are added. Adapters
+are split over ranks like their layers: of a layer that is split by outputs a rank holds all of A and its part of B, of
+one that is split by inputs its part of A and all of B. The partial sums of the latter are reduced with those of the
+weight.
 """
 
 import re
@@ -48,23 +48,23 @@ class AdapterLimits(NamedTuple):
 
 
 class LayerSlots(Protocol):
-    """The adapters of one layer, in slots, and the products of the rows that have some."""
+    """The adapters of one layer, in slots, and their products with the rows that use them."""
 
     def pack(self, down: Matrices, up: Matrices, lengths: Lengths | None = None) -> Any:
-        """As LoraSlots.pack."""
+        """See LoraSlots.pack."""
         ...
 
     def put(self, slot: int, packed: Any) -> None:
-        """Let `slot` hold what was packed, or None: nothing."""
+        """Put a packed adapter into `slot`; None: empty the slot."""
         ...
 
     def add(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """x: [n, inputs], out: [n, sum of outputs]; n is the number of rows that the step has here."""
+        """Add the adapters' outputs to `out`: [n, sum of outputs]; x: [n, inputs], the current rows."""
         ...
 
 
 class Adapters:
-    """Adapters of one model, which its linear layers share. Layers join it when they ask for their weights."""
+    """The adapters of one model and the layers that can have them. Layers register when they request their weights."""
 
     def __init__(self, limits: AdapterLimits, max_num_tokens: int, dtype: torch.dtype, device: torch.device) -> None:
         self.limits, self.max_num_tokens, self.dtype, self.device = limits, max_num_tokens, dtype, device
@@ -76,21 +76,21 @@ class Adapters:
         else:
             self.rows = AdapterMask(limits.num_slots, max_num_tokens, dtype, device)
         self.sites: dict[str, Site] = {}
-        """By the name of each matrix."""
+        """Name of a matrix -> its layer."""
         self.tables: dict[str, AdaptedPart] = {}
-        """Tables of token vectors, by name."""
+        """Name -> embedding."""
         self.others: dict[str, AdaptedPart] = {}
-        """LM heads, and what several layers have in common, by name."""
+        """Name -> LM head, or matrix of all experts."""
         self.stored_rows: Callable[[str], Sequence[int] | None] = lambda _: None
-        """The rows that an adapter's B has for those of a matrix as the base model's files have it, in their order;
-        None: it has the same."""
+        """Name of a matrix -> the row of an adapter's B for each of its rows in the base model's files; None: the same
+        rows."""
 
     def form(self, form: WeightForm) -> "AdaptedForm":
-        """The form of layers that can be adapted, whose weights are stored in `form`."""
+        """Wrap `form` for layers that can have adapters."""
         return AdaptedForm(form, self)
 
     def site(self, names: Sequence[str], shape: LinearShape) -> "Site":
-        """The layer of these projections. It may ask for its weights more than once."""
+        """Register the layer of these projections, or return it if it is registered."""
         known = self.sites.get(names[0])
         if known is not None:
             return known
@@ -99,7 +99,7 @@ class Adapters:
         return site
 
     def read(self, checkpoint: LoraCheckpoint, label: str) -> "LoadedAdapter":
-        """This rank's part of an adapter. Raises ModelError, with its `label`, unless it is for this model."""
+        """Read this rank's part of an adapter. Raises ModelError, with its `label`, unless it fits this model."""
         by_site: dict[AdaptedPart, dict[str, LoraModule]] = {}
         unknown = []
         for name, module in checkpoint.modules.items():
@@ -123,7 +123,7 @@ class Adapters:
                 f"{label} has rank {checkpoint.max_rank}, and max_lora_rank is {self.limits.max_rank}; start with "
                 f"--max-lora-rank {checkpoint.max_rank} or more"
             )
-        for site, found in by_site.items():  # all of them before the first is read, which may be of any size
+        for site, found in by_site.items():  # check all before reading the first, which may be of any size
             site.check(found, label)
         try:
             return LoadedAdapter([(site, site.read(found)) for site, found in by_site.items()])
@@ -131,7 +131,7 @@ class Adapters:
             raise ModelError(f"{checkpoint.file}: cannot be read ({error})") from error
 
     def put(self, slot: int, adapter: "LoadedAdapter | None", instead_of: "LoadedAdapter | None") -> None:
-        """Let `slot` hold an adapter or none, `instead_of` the one that it holds. No step may be running."""
+        """Put `adapter` or None into `slot`, which holds `instead_of`. No step may be running."""
         for site, _ in [] if instead_of is None else instead_of.parts:
             site.put(slot, None)
         for site, packed in [] if adapter is None else adapter.parts:
@@ -145,7 +145,7 @@ class LoadedAdapter(NamedTuple):
 
 
 class AdaptedPart(Protocol):
-    """A part of the model that adapters may change."""
+    """A part of the model that can have adapters."""
 
     def check(self, modules: Mapping[str, LoraModule], label: str) -> None:
         """Raise ModelError, with the adapter's `label`, for matrices of other shapes than this part's."""
@@ -156,20 +156,20 @@ class AdaptedPart(Protocol):
         ...
 
     def put(self, slot: int, packed: Any) -> None:
-        """Let `slot` hold what was read, or None: nothing."""
+        """Put the result of `read` into `slot`; None: empty the slot."""
         ...
 
 
 class Site:
-    """One linear layer that can be adapted, of one or more projections of the same input."""
+    """One linear layer that can have adapters, of one or more projections of the same input."""
 
     def __init__(self, matrices: tuple[str, ...], names: Sequence[str], shape: LinearShape, adapters: Adapters) -> None:
-        """`names` has the matrix in which each projection lies."""
+        """`names`: the matrix that contains each projection."""
         self.matrices, self.names, self.shape = matrices, tuple(names), shape
         self.stored_rows = adapters.stored_rows
         self.weight: Matmul | None = None
         self.bias: torch.Tensor | None = None
-        """Those of the base model, once they are loaded."""
+        """Matrix and bias of the base model, once they are loaded."""
         matrix = [matrices.index(name) for name in names]
         self.slots: LayerSlots
         if isinstance(adapters.rows, GroupedRows):
@@ -226,7 +226,7 @@ class Site:
         up: Mapping[str, torch.Tensor],
         modules: Mapping[str, LoraModule] = MappingProxyType({}),
     ) -> Any:
-        """Pack this rank's part of matrices A and B by name, B scaled in float32. `modules` say more of them."""
+        """Pack this rank's part of matrices A and B by name, B scaled in float32. `modules`: their DoRA magnitudes."""
         inputs, dtype = self.shape.inputs, self.shape.dtype
         place = self.shape.device
         firsts = [
@@ -241,14 +241,14 @@ class Site:
         return self.slots.pack(firsts, seconds, self._lengths(modules, down, wide))
 
     def _rows(self, name: str, part: Split, whole: torch.Tensor) -> torch.Tensor:
-        """The rows that a rank holds of what an adapter has for each of a matrix."""
+        """A rank's rows of an adapter's tensor with one entry for each row of the matrix `name`."""
         rows = self.stored_rows(name)
         return rows_of(part, whole if rows is None else whole[list(rows)])
 
     def _lengths(
         self, modules: Mapping[str, LoraModule], down: Mapping[str, torch.Tensor], wide: Matrices
     ) -> Lengths | None:
-        """Factors and terms of the outputs, for an adapter with lengths of rows; None for one that has none."""
+        """Factors and terms of the outputs for an adapter with DoRA magnitudes; None without."""
         if self.weight is None or not any(module.magnitude for module in modules.values()):
             return None
         gains, first = [], 0
@@ -269,7 +269,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def read_tensor(place: TensorPlace) -> torch.Tensor:
-    """Read a matrix. safetensors' safe_open keeps about 1 KB of every file that was read, and its load() all of one."""
+    """Read a matrix. safetensors' safe_open leaks about 1 KB per file, and its load() reads the whole file."""
     return torch.frombuffer(place.read(), dtype=_DTYPES[place.dtype]).view(place.shape)
 
 
@@ -280,7 +280,7 @@ def rows_of(rows: Split, up: torch.Tensor) -> torch.Tensor:
 
 
 class NativeSlots:
-    """Adapters as they were packed, which the CPU's kernel finds by the slots: nothing is copied into them."""
+    """References to packed adapters, which the CPU's kernel finds by slot; putting an adapter copies nothing."""
 
     def __init__(self, limits: AdapterLimits, shape: LinearShape, matrix: Sequence[int], rows: GroupedRows) -> None:
         self.rows = rows
@@ -292,7 +292,7 @@ class NativeSlots:
 
 
 class LaunchedSlots:
-    """Adapters on a GPU, for kernels that take each one's rows together."""
+    """Adapters on a GPU, for kernels that take rows grouped by adapter."""
 
     def __init__(
         self, limits: AdapterLimits, shape: LinearShape, matrix: Sequence[int], rows: LaunchedRows, launcher: "Launcher"
@@ -305,7 +305,7 @@ class LaunchedSlots:
         rows.reserve(self.stack.down.shape[1])
 
     def pack(self, down: Matrices, up: Matrices, lengths: Lengths | None = None) -> tuple[Matrices, Matrices]:
-        del lengths  # the site refuses them
+        del lengths  # Site rejects adapters with them
         return down, up
 
     def put(self, slot: int, packed: tuple[Matrices, Matrices] | None) -> None:
@@ -329,9 +329,9 @@ class LaunchedSlots:
 
 
 class StackedSlots:
-    """Adapters in plain torch, on any device: the products with those of all slots, of which a mask keeps each row's.
+    """Adapters in plain torch, on any device: products with all slots, of which a mask keeps each row's own.
 
-    Nothing depends on which rows have which adapter but the mask, so a captured step serves all.
+    Only the mask depends on the rows' adapters, so a captured step can be replayed for any.
     """
 
     def __init__(self, limits: AdapterLimits, shape: LinearShape, matrix: Sequence[int], rows: AdapterMask) -> None:
@@ -342,7 +342,7 @@ class StackedSlots:
         self.down = zeros((max(matrix) + 1, num_slots, rank, shape.inputs.size))
         self.up = [zeros((num_slots, rank, part.size)) for part in shape.outputs]
         self.lengths: dict[int, Lengths] = {}
-        """By slot, on a CPU."""
+        """Slot -> DoRA lengths; on a CPU only."""
 
     def pack(self, down: Matrices, up: Matrices, lengths: Lengths | None = None) -> _Stacked:
         return down, up, lengths
@@ -381,7 +381,7 @@ class StackedSlots:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedForm:
-    """Another form, of whose layers adapters may change what they compute."""
+    """Wraps another form; adapters add to the products of its weights."""
 
     form: WeightForm
     adapters: Adapters
@@ -395,7 +395,7 @@ class AdaptedForm:
 
 @dataclass(frozen=True, slots=True)
 class AdaptedWeight:
-    """Another weight, whose product is followed by those of its adapters."""
+    """Wraps another weight; its product is followed by those of the adapters."""
 
     stored: StoredWeight
     site: Site
@@ -413,7 +413,7 @@ class AdaptedWeight:
 
 
 class AdaptedMatmul:
-    """A weight, and the adapters of its layer."""
+    """The product with a weight, plus those with the adapters of its layer."""
 
     def __init__(self, matmul: Matmul, site: Site) -> None:
         self.matmul, self.site = matmul, site
@@ -423,15 +423,14 @@ class AdaptedMatmul:
         self.site.slots.add(x, out)
 
 
-# ---- Order of the rows of a family's own checkpoints in a file that has them in another: adapters are made for the
-# family's.
+# ---- Order of rows: adapters have the rows of the family's own checkpoints, other files may have another order
 
 
 _PROJECTION = re.compile(r"[^0-9]*\.(\d{1,6})\..*\.(q_proj|k_proj|query_key_value)")
 
 
 def stored_rows(spec: ModelSpec, name: str) -> list[int] | None:
-    """The family's row for each row of the matrix `name` as the files of `spec` have it; None: they are the same."""
+    """Return the family's row for each row of the matrix `name` in the files of `spec`; None: they are the same."""
     moved = spec.quantization.qkv_rows if isinstance(spec.quantization, Gguf) else None
     found = None if moved is None else _PROJECTION.fullmatch(name)
     if found is None:

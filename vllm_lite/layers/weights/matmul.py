@@ -1,4 +1,4 @@
-"""Weights as they lie in memory, each with its matrix product: what multiplies fastest where they lie.
+"""Weights in memory, each with its matrix product; `make_matmul` chooses the fastest for the device.
 
 On a CPU that is `NativeMatmul` for every dtype and number of rows, and no second copy is kept. `vllm-lite bench
 kernels` gave on one core of an EPYC (avx512_bf16), for 4096 x 4096 in bfloat16, microseconds of torch.mm, of oneDNN
@@ -24,7 +24,7 @@ logger = log.get(__name__)
 
 
 class Matmul(Protocol):
-    """A weight [out_features, in_features] with its bias [out_features], if it has one."""
+    """The product with a weight [out_features, in_features], and its bias [out_features] if it has one."""
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """out = x W^T + bias; x: [num_rows, in_features], out: [num_rows, out_features], x's dtype or float32."""
@@ -59,7 +59,7 @@ class OneDnnMatmul:
 
 
 class NativeMatmul:
-    """The weight packed for the kernels of csrc/cpu. A row's bits do not depend on the rows beside it."""
+    """The weight packed for the kernels of csrc/cpu. A row's bits do not depend on the other rows."""
 
     def __init__(self, packed: PackedWeight) -> None:
         self.packed = packed
@@ -90,7 +90,7 @@ class Int8Matmul:
 
 
 class SideBySide:
-    """Several weights of the same inputs, each with the number of its outputs, which stand behind each other."""
+    """Several weights of the same inputs, each with its number of outputs, which are concatenated."""
 
     def __init__(self, parts: tuple[tuple[Matmul, int], ...]) -> None:
         self.parts = parts
@@ -103,7 +103,7 @@ class SideBySide:
 
 
 def keep_rows(matmul: Matmul) -> Matmul:
-    """Have a product with a quantized weight leave its rows as they are, where it would round them; returns it."""
+    """Set a product with a quantized weight not to round its rows, if it would; returns it."""
     if isinstance(matmul, NativeMatmul):
         matmul.packed.keep_rows()
     elif isinstance(matmul, SideBySide):
@@ -113,12 +113,12 @@ def keep_rows(matmul: Matmul) -> Matmul:
 
 
 def copies(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether `make_matmul` only reads the weight that it is given, and keeps nothing of it."""
+    """Whether `make_matmul` copies the given weight, so that its memory may be reused."""
     return device.type == "cpu" and dtype in FLOATS and cpu.available()
 
 
 def packs(dtype: torch.dtype, device: torch.device, quantization: Form | None) -> str | None:
-    """The name of the type that `make_matmul` packs a weight in; None if it packs none."""
+    """Name of the type to which `make_matmul` packs a weight; None if it does not pack."""
     if not copies(dtype, device):
         return None
     return quantization or str(dtype).removeprefix("torch.")
@@ -127,8 +127,8 @@ def packs(dtype: torch.dtype, device: torch.device, quantization: Form | None) -
 def make_matmul(
     weight: torch.Tensor | Packed, bias: torch.Tensor | None = None, quantization: Form | None = None
 ) -> Matmul:
-    """The best product with `weight`: [out_features, in_features], bias: [out_features]. May keep or copy them. A
-    weight that is packed already is so as `packs` says."""
+    """Make the fastest product with `weight`: [out_features, in_features], bias: [out_features]. May keep or copy them.
+    A weight that is already packed has the type that `packs` names."""
     if isinstance(weight, Packed):
         return NativeMatmul(PackedWeight(weight, bias))
     if quantization is not None and (packed := gpu_matmul.quantized_matmul(weight, bias, quantization)) is not None:
@@ -151,8 +151,8 @@ def make_grouped_matmul(
     *,
     float8_rows: bool = False,
 ) -> Matmul:
-    """The best product with a quantized weight on rows of `dtype`, which may become float8 if it is `float8_rows`. What
-    no kernel multiplies as it is becomes dense."""
+    """Make the fastest product with a quantized weight on rows of `dtype`, which `float8_rows` allows to round to
+    float8. A weight that no kernel can multiply becomes dense."""
     if copies(dtype, device) and PackedWeight.takes(weight):
         return NativeMatmul(PackedWeight(weight, bias))
     if (packed := gpu_matmul.packed_matmul(weight, bias, dtype, device, float8_rows=float8_rows)) is not None:
@@ -164,5 +164,5 @@ def make_grouped_matmul(
 
 @cache
 def say_dense(what: str, device: str, dtype: str) -> None:
-    """Once for each kind of weights."""
+    """Log once per kind of weights that they become dense."""
     logger.info("%s become %s: %s has no kernel for them", what, dtype, device)

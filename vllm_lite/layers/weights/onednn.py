@@ -1,19 +1,19 @@
-"""Matrix products on a CPU with a weight that oneDNN has reordered once, for where there are no native kernels.
+"""Matrix products on a CPU without native kernels, with a weight that oneDNN has reordered once.
 
 Measured on one EPYC core for 4096 x 768, against torch.mm: float32 twice as fast for any number of rows; bfloat16 2.4
 times for one row, 1.4 times for 32, the same from 128 on.
 
-torch has these operators for its compiler and does not document them, so all of this may be absent: then `pack`
-returns None and the caller keeps its dense weight. As a bonus a row's result hardly depends on the rows beside it.
+torch has these operators for its compiler and does not document them, so they may be absent: then `pack` returns None
+and the caller keeps its dense weight. Also, a row's result hardly depends on the other rows.
 """
 
 import torch
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor | None:
-    """weight: [out_features, in_features] -> an opaque reordered copy, or None where oneDNN cannot serve it.
+    """weight: [out_features, in_features] -> an opaque reordered copy, or None if oneDNN does not support it.
 
-    It cannot on other devices than a CPU, in float16 on most CPUs, and in bfloat16 on those without AVX512.
+    Unsupported: other devices than a CPU, float16 on most CPUs, and bfloat16 on CPUs without AVX512.
     """
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return None

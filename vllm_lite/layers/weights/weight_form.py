@@ -1,7 +1,7 @@
-"""Storage of the weights of linear layers in a checkpoint: the seam for quantized checkpoints.
+"""Forms of linear layers' weights in a checkpoint: the interface that formats of quantized checkpoints implement.
 
-A form names the tensors that it takes and makes of them what multiplies. The forms of quantized checkpoints are in
-`layers.quantized`, which chooses one by what the checkpoint says.
+A form names the tensors that it takes and makes a Matmul of them. The forms of quantized checkpoints are in
+`layers.quantized`, which chooses one by the checkpoint's configuration.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,26 +35,26 @@ class LinearShape(NamedTuple):
     """See WeightSlot.stacked."""
 
     def slot(self, name: str, rows: Split) -> WeightSlot:
-        """The part of the matrix `name` that this rank holds of one projection."""
+        """This rank's rows of one projection in the matrix `name`."""
         inputs = self.inputs
         start, size = (rows.start, inputs.start), (rows.size, inputs.size)
         return WeightSlot(name, (rows.total, inputs.total), start, size, rows.order, self.transposed, self.stacked)
 
 
 class StoredWeight(Protocol):
-    """The weight of one linear layer, or of one expert, as a checkpoint has it."""
+    """The weight of one linear layer, or of one expert, as stored in a checkpoint."""
 
     @property
     def stacks(self) -> tuple[WeightStack, ...]:
-        """The tensors that it is stored as, without its bias."""
+        """The tensors of the weight, without its bias."""
         ...
 
     def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
-        """`tensors`: one for each of `stacks`, which may be lent; bias: [sum of outputs], which may be kept."""
+        """Make the product. `tensors`: one for each of `stacks`, perhaps lent; bias: [sum of outputs], may be kept."""
         ...
 
     def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The matrix [sum of outputs, inputs], in the shape's dtype and on its device."""
+        """Return the matrix [sum of outputs, inputs], in the shape's dtype and on its device."""
         ...
 
 
@@ -62,23 +62,23 @@ class WeightForm(Protocol):
     """One way to store weights."""
 
     def stored(self, names: Sequence[str], shape: LinearShape) -> StoredWeight:
-        """The weight of the projections of these names, stacked."""
+        """Return the stacked weight of the projections `names`."""
         ...
 
     def quantizes(self, name: str) -> bool:
-        """Whether the checkpoint has the matrix `name` in another form than as floats: of its embedding and its LM
-        head, which are dense in most."""
+        """Whether the checkpoint stores the matrix `name` quantized; asked for the embedding and the LM head, which are
+        dense in most checkpoints."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DenseForm:
-    """One matrix for each projection, `<name>.weight`: [outputs, inputs]; in memory it may become int8. Where several
-    are stacked their tensor is called `<name>`."""
+    """One matrix for each projection, `<name>.weight`: [outputs, inputs], which may be quantized on loading. A tensor
+    with several stacked matrices is called `<name>`."""
 
     quantization: Form | None = None
     mixed: MixedForm | None = None
-    """What single layers become instead; None: all become one form."""
+    """Forms of single layers that differ from `quantization`; None: all layers have one form."""
 
     def stored(self, names: Sequence[str], shape: LinearShape) -> StoredWeight:
         parts: list[StoredWeight] = []
@@ -95,7 +95,7 @@ class DenseForm:
 
 
 def _dense(names: Sequence[str], shape: LinearShape, form: Form | None) -> "DenseWeight":
-    """Projections that become one matrix of one form."""
+    """Weight of projections that become one matrix of one form."""
     ending = ".weight" if shape.stacked is None else ""
     slots = tuple(shape.slot(f"{name}{ending}", rows) for name, rows in zip(names, shape.outputs, strict=True))
     kind = shape.dtype, shape.device
@@ -119,13 +119,13 @@ class DenseWeight:
 
 @dataclass(frozen=True, slots=True)
 class StackedWeight:
-    """Weights of the same inputs, whose outputs stand behind each other: each has a form, or a type, of its own."""
+    """Weights of the same inputs with concatenated outputs; each has its own form or type."""
 
     parts: tuple[StoredWeight, ...]
 
     @property
     def stacks(self) -> tuple[WeightStack, ...]:
-        """None is lent, as at most one may be."""
+        """Stacks of all weights; none is lent, as at most one tensor of a group may be."""
         return tuple(stack._replace(lent=False) for part in self.parts for stack in part.stacks)
 
     def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
@@ -152,11 +152,11 @@ DENSE = DenseForm()
 
 @dataclass(frozen=True, slots=True)
 class WidenedForm:
-    """Another form whose quantized weights become dense when they are loaded: where nothing multiplies them well."""
+    """Wraps another form; its quantized weights become dense when loaded, because no kernel multiplies them well."""
 
     form: WeightForm
     what: str
-    """What the log calls them."""
+    """Name of the weights in the log."""
 
     def stored(self, names: Sequence[str], shape: LinearShape) -> StoredWeight:
         stored = self.form.stored(names, shape)
@@ -171,8 +171,8 @@ class WidenedForm:
 
 @dataclass(frozen=True, slots=True)
 class AlwaysDense:
-    """Another form whose weights are dense in memory, whatever the checkpoint has and `--quantization` asks for: where
-    several of them are multiplied at once."""
+    """Wraps another form; its weights are dense in memory, regardless of checkpoint and `--quantization`, because one
+    operation multiplies several of them."""
 
     form: WeightForm
 
@@ -185,7 +185,7 @@ class AlwaysDense:
 
 @dataclass(frozen=True, slots=True)
 class WidenedWeight:
-    """Another weight, which is dense in memory."""
+    """Wraps another weight, which becomes dense in memory."""
 
     stored: StoredWeight
 
@@ -202,5 +202,5 @@ class WidenedWeight:
 
 @cache
 def say_widened(what: str, dtype: str, device: str) -> None:
-    """Once for each."""
+    """Log once per kind of weights that they become dense."""
     logger.info("quantized %s become %s: %s has kernels for dense ones alone", what, dtype, device)

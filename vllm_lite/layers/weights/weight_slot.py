@@ -1,4 +1,4 @@
-"""Parts of checkpoint tensors that make up a layer's tensors, where several are fused and ranks share them."""
+"""Parts of checkpoint tensors that make up a layer's tensors, which may be fused and split over ranks."""
 
 import math
 from collections.abc import Callable, Hashable
@@ -8,9 +8,9 @@ import torch
 
 
 class WeightSlot(NamedTuple):
-    """The checkpoint tensor `name` of full shape `shape`: this rank holds the box of `size` that begins at `start`.
+    """This rank's box of the checkpoint tensor `name` of full shape `shape`: of `size`, beginning at `start`.
 
-    Several slots may take parts of one tensor, as Q, K and V do of a fused one.
+    Several slots may take parts of one tensor, for example Q, K and V of a fused one.
     """
 
     name: str
@@ -18,14 +18,14 @@ class WeightSlot(NamedTuple):
     start: tuple[int, ...]
     size: tuple[int, ...]
     order: tuple[int, ...] | None = None
-    """The indices that the box has along the first axis, where they do not follow one another from start[0] on."""
+    """Indices of the box along the first axis, if they are not consecutive from start[0]."""
     transposed: bool = False
     """Whether the checkpoint stores a matrix with its axes exchanged: shape[1] by shape[0]."""
     stacked: tuple[int, int] | None = None
-    """Where the checkpoint has several matrices of this shape in one tensor, along its first axis: which one this is,
-    and how many there are."""
+    """Index of this matrix and number of matrices, if the checkpoint stacks several of this shape in one tensor along
+    its first axis."""
     is_text: bool = False
-    """Whether the tensor is text, in bytes: it may be shorter than `shape`, and is filled up with zeros."""
+    """Whether the tensor is text, in bytes; it may be shorter than `shape`, and is padded with zeros."""
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -33,13 +33,13 @@ class WeightSlot(NamedTuple):
         return shape if self.stacked is None else (self.stacked[1], *shape)
 
     def fits(self, stored: tuple[int, ...]) -> bool:
-        """Whether the checkpoint's tensor may have this shape. A number may be a tensor of one element."""
+        """Whether the checkpoint's tensor may have the shape `stored`; a tensor of one element fits a scalar."""
         if self.is_text:
             return len(stored) == 1 and stored[0] <= self.shape[0]
         return stored == self.stored_shape or (stored == () and self.shape == (1,))
 
     def cut(self, stored: torch.Tensor) -> torch.Tensor:
-        """The box of the tensor as it is stored: a view if it lies in one piece, else a copy."""
+        """Cut the box from the stored tensor: a view if it is contiguous there, else a copy."""
         if self.is_text:
             return torch.nn.functional.pad(stored, (0, self.shape[0] - len(stored)))
         if stored.dim() == 0:
@@ -61,16 +61,15 @@ class WeightSlot(NamedTuple):
 
 
 def whole_slot(name: str, *shape: int, order: tuple[int, ...] | None = None) -> WeightSlot:
-    """A tensor that every rank holds in full, in another `order` where one is given."""
+    """Slot of a tensor that every rank holds in full, permuted to `order` if given."""
     return WeightSlot(name, shape, (0,) * len(shape), shape, order)
 
 
 class WeightStack(NamedTuple):
-    """Checkpoint tensors that become one tensor of a layer: those of Q, K and V side by side, or one alone.
+    """Checkpoint tensors that are concatenated to one tensor of a layer, for example Q, K and V; or a single one.
 
-    Floats are converted to `dtype`; a tensor of any other type must be stored in it. What is `lent` is a buffer of the
-    loader's or a part of a mapped file: the layer may read it while it takes it, and no longer. Any other tensor is
-    the layer's to keep.
+    Floats are converted to `dtype`; a tensor of any other type must be stored in it. A `lent` tensor is a buffer of the
+    loader or part of a mapped file: the layer may read it only during `take`. The layer may keep any other tensor.
     """
 
     slots: tuple[WeightSlot, ...]
@@ -78,35 +77,34 @@ class WeightStack(NamedTuple):
     device: torch.device
     lent: bool = False
     dim: int = 0
-    """Along which the slots' boxes are put side by side; in all others they have one size."""
+    """Dimension along which the slots' boxes are concatenated; all other sizes are equal."""
     packed_as: str | None = None
-    """Name of the type that `kernels.cpu.weights.file_packer` makes of the slots, if the layer also takes that."""
+    """Name of the packed type that `kernels.cpu.weights.file_packer` makes of the slots; None: plain tensors only."""
     memory: Callable[[], torch.Tensor] | None = None
-    """Gives the memory that the layer wants the tensor in; None: any."""
+    """Returns the memory into which to load the tensor; None: any memory."""
 
     @property
     def packing_key(self) -> tuple[Hashable, ...]:
-        """All that a packed weight depends on, in the words of models/ahead.py."""
+        """Key of all that a packed weight depends on, for models/ahead.py."""
         return self.slots, str(self.dtype).removeprefix("torch."), self.packed_as
 
     @property
     def shape(self) -> tuple[int, ...]:
         size = list(self.slots[0].size)
         if not size:
-            return ()  # a number
+            return ()  # a scalar
         size[self.dim] = sum(slot.size[self.dim] for slot in self.slots)
         return tuple(size)
 
     def empty(self) -> torch.Tensor:
-        """Memory that the layer is to keep."""
+        """Allocate memory for a tensor that the layer keeps."""
         if self.memory is not None:
             return self.memory()
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
 
 class WeightGroup(NamedTuple):
-    """Tensors that a layer takes at once: `take` is called with one tensor for each stack. At most one of them is
-    lent."""
+    """Tensors that a layer takes together: `take` is called with one tensor per stack, at most one of which is lent."""
 
     stacks: tuple[WeightStack, ...]
     take: Callable[..., None]
