@@ -1,4 +1,4 @@
-"""The routes."""
+"""The handlers of OpenAI's routes, and the ASGI application that has all routes."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -39,10 +39,10 @@ DOCS_PATHS = frozenset({*pages.PAGES, *pages.PARTS}) | {"/openapi.json", "/versi
 
 
 class ApiRoutes:
-    """Answers all routes but those of LiveRequests and Metrics: one method for each."""
+    """Handlers of OpenAI's routes and of /health, /ping, /version, /openapi.json: one method each."""
 
     def __init__(self, generation: Generation, root: str = "") -> None:
-        """`root`: the path under which a proxy shows the server."""
+        """`root`: the path under which a proxy exposes the server."""
         self._generation = generation
         self._root = root
         self._model = generation.model
@@ -110,12 +110,12 @@ class ApiRoutes:
         return as_json(self._model.card(self._model.name(request.path_params["model"])))
 
     async def health(self, _: Request) -> Response:
-        """200 only if a request would be served: the engine's loop answers."""
+        """200 only if the engine's loop answers, so that a request would be served."""
         await self._calls.probe()
         return Response()
 
     async def live(self, _: Request) -> Response:
-        """200 as long as the engine lives, even if it does not answer now."""
+        """200 as long as the engine is alive, even if it does not answer now."""
         if self._calls.death is not None:
             raise ApiError(503, self._calls.death)
         return Response()

@@ -1,4 +1,4 @@
-"""ServeConfig: the settings of `vllm-lite serve`, which are an engine's and the HTTP server's own."""
+"""ServeConfig: the settings of `vllm-lite serve`: an engine's, and the HTTP server's own."""
 
 import re
 import socket
@@ -21,54 +21,54 @@ SECRET = {"api_key", "admin_api_key"}
 
 
 class Keys(NamedTuple):
-    """`user` keys open the routes that generate, () = no key is needed; `admin` keys open all routes."""
+    """API keys. `user` keys allow the routes that generate; () = no key is needed. `admin` keys allow all routes."""
 
     user: tuple[str, ...] = ()
     admin: tuple[str, ...] = ()
 
 
 class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Build it with `ServeConfig.load(...)`, which checks every value."""
+    """Settings of the server. Construct with `ServeConfig.load(...)`, which checks every value."""
 
     host: Annotated[
-        str, Section("where it listens"), Meta(description="address to listen on; 0.0.0.0 is every network")
+        str, Section("where it listens"), Meta(description="address to listen on; 0.0.0.0 is all interfaces")
     ] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=0, le=65535, description="0 takes any that is free")] = 8000
+    port: Annotated[int, Meta(ge=0, le=65535, description="port to listen on; 0 is any free one")] = 8000
     uds: Annotated[str | None, Meta(description="Unix socket to listen on, instead of host and port")] = None
     root_path: Annotated[
         str | None,
-        Meta(description="path under which a proxy shows the server, e.g. /llm; it answers there and without it"),
+        Meta(description="path under which a proxy exposes the server, e.g. /llm; routes work with and without it"),
     ] = None
     api_server_count: Annotated[
         int, Meta(ge=1, le=64, description="processes that serve HTTP here; each has its share of the queue limits")
     ] = 1
 
     api_key: Annotated[
-        tuple[str, ...], Section("who may call"), Meta(description="keys that clients must give, one of them")
+        tuple[str, ...], Section("who may call"), Meta(description="keys of which clients must send one")
     ] = ()
     api_key_file: Annotated[str | None, Meta(description="file with one key on each line")] = None
     admin_api_key: Annotated[
-        tuple[str, ...], Meta(description="keys that open what changes the server, like /reset_prefix_cache, as well")
+        tuple[str, ...], Meta(description="keys that also allow routes that change the server, like /pause")
     ] = ()
-    admin_api_key_file: Annotated[str | None, Meta(description="file with one such key on each line")] = None
+    admin_api_key_file: Annotated[str | None, Meta(description="file with one admin key on each line")] = None
     ssl_keyfile: Annotated[str | None, Meta(description="private key, for https")] = None
     ssl_certfile: Annotated[str | None, Meta(description="certificate, for https")] = None
-    ssl_ca_certs: Annotated[str | None, Meta(description="certificates that clients' must be signed by")] = None
-    ssl_cert_reqs: Annotated[int, Meta(ge=0, le=2, description="clients' certificates: 0 no, 1 optional, 2 must")] = 0
+    ssl_ca_certs: Annotated[str | None, Meta(description="CA certificates for clients' certificates")] = None
+    ssl_cert_reqs: Annotated[int, Meta(ge=0, le=2, description="clients' certificates: 0 none, 1 optional, 2 must")] = 0
     ssl_ciphers: Annotated[
         str | None, Meta(description="ciphers of TLS 1.2 and below, in OpenSSL's form (default: OpenSSL's choice)")
     ] = None
     public_metrics: Annotated[bool, Meta(description="/metrics needs no key")] = False
     public_docs: Annotated[bool, Meta(description="/, /docs, /redoc, /openapi.json and /version need no key")] = False
-    disable_fastapi_docs: Annotated[bool, Meta(description="there are no /docs, /redoc and /openapi.json")] = False
+    disable_fastapi_docs: Annotated[bool, Meta(description="remove /docs, /redoc and /openapi.json")] = False
     enable_tokenizer_info_endpoint: Annotated[
         bool, Meta(description="/tokenizer_info shows the tokenizer's settings and the chat template")
     ] = False
     allowed_hosts: Annotated[
         tuple[str, ...] | None,
         Meta(
-            description="names by which it may be called besides this machine's, *.example.org for all of a domain, "
-            "* for any (default: none if only this machine reaches it and it has no keys, else any)"
+            description="host names that requests may name besides this machine's, *.example.org for a domain, "
+            "* for any (default: none if only this machine reaches the server and there are no keys, else any)"
         ),
     ] = None
     allowed_origins: Annotated[
@@ -78,21 +78,21 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
             "of this machine if only it reaches the server and there are no keys, else none)"
         ),
     ] = None
-    allowed_methods: Annotated[tuple[str, ...], Meta(description="what such pages may call")] = ("*",)
+    allowed_methods: Annotated[tuple[str, ...], Meta(description="HTTP methods that such pages may use")] = ("*",)
     allowed_headers: Annotated[tuple[str, ...], Meta(description="headers such pages may send")] = ("*",)
     allow_credentials: Annotated[bool, Meta(description="such pages may send cookies")] = False
 
     max_num_queued_reqs: Annotated[
         int,
         Section("how much"),
-        Meta(ge=0, description="requests that may wait for a place in the batch; more are refused (429)"),
+        Meta(ge=0, description="requests that may wait for a row of the batch; more are refused (429)"),
     ] = 10_000
     max_num_queued_tokens: Annotated[
         Count | None, Meta(description="prompt tokens of requests without a first token yet; more are refused (429)")
     ] = None
     max_request_bytes: Annotated[
         Annotated[int, Meta(ge=1)] | None,
-        Meta(description="longest body of a request (default: 4M, with images 32M, or 8 bytes for each context token)"),
+        Meta(description="bytes of a body at most (default: 4M, with images 32M, or 8 for each context token)"),
     ] = None
     limit_mm_per_prompt: Annotated[
         dict[Literal["image", "video", "audio"], Annotated[int, Meta(ge=0)]] | None,
@@ -100,10 +100,10 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     ] = None
     mm_processor_kwargs: Annotated[
         dict[str, Any] | None,
-        Meta(description='JSON, e.g. {"max_pixels":802816}: sizes of the image processor; a chat may say others'),
+        Meta(description='JSON, e.g. {"max_pixels":802816}: image processor settings; a chat may override them'),
     ] = None
     max_image_pixels: Annotated[
-        int, Meta(ge=1, description="pixels of an image by its header; a larger one is refused before it is decoded")
+        int, Meta(ge=1, description="pixels of an image at most; its header is checked before it is decoded")
     ] = MAX_PIXELS
     allowed_media_domains: Annotated[
         tuple[str, ...],
@@ -111,16 +111,16 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     ] = ()
     header_timeout_s: Annotated[float, Meta(gt=0, description="time for the headers of a request")] = 10.0
     body_timeout_s: Annotated[float, Meta(gt=0, description="time for the body of a request")] = 60.0
-    write_timeout_s: Annotated[float, Meta(gt=0, description="time a client may leave what it is sent unread")] = 60.0
+    write_timeout_s: Annotated[float, Meta(gt=0, description="time in which a client must read what it is sent")] = 60.0
     stream_resume_s: Annotated[
         float,
-        Meta(ge=0, description="how long a stream that was asked for as resumable is kept after its connection broke"),
+        Meta(ge=0, description="seconds for which a resumable stream is kept after its connection broke"),
     ] = 30.0
     responses_store: Annotated[
         str | None,
         Meta(description="SQLite file that keeps the answers of /v1/responses (default: memory, for each API server)"),
     ] = None
-    responses_store_bytes: Annotated[Count, Meta(description="how much of them is kept; beyond that the oldest go")] = (
+    responses_store_bytes: Annotated[Count, Meta(description="bytes of them; beyond that the oldest are dropped")] = (
         32 * 1024 * 1024
     )
     shutdown_timeout: Annotated[
@@ -134,46 +134,44 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
     ] = None
     default_chat_template_kwargs: Annotated[
         dict[str, Any] | None,
-        Meta(
-            description='JSON, e.g. {"enable_thinking":false}: variables of the template that a chat may set otherwise'
-        ),
+        Meta(description='JSON, e.g. {"enable_thinking":false}: template variables, which a chat may override'),
     ] = None
     reasoning_effort_map: Annotated[
         dict[str, str] | None,
-        Meta(description='JSON, e.g. {"medium":"low"}: what the template is told in the place of a reasoning effort'),
+        Meta(description='JSON, e.g. {"medium":"low"}: values given to the template in place of a reasoning effort'),
     ] = None
     tool_call_parser: Annotated[
-        str, Meta(description="format in which the model writes tool calls, by vLLM's name; auto: found out; or none")
+        str, Meta(description="format of the model's tool calls, by vLLM's name; auto: detected; or none")
     ] = "auto"
     reasoning_parser: Annotated[
-        str, Meta(description="format in which the model writes its reasoning, in the same way; auto, or none")
+        str, Meta(description="format of the model's reasoning, by vLLM's name; auto: detected; or none")
     ] = "auto"
     enable_auto_tool_choice: Annotated[
-        bool, Meta(description="taken for vLLM's sake: it is always on where a format of calls is known")
+        bool, Meta(description="accepted for vLLM's sake: always on if the format of tool calls is known")
     ] = False
     tool_strict_level: Annotated[
         Literal["auto", "function", "parameter"],
         Meta(
-            description="what holds calls of tools that may be made: auto the tool's own `strict`, function its name "
-            "and form, parameter its schema as well"
+            description="constraint on optional tool calls: auto obeys the tool's `strict`, function holds name "
+            "and format, parameter the schema as well"
         ),
     ] = "auto"
     generation_config: Annotated[
         str,
         Meta(
-            description="where sampling defaults come from: auto is the model's generation_config.json, vllm none, "
+            description="source of sampling defaults: auto is the model's generation_config.json, vllm is none, "
             "else a folder with such a file"
         ),
     ] = "auto"
     override_generation_config: Annotated[
-        GenerationOverrides | None, Meta(description='JSON, e.g. {"temperature":0.5}: defaults above those of the file')
+        GenerationOverrides | None, Meta(description='JSON, e.g. {"temperature":0.5}: defaults that override the file')
     ] = None
     return_tokens_as_token_ids: Annotated[
         bool,
-        Meta(description="logprobs have token_id:N in the place of a token's text, unless a request says otherwise"),
+        Meta(description="logprobs have token_id:N in place of a token's text, unless a request says otherwise"),
     ] = False
     enable_force_include_usage: Annotated[
-        bool, Meta(description="every chunk of a stream has the usage, whatever its stream_options say")
+        bool, Meta(description="every chunk of a stream has the usage, whatever its stream_options")
     ] = False
     enable_log_requests: Annotated[bool, Meta(description="log every request, with its prompt")] = False
 
@@ -191,12 +189,12 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names under which clients may ask for the model; answers carry the first. () if not set."""
+        """Names by which clients can request the model; answers have the first. () if not set."""
         return tuple((self.served_model_name or "").replace(",", " ").split())
 
     @property
     def root(self) -> str:
-        """The root path without a slash at its end; "" if there is none."""
+        """The root path without a trailing slash; "" if there is none."""
         return (self.root_path or "").rstrip("/")
 
     def engine(self) -> EngineConfig:
@@ -207,12 +205,12 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach it."""
+        """Whether only this machine can reach the server."""
         return self.uds is not None or is_loopback(self.host) or is_loopback(address_of(self.host))
 
     def trusts_machine(self, keys: Keys) -> bool:
-        """Whether any program of this machine may use it, and a browser could for a stranger: none opens a socket
-        file."""
+        """Whether any program of this machine may use the server without a key, so that a browser could be made to by a
+        stranger's page. A Unix socket is exempt: no browser opens one."""
         return self.is_local and self.uds is None and not keys.user
 
     def keys(self) -> Keys:
@@ -223,13 +221,13 @@ class ServeConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields
         )
 
     def to_yaml(self) -> str:
-        """Write all values as a file for --config. Keys are left out."""
+        """Format all values as a file for --config. Keys are left out."""
         values = {name: getattr(self, name) for name in self.__struct_fields__ if name not in SECRET}
         return msgspec.yaml.encode(msgspec.to_builtins(values)).decode()
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address is that of this machine, wherever it is looked up."""
+    """Whether a name or an address means this machine, on whichever machine it is resolved."""
     name = host.lower().rstrip(".")
     if name == "localhost" or name.endswith(".localhost"):
         return True
@@ -243,7 +241,7 @@ def is_loopback(host: str) -> bool:
 
 @cache
 def address_of(host: str) -> str:
-    """The address that a server of this name listens on; the name if there is none."""
+    """Address to which `host` resolves for listening; `host` itself if there is none."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][4][0])
     except (OSError, UnicodeError):

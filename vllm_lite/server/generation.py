@@ -1,5 +1,5 @@
-"""Calls made of request bodies. Every dialect that answers chats makes a ChatBody of its own body, has a call made of
-it here, and writes the answer itself."""
+"""Generation: makes calls of request bodies. Each API that answers chats converts its body to a ChatBody, gets a call
+from here, and writes the answer itself."""
 
 import asyncio
 import time
@@ -33,16 +33,16 @@ from vllm_lite.server.openai.parsing import Parsing
 from vllm_lite.server.openai.prompts import MESSAGE_NAME, Check, PromptRenderer, content_of, with_marks
 
 MAX_PROMPT_CANDIDATES = 1 << 18
-"""In the `prompt_logprobs` of one answer. As many take 100 MB, and 0.5 s of a thread."""
+"""Maximum number of candidates in the `prompt_logprobs` of one answer. As many take 100 MB, and 0.5 s of a thread."""
 LATEST = ":latest"
-"""The tag of names that have none, for Ollama's clients."""
+"""Tag of names without one, for Ollama's clients."""
 MAX_SHOWN = 20
-"""Names of models in an error."""
+"""Maximum number of model names in an error."""
 NO_TOOLS = "tools: not shown to the model, whose chat template takes none"
 SESSION_HEADER = "X-Session-ID"
-"""What a client calls its session, so that one engine, of several, gets all of it."""
+"""Header that names the client's session: of several engines, one gets all requests of a session."""
 _PROMPT_FIELDS = {"cmpl": "prompt", "chatcmpl": "messages", "gen": "token_ids"}
-"""The field of the body that the prompt stands in, by the kind of the call."""
+"""Field of the body that has the prompt, by the kind of the call."""
 
 B = TypeVar("B", bound=msgspec.Struct)
 
@@ -51,9 +51,9 @@ logger = log.get(__name__)
 
 @dataclass
 class ServedModel:
-    """The served model and its names. `path` is another name that is taken but not shown; `defaults` are SamplingParams
-    where a request says nothing; `root` is what the names stand for. Adapters are models with names of their own:
-    `session` knows which there are at the moment."""
+    """The served model and its names. `path` is another name, accepted but not listed; `defaults` are SamplingParams
+    for fields that a request omits; `root` is the model that the names stand for. Adapters are models with names of
+    their own; `session` knows the current ones."""
 
     names: tuple[str, ...]
     path: str | None
@@ -66,22 +66,22 @@ class ServedModel:
 
     @property
     def adapters(self) -> Mapping[str, AdapterInfo]:
-        """Adapters that requests may name."""
+        """The adapters that requests can name."""
         return {} if self.session is None else self.session.adapters
 
     @property
     def all_names(self) -> tuple[str, ...]:
-        """Names for lists of models: the model's, then the adapters'."""
+        """Names in lists of models: the model's, then the adapters'."""
         return *self.names, *self.adapters
 
     def adapter_of(self, name: str) -> str:
-        """The adapter that `name` asks for, with a tag of Ollama's or without; "" for the model itself."""
+        """The adapter of this name, with or without Ollama's tag; "" for the model itself."""
         if name in self.names or name == self.path:
             return ""
         return next((each for each in (name, name.removesuffix(LATEST)) if each in self.adapters), "")
 
     def name(self, wanted: str | None) -> str:
-        """Return the name to answer with. Raises ApiError for a model that is not served."""
+        """Return the model name for the answer. Raises ApiError for a model that is not served."""
         if wanted is not None and wanted not in (*self.names, self.path) and wanted not in self.adapters:
             shown = ", ".join(self.all_names[:MAX_SHOWN])
             raise ApiError(
@@ -105,14 +105,14 @@ class ServedModel:
 
 
 class Asked(NamedTuple, Generic[B]):
-    """A decoded body that asks for tokens; `headers` and the name of the `model` are for its answer."""
+    """A decoded body that requests tokens; `headers` and the `model` name are for its answer."""
 
     request: Request
     body: B
     headers: dict[str, str]
     model: str
     named: Callable[[int], str] = MESSAGE_NAME
-    """The name that the body has for a message of its chat, by the message's place."""
+    """Maps the index of a chat message to its name in the body, for errors."""
 
 
 class Made(NamedTuple):
@@ -123,7 +123,7 @@ class Made(NamedTuple):
 
 
 class Generation:
-    """Makes the calls of this server, without starting them. Every method raises ApiError."""
+    """Makes the calls of this server without starting them. Every method raises ApiError."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Generation:
         live: LiveRequests,
         formats: Formats | None = None,
     ) -> None:
-        """`formats` say how the model writes calls and reasoning; None for one without a tokenizer."""
+        """`formats` describe the model's tool calls and reasoning; None for a model without a tokenizer."""
         self.model = model
         self.prompts = prompts
         self.live = live
@@ -145,18 +145,18 @@ class Generation:
         self._has_warned = False
 
     async def read(self, request: Request, kind: type[B]) -> Asked[B]:
-        """Read the body of a request that may start."""
+        """Read and decode the body. Raises ApiError also if no call may start now."""
         return await self.asked(request, await self.live.reader.receive(request), kind)
 
     async def asked(self, request: Request, data: bytes, kind: type[B]) -> Asked[B]:
-        """Decode the body of a request that may start."""
+        """Decode a body. Raises ApiError also if no call may start now."""
         body, headers = await decoded(data, kind)
         name = self.model.name(getattr(body, "model", None))
         self.live.calls.check()
         return Asked(request, body, headers, name)
 
     async def completion(self, asked: Asked[CompletionBody], call_id: str | None = None) -> Made:
-        """`call_id` as for chats."""
+        """Make the call of a completion; `call_id` as for chat()."""
         request, body = asked.request, asked.body
         params = bodies.sampling(body, self.model.defaults, _completion_changes(body))
         params, notes = await self._grammars.held(_budgeted(params, body), forms.form_of(body), None, request)
@@ -169,7 +169,7 @@ class Generation:
         return await self._made(asked, prompts, params, echo=None if body.echo else (), call_id=call_id)
 
     async def chat(self, asked: Asked[ChatBody], call_id: str | None = None) -> Made:
-        """`call_id` is one that the caller has made, in the form of its dialect, and that no other call has. Forks of
+        """Make the call of a chat. `call_id`: a unique id that the caller has made in the form of its API. Forks of
         such a call are answered as chats."""
         request, body = asked.request, asked.body
         params = bodies.sampling(body, {"max_tokens": None, **self.model.defaults}, _chat_changes(body))
@@ -186,7 +186,7 @@ class Generation:
         return await self._made(asked._replace(headers=headers), [found.prompt], params, echo, parsing, call_id)
 
     async def chats(self, asked: Asked[ChatsBody]) -> Made:
-        """One choice for each of several chats."""
+        """Make the call of several chats, with a choice for each."""
         request, body = asked.request, asked.body
         for name in ("stream", "tools", "use_beam_search"):
             if getattr(body, name):
@@ -224,7 +224,7 @@ class Generation:
         return await self._made(asked, with_marks([body.token_ids], body.marks), params)
 
     def replayed(self, body: ChatBody | CompletionBody, model: str, call_id: str, prompts: Sequence[list[int]]) -> Call:
-        """A call that no engine runs: it is given the tokens that others have generated for `body`."""
+        """A call without an engine, to be given the tokens that others have generated for `body`."""
         changes = _chat_changes(body) if isinstance(body, ChatBody) else _completion_changes(body)
         params = bodies.sampling(body, {"max_tokens": None}, {**changes, "prompt_logprobs": None})
         style = AnswerStyle.of(body, model)
@@ -243,23 +243,23 @@ class Generation:
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
-        """The tokens that end answers."""
+        """Token ids that end an answer."""
         return frozenset(self._factory.limits.eos_token_ids)
 
     @property
     def knows_thinking(self) -> bool:
-        """Whether the model's format of thinking is known."""
+        """Whether the format of the model's reasoning is known."""
         return self._formats is not None and self._formats.reasoning is not None
 
     def _thinking(self, params: SamplingParams, prompt: Sequence[int], *, is_forced: bool) -> SamplingParams:
-        """Let what holds the output begin behind its thinking."""
+        """Let the grammar and the thinking budget know where the model's reasoning ends."""
         if self._formats is None or (params.grammar is None and params.thinking_token_budget is None):
             return params
         thinking = self._formats.thinking(prompt, is_forced=is_forced)
         return params if thinking is None else bodies.changed(params, thinking=thinking)
 
     def _unseen(self, tools: ToolsWanted | None, headers: dict[str, str]) -> dict[str, str]:
-        """The headers, with a warning where the model is not shown the tools that it may call."""
+        """Return the headers, with a warning if the chat template does not show the model its tools."""
         if tools is None or self.prompts.shows_tools:
             return headers
         if not self._has_warned:
@@ -276,7 +276,7 @@ class Generation:
         parsing: Parsing | None = None,
         call_id: str | None = None,
     ) -> Made:
-        """`echo` stands before each prompt's answers; None for the prompt's own text."""
+        """Make a call. `echo` precedes each prompt's answers; None for the prompt's own text."""
         style = AnswerStyle.of(asked.body, asked.model)
         names_ids = getattr(asked.body, "return_tokens_as_token_ids", None)
         if self._config.return_tokens_as_token_ids if names_ids is None else names_ids:
@@ -297,7 +297,7 @@ class Generation:
     async def _streams(
         self, name: str, kind: str, prompts: Sequence[PromptLike], params: SamplingParams, request: Request
     ) -> list[RequestStream]:
-        """Make the streams of the call of this name, without starting them. Raises ApiError."""
+        """Make the streams of the call `name`, without starting them. Raises ApiError."""
         ids = self.live.calls.stream_ids(name, len(prompts))
 
         def made(check: Check) -> list[RequestStream]:
@@ -330,12 +330,12 @@ class Generation:
 
 
 def _noting(asked: Asked[B], places: Sequence[str]) -> Asked[B]:
-    """Let the answer's headers name what is not held."""
+    """Add the parts of a schema that are not enforced to the answer's headers."""
     return asked._replace(headers=bodies.warned(asked.headers, "not held", places))
 
 
 def check_scores(streams: Sequence[RequestStream]) -> None:
-    """Raises ApiError for more logprobs of prompts than one answer holds."""
+    """Raise ApiError for more prompt logprobs than one answer may have."""
     wanted = streams[0].params.prompt_logprobs
     if wanted is None:
         return
@@ -346,7 +346,7 @@ def check_scores(streams: Sequence[RequestStream]) -> None:
 
 
 def _budgeted(params: SamplingParams, body: FormFields) -> SamplingParams:
-    """Give the params the budget of thinking that `body` has, if any. Raises ApiError."""
+    """Set the params' thinking budget to that of `body`, if any. Raises ApiError."""
     budget = forms.thinking_budget(body)
     return params if budget is None else bodies.changed(params, thinking_token_budget=budget)
 
@@ -365,10 +365,10 @@ def _parsing(formats: Formats, body: ChatBody, tools: ToolsWanted | None) -> Par
 
 
 def _completion_changes(body: CompletionBody) -> dict[str, Any]:
-    """Return the sampling params that a completion has under other names. Raises ApiError."""
+    """Return the sampling params that have other names in a completion's body. Raises ApiError."""
     bodies.check_named(body, has_logprobs=body.logprobs is not None)
     changes: dict[str, Any] = {"logprobs": None if body.logprob_token_ids else body.logprobs}
-    if body.only_scores:  # the engine always draws a token: the answer leaves it out
+    if body.only_scores:  # the engine always samples a token, which the answer leaves out
         changes |= {"max_tokens": 1, "min_tokens": 0}
     if body.echo and body.logprobs is not None:
         if body.stream:
@@ -378,7 +378,7 @@ def _completion_changes(body: CompletionBody) -> dict[str, Any]:
 
 
 def _chat_changes(body: ChatFields) -> dict[str, Any]:
-    """Return the sampling params that a chat has under other names. Raises ApiError."""
+    """Return the sampling params that have other names in a chat's body. Raises ApiError."""
     bodies.check_named(body, has_logprobs=bool(body.logprobs))
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")

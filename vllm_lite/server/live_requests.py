@@ -1,6 +1,6 @@
-"""Routes about requests that run: their state, their end, forks of them; and what changes the server.
+"""Routes about running requests: state, abort, fork; and /load, /reset_prefix_cache.
 
-The engine knows all requests, so each of several API servers answers for any of them.
+The engine knows all requests, so each of several API servers can answer for any of them.
 """
 
 import os
@@ -36,9 +36,9 @@ from vllm_lite.server.openai.logprobs import Spelling
 from vllm_lite.server.openai.parsed import Writers
 
 MAX_ID_CHARS = 256
-"""A longer id has no request: the engine takes none."""
+"""Maximum length of a request id: the engine accepts no longer one."""
 _ORDER = ("running", "swapped", "preempted", "waiting")
-"""The first of them that a sample is in is the state of the whole request."""
+"""The state of a request is the first of these that one of its samples is in."""
 WHY = {
     "waits_for_seat": "all places in the batch are taken (--max-num-seqs)",
     "waits_for_adapter": "its adapter is being loaded, or others take all places for adapters (--max-loras)",
@@ -53,17 +53,17 @@ WHY = {
     "waits_for_workers": "the processes that compute have died, and others are about to take over",
     "waits_for_trial": "those that may have killed the workers are computed apart from all others first",
 }
-"""Reasons in words that need no numbers."""
+"""Sentences for reasons of waiting that need no numbers."""
 LISTED = frozenset({"embd", "decision"})
-"""Kinds of calls about a list of texts, which are answered without generating any."""
+"""Kinds of calls about a list of texts, answered without generated text."""
 _context = msgspec.msgpack.Decoder(CallContext)
 
 Member = tuple[CallContext, RequestState | EndedRequest]
-"""One stream of a call, as the engine knows it."""
+"""Context and state of one stream of a call, as the engine keeps them."""
 
 
 class LiveRequests:
-    """Answers the routes about requests that run: one method for each."""
+    """Answers the routes about running requests: one method each."""
 
     def __init__(
         self,
@@ -75,7 +75,8 @@ class LiveRequests:
         *,
         forces_usage: bool = False,
     ) -> None:
-        """`formats` say how the model writes calls and reasoning; `forces_usage`: chunks of forks have it unasked."""
+        """`formats` describe the model's tool calls and reasoning; `forces_usage`: every chunk of a fork has the
+        usage."""
         self.calls = calls
         self.resumable = resumable
         self.reader = reader
@@ -95,7 +96,7 @@ class LiveRequests:
         ]
 
     async def new_id(self, kind: str, wanted: str | None, request: Request) -> str:
-        """The id of a new call. Raises ApiError if the sender has one with the id that is wanted, here or at another
+        """Make the id of a new call. Raises ApiError if the sender has a call with the `wanted` id, here or at another
         server."""
         call_id = f"{kind}-{wanted or os.urandom(12).hex()}"
         name = name_of(call_id, owner_of(request, call_id))
@@ -108,7 +109,7 @@ class LiveRequests:
         return call_id
 
     def respond(self, call: Call, *, stream: bool | None, headers: dict[str, str]) -> Response:
-        """Make the response that starts `call`. Raises ApiError if it cannot be resumable and should be."""
+        """Make the response that starts `call`. Raises ApiError if the call should be resumable and cannot be."""
         if not call.style.resumable:
             made = self.writers.of(call)
             return CallResponse(call, made, self.calls.run, stream=bool(stream), headers=headers)
@@ -121,13 +122,14 @@ class LiveRequests:
         return CallResponse(call, marked, self.resumable.run, stream=True, headers=headers)
 
     async def load(self, _: Request) -> Response:
-        """Number of running requests; of several servers the number on each, and the one that answers."""
+        """Answer with the number of running requests; with several servers, also each one's, and the number of this
+        one."""
         loads = self._scoreboard.loads()
         several = {"servers": loads, "server": self._scoreboard.number} if len(loads) > 1 else {}
         return as_json({"server_load": sum(loads), **several})
 
     async def state(self, request: Request) -> Response:
-        """Describe a request, and why it waits if it does."""
+        """Answer with the state of a request, and the reason why it waits."""
         call_id = id_in(request)
         name = await self._name(call_id, request)
         members = await self.members(name, call_id)
@@ -155,15 +157,15 @@ class LiveRequests:
         )
 
     async def abort(self, request: Request) -> Response:
-        """End a request. Its client gets the finish reason "abort"."""
+        """Abort a request. Its client gets the finish reason "abort"."""
         call_id = id_in(request)
         if not await self.end(call_id, request):
             raise _not_running(call_id)
         return as_json({"id": call_id, "object": "request", "deleted": True})
 
     async def end_first(self, groups: Sequence[Sequence[str]], request: Request) -> None:
-        """End, of each group of ids, the first call that runs and that the sender of `request` may end. The engine is
-        asked once for all that do not run here, however many there are. Raises ApiError when the others have ended."""
+        """For each group of ids, end the first running call that the sender of `request` may end. The engine is asked
+        once for all calls that do not run here. Raises ApiError, after the others have ended."""
         wanted = [
             [name for each in ids if len(each) <= MAX_ID_CHARS for name in names_of(request, each)] for ids in groups
         ]
@@ -171,7 +173,7 @@ class LiveRequests:
         error: ApiError | None = None
         try:
             running = await self._running([name for names in wanted for name in names if self._own(name) is None])
-        except ApiError as refusal:  # what runs here ends also while the engine is being replaced
+        except ApiError as refusal:  # calls of this server end even while the engine is being replaced
             error = refusal
         for names in wanted:
             for name in names:
@@ -181,18 +183,19 @@ class LiveRequests:
             raise error
 
     async def end(self, call_id: str, request: Request) -> bool:
-        """End a call for the sender of `request`. False: none that it may end has this id. Raises ApiError."""
+        """End a call for the sender of `request`. False: the sender has no running call with this id. Raises
+        ApiError."""
         return await self.end_named(await self._name(call_id, request))
 
     async def end_named(self, name: str) -> bool:
-        """End the call of this name. False: it does not run. Raises ApiError."""
+        """End the call `name`. False: it does not run. Raises ApiError."""
         own = self._own(name)
         try:
             aborted = await self.calls.ask(lambda session: session.abort_external(name))
         except ApiError:
             if own is None:
                 raise
-            self.calls.dispatcher.abort(own)  # what runs here ends also while the engine is being replaced
+            self.calls.dispatcher.abort(own)  # ends even while the engine is being replaced
         else:
             if not aborted.num_requests and own is None:
                 return False
@@ -201,7 +204,7 @@ class LiveRequests:
         return True
 
     async def fork(self, request: Request) -> Response:
-        """Forks of a request that runs: each begins with what that has generated so far."""
+        """Fork a running request: each fork starts with its tokens so far."""
         data = await self.reader.receive(request)
         parent, style = await self.parent_of(id_in(request), request)
         body, headers = await decoded(data, ForkBody)
@@ -210,17 +213,17 @@ class LiveRequests:
         return self.respond(call, stream=body.stream, headers=headers)
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        """Empty the prefix cache, with vLLM's `reset_external=true` also the one on disk. What runs goes on."""
+        """Empty the prefix cache and, with vLLM's `reset_external=true`, the one on disk. Running requests continue."""
         require_admin(request)
         stored = request.query_params.get("reset_external", "false").lower() in ("true", "1")
         done = await self.calls.ask(lambda session: session.reset_prefix_cache(stored=stored))
         return as_json({"object": "prefix_cache.reset", **msgspec.structs.asdict(done)})
 
     async def members(self, name: str, call_id: str, *, with_content: bool = False) -> list[Member]:
-        """The streams of the call of this name, in order. Those of this server are known until its client has the whole
-        answer, others until the engine has ended the last of them. Raises ApiError, which shows the id, if there is no
+        """The streams of the call `name`, in order. A call of this server is known until its client has the whole
+        answer, another one until the engine has ended its last stream. Raises ApiError, with the id, if there is no
         such call."""
-        own = self._own(name)  # before the engine is asked: of a call that starts meanwhile it says nothing
+        own = self._own(name)  # before the engine is asked, which does not know a call that starts meanwhile
         found = await self.calls.ask(lambda session: session.describe(external_id=name, with_content=with_content))
         if own is not None:
             live = {state.request_id: state for state in found.requests}
@@ -229,7 +232,7 @@ class LiveRequests:
         known: list[RequestState | EndedRequest] = [*found.requests, *found.ended]
         try:
             members = [(_context.decode(each.context), each) for each in known]
-        except msgspec.MsgspecError:  # a client that is no API server has this id
+        except msgspec.MsgspecError:  # the id belongs to a client that is no API server
             members = []
         if not found.requests or not members:
             raise _not_running(call_id)
@@ -238,12 +241,12 @@ class LiveRequests:
     # ---- inside
 
     def _own(self, name: str) -> Call | None:
-        """The call, if it runs here, or is kept here for its reader to come back."""
+        """The call, if it runs on this server, or is kept here for its reader to return."""
         return self.calls.get(name) or self.resumable.get(name)
 
     async def _name(self, call_id: str, request: Request) -> str:
-        """The name of the call with this id that the sender may look at, fork and end. Only an admin has several to
-        choose from: the first that runs. Raises ApiError."""
+        """Name of the call with this id that the sender may read, fork and end. An admin may have several: the first
+        that runs is chosen. Raises ApiError."""
         names = names_of(request, call_id)
         here = next((name for name in names if self._own(name) is not None), None)
         if here is not None or len(names) == 1:
@@ -252,7 +255,7 @@ class LiveRequests:
         return next((name for name in names if name in running), names[0])
 
     async def _running(self, names: Sequence[str]) -> set[str]:
-        """Ask the engine which of `names` have calls that run. Raises ApiError."""
+        """Return those of `names` whose calls run, by the engine. Raises ApiError."""
         running = set[str]()
         for start in range(0, len(names), MAX_FOUND):
             asked = names[start : start + MAX_FOUND]
@@ -261,7 +264,7 @@ class LiveRequests:
         return running
 
     async def forks_of(self, parent: RequestStream, style: AnswerStyle, body: ForkBody, request: Request) -> Call:
-        """A call of `n` streams that begin with all that `parent` has. Raises ApiError."""
+        """Make a call of `n` streams that start with all of `parent`'s tokens. Raises ApiError."""
         count = 1 if body.n is None else body.n
         if not 1 <= count <= MAX_SAMPLES:
             raise ApiError(400, f"n must be between 1 and {MAX_SAMPLES}, got {count}", "n")
@@ -282,7 +285,7 @@ class LiveRequests:
         return Call(call_id, streams, style, owner=owner, are_forks=True)
 
     async def parent_of(self, call_id: str, request: Request) -> tuple[RequestStream, AnswerStyle]:
-        """The stream of the call that is to be forked, and the call's style. Raises ApiError."""
+        """Return the stream of the call to fork, and the call's style. Raises ApiError."""
         name = await self._name(call_id, request)
         own = self._own(name)
         if own is not None:
@@ -302,7 +305,7 @@ class LiveRequests:
 
 
 def _ended(stream: RequestStream) -> EndedRequest:
-    """Describe a stream of this server that the engine has ended."""
+    """State of a stream of this server that has ended in the engine."""
     return EndedRequest(b"", len(stream.prompt.token_ids), stream.num_tokens, stream.params.priority)
 
 
@@ -364,7 +367,7 @@ def _admission(state: RequestState) -> dict[str, Any]:
 
 
 def why(state: RequestState) -> str | None:
-    """Put the reason why a request waits into words; None for one that runs."""
+    """Return the reason why a request waits as a sentence; None if it runs."""
     found = state.admission
     if found.reason == "waits_for_turn":
         place = next(sample.place for sample in state.samples if sample.place is not None)

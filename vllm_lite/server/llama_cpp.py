@@ -1,4 +1,4 @@
-"""/props and /slots, which web clients of llama.cpp's server read before they chat by /v1/chat/completions."""
+"""/props and /slots, which web clients of llama.cpp's server read before they use /v1/chat/completions."""
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -10,10 +10,10 @@ from vllm_lite.server.live_requests import as_json
 
 
 class LlamaCppRoutes:
-    """Answers both; a slot is a row of the batch."""
+    """Answers both routes; a slot is a row of the batch."""
 
     def __init__(self, generation: Generation, num_slots: int, template: str | None) -> None:
-        """`template` is shown, None for none."""
+        """`template`: the chat template to show, if any."""
         self._model = generation.model
         self._sees = generation.prompts.takes_images
         self._calls = generation.live.calls
@@ -39,6 +39,6 @@ class LlamaCppRoutes:
         )
 
     async def slots(self, _: Request) -> Response:
-        """State of all slots, by the number of sequences that run on this server."""
+        """State of all slots: as many are busy as sequences run on this server."""
         num_busy, n_ctx = self._calls.dispatcher.num_sequences, self._model.max_model_len
         return as_json([{"id": i, "n_ctx": n_ctx, "is_processing": i < num_busy} for i in range(self._num_slots)])

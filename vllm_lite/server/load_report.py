@@ -1,4 +1,4 @@
-"""Load reports in answers, for balancers that ask for them with a header (ORCA), as vLLM's."""
+"""Load reports in response headers, for load balancers that request them (ORCA), in vLLM's format."""
 
 import msgspec
 from starlette.requests import Request
@@ -12,13 +12,13 @@ FORMS = ("TEXT", "JSON")
 
 
 async def load_report(request: Request, calls: Calls) -> dict[str, str]:
-    """The header with the engine's load, if `request` asks for it in a form that is known; {} if not."""
+    """Return the header with the engine's load if `request` asks for it in a known format; {} if not."""
     form = request.headers.get(ASKED, "").strip().upper()
     if form not in FORMS:
         return {}
     try:
         stats = await calls.stats()
-    except ApiError:  # an answer without a report is one all the same
+    except ApiError:  # the response is sent without a report
         return {}
     return {REPORT: f"{form} {_written(form, stats)}"}
 

@@ -1,7 +1,7 @@
-"""GET /metrics: what the engine and this server have counted, under vLLM's names where vLLM has one.
+"""GET /metrics: counts of the engine and of this server, under vLLM's names if vLLM has one.
 
-The engine measures, because it knows the requests of every client: whichever server is asked, the values are the same.
-Only those labelled `server` are that server's own. Of several engines each has its own values, labelled `engine`.
+The engine measures, because it knows the requests of every client: all API servers show the same values, except for
+metrics labelled `server`, which are one server's own. With several engines, each has its values, labelled `engine`.
 """
 
 import asyncio
@@ -30,16 +30,16 @@ from vllm_lite.server.calls.registry import Calls
 PATH = "/metrics"
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 OTHER = "other"
-"""The label of requests that no route takes."""
+"""Label of requests without a route."""
 LABELS = ("model_name", "engine")
 """The labels of every metric."""
 SERVER = "server"
-"""The label of what is one API server's own."""
+"""Label of metrics that are one API server's own."""
 
 
 @dataclass
 class Scrape:
-    """All that is known of one engine, and of this server, at the moment of one scrape."""
+    """Data of one engine and of this server for one scrape."""
 
     stats: Stats
     config: EngineConfig
@@ -48,16 +48,18 @@ class Scrape:
     responses: Mapping[tuple[str, str], int]
     server: str
     rejections: Mapping[str, int]
-    """How many there were, by the limit, of all API servers together."""
+    """Number of rejections by limit, over all API servers."""
     number: int = 0
-    """The engine's."""
+    """Number of the engine."""
     images: tuple[int, int] | None = None
-    """Images that this server was asked for, and those that it had cut already; None for a model that sees none."""
+    """Number of images requested from this server, and of those that it had preprocessed already; None for a model
+    without images."""
 
 
 @dataclass
 class Exposition(Collector):
-    """Metrics for prometheus_client from a scrape of each engine. There is no registry: two of them share nothing."""
+    """Metrics for prometheus_client from a scrape of each engine. There is no global registry: two servers share
+    nothing."""
 
     scrapes: Sequence[Scrape]
     model_name: str
@@ -80,13 +82,13 @@ class Exposition(Collector):
 
 
 Values = Mapping[tuple[str, ...], float | Histogram]
-"""Maps the values of the metric's own labels to its value."""
+"""Maps label values of a metric to its value."""
 
 
 class Definition(NamedTuple):
-    """One metric. Counters get `_total` behind their name; `labels` are its own, beside LABELS.
+    """One metric. Counters get `_total` appended to their name; `labels` are those beside LABELS.
 
-    `read` returns None where this engine does not measure it; the metric is absent then.
+    `read` returns None if this engine does not measure it; the metric is then absent.
     """
 
     name: str
@@ -95,7 +97,7 @@ class Definition(NamedTuple):
     read: Callable[[Scrape], float | Histogram | Values | None]
     labels: tuple[str, ...] = ()
     is_servers: bool = False
-    """Whether it is of the API servers, not of an engine; then `engine` is 0."""
+    """Whether the metric belongs to the API servers instead of an engine; `engine` is then 0."""
 
 
 _GAUGES = (  # name, field of Stats, text
@@ -193,9 +195,9 @@ _LORA_LABELS = ("max_lora", "running_lora_adapters", "waiting_lora_adapters")
 
 
 def _adapters(at: Scrape) -> dict[tuple[str, ...], float]:
-    """One series for each set of adapters, as vLLM's and as routers read it; a monitor keeps each set that it has seen.
-    So a set has at most the adapters of one step, and these are ones that an admin has loaded, in order of their names:
-    who sends requests makes no names, and no longer labels."""
+    """One series for each set of adapters, in vLLM's format, which routers read; a monitor keeps each set that it has
+    seen. So the label has at most as many adapters as one step, sorted. Only an admin loads adapters, so clients cannot
+    create or lengthen labels."""
     most = at.engine.max_loras
     names = at.stats.running_adapters, at.stats.waiting_adapters
     return {(str(most), *(",".join(sorted(each)[:most]) for each in names)): 1}
@@ -251,13 +253,13 @@ def _swapped(at: Scrape) -> Values:
 
 
 def _restarts(at: Scrape) -> Values:
-    """Restarts of workers by their cause, and of the engine itself."""
+    """Number of restarts of workers by cause, and of the engine itself."""
     counts = {**dict.fromkeys(get_args(RestartCause), 0), **at.stats.restarts, "engine": at.stats.life - 1}
     return {(cause,): count for cause, count in counts.items()}
 
 
 def _sleep_state(at: Scrape) -> Values:
-    """By vLLM's names; at level 0 all memory is there."""
+    """The sleep state by vLLM's names; at level 0 nothing is offloaded."""
     level = at.stats.sleep_level or 0
     return {("awake",): level == 0, ("weights_offloaded",): level == 1, ("discard_all",): level == 2}
 
@@ -274,7 +276,7 @@ def _expert_tokens(at: Scrape) -> Values | None:
 
 
 def _sources(at: Scrape) -> Values:
-    """Prompt tokens by where their KV came from, by vLLM's names."""
+    """Number of prompt tokens by the source of their KV, by vLLM's names."""
     computed = at.stats.prompt_tokens - at.stats.cached_tokens
     return {
         ("local_compute",): computed,
@@ -284,15 +286,15 @@ def _sources(at: Scrape) -> Values:
 
 
 def _tiers(at: Scrape) -> Values:
-    """Cached prompt tokens by where they were found, by vLLM's names; the last two are never used here. A token that
-    was loaded from disk is found on the device afterwards, and counts for the disk."""
+    """Number of cached prompt tokens by tier, by vLLM's names; the last two tiers do not exist here. A token loaded
+    from disk is then found on the device, and counts for the disk."""
     on_disk = min(at.stats.loaded_tokens, _device_hits(at))
     found = {"device": _device_hits(at) - on_disk, "host": at.stats.host_hits, "disk": on_disk}
     return {(tier,): found.get(tier, 0) for tier in ("device", "host", "disk", "p2p", "external_unspecified")}
 
 
 def _disk(*fields: str) -> Callable[[Scrape], Values | None]:
-    """Values of what workers count of the disk, by the part of a field's name before its unit."""
+    """Values of the workers' disk counters `fields`, labelled by the field's name before its unit."""
 
     def read(at: Scrape) -> Values | None:
         disk = at.stats.disk
@@ -306,7 +308,7 @@ def _disk_errors(at: Scrape) -> Values | None:
 
 
 def _waiting(at: Scrape) -> Values:
-    """Waiting sequences by what for, by vLLM's names."""
+    """Number of waiting sequences by reason, by vLLM's names."""
     deferred = at.stats.num_deferred
     return {("capacity",): at.stats.num_waiting - deferred, ("deferred",): deferred}
 
@@ -411,8 +413,8 @@ class Metrics:
     def __init__(
         self, calls: Calls, config: EngineConfig, model_name: str, server: str = "0", images: ImagePool | None = None
     ) -> None:
-        """`config` is resolved; `server` distinguishes one of several API servers from the others; `images` cuts those
-        of prompts, if the model sees any."""
+        """`config` is resolved; `server` is the label of this API server; `images` preprocesses images, if the model
+        takes any."""
         self._images = images
         self._calls = calls
         self._config = config
@@ -423,7 +425,7 @@ class Metrics:
         self._responses = Counter[tuple[str, str]]()
 
     async def get(self, _: Request) -> Response:
-        """Answer with Prometheus' text. Raises ApiError, 503, if the engine is dead."""
+        """Answer in Prometheus' text format. Raises ApiError (503) if the engine is dead."""
         found = await self._calls.stats_of_engines()
         responses, load, rejections = dict(self._responses), len(self._calls), self._calls.scoreboard.rejections()
         images = None if self._images is None else (self._images.num_asked, self._images.num_found)
@@ -434,13 +436,13 @@ class Metrics:
             ],
             self._model_name,
         )
-        # Also for clients that prefer OpenMetrics: there the library writes `vllm_` instead of `vllm:`. In a thread,
-        # because 6,144 experts take 0.1 s, in which streams would stand still.
+        # Clients that prefer OpenMetrics get this format too: for OpenMetrics the library writes `vllm_` instead of
+        # `vllm:`. In a thread, because 6,144 experts take 0.1 s, for which streams would stall.
         text = await asyncio.to_thread(generate_latest, scrape)
         return Response(text, headers={"Content-Type": MEDIA_TYPE})
 
     def know(self, routes: Iterable[BaseRoute]) -> None:
-        """Count responses by these routes from now on."""
+        """Count responses of these routes by their paths from now on."""
         for route in routes:
             if isinstance(route, Route):
                 if route.param_convertors:
@@ -465,13 +467,13 @@ class Metrics:
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Return pairs (bound, number of values up to it), as Prometheus wants them."""
+    """Return pairs (bound, number of values up to it), in Prometheus' format."""
     bounds = [*map(floatToGoString, histogram.bounds), "+Inf"]
     return list(zip(bounds, accumulate(histogram.counts), strict=True))
 
 
 def table() -> str:
-    """Write every metric as a row of a Markdown table, for docs/metrics.md."""
+    """Format all metrics as a Markdown table, for docs/metrics.md."""
     rows = ["| name | kind | labels | what it is |", "| --- | --- | --- | --- |"]
     for metric in METRICS:
         name = metric.name + "_total" * (metric.kind == "counter")

@@ -1,7 +1,7 @@
-"""GET /v1/requests/{id}/stream: a resumable stream, from where the connection before this one broke.
+"""GET /v1/requests/{id}/stream: continues a resumable stream where its last connection broke.
 
-The API server that started the request has all of its stream, also when it has ended. Any other one takes the request
-over, as long as it runs: the engine knows its tokens, if it has one sample, and sends those to come to the new server.
+The API server that started the request has its whole stream, even after its end. Another server takes a running request
+over: the engine knows the tokens of a request with one sample, and sends later ones to the new server.
 """
 
 from functools import partial
@@ -35,19 +35,20 @@ class Resumption:
         return [Route("/v1/requests/{request_id}/stream", self.stream, methods=["GET"])]
 
     async def stream(self, request: Request) -> Response:
-        """Go on with a resumable stream, behind the event that the header Last-Event-ID names."""
+        """Continue a resumable stream after the event named by the header Last-Event-ID."""
         call_id = id_in(request)
         call = await self._found(call_id, owner_of(request, call_id))
         marked = MarkedWriter(
             self._live.writers.of(call, one_chunk=True), call, request.headers.get("last-event-id", "")
         )
         if marked.place.is_end:
-            return Response(status_code=204)  # the EventSource of a browser asks again after a 200, not after this
+            return Response(status_code=204)  # a browser's EventSource reconnects after a 200, but not after this
         run = partial(self._resumable.resume, place=marked.place)
         return CallResponse(call, marked, run, stream=True, headers={})
 
     async def _found(self, call_id: str, owner: str) -> Call:
-        """The owner's call, kept here or taken over from another server. Raises ApiError. Another's is not found."""
+        """Return the owner's call, kept here or taken over from another server. Raises ApiError. Calls of other owners
+        are not found."""
         name = name_of(call_id, owner)
         own = self._resumable.get(name)
         if own is not None:
@@ -59,7 +60,7 @@ class Resumption:
             raise self._unknown(call_id)
         taken = await self._taken_over(call_id, owner)
         now = self._resumable.get(name)
-        if now is not None and now is not own:  # by another connection, while the engine was asked
+        if now is not None and now is not own:  # found by another connection, while the engine was asked
             return now
         if own is not None:
             self._resumable.forget(own)
@@ -67,14 +68,14 @@ class Resumption:
         return taken
 
     async def _runs_elsewhere(self, name: str) -> bool:
-        """Whether a call of this server, whose stream has failed, was taken over by another server."""
+        """Whether another server has taken over a failed call of this server."""
         if self._calls.scoreboard.num_servers == 1 or self._calls.death is not None:
             return False
         found = await self._calls.ask(lambda session: session.describe(external_id=name))
         return bool(found.requests)
 
     async def _taken_over(self, call_id: str, owner: str) -> Call:
-        """Another server's call, not started here yet. Raises ApiError if the engine does not know all of it."""
+        """Rebuild another server's call, without starting it. Raises ApiError if the engine does not know all of it."""
         try:
             members = await self._live.members(name_of(call_id, owner), call_id, with_content=True)
         except ApiError as error:
@@ -103,8 +104,8 @@ def _not_resumable(call_id: str) -> ApiError:
 
 
 def _is_whole(members: list[Member]) -> bool:
-    """Whether the engine knows all that was shown. It knows one sample; the stop strings of a fork count from a place
-    that it does not know."""
+    """Whether the engine knows the whole output. It does for a single sample, unless the request is a fork with stop
+    strings, as these are searched from a position that the engine does not know."""
     context, state = members[0]
     if len(members) > 1 or context.num_streams > 1 or isinstance(state, EndedRequest) or state.content is None:
         return False

@@ -1,7 +1,6 @@
-"""The table of routes: what each asks for and answers, and whether rows of a batch may name it.
+"""The table of routes: body, summary, and use in batches of each.
 
-/openapi.json, `run-batch` and the greeting of `serve` read it. Handlers stand with what they do, in the folder of each
-API.
+/openapi.json, `run-batch` and the greeting of `serve` read it. The handlers are in the folder of each API.
 """
 
 from typing import Any, Final, NamedTuple
@@ -34,15 +33,15 @@ OWN_BODY: Final = ""
 
 
 class TableRoute(NamedTuple):
-    """A route, below no proxy's path."""
+    """A route, without a proxy's root path."""
 
     method: str
     path: str
     summary: str
     body: type[msgspec.Struct] | None = None
     batch: str | None = None
-    """Rows of a batch may name it, and this field of its body is what a row's prompt goes into. OWN_BODY: no single
-    field is one, so rows bring bodies. None: rows may not."""
+    """The field of the body that takes the prompt of a batch row that names this route. OWN_BODY: no single field does,
+    so rows have whole bodies. None: rows must not name this route."""
 
 
 ROUTES: Final = (
@@ -174,9 +173,9 @@ EXAMPLES: Final[dict[type[msgspec.Struct] | None, dict[str, Any]]] = {
     DerenderChatBody: {"generate_response": {"choices": [{"token_ids": [3, 4, 5], "finish_reason": "stop"}]}},
     DerenderCompletionBody: {"generate_responses": [{"choices": [{"token_ids": [3, 4, 5], "finish_reason": "stop"}]}]},
 }
-"""By body: what to try."""
+"""Example bodies, by body type."""
 
 
 def example_of(path: str) -> dict[str, Any]:
-    """The example of a route that is posted to."""
+    """The example body of a POST route."""
     return next(EXAMPLES[route.body] for route in ROUTES if route.path == path and route.method == "post")

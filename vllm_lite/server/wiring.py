@@ -1,4 +1,4 @@
-"""Application: everything behind the routes of one API server, wired together in front of a ready engine.
+"""Application: the objects behind the routes of one API server, wired together in front of a ready engine.
 
 Two hosts run it: HttpServer under uvicorn (processes/http_server.py), and a deployment of Ray Serve (ray/).
 """
@@ -62,7 +62,8 @@ logger = log.get(__name__)
 
 
 class EngineLink(NamedTuple):
-    """A ready engine and its resolved config. `reason()` says why it ended, `announce(url)` says where it is served."""
+    """A ready engine and its resolved config. `reason()` returns why it ended; `announce(url)` publishes the server's
+    address."""
 
     session: AnySession
     config: ResolvedConfig
@@ -71,10 +72,10 @@ class EngineLink(NamedTuple):
 
 
 class ModelFiles:
-    """Holds what a server reads of the model's folder, while the engine starts."""
+    """Data that a server loads from the model's folder, while the engine starts."""
 
     def __init__(self, config: ServeConfig, resolved: ResolvedConfig) -> None:
-        """Raises ModelError."""
+        """Load the files. Raises ModelError."""
         self.tokenizer = load_tokenizer(config.tokenizer and resolved.tokenizer, resolved.tokenizer)
         template = TemplateSource.load(resolved.tokenizer, config.chat_template)
         self.formats = self._formats(config, resolved, None if template is None else template.texts)
@@ -86,11 +87,11 @@ class ModelFiles:
         self.defaults = generation_defaults(resolved.model, config.generation_config, config.override_generation_config)
 
     def card(self) -> dict[str, str | None]:
-        """The model's template and formats as /v1/models shows them."""
+        """The model's template and formats, as fields of /v1/models."""
         return {"chat_template": self.template, **({} if self.formats is None else self.formats.card())}
 
     def _formats(self, config: ServeConfig, resolved: ResolvedConfig, template: str | None) -> Formats | None:
-        """Raises ConfigError for a format that is not known."""
+        """Choose the model's formats. Raises ConfigError for an unknown one."""
         calls, reasoning = (
             None if name in ("auto", "") else name for name in (config.tool_call_parser, config.reasoning_parser)
         )
@@ -99,12 +100,12 @@ class ModelFiles:
         formats = Formats.of(
             resolved.tokenizer, self.tokenizer, (calls, reasoning), template, architectures_of(resolved.model)
         )
-        importlib.import_module(grammars.COMPILER)  # now, not while the first request that needs it waits
+        importlib.import_module(grammars.COMPILER)  # now, rather than during the first request that needs it
         logger.info("tool calls: %s, reasoning: %s (%s)", formats.calls, formats.reasoning, formats.choice.why)
         return formats
 
     def _images(self, config: ServeConfig, model: str) -> PromptImages | None:
-        """Make what puts images into prompts. A model whose processor is not supported is served without."""
+        """Make the preprocessing of images. A model whose image processor is not supported is served without images."""
         try:
             return PromptImages.load(model, _image_limits(config), config.mm_processor_kwargs)
         except ModelError as error:
@@ -119,7 +120,8 @@ class ModelFiles:
 
 
 class Application:
-    """`app` is the ASGI application; `calls` are those that it runs. It is made on the loop that serves it."""
+    """The application of one API server: `app` is the ASGI application, `calls` its running calls. Constructed on the
+    loop that serves it."""
 
     def __init__(
         self, config: ServeConfig, keys: Keys, engine: EngineLink, files: ModelFiles, scoreboard: Scoreboard
@@ -141,7 +143,7 @@ class Application:
         await asyncio.gather(self.calls.watch(), self._resumable.watch())
 
     async def end_runs(self) -> None:
-        """End what runs in the background."""
+        """End background responses."""
         await self._runs.close()
 
     def close(self) -> None:
@@ -189,7 +191,7 @@ def _image_limits(config: ServeConfig) -> ImageLimits:
 
 
 def _limits(config: ServeConfig, resolved: ResolvedConfig, num_servers: int) -> QueueLimits:
-    """This server's share of what may run and wait."""
+    """This server's share of the limits on running and waiting requests."""
     tokens = config.max_num_queued_tokens
     return QueueLimits(
         capacity=-(-resolved.max_num_seqs * resolved.data_parallel_size // num_servers),

@@ -18,16 +18,15 @@ from vllm_lite.server.http.auth import name_of
 
 MAX_ECHO_CHARS = (MAX_CONTEXT_BYTES - 4096) // 4
 MAX_STYLE_BYTES = MAX_CONTEXT_BYTES - 4096
-"""A longer echo, and tools that are larger, are left out of the context: forks of the call that another server makes
-are answered without the echo, and calls are taken apart as if the tools had no types."""
+"""Limits on the echo and on the encoded style in a CallContext. A longer echo is left out: forks that another server
+makes are then answered without it. Of larger tools only the names are kept: their calls are then parsed as if the
+arguments had no types."""
 
 
 class CallContext(msgspec.Struct, frozen=True):
     """Facts about a call, beside its tokens, that any API server may need: the engine keeps them with each stream.
-
-    `index` is the stream's among `num_streams`; they are `are_forks` of one request, or have a prompt each. `owner`
-    stands for the API key that the call was started with, "" for none.
-    """
+    `index` is the stream's among `num_streams`, which either `are_forks` of one request or have a prompt each. `owner`
+    identifies the API key that started the call, "" without keys."""
 
     created: int
     index: int
@@ -43,8 +42,8 @@ class Choice:
     __slots__ = ("_cursor", "_rank", "_sample_index", "index", "stream")
 
     def __init__(self, index: int, stream: RequestStream, sample_index: int, shown: Shown) -> None:
-        """`sample_index` counts within the stream: by sample or, where samples are ranked at the end, by rank. `shown`
-        is what has been delivered before."""
+        """`sample_index` is the sample within the stream, or its rank if samples are ranked at the end. `shown` is the
+        part delivered to the client before."""
         self.index = index
         self.stream = stream
         self._sample_index = sample_index
@@ -57,7 +56,7 @@ class Choice:
             self._cursor = Cursor(sample_index, sample, shown.num_tokens, shown.num_chars, has_ended=shown.has_ended)
 
     def part(self, shown: Shown) -> CompletionOutput:
-        """The sample's output behind the part that a reader has been shown."""
+        """The sample's output after the part that the client has been shown."""
         if self.stream.ends_at_once:
             return self.stream.output().outputs[self._sample_index]
         sample = self.stream.samples[self._sample_index]
@@ -66,7 +65,8 @@ class Choice:
         return found
 
     def delta(self) -> CompletionOutput | None:
-        """Output since the last call, None if there is none. An error is the whole call's, which reports it."""
+        """Output since the last call of delta(), None if there is none. An error is not reported here: it ends the
+        whole call."""
         if self._cursor is not None:
             return self._cursor.delta()
         if self._rank is None or not self.stream.finished:
@@ -76,23 +76,24 @@ class Choice:
 
 
 class Reading:
-    """One client's reading of a call: how much of each choice it has, and what wakes the response that it gets."""
+    """One client's reading of a call: the part of each choice that it has received, and the event that wakes its
+    response."""
 
     def __init__(self, choices: Sequence[Choice], *, is_resumed: bool = False) -> None:
-        """`is_resumed`: the call was read before, by a client whose connection broke."""
+        """`is_resumed`: an earlier connection, which broke, has read a part of the call."""
         self.choices = choices
         self.is_resumed = is_resumed
         self.is_over = False
-        """The client has disconnected, or another one reads instead: then it `is_replaced`."""
+        """The client has disconnected, or a newer connection has replaced it (`is_replaced`)."""
         self.is_replaced = False
         self.is_complete = False
         """All of the answer has been sent."""
         self.sent_s = time.monotonic()
-        """When the client was last sent something."""
+        """Time at which the client was last sent something."""
         self._changed = asyncio.Event()
 
     def deltas(self) -> Iterator[tuple[Choice, CompletionOutput]]:
-        """Yield each choice that has something new, with what that is."""
+        """Yield each choice that has new output, with that output."""
         for choice in self.choices:
             if (delta := choice.delta()) is not None:
                 yield choice, delta
@@ -106,19 +107,18 @@ class Reading:
         self._changed.set()
 
     def replace(self) -> None:
-        """Report that another client reads instead, perhaps at another server."""
+        """End this reading because a newer connection reads the call, perhaps at another server."""
         self.is_replaced = True
         self.end()
 
     async def wait(self) -> None:
-        """Until something has come, the reading is over, or a comment is due. All that wakes it has a deadline of its
-        own."""
+        """Wait for new output, the end of the reading, or a due comment. Each of these has a deadline of its own."""
         await self._changed.wait()
         self._changed.clear()
 
 
 class Call:
-    """One HTTP request that generates. It is woken whenever one of its streams has something new."""
+    """One HTTP request that generates. The dispatcher wakes it when one of its streams has new output."""
 
     def __init__(
         self,
@@ -130,15 +130,15 @@ class Call:
         are_forks: bool = False,
         num_inherited: int | None = None,
     ) -> None:
-        """`streams` have the same number of samples each; if they `are_forks` of one request its prompt counts once.
-        `num_inherited` of the tokens that they have now are none of their own, all of them if it is not given."""
+        """`streams` have the same number of samples each; if they `are_forks` of one request, its prompt counts once.
+        `num_inherited` of their current tokens were generated by that request; None: all of them."""
         self.id = call_id
         self.owner = owner
         """As in CallContext."""
         self.name = name_of(call_id, owner)
-        """What the servers and the engine know it by; clients know its id."""
+        """Name under which the servers and the engine keep the call; clients know its id."""
         self.affinity: str | None = None
-        """The session that its client says it belongs to: of several engines one gets all of its calls."""
+        """Session that the client has named: all calls of a session go to the same one of several engines."""
         self.created = int(time.time())
         self.streams = streams
         self.style = style
@@ -147,13 +147,13 @@ class Call:
         self._num_inherited = self._num_tokens if num_inherited is None else num_inherited
         self.reading = Reading(self._choices(StreamPosition.beginning(len(streams) * streams[0].params.n)))
         self.was_cut = False
-        """The server ends before this had a single token of its own."""
+        """The server shut down before the call had generated a token."""
         self.was_woken = False
 
     def context(self, index: int) -> CallContext:
         style, count = self.style, len(self.streams)
         if style.echo and (count > 1 or len(style.echo[0]) > MAX_ECHO_CHARS):
-            # Only a call with one stream can be forked or resumed, and it is resumed as it began.
+            # Only a call with one stream can be forked or resumed, and a resumed one must have the same echo.
             style = msgspec.structs.replace(style, echo=(), resumable=False)
         if style.parsing is not None and len(msgspec.msgpack.encode(style)) > MAX_STYLE_BYTES:
             parsing = msgspec.structs.replace(style.parsing, tools=_named_only(style.parsing.tools))
@@ -175,17 +175,17 @@ class Call:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing new will come: all streams have finished, or one has failed, and with it the call."""
+        """Whether the call is complete: all streams have finished, or one has failed, which fails the call."""
         return self.finished or self.error is not None
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has a token of its own: a fork is made with its parent's."""
+        """Whether the call has generated a token itself. A fork starts with its parent's tokens, which do not count."""
         return self._num_tokens > self._num_inherited
 
     @property
     def num_sequences(self) -> int:
-        """Samples of all prompts, each of which the engine computes as a sequence."""
+        """Number of samples over all prompts; the engine computes each as a sequence."""
         return sum(len(stream.samples) for stream in self.streams)
 
     @property
@@ -199,7 +199,7 @@ class Call:
 
     @property
     def is_late(self) -> bool:
-        """Whether its `deadline_ms` has passed."""
+        """Whether the call's `deadline_ms` has passed."""
         limit_ms, arrival_s = self.streams[0].params.deadline_ms, self.streams[0].metrics.arrival_time
         return limit_ms is not None and time.monotonic() >= arrival_s + limit_ms / 1000
 
@@ -217,14 +217,14 @@ class Call:
         return sum(stream.num_cached_tokens or 0 for stream in self._prompts)
 
     def read_on(self, place: StreamPosition) -> Reading:
-        """Let another client read, from `place` on; the reading before is over."""
+        """Let another connection read the call from `place` on, and end the current reading."""
         self.reading.replace()
         self.reading = Reading(self._choices(place), is_resumed=True)
         self.reading.wake()
         return self.reading
 
     def has_reached(self, place: StreamPosition) -> bool:
-        """Whether there is as much of every choice as `place` says that a client has."""
+        """Whether every choice has at least the output that, by `place`, a client has received."""
         if len(place.choices) != len(self.choices):
             return False
         if place.closing and self.error is None and not all(shown.has_ended for shown in place.choices):
@@ -239,7 +239,7 @@ class Call:
         self.reading.wake()
 
     def cut_short(self) -> None:
-        """End the call as the server ends: it does not wait for the engine to end its streams."""
+        """End the call at shutdown, without waiting for the engine to end its streams."""
         self.was_cut = not (self.finished or self.has_begun)
         self.wake()
 
@@ -251,12 +251,12 @@ class Call:
 
 
 def _named_only(tools: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Leave the names of tools, which are short."""
+    """Return the tools with their names only, which are short."""
     return tuple({"type": "function", "function": {"name": tool["function"]["name"]}} for tool in tools)
 
 
 def _has_reached(stream: RequestStream, sample_index: int, shown: Shown) -> bool:
-    """Whether there is as much of a choice; what is ranked at the end is there as a whole or not at all."""
+    """Whether a sample has at least the `shown` output; a sample that is ranked at the end has all or nothing."""
     told = shown.num_tokens, shown.num_chars
     if stream.ends_at_once:
         if not shown.has_ended:

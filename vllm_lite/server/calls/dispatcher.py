@@ -1,7 +1,7 @@
-"""Dispatcher: brings the engine's events from the session's thread to the calls of this event loop.
+"""Dispatcher: delivers the engine's events from the session's thread to the calls of this event loop.
 
-One crossing from thread to loop for each message of the engine, however many streams it is for; a call with several
-streams is woken once for all of them.
+Each message of the engine crosses from thread to loop once, however many streams it is for, and wakes a call with
+several streams once.
 """
 
 import asyncio
@@ -14,19 +14,19 @@ from vllm_lite.runtime import log
 from vllm_lite.server.calls.call import Call
 
 CHUNK_S = 0.0002
-"""The pause of a stream between two chunks, for each stream there is: all together take about a fifth of a core."""
+"""Seconds between two chunks of a stream, per running stream: writing all chunks then takes about a fifth of a core."""
 MIN_PAUSE_S = 0.004
-"""The engine gathers tokens for as long itself."""
+"""Shorter pauses are not worth a timer: the engine itself gathers tokens for this long."""
 MAX_PAUSE_S = 0.05
 
 logger = log.get(__name__)
 
 
 class Throttle:
-    """Wakes calls for new tokens more rarely the more streams there are. Every method is called on the loop.
+    """Wakes calls for new tokens, less often the more streams there are. Every method is called on the loop.
 
-    A chunk of a stream costs some 40 us of a core however much is in it, most of that in the system call. Sent as fast
-    as tokens come, the chunks of many streams would take the time in which the model makes tokens.
+    Sending a chunk takes about 40 us of a core whatever its size, mostly in the system call. Sent as fast as tokens
+    arrive, the chunks of many streams would take the time in which the model computes tokens.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -35,7 +35,8 @@ class Throttle:
         self._timer: asyncio.TimerHandle | None = None
 
     def wake(self, call: Call, num_streams: int, *, at_once: bool) -> None:
-        """Something new has come for `call`, one of `num_streams`. What comes first for a call never waits."""
+        """Schedule the wake-up of `call` for new output; there are `num_streams` streams. A call's first output is
+        never delayed."""
         pause_s = min(num_streams * CHUNK_S, MAX_PAUSE_S)
         if at_once or not call.was_woken or pause_s < MIN_PAUSE_S:
             self._waiting.pop(call, None)
@@ -56,7 +57,7 @@ class Throttle:
 
 
 class Dispatcher:
-    """Holds all streams of one session, and brings each its events. Every method is called on the loop."""
+    """Holds all streams of one session and delivers their events. Every method is called on the loop."""
 
     def __init__(self, session: AnySession, loop: asyncio.AbstractEventLoop) -> None:
         self.session = session
@@ -64,13 +65,14 @@ class Dispatcher:
         self._throttle = Throttle(loop)
         self._streams: dict[str, tuple[RequestStream, Call]] = {}
         self.num_sequences = 0
-        """Sequences of the streams that run."""
+        """Number of sequences of the running streams."""
         self.num_queued_tokens = 0
-        """Prompt tokens of the streams that have no first token yet."""
+        """Number of prompt tokens of the streams without a first token."""
         self._queued: dict[str, int] = {}
 
     def start(self, call: Call) -> None:
-        """Send all streams of `call`, or none. Raises RequestError for an id in use, EngineError if the engine died."""
+        """Submit all streams of `call`, or none. Raises RequestError for an id in use, EngineError if the engine
+        died."""
         try:
             for index in range(len(call.streams)):
                 self.add(call, index)
@@ -79,37 +81,38 @@ class Dispatcher:
             raise
 
     def add(self, call: Call, index: int) -> None:
-        """Send stream `index` of `call`. Raises as start() does."""
+        """Submit stream `index` of `call`. Raises as start() does."""
         stream = call.streams[index]
         self.session.submit(call.message(index), self._receive, stream.own_message(), call.affinity)
         self._streams[stream.request_id] = stream, call
-        if not stream.num_tokens:  # a fork has some already, and with them the prompt
+        if not stream.num_tokens:  # a fork starts with tokens, and its prompt is computed
             self._queued[stream.request_id] = len(stream.prompt.token_ids)
             self.num_queued_tokens += len(stream.prompt.token_ids)
         self.num_sequences += len(stream.samples)
 
     def has_one_of(self, call: Call) -> bool:
-        """Whether a stream of another call has the name of one of its streams: the prompts of a list are numbered."""
+        """Whether another call already has a stream with an id of this one's: streams of a list are named
+        NAME-INDEX."""
         return any(stream.request_id in self._streams for stream in call.streams)
 
     def drop(self, call: Call) -> None:
-        """Forget `call`, which is over. What of it still runs is aborted in the engine."""
+        """Forget `call`, which is over. Its streams that still run are aborted in the engine."""
         self._throttle.forget(call)
         for stream in call.streams:
             if self._streams.get(stream.request_id, (None, None))[1] is call:
                 self._forget(stream)
 
     def abort(self, call: Call) -> None:
-        """End `call`; its streams end when the engine says so."""
+        """Abort `call` in the engine; its streams end with the engine's answer."""
         for stream in call.streams:
             self.session.abort(stream.request_id)
 
     def _receive(self, events: list[Event]) -> None:
-        """Take events to the loop. It is called on the session's thread."""
+        """Hand events to the loop. Called on the session's thread."""
         self._loop.call_soon_threadsafe(self._dispatch, events)
 
     def _dispatch(self, events: list[Event]) -> None:
-        woken: dict[Call, bool] = {}  # and whether that cannot wait
+        woken: dict[Call, bool] = {}  # value: whether the wake-up must not be delayed
         for event in events:
             stream, call = self._streams.get(event.request_id, (None, None))
             if stream is None or call is None:
@@ -119,12 +122,12 @@ class Dispatcher:
                     self.session.submit(call.message(call.streams.index(stream)), self._receive)
                 else:
                     stream.apply(event)
-            except Exception as error:  # only this stream fails; the others' events are still to be dispatched
+            except Exception as error:  # only this stream fails; the events of others are still dispatched
                 logger.exception("request %s failed", event.request_id)
                 stream.apply(StreamFailure(event.request_id, VllmLiteError(f"the server failed: {error!r}")))
             if event.request_id in self._queued and shows(event):
                 self._leave_queue(event.request_id)
-            if stream.finished:  # at a stop string, perhaps, of which the engine does not know
+            if stream.finished:  # perhaps at a stop string, which the engine does not know
                 self._forget(stream)
             else:
                 stream.settle(self.session)
@@ -133,7 +136,7 @@ class Dispatcher:
             self._throttle.wake(call, self.num_sequences, at_once=at_once)
 
     def _forget(self, stream: RequestStream) -> None:
-        """Forget a stream. If the engine has not ended it, it is aborted there."""
+        """Forget a stream, and abort it in the engine if it still runs there."""
         del self._streams[stream.request_id]
         self._leave_queue(stream.request_id)
         self.num_sequences -= len(stream.samples)

@@ -1,8 +1,7 @@
-"""ListCall: one HTTP request about many texts, answered when all are done: vectors, scores, decisions. There is one
-stream of the engine for each.
+"""ListCall: one HTTP request about many texts, answered when all are done: vectors, scores, decisions.
 
-Only so many of them are in the engine at a time, so that a long list neither fills it nor stands before others: with
-each text that is done the next one follows.
+Each text is a stream of the engine. A window bounds those in the engine at a time, so that a long list neither fills it
+nor delays other requests; each finished text makes room for the next.
 """
 
 import asyncio
@@ -28,7 +27,8 @@ S = TypeVar("S", PoolingStream, RequestStream)
 
 
 class Window:
-    """Bound on one call's texts in the engine at a time: some steps of work, whatever the length of the texts."""
+    """Bound on the texts of one call that are in the engine at a time: a few steps of work, whatever the length of the
+    texts."""
 
     STEPS = 3
 
@@ -37,15 +37,15 @@ class Window:
         self.max_tokens = self.STEPS * max_num_batched_tokens
 
     def has_room(self, num_texts: int, num_tokens: int) -> bool:
-        """Whether another text may follow so many."""
+        """Whether another text may start beside `num_texts` with `num_tokens` in all."""
         return not num_texts or (num_texts < self.max_texts and num_tokens < self.max_tokens)
 
 
 class ListCall(Generic[S]):
-    """See calls.call.Call, of which it has what the registry and the dispatcher need."""
+    """A call of `num_texts` texts, with the part of Call's interface that the registry and the dispatcher use."""
 
     def __init__(self, call_id: str, style: AnswerStyle, num_texts: int, window: Window, owner: str = "") -> None:
-        """`num_texts` are to come in all."""
+        """`num_texts`: number of texts that will be added in all."""
         self.id = call_id
         self.owner = owner
         self.name = name_of(call_id, owner)
@@ -58,7 +58,7 @@ class ListCall(Generic[S]):
         self.was_cut = self.was_woken = self.is_over = False
         self.reading: ListCall[S] = self
         self.sent_s = float("inf")
-        """It sends no comments while it waits."""
+        """Never due for a comment: the answer is not streamed."""
         self._num_done = 0
         self._num_tokens_done = 0
         self._num_tokens = 0
@@ -76,7 +76,7 @@ class ListCall(Generic[S]):
 
     @property
     def num_sequences(self) -> int:
-        """Largest number of its sequences in the engine at a time."""
+        """Maximum number of this call's sequences in the engine at a time."""
         return min(self.num_texts, self.window.max_texts)
 
     @property
@@ -89,12 +89,12 @@ class ListCall(Generic[S]):
 
     @property
     def error(self) -> VllmLiteError | None:
-        """The error of the first text that failed, and with it the call."""
+        """The error of the first text that failed, which fails the call."""
         return next((stream.error for stream in self.streams if stream.error is not None), None)
 
     @property
     def is_late(self) -> bool:
-        """Whether its `deadline_ms` has passed."""
+        """Whether the call's `deadline_ms` has passed."""
         limit_ms = self.streams[0].params.deadline_ms if self.streams else None
         return limit_ms is not None and time.time() >= self.created + limit_ms / 1000
 
@@ -103,7 +103,7 @@ class ListCall(Generic[S]):
         self._changed.set()
 
     def cut_short(self) -> None:
-        """End the call as the server ends."""
+        """End the call at shutdown."""
         self.was_cut = not self.finished
         self.wake()
 
@@ -115,7 +115,7 @@ class ListCall(Generic[S]):
     # ---- its own
 
     def add(self, streams: Sequence[S]) -> None:
-        """Take streams that are about to start."""
+        """Add streams that are about to start."""
         self.streams += streams
         self._num_tokens += sum(len(stream.prompt.token_ids) for stream in streams)
 
@@ -128,12 +128,12 @@ class ListCall(Generic[S]):
         return self.window.has_room(num_open, self._num_tokens - self._num_tokens_done)
 
     async def wait(self) -> None:
-        """Until a text is done, or all is over. The session ends every stream by a deadline of its own."""
+        """Wait until a text is done or the call is over. The session ends every stream by a deadline of its own."""
         await self._changed.wait()
         self._changed.clear()
 
     def check(self, field: str) -> None:
-        """Raises ApiError if there is no use in going on. Errors of texts are those of this field of the body."""
+        """Raise ApiError if the call is over. `field` is the body's field that errors of texts name."""
         if self.is_over:
             raise disconnected()
         if self.was_cut:
@@ -148,7 +148,7 @@ class ListCall(Generic[S]):
 
 @contextmanager
 def running(calls: Any, call: ListCall[Any], receive: Receive) -> Iterator[None]:
-    """Have `call` among these calls of the server meanwhile, and end it if its client disconnects."""
+    """Run `call` as one of `calls` within the context, and end it if its client disconnects."""
     watch = asyncio.ensure_future(until_disconnected(receive))
     watch.add_done_callback(lambda _: call.end())
     try:

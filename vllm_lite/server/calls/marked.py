@@ -1,4 +1,4 @@
-"""MarkedWriter: writes a resumable stream, each event with its place as its id."""
+"""MarkedWriter: writes a resumable stream, each event with its stream position as its id."""
 
 from vllm_lite.client.outputs import CompletionOutput
 from vllm_lite.server.calls.call import Call, Choice
@@ -8,12 +8,12 @@ from vllm_lite.server.openai.errors import ApiError
 
 
 class MarkedWriter:
-    """Writes what `writer` does, from a place on. Errors end a stream, as its closing does."""
+    """Writes the events of `writer` from a position on. An error ends the stream as its closing does."""
 
     ping = AnswerWriter.ping
 
     def __init__(self, writer: AnswerWriter, call: Call, last_event_id: str = "") -> None:
-        """`last_event_id` is the place that the client has reached, "" if it has nothing. Raises ApiError for one that
+        """`last_event_id` is the client's position, "" if it has received nothing. Raises ApiError for a position that
         the stream has not reached."""
         self._writer = writer
         self._opening = writer.opening()

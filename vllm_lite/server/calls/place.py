@@ -1,9 +1,8 @@
-"""Place: how much of a stream has been shown. Each event of a resumable stream has it as its id, in a form that only
-the server reads: a client sends the last one back, and a new response goes on exactly there.
+"""StreamPosition: the part of a stream that a client has received. It is the id of each event of a resumable stream, in
+a form that only the server reads: a client sends the last id back, and a new response continues from there.
 
-A place says what was shown, not when or in which pieces: how many events of the opening and the closing, how many
-tokens and characters of each choice. So it does not matter how the stream was or will be cut into events, nor which
-API server goes on with it.
+A position counts events of the opening and the closing, and tokens and characters of each choice. It is therefore
+independent of the way in which a stream is cut into events, and of the API server that continues it.
 """
 
 import re
@@ -17,14 +16,14 @@ if TYPE_CHECKING:
     from vllm_lite.server.calls.call import Call
 
 MAX_CHOICES = 64
-"""A resumable stream has no more: the ids would be longer than the events."""
+"""Maximum number of choices of a resumable stream: with more, the ids would be longer than the events."""
 MAX_CHARS = 64 * MAX_CHOICES
-"""A longer id is none of ours."""
+"""Maximum length of an id that this server has written."""
 _FORM = re.compile(r"([0-9]{1,4})-([0-2])((?:-[0-9]{1,9}\.[0-9]{1,9}!?){1,64})", re.ASCII)
 
 
 class Shown:
-    """The part of one choice that has been shown: tokens, characters, and its end."""
+    """The part of one choice that a client has received: tokens, characters, and its end."""
 
     __slots__ = ("has_ended", "num_chars", "num_tokens")
 
@@ -42,7 +41,7 @@ class Shown:
 class StreamPosition:
     """A position in a stream of events; each event moves it forward.
 
-    `num_opened` counts events of the opening. `closing` is 0 before the closing, 1 behind the usage, 2 at the end.
+    `num_opened` counts events of the opening. `closing` is 0 before the closing, 1 after the usage, 2 at the end.
     """
 
     def __init__(self, choices: Sequence[Shown], num_opened: int = 0, closing: int = 0) -> None:
@@ -56,8 +55,8 @@ class StreamPosition:
 
     @classmethod
     def read(cls, text: str, call: "Call", num_openings: int) -> "StreamPosition":
-        """Read what a client of `call`, whose opening has `num_openings` events, sent as the last id that it has; ""
-        is the beginning. Raises ApiError for a place that the stream has not reached."""
+        """Parse `text`, the last event id that a client of `call` received; "" is the beginning. The call's opening has
+        `num_openings` events. Raises ApiError for a position that the stream has not reached."""
         if not text:
             return cls.beginning(len(call.choices))
         match = None if len(text) > MAX_CHARS else _FORM.fullmatch(text)
@@ -78,7 +77,7 @@ class StreamPosition:
         return self.closing == 2
 
     def mark(self, event: bytes) -> bytes:
-        """Put this place, which is behind `event`, before it as its id."""
+        """Prefix `event` with this position, which includes it, as its id."""
         choices = [f"-{each.num_tokens}.{each.num_chars}{'!' if each.has_ended else ''}" for each in self.choices]
         return f"id: {self.num_opened}-{self.closing}{''.join(choices)}\n".encode() + event
 

@@ -1,4 +1,4 @@
-"""Calls: all that run on this server, and whether another one may start."""
+"""Calls: the calls that run on this server, and the limits on new ones."""
 
 import asyncio
 import time
@@ -30,9 +30,9 @@ class QueueLimits(NamedTuple):
     """Bounds on sequences that run and wait on this server: its share of the engine's if there are several servers.
 
     capacity           sequences in the batch
-    max_queued         sequences that may wait for it
-    max_queued_of_all  the same of all servers together, by the engine's own count
-    max_queued_tokens  of prompts without a first token yet; None = any number
+    max_queued         sequences that may wait for the batch
+    max_queued_of_all  waiting sequences of all servers together, by the engine's own count
+    max_queued_tokens  prompt tokens of streams without a first token; None = no limit
     """
 
     capacity: int
@@ -46,7 +46,7 @@ class Calls:
     loop."""
 
     def __init__(self, dispatcher: Dispatcher, limits: QueueLimits, scoreboard: Scoreboard | None = None) -> None:
-        """`scoreboard` shows how many run here; it is given where there are several servers."""
+        """`scoreboard` publishes the number of running calls; given if there are several servers."""
         self.dispatcher = dispatcher
         self.scoreboard = scoreboard or Scoreboard()
         self._suffix = f"@{self.scoreboard.number}" if self.scoreboard.number else ""
@@ -63,13 +63,13 @@ class Calls:
 
     @property
     def death(self) -> str | None:
-        """Why the engine ended, None as long as it lives."""
+        """The error that ended the engine, None while it is alive."""
         dead = self.dispatcher.session.dead
         return None if dead is None else public_text(dead)
 
     @property
     def trouble(self) -> str | None:
-        """Why nothing can be served, None as long as it can."""
+        """The reason why no request can be served, None if they can."""
         if self.death is not None:
             return self.death
         return "the server is shutting down" if self.is_draining else None
@@ -83,14 +83,15 @@ class Calls:
         if num_new > most:
             what = f"the request has {num_new} sequences, n for each prompt"
             raise ApiError(400, f"{what}; at most {most} may run and wait here ({flag}): send fewer at a time")
-        if here <= limits.max_queued:  # the engine's count is some time old: those who waited have gone since
+        if here <= limits.max_queued:  # the engine's count is up to two looks old: the queue has emptied since
             self.num_waiting = 0
         waiting = self.num_waiting
         if here + num_new > most or (waiting and waiting + num_new > max(1, limits.max_queued_of_all)):
             raise self._full("max_num_queued_reqs", f"as many requests as may wait are waiting ({flag})")
 
     def _check_tokens(self, call: Call) -> None:
-        """Raises ApiError if the prompts that wait hold too many tokens. One that finds the queue empty may always."""
+        """Raise ApiError if the waiting prompts have too many tokens. A call that finds no prompt waiting always
+        passes."""
         limit, queued = self._limits.max_queued_tokens, self.dispatcher.num_queued_tokens
         if limit is not None and queued and queued + call.num_prompt_tokens > limit:
             new, flag = call.num_prompt_tokens, f"--max-num-queued-tokens {limit}"
@@ -103,7 +104,7 @@ class Calls:
 
     @contextmanager
     def run(self, call: Call) -> Iterator[Reading]:
-        """Start `call`, and read it; afterwards nothing of it is left. Raises ApiError if it cannot be started."""
+        """Start `call` and read it within the context, then end it. Raises ApiError if it cannot be started."""
         self.start(call)
         try:
             yield call.reading
@@ -111,7 +112,7 @@ class Calls:
             self.end(call)
 
     def start(self, call: Call) -> None:
-        """Start `call`, which runs until end(). Raises ApiError if it cannot be started; then nothing is left of it."""
+        """Start `call`, which runs until end(). Raises ApiError, without any effect, if it cannot be started."""
         self.check(call.num_sequences)
         self._check_tokens(call)
         if call.name in self.running or self.dispatcher.has_one_of(call):
@@ -127,27 +128,27 @@ class Calls:
             raise
 
     def end(self, call: Call) -> None:
-        """End what is left of `call`, if it still runs."""
+        """End `call` if it still runs."""
         if self.running.get(call.name) is call:
             del self.running[call.name]
             self.scoreboard.report_load(len(self.running))
             self.dispatcher.drop(call)
 
     def stream_ids(self, name: str, count: int) -> list[str]:
-        """The request ids in the engine of the streams of the call of this name. No other server's streams have them,
-        even if two of them have a call of one name."""
+        """Request ids in the engine for the streams of the call `name`. They differ from those of other servers, even
+        if two servers have a call of one name."""
         names = [name] if count == 1 else [f"{name}-{index}" for index in range(count)]
         return [each + self._suffix for each in names]
 
     def abort_all(self) -> None:
-        """The server ends. What has begun keeps what it has, what has not is refused."""
+        """End all calls at shutdown: a call that has generated tokens is answered with them, another one is refused."""
         for call in self.running.values():
             call.cut_short()
             self.dispatcher.abort(call)
 
     async def probe(self) -> Stats:
-        """The engine's counters, from its loop: it would serve. Raises ApiError if it does not answer, or if it or its
-        workers are being replaced: what comes meanwhile waits."""
+        """Return the engine's counters, as a proof that its loop answers. Raises ApiError if it does not, or if the
+        engine or its workers are being replaced; requests that arrive meanwhile wait."""
         if self.trouble is not None:
             raise ApiError(503, self.trouble)
         pause = self.dispatcher.session.recovering
@@ -159,12 +160,11 @@ class Calls:
         raise ApiError(503, public_text(EngineError(f"streams pause: {pause}")))
 
     async def stats(self) -> Stats:
-        """The engine's counters, also when the server shuts down. Raises ApiError if it does not answer."""
+        """Return the engine's counters, also during shutdown. Raises ApiError if the engine does not answer."""
         return await self.ask(lambda session: session.request_stats())
 
     async def stats_of_engines(self) -> list[tuple[int, Stats, Welcome]]:
-        """The number of each engine that answers, with its counters and what it says of itself. Raises ApiError if none
-        does."""
+        """Number, counters and Welcome of each engine that answers. Raises ApiError if none does."""
         asked: list[Member] = []
         with suppress(EngineError):
             asked = self.dispatcher.session.ask_each()
@@ -176,7 +176,7 @@ class Calls:
         pairs = zip(asked, answers, strict=True)
         found = [(each.number, stats, each.welcome) for each, stats in pairs if isinstance(stats, Stats)]
         if not found:
-            await self.stats()  # which says why
+            await self.stats()  # raises with the reason
         return found
 
     async def ask(self, question: Callable[[AnySession], Future[A]], timeout_s: float = PROBE_TIMEOUT_S) -> A:
@@ -192,8 +192,8 @@ class Calls:
         return await self.ask(lambda session: session.operate(message), OPERATION_TIMEOUT_S)
 
     async def ask_for_new(self, question: Callable[[AnySession], Future[A]]) -> A:
-        """As ask(), for what is to be known before a call starts. While the engine is being replaced such a call waits
-        as all others do. Raises ApiError."""
+        """As ask(), for a question that precedes a call. While the engine is being replaced the question waits, as
+        calls do. Raises ApiError."""
         while True:
             is_replaced = self.dispatcher.session.recovering is not None
             try:
@@ -205,7 +205,7 @@ class Calls:
             await asyncio.sleep(LOOK_S)
 
     async def watch(self) -> None:
-        """Have silent streams send a comment, and look at the queue, again and again until it is cancelled."""
+        """Until cancelled: wake silent streams to send a comment, and refresh `num_waiting`."""
         while True:
             await asyncio.sleep(LOOK_S)
             now_s = time.monotonic()
@@ -215,12 +215,14 @@ class Calls:
             await self.look_at_queue()
 
     async def look_at_queue(self) -> None:
-        """Only what waits at two looks, one after the other, waits for more than the next step."""
+        """Refresh `num_waiting`: the smaller of two successive counts, as sequences that wait only for the next step do
+        not count."""
         before, self._num_waiting_last = self._num_waiting_last, await self.count_waiting()
         self.num_waiting = min(before, self._num_waiting_last)
 
     async def count_waiting(self) -> int:
-        """The engine's own count, asked for when it may matter: its KV cache may be what requests wait for."""
+        """The engine's count of waiting sequences, queried only if more run than may be queued: they may be waiting for
+        KV cache."""
         if self.trouble is not None or self.dispatcher.num_sequences <= self._limits.max_queued:
             return 0
         try:
@@ -230,7 +232,7 @@ class Calls:
 
 
 def _rest_of(stats: Stats) -> str:
-    """Why the engine computes nothing although nothing is wrong; "" if it does."""
+    """The reason why a healthy engine computes nothing (asleep or paused); "" if it does compute."""
     if stats.sleep_level is not None:
         return f"the engine sleeps (level {stats.sleep_level}), until /wake_up"
     return "the engine is paused, until /resume" if stats.is_paused else ""

@@ -1,6 +1,7 @@
 """A call as an HTTP response, whole or streamed.
 
-A stream's status is decided by its first event: what the engine refuses is an error like any other, not a stream.
+The status of a stream is decided by its first event: a request that the engine refuses gets an error response like any
+other, not a stream.
 """
 
 import asyncio
@@ -21,14 +22,14 @@ from vllm_lite.server.openai.bodies import field_of
 from vllm_lite.server.openai.errors import ApiError, failed, refused
 
 PING_S = 15.0
-"""A stream is never silent for longer: proxies end connections that are."""
+"""Maximum silence of a stream in seconds: proxies close connections that are silent."""
 MANY_TOKENS = 256
 """Tokens with logprobs in one write of a stream, beyond which a thread encodes them."""
 
 
 class Writer(Protocol):
-    """Writes one answer: events of a stream, or the whole body. See AnswerWriter. `ping` is what a stream sends after
-    PING_S in which there was nothing else."""
+    """Writes one answer: the events of a stream, or the whole body. See AnswerWriter. `ping` is sent on a stream after
+    PING_S of silence."""
 
     @property
     def ping(self) -> bytes: ...
@@ -45,7 +46,7 @@ class Writer(Protocol):
 
 
 class CallResponse(Response):
-    """Sends what is read of `call`, until that has ended or the reading is over."""
+    """Sends the output of `call` until the call has ended or the reading is over."""
 
     def __init__(
         self,
@@ -56,8 +57,8 @@ class CallResponse(Response):
         stream: bool,
         headers: dict[str, str],
     ) -> None:
-        """`run` begins a reading of the call, which it starts in the engine if need be. At its exit the reading is
-        over: it ends what is left of the call, or keeps that for another reading."""
+        """`run` begins a reading of the call, and starts it in the engine if necessary. At exit, the reading is over,
+        and the call is ended or kept for another reading."""
         kind = "text/event-stream; charset=utf-8" if stream else "application/json"
         super().__init__(headers={"content-type": kind, **headers})
         self._own_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
@@ -122,20 +123,20 @@ class CallResponse(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _chunks(self, deltas: list[tuple[Choice, CompletionOutput]]) -> bytes:
-        """A chunk for each delta. A choice that has nothing to show before its end has one long delta."""
+        """Write a chunk for each delta. A choice that shows nothing before its end has one long delta."""
         many = sum(len(delta.logprobs or ()) for _, delta in deltas) > MANY_TOKENS
         return await self._made(
             lambda: b"".join([self._writer.chunk(choice, delta) for choice, delta in deltas]), is_long=many
         )
 
     async def _made(self, make: Callable[[], bytes], *, is_long: bool) -> bytes:
-        """Call `make`, in a thread if it takes long: the candidates of one token take 20 us or more."""
+        """Call `make`, in a thread if it `is_long`: writing the logprobs of one token takes 20 us or more."""
         return await asyncio.to_thread(make) if is_long else make()
 
 
 def as_error(call: Call) -> ApiError:
-    """Return the error of a call: the request's fault only if nothing was generated, if it wanted to be done by now, or
-    if the grammar that it brought cannot go on, which may show at any token."""
+    """Return the error of a call. It is the request's fault (4xx) only if nothing was generated, if its deadline has
+    passed, or if its grammar cannot continue, which can happen at any token."""
     error = call.error
     if error is None and call.was_cut:
         return ApiError(503, "the server is shutting down, and the request had not begun; ask another")

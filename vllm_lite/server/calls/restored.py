@@ -1,4 +1,4 @@
-"""The stream of a request that another API server started, from what the engine knows of it."""
+"""Streams of requests that another API server started, restored from the engine's state of them."""
 
 import msgspec
 
@@ -9,10 +9,10 @@ from vllm_lite.server.openai.errors import ApiError
 
 
 def restored(factory: StreamFactory, state: RequestState | EndedRequest, *, for_fork: bool) -> RequestStream | None:
-    """The stream as far as it has come, to go on with it itself or `for_fork`s; None if it has ended.
+    """Return the stream with its tokens so far, to continue it or, `for_fork`, to fork it; None if it has ended.
 
-    For forks it has not met a stop string, as one that it has inherited would not count. Raises ApiError if its
-    logprobs are not known.
+    A stream for forks is not ended by a stop string in its tokens, as an inherited stop string does not count. Raises
+    ApiError if its logprobs are not known.
     """
     if not isinstance(state, RequestState) or state.content is None:
         return None
@@ -23,7 +23,7 @@ def restored(factory: StreamFactory, state: RequestState | EndedRequest, *, for_
     params = content.params
     if for_fork:
         params = msgspec.structs.replace(params, stop=())
-    elif state.deadline_in_s is not None:  # counts from now
+    elif state.deadline_in_s is not None:  # relative to now
         params = msgspec.structs.replace(params, deadline_ms=max(1, int(state.deadline_in_s * 1000)))
     stream = factory.make(unpack_tokens(content.prompt), params, name)
     stream.adapter = content.adapter

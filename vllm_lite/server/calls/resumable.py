@@ -1,9 +1,8 @@
-"""ResumableCalls: the calls whose streams outlive their connections.
+"""ResumableCalls: calls whose streams outlive their connections.
 
-A call that was asked for as resumable runs on when its reader has gone, as if it were still read, and is kept when it
-has ended. A new reader goes on where the old one was, within `resume_s` after that has gone; then the call is aborted,
-or forgotten. The last one to ask is the reader: a client comes back before the server can know that the connection it
-had is broken.
+A resumable call continues to run when its reader disconnects, and is kept after its end. A new reader can continue
+within `resume_s`; after that the call is aborted, or forgotten if it has ended. The latest connection is the reader: a
+client may return before the server can detect that its old connection broke.
 """
 
 import asyncio
@@ -18,14 +17,15 @@ from vllm_lite.server.openai.errors import ApiError, in_use
 
 LOOK_S = 0.25
 MAX_ENDED = 1024
-"""Calls that have ended and have no reader; beyond that the oldest are forgotten, those that were sent whole first."""
+"""Maximum number of ended calls without a reader. Beyond it the oldest are forgotten, first those that were sent
+whole."""
 MAX_ENDED_TOKENS = 1 << 18
-"""What all of these together may hold: tokens of prompts and answers, and candidates of tokens with logprobs. As many
-candidates take 100 MB. Calls that run are bounded by the queue, as all are."""
+"""Bound on what these calls hold together: tokens of prompts and answers, and logprob candidates. As many candidates
+take 100 MB. Running calls are bounded by the queue limits."""
 
 
 class _Kept:
-    """A call, and since when it has no reader: None while there is one."""
+    """A call, and the time since which it has no reader; None while it has one."""
 
     __slots__ = ("call", "num_held", "unread_since_s")
 
@@ -33,7 +33,7 @@ class _Kept:
         self.call = call
         self.unread_since_s: float | None = None
         self.num_held = 0
-        """Tokens and candidates, once it has ended and has no reader."""
+        """Number of tokens and candidates held, set once the call has ended and has no reader."""
 
 
 class ResumableCalls:
@@ -49,17 +49,17 @@ class ResumableCalls:
         return len(self._kept)
 
     def get(self, name: str) -> Call | None:
-        """The call, if it is one of these: it may have ended."""
+        """The resumable call of this name, running or ended."""
         kept = self._kept.get(name)
         return None if kept is None else kept.call
 
     def unread_s(self, name: str) -> float | None:
-        """For how long nobody has read the call; None if somebody does, or if it is none of these."""
+        """Seconds since the call's last reader left; None if it has a reader, or is not one of these."""
         kept = self._kept.get(name)
         return None if kept is None or kept.unread_since_s is None else self._clock() - kept.unread_since_s
 
     def add(self, call: Call) -> None:
-        """Start `call`, unless it has ended, and keep it from now on. Raises ApiError if it cannot be started."""
+        """Start `call`, unless it has ended, and keep it. Raises ApiError if it cannot be started."""
         if call.name in self._kept:
             raise in_use(call.id)
         if not call.has_ended:
@@ -75,19 +75,19 @@ class ResumableCalls:
 
     @contextmanager
     def resume(self, call: Call, place: StreamPosition) -> Iterator[Reading]:
-        """Read `call` from `place` on; the reading before is over."""
+        """Read `call` from `place` on, and end its earlier reading."""
         with self._read(call, call.read_on(place)) as reading:
             yield reading
 
     def forget(self, call: Call) -> None:
-        """Abort what of `call` still runs, and keep it no longer. Its reader, if it has one, gets no more."""
+        """Abort `call` if it still runs, and stop keeping it. Its reader, if any, gets no more."""
         call.reading.replace()
         if self.get(call.name) is call:
             del self._kept[call.name]
         self.calls.end(call)
 
     def look(self) -> None:
-        """End what nobody has come back for. When the server ends, nobody can come back for what has ended."""
+        """Forget calls without a reader for `resume_s`. During shutdown, ended calls are forgotten at once."""
         now_s = self._clock()
         for kept in list(self._kept.values()):
             if kept.unread_since_s is None:
@@ -98,7 +98,7 @@ class ResumableCalls:
                 self.forget(kept.call)
 
     async def watch(self) -> None:
-        """Look again and again, until it is cancelled."""
+        """Call look() every LOOK_S, until cancelled."""
         while True:
             await asyncio.sleep(LOOK_S)
             self.look()
@@ -109,7 +109,7 @@ class ResumableCalls:
         kept.unread_since_s, kept.num_held = None, 0
         try:
             yield reading
-        except ApiError:  # this was the answer: no stream has begun
+        except ApiError:  # the response is this error: no stream has begun
             if call.reading is reading:
                 self.forget(call)
             raise
@@ -119,7 +119,8 @@ class ResumableCalls:
                 self._settle(kept)
 
     def _settle(self, kept: _Kept) -> None:
-        """Count a call that nobody reads as ended, if it has: it is no longer one of those that run."""
+        """Move a call without a reader from the running to the ended ones, if it has ended, and enforce their
+        limits."""
         call = kept.call
         if kept.num_held or not call.has_ended:
             return
@@ -130,7 +131,7 @@ class ResumableCalls:
         ended = [each for each in self._kept.values() if each.num_held]
         ended.sort(key=lambda each: (not each.call.reading.is_complete, each.unread_since_s))
         num_held = sum(each.num_held for each in ended)
-        for place, each in enumerate(ended[:-1]):  # one is kept, however much it holds
+        for place, each in enumerate(ended[:-1]):  # the newest is kept, however much it holds
             if len(ended) - place <= MAX_ENDED and num_held <= MAX_ENDED_TOKENS:
                 break
             num_held -= each.num_held
@@ -138,6 +139,6 @@ class ResumableCalls:
 
 
 def _num_candidates(call: Call) -> int:
-    """The candidates that each token of the answer has."""
+    """Number of logprob candidates per token of the answer."""
     logprobs = call.streams[0].params.logprobs
     return 0 if logprobs is None else 1 + logprobs

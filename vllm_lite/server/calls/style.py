@@ -1,4 +1,4 @@
-"""AnswerStyle: how the answer of one call is written. The engine keeps it with each stream, for any API server."""
+"""AnswerStyle: the format of one call's answer. The engine keeps it with each stream, for any API server."""
 
 from typing import Literal, Self
 
@@ -9,18 +9,18 @@ from vllm_lite.server.openai.parsing import Parsing
 
 
 class AnswerStyle(msgspec.Struct, frozen=True):
-    """Style of a call's answer, as its body asks. A fork is answered in the style of its parent request.
+    """Format of a call's answer, as requested in its body. A fork is answered in the style of its parent request.
 
-    kind            prefix of the ids of such calls
+    kind            prefix of the call's id
     model           the name of the model
     echo            text written before the answers of each prompt; () for none
-    only_scores     only the prompt is shown, and nothing that was generated
-    token_ids       whether answers show token ids; `prompt_ids` and `prompt_logprobs`: whether they show the prompt's
+    only_scores     whether only the prompt is shown, and no generated token
+    token_ids       whether answers have token ids; `prompt_ids` and `prompt_logprobs`: whether they have the prompt's
     usage           whether a stream ends with the usage; `usage_always`: every chunk has it
     resumable       whether a stream's events have ids, from which another connection can continue it
-    names_ids       whether logprobs have `token_id:N` in the place of a token's text
-    spells          whether an answer of token ids has their text beside them, and logprobs have texts in place of ids
-    parsing         how calls and reasoning are separated from content; None where all is content
+    names_ids       whether logprobs have `token_id:N` in place of a token's text
+    spells          whether an answer of token ids also has their text, and its logprobs have texts in place of ids
+    parsing         how calls and reasoning are separated from content; None if all is content
     """
 
     kind: Literal["cmpl", "chatcmpl", "gen", "embd", "decision"]
@@ -49,18 +49,18 @@ class AnswerStyle(msgspec.Struct, frozen=True):
         return style.streamed_as(body)
 
     def forked(self, body: ForkBody) -> Self:
-        """Return the style of a fork, which may ask for token ids itself, and for what a stream has beside them."""
+        """Return the style of a fork, whose body can ask for token ids and for a stream's extra fields itself."""
         style = self.streamed_as(body)
         if self.kind == "gen" or body.return_token_ids is None:
             return style
         return msgspec.structs.replace(style, prompt_ids=body.return_token_ids, token_ids=body.return_token_ids)
 
     def streamed_as(self, body: ForkBody | GenerateBody) -> Self:
-        """Return the style with what `body` wants a stream to have."""
+        """Return the style with the stream options of `body`."""
         options = body.stream_options or StreamOptions()
         usage, always = bool(options.include_usage), bool(options.continuous_usage_stats)
         return msgspec.structs.replace(self, usage=usage, usage_always=usage and always, resumable=bool(body.resumable))
 
     def with_usage(self) -> Self:
-        """Return the style with the usage in every chunk, as --enable-force-include-usage has it."""
+        """Return the style with the usage in every chunk, for --enable-force-include-usage."""
         return msgspec.structs.replace(self, usage=True, usage_always=True)

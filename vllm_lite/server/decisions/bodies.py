@@ -11,8 +11,8 @@ from vllm_lite.server.openai.bodies import Name, RequestId, Variables
 
 
 class DecisionBody(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /v1/systemone. `state` is a text or JSON, `questions` are about it, by names of the caller's own;
-    `instructions` stand before both."""
+    """POST /v1/systemone. `state` is a text or JSON; `questions` about it have names that the caller chooses;
+    `instructions` precede both in the prompt."""
 
     model: str | None = None
     state: Any

@@ -31,12 +31,12 @@ PATH = "/v1/systemone"
 
 
 class DecisionRoutes:
-    """Answers questions by the logprobs of one token each, of which the engine computes all at once."""
+    """Answers each question by the logprobs of one token; the engine computes the questions in parallel."""
 
     def __init__(
         self, generation: Generation, factory: StreamFactory, window: Window, *, is_deterministic: bool
     ) -> None:
-        """`is_deterministic`: the engine promises the same bits in any schedule."""
+        """`is_deterministic`: the engine runs with --deterministic, so results do not depend on the schedule."""
         self._generation = generation
         self._factory = factory
         self._window = window
@@ -52,7 +52,7 @@ class DecisionRoutes:
         return as_json(call, {**asked.headers, **report})
 
     async def _started(self, asked: Asked[DecisionBody]) -> dict[str, Any]:
-        """Run a decision to its end, and return the answer."""
+        """Run a decision to its end, and return the response body."""
         body, request, live = asked.body, asked.request, self._generation.live
         call_id = await live.new_id("decision", body.request_id, request)
         style = AnswerStyle("decision", asked.model)
@@ -68,7 +68,8 @@ class DecisionRoutes:
         return self._answer(call, found)
 
     async def _feed(self, call: ListCall[RequestStream], streams: Sequence[RequestStream]) -> None:
-        """Run the first question, which leaves the state in the prefix cache, and then the others, as there is room."""
+        """Run the first question, which puts the state into the prefix cache, then the others as the window has
+        room."""
         dispatcher: Any = self._generation.live.calls.dispatcher
         waiting = list(reversed(streams))
         while not call.finished:
@@ -143,7 +144,7 @@ class DecisionRoutes:
 
 @contextmanager
 def _refusing(field: str) -> Iterator[None]:
-    """Turn errors of the client library into answers that name this field, or the one that they are about."""
+    """Turn errors of the client library into ApiErrors that name `field`, or the field that the error is about."""
     try:
         yield
     except RequestError as error:

@@ -1,4 +1,4 @@
-"""Routes as an ASGI application: who may call them, from which pages, and how errors are answered."""
+"""Routes as an ASGI application, with checks of callers, web pages and keys, and handlers of errors."""
 
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
@@ -20,8 +20,8 @@ from vllm_lite.server.openai.errors import ApiError, shown
 
 
 class Guards(NamedTuple):
-    """The checks before routes. `public` paths need no key; `short` ones are taken without /v1 as well. Middleware
-    that `counts` sees every request, those without a key included."""
+    """The checks before routes. `public` paths need no key; `short` ones are also accepted without /v1. The middleware
+    `counts` sees every request, including those without a key."""
 
     config: ServeConfig
     keys: Keys
@@ -50,12 +50,12 @@ def guarded(routes: Sequence[Route], guards: Guards) -> Starlette:
         )
         middleware.insert(0, cors)
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=_handlers(dialects))
-    app.router.redirect_slashes = False  # to where the Host header says
+    app.router.redirect_slashes = False  # a redirect would go to the host that the Host header names
     return app
 
 
 def _handlers(dialects: Dialects) -> dict[Any, Any]:
-    """Answer each kind of error in the form of the route's dialect."""
+    """Handlers that answer each kind of error in the format of the route's API."""
 
     async def on_api_error(request: Request, error: ApiError) -> Response:
         return dialects.response(request.scope, error)
@@ -65,7 +65,7 @@ def _handlers(dialects: Dialects) -> dict[Any, Any]:
         return dialects.response(request.scope, ApiError(error.status_code, text, headers=dict(error.headers or {})))
 
     async def on_fault(request: Request, error: Exception) -> Response:
-        """Answer for a fault of ours. Its traceback goes to the log, not to the client."""
+        """Answer 500 for a bug. Its traceback goes to the log, not to the client."""
         del error
         return dialects.response(request.scope, ApiError(500, "the server failed; its log says why"))
 

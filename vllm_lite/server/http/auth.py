@@ -1,8 +1,8 @@
-"""API keys: every request passes here before any route, gets an id, and shows its key.
+"""AuthMiddleware: gives every request an id and checks its API key, before any route.
 
-A user's key opens what generates. Routes that change the server call require_admin(): they need an admin key, which
-opens all the rest as well. If there are API keys and no admin key, nobody may change the server; if there are no keys
-at all, those on this machine may, but no web page, and nobody behind a proxy (callers.py).
+A user key allows the routes that generate. Routes that change the server call require_admin(): they need an admin key,
+which allows all other routes as well. With API keys but no admin key, nobody can change the server. Without any keys,
+programs on this machine can, but no web page, and nobody behind a proxy (callers.py).
 """
 
 import os
@@ -21,20 +21,20 @@ from vllm_lite.server.http.dialects import OPENAI, REQUEST_ID, Dialects
 from vllm_lite.server.openai.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
-"""What needs no key. Compared with the path as the server routes it, so that no header moves it."""
+"""Paths that need no key. They are compared with the path as the server routes it, so that no header can change it."""
 _NO_ADMIN = "vllm_lite.no_admin"
-"""In a scope: why its sender is no admin, None if it is."""
+"""Scope key: the error for a sender that is no admin, None for an admin."""
 _TRUSTING = "vllm_lite.trusting"
-"""In a scope: the Callers of a server without keys, None where there are keys."""
+"""Scope key: the Callers of a server without keys, None if there are keys."""
 _KEY = "vllm_lite.key"
-"""In a scope: the digest of the key that it came with, b"" if that is none of ours."""
+"""Scope key: the digest of the request's key, b"" if it is not one of the server's."""
 _REACH = "vllm_lite.reach"
-"""In a scope: the digests of the keys whose calls its sender may look at, fork and end; its own comes first."""
+"""Scope key: digests of the keys whose calls the sender may read, fork and end; its own is first."""
 KEY_HEADERS = {b"authorization": b"", b"x-api-key": b"Bearer ", b"api-key": b"Bearer "}
-"""Where a key is looked for, and what stands before it where clients of other dialects put it as it is."""
+"""Headers that may have a key, and the prefix to add if clients of that API send the bare key."""
 _ID = re.compile(rb"[\x21-\x7e]{1,128}")
 MAX_NAMED_CHARS = 200
-"""How much of an id is in a name; the owner behind it stands for all of it."""
+"""Maximum number of characters of an id in a call's name; the owner after it is a digest over the whole id."""
 _FLAGS = "--admin-api-key or --admin-api-key-file"
 
 
@@ -50,7 +50,7 @@ class AuthMiddleware:
         open_paths: frozenset[str] = OPEN_PATHS,
         dialects: Dialects = OPENAI,
     ) -> None:
-        """Without user keys everybody may call whom `callers` does not refuse."""
+        """Without user keys, all senders that `callers` does not refuse are allowed."""
         self._app = app
         self._open_paths = open_paths
         self._users, self._admins = _digests(keys.user), _digests(keys.admin)
@@ -97,8 +97,8 @@ class AuthMiddleware:
 
 
 def _authorization(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """The header of that name, or another that has a key, in its form; b"" if no key is given, or two in headers of one
-    name: a proxy in front of the server may have looked at the other one."""
+    """Return the Authorization header, or another key header in its format; b"" if there is no key, or if one header
+    has two different values: a proxy in front of the server may have checked the other."""
     for wanted, scheme in KEY_HEADERS.items():
         given = {value for name, value in headers if name == wanted and value}
         if given:
@@ -107,35 +107,35 @@ def _authorization(headers: Sequence[tuple[bytes, bytes]]) -> bytes:
 
 
 def require_admin(request: Request) -> None:
-    """Raises ApiError unless its sender may change the server."""
+    """Raise ApiError unless the sender may change the server."""
     reason: ApiError | None = request.scope[_NO_ADMIN]
     if reason is not None:
         raise reason
 
 
 def require_watcher(request: Request) -> None:
-    """Raises ApiError unless its sender may see everybody's requests: an admin, or without keys a page of this server.
-    No other page can send as one of its own does: browsers say so, and the name that it calls by has been looked at."""
+    """Raise ApiError unless the sender may see everybody's requests: an admin or, without keys, a page of this server.
+    Other pages cannot pass as one: browsers mark the origin of requests, and the host name has been checked."""
     callers: Callers | None = request.scope[_TRUSTING]
     if callers is None or callers.strangers(request.scope, but_own_pages=True) is not None:
         require_admin(request)
 
 
 def owner_of(request: Request, call_id: str) -> str:
-    """An opaque name of the sender's key, other for each call; "" without keys. Nobody learns the key from it, nor
+    """An opaque digest of the sender's key, different for each call; "" without keys. It reveals neither the key nor
     which calls have the same one."""
     return _owner(request.scope[_KEY], call_id)
 
 
 def names_of(request: Request, call_id: str) -> list[str]:
-    """The names, as name_of() makes them, of the calls with this id that the sender may look at, fork and end: the one
-    of its own key, which comes first, and for an admin those of all keys."""
+    """Names (as of name_of()) of the calls with this id that the sender may read, fork and end: with its own key, which
+    is first, and for an admin with every key."""
     return list(dict.fromkeys(name_of(call_id, _owner(digest, call_id)) for digest in request.scope[_REACH]))
 
 
 def name_of(call_id: str, owner: str) -> str:
-    """The name that the servers and the engine know a call by. Clients choose ids, so each key has ids of its own: the
-    same one of two keys is two names, and nobody learns from an id which ones others use."""
+    """Name under which the servers and the engine keep a call. Clients choose ids, so each key has ids of its own: one
+    id of two keys makes two names, and nobody learns from an id which ones others use."""
     return f"{call_id[:MAX_NAMED_CHARS]}~{owner}" if owner else call_id
 
 
@@ -144,7 +144,7 @@ def _owner(digest: bytes, call_id: str) -> str:
 
 
 def holder_of(request: Request) -> str:
-    """Digest of the sender's key for what is kept, "" without keys: senders with one key share it."""
+    """Digest of the sender's key for stored answers, "" without keys: senders with one key share them."""
     digest: bytes = request.scope[_KEY]
     return sha256(digest + b"holder").hexdigest()[:32] if digest else ""
 
@@ -160,8 +160,8 @@ def _digests(keys: Sequence[str]) -> list[bytes]:
 
 
 def _is_among(digests: Sequence[bytes], authorization: bytes) -> bool:
-    """Whether the header has one of the keys. That takes the same time however much of a key is right, and whichever
-    key it is."""
+    """Whether the header has one of the keys, in constant time: neither the matching key nor a matching prefix shows in
+    it."""
     digest = _digest_in(authorization)
     num_equal = sum(compare_digest(digest, other) for other in digests)
     return num_equal > 0 and authorization.partition(b" ")[0].lower() == b"bearer"

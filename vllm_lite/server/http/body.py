@@ -1,7 +1,7 @@
-"""Reads bodies: how much of them, for how long, and into what they are decoded.
+"""BodyReader: reads and decodes request bodies within limits of size, time and memory.
 
-What decoding makes of a body can be far larger than the body. So it is weighed while it comes (weight.py): how much
-structure one may have is bounded, and how much memory all of them may take that are being read and decoded.
+A decoded body can be far larger than its bytes. So its decoded size is estimated while it arrives (weight.py): bounds
+apply to the structure of one body, and to the memory of all bodies that are being read and decoded.
 """
 
 import asyncio
@@ -26,31 +26,32 @@ from vllm_lite.server.openai.bodies import GenerateBody, SamplingFields
 from vllm_lite.server.openai.errors import ApiError
 
 DRAIN_S = 2.0
-"""How long a body that is refused is still read, so that its client comes to read the answer."""
+"""Seconds for which a refused body is still read, so that its client gets to read the answer."""
 MAX_BYTES = 4 * 1024 * 1024
-"""Longest body where the settings say nothing. Rendering one whose texts are wide takes about 60 MB."""
+"""Default maximum of a body's bytes. Rendering a chat of this size with wide characters takes about 60 MB."""
 MAX_IMAGE_BYTES = 32 * 1024 * 1024
-"""The same where images come in data: URLs."""
+"""The same for a model that takes images, which come in data: URLs."""
 BYTES_PER_TOKEN = 8
-"""As much more of a body is taken for each token of a context that is longer than MAX_BYTES would do."""
+"""A longer context raises the maximum to this many bytes per token."""
 MAX_COMMAS = 300_000
-"""Outside of texts, or tokens of a context if those are more. As many short texts take 20 MB."""
+"""Maximum number of commas outside of strings, or the tokens of a context if those are more. As many short strings take
+20 MB."""
 MAX_NESTED = 100_000
-"""Lists, objects and named fields. As many take up to 13 MB."""
+"""Maximum number of lists, objects and named fields. As many take up to 13 MB."""
 SMALL_BYTES = 64 * 1024
-"""Memory that is always taken for each body."""
+"""Bytes of each body that do not count as held."""
 SLICE_BYTES = 64 * 1024
-"""Weighed in one go, in 0.5 ms."""
+"""Bytes weighed at a time, in 0.5 ms."""
 MAX_HELD = 6
-"""Bodies of the longest kind that may be held at a time, by all clients together, beyond what of each is small. One
-whose memory is more than all of that is taken if nothing else is held."""
+"""Bound on held memory, in bodies of the maximum size, over all clients; SMALL_BYTES of each body do not count. A
+single body above the bound is accepted if nothing else is held."""
 MAX_KEPT = 4
-"""The same of those that are kept while their requests wait and run."""
+"""The same bound for bodies that are kept while their requests wait and run."""
 RETRY_AFTER_S = 1
 _HELD = "vllm_lite.held_bytes"
-"""In a request's scope: how many of the held bytes are its own."""
+"""Scope key: the number of held bytes that are the request's."""
 _SIZE = "vllm_lite.request_size"
-"""In a request's scope: the weight of its body, and of what it takes from what the server keeps."""
+"""Scope key: the weight of the request's body, including stored data that it refers to."""
 
 B = TypeVar("B", bound=msgspec.Struct)
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -66,13 +67,13 @@ class BodyReader:
         self._timeout_s = config.body_timeout_s
         self._turn = asyncio.Lock()
         self.held_bytes = 0
-        """Memory of the bodies that are not yet whole, and of those that are not yet tokenized."""
+        """Memory of bodies that are being read, decoded or tokenized."""
         self.kept_bytes = 0
-        """Memory of bodies that are kept while their requests wait and run. They have room of their own: large requests
-        that take long keep no other body from being read."""
+        """Memory of bodies that are kept while their requests wait and run. It has a bound of its own, so that long
+        requests do not keep other bodies from being read."""
 
     def holding(self, endpoint: Endpoint) -> Endpoint:
-        """Wrap `endpoint`: when it ends, the body that it has read is no longer counted as held."""
+        """Wrap `endpoint`: when it returns, its request's body no longer counts as held."""
 
         async def held(request: Request) -> Response:
             try:
@@ -83,9 +84,9 @@ class BodyReader:
         return held
 
     async def hold(self, request: Request, data: bytes | memoryview) -> None:
-        """Count `data`, which the request takes from what the server keeps, as a part of its body. Raises ApiError."""
+        """Count `data`, stored data that the request refers to, as a part of its body. Raises ApiError."""
         weight: Weight = request.scope.get(_SIZE, Weight())
-        if weight.num_bytes + len(data) > self._max_bytes:  # what is too long is not read
+        if weight.num_bytes + len(data) > self._max_bytes:  # beyond the limit, it is refused without weighing
             weight = weight.plus(Weight(len(data)))
         else:
             weight = weight.plus(await through(len(data), lambda: weighed(data)))
@@ -102,8 +103,8 @@ class BodyReader:
             raise refusal
 
     def keep(self, request: Request, num_more: int = 0) -> int:
-        """Count what the request holds as kept, and `num_more` bytes that are made of it, also when its endpoint has
-        ended. Returns how many bytes that are, for release(). Raises ApiError if too much is kept."""
+        """Count the request's held bytes, and `num_more` bytes made of them, as kept beyond the end of its endpoint.
+        Returns the number of bytes to pass to release(). Raises ApiError if too much is kept."""
         num_bytes: int = request.scope.get(_HELD, 0) + max(0, num_more - SMALL_BYTES)
         if self.kept_bytes and self.kept_bytes + num_bytes > MAX_KEPT * self._max_bytes:
             text = f"requests that wait or run keep {self.kept_bytes} bytes, and this one is too much; try again later"
@@ -112,7 +113,7 @@ class BodyReader:
         return num_bytes
 
     def release(self, num_bytes: int) -> None:
-        """No longer count bytes as kept."""
+        """Stop counting bytes as kept."""
         self.kept_bytes -= num_bytes
 
     async def read(self, request: Request, kind: type[B], *, needs_type: bool = True) -> tuple[B, dict[str, str]]:
@@ -120,8 +121,8 @@ class BodyReader:
         return await decoded(await self.receive(request, needs_type=needs_type), kind)
 
     async def receive(self, request: Request, *, needs_type: bool = True) -> bytes:
-        """Return the body, in UTF-8 whatever it came in. It has to be declared as JSON: that a web page may not send to
-        another site unasked. Without `needs_type` that is asked of web pages alone, which browsers tell by headers."""
+        """Return the body in UTF-8. It must be declared as JSON, which a web page cannot send to another site without
+        asking. Without `needs_type`, only requests of web pages, recognized by their headers, must be."""
         media = request.headers.get("content-type", "").split(";")[0].strip().lower()
         if media != "application/json" and (needs_type or is_page(request.headers)):
             raise ApiError(415, f"the body must have Content-Type: application/json, got {media!r}")
@@ -141,7 +142,7 @@ class BodyReader:
                             self.held_bytes -= request.scope.pop(_HELD, 0)
                             patience.reschedule(asyncio.get_running_loop().time() + DRAIN_S)
                             break
-                async for _ in pieces:  # what is left of one that is refused
+                async for _ in pieces:  # drain a refused body
                     pass
         except TimeoutError as error:
             if refusal is None:
@@ -153,7 +154,8 @@ class BodyReader:
         return await as_utf8(data.getvalue())  # no copy: BytesIO hands out its own bytes
 
     async def _weigh(self, scale: Scale, piece: bytes) -> None:
-        """Weigh a piece. Of long bodies one slice is weighed between two turns of the loop, of all clients together."""
+        """Weigh a piece. For long bodies the event loop runs after each slice, and only one body is weighed at a
+        time."""
         if scale.weight.num_bytes + len(piece) <= SMALL_BYTES:
             scale.feed(piece)
             return
@@ -163,7 +165,7 @@ class BodyReader:
                 await asyncio.sleep(0)
 
     def _refusal(self, request: Request, weight: Weight) -> ApiError | None:
-        """The error of a body of this weight so far; None, and it counts as held, if it is within limits."""
+        """The error for a body of this weight so far; None, counting it as held, if it is within limits."""
         if weight.num_bytes > self._max_bytes:
             return self._too_long()
         if self._has_too_many(weight):
@@ -191,18 +193,18 @@ class BodyReader:
 
 
 def memory_of(request: Request) -> int:
-    """Return the memory that the body of a request takes at most, with what the request takes of earlier ones."""
+    """Return the maximum memory of a request's body, with the stored data that it refers to."""
     weight: Weight = request.scope.get(_SIZE, Weight())
     return weight.memory_bytes
 
 
 async def decoded(data: bytes, kind: type[B]) -> tuple[B, dict[str, str]]:
-    """Do the same as decode(), in a thread if the body is long."""
+    """As decode(), in a thread if the body is long."""
     return await through(len(data), lambda: decode(data, kind))
 
 
 async def top_level(data: bytes) -> tuple[bytes, dict[str, msgspec.Raw]]:
-    """Do the same as decoding.top_level(), in a thread if the body is long."""
+    """As decoding.top_level(), in a thread if the body is long."""
     return await through(len(data), lambda: decoding.top_level(data))
 
 
@@ -220,7 +222,7 @@ def decode(data: bytes, kind: type[B]) -> tuple[B, dict[str, str]]:
 
 
 async def _pieces(request: Request) -> AsyncIterator[bytes]:
-    """Yield the body as it comes. Raises ApiError if the client disconnects."""
+    """Yield the body as it arrives. Raises ApiError if the client disconnects."""
     while True:
         message = await request.receive()
         if message["type"] != "http.request":
@@ -230,21 +232,20 @@ async def _pieces(request: Request) -> AsyncIterator[bytes]:
             return
 
 
-# ---- Bodies in other encodings than UTF-8, which is what JSON is sent in: with a byte order mark, in UTF-16 or UTF-32
-#
-# PowerShell 5 writes files with either, and sends a body as its caller has encoded it.
+# ---- Bodies in other encodings than UTF-8: with a byte order mark, in UTF-16 or UTF-32. PowerShell 5 writes files with
+# either, and sends a body as its caller has encoded it.
 
 
 PIECE_BYTES = 64 * 1024
-"""Decoded in one go, in less than 10 ms also where each character is at fault."""
+"""Bytes decoded at a time, in less than 10 ms even if every character is invalid."""
 MAX_REPLACED = 1 << 16
 _PLAIN = "utf-8"
 
 
 async def as_utf8(data: bytes) -> bytes:
-    """Return JSON in UTF-8, from whatever encoding its first bytes show; in a thread if it is long.
+    """Convert JSON to UTF-8 from the encoding that its first bytes show, in a thread if it is long.
 
-    What is no character is replaced. Raises ApiError if that is too much.
+    Invalid characters are replaced. Raises ApiError for more than MAX_REPLACED.
     """
     encoding = json.detect_encoding(data)
     if encoding == _PLAIN:

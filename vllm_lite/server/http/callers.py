@@ -1,9 +1,9 @@
-"""Who calls, as far as headers tell: the name that the server is called by, the web page, the proxy in between.
+"""Callers: checks of the Host header, the origin of web pages, and proxies.
 
-A name that a stranger owns may resolve to 127.0.0.1 (DNS rebinding). His page, in a browser on this machine, is then of
-the same origin as a server there, and no rule of browsers keeps it from calling. But it cannot hide the name: browsers
-send it as Host. So a server that trusts its machine, as it listens on loopback and asks for no keys, answers to names
-of this machine only, and to pages of it. An address is no name: who calls by one has resolved nothing.
+A host name that an attacker owns can resolve to 127.0.0.1 (DNS rebinding). The attacker's page, in a browser on this
+machine, then has the same origin as a local server, and no browser rule keeps it from calling. But it cannot hide the
+name, which browsers send as Host. So a server that trusts its machine (it listens on loopback and has no keys) only
+answers to names of this machine, and only to its pages. Addresses are accepted: they involve no DNS.
 """
 
 import re
@@ -21,22 +21,22 @@ LOCAL_PAGES = (
     r"https?://(localhost|[\w.-]+\.localhost|127(\.\d{1,3}){3}|\[::1\])(:\d+)?"
     r"|(app|capacitor|file|ionic|tauri|vscode-file|vscode-webview)://.*"
 )
-"""Origins of pages that this machine serves, and of programs on it that show pages: Ollama's, and those of phones."""
+"""Origins of pages that this machine serves, and of apps with web views: Ollama's list, including those of phones."""
 _IS_LOCAL_PAGE = re.compile(LOCAL_PAGES).fullmatch
 _FORWARDED = (b"x-forwarded-", b"x-real-ip", b"forwarded", b"via")
-"""Headers that proxies add, or how they begin."""
+"""Headers that proxies add, or their prefixes."""
 _PRIVATE = ("*.internal",)
-"""A domain that no stranger can have a name in. Containers call their host by one."""
+"""A domain in which nobody can register a name. Containers call their host by one."""
 _NO_PAGE = ("none", "")
 _OWN_PAGE = "same-origin"
 _SAFE = re.compile(r"[\w.:/\[\]-]{1,200}")
 
 
 class Callers(NamedTuple):
-    """The rules of one server, which listens at `host`, "" for a socket file.
+    """The rules of one server, which listens at `host`, "" for a Unix socket.
 
-    It answers to `hosts`, None if any name will do, and to pages of `origins`, None if the browser alone decides.
-    `named` are hosts that its user has named.
+    It answers to the host names `hosts`, None for any, and to pages of `origins`, None if only the browser decides.
+    `named` are the host names in its settings.
     """
 
     host: str
@@ -48,8 +48,9 @@ class Callers(NamedTuple):
 
     @classmethod
     def of(cls, config: ServeConfig, keys: Keys) -> "Callers":
-        """Make the rules. Where keys are asked for no page has one, and where others than this machine reach the
-        server names say nothing: both are looked at only if the config has names."""
+        """Make the rules from the settings. Host names and origins are checked by default only if the server trusts its
+        machine; with keys, or open to a network, only if the settings name some: pages have no key, and names prove
+        nothing."""
         host = "" if config.uds is not None else config.host.lower()
         trusts, names = config.trusts_machine(keys), config.allowed_hosts
         named = frozenset(name.lower().rstrip(".") for name in names or ())
@@ -62,7 +63,7 @@ class Callers(NamedTuple):
         return cls(host, config.is_local, hosts, named, origins if looks else None, local_pages)
 
     def refusal(self, headers: Headers) -> ApiError | None:
-        """Return what is wrong with the name that the server is called by, or with the page that calls it."""
+        """Return the error for a host name or an origin that is not allowed."""
         for name in map(name_in, headers.getlist("host") if self.hosts is not None else ()):
             if not self._answers_to(name):
                 text = f"this server does not answer to the name {shown(name)!r} (header Host)"
@@ -78,8 +79,8 @@ class Callers(NamedTuple):
         return ApiError(403, f"{text}; start it with --allowed-origins {origin}")
 
     def strangers(self, scope: Scope, *, but_own_pages: bool = False) -> str | None:
-        """Return who may have sent a request without keys that is not somebody at this machine; None if nobody. Pages
-        of the server itself are strangers, too, unless `but_own_pages`."""
+        """Return the possible sender of a request without a key if it is not certainly a program of this machine; None
+        if it is. Pages of the server itself count as strangers, unless `but_own_pages`."""
         headers = Headers(scope=scope)
         if is_page(headers) and not (but_own_pages and headers.get("sec-fetch-site") == _OWN_PAGE):
             return "web pages"
@@ -97,7 +98,7 @@ class Callers(NamedTuple):
         return any(host.startswith("*.") and name.endswith(host[1:]) for host in hosts)
 
     def _may_call(self, origin: str, host: str) -> bool:
-        """A page of this server may, whatever a proxy calls it, and those that are allowed."""
+        """Whether an origin may call: the server's own, under any name that a proxy gives it, or an allowed one."""
         where = origin.partition("://")[2].lower()
         is_own = bool(where) and (where == host.lower() or name_in(where) in self.named)
         if is_own or origin in (self.origins or ()):
@@ -106,13 +107,13 @@ class Callers(NamedTuple):
 
 
 def is_page(headers: Headers) -> bool:
-    """Whether a web page sent a request: browsers say so by these headers, which no page can leave out. What somebody
-    typed into a browser comes from no page."""
+    """Whether a web page sent the request, by headers that browsers add and no page can omit. A URL typed into a
+    browser comes from no page."""
     return "origin" in headers or headers.get("sec-fetch-site", "") not in _NO_PAGE
 
 
 def name_in(host: str) -> str:
-    """Return the name or the address in a Host header, without its port."""
+    """Return the name or address in a Host header, without its port."""
     name = host.strip().lower()
     return name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0].rstrip(".")
 

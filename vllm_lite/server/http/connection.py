@@ -1,9 +1,9 @@
-"""Connections with limits: headers have a size and a time, errors in them are OpenAI's, what a client sends ahead of
-the answers is bounded in bytes, and one that does not read them is cut off.
+"""HttpConnection: an HTTP/1.1 connection with limits on the size and time of headers, on bytes that a client sends
+ahead, and on the time in which it must read answers.
 
-uvicorn bounds none of these: without this a client could send headers without end, or never end them, or requests
-without end that become objects before anybody looks at their keys. Nor does a request learn that its client has gone
-once another one has come behind it on the same connection. framing.py has what it does not do of HTTP/1.1.
+uvicorn has none of these limits: a client could send endless headers, or never end them, or send endless requests,
+which become objects before their keys are checked. Nor does uvicorn notice that the client of a request has gone once
+another request follows on the connection. framing.py adds what else uvicorn lacks of HTTP/1.1.
 """
 
 import asyncio
@@ -20,9 +20,11 @@ from vllm_lite.server.openai.errors import ApiError
 
 MAX_HEADER_BYTES = 64 * 1024
 PIECE_BYTES = 4096
-"""As much is parsed before it is asked whether a request waits already. The shortest has 18 bytes, and takes 3 kB."""
+"""Bytes parsed before the connection checks whether a request waits already. The shortest request has 18 bytes, and
+takes 3 kB."""
 MAX_UNPARSED_BYTES = 64 * 1024
-"""What may have come behind a request that waits. With more the client is not read, nor missed if it goes."""
+"""Maximum number of unparsed bytes after a waiting request. Beyond it the connection is not read, and a disconnect not
+noticed."""
 
 logger = log.get(__name__)
 
@@ -32,7 +34,7 @@ class _Refused(Exception):
 
 
 class _Flow(FlowControl):
-    """Resumes reading only if it may: uvicorn resumes it after every response, and whenever a body is asked for."""
+    """Resumes reading only if `may_read()`: uvicorn resumes it after every response, and whenever a body is read."""
 
     def __init__(self, transport: asyncio.Transport, may_read: Callable[[], bool]) -> None:
         super().__init__(transport)
@@ -44,10 +46,10 @@ class _Flow(FlowControl):
 
 
 class HttpConnection(HttpToolsProtocol):
-    """See the module. `with_timeouts` sets its times.
+    """A connection with limits; with_timeouts() sets the times.
 
-    Two requests of one connection are known at once, the one that is answered and the one behind it, and whatever else
-    was in the same piece. What has come behind them stays bytes until the first is answered.
+    At most two requests of a connection are parsed at a time, the one being answered and the next, plus others in the
+    same piece. Later bytes stay unparsed until the first request is answered.
     """
 
     header_timeout_s: float
@@ -59,14 +61,14 @@ class HttpConnection(HttpToolsProtocol):
         self._unsent_bytes = 0
         self._unread_since_s: float | None = None
         self.header_bytes = 0
-        """Since the message began, or since the last of its body: headers, trailers, what describes chunks."""
-        self._in_headers = True  # from the very start: a client that says nothing is slow as well
-        self._is_new = False  # the message began, or body came, in the middle of what is being read, which may be long
+        """Bytes of headers, trailers and chunk headers since the message began, or since the last part of its body."""
+        self._in_headers = True  # from the start: a client that sends nothing is too slow as well
+        self._is_new = False  # a message or body part has begun in the current piece, so limits restart
         self._timer: asyncio.TimerHandle | None = None
         self._answered: RequestResponseCycle | None = None
         self._broken: RequestResponseCycle | None = None
-        """The last of the requests that wait for their turn, if what came of its body is wrong."""
-        self._is_over = False  # what comes is no longer looked at: it follows something that is not HTTP
+        """The last of the waiting requests, if its body turned out to be malformed."""
+        self._is_over = False  # later bytes are ignored: they follow something that is not HTTP
         self._error = ApiError(400, "what was sent is not HTTP")
 
     def connection_made(self, transport: Any) -> None:
@@ -95,8 +97,8 @@ class HttpConnection(HttpToolsProtocol):
         self.flow.resume_reading()
 
     def look(self, now_s: float) -> None:
-        """To be called now and then: cuts off a client that has read nothing for write_timeout_s, whatever it was sent
-        and whether or not the connection is closing."""
+        """Called periodically: close the connection of a client that has read nothing for write_timeout_s, also while
+        closing."""
         before, self._unsent_bytes = self._unsent_bytes, self.transport.get_write_buffer_size()
         if self._unread_since_s is None or self._unsent_bytes < before:
             self._unread_since_s = now_s
@@ -133,16 +135,17 @@ class HttpConnection(HttpToolsProtocol):
                 self._error = _TOO_LONG
                 self.send_400_response("")
                 return
-        if self._timer is None and self._is_idle():  # the base's own timer ended with the first byte
+        if self._timer is None and self._is_idle():  # uvicorn's own timer ended with the first byte
             self._start_timer()
 
     def _feed(self, data: bytes) -> None:
-        """Raises HttpParserError. A request that offers another protocol is taken as if it did not."""
+        """Feed the parser. A request that offers another protocol is parsed as if it did not. Raises
+        HttpParserError."""
         while data:
             try:
                 self.parser.feed_data(data)
                 return
-            except httptools.HttpParserUpgrade as offer:  # it has read the head, and nothing of what is behind that
+            except httptools.HttpParserUpgrade as offer:  # the parser has read the head, and nothing after it
                 data = head_without_offer(self.parser, self.url, self.headers) + data[offer.args[0] :]
                 self.parser = new_parser(self)
 
@@ -153,7 +156,7 @@ class HttpConnection(HttpToolsProtocol):
         self._start_timer()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_headers:  # trailers are no headers: what let the headers pass has not seen them
+        if self._in_headers:  # trailers are not headers: checks of headers have not seen them
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -168,7 +171,7 @@ class HttpConnection(HttpToolsProtocol):
         self.url, self.headers[:] = relative(self.url, self.headers)
         self.expect_100_continue = self.expect_100_continue and self.parser.get_http_version() == "1.1"
         super().on_headers_complete()
-        self.flow.resume_reading()  # the base pauses it when a request has to wait; it is how the client's end is seen
+        self.flow.resume_reading()  # uvicorn pauses it when a request waits, but only reading shows a disconnect
 
     def on_body(self, body: bytes) -> None:
         self.header_bytes = 0
@@ -188,9 +191,9 @@ class HttpConnection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - the base's words, which are not JSON
-        """Answer, as `_error` says, what is wrong before there is a request, or with the body of the one that waits for
-        its answer, when those before it have theirs. What came behind a whole request gets none. The connection ends
-        behind the last answer."""
+        """Answer with `_error`, either before there is a request, or in place of the waiting request whose body is
+        malformed, after the answers to earlier ones. Bytes after a complete request get no answer. The connection ends
+        after the last answer."""
         self._is_over = True
         latest = self.cycle
         is_own = latest is self._answered and latest is not None and latest.more_body and not latest.response_started
@@ -205,7 +208,7 @@ class HttpConnection(HttpToolsProtocol):
         self.transport.close()
 
     def _refusal(self, error: ApiError) -> Exception:
-        """Make what a callback of the parser raises to have `error` answered."""
+        """Set the error to answer with, and return the exception that a callback of the parser raises."""
         self._error = error
         return _Refused()
 
@@ -226,7 +229,7 @@ class HttpConnection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self._is_idle():
-            self._start_timer()  # once it is answered there is time again
+            self._start_timer()  # after the answer, the client has the full time again
             return
         if not self._in_headers:
             self.transport.close()
@@ -240,6 +243,6 @@ _NO_PROXY = ApiError(405, "CONNECT is for proxies, and this is a server; ask for
 
 
 def with_timeouts(header_timeout_s: float, write_timeout_s: float) -> type[HttpConnection]:
-    """An HttpConnection whose headers have `header_timeout_s`, and whose client `write_timeout_s` to read."""
+    """A subclass of HttpConnection with these times: for the headers, and for the client to read."""
     times = {"header_timeout_s": header_timeout_s, "write_timeout_s": write_timeout_s}
     return type("TimedConnection", (HttpConnection,), times)

@@ -1,4 +1,4 @@
-"""In which form errors are answered. The path decides it, as there may be no route, no key and no body."""
+"""Dialects: the format of errors. The path decides it, as a request may have no route, no key and no body."""
 
 from collections.abc import Callable, Mapping
 
@@ -9,14 +9,14 @@ from vllm_lite.server.http.paths import plain
 from vllm_lite.server.openai.errors import ApiError
 
 REQUEST_ID = "vllm_lite.request_id"
-"""In a scope: the id that the response's X-Request-Id has."""
+"""Scope key: the request id that the response's X-Request-Id has."""
 
 ErrorForm = Callable[[ApiError, str], Response]
-"""Makes the response of an error to a request with this id."""
+"""Makes the response for an error and a request id."""
 
 
 class Dialects:
-    """The forms of errors by the beginning of a path, whole segments of it; OpenAI's where there is none."""
+    """Formats of errors by path prefix, in whole segments; OpenAI's for other paths."""
 
     def __init__(self, forms: Mapping[str, ErrorForm]) -> None:
         self._forms = dict(forms)

@@ -1,4 +1,4 @@
-"""Work that is not done for a client that has disconnected: at most so many threads do what would hold the loop."""
+"""Threads: work in threads, which is cancelled when its client disconnects."""
 
 import asyncio
 import threading
@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 
 class Threads:
-    """At most `count` pieces of work run at a time, the others wait in the order in which they came."""
+    """A pool of `count` threads; further work waits in order of arrival."""
 
     def __init__(self, count: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(count, thread_name_prefix=name)
 
     async def run(self, work: Callable[[Callable[[], None]], T], receive: Receive) -> T:
-        """Run `work(check)` in a thread and return its result. It never starts if the client disconnects before; later
+        """Run `work(check)` in a thread and return its result. If the client disconnects, the work does not start, or
         `check()` raises, so that it can stop. Raises ApiError when the client has disconnected."""
         gone = threading.Event()
 
@@ -42,7 +42,7 @@ class Threads:
 
 
 def disconnected() -> ApiError:
-    """Make the error that ends the work for a client that has disconnected. Nobody reads it."""
+    """Make the error that ends work for a disconnected client. Nobody reads it."""
     return ApiError(400, "the client has gone")
 
 

@@ -1,10 +1,10 @@
-"""Duties of an HTTP/1.1 server with a request's head and frame that uvicorn leaves undone.
+"""HTTP/1.1 framing that uvicorn lacks.
 
 Offers    A request may offer another protocol (`Upgrade: h2c` of Java's HttpClient, `websocket`). A server that ignores
-          the offer answers as if it were not there; the parser would take all behind the head for that protocol, and
-          lose the body. So the head is parsed again without it.
-HTTP/1.0  knows no chunks: an answer of unknown length ends with its connection.
-Targets   may be whole URLs, whose host then stands for that of the Host header.
+          the offer has to answer as if it were absent, but the parser takes all bytes after the head for that protocol,
+          and loses the body. So the head is parsed again without the offer.
+HTTP/1.0  has no chunked encoding: an answer of unknown length ends with its connection.
+Targets   can be whole URLs, whose host then replaces that of the Host header.
 """
 
 from collections.abc import Sequence
@@ -21,21 +21,21 @@ Headers = Sequence[tuple[bytes, bytes]]
 
 
 def new_parser(protocol: object) -> HttpRequestParser:
-    """Make a parser as uvicorn does: what comes behind a request that is the last one is no error."""
+    """Make a parser as uvicorn does: bytes after the last request of a connection are no error."""
     parser = HttpRequestParser(protocol)
     parser.set_dangerous_leniencies(lenient_data_after_close=True)
     return parser
 
 
 def head_without_offer(parser: HttpRequestParser, url: bytes, headers: Headers) -> bytes:
-    """Write the head that `parser` has read once more, without what it offers. That is safe: no header that it lets
-    pass holds the end of a line."""
+    """Rebuild the head that `parser` has read, without its offer. This is safe: the parser accepts no header with a
+    line end."""
     first = b"%b %b HTTP/%b\r\n" % (parser.get_method(), url, parser.get_http_version().encode())
     return first + b"".join(b"%b: %b\r\n" % header for header in headers if header[0] != _OFFER) + b"\r\n"
 
 
 def relative(url: bytes, headers: Headers) -> tuple[bytes, Headers]:
-    """Return the target from its path on, and the headers with the host of `url`, if it is a whole one."""
+    """Return the target from its path on, and the headers; for a target that is a whole URL, with its host."""
     scheme, mark, rest = url.partition(b"://")
     if not mark or scheme.lower() not in (b"http", b"https"):
         return url, headers
@@ -45,8 +45,8 @@ def relative(url: bytes, headers: Headers) -> tuple[bytes, Headers]:
 
 
 def without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
-    """Wrap `app` for a client that knows no chunks: a body whose length no header gives is written as it is. The end of
-    the connection, which uvicorn closes behind every answer to such a client, is its end."""
+    """Wrap `app` for an HTTP/1.0 client: a body without a content length is written unchunked. It ends with the
+    connection, which uvicorn closes after every answer to such a client."""
 
     async def answered(scope: Scope, receive: Receive, send: Send) -> None:
         has_length = True
@@ -58,7 +58,7 @@ def without_chunks(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
                 if not has_length:
                     cycle.chunked_encoding = False
             elif not has_length:
-                cycle.expected_content_length = len(message.get("body", b""))  # uvicorn counts what is left to come
+                cycle.expected_content_length = len(message.get("body", b""))  # uvicorn counts the bytes that are left
             await send(message)
 
         await app(scope, receive, send_plainly)

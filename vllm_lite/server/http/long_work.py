@@ -1,7 +1,7 @@
-"""Work that goes through a long body, beside the loop: one piece of it at a time.
+"""Work over long bodies, in one thread beside the event loop.
 
-Decoding and encoding let no other Python run. In one thread the loop gets its turn behind each piece of work; behind
-several threads it would wait for all of them.
+Decoding and encoding hold the GIL. With one such thread the loop runs after each piece of work; with several it would
+wait for all of them.
 """
 
 import asyncio
@@ -10,14 +10,14 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 LONG_BYTES = 256 * 1024
-"""What goes through more bytes is done in the thread."""
+"""Work over more bytes is done in the thread."""
 
 T = TypeVar("T")
 _thread = ThreadPoolExecutor(1, thread_name_prefix="long-bodies")
 
 
 async def through(num_bytes: int, work: Callable[[], T]) -> T:
-    """Do `work`, which goes through so many bytes."""
+    """Call `work`, in the thread if it processes more than LONG_BYTES."""
     if num_bytes <= LONG_BYTES:
         return work()
     return await asyncio.wrap_future(_thread.submit(work))

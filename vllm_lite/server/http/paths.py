@@ -1,4 +1,4 @@
-"""Paths as clients write them: with a slash at the end or two in a row, without /v1, below the root path of a proxy."""
+"""PathMiddleware: normalizes paths with trailing or double slashes, without /v1, or below a proxy's root path."""
 
 import re
 
@@ -9,11 +9,11 @@ _SLASHES = re.compile("/{2,}")
 
 
 class PathMiddleware:
-    """ASGI middleware, before all that looks at a path: brings it into the form of the routes.
+    """ASGI middleware, before everything that reads a path: normalizes it.
 
-    `short` are routes below /v1 that are taken without it as well, such as /chat/completions. `root` is the path under
-    which a proxy shows the server: routes are found below it, for proxies that keep it, and without it. The root
-    itself gets a slash, as the links of pages are relative.
+    `short` are routes below /v1 that are accepted without it as well, such as /chat/completions. `root` is the path
+    under which a proxy exposes the server: routes are found below it, for proxies that keep it, and without it. The
+    root itself is redirected to end with a slash, as the links of pages are relative.
     """
 
     def __init__(self, app: ASGIApp, short: frozenset[str], root: str = "") -> None:

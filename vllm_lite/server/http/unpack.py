@@ -1,4 +1,4 @@
-"""Packed bodies (Content-Encoding), unpacked piece by piece: a small body may become a very large one."""
+"""Compressed bodies (Content-Encoding), decompressed piece by piece, as a small body can become very large."""
 
 import asyncio
 import zlib
@@ -7,16 +7,16 @@ from collections.abc import AsyncIterator
 from vllm_lite.server.openai.errors import ApiError
 
 PIECE_BYTES = 256 * 1024
-"""Unpacked in one go, in less than a millisecond."""
+"""Bytes decompressed at a time, in less than a millisecond."""
 _ENCODINGS = ("gzip", "x-gzip", "deflate")
 _EITHER = 32 + zlib.MAX_WBITS
-"""For zlib: gzip or zlib, as the data begins."""
+"""Window bits for zlib: detect gzip or zlib by the first bytes."""
 
 
 async def unpacked(pieces: AsyncIterator[bytes], encoding: str) -> AsyncIterator[bytes]:
-    """The body in pieces of at most PIECE_BYTES if it is packed; others get their turn between them.
+    """Yield the body, decompressed in pieces of at most PIECE_BYTES; the event loop runs between them.
 
-    Raises ApiError for an unknown encoding, and for what is no such data or not whole.
+    Raises ApiError for an unknown encoding, and for invalid or truncated data.
     """
     if encoding in ("", "identity"):
         async for piece in pieces:

@@ -1,27 +1,27 @@
-"""Estimates the memory that a body of JSON takes once it is decoded, from its bytes as they come.
+"""Estimates the memory of a decoded JSON body from its bytes, while they arrive.
 
-A body becomes far larger than it is: `{"a":0},` is 8 bytes of it and 230 of memory, and one emoji in a text makes each
-of its characters take 4 bytes. So the structure outside of texts is counted, and the widest character is looked for.
+A decoded body is far larger: `{"a":0},` is 8 bytes on the wire and 230 in memory, and one emoji in a string makes each
+of its characters take 4 bytes. So the structure outside of strings is counted, and the widest character found.
 """
 
 import re
 from typing import NamedTuple
 
 COMMA_BYTES = 64
-"""Memory for each comma outside of texts: a number or a short text of a list."""
+"""Bytes of memory for each comma outside of strings: a number or a short string of a list."""
 NESTED_BYTES = 128
-"""Memory for each list, object and named field."""
+"""Bytes of memory for each list, object and named field."""
 _WIDEST = re.compile(rb"[\xf0-\xf4]|\\u[dD]")
-"""Characters beyond the first 65,536, as they are or as pairs of escapes."""
+"""Characters beyond U+FFFF, in UTF-8 or as pairs of escapes."""
 
 
 class Weight(NamedTuple):
     """Size of a body, or of a part of it.
 
-    num_bytes   as it was sent
-    num_commas  outside of texts: a list of numbers has one for each
+    num_bytes   bytes as sent
+    num_commas  commas outside of strings: a list of numbers has one for each
     num_nested  lists, objects and fields of objects
-    width       most bytes that a character of its texts takes in memory: 1, 2 or 4
+    width       bytes that the widest character of its strings takes in memory: 1, 2 or 4
     """
 
     num_bytes: int = 0
@@ -31,7 +31,7 @@ class Weight(NamedTuple):
 
     @property
     def memory_bytes(self) -> int:
-        """Upper bound of the memory that it takes when it is decoded."""
+        """Upper bound of its memory when decoded."""
         return self.num_bytes * self.width + self.num_commas * COMMA_BYTES + self.num_nested * NESTED_BYTES
 
     def plus(self, other: "Weight") -> "Weight":
@@ -44,16 +44,16 @@ class Weight(NamedTuple):
 
 
 class Scale:
-    """Weighs JSON that comes in pieces, cut anywhere: some 8 ns for each byte of it."""
+    """Weighs JSON that arrives in pieces, cut anywhere; takes about 8 ns per byte."""
 
     def __init__(self) -> None:
         self.weight = Weight()
         self._in_text = False
         self._cut = b""
-        """A backslash at the end of the piece before, whose other half comes with the next one."""
+        """A backslash at the end of the previous piece, whose other half is in the next one."""
         self._knows_texts = True
         self._tail = b""
-        """Last two bytes of the piece before, where an escape may have begun."""
+        """Last two bytes of the previous piece, where an escape may have begun."""
 
     def feed(self, piece: bytes) -> None:
         """Weigh the next piece."""
@@ -64,8 +64,8 @@ class Scale:
         self.weight = self.weight.plus(part)
 
     def _outside(self, piece: bytes) -> bytes:
-        """Return what of the piece stands outside of texts. In UTF-16 and UTF-32, which have bytes of 0 where UTF-8 has
-        none, texts are not found, and all counts as outside."""
+        """Return the bytes of the piece outside of strings. In UTF-16 and UTF-32, recognized by zero bytes, strings are
+        not found, and all bytes count as outside."""
         if self._knows_texts and b"\0" in piece:
             self._knows_texts = False
         if not self._knows_texts:
@@ -90,7 +90,7 @@ class Scale:
 
 
 def weighed(data: bytes | memoryview, piece_bytes: int = 64 * 1024) -> Weight:
-    """Weigh JSON that is whole."""
+    """Weigh complete JSON."""
     scale = Scale()
     for start in range(0, len(data), piece_bytes):
         scale.feed(bytes(data[start : start + piece_bytes]))

@@ -1,7 +1,7 @@
-"""GET /v1/live: the engines as they are, twice a second, for who watches them: the page, and `vllm-lite top`.
+"""GET /v1/live: the state of the engines, twice a second, for the page and `vllm-lite top`.
 
-snapshot.py  an engine's requests, blocks and counts as JSON, and what of them has changed
-feed.py      asks the engines as long as somebody watches; each watcher gets what it has missed
+snapshot.py  an engine's requests, blocks and counts as JSON, and their changes
+feed.py      polls the engines while there are watchers, and sends each watcher its updates
 routes.py    the routes
-settings.py  with which flags a server was started, and how it computes
+settings.py  the server's flags and the settings of its computation
 """

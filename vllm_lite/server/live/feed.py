@@ -1,7 +1,7 @@
-"""Feed: asks the engines as long as somebody watches, and gives each watcher what it has missed.
+"""Feed: polls the engines while there are watchers, and sends each watcher its updates.
 
-All watchers share the looks, and none is waited for: there is one latest look, and what it changed. Who has seen the
-one before gets the change, who has not, because it is new or reads slowly, gets everything.
+All watchers share the polls, and none is waited for: only the latest snapshot and its change are kept. A watcher that
+has seen the previous snapshot gets the change; a new or slow one gets the whole snapshot.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ MAX_WATCHERS = 64
 
 
 class Feed:
-    """The looks at all engines behind one server. Every method is called on the loop."""
+    """Snapshots of all engines of one server. Every method is called on the loop."""
 
     def __init__(self, calls: Calls, interval_s: float = INTERVAL_S) -> None:
         self._calls = calls
@@ -34,7 +34,7 @@ class Feed:
         self._looking: asyncio.Task[None] | None = None
 
     async def watch(self) -> AsyncIterator[bytes]:
-        """Server-sent events until the server ends: one `snapshot`, and an `update` for each look after it."""
+        """Yield server-sent events until the server ends: one `snapshot`, and an `update` for each later poll."""
         self._num_watchers += 1
         if self._looking is None:
             self._looking = asyncio.create_task(self._look_again_and_again())
@@ -51,7 +51,7 @@ class Feed:
             self._num_watchers -= 1
 
     def check(self) -> None:
-        """Raises ApiError if there are as many watchers as may be, or nothing to watch."""
+        """Raise ApiError if there are MAX_WATCHERS already, or the server cannot serve."""
         if self._calls.trouble is not None:
             raise ApiError(503, self._calls.trouble)
         if self._num_watchers >= MAX_WATCHERS:
@@ -75,7 +75,7 @@ class Feed:
                 self._looked.notify_all()
 
     async def _look(self) -> dict[str, Snapshot | None]:
-        """Ask all engines, and return what has changed; an engine that does not answer is None."""
+        """Poll all engines, and return their changes; None for an engine that does not answer."""
         first = max((engine.next_block for engine in self._engines.values()), default=0)
         try:
             asked = self._calls.dispatcher.session.ask_each(first)
@@ -100,6 +100,6 @@ class Feed:
 
 
 def event(kind: str, now_s: float, **data: object) -> bytes:
-    """An event of /v1/live."""
+    """Encode one event of /v1/live."""
     encoded = msgspec.json.encode({"time": round(now_s, 3), **data})
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), encoded)

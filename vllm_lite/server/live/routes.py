@@ -1,4 +1,4 @@
-"""GET /v1/live, and what is asked beside it: /v1/live/blocks/NUMBER and /v1/live/settings."""
+"""GET /v1/live, /v1/live/blocks/NUMBER and /v1/live/settings."""
 
 import asyncio
 from collections.abc import Mapping
@@ -22,17 +22,17 @@ MAX_NUMBER, MAX_DIGITS = 2**31 - 1, 10
 
 
 def _number(text: str, name: str) -> int:
-    """Raises ApiError: 400."""
+    """Parse a number. Raises ApiError (400)."""
     if not (text.isascii() and text.isdigit() and len(text) <= MAX_DIGITS and int(text) <= MAX_NUMBER):
         raise ApiError(400, f"{name} must be a number of at most {MAX_NUMBER}, got {text[:20]!r}", name)
     return int(text)
 
 
 class LiveRoutes:
-    """Answers with server-sent events, for whom everybody's requests may be shown to."""
+    """Answers for senders that may see everybody's requests; /v1/live with server-sent events."""
 
     def __init__(self, calls: Calls, settings: Mapping[str, Any]) -> None:
-        """`settings` as of settings_of()."""
+        """`settings`: the result of settings_of()."""
         self._calls = calls
         self._feed = Feed(calls)
         self._settings = settings
@@ -51,7 +51,7 @@ class LiveRoutes:
         return StreamingResponse(self._feed.watch(), media_type="text/event-stream", headers=headers)
 
     async def block(self, request: Request) -> Response:
-        """Answer with what a KV block holds, of the engine that is given, by its hash, and in which tiers that is."""
+        """Answer with the content of a KV block of one engine, by its hash, and the tiers that have it."""
         require_watcher(request)
         block = _number(request.path_params["block"], "block")
         engine = _number(request.query_params.get("engine", "0"), "engine")
@@ -76,6 +76,6 @@ class LiveRoutes:
         )
 
     async def settings(self, request: Request) -> Response:
-        """Answer with how what is served is computed, and the command that started it."""
+        """Answer with the settings of the computation, and the command that started the server."""
         require_watcher(request)
         return as_json(self._settings)

@@ -1,4 +1,4 @@
-"""Settings: with which flags a server was started, and how what is served is computed, for the page."""
+"""Settings: the flags with which a server was started, and the settings of its computation, for the page."""
 
 import shlex
 from collections.abc import Mapping
@@ -26,12 +26,12 @@ COMPUTED = (
     "enable_prefix_caching",
     "swap_space",
 )
-"""Settings that say in which formats and by which kernels it is computed, and how much at once."""
+"""Settings that determine the number formats, the kernels and the size of steps."""
 
 
 def settings_of(config: ServeConfig, resolved: ResolvedConfig, kernels: Mapping[str, str] = {}) -> dict[str, Any]:
-    """The command, with the flags that are other than their defaults, values as they were chosen, and the
-    `kernels` that the engine's workers name. No key is in them."""
+    """The command with its non-default flags, the resolved settings, and the `kernels` that the engine's workers
+    report. API keys are left out."""
     words = ["vllm-lite serve"]
     for field in msgspec.structs.fields(ServeConfig):
         value = getattr(config, field.name)

@@ -1,6 +1,6 @@
-"""Snapshots: an engine's requests, blocks and counts as JSON, and what of them has changed.
+"""EngineSnapshot: an engine's requests, blocks and counts as JSON, and their changes.
 
-Names of counts are those of Stats, which /metrics has as well; both are of the same counters.
+Counts have their names in Stats, from which /metrics takes them as well.
 """
 
 from array import array
@@ -14,7 +14,7 @@ from vllm_lite.protocol.view import ConversationRow, EngineView, RequestRow
 from vllm_lite.server.live_requests import WHY
 
 MAX_SHOWN = 1 << 16
-"""Blocks of an engine that are shown, one byte each, those of the device first; more are counted only."""
+"""Maximum number of blocks shown per engine, one byte each, the device's first; further ones are only counted."""
 COUNTS = (
     "num_running",
     "num_waiting",
@@ -47,12 +47,12 @@ WITHOUT: Mapping[str, str | None] = {}
 
 
 class EngineSnapshot:
-    """One engine as its watchers see it. It is kept from look to look, as a view has a part of the blocks only."""
+    """One engine as its watchers see it, kept between polls, as each view covers only a part of the blocks."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.next_block = 0
-        """The first block that the next look asks for: the part behind the last one, and then the first again."""
+        """First block of the next poll: views cover successive ranges of the blocks, and then start again."""
         self._blocks = bytearray()
         self._head: Snapshot = {}
         self._requests: dict[str, Snapshot] = {}
@@ -60,8 +60,8 @@ class EngineSnapshot:
     def look(
         self, engine: Welcome, stats: Stats, view: EngineView, now_s: float, whys: Mapping[str, str | None] = WITHOUT
     ) -> Snapshot:
-        """Take in what the engine said, and return what of it has changed since the last look: of a request the fields
-        that have, or None when it has ended. `whys` has sentences with numbers for some that wait."""
+        """Apply the engine's answers, and return the changes since the last poll: the changed fields of each request,
+        or None when it has ended. `whys` has sentences with numbers for some waiting requests."""
         before, requests = self._requests, {row.request_id: row_of(row, now_s) for row in view.rows}
         for key, why in whys.items():
             requests[key]["why"] = why
@@ -98,7 +98,7 @@ class EngineSnapshot:
         return {**head, "requests": {**gone, **changed}, "blocks": self._changed_blocks(view)}
 
     def whole(self) -> Snapshot:
-        """Everything, for a watcher that has seen nothing yet."""
+        """The whole snapshot, for a new watcher."""
         return {**self._head, "requests": self._requests, "blocks": blocks_of(0, self._blocks)}
 
     def _changed_blocks(self, view: EngineView) -> Snapshot | None:
@@ -116,7 +116,7 @@ class EngineSnapshot:
 
 
 def blocks_of(first: int, blocks: bytes | bytearray) -> Snapshot:
-    """The blocks from `first` on, a byte each."""
+    """Encode the states of the blocks from `first` on, a byte each."""
     return {"first": first, "bytes": b64encode(blocks).decode()}
 
 
@@ -125,8 +125,8 @@ def _changed(before: Snapshot, now: Snapshot) -> Snapshot:
 
 
 def row_of(row: RequestRow, now_s: float) -> Snapshot:
-    """A request, which came at `since`. Its table is that of its first group of layers, by physical block; ids of the
-    host's follow those of the device."""
+    """Describe a request, which arrived at `since`. Its table is that of its first KV group, by physical block; ids of
+    host blocks follow those of the device."""
     return {
         "id": name_of(row),
         "state": row.status,
@@ -147,7 +147,8 @@ def row_of(row: RequestRow, now_s: float) -> Snapshot:
 
 
 def conversation_of(row: ConversationRow, now_s: float) -> Snapshot:
-    """Requests that go on from each other, with the name of the latest, which came in at `at`."""
+    """Describe a conversation: requests that each continue the previous one, with the id of the latest, which arrived
+    at `at`."""
     return {
         "number": row.number,
         "id": name_of(row),
@@ -159,13 +160,13 @@ def conversation_of(row: ConversationRow, now_s: float) -> Snapshot:
 
 
 def name_of(row: RequestRow | ConversationRow) -> str:
-    """The name of a request, without the digest of its owner's key behind it."""
+    """The id of a request, without the digest of its owner's key."""
     name = row.external_id or row.request_id
     return name.rpartition("~")[0] or name
 
 
 def state_of(stats: Stats) -> str:
-    """The engine's state, in a word or a sentence."""
+    """Describe the engine's state in a word or a sentence."""
     if stats.recovering:
         return f"recovering: {stats.recovering}"
     if stats.sleep_level is not None:

@@ -1,8 +1,8 @@
 """Anthropic's API: /v1/messages and /v1/messages/count_tokens.
 
-bodies.py   what a request may say
-chats.py    such a body as a chat
+bodies.py   request bodies
+chats.py    conversion of a body to a ChatBody
 answers.py  the answer, whole or as events
-errors.py   errors in this API's form
+errors.py   errors in this API's format
 routes.py   the routes
 """

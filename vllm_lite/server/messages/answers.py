@@ -1,4 +1,4 @@
-"""The answers of /v1/messages: a message of content blocks, or the events that make up one."""
+"""The answers of /v1/messages: a message of content blocks, or its events."""
 
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from vllm_lite.server.openai.parsing import MessageParser
 
 _encode = msgspec.json.encode
 _REASONS = {"length": "max_tokens", "abort": "pause_turn"}
-"""Reasons of a stop by the engine's names; what somebody else has ended may be sent back to be continued."""
+"""Stop reasons by the engine's finish reasons; an aborted message can be sent back to be continued."""
 
 
 class MessageWriter:
@@ -49,7 +49,7 @@ class MessageWriter:
         return _encode(self._fields(self._content(events)))
 
     def _written(self, event: Event) -> bytes:
-        """Write the new parts as events of the stream."""
+        """Write a new part of the output as events of the stream."""
         if isinstance(event, TextDelta):
             return self._blocks.text("text", event.text)
         if isinstance(event, ReasoningDelta):
@@ -58,7 +58,7 @@ class MessageWriter:
         return begun + self._blocks.arguments(event.arguments)
 
     def _content(self, events: list[Event]) -> list[dict[str, Any]]:
-        """The blocks of a whole message. A call that was cut in its arguments is none."""
+        """Content blocks of a whole message. A tool call with truncated arguments is left out."""
         blocks: list[dict[str, Any]] = []
         for event in events:
             if isinstance(event, CallDelta):
@@ -79,7 +79,7 @@ class MessageWriter:
         return [block for block in blocks if block.get("input", block) is not None]
 
     def _feed(self, delta: CompletionOutput) -> list[Event]:
-        """Events for the newly visible part."""
+        """Parse `delta`, and return the events of its visible part."""
         self._num_tokens += len(delta.token_ids)
         found = self._message.feed(delta)
         if (reason := delta.finish_reason) is not None:
@@ -105,7 +105,7 @@ class MessageWriter:
         }
 
     def _usage(self) -> dict[str, Any]:
-        """Here `input_tokens` are only those that were not found in the cache."""
+        """The usage; `input_tokens` are those that were not found in the prefix cache."""
         cached = self._call.num_cached_tokens
         return {
             "input_tokens": self._call.num_prompt_tokens - cached,
@@ -126,7 +126,7 @@ class _Blocks:
         self._kind: str | None = None
 
     def text(self, kind: Literal["text", "thinking"], text: str) -> bytes:
-        """Write more of a text, in the open block if that is of its kind."""
+        """Write more text, in the open block if that is of the same kind."""
         fields = {"text": "", "citations": None} if kind == "text" else {"thinking": "", "signature": ""}
         begun = b"" if self._kind == kind else self._open(kind, fields)
         return begun + self._delta(f"{kind}_delta", **{kind: text})
@@ -147,7 +147,7 @@ class _Blocks:
         return signed + _event("content_block_stop", index=self._index)
 
     def _open(self, kind: str, fields: dict[str, Any]) -> bytes:
-        """End the open block, if there is one, and begin another."""
+        """End the open block, if there is one, and open another."""
         before = self.close()
         self._kind = kind
         self._index += 1

@@ -1,4 +1,4 @@
-"""Request bodies of Anthropic's API, as structs. Fields that none of them has are ignored."""
+"""Request bodies of Anthropic's API, as structs. Unknown fields are ignored."""
 
 from typing import Annotated, Any, Literal
 
@@ -8,7 +8,7 @@ from msgspec import Meta
 from vllm_lite.server.openai.bodies import MAX_MESSAGES, MAX_TOOL_NAME_CHARS, MAX_TOOLS, Name, Variables
 
 MAX_BLOCKS = 16_384
-"""Content blocks of all messages of a request."""
+"""Maximum number of content blocks in all messages of a request."""
 
 
 class ContentBlock(msgspec.Struct, frozen=True):
@@ -27,14 +27,14 @@ class ContentBlock(msgspec.Struct, frozen=True):
 
 
 class AnthropicMessage(msgspec.Struct, frozen=True):
-    """One message; a last one of the assistant is continued."""
+    """One message. If the last message is the assistant's, it is continued."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[ContentBlock]
 
 
 class AnthropicTool(msgspec.Struct, frozen=True):
-    """A tool of the client's; those that Anthropic runs or knows by their `type` are refused."""
+    """A client's tool; tools that Anthropic runs or defines by a `type` are refused."""
 
     name: Annotated[str, Meta(min_length=1, max_length=MAX_TOOL_NAME_CHARS)]
     input_schema: dict[str, Any] | None = None
@@ -85,7 +85,7 @@ class CountTokensBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MessagesBody(CountTokensBody, frozen=True, kw_only=True):
-    """POST /v1/messages. From `seed` on, the fields are not Anthropic's but those of chats."""
+    """POST /v1/messages. From `seed` on, the fields are not Anthropic's but OpenAI's for chats."""
 
     max_tokens: int
     stream: bool | None = None

@@ -1,4 +1,4 @@
-"""Bodies of Anthropic's API as chats, which generation.py makes calls of."""
+"""Converts bodies of Anthropic's API to ChatBody."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,16 +27,15 @@ from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.openai.forms import check_depth
 
 _SAME = "stream temperature top_k top_p seed min_p ignore_eos priority cache_salt deadline_ms"
-"""Fields that a chat has under the same names."""
+"""Fields that ChatBody has under the same names."""
 RESULT_IMAGE = "[image, shown below]"
-"""Stands in a tool's result for an image of it."""
+"""Placeholder for an image in a tool's result."""
 _EFFORTS = {"xhigh": "high", "max": "high"}
-"""Efforts that chat templates have no word for."""
+"""Efforts that chat templates do not know, and their replacements."""
 
 
 def chat_of(body: CountTokensBody, max_model_len: int) -> ChatBody:
-    """The same as a body of /v1/chat/completions. `max_tokens`, which a body has to have here, may be beyond the
-    context. Raises ApiError."""
+    """Convert a body to a ChatBody. `max_tokens`, which is mandatory here, may exceed the context. Raises ApiError."""
     if body.mcp_servers:
         raise ApiError(400, "mcp_servers: this server calls no other; let the client call them, as tools")
     _check_count(body)
@@ -58,7 +57,7 @@ def chat_of(body: CountTokensBody, max_model_len: int) -> ChatBody:
 
 
 def name_of(body: CountTokensBody, place: int) -> str:
-    """The name that `body` has for a message of its chat, by the message's place."""
+    """Name in `body` of the chat message at index `place`, for errors."""
     names = ["system" for _ in _system(body.system)]
     for number, message in enumerate(body.messages):
         names += [f"messages[{number}]" for _ in _messages(number, message)]
@@ -79,7 +78,7 @@ def _sampled(body: MessagesBody, max_model_len: int) -> dict[str, Any]:
 def _check_count(body: CountTokensBody) -> None:
     several = [content for content in _contents(body) if not isinstance(content, str)]
     count = sum(map(len, several))
-    if count <= MAX_BLOCKS:  # those in results of tools as well
+    if count <= MAX_BLOCKS:  # blocks in tool results count as well
         count += sum(len(block.content) for each in several for block in each if isinstance(block.content, list))
     if count > MAX_BLOCKS:
         raise ApiError(400, f"messages have {count} content blocks; at most {MAX_BLOCKS}")
@@ -100,12 +99,12 @@ def _system(given: str | list[ContentBlock] | None) -> list[ChatMessage]:
 
 
 def _messages(place: int, message: AnthropicMessage) -> Iterator[ChatMessage]:
-    """A message as chats have it: results of tools are messages of their own."""
+    """Convert a message to chat messages: tool results become messages of their own."""
     if isinstance(message.content, str):
         yield ChatMessage(message.role, message.content)
         return
     texts, thoughts, calls = list[str | Part](), list[str](), list[ToolCall]()
-    seen = list[str | Part]()  # images of results; a user shows them behind the last of these
+    seen = list[str | Part]()  # images of tool results, which follow in a user message
     is_empty = True
     for number, block in enumerate(message.content):
         where = f"messages[{place}].content[{number}]"
@@ -148,8 +147,8 @@ def _call(block: ContentBlock, where: str) -> ToolCall:
 
 
 def _result(block: ContentBlock, where: str) -> tuple[str, list[Part]]:
-    """The text of a tool's result, and its images, which templates show in messages of users alone. They know no failed
-    results, so the text says it."""
+    """Text and images of a tool's result. Templates accept images in user messages only, and have no failed results, so
+    the text says it."""
     content, images = block.content or "", list[Part]()
     if not isinstance(content, str):
         images = [_image(inner) for inner in content if inner.type == "image"]
@@ -168,7 +167,7 @@ def _given(value: str | None, where: str, field: str) -> str:
 
 
 def _continued(last: ChatMessage) -> dict[str, Any]:
-    """A last message of the assistant is what the answer begins with."""
+    """The chat field with which a last message of the assistant is continued."""
     if last.role != "assistant":
         return {}
     if last.tool_calls:
@@ -201,7 +200,7 @@ def _tool(tool: AnthropicTool, place: int) -> dict[str, Any]:
 
 
 def _thinking(config: ThinkingConfig | None, given: dict[str, Any]) -> dict[str, Any]:
-    """Whether the model thinks, under the names that templates have for it; as it is used to if nothing is said."""
+    """Template variables and fields for thinking; if `config` is None, the template's default applies."""
     if config is None:
         return {"chat_template_kwargs": given}
     if config.type == "enabled" and config.budget_tokens is None:
@@ -215,7 +214,7 @@ def _thinking(config: ThinkingConfig | None, given: dict[str, Any]) -> dict[str,
 
 
 def _form(body: CountTokensBody) -> dict[str, Any]:
-    """The form of the answer and the effort; the form has two names."""
+    """The answer's schema, which has two names, and the reasoning effort."""
     config = body.output_config
     form: AnswerForm | None = body.output_format or (None if config is None else config.format)
     fields: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Errors as Anthropic's clients know them: {"type": "error", "error": {"type", "message"}, "request_id"}."""
+"""Errors in Anthropic's format: {"type": "error", "error": {"type", "message"}, "request_id"}."""
 
 from typing import Any
 

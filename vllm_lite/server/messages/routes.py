@@ -21,7 +21,7 @@ from vllm_lite.server.vllm import rendered
 
 
 class MessagesRoutes:
-    """Answers each of them by one method."""
+    """Answers Anthropic's routes: one method each."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -47,24 +47,24 @@ class MessagesRoutes:
         return CallResponse(call, writer, self._live.calls.run, stream=bool(chat.stream), headers=headers)
 
     async def render(self, request: Request) -> Response:
-        """As vLLM's other /render: the prompt as a body of /inference/v1/generate."""
+        """Answer, like vLLM's other /render routes, with the prompt as a body of /inference/v1/generate."""
         asked = await self._asked(request)
         rendered.check(asked.body)
         made = await self._generation.chat(asked, rendered.call_id("chatcmpl", request, asked.body))
         return as_json(rendered.requests(made.call, asked.body, asked.model)[0], made.headers)
 
     async def _asked(self, request: Request) -> Asked[ChatBody]:
-        """Read the messages as the chat that they are."""
+        """Read the body and convert it to a ChatBody."""
         asked = await self._generation.read(request, MessagesBody)
         chat = chat_of(asked.body, self._model.max_model_len)
-        if not self._generation.knows_thinking:  # clients send a budget to every model; one without keeps to any
+        if not self._generation.knows_thinking:  # clients send a budget to every model; one without thinking ignores it
             chat = msgspec.structs.replace(chat, thinking_token_budget=None)
         return Asked(request, chat, asked.headers, asked.model, partial(name_of, asked.body))
 
     async def count_tokens(self, request: Request) -> Response:
         asked = await self._generation.read(request, CountTokensBody)
         chat = chat_of(asked.body, self._model.max_model_len)
-        forms.tools_of(chat)  # raises for bad ones
+        forms.tools_of(chat)  # raises for invalid tools
         found = await self._generation.prompts.of_chat(chat, None, request, sees=True)
         headers = found.warned(asked.headers, partial(name_of, asked.body))
         headers = {**headers, "request-id": request.scope[REQUEST_ID]}

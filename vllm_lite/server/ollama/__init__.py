@@ -1,9 +1,9 @@
 """Ollama's API below /api, which editors and desktop clients speak.
 
-bodies.py       what a request may say
-chats.py        such a body as a chat or a completion
+bodies.py       request bodies
+chats.py        conversion of a body to a ChatBody or CompletionBody
 answers.py      the answer, whole or line by line
-errors.py       errors in this API's form
-information.py  the model as this API describes it
+errors.py       errors in this API's format
+information.py  the description of the model
 routes.py       the routes
 """

@@ -26,7 +26,7 @@ def created_at() -> str:
 
 
 def said(kind: Kind, fields: dict[str, Any]) -> dict[str, Any]:
-    """The model's text in the form of a route's answer."""
+    """Wrap the model's text and other fields for /api/chat or /api/generate."""
     text = fields.pop("content", "")
     if kind == "generate":
         return {"response": text, **fields}
@@ -45,19 +45,19 @@ class OllamaWriter:
         self._num_tokens = 0
         self._reason = "stop"
         self._call_begun: tuple[CallDelta, str] | None = None
-        """The call whose arguments may not be whole yet, and its id."""
+        """The tool call whose arguments are still arriving, and its id."""
         self._arguments: list[str] = []
 
     @property
     def ping(self) -> bytes:
-        """A line that says nothing: clients read every one as JSON."""
+        """A line with empty text: clients parse every line as JSON."""
         return self._line(said(self._kind, {}))
 
     def opening(self) -> list[bytes]:
         return []
 
     def chunk(self, choice: Choice, delta: CompletionOutput) -> bytes:  # noqa: ARG002
-        """A line for each run of one kind; the first has the logprobs."""
+        """Write a line for each run of one field; the first has the logprobs."""
         scores, lines = self._scores(delta), list[dict[str, Any]]()
         for name, value in self._feed(delta):
             if lines and name in lines[-1]:
@@ -88,7 +88,7 @@ class OllamaWriter:
         return _encode({"model": self._call.style.model, "created_at": created_at(), **fields, "done": done}) + b"\n"
 
     def _feed(self, delta: CompletionOutput) -> Iterator[tuple[str, Any]]:
-        """Yield the names of fields and what is visible of them now, in order; calls when they are whole."""
+        """Yield pairs (field, new value), in order; tool calls only when they are complete."""
         self._num_tokens += len(delta.token_ids)
         for event in self._message.feed(delta):
             if isinstance(event, CallDelta):
@@ -104,7 +104,7 @@ class OllamaWriter:
             yield from self._whole_call()
 
     def _whole_call(self) -> Iterator[tuple[str, Any]]:
-        """Yield the call that has ended, if there is one; none that was cut in its arguments."""
+        """Yield the tool call that has ended, if there is one, unless its arguments are truncated."""
         begun, given = self._call_begun, arguments_of("".join(self._arguments))
         self._call_begun, self._arguments = None, []
         if begun is not None and given is not None:
@@ -118,7 +118,7 @@ class OllamaWriter:
         return {"logprobs": logprobs.of_chat(delta.logprobs, self._num_logprobs, self._spelling)["content"]}
 
     def _end(self) -> dict[str, Any]:
-        """The counters, with durations in nanoseconds; a prompt is evaluated until its first token is there."""
+        """The counters, with durations in nanoseconds; prompt evaluation ends with the first token."""
         times = self._call.streams[0].metrics
         first_s = times.first_token_time or times.arrival_time
         last_s = times.finished_time or times.last_token_time or first_s
@@ -134,5 +134,5 @@ class OllamaWriter:
 
 
 def _ns(seconds: float) -> int:
-    """At least 1: clients divide by it."""
+    """Convert to nanoseconds, at least 1: clients divide by it."""
     return max(1, round(seconds * NS))

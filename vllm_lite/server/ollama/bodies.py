@@ -1,4 +1,4 @@
-"""Request bodies of Ollama's API, as structs. Fields that none of them has are ignored."""
+"""Request bodies of Ollama's API, as structs. Unknown fields are ignored."""
 
 from typing import Annotated, Any
 
@@ -10,7 +10,7 @@ from vllm_lite.server.openai.decoding import MAX_FIELDS
 
 
 class OllamaOptions(msgspec.Struct, frozen=True):
-    """Options that change what is generated. Others, like `num_ctx` and `num_gpu`, are for the server to decide."""
+    """Options that affect generation. Others, like `num_ctx` and `num_gpu`, are the server's settings, and ignored."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -30,7 +30,7 @@ class OllamaFunction(msgspec.Struct, frozen=True):
 
 
 class OllamaToolCall(msgspec.Struct, frozen=True):
-    """A call that an earlier answer made."""
+    """A tool call in an earlier answer."""
 
     function: OllamaFunction
     id: str | None = None
@@ -61,14 +61,14 @@ class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OllamaChatBody(OllamaBody, frozen=True, kw_only=True):
-    """POST /api/chat; without messages the answer is that the model is loaded."""
+    """POST /api/chat; without messages, the answer only says that the model is loaded."""
 
     messages: Annotated[list[OllamaMessage], Meta(max_length=MAX_MESSAGES)] | None = None
     tools: Tools | None = None
 
 
 class OllamaGenerateBody(OllamaBody, frozen=True, kw_only=True):
-    """POST /api/generate: a prompt for the chat template, or as it is if it is `raw` or there is a `suffix`."""
+    """POST /api/generate: a prompt for the chat template, or verbatim if it is `raw` or there is a `suffix`."""
 
     prompt: str | None = None
     suffix: str | None = None
@@ -78,7 +78,7 @@ class OllamaGenerateBody(OllamaBody, frozen=True, kw_only=True):
 
 
 class OllamaEmbedBody(OllamaBody, frozen=True, kw_only=True):
-    """POST /api/embed; unless `truncate` is false the first tokens of a text are kept that fit."""
+    """POST /api/embed; unless `truncate` is false, long texts are cut to their first tokens."""
 
     input: str | Annotated[list[str], Meta(max_length=16_384)] | None = None
     truncate: bool | None = None

@@ -1,4 +1,4 @@
-"""Bodies of Ollama's API as chats and completions, which generation.py makes calls of."""
+"""Converts bodies of Ollama's API to ChatBody and CompletionBody."""
 
 from typing import Any
 
@@ -20,20 +20,20 @@ _LEVELS = ("low", "medium", "high", "max")
 
 
 def chat_of(body: OllamaChatBody, max_model_len: int) -> ChatBody:
-    """The same as a body of /v1/chat/completions. Raises ApiError."""
+    """Convert a body to a ChatBody. Raises ApiError."""
     messages = [_message(message, f"messages[{place}]") for place, message in enumerate(body.messages or [])]
     return ChatBody(messages=messages, tools=body.tools or None, **_common(body, max_model_len), **_of_chat(body))
 
 
 def prompted(body: OllamaGenerateBody, max_model_len: int) -> ChatBody:
-    """A prompt as a chat of one message, and perhaps one of the system before it. Raises ApiError."""
+    """Convert a prompt to a chat: an optional system message and a user message. Raises ApiError."""
     system = [ChatMessage("system", body.system)] if body.system else []
     messages = [*system, ChatMessage("user", _content(body.prompt or "", body.images, "images"))]
     return ChatBody(messages=messages, **_common(body, max_model_len), **_of_chat(body))
 
 
 def completion_of(body: OllamaGenerateBody, max_model_len: int) -> CompletionBody:
-    """A prompt as it is. Raises ApiError."""
+    """Convert a verbatim prompt to a CompletionBody. Raises ApiError."""
     fields = {"max_tokens": max_model_len, **_common(body, max_model_len)}
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     return CompletionBody(
@@ -42,12 +42,12 @@ def completion_of(body: OllamaGenerateBody, max_model_len: int) -> CompletionBod
 
 
 def ignored(body: OllamaBody) -> list[str]:
-    """The names of the options that change nothing here."""
+    """Names of the options that are ignored."""
     return [f"options.{name}" for name in sorted((body.options or {}).keys() - set(OllamaOptions.__struct_fields__))]
 
 
 def _content(text: str, images: list[Any] | None, where: str) -> str | list[str | Part]:
-    """A message's images, which are files in base64, and then its text. Raises ApiError."""
+    """Content of a message: its images, files in base64, and then its text. Raises ApiError."""
     if not images:
         return text
     parts = list[str | Part]()
@@ -75,13 +75,13 @@ def _message(message: OllamaMessage, where: str) -> ChatMessage:
 
 
 def _common(body: OllamaBody, max_model_len: int) -> dict[str, Any]:
-    """The fields of sampling, and the form of the answer."""
+    """The sampling fields, and the answer's schema."""
     try:
         options = msgspec.convert(body.options or {}, OllamaOptions, strict=False)
     except msgspec.ValidationError as error:
         raise ApiError(400, f"options: {str(error).replace('`$.', '`')}") from error
     fields: dict[str, Any] = {name: getattr(options, name) for name in _SAME}
-    if options.num_predict is not None and options.num_predict > 0:  # any other number: as many as fit
+    if options.num_predict is not None and options.num_predict > 0:  # any other number: no limit
         fields["max_tokens"] = min(options.num_predict, max_model_len)
     fields |= {"repetition_penalty": options.repeat_penalty, "stop": options.stop or None}
     return {**fields, "stream": body.stream is not False, "response_format": _form(body.format)}
@@ -98,8 +98,7 @@ def _form(given: str | dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _of_chat(body: OllamaBody) -> dict[str, Any]:
-    """Fields that only chats have: whether the model thinks, under the names that templates have for it, and
-    logprobs."""
+    """Fields that only chats have: template variables for thinking, and logprobs."""
     fields: dict[str, Any] = {}
     if body.logprobs:
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}

@@ -1,4 +1,4 @@
-"""Errors as Ollama's clients know them: {"error": "a sentence"}."""
+"""Errors in Ollama's format: {"error": "a sentence"}."""
 
 import msgspec
 from starlette.responses import Response

@@ -1,4 +1,4 @@
-"""The served model as Ollama's API describes one."""
+"""The description of the served model in Ollama's API."""
 
 import hashlib
 from collections.abc import Sequence
@@ -13,12 +13,13 @@ from vllm_lite.server.openai.formats import architectures_of
 from vllm_lite.server.openai.prompts import PromptRenderer
 
 NEVER = "9999-12-31T23:59:59Z"
-"""When the model is unloaded."""
+"""Expiry time in answers: the model is never unloaded."""
 
 
 @dataclass(frozen=True)
 class OllamaModel:
-    """Facts about the model that do not change while it is served. `template` is shown, "" for none."""
+    """Facts about the model that do not change while it is served. `template`: the chat template to show, "" for
+    none."""
 
     served: ServedModel
     size_bytes: int
@@ -29,7 +30,7 @@ class OllamaModel:
 
     @classmethod
     def of(cls, served: ServedModel, folder: str, prompts: PromptRenderer, template: str | None) -> "OllamaModel":
-        """Look at the checkpoint in `folder`, which may be a file."""
+        """Read the checkpoint in `folder`, which may be a file."""
         place = Path(folder)
         paths = [place] if place.is_file() else sorted([*place.glob("*.safetensors"), *place.glob("*.gguf")])
         stats = [path.stat() for path in paths if path.is_file()]
@@ -59,13 +60,13 @@ class OllamaModel:
         return cls(served, size_bytes, when, details, [name for name, is_able in can if is_able], template or "")
 
     def name(self, wanted: str | None) -> str:
-        """The name to answer with. Raises ApiError for a model that is not served."""
+        """Return the model name for the answer. Raises ApiError for a model that is not served."""
         names = (*self.served.all_names, self.served.path)
         known = wanted if wanted in names or wanted is None else wanted.removesuffix(LATEST)
         return wanted if self.served.name(known) == known and wanted is not None else self.served.name(known)
 
     def entries(self) -> list[dict[str, Any]]:
-        """The model once for each name; one without a tag has the usual one."""
+        """Entries of the model list, one for each name; names without a tag get ":latest"."""
         return [
             {
                 "name": tagged,

@@ -1,4 +1,4 @@
-"""The routes of Ollama's API. What manages its library of models is not there: one model is served."""
+"""The routes of Ollama's API. Routes that manage a library of models are absent: one model is served."""
 
 import os
 import time
@@ -36,7 +36,7 @@ B = TypeVar("B", bound=OllamaBody)
 
 
 class OllamaRoutes:
-    """Answers each of them by one method."""
+    """Answers Ollama's routes: one method each."""
 
     def __init__(self, generation: Generation, model: OllamaModel, pooling: PoolingRuns) -> None:
         self._generation = generation
@@ -96,7 +96,7 @@ class OllamaRoutes:
         return as_json(self._model.shown(), headers)
 
     async def pull(self, request: Request) -> Response:
-        """Clients ask for a model before they use it; the one that is served is there."""
+        """Answer that the served model is there: clients pull a model before they use it."""
         body, headers = await self._live.reader.read(request, OllamaModelBody, needs_type=False)
         self._model.name(body.model or body.name)
         kind = "application/json" if body.stream is False else LINES
@@ -118,7 +118,7 @@ class OllamaRoutes:
         return answers.answer(call, asked.headers, fields, answers.vector, "embeddings")
 
     async def embed_one(self, request: Request) -> Response:
-        """The older form, of one text."""
+        """Answer /api/embeddings, the older route for a single text."""
         asked = await self._asked(request, OllamaPromptBody)
         if not asked.body.prompt:
             return as_json({"embedding": []}, asked.headers)
@@ -143,7 +143,7 @@ class OllamaRoutes:
         return CallResponse(call, writer, live.calls.run, stream=is_stream, headers=headers)
 
     def _loaded(self, asked: Asked[Any], kind: Kind) -> Response:
-        """Answer a request without a prompt, which asks to load the model, or to unload it."""
+        """Answer a request without a prompt, which means to load or unload the model."""
         reason = "unload" if asked.body.keep_alive in (0, "0", "0s") else "load"
         fields = {"model": asked.model, "created_at": created_at(), **said(kind, {}), "done": True}
         line = msgspec.json.encode({**fields, "done_reason": reason}) + b"\n"

@@ -1,17 +1,17 @@
-"""OpenAI's formats: what comes in, what goes out, and the document that describes both.
+"""OpenAI's formats: request bodies, answers, and the OpenAPI document.
 
-bodies.py     the fields of request bodies, and which others are refused or ignored
-decoding.py   JSON into declared types
-forms.py      the form that an answer must have, and the tools that it may call, under all their names
-grammars.py   both, made into the grammar that travels
-formats.py    how the model writes calls and reasoning
-prompts.py    bodies to token ids
-steady.py     system messages without what differs from request to request
-rendering.py  messages to text, by the model's chat template in a process of its own
+bodies.py     the fields of request bodies, and the fields that are refused or ignored
+decoding.py   decodes JSON into declared types
+forms.py      the constraints on an answer's form and its tools, under all their names
+grammars.py   makes the grammar that is sent to the engine of both
+formats.py    the model's formats of tool calls and reasoning
+prompts.py    tokenizes the prompts of bodies
+steady.py     removes the parts of system messages that differ from request to request
+rendering.py  renders messages by the model's chat template in a process of its own
 chunks.py     the fields of answers: of each streamed chunk, and of the whole body
-parsing.py    a message taken apart while it arrives: content, reasoning, calls
-parsed.py     the fields of chats that are taken apart
+parsing.py    splits a message into content, reasoning and calls while it arrives
+parsed.py     the answers of chats that are split
 logprobs.py   log-probabilities in answers
-errors.py     answers that are errors
+errors.py     error answers
 openapi.py    /openapi.json
 """

@@ -1,7 +1,7 @@
-"""Request bodies of OpenAI's API, as structs. One table says which fields are passed on, refused or ignored.
+"""Request bodies of OpenAI's API, as structs, and the table of other fields that are refused.
 
-Fields of sampling are passed on to SamplingParams; one that a later version will have is refused by name, unless its
-value means nothing; any other is ignored, and the answer's Warning header names it.
+Sampling fields are passed on to SamplingParams. A field that would change the answer but is not supported is refused by
+name, unless its value has no effect. Any other field is ignored, and named in the answer's Warning header.
 """
 
 import re
@@ -19,15 +19,15 @@ from vllm_lite.server.openai.errors import ApiError
 
 MAX_PROMPTS = 1024
 MAX_WARNING_CHARS = 2048
-"""A header of more characters gets no more warnings; clients refuse headers of 8 KiB and more."""
+"""No warning is added to a header longer than this; clients refuse headers of 8 KiB and more."""
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128
 MAX_TOOL_NAME_CHARS = 256
 MAX_CHOICES = 1024
-"""Choices of one request, those of all its prompts together."""
+"""Maximum number of choices of one request, over all its prompts."""
 _UNSAFE = re.compile(r"[^\w.\[\]#/:'$~ -]")
 MAX_NAMED, MAX_NAMED_CHARS = 16, 120
-"""Names in one Warning, and characters of each."""
+"""Maximum number of names in one Warning, and of characters of each."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -36,16 +36,17 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 Name = Annotated[str, Meta(max_length=MAX_NAME_CHARS)]
-"""A name as the engine takes it: it would not answer a message that it cannot decode."""
+"""A name that the engine's decoder accepts: a message that it cannot decode gets no answer."""
 
 _FORM = {"structured_outputs", "thinking_token_budget", "grammar", "thinking"}
 _NOT_PASSED_ON = {"logprobs", "bad_words_token_ids", "detokenize", "extra_args", "output_kind", *_FORM}
-"""Fields of SamplingParams that no body shares: each API has its own logprobs, the others are for Python only."""
+"""Fields of SamplingParams that are not generated for bodies: each API declares its own logprobs, the others are for
+Python only."""
 
 if TYPE_CHECKING:
     _PassedOn = msgspec.Struct
 else:
-    _HINTS = get_type_hints(SamplingParams)  # without bounds: SamplingParams names what is wrong better than a decoder
+    _HINTS = get_type_hints(SamplingParams)  # without bounds: SamplingParams gives better errors than a decoder
     _PassedOn = msgspec.defstruct(
         "_PassedOn",
         [(name, hint | None, None) for name, hint in _HINTS.items() if name not in _NOT_PASSED_ON],
@@ -55,10 +56,10 @@ else:
 
 
 class SamplingFields(_PassedOn, frozen=True, kw_only=True):
-    """The fields of SamplingParams, which are passed on to it; None: not given. They are made of its declaration.
+    """The fields of SamplingParams, generated from its declaration and passed on to it; None: not given.
 
-    Those written out are read or bounded by the server itself, or wider here: `max_tokens` may be 0, `seed` negative.
-    A decoder would not name the wrong key of `logit_bias`.
+    Fields written out here are read or bounded by the server itself, or accept more values: `max_tokens` may be 0,
+    `seed` negative. A decoder would not name the invalid key of `logit_bias`.
     """
 
     n: int | None = None
@@ -73,7 +74,7 @@ class SamplingFields(_PassedOn, frozen=True, kw_only=True):
 
 
 class FormFields(SamplingFields, frozen=True, kw_only=True):
-    """Constraints on the output's form, under all the names that clients know, which forms.py reads. Forks refuse
+    """Constraints on the output's form, under all the names that clients use; forms.py reads them. Forks refuse
     them."""
 
     structured_outputs: dict[str, Any] | None = None
@@ -88,11 +89,11 @@ class FormFields(SamplingFields, frozen=True, kw_only=True):
 
 
 RequestId = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[\w.:-]+$(?!\n)")]
-"""Python's `$` would let a line end be behind it."""
+"""The lookahead is needed because Python's `$` also matches before a final line end."""
 
 
 class ForkBody(FormFields, frozen=True, kw_only=True):
-    """POST /v1/requests/{id}/fork: `n` branches; what is not given is as in the request that is forked."""
+    """POST /v1/requests/{id}/fork: `n` branches; omitted fields are those of the forked request."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -121,12 +122,13 @@ class CompletionBody(Body, frozen=True, kw_only=True):
 
     @property
     def only_scores(self) -> bool:
-        """Whether only the prompt is shown, with its logprobs if they are asked for, and nothing is generated."""
+        """Whether the answer has only the prompt, with its logprobs if requested, and no generated token."""
         return bool(self.echo) and self.max_tokens == 0
 
 
 class Part(msgspec.Struct, frozen=True):
-    """A part of a message's content; `type` says which field it has. Those of answers come back in a chat's history."""
+    """A part of a message's content; `type` says which field it has. Includes the types in answers, which come back in
+    a chat's history."""
 
     type: str
     text: str | None = None
@@ -138,14 +140,14 @@ class Part(msgspec.Struct, frozen=True):
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
-    """`arguments` are an object, or its JSON as OpenAI writes it."""
+    """A called function; `arguments` are an object, or a JSON text as in OpenAI's API."""
 
     name: str
     arguments: str | dict[str, Any] | None = None
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call that an earlier answer made."""
+    """A tool call in an earlier answer."""
 
     function: CalledFunction
     id: str | None = None
@@ -153,8 +155,8 @@ class ToolCall(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct, frozen=True):
-    """`reasoning` and `reasoning_content` are two names of what was thought before an answer. A `refusal` is what the
-    answer said in the place of its content."""
+    """A chat message. `reasoning` and `reasoning_content` are two names for the reasoning before an answer. A `refusal`
+    takes the place of an answer's content."""
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: str | list[str | Part] | None = None
@@ -181,14 +183,14 @@ class ToolFunction(msgspec.Struct, frozen=True):
 
 
 class FunctionTool(msgspec.Struct, frozen=True):
-    """One of `tools`, as it is checked; a template gets it as it came, with what else it has."""
+    """The checked part of an entry of `tools`; the template gets the whole entry."""
 
     function: ToolFunction
     type: Literal["function"] = "function"
 
 
 class ChatFields(Body, frozen=True, kw_only=True):
-    """Fields of a chat beside its messages."""
+    """Fields of a chat other than its messages."""
 
     echo: bool | None = None
     max_completion_tokens: int | None = None
@@ -212,20 +214,20 @@ class ChatBody(ChatFields, frozen=True, kw_only=True):
 
 
 class ChatsBody(ChatFields, frozen=True, kw_only=True):
-    """POST /v1/chat/completions/batch: several chats, each of which is answered by one choice."""
+    """POST /v1/chat/completions/batch: several chats, with one choice of the answer for each."""
 
     messages: Annotated[list[Messages], Meta(min_length=1, max_length=MAX_PROMPTS)]
 
 
 class GenerateParams(FormFields, frozen=True, kw_only=True):
-    """Sampling of POST /inference/v1/generate."""
+    """Sampling fields of POST /inference/v1/generate."""
 
     logprobs: int | None = None
     detokenize: bool | None = None
 
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /inference/v1/generate: token ids in, token ids out, and their text too if `output_mode` says so."""
+    """POST /inference/v1/generate: token ids in, token ids out; with `output_mode` "text" also their text."""
 
     token_ids: list[int]
     token_offsets: Any = None
@@ -264,8 +266,8 @@ class AbortBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UpdateWeightsBody(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /update_weights: other weights of the same model, in a folder. `update_info`, which vLLM takes, describes a
-    transfer and is refused."""
+    """POST /update_weights: new weights of the same model, in a folder. vLLM's `update_info` describes a transfer, and
+    is refused."""
 
     model: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
     mode: Literal["abort", "wait", "keep"] | None = None
@@ -273,7 +275,7 @@ class UpdateWeightsBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoadAdapterBody(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /v1/load_lora_adapter. `lora_path` is a folder of the engine's host."""
+    """POST /v1/load_lora_adapter. `lora_path` is a folder on the engine's host."""
 
     lora_name: Annotated[str, Meta(max_length=256)] = ""
     lora_path: Annotated[str, Meta(max_length=4096)] = ""
@@ -316,7 +318,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "typical_p": (1,),
     "verbosity": ("medium",),
 }
-"""Fields that would change the answer but cannot yet, and values, besides NOTHING, with which they change nothing."""
+"""Unsupported fields that would change the answer, and the values, besides NOTHING, that have no effect."""
 
 _ELSEWHERE: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(FORM, ()),
@@ -327,7 +329,7 @@ _ELSEWHERE: dict[str, tuple[Any, ...]] = {
     "tools": (),
     "tool_choice": ("none", "auto"),
 }
-"""Fields that only some kinds of bodies have: the others refuse them. A fork follows what its request was held to."""
+"""Fields that only some bodies have; the others refuse them. A fork keeps the constraints of its request."""
 
 _REASONS = {
     "chat_template": ": templates come from the model or the server's --chat-template, never from a request",
@@ -350,14 +352,14 @@ _SPELLINGS = {
     int: {b"true": msgspec.Raw(b"1"), b"false": msgspec.Raw(b"0")},
 }
 _SPELLINGS[float] = _SPELLINGS[int]
-"""Values that pydantic accepts and msgspec does not, and what they stand for; by the type of the field."""
+"""Values that pydantic accepts and msgspec does not, and their replacements; by the type of the field."""
 MAX_SPELLING = max(len(spelling) for known in _SPELLINGS.values() for spelling in known)
 
 B = TypeVar("B", bound=msgspec.Struct)
 
 
 def read(data: bytes, kind: type[B]) -> tuple[B, list[str]]:
-    """Return the body, and the names of the fields that are ignored. Raises ApiError."""
+    """Decode a body. Returns it and the names of ignored fields. Raises ApiError."""
     data, fields = top_level(data)
     ignored = _ignored(fields, kind)
     respelled = _respelled(fields, kind)
@@ -371,12 +373,12 @@ def read(data: bytes, kind: type[B]) -> tuple[B, list[str]]:
 
 
 def fields_of(kind: type[msgspec.Struct]) -> set[str]:
-    """Return the names of the fields that a body takes."""
+    """Return the names of the fields that a body accepts."""
     return set(kind.__struct_fields__) - (FORM if kind is ForkBody else frozenset())
 
 
 def _respelled(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct]) -> dict[str, msgspec.Raw]:
-    """Return those of `fields` that have one of _SPELLINGS, as msgspec wants them."""
+    """Return the fields with a value in _SPELLINGS, with the value that msgspec accepts."""
     spellings, found = _spellings(kind), dict[str, msgspec.Raw]()
     for name, raw in fields.items():
         known = spellings.get(name)
@@ -389,13 +391,13 @@ def _respelled(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct]) -> di
 
 @cache
 def _spellings(kind: type[msgspec.Struct]) -> dict[str, dict[bytes, msgspec.Raw]]:
-    """Return the spellings of the fields that are a flag or a number."""
+    """Return the spellings for each field that is a flag or a number."""
     hints = get_type_hints(kind)
     return {name: known for name, hint in hints.items() for each, known in _SPELLINGS.items() if hint == each | None}
 
 
 def _ignored(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct]) -> list[str]:
-    """Return the names of the fields that are ignored. Raises ApiError for one that is refused."""
+    """Return the names of ignored fields. Raises ApiError for one that is refused."""
     known = fields_of(kind)
     for name in fields.keys() - known:
         harmless = REFUSED.get(name, _ELSEWHERE.get(name))
@@ -406,17 +408,17 @@ def _ignored(fields: dict[str, msgspec.Raw], kind: type[msgspec.Struct]) -> list
 
 
 def _means_nothing(value: Any, harmless: tuple[Any, ...]) -> bool:
-    """Whether a refused field changes nothing with this value. 0 is not False here: as a limit it says something."""
+    """Whether a refused field has no effect with this value. 0 is not False here: as a limit it has an effect."""
     return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in (*NOTHING, *harmless))
 
 
 def warning(ignored: Iterable[str]) -> dict[str, str]:
-    """The header that names ignored fields; their names come from a client, so only safe characters are kept."""
+    """The Warning header that names ignored fields. Clients choose the names, so only safe characters are kept."""
     return warned({}, "ignored", ignored)
 
 
 def warned(headers: dict[str, str], what: str, names: Iterable[str]) -> dict[str, str]:
-    """`headers` with one more Warning, which says `what` happened to these; as they are if there are none."""
+    """`headers` with a Warning that `what` applies to `names`; unchanged if there are none."""
     safe = [
         _UNSAFE.sub("?", name.encode("ascii", "replace").decode())[:MAX_NAMED_CHARS]
         for name in islice(names, MAX_NAMED)
@@ -425,13 +427,13 @@ def warned(headers: dict[str, str], what: str, names: Iterable[str]) -> dict[str
 
 
 def with_warning(headers: dict[str, str], text: str) -> dict[str, str]:
-    """`headers` with one more Warning, if there is room for it. Its text is ASCII without quotes."""
+    """`headers` with one more Warning, if there is room for it. `text` must be ASCII without quotes."""
     before = f"{headers['Warning']}, " if "Warning" in headers else ""
     return headers if len(before) > MAX_WARNING_CHARS else {**headers, "Warning": f'{before}299 vllm-lite "{text}"'}
 
 
 def sampling(body: SamplingFields, defaults: dict[str, Any], changes: dict[str, Any]) -> SamplingParams:
-    """Make the sampling params: `changes` win over what `body` gives, that wins over `defaults`. Raises ApiError."""
+    """Make the sampling params: `changes` override the fields of `body`, which override `defaults`. Raises ApiError."""
     given = {name: value for name in SAMPLING if (value := getattr(body, name)) is not None}
     for name in ("logprobs", "prompt_logprobs"):
         if changes.get(name, given.get(name)) == -1:
@@ -447,7 +449,7 @@ def sampling(body: SamplingFields, defaults: dict[str, Any], changes: dict[str, 
 
 
 def _number(value: Any) -> Any:
-    """`value` as a number, if it is the text of one."""
+    """Convert a text that is a number; return anything else as it is."""
     try:
         return float(value) if isinstance(value, str) else value
     except ValueError:
@@ -455,7 +457,7 @@ def _number(value: Any) -> Any:
 
 
 def check_named(body: SamplingFields, *, has_logprobs: bool) -> None:
-    """Raises ApiError for `logprob_token_ids` without logprobs, or without a token that could have some."""
+    """Raise ApiError for `logprob_token_ids` without logprobs, or without output tokens."""
     if not body.logprob_token_ids:
         return
     if not has_logprobs:
@@ -465,13 +467,13 @@ def check_named(body: SamplingFields, *, has_logprobs: bool) -> None:
 
 
 def too_many_logprobs(name: str) -> ApiError:
-    """The error of a field that asks for all logprobs there are, by -1."""
+    """The error for -1, which requests the logprobs of the whole vocabulary."""
     text = f"{name} of -1 are those of the whole vocabulary; an answer has at most {MAX_LOGPROBS} for each token"
     return ApiError(400, text, name)
 
 
 def changed(params: SamplingParams, **changes: Any) -> SamplingParams:
-    """Copy `params` with `changes`. Raises ApiError where they do not go together with the others."""
+    """Copy `params` with `changes`. Raises ApiError if they conflict with others."""
     try:
         return msgspec.structs.replace(params, **changes)
     except (ValueError, TypeError) as error:
@@ -479,7 +481,8 @@ def changed(params: SamplingParams, **changes: Any) -> SamplingParams:
 
 
 def field_of(message: str, default: str | None = None) -> str | None:
-    """The field that a message of the client library or the engine is about: it begins with it, or names it."""
+    """The field that an error of the client library or the engine is about: its first word, or a field that it
+    names."""
     names = SamplingParams.__struct_fields__
     words = re.findall(r"\w+", message)
     if words and words[0] in names:

@@ -1,7 +1,7 @@
-"""The fields of answers: of each chunk of a stream, and of the whole body, for completions, chats and token ids.
+"""AnswerWriter: writes the chunks and the whole body of answers to completions, chats and token ids.
 
-What is the same in every chunk of a stream is encoded once: a chunk is a few joins and one encoded text. A field that
-each chunk repeats belongs into AnswerWriter's `_head`, one that only the last chunk of a choice has into its `_tail`.
+Fields that are equal in all chunks of a stream are encoded once: a chunk is a few joins and one encoded text. A field
+that every chunk repeats belongs in AnswerWriter's `_head`, one that only the last chunk of a choice has in its `_tail`.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ _encode = msgspec.json.encode
 
 
 class AnswerWriter:
-    """Writes one call's answer, streamed or whole. There is a subclass for each kind, which adds its own fields."""
+    """Writes one call's answer, streamed or whole. A subclass for each kind of answer adds its fields."""
 
     ping = b": ping\n\n"
     chunk_object: str
@@ -31,20 +31,20 @@ class AnswerWriter:
         self._spelling = spelling.by_id if style.names_ids else spelling
         self._params = call.streams[0].params
         self._num_shown = 0
-        """Output tokens that have been written."""
+        """Number of output tokens written."""
         self._head = b"data: " + _encode(self._identity(self.chunk_object))[:-1] + b',"choices":['
         self._null_usage = b',"usage":null}\n\n' if style.usage else b"}\n\n"
 
     def skip(self, choice: Choice, shown: CompletionOutput) -> None:  # noqa: ARG002
-        """Go on behind the first part of a choice, which has been written before."""
+        """Skip the first part of a choice, which has been written before."""
         self._num_shown += 0 if self._style.only_scores else len(shown.token_ids)
 
     def opening(self) -> list[bytes]:
-        """Write the events that a stream begins with, before the first token: the prompt's ids, if they are shown."""
+        """Write the events before the first token: the prompt's ids, if requested."""
         return []
 
     def chunk(self, choice: Choice, delta: CompletionOutput) -> bytes:
-        """A chunk of the stream with the new part of `choice`; b"" if nothing of it is visible."""
+        """Write a chunk with the new part of `choice`; b"" if none of it is visible."""
         delta = self._shown(delta)
         has_tokens = bool(delta.token_ids) and (delta.logprobs is not None or self._style.token_ids)
         if not (delta.text or delta.finish_reason is not None or has_tokens):
@@ -53,7 +53,7 @@ class AnswerWriter:
         return self._line(b'{"index":%d,' % choice.index + fields + self._tail(delta))
 
     def closing(self) -> list[bytes]:
-        """Write the events that a stream ends with: the usage if it was asked for, and [DONE]."""
+        """Write the last events of a stream: the usage if requested, and [DONE]."""
         if not self._style.usage:
             return [DONE]
         return [self._head + b'],"usage":' + _encode(self._usage(self._call.num_cached_tokens)) + b"}\n\n", DONE]
@@ -63,7 +63,8 @@ class AnswerWriter:
         return b"data: " + error.body() + b"\n\n"
 
     def whole(self) -> bytes:
-        """The whole body. The fields about the prompt are in the choices of completions, which may have several."""
+        """Write the whole body. Fields about the prompt are in the choices for completions, which may have several
+        prompts."""
         is_completion = self._style.kind == "cmpl"
         choices = []
         for choice, new in self._call.reading.deltas():
@@ -85,7 +86,7 @@ class AnswerWriter:
         )
 
     def _new_fields(self, choice: Choice, delta: CompletionOutput) -> dict[str, Any]:  # noqa: ARG002
-        """The fields of a choice in a chunk, between its index and what all kinds have."""
+        """The fields of a choice in a chunk, between its index and the fields of all kinds."""
         return {"logprobs": self._content_logprobs(delta)}
 
     def _whole_fields(self, choice: Choice, delta: CompletionOutput) -> dict[str, Any]:
@@ -116,19 +117,19 @@ class AnswerWriter:
         }
 
     def _line(self, choice: bytes, prompt_ids: bytes = b"") -> bytes:
-        """Write one `data:` line with one choice; `prompt_ids` stands beside it."""
+        """Write one `data:` line with one choice; `prompt_ids` is an encoded field beside the choices."""
         if self._style.usage_always:
             usage = _encode(self._usage(None))
             return b"".join((self._head, choice, b"]", prompt_ids, b',"usage":', usage, b"}\n\n"))
         return b"".join((self._head, choice, b"]", prompt_ids, self._null_usage))
 
     def _prompt_ids(self, choice: Choice) -> bytes:
-        """Return the field of a stream's first event that has the prompt's token ids; b"" if they are not shown."""
+        """Encode the prompt's token ids, for a stream's first event; b"" if they were not requested."""
         return b',"prompt_token_ids":' + _encode(choice.stream.prompt.token_ids) if self._style.prompt_ids else b""
 
     def _tail(self, delta: CompletionOutput, *, is_first: bool = True, is_last: bool = True) -> bytes:
-        """Write the end of a choice in a stream, which follows its text and logprobs. Of the chunks that one delta
-        makes the first has its tokens, and the last one its end."""
+        """Write the last fields of a choice in a stream, after its text and logprobs. Of several chunks for one delta,
+        the first has its tokens, and the last its finish reason."""
         ids = b',"token_ids":' + _encode(delta.token_ids if is_first else []) if self._style.token_ids else b""
         if delta.finish_reason is None or not is_last:
             return ids + b',"finish_reason":null}'
@@ -136,13 +137,13 @@ class AnswerWriter:
         return b"".join((ids, *reasons, b"}"))
 
     def _prompt_fields(self, choice: Choice) -> dict[str, Any]:
-        """Return the fields about the prompt; null stands for what was not asked for."""
+        """Return the fields about the prompt; null if not requested."""
         entries = choice.stream.output().prompt_logprobs if self._style.prompt_logprobs else None
         token_ids = choice.stream.prompt.token_ids if self._style.prompt_ids else None
         return {"prompt_logprobs": logprobs.as_objects(entries), "prompt_token_ids": token_ids}
 
     def _content_logprobs(self, delta: CompletionOutput) -> dict[str, Any] | None:
-        """Return the logprobs in the format of chats, which all kinds but completions use."""
+        """Return the logprobs in the chat format, which all kinds but completions use."""
         if self._params.logprobs is None or delta.logprobs is None:
             return None
         top = ALL if self._params.logprob_token_ids else self._params.logprobs
@@ -150,7 +151,7 @@ class AnswerWriter:
 
 
 class ChatWriter(AnswerWriter):
-    """Writes the answers of /v1/chat/completions. The echo is the message that the answer goes on from."""
+    """Writes the answers of /v1/chat/completions. The echo is the message that the answer continues."""
 
     chunk_object = "chat.completion.chunk"
     whole_object = "chat.completion"
@@ -160,7 +161,7 @@ class ChatWriter(AnswerWriter):
         self._echo = "".join(call.style.echo)
 
     def opening(self) -> list[bytes]:
-        """Write the role of each choice, and the echo if there is one. The prompt's ids stand in the first event."""
+        """Write the role of each choice, and the echo if there is one. The first event has the prompt's ids."""
         delta = {"role": "assistant", "content": self._echo}
         rest = b',"delta":' + _encode(delta) + b',"logprobs":null,"finish_reason":null}'
         first, *others = self._call.choices
@@ -176,8 +177,8 @@ class ChatWriter(AnswerWriter):
 
 
 class CompletionWriter(AnswerWriter):
-    """Writes the answers of /v1/completions. The echo is the text of each prompt; forks have that of the
-    request's only prompt."""
+    """Writes the answers of /v1/completions. The echo is the text of each prompt; forks have that of the request's only
+    prompt."""
 
     chunk_object = "text_completion"
     whole_object = "text_completion"
@@ -196,7 +197,7 @@ class CompletionWriter(AnswerWriter):
                 self._offsets[choice.index].next(self._spelling.of(token_id)[1])
 
     def opening(self) -> list[bytes]:
-        """Write the echo of each choice and its prompt's ids, if there are any."""
+        """Write the echo of each choice and its prompt's ids, if requested."""
         ids = b',"token_ids":[]' if self._style.token_ids else b""
         lines = []
         for choice, text in zip(self._call.choices, self._echo, strict=True):
@@ -225,7 +226,7 @@ class CompletionWriter(AnswerWriter):
             return found
         offsets = Offsets(0)
         before = logprobs.of_completion(choice.stream.prompt.token_ids, entries, offsets, self._spelling)
-        unseen = offsets.place - len(self._echo[choice.index])  # special tokens before a text take no place in it
+        unseen = offsets.place - len(self._echo[choice.index])  # special tokens before a text add no characters to it
         before["text_offset"] = [max(0, place - unseen) for place in before["text_offset"]]
         return {name: before[name] + found[name] for name in found}
 
@@ -237,7 +238,7 @@ class TokensWriter(AnswerWriter):
     whole_object = "generation"
 
     def opening(self) -> list[bytes]:
-        """Write the prompt's ids, if they are shown, beside the first choice, of which nothing is there yet."""
+        """Write the prompt's ids, if requested, in an event with an empty first choice."""
         if not self._style.prompt_ids:
             return []
         first = self._call.choices[0]

@@ -1,4 +1,4 @@
-"""Decodes JSON of strangers into declared types, and says in one sentence what is wrong with it."""
+"""Decodes untrusted JSON into declared types, with one-sentence errors."""
 
 import re
 from typing import Annotated, Any
@@ -11,17 +11,17 @@ from vllm_lite.server.openai.errors import ApiError
 
 MAX_FIELDS = 256
 SHOWN_CHARS = 160
-"""So much is shown of both ends of a long error."""
+"""Number of characters shown of each end of a long error."""
 Fields = Annotated[dict[str, msgspec.Raw], Meta(max_length=MAX_FIELDS)]
 _IN_UTF8 = "application/json; charset=utf-8"
 
 
 class _MalformedError(ApiError):
-    """Something is not JSON."""
+    """The body is not JSON."""
 
 
 def top_level(data: bytes) -> tuple[bytes, dict[str, msgspec.Raw]]:
-    """Return a body and its fields, which are not decoded yet. Where it has halves of surrogate pairs both are without.
+    """Return a body and its undecoded fields. Unpaired halves of surrogate pairs are removed from both.
 
     Raises ApiError.
     """
@@ -35,12 +35,13 @@ def top_level(data: bytes) -> tuple[bytes, dict[str, msgspec.Raw]]:
 
 
 def decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
-    """Numbers and flags may also be spelled as other servers take them: 16.0, "16", "true", 1. Raises ApiError."""
+    """Decode JSON. Numbers and flags may be spelled as other servers accept them: 16.0, "16", "true", 1. Raises
+    ApiError."""
     try:
         return msgspec.json.decode(data, type=kind, strict=False)
     except msgspec.ValidationError as error:
         message = str(error)
-        if len(message) > 2 * SHOWN_CHARS:  # it shows a stranger's value, of any length; where it stands is at the end
+        if len(message) > 2 * SHOWN_CHARS:  # it has the client's value, of any length; the path is at its end
             message = f"{message[:SHOWN_CHARS]} [...] {message[-SHOWN_CHARS:]}"
         place = re.search(r"`\$\.?((\w+)[^`]*)`", message)
         raise ApiError(400, message.replace("`$.", "`"), place.group(2) if place else None) from error
@@ -50,7 +51,7 @@ def decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
 
 
 def _check_unicode(data: bytes | msgspec.Raw) -> None:
-    """Raises ApiError for bytes that are not UTF-8, and names the first; releases of msgspec differ in their words."""
+    """Raise ApiError for bytes that are not UTF-8, naming the first; msgspec's releases word this differently."""
     try:
         str(memoryview(data), "utf-8")
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Every answer that is an error, in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
+"""ApiError: error answers in OpenAI's format: {"error": {"message", "type", "param", "code"}}."""
 
 import re
 
@@ -27,7 +27,7 @@ TYPES = {
 
 
 class ApiError(Exception):
-    """An answer with `status`; `param` names the field of the body that is at fault, `code` is the status unless
+    """An error answer with HTTP `status`. `param` names the invalid field of the body; `code` is the status unless
     clients know the error by a name."""
 
     kind: str | None = None
@@ -60,13 +60,13 @@ class ApiError(Exception):
 
 
 class InvalidUserInput(ApiError):
-    """A mistake in a body, under the name that vLLM's routes for adapters use."""
+    """An invalid body, under the error type of vLLM's adapter routes."""
 
     kind = "InvalidUserInput"
 
 
 def shown(text: str) -> str:
-    """`text` of a stranger, as an error shows it: not too long, and on one line."""
+    """Format a client's text for an error: bounded, and on one line."""
     text = text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
     return text if text.isprintable() else ascii(text)[1:-1]
 
@@ -76,7 +76,7 @@ def in_use(call_id: str) -> ApiError:
 
 
 def refused(error: VllmLiteError, param: str | None = None) -> ApiError:
-    """`error`, met before anything was generated: the request's fault, or the engine's."""
+    """The answer for `error` before anything was generated: the request's fault, or the engine's."""
     if isinstance(error, EngineError):
         return ApiError(503, public_text(error))
     code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
@@ -84,10 +84,10 @@ def refused(error: VllmLiteError, param: str | None = None) -> ApiError:
 
 
 def failed(error: VllmLiteError) -> ApiError:
-    """`error`, met while a request was running and not its fault: the engine has died, or there is a fault of ours."""
+    """The answer for `error` of a running request that is not its fault: the engine has died, or there is a bug."""
     return ApiError(503 if isinstance(error, EngineError) else 500, public_text(error))
 
 
 def public_text(error: VllmLiteError) -> str:
-    """Return what a stranger may read of `error`: no addresses on this machine."""
+    """Return the text of `error` for clients, without addresses of this machine."""
     return _ADDRESS.sub("its address", str(error))

@@ -1,4 +1,4 @@
-"""Formats: how the served model writes calls and reasoning, and what that means for one request."""
+"""Formats: the served model's formats of tool calls and reasoning, applied to requests."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,18 +18,18 @@ from vllm_lite.runtime.untrusted_files import read_bounded
 from vllm_lite.structured.calls.call_shape import CallShape
 
 FALLBACK = "hermes"
-"""How calls are written that a request demands of a model whose own format is not known."""
+"""Format for forced tool calls of a model without a known format of its own."""
 TAIL_TOKENS = 4096
-"""So much of the end of a prompt is looked at for what has begun the message."""
+"""Number of last prompt tokens that are searched for the beginning of the assistant's message."""
 
 
 def architectures_of(folder: str) -> list[str]:
-    """The `architectures` of the config.json in `folder`, or of a GGUF model; [] if it says none."""
+    """The `architectures` of the config.json in `folder`, or of a GGUF model; [] if there are none."""
     try:
         if (gguf := GgufCheckpoint.find(Path(folder))) is not None:
             return [gguf.architecture.name]
         config = msgspec.json.decode(read_bounded(Path(folder) / "config.json"), type=_Config)
-    except (OSError, ModelError, msgspec.MsgspecError, UnicodeDecodeError):  # the engine says what is wrong with it
+    except (OSError, ModelError, msgspec.MsgspecError, UnicodeDecodeError):  # the engine reports the error
         return []
     return config.architectures or []
 
@@ -39,7 +39,7 @@ class _Config(msgspec.Struct):
 
 
 class Formats:
-    """The format in force, chosen once for all requests. `choice` says which, and why."""
+    """The model's format, chosen once for all requests. `choice` has the names and the reason."""
 
     def __init__(self, choice: FormatChoice, tokenizer: Tokenizer) -> None:
         self.choice = choice
@@ -61,16 +61,16 @@ class Formats:
 
     @property
     def calls(self) -> str | None:
-        """The name of the format of calls."""
+        """Name of the format of tool calls."""
         return self.choice.calls
 
     @property
     def reasoning(self) -> str | None:
-        """The name of the format of reasoning."""
+        """Name of the format of reasoning."""
         return self.choice.reasoning
 
     def format(self, *, is_forced: bool) -> Format | None:
-        """The format in force; for calls that are demanded one that can write them."""
+        """The format for a request; if a tool call `is_forced`, one that can write calls."""
         own = self.choice.format
         if not is_forced or (own is not None and own.shape is not None):
             return own
@@ -80,33 +80,33 @@ class Formats:
         return self._fallback
 
     def shape(self) -> CallShape:
-        """Shape of calls that a request demands."""
+        """Shape of forced tool calls."""
         found = self.format(is_forced=True)
         return msgspec.convert(dict(found.shape or {}) if found is not None else {}, CallShape)
 
     def tail(self, token_ids: Sequence[int]) -> str:
-        """The end of a prompt as text, with special tokens."""
+        """Decode the last TAIL_TOKENS of a prompt, with special tokens."""
         return self.tokenizer.decode(token_ids[-TAIL_TOKENS:], skip_special_tokens=False)
 
     def thinking(self, token_ids: Sequence[int], *, is_forced: bool) -> Thinking | None:
-        """Rules for thinking in the output of this prompt; None if it does not think."""
+        """Rules for thinking in the output of a prompt; None if the model does not think."""
         found = self.format(is_forced=is_forced)
         return None if found is None else thinking_of(found, self.tokenizer, self.tail(token_ids))
 
     def finds(self, tools: Sequence[Mapping[str, Any]], *, is_forced: bool) -> bool:
-        """Whether outputs may have anything but content."""
+        """Whether outputs can have reasoning or tool calls beside content."""
         found = self.format(is_forced=is_forced)
         return found is not None and (found.has_reasoning or (bool(tools) and found.has_calls))
 
     def parser(
         self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]], *, is_forced: bool
     ) -> ResponseParser | None:
-        """A parser for one output of this prompt; None if there is nothing to be found in it."""
+        """Make a parser for one output of a prompt; None if all of it is content."""
         found = self.format(is_forced=is_forced)
         if found is None or not self.finds(tools, is_forced=is_forced):
             return None
         return ResponseParser(found, self.tail(token_ids), tools)
 
     def card(self) -> dict[str, str | None]:
-        """The formats as /v1/models shows them."""
+        """The formats, as fields of /v1/models."""
         return {"tool_call_format": self.calls, "reasoning_format": self.reasoning, "format_because": self.choice.why}

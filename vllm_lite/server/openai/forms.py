@@ -1,8 +1,7 @@
-"""The form that a request demands of its answer: one form of structured outputs, and the tools that may or must be
-called.
+"""Constraints on an answer: a form of structured outputs, and the tools that may or must be called.
 
-Clients know many names for the same. Here they become StructuredOutputsParams and ToolsWanted; grammars.py makes the
-grammar of both.
+Clients use many names for them. They are converted to StructuredOutputsParams and ToolsWanted, of which grammars.py
+makes the grammar.
 """
 
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from vllm_lite.server.openai.bodies import MAX_TOOLS, ChatBody, FormFields, Func
 from vllm_lite.server.openai.errors import ApiError
 
 MAX_DEPTH = 64
-"""How deeply values that go to a template may be nested."""
+"""Maximum nesting of values that are passed to a template."""
 _GUIDED = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choice", "grammar": "guided_grammar"}
 _RESPONSE_FORMATS = "text, json_object, json_schema or structural_tag"
 _TOOL_CHOICES = (
@@ -24,7 +23,7 @@ _TOOL_CHOICES = (
 
 
 class WantedForm(msgspec.Struct, frozen=True):
-    """The form of an output, and the field of the body that asks for it."""
+    """A requested form, and the field of the body that requests it."""
 
     params: StructuredOutputsParams
     field: str
@@ -33,9 +32,9 @@ class WantedForm(msgspec.Struct, frozen=True):
 class ToolsWanted(msgspec.Struct, frozen=True):
     """The tools of one request.
 
-    given     as they came: for the template and the parser
-    allowed   those that may be called
-    mode      whether a call may be made, has to be made, or one of a `named` tool
+    given     the entries as sent, for the template and the parser
+    allowed   tools that may be called
+    mode      whether a call is optional, required, or required of a `named` tool
     parallel  whether there may be several calls
     """
 
@@ -53,7 +52,7 @@ class ToolsWanted(msgspec.Struct, frozen=True):
 
 
 def form_of(body: FormFields) -> WantedForm | None:
-    """Return the form that `body` asks for, under whichever name. Raises ApiError for two of them, or a bad one."""
+    """Return the form that `body` requests by any of the names. Raises ApiError for two forms, or an invalid one."""
     found: list[WantedForm] = []
     if body.structured_outputs:
         found.append(_form(body.structured_outputs, "structured_outputs"))
@@ -72,7 +71,7 @@ def form_of(body: FormFields) -> WantedForm | None:
 
 
 def thinking_budget(body: FormFields) -> int | None:
-    """Return how many tokens the thinking may have; None, also spelled -1, for any number. Raises ApiError."""
+    """Return the maximum number of thinking tokens; None, also spelled -1, for no limit. Raises ApiError."""
     for field in ("thinking_token_budget", "max_thinking_tokens"):
         value = getattr(body, field)
         if value is not None and value != -1:
@@ -85,13 +84,13 @@ def thinking_budget(body: FormFields) -> int | None:
 
 
 def _response_format(given: dict[str, Any]) -> WantedForm | None:
-    """Read OpenAI's field. Raises ApiError."""
+    """Read OpenAI's response_format. Raises ApiError."""
     field, kind = "response_format", given.get("type")
     if kind == "text":
         return None
     if kind == "json_object" and given.get("schema") is None:
         return _form({"json_object": True}, field)
-    if kind == "json_object":  # with the schema beside it, as llama.cpp takes it
+    if kind == "json_object":  # with a schema, as llama.cpp accepts it
         return _form(_closed(given["schema"], "response_format.schema"), field)
     if kind == "structural_tag":
         return _form({"structural_tag": given}, field)
@@ -107,10 +106,10 @@ def _response_format(given: dict[str, Any]) -> WantedForm | None:
 
 
 def _closed(schema: Any, place: str) -> dict[str, Any]:
-    """The form of a schema whose objects have the properties that it names, unless it says that others may stand there.
+    """The form of a schema whose objects have only the named properties, unless the schema allows others explicitly.
 
-    Frameworks that send what pydantic makes of a class mean it so, and OpenAI's own models, which follow no grammar
-    where `strict` is not set, add nothing either. A small model often goes on with names of its own.
+    Frameworks that send pydantic's schema of a class expect this, and OpenAI's models add no properties either when
+    `strict` is not set, without a grammar. A small model often adds properties of its own.
     """
     if not isinstance(schema, (dict, bool)):
         raise ApiError(400, f"{place} must be a JSON schema, an object", "response_format")
@@ -130,7 +129,7 @@ def _form(values: dict[str, Any], field: str) -> WantedForm:
 
 
 def tools_of(body: ChatBody) -> ToolsWanted | None:
-    """Return the tools that a chat may or must call; None if it has none, or none of them may be. Raises ApiError."""
+    """Return the tools that a chat may or must call; None if it has none, or may call none. Raises ApiError."""
     given, choice = body.tools or [], body.tool_choice
     tools = checked_tools(given)
     if choice == "none" or (not tools and choice in (None, "auto", "")):
@@ -153,7 +152,7 @@ def tools_of(body: ChatBody) -> ToolsWanted | None:
 
 
 def checked_tools(given: list[dict[str, Any]]) -> list[FunctionTool]:
-    """Read each of `tools`. Raises ApiError that says which one is wrong, and how."""
+    """Check each of `tools`. Raises ApiError that names the invalid one."""
     tools = []
     for place, each in enumerate(given):
         check_depth(each, f"tools[{place}]", "tools")
@@ -169,7 +168,7 @@ def checked_tools(given: list[dict[str, Any]]) -> list[FunctionTool]:
 
 
 def _named(tools: list[FunctionTool], choice: Mapping[str, Any]) -> FunctionTool:
-    """Find the tool that a choice names, {"function": {"name": ...}} or {"name": ...}. Raises ApiError."""
+    """Find the tool that a tool_choice names, {"function": {"name": ...}} or {"name": ...}. Raises ApiError."""
     function = choice.get("function", choice)
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(name, str):
@@ -184,7 +183,8 @@ def _named(tools: list[FunctionTool], choice: Mapping[str, Any]) -> FunctionTool
 def _allowed(
     given: list[dict[str, Any]], tools: list[FunctionTool], choice: Mapping[str, Any], *, parallel: bool
 ) -> ToolsWanted:
-    """Read {"type": "allowed_tools", "allowed_tools": {"mode", "tools"}}: all are shown, some may be called."""
+    """Read {"type": "allowed_tools", "allowed_tools": {"mode", "tools"}}: the model is shown all tools, and may call
+    some."""
     inner = choice.get("allowed_tools", choice)
     inner = inner if isinstance(inner, Mapping) else {}
     mode, allowed = inner.get("mode", "auto"), inner.get("tools")
@@ -196,8 +196,8 @@ def _allowed(
 
 
 def check_depth(value: Any, name: str, param: str, most: int = MAX_DEPTH) -> None:
-    """Raises ApiError for a value that is nested more deeply than a template should have to follow, or than can be
-    encoded: a thread has decoded it, whose stack was almost empty."""
+    """Raise ApiError for a value that is nested too deeply for a template, or for the encoder: a thread with an almost
+    empty stack has decoded it."""
     level = [value]
     for _ in range(most):
         level = [

@@ -1,6 +1,6 @@
-"""Grammars: what a request asks of the form of its answer, made into the grammar that travels.
+"""GrammarBuilder: makes the grammar that is sent to the engine of a request's constraints on its answer.
 
-That takes less than a millisecond for most and a second for the largest, mostly without the GIL, so threads do it.
+Most take less than a millisecond and the largest a second, mostly without the GIL, so threads do it.
 """
 
 from collections.abc import Callable
@@ -21,23 +21,23 @@ if TYPE_CHECKING:  # they import llguidance
     from vllm_lite.structured.compile import CompiledGrammar
 
 COMPILER = "vllm_lite.structured.compile"
-"""Imported when it is needed, or before: it takes 20 ms and more."""
+"""Imported when first needed or earlier: the import takes 20 ms and more."""
 NUM_THREADS = 2
 T = TypeVar("T")
 StrictLevel = Literal["auto", "function", "parameter"]
 
 
 class HeldParams(NamedTuple):
-    """Params with the grammar that holds the output, and the places of schemas at which something is not held:
-    `response_format #/a: 'pattern'`, `tools f #/properties/b: 'not'`."""
+    """Params with the grammar of the output, and the schema keywords that the grammar does not enforce, with their
+    paths: `response_format #/a: 'pattern'`, `tools f #/properties/b: 'not'`."""
 
     params: SamplingParams
     notes: tuple[str, ...] = ()
 
 
 class GrammarBuilder:
-    """Makes the grammars of requests. `formats` are the model's, None for one without a tokenizer. `strict_level`: what
-    holds calls that may be made, beside their tools' own `strict`, as --tool-strict-level has it."""
+    """Makes the grammars of requests. `formats` are the model's, None for one without a tokenizer. `strict_level` is
+    --tool-strict-level: the constraint on optional calls, in addition to the tools' own `strict`."""
 
     def __init__(self, formats: Formats | None, strict_level: StrictLevel = "auto") -> None:
         self._formats = formats
@@ -47,10 +47,9 @@ class GrammarBuilder:
     async def held(
         self, params: SamplingParams, form: WantedForm | None, tools: ToolsWanted | None, request: Request
     ) -> HeldParams:
-        """Return `params` with the grammar that holds the output to `form`, or to calls of `tools`. Raises ApiError.
+        """Return `params` with the grammar for `form` and for calls of `tools`. Raises ApiError.
 
-        Calls that are demanded leave no room for any other form. Where they may be made, an output is calls, or has
-        the form.
+        With forced calls no other form is possible. With optional calls, an output is either calls, or has the form.
         """
         is_held = tools is not None and (tools.is_forced or self._holds(tools))
         if form is None and not is_held:
@@ -73,7 +72,7 @@ class GrammarBuilder:
         return HeldParams(params if grammar is None else changed(params, grammar=grammar), tuple(notes))
 
     def _holds(self, tools: ToolsWanted) -> bool:
-        """Whether calls that may be made are held to anything."""
+        """Whether optional calls are constrained."""
         return self._strict_level != "auto" or any(tool.function.strict for tool in tools.allowed)
 
     async def _made(self, make: Callable[[], T], field: str, request: Request) -> T:
@@ -87,7 +86,7 @@ class GrammarBuilder:
             raise refused(error, field) from error
 
     def _of_tools(self, tools: ToolsWanted, *, or_else: bool) -> "CallGrammar":
-        """The grammar of calls; with `or_else` they are not made within a text."""
+        """The grammar of calls; with `or_else` they cannot be within a text."""
         from vllm_lite.structured.calls.tools import CallGrammar, Tool, tool_grammar
 
         if self._formats is None:

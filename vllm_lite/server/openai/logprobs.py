@@ -1,4 +1,4 @@
-"""Log-probabilities: OpenAI's lists side by side for completions and objects for chats, vLLM's for token ids."""
+"""Log-probabilities in answers: OpenAI's parallel lists for completions and objects for chats, vLLM's for token ids."""
 
 import codecs
 from collections.abc import Sequence
@@ -11,18 +11,18 @@ from vllm_lite.client.text.detokenizer import ByteVocabulary, PieceVocabulary, T
 from vllm_lite.client.text.tokenizer import Tokenizer
 
 LEAST = -9999.0
-"""Stands for minus infinity, which JSON does not have."""
+"""Replaces minus infinity, which JSON does not have."""
 
 ALL = 2**31
-"""More candidates than there are tokens."""
+"""A `top` larger than any number of candidates."""
 
 Candidates = dict[int, Logprob]
-"""For one token: by id, the token itself first."""
+"""Candidates of one token by id; the sampled token is first."""
 
 
 class Spelling:
-    """The bytes and the text of single tokens. One that is only a part of a character is spelled "bytes:\\xc3".
-    `by_id` spells them all as "token_id:17"."""
+    """Text and bytes of single tokens. A token that is a part of a character has the text "bytes:\\xc3". `by_id` has
+    the text "token_id:17" for all."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.by_id = SpellingById(self)
@@ -30,7 +30,7 @@ class Spelling:
         self._known: dict[int, tuple[str, bytes]] = {}
 
     def of(self, token_id: int) -> tuple[str, bytes]:
-        """Spell a token in the middle of a text, as text and as bytes."""
+        """Text and bytes of a token in the middle of a text."""
         known = self._known.get(token_id)
         if known is None:
             data = self._bytes(token_id)
@@ -52,7 +52,7 @@ class Spelling:
 
 
 class SpellingById:
-    """The same bytes, and ids in the place of texts, which may be two tokens'."""
+    """The same bytes, with ids in place of texts, which need not be unique."""
 
     def __init__(self, spelling: Spelling) -> None:
         self._spelling = spelling
@@ -70,26 +70,26 @@ def _named(token_id: int) -> str:
 
 
 class Offsets:
-    """Counts where in its text each token of a choice begins, in characters."""
+    """Computes the offset of each token of a choice in its text, in characters."""
 
     def __init__(self, start: int) -> None:
         self.place = start
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def next(self, data: bytes) -> int:
-        """Return the place of the next token, which has these bytes."""
+        """Return the offset of the next token, whose bytes are `data`."""
         place = self.place
         self.place += len(self._utf8.decode(data))
         return place
 
 
 def of_chat(entries: Sequence[Candidates], top: int, spelling: AnySpelling) -> dict[str, Any]:
-    """`choices[].logprobs` of a chat, with the `top` likeliest candidates of each token."""
+    """The `choices[].logprobs` of a chat, with the `top` likeliest candidates of each token."""
     return {"content": [_chat_token(candidates, top, spelling) for candidates in entries], "refusal": None}
 
 
 def _chat_token(candidates: Candidates, top: int, spelling: AnySpelling) -> msgspec.Raw:
-    """Encode one token at once, so that the objects it is made of exist for one token at a time."""
+    """Encode one token, so that its Python objects exist for one token at a time."""
     token_id = next(iter(candidates))
     return _encoded(
         {
@@ -100,7 +100,7 @@ def _chat_token(candidates: Candidates, top: int, spelling: AnySpelling) -> msgs
 
 
 def of_token_ids(entries: Sequence[Candidates]) -> dict[str, Any]:
-    """`choices[].logprobs` where tokens are ids, as vLLM has them: all candidates, the token first."""
+    """The `choices[].logprobs` with token ids, in vLLM's format: all candidates, the sampled token first."""
     return {"content": [_encoded(_with_candidates(candidates)) for candidates in entries]}
 
 
@@ -118,7 +118,7 @@ def likeliest(candidates: Candidates, top: int) -> list[tuple[int, Logprob]]:
 
 
 def candidate(token_id: int, found: Logprob, spelling: AnySpelling) -> dict[str, Any]:
-    """Return one candidate with its text and bytes."""
+    """Fields of one candidate, with its text and bytes."""
     text, data = spelling.of(token_id)
     return {"token": text, "logprob": _finite(found.logprob), "bytes": list(data)}
 
@@ -126,8 +126,8 @@ def candidate(token_id: int, found: Logprob, spelling: AnySpelling) -> dict[str,
 def of_completion(
     token_ids: Sequence[int], entries: Sequence[Candidates | None], offsets: Offsets, spelling: AnySpelling
 ) -> dict[str, list[Any]]:
-    """`choices[].logprobs` of a completion, or of the prompt before it, whose first token has none; `offsets` go on
-    from one chunk to the next."""
+    """The `choices[].logprobs` of a completion or of its prompt, whose first token has none; `offsets` continue from
+    chunk to chunk."""
     found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     for token_id, candidates in zip(token_ids, entries, strict=False):
         text, data = spelling.of(token_id)
@@ -143,7 +143,7 @@ def of_completion(
 
 
 def as_objects(entries: Sequence[Candidates | None] | None) -> list[msgspec.Raw | None] | None:
-    """`prompt_logprobs` as vLLM answers them, by token id; each is encoded."""
+    """The `prompt_logprobs` in vLLM's format, by token id, each encoded."""
     return None if entries is None else [None if candidates is None else _by_id(candidates) for candidates in entries]
 
 

@@ -1,4 +1,4 @@
-"""/openapi.json, made of the table of routes and of the structs that bodies are decoded into."""
+"""/openapi.json, generated from the route table and the structs of bodies."""
 
 import re
 from typing import Any, get_args, get_type_hints
@@ -19,10 +19,10 @@ _QUERIES: dict[str, dict[str, dict[str, Any]]] = {
     "/get_world_size": {"include_dp": {"type": "boolean", "default": True}},
     "/wake_up": {"tags": {"type": "array", "items": {"type": "string", "enum": list(get_args(WakeTag))}}},
 }
-"""What stands behind the `?` of these paths."""
+"""Query parameters of these paths."""
 _ERROR_FORMS = (("/v1/messages", "AnthropicError"), ("/api/", "OllamaError"))
 _WIDER = {"max_tokens", "seed", "stop"}
-"""Fields of which a body takes more than SamplingParams does."""
+"""Fields for which a body accepts more values than SamplingParams."""
 _ERRORS = {
     "400": "the request is at fault; `param` names the field",
     "401": "no valid API key",
@@ -39,7 +39,7 @@ _ERRORS = {
 
 
 def document(root: str = "") -> dict[str, Any]:
-    """Make the OpenAPI document. `root` is the path under which a proxy shows the server."""
+    """Make the OpenAPI document. `root` is the path under which a proxy exposes the server."""
     kinds = [route.body for route in ROUTES if route.body is not None]
     _, schemas = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     _add_bounds(schemas)
@@ -63,7 +63,7 @@ def document(root: str = "") -> dict[str, Any]:
 
 
 def _add_bounds(schemas: dict[str, Any]) -> None:
-    """Add the bounds of sampling fields, which bodies leave to SamplingParams."""
+    """Add the bounds of sampling fields: bodies have none, as SamplingParams checks them."""
     hints = get_type_hints(SamplingParams, include_extras=True)
     for name in set(bodies.SAMPLING) - _WIDER:
         bounded = msgspec.json.schema(hints[name] | None)
@@ -77,7 +77,7 @@ def _operation(route: TableRoute) -> dict[str, Any]:
     form = next((name for start, name in _ERROR_FORMS if path.startswith(start)), "Error")
     reference = {"application/json": {"schema": {"$ref": f"#/components/schemas/{form}"}}}
     errors = {code: {"description": text, "content": reference} for code, text in _ERRORS.items()}
-    security: list[Any] = [] if path in OPEN_PATHS else [{}, {"key": []}]  # the first: where no keys are set
+    security: list[Any] = [] if path in OPEN_PATHS else [{}, {"key": []}]  # the first is for servers without keys
     operation: dict[str, Any] = {
         "summary": route.summary,
         "responses": {"200": {"description": "done"}, **errors},

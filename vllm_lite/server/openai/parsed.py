@@ -1,4 +1,4 @@
-"""ParsedChatWriter: writes the answers of chats in which calls and reasoning are separated from content."""
+"""ParsedChatWriter: writes answers of chats with calls and reasoning separated from content."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,8 @@ class Writers:
         self._formats = formats
 
     def of(self, call: "Call", *, one_chunk: bool = False) -> AnswerWriter:
-        """Make the writer for the call's style. `one_chunk`: no delta makes several chunks, for who counts them."""
+        """Make the writer for the call's style. `one_chunk`: each delta makes at most one chunk, for a caller that
+        counts them."""
         style = call.style.parsing
         if style is None or self._formats is None:
             return writer(call, self.spelling)
@@ -34,7 +35,8 @@ class Writers:
         return made
 
     def message(self, call: "Call", choice: "Choice") -> MessageParser:
-        """A parser for one choice of a chat, for the writers of other dialects. It gets all of the choice's deltas."""
+        """Make a parser for one choice of a chat, for writers of other APIs. It must be fed all of the choice's
+        deltas."""
         style = call.style.parsing
         parser = None if style is None or self._formats is None else _parser(self._formats, style, call, choice)
         return MessageParser.of_content() if parser is None else parser
@@ -51,9 +53,9 @@ def _parser(formats: Formats, style: Parsing, call: "Call", choice: "Choice") ->
 
 
 class ParsedChatWriter(ChatWriter):
-    """Writes `content`, `reasoning` and `tool_calls` of chats. Each choice has a parser, which gets all of its text.
+    """Writes `content`, `reasoning` and `tool_calls` of chats. Each choice has a parser, which is fed all of its text.
 
-    The fields of a delta have no order, so that each run of one of them is a chunk of its own.
+    The fields of a delta are unordered, so each run of one field is a chunk of its own.
     """
 
     def __init__(self, call: "Call", spelling: Spelling, parsers: list[MessageParser], one_chunk: bool) -> None:
@@ -63,7 +65,7 @@ class ParsedChatWriter(ChatWriter):
         self._shows_tokens = True
 
     def hide_tokens(self) -> None:
-        """Show neither ids of tokens nor logprobs, which would tell the reasoning that is not shown."""
+        """Omit token ids and logprobs, which would reveal hidden reasoning."""
         self._shows_tokens = False
         self._style = msgspec.structs.replace(self._style, token_ids=False)
 
@@ -75,7 +77,7 @@ class ParsedChatWriter(ChatWriter):
         self._parsers[choice.index].feed(shown)
 
     def chunk(self, choice: "Choice", delta: CompletionOutput) -> bytes:
-        """The same as of other chats, but that most of a text may wait until it is certain what it is."""
+        """As for other chats, but the parser holds back text until its kind is certain."""
         parser = self._parsers[choice.index]
         deltas = self._deltas(parser.feed(delta), parser)
         delta = self._shown(delta)

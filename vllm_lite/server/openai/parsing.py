@@ -1,4 +1,4 @@
-"""The message of one choice, taken apart while it arrives: content, reasoning and tool calls, as clients get them."""
+"""MessageParser: splits the message of one choice into content, reasoning and tool calls while it arrives."""
 
 import string
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ _LETTERS = string.ascii_letters + string.digits
 
 
 class Parsing(msgspec.Struct, frozen=True):
-    """Settings for the parsing of a chat's answers; other API servers need it to go on with a stream.
+    """Settings for the parsing of a chat's answers; other API servers need them to continue a stream.
 
-    tools              as the request has them; () where calls are not looked for
-    is_forced          calls are demanded, so they are written even by a model whose own format is not known
+    tools              the request's tools; () if calls are not parsed
+    is_forced          a call is required, so calls are parsed even for a model without a known format
     is_named           one tool was named: an answer that calls it ends with "stop", as OpenAI's do
     parallel           whether there may be more than one call
     include_reasoning  whether reasoning is shown
-    num_calls_before   calls of earlier messages, which the ids of some formats count
+    num_calls_before   number of calls in earlier messages, which the ids of some formats count
     """
 
     tools: tuple[dict[str, Any], ...] = ()
@@ -36,16 +36,16 @@ class Parsing(msgspec.Struct, frozen=True):
 
 
 class CallIds:
-    """The ids of one choice's calls: always the same ones, so that a stream that is gone on with repeats them."""
+    """Ids of one choice's calls. They are deterministic, so that a resumed stream repeats them."""
 
     def __init__(self, format_name: str | None, seed: str, num_before: int) -> None:
-        """`seed` is of this choice of this answer alone."""
+        """`seed` is unique to the choice."""
         self._format = format_name or ""
         self._seed = seed
         self._num_before = num_before
 
     def of(self, call: CallDelta) -> str:
-        """The id of a call, in the form that the model's own template knows."""
+        """The id of a call, in the format that the model's template expects."""
         if self._format.startswith("kimi"):
             return f"functions.{call.name}:{self._num_before + call.index}"
         digest = int.from_bytes(blake2b(f"{self._seed}/{call.index}".encode()).digest(), "big")
@@ -54,12 +54,12 @@ class CallIds:
 
 
 class MessageParser:
-    """Makes the events of a message of what one choice generates: what a client is shown of it, in order."""
+    """Makes events, in the client's order, of one choice's output."""
 
     def __init__(
         self, parser: ResponseParser | None, style: Parsing, ids: CallIds, thinking: Thinking | None = None
     ) -> None:
-        """Without a `parser` all is content."""
+        """Without a `parser`, the whole output is content."""
         self._parser = parser
         self._style = style
         self._ids = ids
@@ -70,25 +70,25 @@ class MessageParser:
 
     @classmethod
     def of_content(cls) -> Self:
-        """Make one for a choice that is all content."""
+        """Make a parser for a choice that is all content."""
         return cls(None, Parsing(), CallIds(None, "", 0))
 
     @property
     def num_reasoning(self) -> int:
-        """Tokens of the reasoning so far."""
+        """Number of reasoning tokens so far."""
         return self._thinking.count
 
     @property
     def ends_in_call(self) -> bool:
-        """Whether there are calls, and the last one has all of its arguments."""
+        """Whether there are calls, and the last one has complete arguments."""
         return self._arguments is not None and arguments_of("".join(self._arguments)) is not None
 
     def id_of(self, call: CallDelta) -> str:
-        """The id of a call, by its first event."""
+        """The id of a call, given its first event."""
         return self._ids.of(call)
 
     def feed(self, delta: CompletionOutput) -> list[Event]:
-        """Take what is new, and return what of it is visible now."""
+        """Parse `delta`, and return the events that are certain now."""
         if self._parser is None:
             return [TextDelta(delta.text)] if delta.text else []
         self._thinking.feed(delta.token_ids)
@@ -103,7 +103,7 @@ class MessageParser:
         return events
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """The reason that a client gets where the engine gave this one. A call that was cut is none to be answered."""
+        """The client's finish reason for the engine's `reason`: "tool_calls" only after a complete call."""
         is_call = reason == "stop" and not self._style.is_named and self.ends_in_call
         return "tool_calls" if is_call else reason
 
@@ -114,7 +114,7 @@ class MessageParser:
 
 
 class ThinkingCount:
-    """Counts the tokens of the reasoning, with those that begin and end it."""
+    """Counts the tokens of the reasoning, with its opening and closing tokens."""
 
     def __init__(self, thinking: Thinking | None) -> None:
         self._thinking = thinking
@@ -139,7 +139,7 @@ class ThinkingCount:
 
 
 def pieces(delta: CompletionOutput) -> list[OutputPiece]:
-    """Cut a text at its added tokens, of which the parser knows the ids."""
+    """Split a text at its added tokens, whose ids the parser knows."""
     text, found, at = delta.text, list[OutputPiece](), 0
     for mark in delta.marks:
         if mark.start > at:

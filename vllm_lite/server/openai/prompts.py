@@ -1,4 +1,4 @@
-"""Bodies to prompts: texts, token ids, messages through the chat template."""
+"""PromptRenderer: makes prompts of bodies: texts, token ids, and messages through the chat template."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -50,24 +50,24 @@ from vllm_lite.server.openai.steady import steady_message
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 NUM_TOKENIZERS = 2
-"""Long texts that are tokenized at a time, each of them in about 100 MB."""
+"""Number of long texts that are tokenized at a time, each of them in about 100 MB."""
 MESSAGE_NAME: Callable[[int], str] = "messages[{}]".format
-"""The name of a chat's message by its place."""
+"""Maps the index of a chat message to its name."""
 NUM_FETCHERS = 8
-"""Requests at a time whose images are fetched: a slow server of theirs does not hold up others' images."""
+"""Number of requests whose images are fetched at a time, so that a slow image server does not delay others."""
 SLICE_TOKENS = 16_384
-"""Decoded in one go, in 10 ms."""
+"""Number of tokens decoded at a time, in 10 ms."""
 
 ImagePart = tuple[Mapping[str, Any], str]
-"""A part with an image, and the name of the content that holds it."""
+"""An image part, and the name of the content that has it."""
 Check = Callable[[], None]
-"""Raises if the client has gone."""
+"""Raises if the client has disconnected."""
 T = TypeVar("T")
 _FORMS = "prompt must be a text, a list of texts, a list of token ids or a list of such lists"
 
 
 def with_marks(prompts: list[PromptLike], marks: list[int] | None) -> list[PromptLike]:
-    """The prompts, of which there is one and of token ids if there are marks in it. Raises ApiError."""
+    """Add the body's marks to the prompt, which must then be a single one of token ids. Raises ApiError."""
     if marks is None:
         return prompts
     if len(prompts) > 1 or not isinstance(prompts[0], list):
@@ -76,26 +76,26 @@ def with_marks(prompts: list[PromptLike], marks: list[int] | None) -> list[Promp
 
 
 class ChatPrompt(NamedTuple):
-    """The token ids of a chat, and what of its messages is not in them."""
+    """The token ids of a chat, and the parts of its messages that the template left out."""
 
     token_ids: list[int]
     left_out: tuple[LeftOut, ...]
     spans: Sequence[Span] | None = None
-    """The tokens with the images among them, if there are any; `token_ids` has placeholders for these."""
+    """Tokens and images in order, if there are images; `token_ids` has placeholders for these."""
 
     @property
     def prompt(self) -> PromptLike:
         return self.token_ids if self.spans is None else SpansPrompt(spans=self.spans)
 
     def warned(self, headers: dict[str, str], name: Callable[[int], str] = MESSAGE_NAME) -> dict[str, str]:
-        """The headers of the answer, with a warning of what is not in the prompt. `name` is that of a message by its
-        place."""
+        """The answer's headers, with a warning of parts that the template left out. `name` maps a message's index to
+        its name."""
         return with_warning(headers, described(self.left_out, name)) if self.left_out else headers
 
 
 class TemplateVariables(NamedTuple):
-    """Template variables that the server sets: `defaults` are variables that a chat may set otherwise, `efforts` what
-    stands for a reasoning effort."""
+    """Template variables that the server sets: a chat may override `defaults`; `efforts` maps a reasoning effort to its
+    replacement."""
 
     defaults: Mapping[str, Any] = MappingProxyType({})
     efforts: Mapping[str, str] = MappingProxyType({})
@@ -105,8 +105,8 @@ _NOTHING_TOLD = TemplateVariables()
 
 
 class PromptRenderer:
-    """For one model. Every method raises ApiError. `request` is watched while others are served first: once its client
-    has gone, nothing more is done for it."""
+    """Makes the prompts of one model. Every method raises ApiError. `request` is watched while the work waits: if its
+    client disconnects, the work is dropped."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class PromptRenderer:
         images: PromptImages | None = None,
         fetch: Fetch | None = None,
     ) -> None:
-        """`images` puts them into prompts, if the model sees any; `fetch` gets those of the web, where allowed."""
+        """`images` puts images into prompts, if the model takes any; `fetch` downloads images, if that is allowed."""
         self.tokenizer = tokenizer
         self._images = images
         self._cutters = Threads(NUM_PROCESSES, "images")
@@ -132,12 +132,12 @@ class PromptRenderer:
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model sees images of a chat."""
+        """Whether the model takes images."""
         return self._images is not None
 
     @property
     def shows_tools(self) -> bool:
-        """Whether the model is shown the tools of a chat."""
+        """Whether the chat template shows tools to the model."""
         return self._renderer is not None and self._renderer.takes_tools
 
     @property
@@ -147,13 +147,13 @@ class PromptRenderer:
 
     @property
     def can_fill_in(self) -> bool:
-        """Whether the vocabulary has the tokens that a suffix needs."""
+        """Whether the vocabulary has fill-in-the-middle tokens, which a suffix needs."""
         if self._infill is None and self.tokenizer is not None:
             self._infill = Infill.of(self.tokenizer)
         return self._infill is not None
 
     async def of_completion(self, body: CompletionBody, params: SamplingParams, request: Request) -> list[PromptLike]:
-        """Texts that are still to be tokenized, with special tokens, and lists of token ids."""
+        """Return the prompts: lists of token ids, and texts that are still to be tokenized with special tokens."""
         prompts, infill, suffix = _several(body.prompt), self.infill(body), body.suffix or ""
         is_plain = body.add_special_tokens is False and any(isinstance(prompt, str) for prompt in prompts)
         if infill is None and not is_plain:
@@ -172,7 +172,7 @@ class PromptRenderer:
             raise refused(error, "prompt") from error
 
     def infill(self, body: CompletionBody) -> Infill | None:
-        """The prompt for text between a prompt and a suffix; None without a suffix."""
+        """The fill-in-the-middle prompt; None without a suffix."""
         if not body.suffix:
             return None
         if body.echo:
@@ -188,8 +188,8 @@ class PromptRenderer:
     async def of_chat(
         self, body: ChatBody | TokenizeBody, params: SamplingParams | None, request: Request, *, sees: bool = False
     ) -> ChatPrompt:
-        """Token ids of the prompt, which has to fit into the context if there are `params`. Its special tokens are the
-        template's, unless more are asked for. `sees`: it may have images, if the model takes them."""
+        """Render and tokenize a chat, which must fit into the context if `params` are given. Special tokens are the
+        template's, unless more are requested. `sees`: images are accepted, if the model takes them."""
         parts: list[ImagePart] | None = [] if sees and self._images is not None else None
         made = await self.render(body, params, request, parts)
         if parts:
@@ -213,7 +213,7 @@ class PromptRenderer:
         request: Request,
         changes: Mapping[str, Any] | None,
     ) -> Pictured:
-        """The prompt of a chat with images, which child processes cut while other requests go on."""
+        """The prompt of a chat with images, which child processes preprocess while other requests continue."""
         owner = holder_of(request)
 
         def read(check: Check) -> list[GivenImage]:
@@ -238,8 +238,7 @@ class PromptRenderer:
     async def of_text(
         self, text: str, add_special_tokens: bool, params: SamplingParams | None, request: Request, field: str
     ) -> list[int]:
-        """Token ids of `text`, which stands in this field of the body; it has to fit into the context if there are
-        `params`."""
+        """Tokenize `text`, from this `field` of the body. It must fit into the context if `params` are given."""
         try:
             return await self.tokenized(
                 lambda check: self._encoded(text, add_special_tokens, params, check), [text], request
@@ -254,8 +253,8 @@ class PromptRenderer:
         request: Request,
         parts: list[ImagePart] | None = None,
     ) -> Rendered:
-        """Render the text of a chat, special tokens included, and find what is not in it. Images are put into `parts`,
-        and refused without it."""
+        """Render a chat to text, with special tokens, and find the parts that the template left out. Images are
+        appended to `parts`, and refused without it."""
         if self._renderer is None:
             raise ApiError(
                 400,
@@ -293,13 +292,13 @@ class PromptRenderer:
         return Rendered(made.text, tuple(each._replace(place=places[each.place]) for each in made.left_out))
 
     async def tokenized(self, work: Callable[[Check], T], prompts: Sequence[PromptLike], request: Request) -> T:
-        """Call `work`, which tokenizes `prompts`: here, or in a thread if they are long."""
+        """Call `work`, which tokenizes `prompts`, in a thread if they are long."""
         if sum(len(prompt) for prompt in prompts if isinstance(prompt, str)) <= LONG_TEXT_CHARS:
             return work(lambda: None)
         return await self._threads.run(work, request.receive)
 
     async def beginnings(self, texts: Sequence[str], num_tokens: int, request: Request) -> list[str]:
-        """The beginning of each text, of at most so many tokens."""
+        """Cut each text to its first `num_tokens` tokens."""
         words = self.tokenizer
         if words is None:
             return list(texts)
@@ -316,7 +315,7 @@ class PromptRenderer:
     async def offsets(
         self, texts: Sequence[str | None], token_ids: Sequence[list[int]], request: Request
     ) -> list[msgspec.Raw | None]:
-        """Offsets of each text's tokens, in characters, as JSON; None if these are not its tokens."""
+        """Offsets of each text's tokens in characters, as JSON; None if `token_ids` are not the text's tokens."""
         words = self.tokenizer
 
         def work(check: Check) -> list[msgspec.Raw | None]:
@@ -338,7 +337,7 @@ class PromptRenderer:
         return encode(text, self.tokenizer, add_special_tokens=add_special_tokens)
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Return the text of `token_ids`. Other tasks of the loop run between slices of many."""
+        """Decode `token_ids`. Other tasks of the loop run between slices of a long list."""
         if self.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer, so token ids cannot be told as text")
         if len(token_ids) <= SLICE_TOKENS:
@@ -367,7 +366,7 @@ def _several(given: Any) -> list[PromptLike]:
 
 
 def _plain(messages: Sequence[ChatMessage], take_image: TakeImage | None) -> dict[int, dict[str, Any]]:
-    """Make messages as ChatTemplate takes them, each with a text or text parts, by their places in the body."""
+    """Convert messages for ChatTemplate, each with a text or text parts, by their index in the body."""
     plain = {}
     for place, given in enumerate(messages):
         if given.role not in ROLES:
@@ -383,7 +382,7 @@ def _plain(messages: Sequence[ChatMessage], take_image: TakeImage | None) -> dic
 
 
 def _more(message: ChatMessage, content: Content) -> dict[str, Any]:
-    """Return what a message has beside its role and text, under the names that templates use."""
+    """Return a message's fields other than role and text, under the names that templates use."""
     more: dict[str, Any] = {name: value for name in ("name", "tool_call_id") if (value := getattr(message, name))}
     if message.tool_calls:
         more["tool_calls"] = with_read_arguments(msgspec.to_builtins(message.tool_calls))
@@ -392,7 +391,7 @@ def _more(message: ChatMessage, content: Content) -> dict[str, Any]:
 
 
 def content_of(message: ChatMessage, place: int = -1, take_image: TakeImage | None = None) -> Content:
-    """Take the texts of all parts of a message, and what they say was thought."""
+    """Collect the texts of all parts of a message, and its reasoning."""
     content, where = message.content, f"messages[{place}].content"
     if content is None and message.role in MAY_BE_EMPTY:
         return Content(message.refusal or "")

@@ -1,4 +1,4 @@
-"""Rendering of chats in the template's own process, which is started again when a template has taken too much."""
+"""Renderer: renders chats in a process for the template, which is restarted when a template exceeds its limits."""
 
 import asyncio
 import socket
@@ -15,20 +15,20 @@ from vllm_lite.server.http.long_work import through
 
 START_S = 60.0
 ANSWER_S = 60.0
-"""For what no processor time counts: a process that was stopped, a machine that stands still."""
+"""Timeout for a process that uses no CPU time: one that was stopped, or a machine that stalls."""
 END_S = 10.0
-"""For a process that has closed its wire to be gone; on a busy machine that takes its time."""
+"""Timeout for the exit of a process that has closed its socket; on a busy machine that takes time."""
 CLOSED = "the server is shutting down"
 TOO_MUCH = "killed by SIGPROF"
 PIECE_BYTES = 1 << 18
-"""Received at a time."""
+"""Bytes received at a time."""
 
 _answers: msgspec.msgpack.Decoder[template_process.Answer] = msgspec.msgpack.Decoder(template_process.Answer)
 logger = log.get(__name__)
 
 
 class TextTooLongError(RequestError):
-    """A chat has more characters than the rendering may make of it."""
+    """The rendered chat has more characters than the limit."""
 
     def __init__(self, message: str, num_chars: int) -> None:
         super().__init__(message)
@@ -39,7 +39,7 @@ class Renderer:
     """Renders one template, one chat at a time."""
 
     def __init__(self, template: TemplateSource) -> None:
-        """Starts the process. Raises ModelError for a template that cannot be read."""
+        """Start the process. Raises ModelError for a template that cannot be read."""
         self._template = template
         self._wire: socket.socket | None = None
         self._child: supervise.Child
@@ -53,10 +53,9 @@ class Renderer:
     async def render(
         self, chat: template_process.Render, is_wanted: Callable[[], Awaitable[bool]], num_bytes: int = 0
     ) -> template_process.Rendered:
-        """The text of `chat`, of about `num_bytes`, and what is not in it. Before it is rendered `is_wanted` says
-        whether its client still waits for it.
+        """Render `chat`, of about `num_bytes`. `is_wanted` is called first: whether its client still waits.
 
-        Raises RequestError, also when the template takes too much, and EngineError if its process cannot be used.
+        Raises RequestError, also when the template exceeds its limits, and EngineError if its process cannot be used.
         """
         async with self._busy:
             if not await is_wanted():
@@ -79,18 +78,19 @@ class Renderer:
         return self._child.pid
 
     def close(self) -> None:
-        """Take no more chats. Those that wait fail because the server ends."""
+        """Accept no more chats. Waiting ones fail because the server ends."""
         self._is_closed = True
         threading.Thread(target=self._child.stop, args=(0.0,), daemon=True).start()
         if not self._busy.locked():
             self._end(0.0)
 
     async def _asked(self, chat: template_process.Render, num_bytes: int) -> template_process.Answer:
-        """The process's answer. Raises OSError, ModelError, OverflowError, or RequestError if it has ended of it."""
+        """The process's answer. Raises OSError, ModelError, OverflowError, or RequestError if the chat killed the
+        process."""
         data = await through(num_bytes, lambda: frames.frame(chat.without_copies()))
         if self._is_closed:
             raise OSError(CLOSED)
-        if self._wire is not None and _has_ended(self._wire):  # somebody has killed it
+        if self._wire is not None and _has_ended(self._wire):  # the process was killed from outside
             self._end(0.0)
         wire = self._wire
         if wire is None:
@@ -99,7 +99,7 @@ class Renderer:
         try:
             async with asyncio.timeout(ANSWER_S):
                 await loop.sock_sendall(wire, data)
-                data.clear()  # the other side has it, and needs the memory
+                data.clear()  # the process has it, and needs the memory
                 length = int.from_bytes(await _received(wire, frames.LENGTH_BYTES), "little")
                 answer = await _received(wire, length)
                 return await through(length, lambda: _answers.decode(answer))
@@ -109,7 +109,7 @@ class Renderer:
                 raise OSError(CLOSED if self._is_closed else reason) from None
             logger.warning("the chat template took too much; its process is started again with the next chat")
             raise RequestError(f"the model's chat template takes too much: {template_process.LIMIT}") from None
-        except BaseException:  # in the middle of an answer, which nobody will read
+        except BaseException:  # the rest of this answer would be read as the next one
             self._end(0.0)
             raise
 
@@ -143,7 +143,7 @@ class Renderer:
         return ours
 
     def _end(self, patience_s: float) -> str:
-        """End the process. Returns why it had ended by itself, if that comes to be known within `patience_s`."""
+        """End the process. Returns the reason if it had exited by itself, waiting up to `patience_s` to learn it."""
         if self._wire is not None:
             self._wire.close()
             self._wire = None
@@ -155,7 +155,7 @@ class Renderer:
 
 
 def _has_ended(wire: socket.socket) -> bool:
-    """Whether the other side has; the kernel knows it before the thread that waits for the process."""
+    """Whether the other side has closed; the kernel knows before the thread that waits for the process."""
     try:
         return not wire.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:

@@ -1,8 +1,8 @@
-"""System messages without what agents write into them anew for every request, behind which no prefix would be cached.
+"""Removes parts of system messages that agents change with every request, which would defeat the prefix cache.
 
-Claude Code begins its first system text with `x-anthropic-billing-header: key=value; ...`, which is for Anthropic's
-proxies only, and writes `<total_tokens>N tokens left</total_tokens>` on lines or parts of their own. Gateways pass both
-on to every API, so they are cut here, where the messages of all of them come by. What users say is never touched.
+Claude Code begins its first system text with `x-anthropic-billing-header: key=value; ...`, which is meant for
+Anthropic's proxies, and writes `<total_tokens>N tokens left</total_tokens>` on lines or parts of their own. Gateways
+pass both on to every API, so they are removed here, for the messages of all APIs. User messages are never changed.
 """
 
 import re
@@ -19,7 +19,7 @@ _LEFT = re.compile(r"\s*<total_tokens>[\d_,. ]+tokens left</total_tokens>\s*")
 
 
 def steady(text: str) -> str:
-    """Cut a header at the head of a system text, and lines that are only a number of tokens that are left."""
+    """Remove a billing header at the start of a system text, and lines that only say how many tokens are left."""
     if (header := _HEADER.match(text)) is not None:
         text = text[header.end() :]
     if _MARK in text:
@@ -28,8 +28,8 @@ def steady(text: str) -> str:
 
 
 def steady_message(message: ChatMessage) -> ChatMessage | None:
-    """The message of a system or a developer by steady(), without parts of which nothing is left; None for a message of
-    which nothing is left. Any other message is as it was."""
+    """Apply steady() to a system or developer message, and drop parts that become empty; None if the whole message
+    does. Other messages are returned unchanged."""
     if message.role not in _ROLES or message.content is None:
         return message
     if isinstance(message.content, str):

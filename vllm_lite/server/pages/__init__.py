@@ -1,6 +1,6 @@
-"""Pages for people.
+"""Web pages.
 
-pages.py             GET /, /docs and /redoc, with the policy that browsers hold them to
-page.{html,css,js}   a chat; what the engines do, live, and why a request waits; what is served
-docs.html            the routes, as openapi.json has them
+pages.py             GET /, /docs and /redoc, with their content security policy
+page.{html,css,js}   a chat; the live state of the engines, with the reasons why requests wait; the settings
+docs.html            the routes, rendered from openapi.json
 """

@@ -1,6 +1,6 @@
-"""GET /, /docs and /redoc: files with nothing from elsewhere, so that they work without a network and tell nobody.
+"""GET /, /docs and /redoc: files without external resources, so that they work offline and leak nothing.
 
-The page at / has its style and its script beside it; those of the other are in it.
+The page at / has its style and script in files beside it, the other page has them inline.
 """
 
 import base64
@@ -20,12 +20,12 @@ LIVE, TRACE = b'data-mode="live"', b'data-mode="trace"'
 
 
 def routes() -> list[Route]:
-    """Raises OSError if a file is missing."""
+    """Routes of the pages. Raises OSError if a file is missing."""
     return [_route(path, _read(name), "text/html") for path, name in PAGES.items()] + _parts()
 
 
 def trace_routes() -> list[Route]:
-    """The page at / as it shows a trace. Raises OSError if a file is missing."""
+    """Routes of the page at / in its trace mode. Raises OSError if a file is missing."""
     return [_route("/", _read(PAGES["/"]).replace(LIVE, TRACE), "text/html"), *_parts()]
 
 
@@ -52,8 +52,8 @@ def _route(path: str, content: bytes, kind: str) -> Route:
 
 
 def policy(page: bytes) -> str:
-    """A browser runs the script of the page, or the files of this server if it has none in it, and no other, and lets
-    it speak to this server only."""
+    """Content security policy of a page: only its inline scripts and styles, or this server's files if it has none, and
+    connections to this server only."""
     scripts, styles = (
         " ".join(map(_digest, re.findall(tag, page, re.DOTALL))) or "'self'" for tag in (_SCRIPT, _STYLE)
     )

@@ -1,5 +1,5 @@
-"""The answers: objects with a list that has a piece for each text, made and sent some at a time: all vectors of a long
-list at once, or those of a long text's tokens, would hold the event loop and take ten times their own memory."""
+"""Answers with a list of one piece per text, written and sent in pieces: all vectors of a long list, or of a long
+text's tokens, would block the event loop if written at once, and take ten times their own memory."""
 
 import asyncio
 import base64
@@ -17,27 +17,27 @@ from vllm_lite.server.pooling.encodings import FLOAT_BYTES, Encoding
 
 _encode = msgspec.json.encode
 PIECE_BYTES = 64 * 1024
-"""About so much is made before others have their turn."""
+"""Bytes that are written before the event loop runs other tasks."""
 SMALL, SMALL_BYTES = 16, 64 * 1024
-"""An answer of so few texts, with so few bytes of numbers, is sent as one."""
+"""An answer with at most so many texts and bytes of numbers is sent at once."""
 BASE64_BYTES = 3 * 16 * 1024
-"""Numbers that are encoded at a time; a multiple of three needs no padding."""
+"""Bytes of numbers encoded at a time; a multiple of three needs no padding."""
 
 Item = Callable[[int, PoolingStream], Iterable[bytes]]
-"""JSON of the text with this number, in pieces."""
+"""Writes the JSON of one text, given its number, in pieces."""
 
 
 def answer(
     call: PoolingCall, headers: dict[str, str], fields: dict[str, Any], item: Item, name: str = "data"
 ) -> Response:
-    """The answer of a call that has ended: `fields` and, behind them, a list `name` with `item` of each text."""
+    """The answer of a finished call: `fields`, then a list `name` with `item` of each text."""
     return sent(call, headers, fields, name, _list(item(index, stream) for index, stream in enumerate(call.streams)))
 
 
 def sent(
     call: PoolingCall, headers: dict[str, str], fields: dict[str, Any], name: str, value: Iterable[bytes]
 ) -> Response:
-    """The answer of a call that has ended: `fields` and, behind them, `name` with a value in pieces."""
+    """The answer of a finished call: `fields`, then `name` with a value in pieces."""
     pieces = _object(fields, name, value)
     num_bytes = sum(len(stream.data) for stream in call.streams)
     if len(call.streams) <= SMALL and num_bytes <= SMALL_BYTES:
@@ -46,7 +46,7 @@ def sent(
 
 
 def _object(fields: dict[str, Any], name: str, value: Iterable[bytes]) -> Iterator[bytes]:
-    """An object of `fields`, of which there are some, and of `name` with a value in pieces."""
+    """Write an object of `fields` (at least one), and of `name` with a value in pieces."""
     yield _encode(fields)[:-1] + b"," + _encode(name) + b":"
     yield from value
     yield b"}"
@@ -80,7 +80,7 @@ async def _sent(pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def fields(call: PoolingCall, model: str) -> dict[str, Any]:
-    """Fields beside the data."""
+    """Fields of the answer other than the data."""
     count = call.num_prompt_tokens
     cached = sum(stream.num_cached_tokens for stream in call.streams)
     details = {"cached_tokens": cached} if cached else None
@@ -94,7 +94,7 @@ def fields(call: PoolingCall, model: str) -> dict[str, Any]:
 
 
 def binary_answer(call: PoolingCall, headers: dict[str, str], encoding: Encoding, *, model: str | None) -> Response:
-    """All numbers as bytes, text after text; with the name of the model a header says which are whose, as vLLM's."""
+    """All numbers as bytes, text after text. With `model`, a header describes each text's range, as vLLM's does."""
     if model is not None:
         start, places = 0, []
         for index, stream in enumerate(call.streams):
@@ -118,7 +118,7 @@ def embedding(index: int, stream: PoolingStream, *, encoding: Encoding | None) -
 
 
 def pooled(index: int, stream: PoolingStream, *, encoding: Encoding | None) -> Iterable[bytes]:
-    """The numbers of one text, in rows where each token has some and they are not in base64."""
+    """The numbers of one text: in rows for a token task without base64, else as one vector."""
     found: Iterable[bytes]
     if stream.pooling.task in TOKEN_TASKS and encoding is None:
         found = _list([_encode(row)] for row in stream.rows())
@@ -128,7 +128,7 @@ def pooled(index: int, stream: PoolingStream, *, encoding: Encoding | None) -> I
 
 
 def vector(_: int, stream: PoolingStream) -> Iterable[bytes]:
-    """The vector of one text and nothing else."""
+    """The bare vector of one text."""
     return _vector(stream, None)
 
 
@@ -137,7 +137,8 @@ def _vector(stream: PoolingStream, encoding: Encoding | None) -> Iterable[bytes]
 
 
 def typed(call: PoolingCall, kinds: Sequence[str]) -> Iterator[bytes]:
-    """The vectors as Cohere's API has them: for each kind a list of all. Those of bits need vectors of whole bytes."""
+    """The vectors in Cohere's format: for each kind, a list over all texts. Kinds of bits need a multiple of 8
+    numbers."""
     yield b"{"
     for place, kind in enumerate(kinds):
         make = _TYPED[kind]
@@ -147,7 +148,8 @@ def typed(call: PoolingCall, kinds: Sequence[str]) -> Iterator[bytes]:
 
 
 def _bits(stream: PoolingStream, shift: int) -> Iterable[bytes]:
-    """One bit for each number, set unless it is negative, eight to a byte; `shift` is subtracted from each byte."""
+    """Pack the sign of each number into a bit, set unless it is negative, eight to a byte; `shift` is subtracted from
+    each byte."""
     bits = "".join("0" if number < 0 else "1" for number in stream.numbers())
     return [_encode([int(bits[start : start + 8], 2) - shift for start in range(0, len(bits), 8)])]
 
@@ -161,20 +163,20 @@ _TYPED: dict[str, Callable[[PoolingStream], Iterable[bytes]]] = {
 
 
 def found_entities(stream: PoolingStream, finder: EntityFinder, *, redact: bool) -> bytes:
-    """JSON of one text's entities: a piece of an object, without its braces."""
+    """The fields of one text's entities as JSON, without braces."""
     outputs = classified(stream, finder).outputs
     shown = {"entities": outputs.entities, **({"redacted": outputs.redacted} if redact else {})}
     return _encode(shown)[1:-1]
 
 
 def entities(index: int, stream: PoolingStream, *, found: Sequence[bytes]) -> Iterable[bytes]:
-    """The entities of one text, which `found_entities` has written."""
+    """The entities of one text, as written by found_entities()."""
     del stream
     return [_encode({"object": "token_classification", "index": index})[:-1], b",", found[index], b"}"]
 
 
 def classification(index: int, stream: PoolingStream, labels: tuple[str, ...]) -> Iterable[bytes]:
-    """The numbers of one text's labels, and the label with the largest."""
+    """The probabilities of one text's labels, and the likeliest label."""
     numbers = stream.numbers()
     best = max(range(len(numbers)), key=numbers.__getitem__)
     label = labels[best] if best < len(labels) else None

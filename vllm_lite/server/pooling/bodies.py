@@ -12,19 +12,20 @@ from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.pooling.encodings import EmbedDtype, Encoding, Endianness
 
 MAX_TEXTS = 16_384
-"""Texts of one request."""
+"""Maximum number of texts of one request."""
 MAX_PARTS = 1024
-"""Parts of one of Cohere's inputs."""
+"""Maximum number of parts of one of Cohere's inputs."""
 MAX_LABELS = 1024
-"""Labels that a request may have ignored."""
+"""Maximum number of labels that a request can ignore."""
 MAX_NUMBER_BYTES = 64 * 1024 * 1024
-"""Float32 numbers that one request gets, of all its texts: they wait here for the last one."""
+"""Maximum bytes of float32 numbers for all texts of one request, which are kept until the last text is done."""
 
 Texts = Annotated[list[str], Meta(min_length=1, max_length=MAX_TEXTS)]
 
 
 class PoolingFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields that all of them share. `normalize` is an older name of `use_activation`, `activation` of classifiers'."""
+    """Fields that all bodies share. `normalize`, and `activation` and `softmax` of classifiers, are older names of
+    `use_activation`."""
 
     model: str | None = None
     user: Name | None = None
@@ -90,12 +91,12 @@ class EmbeddingBody(InputFields, frozen=True, kw_only=True):
 
 
 class PoolingBody(EmbeddingBody, frozen=True, kw_only=True):
-    """POST /pooling: any task of the model's; by default its first."""
+    """POST /pooling: any task of the model; its first by default."""
 
     task: PoolingTask | Literal["plugin"] | None = None
 
     def checked_task(self, default: PoolingTask) -> PoolingTask:
-        """The task asked for. Raises ApiError for that of vLLM's plugins."""
+        """The requested task. Raises ApiError for the task of vLLM's plugins."""
         if self.task == "plugin":
             text = "the task 'plugin' is not supported: it is done by code of vLLM's plugins, and none is loaded here"
             raise ApiError(400, text, "task")
@@ -104,8 +105,8 @@ class PoolingBody(EmbeddingBody, frozen=True, kw_only=True):
 
 class TokenClassifyBody(PoolingFields, frozen=True, kw_only=True):
     """POST /token_classify: entities of texts. `aggregation_strategy` and `ignore_labels` are those of transformers'
-    pipeline, with "viterbi" besides; windows of a long text share `stride` tokens; `redact` also gives each text with
-    the labels in the places of its entities."""
+    pipeline, plus "viterbi"; windows of a long text share `stride` tokens; `redact` also returns each text with labels
+    in place of its entities."""
 
     input: str | Texts
     aggregation_strategy: Aggregation | None = None
@@ -123,14 +124,14 @@ class ClassifyBody(InputFields, frozen=True, kw_only=True):
 
 
 class CohereInput(msgspec.Struct, frozen=True):
-    """One of the `inputs` of Cohere's API, which is a message of a user."""
+    """One of the `inputs` of Cohere's API: a user message."""
 
     content: Annotated[list[Part], Meta(min_length=1, max_length=MAX_PARTS)]
 
 
 class CohereEmbedBody(msgspec.Struct, frozen=True, kw_only=True):
-    """POST /v2/embed, with the fields of Cohere's API as vLLM takes them. `input_type` names one of the prompts that
-    the model's folder has for what a text is to be used for."""
+    """POST /v2/embed, with the fields of Cohere's API that vLLM accepts. `input_type` names one of the task prompts in
+    the model's folder."""
 
     model: str | None = None
     input_type: str | None = None
@@ -158,7 +159,7 @@ Side = str | Texts
 
 
 class PairFields(PoolingFields, frozen=True, kw_only=True):
-    """Fields that scores and rankings share: the tokens read of each side; 0 is all of them."""
+    """Fields that scores and rankings share: the maximum number of tokens of each side; 0 = no limit."""
 
     max_tokens_per_query: int | None = None
     max_tokens_per_doc: int | None = None
@@ -166,7 +167,7 @@ class PairFields(PoolingFields, frozen=True, kw_only=True):
 
 
 class ScoreBody(PairFields, frozen=True, kw_only=True):
-    """POST /score: one text with each of several, or texts in pairs, under any of the names that vLLM has had."""
+    """POST /score: one text with each of several, or texts in pairs, under any of vLLM's names."""
 
     text_1: Side | None = None
     text_2: Side | None = None
@@ -190,7 +191,7 @@ class ScoreBody(PairFields, frozen=True, kw_only=True):
 
 
 class Document(msgspec.Struct, frozen=True):
-    """A document as an object; what else it has is ignored."""
+    """A document as an object; its other fields are ignored."""
 
     text: str
 

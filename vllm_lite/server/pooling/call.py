@@ -18,8 +18,8 @@ class PoolingCall(ListCall[PoolingStream]):
         self.num_texts += num_more
 
     async def join(self) -> None:
-        """Make one stream of those of each text, once all have finished. Tokens that windows share count once. A thread
-        makes the means of vectors, which are long work in plain Python."""
+        """Join the windows of each text into one stream, once all have finished. Tokens that windows share count once.
+        The means of vectors are computed in a thread, as they take long in plain Python."""
         if all(stream.part is None for stream in self.streams):
             return
         self.streams = await asyncio.to_thread(lambda: [joined(own) for own in by_text(self.streams)])

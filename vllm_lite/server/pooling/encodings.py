@@ -1,4 +1,5 @@
-"""The numbers of vectors as bytes: in which type, in which order of bytes. No numpy, which this process has not."""
+"""Encoding: vectors as bytes, in a number type and byte order. Written without numpy, which the server does not
+import."""
 
 import math
 import struct
@@ -23,11 +24,11 @@ class Encoding(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """The size of one number."""
+        """Bytes of one number."""
         return _NUM_BYTES[self.dtype]
 
     def of(self, data: bytes) -> bytes:
-        """Encode float32 numbers, which are rounded to the nearest of the type."""
+        """Encode float32 numbers, rounded to the nearest value of the type."""
         if self.dtype == "float32" and self.endianness in ("native", sys.byteorder):
             return data
         found = _ENCODERS[self.dtype](array("f", data))
@@ -43,12 +44,12 @@ def _float16(numbers: "array[float]") -> "array[int]":
 def _half(number: float) -> bytes:
     try:
         return struct.pack("=e", number)
-    except OverflowError:  # beyond the largest
+    except OverflowError:  # larger than the largest float16
         return struct.pack("=e", math.copysign(math.inf, number))
 
 
 def _bfloat16(numbers: "array[float]") -> "array[int]":
-    """The upper half of each number, rounded to even; a NaN stays one."""
+    """The upper half of each number, rounded to nearest even; a NaN stays NaN."""
     bits = array("I", numbers.tobytes())
     return array("H", [_upper_half(each) for each in bits])
 
@@ -60,13 +61,13 @@ def _upper_half(bits: int) -> int:
 
 
 def _float8(mantissa_bits: int, last: int, numbers: "array[float]") -> "array[int]":
-    """`last` is the code of what is larger than all others: the largest number, or infinity where there is one."""
+    """Encode as float8. `last` is the code for larger values: the largest number, or infinity if the type has it."""
     values = _magnitudes(mantissa_bits, last)
     return array("B", [_nearest(values, number) for number in numbers])
 
 
 def _nearest(values: tuple[float, ...], number: float) -> int:
-    """The code of the nearest value; of two as near the even one."""
+    """The code of the nearest value; of two equally near, the even one."""
     if math.isnan(number):
         return 0x7F
     size, sign = abs(number), 0x80 if math.copysign(1, number) < 0 else 0

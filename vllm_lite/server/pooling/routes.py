@@ -34,15 +34,15 @@ from vllm_lite.server.pooling.runs import PoolingRuns
 
 Method = Callable[[Asked[Any]], Awaitable[Response]]
 PAIRS_AT_ONCE = 256
-"""Similarities that are computed before others have their turn."""
+"""Number of similarities that are computed before the event loop runs other tasks."""
 TEXTS_AT_ONCE = 4
-"""The same of texts whose entities are found, each of at most so many tokens:"""
+"""The same for texts whose entities are decoded inline, with at most TOKENS_INLINE tokens each."""
 TOKENS_INLINE = 512
 NO_PAIRS = "scores no pairs"
 
 
 class PoolingRoutes:
-    """Answers each of them by one method."""
+    """Answers the routes: one method each."""
 
     def __init__(self, runs: PoolingRuns) -> None:
         self._runs = runs
@@ -63,7 +63,7 @@ class PoolingRoutes:
         return [Route(path, holding(self._reading(kind, method)), methods=["POST"]) for path, kind, method in posts]
 
     async def invoked(self, request: Request, data: bytes, fields: Collection[str]) -> Response | None:
-        """Answer a body of one of these routes, as its `fields` say; None if they say nothing. Raises ApiError."""
+        """Answer a body by the route that its `fields` belong to; None if they belong to none. Raises ApiError."""
         kind: type[Any] = EmbeddingBody
         method: Method = self.embeddings
         if "query" in fields:
@@ -94,7 +94,7 @@ class PoolingRoutes:
         return self._vectors(asked, call, answers.embedding)
 
     async def cohere(self, asked: Asked[Any]) -> Response:
-        """Vectors in the form that Cohere's clients read."""
+        """Answer with vectors in Cohere's format."""
         body = asked.body
         kinds = list(dict.fromkeys(body.embedding_types or ["float"]))
         size = body.output_dimension or self._runs.factory.limits.pooler.size
@@ -127,7 +127,7 @@ class PoolingRoutes:
         return self._vectors(asked, call, answers.pooled)
 
     def _vectors(self, asked: Asked[Any], call: PoolingCall, write: Callable[..., Iterable[bytes]]) -> Response:
-        """The answer in the encoding that the body asks for; `write` writes the numbers of one text."""
+        """The answer in the requested encoding; `write` writes the numbers of one text."""
         way, encoding = asked.body.encoding_format, asked.body.encoding
         if way in ("bytes", "bytes_only"):
             model = asked.model if way == "bytes" else None
@@ -136,7 +136,7 @@ class PoolingRoutes:
         return answers.answer(call, asked.headers, answers.fields(call, asked.model), item)
 
     async def token_classify(self, asked: Asked[Any]) -> Response:
-        """Entities of texts, and the texts without them."""
+        """Answer with the entities of texts, and the redacted texts."""
         self._check_serves("classifies no tokens", "token_classify")
         body = asked.body
         ignored = BACKGROUND if body.ignore_labels is None else body.ignore_labels
@@ -150,7 +150,7 @@ class PoolingRoutes:
             raise ApiError(400, "redact needs entities, and aggregation_strategy none gives single tokens", "redact")
         call = await self._runs.placed(asked, "token-classify", body.texts, body.params(), body.stride)
         found = list[bytes]()
-        for number, stream in enumerate(call.streams):  # a path through a long text takes a second
+        for number, stream in enumerate(call.streams):  # the Viterbi path of a long text takes a second
             write = partial(answers.found_entities, stream, finder, redact=body.redact)
             is_long = len(stream.prompt.token_ids) > TOKENS_INLINE
             found.append(await asyncio.to_thread(write) if is_long else write())
@@ -159,7 +159,7 @@ class PoolingRoutes:
         return answers.answer(call, asked.headers, answers.fields(call, asked.model), item)
 
     def _check_serves(self, what: str, *tasks: PoolingTask) -> None:
-        """Raises ApiError unless the model can do one of `tasks`; `what` it does not do else."""
+        """Raise ApiError unless the model can do one of `tasks`; `what` names the missing ability."""
         able = self._runs.factory.tasks
         if not set(tasks) & set(able):
             named = f"it can be asked to {' or '.join(able)}" if able else "it generates text"
@@ -184,7 +184,7 @@ class PoolingRoutes:
         return as_json({**answers.fields(call, asked.model), "data": data}, asked.headers)
 
     async def rerank(self, asked: Asked[Any]) -> Response:
-        """The best documents first, in the form that Jina's and Cohere's clients read."""
+        """Answer with the best documents first, in the format of Jina and Cohere."""
         self._check_serves(NO_PAIRS, "score", "embed")
         body = asked.body
         if body.top_n is not None and body.top_n < 0:
@@ -205,7 +205,7 @@ class PoolingRoutes:
         )
 
     async def _cut(self, pairs: Sequence[tuple[str, str]], asked: Asked[Any]) -> Sequence[tuple[str, str]]:
-        """Keep so many tokens of each side as the body says. Raises ApiError."""
+        """Cut each side to its maximum number of tokens. Raises ApiError."""
         sides = []
         for side, name in enumerate(("max_tokens_per_query", "max_tokens_per_doc")):
             most = getattr(asked.body, name) or 0
@@ -224,13 +224,14 @@ class PoolingRoutes:
         params: PoolingParams,
         instruction: str | None,
     ) -> tuple[PoolingCall, list[float]]:
-        """By the model's head, or the cosine similarity of its vectors. Raises ApiError."""
+        """Score pairs by the model's classification head, or by the cosine similarity of its vectors. Raises
+        ApiError."""
         if "score" in self._runs.factory.tasks:
             call = await self._runs.scored(asked, kind, pairs, params, instruction)
             return call, [stream.numbers()[0] for stream in call.streams]
         places = {text: place for place, text in enumerate(dict.fromkeys(text for pair in pairs for text in pair))}
         call = await self._runs.pooled(asked, kind, list(places), params, "embed")
-        vectors = [memoryview(stream.data).cast("f") for stream in call.streams]  # as floats they would be large
+        vectors = [memoryview(stream.data).cast("f") for stream in call.streams]  # Python floats would be larger
         lengths: list[float] = []
         for number, vector in enumerate(vectors):
             lengths.append(sqrt(sum(map(mul, vector, vector))))

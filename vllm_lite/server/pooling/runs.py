@@ -1,4 +1,4 @@
-"""From a body to the numbers of its texts: tokenized some at a time, and never all of them in the engine at once."""
+"""PoolingRuns: tokenizes the texts of a body in batches, and runs a bounded number of them in the engine at a time."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -22,17 +22,17 @@ from vllm_lite.server.pooling.bodies import MAX_NUMBER_BYTES, MAX_TEXTS, CohereE
 from vllm_lite.server.pooling.call import PoolingCall
 
 BATCH = 64
-"""Texts that are tokenized together."""
+"""Number of texts that are tokenized together."""
 INLINE_CHARS = 4096
-"""Texts of so many characters are tokenized at once, without a thread."""
+"""Texts of up to so many characters are tokenized without a thread."""
 
 COHERE_INPUT_TYPES = frozenset({"search_document", "search_query", "classification", "clustering"})
 
 FIELDS = "dimensions", "stride", "truncate_prompt_tokens"
-"""Errors of the client library that begin with one of these are about that field of a body."""
+"""Errors of the client library that begin with one of these names are about that field of the body."""
 
 Make = Callable[[int, int, Sequence[str]], list[PoolingStream]]
-"""Makes the streams of the texts from one number to another, with these ids."""
+"""make(start, end, ids): makes the streams of texts `start` to `end`, with these ids."""
 
 
 class PoolingRuns:
@@ -41,21 +41,21 @@ class PoolingRuns:
     def __init__(
         self, generation: Generation, factory: PoolingFactory, window: Window, task_prompts: dict[str, str]
     ) -> None:
-        """`task_prompts`: what the model wants before a text, by what the text is to be used for."""
+        """`task_prompts`: the model's prompts to put before a text, by the text's purpose."""
         self._task_prompts = task_prompts
         self.generation = generation
         self.factory = factory
         self._window = window
 
     async def prompts_of(self, asked: Asked[InputFields]) -> tuple[list[PromptLike], Asked[Any]]:
-        """Return the input of a body, and the request, whose headers may have a warning more."""
+        """Return the prompts of a body, and the request, whose headers may have gained a warning."""
         body, request = asked.body, asked.request
         if (body.input is None) == (body.messages is None):
             raise ApiError(400, "give either input or messages", "input")
         if body.messages is not None:
             fields = ("messages", "add_special_tokens", "add_generation_prompt", "continue_final_message")
             given = {name: getattr(body, name) for name in (*fields, "chat_template_kwargs")}
-            if body.add_generation_prompt is None:  # there is nothing to be generated
+            if body.add_generation_prompt is None:  # nothing is generated
                 given["add_generation_prompt"] = False
             found = await self.generation.prompts.of_chat(ChatBody(**given), None, request)
             return [found.token_ids], asked._replace(headers=found.warned(asked.headers))
@@ -65,9 +65,9 @@ class PoolingRuns:
         return prompts, asked
 
     async def cohere_prompts(self, asked: Asked[CohereEmbedBody]) -> tuple[list[PromptLike], Asked[Any]]:
-        """Texts of a body of Cohere's API, with the prompt of its `input_type`: before each text, as
-        sentence-transformers has it, and before the message of an input as a message of the system. And the request,
-        whose headers may have warnings more."""
+        """Return the prompts of Cohere's body, with the task prompt of its `input_type`: before each text, as in
+        sentence-transformers, and as a system message before an input. And the request, whose headers may have gained
+        warnings."""
         body, request = asked.body, asked.request
         if body.images:
             raise ApiError(400, "images are not supported: models are served as text models here", "images")
@@ -92,8 +92,8 @@ class PoolingRuns:
         return prompts, asked._replace(headers=headers)
 
     def _task_prompt(self, input_type: str | None) -> str:
-        """The prompt of this name, "" for none. Cohere's clients always send a name: where the model has no prompts,
-        theirs change nothing. Raises ApiError for a name that is not known."""
+        """The task prompt of this name, "" for none. Cohere's clients always send a name: if the model has no prompts,
+        Cohere's names have no effect. Raises ApiError for an unknown name."""
         if input_type is None or (not self._task_prompts and input_type in COHERE_INPUT_TYPES):
             return ""
         prompt = self._task_prompts.get(input_type)
@@ -106,7 +106,7 @@ class PoolingRuns:
     async def pooled(
         self, asked: Asked[Any], kind: str, prompts: Sequence[PromptLike], params: PoolingParams, task: PoolingTask
     ) -> PoolingCall:
-        """Do one task with each of `prompts`, to the end."""
+        """Run one task on each of `prompts`, to the end."""
         sizes = [len(prompt) if isinstance(prompt, str) else 0 for prompt in prompts]
 
         def make(start: int, end: int, ids: Sequence[str]) -> list[PoolingStream]:
@@ -119,7 +119,7 @@ class PoolingRuns:
     async def placed(
         self, asked: Asked[Any], kind: str, texts: Sequence[str], params: PoolingParams, stride: int | None
     ) -> PoolingCall:
-        """Compute the logits of texts' tokens, with the places of these."""
+        """Compute the logits of texts' tokens, with the tokens' offsets in the text."""
 
         def make(start: int, end: int, ids: Sequence[str]) -> list[PoolingStream]:
             return self.factory.make_placed(texts[start:end], params, stride, ids)
@@ -144,7 +144,7 @@ class PoolingRuns:
         return await self.generation.prompts.of_text(prompt, False, None, request, "input")
 
     async def _run(self, asked: Asked[Any], kind: str, sizes: Sequence[int], make: Make) -> PoolingCall:
-        """`sizes` are the characters of the texts. They are computed with the adapter that is asked for."""
+        """Run texts with the requested adapter. `sizes` are their lengths in characters."""
         request, adapter = asked.request, self.generation.model.adapter_of(asked.model)
         live = self.generation.live
         call_id = await live.new_id(kind, getattr(asked.body, "request_id", None), request)
@@ -156,7 +156,7 @@ class PoolingRuns:
         return call
 
     async def _feed(self, call: PoolingCall, sizes: Sequence[int], make: Make) -> None:
-        """Start text after text as there is room, until all are done."""
+        """Start texts as the window has room, until all are done."""
         dispatcher: Any = self.generation.live.calls.dispatcher
         suffix = self.generation.live.calls.stream_ids
         next_text, made = 0, list[PoolingStream]()
@@ -181,7 +181,7 @@ class PoolingRuns:
         call.check("input")
 
     def check_size(self, call: PoolingCall) -> None:
-        """Refuse a call whose texts so far get more numbers than the server keeps for one."""
+        """Raise ApiError if the texts so far get more numbers than the server keeps for one call."""
         stream, per_token = call.streams[-1], call.streams[-1].pooling.task in TOKEN_TASKS
         size = stream.pooling.dimensions or self.factory.limits.pooler.row_size(stream.pooling.task)
         count = call.num_prompt_tokens if per_token else len(call.streams)
@@ -206,7 +206,7 @@ def _adapted(adapter: str, make: Make, start: int, end: int, ids: Sequence[str])
 
 @contextmanager
 def _refusing(first: int = 0) -> Iterator[None]:
-    """Turn errors of the client library into answers; the texts of this part begin with number `first`."""
+    """Turn errors of the client library into ApiErrors; `first` is the number of the first text."""
     try:
         yield
     except VllmLiteError as error:

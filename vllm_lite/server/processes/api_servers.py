@@ -1,5 +1,5 @@
-"""ApiServers: all API servers but the first, which owns them. They are started, watched, started again when they die or
-hang, and ended with it."""
+"""ApiServers: all API servers but the first, which owns them: starts them, restarts them when they die or hang, and
+ends them with itself."""
 
 import asyncio
 import os
@@ -24,21 +24,22 @@ MODULE = "vllm_lite.server.processes.http_server"
 READY_S = 60.0
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 60.0
-"""A server that dies more often than MAX_RESTARTS times in this time ends all."""
+"""More than MAX_RESTARTS deaths in this time end all servers."""
 LOOK_S = 0.02
 WATCH_S = 1.0
-"""Between two looks at whether the servers are alive."""
+"""Seconds between two checks of the servers' signs of life."""
 AGAIN_S = 2.0
-"""For a sign of life after this process itself was stopped, as then the others may have been, too."""
+"""Seconds of grace for a sign of life after this process itself was stopped, as the others may have been stopped with
+it."""
 GRACE_S = 5.0
-"""Beyond the time that requests have to end."""
+"""Seconds beyond shutdown_timeout before a server is killed."""
 
 logger = log.get(__name__)
 
 
 class ApiServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of an API server's process. `engine` is resolved, `addresses` are those of all engines; `listener` and
-    `scoreboard` are open descriptors."""
+    """Settings of an API server's process. `engine` is resolved; `addresses` are those of all engines; `listener` and
+    `scoreboard` are open file descriptors."""
 
     config: ServeConfig
     keys: Keys
@@ -50,15 +51,15 @@ class ApiServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class ApiServers:
-    """Runs one child for each of the settings; without any there is nothing to do."""
+    """Runs one child process for each of the settings, if there are any."""
 
     def __init__(
         self, settings: Sequence[ApiServerSettings], scoreboard: Scoreboard, listeners: Sequence[socket.socket] = ()
     ) -> None:
-        """`listeners` are this process's own copies of their sockets. They outlive a server that dies, so that clients
-        who come meanwhile wait for the next one."""
+        """`listeners` are this process's copies of the children's sockets. They stay open when a server dies, so that
+        new clients wait for its successor."""
         self.trouble: str | None = None
-        """Why all have to end, None as long as they need not."""
+        """The reason why all servers must end, None while they need not."""
         self._settings = {each.number: each for each in settings}
         self._scoreboard = scoreboard
         self._listeners = listeners
@@ -70,7 +71,7 @@ class ApiServers:
         self._stopping: list[threading.Thread] | None = None
 
     async def start(self) -> None:
-        """Start all of them, and wait until each is alive. Raises EngineError."""
+        """Start all servers, and wait until each is alive. Raises EngineError."""
         for number in self._settings:
             self._spawn(number)
         deadline_s = time.monotonic() + READY_S
@@ -83,15 +84,15 @@ class ApiServers:
                 await asyncio.sleep(LOOK_S)
 
     async def watch(self) -> None:
-        """For ever: kill a server that gives no sign of life for as long as an engine may be silent
-        (heartbeat_timeout_s), or does not start in READY_S; restart_ended() starts another in its place."""
+        """Until cancelled: kill a server that gives no sign of life for heartbeat_timeout_s, or does not start within
+        READY_S; restart_ended() then restarts it."""
         self.looked_s = time.monotonic()
         while True:
             await asyncio.sleep(WATCH_S)
             self.kill_hung(time.monotonic())
 
     def kill_hung(self, now_s: float) -> None:
-        if now_s - self.looked_s > WATCH_S + AGAIN_S:  # this process was stopped
+        if now_s - self.looked_s > WATCH_S + AGAIN_S:  # this process was stopped (SIGSTOP)
             self._stopped_until_s = now_s + AGAIN_S
         self.looked_s = now_s
         for number, child in self._children.items():
@@ -104,7 +105,7 @@ class ApiServers:
                 os.kill(child.pid, signal.SIGKILL)
 
     def restart_ended(self) -> str | None:
-        """Start those again that have ended. Returns why all have to end, None as long as they need not."""
+        """Restart ended servers. Returns the reason why all must end, None while they need not."""
         while self._exits and self._stopping is None and self.trouble is None:
             number, reason = self._exits.popleft()
             now_s = time.monotonic()
@@ -120,7 +121,7 @@ class ApiServers:
         return self.trouble
 
     def stop(self) -> None:
-        """Ask all to end, each in the time that its requests have for that."""
+        """Ask all servers to end, each within its shutdown timeout."""
         if self._stopping is not None:
             return
         for listener in self._listeners:
@@ -133,14 +134,14 @@ class ApiServers:
             thread.start()
 
     def stop_now(self) -> None:
-        """Ask all again, after stop(), to end without waiting for their requests."""
+        """After stop(): ask all servers again, to end without waiting for their requests."""
         for child in self._children.values():
             if child.exited() is None:
                 with suppress(ProcessLookupError):
                     os.kill(child.pid, signal.SIGTERM)
 
     async def ended(self) -> None:
-        """Wait, after stop(), until all are gone."""
+        """After stop(): wait until all servers have exited."""
         for thread in self._stopping or ():
             await asyncio.to_thread(thread.join)
 

@@ -1,6 +1,6 @@
-"""`serve` as a child of the process that uses it: on a socket in a private folder, gone when that process is.
+"""`serve` as a child of the process that uses it: listens on a socket in a private folder, and ends with that process.
 
-The folder also takes its log, the engine's and the workers', so that the terminal is its owner's alone.
+The folder also has its log, the engine's and the workers', so that they do not write to the owner's terminal.
 """
 
 import os
@@ -15,7 +15,7 @@ from vllm_lite.server.config import ServeConfig
 
 
 class ChildServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`run_dir` is the folder, which dies with the server if its owner dies first."""
+    """`run_dir` is the private folder; the server removes it if its owner dies first."""
 
     config: ServeConfig
     run_dir: str

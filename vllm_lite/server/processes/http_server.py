@@ -1,4 +1,4 @@
-"""HttpServer: one API server in front of a ready engine. Also the entry point of those that are children."""
+"""HttpServer: one API server in front of a ready engine. Also the entry point of child API servers."""
 
 import asyncio
 import gc
@@ -40,21 +40,22 @@ _FIRST_ROUTES = (
     ("token_embed", "/pooling"),
     ("token_classify", "/token_classify"),
 )
-"""The first task that a model has which generates nothing says what to try."""
+"""Routes to suggest for a model that generates no text, by its first pooling task."""
 START_TIMEOUT_S = 10.0
 TICKS_TO_LOOK = 5
 ABORT_S = 2.0
-"""How long what is aborted at the end may take to answer its clients so."""
+"""Seconds for aborted requests to be answered at shutdown."""
 UVICORNS_CIPHERS = "TLSv1"
 CLOSE_S = 1
 FAILED_S = 0.5
-"""How long a server whose engine has died still answers what comes, twice."""
+"""Seconds for which a server whose engine has died still answers; waited twice."""
 
 logger = log.get(__name__)
 
 
 class Uvicorn(uvicorn.Server):
-    """Handles no signals; looks at each connection whether its client reads, and reports that the loop is alive."""
+    """uvicorn without signal handlers, which checks that the clients of its connections read, and reports that the loop
+    is alive."""
 
     def __init__(self, config: uvicorn.Config, report_alive: Callable[[], None] = lambda: None) -> None:
         super().__init__(config)
@@ -76,7 +77,7 @@ class Uvicorn(uvicorn.Server):
 
 @dataclass
 class HttpServer:
-    """One API server in front of a ready engine. Server number 0 owns the others."""
+    """One API server in front of a ready engine. Server 0 owns the others."""
 
     config: ServeConfig
     keys: Keys
@@ -87,11 +88,11 @@ class HttpServer:
     num_signals: int = 0
 
     async def run(self, is_stopped: Callable[[], bool], others: ApiServers) -> int:
-        """Serve until a signal comes or the engine ends. Returns the exit status."""
+        """Serve until a signal arrives or the engine ends. Returns the exit status."""
         ended = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, ended, others)
-        if is_stopped():  # before there was a loop
+        if is_stopped():  # signalled before the loop ran
             return 0
         application = Application(self.config, self.keys, self.engine, self.files, self.scoreboard)
         calls = application.calls
@@ -104,12 +105,12 @@ class HttpServer:
             if ended.is_set():
                 return 0
             serving.append(await started(server, self.listener))
-            gc.freeze()  # what lives now lives for ever; a collection first would find hardly anything in 0.05 s
+            gc.freeze()  # today's objects live for ever; a collection before would free hardly anything in 0.05 s
             gc.enable()
             if self.scoreboard.number == 0:
                 log.moment("server", "HTTP")
                 self.engine.announce(self._where()[0])
-                with suppress(OSError):  # nobody reads it; the server goes on
+                with suppress(OSError):  # nobody reads stdout
                     print(self._greeting(), flush=True)
             return await self._wait(calls, ended, others)
         finally:
@@ -154,7 +155,7 @@ class HttpServer:
         return where(self.config, self.listener)
 
     def _greeting(self) -> str:
-        """Say where it is, what it serves, what it holds, and something to try."""
+        """The message on stdout: address, model, capacity, and a request to try."""
         config, engine = self.config, self.engine.session.welcome
         name = (config.names or (engine.model,))[0]
         address, curl = self._where()
@@ -182,7 +183,7 @@ class HttpServer:
 
 
 def where(config: ServeConfig, listener: socket.socket) -> tuple[str, str]:
-    """Return the address of a server, and the beginning of a curl command for it."""
+    """Return the address of a server, and the start of a curl command for it."""
     scheme = "https" if config.ssl_certfile else "http"
     if config.uds is not None:
         return f"unix:{config.uds}", f"curl --unix-socket {config.uds} http://localhost"
@@ -192,7 +193,7 @@ def where(config: ServeConfig, listener: socket.socket) -> tuple[str, str]:
 
 
 def uvicorn_of(app: ASGIApp, config: ServeConfig, report_alive: Callable[[], None] = lambda: None) -> uvicorn.Server:
-    """Make the server of an application, with the limits and the TLS files of `config`."""
+    """Make the uvicorn server of an application, with the limits and TLS files of `config`."""
     settings = uvicorn.Config(
         app,
         http=with_timeouts(config.header_timeout_s, config.write_timeout_s),
@@ -215,14 +216,14 @@ def uvicorn_of(app: ASGIApp, config: ServeConfig, report_alive: Callable[[], Non
 
 
 def _first_route(engine: Welcome, name: str) -> tuple[str, str]:
-    """A route of a model that generates nothing, and something to try there."""
+    """A route to try on a pooling model, and an example body."""
     path = next((path for task, path in _FIRST_ROUTES if task in engine.pooler.tasks), "/classify")
     return path, json.dumps({"model": name, **example_of(path)}, separators=(",", ":"))
 
 
 def listen(listener: socket.socket) -> None:
-    """Take connections; uvicorn does the same again. They may linger after the end without being in the way of the
-    next server. Raises ConfigError."""
+    """Start listening, before uvicorn does so again. SO_REUSEADDR is set so that the next server can bind while
+    connections of this one linger. Raises ConfigError."""
     try:
         if listener.family != socket.AF_UNIX:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -234,7 +235,8 @@ def listen(listener: socket.socket) -> None:
 
 
 async def started(server: uvicorn.Server, listener: socket.socket) -> asyncio.Future[None]:
-    """The server at work. Raises ConfigError if its address is taken, EngineError if it ends at once."""
+    """Start the server, and return the task that serves. Raises ConfigError if its address is taken, EngineError if it
+    ends at once."""
     listen(listener)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     await until(lambda: server.started or serving.done(), START_TIMEOUT_S)
@@ -245,7 +247,7 @@ async def started(server: uvicorn.Server, listener: socket.socket) -> asyncio.Fu
 
 
 async def until(condition: Callable[[], bool], timeout_s: float) -> None:
-    """Wait until `condition()`, at most `timeout_s`."""
+    """Wait until `condition()`, at most `timeout_s` seconds."""
     deadline_s = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline_s:  # noqa: ASYNC110 - conditions of several kinds
         await asyncio.sleep(0.01)
@@ -259,7 +261,7 @@ def serve_first(
     listeners: Sequence[socket.socket],
     stop: threading.Event,
 ) -> int:
-    """Run server number 0 in this process, and the others as its children. Returns the exit status."""
+    """Run API server 0 in this process, and the others as its children. Returns the exit status."""
     scoreboard = Scoreboard(config.api_server_count)
     settings = [
         ApiServerSettings(
@@ -268,7 +270,7 @@ def serve_first(
             engine=launched.config,
             addresses=launched.addresses,
             number=number,
-            # A Unix socket is shared; at a port each has its own, so that the kernel spreads connections over them.
+            # A Unix socket is shared; at a TCP port each has its own, so that the kernel spreads connections over them.
             listener=listeners[number % len(listeners)].fileno(),
             scoreboard=scoreboard.fd,
         )
@@ -281,7 +283,7 @@ def serve_first(
 
 
 def main(settings: ApiServerSettings, stop: Wakeup) -> int:
-    """Run one of the other servers, with a session of its own, until `stop` is set or a signal comes."""
+    """Run one of the other API servers, with a session of its own, until `stop` is set or a signal arrives."""
     config = settings.config
     log.setup(f"server {settings.number}", *config.logging)
     session = connect(settings.addresses, settings.engine)

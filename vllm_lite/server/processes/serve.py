@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 
 def serve(config: ServeConfig) -> int:
-    """Returns the exit status: 0 after a signal, 1 if the engine died. Raises VllmLiteError if it cannot start."""
+    """Run the server. Returns the exit status: 0 after a signal, 1 if the engine died. Raises VllmLiteError if it
+    cannot start."""
     log.moment("server", "imports")
     log.setup("server", *config.logging)
     keys = config.keys()
@@ -57,15 +58,15 @@ def serve(config: ServeConfig) -> int:
 
 
 def _load(config: ServeConfig, engine: ResolvedConfig) -> "ModelFiles":
-    """Runs while the engine starts, which is what a start takes most of its time for; so does the import."""
+    """Load the model's files while the engine starts, which takes longer; the import is slow as well."""
     from vllm_lite.server.wiring import ModelFiles
 
     return ModelFiles(config, engine)
 
 
 def bind(config: ServeConfig) -> list[socket.socket]:
-    """The sockets, one for each server or one for all, which refuse connections until there is something to serve.
-    Raises ConfigError."""
+    """Bind one socket per API server, or one for all, which refuse connections until the server is ready. Raises
+    ConfigError."""
     try:
         if config.uds is not None:
             listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -79,7 +80,7 @@ def bind(config: ServeConfig) -> list[socket.socket]:
         first = _bound(family, kind, proto, address)
         if config.api_server_count == 1:
             return [first]
-        address = first.getsockname()  # nobody else has it; now it can be shared
+        address = first.getsockname()  # exclusively ours; now it can be shared
         first.close()
         return [_bound(family, kind, proto, address, shared=True) for _ in range(config.api_server_count)]
     except OSError as error:
@@ -88,9 +89,11 @@ def bind(config: ServeConfig) -> list[socket.socket]:
 
 
 def _bound(family: int, kind: int, proto: int, address: Any, *, shared: bool = False) -> socket.socket:
-    """A socket whose address nobody else can take, though it does not listen yet: with SO_REUSEADDR two could, and the
-    second would notice when its engine has started. The option is needed only, and only while binding, where
-    connections of a server that has ended linger; `listen` of http_server.py sets it for the next server.
+    """Bind a socket so that nobody else can take its address before it listens. With SO_REUSEADDR another server could,
+    and would notice only when its engine has started.
+
+    The option is needed only where connections of an earlier server linger, and is set only for binding; `listen` of
+    http_server.py sets it for the next server.
     """
     listener = socket.socket(family, kind, proto)
     try:
@@ -111,7 +114,7 @@ def _bound(family: int, kind: int, proto: int, address: Any, *, shared: bool = F
 
 
 def _remove_stale(path: str) -> None:
-    """A socket that nobody listens on any more is in the way; one that somebody does is not ours to remove."""
+    """Remove a socket file that no process listens on. One with a listener is left alone."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, suppress(FileNotFoundError):
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return
@@ -125,7 +128,7 @@ def check_tls(config: ServeConfig) -> None:
     """Check TLS files before the engine starts, as uvicorn would only afterwards. Raises ConfigError."""
     if config.ssl_certfile is None and config.ssl_ca_certs is None:
         return
-    import ssl  # the engine of a server without TLS need not wait for it
+    import ssl  # imported only for TLS, so that other servers start their engine sooner
 
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     if config.ssl_ciphers is not None:
@@ -138,6 +141,6 @@ def check_tls(config: ServeConfig) -> None:
             context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
         if config.ssl_ca_certs is not None:
             context.load_verify_locations(config.ssl_ca_certs)
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # includes ssl.SSLError
         files = ", ".join(filter(None, (config.ssl_keyfile, config.ssl_certfile, config.ssl_ca_certs)))
         raise ConfigError(f"the TLS files {files} cannot be used: {error}") from error

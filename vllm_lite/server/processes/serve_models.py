@@ -62,11 +62,11 @@ class _Router:
         self._num_signals = 0
 
     async def run(self, is_stopped: Callable[[], bool]) -> int:
-        """Serve until a signal comes. Returns the exit status."""
+        """Serve until a signal arrives. Returns the exit status."""
         ended = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, ended)
-        if is_stopped():  # before there was a loop
+        if is_stopped():  # signalled before the loop ran
             return 0
         fleet = Fleet(self._catalog, self._config, self._backend)
         server = uvicorn_of(build(fleet, self._config, self._keys), self._config)
@@ -80,7 +80,7 @@ class _Router:
             waiting = asyncio.ensure_future(ended.wait())
             await asyncio.wait((waiting, running), return_when=asyncio.FIRST_COMPLETED)
             if running.done():
-                running.result()  # it never returns: a fault of ours
+                running.result()  # it should never return: raise its error
             return 0
         finally:
             running.cancel()
@@ -89,7 +89,7 @@ class _Router:
             await asyncio.gather(serving, running, return_exceptions=True)
 
     async def _drain(self, fleet: Fleet) -> None:
-        """Let requests end: their models answer each of them, with what there is when the time is over."""
+        """Let requests end: their models answer each with its output so far at the timeout."""
         closing = asyncio.ensure_future(fleet.close(self._config.shutdown_timeout))
         num_before = self._num_signals
         while not closing.done() and self._num_signals == num_before:
@@ -122,8 +122,8 @@ class _Router:
 
 
 def keys_of(config: ServeConfig, router: Keys) -> Keys:
-    """The keys of one model's processes: the router's, the model's own, and one that only the router has. Without any
-    they take those at this machine for admins, which the router is."""
+    """Keys of one model's processes: the router's, the model's own, and one that only the router has. Without any keys,
+    programs on this machine are admins, which includes the router."""
     own = config.keys()
     user, admin = (*router.user, *own.user), (*router.admin, *own.admin)
     if not user and not admin:

@@ -1,4 +1,4 @@
-"""A request as a chat, and as the response object that every answer to it repeats."""
+"""Converts a request to a chat, and to the response object that every answer repeats."""
 
 import re
 from collections.abc import Sequence
@@ -18,21 +18,21 @@ _NAMES = {
     "messages": "input",
     "response_format": "text.format",
 }
-"""Fields of a chat, and what they are in a response."""
+"""Fields of a chat, and their names in a response."""
 _RENAMED = re.compile(r"\b(max_completion_tokens|max_tokens|messages|response_format)\b(?!`)")
 MAX_FORMAT_DEPTH = 128
-"""Deeper than any schema that is compiled, and still encoded."""
+"""Maximum nesting of text.format: deeper than any schema that compiles, and still encodable."""
 
 
 class ChatTurns(NamedTuple):
-    """Content that a request shows to the model: messages, and the tools that they and the request bring."""
+    """Input of the model: messages, and the tools that they and the request bring."""
 
     messages: list[ChatMessage]
     tools: Toolbox
 
 
 async def made(generation: Generation, asked: Asked[ResponseBody], shown: ChatTurns, call_id: str) -> Made:
-    """Make the call, without starting it. With truncation the oldest messages are left out until the rest fits. Raises
+    """Make the call, without starting it. With truncation, the oldest messages are dropped until the rest fits. Raises
     ApiError."""
     try:
         return await _chat(generation, asked, shown, call_id)
@@ -40,7 +40,7 @@ async def made(generation: Generation, asked: Asked[ResponseBody], shown: ChatTu
         if asked.body.truncation != "auto" or error.code != "context_length_exceeded":
             raise _renamed(error) from error
         refusal = error
-    # Rendering and tokenizing is what costs: the least number is found by halves.
+    # Rendering and tokenizing is expensive, so the smallest number to drop is found by bisection.
     least, most, found = 1, len(_rest(shown.messages)) - 1, None
     while least <= most:
         middle = (least + most) // 2
@@ -62,7 +62,7 @@ def _rest(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
 
 
 def _without(messages: list[ChatMessage], count: int) -> list[ChatMessage]:
-    """Leave out the oldest messages, but not the system's first; and outputs whose calls are left out with them."""
+    """Drop the `count` oldest messages, except a first system message, and tool outputs whose calls are dropped."""
     rest = _rest(messages)
     start = len(messages) - len(rest)
     while count < len(rest) - 1 and rest[count].role == "tool":
@@ -76,7 +76,7 @@ async def _chat(generation: Generation, asked: Asked[ResponseBody], shown: ChatT
 
 
 def as_chat(body: ResponseBody, shown: ChatTurns) -> ChatBody:
-    """Make the chat that `body` is. Raises ApiError."""
+    """Convert `body` to a ChatBody. Raises ApiError."""
     shared = {name: getattr(body, name) for name in (*SAMPLING, *FORM)}
     kwargs, effort = body.chat_template_kwargs, body.reasoning.effort if body.reasoning else None
     if effort == "none":
@@ -100,7 +100,7 @@ def as_chat(body: ResponseBody, shown: ChatTurns) -> ChatBody:
 
 
 def _format(body: ResponseBody) -> dict[str, Any] | None:
-    """Return what text.format is in a chat."""
+    """Convert text.format to a chat's response_format."""
     given = body.text.format if body.text else None
     check_depth(given, "text.format", "text.format", MAX_FORMAT_DEPTH)
     if given is None or given.get("type") != "json_schema" or "json_schema" in given:
@@ -111,14 +111,14 @@ def _format(body: ResponseBody) -> dict[str, Any] | None:
 
 
 def _renamed(error: ApiError) -> ApiError:
-    """Say it with the names that a response has."""
+    """Replace names of chat fields in an error by those of a response."""
     param = error.param and _RENAMED.sub(lambda match: _NAMES[match.group()], error.param)
     message = _RENAMED.sub(lambda match: _NAMES[match.group()], error.message)
     return ApiError(error.status, message, param, error.headers, error.code)
 
 
 def response_object(body: ResponseBody, response_id: str, model: str, created: int, params: SamplingParams) -> Any:
-    """Make the response object before anything is generated."""
+    """Make the response object as it is before any output."""
     reasoning = body.reasoning
     text = body.text
     shape = (text.format if text else None) or {"type": "text"}

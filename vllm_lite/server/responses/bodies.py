@@ -1,4 +1,4 @@
-"""The body of POST /v1/responses. Fields that it shares with chats have their names and meanings."""
+"""The body of POST /v1/responses. Fields that chats have as well have the same meaning."""
 
 from typing import Annotated, Any
 
@@ -20,7 +20,7 @@ _HARMLESS_INCLUDES = {
     "web_search_call.action.sources",
     "web_search_call.results",
 }
-"""Clients ask for these with tools and parts that no request here has."""
+"""Values of `include` for tools and parts that do not exist here, accepted without effect."""
 _REFUSED = {
     "conversation": "conversations are not kept; use previous_response_id",
     "prompt": "prompt templates are not kept; send instructions and input",
@@ -31,7 +31,7 @@ _ONE_ANSWER = {"n": (None, 1), "best_of": (None, 1), "use_beam_search": (None, F
 
 
 class ReasoningOptions(msgspec.Struct, frozen=True):
-    """`effort` goes to the template, and "none" turns thinking off. There are no summaries."""
+    """Reasoning options: `effort` is passed to the template, and "none" turns thinking off. There are no summaries."""
 
     effort: Name | None = None
     summary: str | None = None
@@ -39,14 +39,15 @@ class ReasoningOptions(msgspec.Struct, frozen=True):
 
 
 class TextOptions(msgspec.Struct, frozen=True):
-    """`format` is {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "name", "schema"}."""
+    """Text options: `format` is {"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "name",
+    "schema"}."""
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None
 
 
 class ResponseStreamOptions(msgspec.Struct, frozen=True):
-    """Events are never padded."""
+    """Stream options; events are never padded."""
 
     include_obfuscation: bool | None = None
 
@@ -100,7 +101,7 @@ class ResponseBody(FormFields, frozen=True, kw_only=True):
 
 
 def check(body: ResponseBody) -> None:
-    """Raises ApiError for what decoding cannot see."""
+    """Raise ApiError for invalid values that decoding accepts."""
     for name, reason in _REFUSED.items():
         if getattr(body, name):
             raise ApiError(400, f"{name} is not supported: {reason}", name)

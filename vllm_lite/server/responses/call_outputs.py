@@ -1,4 +1,4 @@
-"""Outputs of calls that the client has run: checked when they come in, and as texts for the model."""
+"""Outputs of tools that the client has run: their checks, and their texts for the model."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,12 +7,12 @@ from vllm_lite.server.responses.client_tools import BadItemError, Item, flat_nam
 
 IMAGE = "input_image"
 _IMAGE_TEXT = "[image, shown below]"
-"""Stands in an output for an image of it, which templates show in messages of users alone."""
+"""Placeholder for an image in an output, as templates accept images in user messages only."""
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 def image_of(part: Any) -> Item | None:
-    """A part with an image as it is kept; None for any other part. Raises BadItemError."""
+    """An image part, normalized for storage; None for any other part. Raises BadItemError."""
     if not isinstance(part, dict) or part.get("type") != IMAGE:
         return None
     url = part.get("image_url")
@@ -22,7 +22,7 @@ def image_of(part: Any) -> Item | None:
 
 
 def images_in(item: Item) -> list[Item]:
-    """The images of a message or an output, as image_of() has made them."""
+    """The images of a message or an output, as returned by image_of()."""
     for name in ("content", "output"):
         if isinstance(parts := item.get(name), list):
             return [part for part in parts if part.get("type") == IMAGE]
@@ -30,10 +30,11 @@ def images_in(item: Item) -> list[Item]:
 
 
 def read_output(item: Item, sees: bool = False) -> tuple[Item, list[str]]:
-    """Return what is kept of an output beside its type and id, and the types of its parts that are neither text nor,
-    if the model `sees` any, images: the model gets their types in the place of each. Raises BadItemError."""
+    """Return the stored fields of an output other than its type and id, and the types of its parts that are neither
+    text nor, if the model `sees` images, images: the model gets the type in place of such a part. Raises
+    BadItemError."""
     kind = item["type"]
-    if kind == "local_shell_call_output":  # its id is that of the call
+    if kind == "local_shell_call_output":  # its id is the call's
         link = _text(item, "id" if item.get("call_id") is None else "call_id")
         return {"id": link, "output": _text(item, "output"), "status": "completed"}, []
     found: Item = (
@@ -49,12 +50,12 @@ def read_output(item: Item, sees: bool = False) -> tuple[Item, list[str]]:
 
 
 def call_of(item: Item) -> str | None:
-    """The id of the call that an output belongs to; None for none."""
+    """The id of the call that an output belongs to, if any."""
     return item.get("id") if item["type"] == "local_shell_call_output" else item.get("call_id")
 
 
 def output_text(item: Item) -> str:
-    """Return as a text what read_output() has checked."""
+    """Convert an output that read_output() has checked to text."""
     kind, output = item["type"], item.get("output")
     if kind == "tool_search_output":
         return "\n".join(["Tools that can be called now:", *_names_in(item["tools"])])
@@ -143,7 +144,7 @@ def _ran(each: Item) -> str:
 
 
 def _names_in(tools: list[Item]) -> list[str]:
-    """The functions that these tools are for the model."""
+    """Lines with the names of the functions that `tools` are for the model."""
     found = list[str]()
     for tool in tools:
         inner, space = tool.get("tools"), None

@@ -1,4 +1,5 @@
-"""One call that the model makes, while its arguments arrive: as the fields of an item and the deltas of a stream."""
+"""WrittenCall: one call of the model while its arguments arrive, as the fields of an item and the deltas of a
+stream."""
 
 import re
 from typing import Any
@@ -11,20 +12,20 @@ from vllm_lite.server.responses.toolbox import ClientTool
 
 _INPUT = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _START_CHARS = 64
-"""What is longer, and has not begun like _INPUT, is of another form."""
+"""Arguments longer than this that do not match _INPUT have another format."""
 _WHOLE = re.compile(
     r'(?:[^"\\]|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4})*', re.DOTALL
 )
-"""Characters of a string in JSON, up to its end or to an escape or a surrogate pair that has not arrived yet."""
+"""Characters of a JSON string, up to its end or to an incomplete escape or surrogate pair."""
 
 
 class WrittenCall:
-    """Takes the arguments of a function piece by piece."""
+    """Collects the arguments of one call piece by piece."""
 
     def __init__(self, tool: ClientTool, call_id: str) -> None:
         self.kind = tool.form.call
         self.events = tool.form.streamed and tool.form.streamed[1]
-        """The name of its events; None for a call that has none."""
+        """Name of the call's events; None if its type has none."""
         self._tool = tool
         self._call_id = call_id
         self._arguments = list[str]()
@@ -32,11 +33,11 @@ class WrittenCall:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it has all of its arguments."""
+        """Whether the arguments are complete."""
         return arguments_of("".join(self._arguments)) is not None
 
     def opened(self) -> Item:
-        """The fields of an item whose arguments are still to come."""
+        """Fields of the item before its arguments."""
         form, fields = self._tool.form, {"call_id": self._call_id}
         if form.streamed is None:
             return {**fields, **form.fields({})}
@@ -44,14 +45,14 @@ class WrittenCall:
         return {**fields, "name": self._tool.name, form.streamed[0]: "", **space}
 
     def feed(self, arguments: str) -> str:
-        """Take more of the arguments, and return the delta that a stream shows of them."""
+        """Add a piece of the arguments, and return the delta for the stream."""
         self._arguments.append(arguments)
         if self._input is not None:
             return self._input.feed(arguments)
         return "" if self.events is None else arguments
 
     def close(self) -> tuple[Item, str]:
-        """End the call. Returns the fields that it has now, and the delta that was still to come."""
+        """End the call. Returns its final fields, and the last delta."""
         arguments = "".join(self._arguments)
         if self._input is not None:
             given = self._tool.form.fields(decoded(arguments))["input"]
@@ -63,13 +64,13 @@ class WrittenCall:
         return self._tool.form.fields(decoded(arguments)), ""
 
     def done(self, item: Item) -> dict[str, Any]:
-        """The field that the event at the end has."""
+        """The call's field in its last event."""
         streamed = self._tool.form.streamed
         return {} if streamed is None else {streamed[0]: item[streamed[0]]}
 
 
 class _InputText:
-    """Reads the text of `{"input": "..."}` while it arrives. Arguments of another form are read at their end."""
+    """Reads the text of `{"input": "..."}` while it arrives. Arguments in another format are read at their end."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -78,7 +79,7 @@ class _InputText:
         self._is_over = False
 
     def feed(self, piece: str) -> str:
-        """Return what is new of the text: characters whose escapes are whole."""
+        """Return the new characters of the text, up to an incomplete escape."""
         if self._is_over:
             return ""
         self._held += piece

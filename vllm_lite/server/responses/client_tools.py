@@ -1,4 +1,4 @@
-"""Tools that the client runs, each as a function that any model can call, and its calls as the items of OpenAI's API.
+"""Tools that the client runs: each is shown to the model as a function, and its calls to the client as OpenAI's items.
 
     tool           function shown to the model      item of a call         item of its output
     function       as it is                         function_call          function_call_output
@@ -8,8 +8,8 @@
     apply_patch    one change of one file           apply_patch_call       apply_patch_call_output
     tool_search    as the client describes it       tool_search_call       tool_search_output
 
-A `CallForm` is what one row needs in both directions: the function, the arguments of a call that the history has, and
-the fields of a call that the model makes.
+A `CallForm` converts one row in both directions: the tool to a function, a call in the history to arguments, and a call
+of the model to the fields of an item.
 """
 
 from abc import ABC, abstractmethod
@@ -19,13 +19,13 @@ from typing import Any, ClassVar
 import msgspec
 
 Item = dict[str, Any]
-"""An item as the API shows it: `type`, `id`, and what that type has."""
+"""An item of the API: `type`, `id`, and the fields of that type."""
 TOOL_FIELDS = ("name", "description", "parameters", "strict")
 _encode = msgspec.json.encode
 
 
 class BadItemError(ValueError):
-    """A field of an item is missing or of another type."""
+    """A field of an item is missing or has the wrong type."""
 
     def __init__(self, item: Item, field: str, kind: str) -> None:
         super().__init__(f"{'an' if item['type'][0] in 'aeiou' else 'a'} {item['type']} needs {field}, {kind}")
@@ -33,8 +33,8 @@ class BadItemError(ValueError):
 
 
 class CallForm(ABC):
-    """One kind of tool. `call` is the type of its calls, `output` that of their outputs. `streamed` is the field of a
-    call that arrives in pieces, and the name of its events; None for a call that comes whole."""
+    """One kind of tool. `call` is the item type of its calls, `output` that of their outputs. `streamed` is the field
+    of a call that is streamed in pieces, and the name of its events; None for a call that is sent whole."""
 
     call: ClassVar[str]
     output: ClassVar[str]
@@ -42,15 +42,16 @@ class CallForm(ABC):
 
     @abstractmethod
     def function(self, tool: Mapping[str, Any]) -> dict[str, Any]:
-        """Describe the tool as a function: TOOL_FIELDS."""
+        """Describe the tool as a function with TOOL_FIELDS."""
 
     @abstractmethod
     def arguments(self, item: Item) -> tuple[str, str]:
-        """Return the name and the arguments, as JSON, of a call in the history. Raises BadItemError."""
+        """Return the name and the arguments (JSON) of a call in the history. Raises BadItemError."""
 
     @abstractmethod
     def fields(self, arguments: dict[str, Any]) -> Item:
-        """Return what an item has of a call with these arguments, which may lack any of them or be of other types."""
+        """Return the fields of the item for a call with these arguments, which may be incomplete or have wrong
+        types."""
 
 
 class FunctionForm(CallForm):
@@ -59,7 +60,7 @@ class FunctionForm(CallForm):
 
     def function(self, tool: Mapping[str, Any]) -> dict[str, Any]:
         given = tool.get("function")
-        inner = given if isinstance(given, dict) else tool  # clients of chats nest it
+        inner = given if isinstance(given, dict) else tool  # the nested form of chats
         return {name: inner[name] for name in TOOL_FIELDS if inner.get(name) is not None}
 
     def arguments(self, item: Item) -> tuple[str, str]:
@@ -74,8 +75,8 @@ class CustomForm(CallForm):
     streamed = ("input", "custom_tool_call_input")
 
     def function(self, tool: Mapping[str, Any]) -> dict[str, Any]:
-        """The grammar of the text, if there is one, stands in the description and is not held: a call is held to JSON,
-        not to what is in its texts."""
+        """Describe the tool as a function. A grammar of its text is part of the description and not enforced: calls are
+        constrained to JSON, not within its strings."""
         about = [text] if isinstance(text := tool.get("description"), str) else []
         form = tool.get("format")
         if isinstance(form, dict) and form.get("type") == "grammar":
@@ -87,7 +88,7 @@ class CustomForm(CallForm):
         return _text(item, "name"), _encode({"input": _text(item, "input")}).decode()
 
     def fields(self, arguments: dict[str, Any]) -> Item:
-        """A model that names its one text differently means the same."""
+        """Take the only text as the input if the model has named it differently."""
         texts = [value for value in arguments.values() if isinstance(value, str)]
         given = arguments.get("input", texts[0] if len(texts) == 1 else "")
         return {"input": given if isinstance(given, str) else _encode(given).decode()}
@@ -195,16 +196,16 @@ FORMS: dict[str, CallForm] = {
     "apply_patch": ApplyPatchForm(),
     "tool_search": ToolSearchForm(),
 }
-"""By the type of the tool."""
+"""Forms by the type of the tool."""
 CALLS = {form.call: form for form in FORMS.values()}
 OUTPUTS = {form.output: form for form in FORMS.values()}
 
 
 def read_call(item: Item) -> Item:
-    """Check a call in the history, and return what is kept of it beside its type and id. Raises BadItemError."""
+    """Check a call in the history, and return its stored fields other than type and id. Raises BadItemError."""
     form = CALLS[item["type"]]
     if form is FORMS["tool_search"] and item.get("call_id") is None:
-        item = {**item, "call_id": ""}  # one that a provider has answered by itself
+        item = {**item, "call_id": ""}  # one that the provider has answered itself
     call_id = _text(item, "call_id")
     name, arguments = form.arguments(item)
     if form.streamed is None:
@@ -216,7 +217,7 @@ def read_call(item: Item) -> Item:
 
 
 def decoded(arguments: str) -> dict[str, Any]:
-    """Read the arguments of a call; {} for what is no object, such as a call that was cut off."""
+    """Decode the arguments of a call; {} if they are not an object, as in a truncated call."""
     try:
         return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
     except (msgspec.MsgspecError, RecursionError):
@@ -224,7 +225,7 @@ def decoded(arguments: str) -> dict[str, Any]:
 
 
 def flat_name(namespace: str | None, name: str) -> str:
-    """Name a tool of a namespace as the model knows it, which has functions only."""
+    """Name of a tool for the model, which has no namespaces."""
     if not namespace:
         return name
     return f"{namespace}{name}" if namespace.endswith("__") else f"{namespace}__{name}"

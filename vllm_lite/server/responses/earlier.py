@@ -1,7 +1,7 @@
-"""Earlier responses, as a request refers to them.
+"""Earlier: earlier responses that a request refers to.
 
-A request of 100 bytes may refer to a conversation of megabytes. So each response is found and taken apart once for a
-request, in a thread if it is long, and its bytes count as those of the request's own body do.
+A request of 100 bytes can refer to a conversation of megabytes. So each response is looked up and decoded once per
+request, in a thread if it is long, and its bytes count as part of the request's body.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -18,14 +18,14 @@ from vllm_lite.server.responses.client_tools import Item
 from vllm_lite.server.responses.store import StoredResponse
 
 Find = Callable[[str], Awaitable[StoredResponse | None]]
-"""Finds what is kept of a response of the sender, by its id."""
+"""Finds a stored response of the sender by its id."""
 Hold = Callable[[bytes | memoryview], Awaitable[None]]
 """Counts bytes as a part of the request. Raises ApiError (400, 429)."""
 _RUNNING = ("queued", "in_progress")
 
 
 class Earlier:
-    """Earlier responses as one request takes from them. Every method raises ApiError."""
+    """The earlier responses of one request. Every method raises ApiError."""
 
     def __init__(self, find: Find, hold: Hold) -> None:
         self._find = find
@@ -35,7 +35,8 @@ class Earlier:
         self._items: dict[str, Item] = {}
 
     async def referred(self, place: int, reference: str) -> Item:
-        """The item that `input[place]` refers to. Its bytes count for each reference: each is a part of the prompt."""
+        """The item that `input[place]` refers to. Its bytes count for each reference, as each becomes part of the
+        prompt."""
         response_id = items.response_of(reference)
         record = None if response_id is None else await self._record(response_id)
         data = None if record is None else (await self._by_id(record)).get(reference)
@@ -48,7 +49,7 @@ class Earlier:
         return self._items[reference]
 
     async def before(self, previous: str | None) -> list[Item]:
-        """The conversation up to the response `previous` and its output, oldest first."""
+        """Items of the conversation up to the output of the response `previous`, oldest first."""
         parts, count = list[list[Item]](), 0
         async for record in self.chain(previous):
             parts.append(await through(record.size, partial(_decoded, record)))
@@ -59,7 +60,7 @@ class Earlier:
         return [item for part in reversed(parts) for item in part]
 
     async def chain(self, previous: str | None) -> AsyncIterator[StoredResponse]:
-        """Yield the response `previous` and those before it, newest first. Their bytes count."""
+        """Yield the response `previous` and its predecessors, newest first. Their bytes count."""
         field, seen = "previous_response_id", set[str]()
         while previous is not None:
             record = await self._record(previous)
@@ -82,7 +83,7 @@ class Earlier:
     async def _by_id(self, record: StoredResponse) -> dict[str, Raw]:
         if record.id not in self._named:
             stored = await through(record.size, partial(named, record))
-            self._named[record.id] = dict(reversed(stored))  # of two items with one id the first counts
+            self._named[record.id] = dict(reversed(stored))  # the first of two items with the same id wins
         return self._named[record.id]
 
 
@@ -103,13 +104,13 @@ class _StoredOutputs(msgspec.Struct):
 
 
 def is_running(record: StoredResponse) -> bool:
-    """Whether the response had not ended when it was recorded."""
+    """Whether the response was still running when it was stored."""
     status = record.status or msgspec.json.decode(record.response, type=_Status).status
     return status in _RUNNING
 
 
 def named(record: StoredResponse, *, has_outputs: bool = True) -> list[tuple[str, Raw]]:
-    """Find the items of a response and their ids. The items are left as they are stored, in the record's memory."""
+    """Return ids and items of a response. Items stay encoded, in the record's memory."""
     stored = msgspec.json.decode(record.items, type=list[Raw])
     if has_outputs:
         stored += msgspec.json.decode(record.response, type=_StoredOutputs).output

@@ -1,4 +1,4 @@
-"""EventLog: the events of one stream, written once. Any number of connections read it, each from any place."""
+"""EventLog: the events of one stream, encoded once and read by any number of connections, each from any position."""
 
 import asyncio
 import zlib
@@ -9,16 +9,16 @@ from typing import Any
 import msgspec
 
 MAX_BYTES = 16 * 1024 * 1024
-"""What one log holds at most; beyond that the oldest events go."""
+"""Maximum bytes of one log; beyond it the oldest events are dropped."""
 MANY, MANY_BYTES = 1024, 256 * 1024
-"""Events in one write, and their bytes, beyond which it has no other one."""
+"""Maximum number of events in one write, and their maximum bytes unless it is a single event."""
 
 
 class EventLog:
-    """Events by their sequence numbers, which count from 0 without gaps."""
+    """Events by sequence number, which start at 0 and have no gaps."""
 
     def __init__(self, first: int = 0, max_bytes: int = MAX_BYTES) -> None:
-        """`first` is the number of the first event that is kept."""
+        """`first`: sequence number of the first kept event."""
         self.first = first
         self.is_closed = False
         self.num_bytes = 0
@@ -29,7 +29,7 @@ class EventLog:
 
     @classmethod
     def of(cls, events: bytes, first: int) -> "EventLog":
-        """Make the log of a stream that has ended, of what packed() returned, unpacked."""
+        """Make the closed log of an ended stream from the decompressed result of packed()."""
         log = cls(first)
         log._new = [event + b"\n\n" for event in events.split(b"\n\n") if event]
         log.close()
@@ -37,16 +37,16 @@ class EventLog:
 
     @property
     def end(self) -> int:
-        """The number behind the last event that is shown."""
+        """Sequence number after the last visible event."""
         return self.first + len(self._events)
 
     def add(self, kind: str, **fields: Any) -> None:
-        """Write an event, which wake() shows. One thread at a time may do so, beside those that read."""
+        """Append an event, which becomes visible at the next wake(). Called by one thread at a time, beside readers."""
         data = msgspec.json.encode({"type": kind, "sequence_number": self.end + len(self._new), **fields})
         self._new.append(b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n")
 
     def since(self, number: int) -> list[bytes] | None:
-        """Return events from `number` on, not all if there are many; None if the first of them is no longer kept."""
+        """Return visible events from `number` on, a limited number; None if the first of them has been dropped."""
         if number < self.first:
             return None
         found, num_bytes = list[bytes](), 0
@@ -63,20 +63,20 @@ class EventLog:
             self._drop()
 
     def packed(self) -> bytes:
-        """All that is kept, with what is not shown yet, packed by zlib; b"" if that is nothing."""
+        """Compress all kept events with zlib, including those not visible yet; b"" if there are none."""
         events = [*self._events, *self._new]
         packer = zlib.compressobj(1)
         return b"".join([*map(packer.compress, events), packer.flush()]) if events else b""
 
     def changed(self) -> "asyncio.Future[None]":
-        """Return what is done at the next wake()."""
+        """Return a future that is done at the next wake()."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         waiter.add_done_callback(self._waiters.discard)
         return waiter
 
     def wake(self) -> None:
-        """Show what is new. Nobody may add to it meanwhile."""
+        """Make new events visible, and drop the oldest beyond the limit. No other thread may add events meanwhile."""
         self._events += self._new
         self.num_bytes += sum(map(len, self._new))
         self._new.clear()
@@ -87,7 +87,7 @@ class EventLog:
                 waiter.set_result(None)
 
     def close(self) -> None:
-        """Nothing more will come."""
+        """End the log: no more events will be added."""
         self.is_closed = True
         self.wake()
 

@@ -1,4 +1,4 @@
-"""Items as a chat: what a conversation of items is to the chat template."""
+"""Converts a conversation of items to the messages of a chat."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -21,7 +21,7 @@ def text_in(item: Item, field: str = "content") -> str:
 
 
 def _content(item: Item) -> str | list[str | Part]:
-    """Return the text of a message; several are parts, which some templates write in another way than one text."""
+    """Content of a message: one text, or parts, which some templates format differently."""
     content = item["content"]
     if len(content) < 2 and not images_in(item):
         return text_in(item)
@@ -33,7 +33,7 @@ def _image(part: Item) -> Part:
 
 
 def later_tools(items: Iterable[Item]) -> Iterator[tuple[str, Item]]:
-    """Yield the tools that items bring, with names of their places."""
+    """Yield the tools that items bring, with their paths."""
     for item in items:
         if item["type"] in ("additional_tools", "tool_search_output"):
             for place, tool in enumerate(item["tools"]):
@@ -41,7 +41,7 @@ def later_tools(items: Iterable[Item]) -> Iterator[tuple[str, Item]]:
 
 
 def _provided(item: Item) -> str:
-    """Write a provider's action as a text. Pictures among its results are left out."""
+    """Format a provider's action as text. Images among its results are left out."""
     given = {name: item[name] for name in PROVIDED[item["type"]] if item.get(name)}
     if isinstance(given.get("outputs"), list):
         given["outputs"] = [each["logs"] for each in given["outputs"] if isinstance(each, dict) and "logs" in each]
@@ -49,7 +49,7 @@ def _provided(item: Item) -> str:
 
 
 class _Answer:
-    """One message of the assistant, put together from its reasoning, its text and its calls."""
+    """One assistant message, built of reasoning, texts and calls."""
 
     def __init__(self) -> None:
         self.reasoning: list[str] = []
@@ -58,7 +58,7 @@ class _Answer:
 
     @property
     def is_open_to_text(self) -> bool:
-        """Whether reasoning and texts may still be added: what comes behind a call is another message."""
+        """Whether reasoning and texts can still be added: after a call they start another message."""
         return not self.calls
 
     def message(self) -> ChatMessage | None:
@@ -73,8 +73,8 @@ class _Answer:
 
 
 def _images_shown(items: Iterable[Item]) -> Iterator[Item]:
-    """Yield the items, and behind outputs with images a message of the user that has these: templates show images there
-    alone. A message that the user wrote next has them first."""
+    """Yield the items, and after outputs with images a user message that has them, as templates accept images only
+    there. A user message that follows gets them at its start."""
     seen = list[Item]()
     for item in items:
         if seen and item["type"] not in OUTPUTS:
@@ -91,8 +91,8 @@ def _images_shown(items: Iterable[Item]) -> Iterator[Item]:
 
 
 def messages(instructions: str | None, items: Iterable[Item], tools: Toolbox) -> list[ChatMessage]:
-    """Make the messages of a chat. Instructions and what the system says first are one message, as many templates take
-    only one. Raises ApiError for the output of a call that was not made."""
+    """Make the messages of a chat. Instructions and leading system messages are joined, as many templates take only
+    one. Raises ApiError for the output of an unknown call."""
     system, found, answer = [steady(instructions or "")], list[ChatMessage](), _Answer()
     known = dict[str, str]()
 
@@ -138,7 +138,7 @@ def _call(item: Item, tools: Toolbox) -> ToolCall:
 
 
 def _result(item: Item, known: Mapping[str, str]) -> ChatMessage:
-    """The output of one of the calls before it; `known` are their ids, by which outputs may name them."""
+    """Convert the output of an earlier call; `known` maps the ids by which outputs may name a call to its id."""
     call_id = known.get(call_of(item) or "")
     if call_id is None:
         shown = str(call_of(item))[:80]

@@ -1,6 +1,6 @@
-"""Input items: checked and completed once, so that what is kept and listed is what the model was shown.
+"""Input items, checked and completed once, so that the items stored and listed are those shown to the model.
 
-An item's id has the id of its response in it, so that an item is found without an index of all items.
+An item's id contains the id of its response, so that items are found without an index.
 """
 
 import base64
@@ -36,7 +36,7 @@ PREFIXES = {
     "program": "prog",
     "program_output": "progo",
 }
-"""Types of items that the model is shown, and what their ids begin with."""
+"""Types of items that are shown to the model, and the prefixes of their ids."""
 PROVIDED = {
     "code_interpreter_call": ("code", "outputs"),
     "file_search_call": ("queries", "results"),
@@ -44,14 +44,14 @@ PROVIDED = {
     "program": ("code",),
     "program_output": ("result",),
 }
-"""Items of a provider's actions, and their fields that become a text of the assistant."""
+"""Items of a provider's actions, and their fields that become assistant text."""
 _DROPPED = """
 compaction compaction_trigger computer_call computer_call_output configuration_update image_generation_call
 mcp_approval_request mcp_approval_response mcp_list_tools web_search_call
 """
 DROPPED = frozenset(_DROPPED.split())
-"""Items that say nothing that a model could read, or only its provider can. Types that are nowhere in this file are
-newer than this server, and are dropped as well; the answer's Warning header names what was."""
+"""Types of items without content for a model, or with content for the provider only. Unknown types are newer than this
+server and dropped as well; the answer's Warning header names dropped items."""
 _ROLES = ("user", "system", "developer", "assistant")
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 _OF_RESPONSE = re.compile(f"(?:{'|'.join(PREFIXES.values())})_(.{{1,200}})_i?[0-9]{{1,6}}")
@@ -64,18 +64,18 @@ def item_id(kind: str, response_id: str, place: int, *, is_input: bool) -> str:
 
 
 def response_of(reference: str) -> str | None:
-    """Return the id of the response that an item belongs to, by the item's id; None for no id of ours."""
+    """Return the id of the response that an item belongs to; None for an id of another format."""
     match = _OF_RESPONSE.fullmatch(reference) if len(reference) <= _MAX_ID_CHARS else None
     return None if match is None else f"resp_{match.group(1)}"
 
 
 def encrypted(text: str) -> str:
-    """Pack reasoning for a client that keeps nothing else of it. It is no secret: the same text is in `content`."""
+    """Encode reasoning for a client that stores no plain text of it. It is not secret: `content` has the same text."""
     return _MARK + base64.urlsafe_b64encode(text.encode()).decode()
 
 
 def _decrypted(given: Any) -> str:
-    """Unpack what encrypted() has made; "" for what another server has made."""
+    """Decode the result of encrypted(); "" for another server's."""
     if not isinstance(given, str) or not given.startswith(_MARK):
         return ""
     try:
@@ -92,7 +92,7 @@ def is_reference(item: Item) -> bool:
 
 
 def references(given: str | Sequence[Item] | None) -> Iterator[tuple[int, str]]:
-    """Yield the place and the id of each item that is only referred to. Raises ApiError."""
+    """Yield index and id of each item that is a reference. Raises ApiError."""
     for place, item in enumerate(given if isinstance(given, list) else ()):
         if is_reference(item):
             reference = item.get("id")
@@ -102,7 +102,7 @@ def references(given: str | Sequence[Item] | None) -> Iterator[tuple[int, str]]:
 
 
 class Read(NamedTuple):
-    """The input items that the model is shown, and where the others are, for the Warning header."""
+    """The input items that are shown to the model, and the paths of the others, for the Warning header."""
 
     items: list[Item]
     left_out: list[str]
@@ -111,7 +111,7 @@ class Read(NamedTuple):
 def read(
     given: str | Sequence[Item] | None, response_id: str, found: Mapping[int, Item], *, sees: bool = False
 ) -> Read:
-    """Check the input, and complete each item. `found` are those that it refers to, by place; `sees`: the model takes
+    """Check the input, and complete each item. `found` are the referenced items by index; `sees`: the model takes
     images. Raises ApiError."""
     if given is None:
         raise ApiError(400, "input is missing: give a text or a list of items", "input")
@@ -135,7 +135,7 @@ def read(
 
 
 def _completed(kind: str, item: Item, place: int, response_id: str, sees: bool) -> tuple[Item, list[str]]:
-    """The item with all its fields, and the types of its parts that the model is not shown."""
+    """Return the item with all its fields, and the types of its parts that are not shown to the model."""
     own = item.get("id")
     is_good = isinstance(own, str) and 0 < len(own) <= _MAX_ID_CHARS
     name = own if is_good else item_id(kind, response_id, place, is_input=True)
@@ -175,7 +175,7 @@ def _message(item: Item, place: int, sees: bool) -> Item:
 
 
 def _reasoning(item: Item, place: int) -> Item:
-    """The text, from wherever the client has it: the content, what was packed, or a summary."""
+    """A reasoning item, with its text from `content`, `encrypted_content` or `summary`."""
     content = item.get("content")
     texts = _texts(content, f"input[{place}].content") if content else []
     packed = _decrypted(item.get("encrypted_content"))
@@ -189,7 +189,7 @@ def _reasoning(item: Item, place: int) -> Item:
 
 
 def _tools(item: Item, place: int) -> Item:
-    """Tools that come with the input; toolbox.py checks each of them."""
+    """An item with additional tools, which toolbox.py checks."""
     tools = item.get("tools")
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise _wrong(place, "additional_tools need tools, a list of objects", ".tools")
@@ -200,7 +200,7 @@ _READERS = {"reasoning": _reasoning, "additional_tools": _tools}
 
 
 def _texts(content: Any, name: str) -> list[str]:
-    """Return the texts of a content. Raises ApiError for a part that is none."""
+    """Return the texts of `content`. Raises ApiError for a part that is not text."""
     if isinstance(content, str):
         return [content]
     if not isinstance(content, list):

@@ -1,7 +1,7 @@
-"""Output: what is generated, as the items of a response and as the events of its stream.
+"""Output: converts generated output to the items of a response and the events of its stream.
 
-An item is opened by the first of its text and closed by the first of another's, or by the end. A call whose arguments
-are cut is incomplete, however the response ended.
+An item is opened by its first text, and closed by the first text of another item or by the end. A call with truncated
+arguments is incomplete, however the response ended.
 """
 
 import time
@@ -22,12 +22,12 @@ from vllm_lite.server.responses.toolbox import Toolbox
 
 _TEXT = {"message": "output_text", "reasoning": "reasoning_text"}
 _ENDS = {("apply_patch_call", "incomplete"): "in_progress"}
-"""A status that the type of an item does not have, and the one that says it."""
+"""Statuses that an item type does not have, and their replacements."""
 
 
 class OutputStyle(NamedTuple):
-    """Style of the shown output: `top_logprobs` candidates of each token of a text, None for no logprobs; reasoning
-    also packed; calls as those of the request's tools."""
+    """Style of the output: `top_logprobs` candidates for each text token, None for no logprobs; `is_encrypted`:
+    reasoning is also encoded; calls are those of `tools`."""
 
     top_logprobs: int | None
     is_encrypted: bool
@@ -35,7 +35,7 @@ class OutputStyle(NamedTuple):
 
 
 class Output:
-    """Grows with each delta. Without a log no events are written."""
+    """Output of one response, built delta by delta. Without a log no events are written."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Output:
         log: EventLog | None,
         shown: OutputStyle,
     ) -> None:
-        """`response` is the response object, whose `output` and status this keeps true."""
+        """`response` is the response object, whose `output` and status are updated here."""
         self.response = response
         self._items: list[Item] = response["output"]
         self._parser = parser
@@ -60,14 +60,14 @@ class Output:
         self._scores: list[dict[str, Any]] = []
         """Logprobs of the open item."""
         self._held: list[Candidates] = []
-        """Candidates of tokens whose text has not been shown yet."""
+        """Logprob candidates of tokens whose text is still held back by the parser."""
         self._call: WrittenCall | None = None
-        """The open item's call, if that is one."""
+        """The call of the open item, if it is a call."""
         self._open: Item | None = None
         self.num_tokens = 0
 
     def num_bytes(self) -> int:
-        """Measure the response object as it is now, in JSON."""
+        """Size of the current response object as JSON."""
         return len(msgspec.json.encode(self.response))
 
     # ---- the stream as a whole
@@ -78,19 +78,19 @@ class Output:
         self._add(f"response.{self.response['status']}", response=self.response)
 
     def start(self) -> None:
-        """The first token of a response that was queued is there."""
+        """Mark a queued response as in progress, at its first token."""
         if self.response["status"] == "queued":
             self.response["status"] = "in_progress"
             self._add("response.in_progress", response=self.response)
 
     def feed(self, delta: CompletionOutput) -> None:
-        """Take what is new."""
+        """Add new output."""
         self.start()
         self.num_tokens += len(delta.token_ids)
         if self._top is None:
             self._feed(delta)
             return
-        for each in delta.singly():  # so that each text has the logprobs of its own tokens
+        for each in delta.singly():  # token by token, so that each text has the logprobs of its own tokens
             self._held += each.logprobs or ()
             self._feed(each)
 
@@ -107,13 +107,13 @@ class Output:
 
     def finish(self, status: str, usage: dict[str, Any], **more: Any) -> None:
         """End with `status`; `more` are fields of the response."""
-        if not self._items and status != "failed":  # clients expect a text, though it is empty
+        if not self._items and status != "failed":  # clients expect a text item, even if empty
             self._opened_text("message")
         self._close("completed" if status == "completed" else "incomplete")
         self.response.update(status=status, usage=usage, **more)
         if status == "completed":
             self.response["completed_at"] = int(time.time())
-        # A stream knows no event for one that was cancelled: its status says so.
+        # Streams have no event for a cancelled response: its status says so.
         self._add(f"response.{'incomplete' if status == 'cancelled' else status}", response=self.response)
 
     @property
@@ -123,7 +123,7 @@ class Output:
     # ---- items
 
     def _text(self, kind: str, text: str) -> None:
-        """Add to the text of an open item of this kind, or open one."""
+        """Append text to the open item of this kind, or open one."""
         if self._open is None or self._open["type"] != kind:
             self._opened_text(kind)
         self._pieces.append(text)
@@ -136,7 +136,7 @@ class Output:
         self._add_to_item(f"response.{_TEXT[kind]}.delta", content_index=0, delta=text, **more)
 
     def _called(self, event: CallDelta) -> None:
-        """Open the item of a call, or add to its arguments."""
+        """Open the item of a call, or append to its arguments."""
         if event.name is not None:
             written = WrittenCall(self._tools.tool(event.name), self._parser.id_of(event))
             self._opened(written.kind, **written.opened())
@@ -206,6 +206,6 @@ class Output:
 
 
 def _short(scored: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the bytes, which a stream does not have."""
+    """Drop the bytes, which a stream's logprobs do not have."""
     top = [{"token": each["token"], "logprob": each["logprob"]} for each in scored["top_logprobs"]]
     return {"token": scored["token"], "logprob": scored["logprob"], "top_logprobs": top}

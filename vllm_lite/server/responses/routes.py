@@ -37,15 +37,15 @@ from vllm_lite.server.vllm import rendered
 
 MAX_PAGE = 100
 NUM_REPEATED = 4
-"""Events of a stream that repeat the response object, with the instructions and the tools of the request."""
+"""Number of events of a stream that repeat the response object, with the request's instructions and tools."""
 MOST_UNPACKED = 1032
-"""zlib makes so many bytes of one at most."""
+"""Maximum expansion of one byte by zlib."""
 SETTLE_S = 1.0
-"""How long a response that its API server has ended may take to be stored."""
+"""Seconds for another API server to store a response that it has ended."""
 
 
 class ResponsesRoutes:
-    """Answers each of them by one method."""
+    """Answers the routes of /v1/responses: one method each."""
 
     def __init__(self, generation: Generation, runs: Runs, store: Store) -> None:
         self._generation = generation
@@ -93,7 +93,7 @@ class ResponsesRoutes:
         sender = Sender(call.owner, holder_of(request), self._live.reader.keep(request, num_repeated))
         run = Run(call, output, own_data, log, sender, is_kept=body.is_kept)
         self._runs.start(run)
-        if body.background:  # the other API servers shall know it, and one that is started again
+        if body.background:  # so that other API servers know it, and a restarted one
             try:
                 await self._store.put(run.record())
             except ApiError:
@@ -106,7 +106,7 @@ class ResponsesRoutes:
         return WholeResponse(run, self._runs.attach(run), headers)
 
     async def count(self, request: Request) -> Response:
-        """Count the tokens of the prompt."""
+        """Answer with the number of prompt tokens."""
         asked = await self._generation.read(request, ResponseBody)
         bodies.check(asked.body)
         response_id = _random_id()
@@ -116,7 +116,8 @@ class ResponsesRoutes:
         return as_json(tokens, made.headers)
 
     async def render(self, request: Request) -> Response:
-        """As vLLM's other /render: the prompt as a body of /inference/v1/generate. It knows no earlier response."""
+        """Answer, like vLLM's other /render routes, with the prompt as a body of /inference/v1/generate. Earlier
+        responses cannot be referred to."""
         asked = await self._generation.read(request, ResponseBody)
         body = asked.body
         bodies.check(body)
@@ -131,7 +132,7 @@ class ResponsesRoutes:
         return as_json(rendered.requests(made.call, chat, asked.model)[0], made.headers)
 
     async def retrieve(self, request: Request) -> Response:
-        """The response as it is, or its stream behind the event `starting_after`."""
+        """Answer with the current response, or with its stream after the event `starting_after`."""
         after = _number(request, "starting_after", -1, least=0)
         is_streamed = request.query_params.get("stream", "false").lower() in ("true", "1")
         found, response_id = await self._found(request), request.path_params["response_id"]
@@ -151,7 +152,7 @@ class ResponsesRoutes:
             raise ApiError(400, f"events before {log.first} are no longer kept", "starting_after")
         if isinstance(found, Run):
             return EventStream(log, after + 1, self._runs.attach(found), None)
-        reader = self._live.reader  # what was unpacked is this client's own, for as long as it reads
+        reader = self._live.reader  # the decompressed events count as this client's, while it reads
         return EventStream(log, after + 1, partial(reader.release, reader.keep(request, log.num_bytes)), None)
 
     async def delete(self, request: Request) -> Response:
@@ -165,7 +166,7 @@ class ResponsesRoutes:
         return as_json({"id": request.path_params["response_id"], "object": "response", "deleted": True})
 
     async def cancel(self, request: Request) -> Response:
-        """End a response that runs in the background. One that has ended is answered as it is."""
+        """Cancel a background response. An ended one is returned unchanged."""
         found = await self._found(request)
         if not found.is_background:
             raise ApiError(
@@ -181,7 +182,7 @@ class ResponsesRoutes:
         return _json(found.response)
 
     async def input_items(self, request: Request) -> Response:
-        """All that the model was shown but the instructions, page by page."""
+        """Answer with a page of the items that were shown to the model, without the instructions."""
         order = request.query_params.get("order", "desc")
         if order not in ("asc", "desc"):
             raise ApiError(400, f"order must be asc or desc, got {order[:40]!r}", "order")
@@ -215,22 +216,22 @@ class ResponsesRoutes:
         return response_id
 
     async def _known(self, response_id: str, owner: str) -> Run | StoredResponse | None:
-        """Find the owner's response of this id, also one that no client is shown any more."""
+        """Find the owner's response of this id, even one that is hidden from clients."""
         name = name_of(response_id, owner)
         found = self._runs.get(name) or await self._store.get(name)
-        if found is None and name != response_id:  # kept by an earlier version
+        if found is None and name != response_id:  # stored by an earlier version
             found = await self._store.get(response_id)
         return None if found is None or found.owner != owner else found
 
     async def _find(self, response_id: str, request: Request) -> Run | StoredResponse | None:
-        """Find a response of the sender, as far as this server knows."""
+        """Find a response of the sender that this server or its store knows."""
         if len(response_id) > MAX_ID_CHARS:
             return None
         found = await self._known(response_id, owner_of(request, response_id))
         return None if isinstance(found, Run) and (found.was_deleted or not found.is_kept) else found
 
     async def _found(self, request: Request) -> Run | StoredResponse:
-        """Find the response of the path. Raises ApiError."""
+        """Find the response named in the path. Raises ApiError."""
         response_id: str = request.path_params["response_id"]
         found = await self._find(response_id, request)
         if found is None:
@@ -240,7 +241,7 @@ class ResponsesRoutes:
         return found
 
     async def _checked(self, record: StoredResponse) -> StoredResponse:
-        """A response that another API server runs, or one that ended with its server."""
+        """Refresh the record of a response that another API server runs, or whose server has ended."""
         try:
             await self._live.members(record.id, record.id)
         except ApiError as error:
@@ -257,7 +258,8 @@ class ResponsesRoutes:
         return record
 
     async def _settled(self, record: StoredResponse) -> StoredResponse:
-        """The record once the API server that ended the response has stored that, or after a while as it is."""
+        """Wait up to SETTLE_S until the API server that ended the response has stored its end, and return the
+        record."""
         deadline_s = time.monotonic() + SETTLE_S
         while is_running(record) and time.monotonic() < deadline_s:
             await asyncio.sleep(0.05)
@@ -267,8 +269,8 @@ class ResponsesRoutes:
     async def _messages(
         self, asked: Asked[ResponseBody], response_id: str
     ) -> tuple[list[Item], ChatTurns, Asked[ResponseBody]]:
-        """The request's own input items, what the model is shown of the whole conversation, and the request with a
-        Warning for what it is not shown. Raises ApiError."""
+        """Return the request's own input items, the messages and tools of the whole conversation, and the request with
+        a Warning about parts that are left out. Raises ApiError."""
         body, request = asked.body, asked.request
         earlier, referred = self._earlier(request), {}
         for place, reference in items.references(body.input if isinstance(body.input, list) else None):
@@ -295,7 +297,7 @@ class ResponsesRoutes:
 
 
 class EventStream(Response):
-    """Sends the events of a log from a place on, until the log is closed or the client has gone."""
+    """Sends the events of a log from a position on, until the log is closed or the client disconnects."""
 
     def __init__(
         self,
@@ -306,7 +308,7 @@ class EventStream(Response):
         *,
         headers: dict[str, str] | None = None,
     ) -> None:
-        """`run` is given to its first reader, who gets an error of HTTP if the engine refuses the request."""
+        """`run` is given for its first reader, who gets an HTTP error if the engine refuses the request."""
         more = {"cache-control": "no-cache", "x-accel-buffering": "no"}
         super().__init__(headers={"content-type": "text/event-stream; charset=utf-8", **more, **(headers or {})})
         self.raw_headers = [header for header in self.raw_headers if header[0] != b"content-length"]
@@ -335,7 +337,7 @@ class EventStream(Response):
             changed = log.changed()
             is_closed = log.is_closed
             events = log.since(self._next)
-            if events is None:  # this reader is slower than the log is long
+            if events is None:  # events were dropped before this slow reader got them
                 raise ApiError(409, f"events before {log.first} are no longer kept")
             if events:
                 changed.cancel()
@@ -355,7 +357,7 @@ class EventStream(Response):
 
 
 class WholeResponse(Response):
-    """Sends the response object once that is complete. A client that has gone ends it."""
+    """Sends the response object when it is complete. If the client disconnects, the response is cancelled."""
 
     def __init__(self, run: Run, detach: Callable[[], None], headers: dict[str, str]) -> None:
         super().__init__(headers={"content-type": "application/json", **headers})

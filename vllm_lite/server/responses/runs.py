@@ -1,7 +1,7 @@
-"""Runs: responses that are being generated, each by a task of its own, whether somebody reads or not.
+"""Runs: responses that are being generated, each by a task of its own, with or without a reader.
 
-The task writes the events of the stream into a log, and connections read that. So a connection that breaks changes
-nothing, and neither does an engine that dies: the call pauses until the next engine goes on with it.
+The task writes events into a log, and connections read the log. So a broken connection has no effect, and after an
+engine's death the call pauses until the next engine continues it.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from vllm_lite.server.responses.output import Output
 from vllm_lite.server.responses.store import Store, StoredResponse
 
 CLOSE_S = 2.0
-"""How long what has been ended may take to be stored when the server ends."""
+"""Seconds for cancelled responses to be stored at shutdown."""
 
 logger = log.get(__name__)
 
 
 class Sender(NamedTuple):
-    """Owner and holder of a response, as a StoredResponse has them, and the bytes of the body kept until its end."""
+    """Owner and holder of a response, as in StoredResponse, and the bytes of the body kept until its end."""
 
     owner: str
     holder: str
@@ -41,7 +41,7 @@ class Run:
     def __init__(
         self, call: Call, output: Output, items: bytes, log: EventLog | None, sender: Sender, *, is_kept: bool
     ) -> None:
-        """`items` are its own input, as JSON. One that `is_kept` is stored at its end."""
+        """`items` are the request's own input items, as JSON. If `is_kept`, the response is stored at its end."""
         self.id = call.id
         self.name = call.name
         self.call = call
@@ -56,7 +56,7 @@ class Run:
         self.was_deleted = False
         self.num_readers = 0
         self.began: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when it is certain whether the engine takes the request."""
+        """Done when the engine has accepted or refused the request."""
         self.task: asyncio.Task[None]
         self.expiry: asyncio.TimerHandle | None = None
 
@@ -77,11 +77,11 @@ class Run:
 
 
 class Runs:
-    """Holds the responses that this server generates. Every method is called on the loop."""
+    """The responses that this server generates. Every method is called on the loop."""
 
     def __init__(self, calls: Calls, store: Store, resume_s: float, release: Callable[[int], None]) -> None:
-        """A response that is streamed to nobody for `resume_s` ends, unless it runs in the background. `release` takes
-        the number of bytes that a run kept until its end."""
+        """A streamed response without a reader for `resume_s` is cancelled, unless it runs in the background. `release`
+        is called with the bytes that a run kept until its end."""
         self._calls = calls
         self._store = store
         self._resume_s = resume_s
@@ -108,12 +108,12 @@ class Runs:
         run.task = asyncio.create_task(self._generate(run))
 
     def cancel(self, run: Run) -> None:
-        """End a response, which keeps what it has."""
+        """Cancel a response, which keeps its output so far."""
         run.was_cancelled = True
         run.call.reading.end()
 
     def attach(self, run: Run) -> Callable[[], None]:
-        """Count a reader. Returns what is to be called when it has gone."""
+        """Add a reader. Returns the function to call when it disconnects."""
         run.num_readers += 1
         if run.expiry is not None:
             run.expiry.cancel()
@@ -130,7 +130,7 @@ class Runs:
             run.expiry = asyncio.get_running_loop().call_later(self._resume_s, self.cancel, run)
 
     async def close(self) -> None:
-        """End what runs, and store it."""
+        """Cancel all responses, and wait until they are stored."""
         for run in self._runs.values():
             self.cancel(run)
         tasks = [run.task for run in self._runs.values()]
@@ -141,7 +141,7 @@ class Runs:
         try:
             try:
                 await self._take_deltas(run)
-            except Exception:  # the response fails, and says so
+            except Exception:  # the response fails with this error
                 logger.exception("response %s failed", run.id)
                 run.error = ApiError(500, "the server failed; its log says why")
             finally:
@@ -210,10 +210,10 @@ class Runs:
             return
         try:
             await self._store.put(run.record(events))
-        except ApiError as error:  # its client has the answer all the same
+        except ApiError as error:  # its client has the answer, unstored
             logger.error("response %s is not kept: %s", run.id, error.message)
 
 
 def _was_refused(run: Run) -> bool:
-    """Whether the answer was an error of HTTP, so that no client knows of a response."""
+    """Whether the request was answered with an HTTP error, so that no client knows the response."""
     return run.error is not None and not run.is_background and not run.call.has_begun

@@ -1,8 +1,8 @@
-"""Stores of responses: bounded in number and bytes. In memory, or in a SQLite file.
+"""Stores of responses, bounded in number and bytes: in memory, or in a SQLite file.
 
-A store knows no keys. A record's `owner` is a digest of the key and the response's id, so only a request with the same
-key finds it. Its `holder` is a digest of the key alone: where there is too much, the holder with the most loses its
-oldest, so that nobody evicts what others keep. Without keys all share one holder.
+A store knows no API keys. A record's `owner` is a digest of the key and the response's id, so only a request with the
+same key finds it. Its `holder` is a digest of the key alone: beyond the limits, the holder with the most loses its
+oldest, so that nobody can evict the responses of others. Without keys all share one holder.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from vllm_lite.server.openai.errors import ApiError
 
 MAX_RESPONSES = 16_384
 BUSY_S = 5.0
-"""How long another API server may hold the file."""
+"""Seconds for which another API server may lock the file."""
 _VERSION = 2
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses(
@@ -30,23 +30,23 @@ CREATE TABLE IF NOT EXISTS responses(
     holder TEXT NOT NULL DEFAULT '')
 """
 _INDEX = "CREATE INDEX IF NOT EXISTS holdings ON responses(holder, place, size)"
-"""Without it the whole file would be read at each response beyond the limit: the holder lies behind the data."""
+"""Without the index, each response beyond the limit would read the whole file: the column is stored after the data."""
 _FROM_1 = "ALTER TABLE responses ADD COLUMN holder TEXT NOT NULL DEFAULT ''"
 HOLDER_OF_THE_MOST = "SELECT holder FROM responses GROUP BY holder ORDER BY {} DESC, max(place) LIMIT 1"
-"""The holder of the most by count(*) or sum(size)."""
+"""Query of the holder with the largest count(*) or sum(size)."""
 
 T = TypeVar("T")
 logger = log.get(__name__)
 
 
 class StoredResponse(msgspec.Struct, frozen=True):
-    """One response. Its id is the name of its call (auth.name_of), in files of earlier versions the id alone.
+    """One response. Its id is the name of its call (auth.name_of), in files of earlier versions the bare id.
 
     response  the response object, as JSON
-    items     its own input items, a JSON list; those before it are its `previous` response's
-    events    what its stream has sent, packed by zlib; b"" for one without a stream
+    items     its own input items, a JSON list; earlier ones are its `previous` response's
+    events    the events of its stream, compressed by zlib; b"" without a stream
     first     the sequence number of the first of these events
-    status    that of the response; "" in files of the first format, whose records are read for it
+    status    the response's status; "" in records of the first format: read it from the response
     """
 
     id: str
@@ -69,30 +69,30 @@ _record = msgspec.msgpack.Decoder(StoredResponse)
 
 
 class Store(Protocol):
-    """Keeps records by id. The methods raise ApiError where the store itself fails."""
+    """Keeps records by id. The methods raise ApiError if the store fails."""
 
     async def get(self, response_id: str) -> StoredResponse | None: ...
 
     async def put(self, record: StoredResponse) -> None:
-        """Keep a record, or replace the one with its id. Others of the largest holder go if there is too much; a record
-        that is larger than the whole store is not kept."""
+        """Store a record, or replace the one with its id. Beyond the limits, the oldest records of the largest holder
+        are dropped; a record larger than the whole store is not stored."""
 
     async def delete(self, response_id: str) -> bool:
-        """Return whether there was one."""
+        """Delete a record. Returns whether it existed."""
 
     def close(self) -> None: ...
 
 
 class MemoryStore:
-    """Keeps records as long as this server runs."""
+    """Keeps records in memory while this server runs."""
 
     def __init__(self, max_bytes: int, max_responses: int = MAX_RESPONSES) -> None:
         self._max_bytes = max_bytes
         self._max_responses = max_responses
         self._records: OrderedDict[str, StoredResponse] = OrderedDict()
-        """All of them, the oldest first."""
+        """All records, oldest first."""
         self._of: dict[str, OrderedDict[str, None]] = {}
-        """The ids of each holder's, the oldest first."""
+        """Ids of each holder's records, oldest first."""
         self._num_bytes_of: Counter[str] = Counter()
         self.num_bytes = 0
 
@@ -151,10 +151,10 @@ class MemoryStore:
 
 
 class SqliteStore:
-    """Keeps records in a file, which several API servers may share and which outlives them."""
+    """Keeps records in a file, which several API servers may share, and which outlives them."""
 
     def __init__(self, path: str, max_bytes: int, max_responses: int = MAX_RESPONSES) -> None:
-        """Raises ConfigError for a file that cannot be used."""
+        """Open or create the file. Raises ConfigError if it cannot be used."""
         self._max_bytes = max_bytes
         self._max_responses = max_responses
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses-store")

@@ -1,8 +1,8 @@
-"""The tools of one request: what becomes of each type of OpenAI's tools, and which tool a function of the model is.
+"""Toolbox: the tools of one request by type, and the mapping between them and the model's functions.
 
-A tool that the client runs is a function (client_tools.py), one of a namespace a function with the namespace in front
-of its name. One that a provider would run is left out, and the answer's Warning header names it: an agent that sends
-`web_search` with every request goes on without it.
+A tool that the client runs becomes a function (client_tools.py), one of a namespace a function with the namespace as
+prefix. A tool that a provider would run is left out, and named in the answer's Warning header: an agent that sends
+`web_search` with every request continues without it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -25,11 +25,11 @@ TREATMENTS: dict[str, Treatment] = {
     "namespace": "namespace",
     **dict.fromkeys(_PROVIDERS.split(), "left out"),
 }
-"""By the type of the tool. Types that are not here are left out as well: they are newer than this server."""
+"""Treatment by the type of the tool. Unknown types are left out as well: they are newer than this server."""
 
 
 class ClientTool(NamedTuple):
-    """A tool that the client runs: what its calls look like, and its name there."""
+    """A tool that the client runs: the form of its calls, and its name for the client."""
 
     form: CallForm
     name: str
@@ -37,14 +37,14 @@ class ClientTool(NamedTuple):
 
 
 class Toolbox:
-    """Made of `tools` of the body, and of those that items of the input bring later. Raises ApiError.
+    """Tools of the body, and of input items that bring further ones. Raises ApiError.
 
-    functions  the tools as chats have them
-    left_out   the tools that the model is not shown, for the Warning header
+    functions  the tools in the chat format
+    left_out   the paths of tools that are not shown to the model, for the Warning header
     """
 
     def __init__(self, given: Iterable[Mapping[str, Any]], later: Iterable[tuple[str, Mapping[str, Any]]] = ()) -> None:
-        """`later` are tools with their places in the body."""
+        """`later` are the tools of input items, with their paths."""
         self.functions: list[dict[str, Any]] = []
         self.left_out: list[str] = []
         self._tools: dict[str, ClientTool] = {}
@@ -55,15 +55,15 @@ class Toolbox:
             self._add(tool, where, may_repeat=True)
 
     def tool(self, function: str) -> ClientTool:
-        """The tool that a function of the model is; one that the request does not have is passed on by its name."""
+        """The tool behind a function of the model; an unknown function is passed on as a function of its name."""
         return self._tools.get(function) or ClientTool(FORMS["function"], function)
 
     def function(self, name: str, namespace: str | None) -> str:
-        """The function that a tool is to the model."""
+        """The name of the model's function for a tool."""
         return self._names.get((namespace, name)) or flat_name(namespace, name)
 
     def choice(self, given: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-        """A tool_choice as chats have it."""
+        """Convert a tool_choice to the chat format."""
         if not isinstance(given, dict):
             return given
         check_depth(given, "tool_choice", "tool_choice")
@@ -72,7 +72,7 @@ class Toolbox:
         inner = given.get("allowed_tools", given)
         allowed = inner.get("tools") if isinstance(inner, dict) else None
         if not isinstance(allowed, list) or len(allowed) > MAX_TOOLS:
-            return given  # forms.py says what is wrong with it
+            return given  # forms.py reports the error
         found = [self._named(each, "tool_choice.tools") for each in allowed if self._is_shown(each)]
         if not found:
             raise ApiError(400, "tool_choice allows none of the tools that the model is shown", "tool_choice")
@@ -93,7 +93,7 @@ class Toolbox:
             self._add_function(FORMS[kind], tool, None, where, may_repeat=may_repeat)
 
     def _add_all(self, space: Mapping[str, Any], where: str, *, may_repeat: bool) -> None:
-        """Add the tools of a namespace. What it says of itself goes to the first of them."""
+        """Add the tools of a namespace. Its description goes to the first of them."""
         name, tools, about = space.get("name"), space.get("tools"), space.get("description")
         if not isinstance(name, str) or not isinstance(tools, list):
             raise ApiError(400, f"{where}: a namespace needs a name and a list of tools", where)
@@ -116,7 +116,7 @@ class Toolbox:
             return
         name = flat_name(*key)
         while namespace is not None and name in self._tools:
-            name += "_"  # a tool outside of the namespace is called so
+            name += "_"  # a tool outside of the namespace has this name
         shown = {"type": "function", "function": {**function, "name": name}}
         try:
             msgspec.convert(shown, FunctionTool)
@@ -155,13 +155,13 @@ class Toolbox:
 
 
 def _with_more(tool: Mapping[str, Any], about: str) -> dict[str, Any]:
-    """Put `about` before the description of a tool; one that is no text stays, to be refused."""
+    """Prepend `about` to a tool's description; a description that is not text is kept, to be refused later."""
     own = tool.get("description") or ""
     return {**tool, "description": "\n\n".join(filter(None, (about, own))) if isinstance(own, str) else own}
 
 
 def _is_for_client(tool: Mapping[str, Any]) -> bool:
-    """Whether the client runs a tool; some types say it themselves."""
+    """Whether the client runs a tool; for some types a field says so."""
     kind = tool["type"]
     if kind == "shell":
         place = tool.get("environment")
@@ -172,7 +172,7 @@ def _is_for_client(tool: Mapping[str, Any]) -> bool:
 
 
 def shown_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool as the response object repeats it."""
+    """A tool in the format of the response object."""
     if tool.get("type") != "function":
         return dict(tool)
     function = FORMS["function"].function(tool)

@@ -1,4 +1,4 @@
-"""The router's ASGI application: its own routes, Ollama's that manage models, and everything else sent on."""
+"""The router's ASGI application: its own routes, Ollama's routes that manage models, and a fallback that forwards."""
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -20,7 +20,7 @@ from vllm_lite.server.router.watch import RouterLive
 
 
 def build(fleet: Fleet, config: ServeConfig, keys: Keys) -> Starlette:
-    """Make the application. `keys` are those that the router takes; models may ask for their own."""
+    """Make the application. `keys` are the router's; models may require their own."""
     reader = BodyReader(config, takes_images=True)
     own = RouterRoutes(fleet, reader)
     public = {METRICS_PATH} if config.public_metrics else set()

@@ -1,4 +1,5 @@
-"""ModelServer: the processes of one model, which the router starts, lets sleep, wakes, ends, and sends requests to."""
+"""ModelServer: the processes of one model, which the router starts, stops, wakes, puts to sleep, and forwards requests
+to."""
 
 import asyncio
 import os
@@ -23,23 +24,23 @@ from vllm_lite.server.router.upstream import Header, UpstreamAnswer, UpstreamLos
 MODULE = "vllm_lite.server.router.child"
 LOOK_S = 0.02
 STOP_GRACE_S = 8.0
-"""More than a server takes to end its engine, once its requests have ended."""
+"""Seconds for a server to end its engine, once its requests have ended."""
 ASK_S = 10.0
 LAST_LINES_S = 1.0
-"""For what an ended server has printed to be read; its engine may still have the pipe open."""
+"""Seconds to read the last output of an ended server, whose engine may keep the pipe open."""
 _GREETING = ("vllm-lite: ready at", "Try: ")
 _LINE = "vllm-lite: "
-"""The beginning of the line in which a server says why it cannot go on."""
+"""Prefix of the line in which a server prints its fatal error."""
 
 logger = log.get(__name__)
 
 
 class ModelServer:
-    """One life of a model's processes. `start` begins it and `stop` ends it; neither can be done again."""
+    """The processes of a model, from one `start` to one `stop`; neither can be repeated."""
 
     def __init__(self, name: str, config: ServeConfig, keys: Keys, on_end: Callable[[], None]) -> None:
-        """`keys` are those that its requests come with, the router's own admin key the last. `on_end` is called on a
-        thread of its own when it has ended, whyever."""
+        """`keys` are those that the model's server accepts; the router's own admin key is the last. `on_end` is called
+        on another thread when the server has ended, for any reason."""
         self.name = name
         self._run_dir = tempfile.mkdtemp(prefix="vl-")  # mode 0700
         self.socket_path = f"{self._run_dir}/http"
@@ -55,11 +56,11 @@ class ModelServer:
         return 0 if self._child is None else self._child.pid
 
     def ended(self) -> str | None:
-        """Why it ended, in its own words if it has said so; None while it runs."""
+        """The reason why the server ended, as printed by itself if possible; None while it runs."""
         return None if not self._end else self._reason or f"its server ended: {self._end}"
 
     async def start(self) -> None:
-        """Return when it serves. Raises EngineError with the server's own message if it cannot."""
+        """Start the server, and return when it is ready. Raises EngineError with the server's message if it fails."""
         try:
             check_address(f"ipc://{self.socket_path}")
         except ValueError as error:
@@ -74,32 +75,32 @@ class ModelServer:
             await asyncio.sleep(LOOK_S)
 
     async def sleep(self, level: int) -> None:
-        """Give up weights and KV; streams pause, and what is cached is on disk if the model has a folder for it. Raises
-        EngineError."""
+        """Free weights and KV cache; streams pause, and the cache is written to disk if the model has a folder for it.
+        Raises EngineError."""
         await self._operate(f"/sleep?level={level}&mode=keep")
 
     async def wake(self) -> None:
-        """Load the model again; streams go on. Raises EngineError."""
+        """Reload the model; paused streams continue. Raises EngineError."""
         await self._operate("/wake_up")
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """End all of its processes; its requests have `grace_s`. Returns when they are gone."""
+        """Stop all processes, giving requests `grace_s` to end. Returns when the processes have exited."""
         if self._child is not None:
             await asyncio.to_thread(self._child.stop, grace_s + STOP_GRACE_S)
         await asyncio.to_thread(supervise.remove_dir, self._run_dir)
 
     async def kill(self) -> None:
-        """End its server without a word, so that its streams end with an error; its engine and workers follow."""
+        """Kill the server, so that its streams end with an error; its engine and workers follow."""
         if self._child is not None:
             await asyncio.to_thread(self._child.kill)
         await asyncio.to_thread(supervise.remove_dir, self._run_dir)
 
     async def open(self, method: str, target: bytes, headers: list[Header], body: bytes) -> UpstreamAnswer:
-        """Send a client's request. Raises UpstreamLost."""
+        """Forward a client's request. Raises UpstreamLost."""
         return await open_answer(self.socket_path, method, target, headers, body)
 
     async def get(self, path: str, timeout_s: float = ASK_S) -> bytes:
-        """Return the body of a route's answer. Raises EngineError."""
+        """GET a route, and return the body of its answer. Raises EngineError."""
         return await self._ask("GET", path, timeout_s)
 
     async def _operate(self, path: str) -> None:
@@ -139,23 +140,23 @@ class ModelServer:
 
     def _ended(self, reason: str) -> None:
         if self._output is not None:
-            self._output.join(LAST_LINES_S)  # what it said last may say why
+            self._output.join(LAST_LINES_S)  # its last output may have the reason
         self._end = reason
         self._on_end()
 
     def _pass_on(self, descriptor: int) -> None:
-        """Print its lines with its name before them, and keep the last that says why it ends."""
+        """Print the server's lines with the model's name as prefix, and keep the last error among them."""
         with open(descriptor, encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 if line.startswith(_GREETING):
-                    continue  # it names a socket that is the router's alone
+                    continue  # it names the private socket
                 if line.startswith(_LINE):
                     self._reason = line.removeprefix(_LINE).strip()
                 with suppress(OSError, ValueError):
                     sys.stderr.write(f"[{self.name}] {line}")
 
     def _listens(self) -> bool:
-        """Whether it accepts connections, which it does once it can serve."""
+        """Whether the server accepts connections, which it does once it can serve."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             probe.setblocking(False)
             try:
@@ -166,7 +167,7 @@ class ModelServer:
 
 
 def private(config: ServeConfig, keys: Keys, path: str) -> ServeConfig:
-    """Change a model's settings for a socket that only the router reaches."""
+    """Adapt a model's settings to a socket that only the router reaches."""
     return msgspec.structs.replace(
         config, uds=path, api_key=keys.user, api_key_file=None, admin_api_key=keys.admin, admin_api_key_file=None
     )

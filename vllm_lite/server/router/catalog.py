@@ -1,8 +1,7 @@
-"""Catalog: the models that may be asked for, and their names. An entry with a fault is kept with one sentence about it;
-the others are served.
+"""Catalog: the models that can be requested, and their names. A faulty entry is kept with an error; others are served.
 
-A file of models has the router's settings, `defaults` of all models, and for each of `models` by its name the settings
-of `serve` and those of OWN:
+A file of models has the router's settings, `defaults` for all models, and in `models`, for each name, settings of
+`serve` and of OWN:
 
     models_memory: 20GiB
     defaults: {kv_cache_dir: /var/cache/kv}
@@ -33,7 +32,7 @@ HUB = "hub"
 MAX_MODELS = 1000
 MAX_NAME_CHARS = 200
 OWN = ("aliases", "pin", "idle_s")
-"""Settings of an entry that `serve` has not."""
+"""Settings of an entry that `serve` does not have."""
 _OF_ROUTER = frozenset(
     [
         "model",
@@ -64,14 +63,14 @@ _OF_ROUTER = frozenset(
         "address",
     ]
 )
-"""Settings of `serve` that are the router's: no model inherits them from the command line."""
+"""Settings of `serve` that apply to the router: models do not inherit them from the command line."""
 _NOT_IN_ENTRIES = _OF_ROUTER - {"model", "api_key", "api_key_file"}
 _NAME = re.compile(r"[\w][\w./:@+-]*")
 
 
 @dataclass
 class Entry:
-    """A model of the catalog. `config` is None where `trouble` says why it cannot be served."""
+    """A model of the catalog. `config` is None if `trouble` says why it cannot be served."""
 
     name: str
     config: ServeConfig | None
@@ -80,11 +79,12 @@ class Entry:
     idle_s: float | None = None
     trouble: str | None = None
     is_from_hub: bool = False
-    """Whether it lies in the hub's cache and was put here by its name alone, so that its files may be removed by it."""
+    """Whether the model is in the hub's cache and in the catalog by its hub id, so that deleting it may remove its
+    files."""
     is_added: bool = False
-    """Whether it was put here at run time, by a copy."""
+    """Whether the entry was added at run time, as a copy."""
     adapters: tuple[str, ...] = ()
-    """Names of adapters that the model is asked for under."""
+    """Names of loaded adapters by which the model is requested."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -92,7 +92,7 @@ class Entry:
 
 
 class EntrySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Settings of an entry beside those of `serve`."""
+    """Settings of an entry in addition to those of `serve`."""
 
     aliases: tuple[str, ...] = ()
     pin: bool = False
@@ -101,14 +101,14 @@ class EntrySettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass
 class Catalog:
-    """Entries by their names, in the order in which they are listed; every alias is of one entry alone."""
+    """Entries by name, in the order of lists; every alias belongs to one entry."""
 
     entries: dict[str, Entry] = field(default_factory=dict)
     base: dict[str, Any] = field(default_factory=dict)
-    """Settings that every model begins with."""
+    """Base settings of every model."""
 
     def add(self, entry: Entry) -> None:
-        """Raises ConfigError for a name that is taken, or that no client could write."""
+        """Add an entry. Raises ConfigError for a name that is taken or malformed."""
         for name in entry.names:
             if not _NAME.fullmatch(name) or len(name) > MAX_NAME_CHARS:
                 raise ConfigError(f"{name!r} is no name of a model: letters, digits and . _ - / : @ + make one")
@@ -119,7 +119,7 @@ class Catalog:
         self.entries[entry.name] = entry
 
     def find(self, name: str) -> Entry | None:
-        """The entry of a name, an alias or an adapter, also with Ollama's usual tag."""
+        """Find the entry by name, alias or adapter, with or without Ollama's default tag."""
         for wanted in dict.fromkeys((name, name.removesuffix(LATEST))):
             named = self.entries.get(wanted)
             if named is not None and named.trouble is None:
@@ -132,7 +132,8 @@ class Catalog:
         return None
 
     def entry(self, name: str, values: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> Entry:
-        """Make the entry of a model from its own settings, which win over those of all. A fault is its trouble."""
+        """Make the entry of a model from its settings, which override the base settings. An error becomes its
+        `trouble`."""
         try:
             settings = msgspec.convert(dict(own or {}), EntrySettings, strict=False)
         except msgspec.ValidationError as error:
@@ -145,7 +146,7 @@ class Catalog:
         return Entry(name, config, settings.aliases, settings.pin, settings.idle_s, adapters=adapters)
 
     def _config(self, name: str, values: Mapping[str, Any], aliases: tuple[str, ...]) -> ServeConfig:
-        """Raises ConfigError."""
+        """Make and check the config of one model. Raises ConfigError."""
         given = {key.replace("-", "_"): value for key, value in values.items()}
         if wrong := sorted(given.keys() & _NOT_IN_ENTRIES):
             raise ConfigError(f"{wrong[0]} is a setting of the router, not of one model; give it to `serve`")
@@ -157,12 +158,12 @@ class Catalog:
 
 
 def served_names(*names: str) -> str:
-    """The names that a model's own server takes: as `find` does, also with Ollama's usual tag."""
+    """Names that a model's own server accepts: like `find`, also with Ollama's default tag."""
     return " ".join((*names, *(name + LATEST for name in names if ":" not in name)))
 
 
 def base_settings(front: ServeConfig) -> dict[str, Any]:
-    """The settings of the command line that all models begin with."""
+    """Settings of the command line that all models inherit."""
     defaults = ServeConfig()
     given = {
         name: getattr(front, name)
@@ -175,7 +176,7 @@ def base_settings(front: ServeConfig) -> dict[str, Any]:
 
 def read_catalog(source: str, front: ServeConfig) -> tuple[Catalog, dict[str, Any]]:
     """Read the models of a file, a folder or the hub's cache. Returns them, and the router's settings in the file.
-    Raises ConfigError if there are none, or if the file as a whole is wrong."""
+    Raises ConfigError if there are none, or if the whole file is invalid."""
     catalog, path = Catalog(base=base_settings(front)), Path(source)
     of_router: dict[str, Any] = {}
     entries: Iterable[Entry]
@@ -205,14 +206,14 @@ def _of_hub(catalog: Catalog) -> Iterator[Entry]:
 
 
 def hub_entry(catalog: Catalog, name: str) -> Entry:
-    """The entry of a model that is named by its hub id alone."""
+    """The entry of a model whose name is its hub id."""
     entry = catalog.entry(name, {"model": name})
     entry.is_from_hub = True
     return entry
 
 
 def _of_folder(catalog: Catalog, folder: Path) -> Iterator[Entry]:
-    """Yield folders with a config.json or GGUF files, also one level deeper, and GGUF files."""
+    """Yield an entry for each GGUF file and each folder with a config.json or GGUF files, up to two levels deep."""
     for name in first_files([file.name for file in folder.iterdir() if file.is_file()]):
         yield catalog.entry(re.sub(r"-\d{5}-of-\d{5}$", "", name[: -len(".gguf")]), {"model": str(folder / name)})
     for inner in sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")):
@@ -228,7 +229,7 @@ def _is_model(folder: Path) -> bool:
 
 
 def _of_file(catalog: Catalog, path: Path) -> tuple[dict[str, Any], list[Entry]]:
-    """Raises ConfigError."""
+    """Read a file of models: the router's settings, and the entries. Raises ConfigError."""
     values = {key.replace("-", "_"): value for key, value in read_file(path).items()}
     models, defaults = values.pop("models", None), values.pop("defaults", None) or {}
     if not isinstance(models, dict) or not isinstance(defaults, dict):

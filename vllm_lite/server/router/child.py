@@ -1,6 +1,6 @@
-"""The entry point of one model's processes: `serve` on a socket in a private folder, gone when the router is.
+"""The entry point of one model's processes: `serve` on a socket in a private folder, which ends with the router.
 
-Whatever it and its engine and workers print goes to the router, which puts the model's name before each line.
+The router reads the output of the server, its engine and workers, and prints it with the model's name as prefix.
 """
 
 import os
@@ -18,7 +18,8 @@ ENGINE, ENGINE_EARLY = "vllm_lite.engine.process", "vllm_lite.engine.process_ear
 
 
 class ModelServerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`run_dir` is the folder, which dies with the server if the router dies first; `output` is an open descriptor."""
+    """`run_dir` is the private folder, which the server removes if the router dies first; `output` is an open file
+    descriptor."""
 
     config: ServeConfig
     run_dir: str
@@ -30,9 +31,9 @@ def main(settings: ModelServerSettings, stop: Wakeup) -> int:
     os.dup2(settings.output, 1)
     os.dup2(settings.output, 2)
     os.close(settings.output)
-    supervise.spawn_early(ENGINE, ENGINE_EARLY)  # its imports take as long as those below
+    supervise.spawn_early(ENGINE, ENGINE_EARLY)  # its imports run in parallel with those below
     try:
-        # Imported here because the engine's process imports what it needs meanwhile.
+        # Imported here, while the engine's process imports its own modules.
         from vllm_lite.server.processes.serve import serve
 
         return 0 if stop.is_set() else serve(settings.config)

@@ -1,4 +1,4 @@
-"""RouterConfig: the settings of `vllm-lite serve`: those of one model's server, and of a router before several."""
+"""RouterConfig: the settings of `vllm-lite serve` for one model, and of the router for several."""
 
 from typing import Annotated, Any
 
@@ -11,36 +11,36 @@ from vllm_lite.runtime.settings import Section
 from vllm_lite.server.config import ServeConfig
 
 MEMORY_SHARE = 0.8
-"""The part of this machine's memory that models may take where nothing is said."""
+"""Default share of this machine's memory for all models."""
 
 
 class RouterConfig(ServeConfig, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Build it with `RouterConfig.load(...)`, which checks every value."""
+    """Settings of the router. Construct with `RouterConfig.load(...)`, which checks every value."""
 
     models: Annotated[
         str | None,
         Section("many models"),
-        Meta(description="serve several: a YAML or TOML file of models, a folder that holds them, or `hub`, its cache"),
+        Meta(description="serve several models: a YAML or TOML file of them, a folder of them, or `hub`, its cache"),
     ] = None
     models_memory: Annotated[
         str | None,
         Meta(description="memory of all models, like 24GiB, as measured (default: 80 %% of the machine's)"),
     ] = None
     models_max: Annotated[
-        Annotated[int, Meta(ge=1)] | None, Meta(description="models that are loaded at once (default: any number)")
+        Annotated[int, Meta(ge=1)] | None, Meta(description="models loaded at once, at most (default: no limit)")
     ] = None
     models_idle_s: Annotated[
         Annotated[float, Meta(gt=0)] | None,
-        Meta(description="a model without requests is unloaded after this (default: when its memory is needed)"),
+        Meta(description="seconds without requests after which a model is unloaded (default: when memory is needed)"),
     ] = None
     models_wait_s: Annotated[
-        float, Meta(gt=0, description="the longest that a request waits for its model; then it is refused (503)")
+        float, Meta(gt=0, description="seconds for which a request waits for its model before it is refused (503)")
     ] = 300.0
     models_slice_s: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         Meta(
-            description="a model with running requests keeps its memory so long while others wait for it (default: 10, "
-            "or four times what it took to load if that is more)"
+            description="seconds for which a busy model keeps its memory while others wait for it (default: 10, "
+            "or four times its loading time if that is more)"
         ),
     ] = None
 
@@ -51,24 +51,24 @@ class RouterConfig(ServeConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
     @property
     def memory_bytes(self) -> int:
-        """The most that all models may take together."""
+        """Memory limit of all models together."""
         if self.models_memory is not None:
             return parse_bytes("models_memory", self.models_memory)
         return int(MEMORY_SHARE * memory_limit_bytes())
 
     def of_one_model(self) -> ServeConfig:
-        """The settings of a server of one model. Raises ConfigError if others were given."""
+        """The settings of a server for one model. Raises ConfigError if settings of the router were given."""
         if given := next((name for name in OWN if getattr(self, name) != getattr(_DEFAULTS, name)), None):
             raise ConfigError(f"{given} is for --models, which says which models to serve")
         return ServeConfig(**{name: getattr(self, name) for name in ServeConfig.__struct_fields__})
 
     def over(self, of_file: dict[str, Any]) -> "RouterConfig":
-        """Return these settings with those of a file of models where none were given. Raises ConfigError."""
+        """Fill settings that were not given from those of a file of models. Raises ConfigError."""
         checked = RouterConfig.check(of_file)
         given = [name for name in of_file if getattr(self, name) == getattr(_DEFAULTS, name)]
         return msgspec.structs.replace(self, **{name: getattr(checked, name) for name in given})
 
 
 OWN = tuple(name for name in RouterConfig.__struct_fields__ if name not in ServeConfig.__struct_fields__)
-"""The settings of the router, which no server of one model has."""
+"""Names of the settings that only the router has."""
 _DEFAULTS = RouterConfig()

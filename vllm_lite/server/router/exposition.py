@@ -1,4 +1,4 @@
-"""/metrics of the router: those of every model that has processes, each labelled with its `model_name`, and its own."""
+"""/metrics of the router: the metrics of all models with processes, each labelled `model_name`, and its own."""
 
 import re
 from collections.abc import Iterable, Iterator
@@ -64,7 +64,7 @@ def _filled(family: Any, members: Iterable[FleetModel], read: Any) -> Any:
 
 
 def merged(own: Fleet, texts: Iterable[str]) -> bytes:
-    """One exposition of several, in which all samples of a metric stand together."""
+    """Merge expositions into one, with all samples of a metric together."""
     families: dict[str, list[str]] = {}
     for text in texts:
         for name, lines in _families(text):

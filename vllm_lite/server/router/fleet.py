@@ -1,8 +1,8 @@
-"""Fleet: the models at run time. A request leases its model, which is loaded for it; what placement.py decides is
-carried out, for each model one operation at a time, for several models at once.
+"""Fleet: the models at run time. A request leases its model, which is loaded for it. Decisions of placement.py are
+carried out, one operation at a time per model, for several models in parallel.
 
-A model whose processes die is loaded again for the next request; one that dies again and again waits longer each time,
-and its requests are refused meanwhile. The others notice nothing of either.
+A model whose processes die is loaded again for the next request; after repeated deaths the delay doubles, and its
+requests are refused meanwhile. Other models are not affected.
 """
 
 import asyncio
@@ -23,33 +23,34 @@ from vllm_lite.server.router.memory import tree_bytes
 from vllm_lite.server.router.placement import Action, Decision, ModelStatus, PlacementRules, decide
 
 LOOK_S = 0.1
-"""Between two looks at memory, idle models and slices, where nothing else happens."""
+"""Seconds between two decisions if no event triggers one earlier."""
 MEASURE_S = 2.0
 MAX_BACKOFF_S = 60.0
 SOUND_S = 60.0
-"""A model that has run so long is no longer one that dies again and again."""
+"""Seconds of running after which earlier deaths of a model no longer count."""
 FREE_DEATHS = 3
-"""After so many in a row a model is not loaded again at once."""
+"""Number of deaths in a row after which a model's reload is delayed."""
 SLICE_S, SLICE_LOADS = 10.0, 4.0
-"""A time slice where nothing is said, and at least so many times what the model took to load: swaps take a fifth of the
-time at most."""
+"""Default time slice in seconds, and its minimum in multiples of the model's loading time: swaps then take a fifth of
+the time at most."""
 RETRY_AFTER_S = 5
 EWMA = 0.5
 SETTLE_S, WRITES_S = 0.05, 70.0
-"""Chats are written for so long before a model ends; an engine gives its workers 60 s for it."""
+"""Seconds between two checks for an operation's end, and the timeout for writing KV to disk before a model stops; the
+engine gives its workers 60 s."""
 
 logger = log.get(__name__)
 
 
 class Lease(NamedTuple):
-    """Use of a loaded model: it is not unloaded meanwhile, though it may sleep."""
+    """A request's use of a loaded model, which is not unloaded meanwhile, but may be put to sleep."""
 
     member: FleetModel
     backend: Any
 
 
 class Fleet:
-    """All models. Every method is called on the loop."""
+    """All models of the router. Every method is called on the loop."""
 
     def __init__(
         self,
@@ -78,7 +79,7 @@ class Fleet:
     # ---- models
 
     def add(self, entry: Entry) -> FleetModel:
-        """Take in a model of the catalog, which is not loaded for that."""
+        """Add a model of the catalog, without loading it."""
         slice_s = self.config.models_slice_s or SLICE_S
         status = ModelStatus(entry.name, pin=entry.pin, slice_s=slice_s)
         member = FleetModel(entry, status, trouble=entry.trouble, keep_alive_s=self._usual_s(entry))
@@ -86,11 +87,11 @@ class Fleet:
         return member
 
     def _usual_s(self, entry: Entry) -> float | None:
-        """Time that a model stays without requests, where none of them says so."""
+        """Default time for which a model stays loaded without requests."""
         return entry.idle_s if entry.idle_s is not None else self.config.models_idle_s
 
     def find(self, name: str | None) -> FleetModel:
-        """The model of a name; the only one where none is given. Raises ApiError."""
+        """Find a model by name; without a name, the only model. Raises ApiError."""
         if name is None or name == "":
             if len(self.members) == 1:
                 return next(iter(self.members.values()))
@@ -101,7 +102,7 @@ class Fleet:
         return self.members[entry.name]
 
     async def remove(self, member: FleetModel) -> None:
-        """Forget a model, once its processes are gone."""
+        """Remove a model, after stopping its processes."""
         self.members.pop(member.entry.name, None)
         self.catalog.entries.pop(member.entry.name, None)
         member.refuse(_deleted(member))
@@ -117,11 +118,12 @@ class Fleet:
 
     @asynccontextmanager
     async def lease(self, member: FleetModel, wait_s: float | None = None) -> AsyncIterator[Lease]:
-        """Wait until the model is loaded, and use it. Raises ApiError: 503 if it cannot be loaded, or not in time."""
+        """Wait until the model is loaded, and lease it. Raises ApiError (503) if it cannot be loaded, or not in
+        time."""
         until_s = self._clock() + (self.config.models_wait_s if wait_s is None else wait_s)
         while True:
             await self._loaded(member, until_s)
-            if member.backend is not None:  # or it has ended in this very moment
+            if member.backend is not None:  # else it has just ended
                 break
         status = member.status
         status.num_active += 1
@@ -134,7 +136,7 @@ class Fleet:
             self._changed.set()
 
     async def _loaded(self, member: FleetModel, until_s: float) -> None:
-        """Raises ApiError."""
+        """Wait until the model is loaded. Raises ApiError."""
         self._check(member)
         if self._admits(member):
             return
@@ -162,7 +164,7 @@ class Fleet:
             self._changed.set()
 
     async def _estimated(self, member: FleetModel, until_s: float) -> None:
-        """Wait until it is known what its files say, which are read aside; `until_s` at most."""
+        """Wait, until `until_s` at most, for the memory estimate, which a thread makes from the model's files."""
         if member.estimate is None:
             member.estimate = asyncio.ensure_future(asyncio.to_thread(estimate, member.entry.config))
         done, _ = await asyncio.wait([member.estimate], timeout=max(0.0, until_s - self._clock()))
@@ -170,7 +172,7 @@ class Fleet:
         member.status.expected_bytes = max(member.status.least_bytes, member.status.expected_bytes) or found
 
     def _check(self, member: FleetModel) -> None:
-        """Raises ApiError for a model that cannot be loaded now."""
+        """Raise ApiError for a model that cannot be loaded now."""
         if self.is_draining:
             raise ApiError(503, "the server is shutting down")
         if self.members.get(member.entry.name) is not member:
@@ -196,23 +198,23 @@ class Fleet:
         return f"it is {member.state}" + (f", and memory is taken by {busy}" if busy else "")
 
     def idle_s(self, member: FleetModel) -> float | None:
-        """Time since its last request ended, 0 while it has some; None if it was never loaded."""
+        """Seconds since the model's last request ended, 0 while it has some; None if it was never loaded."""
         status = member.status
         if not status.used_at_s:
             return None
         return 0.0 if status.num_active else self._clock() - status.used_at_s
 
-    # ---- what admins ask for
+    # ---- requests of admins
 
     def wish(self, member: FleetModel) -> asyncio.Task[None]:
-        """Load a model though no request needs it yet."""
+        """Load a model before any request needs it."""
 
         async def load() -> None:
             async with self.lease(member):
                 pass
 
         task = asyncio.ensure_future(load())
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it is shown as the model's trouble
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # shown as the model's `trouble`
         return task
 
     def let_go(self, member: FleetModel) -> None:
@@ -222,7 +224,7 @@ class Fleet:
         self._changed.set()
 
     def keep(self, member: FleetModel, keep_s: float | None) -> None:
-        """Set how long it stays without requests from now on; None: until its memory is needed."""
+        """Set the time for which a model stays loaded without requests; None: until its memory is needed."""
         member.keep_alive_s, member.is_let_go = keep_s, False
         self._set_leaving(member)
         self._changed.set()
@@ -234,7 +236,7 @@ class Fleet:
     # ---- decisions
 
     async def run(self) -> None:
-        """Decide, carry out and measure, for ever."""
+        """Until cancelled: make decisions, carry them out, and measure memory."""
         await asyncio.gather(self._deciding(), self._measuring())
 
     async def _measuring(self) -> None:
@@ -255,7 +257,7 @@ class Fleet:
                     await self._changed.wait()
 
     def look(self) -> None:
-        """Notice deaths, decide, and begin what was decided."""
+        """Detect deaths, decide, and start the chosen actions."""
         now_s = self._clock()
         for member in self.members.values():
             self._notice_end(member)
@@ -296,7 +298,7 @@ class Fleet:
             await self._failed(member, action, str(error))
         finally:
             if action.do != "load":
-                await self.measure()  # what it has freed is what the next decision is about
+                await self.measure()  # the next decision needs the freed memory
             member.status.op = None
             self._changed.set()
 
@@ -314,7 +316,7 @@ class Fleet:
         member.counts.load_s += took_s
         status.slice_s = self.config.models_slice_s or max(SLICE_S, SLICE_LOADS * member.load_s)
         status.state, status.level, status.loaded_at_s = "loaded", 0, self._clock()
-        status.held_bytes = max(status.held_bytes, status.expected_bytes)  # until it is measured
+        status.held_bytes = max(status.held_bytes, status.expected_bytes)  # until the first measurement
         status.used_at_s, member.is_let_go = status.loaded_at_s, False
         self._set_leaving(member)
 
@@ -327,9 +329,9 @@ class Fleet:
     async def _stop(self, member: FleetModel, _: Action) -> None:
         backend, config = member.backend, member.entry.config
         member.counts.stops += 1
-        member.keep_alive_s = self._usual_s(member.entry)  # what a request has said is over with it
+        member.keep_alive_s = self._usual_s(member.entry)  # a request's keep_alive ends with it
         if member.status.state == "loaded" and config is not None and config.kv_cache_dir is not None:
-            try:  # which ends its workers, once they have written its chats
+            try:  # sleeping ends its workers, once they have written their KV
                 await asyncio.wait_for(backend.sleep(2), WRITES_S)
             except (VllmLiteError, TimeoutError) as error:
                 logger.warning("%s: chats may not be on disk: %s", member.entry.name, str(error) or f"{WRITES_S:g} s")
@@ -338,8 +340,8 @@ class Fleet:
         member.status.state, member.status.leaves_at_s = "unloaded", None
 
     async def _failed(self, member: FleetModel, action: Action, reason: str) -> None:
-        """An operation has failed: end the processes that nobody knows the state of, if nothing is in them. Streams of
-        a model that does not wake must not look as if they had come to an end, as those of a server do that stops."""
+        """Handle a failed operation: end processes in an unknown state, unless they hold requests. Streams of a model
+        that does not wake must not end as if complete, which a stopped server would let them do."""
         logger.warning("%s: %s failed: %s", member.entry.name, action.do, reason)
         backend = member.backend
         if backend is not None and (action.do == "load" or backend.ended() is not None):
@@ -347,20 +349,20 @@ class Fleet:
             member.backend = None
             member.status.state = "unloaded"
         if action.do != "load":
-            await asyncio.sleep(LOOK_S)  # then it is decided again
+            await asyncio.sleep(LOOK_S)  # before the next decision
             return
         member.counts.failures += 1
         member.failures_in_a_row += 1
         self._back_off(member, reason)
 
     def _back_off(self, member: FleetModel, reason: str) -> None:
-        """Refuse its requests for a time that doubles with each failure."""
+        """Refuse a model's requests for a time that doubles with each failure."""
         member.trouble = reason
         member.retry_at_s = self._clock() + min(MAX_BACKOFF_S, 2.0 ** min(16, member.failures_in_a_row - 1))
         self._refuse_for_trouble(member)
 
     def _notice_end(self, member: FleetModel) -> None:
-        """A model's processes have ended by themselves."""
+        """Detect that a model's processes have ended by themselves, and schedule the clean-up."""
         status = member.status
         if member.backend is None or status.op is not None or (reason := member.backend.ended()) is None:
             return
@@ -384,7 +386,7 @@ class Fleet:
             self._changed.set()
 
     def _on_end(self) -> None:
-        """Called on any thread."""
+        """Trigger a decision. Called on any thread."""
         self._loop.call_soon_threadsafe(self._changed.set)
 
     def _refuse_for_trouble(self, member: FleetModel) -> None:
@@ -393,7 +395,7 @@ class Fleet:
         member.refuse(_unavailable(text, left_s))
 
     async def measure(self) -> None:
-        """Measure the memory of all processes, aside."""
+        """Measure the memory of all models' processes, in a thread."""
         members = [member for member in self.members.values() if member.backend is not None and member.backend.pid]
         found = await asyncio.to_thread(self._measure_trees, [member.backend.pid for member in members])
         for member in self.members.values():
@@ -410,7 +412,7 @@ class Fleet:
     # ---- the end
 
     async def close(self, grace_s: float) -> None:
-        """Refuse what waits, let what runs end within `grace_s`, and end all processes."""
+        """Refuse waiting requests, give running ones `grace_s` to end, and stop all processes."""
         self.is_draining = True
         for member in self.members.values():
             member.refuse(ApiError(503, "the server is shutting down"))
@@ -419,7 +421,7 @@ class Fleet:
         await asyncio.gather(*self._ops, return_exceptions=True)
 
     async def _settled(self, member: FleetModel) -> None:
-        """Wait until nothing is done with it."""
+        """Wait until no operation on the model is in progress."""
         while member.status.op is not None:  # noqa: ASYNC110 - an operation sets no event of its own
             await asyncio.sleep(SETTLE_S)
 

@@ -1,8 +1,8 @@
-"""A client's request, sent on to the processes of its model.
+"""Forwards a client's request to the processes of its model.
 
-Its body is read whole, as `model` may stand anywhere in it, and nothing else of it is looked at. A request whose model
-ends before it has begun to answer is sent once more, when that is loaded again; a stream that has begun ends with an
-error in its own form.
+The whole body is read, as `model` can be anywhere in it; no other field is decoded. A request whose model ends before
+it answers is sent once more, when the model is loaded again; a stream that has begun ends with an error in its own
+format.
 """
 
 import asyncio
@@ -29,27 +29,27 @@ from vllm_lite.server.router.member import FleetModel
 from vllm_lite.server.router.upstream import Header, UpstreamAnswer, UpstreamLost
 
 MAX_TRIES = 2
-"""A request that ends its model's processes does so twice at most."""
+"""Maximum number of tries, so that a request that kills its model does so at most twice."""
 END_S = 2.0
-"""For processes to be seen to end, once their connection was cut."""
+"""Seconds to detect the end of processes, once their connection was cut."""
 _NOT_SENT_ON = frozenset(
     b"host connection keep-alive proxy-connection te trailer transfer-encoding upgrade expect content-length "
     b"content-encoding x-request-id origin sec-fetch-site sec-fetch-mode sec-fetch-dest".split()
 )
-"""Headers of the connection, and those that say which page calls: the router has looked at them."""
+"""Headers of the connection, and those about the calling web page, which the router has checked."""
 _NOT_SENT_BACK = frozenset(b"connection keep-alive transfer-encoding x-request-id date server".split())
 
 logger = log.get(__name__)
 
 
 class RoutedBody(msgspec.Struct, frozen=True):
-    """The body of a request, in UTF-8 and without an encoding, and its fields, which are not decoded."""
+    """The body of a request, decompressed and in UTF-8, and its undecoded fields."""
 
     body: bytes
     fields: dict[str, msgspec.Raw]
 
     def field(self, name: str, kind: Any) -> Any:
-        """Decode a field; None where it is not there. Raises ApiError."""
+        """Decode a field; None if it is absent. Raises ApiError."""
         return decoding.decode(self.fields[name], kind) if name in self.fields else None
 
 
@@ -64,7 +64,7 @@ async def read_routed(request: Request, reader: BodyReader) -> RoutedBody:
 
 
 class ForwardedAnswer(Response):
-    """The answer of the model's processes to a request, sent on piece by piece as it comes."""
+    """The answer of the model's processes, forwarded piece by piece as it arrives."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class ForwardedAnswer(Response):
         *,
         needs_loaded: bool = True,
     ) -> None:
-        """`needs_loaded` is false for what the processes of a model that sleeps can answer. Raises ApiError if too much
-        waits already."""
+        """`needs_loaded`: False for requests that a sleeping model's processes can answer. Raises ApiError if too many
+        bytes of waiting requests are kept already."""
         self._fleet, self._member, self._reader = fleet, member, reader
         self._method, self._target = request.method, target_of(request.scope)
         self._sent = sent_on(request)
@@ -87,7 +87,7 @@ class ForwardedAnswer(Response):
         self.background = None
 
     async def __call__(self, _: Scope, receive: Receive, send: Send) -> None:
-        """Raises ApiError as long as nothing has been sent."""
+        """Forward the request and its answer. Raises ApiError if nothing has been sent yet."""
         working = asyncio.ensure_future(self._work(send))
         watch = asyncio.ensure_future(until_disconnected(receive))
         try:
@@ -122,7 +122,7 @@ class ForwardedAnswer(Response):
 
     @asynccontextmanager
     async def _lease(self) -> AsyncIterator[Lease]:
-        """Raises ApiError."""
+        """Lease the model, or use its processes without a lease. Raises ApiError."""
         if self._needs_loaded:
             async with self._fleet.lease(self._member) as lease:
                 yield lease
@@ -132,7 +132,7 @@ class ForwardedAnswer(Response):
             raise ApiError(404, f"the model {self._member.entry.name!r} has been unloaded")
 
     async def _ended(self, backend: Any) -> None:
-        """Wait until the end of processes, whose connection was cut, has been seen."""
+        """Wait until the end of processes whose connection was cut is detected."""
         with suppress(TimeoutError):
             async with asyncio.timeout(END_S):
                 while backend.ended() is None:  # noqa: ASYNC110 - set on another thread
@@ -151,12 +151,12 @@ class ForwardedAnswer(Response):
             if not last:
                 raise ConnectionError(
                     f"{self._member.entry.name}: {error}"
-                ) from error  # which cuts the client's as well
+                ) from error  # cuts the client's connection as well
             await send({"type": "http.response.body", "body": last, "more_body": True})
         await send({"type": "http.response.body", "body": b""})
 
     def _cut(self, media: bytes) -> bytes:
-        """The last piece of a stream whose model has ended; b"" for what is no stream."""
+        """The error event that ends the stream of a model that has ended; b"" if the answer is not a stream."""
         error = ApiError(503, f"the processes of the model {self._member.entry.name!r} have ended; ask again")
         if media.startswith(b"text/event-stream"):
             return b"data: " + error.body() + b"\n\n"
@@ -164,15 +164,15 @@ class ForwardedAnswer(Response):
 
 
 def target_of(scope: Scope) -> bytes:
-    """The target of a request's first line, by the path as the router has it."""
+    """The request target, from the path as the router has normalized it."""
     query = scope.get("query_string", b"")
     path = quote(scope["path"], safe="/:@!$&'()*+,;=~-._").encode()
     return path + b"?" + query if query else path
 
 
 def sent_on(request: Request) -> list[Header]:
-    """The headers for the model's processes. They take everybody who reaches their socket for somebody at this machine,
-    so those who are not are shown to come through a proxy, which they do."""
+    """The headers to forward. The model's processes trust everybody who reaches their socket as a program of this
+    machine, so other senders are marked as coming through a proxy, which they do."""
     headers = [(name, value) for name, value in request.scope["headers"] if name not in _NOT_SENT_ON]
     headers.append((b"x-request-id", request.scope[REQUEST_ID].encode()))
     try:

@@ -1,4 +1,4 @@
-"""Facts about models that need not be loaded for them: sizes and descriptions, from their files."""
+"""Facts about models from their files: sizes and descriptions, without loading them."""
 
 from datetime import UTC, datetime
 from functools import cache
@@ -26,12 +26,11 @@ _GENERATES = ("CausalLM", "ConditionalGeneration", "LMHeadModel")
 _EMBEDDERS = ("bert", "nomic-bert", "jina-bert-v2", "xlm-roberta")
 MAX_TEMPLATE_BYTES = 1 << 20
 BASE_BYTES, RANK_BYTES = GIB // 2, 200 << 20
-"""Memory of a model's processes beside its weights, and of each rank more, before it has been measured: as in a plan.
-"""
+"""Estimated memory of a model's processes in addition to its weights, and of each further rank, as in `plan`."""
 
 
 class Known(NamedTuple):
-    """A model as its files describe it; `context_length` is None where they do not say."""
+    """A model as its files describe it."""
 
     num_bytes: int
     modified_s: float
@@ -42,7 +41,7 @@ class Known(NamedTuple):
 
 @cache
 def hub_paths() -> dict[str, Path]:
-    """Paths of the models in the hub's cache, by their names. forget_hub() is for when it has changed."""
+    """Paths of the models in the hub's cache, by name. Cached until forget_hub()."""
     paths: dict[str, Path] = {}
     for model in cached_models():
         if model.is_whole:
@@ -65,14 +64,14 @@ def path_of(model: str) -> Path | None:
 
 
 def files_bytes(model: str) -> int:
-    """Bytes of its weights; 0 where they are not here yet."""
+    """Bytes of a model's weight files; 0 if they are not downloaded."""
     path = path_of(model)
     return 0 if path is None else sum(file.stat().st_size for file in _weights(path))
 
 
 def estimate(config: ServeConfig | None) -> int:
-    """Memory that a model is expected to take before it has been measured: its weights and its drafter's, as they are
-    held, and its processes. It reads the headers of the files."""
+    """Estimate a model's memory before it is measured: its weights and its drafter's in their loaded form, and its
+    processes. Reads the headers of the files."""
     if config is None:
         return 0
     drafter = config.speculative_config.model if config.speculative_config is not None else None
@@ -81,7 +80,7 @@ def estimate(config: ServeConfig | None) -> int:
 
 
 def _held_bytes(config: ServeConfig) -> int:
-    """Bytes of weights in memory by dtype and quantization; those of the files where they do not say."""
+    """Bytes of weights in memory by dtype and quantization; those of the files if that is not known."""
     if (path := path_of(config.model)) is None:
         return 0
     try:
@@ -89,12 +88,12 @@ def _held_bytes(config: ServeConfig) -> int:
         checkpoint, size = Checkpoint(spec, read_headers(path)), DTYPE_BYTES[resolve_dtype(config.dtype, spec)]
         ranks = Shard.of(config).all_ranks
         return sum(weights_bytes(checkpoint, size, config.quantization, rank) for rank in ranks)
-    except Exception:  # whatever is odd about its files, the model's own server says it
+    except Exception:  # the model's own server reports the error
         return _known_bytes(config.model)
 
 
 def _known_bytes(model: str) -> int:
-    """As files_bytes; 0 where they cannot be looked at, of which the model's own server says more."""
+    """As files_bytes(); 0 if the files cannot be read, which the model's own server reports."""
     try:
         return files_bytes(model)
     except OSError:
@@ -107,7 +106,7 @@ def _weights(path: Path) -> list[Path]:
 
 
 def describe(entry: Entry) -> Known:
-    """Look at the files of a model."""
+    """Read a model's description from its files."""
     path = None if entry.config is None else path_of(entry.config.model)
     if path is None:
         return Known(0, 0.0, UNKNOWN, (), "")
@@ -142,12 +141,12 @@ def _template(path: Path) -> str:
 
 
 def tagged(name: str) -> str:
-    """A name as Ollama's clients know it: with a tag."""
+    """The name with Ollama's default tag, unless it has a tag."""
     return name if ":" in name else name + LATEST
 
 
 def ollama_entry(entry: Entry, name: str, known: Known) -> dict[str, Any]:
-    """A model in the form of /api/tags."""
+    """An entry of /api/tags."""
     facts = known.facts
     root = "" if entry.config is None else entry.config.model
     return {

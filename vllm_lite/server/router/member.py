@@ -1,4 +1,4 @@
-"""A model of the fleet: what is known of it, its processes, and who waits for them."""
+"""FleetModel: a model of the fleet: its status, its processes, and the requests that wait for it."""
 
 import asyncio
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from vllm_lite.server.router.placement import ModelStatus
 
 
 class Backend(Protocol):
-    """The processes of a model, as ModelServer has them."""
+    """Interface of a model's processes; see ModelServer."""
 
     @property
     def pid(self) -> int: ...
@@ -24,7 +24,7 @@ class Backend(Protocol):
 
 
 MakeBackend = Callable[[Entry, Callable[[], None]], Any]
-"""Makes the Backend of an entry; the callable is to be called when it ends, on any thread."""
+"""Makes the Backend of an entry, which calls the callable when it ends, on any thread."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class ModelCounts:
     failures: int = 0
     refusals: int = 0
     load_s: float = 0.0
-    """Time of all loads and wakes together."""
+    """Total time of all loads and wakes."""
 
 
 @dataclass
@@ -52,24 +52,24 @@ class FleetModel:
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
     counts: ModelCounts = field(default_factory=ModelCounts)
     trouble: str | None = None
-    """Why it cannot be loaded, for now or for good."""
+    """The reason why the model cannot be loaded, for now or permanently."""
     retry_at_s: float | None = None
-    """When it may be tried again; None: never, if there is trouble."""
+    """Time of the next try after `trouble`; None: never."""
     failures_in_a_row: int = 0
     load_s: float = 0.0
-    """Time that it takes to be loaded, a moving mean."""
+    """Loading time in seconds, as a moving average."""
     keep_alive_s: float | None = None
-    """How long it stays without requests: as its entry says, or the last request that said something."""
+    """Seconds for which the model stays loaded without requests, from its entry or the last request that set it."""
     is_let_go: bool = False
-    """Whether it is to be unloaded as soon as it has no requests, whatever its keep-alive time."""
+    """Whether the model is to be unloaded as soon as it has no requests, whatever its keep-alive time."""
     estimate: asyncio.Future[int] | None = None
-    """Memory that it is expected to take, found out for its first request."""
+    """Estimated memory, made for the model's first request."""
     card: dict[str, Any] = field(default_factory=dict)
-    """Its entry of /v1/models, once it has been loaded."""
+    """The model's entry of /v1/models, once it has been loaded."""
 
     @property
     def state(self) -> str:
-        """The state that lists show."""
+        """The state shown in lists."""
         status = self.status
         if status.op is not None:
             return "loading" if status.op == "load" else "unloading"
@@ -81,7 +81,7 @@ class FleetModel:
                 waiter.set_result(None)
 
     def refuse(self, error: ApiError) -> None:
-        """Answer all who wait for it with `error`."""
+        """Answer all waiting requests with `error`."""
         for waiter in self.waiters:
             if not waiter.done():
                 waiter.set_exception(error)

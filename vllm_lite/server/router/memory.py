@@ -1,4 +1,4 @@
-"""Bytes in memory of trees of processes: pages that several share are divided among them (PSS)."""
+"""Memory of process trees; pages that processes share are divided among them (PSS)."""
 
 import os
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def tree_bytes(roots: Iterable[int]) -> dict[int, int]:
-    """Map each of the processes to the memory of itself and all its descendants; 0 for one that is gone."""
+    """Map each process to the memory of itself and all its descendants; 0 if it has exited."""
     parents = _parents()
     children: dict[int, list[int]] = {}
     for pid, parent in parents.items():
@@ -35,7 +35,7 @@ def _parents() -> dict[int, int]:
 
 
 def _own_bytes(pid: int) -> int:
-    """The proportional set size; where the kernel does not say it, the resident one."""
+    """The proportional set size; the resident set size if the kernel does not report it."""
     with suppress(OSError, ValueError, IndexError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):

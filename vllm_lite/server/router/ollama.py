@@ -1,6 +1,6 @@
-"""Ollama's routes that manage models, for the clients that list, load, unload, fetch, copy and delete them.
+"""Ollama's routes that manage models: list, load, unload, pull, copy and delete.
 
-Chats and completions are the models' own; the router only reads their `keep_alive`.
+Chats and completions are forwarded to the models; the router only reads their `keep_alive`.
 """
 
 import asyncio
@@ -35,13 +35,14 @@ FOREVER = "9999-12-31T23:59:59Z"
 PROGRESS_S = 0.25
 MAX_PULLS = 2
 _CONTENTS = ("messages", "prompt", "input", "suffix", "images")
-"""Fields of a request that says something; clients send them empty as well."""
+"""Fields that have the content of a request; clients also send them empty."""
 _UNITS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ns|us|ms|s|m|h)")
 
 
 def keep_alive_s(given: str | float) -> float | None:
-    """Seconds of a `keep_alive`, "5m" or 300; None for a negative one, which is for ever. Raises ApiError."""
+    """Convert a `keep_alive`, "5m" or 300, to seconds; None for a negative one, which means for ever. Raises
+    ApiError."""
     if isinstance(given, int | float):
         return None if given < 0 else float(given)
     text = given.strip()
@@ -56,7 +57,7 @@ def keep_alive_s(given: str | float) -> float | None:
 
 
 class OllamaManagement:
-    """Answers each of them by one method."""
+    """Answers the routes: one method each."""
 
     def __init__(self, fleet: Fleet, reader: BodyReader) -> None:
         self._fleet = fleet
@@ -86,7 +87,7 @@ class OllamaManagement:
         return as_json({"models": [entry for member in members for entry in _entries(member)]})
 
     async def running(self, _: Request) -> Response:
-        """Models that are loaded, or whose streams wait to be."""
+        """Answer with the models that are loaded, loading or asleep."""
         loaded = [
             member for member in self._fleet.members.values() if member.state in ("loaded", "loading", "sleeping")
         ]
@@ -100,7 +101,8 @@ class OllamaManagement:
         return as_json(_shown(member))
 
     async def generate(self, request: Request) -> Response:
-        """Send a chat, a completion or texts on to their model. Without any, `keep_alive` 0 asks to unload it."""
+        """Forward a chat, completion or embedding to its model. Without content, a `keep_alive` of 0 unloads the
+        model."""
         routed = await read_routed(request, self._reader)
         member, kept = self._named(routed), routed.field("keep_alive", str | float | None)
         if kept is not None:
@@ -112,7 +114,7 @@ class OllamaManagement:
         return ForwardedAnswer(self._fleet, member, request, routed, self._reader)
 
     async def copy(self, request: Request) -> Response:
-        """Give a model another name, until the server ends."""
+        """Add a name for a model, until the server ends."""
         require_admin(request)
         routed = await read_routed(request, self._reader)
         source, name = routed.field("source", str | None), routed.field("destination", str | None)
@@ -131,7 +133,7 @@ class OllamaManagement:
         return Response()
 
     async def delete(self, request: Request) -> Response:
-        """Forget a model that was pulled or copied; the files go with the last name for them."""
+        """Delete a model that was pulled or copied; its files are removed with its last name."""
         require_admin(request)
         routed = await read_routed(request, self._reader)
         member = self._named(routed)
@@ -150,7 +152,7 @@ class OllamaManagement:
         return Response()
 
     async def pull(self, request: Request) -> Response:
-        """Fetch a model from the hub, and serve it by its hub id."""
+        """Download a model from the hub, and serve it under its hub id."""
         routed = await read_routed(request, self._reader)
         given = routed.field("model", str | None) or routed.field("name", str | None) or ""
         is_stream = routed.field("stream", bool | None) is not False
@@ -179,7 +181,7 @@ class OllamaManagement:
         return _lines([{"status": "success"}], is_stream)
 
     async def _pulled(self, name: str) -> None:
-        """Raises VllmLiteError."""
+        """Download a model, and add it to the fleet. Raises VllmLiteError."""
         self._num_pulls += 1
         try:
             await asyncio.to_thread(local_folder, HubSource(name), lambda: self._fleet.is_draining)
@@ -216,7 +218,7 @@ def _running(member: FleetModel) -> dict[str, Any]:
 
 
 def _shown(member: FleetModel) -> dict[str, Any]:
-    """The answer of /api/show for a model that is not loaded."""
+    """The answer of /api/show for an unloaded model."""
     known = describe(member.entry)
     family, length = known.facts.family, known.facts.context_length
     return {
@@ -244,7 +246,7 @@ def _lines(objects: list[dict[str, Any]], is_stream: bool) -> Response:
 
 
 async def _progress(name: str, pulling: "asyncio.Task[None]") -> AsyncIterator[bytes]:
-    """Yield lines while a model is fetched. A client that goes does not end the pull."""
+    """Yield progress lines while a model is downloaded. The download continues if the client disconnects."""
     yield msgspec.json.encode({"status": "pulling manifest"}) + b"\n"
     while not pulling.done():
         await asyncio.wait((pulling,), timeout=PROGRESS_S)

@@ -1,15 +1,15 @@
-"""The decision which models are loaded: a function of what is there and what is asked for, without side effects.
+"""decide(): the decision which models are loaded, a function of their status without side effects.
 
-A model is in one of these states; `op` is on while it changes from one to another:
+A model is in one of these states; `op` is set while it changes from one to another:
 
     unloaded   no process
     loaded     its workers hold weights and KV
-    sleeping   its server and its engine are there, with the streams that are paused; no weights. At level 1 a worker
-               that has imported torch waits as well, so that it wakes sooner
+    sleeping   its server and engine run, with paused streams, but without weights. At level 1 a worker that has
+               imported torch waits as well, so that it wakes sooner
 
-Memory goes to the model that has waited longest. Who has to go for it: idle models first, by least recent use, then
-those whose requests have had their time slice; these sleep, and their streams go on when they wake. Pinned models
-never go.
+Memory goes to the model that has waited longest. Others are evicted for it: first idle models, least recently used
+first, then those whose time slice is over; these sleep, and their streams continue when they wake. Pinned models are
+never evicted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,39 +18,39 @@ from typing import Literal, NamedTuple
 
 State = Literal["unloaded", "loaded", "sleeping"]
 ASLEEP_BYTES = {1: 300 << 20, 2: 120 << 20}
-"""Memory of a model that sleeps at a level. Just after it has gone to sleep it takes less: the worker that waits for
-its wake has yet to begin."""
+"""Estimated memory of a sleeping model by level. Just after falling asleep it takes less: the worker that waits for its
+wake has yet to start."""
 
 
 @dataclass
 class ModelStatus:
-    """Facts about one model that a decision is made of. Times are in seconds of one clock."""
+    """Input of a decision about one model. Times are in seconds of one clock."""
 
     name: str
     state: State = "unloaded"
     op: Literal["load", "sleep", "stop"] | None = None
     level: int = 0
-    """Level at which it sleeps."""
+    """Sleep level."""
     num_waiting: int = 0
     num_active: int = 0
-    """Requests that wait for it to be loaded, and those that it has."""
+    """Numbers of requests that wait for the model, and of requests that it is processing."""
     wanted_since_s: float = 0.0
-    """Since when a request waits, or a stream is paused."""
+    """Time since which a request waits or a stream is paused."""
     loaded_at_s: float = 0.0
     used_at_s: float = 0.0
-    """When its last request ended."""
+    """Time at which the last request ended."""
     held_bytes: int = 0
-    """Memory of its processes, as measured last."""
+    """Last measured memory of its processes."""
     expected_bytes: int = 0
-    """Memory that it takes when loaded: the most that was measured, or an estimate before it has been loaded once."""
+    """Memory when loaded: the largest measured value, or an estimate before the first load."""
     asleep_bytes: int = ASLEEP_BYTES[1]
-    """Memory that it takes asleep at level 1: the most that was measured."""
+    """Memory when asleep at level 1: the largest measured value."""
     least_bytes: int = 0
-    """Memory that it took just after it was loaded, before its KV cache had grown; 0 before it has been loaded once."""
+    """Memory just after loading, before its KV cache had grown; 0 before the first load."""
     slice_s: float = 10.0
     pin: bool = False
     leaves_at_s: float | None = None
-    """From when it is unloaded if nobody uses it; None: when its memory is needed."""
+    """Time from which it is unloaded if unused; None: when its memory is needed."""
 
     @property
     def is_wanted(self) -> bool:
@@ -62,7 +62,7 @@ class ModelStatus:
 
     @property
     def counted_bytes(self) -> int:
-        """Memory that it takes, or is about to take."""
+        """Memory that the model takes, or is about to take."""
         if self.op == "load":
             return max(self.held_bytes, self.expected_bytes)
         rests = self.state == "sleeping" and self.level == 1 and self.op is None
@@ -74,7 +74,8 @@ class ModelStatus:
 
 
 class Action(NamedTuple):
-    """`load` loads or wakes a model, `sleep` leaves its streams paused, `stop` ends its processes."""
+    """One operation: `load` loads or wakes a model, `sleep` pauses its streams, `stop` ends its processes, `refuse`
+    fails its waiting requests."""
 
     do: Literal["load", "sleep", "stop", "refuse"]
     name: str
@@ -89,22 +90,22 @@ class PlacementRules(NamedTuple):
 
 @dataclass
 class _Room:
-    """Room for models: what is left while actions are chosen one after the other, or what one of them lacks."""
+    """Free memory and places for models: the rest while actions are chosen, or the shortage of one model."""
 
     free_bytes: int
     free_places: float
 
 
 class Decision(NamedTuple):
-    """`closing` are loaded models that take no new requests: their time slice is over, and others wait for their
-    memory."""
+    """Chosen actions. `closing` are loaded models that accept no new requests: their time slice is over, and others
+    wait for their memory."""
 
     actions: list[Action]
     closing: frozenset[str]
 
 
 def decide(models: Sequence[ModelStatus], rules: PlacementRules, now_s: float) -> Decision:
-    """Choose what is to be done now. It is asked again whenever something has changed."""
+    """Choose the actions to start now. Called again after every change."""
     actions, closing = list[Action](), set[str]()
     room = _Room(
         rules.memory_bytes - sum(model.counted_bytes for model in models),
@@ -133,11 +134,11 @@ def decide(models: Sequence[ModelStatus], rules: PlacementRules, now_s: float) -
             others = [other for other in models if other is not model and not other.pin]
             missing = _Room(need - room.free_bytes, 1 - room.free_places)
             chosen, waits_for = _make_room(model, others, missing, now_s)
-            actions += [] if is_freeing else chosen  # what is being freed is measured first
+            actions += [] if is_freeing else chosen  # measure the memory being freed first
             closing |= waits_for
             if not chosen and not is_freeing and not any(map(_will_go, others)):
-                continue  # paused streams of others are in its way: they go on first
-        is_first = False  # the others get what it leaves
+                continue  # others' paused streams take the room: they continue first
+        is_first = False  # others get only the remaining room
         room.free_bytes -= need
         room.free_places -= 1
     if not any(action.do != "refuse" for action in actions) and not is_freeing and not any(map(_will_go, models)):
@@ -149,13 +150,13 @@ def decide(models: Sequence[ModelStatus], rules: PlacementRules, now_s: float) -
 
 
 def _is_open(model: ModelStatus, actions: Sequence[Action]) -> bool:
-    """Whether a model is not refused."""
+    """Whether no action has been chosen for a model."""
     return all(action.name != model.name for action in actions)
 
 
 def _last_resort(models: Sequence[ModelStatus], wanting: Sequence[ModelStatus]) -> list[Action]:
-    """Nothing fits beside the servers of paused streams, and none of those can go on: the first is loaded all the same,
-    once everything idle is gone."""
+    """Nothing fits beside the servers of paused streams, and none of those can continue: load the first model anyway,
+    once all idle ones are gone."""
     idle = [model for model in models if model.is_idle and model.state != "unloaded" and not model.pin]
     if idle and wanting:
         return [Action("stop", model.name, why="paused streams need its memory") for model in idle]
@@ -163,7 +164,7 @@ def _last_resort(models: Sequence[ModelStatus], wanting: Sequence[ModelStatus]) 
 
 
 def _will_go(model: ModelStatus) -> bool:
-    """Whether it has requests now that end, or a slice that does."""
+    """Whether the model's memory will become available: its requests will end, or its time slice."""
     return model.op == "load" or (model.state == "loaded" and not model.is_idle)
 
 
@@ -172,7 +173,7 @@ def _has_left(model: ModelStatus, now_s: float) -> bool:
 
 
 def _never(model: ModelStatus, models: Sequence[ModelStatus], rules: PlacementRules, most_bytes: int) -> str | None:
-    """Why a model can never be loaded; None if it can. `most_bytes` is memory that pinned models leave."""
+    """The reason why a model can never be loaded; None if it can. `most_bytes`: memory that pinned models leave."""
     takes = model.least_bytes or model.expected_bytes
     if takes > most_bytes:
         return f"it takes {_gib(takes)}, and beside pinned models there is room for {_gib(max(0, most_bytes))}"
@@ -185,7 +186,7 @@ def _never(model: ModelStatus, models: Sequence[ModelStatus], rules: PlacementRu
 def _make_room(
     wanted: ModelStatus, others: Sequence[ModelStatus], missing: _Room, now_s: float
 ) -> tuple[list[Action], set[str]]:
-    """Choose who goes for `wanted`, or for whom it waits until their slice is over."""
+    """Choose the models to evict for `wanted`, or those that must finish their time slice first."""
     others = [model for model in others if model.op is None]
     idle = sorted((model for model in others if model.is_idle and model.state != "unloaded"), key=_recency)
     paused = [model for model in others if model.state == "sleeping" and not model.is_idle and model.level == 1]
@@ -207,8 +208,8 @@ def _age(model: ModelStatus) -> tuple[float, str]:
 
 
 def _least(candidates: Sequence[ModelStatus], missing: _Room) -> Iterator[tuple[ModelStatus, Action]]:
-    """Yield as few models as will do, asleep at level 1 while that is enough, else the first of them deeper; none if
-    all of them would not do."""
+    """Yield the fewest models whose eviction frees enough: asleep at level 1 if that suffices, else deeper from the
+    first on; none if all together do not suffice."""
     light: list[tuple[ModelStatus, Action]] = []
     for model in candidates:
         if model.state == "loaded":
@@ -232,14 +233,14 @@ def _is_enough(chosen: Sequence[tuple[ModelStatus, Action]], missing: _Room) -> 
 
 
 def freed_bytes(model: ModelStatus, action: Action) -> int:
-    """Memory that an action is expected to free."""
+    """Estimate the memory that an action frees."""
     left = 0 if action.do == "stop" else model.asleep_bytes if action.level == 1 else ASLEEP_BYTES[2]
     return max(0, model.counted_bytes - left)
 
 
 def _relieve(models: Sequence[ModelStatus], over_bytes: int) -> list[Action]:
-    """Choose who goes where loaded models have grown beyond their memory, slice or not. The last one stays, as long as
-    it has requests."""
+    """Choose models to evict when loaded models have outgrown the memory, whatever their time slice. The last busy
+    model stays."""
     others = [model for model in models if not model.pin and model.op is None and model.state != "unloaded"]
     others = [model for model in others if model.op is None]
     idle = sorted((model for model in others if model.is_idle), key=_recency)

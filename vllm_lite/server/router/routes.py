@@ -1,7 +1,7 @@
-"""The router's own routes: which models there are, what state they are in, health and metrics; and every other route,
-which is sent on to the model that it names.
+"""The router's own routes: models and their states, health, metrics; every other route is forwarded to the model that
+the request names.
 
-/models and its two sub-routes are those of llama.cpp's server in its router mode, /running and /unload llama-swap's.
+/models and its two sub-routes are those of llama.cpp's server in router mode; /running and /unload are llama-swap's.
 """
 
 import asyncio
@@ -30,11 +30,11 @@ METHODS = ["GET", "POST", "PUT", "DELETE", "PATCH"]
 EVENT_S = 0.5
 SCRAPE_S = 5.0
 OF_ROUTER = frozenset({"/sleep", "/wake_up"})
-"""Routes of one model that the router uses itself: memory is its to give."""
+"""Routes that clients must not call on a model: the router manages memory itself."""
 
 
 class RouterRoutes:
-    """Answers all routes but Ollama's that manage models."""
+    """Answers all routes but Ollama's."""
 
     def __init__(self, fleet: Fleet, reader: BodyReader) -> None:
         self._fleet = fleet
@@ -68,13 +68,13 @@ class RouterRoutes:
         return [*routes, Route("/ping", self.health, methods=["GET", "POST"])]
 
     def rest(self) -> Route:
-        """Every route that is none of the router's."""
+        """The fallback route, which forwards."""
         return Route("/{path:path}", self._reader.holding(self.forward), methods=METHODS)
 
     # ---- models
 
     def card(self, member: FleetModel, name: str | None = None) -> dict[str, Any]:
-        """A model as /v1/models shows it, with its state."""
+        """An entry of /v1/models, with the model's state."""
         entry, status = member.entry, member.status
         config = entry.config
         length = None if config is None else config.max_model_len or describe(entry).facts.context_length
@@ -121,7 +121,7 @@ class RouterRoutes:
         )
 
     async def load(self, request: Request) -> Response:
-        """Begin to load a model; with `stream` an event comes for each state on the way."""
+        """Start loading a model; with `stream`, send events about its state until it is loaded."""
         require_admin(request)
         member, routed = await self._named(request)
         self._fleet.keep(member, member.keep_alive_s)
@@ -150,7 +150,7 @@ class RouterRoutes:
         return self._fleet.find(routed.field("model", str | None)), routed
 
     async def _events(self, member: FleetModel, loading: "asyncio.Task[None]") -> Any:
-        """Yield what the model's state is, until it is loaded or has failed."""
+        """Yield events with the model's state until it is loaded or has failed."""
         began_s, error = time.monotonic(), None
         while not loading.done():
             yield self._event(member, began_s, None)
@@ -200,7 +200,7 @@ class RouterRoutes:
     # ---- everything else
 
     async def upstream(self, request: Request) -> Response:
-        """Send /upstream/MODEL/PATH on to the model as /PATH, as llama-swap does. Names may have slashes in them."""
+        """Forward /upstream/MODEL/PATH to the model as /PATH, as llama-swap does. Names may have slashes."""
         parts = request.path_params["rest"].split("/")
         for count in range(len(parts), 0, -1):
             if (entry := self._fleet.catalog.find("/".join(parts[:count]))) is not None:
@@ -218,7 +218,7 @@ class RouterRoutes:
         return self._sent_on(self._fleet.find(name), request, routed)
 
     def _sent_on(self, member: FleetModel, request: Request, routed: RoutedBody) -> Response:
-        """Raises ApiError."""
+        """Make the answer that forwards a request to a model. Raises ApiError."""
         path = request.scope["path"]
         if path in OF_ROUTER:
             raise ApiError(400, f"{path} is the router's to call here; POST /models/unload gives a model's memory back")
@@ -243,8 +243,8 @@ class RouterRoutes:
         return len(parts) >= len(_ABOUT[0]) + 1 and tuple(parts[:2]) in _ABOUT
 
     async def _ask_each(self, request: Request, routed: RoutedBody) -> Response:
-        """A request or response is known to one model, and its id does not say to which: the first that knows it.
-        Models that fall asleep or wake are asked, too, as their processes are there."""
+        """Forward a request about an id to the first model that knows it, as the id does not name the model. Models
+        that are falling asleep or waking are asked too, as their processes run."""
         for member in self._fleet.members.values():
             is_up = member.status.state != "unloaded" and member.status.op != "stop"
             if member.backend is not None and is_up and await self._knows(member, request):
@@ -262,7 +262,7 @@ class RouterRoutes:
         except (TimeoutError, UpstreamLost, EngineError):
             return False
         answer.close()
-        return answer.status not in (401, 403, 404)  # one with keys of its own would say so of any id
+        return answer.status not in (401, 403, 404)  # a model with its own keys answers 401 for any id
 
 
 MAX_ADAPTERS = 1000

@@ -1,7 +1,7 @@
-"""One HTTP request to a backend's socket: its answer's head, then its body in the pieces in which they come.
+"""One HTTP request to a backend's socket: the head of its answer, then the body in pieces as they arrive.
 
-A connection is for one request. There is no client library in between: what it would do for each piece of a stream
-takes longer than all the rest of the way through the router.
+Each connection serves one request. No client library is used: its work per piece of a stream takes longer than the rest
+of the router.
 """
 
 import asyncio
@@ -16,11 +16,11 @@ Header = tuple[bytes, bytes]
 
 
 class UpstreamLost(Exception):
-    """The backend has closed the connection before its answer was whole, or does not listen."""
+    """The backend closed the connection before the end of its answer, or does not listen."""
 
 
 class UpstreamAnswer:
-    """The answer of a backend. `open_answer` makes it; `close` ends it, whatever has come."""
+    """The answer of a backend. `open_answer` makes it; `close` ends it at any time."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.status = 0
@@ -31,12 +31,12 @@ class UpstreamAnswer:
         self._has_head = self._is_whole = False
 
     async def read_head(self) -> None:
-        """Raises UpstreamLost."""
+        """Read status and headers. Raises UpstreamLost."""
         while not self._has_head:
             await self._read()
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """Yield the body as it comes. Raises UpstreamLost if it is cut."""
+        """Yield the body as it arrives. Raises UpstreamLost if it is truncated."""
         while True:
             bodies, self._bodies = self._bodies, []
             if bodies:
@@ -47,7 +47,7 @@ class UpstreamAnswer:
                 await self._read()
 
     async def whole(self) -> bytes:
-        """Raises UpstreamLost."""
+        """Read the whole body. Raises UpstreamLost."""
         return b"".join([piece async for piece in self.pieces()])
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ async def open_answer(
         lines += [name + b": " + value for name, value in headers]
         lines += [b"content-length: %d" % len(body)] if body or method == "POST" else []
         writer.write(b"\r\n".join(lines) + b"\r\n\r\n" + body)
-        with suppress(ConnectionError):  # it may have answered already; what it has said is read
+        with suppress(ConnectionError):  # it may have answered already; that answer is read
             await writer.drain()
         await answer.read_head()
     except BaseException:

@@ -1,7 +1,7 @@
-"""GET /v1/live of the router: the state of all models, and what the engines of those that have processes do.
+"""GET /v1/live of the router: the state of all models, and of the engines of those with processes.
 
-Nobody who watches has a model loaded or woken, or kept from being unloaded: no model is leased for it. A model's own
-/v1/live is read with its watcher's own keys, as fast as that watcher reads.
+Watching loads or wakes no model, and keeps none from being unloaded: it takes no lease. A model's own /v1/live is read
+with the watcher's keys, at the watcher's speed.
 """
 
 import asyncio
@@ -26,14 +26,14 @@ from vllm_lite.server.router.upstream import Header, UpstreamLost
 
 COUNTS = ("loads", "wakes", "sleeps", "stops", "deaths", "failures", "refusals")
 SHOWN = ("loaded", "sleeping")
-"""The states in which watchers keep a model's engines. They forget them in all others."""
+"""States in which watchers keep a model's engines; they forget them in other states."""
 MAX_EVENT_BYTES = 16 << 20
-"""More than any event has: a view of an engine is bounded."""
+"""Upper bound on an event, larger than any real one."""
 Row = dict[str, Any]
 
 
 class LiveData(msgspec.Struct):
-    """Data of a model's event; its engines are sent on as they are."""
+    """Data of a model's event; its engines are forwarded undecoded."""
 
     time: float
     engines: dict[str, msgspec.Raw]
@@ -43,7 +43,7 @@ _data = msgspec.json.Decoder(LiveData)
 
 
 class RouterLive:
-    """Answers each watcher with a stream of events, and what else it asks about one model by that model."""
+    """Answers watchers with streams of events, and forwards other live routes to the model."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -65,7 +65,7 @@ class RouterLive:
         return StreamingResponse(self._watch(_keys_of(request), only), media_type="text/event-stream", headers=headers)
 
     async def of_model(self, request: Request) -> Response:
-        """Answer as the model's own processes do, if it has some, with the watcher's own keys."""
+        """Forward a live route to the model's processes, if it has some, with the watcher's keys."""
         require_watcher(request)
         member = self._fleet.find(request.query_params.get("model"))
         name, backend = member.entry.name, member.backend
@@ -95,20 +95,20 @@ class RouterLive:
 
 
 class Watcher:
-    """One watcher: what it has been sent of the models, and the streams of their engines that are read for it."""
+    """One watcher: the model rows it was sent, and the engine streams that are read for it."""
 
     def __init__(self, fleet: Fleet, keys: list[Header], only: str | None = None) -> None:
-        """`only` is the model whose engines are shown, all if None; all models are listed always."""
+        """`only`: the model whose engines are shown, None for all; all models are always listed."""
         self._fleet = fleet
         self._keys = keys
         self._only = only
         self._rows: dict[str, Row] | None = None
         self._sources: dict[str, EngineSource] = {}
         self._events: asyncio.Queue[tuple[EngineSource, bytes]] = asyncio.Queue(maxsize=1)
-        """One at most: whose watcher reads slowly waits, so that the model's own feed leaves out what is missed."""
+        """At most one event: a slow watcher blocks the reading, so that the model's own feed skips what it misses."""
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Server-sent events until the server ends."""
+        """Yield server-sent events until the server ends."""
         while not self._fleet.is_draining:
             self._follow()
             yield self._models()
@@ -127,8 +127,8 @@ class Watcher:
             source.cancel()
 
     def _follow(self) -> None:
-        """Read the models whose engines watchers keep, again if their stream has ended. A stream is not read on through
-        another state: watchers forget the engines meanwhile, and need the snapshot that a new stream begins with."""
+        """Start and stop engine streams by the states of the models. A stream is not continued through another state:
+        watchers forget the engines meanwhile, and need the snapshot at the start of a new stream."""
         refusals: dict[str, str | None] = {}
         for name, source in list(self._sources.items()):
             member = self._fleet.members.get(name)
@@ -145,7 +145,7 @@ class Watcher:
                 self._sources[name] = EngineSource(member, self._keys, self._events, refusals.get(name))
 
     def _models(self) -> bytes:
-        """The event about the models: all of them at first, then what of them has changed."""
+        """The event about the models: first all of them, then their changes."""
         now_s = time.time()
         rows = {name: self._row(member, now_s) for name, member in self._fleet.members.items()}
         before, self._rows = self._rows, rows
@@ -168,7 +168,7 @@ class Watcher:
 
 
 class EngineSource:
-    """The stream of one model's engines, read by a task of its own until it ends."""
+    """The stream of one model's engines, read by a task until it ends."""
 
     def __init__(
         self,
@@ -177,21 +177,21 @@ class EngineSource:
         events: "asyncio.Queue[tuple[EngineSource, bytes]]",
         refusal: str | None = None,
     ) -> None:
-        """`refusal` is that of the stream before this one."""
+        """`refusal`: that of the previous stream."""
         self.backend = member.backend
         self.refusal = refusal
-        """Why the model does not show its engines to this watcher."""
+        """The reason why the model does not show its engines to this watcher."""
         self.is_refused = False
-        """Whether it would say so again."""
+        """Whether the refusal is permanent, so that the stream is not retried."""
         self._name = member.entry.name
         self._keys = keys
         self._events = events
         self._task = asyncio.ensure_future(self._read())
         self.is_cancelled = False
-        """Whether it was ended before its stream was: what it has put into the queue is of no use."""
+        """Whether the task was cancelled: its events in the queue must be ignored."""
 
     def cancel(self) -> None:
-        """End it, unless it has ended by itself."""
+        """End the stream, unless it has ended by itself."""
         self.is_cancelled = self._task.cancel()
 
     @property
@@ -213,12 +213,12 @@ class EngineSource:
             finally:
                 answer.close()
         except UpstreamLost:
-            pass  # it has ended, or does not listen yet
+            pass  # the model has ended, or does not listen yet
         if is_seen:
             await self._events.put((self, event("snapshot", time.time(), model=self._name, engines={})))
 
     def _renamed(self, kind: str, data: bytes) -> bytes:
-        """The event with the model's name before those of its engines."""
+        """Re-encode an event with the model's name as prefix of its engines' names."""
         try:
             found = _data.decode(data)
         except msgspec.MsgspecError as error:
@@ -228,7 +228,7 @@ class EngineSource:
 
 
 async def events_of(pieces: AsyncIterator[bytes]) -> AsyncIterator[tuple[str, bytes]]:
-    """Yield kind and data of the events in a stream of /v1/live. Raises UpstreamLost for one without an end."""
+    """Yield kind and data of the events in a stream of /v1/live. Raises UpstreamLost for an endless event."""
     held = b""
     async for piece in pieces:
         *whole, held = (held + piece).split(b"\n\n")
@@ -241,7 +241,7 @@ async def events_of(pieces: AsyncIterator[bytes]) -> AsyncIterator[tuple[str, by
 
 
 def row_of(member: FleetModel, idle_s: float | None, now_s: float) -> Row:
-    """A model as its watchers see it. Numbers are those of /metrics; `used` is when its last request ended."""
+    """A model's row for watchers. Numbers are those of /metrics; `used` is the time at which its last request ended."""
     entry, status = member.entry, member.status
     return {
         "state": member.state,

@@ -1,4 +1,4 @@
-"""/v1/load_lora_adapter and /v1/unload_lora_adapter: adapters that come and go while the server runs, for admins."""
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter: load and unload adapters at run time, for admins."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -18,7 +18,7 @@ from vllm_lite.server.openai.errors import ApiError, InvalidUserInput
 
 
 class AdapterRoutes:
-    """Asks the engine, whose list of adapters all API servers have."""
+    """Forwards to the engine, whose list of adapters all API servers share."""
 
     def __init__(self, generation: Generation) -> None:
         self._model = generation.model
@@ -45,7 +45,7 @@ class AdapterRoutes:
                 "'load_inplace' to True.",
                 "lora_name",
             )
-        if (await self._live.calls.stats()).sleep_level is not None:  # it would wait until somebody wakes the engine
+        if (await self._live.calls.stats()).sleep_level is not None:  # loading would wait until the engine is woken
             raise ApiError(503, "the engine sleeps; wake it up first (/wake_up), nothing was loaded")
         answer = await self._ask(lambda session: session.load_adapter(name, path, in_place=body.load_inplace))
         if answer.error is not None:

@@ -15,7 +15,7 @@ Count = Annotated[int, Meta(ge=0, lt=2**53)]
 
 
 class Scored(msgspec.Struct, frozen=True):
-    """One candidate. The likeliest has the `rank` 1."""
+    """One candidate. The likeliest has `rank` 1."""
 
     token_id: TokenId
     logprob: float
@@ -23,7 +23,7 @@ class Scored(msgspec.Struct, frozen=True):
 
 
 class ScoredToken(Scored, frozen=True):
-    """A token, and its candidates: itself first, the others by their ranks."""
+    """A token, and its candidates: the token first, the others by rank."""
 
     top_logprobs: Annotated[list[Scored], Meta(max_length=MAX_LOGPROBS + 1)] = []
 
@@ -61,7 +61,7 @@ class StreamState(msgspec.Struct, frozen=True):
 
 
 class DerenderFields(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields of both bodies; without `stream` there is one answer, with it one chunk."""
+    """Fields of both bodies; without `stream` the request has a whole answer, with it one chunk."""
 
     model: str | None = None
     stream: bool = False
@@ -70,7 +70,7 @@ class DerenderFields(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def chunk(self) -> Generated:
-        """The chunk of a stream, of one choice at most. Raises ApiError."""
+        """The chunk of a stream, with at most one choice. Raises ApiError."""
         if self.generate_chunk is None:
             raise ApiError(
                 400, "with stream give generate_chunk, one chunk of /inference/v1/generate", "generate_chunk"
@@ -91,7 +91,8 @@ class DerenderChatBody(DerenderFields, frozen=True, kw_only=True):
 
 
 class DerenderCompletionBody(DerenderFields, frozen=True, kw_only=True):
-    """POST /v1/completions/derender. Of a stream `prompt_tokens` and `prompt_token_ids` are its one prompt's."""
+    """POST /v1/completions/derender. With `stream`, `prompt_tokens` and `prompt_token_ids` are those of the single
+    prompt."""
 
     generate_responses: Annotated[list[Generated], Meta(min_length=1, max_length=MAX_CHOICES)] | None = None
     prompt_tokens: Count | list[Count] | None = None

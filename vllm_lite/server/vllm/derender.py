@@ -1,7 +1,7 @@
-"""/derender: answers of /inference/v1/generate as those of chats and completions, which another server has computed.
+"""/derender: converts answers of /inference/v1/generate, computed by another server, to those of chats and completions.
 
-Nothing is kept between requests. A chunk of a stream comes with all the tokens before it, which are read again: what
-they show was shown before.
+The route is stateless. A chunk of a stream comes with all earlier tokens, which are parsed again; their output was
+shown before.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -32,13 +32,13 @@ from vllm_lite.server.vllm.bodies import (
 )
 
 _REASONS: dict[str | None, FinishReason] = {"length": "length", "abort": "abort"}
-"""Reasons of an end that are no stop."""
+"""Finish reasons other than "stop"."""
 _PLAIN_CHAT = ChatBody(messages=[ChatMessage("user", "")])
 _PLAIN_COMPLETION = CompletionBody(prompt="")
 
 
 class DerenderRoutes:
-    """Answers both by one method each. Reading tokens is work for a thread."""
+    """Answers both routes: one method each. Tokens are converted in a thread."""
 
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
@@ -86,7 +86,7 @@ class DerenderRoutes:
         prompts: Sequence[Any],
         counts: Sequence[Any],
     ) -> Response:
-        """The whole answer. `found` is what was generated for each prompt."""
+        """The whole answer. `found` has the generated choices of each prompt."""
         sizes = {len(each.choices) for each in found}
         if len(sizes) > 1 or 0 in sizes:
             raise ApiError(400, f"each answer needs choices, as many as the others; got {sorted(sizes)}", "choices")
@@ -115,7 +115,7 @@ class DerenderRoutes:
     async def _chunk(
         self, asked: Asked[Any], of: ChatBody | CompletionBody, prompts: Sequence[Any], counts: Sequence[Any]
     ) -> Response:
-        """One chunk of a stream, and the state that the next one needs."""
+        """One chunk of a stream, and the state for the next one."""
         chunk, state = asked.body.chunk, asked.body.stream_state or StreamState()
         if of.stop:
             text = "stop: a stream cannot take back what it has shown; derender it whole, or have output_mode text"
@@ -142,7 +142,7 @@ class DerenderRoutes:
         return as_json({"chunk": answer, "stream_state": msgspec.to_builtins(behind)}, asked.headers)
 
     def _written(self, call: Call, state: StreamState, choice: GeneratedChoice | None) -> Any:
-        """The output after the tokens of `state`; no choice if there is none."""
+        """Write the output after the tokens of `state`; without a choice, only the end of the stream."""
         writer, place, stream = self._live.writers.of(call, one_chunk=True), call.choices[0], call.streams[0]
         ids = state.output_token_ids
         scores = None if stream.params.logprobs is None else Scores([ScoredToken(token_id, 0.0) for token_id in ids])
@@ -169,7 +169,7 @@ class DerenderRoutes:
 
 
 def _for_each(name: str, given: Any, count: int) -> Sequence[Any]:
-    """One for each answer. Raises ApiError."""
+    """Return one entry of field `name` for each of `count` answers. Raises ApiError."""
     if given is None:
         return [None] * count
     kind = int if name == "prompt_tokens" else list
@@ -183,7 +183,7 @@ def _for_each(name: str, given: Any, count: int) -> Sequence[Any]:
 
 
 def _most_candidates(found: Sequence[Generated]) -> int | None:
-    """The most candidates beside a token; None if there are no logprobs."""
+    """The largest number of candidates of a token; None if there are no logprobs."""
     tokens = [
         token for each in found for choice in each.choices if choice.logprobs for token in choice.logprobs.content or ()
     ]
@@ -192,7 +192,8 @@ def _most_candidates(found: Sequence[Generated]) -> int | None:
 
 
 def _with(of: ChatBody | CompletionBody, n: int, scored: int | None) -> Any:
-    """The request with the choices and the logprobs that were generated, and without what only a generator reads."""
+    """Return the request with the numbers of choices and logprobs that were generated, and without fields that only
+    generation uses."""
     common: dict[str, Any] = {"n": n, "best_of": None, "use_beam_search": None, "max_tokens": None, "min_tokens": None}
     common |= {"echo": None, "suffix": None, "logprob_token_ids": None, "stream_options": None}
     if isinstance(of, ChatBody):
@@ -205,26 +206,26 @@ def _with(of: ChatBody | CompletionBody, n: int, scored: int | None) -> Any:
 
 
 def _take(apply: Callable[[Any], None], name: str, index: int, choice: GeneratedChoice, *, start: int = 0) -> None:
-    """Apply the tokens of a choice that goes on, as an engine sends them."""
+    """Apply tokens of an unfinished choice, in the format of an engine's message."""
     if ids := choice.token_ids:
         apply(Tokens(name, start, ids, logprobs=_scores(choice), index=index))
 
 
 def _end(stream: RequestStream, index: int, choice: GeneratedChoice, ends: Collection[int], *, start: int = 0) -> None:
-    """Apply the last tokens of a choice, and its end. A token that stopped it is hidden, unless the request wants it
-    shown."""
+    """Apply the last tokens of a choice, and its end. A stop token is hidden, unless the request includes it in the
+    output."""
     ids, reason = choice.token_ids or [], _REASONS.get(choice.finish_reason, "stop")
     stop = choice.stop_reason
     is_hidden = reason == "stop" and bool(ids) and (ids[-1] == stop or (stop is None and ids[-1] in ends))
     sent: FinishReason = "stop" if is_hidden else "length"
     stream.apply(Finished(stream.request_id, start, ids, sent, logprobs=_scores(choice), index=index))
     sample = stream.samples[index]
-    if not isinstance(sample.stop_reason, str):  # one that was met in its text is known
+    if not isinstance(sample.stop_reason, str):  # a stop string in its text has been found already
         sample.finish(reason, stop)
 
 
 def _scores(choice: GeneratedChoice) -> list[TokenLogprobs] | None:
-    """The logprobs of a choice as an engine sends them. Raises ApiError."""
+    """The logprobs of a choice in the format of an engine's message. Raises ApiError."""
     if choice.logprobs is None:
         return None
     found = [_scored(token) for token in choice.logprobs.content or ()]
@@ -235,7 +236,8 @@ def _scores(choice: GeneratedChoice) -> list[TokenLogprobs] | None:
 
 
 def _scored(token: ScoredToken) -> TokenLogprobs:
-    """A token's logprobs as an engine sends them: candidates are those whose rank is their place."""
+    """A token's logprobs in the format of an engine's message; only candidates whose rank equals their position
+    count."""
     ranked = sorted(token.top_logprobs, key=lambda each: each.rank or 0)
     top = [(it.token_id, it.logprob) for place, it in enumerate(ranked, 1) if it.rank in (None, place)]
     return TokenLogprobs(token.logprob, token.rank or 0, tuple(top))

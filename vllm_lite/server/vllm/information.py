@@ -1,4 +1,4 @@
-"""Information on the server and its tokenizer, for those who may change the server, or where a flag opens it."""
+"""/server_info and /tokenizer_info: for admins, or opened by a flag."""
 
 import os
 import platform
@@ -19,14 +19,14 @@ from vllm_lite.server.live_requests import as_json
 from vllm_lite.server.openai.errors import ApiError
 
 _FILES = {"vocab_file", "merges_file", "tokenizer_file", "name_or_path"}
-"""Paths on the machine where a tokenizer was written."""
+"""Fields with paths of the machine on which a tokenizer was saved."""
 
 
 class Information:
     """Answers /server_info and /tokenizer_info."""
 
     def __init__(self, config: ServeConfig, tokenizer: Tokenizer | None, template: str | None) -> None:
-        """Raises ModelError."""
+        """Raises ModelError for an unreadable tokenizer_config.json."""
         self._config = config
         self._tokenizer = None
         if config.enable_tokenizer_info_endpoint and tokenizer is not None:
@@ -39,7 +39,7 @@ class Information:
         return routes
 
     async def server(self, request: Request) -> Response:
-        """The settings, without keys, and what they run on; `config_format` is text or json, as in vLLM."""
+        """Answer with the settings, without keys, and the environment; `config_format` is text or json, as in vLLM."""
         require_admin(request)
         form = request.query_params.get("config_format", "text")
         if form not in ("text", "json"):
@@ -56,21 +56,21 @@ class Information:
         )
 
     async def tokenizer(self, _: Request) -> Response:
-        """The settings that the checkpoint has of its tokenizer, and the template in use."""
+        """Answer with the checkpoint's tokenizer settings, and the chat template in use."""
         if self._tokenizer is None:
             raise ApiError(404, "this model has no tokenizer")
         return as_json(self._tokenizer)
 
 
 def tokenizer_settings(tokenizer: Tokenizer, template: str | None) -> dict[str, Any]:
-    """Return tokenizer_config.json, where the checkpoint has one, without paths; tokens as their texts."""
+    """Return the checkpoint's tokenizer_config.json, if any, without paths; tokens as texts."""
     found = template_source.read_json(Path(tokenizer.source).with_name(template_source.CONFIG_FILE))
     said = {name: _text(value) for name, value in found.items() if name not in _FILES}
     return {"tokenizer_class": "Tokenizer", **said, **({} if template is None else {"chat_template": template})}
 
 
 def _text(value: Any) -> Any:
-    """A token that is written as an object, as its text."""
+    """Replace tokens that are objects by their texts."""
     if isinstance(value, dict):
         return value["content"] if "content" in value else {name: _text(each) for name, each in value.items()}
     return [_text(each) for each in value] if isinstance(value, list) else value

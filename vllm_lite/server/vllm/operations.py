@@ -1,4 +1,4 @@
-"""Routes that pause the engine, put it to sleep, give it other weights and profile it: for admins."""
+"""Routes that pause the engine, put it to sleep, replace its weights and profile it: for admins."""
 
 from typing import Any
 
@@ -18,11 +18,11 @@ from vllm_lite.server.openai.bodies import UpdateWeightsBody
 from vllm_lite.server.openai.errors import ApiError
 
 MAX_WAITING = 64
-"""Operations of one API server that are not done yet; the engine carries out one after the other."""
+"""Maximum number of unfinished operations of one API server; the engine carries them out one by one."""
 
 
 class OperationRoutes:
-    """Answers each of them by one method. What an engine does, all API servers in front of it see."""
+    """Answers the routes: one method each. The engine's state is visible to all API servers in front of it."""
 
     def __init__(self, calls: Calls, reader: BodyReader, config: ResolvedConfig) -> None:
         self._calls = calls
@@ -65,7 +65,7 @@ class OperationRoutes:
         return as_json({"status": "sleeping", "level": asked.level if isinstance(asked, Sleep) else None})
 
     async def wake_up(self, request: Request) -> Response:
-        """`tags` may be there several times; the engine sleeps on until both kinds of memory have been named."""
+        """Wake the engine. `tags` may be repeated; the engine sleeps until both kinds of memory have been named."""
         tags = request.query_params.getlist("tags")
         await self._operate(request, "wake_up", tags=tags)
         is_asleep = (await self._calls.stats()).sleep_level is not None
@@ -76,7 +76,7 @@ class OperationRoutes:
         return as_json({"is_sleeping": (await self._calls.stats()).sleep_level is not None})
 
     async def world_size(self, request: Request) -> Response:
-        """Number of workers, of all engines unless `include_dp` is false."""
+        """Answer with the number of workers, of all engines unless `include_dp` is false."""
         require_admin(request)
         alone = request.query_params.get("include_dp", "true").lower() in ("false", "0")
         return as_json({"world_size": self._config.tensor_parallel_size if alone else self._config.ranks_on_machine})
@@ -99,7 +99,7 @@ class OperationRoutes:
         return as_json({"message": "Weights updated", "model": body.model}, headers)
 
     async def _operate(self, request: Request, name: str, fields: tuple[str, ...] = (), **more: Any) -> Operation:
-        """Do what the query says. Raises ApiError."""
+        """Make an operation of the query parameters, and carry it out. Raises ApiError."""
         require_admin(request)
         query = request.query_params
         try:
@@ -110,7 +110,8 @@ class OperationRoutes:
         return message
 
     async def _done(self, message: Operation, param: str | None = None) -> None:
-        """Raises ApiError if it was not done; `param` names the field that says what cannot be."""
+        """Have the engine carry out an operation. Raises ApiError if it fails; `param` is the field that the error
+        names."""
         if self._num_waiting >= MAX_WAITING:
             raise ApiError(429, f"{self._num_waiting} such requests wait for each other already; try again later")
         self._num_waiting += 1

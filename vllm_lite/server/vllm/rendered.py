@@ -1,4 +1,4 @@
-"""Request bodies of /inference/v1/generate made of chats and completions: tokenized here, generated elsewhere."""
+"""Makes bodies of /inference/v1/generate of chats and completions: tokenized here, generated elsewhere."""
 
 from typing import Any
 
@@ -13,20 +13,20 @@ from vllm_lite.server.openai.bodies import Body, ChatBody, GenerateParams
 from vllm_lite.server.openai.errors import ApiError
 
 _ELSEWHERE = {"cache_salt", "priority", "structured_outputs", "response_format"}
-"""Fields that stand beside the sampling params, or that are added in one form."""
+"""Fields that are outside of the sampling params, or added in one form."""
 _NAMES = sorted(set(GenerateParams.__struct_fields__) & set(SamplingParams.__struct_fields__) - _ELSEWHERE)
 _USUAL = SamplingParams()
 
 
 def check(body: ChatBody) -> None:
-    """Raises ApiError for calls that have to be made: a body of token ids has no word for them."""
+    """Raise ApiError for forced tool calls, which a body of token ids cannot express."""
     tools = forms.tools_of(body)
     if tools is not None and tools.is_forced:
         raise ApiError(400, "tool_choice: calls that must be made cannot be rendered; use auto or none", "tool_choice")
 
 
 def call_id(kind: str, request: Request, body: Body) -> str:
-    """The id of what is rendered: by the X-Request-Id that came, else the body's `request_id`, else of its own."""
+    """The id of a rendered request: the client's X-Request-Id, else the body's `request_id`, else a generated one."""
     given = request.scope[REQUEST_ID] if "x-request-id" in request.headers else body.request_id
     return f"{kind}-{given or request.scope[REQUEST_ID]}"
 
@@ -51,7 +51,7 @@ def requests(call: Call, body: Body, model: str) -> list[dict[str, Any]]:
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:
-    """Return what is not as usual, and the length, whose default is another one in each API."""
+    """Return the non-default sampling params, and max_tokens, whose default differs between APIs."""
     values = {name: getattr(params, name) for name in _NAMES}
     said = {name: value for name, value in values.items() if value != getattr(_USUAL, name)}
     return {**said, "max_tokens": params.max_tokens}

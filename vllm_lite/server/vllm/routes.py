@@ -1,4 +1,4 @@
-"""The routes: several chats at once, /render, /invocations, /abort_requests."""
+"""vLLM's routes: several chats at once, /render, /invocations, /abort_requests."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -18,15 +18,15 @@ from vllm_lite.server.vllm import rendered
 from vllm_lite.server.vllm.information import Information
 
 _KINDS = ("", "gen-", "cmpl-", "chatcmpl-")
-"""What the id of a call begins with before the name that its client has given it."""
+"""Prefixes that a call's id has before the name that its client has chosen."""
 Invoked = Callable[[Request, bytes, Collection[str]], Awaitable[Response | None]]
 
 
 class VllmRoutes:
-    """Answers each of them by one method."""
+    """Answers the routes: one method each."""
 
     def __init__(self, generation: Generation, information: Information, pooled: Invoked) -> None:
-        """`pooled` answers invocations that ask for vectors or scores."""
+        """`pooled` answers invocations for vectors or scores."""
         self._pooled = pooled
         self._generation = generation
         self._live = generation.live
@@ -74,7 +74,7 @@ class VllmRoutes:
         return Response(data, headers=made.headers, media_type="application/json")
 
     async def invocations(self, request: Request) -> Response:
-        """A chat, a completion, vectors or scores, as its fields say."""
+        """Answer a body by its fields: as a chat, a completion, or for vectors or scores."""
         data, fields = await top_level(await self._live.reader.receive(request))
         if "messages" in fields and self._generation.generates:
             chat = await self._generation.asked(request, data, ChatBody)
@@ -89,7 +89,7 @@ class VllmRoutes:
         return self._respond(await self._generation.completion(completion), completion)
 
     async def abort(self, request: Request) -> Response:
-        """End requests, by their ids or by the names that their clients gave them. Those that do not run are none."""
+        """Abort requests by their ids, or by the names that clients gave them. Unknown ids are ignored."""
         body, headers = await self._live.reader.read(request, AbortBody)
         await self._live.end_first([[kind + name for kind in _KINDS] for name in body.request_ids], request)
         return Response(headers=headers)
@@ -99,5 +99,5 @@ class VllmRoutes:
 
 
 def _listed(found: Sequence[Any]) -> bytes:
-    """A JSON list, encoded item by item: in between other threads have their turn."""
+    """Encode a JSON list item by item, so that other threads run in between."""
     return b"[" + b",".join([msgspec.json.encode(each) for each in found]) + b"]"
