@@ -1,7 +1,8 @@
-"""The directory of a KV cache on disk: who may read it, and the seed of the hashes that its contents are found by.
+"""The directory of a KV cache on disk: its permissions, and the seed of the hashes by which its contents are found.
 
-KV shows what was asked, so the directory is its owner's alone: another one is refused, never repaired. The seed is as
-secret as that of a process, and lies in the directory so that hashes are the same after a restart and in each engine.
+KV reveals prompts, so the directory must be private to its owner: any other is refused, never repaired. The seed is as
+secret as a process's random one, and is stored in the directory so that hashes are the same after a restart and in each
+engine.
 """
 
 import os
@@ -19,7 +20,7 @@ _PURPOSE = Purpose("kv_cache_dir", "holds what people asked", "read what people 
 
 
 def open_directory(name: str) -> Path:
-    """Make the directory if it is missing, and check whose it is. Raises ConfigError."""
+    """Create the directory if it is missing, and check its owner and mode. Raises ConfigError."""
     path = Path(name).expanduser()
     try:
         make_private(path)
@@ -29,14 +30,15 @@ def open_directory(name: str) -> Path:
 
 
 def check_directory(path: Path) -> Path:
-    """Raises ConfigError unless `path` is a directory of this user's that nobody else may enter."""
+    """Raise ConfigError unless `path` is a directory of this user that nobody else can enter."""
     return check_private(path, _PURPOSE)
 
 
 def read_seed(path: Path) -> str:
-    """Return the seed of the hashes, in hexadecimal digits; the first engine draws it. Raises ConfigError.
+    """Return the seed of the hashes, as hexadecimal digits; the first engine draws it. Raises ConfigError.
 
-    It appears whole, under a name that may not exist yet: of two engines that draw one at the same time, one wins.
+    The file appears complete, under a name that must not exist yet: of two engines that draw a seed at the same time,
+    one wins.
     """
     place = path / _SEED
     if not place.exists():
@@ -58,7 +60,7 @@ def read_seed(path: Path) -> str:
 
 
 def hash_seed(config: EngineConfig) -> str | None:
-    """The seed of an engine's hashes: the user's, or that of its directory; None: a random one. Raises ConfigError."""
+    """The seed of an engine's hashes: the user's, or its directory's; None: a random one. Raises ConfigError."""
     if config.prefix_hash_seed is not None or config.kv_cache_dir is None:
         return config.prefix_hash_seed
     return read_seed(open_directory(config.kv_cache_dir))

@@ -1,8 +1,7 @@
-"""The fingerprint of all that KV depends on but for its tokens: two engines share files if theirs is the same.
+"""The fingerprint of everything except tokens that KV depends on: engines with the same one share files.
 
-Weights are not read whole, which would take as long as loading them: of each file its size and header count, and pages
-of it: PAGES that lie at equal distances, and one in the middle of each tensor, so that other weights in any of them are
-seen.
+Weights are not read whole, which would take as long as loading them. Of each file the size, the header, and some pages
+count: PAGES at equal distances, and one in the middle of each tensor, so that a change of any tensor is detected.
 """
 
 import hashlib
@@ -19,7 +18,7 @@ from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import ModelError
 
 LAYOUT_VERSION = 2
-"""To be raised with a change of how K, V or states lie in a block, or of what goes into a block's hash."""
+"""To be increased when the layout of K, V or states in a block changes, or the input of a block's hash."""
 PAGES = 256
 PAGE_BYTES = 4096
 FINGERPRINT_BYTES = 32
@@ -35,11 +34,11 @@ _FIELDS = (
     "enable_expert_parallel",
     "device",
 )
-"""Settings that change what KV a token has, or how it lies in a block."""
+"""Settings that change a token's KV, or its layout in a block."""
 
 
 def fingerprint(config: ResolvedConfig, layout: Sequence[object]) -> bytes:
-    """Digest of the model in `config`, its settings, and `layout`: what the worker knows of its blocks and kernels.
+    """Digest of the model in `config`, its settings, and `layout`, the worker's description of its blocks and kernels.
 
     Raises OSError or ModelError for files that cannot be read.
     """
@@ -69,8 +68,7 @@ def fingerprint(config: ResolvedConfig, layout: Sequence[object]) -> bytes:
 
 
 def adapter_digest(folder: str) -> bytes:
-    """Digest of an adapter: all of its files, which are small beside a model's. Empty if they change meanwhile. Raises
-    OSError."""
+    """Digest of all files of an adapter, which are small; empty if they change meanwhile. Raises OSError."""
     state, before = blake2b(digest_size=FINGERPRINT_BYTES), adapter_stamp(folder)
     for file in _adapter_files(folder):
         _add(state, file.name.encode())
@@ -80,7 +78,7 @@ def adapter_digest(folder: str) -> bytes:
 
 
 def adapter_stamp(folder: str) -> list[tuple[str, int, int, int]]:
-    """Names, sizes, inodes and times of an adapter's files: others once somebody has written them. Raises OSError."""
+    """Names, sizes, inodes and times of an adapter's files, which change when a file is written. Raises OSError."""
     found = [(file.name, file.stat()) for file in _adapter_files(folder)]
     return [(name, status.st_size, status.st_ino, status.st_ctime_ns) for name, status in found]
 
@@ -111,10 +109,10 @@ class _Tensor(msgspec.Struct):
 
 
 def _middles(header: bytes, start: int) -> Iterable[int]:
-    """A page in the middle of each tensor of a safetensors file."""
+    """Positions in the middle of each tensor of a safetensors file."""
     try:
         tensors = msgspec.json.decode(header, type=dict[str, _Tensor]) if header else {}
-    except (msgspec.MsgspecError, UnicodeDecodeError):  # who loads it says what is wrong
+    except (msgspec.MsgspecError, UnicodeDecodeError):  # the loader reports the error
         return []
     return sorted({start + (first + last) // 2 for first, last in (t.data_offsets for t in tensors.values())})
 
@@ -127,7 +125,7 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _config_text(folder: Path) -> bytes:
-    """config.json with its keys in order, without spaces; empty where there is none, as beside a GGUF file."""
+    """The normalized config.json; empty if there is none, as beside a GGUF file."""
     path = folder / "config.json"
     if not path.is_file():
         return b""

@@ -1,8 +1,8 @@
-"""The folders of one rank of one model below a KV cache's directory: made private, below the directory that was opened
-and no other, and never through a link.
+"""RankFolders: the folders of one rank of one model in a KV cache's directory. They are created private, only in the
+directory that was opened, and never through a link.
 
-Somebody may remove the directory while engines run, put another one in its place, or take away the file system that is
-mounted on it. Nothing is written there then: what a store made anew would have no seed, and could be open to others.
+Somebody may remove or replace the directory while engines run, or unmount its file system. Then nothing is written: a
+newly created store would have no seed, and might be open to others.
 """
 
 import errno
@@ -17,29 +17,28 @@ MODEL_DIGITS = 32
 
 
 class RankFolders:
-    """`path` has the parts that files lie in."""
+    """The folders of one rank: `path` has the parts, which have the files."""
 
     def __init__(self, root: Path, fingerprint: bytes, place: tuple[int, int], about: str = "") -> None:
-        """`place` is the rank and how many there are; `about` says to people whose KV it is."""
+        """`place` is (rank, world size); `about` describes the model to people."""
         self.root = root
         self.path = root / fingerprint.hex()[:MODEL_DIGITS].ljust(MODEL_DIGITS, "0") / f"{place[0]}-{place[1]}"
         self._about = about
         self._identity = _identity(root)
 
     def parts(self) -> list[str]:
-        """Names of the folders that have files, in order; none where there is no directory. Raises OSError if it cannot
-        be listed."""
+        """Sorted names of the parts; none if the directory is missing. Raises OSError if it cannot be listed."""
         with suppress(FileNotFoundError, NotADirectoryError):
             return sorted(name for name in os.listdir(self.path) if is_part(name))
         return []
 
     def part(self, name: str) -> str:
-        """The folder that the file `name` belongs into."""
+        """Path of the part that the file `name` belongs to."""
         return os.path.join(self.path, name[:2])
 
     def make(self, name: str = "") -> None:
-        """Make what is missing of the way to the file `name`, or to the parts. Raises OSError if that cannot be, or if
-        the directory is not the one that was opened."""
+        """Create the missing folders for the file `name`, or for the parts. Raises OSError if that fails, or if the
+        directory is no longer the one that was opened."""
         if _identity(self.root) != self._identity:
             raise OSError(errno.ESTALE, "the directory was replaced by another one")
         model = self.path.parent
@@ -52,13 +51,14 @@ class RankFolders:
 
 
 def _identity(folder: Path) -> tuple[int, int]:
-    """Device and number of a folder. Raises OSError."""
+    """Device and inode number of a folder. Raises OSError."""
     status = os.lstat(folder)
     return status.st_dev, status.st_ino
 
 
 def _make(folder: str) -> bool:
-    """Make a folder of ours. Whether it was missing. Raises OSError for what is no folder, also for a link to one."""
+    """Create a folder. Returns whether it was missing. Raises OSError if the path is not a folder, or is a link to
+    one."""
     with suppress(FileExistsError):
         os.mkdir(folder, 0o700)
         return True

@@ -1,10 +1,10 @@
-"""One file holds a run of items: consecutive KV blocks of one group of one chain, or one recurrent state.
+"""The file format: a file has a run of items, consecutive KV blocks of one group of one chain, or one recurrent state.
 
     page 0      magic, length and checksum of the header, the header (msgpack), zeros up to 4096
-    then        the items, `item_bytes` each, as they lie in the pool
+    then        the items, `item_bytes` each, in the layout of the pool
 
-The checksum of an item is that of its key and its bytes: what lies in the place of another item is not taken for it.
-Checksums are XXH3's, of 64 bits: 30 GB/s a core, where zlib's CRC-32 does 2.6 GB/s and takes twice as long as the read.
+The checksum of an item covers its key and its bytes, so that an item in a wrong place is detected. It is the 64-bit
+XXH3, at 30 GB/s a core; zlib's CRC-32 at 2.6 GB/s would take twice as long as the read.
 """
 
 import struct
@@ -17,25 +17,26 @@ from msgspec import Meta
 from xxhash import xxh3_64_intdigest
 
 MAGIC = b"vllkv\x00\x00\x02"
-"""First bytes of a file; the last of them is the version of this module."""
+"""First bytes of a file; the last byte is the version of this format."""
 PAGE = 4096
 MAX_ITEMS = 64
-"""Items of one file: a chat of 20,000 tokens has some twenty files, and the header fits into a page."""
+"""Maximum number of items in a file: a chat of 20,000 tokens has about twenty files, and the header fits into a
+page."""
 MAX_KEY_BYTES = 40
 MAX_ITEM_BYTES = 1 << 32
 _START = struct.Struct("<8sIQ")
 
 
 class Foreign(ValueError):
-    """A file that is none of this version, or of another model or layout."""
+    """A file of another format version, model or layout."""
 
 
 class Damaged(ValueError):
-    """A file that is cut, or whose header or items are not those that were written."""
+    """A file that is truncated, or whose header or items are corrupt."""
 
 
 class RunHeader(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Names the items of a file: `keys` in order, with a checksum for each."""
+    """Header of a file: the `keys` of its items in order, with a checksum for each."""
 
     fingerprint: Annotated[bytes, Meta(max_length=64)]
     item_bytes: Annotated[int, Meta(ge=1, le=MAX_ITEM_BYTES)]
@@ -60,19 +61,19 @@ def checksum(key: bytes, item: bytes | memoryview) -> int:
 
 
 def name_of(keys: Sequence[bytes]) -> str:
-    """The name of the file of a run: equal for equal runs of any engine."""
+    """File name of a run: equal runs of any engine have the same name."""
     return blake2b(b"".join(len(key).to_bytes(1, "little") + key for key in keys), digest_size=20).hexdigest()
 
 
 def pack(header: RunHeader) -> bytes:
-    """The first page of a file."""
+    """Encode the first page of a file."""
     body = _encode(header)
     page = _START.pack(MAGIC, len(body), xxh3_64_intdigest(body)) + body
     return page.ljust(PAGE, b"\0")
 
 
 def unpack(page: bytes, file_bytes: int, fingerprint: bytes) -> RunHeader:
-    """Read the first page of a file of `file_bytes`, which is to be of this model. Raises Foreign or Damaged."""
+    """Decode the first page of a file of `file_bytes` that should be of this model. Raises Foreign or Damaged."""
     header = read_header(page, file_bytes)
     if header.fingerprint != fingerprint:
         raise Foreign("it is of another model")
@@ -80,7 +81,7 @@ def unpack(page: bytes, file_bytes: int, fingerprint: bytes) -> RunHeader:
 
 
 def read_header(page: bytes, file_bytes: int) -> RunHeader:
-    """Read the first page of a file of any model. Raises Foreign or Damaged."""
+    """Decode the first page of a file of any model. Raises Foreign or Damaged."""
     if len(page) < PAGE:
         raise Damaged(f"it has {len(page)} bytes, less than its header")
     magic, length, found = _START.unpack_from(page)

@@ -1,4 +1,5 @@
-"""A directory that is its user's alone: made with mode 0700, and refused, never repaired, where others may enter."""
+"""Directories that only their user can enter: created with mode 0700, and refused, never repaired, if others can
+enter."""
 
 import os
 import stat
@@ -10,24 +11,24 @@ from vllm_lite.errors import ConfigError
 
 
 class Purpose(NamedTuple):
-    """The setting that names the directory, and why nobody else may enter, as errors say it."""
+    """The setting that names the directory, and the reason for its privacy, as phrases for errors."""
 
     setting: str
     owned: str
-    """Goes on from "...: it"."""
+    """Continues "...: it"."""
     closed: str
-    """Goes on from "so that others may"."""
+    """Continues "so that others may"."""
 
 
 def make_private(path: Path) -> None:
-    """Make the directory if it is missing. Raises OSError."""
+    """Create the directory if it is missing. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         path.mkdir(mode=0o700)
 
 
 def check_private(path: Path, purpose: Purpose) -> Path:
-    """Raises ConfigError unless `path` is a directory of this user's that nobody else may enter."""
+    """Raise ConfigError unless `path` is a directory of this user that nobody else can enter."""
     setting = purpose.setting
     try:
         status = path.lstat()

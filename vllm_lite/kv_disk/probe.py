@@ -1,4 +1,4 @@
-"""The disk under a KV cache: its kind of file system, its free space, and how fast it writes and reads."""
+"""DiskProbe: the disk of a KV cache: its kind of file system, its free space, and its write and read rates."""
 
 import mmap
 import os
@@ -10,7 +10,7 @@ from typing import NamedTuple
 PROBE_BYTES = 64 << 20
 PART_BYTES = 4 << 20
 MAX_PROBE_S = 3.0
-"""A disk that takes longer for the probe is measured by what it had done by then."""
+"""Maximum time of the probe; a slower disk is measured by the bytes written until then."""
 MEMORY_KINDS = frozenset(("tmpfs", "ramfs"))
 NETWORK_KINDS = frozenset(
     ("nfs", "nfs4", "cifs", "smb3", "smbfs", "ceph", "lustre", "9p", "afs", "glusterfs", "beegfs")
@@ -19,7 +19,7 @@ CONTAINER_KINDS = frozenset(("overlay", "aufs"))
 
 
 class DiskProbe(NamedTuple):
-    """Findings about a folder; rates are 0 where nothing could be written."""
+    """Properties of a folder's disk; rates are 0 if nothing could be written."""
 
     kind: str
     free_bytes: int
@@ -28,7 +28,7 @@ class DiskProbe(NamedTuple):
 
     @property
     def warning(self) -> str | None:
-        """Tell why KV in this folder may not be what is wanted; None: nothing speaks against it."""
+        """A warning about storing KV in this folder; None if there is none."""
         kind = self.kind.removeprefix("fuse.")
         if kind in MEMORY_KINDS:
             return f"{kind} is memory: KV in it takes RAM and is gone after a reboot"
@@ -40,7 +40,7 @@ class DiskProbe(NamedTuple):
 
 
 def probe_disk(folder: Path) -> DiskProbe:
-    """Look at the file system on which `folder` lies, or would if it were made. Raises OSError."""
+    """Probe the file system of `folder`, or of its first existing parent. Raises OSError."""
     place = folder.expanduser().absolute()
     while not place.is_dir():
         place = place.parent
@@ -51,19 +51,19 @@ def probe_disk(folder: Path) -> DiskProbe:
 
 
 def file_system(folder: Path) -> str:
-    """Name the kind of file system that `folder` lies on, as the kernel does; "unknown" if it does not say."""
+    """The kind of `folder`'s file system, by the kernel's name; "unknown" if it is not listed."""
     path, found, kind = os.path.realpath(folder), "", "unknown"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         before, _, after = line.partition(" - ")
         mounted_on = before.split()[4].encode().decode("unicode_escape")
         is_above = mounted_on in ("/", path) or path.startswith(mounted_on + "/")
-        if is_above and len(mounted_on) >= len(found):  # of two mounts on one folder the later one is seen
+        if is_above and len(mounted_on) >= len(found):  # of two mounts on one folder the later one is visible
             found, kind = mounted_on, after.split()[0]
     return kind
 
 
 def _rates(place: Path) -> tuple[float, float]:
-    """Bytes per second that are written to the disk itself, and read from it again."""
+    """Bytes per second written to the disk itself, and read from it again."""
     with mmap.mmap(-1, PART_BYTES) as data, tempfile.TemporaryFile(prefix=".vl-probe-", dir=place, buffering=0) as file:
         data.write(os.urandom(PART_BYTES))
         descriptor, num_bytes, began_s = file.fileno(), 0, time.perf_counter()

@@ -1,10 +1,10 @@
-"""DiskStore: the runs of one rank of one model, in files that other engines with the same fingerprint read and write.
+"""DiskStore: runs of one rank of one model, in files that engines with the same fingerprint share.
 
     DIR/<fingerprint>/<rank>-<world>/<first two digits>/<name>
 
-A file appears by rename or not at all, and is never written again, so no reader has to lock anything: it opens a whole
-file, and checks each item after it was read. A file that is not what its name and its place say is removed and counted.
-One thread writes and looks at the directory, several may read.
+A file appears complete, by rename, and is never changed, so readers need no lock: they check each item after reading
+it. A file that does not match its name or its place is removed and counted. One thread writes and scans the directory;
+several may read.
 """
 
 import errno
@@ -34,50 +34,50 @@ from vllm_lite.kv_disk.format import (
 from vllm_lite.kv_disk.usage import DRAFT_PREFIX, is_file_name, remove_file, sweep
 
 TOUCH_S = 60.0
-"""A file's time of use is written at most so often."""
+"""Minimum seconds between two updates of a file's time of use."""
 SWEEP_S = 30.0
-"""How often all files are counted, those that other engines have written included."""
+"""Seconds between two scans of all files, including those of other engines."""
 PAUSE_S = 10.0
-"""How long nothing is written after the disk has refused something."""
+"""Seconds without writes after the disk has failed one."""
 RECENT_NS = 2_000_000_000
-"""A folder that has changed so recently may change again within the same tick of its clock."""
+"""A folder that changed within this time may change again within the same tick of its timestamps."""
 LARGEST = 0.5
-"""A run that takes more than this share of the quota is not written: it would push out all others."""
+"""Maximum share of the quota for one run: a larger one would evict all others, and is not written."""
 WRITTEN = 1 / 64
-"""All files are counted again when this share of the quota was written since: others may write as much."""
+"""Share of the quota written by this engine that triggers a new scan: others may have written as much."""
 SPARE = 4 * WRITTEN
-"""This share of the quota stays free, for what several engines write until they count again."""
+"""Share of the quota kept free for writes of other engines between scans."""
 PART_BYTES = 4 << 20
-"""Items are written in parts of so many bytes."""
+"""Bytes of items written at a time."""
 READ_BYTES = 1 << 20
-"""They are read in parts of so many, and checked while the core that has read them has them in a cache of its own."""
+"""Bytes of items read at a time, and checked while they are in the cache of the core that read them."""
 
 
 _LACKING = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ESTALE))
-"""Refusals that say nothing against a file: it stays, and is found again by the next look."""
+"""Errors that are not the file's fault: it is kept, and found again by the next scan."""
 
 
 class Items(Protocol):
-    """Memory that items are read into and written from, by their ids."""
+    """Memory of items, by their ids."""
 
     item_bytes: int
 
     def to_write(self, ids: Sequence[int]) -> list[memoryview]:
-        """The bytes of items, to be written to a file."""
+        """Return the bytes of items, to write them to a file."""
         ...
 
     def to_fill(self, ids: Sequence[int]) -> list[memoryview]:
-        """Room for the bytes of items."""
+        """Return memory to read the bytes of items into."""
         ...
 
     def filled(self, ids: Sequence[int]) -> None:
-        """The room that was given last for these items has their bytes."""
+        """Complete a read: the memory last returned for these items has their bytes."""
         ...
 
 
 class Changes(NamedTuple):
-    """Keys that can be found since the last look, those of the latest files first, and keys that could not for some
-    time; one may be both."""
+    """Keys that became available since the last call, those of the latest files first, and keys that became unavailable
+    at some time; a key may be both."""
 
     added: list[bytes]
     removed: list[bytes]
@@ -94,7 +94,7 @@ class _File:
 
 
 class DiskStore:
-    """`root` is a directory that check_directory() has passed."""
+    """The store below `root`, a directory that check_directory() has accepted."""
 
     def __init__(
         self,
@@ -106,43 +106,44 @@ class DiskStore:
         *,
         about: str = "",
     ) -> None:
-        """`place` is the rank and how many there are; `about` says to people whose KV it is. Raises OSError."""
+        """`place` is (rank, world size); `about` describes the model to people. Raises OSError."""
         self.root = root
         self.folders = RankFolders(root, fingerprint, place, about)
         self.quota_bytes = quota_bytes
         self._most_bytes = int((1 - SPARE) * quota_bytes)
         self.num_bytes = 0
-        """Bytes of all files below the root, as far as this engine knows."""
+        """Bytes of all files below the root, by the last scan and this engine's writes."""
         self.dropped = Counter[str]()
-        """Files that were removed, by reason: damaged (or cut), foreign, unreadable, evicted."""
+        """Number of removed files by reason: damaged (or truncated), foreign, unreadable, evicted."""
         self.errors = Counter[str]()
-        """What the system has refused: reading and writing."""
+        """Number of failed system calls by kind: read, write."""
         self.refusal: OSError | None = None
-        """The last one of writing."""
+        """The last write error."""
         self._fingerprint = blake2b(b"%s %d %d" % (fingerprint, *place), digest_size=32).digest()
-        """A file that was moved here from another rank is as foreign as one of another model."""
+        """Includes the rank, so that a file moved from another rank is foreign as well."""
         self.clock = clock
         self._lock = threading.Lock()
         self.num_found = 0
-        """Files that others have written, or earlier lives, and that were found so far."""
+        """Number of files found so far that other or earlier engines have written."""
         self._files: dict[str, _File] = {}
-        self._by_part: dict[str, dict[str, _File]] = {}  # the same files by their folders
+        self._by_part: dict[str, dict[str, _File]] = {}  # the same files by part
         self._places: dict[bytes, tuple[_File, int]] = {}
-        self._seen: dict[str, int] = {}  # folder -> its time when it was listed
+        self._seen: dict[str, int] = {}  # part -> its modification time when it was listed
         self._taken: set[str] = set()
-        """Names in whose places lies what is none of ours and cannot be removed, such as a folder: it is let alone."""
+        """Names whose paths are taken by something that is not a file of ours and cannot be removed, such as a folder;
+        skipped."""
         self._added: list[bytes] = []
         self._removed: list[bytes] = []
         self._swept_s = self._paused_until_s = 0.0
         self._num_drafts = self._num_written = 0
 
-    # ---- what is there
+    # ---- index
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._places
 
     def keys(self) -> list[bytes]:
-        """All that can be found."""
+        """All keys that can be read."""
         with self._lock:
             return list(self._places)
 
@@ -157,10 +158,10 @@ class DiskStore:
         return Changes([key for file in files for key in by_file[file]], removed)
 
     def look(self, stop: Callable[[], bool] = lambda: False) -> None:
-        """List the folders that have changed since the last look: at first all, later those with files of other
-        engines. `stop` ends it early; the next look goes on."""
+        """Scan the parts that have changed since the last scan: at first all, later those with files of other engines.
+        `stop` ends it early; the next scan continues."""
         parts = self.folders.parts()
-        for gone in self._by_part.keys() - set(parts):  # somebody has removed the model, or all
+        for gone in self._by_part.keys() - set(parts):  # somebody has removed the model, or the whole directory
             self._found(gone, set())
             self._seen.pop(gone, None)
         for part in parts:
@@ -182,7 +183,7 @@ class DiskStore:
             self.sweep()
 
     def _found(self, part: str, names: set[str]) -> None:
-        """These are the files of a folder."""
+        """Update the index of a part, whose files are `names`."""
         with self._lock:
             gone = [file for name, file in self._by_part.get(part, {}).items() if name not in names]
         for file in gone:
@@ -192,7 +193,7 @@ class DiskStore:
             self._take_up(new)
 
     def _take_up(self, name: str) -> None:
-        """Index a file that another engine, or an earlier one, has written."""
+        """Index a file that another or an earlier engine has written."""
         path = self._path(name)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -226,7 +227,7 @@ class DiskStore:
                     self._added.append(key)
 
     def _forget(self, file: _File) -> None:
-        """Take a file out of the index; it is gone, or about to be."""
+        """Remove a file from the index; it has been removed from disk, or will be."""
         with self._lock:
             if self._files.pop(file.name, None) is None:
                 return
@@ -240,7 +241,7 @@ class DiskStore:
                     self._removed.append(key)
 
     def _drop(self, name: str, error: Exception) -> None:
-        """Remove a file that is not what it should be, and count it."""
+        """Remove an invalid file, and count it."""
         known = self._files.get(name)
         if known is not None:
             self._forget(known)
@@ -260,8 +261,8 @@ class DiskStore:
     # ---- reading
 
     def read(self, keys: Sequence[bytes], ids: Sequence[int], items: Items) -> tuple[set[int], int]:
-        """Fill the items `ids` with the contents of `keys`. Returns the numbers of those that failed, whose items may
-        hold anything, and the bytes that were read."""
+        """Read the contents of `keys` into the items `ids`. Returns the indices that failed, whose items have undefined
+        contents, and the number of bytes read."""
         failed, num_bytes = set[int](), 0
         runs: dict[str, list[tuple[int, int]]] = {}
         for index, key in enumerate(keys):
@@ -274,7 +275,7 @@ class DiskStore:
             try:
                 num_bytes += self._read_file(name, places, keys, ids, items)
             except (OSError, Foreign, Damaged) as error:
-                if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):  # which others evicted
+                if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):  # evicted by another engine
                     self.errors["read"] += 1
                 self._drop(name, error)
                 failed.update(index for index, _ in places)
@@ -311,7 +312,7 @@ class DiskStore:
     # ---- writing
 
     def write(self, keys: Sequence[bytes], ids: Sequence[int], items: Items) -> int:
-        """Write a run of at most MAX_ITEMS items. Returns its bytes, 0 if it could not be written."""
+        """Write a run of at most MAX_ITEMS items. Returns the file's bytes, 0 if it was not written."""
         now_s = self.clock()
         size = PAGE + len(keys) * items.item_bytes
         if 0 < self._paused_until_s - now_s <= PAUSE_S or size > LARGEST * self.quota_bytes:
@@ -330,7 +331,7 @@ class DiskStore:
             self.folders.make(name)
             self._write_file(draft, keys, ids, items)
             os.rename(draft, self._path(name))
-        except IsADirectoryError as error:  # the disk has refused nothing: all else can be written
+        except IsADirectoryError as error:  # not the disk's fault: other files can be written
             remove_file(draft)
             self._drop(name, Foreign(str(error)))
             return 0
@@ -346,13 +347,14 @@ class DiskStore:
         return size
 
     def refused(self, error: OSError) -> None:
-        """The disk has refused something: nothing is written for a while."""
+        """Record a write error, and pause writes for PAUSE_S."""
         self.errors["write"] += 1
         self.refusal = error
         self._paused_until_s = self.clock() + PAUSE_S
 
     def _write_file(self, draft: str, keys: Sequence[bytes], ids: Sequence[int], items: Items) -> None:
-        """The header, which has the checksums, is written last; until it is renamed nobody reads the file."""
+        """Write a draft file. The header, which has the checksums, is written last; nobody reads the file before its
+        rename."""
         descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             at, checksums = PAGE, []
@@ -369,7 +371,7 @@ class DiskStore:
     # ---- forgetting
 
     def forget(self, keys: Iterable[bytes]) -> int:
-        """Remove the files that hold any of these contents. Returns their number."""
+        """Remove the files that have any of `keys`. Returns their number."""
         files = {place[0] for key in keys if (place := self._places.get(key)) is not None}
         for file in files:
             self._forget(file)
@@ -379,12 +381,12 @@ class DiskStore:
 
     def clear(self) -> int:
         """Remove all files of this rank of this model. Returns their number."""
-        with suppress(OSError):  # then what is known of goes
+        with suppress(OSError):  # if that fails, remove the known files
             self.look()
         return self.forget(self.keys())
 
     def sweep(self, room_bytes: int = 0) -> None:
-        """Count what all engines have written, and remove what was not used for longest if it is too much."""
+        """Scan the files of all engines, and remove the least recently used ones beyond the quota."""
         self._swept_s = now_s = self.clock()
         self._num_written = 0
         self.num_bytes, gone = sweep(self.root, self._most_bytes - room_bytes, now_s)
@@ -406,7 +408,7 @@ class DiskStore:
 
 
 def _status(descriptor: int) -> os.stat_result:
-    """Raises Foreign for what is no file."""
+    """Status of an open file. Raises Foreign if it is not a regular file."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise Foreign("it is no file")
@@ -414,7 +416,7 @@ def _status(descriptor: int) -> os.stat_result:
 
 
 def _parts(places: list[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int]]]:
-    """Cut (index, number) into parts that are consecutive in the file, of `most` each."""
+    """Split pairs (index, number) into parts of at most `most` with consecutive numbers in the file."""
     part: list[tuple[int, int]] = []
     for place in sorted(places, key=lambda each: each[1]):
         if part and (place[1] != part[-1][1] + 1 or len(part) == most):
@@ -426,7 +428,7 @@ def _parts(places: list[tuple[int, int]], most: int) -> Iterator[list[tuple[int,
 
 
 def _fill(descriptor: int, rooms: list[memoryview], offset: int) -> None:
-    """Read consecutive bytes of a file into `rooms`. Raises Damaged if there are too few."""
+    """Read consecutive bytes of a file into `rooms`. Raises Damaged if the file is too short."""
     left = rooms
     while left:
         count = os.preadv(descriptor, left[:MAX_ITEMS], offset)
@@ -445,7 +447,7 @@ def _write_all(descriptor: int, parts: list[memoryview], offset: int) -> None:
 
 
 def _behind(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """The rest of `buffers` behind their first `count` bytes."""
+    """The rest of `buffers` after their first `count` bytes."""
     for index, buffer in enumerate(buffers):
         if count < len(buffer):
             return [buffer[count:], *buffers[index + 1 :]]

@@ -1,7 +1,7 @@
-"""All files below a KV cache's directory, whichever model and engine they are of: sizes, ages, and what has to go.
+"""All files in a KV cache's directory, of any model and engine: sizes, ages, and eviction.
 
-A folder may have other things in it, as a home has, and none of them is lost: a file counts, and may be removed, only
-where it lies as a store puts it, and no link is followed.
+The directory may contain other things, which must not be lost: a file counts, and may be removed, only at a path that
+a store uses, and links are not followed.
 
     DIR/<32 hex digits>/<rank>-<world>/<2 hex digits>/<40 hex digits>, or a draft's name in place of the last
 """
@@ -14,19 +14,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 ABOUT = "about"
-"""File in a model's folder that says whose KV it is, for people."""
+"""File in a model's folder that describes the model to people."""
 DRAFT_PREFIX = ".draft-"
-"""Begins the name of a file that is being written."""
+"""Prefix of the name of a file that is being written."""
 DRAFT_S = 600.0
-"""A draft that has not changed for so long was left by a process that was killed."""
+"""Age in seconds of a draft that was left by a killed process."""
 LEAVE = 0.9
-"""Share of the quota that is left when it was exceeded."""
+"""Share of the quota to which an eviction reduces the files."""
 _MODEL, _RANK, _PART = re.compile("[0-9a-f]{32}"), re.compile("[0-9]+-[0-9]+"), re.compile("[0-9a-f]{2}")
 _FILE, _DRAFT = re.compile("[0-9a-f]{40}"), re.compile(r"\.draft-[0-9]+-[0-9]+-[0-9]+")
 
 
 class Held(NamedTuple):
-    """A file, its size, and when it was last used."""
+    """A file, its size, and the time of its last use."""
 
     path: str
     num_bytes: int
@@ -38,27 +38,27 @@ class Held(NamedTuple):
 
 
 def is_part(name: str) -> bool:
-    """Whether a folder of this name has files of a rank."""
+    """Whether a folder name is that of a part."""
     return _PART.fullmatch(name) is not None
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a store gives this name to a file that is whole."""
+    """Whether a name is that of a complete file."""
     return _FILE.fullmatch(name) is not None
 
 
 def models_in(root: Path) -> list[Path]:
-    """The folders of models, in order."""
+    """Folders of models, sorted."""
     return [Path(path) for path in _folders(root, _MODEL)]
 
 
 def ranks_in(model: Path) -> list[Path]:
-    """The folders of a model's ranks, in order."""
+    """Folders of a model's ranks, sorted."""
     return [Path(path) for path in _folders(model, _RANK)]
 
 
 def held_by_rank(rank: Path) -> Iterator[Held]:
-    """The files of a rank, drafts included; those that vanish meanwhile are left out."""
+    """Files of a rank, including drafts; those that vanish meanwhile are left out."""
     for part in _folders(rank, _PART):
         for entry in _entries(part):
             if not (_FILE.fullmatch(entry.name) or _DRAFT.fullmatch(entry.name)):
@@ -70,14 +70,14 @@ def held_by_rank(rank: Path) -> Iterator[Held]:
 
 
 def held_files(root: Path) -> Iterator[Held]:
-    """All files of all models below `root`, drafts included; those that vanish meanwhile are left out."""
+    """Files of all models below `root`, including drafts; those that vanish meanwhile are left out."""
     for model in models_in(root):
         for rank in ranks_in(model):
             yield from held_by_rank(rank)
 
 
 def remove_model(model: Path) -> None:
-    """Remove a model's files, and the folders that are empty then. What is none of ours stays, as does what engines
+    """Remove a model's files, and its folders if they are then empty. Other files are kept, as are files that engines
     write meanwhile."""
     for rank in ranks_in(model):
         for held in held_by_rank(rank):
@@ -90,7 +90,7 @@ def remove_model(model: Path) -> None:
 
 
 def remove_file(path: str) -> bool:
-    """Whether it is gone by this call; another engine may have been first."""
+    """Remove a file. Returns whether this call removed it; another engine may have done so before."""
     with suppress(OSError):
         os.unlink(path)
         return True
@@ -98,9 +98,9 @@ def remove_file(path: str) -> bool:
 
 
 def sweep(root: Path, quota_bytes: int, now_s: float) -> tuple[int, set[str]]:
-    """Remove what was not used for longest until the quota has room again, and drafts that nobody writes any more.
+    """Remove the least recently used files until the quota has room again, and abandoned drafts.
 
-    Returns the bytes that are left and the paths that are gone. A time in the future, of a clock that was set back, is
+    Returns the remaining bytes and the removed paths. A time of use in the future, after a clock was set back, counts
     as now.
     """
     files, gone = [], set[str]()
@@ -114,14 +114,14 @@ def sweep(root: Path, quota_bytes: int, now_s: float) -> tuple[int, set[str]]:
         for held in sorted(files, key=lambda held: held.used_s):
             if left <= LEAVE * quota_bytes:
                 break
-            remove_file(held.path)  # if another engine was first, it is gone as well
+            remove_file(held.path)  # removed in any case, perhaps by another engine
             gone.add(held.path)
             left -= held.num_bytes
     return left, gone
 
 
 def _folders(parent: str | Path, names: re.Pattern[str]) -> list[str]:
-    """Folders, not links to them, of these names; none where nothing can be listed."""
+    """Sorted folders, not links, whose names match; none if the parent cannot be listed."""
     found = list[str]()
     for entry in _entries(parent):
         with suppress(OSError):
@@ -137,5 +137,5 @@ def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
 
 
 def _remove_folder(path: str) -> None:
-    with suppress(OSError):  # it is not empty
+    with suppress(OSError):  # not empty
         os.rmdir(path)

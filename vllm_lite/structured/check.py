@@ -1,4 +1,4 @@
-"""Checks the text of a grammar, under the limits of the workers, and remembers which texts have passed."""
+"""Checks grammars under the limits of the workers, and remembers texts that have passed."""
 
 import re
 import threading
@@ -18,7 +18,7 @@ from vllm_lite.structured.regexes.patterns import too_many_repeats
 from vllm_lite.structured.schemas.schema import Schema, schema_text
 
 MAX_PROBED_CHARS = 32_768
-"""Grammars of up to this size are tried out; making a matcher takes two to three times as long as a check."""
+"""Maximum size of a grammar that is also executed; making a matcher takes two to three times as long as a check."""
 
 
 _REGEXES = re.compile(r"/((?:\\.|[^/\\\n])+)/")
@@ -26,23 +26,23 @@ _IN_REGEX = re.compile(r'^at \d+\(\d+\): invalid regex ".*" \(in regex\): ')
 
 
 def fault_of(grammar: str) -> str | None:
-    """Say what is wrong with a grammar, in the words of llguidance; None if it is valid."""
+    """The error of a grammar in llguidance's words; None if it is valid."""
     is_wrong, messages = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=parser_limits(grammar))
     if is_wrong:
         return messages[0]
-    if messages or len(grammar) > MAX_PROBED_CHARS:  # messages: it has tokens of a vocabulary, which only workers know
+    if messages or len(grammar) > MAX_PROBED_CHARS:  # messages: it has tokens, which only workers know
         return None
     return _fault_at_start(grammar)
 
 
 @cache
 def _bytes_only() -> LLTokenizer:
-    """A vocabulary of the 256 bytes, which is made in 6 ms."""
+    """A vocabulary of the 256 bytes, constructed in 6 ms."""
     return LLTokenizer("byte")
 
 
 def _fault_at_start(grammar: str) -> str | None:
-    """Try out the first byte: a rule such as `a: a` is valid and matches nothing."""
+    """Compute the first mask: a rule such as `a: a` is valid and matches nothing."""
     matcher = LLMatcher(_bytes_only(), grammar, log_level=0, limits=parser_limits(grammar))
     if not matcher.is_error():
         matcher.compute_bitmask()
@@ -52,7 +52,7 @@ def _fault_at_start(grammar: str) -> str | None:
 
 
 def check_schema(prepared: Schema) -> str:
-    """Check a prepared schema by itself, and return its grammar. Raises RequestError, which names the place."""
+    """Check a prepared schema, and return its grammar. Raises RequestError, which names the place."""
     text = schema_text(prepared)
     check_size(text)
     grammar = LLMatcher.grammar_from_json_schema(text)
@@ -65,7 +65,7 @@ def check_schema(prepared: Schema) -> str:
 
 
 def check_lark(grammar: str, what: str = "the grammar") -> str:
-    """Check a grammar in the syntax of Lark and return it. Raises RequestError, which names line and column."""
+    """Check a Lark grammar and return it. Raises RequestError, which names line and column."""
     check_size(grammar)
     if not passed.has(grammar):
         _check_repeats(grammar, what)
@@ -77,7 +77,7 @@ def check_lark(grammar: str, what: str = "the grammar") -> str:
 
 
 def check_regex(pattern: str, what: str) -> None:
-    """Check a regular expression by itself. Raises RequestError, which names the column."""
+    """Check a regular expression. Raises RequestError, which names the column."""
     check_text(pattern, what)
     if (column := too_many_repeats(pattern)) is not None:
         raise RequestError(f"{what} repeats a part more than {MAX_REPEATS} times, with the count at column {column}")
@@ -92,7 +92,7 @@ def check_regex(pattern: str, what: str) -> None:
 
 
 def check_text(text: str, what: str) -> None:
-    """Raises RequestError for a text that is too long, or that is not valid Unicode."""
+    """Raise RequestError for a text that is too long, or that is not valid Unicode."""
     if len(text) > MAX_GRAMMAR_CHARS:
         raise RequestError(f"{what} has {len(text)} characters; at most {MAX_GRAMMAR_CHARS} are taken")
     try:
@@ -102,7 +102,7 @@ def check_text(text: str, what: str) -> None:
 
 
 def _check_repeats(grammar: str, what: str) -> None:
-    """Refuse counts that are too large in the regular expressions of a grammar."""
+    """Raise RequestError for too large counts in the regular expressions of a grammar."""
     for found in _REGEXES.finditer(grammar):
         if too_many_repeats(found[1]) is not None:
             line = grammar.count("\n", 0, found.start()) + 1
@@ -114,13 +114,13 @@ def _fault_of_schema(prepared: Schema) -> str | None:
 
 
 def check_size(grammar: str) -> None:
-    """Raises RequestError for a grammar that is too large to travel."""
+    """Raise RequestError for a grammar that is too large to send."""
     if len(grammar) > MAX_GRAMMAR_CHARS:
         raise RequestError(f"the grammar has {len(grammar)} characters; at most {MAX_GRAMMAR_CHARS} are taken")
 
 
 class Passed:
-    """The digests of texts that have passed, the least recently used ones dropped. Any thread may use it."""
+    """Digests of texts that have passed, in an LRU cache. Thread-safe."""
 
     def __init__(self, most: int) -> None:
         self._most = most

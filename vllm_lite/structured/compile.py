@@ -1,4 +1,4 @@
-"""From what a user asks for to the text of a grammar that travels."""
+"""compile_form(): makes the text of a grammar of a user's constraints."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,22 +21,23 @@ ANY_OBJECT: Schema = {"type": "object"}
 
 
 class CompiledGrammar(NamedTuple):
-    """A grammar as it travels, and the places of its schema at which something is not held: `#/a: 'format'`."""
+    """The text of a grammar, and the keywords of its schema that are not enforced, with their places: `#/a:
+    'format'`."""
 
     grammar: str
     notes: tuple[str, ...] = ()
 
 
 def compile_grammar(wanted: StructuredOutputsParams) -> str:
-    """Make the grammar of `wanted` as compile_form() does."""
+    """As compile_form(), without the notes."""
     return compile_form(wanted).grammar
 
 
 def compile_form(wanted: StructuredOutputsParams) -> CompiledGrammar:
-    """Make the grammar of `wanted`, as SamplingParams.grammar carries it, and check it under the limits.
+    """Make the grammar of `wanted` for SamplingParams.grammar, and check it under the limits.
 
     It takes less than a millisecond for most, and up to a second for the largest, without the GIL: call it in a thread
-    where others must not wait. Raises RequestError, which names the place: the JSON pointer of a schema, the line and
+    if others must not wait. Raises RequestError, which names the place: the JSON pointer of a schema, the line and
     column of a text.
     """
     if wanted.whitespace_pattern is not None:
@@ -64,7 +65,7 @@ def compile_form(wanted: StructuredOutputsParams) -> CompiledGrammar:
 
 
 def _choice_grammar(choices: Sequence[str]) -> str:
-    """One terminal of all texts, as rules of their own would take longer at each step."""
+    """The grammar of a choice: a single terminal, as separate rules would take longer at each step."""
     texts = list(dict.fromkeys(choices))
     if not texts or len(texts) > MAX_CHOICES:
         raise RequestError(f"choice takes between 1 and {MAX_CHOICES} texts, got {len(texts)}")
@@ -76,7 +77,7 @@ def _choice_grammar(choices: Sequence[str]) -> str:
 
 
 def _own_grammar(grammar: str) -> str:
-    """A grammar of the user: Lark as it is, GBNF, which has `::=`, in the syntax of Lark."""
+    """Check a user's grammar. Lark is used verbatim; GBNF, recognized by `::=`, is converted to Lark."""
     check_text(grammar, "grammar")
     if len(grammar) <= MAX_GRAMMAR_CHARS and "::=" in grammar:
         try:
@@ -97,9 +98,9 @@ _NAMES = ("first", "second")
 
 
 def either(first: str, second: str) -> str:
-    """Make the grammar of what follows `first` or `second`, each in the form in which grammars travel.
+    """Make the grammar of outputs that match the grammar `first` or `second`.
 
-    Raises RequestError if both together are beyond the limits.
+    Raises RequestError if both together exceed the limits.
     """
     named: list[dict[str, Any]] = [{"lark_grammar": f"start: @{_NAMES[0]} | @{_NAMES[1]}\n"}]
     for name, text in zip(_NAMES, (first, second), strict=True):

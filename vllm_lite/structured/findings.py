@@ -1,4 +1,4 @@
-"""Parts of one schema that cannot be held: refused by name and place, or left out where it is not strict."""
+"""Findings: keywords of one schema that cannot be enforced: an error in a strict schema, a note in a lenient one."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from vllm_lite.structured.regexes.regex_tree import NotHeldError
 
 MAX_NOTES = 100
 ALLOWED_S = 1.0
-"""Most schemas take none of it, the hardest patterns about a second."""
+"""Seconds for rewriting patterns per request. Most schemas need none, the hardest patterns about a second."""
 T = TypeVar("T")
 
 
@@ -27,7 +27,7 @@ class Allowance:
 
     @contextmanager
     def spent(self) -> Iterator[None]:
-        """Take off the time that is spent inside."""
+        """Subtract the time spent in the context."""
         began_s = time.monotonic()
         try:
             yield
@@ -36,9 +36,9 @@ class Allowance:
 
 
 class Findings:
-    """Collects the places of one schema at which something is not held.
+    """Collects the keywords of one schema that are not enforced.
 
-    `notes` name the place as a JSON pointer and the keyword: `#/properties/a: 'not'`.
+    `notes` have the place as a JSON pointer and the keyword: `#/properties/a: 'not'`.
     """
 
     def __init__(self, *, is_lenient: bool, allowance: Allowance | None = None) -> None:
@@ -47,20 +47,20 @@ class Findings:
         self.notes: list[str] = []
 
     def cannot(self, pointer: str, keyword: str, problem: str) -> None:
-        """Take note of a keyword, or of a value of it, that the caller leaves out. Raises RequestError, which says the
-        problem, if the schema has to be held as a whole."""
+        """Note a keyword, or a value of it, that the caller drops. Raises RequestError with the problem if the schema
+        is strict."""
         if not self.is_lenient:
             raise refusal(pointer, problem)
         self.note(pointer, keyword)
 
     def note(self, pointer: str, keyword: str) -> None:
-        """Take note of something that is not held, even if the schema is strict."""
+        """Note something that is not enforced, even if the schema is strict."""
         found = f"#{pointer}: {keyword!r}" if keyword else f"#{pointer}"
         if len(self.notes) < MAX_NOTES and found not in self.notes:
             self.notes.append(found)
 
     def translated(self, work: Callable[[], T]) -> T:
-        """Do work that writes patterns in another way. Raises NotHeldError when that has taken too long already."""
+        """Do work that rewrites patterns. Raises NotHeldError if the allowance is used up."""
         if self.allowance.left_s < 0:
             raise NotHeldError("the patterns before it took too long")
         with self.allowance.spent():

@@ -1,7 +1,7 @@
-"""Writes grammars in the syntax that llguidance takes: rules, texts, added tokens of the vocabulary and JSON schemas.
+"""LarkWriter: writes grammars in llguidance's syntax: rules, texts, added tokens of the vocabulary and JSON schemas.
 
-A literal of a format may contain added tokens, such as `<tool_call>`. In a grammar they are tokens, not text: a model
-that spells them in letters has not written them.
+A format's literal may contain added tokens, such as `<tool_call>`. In a grammar they are tokens, not text: the same
+characters in other tokens do not match.
 """
 
 import json
@@ -13,13 +13,13 @@ ANY_TEXT = "TEXT"
 
 
 def quoted(text: str) -> str:
-    """Write `text` as a string of Lark, which has the escapes of JSON."""
+    """Quote `text` as a Lark string, which has the escapes of JSON."""
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def regex(pattern: str) -> str:
-    """Write a regular expression between slashes. `\\w` and `\\d` are those of ASCII, as in JSON schemas: which other
-    characters they have depends on the reader."""
+    """Write a regular expression between slashes. `\\w` and `\\d` are restricted to ASCII, as in JSON schemas: their
+    other characters depend on the engine."""
     escaped = re.sub(r"\\.|/|\n|\\$", _escaped, pattern, flags=re.DOTALL)
     return f"/{escaped}/" if pattern else '""'
 
@@ -32,12 +32,12 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 class LarkWriter:
-    """Collects the rules of one grammar. `added_tokens` are texts and ids that literals may contain."""
+    """Collects the rules of one grammar. `added_tokens` maps texts that literals may contain to token ids."""
 
     def __init__(
         self, added_tokens: Mapping[str, int] | None = None, written_as: Mapping[str, str] | None = None
     ) -> None:
-        """`written_as` are further texts of literals that something else stands for."""
+        """`written_as` maps placeholders in literals to the expressions that replace them."""
         self._tokens = {text: f"<[{token_id}]>" for text, token_id in (added_tokens or {}).items() if text}
         self._parts = {**self._tokens, **(written_as or {})}
         longest_first = sorted(self._parts, key=len, reverse=True)
@@ -48,11 +48,11 @@ class LarkWriter:
         self._texts_until: dict[str, str] = {}
 
     def mark(self) -> tuple[int, dict[str, str]]:
-        """Return a place to go back to."""
+        """Return a mark for go_back()."""
         return len(self._rules), dict(self._texts_until)
 
     def go_back(self, place: tuple[int, dict[str, str]]) -> None:
-        """Drop the rules that were written behind a place."""
+        """Drop the rules that were written after a mark."""
         del self._rules[place[0] :]
         self._texts_until = place[1]
 
@@ -63,7 +63,7 @@ class LarkWriter:
         return name
 
     def reserve(self) -> str:
-        """Return the name of a rule that define() adds, so that it may be used in its own body."""
+        """Return a name for a rule that define() adds later, so that its body can refer to itself."""
         self._num_reserved += 1
         return f"s{self._num_reserved}"
 
@@ -77,7 +77,7 @@ class LarkWriter:
         return name
 
     def literal(self, text: str) -> str:
-        """Write `text`, its added tokens as tokens. Empty for an empty text."""
+        """Return the expression of `text`, with its added tokens as tokens; "" for an empty text."""
         parts, at = [], 0
         for found in self._split.finditer(text):
             parts += [quoted(text[at : found.start()])] if found.start() > at else []
@@ -91,23 +91,25 @@ class LarkWriter:
         return text in self._tokens
 
     def trigger(self, begin: str) -> str:
-        """Return the part of `begin` that text_until() takes: what ends with its first added token, or all of it."""
+        """Return the prefix of `begin` for text_until(): up to and including its first added token, or up to a
+        placeholder, or all."""
         found = self._split.search(begin)
         if found is None:
             return begin
         return begin[: found.end() if found[0] in self._tokens or not found.start() else found.start()]
 
     def schema(self, schema: Mapping[str, Any]) -> str:
-        """Write JSON that follows a schema, which has its options in it."""
+        """Add a rule for JSON that follows a schema, which includes its options."""
         return self.rule(f"%json {json.dumps(schema, ensure_ascii=False)}")
 
     def text(self) -> str:
-        """Write any text, without added tokens."""
+        """Return the terminal for any text without added tokens."""
         self._has_text = True
         return ANY_TEXT
 
     def text_until(self, end: str) -> str:
-        """Write any text up to the first place of `end`, and `end`, which has no added token in it but at its end."""
+        """Return a rule for any text up to the first occurrence of `end`, and `end`, which may have an added token only
+        at its end."""
         if end not in self._texts_until:
             found = self._split.search(end)
             before = end if found is None else end[: found.start()]
@@ -115,13 +117,13 @@ class LarkWriter:
                 body = f"{self.text()} {quoted(end)}"
             elif not before:
                 body = f"{self.text()} {self._parts[end]}"
-            else:  # text and `before` are one terminal: any text would take all of `before` as well
+            else:  # text and `before` are one terminal, as a terminal for any text would match `before` as well
                 terminal = self.terminal(rf"/(.|\n)*{regex(re.escape(before))[1:]}")
                 body = f"{terminal} {self._parts[found[0]]}"
             self._texts_until[end] = self.rule(body, "[lazy]" if found is None else "")
         return self._texts_until[end]
 
     def grammar(self, start: str) -> str:
-        """Return the grammar whose outputs are `start`."""
+        """Return the whole grammar with the start rule `start`."""
         text = [rf"{ANY_TEXT}: /(.|\n)*/"] if self._has_text else []
         return "\n".join(["%llguidance {}", f"start: {start}", *self._rules, *text, ""])

@@ -1,4 +1,4 @@
-"""The position of a grammar's fault. llguidance says what it is, and for a schema not where."""
+"""The position of a grammar's error, which llguidance does not report for schemas."""
 
 import re
 import time
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from vllm_lite.structured.schemas.schema import OPTIONS, Schema, escaped, subschemas, target_of
 
 SEARCH_S = 0.02
-"""How long the search may take; it then names the place that it has come to."""
+"""Maximum seconds of the search; it then returns the place that it has reached."""
 MAX_SHOWN_CHARS = 300
 
 _REGEX_FAULT = re.compile(r"regex parse error:\n {4}[^\n]*\n {4}( *)\^+\nerror: ([^\n]*)")
@@ -16,10 +16,10 @@ _DEFINITIONS = ("$defs", "definitions")
 
 
 def place_in_schema(schema: Schema, message: str, fault_of: Callable[[Schema], str | None]) -> str:
-    """Find the deepest subschema with the fault `message`, and return its JSON pointer.
+    """Find the deepest subschema with the error `message`, and return its JSON pointer.
 
-    `fault_of` says what is wrong with a schema by itself. From the root the search goes into the first part that has
-    the same fault, or to where a `$ref` leads.
+    `fault_of` returns the error of a schema by itself. From the root, the search descends into the first part with the
+    same error, or follows a `$ref`.
     """
     deadline = time.monotonic() + SEARCH_S
     shared = {key: schema[key] for key in (OPTIONS, *_DEFINITIONS) if key in schema}
@@ -37,8 +37,8 @@ def place_in_schema(schema: Schema, message: str, fault_of: Callable[[Schema], s
 
 
 def parts_of(schema: Schema, pointer: str, part: Schema) -> list[tuple[str, Schema]]:
-    """Return the parts directly in `part`, which is at `pointer` of `schema`, and where its `$ref` leads; each with its
-    JSON pointer. Definitions are parts of what refers to them only."""
+    """Return the direct parts of `part`, which is at `pointer` of `schema`, and the target of its `$ref`, each with its
+    JSON pointer. Definitions count as parts only of the schemas that refer to them."""
     found = [(pointer + "".join(f"/{escaped(step)}" for step in steps), inner) for steps, inner in subschemas(part)]
     found = [(at, inner) for at, inner in found if at.split("/")[1] not in _DEFINITIONS or pointer]
     where = part.get("$ref")
@@ -49,7 +49,7 @@ def parts_of(schema: Schema, pointer: str, part: Schema) -> list[tuple[str, Sche
 
 
 def plain(message: str) -> str:
-    """Say in one line what llguidance says in several: the fault, and where it is in a regular expression."""
+    """Condense llguidance's message to one line: the error, and its position in a regular expression."""
     if found := _REGEX_FAULT.search(message):
         return f"the regular expression is wrong at column {len(found[1]) + 1}: {found[2]}"
     lines = [line.strip() for line in message.splitlines() if line.strip()]
@@ -61,7 +61,7 @@ def plain(message: str) -> str:
 
 
 def place_in_lark(message: str) -> str:
-    """Say where the fault of a Lark grammar is."""
+    """Prefix the error of a Lark grammar with its position."""
     found = _LARK_FAULT.match(message)
     if found is None:
         return plain(message)

@@ -1,9 +1,9 @@
-"""Structural tags: text in which parts have a form, in the two ways in which they are asked for.
+"""Structural tags: text with constrained parts, in the two formats that requests use.
 
     {"type": "structural_tag", "format": {"type": "triggered_tags", ...}}
     {"type": "structural_tag", "structures": [{"begin", "schema", "end"}], "triggers": [...]}
 
-The second, older one is the same as triggered tags. docs/structured-outputs.md lists the types of formats.
+The second, older one is equivalent to triggered tags. docs/structured-outputs.md lists the types of formats.
 """
 
 import json
@@ -18,14 +18,14 @@ from vllm_lite.structured.lark import LarkWriter, quoted, regex
 from vllm_lite.structured.schemas.schema import Schema
 
 Prepare = Callable[[Any], Schema]
-"""Reads a schema and makes it ready. Raises RequestError."""
+"""Reads and prepares a schema. Raises RequestError."""
 
 MAX_PARTS = 512
 MAX_DEPTH = 32
 
 
 class _Part(msgspec.Struct, frozen=True, tag_field="type"):
-    """One format of a tag, as it is written. What it does not know it refuses."""
+    """One format of a tag, as in the request. Unknown fields are refused."""
 
 
 class _ConstString(_Part, tag="const_string", frozen=True, forbid_unknown_fields=True):
@@ -116,7 +116,7 @@ def _read(given: str | Mapping[str, Any]) -> _Wanted:
 
 
 class _TagWriter:
-    """Writes formats as rules. A place is the path of a format, for errors."""
+    """Writes the rules of formats. `place` is the path of a format, for errors."""
 
     def __init__(self, prepare: Prepare) -> None:
         self.lark = LarkWriter()
@@ -124,7 +124,7 @@ class _TagWriter:
         self._num_parts = 0
 
     def write(self, form: _Format, place: str, depth: int) -> str:
-        """Return what stands for `form` in the body of a rule."""
+        """Return the expression for `form` in a rule."""
         self._num_parts += 1
         if self._num_parts > MAX_PARTS or depth > MAX_DEPTH:
             raise RequestError(f"structural_tag: at most {MAX_PARTS} formats, {MAX_DEPTH} deep, got more at {place}")
@@ -154,7 +154,7 @@ class _TagWriter:
         return self.lark.rule((" " if isinstance(form, _Sequence) else " | ").join(parts))
 
     def _tag(self, tag: _Tag, place: str, depth: int, trigger: str = "") -> str:
-        """A tag, behind that part of its begin which is its trigger."""
+        """The rule of a tag, after the part of its `begin` that is the trigger."""
         begin = self._text(tag.begin[len(trigger) :], f"{place}.begin")
         if isinstance(tag.content, _AnyText) and tag.end:  # ends at the first end
             return self.lark.rule(f"{begin} {self.lark.text_until(tag.end)}")

@@ -2,10 +2,10 @@
 
 interface.py  Listener (the engine's side of a wire), Connection (a client's or worker's side), Wakeup, wait()
 zmq.py        ROUTER / DEALER over ipc, and over tcp with CURVE keys
-keys.py       their files
-authenticator.py  who is let in over tcp
-publisher.py  numbered batches for all who subscribe, and again what was missed
-subscriber.py  who gets them
+keys.py       files of CURVE keys
+authenticator.py  checks the keys of tcp clients
+publisher.py  publishes numbered batches, and replays missed ones
+subscriber.py  receives them
 inproc.py     queues in one process: unit tests and --single-process
 """
 
@@ -19,7 +19,7 @@ __all__ = ["Connection", "Delivery", "KeysOption", "Listener", "Tcp", "Wakeup", 
 def bind(address: str, tcp: Tcp | None = None, max_bytes: int = MAX_CLIENT_BYTES) -> Listener:
     """Listen on `address` (ipc://PATH or inproc://NAME), and on `tcp` beside an ipc one.
 
-    Who sends a message of more than `max_bytes` loses the connection, but for an inproc one. Raises EngineError if an
+    A peer that sends a message of more than `max_bytes` is disconnected, except over inproc. Raises EngineError if an
     address is taken, ConfigError if keys are missing.
     """
     if address.startswith("inproc://"):
@@ -32,9 +32,9 @@ def bind(address: str, tcp: Tcp | None = None, max_bytes: int = MAX_CLIENT_BYTES
 
 
 def connect(address: str, identity: bytes, keys: KeysOption = None) -> Connection:
-    """Connect to `address` under `identity`, unique among its peers. Returns at once, answered or not.
+    """Connect to `address` under `identity`, unique among its peers. Returns at once, without waiting for the peer.
 
-    Raises ConfigError where `keys` are missing for a tcp address.
+    Raises ConfigError if `keys` are missing for a tcp address.
     """
     if address.startswith("inproc://"):
         from vllm_lite.transport.inproc import InprocConnection
@@ -46,7 +46,7 @@ def connect(address: str, identity: bytes, keys: KeysOption = None) -> Connectio
 
 
 def finish() -> None:
-    """Before a process ends: wait, for a bounded time, until what its closed channels sent has left."""
+    """Called before a process ends: wait, for a bounded time, until the messages of closed channels have been sent."""
     from vllm_lite.transport import zmq
 
     zmq.finish()

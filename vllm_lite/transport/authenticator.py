@@ -1,6 +1,7 @@
-"""Authenticator: decides who is let in over tcp. ZeroMQ asks it (ZAP, RFC 27) about every client that has shown a key.
+"""Authenticator: decides which clients may connect over tcp. ZeroMQ queries it (ZAP, RFC 27) for every client with a
+key.
 
-It answers on a thread of its own, so that a client that is not welcome learns it at once, also while the engine loads.
+It answers on a thread of its own, so that a refused client learns it at once, even while the engine loads.
 """
 
 import itertools
@@ -28,9 +29,9 @@ class Authenticator:
     """Checks the keys of one listener's clients."""
 
     def __init__(self, authorised: Authorised, monitor: "zmq.Socket[bytes]") -> None:
-        """`monitor` reports the listener's EVENTS, and belongs to this object from now on. Raises EngineError."""
+        """`monitor` reports the listener's EVENTS; this object takes ownership of it. Raises EngineError."""
         self.domain = b"vllm_lite-%d" % next(_numbers)
-        """What the listener has to set as its ZAP_DOMAIN: by it ZeroMQ says whose client it asks about."""
+        """ZAP_DOMAIN for the listener, by which ZeroMQ's queries name it."""
         self._authorised = authorised
         self._monitor = monitor
         self._complaints = Complaints()
@@ -61,13 +62,14 @@ class Authenticator:
         self._monitor.close(0)
 
     def answer(self, question: list[bytes]) -> list[bytes]:
-        """Answer (version, number, domain, address, identity, mechanism, key): 200 if this client may come in."""
+        """Answer a query (version, number, domain, address, identity, mechanism, key): 200 if the client may
+        connect."""
         version, number, _, address, _, mechanism, *credentials = question
         try:
             name = None
             if mechanism == b"CURVE" and len(credentials) == 1:
                 name = self._authorised.name_of(z85.encode(credentials[0]))
-        except Exception:  # no answer would be no answer to anybody after this one
+        except Exception:  # without an answer, later queries would get none either
             logger.exception("a client's key could not be checked")
             return [version, number, b"500", b"", b"", b""]
         if name is None:
@@ -77,8 +79,7 @@ class Authenticator:
 
 
 class _Questions:
-    """The socket of ZeroMQ's questions: one in a process, so that all its authenticators share the thread that
-    listens."""
+    """The socket of ZeroMQ's queries: there is one per process, so all authenticators share the thread that answers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -87,7 +88,7 @@ class _Questions:
         self._thread = threading.Thread()
 
     def join(self, member: Authenticator) -> None:
-        """Raises EngineError if something else answers there already."""
+        """Add an authenticator. Raises EngineError if something else in the process answers the queries."""
         with self._lock:
             if self._stop is None:
                 socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
@@ -133,7 +134,7 @@ _questions = _Questions()
 
 
 class Complaints:
-    """Writes log lines about what others do: one a minute for each source, with how many there were."""
+    """Logs warnings about clients: one a minute for each source, with the number of those left out."""
 
     def __init__(self) -> None:
         self._sources: dict[str, tuple[float, int]] = {}

@@ -1,4 +1,4 @@
-"""Channels inside one process: the fake behind unit tests and the real thing behind --single-process."""
+"""Channels within one process: the fake for unit tests, and the transport of --single-process."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from vllm_lite.transport.interface import Delivery, Pollable, Wakeup
 
 
 class _Queue:
-    """An unbounded queue another thread can wait for. It serves its peers round robin, as a ROUTER does."""
+    """An unbounded queue for which another thread can wait. It serves its peers round robin, like a ROUTER."""
 
     def __init__(self) -> None:
         self._items: dict[bytes, deque[bytes]] = {}
@@ -22,31 +22,31 @@ class _Queue:
             self.wakeup.set()
 
     def get(self) -> tuple[bytes, bytes] | None:
-        with self._lock:  # the wakeup stays set as long as something is left
+        with self._lock:  # the wakeup stays set while messages are left
             if not self._items:
                 return None
             peer = next(iter(self._items))
             waiting = self._items.pop(peer)
             payload = waiting.popleft()
             if waiting:
-                self._items[peer] = waiting  # behind the others
+                self._items[peer] = waiting  # at the end
             elif not self._items:
                 self.wakeup.clear()
             return peer, payload
 
 
 class _Channel:
-    """State that both sides of an address share; the side that comes first makes it."""
+    """State that both sides of an address share; the first side creates it."""
 
     def __init__(self) -> None:
-        self.inbox = _Queue()  # of the listener, filled by connections even before there is one
+        self.inbox = _Queue()  # the listener's; connections fill it even before the listener exists
         self.peers: dict[bytes, InprocConnection] = {}
         self.is_bound = False
 
 
 _channels: dict[str, _Channel] = {}
 _lock = Lock()
-"""For `_channels` and what a channel holds but its inbox."""
+"""Guards `_channels` and the channels' state except their inboxes."""
 
 
 def _channel(address: str) -> _Channel:
@@ -56,7 +56,7 @@ def _channel(address: str) -> _Channel:
 
 
 class InprocListener:
-    """The engine's side. A connection made before or after it is found by name."""
+    """The engine's side. Connections may be made before or after it."""
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -91,7 +91,7 @@ class InprocListener:
 
 
 class InprocConnection:
-    """A client's or worker's side; what it sends before the listener exists waits for that."""
+    """A client's or worker's side; messages sent before the listener exists are kept for it."""
 
     def __init__(self, address: str, identity: bytes) -> None:
         self.address = address

@@ -1,6 +1,6 @@
-"""The interface that every transport implements: a Listener for the engine, a Connection for its peers.
+"""The interface of transports: a Listener for the engine, a Connection for its peers.
 
-Payloads are encoded messages. No call here ever blocks except wait().
+Payloads are encoded messages. No call here blocks except wait().
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ import zmq
 from vllm_lite.runtime.wakeup import Wakeup
 
 Pollable = zmq.Socket[bytes] | int
-"""Something zmq.Poller can watch: a socket or a file descriptor."""
+"""Argument of zmq.Poller: a socket or a file descriptor."""
 
 
 __all__ = ["Connection", "Delivery", "Listener", "Pollable", "Tcp", "Wakeup", "poller", "wait"]
@@ -28,7 +28,7 @@ class Delivery(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tcp:
-    """Address of a listener for other machines, and the folder of its keys, None: open to anybody, in the clear."""
+    """Address of a listener for other machines, and the folder of its keys; None: open to all, unencrypted."""
 
     address: str
     keys: str | Path | None
@@ -39,11 +39,11 @@ class Listener(Protocol):
 
     address: str
     tcp_address: str | None
-    """Where peers on other machines connect, with the port that was taken; None without tcp."""
+    """Address for peers on other machines, with the actual port; None without tcp."""
 
     def recv(self) -> tuple[bytes, bytes] | None:
-        """The next (identity, payload), or None if nothing has arrived. `pollables` stay ready while messages are left
-        unread. A peer with one message is not kept waiting by one with many."""
+        """The next (identity, payload), or None if nothing has arrived. `pollables` stay ready while messages are
+        unread. Peers are served fairly: many messages of one do not delay another's."""
 
     def send(self, peer: bytes, payload: bytes) -> Delivery: ...
 
@@ -53,19 +53,19 @@ class Listener(Protocol):
 
 
 class Connection(Protocol):
-    """A client's or worker's side: it has one peer, and reconnects when that comes back."""
+    """A client's or worker's side, with one peer; reconnects when the peer returns."""
 
     def recv(self) -> bytes | None:
         """The next payload, or None if nothing has arrived."""
 
     def send(self, payload: bytes) -> Delivery:
-        """GONE is never returned here: what is sent before the peer listens is kept for it."""
+        """Send a message; never returns GONE: messages sent before the peer listens are kept for it."""
 
     def lost(self) -> bool:
-        """True once the peer has gone after having been there."""
+        """Whether the peer was connected and has gone."""
 
     def refused(self) -> str | None:
-        """Why the peer will never let this connection in, None as long as it may."""
+        """The reason why the peer will never accept this connection, None while it may."""
 
     def pollables(self) -> Sequence[Pollable]: ...
 
@@ -77,7 +77,7 @@ class Watched(Protocol):
 
 
 def poller(*watched: Watched) -> zmq.Poller:
-    """A reusable poller over everything in `watched`; hot loops build it once."""
+    """A reusable poller over all of `watched`; hot loops build it once."""
     result = zmq.Poller()
     for item in watched:
         for pollable in item.pollables():
@@ -86,5 +86,5 @@ def poller(*watched: Watched) -> zmq.Poller:
 
 
 def wait(timeout_s: float, *watched: Watched) -> bool:
-    """Block until one of `watched` has something, at most `timeout_s`. True if something came."""
+    """Block until one of `watched` is ready, at most `timeout_s`. Returns whether one is."""
     return bool(poller(*watched).poll(int(max(0.0, timeout_s) * 1000)))

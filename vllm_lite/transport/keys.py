@@ -2,8 +2,8 @@
 
 FOLDER/server.key                   the engine's public key
 FOLDER/server.key_secret            both of its keys, mode 0600
-FOLDER/clients/NAME.key             the public keys that may connect
-FOLDER/for/NAME/                    what that client is given: client.key_secret (0600), client.key and server.key
+FOLDER/clients/NAME.key             the public keys of clients that may connect
+FOLDER/for/NAME/                    files to give to a client: client.key_secret (0600), client.key and server.key
 """
 
 import os
@@ -19,12 +19,12 @@ from vllm_lite.errors import ConfigError
 from vllm_lite.runtime import log
 
 ENV = "VLLM_LITE_KEYS"
-"""The environment variable that names the folder of a client's keys where the caller does not."""
+"""Environment variable with the default folder of a client's keys."""
 SERVER, CLIENT = "server", "client"
 PUBLIC, SECRET = ".key", ".key_secret"
 
 KeysOption = str | Path | Literal[False] | None
-"""A client's folder of keys; None: that of VLLM_LITE_KEYS; False: no keys, in the clear."""
+"""A client's folder of keys; None: that of VLLM_LITE_KEYS; False: no keys, unencrypted."""
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ logger = log.get(__name__)
 
 
 class EngineKeys(NamedTuple):
-    """The key pair of an engine; `clients` is the folder of the public keys that it lets in."""
+    """The key pair of an engine; `clients` is the folder of the public keys that it accepts."""
 
     public: bytes
     secret: bytes
@@ -48,7 +48,7 @@ class ClientKeys(NamedTuple):
 
 
 def make_engine_keys(folder: Path) -> bool:
-    """Make the engine's key pair. Returns False, and makes nothing, if there is one. Raises ConfigError."""
+    """Create the engine's key pair. Returns False, without effect, if there is one. Raises ConfigError."""
 
     def make() -> bool:
         (folder / "clients").mkdir(parents=True, exist_ok=True)
@@ -61,9 +61,9 @@ def make_engine_keys(folder: Path) -> bool:
 
 
 def make_client_keys(folder: Path, name: str) -> Path:
-    """Make a key pair for a client of the engine whose keys are in `folder`, and let it in.
+    """Create a key pair for a client of the engine with the keys in `folder`, and authorise it.
 
-    Returns the folder that the client is to be given. Raises ConfigError, also if there is a client of this name.
+    Returns the folder to give to the client. Raises ConfigError, also if the client's name is taken.
     """
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}", name):
         raise ConfigError(f"a client's name has up to 64 letters, digits and any of _.-, got {name!r}")
@@ -91,7 +91,7 @@ def load_engine_keys(folder: str | Path) -> EngineKeys:
 
 
 def load_client_keys(address: str, folder: KeysOption) -> ClientKeys | None:
-    """The keys that a client needs at `address`; None where it needs none or wants none. Raises ConfigError."""
+    """The keys that a client needs for `address`; None if it needs none, or is to use none. Raises ConfigError."""
     if not address.startswith("tcp://") or folder is False:
         return None
     folder = folder or os.environ.get(ENV)
@@ -105,8 +105,7 @@ def load_client_keys(address: str, folder: KeysOption) -> ClientKeys | None:
 
 
 class Authorised:
-    """The public keys in a folder, as they are now: one that is added, replaced or removed counts at the next
-    connection."""
+    """The public keys in a folder; added, replaced and removed files take effect at the next connection."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -114,20 +113,20 @@ class Authorised:
         self._names: dict[bytes, str] = {}
 
     def name_of(self, public_key: bytes) -> str | None:
-        """The client that has this key (Z85), None if no client has."""
+        """Name of the client with this key (Z85), None if there is none."""
         seen = [(file, _version(file)) for file in sorted(self._folder.glob("*" + PUBLIC))]
         if seen != self._seen:
             self._seen, self._names = seen, {}
             for file, _ in seen:
                 try:
                     self._names[_load(file)[0]] = file.stem
-                except ConfigError as error:  # the other clients are not to suffer
+                except ConfigError as error:  # other clients are not affected
                     logger.warning("%s", error)
         return self._names.get(public_key)
 
 
 def _version(file: Path) -> tuple[int, ...] | None:
-    """A value that changes when the file's content does; None if the file has just gone."""
+    """A value that changes with the file's content; None if the file has just been removed."""
     try:
         status = file.stat()
     except OSError:
@@ -136,7 +135,7 @@ def _version(file: Path) -> tuple[int, ...] | None:
 
 
 def _made(make: Callable[[], T]) -> T:
-    """Call `make` so that nothing it creates is readable by others, whatever the umask. Raises ConfigError."""
+    """Call `make` with a umask under which its files are private. Raises ConfigError."""
     mask = os.umask(0o077)
     try:
         return make()

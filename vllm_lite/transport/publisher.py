@@ -1,11 +1,11 @@
-"""Publisher: sends numbered batches to all subscribers over ZeroMQ PUB; a ROUTER repeats those that one has missed.
+"""Publisher: sends numbered batches to all subscribers over ZeroMQ PUB; a ROUTER replays missed ones.
 
-A message is (topic, sequence number, payload), the number in eight bytes, most significant first. A request for a
-replay is the first number wanted; it is answered with (number, payload) for every batch that is still kept, and an
-end marker of number -1 without payload.
+A message is (topic, sequence number, payload), with the number in eight big-endian bytes. A replay request is the first
+number wanted; it is answered with (number, payload) for every batch that is still kept, and an end marker of number -1
+without payload.
 
 Each call of serve() sends a part of one replay only, and a peer gets no more than it reads. So a pass of the engine's
-loop takes a millisecond, however many peers ask for however much, and the batches lie in memory once.
+loop takes a millisecond, however many peers request however much, and each batch is in memory once.
 """
 
 import os
@@ -23,23 +23,23 @@ from vllm_lite.transport.interface import Pollable
 END = (-1).to_bytes(8, "big", signed=True)
 MAX_REQUEST_BYTES = 64
 MAX_KEPT_BYTES = 64 * 1024 * 1024
-"""Older batches than these are not repeated, however many are to be kept."""
+"""Maximum bytes of batches kept for replays, regardless of their number."""
 SLICE_BATCHES = 64
-"""The most batches that are sent in one call of serve(), and that wait for a peer that does not read."""
+"""Maximum number of batches sent by one call of serve(), and queued for a peer that does not read."""
 SLICE_BYTES = 1024 * 1024
-"""The call ends earlier once it has sent as much."""
+"""Bytes after which a call of serve() stops sending."""
 MAX_REPLAYS = 8
-"""Replays under way; a request beyond that is not answered."""
+"""Maximum number of replays in progress; further requests are ignored."""
 MAX_REQUESTS = 64
-"""The most requests that are read in one call of serve()."""
+"""Maximum number of requests read by one call of serve()."""
 STALL_S = 10.0
-"""A replay ends if its peer reads nothing for so long."""
+"""Seconds without reading after which a peer's replay ends."""
 NEXT_SLICE_MS = 1
 STALLED_MS = 5
 
 
 class _Replay:
-    """Rest of a peer's replay: the batches from `number` on, and from `end` on nothing but the end marker."""
+    """The rest of a peer's replay: the batches from `number` to `end`, then the end marker."""
 
     __slots__ = ("end", "number", "stalled_since_s")
 
@@ -49,12 +49,12 @@ class _Replay:
 
 
 class Publisher:
-    """Never blocks: a subscriber that does not read loses batches, and sees by their numbers which."""
+    """Publishes without blocking: a subscriber that does not read loses batches, and detects it by their numbers."""
 
     def __init__(
         self, endpoint: str, replay_endpoint: str | None, topic: str, buffer_steps: int, high_water_mark: int
     ) -> None:
-        """Raises EngineError if an endpoint cannot be bound."""
+        """Bind the endpoints. Raises EngineError if one cannot be bound."""
         self.next_number = 0
         self._topic = topic.encode()
         self.kept: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
@@ -62,7 +62,7 @@ class Publisher:
         self._endpoints: list[str] = []
         self._replay: zmq.Socket[bytes] | None = None
         self.replays: dict[bytes, _Replay] = {}
-        """Replays under way by their peers, in the order of their turns."""
+        """Replays in progress by peer, in round-robin order."""
         self._sockets: list[zmq.Socket[bytes]] = []
         try:
             self._pub = self._bind(zmq.PUB, endpoint, high_water_mark)
@@ -77,10 +77,10 @@ class Publisher:
         self._sockets.append(socket)
         socket.setsockopt(zmq.SNDHWM, high_water_mark)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)  # of what comes in
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)  # for incoming messages
         if kind == zmq.ROUTER:
-            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # say so when a peer has gone, or does not read
-        mask = os.umask(0o177)  # a socket file is for this user only
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # report peers that have gone, or do not read
+        mask = os.umask(0o177)  # socket files are private to this user
         try:
             socket.bind(endpoint)
         except zmq.ZMQError as error:
@@ -99,7 +99,7 @@ class Publisher:
             self._forget_oldest()
         number = self.next_number.to_bytes(8, "big")
         self.next_number += 1
-        with suppress(zmq.Again):  # a PUB socket drops rather than say so; either way replay has it
+        with suppress(zmq.Again):  # a PUB socket drops silently; in either case a replay has it
             self._pub.send_multipart((self._topic, number, payload), zmq.NOBLOCK)
 
     def _forget_oldest(self) -> None:
@@ -109,7 +109,7 @@ class Publisher:
     # ---- replays
 
     def serve(self) -> None:
-        """Read the requests for replays, and send the next part of one."""
+        """Read replay requests, and send the next part of one replay."""
         if self._replay is None:
             return
         self._read_requests(self._replay)
@@ -117,10 +117,10 @@ class Publisher:
             peer, replay = next(iter(self.replays.items()))
             del self.replays[peer]
             if self._send_slice(self._replay, peer, replay):
-                self.replays[peer] = replay  # behind the others
+                self.replays[peer] = replay  # at the end
 
     def _read_requests(self, socket: "zmq.Socket[bytes]") -> None:
-        """A peer that asks again gets what it asked for last."""
+        """Read requests; a new request of a peer replaces its earlier one."""
         for _ in range(MAX_REQUESTS):
             try:
                 frames = socket.recv_multipart(zmq.NOBLOCK)
@@ -132,7 +132,7 @@ class Publisher:
                 self.replays[frames[0]] = _Replay(int.from_bytes(frames[2], "big"), self.next_number)
 
     def _send_slice(self, socket: "zmq.Socket[bytes]", peer: bytes, replay: _Replay) -> bool:
-        """Send a peer its next batches. Returns whether there are more for it."""
+        """Send a peer its next batches. Returns whether its replay continues."""
         first = self.kept[0][0] if self.kept else self.next_number
         num_bytes = 0
         try:
@@ -144,7 +144,7 @@ class Publisher:
                 if num_bytes > SLICE_BYTES:
                     break
                 payload = self.kept[number - first][1]
-                # Large payloads are shared with the queue of the peer, not copied to it.
+                # Large payloads are shared with the peer's queue, not copied.
                 socket.send_multipart((peer, b"", number.to_bytes(8, "big"), payload), zmq.NOBLOCK, copy=False)
                 num_bytes += len(payload)
                 replay.number, replay.stalled_since_s = number + 1, None
@@ -152,7 +152,7 @@ class Publisher:
             now_s = time.monotonic()
             replay.stalled_since_s = replay.stalled_since_s or now_s
             return now_s - replay.stalled_since_s < STALL_S
-        except zmq.ZMQError:  # it has gone
+        except zmq.ZMQError:  # the peer has gone
             return False
         return True
 
@@ -165,7 +165,7 @@ class Publisher:
         return NEXT_SLICE_MS if moves else STALLED_MS
 
     def pollables(self) -> Sequence[Pollable]:
-        """The sockets that become readable when serve() has something to do."""
+        """Sockets that become readable when serve() has work."""
         return () if self._replay is None else (self._replay,)
 
     def close(self) -> None:

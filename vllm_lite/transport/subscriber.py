@@ -1,4 +1,4 @@
-"""Subscriber: gets the batches of a Publisher."""
+"""Subscriber: receives the batches of a Publisher."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from vllm_lite.transport.interface import Pollable
 
 
 class Subscriber:
-    """Used by one thread. Batches that were published before it was connected do not come."""
+    """Receives batches on one thread. Batches published before it was connected are not received."""
 
     def __init__(self, endpoint: str, topic: str = "") -> None:
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.SUB)
@@ -17,7 +17,8 @@ class Subscriber:
         self._socket.connect(endpoint)
 
     def recv(self, timeout_s: float) -> tuple[int, bytes] | None:
-        """The next batch and its number; None if none has come within `timeout_s`, or what came is none."""
+        """The number and payload of the next batch; None if none arrives within `timeout_s`, or the message is
+        malformed."""
         if not self._socket.poll(int(1000 * timeout_s)):
             return None
         frames = self._socket.recv_multipart()

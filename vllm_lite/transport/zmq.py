@@ -1,7 +1,7 @@
-"""ZeroMQ channels: ROUTER on the engine's side, DEALER on the others', never blocking, with every limit set.
+"""ZeroMQ channels: ROUTER on the engine's side, DEALER on its peers', non-blocking, with all limits set.
 
-What is set on a socket counts for what is bound or connected after it: a ROUTER without keys on its ipc address has
-them on its tcp address.
+Socket options apply to addresses bound or connected afterwards: a ROUTER without keys on its ipc address has them on
+its tcp address.
 """
 
 import os
@@ -20,16 +20,16 @@ from vllm_lite.transport.interface import Delivery, Pollable, Tcp
 from vllm_lite.transport.keys import Authorised, ClientKeys, load_engine_keys
 
 HIGH_WATER_MARK = 1000
-"""Messages that may wait for one peer; beyond it send() says BUSY."""
+"""Maximum number of messages queued for one peer; beyond it send() returns BUSY."""
 HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 30_000
 LINGER_MS = 1_000
 HANDSHAKE_MS = 10_000
 FIRST_PAUSE_MS, MAX_PAUSE_MS = 20, 500
-"""Between two attempts to connect to an address where nobody listens yet."""
+"""Milliseconds between two attempts to connect to an address without a listener: the first, and the maximum."""
 MAX_FAILED_HANDSHAKES = 3
-"""The other side may end so many handshakes without giving a reason, as one that is being started does. More of them
-mean that it refuses."""
+"""Number of handshakes that the other side may end without a reason, as one that is starting does; more mean a
+refusal."""
 
 logger = log.get(__name__)
 
@@ -47,7 +47,7 @@ def _configured(kind: int) -> zmq.Socket[bytes]:
 
 
 class ZmqListener:
-    """A bound ROUTER. Peers with an identity that is in use are refused by ZeroMQ itself."""
+    """A bound ROUTER. ZeroMQ itself refuses peers with an identity in use."""
 
     def __init__(self, address: str, tcp: Tcp | None = None, max_bytes: int = MAX_CLIENT_BYTES) -> None:
         """`address` is ipc://PATH. Raises EngineError, and ConfigError for bad keys."""
@@ -60,7 +60,7 @@ class ZmqListener:
         self._socket = _configured(zmq.ROUTER)
         self._socket.setsockopt(zmq.MAXMSGSIZE, max_bytes)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        mask = os.umask(0o177)  # the socket file is for this user only
+        mask = os.umask(0o177)  # the socket file is private to this user
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -88,7 +88,7 @@ class ZmqListener:
             self._socket.setsockopt(zmq.CURVE_SERVER, 1)
             self._socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
             self._socket.setsockopt(zmq.ZAP_DOMAIN, self._authenticator.domain)
-            self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # or clients would come in while nobody checks
+            self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # else clients could connect while no authenticator runs
         self._socket.setsockopt(zmq.IPV6, "[" in tcp.address)
         self._socket.bind(tcp.address)
         self.tcp_address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -99,8 +99,8 @@ class ZmqListener:
             frames = self._socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
             return None
-        # A frame count other than two comes from something that does not speak this protocol: an empty payload
-        # fails to decode and is counted like any other malformed message.
+        # A frame count other than two comes from a foreign client: an empty payload fails to decode, and is counted as
+        # a malformed message.
         return (frames[0], frames[1]) if len(frames) == 2 else (frames[0], b"")
 
     def send(self, peer: bytes, payload: bytes) -> Delivery:
@@ -118,8 +118,8 @@ class ZmqListener:
         return (self._socket,)
 
     def close(self) -> None:
-        # First the monitor, then the authenticator that reads it: ZeroMQ's own thread waits for ever to report what
-        # nobody reads.
+        # The monitor is closed before the authenticator that reads it: ZeroMQ's thread waits for ever to report unread
+        # events.
         if not self._socket.closed:
             self._socket.disable_monitor()
         if self._authenticator is not None:
@@ -131,7 +131,7 @@ class ZmqListener:
 
 
 class ZmqConnection:
-    """A connected DEALER. Its monitor reports at once that the other side's process has ended, or lets nobody in."""
+    """A connected DEALER. Its monitor reports at once if the peer's process has ended, or refuses the connection."""
 
     def __init__(self, address: str, identity: bytes, keys: ClientKeys | None = None) -> None:
         self._socket = _configured(zmq.DEALER)
@@ -165,7 +165,7 @@ class ZmqConnection:
         try:
             return self._socket.recv(zmq.NOBLOCK)
         except zmq.Again:
-            if not self._was_there:  # or the report that it is there would end every wait
+            if not self._was_there:  # else the unread connection event would end every wait
                 self._listen()
             return None
 
@@ -212,12 +212,12 @@ class ZmqConnection:
 
 
 def finish() -> None:
-    """The last thing a process does with its closed channels: wait, at most LINGER_MS, until what they sent has left.
+    """Wait, at most LINGER_MS, until the messages of closed channels have been sent. Called at the end of a process.
 
-    Linger counts only while a context is terminated, and the interpreter's own exit does not terminate it: the last
-    messages would be lost whenever the process ends before ZeroMQ's thread has written them.
+    ZeroMQ lingers only while a context is terminated, and the interpreter's exit does not terminate it: messages would
+    be lost if the process ends before ZeroMQ's thread has written them.
     """
-    # On a thread, because term() would wait for ever for a channel somebody left open.
+    # On a thread, because term() would wait for ever for a channel that was left open.
     term = threading.Thread(target=zmq.Context.instance().term, name="flush sockets", daemon=True)
     term.start()
     term.join(1.5 * LINGER_MS / 1000)

@@ -1,1 +1,1 @@
-"""Grammars of tool calls: the shape of a call, its arguments, and schemas that are loosened for them."""
+"""Grammars of tool calls: the shape of a call, its arguments, and the loosening of schemas that llguidance rejects."""

@@ -1,4 +1,4 @@
-"""The arguments of a tool call, as a format writes them: JSON, values between tags, or literals of a language."""
+"""The grammar of a tool call's arguments: JSON, values between tags, or literals of a language."""
 
 import json
 from typing import Any
@@ -15,10 +15,10 @@ _STRING = frozenset({"enum", "const", "minLength", "maxLength", "pattern", "form
 
 
 def arguments_rule(lark: LarkWriter, shape: CallShape, parameters: Schema, findings: Findings) -> str:
-    """Write all arguments of a tool, and return what stands for them in the body of a rule.
+    """Write the rules of a tool's arguments, and return the expression for them.
 
-    A strict tool is refused where the format cannot hold its schema; of others what cannot be held is left out. Raises
-    RequestError, which names the place.
+    A strict tool is refused if the format cannot express its schema; for other tools, keywords that cannot be enforced
+    are dropped. Raises RequestError, which names the place.
     """
     if findings.is_lenient:
         parameters = loosened(parameters, findings)
@@ -39,7 +39,7 @@ def arguments_rule(lark: LarkWriter, shape: CallShape, parameters: Schema, findi
 
 
 class _Tagged:
-    """A value stands between tags: free text for what may be a string, JSON for what may not."""
+    """Writes values between tags: free text if the value may be a string, else JSON."""
 
     def __init__(self, lark: LarkWriter, shape: CallShape, resolver: Resolver) -> None:
         self._lark = lark
@@ -61,7 +61,7 @@ class _Tagged:
         return self._lark.rule(" ".join(parts))
 
     def _value(self, given: Any, pointer: str) -> str:
-        """Return what follows a key: the end of its tag, a value and the closing tag."""
+        """Return the rule after a key: the end of its tag, a value and the closing tag."""
         end, behind = self._lark.literal(self._shape.value_end), self._lark.literal(self._shape.key_end)
         part, pointer = self._resolver.resolved(given, pointer)
         choices = part.get("enum", [part["const"]] if "const" in part else None)
@@ -74,14 +74,14 @@ class _Tagged:
         return f"{behind} {self._text()}"
 
     def _text(self) -> str:
-        """Free text. It ends where its closing tag begins, whether or not a line break stands before that, as readers
-        look for the tag alone."""
+        """Free text up to the closing tag, with or without a line break before it, as parsers search for the tag
+        alone."""
         end = self._shape.value_end.lstrip()
         trigger = self._lark.trigger(end)
         return f"{self._lark.text_until(trigger)} {self._lark.literal(end[len(trigger) :])}"
 
     def _may_be_text(self, part: Schema, pointer: str) -> bool:
-        """Whether a value may be a string, so that it is written as it is."""
+        """Whether a value may be a string, and is then written verbatim."""
         for key in ("anyOf", "oneOf"):
             if key in part:
                 inner = (self._resolver.resolved(one, f"{pointer}/{key}/{i}") for i, one in enumerate(part[key]))
@@ -92,8 +92,8 @@ class _Tagged:
 
 
 def _python(lark: LarkWriter, resolver: Resolver) -> Notation:
-    """A string is one of JSON, which Python reads as the same text, or stands between single quotes, as models like to
-    write it. One with a pattern or a length is one of JSON."""
+    """Notation of Python literals. A string is a JSON string, which Python reads as the same text, or in single quotes,
+    as models like to write. A string with a pattern or a length is always a JSON string."""
     any_string = lark.schema(resolver.alone({"type": "string"}))
     single = lark.terminal(r"/'([^'\\\x00-\x1f\x7f]|\\['\"\\nrt])*'/")
 
@@ -111,7 +111,7 @@ def _python(lark: LarkWriter, resolver: Resolver) -> Notation:
 
 
 def _gemma(lark: LarkWriter, shape: CallShape) -> Notation:
-    """A string is free text between two quotes, which are one added token."""
+    """Notation of Gemma's calls. A string is free text between two quotes, which are one added token."""
     quote = lark.literal(shape.quote)
 
     def string(schema: Schema | None) -> str:

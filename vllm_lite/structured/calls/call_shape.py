@@ -1,4 +1,4 @@
-"""The shape of a format's tool calls: the data that a grammar of calls is made of. It imports nothing of llguidance."""
+"""The shape of a format's tool calls: the data of which a grammar of calls is made. Imports nothing of llguidance."""
 
 from typing import Any, Literal
 
@@ -8,20 +8,20 @@ Arguments = Literal["json", "tagged", "python", "gemma"]
 Choice = Literal["auto", "required", "named"]
 
 INDEX = "{index}"
-"""Stands in a literal for the number of the call."""
+"""Placeholder in a literal for the number of the call."""
 ID = "{id}"
-"""Stands in a literal for a name that the model gives the call."""
+"""Placeholder in a literal for an id that the model gives the call."""
 TYPE = "{type}"
-"""Stands in a literal for the type of a value that is JSON."""
+"""Placeholder in a literal for the type of a JSON value."""
 
 
 class CallShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A format's way to write calls, as the literals around their parts:
+    """The syntax of a format's calls, as the literals around their parts:
 
         begin  call_begin NAME name_end ARGUMENTS call_end  between  call_begin ... call_end  end
 
-    In a literal `{index}`, `{id}` and `{type}` stand for what some formats write beside a name. A literal may contain
-    texts of added tokens of the vocabulary, which are then written with these tokens only.
+    In a literal, `{index}`, `{id}` and `{type}` are placeholders for data that some formats write beside a name. A
+    literal may contain texts of added tokens, which only these tokens match.
     """
 
     call_begin: str
@@ -33,23 +33,23 @@ class CallShape(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     is_parallel: bool = True
     """Whether the format can write more than one call."""
     arguments: Arguments = "json"
-    """How arguments are written:
+    """Syntax of arguments:
 
     json    a JSON object
-    tagged  for each: key_begin KEY key_end VALUE value_end; what may be a string is free text, what else is JSON
+    tagged  for each: key_begin KEY key_end VALUE value_end; values that may be strings are free text, others JSON
     python  KEY=VALUE, KEY=VALUE with literals of Python
-    gemma   {KEY:VALUE,KEY:VALUE}, where `quote` stands on both sides of strings
+    gemma   {KEY:VALUE,KEY:VALUE}, with strings between two `quote`s
     """
     key_begin: str = ""
     key_end: str = ""
     json_key_end: str = ""
-    """Stands in the place of `key_end` before a value that is JSON, if that is another literal."""
+    """Replaces `key_end` before a JSON value, if it is not empty."""
     value_end: str = ""
     quote: str = ""
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """A tool that may be called. `parameters` is the JSON schema of its arguments, an object; None: it takes none."""
+    """A tool that may be called. `parameters` is the JSON schema of its arguments object; None: no arguments."""
 
     name: str
     parameters: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""Values as literals of a language that is not JSON: Python's, and that of Gemma's calls."""
+"""Grammars of values as literals of a language other than JSON: Python's, and that of Gemma's calls."""
 
 import json
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +10,7 @@ from vllm_lite.structured.lark import LarkWriter, quoted
 from vllm_lite.structured.schemas.schema import OPTIONS, Schema, escaped, target_of
 
 REMARKS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment", "$schema", "$id"})
-"""Keywords that demand nothing."""
+"""Keywords without constraints."""
 KEY = "/[A-Za-z_][A-Za-z0-9_]{0,63}/"
 DEFINITIONS = ("$defs", "definitions")
 
@@ -24,8 +24,7 @@ _HELD = {
 
 @dataclass(frozen=True, slots=True)
 class KeyNotation:
-    """A language's way to write keys: `write` for one that is known, `any` in a grammar, `behind` between a key and its
-    value."""
+    """Syntax of keys: `write` for a known key, `any` for any key as a grammar, `behind` between a key and its value."""
 
     write: Callable[[str], str]
     any: str
@@ -34,7 +33,7 @@ class KeyNotation:
 
 @dataclass(frozen=True, slots=True)
 class Notation:
-    """A language's way to write values. `string` takes a schema, None where any string may stand."""
+    """Syntax of values. `string` takes the schema of a string, or None for any string."""
 
     true: str
     false: str
@@ -43,18 +42,18 @@ class Notation:
     between: str
     string: Callable[[Schema | None], str]
     held_of_strings: frozenset[str]
-    """The keywords of a string that `string` holds."""
+    """Keywords of strings that `string` enforces."""
 
 
 class Resolver:
-    """Follows the `$ref`s of one schema, and finds what of it a format cannot hold."""
+    """Resolves the `$ref`s of one schema, and reports keywords that a format cannot enforce."""
 
     def __init__(self, root: Schema, findings: Findings) -> None:
         self.root = root
         self._findings = findings
 
     def resolved(self, part: Any, pointer: str) -> tuple[Schema, str]:
-        """The schema that `part` stands for, and its place. Raises RequestError for a `$ref` that leads nowhere."""
+        """The schema that `part` refers to, and its JSON pointer. Raises RequestError for a `$ref` without a target."""
         for _ in range(16):
             where = part.get("$ref") if isinstance(part, dict) else None
             if not isinstance(where, str):
@@ -63,14 +62,14 @@ class Resolver:
         raise refusal(pointer, "$ref leads to itself")
 
     def only(self, part: Schema, pointer: str, held: Iterable[str]) -> None:
-        """Take note of keywords that are not `held`. Raises RequestError for one of a strict schema."""
+        """Report keywords that are not `held`. Raises RequestError for one of a strict schema."""
         for key in part:
             if key not in REMARKS and key not in held and key not in (OPTIONS, *DEFINITIONS):
                 text = f"the format of the model's calls cannot hold the keyword {key!r}"
                 self._findings.cannot(pointer, key, text)
 
     def alone(self, part: Schema) -> Schema:
-        """`part` as a schema by itself, with the options and definitions of the root."""
+        """Make a schema of its own of `part`, with the options and definitions of the root."""
         shared = {key: self.root[key] for key in (OPTIONS, *DEFINITIONS) if key in self.root}
         return {**shared, **part}
 
@@ -86,15 +85,15 @@ class LiteralWriter:
         self._any: str | None = None
 
     def value(self, given: Any, pointer: str) -> str:
-        """Return the name of the rule of a value. Raises RequestError, which names the place."""
+        """Return the name of a value's rule. Raises RequestError, which names the place."""
         part, pointer = self._resolver.resolved(given, pointer)
         if pointer not in self._by_place:
-            self._by_place[pointer] = name = self._lark.reserve()  # a schema may contain itself
+            self._by_place[pointer] = name = self._lark.reserve()  # reserved first, as a schema may contain itself
             self._lark.define(name, self._body(part, pointer))
         return self._by_place[pointer]
 
     def pairs(self, part: Schema, pointer: str, keys: KeyNotation) -> str:
-        """Return the keys and values of an object, in the order of the schema, without what stands around them."""
+        """Return the expression of an object's keys and values, in the order of the schema, without braces."""
         between = quoted(self._notation.between)
         self._resolver.only(part, pointer, _HELD["object"] | {"type"})
         required = part.get("required", ())
@@ -108,7 +107,7 @@ class LiteralWriter:
         return self._lark.rule(f"({pair} ({between} {pair})*)?")
 
     def any_value(self) -> str:
-        """Return the name of the rule of any value."""
+        """Return the name of the rule for any value."""
         if self._any is None:
             notation, self._any = self._notation, self._lark.reserve()
             keys, between = notation.keys, quoted(notation.between)
@@ -170,14 +169,14 @@ class LiteralWriter:
 
 
 def notation_words(notation: Notation, kind: str) -> str:
-    """Write the values of the type "boolean" or "null"."""
+    """Return the values of the type "boolean" or "null"."""
     return quoted(notation.null) if kind == "null" else f"({quoted(notation.true)} | {quoted(notation.false)})"
 
 
 def sequence_of(lark: LarkWriter, items: Sequence[tuple[str, bool]], between: str) -> str:
-    """Return a rule of items in their order, of which those that are not required may be missing, with `between` them.
+    """Return a rule for items in order, with `between` them, where items that are not required may be missing.
 
-    Two rules stand for each place: with something before it, and without.
+    Each position has two rules: one after an earlier item, and one without.
     """
     first = behind = '""'
     for item, is_required in reversed(items):

@@ -1,4 +1,4 @@
-"""A schema that llguidance refuses, made looser until it is taken: for tools that need not be strict."""
+"""Loosens schemas that llguidance rejects until it accepts them, for tools that are not strict."""
 
 import time
 from contextlib import suppress
@@ -15,15 +15,15 @@ from vllm_lite.structured.schemas.schema import OPTIONS, Schema, escaped, schema
 MAX_ROUNDS = 32
 MAX_CHECKS = 400
 SEARCH_S = 0.3
-"""How long one schema may take; what is still wrong then is held as any object."""
+"""Maximum seconds for one schema; parts that are still rejected then become any object."""
 _LAST = ("type", "properties", "$ref")
-"""Keywords that say the most go last."""
+"""The most important keywords are removed last."""
 
 
 def loosened(schema: Schema, findings: Findings) -> Schema:
-    """Return a prepared schema that llguidance takes: `schema` without the keywords that it does not take together.
+    """Return a prepared schema that llguidance accepts: `schema` without the keywords that it rejects.
 
-    The findings name each of them. In the worst case any object is left.
+    The findings name each removed keyword. In the worst case any object is left.
     """
     search = _Search(schema, min(SEARCH_S, findings.allowance.left_s))
     if not search.is_wrong(schema):
@@ -38,7 +38,7 @@ def loosened(schema: Schema, findings: Findings) -> Schema:
 
 
 class _Search:
-    """Looks for what is wrong with one schema. `root` is what is left of it."""
+    """Searches for the rejected parts of one schema. `root` is the schema so far."""
 
     def __init__(self, root: Schema, seconds: float) -> None:
         self.root = root
@@ -46,7 +46,7 @@ class _Search:
         self._deadline = time.monotonic() + seconds
 
     def is_wrong(self, part: Schema) -> bool:
-        """Whether llguidance refuses `part` by itself. Raises TimeoutError when there were too many questions."""
+        """Whether llguidance rejects `part` by itself. Raises TimeoutError after too many checks."""
         shared = {key: self.root[key] for key in DEFINITIONS if key in self.root}
         whole = {**shared, **part, OPTIONS: self.root[OPTIONS]}
         grammar = LLMatcher.grammar_from_json_schema(schema_text(whole))
@@ -61,7 +61,7 @@ class _Search:
         return False
 
     def loosen(self, findings: Findings) -> None:
-        """Take a keyword out of the deepest part that is wrong, or all of them if it takes more than one."""
+        """Remove one keyword from the deepest rejected part, or all of them if one is not enough."""
         pointer, part = self._deepest()
         kept = (OPTIONS, *DEFINITIONS, *(("type",) if not pointer else ()))
         keys = [key for key in part if key not in REMARKS and key not in kept]
@@ -89,7 +89,7 @@ class _Search:
 
 
 def _without(value: Any, steps: list[str], keys: list[str]) -> Any:
-    """Copy `value` without some keys of the object to which the steps lead."""
+    """Copy `value` without `keys` of the object at the path `steps`."""
     if not steps:
         return {key: inner for key, inner in value.items() if key not in keys}
     if isinstance(value, list):

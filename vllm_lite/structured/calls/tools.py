@@ -1,4 +1,4 @@
-"""The grammar of tool calls, as a format writes them."""
+"""tool_grammar(): the grammar of tool calls in a model's format."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -20,7 +20,7 @@ __all__ = ["CallGrammar", "CallShape", "Choice", "Tool", "tool_grammar"]
 
 MAX_CALLS = 64
 MIN_TRIGGER_CHARS = 4
-"""A shorter text, such as `[`, is too common to begin a call; then the name of a tool has to stand behind it."""
+"""A shorter text, such as `[`, is too common to trigger a call; then the name of a tool must follow it."""
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _WRITTEN_AS = {
@@ -32,8 +32,8 @@ _NO_ARGUMENTS: Schema = {"type": "object", "properties": {}, "additionalProperti
 
 
 class CallGrammar(NamedTuple):
-    """A grammar as it travels, None if nothing has to be held; and what is left out of the schemas of tools that are
-    not strict: `f #/properties/a: 'not'`, or `f #` for all of a schema."""
+    """The text of a grammar, None if nothing is constrained, and the constraints dropped from the schemas of tools that
+    are not strict: `f #/properties/a: 'not'`, or `f #` for a whole schema."""
 
     text: str | None
     notes: tuple[str, ...] = ()
@@ -48,17 +48,17 @@ def tool_grammar(
     is_held: bool = False,
     added_tokens: Mapping[str, int] | None = None,
 ) -> CallGrammar:
-    """Make the grammar, as it travels, of an output that calls `tools`.
+    """Make the grammar of an output that calls `tools`.
 
-    With `choice` "required" the output is one or more calls and nothing else; "named" is the same for the only tool of
-    `tools`, and exactly one call. With "auto" it is text in which calls may stand; there is no grammar if no tool is
-    strict, so that nothing has to be held, unless names and form of calls are to be (`is_held`). Arguments of a strict
-    tool follow its schema, and so do those of others unless `choice` is "auto": but of them what cannot be held is left
-    out. Objects that name properties have no others, unless their schema says so. Without `parallel` there is at most
-    one call.
-    `added_tokens` are texts and ids of the vocabulary that literals may contain.
+    With `choice` "required" the output is one or more calls and nothing else; "named" means exactly one call of the
+    only tool. With "auto" the output is text that may contain calls; there is no grammar if no tool is strict, unless
+    `is_held` requires valid names and syntax. Arguments of a strict tool follow its schema; so do those of other tools
+    unless `choice` is "auto", without the keywords that cannot be enforced. Objects with named properties have no
+    others, unless their schema allows them. Without `parallel` there is at most one call.
 
-    Raises RequestError for a name, or the schema of a strict tool, that cannot be held.
+    `added_tokens` maps texts of added tokens, which literals may contain, to ids.
+
+    Raises RequestError for a name, or the schema of a strict tool, that cannot be expressed.
     """
     if not tools or (choice == "named" and len(tools) != 1):
         raise RequestError(f"a call needs at least one tool, and a named call exactly one; got {len(tools)}")
@@ -82,12 +82,12 @@ def tool_grammar(
     except RequestError:
         if not loose:
             raise
-        text, notes = written(strict)  # all schemas together are too large
+        text, notes = written(strict)  # all schemas together are too large: enforce only strict ones
         return CallGrammar(text, (*(f"{name} #" for name in sorted(loose)), *notes))
 
 
 class _CallWriter:
-    """Writes the rules of at most `most` calls. A body is what follows the literal behind a name."""
+    """Writes the rules of at most `most` calls. A body is the part of a call after its name and `name_end`."""
 
     def __init__(self, shape: CallShape, added_tokens: Mapping[str, int] | None, most: int) -> None:
         self.lark = LarkWriter(added_tokens, _WRITTEN_AS)
@@ -97,7 +97,7 @@ class _CallWriter:
         self._most = most
 
     def body(self, tool: Tool, *, is_held: bool) -> str:
-        """Return the body of a call of `tool`, whose arguments follow its schema if it `is_held`."""
+        """Return the body of a call of `tool`, with arguments by its schema if `is_held`."""
         findings = Findings(is_lenient=not tool.strict, allowance=self._allowance)
         place = self.lark.mark()
         try:
@@ -113,13 +113,13 @@ class _CallWriter:
         return self.lark.rule(f"{arguments} {self.lark.literal(self._shape.call_end)}")
 
     def calls(self, bodies: Mapping[str, str]) -> str:
-        """Return one or more calls, with what stands before, between and behind them."""
+        """Return the rule of one or more calls, with the literals before, between and after them."""
         named = self._named(bodies)
         begin = self.lark.literal(self._shape.begin + self._shape.call_begin)
         return self.lark.rule(f"{begin} {named} {self._rest(named)}")
 
     def text_with_calls(self, bodies: Mapping[str, str]) -> str:
-        """Return text in which calls may stand: behind the beginning of one there has to be one."""
+        """Return the rule of text that may contain calls: after the beginning of a call, a whole call must follow."""
         named = self._named(bodies)
         begin = self._shape.begin + self._shape.call_begin
         trigger = self.lark.trigger(begin)
@@ -135,7 +135,7 @@ class _CallWriter:
         return self.lark.rule(f"({first} {self._rest(named)}){{0,{self._most}}} {self.lark.text()}")
 
     def _named(self, bodies: Mapping[str, str]) -> str:
-        """A call from its name on."""
+        """The rule of a call from its name on."""
         end = self._shape.name_end
         return self.lark.rule(" | ".join(f"{self.lark.literal(name + end)} {body}" for name, body in bodies.items()))
 
@@ -149,7 +149,7 @@ class _CallWriter:
 
 
 def _parameters(tool: Tool, findings: Findings) -> Schema:
-    """The schema of a tool's arguments, made ready. Raises RequestError for one that is no object's."""
+    """The prepared schema of a tool's arguments. Raises RequestError if it is not an object's."""
     given = _NO_ARGUMENTS if tool.parameters is None else schemas.read(tool.parameters)
     kind = given.get("type")
     kind = type_name(kind) if findings.is_lenient else kind

@@ -1,1 +1,1 @@
-"""Regular expressions as trees and automata: those with look-around become others without it."""
+"""Regular expressions as trees and automata, to rewrite look-around that llguidance does not support."""

@@ -1,4 +1,4 @@
-"""Finite automata over classes of characters, and the regular expression that matches what one accepts."""
+"""Automaton: finite automata over character classes, and their conversion to regular expressions."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from vllm_lite.structured.regexes.regex_tree import NotHeldError, Ranges, chars, merged
 
 MAX_CHARS = 30_000
-"""How long a regular expression may become, and each of the parts that it is made of."""
+"""Maximum length of a regular expression, and of each of its parts."""
 
 
 @dataclass(slots=True)
 class Automaton:
-    """`moves[state][i]` is the state behind a character of `classes[i]`; a text is accepted that ends in one of
-    `accepting`. State 0 is the first."""
+    """A deterministic automaton: `moves[state][i]` is the state after a character of `classes[i]`; a text that ends in
+    one of `accepting` is accepted. State 0 is the start."""
 
     classes: tuple[Ranges, ...]
     moves: list[dict[int, int]]
@@ -28,7 +28,7 @@ class Automaton:
         return state in self.accepting
 
     def pattern(self) -> str:
-        """Write a regular expression, in Rust's syntax, that matches the accepted texts as a whole.
+        """Return a regular expression, in Rust's syntax, that matches exactly the accepted texts.
 
         Raises NotHeldError if it becomes too long, or matches nothing.
         """
@@ -36,7 +36,7 @@ class Automaton:
         return f"^(?:{_Elimination(self, states).pattern()})$"
 
     def _smallest(self) -> list[int]:
-        """Return for each state the number of its like: states behind which the same texts are accepted."""
+        """Minimize: return for each state the number of its equivalence class."""
         block = [int(state in self.accepting) for state in range(len(self.moves))]
         while True:
             rows: dict[tuple[int, ...], int] = {}
@@ -52,7 +52,7 @@ class Automaton:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A regular expression, and whether it needs brackets: where it is repeated, and where something stands beside."""
+    """A regular expression, and whether it needs brackets when it is repeated or concatenated."""
 
     text: str
     is_one: bool = False
@@ -72,7 +72,8 @@ _FIRST, _LAST = -1, -2
 
 
 class _Elimination:
-    """Takes the states of an automaton out one by one; what led through them is written at the ways around."""
+    """State elimination: removes the states one by one, and adds expressions for the paths through them to the
+    remaining edges."""
 
     def __init__(self, automaton: Automaton, like: list[int]) -> None:
         self._out: dict[int, dict[int, _Part]] = {_FIRST: {like[0]: _EMPTY}, _LAST: {}}
@@ -91,7 +92,7 @@ class _Elimination:
         self._keep(self._alive())
 
     def _alive(self) -> set[int]:
-        """Return the states from which the end is reached, among those reached from the beginning."""
+        """Return the states on a path from the start to the end."""
         ahead = _reached(_FIRST, self._out)
         back: dict[int, set[int]] = {}
         for state in ahead:

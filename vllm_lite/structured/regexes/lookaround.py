@@ -1,8 +1,8 @@
-"""Automata of regular expressions with look-around, and regular expressions without it that match the same texts.
+"""Converts regular expressions with look-around to automata, and so to equivalent expressions without it.
 
-A pattern becomes a graph whose nodes stand for what is left to match. A state of the automaton is a formula over these
-nodes, true for the texts that may still come: alternatives are "or", look-ahead is "and", negative look-ahead "not".
-Reading a character takes each node of the formula to the formula behind it, so that the states are found one by one.
+A pattern becomes a graph whose nodes stand for the rest of the pattern. A state of the automaton is a formula over
+nodes, true for the texts that may follow: alternatives are "or", look-ahead is "and", negative look-ahead "not".
+Reading a character replaces each node by its successor formula, which yields the states one by one.
 """
 
 from collections.abc import Collection
@@ -28,28 +28,28 @@ from vllm_lite.structured.regexes.regex_tree import (
 
 MAX_NODES = 4000
 MAX_TERMS = 512
-"""The most alternatives of a formula, each a conjunction."""
+"""Maximum number of alternatives of a formula, each a conjunction."""
 MAX_STATES = 500
 MAX_STEPS = 2_000_000
-"""The most literals that are joined or compared for one automaton: about half a second."""
+"""Maximum number of literals joined or compared for one automaton: about half a second."""
 CALL_STEPS = 15
-"""Joining next to nothing takes as long as joining so many."""
+"""Fixed cost of a join, in literals."""
 
 Formula = frozenset[frozenset[int]]
-"""Alternatives of conjunctions of literals. A literal is the number of a node, negative where it does not hold."""
+"""A disjunction of conjunctions of literals. A literal is the number of a node, negative if the node must not match."""
 TRUE: Formula = frozenset({frozenset()})
 FALSE: Formula = frozenset()
 AT_END = 1
-"""The literal "here the text ends"."""
+"""The literal for the end of the text."""
 
 
 @dataclass(slots=True)
 class _Point:
-    """A node of the graph. Without anything else it leads to each of `then`, without reading a character.
+    """A node of the graph. By default it leads to each of `then` without reading a character.
 
     reads   the characters of which it reads one
-    look    the node of what has to match from here, or must not if it `is_negative`
-    edge    a place, as Edge and Behind have it
+    look    the node that must match from here, or must not if it `is_negative`
+    edge    a position assertion, Edge or Behind
     """
 
     then: list[int] = field(default_factory=list)
@@ -60,7 +60,7 @@ class _Point:
 
 
 ANYTHING = 0
-"""The node behind all of a pattern, which lets any text follow."""
+"""The node after the whole pattern, which matches any text."""
 
 
 class _Graph:
@@ -76,7 +76,7 @@ class _Graph:
         return len(self.points) - 1
 
     def build(self, node: Node, then: int) -> int:
-        """Return the point at which `node` begins, behind which `then` follows."""
+        """Return the node at which `node` starts, followed by `then`."""
         match node:
             case Chars(ranges):
                 return self.add(_Point([then], reads=ranges))
@@ -106,9 +106,9 @@ class _Graph:
 
 
 def automaton_of(tree: Node, *, is_negative: bool = False) -> Automaton:
-    """Make the automaton of the texts in which `tree` matches somewhere, or nowhere if it `is_negative`.
+    """Make the automaton of texts in which `tree` matches somewhere, or nowhere if it `is_negative`.
 
-    Raises NotHeldError for one that becomes too large.
+    Raises NotHeldError if it becomes too large.
     """
     graph = _Graph()
     start = graph.build(Seq((Repeat(Chars(ALL), 0, None), tree)), ANYTHING)
@@ -116,7 +116,7 @@ def automaton_of(tree: Node, *, is_negative: bool = False) -> Automaton:
 
 
 class _States:
-    """Finds the states of one graph's automaton."""
+    """Constructs the states of one graph's automaton."""
 
     def __init__(self, graph: _Graph) -> None:
         self._points = graph.points
@@ -152,7 +152,7 @@ class _States:
         return Automaton(tuple(self._classes), moves, accepting)
 
     def _step(self, formula: Formula, i: int) -> Formula:
-        """Return the formula behind a character of class `i`."""
+        """Return the formula after a character of class `i`."""
         found = set[frozenset[int]]()
         for term in formula:
             behind = TRUE
@@ -171,18 +171,18 @@ class _States:
         return formula if literal > 0 else self._negated(formula)
 
     def _ends(self, formula: Formula) -> bool:
-        """Whether the text may end here."""
+        """Whether the text may end in this state."""
         return any(all(literal == AT_END or literal < -AT_END for literal in term) for term in formula)
 
     def _from(self, start: int, before: int) -> Formula:
-        """Return the formula of a point, behind a character of class `before`, -1 for the beginning of the text."""
+        """Return the formula of a node after a character of class `before`, -1 at the start of the text."""
         key = start, before
         if key not in self._known:
             self._known[key] = self._followed(start, before)
         return self._known[key]
 
     def _followed(self, start: int, before: int) -> Formula:
-        """Follow all ways from a point that read no character, each with what has to hold on it."""
+        """Follow all paths from a node that read no character, each with its conditions."""
         first = (start, TRUE)
         seen, waiting, found = {first}, [first], set[frozenset[int]]()
         while waiting:
@@ -218,7 +218,7 @@ class _States:
         return self._negated(word) if is_word == (edge.kind == "b") else word
 
     def _word(self) -> Formula:
-        """The formula of "a character of a word follows"."""
+        """The formula for "a word character follows"."""
         if not self._word_point:
             self._points.append(_Point([ANYTHING], reads=WORD))
             self._word_point = len(self._points) - 1
@@ -244,7 +244,7 @@ class _States:
         return self._not[formula]
 
     def _tidy(self, formula: Collection[frozenset[int]]) -> Formula:
-        """Drop terms that cannot hold, literals that say nothing new, and terms that others contain."""
+        """Drop contradictory terms, redundant literals, and terms that contain one of the shortest."""
         self._spend(CALL_STEPS + sum(map(len, formula)))
         terms = {term for each in formula if (term := _tidied(each)) is not None}
         shortest = min(map(len, terms), default=0)
@@ -273,7 +273,7 @@ def _tidied(term: frozenset[int]) -> frozenset[int] | None:
 
 
 def _classes(points: list[_Point]) -> tuple[list[Ranges], list[int]]:
-    """Part all characters into classes that are alike to every node. Return them, and one character of each."""
+    """Partition all characters into classes that all nodes treat alike. Return them, and one character of each."""
     wanted = {point.reads for point in points if point.reads is not None}
     wanted |= {point.edge.ranges for point in points if isinstance(point.edge, Behind)}
     if any(isinstance(point.edge, Edge) and point.edge.kind in "bB" for point in points):

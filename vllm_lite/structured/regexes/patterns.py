@@ -1,7 +1,5 @@
-"""Regular expressions written in another way: those with look-around, and several as one.
-
-Counts that repeat too much are found here as well: llguidance writes counted parts out, as far as they are forced.
-"""
+"""Rewrites regular expressions: removes look-around, and joins several into one. Also detects excessive repetition,
+since llguidance writes out forced repetitions."""
 
 import re
 from collections.abc import Sequence
@@ -11,7 +9,7 @@ from vllm_lite.structured.regexes.lookaround import automaton_of
 from vllm_lite.structured.regexes.regex_tree import ALL, Ahead, Alt, Chars, Edge, Node, Repeat, Seq, read_tree, written
 
 MAX_TRANSLATED_CHARS = 4096
-"""Longer patterns are taken as they are, or not."""
+"""Maximum length of a pattern that is rewritten."""
 
 _STEP = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\{(\d{1,9})(?:,(\d{0,9}))?\}|.", re.DOTALL)
 _START = Edge("^")
@@ -19,9 +17,9 @@ _ANY = Repeat(Chars(ALL), 0, None)
 
 
 def too_many_repeats(pattern: str) -> int | None:
-    """The column of the first count with which a part is repeated more than MAX_REPEATS times, all counts around it
-    multiplied; None if there is none. Of a pattern that is not valid it says nothing reliable."""
-    most_in = [1]  # of the groups that are open, the most repeated part in each
+    """Column of the first count that repeats a part more than MAX_REPEATS times, enclosing counts multiplied; None if
+    there is none. Unreliable for an invalid pattern."""
+    most_in = [1]  # for each open group, the largest repetition in it
     last = 1
     for found in _STEP.finditer(pattern):
         step = found[0]
@@ -42,10 +40,10 @@ def too_many_repeats(pattern: str) -> int | None:
 
 
 def equivalents(pattern: str) -> list[str]:
-    """Write patterns without look-around that a text matches, all of them, if and only if it matches `pattern`.
+    """Return patterns without look-around; a text matches all of them if and only if it matches `pattern`.
 
-    Look-ahead at the very beginning becomes a pattern of its own, so that lengths in it are not multiplied with what
-    follows. Raises NotHeldError.
+    Look-ahead at the start becomes a pattern of its own, so that its length does not multiply with the rest. Raises
+    NotHeldError.
     """
     parts = _parts(read_tree(pattern))
     found = []
@@ -59,7 +57,7 @@ def equivalents(pattern: str) -> list[str]:
 
 
 def all_of(patterns: Sequence[str], none_of: Sequence[str] = ()) -> str:
-    """Write one pattern of the texts that match all of `patterns` and none of the others. Raises NotHeldError."""
+    """Return one pattern for texts that match all of `patterns` and none of `none_of`. Raises NotHeldError."""
     looks = [Ahead(Seq((_ANY, read_tree(pattern))), is_negative=False) for pattern in patterns]
     looks += [Ahead(Seq((_ANY, read_tree(pattern))), is_negative=True) for pattern in none_of]
     return automaton_of(Seq((_START, *looks))).pattern()
@@ -70,7 +68,7 @@ def _written(tree: Node) -> str:
 
 
 def _is_plain(tree: Node) -> bool:
-    """Whether places are named at the ends only, and nothing looks around."""
+    """Whether there are anchors only at the ends, and no look-around."""
     if isinstance(tree, Alt):
         return all(map(_is_plain, tree.parts))
     parts = _parts(tree)

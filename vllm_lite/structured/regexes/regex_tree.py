@@ -1,7 +1,7 @@
-"""Regular expressions of JSON schemas as trees: ECMA's syntax, and what writers of Python add to it.
+"""Parser of regular expressions of JSON schemas: ECMA syntax, with Python's additions.
 
-A tree knows what llguidance's own reader does not: look-around, word boundaries, and escapes that Rust has not. Counts
-and groups mean what they mean everywhere; lazy quantifiers match the same texts as greedy ones.
+It accepts features that llguidance's parser does not: look-around, word boundaries, and escapes that Rust lacks. Lazy
+quantifiers match the same texts as greedy ones.
 """
 
 from bisect import bisect_right
@@ -13,22 +13,22 @@ from typing import NoReturn
 import regex
 
 Ranges = tuple[tuple[int, int], ...]
-"""Characters as ranges of code points, both ends included, sorted and apart from each other."""
+"""Characters as inclusive ranges of code points, sorted and disjoint."""
 
 ALL: Ranges = ((0, 0xD7FF), (0xE000, 0x10FFFF))
-"""Every character that a text may have: no half of a surrogate pair."""
+"""All characters, without surrogates."""
 MAX_DEPTH = 50
 MAX_REPEAT = 1000
 
 
 class NotHeldError(Exception):
-    """A regular expression that cannot be written in another way; it says why. `is_understood`: it could be read."""
+    """A regular expression that cannot be rewritten, with the reason. `is_understood`: it could be parsed."""
 
     is_understood = True
 
 
 class NotReadError(NotHeldError):
-    """A regular expression that is not valid, or has more than this reader knows."""
+    """A regular expression that is invalid, or uses unsupported features."""
 
     is_understood = False
 
@@ -57,7 +57,7 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """Look-ahead: `body` matches here, or does not if it `is_negative`."""
+    """Look-ahead: `body` must match here, or must not if it `is_negative`."""
 
     body: "Node"
     is_negative: bool
@@ -65,7 +65,7 @@ class Ahead:
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """Look-behind at one character, which is one of `ranges`; if it `is_negative`, there is none, or another."""
+    """Look-behind at one character, which must be in `ranges`; if `is_negative`, it must not, or there must be none."""
 
     ranges: Ranges
     is_negative: bool
@@ -73,7 +73,7 @@ class Behind:
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """A place: "^", "$", "b" for a word boundary, "B" for none."""
+    """A position: "^", "$", "b" for a word boundary, "B" for a non-boundary."""
 
     kind: str
 
@@ -82,7 +82,7 @@ Node = Chars | Seq | Alt | Repeat | Ahead | Behind | Edge
 
 
 def merged(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """Sort ranges and join those that touch."""
+    """Sort ranges and join adjacent ones."""
     found: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if found and first <= found[-1][1] + 1:
@@ -114,7 +114,7 @@ WORD = merged([(48, 57), (65, 90), (95, 95), (97, 122)])
 SPACE = merged([(9, 13), (32, 32), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)])
 SPACE = merged([*SPACE, (0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)])
 DOT = outside(((10, 10),))
-"""As in all of the product's regular expressions: everything but a line break."""
+"""Everything but a line break, as in all regular expressions here."""
 
 _CLASSES = {"d": DIGIT, "w": WORD, "s": SPACE, "D": outside(DIGIT), "W": outside(WORD), "S": outside(SPACE)}
 _CONTROLS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "a": 7, "0": 0}
@@ -127,7 +127,7 @@ _LOOK = regex.compile(r"\?(<?)([=!])")
 
 
 def read_tree(pattern: str) -> Node:
-    """Read a regular expression. Raises NotReadError."""
+    """Parse a regular expression. Raises NotReadError."""
     reader = _Reader(pattern)
     node = reader.alternatives(0)
     if not reader.is_at_end:
@@ -221,7 +221,7 @@ class _Reader:
             node = Repeat(node, least, most)
             if self._take("+"):
                 self.fail("a possessive quantifier cannot be held")
-            self._take("?")  # a lazy one matches the same texts
+            self._take("?")  # lazy quantifiers match the same texts
         return node
 
     def _class(self) -> Ranges:
@@ -302,8 +302,8 @@ def _is_one(ranges: Ranges) -> bool:
 
 @lru_cache(64)
 def property_ranges(name: str) -> Ranges:
-    """Return the characters of a Unicode property: 0.2 s for the first, for later ones a few ms. Raises NotReadError
-    for one that is not known."""
+    """Return the characters of a Unicode property; takes 0.2 s for the first, later a few ms. Raises NotReadError for
+    an unknown one."""
     try:
         runs = regex.compile(rf"[\p{{{name}}}]+")
     except regex.error as error:
@@ -319,7 +319,7 @@ _SPECIAL = frozenset("\\^$.|?*+()[]{}-&~#/")
 
 
 def written(node: Node) -> str:
-    """Write a tree without look-around, word boundaries and look-behind in Rust's syntax."""
+    """Format a tree without look-around and word boundaries in Rust's syntax."""
     match node:
         case Chars(ranges):
             return chars(ranges)
@@ -338,7 +338,7 @@ def written(node: Node) -> str:
 
 
 def counts(least: int, most: int | None) -> str:
-    """Write a quantifier."""
+    """Format a quantifier."""
     known = {(0, None): "*", (1, None): "+", (0, 1): "?"}.get((least, most))
     if known is not None:
         return known
@@ -346,7 +346,7 @@ def counts(least: int, most: int | None) -> str:
 
 
 def chars(ranges: Ranges) -> str:
-    """Write a class of characters."""
+    """Format a character class."""
     if not ranges:
         return r"[^\s\S]"
     if ranges == ALL:

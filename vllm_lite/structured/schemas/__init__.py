@@ -1,1 +1,1 @@
-"""JSON schemas made ready for llguidance: keywords, bounds, names, formats and patterns that it takes."""
+"""Preparation of JSON schemas for llguidance: keywords, bounds, names, formats and patterns."""

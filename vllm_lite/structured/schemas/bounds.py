@@ -1,8 +1,7 @@
-"""Bounds of numbers that llguidance can hold: others are moved to the next that it can, inwards.
+"""Moves bounds of numbers inwards to values that llguidance can enforce.
 
-It reads bounds as float64 and writes them out digit by digit, so that 1e308 and the ends of int64 are beyond it. A
-bound that is moved inwards keeps every output valid; what can no longer be written is beyond 9e18, or closer to 0 than
-1e-60.
+llguidance reads bounds as float64 and writes them out digit by digit, so 1e308 and the ends of int64 exceed its range.
+A bound moved inwards keeps every output valid; the numbers lost are beyond 9e18, or closer to 0 than 1e-60.
 """
 
 import math
@@ -12,13 +11,13 @@ from vllm_lite.structured.findings import Findings
 from vllm_lite.structured.schemas.schema import Schema
 
 OUTWARDS = 9.2e18
-"""The farthest bound that leaves 0 inside: a maximum above 0, a minimum below it."""
+"""Largest supported bound that allows 0: a maximum above 0, a minimum below it."""
 OUTWARDS_OF_INTEGERS = {1: 2**63 - 1024, -1: 2**63 - 1}
 """The same for minima (1) and maxima (-1) of integers."""
 INWARDS = 9e17
-"""The farthest bound that leaves 0 outside."""
+"""Largest supported bound that excludes 0."""
 CLOSEST = 1e-60
-"""The bound that is closest to 0, beside 0 itself."""
+"""Smallest supported bound other than 0."""
 
 _KEYS = (
     *(("minimum", "minimum", 1), ("exclusiveMinimum", "minimum", 1)),
@@ -27,8 +26,8 @@ _KEYS = (
 
 
 def hold_bounds(pointer: str, part: Schema, findings: Findings) -> None:
-    """Move the bounds of `part` to where they can be held. Raises RequestError for one that cannot be, unless the
-    findings are lenient."""
+    """Move the bounds of `part` to supported values. Raises RequestError if there is none, unless the findings are
+    lenient."""
     kinds = part.get("type")
     is_integer = "integer" in kinds and "number" not in kinds if isinstance(kinds, list) else kinds == "integer"
     if is_integer:
@@ -52,13 +51,13 @@ def hold_bounds(pointer: str, part: Schema, findings: Findings) -> None:
 
 
 def _rounded(value: float, sign: int) -> int:
-    """Cut a bound inwards to 15 digits: of larger numbers llguidance writes no more, and zeros behind them."""
+    """Round a bound inwards to 15 digits: llguidance replaces further digits by zeros."""
     unit: int = 10 ** (len(str(abs(int(value)))) - 15)
     return sign * -(-sign * int(value) // unit) * unit
 
 
 def _close(part: Schema) -> None:
-    """Write the exclusive bounds of an integer as others, which float64 has where it has not their neighbours."""
+    """Convert exclusive bounds of an integer to inclusive ones, as float64 may not represent their neighbours."""
     for key, inclusive, sign in _KEYS:
         if key == inclusive or key not in part or not math.isfinite(_as_float64(part[key], sign)):
             continue
@@ -68,8 +67,8 @@ def _close(part: Schema) -> None:
 
 
 def _moved(value: Any, sign: int, outwards: float) -> Any:
-    """The bound that is held for `value`: for a minimum (`sign` 1) not below it, for a maximum not above. None if there
-    is none."""
+    """The supported bound for `value`: for a minimum (`sign` 1) not below it, for a maximum not above. None if there is
+    none."""
     if value * sign <= -outwards:
         return -sign * outwards
     found = _as_float64(value, sign)

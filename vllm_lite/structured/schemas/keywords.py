@@ -1,7 +1,5 @@
-"""The values that each keyword of a schema may have. Clients send others: null for "none", a type of another language.
-
-A schema whose values are right can be read by everything behind this module without a look at their types.
-"""
+"""well_formed(): checks and normalizes the values of a schema's keywords. Clients send null for "none", or types of
+another language. Code after this module can rely on the types of values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +17,7 @@ _OTHER_NAMES = {
     "bool": "boolean",
     "none": "null",
 }
-"""Names of types in other languages, and in data sets of tool calls."""
+"""Names of types in other languages, and in data sets of tool calls, and their names in JSON Schema."""
 COUNTS = (
     *("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"),
     *("minContains", "maxContains"),
@@ -87,10 +85,10 @@ _WANTED: dict[str, tuple[Check, str]] = {
 
 
 def well_formed(pointer: str, given: Schema, findings: Findings) -> Schema:
-    """Copy one part of a schema with values that its keywords may have.
+    """Copy one part of a schema with valid values.
 
-    null is no value; numbers and types that only look different are written as they should be. Raises RequestError for
-    any other wrong value, unless the findings are lenient: then its keyword is left out.
+    null counts as absent; numbers and types in other spellings are normalized. Raises RequestError for any other
+    invalid value, unless the findings are lenient: then the keyword is dropped.
     """
     part = {key: value for key, value in given.items() if value is not None or key in _MAY_BE_NULL}
     _draft4_bounds(part)
@@ -107,7 +105,7 @@ def well_formed(pointer: str, given: Schema, findings: Findings) -> Schema:
 
 
 def _draft4_bounds(part: Schema) -> None:
-    """Rewrite the bounds of draft 4 and OpenAPI 3.0, of which a flag says that they are exclusive."""
+    """Rewrite the bounds of draft 4 and OpenAPI 3.0, which mark a bound as exclusive by a flag."""
     for bound, exclusive in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         flag = part.get(exclusive)
         if isinstance(flag, bool):
@@ -127,14 +125,14 @@ def _read(key: str, value: Any, *, is_lenient: bool) -> Any:
 
 
 def type_name(kind: Any) -> Any:
-    """Return what JSON Schema calls a type, or each of several."""
+    """Return JSON Schema's name of a type, or of each of several."""
     if isinstance(kind, list):
         return [type_name(each) if isinstance(each, str) else each for each in kind]
     return _OTHER_NAMES.get(kind.lower(), kind.lower()) if isinstance(kind, str) else kind
 
 
 def _schemas(pointer: str, key: str, value: Any, findings: Findings) -> Any:
-    """Replace what is no schema in a list or an object of schemas by true, which everything matches."""
+    """Replace invalid schemas in a list or an object of schemas by true, which matches everything."""
     if key in SEVERAL and isinstance(value, list):
         return [_schema(f"{pointer}/{place}", each, findings) for place, each in enumerate(value)]
     if key in NAMED:

@@ -1,4 +1,4 @@
-"""`propertyNames`, which llguidance does not know, as the properties of which it speaks."""
+"""hold_names(): rewrites `propertyNames`, which llguidance does not support, as properties."""
 
 from typing import Any
 
@@ -15,8 +15,8 @@ _IDLE = ({"type": "string"}, {"type": ["string"]})
 
 
 def hold_names(pointer: str, part: Schema, findings: Findings) -> None:
-    """Write the `propertyNames` of `part` as `properties` where they are listed, as `patternProperties` where they have
-    a form, and close the object. Where neither is possible they stay."""
+    """Rewrite the `propertyNames` of `part` as `properties` if they are listed, as `patternProperties` if they have a
+    pattern or format, and close the object. Otherwise they are kept."""
     names = part.get("propertyNames")
     if not isinstance(names, dict):
         return
@@ -44,7 +44,7 @@ def _list_names(part: Schema, listed: list[str]) -> None:
 
 
 def _match_names(part: Schema, names: Schema) -> None:
-    """Raises NotHeldError if what names match becomes too large."""
+    """Rewrite names with patterns. Raises NotHeldError if a joined pattern becomes too large."""
     patterns = _patterns(names)
     if patterns is None:
         return
@@ -59,7 +59,7 @@ def _match_names(part: Schema, names: Schema) -> None:
 
 
 def _patterns(names: Schema) -> list[str] | None:
-    """The patterns that a name has to match; None if it has to have something else."""
+    """The patterns that a name must match; None if there are other constraints."""
     found = []
     for key, value in names.items():
         if key == "pattern":
@@ -67,7 +67,7 @@ def _patterns(names: Schema) -> list[str] | None:
         elif key == "format" and value in _PATTERNS:
             found.append(_PATTERNS[value])
         elif key == "format" and (value not in FORMATS or "pattern" in names):
-            continue  # the pattern beside it says what the format would
+            continue  # the given pattern takes the place of the format's
         elif key in ("minLength", "maxLength"):
             continue
         elif key == "allOf" and all(isinstance(each, dict) and each.keys() == {"pattern"} for each in value):

@@ -1,9 +1,8 @@
-"""The dialect of JSON Schema that outputs can be held to, and a schema made ready for llguidance.
+"""prepared(): checks a JSON schema, and rewrites it for llguidance.
 
-What llguidance has no grammar for is written in another way where there is one that says the same. What cannot be held
-is refused by name and place, as an output that ignores it would be called valid and is not; a lenient schema, of a tool
-that need not be strict, is held without it. Keywords that say nothing about the form (`title`, `default`, ...) pass,
-and so do unknown ones.
+Keywords without a grammar in llguidance are rewritten if an equivalent form exists. A keyword that cannot be enforced
+is refused by name and place, as outputs that ignore it would be called valid; in a lenient schema, of a tool that is
+not strict, it is dropped. Keywords without constraints (`title`, `default`, ...) and unknown keywords are accepted.
 """
 
 from collections.abc import Container, Mapping
@@ -28,15 +27,15 @@ _IDLE: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("uniqueItems", "not"), (False,)),
     **dict.fromkeys(("dependencies", "dependentRequired", "dependentSchemas"), ({},)),
 }
-"""Values with which these keywords demand nothing, so that they are dropped."""
+"""Values with which these keywords have no effect, so that they are dropped."""
 MAX_REFERENCES = 64
-"""Most `$ref`s that may lead to each other before there is anything else."""
+"""Maximum length of a chain of `$ref`s without other keywords."""
 _ANCHORS = ("$dynamicAnchor", "$recursiveAnchor")
-"""They demand nothing by themselves, and llguidance refuses them."""
+"""Keywords without constraints that llguidance rejects."""
 _DIALECTS = ("json-schema.org/draft-0", "json-schema.org/draft/20")
 _OF_ARRAYS = ("items", "prefixItems", "additionalItems", "minItems", "maxItems")
 _BESIDE = ("allOf", "anyOf", "oneOf", "$ref", "if", "dependentSchemas")
-"""Keywords whose schemas describe the same value."""
+"""Keywords whose schemas apply to the same value."""
 
 
 def prepared(
@@ -47,17 +46,19 @@ def prepared(
     max_optional: int = MAX_OPTIONAL,
     is_closed: bool = False,
 ) -> Schema:
-    """Copy a schema, check its keywords, and put the options in. If it `is_closed`, its objects have no other
-    properties than those that they name, as in closing.py.
+    """Copy a schema, check its keywords, and add the options. If it `is_closed`, its objects have no other properties
+    than the named ones.
 
-    What cannot be held is left out if the findings are lenient. Otherwise raises RequestError, which names the place.
+    Keywords that cannot be enforced are dropped if the findings are lenient. Otherwise raises RequestError, which names
+    the place.
     """
     check_depth(given)
     schema = mapped(given, lambda pointer, part: well_formed(pointer, part, findings))
     if is_closed:
         schema = closed(schema)
     schema = mapped(schema, _Preparation(schema, findings, max_optional).part)
-    # llguidance takes its options out of the object by moving the last key in their place, and the order matters
+    # llguidance removes its options by moving the last key into their place, so they come last to keep the order of
+    # keys
     return {**schema, OPTIONS: with_options}
 
 
@@ -71,7 +72,7 @@ class _Preparation:
         self._num_parts = 0
 
     def part(self, pointer: str, given: Schema) -> Schema:
-        """Prepare a copy of one part, without those in it."""
+        """Prepare a copy of one part, without its subschemas."""
         self._num_parts += 1
         if self._num_parts > MAX_SCHEMA_PARTS:
             raise refusal(pointer, f"the schema has more than {MAX_SCHEMA_PARTS} parts")
@@ -89,7 +90,7 @@ class _Preparation:
         return _in_order(part)
 
     def _follow_choices(self, part: Schema) -> None:
-        """Put what a `$ref` leads to directly into `oneOf`: only there llguidance sees that choices differ."""
+        """Inline the targets of `$ref`s in `oneOf`: only then llguidance sees that the choices are disjoint."""
         choices = part.get("oneOf")
         if not isinstance(choices, list) or "discriminator" in part:
             return
@@ -116,7 +117,7 @@ class _Preparation:
             del part["$ref"]
 
     def _check_sizes(self, pointer: str, part: Schema) -> None:
-        """Refuse what becomes too large an automaton."""
+        """Report parts whose automaton would be too large."""
         named = part.get("properties", {})
         num_optional = len(named.keys() - set(part.get("required", ()))) if len(named) > self._max_optional else 0
         if num_optional > self._max_optional:
@@ -135,7 +136,8 @@ class _Preparation:
 
 
 def _is_circular(root: Schema, where: str, path: list[str], followed: set[str]) -> bool:
-    """Whether a `$ref` leads back to itself without anything of a value between, so that no value ends it."""
+    """Whether a `$ref` leads back to itself without describing any part of a value between, so that no value is
+    finite."""
     if where in path or len(path) > MAX_REFERENCES:
         return True
     target = target_of(root, where)
@@ -151,7 +153,7 @@ def _is_circular(root: Schema, where: str, path: list[str], followed: set[str]) 
 
 
 def _drop_idle(part: Schema) -> None:
-    """Drop keywords that demand nothing as they stand."""
+    """Drop keywords that have no effect with their value."""
     dialect = part.get("$schema")
     if dialect is not None and not (isinstance(dialect, str) and any(each in dialect for each in _DIALECTS)):
         del part["$schema"]
@@ -168,7 +170,7 @@ def _drop_idle(part: Schema) -> None:
         _drop(part, "uniqueItems")
     needed = part.get("dependentRequired")
     if isinstance(needed, dict):
-        required = set(part.get("required", ()))  # of a stranger's schema, which may list 100,000
+        required = set(part.get("required", ()))  # a set, as a client's schema may list 100,000
         if all(_are_in(names, required) for names in needed.values()):
             _drop(part, "dependentRequired")
     if "additionalItems" in part and not isinstance(part.get("items"), list):
@@ -185,7 +187,7 @@ def _are_in(names: Any, required: Container[str]) -> bool:
 
 
 def _hold_unevaluated(part: Schema) -> None:
-    """Write `unevaluated...` as `additional...`, which says the same where nothing else describes the value."""
+    """Rewrite `unevaluated...` as `additional...`, which is equivalent if nothing else describes the value."""
     if any(key in part for key in _BESIDE):
         return
     if "unevaluatedProperties" in part:
@@ -196,7 +198,7 @@ def _hold_unevaluated(part: Schema) -> None:
 
 
 def _write_format(part: Schema) -> None:
-    """Leave out formats that are not held, and write those that have a pattern of ours."""
+    """Drop unsupported formats, and replace those that have a pattern here."""
     name = part.get("format")
     if not (isinstance(name, str) and name in FORMATS):
         part.pop("format", None)
@@ -209,26 +211,26 @@ def _write_format(part: Schema) -> None:
 
 
 def _in_order(part: Schema) -> Schema:
-    """Put the keywords of arrays together: llguidance reads those that stand behind an `allOf` as if they were alone,
-    so that `additionalItems` forgets the list of `items` that it goes on."""
+    """Put the keywords of arrays first: llguidance reads those after an `allOf` separately, so that `additionalItems`
+    would not know the list of `items`."""
     return {**{key: part[key] for key in _OF_ARRAYS if key in part}, **part}
 
 
-# ---- Close the objects of a schema that names their properties and does not say whether there may be others
-#
-# JSON Schema lets others stand. A function takes only the arguments that it names, and a small model that may go on
-# with names of its own often does not come to an end: LangChain's and LiteLLM's calls of the demo model were all cut.
+# ---- closed(): closes the objects of a schema that names properties and does not mention others. JSON Schema allows
+# other properties. A function accepts only its named arguments, and a small model that may add properties often does
+# not stop: LangChain's and LiteLLM's calls of the demo model were all truncated.
 
 
 _DESCRIPTIONS = ("properties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref")
-"""Two of these describe one object together, and a closed one of them would forbid what the other names."""
+"""Two of these keywords describe one object together, so closing one of them would forbid the properties of the
+other."""
 
 
 def closed(schema: Schema) -> Schema:
-    """Return a copy whose objects have no other properties than those named.
+    """Return a copy whose objects have no other properties than the named ones.
 
-    It is the schema as it is where parts of it describe one object together, since parts that are closed one by one
-    would contradict each other. Raises RequestError for one that is nested too deeply.
+    The schema is unchanged if several parts describe one object together, since closing each would make them contradict
+    each other. Raises RequestError for a schema that is nested too deeply.
     """
     check_depth(schema)
     if not _is_one_by_one(schema):
@@ -241,7 +243,7 @@ def closed(schema: Schema) -> Schema:
 
 
 def _names_all(part: Schema) -> bool:
-    """Whether an object with no others than its named properties can be valid, and nothing is said of others."""
+    """Whether an object with only its named properties can be valid, and other properties are not mentioned."""
     named, required = part.get("properties"), part.get("required", ())
     if not isinstance(named, dict) or "additionalProperties" in part or not isinstance(required, list | tuple):
         return False

@@ -1,4 +1,4 @@
-"""JSON schemas as data: reading and writing them, their parts, and the places of these."""
+"""JSON schemas as data: reading, writing, traversal, and JSON pointers."""
 
 import json
 from collections import Counter
@@ -14,7 +14,7 @@ from vllm_lite.structured.limits import MAX_SCHEMA_DEPTH
 Schema = dict[str, Any]
 
 OPTIONS = "x-guidance"
-"""Where llguidance reads its options; users do not set them."""
+"""Keyword with llguidance's options; users do not set it."""
 ONE = (
     *("additionalProperties", "additionalItems", "items", "contains", "not", "if", "then", "else", "propertyNames"),
     *("unevaluatedItems", "unevaluatedProperties"),
@@ -27,8 +27,8 @@ NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSc
 
 
 def options(*, compact: bool = False, whitespace_pattern: str | None = None, lenient: bool = False) -> Schema:
-    """Make what llguidance is to know beside a schema. JSON has one space behind `:` and `,` by default, as in what
-    most models were trained on, and is bounded by that; with a pattern it has what the pattern matches."""
+    """Make llguidance's options. JSON has one space after `:` and `,` by default, as most models were trained, which
+    also bounds whitespace; with a pattern, whitespace is what the pattern matches."""
     found: Schema = {"whitespace_flexible": False}
     if whitespace_pattern is not None:
         found = {"whitespace_pattern": whitespace_pattern}
@@ -38,7 +38,7 @@ def options(*, compact: bool = False, whitespace_pattern: str | None = None, len
 
 
 def read(given: str | Mapping[str, Any] | bool) -> Schema:
-    """Read a schema. Raises RequestError with line and column for a text that is no JSON."""
+    """Read a schema. Raises RequestError with line and column for invalid JSON."""
     if isinstance(given, str):
         if len(given) > MAX_GRAMMAR_CHARS:
             raise RequestError(f"the JSON schema has {len(given)} characters; at most {MAX_GRAMMAR_CHARS} are read")
@@ -49,7 +49,7 @@ def read(given: str | Mapping[str, Any] | bool) -> Schema:
             raise RequestError(f"the JSON schema is not JSON at {place}: {error.msg}") from error
         except RecursionError as error:
             raise RequestError("the JSON schema is nested too deeply") from error
-        except ValueError as error:  # an integer of too many digits
+        except ValueError as error:  # an integer with too many digits
             raise RequestError(f"the JSON schema cannot be read: {error}") from error
     if given is True:
         return {}
@@ -74,7 +74,8 @@ def _no_constant(name: str) -> NoReturn:
 
 
 def mapped(schema: Schema, visit: Callable[[str, Schema], Schema], pointer: str = "") -> Schema:
-    """Copy a schema with `visit` of each of its subschemas in its place; visit() makes the copies, outer ones first."""
+    """Copy a schema with each subschema replaced by visit(pointer, subschema), which makes the copies; outer ones
+    first."""
     found = visit(pointer, schema)
     for key, value in found.items():
         at = f"{pointer}/{escaped(key)}"
@@ -90,7 +91,7 @@ def mapped(schema: Schema, visit: Callable[[str, Schema], Schema], pointer: str 
 
 
 def schema_text(schema: Schema) -> str:
-    """Write a schema as JSON. Raises RequestError for values that are not JSON."""
+    """Format a schema as JSON. Raises RequestError for values that are not JSON."""
     try:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
         text.encode()
@@ -102,7 +103,7 @@ def schema_text(schema: Schema) -> str:
 
 
 def subschemas(schema: Schema) -> Iterator[tuple[tuple[str, ...], Schema]]:
-    """The objects directly in `schema` that are schemas themselves, each with the keys that lead to it."""
+    """Yield the direct subschemas of `schema`, each with the keys that lead to it."""
     for key, value in list(schema.items()):
         if key in ONE and isinstance(value, dict):
             yield (key,), value
@@ -113,23 +114,23 @@ def subschemas(schema: Schema) -> Iterator[tuple[tuple[str, ...], Schema]]:
 
 
 def escaped(step: str) -> str:
-    """Write a key as JSON pointers do."""
+    """Escape a key for a JSON pointer."""
     return step.replace("~", "~0").replace("/", "~1")
 
 
 def unescaped(step: str) -> str:
-    """Read a key of a JSON pointer in a `$ref`, which is a part of a URI."""
+    """Decode a key of a JSON pointer in a `$ref`, which is URI-encoded."""
     return unquote(step).replace("~1", "/").replace("~0", "~")
 
 
 def check_depth(schema: Schema) -> None:
-    """Refuse what is nested too deeply, also in values, and what contains itself."""
+    """Raise RequestError for a schema that is nested too deeply, including its values, or that contains itself."""
     waiting: list[tuple[str, int, Any]] = [("", 1, schema)]
     seen = 0
     while waiting:
         pointer, depth, value = waiting.pop()
         seen += 1
-        if seen > MAX_GRAMMAR_CHARS:  # parts that are used in many places, in a dict of Python
+        if seen > MAX_GRAMMAR_CHARS:  # Python dicts may share parts in many places
             raise refusal("", f"it has more than {MAX_GRAMMAR_CHARS} parts")
         if depth > MAX_SCHEMA_DEPTH:
             raise refusal(pointer, f"it is nested more than {MAX_SCHEMA_DEPTH} levels deep; recursive $refs may be")
@@ -142,7 +143,7 @@ def check_depth(schema: Schema) -> None:
 
 
 def target_of(root: Any, where: str) -> Any:
-    """Return what `$ref: where` leads to within `root`; None if that is nothing, or elsewhere."""
+    """Return the target of `$ref: where` within `root`; None if there is none, or it is external."""
     if where != "#" and not where.startswith("#/"):
         return None
     for step in where[1:].split("/")[1:]:

@@ -1,4 +1,4 @@
-"""The patterns of strings, and of the names of properties: as they are, or as others that say the same."""
+"""hold_texts(): rewrites the patterns of strings and of property names for llguidance."""
 
 import re
 from functools import lru_cache
@@ -12,7 +12,7 @@ from vllm_lite.structured.regexes.patterns import MAX_TRANSLATED_CHARS, all_of, 
 from vllm_lite.structured.regexes.regex_tree import NotHeldError
 from vllm_lite.structured.schemas.schema import Schema, escaped, schema_text
 
-# ---- The values of `format` that are held. Others are taken as a remark, as JSON Schema says
+# ---- Values of `format` that are enforced. Others are annotations, as in JSON Schema
 
 
 FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
@@ -25,18 +25,18 @@ _DATE = (
 )
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 EXACT = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
-"""Formats that are held by a pattern of ours: without it there are a 29th of February in every year, a year 0 and a
-second 60, which readers refuse."""
+"""Formats that are enforced by a pattern here: llguidance would allow February 29 in every year, year 0 and second 60,
+which parsers reject."""
 
 
 _LOOKS = re.compile(r"\(\?<?[=!]")
 
 
 def hold_texts(pointer: str, part: Schema, findings: Findings) -> None:
-    """Write the `pattern` of `part` so that llguidance takes it.
+    """Rewrite the `pattern` of `part` for llguidance.
 
-    One that cannot be held is left out where a `format` beside it is held. One that contradicts the format stays, and
-    the format goes. Raises RequestError for others, unless the findings are lenient.
+    A pattern that cannot be enforced is dropped if there is an enforced `format`. If pattern and format contradict each
+    other, the format is dropped. Raises RequestError for other patterns, unless the findings are lenient.
     """
     pattern = part.get("pattern")
     if pattern is None:
@@ -58,7 +58,7 @@ def hold_texts(pointer: str, part: Schema, findings: Findings) -> None:
 
 
 def hold_pattern_properties(pointer: str, part: Schema, findings: Findings) -> None:
-    """Write the keys of `patternProperties` so that llguidance takes them, as hold_texts() does."""
+    """Rewrite the keys of `patternProperties` for llguidance, like hold_texts()."""
     named = part.get("patternProperties")
     if not named:
         return
@@ -73,8 +73,8 @@ def hold_pattern_properties(pointer: str, part: Schema, findings: Findings) -> N
 def _held(
     pointer: str, pattern: str, findings: Findings, *, has_format: bool = False, is_name: bool = False
 ) -> tuple[str, ...] | None:
-    """Return patterns that say the same together and that llguidance takes, only one for a name; None for a pattern
-    that is left out."""
+    """Return patterns that llguidance accepts and that are together equivalent, a single one for a name; None for a
+    pattern that is dropped."""
     if too_many_repeats(pattern) is not None:
         findings.cannot(pointer, "pattern", f"the pattern repeats a part more than {MAX_REPEATS} times")
         return None
@@ -94,12 +94,12 @@ def _held(
     elif findings.is_lenient or problem:
         findings.cannot(pointer, "pattern", f"the pattern cannot be held: {problem}")
     else:
-        return (pattern,)  # llguidance says what is wrong with it, and where
+        return (pattern,)  # llguidance reports the error and its position
     return None
 
 
 def _excludes(name: str, patterns: tuple[str, ...]) -> bool:
-    """Whether no text has a format and matches the patterns."""
+    """Whether no text both has the format and matches the patterns."""
     text: Schema = {"pattern": EXACT[name]} if name in EXACT else {"format": name}
     return not _takes({"type": "string", "allOf": [text, *({"pattern": each} for each in patterns)]})
 
@@ -116,7 +116,7 @@ def _takes(schema: Schema) -> bool:
 
 @lru_cache(256)
 def _translated(pattern: str, is_name: bool) -> tuple[tuple[str, ...] | None, str]:
-    """Return patterns that say the same, or None and why there are none; "" if llguidance knows better."""
+    """Return equivalent patterns, or None and the reason why there are none; "" if llguidance's error is better."""
     try:
         return (all_of([pattern]),) if is_name else tuple(equivalents(pattern)), ""
     except NotHeldError as error:

@@ -1,1 +1,1 @@
-"""Sources of masks in a worker: compiled grammars that follow an output token by token."""
+"""Mask sources in a worker: compiled grammars that follow an output token by token."""

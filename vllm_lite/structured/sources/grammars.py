@@ -1,8 +1,8 @@
-"""Grammars: makes the mask source of each sequence, from grammars that it compiles in threads of its own.
+"""Grammars: makes the mask source of each sequence, from grammars that it compiles in threads.
 
-Nobody waits for them here: who asks gets a future. Equal grammars are compiled once, and every sequence has a copy of
-its own, which takes a microsecond. The vocabulary is read in the same threads, for the first grammar: that takes a
-second for 150,000 tokens, which a start has better use for.
+Callers get a future and never wait. Equal grammars are compiled once; each sequence gets a copy of the matcher, which
+takes a microsecond. The vocabulary is loaded in the same threads, for the first grammar, as it takes a second for
+150,000 tokens, by which it would delay the start.
 """
 
 import threading
@@ -25,7 +25,7 @@ from vllm_lite.structured.sources.vocabulary import Vocabulary
 NUM_THREADS = 2
 MAX_CACHED = 32
 MAX_CACHED_BYTES = 4 << 20
-"""The most text of cached grammars; a compiled one takes some times as much."""
+"""Maximum bytes of the texts of cached grammars; compiled ones take a multiple."""
 
 Wanted = Future[MaskSource]
 
@@ -33,23 +33,24 @@ logger = log.get(__name__)
 
 
 class Grammars:
-    """Makes mask sources. All methods may be called from any thread; none of them waits."""
+    """Makes mask sources. All methods are thread-safe and never wait."""
 
     def __init__(self, load_vocabulary: Callable[[], Vocabulary]) -> None:
-        """`load_vocabulary` is called once, in a thread, for the first grammar. If it raises, so does every grammar."""
+        """`load_vocabulary` is called once, in a thread, for the first grammar. If it raises, every grammar fails with
+        its error."""
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="grammar")
         self._load_vocabulary = load_vocabulary
         self._loading: Future[Vocabulary] | None = None
         self._lock = threading.Lock()
-        self._cached: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()  # matcher and bytes of text, by digest
+        self._cached: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()  # by digest: matcher and bytes of text
         self._cached_bytes = 0
-        self._asked: dict[bytes, list[weakref.ref[_Request]]] = {}  # by digest, while it waits or is compiled
+        self._asked: dict[bytes, list[weakref.ref[_Request]]] = {}  # by digest, until it is compiled
 
     def source_of(self, sampling: Sampling) -> MaskSource | Wanted | None:
-        """Make the source of a sequence; a future of it if it follows a grammar, None if it needs no masks.
+        """Make the mask source of a sequence; a future of it if there is a grammar, None if it needs no masks.
 
-        The future raises GrammarError or ModelError. A grammar whose futures are all forgotten before its turn comes
-        is not compiled.
+        The future raises GrammarError or ModelError. A grammar whose futures have all been dropped before its
+        compilation starts is not compiled.
         """
         rules = sampling.rules
         if rules is None or not (rules.grammar or rules.thinking is not None):
@@ -76,7 +77,7 @@ class Grammars:
         return request
 
     def _vocabulary(self) -> Future[Vocabulary]:
-        """To be called with the lock."""
+        """Future of the vocabulary. Called with the lock held."""
         if self._loading is None:
             self._loading = self._pool.submit(self._load_vocabulary)
             self._loading.add_done_callback(_report)
@@ -93,7 +94,7 @@ class Grammars:
             matcher = compile_matcher(grammar, vocabulary)
         except VllmLiteError as error:
             failure = error
-        except Exception as error:  # whatever it is, it may end this request only
+        except Exception as error:  # any error must fail only this request
             logger.exception("compiling a grammar")
             failure = GrammarError(f"the grammar cannot be compiled: {error}")
         with self._lock:
@@ -114,19 +115,19 @@ class Grammars:
             self._cached_bytes -= freed
 
     def close(self) -> None:
-        """Compile nothing more; what is being compiled is not waited for."""
+        """Stop compiling, without waiting for compilations in progress."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class _Request(Wanted):
-    """A future of one sequence's source."""
+    """A future of one sequence's mask source."""
 
     def __init__(self, thinking: Thinking | None) -> None:
         super().__init__()
         self._thinking = thinking
 
     def fulfil(self, matcher: Any, vocabulary: Vocabulary) -> None:
-        """Give it a source with a matcher of its own."""
+        """Set the result: a source with its own copy of the matcher."""
         source: MaskSource = GrammarSource(matcher.deep_copy(), vocabulary)
         if self._thinking is not None:
             source = ThinkingSource(self._thinking, source, vocabulary.eos_ids)

@@ -1,7 +1,7 @@
 """GrammarSource: follows one output through its grammar, token by token.
 
-llguidance raises nothing: a matcher that runs into its limits is in error from then on. Every call that can bring it
-there is followed by a look, and an error becomes a GrammarError, which ends the request alone.
+llguidance raises no exceptions: a matcher that exceeds its limits is in an error state from then on. Every call that
+can cause this is followed by a check, and an error becomes a GrammarError, which ends only the request.
 """
 
 import time
@@ -19,9 +19,8 @@ from vllm_lite.structured.sources.vocabulary import Vocabulary
 MAX_SHOWN_CHARS = 300
 TOKEN_CPU_S = 0.02
 FREE_CPU_S = 0.1
-"""To follow its grammar a request may take TOKEN_CPU_S of processor time a token, and FREE_CPU_S more at a time: the
-others of its steps wait as long. Usual grammars take microseconds a token; the limits of the library let one take
-0.2 s."""
+"""CPU time that a request may spend on its grammar: TOKEN_CPU_S per token, plus FREE_CPU_S in advance; the other
+requests of its steps wait as long. Usual grammars take microseconds a token; the library's limits allow 0.2 s."""
 
 TOO_SLOW = (
     "the grammar takes too long to follow; one that is less ambiguous, or of fewer alternatives, is followed at once"
@@ -29,10 +28,10 @@ TOO_SLOW = (
 
 
 def compile_matcher(grammar: str, vocabulary: Vocabulary) -> Any:
-    """Make the LLMatcher of a grammar; without the GIL, for up to some seconds. Raises GrammarError.
+    """Make the LLMatcher of a grammar; takes up to some seconds, without the GIL. Raises GrammarError.
 
-    Its first mask is computed here too, and is what all copies begin with: a grammar that runs into the limits does so
-    mostly there, after up to 0.2 s that no step should wait for.
+    The first mask is computed here too, for all copies: a grammar that exceeds the limits mostly does so there, after
+    up to 0.2 s that no step should wait for.
     """
     matcher = LLMatcher(vocabulary.tokenizer, grammar, log_level=0, limits=parser_limits(grammar))
     _check(matcher)
@@ -47,8 +46,8 @@ def compile_matcher(grammar: str, vocabulary: Vocabulary) -> Any:
 class GrammarSource:
     """A MaskSource over one matcher, which it owns.
 
-    The tokens that end an output are counted here and never given to the matcher: behind the first of them nothing
-    else may come, and taking them back changes no state of the grammar.
+    EOS tokens are counted here and never given to the matcher: after the first, only EOS tokens may follow, and rolling
+    them back does not change the matcher's state.
     """
 
     def __init__(self, matcher: Any, vocabulary: Vocabulary) -> None:
@@ -58,7 +57,7 @@ class GrammarSource:
         self._left_s = FREE_CPU_S
 
     def accept(self, token: int) -> bool:
-        """As MaskSource.accept. Raises GrammarError where the grammar runs into its limits."""
+        """As MaskSource.accept. Raises GrammarError if the grammar exceeds its limits."""
         if token in self._eos_ids:
             may_end = self._num_ended > 0 or self._matcher.is_accepting()
             self._num_ended += may_end
@@ -79,7 +78,7 @@ class GrammarSource:
             _check(self._matcher)
 
     def fill_bitmask(self, bitmask: Any) -> None:
-        """As MaskSource.fill_bitmask. Raises GrammarError where the grammar runs into its limits."""
+        """As MaskSource.fill_bitmask. Raises GrammarError if the grammar exceeds its limits."""
         if self._num_ended:
             fill_with(bitmask, self._eos_ids)
             return
@@ -100,7 +99,8 @@ class GrammarSource:
 
     @contextmanager
     def _limited(self) -> Iterator[None]:
-        """Run what may take long: it works in this thread alone, whose time does not depend on other processes."""
+        """Charge the CPU time of the context to the request. The matcher works in this thread alone, whose CPU time is
+        independent of other processes."""
         began_s = time.thread_time()
         yield
         self._left_s -= time.thread_time() - began_s

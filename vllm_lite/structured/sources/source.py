@@ -1,4 +1,4 @@
-"""Common parts of the sources of masks: the interface, and bitmasks as arrays of uint32 with one bit for each token."""
+"""The interface of mask sources, and operations on bitmasks: uint32 arrays with one bit per token."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -7,7 +7,7 @@ ALL_BITS = 0xFFFFFFFF
 
 
 class MaskSource(Protocol):
-    """The MaskSource of worker/sampling/masks.py, which says what each method promises, without its array types."""
+    """The MaskSource of worker/sampling/masks.py, which documents the methods, without its array types."""
 
     def accept(self, token: int, /) -> bool: ...
     def rollback(self, num_tokens: int, /) -> None: ...
@@ -17,7 +17,7 @@ class MaskSource(Protocol):
 
 
 def count_valid(source: MaskSource, tokens: Sequence[int]) -> int:
-    """Count how many of these tokens `source` accepts, one behind the other; afterwards it is as before."""
+    """Count the leading tokens that `source` accepts in sequence; its state is restored."""
     accepted = 0
     while accepted < len(tokens) and source.accept(tokens[accepted]):
         accepted += 1
@@ -26,7 +26,7 @@ def count_valid(source: MaskSource, tokens: Sequence[int]) -> int:
 
 
 def fill_with(bitmask: Any, tokens: Iterable[int]) -> None:
-    """Allow these tokens and no others. bitmask: uint32 [words]."""
+    """Allow only these tokens. bitmask: uint32 [words]."""
     bitmask[:] = 0
     for token in tokens:
         set_bit(bitmask, token)

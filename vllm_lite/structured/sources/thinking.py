@@ -1,9 +1,9 @@
-"""ThinkingSource: a grammar that holds from behind the model's thinking on, and a budget that ends the thinking.
+"""ThinkingSource: applies a grammar after the model's thinking, and a budget that ends the thinking.
 
-An output is in one of three phases. It may still begin to think (MAYBE): all its tokens are a beginning of the mark
-that opens thinking, and may be the grammar's own. It thinks (OPEN) until the mark that ends it is complete. From there
-on the grammar has it (INNER). The grammar's source has accepted tokens in the last phase only. The state behind each
-token is kept, so that tokens can be taken back over every boundary.
+An output is in one of three phases. MAYBE: its tokens so far are a prefix of the mark that opens thinking, and may also
+belong to the grammar. OPEN: it thinks, until the closing mark is complete. INNER: it follows the grammar, whose source
+has accepted tokens of this phase only. The state after each token is kept, so that tokens can be rolled back across
+phases.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ class Phase(Enum):
 
 
 class ThinkingState(NamedTuple):
-    """An output's phase. `matched` tokens of the mark that would end the phase are its last ones; `thought` counts the
-    tokens since thinking began; `inner` counts those that the grammar has accepted."""
+    """An output's phase. `matched` counts its last tokens that match the mark ending the phase; `thought` counts the
+    tokens since thinking began; `inner` counts the tokens that the grammar has accepted."""
 
     phase: Phase
     matched: int = 0
@@ -31,26 +31,27 @@ class ThinkingState(NamedTuple):
 
 
 class ThinkingSource:
-    """A MaskSource around that of a grammar, or around none: then all is allowed but what the budget forces."""
+    """A MaskSource around that of a grammar, or around none: then everything is allowed except what the budget
+    forces."""
 
     def __init__(self, thinking: Thinking, inner: MaskSource | None, eos_ids: frozenset[int]) -> None:
-        """`eos_ids` may not end the output while it thinks and a grammar is still to come."""
+        """`eos_ids` are masked during thinking if a grammar follows."""
         self._thinking = thinking
         self._inner: MaskSource = inner if inner is not None else _Anything()
         self._held_back = eos_ids if inner is not None else frozenset()
         self._borders = _borders(thinking.end)
         first = Phase.OPEN if thinking.is_open else Phase.MAYBE if thinking.begin else Phase.INNER
-        self._states = [ThinkingState(first)]  # before the output, and behind each of its tokens
+        self._states = [ThinkingState(first)]  # before the output, and after each token
 
     @property
     def _forced_end(self) -> tuple[int, ...]:
-        """Tokens left of the mark that ends thinking, once the budget is spent."""
+        """The remaining tokens of the closing mark, once the budget is spent."""
         state, budget = self._states[-1], self._thinking.budget
         is_spent = state.phase is Phase.OPEN and budget is not None and state.thought >= budget
         return self._thinking.end[state.matched :] if is_spent else ()
 
     def accept(self, token: int) -> bool:
-        """As MaskSource.accept. Raises what the grammar's source raises."""
+        """As MaskSource.accept. Raises the errors of the grammar's source."""
         state = self._states[-1]
         match state.phase:
             case Phase.MAYBE:
@@ -73,7 +74,7 @@ class ThinkingSource:
         return None
 
     def _feed(self, tokens: Sequence[int]) -> bool:
-        """Have the grammar accept all of these tokens, or none."""
+        """Let the grammar accept all of these tokens, or none."""
         for place, token in enumerate(tokens):
             if not self._inner.accept(token):
                 self._inner.rollback(place)
@@ -131,7 +132,7 @@ class ThinkingSource:
 
 
 class _Anything:
-    """The source of an output that follows no grammar."""
+    """The source of an output without a grammar."""
 
     def accept(self, _token: int) -> bool:
         return True
@@ -150,7 +151,7 @@ class _Anything:
 
 
 def _borders(mark: Sequence[int]) -> list[int]:
-    """For each beginning of `mark`: the length of its longest end that is a beginning of `mark` too, itself aside."""
+    """For each prefix of `mark`, the length of its longest proper suffix that is also a prefix of `mark` (KMP)."""
     borders = [0] * len(mark)
     length = 0
     for place in range(1, len(mark)):

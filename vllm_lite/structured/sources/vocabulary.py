@@ -1,4 +1,4 @@
-"""The vocabulary that grammars are about: the checkpoint's tokenizer as llguidance needs it."""
+"""The vocabulary of grammars: the checkpoint's tokenizer as an LLTokenizer."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -13,17 +13,17 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 class Vocabulary(NamedTuple):
-    """A tokenizer and the tokens that may end an output."""
+    """A tokenizer and the tokens that can end an output."""
 
     tokenizer: Any
-    """The LLTokenizer; the stubs of llguidance say nothing of its base."""
+    """The LLTokenizer; untyped, as llguidance's stubs lack its base class."""
     eos_ids: frozenset[int]
     vocab_size: int
-    """The width of the model's logits. Ids that the tokenizer does not have are never allowed."""
+    """Width of the model's logits. Ids without a token are never allowed."""
 
 
 def load_vocabulary(folder: str | Path, vocab_size: int, eos_ids: Collection[int]) -> Vocabulary:
-    """Read a checkpoint's tokenizer. Raises ModelError if there is none, or one that grammars cannot be held against.
+    """Load a checkpoint's tokenizer. Raises ModelError if there is none, or if grammars cannot use it.
 
     It takes 2 s for 150,000 tokens, holds the GIL all that time and keeps 130 MB.
     """
