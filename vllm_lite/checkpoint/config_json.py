@@ -1,6 +1,6 @@
-"""A checkpoint's config.json, read into a ModelSpec by the family of its architecture.
+"""load_spec(): reads a checkpoint's config.json into a ModelSpec, by the family of its architecture.
 
-What is not supported is refused here, by name, before any weight is opened.
+Unsupported models are refused here, by name, before any weight is opened.
 """
 
 from collections.abc import Iterable
@@ -130,7 +130,7 @@ ENCODERS = {
     )
     for ending in ("Model", "ForMaskedLM", "ForSequenceClassification")
 }
-"""The same of encoders, without a head, with one for tokens, which nobody reads, or with one for labels."""
+"""The same for encoders: without a head, with an LM head (which is not read), or with a classification head."""
 ENCODERS |= {
     f"{stem}ForTokenClassification": ENCODERS[f"{stem}Model"]
     for stem in ("Bert", "Roberta", "XLMRoberta", "Camembert", "DistilBert", "ModernBert")
@@ -138,14 +138,14 @@ ENCODERS |= {
 ENCODERS["OpenAIPrivacyFilterForTokenClassification"] = "privacy_filter"
 CAUSAL, CLASSIFIER, HEADLESS = "ForCausalLM", "ForSequenceClassification", "Model"
 FOR_TOKENS = "ForTokenClassification"
-"""What the names of a decoder's architectures end in: with a head for tokens, with one for labels, without any, with
-one for the labels of each token."""
+"""Endings of the names of a decoder's architectures: with an LM head, with a head for text labels, without a head, with
+a head for token labels."""
 ENDINGS = ("ForConditionalGeneration", "ForMaskedLM", CAUSAL, CLASSIFIER, FOR_TOKENS, HEADLESS)
 NO_OPTIONS = PoolingOptions()
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 OUTER_KEYS = ("tie_word_embeddings", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
-"""What a multimodal model says for all of it. It wins over its text part, into which transformers writes defaults: an
-EOS id where the model has two, or that the head is not tied."""
+"""Outer keys of a multimodal model's config.json. They override its text_config, into which transformers writes
+defaults: one EOS id for a model with two, or an untied head."""
 
 
 class _RawEnds(msgspec.Struct):
@@ -153,13 +153,13 @@ class _RawEnds(msgspec.Struct):
 
 
 def load_spec(path: str | Path, model_impl: str = "auto", options: PoolingOptions = NO_OPTIONS) -> ModelSpec:
-    """Read `config.json` of the checkpoint folder `path`. Its end tokens are those of `generation_config.json` as well.
-    A head that it calls tied is not if the files hold another. A GGUF file, or a folder with one, says all that itself.
+    """Read `config.json` of the checkpoint folder `path`. End tokens of `generation_config.json` are added. A head
+    declared as tied is not if the files have another one. A GGUF file, or a folder with one, has all of this itself.
 
-    `model_impl`: whether a class of this package computes the model ("native") or one of "transformers"; with "auto"
-    the latter does where there is no native one. `options` say how it is to be pooled, and change config.json.
+    `model_impl`: "native" for a model class of this package, or "transformers"; "auto" takes transformers' if there is
+    no native one. `options` are the user's pooling options, and override config.json.
 
-    Raises ModelError when a file is missing or damaged, a value is wrong, or the model is not supported.
+    Raises ModelError if a file is missing or damaged, a value is invalid, or the model is not supported.
     """
     folder = Path(path)
     if (gguf := GgufCheckpoint.find(folder)) is not None:
@@ -187,9 +187,9 @@ def _gguf_spec(gguf: GgufCheckpoint, options: PoolingOptions) -> ModelSpec:
 
 
 def end_ids_by_file(path: str | Path, spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Map the names of the files that name end tokens to the ids, for a checkpoint at `path` that says `spec`. What no
-    file says, but the architecture's own configuration class or the user does, stands under the architecture's name,
-    and what the user overrides stands nowhere. Raises ModelError."""
+    """Map each file that names end tokens to their ids, for the checkpoint at `path` with the spec `spec`. Ids in no
+    file, from the architecture's config class or the user, are under the architecture's name; ids that the user
+    overrides are left out. Raises ModelError."""
     folder = Path(path)
     if files := gguf_files(folder):
         found = {files[0].name: spec.eos_token_ids}
@@ -218,14 +218,14 @@ def _parse_folder(folder: Path, model_impl: str, options: PoolingOptions, raw_js
             pooling = token_classifier(raw, head, folder, spec.pooling.labels if spec.pooling else ())
         else:
             pooling = classifier(raw, head, kind)
-    else:  # a decoder without a head for tokens, whose names are those of one with a head that is the embedding
+    else:  # a decoder without an LM head, with the tensor names of one whose head is tied
         headless = raw | {"architectures": [base], "tie_word_embeddings": True}
         spec = _parse_config("native", older_quantization(folder), headless)
         if base.removesuffix(CAUSAL) + HEADLESS == name:
             pooling = embedder(raw, modules, "last", generates=False)
         elif base.removesuffix(CAUSAL) + FOR_TOKENS == name:
             pooling = token_classifier(raw, HeadSpec(output_bias=True), folder)
-        elif (head := tokens_head(raw, folder)) is not None:  # config.json says whether its LM head is the embedding
+        elif (head := tokens_head(raw, folder)) is not None:  # config.json says whether the LM head is tied
             tied = bool(raw.get("tie_word_embeddings", spec.tie_word_embeddings))
             spec = msgspec.structs.replace(spec, tie_word_embeddings=tied)
             pooling = classifier({"num_labels": 1}, head, "last")
@@ -240,7 +240,7 @@ def _parse_folder(folder: Path, model_impl: str, options: PoolingOptions, raw_js
 
 
 def _seeing(spec: ModelSpec, raw: Any, folder: Path) -> ModelSpec:
-    """The model with its tower for images, if it has one that is computed here."""
+    """Add the vision tower to the spec, if the model has one with a native implementation."""
     vision = read_vision(spec.architecture, raw, folder, spec.hidden_size) if spec.implementation == "native" else None
     if vision is None:
         return spec
@@ -265,7 +265,7 @@ def _with_whole_images(layer: LayerSpec, vision: VisionSpec) -> LayerSpec:
 
 
 def _check_axes(spec: ModelSpec, *, mixed: bool) -> None:
-    """Raises ModelError unless the layers rotate along three axes, of pairs that are `mixed` or side by side."""
+    """Raise ModelError unless the layers' rope has three axes, whose pairs are `mixed` or side by side."""
     for axes in {layer.rope.axes for layer in spec.layers if layer.rope is not None}:
         if axes is None or (axes == tuple(sorted(axes))) is mixed:
             raise ModelError(
@@ -275,7 +275,8 @@ def _check_axes(spec: ModelSpec, *, mixed: bool) -> None:
 
 
 def _converted(spec: ModelSpec, raw: dict[str, Any], modules: Any, options: PoolingOptions) -> ModelSpec:
-    """A model that generates: it makes vectors, too, if its files describe how, or if that is asked for."""
+    """Add a pooler to a generating model if the user's options ask for it and its files describe one, or vectors are
+    wanted."""
     if options.convert is None or (modules is None and options.convert != "embed"):
         return spec
     pooling: PoolingSpec = adjusted(embedder(raw, modules, "last", generates=True), options)
@@ -289,7 +290,7 @@ def _architecture(raw_json: Any) -> str | None:
 
 
 def _base_of(name: str | None) -> str | None:
-    """The decoder that generates, of one that only classifies texts or tokens or has no head; None of all others."""
+    """Generating architecture of a decoder that classifies texts or tokens or has no head; None for all others."""
     for ending in (CLASSIFIER, FOR_TOKENS, HEADLESS):
         if name is not None and name.endswith(ending) and name not in ENCODERS:
             base = name.removesuffix(ending) + CAUSAL
@@ -310,8 +311,8 @@ def resolve_dtype(requested: str, spec: ModelSpec) -> str:
 
 
 def _parse_config(model_impl: str, older: dict[str, Any] | None, raw_json: Any) -> ModelSpec:
-    """Check the architecture before all else: a foreign model's missing keys would be the wrong thing to report.
-    `older`: the quantization_config where config.json has none."""
+    """Parse a config.json. The architecture is checked first, as a foreign model's missing keys would be a misleading
+    error. `older`: the quantization_config from another file, if config.json has none."""
     if older is not None and isinstance(raw_json, dict) and not raw_json.get("quantization_config"):
         raw_json = raw_json | {"quantization_config": older}
     name = _architecture(raw_json)
@@ -332,7 +333,7 @@ def _parse_config(model_impl: str, older: dict[str, Any] | None, raw_json: Any) 
 
 
 def _listed(architectures: Iterable[str]) -> str:
-    """Their names, those with one ending together: there are too many for a sentence that has each of them whole."""
+    """List architectures for an error, grouped by ending to shorten the sentence."""
     by_ending: dict[str, list[str]] = {}
     for name in architectures:
         stem, ending = next((name.removesuffix(end), end) for end in (*ENDINGS, "") if name.endswith(end))
@@ -341,7 +342,7 @@ def _listed(architectures: Iterable[str]) -> str:
 
 
 def _text_part(raw_json: dict[str, Any]) -> dict[str, Any]:
-    """The part of config.json for the model that writes text: `text_config` where the model is more than that."""
+    """The part of config.json for the text model: `text_config` if the model has more parts."""
     inner = raw_json.get("text_config")
     if inner is None:
         return raw_json
@@ -364,7 +365,7 @@ def _ends(raw_json: Any) -> tuple[int, ...]:
     return as_ids(convert(raw, _RawEnds).eos_token_id)
 
 
-# ---- Values of a config.json that say that there is none, as several tools write them where they have nothing to say.
+# ---- Placeholder values in config.json that mean that there is none, as several tools write them.
 
 
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -372,9 +373,9 @@ DTYPES = ("dtype", "torch_dtype")
 
 
 def without_blanks(raw: dict[str, Any]) -> dict[str, Any]:
-    """Return a config in which token ids below 0, a window of less than one token and the dtype "auto" are null.
+    """Return a config with token ids below 0, windows of less than one token and the dtype "auto" replaced by null.
 
-    "auto" means what no dtype means.
+    "auto" means the same as no dtype.
     """
     changed: dict[str, Any] = {}
     for key in IDS:

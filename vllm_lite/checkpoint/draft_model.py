@@ -1,4 +1,4 @@
-"""Draft models: whether one may draft for a model, and the KV that it keeps in the same block tables. No torch."""
+"""Draft models: their compatibility with a model, and their KV in the same block tables. No torch."""
 
 import json
 from pathlib import Path
@@ -23,8 +23,8 @@ TOKENIZER_FILE = "tokenizer.json"
 
 
 def read_draft_spec(folder: str) -> ModelSpec:
-    """Read the spec of a model that is to draft. Raises ModelError for a checkpoint that is not supported, ConfigError
-    for a model that cannot draft."""
+    """Read the spec of a draft model. Raises ModelError for an unsupported checkpoint, ConfigError for a model that
+    cannot draft."""
     spec = load_spec(folder, "native")
     if spec.encoder is not None:
         raise ConfigError(f"the draft model {folder} is an encoder, which makes no next tokens")
@@ -37,7 +37,7 @@ def read_draft_spec(folder: str) -> ModelSpec:
 
 
 def check_mtp_head(config: EngineConfig, folder: str, spec: ModelSpec) -> None:
-    """Raise ConfigError if the checkpoint in `folder` is to draft with its MTP head, and has none."""
+    """Raise ConfigError if MTP drafting is configured and the checkpoint in `folder` has no MTP head."""
     speculation = config.speculative_config
     if speculation is None or speculation.method != "mtp":
         return
@@ -47,8 +47,8 @@ def check_mtp_head(config: EngineConfig, folder: str, spec: ModelSpec) -> None:
 
 
 def kept_layers(spec: ModelSpec) -> tuple[LayerSpec, ...]:
-    """The layers of a model that drafts, as their KV is kept: all of it, since KV that was left out where nothing was
-    drafted is made later, also that of tokens before a window."""
+    """The layers of a draft model with full attention for their KV: KV is filled in later where nothing was drafted,
+    also for tokens outside a window."""
     return tuple(
         msgspec.structs.replace(own, attention=msgspec.structs.replace(own.attention, window=None))
         for own in spec.layers
@@ -56,9 +56,9 @@ def kept_layers(spec: ModelSpec) -> tuple[LayerSpec, ...]:
 
 
 def with_drafter(config: EngineConfig, spec: ModelSpec, drafter: ModelSpec | None = None) -> ModelSpec:
-    """The model with the KV groups of the layers that draft behind its own, on each of the ranks. `drafter`: the draft
-    model, where it has been read. Raises as `read_draft_spec`, and ConfigError for a draft model that does not go with
-    the model, or that so many ranks cannot share."""
+    """Add the KV groups of the drafter's layers to the model's spec, on each rank. `drafter`: the draft model's spec,
+    if already read. Raises as `read_draft_spec`, and ConfigError for a draft model that does not fit the model or the
+    number of ranks."""
     speculation = config.speculative_config
     if speculation is not None and speculation.method == "mtp":
         return spec.with_drafter(head_layers(spec), config.tensor_parallel_size)
@@ -84,8 +84,8 @@ def with_drafter(config: EngineConfig, spec: ModelSpec, drafter: ModelSpec | Non
 
 
 def check_vocabulary(speculation: Speculation | None, tokenizer: str) -> None:
-    """Raise ConfigError if the tokenizer of the draft model gives an id to another token than that of the folder
-    `tokenizer`. Tokens that only one of them has do no harm. What has no tokenizer.json is not compared."""
+    """Raise ConfigError if the draft model's tokenizer has another token for an id than that of the folder `tokenizer`.
+    Tokens that only one has are ignored. Tokenizers without a tokenizer.json are not compared."""
     if speculation is None or speculation.method != "draft_model" or speculation.model is None:
         return
     own, other = (_tokens(Path(folder)) for folder in (tokenizer, speculation.model))
@@ -104,14 +104,14 @@ def check_vocabulary(speculation: Speculation | None, tokenizer: str) -> None:
 
 
 def _tokens(folder: Path) -> dict[str, int]:
-    """The ids of all tokens, those added behind the vocabulary too; nothing if the files do not say."""
+    """Map all tokens, including added ones, to ids; empty if the files do not say."""
     path = folder / TOKENIZER_FILE
     if not path.is_file():
         return {}
     try:
         raw: Any = json.loads(read_bounded(path, MAX_TOKENIZER_BYTES))
         vocabulary = raw["model"]["vocab"]
-        if isinstance(vocabulary, list):  # of a unigram model: [token, score] by id
+        if isinstance(vocabulary, list):  # a unigram model: [token, score] by id
             vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
         return dict(vocabulary) | {added["content"]: added["id"] for added in raw.get("added_tokens", [])}
     except (OSError, ValueError, KeyError, TypeError):  # a damaged file is reported by its own reader

@@ -1,13 +1,13 @@
 """EAGLE-3 heads: checkpoints of one layer that drafts for another model and reads its hidden states. No torch.
 
-From the residual stream behind three layers of the model, a, b and c, and the next token t, a head predicts the one
+From the residual stream after three layers of the model, a, b and c, and the next token t, a head predicts the token
 after t:
 
     g = fc(concat(a, b, c));  x = g + attention(concat(norm(embedding(t)), norm(g)));  y = x + mlp(norm(x))
     logits of the tokens i + d2t[i] = head(norm(y))
 
-and y stands for g in the prediction of the next one. So a head may know the frequent tokens alone, `draft_vocab_size`
-of them. https://arxiv.org/abs/2503.01840 describes it.
+and y replaces g in the prediction of the next token. A head may be limited to `draft_vocab_size` frequent tokens, which
+d2t maps to the model's. https://arxiv.org/abs/2503.01840 describes the method.
 """
 
 from pathlib import Path
@@ -26,7 +26,7 @@ from vllm_lite.errors import ConfigError
 
 KIND, LLAMA = "Eagle3", "LlamaForCausalLM"
 OLDER, NEWER = "midlayer.", "model.layers.0."
-"""Beginnings of the names of the layer's parts."""
+"""Prefixes of the names of the layer's tensors."""
 
 
 class _Raw(msgspec.Struct):
@@ -39,14 +39,15 @@ class EagleSpec(NamedTuple):
     """A head as its checkpoint describes it."""
 
     spec: ModelSpec
-    """The layer as a model. Its vocabulary is that of the model that verifies."""
+    """The layer as a model. Its vocabulary is the target model's."""
     num_tokens: int
-    """Number of tokens that it can draft."""
+    """Number of tokens that the head can draft."""
     layers: tuple[int, ...] | None
-    """Numbers of the model's layers before which the residual stream is read; None: the usual ones."""
+    """Layers of the model before which the residual stream is read; None: the usual ones."""
 
     def taps(self, num_layers: int) -> tuple[int, ...]:
-        """The layers of a model of so many behind which the stream is read. Raises ConfigError for too few."""
+        """Layers of a model with `num_layers` after which the residual stream is read. Raises ConfigError for too few
+        layers."""
         before = self.layers or (2, num_layers // 2, num_layers - 3)
         if len(before) != 3 or not all(1 <= layer <= num_layers for layer in before):
             raise ConfigError(
@@ -57,7 +58,8 @@ class EagleSpec(NamedTuple):
 
 
 def read_eagle(folder: str) -> EagleSpec:
-    """Read the head in a folder. Raises ModelError for a damaged one, ConfigError for a model that is none."""
+    """Read the head in a folder. Raises ModelError for a damaged one, ConfigError for a model that is no EAGLE-3
+    head."""
 
     def parse(raw: Any) -> EagleSpec:
         names = raw.get("architectures") if isinstance(raw, dict) else None
@@ -77,12 +79,12 @@ def read_eagle(folder: str) -> EagleSpec:
 
 
 def layer_name(folder: str) -> str:
-    """Return the beginning of the names of the layer's parts, in their canonical form."""
+    """Prefix of the canonical names of the layer's tensors."""
     return OLDER if any(canonical(name).startswith(OLDER) for name in read_headers(Path(folder))) else NEWER
 
 
 def check_eagle(eagle: EagleSpec, spec: ModelSpec) -> None:
-    """Raise ConfigError if a head does not go with the model that is to verify."""
+    """Raise ConfigError if a head does not fit the model that verifies its drafts."""
     if eagle.spec.hidden_size != spec.hidden_size:
         raise ConfigError(
             f"the EAGLE-3 head has hidden states of {eagle.spec.hidden_size} and the model of {spec.hidden_size}; it "

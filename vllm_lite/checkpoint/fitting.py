@@ -1,4 +1,4 @@
-"""Whether an engine's settings go with a model, as far as its config.json says: what `serve` and `plan` both refuse."""
+"""Compatibility of an engine's settings with a model's config.json, checked by both `serve` and `plan`."""
 
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.shard import Shard, Stage
@@ -6,12 +6,13 @@ from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError
 
 MAX_COUNTED_EXPERTS = 16_384
-"""Each of them is a series of /metrics. The largest models in wide use have 58 layers of 256."""
+"""Maximum number of experts with load metrics, as each is a series of /metrics. The largest models in wide use have 58
+layers of 256."""
 NO_ADAPTERS = "enable_lora is for models with a native implementation, not for those of transformers"
 
 
 def check_settings(config: EngineConfig, spec: ModelSpec) -> None:
-    """Raise ConfigError, with what would do, for settings that the model cannot be served with."""
+    """Raise ConfigError for settings with which the model cannot be served, naming an alternative."""
     if spec.implementation == "transformers" and config.deterministic:
         raise ConfigError(
             f"deterministic needs a native implementation, which {spec.architecture} has not, or model_impl was set to "
@@ -29,7 +30,7 @@ def check_settings(config: EngineConfig, spec: ModelSpec) -> None:
 
 
 def check_stages(spec: ModelSpec, stage: Stage) -> None:
-    """Raise ConfigError unless so many stages can share out the model's layers."""
+    """Raise ConfigError unless the model's layers can be divided among the stages."""
     count = stage.count
     if count == 1:
         return
@@ -54,7 +55,7 @@ def check_stages(spec: ModelSpec, stage: Stage) -> None:
 
 
 def check_staged_settings(config: ResolvedConfig) -> None:
-    """Raise ConfigError for settings whose parts of a step need all layers in one place, where stages share them."""
+    """Raise ConfigError for settings that need all layers in one worker, if there are several stages."""
     method = config.speculative_config and config.speculative_config.method
     asked = {
         "enable_lora": config.enable_lora,

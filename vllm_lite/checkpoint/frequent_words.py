@@ -1,8 +1,8 @@
-"""Frequent words: the part of a large vocabulary that most tokens of a text are from, by its tokenizer.json.
+"""Frequent words: the part of a large vocabulary with most of a text's tokens, by its tokenizer.json.
 
-Tokens that were merged of others (byte pair encoding) have their numbers in the order in which they were merged, which
-is that of how often they stood in what the tokenizer was trained on. The others are special tokens, bytes, and symbols,
-which where there are many of them have an order, too. No torch.
+Tokens of byte pair encoding are numbered in the order of their merges, which is that of their frequency in the
+tokenizer's training data. The others are special tokens, bytes and symbols; if these are many, they are ordered as
+well. No torch.
 """
 
 from collections.abc import Collection, Iterable
@@ -14,11 +14,11 @@ from vllm_lite.runtime.untrusted_files import MAX_TOKENIZER_BYTES, read_bounded
 
 TOKENIZER_FILE = "tokenizer.json"
 LARGE = 1 << 16
-"""Tokens of a vocabulary that is worth dividing."""
+"""Minimum vocabulary size for which the division is worthwhile."""
 MERGED, SYMBOLS = 24 << 10, 8 << 10
-"""The most tokens of each kind that count as frequent."""
+"""Maximum number of frequent tokens of each kind."""
 BLOCK = 256
-"""Numbers of tokens that are taken together, or not at all."""
+"""Granularity of the division, in token ids."""
 
 
 class _Model(msgspec.Struct):
@@ -31,14 +31,14 @@ class _File(msgspec.Struct):
 
 
 def frequent_words(folder: str | Path, vocab_size: int, others: Collection[int] = ()) -> tuple[range, ...]:
-    """The numbers of frequent tokens and of `others`, ascending, in blocks. Empty where the vocabulary is small, or its
-    tokenizer does not say: then all are."""
+    """Ascending ids of frequent tokens and of `others`, in whole blocks. Empty, meaning all, for a small vocabulary or
+    a tokenizer without the needed data."""
     if vocab_size < LARGE:
         return ()
     try:
         raw = read_bounded(Path(folder) / TOKENIZER_FILE, MAX_TOKENIZER_BYTES)
         model = msgspec.json.decode(raw, type=_File).model
-    except (OSError, ValueError, msgspec.MsgspecError):  # no BPE, or a file that its own reader reports
+    except (OSError, ValueError, msgspec.MsgspecError):  # not BPE, or a damaged file, which its own reader reports
         return ()
     if not model.merges:
         return ()
@@ -62,7 +62,7 @@ def _in_blocks(numbers: Iterable[int], vocab_size: int) -> tuple[range, ...]:
 
 
 def rest_of(words: Iterable[range], vocab_size: int) -> tuple[range, ...]:
-    """The numbers between those of `words`, which ascend."""
+    """The ids outside of `words`, which must ascend."""
     found, start = [], 0
     for each in (*words, range(vocab_size, vocab_size)):
         if each.start > start:

@@ -1,13 +1,13 @@
-"""Assistants of Gemma 4: checkpoints of few layers that draft for a larger model, and have no K and V. No torch.
+"""Assistants of Gemma 4: checkpoints of few layers, without K and V, that draft for a larger model. No torch.
 
-From the model's hidden state h of the last token but one, and the last token t, an assistant predicts the one after t:
+From the model's hidden state h of the token before the last, and the last token t, an assistant predicts the next one:
 
     x = pre_projection(concat(embedding of the model(t), h));  y = norm(layers(x));  logits = its own head of y
 
-and post_projection(y) stands for h in the prediction of the next one. Each layer attends to the K and V of the model's
-last layer of its kind, sliding or full, always from the place of t: drafts have no K and V, and no places of their own.
-A sliding layer sees what the model does from there, but for t: transformers lets it see two tokens more, whose blocks
-may have been freed.
+and post_projection(y) replaces h in the prediction of the one after. Each layer attends to the K and V of the model's
+last layer of its kind, sliding or full, always from the position of t: drafts have neither K and V nor positions.
+A sliding layer sees the model's window at that position without t. transformers lets it see two tokens more, whose
+blocks may have been freed here.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ ASSISTANTS = {
     "Gemma4AssistantForCausalLM": "Gemma4ForCausalLM",
     "Gemma4UnifiedAssistantForCausalLM": "Gemma4UnifiedForCausalLM",
 }
-"""Architectures of assistants, each with that whose layers it has."""
+"""Architectures of assistants, and those with whose layers they are built."""
 
 
 class _Raw(msgspec.Struct):
@@ -37,13 +37,13 @@ class AssistantSpec(NamedTuple):
     """An assistant as its checkpoint describes it."""
 
     spec: ModelSpec
-    """Its layers as a model."""
+    """The assistant's layers as a model."""
     model_size: int
-    """Hidden size of the model that it drafts for."""
+    """Hidden size of the target model."""
 
     def shared_layers(self, model: ModelSpec) -> tuple[int, ...]:
-        """For each layer the one of `model` whose K and V it attends to. Raises ConfigError for a model that it cannot
-        draft for."""
+        """For each layer, the layer of `model` whose K and V it attends to. Raises ConfigError for a model that does
+        not fit."""
         if self.model_size != model.hidden_size or self.spec.vocab_size != model.vocab_size:
             raise ConfigError(
                 f"the assistant is one of a model with hidden states of {self.model_size} and {self.spec.vocab_size} "
@@ -76,7 +76,7 @@ def is_assistant(folder: str) -> bool:
 
 
 def _over_kv(layer: LayerSpec, index: int) -> LayerSpec:
-    """A layer without K and V, which sees those of the tokens before its own."""
+    """A layer without K and V, which attends to those of earlier tokens."""
     window = layer.attention.window
     attention = msgspec.structs.replace(layer.attention, window=window and max(1, window - 1))
     return msgspec.structs.replace(layer, attention=attention, kv_layer=index)

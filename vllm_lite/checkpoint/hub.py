@@ -1,8 +1,8 @@
-"""Models by their hub ids: which files are needed, where they are stored, and one sentence for every failure.
+"""Models by hub id: the files to download, their location, and one-sentence errors.
 
-huggingface_hub does the work and is imported only for a hub id, as that takes longer than the rest of a client's start.
-It runs on threads that die with the process, while the caller waits and polls `stopped`: a download ends at once when
-it is no longer wanted, and the next one goes on where it stopped.
+huggingface_hub does the work, and is imported only for a hub id, as this takes longer than the rest of a client's
+start. It runs on daemon threads, while the caller waits and polls `stopped`: an unwanted download ends at once, and a
+later one resumes it.
 """
 
 import errno
@@ -39,7 +39,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
     "additional_chat_templates/*.jinja",
 )
-"""Names, or patterns of names."""
+"""Names, or glob patterns."""
 OTHER_TOKENIZERS = (
     "tokenizer.model*",
     "spiece.model",
@@ -49,12 +49,12 @@ OTHER_TOKENIZERS = (
     "vocab.json",
     "merges.txt",
 )
-"""What is wanted as well of a repository that has no tokenizer.json."""
+"""Files to download from a repository without tokenizer.json."""
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 NUM_THREADS = 4
 LOOK_S = 0.1
 REACH_S = 2.5
-"""Without a network huggingface_hub tries again for 23 s; this is how long a first connection may take."""
+"""Timeout of the first connection: without a network, huggingface_hub retries for 23 s."""
 REQUEST_S = 15.0
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*(?::[A-Za-z0-9][\w.-]*)?")
 
@@ -71,7 +71,7 @@ class HubSource(NamedTuple):
     name: str
     revision: str | None = None
     cache_dir: str | None = None
-    """None means huggingface_hub's own cache (HF_HOME, HF_HUB_CACHE)."""
+    """None: huggingface_hub's own cache (HF_HOME, HF_HUB_CACHE)."""
 
     @property
     def repository(self) -> str:
@@ -80,12 +80,12 @@ class HubSource(NamedTuple):
 
     @property
     def label(self) -> str | None:
-        """The label of the wanted GGUF file of a repository, like Q4_K_M in org/model:Q4_K_M; None: none is named."""
+        """The label of a GGUF file in the repository, like Q4_K_M in org/model:Q4_K_M; None without a label."""
         return self.name.partition(":")[2] or None
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether `name` looks like org/model, or org/model:LABEL, and is no local folder."""
+    """Whether `name` has the form org/model or org/model:LABEL, and is not a local path."""
     return _HUB_ID.fullmatch(name) is not None and not Path(name).exists()
 
 
@@ -93,8 +93,8 @@ What = Literal["model", "model without weights", "config", "tokenizer", "adapter
 
 
 def local_folder(source: HubSource, stopped: Callable[[], bool] = never, what: What = "model") -> str:
-    """Return the folder `source.name` itself or, for a hub id, download the parts of it that `what` names. A model in
-    GGUF files is the first of them, and it is all of a model.
+    """Return the folder `source.name`, or download the parts of a hub id that `what` names. For GGUF models the first
+    file is returned, and all files are downloaded.
 
     Raises ModelError in one sentence, and EngineError once `stopped()`.
     """
@@ -118,7 +118,7 @@ def remote_headers(source: HubSource) -> dict[str, Tensor]:
     }
 
 
-# ---- which files
+# ---- the files
 
 
 SMALL_FILES: dict[What, tuple[str, ...]] = {
@@ -128,11 +128,11 @@ SMALL_FILES: dict[What, tuple[str, ...]] = {
     "tokenizer": TOKENIZER_FILES,
     "adapter": ADAPTER_FILES,
 }
-"""The files that are wanted beside weights. A repository must have the first one."""
+"""Files to download other than weights. A repository must have the first one."""
 
 
 def _weight_names(siblings: Sequence[str], folder: Path) -> Iterator[str]:
-    """Yield the names of the weight files. The index is in `folder` already."""
+    """Yield the names of the weight files. The index has been downloaded to `folder`."""
     if SINGLE_FILE in siblings:
         yield SINGLE_FILE
     elif INDEX_FILE in siblings:
@@ -169,7 +169,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 class _Progress:
-    """Shows the bytes of all files together: a bar on a terminal, elsewhere a line in the log now and then."""
+    """Shows the progress over all files: a bar on a terminal, else an occasional log line."""
 
     def __init__(self, name: str, total: int) -> None:
         from tqdm import tqdm
@@ -200,7 +200,7 @@ class _Progress:
 
 
 class _Download:
-    """Downloads one snapshot. A HEAD request for the first file finds the commit, from which all others are taken."""
+    """Downloads one snapshot. A HEAD request for the first file finds the commit, to which all others are pinned."""
 
     def __init__(self, source: HubSource, stopped: Callable[[], bool], what: What) -> None:
         self._source = source
@@ -209,7 +209,7 @@ class _Download:
         self._weights = what == "model"
 
     def run(self) -> Path:
-        """Fetch the files that are missing. Returns the folder."""
+        """Download missing files. Returns the folder."""
         from huggingface_hub import HfApi, constants, try_to_load_from_cache
         from huggingface_hub.errors import RemoteEntryNotFoundError
 
@@ -245,8 +245,8 @@ class _Download:
         return folder
 
     def run_gguf(self) -> Path:
-        """Fetch the GGUF files that the label names, or the only ones that there are, with the tokenizer's files beside
-        them. Returns the first. Without a network they are looked for in the cache."""
+        """Download the GGUF files of the label, or the only model's, and the tokenizer's files. Returns the first file.
+        Without a network, the cache is searched."""
         from huggingface_hub import HfApi, constants
 
         source = self._source
@@ -271,11 +271,11 @@ class _Download:
             names = [file for file in (*beside, *chosen) if not (folder / file).exists()]
             self._fetch_all(names, sum(sizes[file] for file in names), folder)
             self._ref().parent.mkdir(parents=True, exist_ok=True)
-            self._ref().write_text(str(info.sha))  # huggingface_hub keeps it only where it finds the commit itself
+            self._ref().write_text(str(info.sha))  # huggingface_hub records only commits that it looked up itself
             return folder / chosen[0]
 
     def _snapshots(self) -> Path:
-        """The folder in the cache with what is there of each commit."""
+        """The cache folder with the downloaded files of each commit."""
         from huggingface_hub import constants
         from huggingface_hub.file_download import repo_folder_name
 
@@ -283,11 +283,11 @@ class _Download:
         return cache / repo_folder_name(repo_id=self._source.repository, repo_type="model") / "snapshots"
 
     def _ref(self) -> Path:
-        """The file in the cache that says which commit the wanted revision is."""
+        """The cache file with the commit of the wanted revision."""
         return self._snapshots().parent / "refs" / (self._source.revision or "main")
 
     def _cached(self) -> Path:
-        """The folder with what is in the cache of the wanted revision, which may be empty, or not there."""
+        """The cache folder of the wanted revision, which may be incomplete or missing."""
         with suppress(OSError):
             return self._snapshots() / self._ref().read_text().strip()
         return self._snapshots() / (self._source.revision or "main")
@@ -301,7 +301,7 @@ class _Download:
         return None
 
     def _complete(self, folder: Path) -> None:
-        """Fetch all files, weights last: a folder with all weights is complete."""
+        """Download all files, weights last: a folder with all weights is complete."""
         from huggingface_hub import HfApi
 
         commit, name = folder.name, self._source.repository
@@ -319,7 +319,7 @@ class _Download:
     def _fetch(
         self, name: str, revision: str | None, add: Callable[[int], None] = lambda _: None, *, cached: bool = False
     ) -> str:
-        """Fetch one file and return its path. `cached`: take it from the cache, without a request."""
+        """Download one file and return its path. `cached`: take it from the cache, without a request."""
         from huggingface_hub import hf_hub_download
 
         return hf_hub_download(
@@ -345,7 +345,7 @@ class _Download:
         waiting, ended = deque(names), SimpleQueue[tuple[None, BaseException | None]]()
 
         def fetch_waiting() -> None:
-            with suppress(IndexError):  # another thread was quicker
+            with suppress(IndexError):  # another thread has taken the last one
                 while waiting and not self._stopped():
                     self._fetch(waiting.popleft(), folder.name, progress.add)
 
@@ -362,7 +362,7 @@ class _Download:
             progress.close()
 
     def _aside(self, function: Callable[[], T], within_s: float | None = None) -> T:
-        """Call `function` on a thread, so that a request that hangs cannot delay a stop. Raises TimeoutError after
+        """Call `function` on a thread, so that a hanging request cannot delay a stop. Raises TimeoutError after
         `within_s`."""
         ended = SimpleQueue[tuple[T | None, BaseException | None]]()
         _start(function, ended)
@@ -386,7 +386,7 @@ class _Download:
 
 
 def _start(function: Callable[[], T], ended: "SimpleQueue[tuple[T | None, BaseException | None]]") -> None:
-    """Call `function` on a thread that dies with the process. Its result or its error goes to `ended`."""
+    """Call `function` on a daemon thread, and put its result or its error into `ended`."""
 
     def work() -> None:
         try:
@@ -398,8 +398,8 @@ def _start(function: Callable[[], T], ended: "SimpleQueue[tuple[T | None, BaseEx
 
 
 def _connect() -> None:
-    """Connect to the hub, or to the proxy before it, and disconnect. Raises OSError."""
-    import urllib.request  # it brings http and ssl, which no start from a folder needs
+    """Connect to the hub, or to its proxy, and disconnect. Raises OSError."""
+    import urllib.request  # imports http and ssl, which a start from a local folder does not need
 
     from huggingface_hub import constants
 
@@ -412,7 +412,7 @@ def _connect() -> None:
 
 
 def _bar(add: Callable[[int], None]) -> type:
-    """Make a class that huggingface_hub uses as progress bar of one file: it calls `add` and shows nothing."""
+    """Make a progress bar class for huggingface_hub, which calls `add` and shows nothing."""
 
     class CountingBar:
         def __init__(self, *_: Any, initial: int = 0, **__: Any) -> None:
@@ -437,12 +437,12 @@ def _bar(add: Callable[[int], None]) -> type:
 
 
 class _Lacks(Exception):
-    """A clause that says what a repository lacks, to be put behind its name."""
+    """A clause about a missing part of a repository, to follow the repository's name."""
 
 
 @contextmanager
 def _one_sentence(source: HubSource) -> Iterator[None]:
-    """Translate any exception of huggingface_hub into a ModelError that says what to do."""
+    """Translate any exception of huggingface_hub into a ModelError with advice."""
     try:
         yield
     except VllmLiteError:

@@ -1,7 +1,7 @@
-"""Models that lie in the hub's cache: each with its size, its family, its format and when it was last read.
+"""Models in the hub's cache: size, family, format and time of last access of each.
 
-The cache is huggingface_hub's own, which other programs share. A repository may hold a model in safetensors, which has
-the repository's name, and several in GGUF files, which have a label behind it.
+The cache is huggingface_hub's, and shared with other programs. A repository may have a model in safetensors, under the
+repository's name, and several in GGUF files, with a label appended.
 """
 
 import re
@@ -23,7 +23,7 @@ UNKNOWN = "unknown"
 
 
 class FileFacts(NamedTuple):
-    """Facts that the files of a model say of it without being loaded."""
+    """Facts in a model's files, read without loading it."""
 
     family: str
     format: str
@@ -33,20 +33,20 @@ class FileFacts(NamedTuple):
 
 
 class CachedModel(NamedTuple):
-    """A model in the cache. `path` is what an engine is given: a folder, or the first of its GGUF files."""
+    """A model in the cache. `path` is the model argument of an engine: a folder, or the first GGUF file."""
 
     name: str
     commit: str
     path: Path
     num_bytes: int
     used_s: float
-    """When one of its files was last read, as far as the file system knows."""
+    """Time at which one of its files was last read, by the file system."""
     is_whole: bool
     facts: FileFacts
 
 
 def facts_of(path: Path) -> FileFacts:
-    """Look at a model's folder or GGUF file; what it does not say is "unknown"."""
+    """Read the facts of a model's folder or GGUF file; missing ones are "unknown"."""
     if path.is_file():
         return _gguf_facts(path)
     config: dict[str, Any] = {}
@@ -65,7 +65,7 @@ def facts_of(path: Path) -> FileFacts:
 
 
 def cached_models(cache_dir: str | None = None) -> list[CachedModel]:
-    """Every model of the cache, by name; of each repository the revision that was fetched last."""
+    """All models of the cache, sorted by name; for each repository the latest revision."""
     found: list[CachedModel] = []
     for repository, revision in _revisions(_scan(cache_dir)):
         found += _models_of(repository, revision)
@@ -73,7 +73,7 @@ def cached_models(cache_dir: str | None = None) -> list[CachedModel]:
 
 
 def find_cached(name: str, cache_dir: str | None = None) -> CachedModel:
-    """Return the model of this name. Raises ModelError, with the names that there are."""
+    """Return the model of this name. Raises ModelError, listing the existing names."""
     models = cached_models(cache_dir)
     wanted = [model for model in models if model.name.lower() == name.lower()]
     wanted = wanted or [model for model in models if model.name.partition(":")[0].lower() == name.lower()]
@@ -85,7 +85,7 @@ def find_cached(name: str, cache_dir: str | None = None) -> CachedModel:
 
 
 def cached_at(path: Path, cache_dir: str | None = None) -> CachedModel:
-    """Return the model whose folder or file this is. Raises ModelError."""
+    """Return the model at `path`. Raises ModelError."""
     found = next((model for model in cached_models(cache_dir) if model.path == path), None)
     if found is None:
         raise ModelError(f"{path}: is no model of the cache")
@@ -93,8 +93,8 @@ def cached_at(path: Path, cache_dir: str | None = None) -> CachedModel:
 
 
 def remove_cached(name: str, cache_dir: str | None = None) -> tuple[CachedModel, int]:
-    """Remove a model's files, and its repository with the last of its models. Returns it, and the bytes that are free
-    now. Raises ModelError."""
+    """Remove a model's files, and its repository with its last model. Returns the model, and the number of bytes freed.
+    Raises ModelError."""
     model = find_cached(name, cache_dir)
     repository = model.name.partition(":")[0]
     scan = _scan(cache_dir)
@@ -111,7 +111,7 @@ def remove_cached(name: str, cache_dir: str | None = None) -> tuple[CachedModel,
 
 
 def _unlink(file: Path) -> int:
-    """Remove a file of a snapshot, and the blob that it is a link to. Returns the bytes that were its own."""
+    """Remove a file of a snapshot, and the blob to which it links. Returns the bytes freed."""
     blob = file.resolve()
     num_bytes = blob.stat().st_size if blob.exists() else 0
     file.unlink(missing_ok=True)
@@ -138,7 +138,7 @@ def _all_revisions(scan: "HFCacheInfo") -> Iterator[tuple[str, "CachedRevisionIn
 
 
 def _revisions(scan: "HFCacheInfo") -> Iterator[tuple[str, "CachedRevisionInfo"]]:
-    """Yield each repository with the revision that its branch names, or the one that was changed last."""
+    """Yield each repository with the revision of its main branch, or the last modified one."""
     latest: dict[str, CachedRevisionInfo] = {}
     for name, revision in _all_revisions(scan):
         before = latest.get(name)
@@ -184,7 +184,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def label_of(first: str, names: Sequence[str]) -> str:
-    """Return the shortest label by which `first` is chosen among the GGUF files `names`."""
+    """Return the shortest label that selects `first` among the GGUF files `names`."""
     stem = re.sub(r"-\d{5}-of-\d{5}$", "", first.rpartition("/")[2][: -len(".gguf")])
     pieces = re.split(r"([-.])", stem)
     for start in range(len(pieces) - 1, -1, -2):

@@ -1,7 +1,6 @@
-"""Names of models as people type them: hub ids with the hub's address before them, and names of Ollama's library.
+"""hub_id(): resolves names of models as people type them: hub ids with the hub's URL, and names of Ollama's library.
 
-Ollama's library is no hub: what lies there is no file that is read here. Its names are refused with the hub id of the
-same model.
+Files in Ollama's library cannot be read here. Its names are refused with the hub id of the same model.
 """
 
 import re
@@ -33,7 +32,7 @@ SAME_MODELS = {
     "smollm2:135m": "HuggingFaceTB/SmolLM2-135M-Instruct",
     "tinyllama": "TheBloke/TinyLlama-1.1B-Chat-v1.0-GGUF:Q4_K_M",
 }
-"""Names of Ollama's library -> hub ids. A name without a tag is that of the library's usual size."""
+"""Names of Ollama's library -> hub ids. A name without a tag means the library's default size."""
 _ADDRESS = re.compile(r"(?:https?://)?(?:www\.)?(?:hf\.co|huggingface\.co)/")
 _LIBRARY = re.compile(r"(?:https?://)?(?:registry\.)?ollama\.(?:ai|com)/(?:library/)?|library/")
 _REST = re.compile(r"/(?:tree|blob|resolve)/.*$")
@@ -41,8 +40,8 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]*(?::[\w.-]+)?")
 
 
 def hub_id(name: str) -> str:
-    """Return the hub id in `name`: without the hub's address, and without the path of a page. Raises ModelError for a
-    name of Ollama's library, with the hub id to use."""
+    """Return the hub id in `name`, without the hub's URL and the path of a page. Raises ModelError for a name of
+    Ollama's library, with the hub id to use."""
     own = _REST.sub("", _ADDRESS.sub("", name, count=1)).rstrip("/")
     of_library = _LIBRARY.sub("", own, count=1)
     if "/" in of_library or (of_library == own and not _NAME.fullmatch(own)):

@@ -1,5 +1,5 @@
-"""A model in numbers: one frozen `ModelSpec`, which `config_json.load_spec` reads. No torch. Engine, client, planner
-and worker size all things by it."""
+"""ModelSpec: the numbers of a model in one frozen struct, read by `config_json.load_spec`. Engine, client, planner and
+worker derive all sizes from it. No torch."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -27,29 +27,30 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class AttentionSpec(msgspec.Struct, frozen=True):
-    """Attention of a layer, as far as a KV cache and an attention backend have to know it."""
+    """Attention of a layer, as needed by the KV cache and attention backends."""
 
     num_heads: int
     num_kv_heads: int
     head_size: int
     scale: float
-    """Scores are multiplied by it."""
+    """Factor on scores."""
     window: int | None = None
-    """How many tokens a query sees, itself included: query i sees the keys (i - window, i]. None = all before it."""
+    """Number of tokens that a query sees, including itself: query i sees the keys (i - window, i]. None = all before
+    it."""
     soft_cap: float = 0.0
     """Scores become cap * tanh(score / cap), after scaling and before ALiBi; 0 = no cap."""
     alibi_slopes: tuple[float, ...] | None = None
     """Per head: slope * (key position - query position) is added to the score (Press et al. 2022)."""
     sinks: bool = False
-    """Whether each head has a learned logit that joins the softmax and attends to nothing."""
+    """Whether each head has a learned logit in the softmax without a value (attention sink)."""
     block_sparse: BlockSparse | None = None
     """The pattern of key blocks that a query sees; None = all."""
     value_size: int | None = None
-    """None = V is as large as K, and kept beside it; else V is the first so many elements of K (latent attention)."""
+    """None = V has K's size and is stored beside it; else V is the first so many elements of K (latent attention)."""
     index_size: int = 0
-    """Elements that the cache keeps of a token and KV head behind K for another use: its key in an index."""
+    """Further elements per token and KV head stored after K: the key of an index."""
     whole_images: int = 0
-    """The most tokens of an image, where each of them sees those behind it in the image, too; 0 = none does."""
+    """Maximum number of tokens of an image with bidirectional attention within it; 0 = causal."""
 
     @property
     def query_size(self) -> int:
@@ -58,17 +59,17 @@ class AttentionSpec(msgspec.Struct, frozen=True):
 
     @property
     def output_size(self) -> int:
-        """Elements of what a token gets from V."""
+        """Elements of a token's attention output."""
         return self.num_heads * (self.value_size or self.head_size)
 
     @property
     def cached_parts(self) -> int:
-        """Number of parts in the cache: 2 for K and V, 1 where V is a part of K."""
+        """Number of parts in the cache: 2 for K and V, 1 if V is a part of K."""
         return 2 if self.value_size is None else 1
 
     @property
     def cached_size(self) -> int:
-        """Elements that the cache keeps of a token."""
+        """Elements per token in the cache."""
         return self.num_kv_heads * (self.cached_parts * self.head_size + self.index_size)
 
     @property
@@ -77,7 +78,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
         return (self.num_heads + 2 * self.num_kv_heads) * self.head_size
 
     def heads(self, shard: Shard) -> HeadSplit:
-        """Heads of a rank. Raises ConfigError if so many ranks cannot share them."""
+        """A rank's heads. Raises ConfigError if they cannot be divided."""
         if not self.fits(shard.world):
             raise ConfigError(
                 f"tensor_parallel_size {shard.world} does not fit {self.num_heads} heads with {self.num_kv_heads} KV "
@@ -86,7 +87,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
         return HeadSplit.of(self.num_heads, self.num_kv_heads, shard)
 
     def fits(self, world: int) -> bool:
-        """Whether so many ranks can share the heads, evenly where a block-sparse pattern shifts from head to head."""
+        """Whether the heads can be divided by `world`, evenly if a block-sparse pattern shifts from head to head."""
         try:
             HeadSplit.of(self.num_heads, self.num_kv_heads, Shard(0, world))
         except ValueError:
@@ -94,11 +95,11 @@ class AttentionSpec(msgspec.Struct, frozen=True):
         return self.block_sparse is None or self.num_heads % world == 0
 
     def per_rank(self, shard: Shard) -> "AttentionSpec":
-        """The layer's attention with a rank's heads. Raises ConfigError if ranks cannot share them."""
+        """The attention with a rank's heads. Raises ConfigError if they cannot be divided."""
         query, kv = self.heads(shard)
         slopes = None if self.alibi_slopes is None else self.alibi_slopes[query.start : query.end]
         sparse = self.block_sparse
-        if sparse is not None:  # kernels take the first head to be tp_rank times the number of heads
+        if sparse is not None:  # kernels assume that the first head is tp_rank times the number of heads
             shifted = query if sparse.head_step >= 0 else kv
             sparse = replace(sparse, tp_rank=shifted.start // shifted.size)
         return msgspec.structs.replace(
@@ -107,7 +108,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
 
 
 class QueryGrowth(msgspec.Struct, frozen=True):
-    """Q is multiplied by 1 + beta * ln(1 + floor(position / original))."""
+    """Scaling of Q by its position: by 1 + beta * ln(1 + floor(position / original))."""
 
     beta: float
     original: int
@@ -118,32 +119,32 @@ class LayerSpec(msgspec.Struct, frozen=True):
 
     attention: AttentionSpec
     rope: Rope | None
-    """None = its heads are not rotated."""
+    """None = no rope."""
     query_growth: QueryGrowth | None = None
-    """How Q is made larger at late positions; None = it is not."""
+    """Scaling of Q by its position; None = none."""
     experts: ExpertsSpec | None = None
-    """None = it has an MLP."""
+    """None = an MLP."""
     latent: LatentSpec | None = None
-    """The projections of latent attention; None = each head has K and V of its own in the cache."""
+    """The projections of latent attention; None = each head has its own K and V in the cache."""
     values_are_keys: bool = False
-    """Whether V is what the projection of K gives, before K is normed and rotated."""
+    """Whether V is the output of K's projection, before norm and rope."""
     kv_layer: int | None = None
-    """The layer before it whose K and V it attends to; None = it has its own."""
+    """The earlier layer whose K and V it attends to; None = it has its own."""
     intermediate_size: int | None = None
-    """Elements between the matrices of its MLP; None = as many as the model says."""
+    """Intermediate size of its MLP; None = the model's."""
     output_gate: Literal["elements", "elements beside Q", "heads"] | None = None
-    """Whether a sigmoid of its own multiplies what a token gets from V: element by element, or a whole head by one. It
-    is made by a matrix of its own, or, "beside Q", by rows of Q's in turn with those of each head."""
+    """Sigmoid gate on attention's output: per element, or per head. Its projection is a matrix or, "beside Q", rows
+    among Q's by head."""
     recurrent: DeltaNetSpec | MambaSpec | ShortConvSpec | None = None
-    """What the layer has instead of attention: it keeps a state and no KV, and `attention` is that of other layers. One
-    that says `beside_attention` stands beside it, and the layer keeps both."""
+    """The recurrent part, with a state and no KV; `attention` is then that of other layers. With `beside_attention`,
+    the layer has both."""
     only: Literal["attention", "MLP"] | None = None
-    """The one block that it has, attention or what stands for it, or an MLP or experts; None = both. A layer with an
-    MLP alone keeps nothing of a sequence, and `attention` is that of other layers."""
+    """The layer's only block, attention (or a recurrent part) or an MLP (or experts); None = both. With only an MLP,
+    `attention` is that of other layers."""
 
     @property
     def attends(self) -> bool:
-        """Whether it has attention, or what stands for it."""
+        """Whether it has attention, or a recurrent part instead."""
         return self.only != "MLP"
 
     @property
@@ -152,19 +153,21 @@ class LayerSpec(msgspec.Struct, frozen=True):
 
     @property
     def keeps_kv(self) -> bool:
-        """Whether it writes K and V of its own to the cache."""
+        """Whether it writes its own K and V to the cache."""
         return self.attends and self.kv_layer is None and (self.recurrent is None or self.recurrent.beside_attention)
 
     @property
     def blocks(self) -> "tuple[LayerSpec, LayerSpec]":
-        """The layer with attention alone, and with what keeps a state alone; both are itself where it has but one."""
+        """The layer with only its attention, and with only its recurrent part; the layer twice if it does not have
+        both."""
         if not isinstance(self.recurrent, MambaSpec) or not self.recurrent.beside_attention:
             return self, self
         alone = msgspec.structs.replace(self.recurrent, beside_attention=False)
         return msgspec.structs.replace(self, recurrent=None), msgspec.structs.replace(self, recurrent=alone)
 
     def per_rank(self, shard: Shard, *, held: bool = True) -> "LayerSpec":
-        """The layer with a rank's heads; one that its stage has not `held` keeps nothing. Raises as AttentionSpec's."""
+        """The layer with a rank's heads; a layer of another stage (not `held`) keeps nothing. Raises as
+        AttentionSpec's."""
         recurrent = self.recurrent.per_rank(shard) if held and self.recurrent is not None else None
         attention, only = self.attention.per_rank(shard), self.only if held else "MLP"
         return msgspec.structs.replace(self, attention=attention, recurrent=recurrent, only=only)
@@ -177,13 +180,13 @@ class LayerSpec(msgspec.Struct, frozen=True):
 
     @property
     def rotated_size(self) -> int:
-        """Elements of a head that `rope` is made for."""
+        """Elements of a head to which `rope` applies."""
         return self.attention.head_size if self.latent is None else self.latent.rope_size
 
     @property
     def attention_buffers(self) -> tuple[int, int, int]:
-        """Elements of a token's activations on its way through attention: what the first projections give, what it
-        gets from V, and what else there is."""
+        """Elements per token in attention's buffers: output of the first projections, attention output, and further
+        buffers."""
         own, latent = self.attention, self.latent
         if not self.attends:
             return 0, 0, 0
@@ -195,30 +198,30 @@ class LayerSpec(msgspec.Struct, frozen=True):
 
 
 class NormSpec(msgspec.Struct, frozen=True):
-    """The norms before, behind and after the layers."""
+    """The norms before and after blocks and after the layers."""
 
     eps: float
     kind: Literal["rms", "wide rms", "layer"] = "rms"
-    """"rms" rounds before it multiplies by the weight, as Llama does; "wide rms" computes in float32 and rounds once;
-    "layer" is LayerNorm, which does so, too."""
+    """"rms" rounds before multiplying by the weight, as Llama does; "wide rms" computes in float32 and rounds once;
+    "layer" is LayerNorm, which also rounds once."""
     bias: bool = False
     plus_one: bool = False
-    """Whether the weight is stored as its difference from 1."""
+    """Whether weights are stored as differences from 1."""
 
 
 class EncoderSpec(msgspec.Struct, frozen=True):
-    """Parts of a model that reads each text as a whole, all tokens at once, and keeps no KV."""
+    """Parts of an encoder, which processes each text at once and has no KV cache."""
 
     num_positions: int = 0
     """Rows of its table of learned positions, 0 if there is none."""
     position_offset: int = 0
-    """So many rows of that table stand before that of position 0."""
+    """Number of rows of that table before that of position 0."""
     num_types: int = 0
     """Rows of its table of token types, 0 if there is none."""
 
 
 class LayerGroup(msgspec.Struct, frozen=True):
-    """Layers whose KV blocks are allocated together, because they attend alike and see the same positions."""
+    """Layers whose KV blocks are allocated together, as they have equal attention and positions."""
 
     layers: tuple[int, ...]
     attention: AttentionSpec
@@ -232,16 +235,16 @@ class LayerGroup(msgspec.Struct, frozen=True):
         return "full" if self.window is None else "sliding"
 
     def kv_shape(self, block_size: int, row_extra: int = 0) -> tuple[int, int, int, int, int]:
-        """Shape of one block: [num_layers, 2, num_kv_heads, block_size, head_size + row_extra]; with 1 in place of 2
-        where V is a part of K, and rows that are longer by the key of an index where there is one. `row_extra`:
-        elements that a head of a token takes for its scale."""
+        """Shape of one block: [num_layers, 2, num_kv_heads, block_size, head_size + row_extra]; with 1 in place of 2 if
+        V is a part of K, and rows longer by an index's key, if any. `row_extra`: elements per token and head for its
+        scale."""
         own = self.attention
         row = own.head_size + own.index_size + row_extra
         return len(self.layers), own.cached_parts, own.num_kv_heads, block_size, row
 
 
 class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A model in numbers, as `config_json.load_spec` reads and checks it: a decoder, unless it is an `encoder`."""
+    """The numbers of a model, read and checked by `config_json.load_spec`: a decoder, unless it has `encoder`."""
 
     architecture: str
     vocab_size: int
@@ -256,11 +259,11 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     kv_groups: tuple[LayerGroup, ...]
     draft_layers: tuple[LayerSpec, ...] = ()
-    """Layers of another model, which drafts for this one: `kv_groups` have their KV behind that of the model's own."""
+    """Layers of a drafter: `kv_groups` have their KV after that of the model's own layers."""
     implementation: Literal["native", "transformers"] = "native"
-    """Whether a class of `models` computes it, or transformers' own with the engine's attention and linear layers."""
+    """Whether a class of `models` computes it, or transformers' code with the engine's attention and linear layers."""
     folder: str = ""
-    """The checkpoint, from whose config.json transformers makes its model; empty for a native one."""
+    """The checkpoint folder, for transformers' models; empty for a native one."""
     activation: Activation = "silu"
     gated_mlp: bool = True
     """Whether the MLP is down(activation(gate(x)) * up(x)); else down(activation(up(x)))."""
@@ -269,52 +272,52 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Whether attention's output projection has a bias."""
     mlp_bias: bool = False
     qkv_layout: Literal["stacked"] | None = None
-    """Order of Q, K and V in the checkpoint's tensors (`layers.attention.qkv_layout`), if not as the family has it."""
+    """Order of Q, K and V in the checkpoint's tensors (`layers.attention.qkv_layout`), if not the family's."""
     splits_gate_up: bool = False
-    """Whether gate and up are two tensors also where the family's own checkpoints have one of both."""
+    """Whether gate and up are two tensors even if the family's own checkpoints have one."""
     qk_norm: Literal["head", "all heads", "bare head"] | None = None
-    """How Q and K are normed before they are rotated: by heads, "bare" ones without a weight, or all of a token."""
+    """Norms of Q and K before rope: per head ("bare": without a weight), or over all heads of a token."""
     norms_per_layer: int = 2
     output_norm_eps: float | None = None
-    """The eps of the norms behind blocks, where a family has one of their own; None = that of the others."""
+    """Epsilon of the norms after blocks, if different; None = that of the others."""
     parallel_blocks: bool = False
-    """Whether attention and MLP read the same residual stream, in families of which some models do and some do not."""
+    """Whether attention and MLP read the same residual stream, in families where models differ in this."""
     embedding_scale: float = 1.0
-    """Token vectors are multiplied by it."""
+    """Factor on token embeddings."""
     attention_scale: float = 1.0
-    """What attention gives is multiplied by it, in families where that is no other block's factor."""
+    """Factor on attention's output, in families where it differs from that of other blocks."""
     gate_scale: float = 1.0
-    """The gate of MLPs is multiplied by it before its activation."""
+    """Factor on the gate of MLPs before its activation."""
     residual_scale: float = 1.0
-    """What attention and MLP give is multiplied by it before it is added."""
+    """Factor on the outputs of attention and MLP before they are added."""
     logits_scale: float = 1.0
-    """Logits are multiplied by it."""
+    """Factor on logits."""
     logits_soft_cap: float = 0.0
     """Logits become cap * tanh(logit / cap), after scaling; 0 = no cap."""
     num_unread_layers: int = 0
-    """How many layers may lie behind the others in the files; they predict further tokens, and nobody reads them."""
+    """Number of layers in the files after the others, which predict further tokens (MTP) and are not loaded."""
     qkv_clip: float = 0.0
-    """Q, K and V are limited to this much on both sides of 0, before Q and K are rotated; 0 = they are not."""
+    """Bound on the magnitude of Q, K and V, before rope; 0 = none."""
     value_norm: bool = False
-    """Whether V is normed, each head by itself, without a weight."""
+    """Whether V is normed per head, without a weight."""
     mlp_beside_experts: bool = False
-    """Whether a layer with experts has an MLP, too."""
+    """Whether layers with experts also have an MLP."""
     per_layer_size: int = 0
-    """Elements that each layer gets of a token besides, from a table and by a projection, added up; 0 = nothing."""
+    """Elements of per-layer embeddings: the sum of a table's row and a projection; 0 = none."""
     extra_parameters: int = 0
-    """How many weights there are that no other field counts, as those of learned positions."""
+    """Number of parameters that no other field counts, such as learned positions."""
     quantization: AnyQuantization | None = None
-    """How the checkpoint stores its weights, if not as floats."""
+    """The checkpoint's quantization, if it has one."""
     kv_cache_dtype: Literal["fp8_e4m3"] | None = None
-    """The type of KV cache that the checkpoint was calibrated for, if not its dtype."""
+    """The KV cache dtype for which the checkpoint was calibrated, if not its own."""
     encoder: EncoderSpec | None = None
-    """What an encoder has of its own; its layers attend to all tokens of a text, and it has no `kv_groups`."""
+    """Parts of an encoder, whose layers attend to all tokens of a text and which has no `kv_groups`."""
     vision: VisionSpec | None = None
-    """Its tower for images; None: it reads text alone."""
+    """Its vision tower; None: text only."""
     pooling: PoolingSpec | None = None
-    """How its hidden states become vectors or scores; None: they only become logits."""
+    """Pooling of its hidden states; None: they only become logits."""
     tied_in_config_only: bool = False
-    """Whether config.json calls the head tied to the embedding, and the files hold another, see `tied_head`."""
+    """Whether config.json ties the head to the embedding but the files have another head; see `tied_head`."""
 
     @property
     def num_layers(self) -> int:
@@ -326,18 +329,17 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def layers_without_kv(self) -> frozenset[int]:
-        """Layers that attend to K and V of another one."""
+        """Layers that attend to another layer's K and V."""
         return frozenset(index for index, own in enumerate(self.layers) if own.kv_layer is not None)
 
     @property
     def experts(self) -> ExpertsSpec | None:
-        """Experts of every layer that has some; families whose layers differ in them are refused."""
+        """Experts of the layers that have some; families whose layers differ in them are refused."""
         return next((own.experts for own in self.layers if own.experts is not None), None)
 
     def per_rank(self, shard: Shard) -> "ModelSpec":
-        """The model with the heads that a rank holds, where layers of other stages keep nothing: what its attention and
-        its KV cache are made by. All other sizes remain those of the whole model. Raises ConfigError if so many ranks
-        cannot share the heads."""
+        """The model with a rank's heads, for its attention and KV cache; layers of other stages keep nothing, other
+        sizes are the whole model's. Raises ConfigError if the heads cannot be divided."""
         held, kept = shard.stage.layers(self.num_layers), shard.stage.kept
         layers = tuple(own.per_rank(shard, held=layer in held) for layer, own in enumerate(self.layers))
         groups = tuple(
@@ -346,10 +348,10 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, layers=layers, kv_groups=groups)
 
     def shared_by(self, world: int) -> "ModelSpec":
-        """The model with KV groups of equal bytes on each of `world` ranks, which share its heads: where these are more
-        than a layer's KV heads, each holds a whole one, and so more of that layer than of others.
+        """The model with KV groups of equal bytes on each of `world` ranks. With more ranks than a layer has KV heads,
+        each rank holds a whole head, and so a larger share of that layer than of others.
 
-        Raises ConfigError if so many ranks cannot share the heads.
+        Raises ConfigError if the heads cannot be divided.
         """
         return (
             self
@@ -358,13 +360,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def with_drafter(self, layers: "tuple[LayerSpec, ...]", world: int = 1) -> "ModelSpec":
-        """The model on `world` ranks, with the KV of these layers, which draft for it, in the same block tables. Raises
-        ConfigError if so many ranks cannot share the heads."""
+        """The model on `world` ranks with the KV of a drafter's layers in the same block tables. Raises ConfigError if
+        the heads cannot be divided."""
         groups = make_kv_groups((*self.layers, *layers), world)
         return msgspec.structs.replace(self, kv_groups=groups, draft_layers=layers)
 
     def check_tensor_parallel(self, shard: Shard) -> None:
-        """Raises ConfigError, with the numbers that would do, unless so many ranks can share all that is split."""
+        """Raise ConfigError, with valid numbers of ranks, unless everything can be divided among the ranks."""
         if self._fits(shard):
             return
 
@@ -396,29 +398,29 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return fits and all(own.attention.fits(tp) for own in dict.fromkeys(self.layers))
 
     def block_elements(self, block_size: int, row_extra: int = 0) -> int:
-        """K and V in one block. Groups share one pool, so the smaller ones are padded to the largest."""
+        """Elements of K and V in one block. Groups share one pool, so smaller ones are padded to the largest."""
         return max((math.prod(group.kv_shape(block_size, row_extra)) for group in self.kv_groups), default=0)
 
     def kv_block_bytes(self, block_size: int, dtype_bytes: int, tp: int = 1, scale_bytes: int = 0) -> int:
         """Bytes of one KV block on each of `tp` ranks: K and V of `block_size` tokens in all layers of a group, and
         `scale_bytes` for each token and head, a multiple of `dtype_bytes`.
 
-        Raises ConfigError if so many ranks cannot share the heads.
+        Raises ConfigError if the heads cannot be divided.
         """
         own = self.shared_by(tp).per_rank(Shard(0, tp))
         return own.block_elements(block_size, scale_bytes // dtype_bytes) * dtype_bytes
 
     @property
     def state_elements(self) -> int:
-        """Elements of a sequence's state in all recurrent layers; 0 = there are none."""
+        """Elements of a sequence's state over all recurrent layers; 0 = none."""
         return sum(own.recurrent.state_elements for own in self.layers if own.recurrent is not None)
 
     def state_bytes(self, tp: int = 1) -> int:
-        """Bytes of one state slot on each of `tp` ranks. Raises ConfigError if so many ranks cannot share the heads."""
+        """Bytes of one state slot on each of `tp` ranks. Raises ConfigError if the heads cannot be divided."""
         return self.per_rank(Shard(0, tp)).state_elements * STATE_BYTES if self.state_elements else 0
 
     def num_parameters(self) -> int:
-        """Weights of the whole model; a tied LM head counts once."""
+        """Number of parameters of the whole model; a tied LM head counts once."""
         num_matrices = 3 if self.gated_mlp else 2
         mlps = 0
         for own in self.layers:
@@ -434,13 +436,13 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
         return embeddings + layers + norm + self.extra_parameters
 
     def active_parameters(self, num_tokens: int = 1) -> int:
-        """Parameters that a step of so many tokens passes: all but the experts that none of them is likely to be sent
-        to."""
+        """Expected number of parameters used by a step of `num_tokens`: all but those of experts to which no token is
+        routed."""
         sparse = [own.experts for own in self.layers if own.experts is not None]
         return self.num_parameters() - sum(own.idle_parameters(self.hidden_size, num_tokens) for own in sparse)
 
     def size(self) -> str:
-        """Number of parameters, for people."""
+        """Number of parameters, for humans."""
         return describe_parameters(self.num_parameters(), self.active_parameters())
 
     def _attention_parameters(self, layer: LayerSpec) -> int:
@@ -461,14 +463,14 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_kv_groups(layers: Sequence[LayerSpec], world: int = 1) -> tuple[LayerGroup, ...]:
-    """Partition the layers that keep KV into groups of one block size: by how they attend, full attention first, with
-    the heads that each of `world` ranks holds. Raises ConfigError if so many ranks cannot share the heads.
+    """Partition the layers with KV into groups of one block size, by equal attention, full attention first, with the
+    heads of each of `world` ranks. Raises ConfigError if the heads cannot be divided. Layers without KV of their own
+    are in no group.
 
-    All blocks have the same bytes, so a kind with fewer bytes in its layers is padded and one with more is split. Of
-    all such sizes that one is taken for which padding plus groups are fewest, both in layers: a padded layer costs
-    memory in every block, a group costs tables and slots in every step. 14 full and 14 sliding layers make 1 + 1
-    groups of 14; 4 full and 22 sliding make 1 + 6 of 4, two of them padding; 3 full and 1 sliding make 3 + 1 of 1.
-    Layers that keep no KV, or attend to that of another, are in no group; where all are so there is none.
+    All blocks have the same bytes, so a kind with fewer bytes in its layers is padded and one with more is split. Among
+    the possible sizes, the one with the smallest sum of padded layers and groups is chosen: a padded layer costs memory
+    in every block, a group costs tables and slots in every step. 14 full and 14 sliding layers make 1 + 1 groups of 14;
+    4 full and 22 sliding make 1 + 6 of 4, two of them padding; 3 full and 1 sliding make 3 + 1 of 1.
     """
     kinds: dict[AttentionSpec, list[int]] = {}
     for index, layer in enumerate(layers):
@@ -477,7 +479,7 @@ def make_kv_groups(layers: Sequence[LayerSpec], world: int = 1) -> tuple[LayerGr
     if not kinds:
         return ()
     held = {kind: kind.per_rank(Shard(0, world)) for kind in kinds}
-    widths = {kind: own.cached_size for kind, own in held.items()}  # of a layer in a block, per token
+    widths = {kind: own.cached_size for kind, own in held.items()}  # elements of a layer in a block, per token
     widest, total = max(widths.values()), sum(widths[kind] * len(members) for kind, members in kinds.items())
 
     def cost(size: int) -> int:
@@ -494,6 +496,6 @@ def make_kv_groups(layers: Sequence[LayerSpec], world: int = 1) -> tuple[LayerGr
 
 
 def _listed(numbers: Iterable[int]) -> str:
-    """ "1, 2 or 4"."""
+    """List numbers like "1, 2 or 4"."""
     *others, last = map(str, numbers)
     return f"{', '.join(others)} or {last}" if others else last

@@ -1,6 +1,6 @@
-"""MTP heads: layers that a checkpoint has behind its own, which predict a further token from a hidden state. No torch.
+"""MTP heads: further layers of a checkpoint, which predict one more token from a hidden state. No torch.
 
-From the hidden state h of a token behind the model's last norm, and the next token t, a head predicts the one after t:
+From the hidden state h of a token after the model's last norm, and the next token t, a head predicts the one after t:
 
     x = fc(concat(norm(embedding(t)), norm(h)));  y = norm(layer(x));  logits = the model's own head of y
 
@@ -19,14 +19,14 @@ from vllm_lite.errors import ConfigError
 
 
 class MTPNames(NamedTuple):
-    """A checkpoint's names for the parts of a head."""
+    """A checkpoint's tensor names for the parts of a head."""
 
     embedding_norm: str
     hidden_norm: str
     fc: str
     norm: str
     layers: tuple[str, ...]
-    """Beginnings of the names of the layers' parts."""
+    """Prefixes of the names of the layers' tensors."""
 
 
 OF_QWEN = MTPNames("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", ("mtp.layers.0.",))
@@ -38,7 +38,8 @@ OF_NEMOTRON = MTPNames(
     ("mtp.layers.0.", "mtp.layers.1."),
 )
 OF_DEEPSEEK = MTPNames("enorm", "hnorm", "eh_proj", "shared_head.norm", ("",))
-"""Under the name of the layer behind the last one. Its `embed_tokens` and `shared_head.head` are the model's own."""
+"""Names below that of the layer after the last one. Its `embed_tokens` and `shared_head.head` are copies of the
+model's."""
 FAMILIES = {
     "DeepseekV3ForCausalLM": OF_DEEPSEEK,
     "Glm4MoeForCausalLM": OF_DEEPSEEK,
@@ -51,12 +52,12 @@ FAMILIES = {
     "Qwen3_5MoeForCausalLM": OF_QWEN,
     "Qwen3_5MoeForConditionalGeneration": OF_QWEN,
 }
-"""Architectures whose heads are served. Llama has none by itself: those that examples/demo_model/train_head.py trains
-are named as Qwen's."""
+"""Architectures with supported heads. Llama's own checkpoints have none: those trained by
+examples/demo_model/train_head.py have Qwen's names."""
 
 
 def head_names(spec: ModelSpec) -> MTPNames:
-    """The names of the tensors of the head of `spec`. Raises ConfigError for an architecture that has none."""
+    """Tensor names of the head for `spec`. Raises ConfigError for an architecture without one."""
     if spec.architecture not in FAMILIES or spec.implementation != "native":
         raise ConfigError(
             f"speculative_config: method mtp drafts with a head that the checkpoint has, and none is known of "
@@ -71,8 +72,8 @@ def head_names(spec: ModelSpec) -> MTPNames:
 
 
 def head_layers(spec: ModelSpec) -> tuple[LayerSpec, ...]:
-    """The layers of the head: one as the last of the model's own with attention, and where that has no MLP, one as the
-    last that is an MLP, of experts if there are some. Raises ConfigError for a model that has none."""
+    """Layers of the head: one like the model's last attention layer and, if that has no MLP, one like its last MLP or
+    experts layer. Raises ConfigError for a model without a head."""
     names = head_names(spec)
     attending = next(layer for layer in reversed(spec.layers) if layer.recurrent is None and layer.keeps_kv)
     if len(names.layers) == 1:
@@ -87,12 +88,12 @@ def head_layers(spec: ModelSpec) -> tuple[LayerSpec, ...]:
 
 
 def head_spec(spec: ModelSpec) -> ModelSpec:
-    """The head as a model of its layers. Raises ConfigError for an architecture that has none."""
+    """The head as a model of its layers. Raises ConfigError for an architecture without one."""
     return msgspec.structs.replace(spec, layers=head_layers(spec), draft_layers=(), kv_groups=())
 
 
 def head_tensors(spec: ModelSpec, names: Iterable[str]) -> list[str]:
-    """The tensors among `names` that the head has for itself. Raises ConfigError if there is no head among them."""
+    """The tensors of `names` that belong to the head. Raises ConfigError if there is no head."""
     of = head_names(spec)
     if f"{of.fc}.weight" not in (names := list(names)):
         raise ConfigError(

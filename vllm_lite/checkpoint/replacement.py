@@ -1,4 +1,4 @@
-"""Whether the weights in one folder can take the place of others: the same model, trained further."""
+"""check_same_model(): whether the weights in one folder can replace others: the same model, trained further."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -12,25 +12,25 @@ from vllm_lite.checkpoint.tensors.headers import locate, read_headers
 from vllm_lite.errors import ModelError
 
 _MAY_DIFFER = frozenset({"folder", "dtype", "bos_token_id"})
-"""Fields of ModelSpec that decide nothing about an engine that runs."""
+"""Fields of ModelSpec that do not affect a running engine."""
 _IN_PARTS = (tuple, msgspec.Struct)
-"""Fields of these types are too long for a sentence: their first difference is named."""
+"""Types of fields that are too long for an error: their first difference is named."""
 _HEADS = frozenset({"lm_head.weight"})
-"""A head that is tied may be in the files or not."""
+"""A tied head may be in the files or not."""
 _MAX_CHARS = 120
 
 
 class Weights(NamedTuple):
-    """A checkpoint's spec and shapes, read without loading it."""
+    """A checkpoint's spec and tensor shapes, read without loading it."""
 
     spec: ModelSpec
     shapes: dict[str, tuple[int, ...]]
-    """By the names of its tensors; empty where no files count."""
+    """Shapes by tensor name; empty if files are not compared."""
 
 
 def read_weights(folder: str, model_impl: str, *, has_files: bool) -> Weights:
-    """Read configuration and headers. Raises ModelError for what is missing, damaged, truncated or not supported.
-    Without `has_files` only the configuration counts."""
+    """Read configuration and headers. Raises ModelError for missing, damaged, truncated or unsupported files. Without
+    `has_files`, only the configuration is read."""
     spec = load_spec(folder, model_impl)
     if not has_files:
         return Weights(spec, {})
@@ -40,8 +40,8 @@ def read_weights(folder: str, model_impl: str, *, has_files: bool) -> Weights:
 
 
 def check_same_model(folder: str, new: Weights, served: Weights) -> None:
-    """Raises ModelError, with the first difference, unless both are weights of one model. What headers do not show the
-    loader finds."""
+    """Raise ModelError, with the first difference, unless both are weights of one model. Differences beyond headers are
+    found by the loader."""
     for name in ModelSpec.__struct_fields__:
         values = getattr(new.spec, name), getattr(served.spec, name)
         if values[0] != values[1] and name not in _MAY_DIFFER:
@@ -59,7 +59,7 @@ def check_same_model(folder: str, new: Weights, served: Weights) -> None:
 
 
 def _difference(new: object, old: object) -> str:
-    """The first difference of two values that consist of parts."""
+    """Describe the first difference of two composite values."""
     if isinstance(new, tuple) and isinstance(old, tuple):
         if len(new) != len(old):
             return f"of which there are {len(new)}, not {len(old)}"

@@ -1,6 +1,7 @@
-"""Position of a rank among those that hold a model together, and its share of each dimension. No torch.
+"""Shard and Split: a rank's position among those that hold a model together, and its part of each dimension. No torch.
 
-There are two axes: the ranks of a stage share the heads, rows and columns of its layers; stages share out the layers.
+There are two axes: the ranks of a stage divide the heads, rows and columns of its layers (tensor parallelism); stages
+divide the layers (pipeline parallelism).
 """
 
 from collections.abc import Sequence
@@ -12,8 +13,7 @@ from vllm_lite.config import EngineConfig, ResolvedConfig
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One of the stages that a step passes, each with layers of its own. The first embeds tokens, the last makes
-    logits."""
+    """A pipeline stage with its own layers. The first embeds tokens, the last computes logits."""
 
     index: int = 0
     count: int = 1
@@ -27,24 +27,24 @@ class Stage:
         return self.index == self.count - 1
 
     def layers(self, num_layers: int) -> range:
-        """The layers of a model that it holds: as many as another, or one fewer than stages before it."""
+        """The stage's layers of a model: all stages have equally many, or the first ones have one more."""
         held = Split.near_even(num_layers, Shard(self.index, self.count))
         return range(held.start, held.end)
 
     def kept(self, layers: Sequence[int], num_layers: int) -> tuple[int, ...]:
-        """Layers of a KV group, `layers`, that the stage keeps: its own of the model's, and all that are behind the
-        model's, as a drafter's are."""
+        """Layers of a KV group that the stage keeps: its own layers of the model, and all further ones, such as a
+        drafter's."""
         held = self.layers(num_layers)
         return tuple(layer for layer in layers if layer in held or layer >= num_layers)
 
 
 class Shard(NamedTuple):
-    """This rank's position: its number among the ranks of its stage, and the stage."""
+    """A rank's position: its number among the ranks of its stage, and the stage."""
 
     rank: int = 0
     world: int = 1
     expert_parallel: bool = False
-    """Whether each rank holds some of a layer's experts whole, instead of a part of each."""
+    """Whether each rank holds some experts whole, instead of a part of each."""
     stage: Stage = Stage()
 
     @classmethod
@@ -61,7 +61,7 @@ class Shard(NamedTuple):
 
     @property
     def all_stages(self) -> tuple["Shard", ...]:
-        """The ranks of this number in each stage."""
+        """The ranks with this number in each stage."""
         count = self.stage.count
         return tuple(self._replace(stage=Stage(index, count)) for index in range(count))
 
@@ -70,27 +70,27 @@ SINGLE = Shard()
 
 
 def num_ranks(config: ResolvedConfig) -> int:
-    """The workers of an engine, in all its stages."""
+    """Number of workers of an engine, over all stages."""
     return config.tensor_parallel_size * config.num_stages
 
 
 def answering_rank(config: ResolvedConfig) -> int:
-    """The worker that answers for all: the first one of the last stage."""
+    """The worker that returns results: the first one of the last stage."""
     return num_ranks(config) - config.tensor_parallel_size
 
 
 VOCABULARY_UNIT = 64
-"""Ranks share a vocabulary in pieces of so many tokens: a row of float32 logits is then cut at cache lines."""
+"""Ranks divide a vocabulary in units of so many tokens, so that rows of float32 logits are cut at cache lines."""
 
 
 class Split(NamedTuple):
-    """The part [start, start + size) of a dimension of `total` that one rank holds, or the `size` indices `order`."""
+    """A rank's part [start, start + size) of a dimension of `total`, or its `size` indices `order`."""
 
     total: int
     start: int
     size: int
     order: tuple[int, ...] | None = None
-    """The part's indices, where they do not follow one another."""
+    """The part's indices, if they are not consecutive."""
 
     @property
     def end(self) -> int:
@@ -101,12 +101,13 @@ class Split(NamedTuple):
         return self.size == self.total
 
     def times(self, factor: int) -> "Split":
-        """The same part of a dimension in which each element has become `factor` of them, as a head its elements."""
+        """The same part of a dimension in which each element is expanded to `factor` elements, like heads to their
+        elements."""
         return Split(self.total * factor, self.start * factor, self.size * factor)
 
     @classmethod
     def of(cls, total: int, indices: Sequence[int]) -> "Split":
-        """The part that has these indices, in their order."""
+        """The part with these indices, in this order."""
         start = indices[0] if indices else 0
         if list(indices) == list(range(start, start + len(indices))):
             return cls(total, start, len(indices))
@@ -118,7 +119,7 @@ class Split(NamedTuple):
 
     @classmethod
     def even(cls, total: int, shard: Shard) -> "Split":
-        """An equal share for each rank; `total` must be a multiple of the number of ranks."""
+        """Equal parts; `total` must be a multiple of the number of ranks."""
         size, remainder = divmod(total, shard.world)
         if remainder:
             raise ValueError(f"a dimension of {total} cannot be split over {shard.world} ranks")
@@ -126,7 +127,7 @@ class Split(NamedTuple):
 
     @classmethod
     def near_even(cls, total: int, shard: Shard, unit: int = 1) -> "Split":
-        """Shares that differ by one `unit` at most, the larger ones first; the last unit may be cut off."""
+        """Parts that differ by at most one `unit`, the larger ones first; the last unit may be incomplete."""
         num_units = -(-total // unit)
         size, num_larger = divmod(num_units, shard.world)
         first = shard.rank * size + min(shard.rank, num_larger)
@@ -135,15 +136,15 @@ class Split(NamedTuple):
 
     @classmethod
     def vocabulary(cls, size: int, shard: Shard) -> "Split":
-        """A rank's tokens of a vocabulary. Ranks may have different numbers of them, and each has some."""
+        """A rank's tokens of a vocabulary. Ranks may have different numbers of them, but at least one."""
         return cls.near_even(size, shard, VOCABULARY_UNIT if size >= VOCABULARY_UNIT * shard.world else 1)
 
 
 class HeadSplit(NamedTuple):
-    """The heads of one rank: its query heads attend to its KV heads and to no others.
+    """The heads of one rank: its query heads attend only to its KV heads.
 
-    KV heads are shared out. Where there are fewer than ranks, several ranks hold the same one, and share out the query
-    heads that attend to it: 7 query heads of one KV head are 4 and 3 over two ranks.
+    KV heads are divided among ranks. If there are fewer than ranks, several ranks hold the same KV head, and divide its
+    query heads: 7 query heads of one KV head become 4 and 3 on two ranks.
     """
 
     query: Split
@@ -151,7 +152,8 @@ class HeadSplit(NamedTuple):
 
     @classmethod
     def of(cls, num_heads: int, num_kv_heads: int, shard: Shard) -> "HeadSplit":
-        """Raises ValueError unless all ranks get the same number of KV heads, and a query head at least."""
+        """Divide the heads. Raises ValueError unless all ranks get equally many KV heads, and at least one query
+        head."""
         if num_kv_heads % shard.world == 0:
             return cls(Split.even(num_heads, shard), Split.even(num_kv_heads, shard))
         group = num_heads // num_kv_heads

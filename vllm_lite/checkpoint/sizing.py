@@ -1,6 +1,6 @@
-"""The arithmetic of memory that needs no device: how many KV blocks, which graphs, how much scratch. No torch.
+"""Computation of memory sizes without a device: KV blocks, graphs, and scratch memory. No torch.
 
-A worker computes with it what it allocates, and `vllm-lite plan` what a worker would allocate.
+A worker computes its allocations with it, and `vllm-lite plan` those that a worker would make.
 """
 
 from collections.abc import Sequence
@@ -11,32 +11,33 @@ from vllm_lite.config import GIB, ResolvedConfig
 from vllm_lite.errors import ConfigError
 
 MIN_BLOCKS = 2
-"""The null block, and one that can hold a token."""
+"""The null block, and one for tokens."""
 
 DEFAULT_STATE_GIB = 2.0
 STATES_PER_SEQUENCE = 16
-"""At most so many state slots for each sequence that may run."""
+"""Maximum number of state slots per sequence that may run."""
 
 SCRATCH_STATES = 16
-"""Sequences of a model with recurrent layers that may draft in a step with a copy of the model."""
+"""Maximum number of sequences of a model with recurrent layers that draft in a step with a copy of the model."""
 STATES_SHARE = 0.5
-"""The part of the swap space that is for the states of recurrent layers, where there are such layers."""
+"""Share of the swap space for states of recurrent layers, if the model has some."""
 VECTORS_SHARE = 1 / 16
-"""The part that is for vectors of media, where a model sees any."""
+"""Share of the swap space for vectors of media, if the model takes any."""
 
 LARGEST = 512
-"""Above this many rows the device is busy for longer than the launches take."""
+"""Number of rows above which the device is busy for longer than kernel launches take."""
 GRAPH_BYTES = 8 << 20
-"""The memory set aside for each graph beside its tensors: an allowance, not a measurement."""
+"""Bytes reserved for each graph besides its tensors: an allowance, not a measurement."""
 
 
 def configured_num_blocks(config: ResolvedConfig, block_bytes: int) -> int | None:
-    """Number of blocks that the configuration gives the KV cache; None if the device has to be profiled. A block takes
-    `block_bytes` on each rank.
+    """Number of KV blocks by the configuration; None if the device must be profiled. A block takes `block_bytes` on
+    each rank.
 
-    A number of blocks wins over a number of bytes, that over a share of the device. On a CPU there is always an answer.
+    A number of blocks overrides a number of bytes, which overrides a share of the device. On a CPU the result is never
+    None.
     """
-    if not block_bytes:  # an encoder keeps no KV, nor does a model all of whose layers keep states
+    if not block_bytes:  # encoders have no KV, nor have models with only recurrent layers
         return MIN_BLOCKS
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
@@ -54,24 +55,24 @@ def configured_num_blocks(config: ResolvedConfig, block_bytes: int) -> int | Non
 
 
 def num_host_blocks(swap_space_gib: float, block_bytes: int, state_bytes: int = 0, vector_bytes: int = 0) -> int:
-    """Whole KV blocks that fit into the swap space, beside the states and vectors of media of a model that has some."""
+    """Number of KV blocks that fit into the swap space, beside the shares for states and media vectors, if any."""
     share = (1 - STATES_SHARE if state_bytes else 1) - (VECTORS_SHARE if vector_bytes else 0)
     return 0 if not block_bytes else int(share * swap_space_gib * GIB // block_bytes)
 
 
 def num_host_states(swap_space_gib: float, state_bytes: int) -> int:
-    """States of recurrent layers that fit into their share of the swap space."""
+    """Number of recurrent states that fit into their share of the swap space."""
     return 0 if not state_bytes else int(STATES_SHARE * swap_space_gib * GIB // state_bytes)
 
 
 def num_host_vectors(swap_space_gib: float, vector_bytes: int) -> int:
-    """Vectors of media that fit into their share of the swap space."""
+    """Number of media vectors that fit into their share of the swap space."""
     return 0 if not vector_bytes else int(VECTORS_SHARE * swap_space_gib * GIB // vector_bytes)
 
 
 def num_state_slots(config: ResolvedConfig, state_bytes: int) -> int:
-    """Number of slots of so many bytes for states of recurrent layers on each worker, the unused one included; 0 for a
-    model that has no such layers. Raises ConfigError, with a size that would do, if no sequence could run."""
+    """Number of state slots of `state_bytes` on each worker, including the unused one; 0 for a model without recurrent
+    layers. Raises ConfigError, with a sufficient size, if no sequence could run."""
     if state_bytes == 0:
         return 0
     space = DEFAULT_STATE_GIB if config.state_cache_space is None else config.state_cache_space
@@ -86,8 +87,8 @@ def num_state_slots(config: ResolvedConfig, state_bytes: int) -> int:
 
 
 def scratch_slots(config: ResolvedConfig, num_slots: int) -> range:
-    """Slots behind those `num_slots` for the states of drafts, which a model that drafts for itself advances on the way
-    and drops: one for each sequence that may draft in a step. There are none where no such model drafts."""
+    """Slots after the first `num_slots` for draft states, which a self-drafting model advances and then drops: one for
+    each sequence that may draft in a step. Empty for other drafters."""
     speculation = config.speculative_config
     if num_slots == 0 or speculation is None or speculation.method != "self":
         return range(0)
@@ -95,7 +96,7 @@ def scratch_slots(config: ResolvedConfig, num_slots: int) -> range:
 
 
 def pool_flag(config: ResolvedConfig) -> str:
-    """The flag that the KV cache's size comes from, as the user would write it."""
+    """The flag that determines the KV cache's size, as a user would write it."""
     if config.num_gpu_blocks_override is not None:
         return f"--num-gpu-blocks-override {config.num_gpu_blocks_override}"
     if config.kv_cache_memory_bytes is not None:
@@ -106,9 +107,8 @@ def pool_flag(config: ResolvedConfig) -> str:
 
 
 def check_sizes(config: ResolvedConfig, block_bytes: int, memory_bytes: int) -> None:
-    """Refuse what a machine with `memory_bytes` can never allocate, before any process starts. The memory of a GPU is
-    checked in the worker. All ranks are on one machine, with `block_bytes` for a block on each. Raises ConfigError.
-    """
+    """Raise ConfigError for sizes that a machine with `memory_bytes` can never allocate, before any process starts. GPU
+    memory is checked in the worker. All ranks are on one machine, with `block_bytes` per block on each."""
     tp = config.ranks_on_machine
     sizes = [(f"--swap-space {config.swap_space:g}", config.swap_space * GIB * tp)]
     if config.device == "cpu":
@@ -122,8 +122,8 @@ def check_sizes(config: ResolvedConfig, block_bytes: int, memory_bytes: int) -> 
 
 
 def check_pool(num_blocks: int, block_bytes: int, tp: int) -> None:
-    """Refuse a KV cache that cannot hold a token; a block takes `block_bytes` on each of `tp` ranks. Raises ConfigError
-    with a size that would do."""
+    """Raise ConfigError, with a sufficient size, for a KV cache that cannot hold a token; a block takes `block_bytes`
+    on each of `tp` ranks."""
     if num_blocks < MIN_BLOCKS:
         gib = ceil(MIN_BLOCKS * block_bytes * tp / GIB * 1000) / 1000
         raise ConfigError(
@@ -137,8 +137,8 @@ def bucket_sizes(
 ) -> tuple[int, ...]:
     """Ascending batch sizes to capture: `wanted`, or `every` one, or 1, 2, 4, then in steps of 8 and beyond 256 of 16.
 
-    None is above `max_rows`, the most sequences that a step can have, nor above `largest`; unless sizes are wanted,
-    that limit is one of them. Raises ConfigError if nothing is left.
+    None exceeds `max_rows`, the maximum number of sequences in a step, or `largest`; without `wanted`, the limit is
+    included. Raises ConfigError if none is left.
     """
     limit = min(max_rows, LARGEST if largest is None and wanted is None else largest or max_rows)
     if wanted is None and every:
@@ -156,13 +156,13 @@ def bucket_sizes(
 
 
 PIECE_SIZES = (64, 128, 256, 384, 512, 768, 1024)
-"""Each is captured in one piece more than the model has layers. Up to 256 tokens a GPU takes for padding what it takes
-without, as it waits for the weights; from there on a step is padded by a half at most."""
+"""Default numbers of tokens for graphs in pieces, each with one piece more than the model has layers. Up to 256 tokens,
+padding costs a GPU no time, as it waits for weights; beyond, a step is padded by at most a half."""
 
 
 def piece_sizes(max_num_tokens: int, wanted: Sequence[int] | None = None) -> tuple[int, ...]:
-    """Ascending numbers of tokens that steps in pieces are captured for: `wanted`, or PIECE_SIZES, as far as steps may
-    have so many. None are wanted with 0."""
+    """Ascending numbers of tokens for which steps in pieces are captured: `wanted`, or PIECE_SIZES, up to the maximum
+    of a step. 0 disables them."""
     sizes = PIECE_SIZES if wanted is None else wanted
     return tuple(sorted({size for size in sizes if 0 < size <= max_num_tokens}))
 
@@ -170,10 +170,9 @@ def piece_sizes(max_num_tokens: int, wanted: Sequence[int] | None = None) -> tup
 def reserved_bytes(
     sizes: Sequence[int], vocab_size: int, table_width: int, num_groups: int, num_in_pieces: int = 0
 ) -> int:
-    """Bytes to leave free for graphs of these sizes, and of steps in pieces with so many numbers of tokens: logits, as
-    the model makes them and as they are kept, tables, and the graphs themselves. The attention backend's scratch memory
-    is counted elsewhere: graphs share it.
-    """
+    """Bytes to reserve for graphs of these sizes, and for steps in pieces with `num_in_pieces` sizes: logits as
+    computed and as kept, tables, and the graphs. Scratch memory of the attention backend, which graphs share, is
+    counted elsewhere."""
     if not sizes:
         return 0
     per_row = 2 * 4 * vocab_size + num_groups * (4 * table_width + 8) + 20

@@ -1,4 +1,4 @@
-"""A checkpoint's JSON files, read into declared types. A ModelError names the file, the key and the value."""
+"""Reads a checkpoint's JSON files into declared types. A ModelError names the file, the key and the value."""
 
 import json
 from collections.abc import Callable
@@ -17,12 +17,12 @@ Size = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Positive = Annotated[float, Meta(gt=0)]
 TokenId = Annotated[int, Meta(ge=0)]
 MAX_MESSAGE = 2000
-"""Characters of an error, which shows a value that may be as long as the file."""
+"""Maximum characters of an error, which includes a value that may be as long as the file."""
 
 
 def read_json(source: Path, parse: Callable[[Any], T], *, max_bytes: int = MAX_CONFIG_BYTES) -> T:
-    """Return what `parse` makes of the file `source`, which has at most `max_bytes`. Raises ModelError, with the file's
-    name before what `parse` raises."""
+    """Return `parse(json)` of the file `source`, of at most `max_bytes`. Raises ModelError, prefixing the errors of
+    `parse` with the file's name."""
     try:
         data = read_bounded(source, max_bytes)
     except ValueError as error:
@@ -40,7 +40,7 @@ def read_json(source: Path, parse: Callable[[Any], T], *, max_bytes: int = MAX_C
 
 
 def _decode(data: bytes) -> Any:
-    """JSON, and Infinity in it, which Python writes: as transformers 5 writes it, {"__float__": "Infinity"}."""
+    """Decode JSON; Infinity, which Python writes, becomes {"__float__": "Infinity"}, as in transformers 5."""
     try:
         return msgspec.json.decode(data)
     except msgspec.DecodeError:
@@ -54,13 +54,14 @@ def _decode(data: bytes) -> Any:
 
 
 def _bounded(message: str) -> str:
-    """Without the middle of a long message: what is wrong stands before it, and often what would be right behind."""
+    """Cut the middle of a long message: the error is at its start, and often the expected value at its end."""
     half = MAX_MESSAGE // 2
     return message if len(message) <= MAX_MESSAGE else f"{message[:half]} [...] {message[-half:]}"
 
 
 def convert(raw: Any, kind: type[T], within: str = "") -> T:
-    """Check `raw` against the declared type; the message shows the offending key and value, `within` what it is in."""
+    """Convert `raw` to the declared type. Errors show the offending key and value, and `within`, the name of the
+    enclosing value."""
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:

@@ -1,1 +1,1 @@
-"""Readers that make a ModelSpec of the config.json of each family. `config_json` chooses the module."""
+"""Readers of each family's config.json, which make a ModelSpec. `config_json` chooses the module."""

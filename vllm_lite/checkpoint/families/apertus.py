@@ -1,4 +1,4 @@
-"""Apertus: Llama with norms on Q and K, whose MLPs have no gate and an activation with weights (xIELU)."""
+"""Apertus: Llama with norms on Q and K, and ungated MLPs with a trained activation (xIELU)."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ ROPE: dict[str, Any] = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
-"""Default where config.json has none."""
+"""Default rope."""
 
 
 class ApertusConfig(LlamaConfig, kw_only=True):
@@ -34,7 +34,7 @@ def _apertus(architecture: str, raw: ApertusConfig) -> ModelSpec:
     if raw.rope_parameters is None and raw.rope_scaling is None:
         raw.rope_parameters = ROPE if raw.rope_theta is None else ROPE | {"rope_theta": raw.rope_theta}
     layers = llama_layers(raw, full_attention(raw), theta=ROPE["rope_theta"])
-    weights = 4 * len(layers)  # of the activations
+    weights = 4 * len(layers)  # parameters of the activations
     own = {"qk_norm": "head", "gated_mlp": False, "activation": XIELU, "extra_parameters": weights}
     return llama_like(architecture, raw, layers, **own)
 

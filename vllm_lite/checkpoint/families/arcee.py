@@ -1,4 +1,4 @@
-"""Arcee: Llama whose MLPs have no gate, and the square of relu."""
+"""Arcee: Llama with ungated MLPs and squared relu."""
 
 from vllm_lite.checkpoint.families.common import Family
 from vllm_lite.checkpoint.families.llama import LlamaConfig, full_attention, llama_layers, llama_like

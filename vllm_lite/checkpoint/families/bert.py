@@ -1,4 +1,4 @@
-"""BERT, RoBERTa, XLM-RoBERTa and CamemBERT: learned positions, norms behind the blocks, biases everywhere."""
+"""BERT, RoBERTa, XLM-RoBERTa and CamemBERT: learned positions, norms after the blocks, biases everywhere."""
 
 from vllm_lite.checkpoint.families.common import EncoderParts, Family, RawConfig, attention_of, encoder, layers_of
 from vllm_lite.checkpoint.layer_specs.pooling import HeadSpec
@@ -25,7 +25,7 @@ class RobertaConfig(BertConfig, kw_only=True):
 
 
 def encoder_like_bert(architecture: str, raw: BertConfig, offset: int, head: HeadSpec) -> ModelSpec:
-    """`offset`: so many rows of the table of positions stand before that of the first token."""
+    """Make the spec of an encoder. `offset`: number of rows of the position table before that of the first token."""
     if raw.position_embedding_type != "absolute":
         raise ModelError(f"position_embedding_type {raw.position_embedding_type!r} is not supported; absolute is")
     longest = raw.max_position_embeddings - offset
@@ -55,7 +55,7 @@ def _bert(architecture: str, raw: BertConfig) -> ModelSpec:
 
 
 def _roberta(architecture: str, raw: RobertaConfig) -> ModelSpec:
-    """Its positions are counted from behind the padding token's id."""
+    """Read a RoBERTa, whose positions start after the padding token's id."""
     return encoder_like_bert(architecture, raw, (raw.pad_token_id or 0) + 1, ROBERTA_HEAD)
 
 

@@ -22,7 +22,7 @@ NEOX_PARTIAL_ROTARY_FACTOR = 0.25
 
 class BloomConfig(OlderConfig, kw_only=True):
     max_position_embeddings: Size = 2048
-    """ALiBi has no end; this is the length that it was trained with, which checkpoints call seq_length."""
+    """Length of the training sequences, which checkpoints call seq_length; ALiBi itself has no limit."""
     bos_token_id: TokenId | None = 1
     eos_token_id: TokenId | list[TokenId] | None = 2
     apply_residual_connection_post_layernorm: bool = False
@@ -73,12 +73,12 @@ def _bloom(architecture: str, raw: BloomConfig) -> ModelSpec:
         qkv_bias=True,
         output_bias=True,
         mlp_bias=True,
-        extra_parameters=2 * raw.hidden_size,  # of the norm on token vectors
+        extra_parameters=2 * raw.hidden_size,  # parameters of the norm on token embeddings
     )
 
 
 def _falcon(architecture: str, raw: FalconConfig) -> ModelSpec:
-    """ALiBi is added before scores are scaled."""
+    """Read a Falcon, which adds ALiBi before scores are scaled."""
     newer, num_layers = raw.new_decoder_architecture, raw.num_hidden_layers
     if raw.num_ln_in_parallel_attn not in (None, 1, 2):
         raise ModelError(f"num_ln_in_parallel_attn {raw.num_ln_in_parallel_attn} is not supported; it must be 1 or 2")
@@ -151,15 +151,16 @@ FAMILIES = {
 }
 
 
-# ---- ALiBi's slopes, by which scores fall with the distance of a key (Press et al. 2022); no checkpoint stores them.
+# ---- ALiBi's slopes, by which scores fall with the distance of a key (Press et al. 2022); checkpoints do not store
+# them.
 
 
 def alibi_slopes(num_heads: int) -> tuple[float, ...]:
-    """The slope of each head, as transformers has them for BLOOM, in any number of heads.
+    """The slope of each head, as in transformers' BLOOM, for any number of heads.
 
-    A power of two, n, has the slopes b, b^2, ..., b^n with b = 2^(-8/n). Further heads take the odd powers of the base
-    that twice as many have. Bases are rounded to float32 first, which the models were trained with: after 128 powers it
-    shows. Raises ValueError unless there is a head.
+    For a power of two, n, the slopes are b, b^2, ..., b^n with b = 2^(-8/n). Further heads take the odd powers of the
+    base for twice as many. Bases are rounded to float32 first, as in training: after 128 powers the difference shows.
+    Raises ValueError for no heads.
     """
     if num_heads < 1:
         raise ValueError(f"num_heads must be at least 1, got {num_heads}")

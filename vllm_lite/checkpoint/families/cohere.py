@@ -1,4 +1,4 @@
-"""Cohere 2 (Command R7B and A): attention and MLP side by side behind one LayerNorm without a bias."""
+"""Cohere 2 (Command R7B and A): parallel attention and MLP after one LayerNorm without a bias."""
 
 from vllm_lite.checkpoint.families.common import (
     SLIDING,
@@ -27,7 +27,7 @@ class Cohere2Config(RawConfig, kw_only=True):
 
 
 def _cohere2(architecture: str, raw: Cohere2Config) -> ModelSpec:
-    """Sliding layers are rotated, interleaved; those that see everything know no positions."""
+    """Read a Cohere 2: sliding layers have interleaved rope, full layers have no positions."""
     attention = attention_of(raw)
     types = layer_types_of(raw, every_nth(raw.sliding_window_pattern))
     rope = rope_of(raw, attention.head_size, interleaved=True)

@@ -1,7 +1,7 @@
 """Common keys of all families' config.json, and the parts of a ModelSpec made of them.
 
 Both spellings are read: the old (`rope_theta`, `rope_scaling`, `torch_dtype`) and the new (`rope_parameters`, `dtype`).
-Every ModelError names the key and the value; `load_spec` puts the file's name before it.
+Every ModelError names the key and the value; `load_spec` prefixes the file's name.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +41,7 @@ ACTIVATIONS: dict[str, Activation] = {
 
 
 class RawConfig(msgspec.Struct, kw_only=True):
-    """The keys that are read of every family; a family adds its own. All others are ignored."""
+    """Keys that are read for every family; a family adds its own. All others are ignored."""
 
     vocab_size: Size
     hidden_size: Size
@@ -66,28 +66,27 @@ class RawConfig(msgspec.Struct, kw_only=True):
 
 
 class OlderConfig(RawConfig, kw_only=True):
-    """The keys of families older than Llama, whose heads are tied unless config.json says otherwise."""
+    """Keys of families older than Llama, whose heads are tied by default."""
 
     layer_norm_epsilon: Positive = 1e-5
     tie_word_embeddings: bool = True
 
 
 class Family(NamedTuple):
-    """Architectures whose config.json is read alike."""
+    """Architectures whose config.json is read in the same way."""
 
     config: type[RawConfig]
     read: Callable[[str, Any], ModelSpec]
     """Called as read(architecture, the converted config)."""
     aliases: Mapping[str, str] = {}
-    """Keys that are called otherwise in this family: its name -> that of RawConfig."""
+    """Keys with other names in this family: its name -> that of RawConfig."""
     by_type: Mapping[str, "Family"] = {}
-    """Architectures whose text part may be of several families are read by the one of its `model_type`, if it is known.
-    """
+    """Families by `model_type` of the text part, for architectures whose text part may be of several families."""
 
 
 class EncoderParts(NamedTuple):
-    """Parts of an encoder beside its layers; `head` is that of a classifier, which pools by `kind`, `token_head` that
-    of one for each token."""
+    """Parts of an encoder other than its layers. `head` is a text classifier's, which pools by `kind`; `token_head` a
+    token classifier's."""
 
     encoder: EncoderSpec
     intermediate_size: int
@@ -95,11 +94,11 @@ class EncoderParts(NamedTuple):
     kind: Kind = "cls"
     token_head: HeadSpec = HeadSpec(output="classifier", output_bias=True)
     token_labels: tuple[str, ...] = ()
-    """Labels of tokens where config.json names none."""
+    """Default labels of tokens."""
 
 
 def attention_of(raw: RawConfig, *, default_head_dim: int | None = None) -> AttentionSpec:
-    """The heads, with the usual scale and nothing else; a family replaces what it has otherwise."""
+    """Attention with the usual scale and no extras; a family replaces fields that differ."""
     num_kv_heads = raw.num_key_value_heads or raw.num_attention_heads
     if raw.num_attention_heads % num_kv_heads:
         raise ModelError(
@@ -124,8 +123,8 @@ def ropes_of(
     theta: float = DEFAULT_THETA,
     partial_rotary_factor: float = 1.0,
 ) -> dict[str, Rope]:
-    """The rope of each layer type. Where config.json does not distinguish them they are equal; `theta` and
-    `partial_rotary_factor` are what the family takes where it says nothing."""
+    """The rope of each layer type, equal if config.json does not distinguish them; `theta` and `partial_rotary_factor`
+    are the family's defaults."""
     context = _rope_context(
         raw,
         head_size,
@@ -145,9 +144,8 @@ def ropes_of(
 
 
 def ropes_by_type(raw: RawConfig, head_size: int, thetas: Mapping[str, float]) -> dict[str, Rope]:
-    """The rope of each layer type where sliding layers turn in their own way. What config.json does not say by layer
-    type is for full attention alone, and sliding layers turn plainly. `thetas`: what holds for each where it says none.
-    """
+    """The rope of each layer type for families whose sliding layers differ. Values that config.json does not give by
+    layer type apply to full attention only; sliding layers get default rope. `thetas`: default theta of each type."""
     key, values = _rope_values(raw)
     by_type = FULL in values or SLIDING in values
     ropes = {}
@@ -161,7 +159,7 @@ def ropes_by_type(raw: RawConfig, head_size: int, thetas: Mapping[str, float]) -
 
 
 def _rope_values(raw: RawConfig) -> tuple[str, dict[str, Any]]:
-    """The parameters of rope in config.json, after the key that holds them."""
+    """Key and value of the rope parameters in config.json."""
     key = "rope_parameters" if raw.rope_parameters is not None else "rope_scaling"
     return key, raw.rope_parameters or raw.rope_scaling or {}
 
@@ -178,7 +176,7 @@ def _rope_context(raw: RawConfig, head_size: int, **own: Any) -> RopeContext:
 
 
 def rope_of(raw: RawConfig, head_size: int, **options: Any) -> Rope:
-    """The one rope of a model whose layers all turn alike. `options` as for `ropes_of`."""
+    """The rope of a model with equal rope in all layers. `options` as for `ropes_of`."""
     ropes = ropes_of(raw, head_size, **options)
     if len(set(ropes.values())) > 1:
         raise ModelError("rope_parameters differs by layer type; one for all layers is supported")
@@ -188,7 +186,7 @@ def rope_of(raw: RawConfig, head_size: int, **options: Any) -> Rope:
 def layer_types_of(
     raw: RawConfig, default: Callable[[int], str] = lambda _: FULL, known: tuple[str, ...] = (FULL, SLIDING)
 ) -> list[str]:
-    """The type of each layer, of those `known`, as config.json says it, or by `default`."""
+    """The type of each layer, one of `known`, by config.json or by `default`."""
     types = raw.layer_types
     if types is None:
         return [default(layer) for layer in range(raw.num_hidden_layers)]
@@ -201,21 +199,21 @@ def layer_types_of(
 
 
 def windows_of(types: Sequence[str], window: int | None) -> list[int | None]:
-    """The window of each layer by its type; None where it sees everything."""
+    """The window of each layer by its type; None for full attention."""
     if SLIDING in types and window is None:
         raise ModelError(f"layer_types has {SLIDING}, but sliding_window is not set")
     return [window if kind == SLIDING else None for kind in types]
 
 
 def every_nth(pattern: int) -> Callable[[int], str]:
-    """For `layer_types_of`: of so many layers in turn the last sees everything, and the others are sliding."""
+    """For `layer_types_of`: every `pattern`-th layer has full attention, the others are sliding."""
     return lambda layer: SLIDING if (layer + 1) % pattern else FULL
 
 
 def layers_of(
     attention: AttentionSpec, windows: Sequence[int | None], ropes: Sequence[Rope | None]
 ) -> tuple[LayerSpec, ...]:
-    """Layers that differ by their windows and ropes only."""
+    """Layers that differ only by window and rope."""
     both = zip(windows, ropes, strict=True)
     return tuple(LayerSpec(msgspec.structs.replace(attention, window=window), rope) for window, rope in both)
 
@@ -223,7 +221,7 @@ def layers_of(
 def decoder(
     architecture: str, raw: RawConfig, layers: tuple[LayerSpec, ...], norm: NormSpec, intermediate_size: int, **own: Any
 ) -> ModelSpec:
-    """The model of these layers. `own`: what else the family sets of a ModelSpec."""
+    """Make a decoder's spec of its layers. `own`: other fields of the ModelSpec that the family sets."""
     usual: dict[str, Any] = {
         "activation": own.get("activation") or activation_of(raw.hidden_act),
         "tie_word_embeddings": raw.tie_word_embeddings,
@@ -252,7 +250,7 @@ def decoder(
 def encoder(
     architecture: str, raw: RawConfig, layers: tuple[LayerSpec, ...], norm: NormSpec, parts: EncoderParts, **own: Any
 ) -> ModelSpec:
-    """The encoder of these layers. `own` as for `decoder`."""
+    """Make an encoder's spec of its layers. `own` as for `decoder`."""
     spec, size = parts.encoder, raw.hidden_size
     heads = {"ForSequenceClassification": parts.head, "ForTokenClassification": parts.token_head}
     head = next((own for ending, own in heads.items() if architecture.endswith(ending)), None)
@@ -266,21 +264,21 @@ def encoder(
 
 
 def activation_of(name: str, key: str = "hidden_act") -> Activation:
-    """The activation that config.json's `key` calls `name`."""
+    """The activation called `name` in config.json's `key`."""
     if name not in ACTIVATIONS:
         raise ModelError(f"{key} {name!r} is not supported; supported: {', '.join(ACTIVATIONS)}")
     return ACTIVATIONS[name]
 
 
 def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Token ids, of which config.json has none, one or a list."""
+    """Token ids from config.json's null, integer or list."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
 
 
 def _dtype(raw: RawConfig) -> str:
-    """The checkpoint's dtype; one that does not say is taken for float32, as nothing is lost by it."""
+    """The checkpoint's dtype; float32 if it is not given, as this loses nothing."""
     name = (raw.dtype or raw.torch_dtype or "float32").removeprefix("torch.")
     if name not in DTYPE_BYTES:
         raise ModelError(f"dtype {name!r} is not supported; supported: {', '.join(DTYPE_BYTES)}")

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3, and those that are V3 by another name: latent attention, experts behind the first layers."""
+"""DeepSeek V2 and V3, and models that are V3 by another name: latent attention, experts after the first layers."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -57,7 +57,7 @@ def _v2(architecture: str, raw: DeepseekV2Config) -> ModelSpec:
 
 
 def read_v3(architecture: str, raw: DeepseekV3Config, sparse: Sequence[bool] | None = None) -> ModelSpec:
-    """DeepSeek V3, or one that is like it. `sparse` as for `latent_decoder`."""
+    """Read a DeepSeek V3 or a similar model. `sparse` as for `latent_decoder`."""
     routing = msgspec.structs.replace(
         routing_of(raw, groups_of(raw)),
         scoring="sigmoid",
@@ -70,7 +70,7 @@ def read_v3(architecture: str, raw: DeepseekV3Config, sparse: Sequence[bool] | N
 
 
 def groups_of(raw: DeepseekConfig) -> tuple[int, int]:
-    """Number of groups of experts, and number of them that a token chooses from."""
+    """Number of expert groups, and number of groups from which a token's experts are chosen."""
     groups, chosen = raw.n_group or 1, raw.topk_group or 1
     if raw.n_routed_experts % groups or chosen > groups:
         raise ModelError(
@@ -106,7 +106,8 @@ def latent_decoder(
     sparse: Sequence[bool] | None = None,
     growth: QueryGrowth | None = None,
 ) -> ModelSpec:
-    """The model of these numbers. `sparse`: for each layer whether it has experts; None = all but the first few do."""
+    """Make the spec of a decoder with latent attention. `sparse`: for each layer whether it has experts; None = all but
+    the first `first_k_dense_replace`."""
     if raw.attention_bias:
         raise ModelError("attention_bias true is not supported with latent attention; it must be false")
     latent = LatentSpec(
@@ -127,7 +128,7 @@ def latent_decoder(
 
 
 def _scale(raw: DeepseekConfig, latent: LatentSpec) -> float:
-    """That of a head before it is multiplied into the space of the latent, times the square of YaRN's magnitude."""
+    """Scale of scores: that of a head before absorption, times the square of YaRN's magnitude."""
     values = raw.rope_parameters or raw.rope_scaling or {}
     scale: float = latent.query_size**-0.5
     factor, magnitude = values.get("factor"), values.get("mscale_all_dim")

@@ -1,4 +1,4 @@
-"""DeepSeek V3.2 and GLM-5: DeepSeek V3 whose queries attend to the tokens that an index chooses (DSA)."""
+"""DeepSeek V3.2 and GLM-5: DeepSeek V3 with sparse attention to tokens chosen by an index (DSA)."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal
@@ -46,7 +46,7 @@ def _index(raw: DeepseekV32Config, *, interleaved: bool) -> IndexSpec:
 
 
 def _with_index(spec: ModelSpec, index: IndexSpec, kinds: Sequence[str]) -> ModelSpec:
-    """The model whose layers attend to what an index of theirs, or of one before them, has chosen."""
+    """Add the index to each layer: its own, or that of an earlier layer."""
     if len(kinds) != spec.num_layers or kinds[0] != FULL or set(kinds) - {FULL, SHARED}:
         raise ModelError(
             f"indexer_types {', '.join(kinds)[:80]} must have {FULL} or {SHARED} for each of {spec.num_layers} layers, "
@@ -72,7 +72,7 @@ def _glm(architecture: str, raw: GlmMoeDsaConfig) -> ModelSpec:
 
 
 def _kinds(raw: GlmMoeDsaConfig) -> Sequence[str]:
-    """Whether each layer has an index: a list or a pattern says it, or every so many layers do from some layer on."""
+    """Whether each layer has an index of its own: by a list, a pattern, or an interval and an offset."""
     if raw.indexer_types is not None:
         return raw.indexer_types
     if raw.index_topk_pattern is not None:

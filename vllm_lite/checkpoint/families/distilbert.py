@@ -1,4 +1,4 @@
-"""DistilBERT: BERT without token types and with names of its own."""
+"""DistilBERT: BERT without token types, with its own tensor names."""
 
 from vllm_lite.checkpoint.families.bert import BertConfig, encoder_like_bert
 from vllm_lite.checkpoint.families.common import Family

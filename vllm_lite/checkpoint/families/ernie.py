@@ -1,4 +1,4 @@
-"""ERNIE 4.5: Llama whose rope turns neighbours, with one switch for all biases, and with experts or not."""
+"""ERNIE 4.5: Llama with interleaved rope and one switch for all biases; with or without experts."""
 
 from collections.abc import Callable
 from typing import Annotated
@@ -44,8 +44,8 @@ def _ernie(architecture: str, raw: ErnieConfig, experts: WithExperts | None = No
 
 
 def _ernie_moe(architecture: str, raw: ErnieMoeConfig) -> ModelSpec:
-    """transformers divides by a sum of at least moe_norm_min, and here that is added: the same, as sums are far larger
-    than it, and none that is 0 divides."""
+    """Read an ERNIE with experts. transformers divides by max(sum, moe_norm_min); here moe_norm_min is added to the
+    sum, which is equivalent as sums are far larger."""
     if raw.use_bias:
         raise ModelError("use_bias true is not supported in a model with experts; it must be false")
     routing = routing_of(raw.moe_num_experts, raw.moe_k, renormalize=True, epsilon=raw.moe_norm_min, choice_bias=True)

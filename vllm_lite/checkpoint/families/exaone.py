@@ -1,4 +1,4 @@
-"""EXAONE 4: norms behind blocks and on Q and K; where some layers have a window, only these rotate their heads."""
+"""EXAONE 4: norms after blocks and on Q and K; in models with sliding layers, only these have rope."""
 
 import msgspec
 

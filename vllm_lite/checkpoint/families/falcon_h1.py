@@ -1,6 +1,6 @@
-"""Falcon-H1: each layer has attention and Mamba-2 side by side, and numbers that parts of it are multiplied by.
+"""Falcon-H1: attention and Mamba-2 in parallel in each layer, and multipliers on many parts.
 
-Factors on K and on what attention reads count in the scale of scores and in the factor on what attention gives.
+Multipliers on K and on attention's input are folded into the scale of scores and the factor on attention's output.
 """
 
 from typing import Annotated, Literal

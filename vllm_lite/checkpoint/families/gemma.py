@@ -1,4 +1,4 @@
-"""Gemma 1, 2 and 3: norms whose weights are stored as differences from 1, token vectors times sqrt(hidden_size)."""
+"""Gemma 1, 2 and 3: norm weights stored as differences from 1, token embeddings times sqrt(hidden_size)."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ from vllm_lite.errors import ModelError
 
 TANH = "gelu_pytorch_tanh"
 SLIDING_THETA, FULL_THETA = 1e4, 1e6
-"""Gemma 3's."""
+"""Default thetas of Gemma 3."""
 
 
 class GemmaConfig(RawConfig, kw_only=True):
@@ -48,7 +48,7 @@ class Gemma2Config(GemmaConfig, kw_only=True):
 
 
 class Gemma3Config(Gemma2Config, kw_only=True):
-    """The text part of a larger model leaves out what is as here."""
+    """Keys of Gemma 3, with the defaults that the text part of a larger model leaves out."""
 
     vocab_size: Size = 262_208
     hidden_size: Size = 2304
@@ -73,7 +73,7 @@ def _decoder(architecture: str, raw: GemmaConfig, layers: tuple[LayerSpec, ...],
 
 
 def _gemma(architecture: str, raw: GemmaConfig) -> ModelSpec:
-    """The first release says gelu and means its approximation by tanh."""
+    """Read a Gemma 1, whose first release says gelu and means its tanh approximation."""
     attention = attention_of(raw)
     types = layer_types_of(raw)
     layers = layers_of(attention, windows_of(types, None), [rope_of(raw, attention.head_size)] * len(types))
@@ -102,7 +102,7 @@ def _gemma2(architecture: str, raw: Gemma2Config) -> ModelSpec:
 
 
 def _gemma3(architecture: str, raw: Gemma3Config) -> ModelSpec:
-    """It has a key for a soft cap of attention, which its implementation in transformers does not read."""
+    """Read a Gemma 3. Its key for a soft cap of attention is ignored, as in transformers."""
     attention = _scaled(raw, None)
     types = layer_types_of(raw, every_nth(raw.sliding_window_pattern))
     thetas = {FULL: raw.rope_theta or FULL_THETA, SLIDING: raw.rope_local_base_freq or SLIDING_THETA}

@@ -1,5 +1,5 @@
-"""Gemma 4's text models: sliding layers and larger heads in full ones, mixtures beside MLPs, K and V that layers share,
-token vectors for each layer."""
+"""Gemma 4's text models: sliding layers, larger heads in full layers, experts beside MLPs, K and V shared between
+layers, and per-layer token embeddings."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -29,12 +29,12 @@ ROPES = {
     SLIDING: {"rope_type": "default", "rope_theta": 1e4},
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
 }
-"""What holds where config.json says nothing of rope."""
+"""Default rope."""
 THETAS = {FULL: 1e6, SLIDING: 1e4}
 
 
 class Gemma4Config(RawConfig, kw_only=True):
-    """The text part of a larger model leaves out what is as here."""
+    """Keys of Gemma 4, with the defaults that the text part of a larger model leaves out."""
 
     vocab_size: Size = 262_144
     hidden_size: Size = 2304
@@ -68,7 +68,8 @@ class Gemma4Config(RawConfig, kw_only=True):
 
 
 class Gemma4UnifiedConfig(Gemma4Config, kw_only=True):
-    """Images and sounds pass the layers as tokens do; of these none has vectors for each layer, or experts."""
+    """Keys of unified models, where images and audio pass through the layers like tokens; none has per-layer embeddings
+    or experts."""
 
     max_position_embeddings: Size = 262_144
     sliding_window: Size = 1024
@@ -77,7 +78,8 @@ class Gemma4UnifiedConfig(Gemma4Config, kw_only=True):
 
 
 def _heads(raw: Gemma4Config, kind: str, layer: int) -> AttentionSpec:
-    """transformers writes what full layers have otherwise as `per_layer_config`, published files under two keys."""
+    """Attention of a layer. transformers writes the heads of full layers as `per_layer_config`, published files as two
+    keys."""
     own: dict[str, Any] = {}
     if raw.per_layer_config is not None:
         own = dict(raw.per_layer_config.get(str(layer), {}))
@@ -92,7 +94,7 @@ def _heads(raw: Gemma4Config, kind: str, layer: int) -> AttentionSpec:
 
 
 def _kv_layers(raw: Gemma4Config, types: Sequence[str]) -> list[int | None]:
-    """For each layer the one whose K and V it attends to, if they are not its own: the last of its type that has
+    """For each layer without K and V of its own, the layer whose K and V it attends to: the last of its type that has
     some."""
     first = len(types) - raw.num_kv_shared_layers
     last = {kind: layer for layer, kind in enumerate(types[: max(first, 0)])}
@@ -133,10 +135,10 @@ def _layers(raw: Gemma4Config, types: Sequence[str]) -> tuple[LayerSpec, ...]:
 
 
 def _parameters(raw: Gemma4Config) -> int:
-    """Weights that no other field of a ModelSpec counts."""
+    """Number of parameters that no other field of a ModelSpec counts."""
     each, of_all, size, hidden = 1, 0, raw.hidden_size_per_layer_input, raw.hidden_size
     if raw.enable_moe_block:
-        each += 4 * hidden  # three norms and what the router scales by
+        each += 4 * hidden  # three norms and the router's scale
     if size:
         each += 2 * hidden * size + hidden
         of_all = raw.num_hidden_layers * size * (raw.vocab_size + hidden) + size
@@ -150,7 +152,7 @@ def _gemma4(architecture: str, raw: Gemma4Config) -> ModelSpec:
     if size and rows != raw.vocab_size:
         raise ModelError(f"vocab_size_per_layer_input {rows} is not supported; it must be vocab_size {raw.vocab_size}")
     types = layer_types_of(raw, every_nth(6))
-    types[-1] = FULL  # whatever config.json says
+    types[-1] = FULL  # regardless of config.json
     return decoder(
         architecture,
         raw,

@@ -1,7 +1,7 @@
-"""Any decoder-only model that transformers knows, read by the keys that most config.json have, and their other names.
+"""Any decoder-only model of transformers, read by common keys of config.json and their other names.
 
-What these keys say is what the engine has to know: how many layers there are, which heads and windows they have. How a
-layer computes is in transformers' code; a worker compares the two before it loads weights (models/transformers).
+These keys have what the engine needs: numbers of layers and heads, and windows. The computation is transformers'; a
+worker compares both before it loads weights (models/transformers).
 """
 
 from collections.abc import Mapping
@@ -35,12 +35,12 @@ OTHER_NAMES = {
     "intermediate_size": ("n_inner", "ffn_dim", "ffn_hidden_size", "d_ff"),
     "attn_logit_softcapping": ("attn_logit_softcap",),
 }
-"""Key -> what else it is called."""
+"""Key -> its other names."""
 NEEDED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 ENDINGS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-"""How the names of architectures end that write text."""
+"""Endings of architectures that generate text."""
 MLP_RATIO = 4
-"""The ratio of intermediate_size to hidden_size, where config.json has none."""
+"""Default ratio of intermediate_size to hidden_size."""
 
 
 class GenericConfig(RawConfig, kw_only=True):
@@ -53,9 +53,9 @@ class GenericConfig(RawConfig, kw_only=True):
 
 
 def read_generic(architecture: str, text: Mapping[str, Any]) -> ModelSpec:
-    """The model that `text`, the part of config.json about the model that writes text, describes.
+    """Make a spec of `text`, the part of config.json about the text model.
 
-    Raises ModelError, with the model's type, for what is no decoder of attention layers, or does not say what it is.
+    Raises ModelError, with the model's type, if it is not a decoder of attention layers, or keys are missing.
     """
     _check_kind(architecture, text)
     raw = convert(_usual_names(text), GenericConfig)
@@ -64,12 +64,12 @@ def read_generic(architecture: str, text: Mapping[str, Any]) -> ModelSpec:
         raise ModelError(f"quantization_config {method!r} is not supported for a model that transformers computes")
     attention = msgspec.structs.replace(attention_of(raw), soft_cap=raw.attn_logit_softcapping or 0.0)
     windows = windows_of(layer_types_of(raw, lambda layer: _default_type(raw, layer)), raw.sliding_window or None)
-    ropes: list[Rope | None] = [None] * raw.num_hidden_layers  # transformers' code rotates the heads
+    ropes: list[Rope | None] = [None] * raw.num_hidden_layers  # transformers applies rope
     width = raw.intermediate_size or MLP_RATIO * raw.hidden_size
     own: dict[str, Any] = {
         "implementation": "transformers",
         "activation": "silu",
-    }  # which activation there is makes no difference here
+    }  # the activation is transformers' as well
     return decoder(architecture, raw, layers_of(attention, windows, ropes), NormSpec(1.0), width, **own)
 
 
@@ -92,7 +92,7 @@ def _check_kind(architecture: str, text: Mapping[str, Any]) -> None:
 
 
 def _usual_names(text: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of `text` that are read, by their usual names. Null counts as missing."""
+    """The known keys of `text`, under their usual names. Null counts as missing."""
     named = {key: value for key, value in text.items() if value is not None}
     for key, others in OTHER_NAMES.items():
         value = next((named[name] for name in (key, *others) if name in named), None)
@@ -102,11 +102,11 @@ def _usual_names(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 _UNREAD = ("hidden_act", "rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
-"""Keys of RawConfig whose values may be of any kind, because transformers reads them."""
+"""Keys of RawConfig that are not read here, as transformers reads them."""
 
 
 def _default_type(raw: GenericConfig, layer: int) -> str:
-    """The type of a layer, where layer_types does not say it."""
+    """Default type of a layer."""
     if not raw.sliding_window or not raw.use_sliding_window or layer < raw.max_window_layers:
         return FULL
     pattern = raw.sliding_window_pattern

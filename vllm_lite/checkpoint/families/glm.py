@@ -14,7 +14,7 @@ from vllm_lite.checkpoint.model_spec import ModelSpec, NormSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size, TokenId
 
 NORMS = {"GlmForCausalLM": 2, "Glm4ForCausalLM": 4}
-"""In each layer; the tensors of both are otherwise called alike."""
+"""Norms per layer; the other tensors of both have equal names."""
 EOS = (151329, 151336, 151338)
 
 

@@ -1,4 +1,4 @@
-"""GLM-4.5 and 4.6: Llama with rope on half of each head, whose experts are chosen by sigmoids with a learned bias."""
+"""GLM-4.5 and 4.6: Llama with rope on half of each head, and sigmoid routing with a learned bias."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: DeepSeek V3's latent attention and experts, with a list of the layers that have these."""
+"""GLM-4.7-Flash: DeepSeek V3's latent attention and experts, with a list of sparse layers."""
 
 from typing import Literal
 
@@ -13,11 +13,11 @@ class Glm4MoeLiteConfig(DeepseekV3Config, kw_only=True):
     rms_norm_eps: Positive = 1e-5
     first_k_dense_replace: Index = 1
     mlp_layer_types: list[Literal["dense", "sparse"]] | None = None
-    """Kind of each layer; it wins over the number of dense layers."""
+    """Kind of each layer; overrides the number of dense layers."""
 
 
 def read_kinds(architecture: str, raw: Glm4MoeLiteConfig) -> ModelSpec:
-    """DeepSeek V3 with a list of the layers that have experts, or one that is like it."""
+    """Read a DeepSeek V3, or a similar model, with a list of sparse layers."""
     kinds = raw.mlp_layer_types
     if kinds is not None and len(kinds) != raw.num_hidden_layers:
         raise ModelError(f"mlp_layer_types has {len(kinds)} entries for {raw.num_hidden_layers} layers")

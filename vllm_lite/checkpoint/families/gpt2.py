@@ -1,4 +1,4 @@
-"""GPT-2 and OPT: positions are learned, so that there are no more than the table has; every layer has biases."""
+"""GPT-2 and OPT: learned positions, which bound the context by the table's rows, and biases in every layer."""
 
 import msgspec
 
@@ -8,7 +8,7 @@ from vllm_lite.checkpoint.typed_json import Size, TokenId
 from vllm_lite.errors import ModelError
 
 OPT_POSITION_OFFSET = 2
-"""So many rows of OPT's table of positions stand before that of position 0."""
+"""Number of rows of OPT's position table before that of position 0."""
 OPT_NORM_EPS = 1e-5
 
 

@@ -1,4 +1,4 @@
-"""gpt-oss: every second layer slides, heads have sinks, all layers have experts with biases, mostly in MXFP4."""
+"""gpt-oss: every second layer is sliding, heads have sinks, all layers have experts with biases, mostly in MXFP4."""
 
 from collections.abc import Callable, Sequence
 
@@ -23,9 +23,9 @@ from vllm_lite.errors import ModelError
 
 THETA = 150_000.0
 YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
-"""What holds where config.json says nothing of rope."""
+"""Default rope."""
 SLOPE, LIMIT = 1.702, 7.0
-"""The kernels of the activation have these numbers and no others."""
+"""Constants of the activation, which its kernels have built in."""
 
 
 class GptOssConfig(RawConfig, kw_only=True):
@@ -43,8 +43,7 @@ class GptOssConfig(RawConfig, kw_only=True):
 def oss_layers(
     raw: GptOssConfig, windows: Callable[[GptOssConfig], Sequence[int | None]], *, interleaved: bool = False
 ) -> tuple[LayerSpec, ...]:
-    """Layers with sinks, experts and the default YaRN of the family. `interleaved`: neighbours of a head turn
-    together."""
+    """Layers with sinks, experts and the family's default YaRN. `interleaved`: rope rotates adjacent elements."""
     if (raw.swiglu_alpha, raw.swiglu_limit) != (SLOPE, LIMIT):
         raise ModelError(
             f"swiglu_alpha {raw.swiglu_alpha} with swiglu_limit {raw.swiglu_limit} is not supported; supported: "

@@ -1,6 +1,6 @@
-"""Granite 3: Llama with four factors, on token vectors, scores, what blocks give, and logits; with experts or not.
+"""Granite 3: Llama with multipliers on token embeddings, scores, block outputs, and logits; with or without experts.
 
-Granite 4 has Mamba-2 layers besides, and attention every few layers, mostly without rotary embedding.
+Granite 4 adds Mamba-2 layers, with attention every few layers, mostly without rope.
 """
 
 from typing import Annotated, Literal
@@ -27,16 +27,16 @@ from vllm_lite.errors import ModelError
 
 ATTENTION = ("attention", FULL)
 RECURRENT = ("mamba", "linear_attention")
-"""What `layer_types` calls the two kinds."""
+"""Names of the two kinds in `layer_types`."""
 
 
 class GraniteConfig(LlamaConfig, kw_only=True):
     embedding_multiplier: Positive = 1.0
     residual_multiplier: Positive = 1.0
     attention_multiplier: Positive = 1.0
-    """The scale of scores itself, not a factor on the usual one."""
+    """The scale of scores itself, instead of a factor on the usual one."""
     logits_scaling: Positive = 1.0
-    """Logits are divided by it."""
+    """Divisor of logits."""
 
 
 class GraniteMoeConfig(GraniteConfig, kw_only=True):
@@ -46,7 +46,7 @@ class GraniteMoeConfig(GraniteConfig, kw_only=True):
 
 
 class GraniteHybridConfig(GraniteMoeConfig, kw_only=True):
-    """Without experts both their numbers are 0."""
+    """Keys of Granite 4; without experts, both of their numbers are 0."""
 
     num_local_experts: Annotated[int, Meta(ge=0, le=2**16)] = 8
     num_experts_per_tok: Annotated[int, Meta(ge=0, le=2**16)] = 2
@@ -71,7 +71,7 @@ def _granite(architecture: str, raw: GraniteConfig, experts: ExpertsSpec | None 
 
 
 def scaled(architecture: str, raw: GraniteConfig, layers: tuple[LayerSpec, ...]) -> ModelSpec:
-    """The model of these layers, with the factors on token vectors, blocks and logits."""
+    """Make a decoder's spec with the multipliers on token embeddings, blocks and logits."""
     return llama_like(
         architecture,
         raw,
@@ -83,7 +83,8 @@ def scaled(architecture: str, raw: GraniteConfig, layers: tuple[LayerSpec, ...])
 
 
 def _granite_moe(architecture: str, raw: GraniteMoeConfig) -> ModelSpec:
-    """A softmax over the logits of the chosen is that over all of them, divided by what the chosen have of it."""
+    """Read a Granite with experts. A softmax over the chosen logits equals the softmax over all, renormalized over the
+    chosen."""
     routing = routing_of(raw.num_local_experts, raw.num_experts_per_tok, renormalize=True)
     shared = raw.shared_intermediate_size if architecture == "GraniteMoeSharedForCausalLM" else 0
     return _granite(architecture, raw, ExpertsSpec(routing, raw.intermediate_size, shared, stored="fused"))

@@ -1,4 +1,4 @@
-"""Granite with sliding windows: windows on most layers, sinks in all, and a theta for each layer, 0 without rope."""
+"""Granite with sliding windows: windows on most layers, sinks in all, and a theta per layer, 0 for no rope."""
 
 from typing import Annotated
 
@@ -23,7 +23,7 @@ from vllm_lite.checkpoint.typed_json import Positive
 from vllm_lite.errors import ModelError
 
 WINDOW = 128
-"""Default where config.json does not say."""
+"""Default window."""
 
 
 class GraniteSWAConfig(GraniteConfig, kw_only=True):

@@ -1,4 +1,4 @@
-"""HunYuan's dense models: Llama with norms on Q and K behind their rotation, and a theta that is stretched once."""
+"""HunYuan's dense models: Llama with norms on Q and K after rope, and a theta scaled by a fixed alpha."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ class HunYuanConfig(LlamaConfig, kw_only=True):
 
 
 class _Stretch(msgspec.Struct):
-    """The `alpha` of a rope's parameters, which makes theta alpha^(size / (size - 2)) times as large."""
+    """Rope parameters with an `alpha`, which multiplies theta by alpha^(size / (size - 2))."""
 
     rope_type: str | None = None
     type: str | None = None
@@ -27,8 +27,8 @@ class _Stretch(msgspec.Struct):
 
 
 def _stretched(raw: HunYuanConfig, values: dict[str, Any] | None) -> dict[str, Any] | None:
-    """The parameters of the rope with the stretched theta: with an alpha, what calls itself dynamic depends on no
-    length, and has no factor."""
+    """Return rope parameters with the scaled theta: with an alpha, the type "dynamic" does not depend on the length,
+    and has no factor."""
     if values is None:
         return None
     said = convert(values, _Stretch, within="rope_parameters")

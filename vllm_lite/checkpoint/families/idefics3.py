@@ -1,4 +1,4 @@
-"""Idefics 3 and SmolVLM: the text part is a Llama's. What sees images is read by `layer_specs.vision`."""
+"""Idefics 3 and SmolVLM: the text part is a Llama. `layer_specs.vision` reads the vision tower."""
 
 from vllm_lite.checkpoint.families.common import Family
 from vllm_lite.checkpoint.families.llama import FAMILIES as LLAMA

@@ -1,4 +1,4 @@
-"""LFM2: gated short convolutions, and full attention with normed heads every few layers; with experts or not."""
+"""LFM2: gated short convolutions, and full attention with normed heads every few layers; with or without experts."""
 
 from math import ceil
 from typing import Annotated
@@ -28,7 +28,7 @@ THETA = 1e6
 class Lfm2Config(RawConfig, kw_only=True):
     intermediate_size: Size = 12288
     block_ff_dim: Size | None = None
-    """An older name of the same, which wins."""
+    """An older name of intermediate_size, which overrides it."""
     block_auto_adjust_ff_dim: bool = True
     block_ffn_dim_multiplier: Positive | None = 1.0
     block_multiple_of: Size = 256
@@ -38,7 +38,7 @@ class Lfm2Config(RawConfig, kw_only=True):
     full_attn_idxs: list[Annotated[int, Meta(ge=0)]] | None = None
     tie_word_embeddings: bool = True
     tie_embedding: bool | None = None
-    """Likewise."""
+    """An older name of tie_word_embeddings, which overrides it."""
 
 
 class Lfm2MoeConfig(Lfm2Config, kw_only=True):
@@ -54,7 +54,7 @@ class Lfm2MoeConfig(Lfm2Config, kw_only=True):
 
 
 def _inner(raw: Lfm2Config) -> int:
-    """Elements between the matrices of the MLPs, of which config.json has what they would be without a gate."""
+    """Intermediate size of the MLPs; config.json has the size for an ungated MLP."""
     size = raw.block_ff_dim or raw.intermediate_size
     if not raw.block_auto_adjust_ff_dim:
         return size

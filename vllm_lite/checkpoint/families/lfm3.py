@@ -1,4 +1,4 @@
-"""LFM3: LFM2's short convolutions beside windows and full attention, a norm behind each block, a gate for each head."""
+"""LFM3: LFM2's short convolutions, sliding and full attention, a norm after each block, and a gate per head."""
 
 from typing import Annotated, Any
 
@@ -24,7 +24,7 @@ from vllm_lite.errors import ModelError
 
 THETAS = {SLIDING: 1e4, FULL: 1e6}
 ROPES: dict[str, Any] = {SLIDING: {}, FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.5}}
-"""Where config.json has none."""
+"""Default rope."""
 
 
 class Lfm3Config(RawConfig, kw_only=True):
@@ -41,7 +41,7 @@ class Lfm3Config(RawConfig, kw_only=True):
 
 
 def _kind(layer: int) -> str:
-    """The type of a layer where config.json lists none: of four in turn two attend, but for the first layer."""
+    """Default type of a layer: of each four, two have attention, except the first layer."""
     return FULL if layer % 4 == 2 else SLIDING if layer % 4 == 0 and layer else CONV
 
 

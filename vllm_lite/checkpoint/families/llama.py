@@ -1,4 +1,4 @@
-"""Llama, and what the families that differ from it by numbers only have in common with it."""
+"""Llama, and the common parts of families that differ from it only by numbers."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -44,20 +44,19 @@ class InternLM3Config(LlamaConfig, kw_only=True):
 def llama_layers(
     raw: LlamaConfig, windows: Sequence[int | None], *, head_dim: int | None = None, **rope: Any
 ) -> tuple[LayerSpec, ...]:
-    """Layers that differ by their windows only. `head_dim`: the family's, where config.json has none; `rope` as for
-    `rope_of`."""
+    """Layers that differ only by their windows. `head_dim`: the family's default; `rope` as for `rope_of`."""
     attention = attention_of(raw, default_head_dim=head_dim)
     return layers_of(attention, windows, [rope_of(raw, attention.head_size, **rope)] * len(windows))
 
 
 def llama_like(architecture: str, raw: LlamaConfig, layers: tuple[LayerSpec, ...], **own: Any) -> ModelSpec:
-    """A model that puts its layers together as Llama does. `own` as for `decoder`."""
+    """Make the spec of a model with Llama's layout of norms and blocks. `own` as for `decoder`."""
     biases = {"qkv_bias": raw.attention_bias, "output_bias": raw.attention_bias, "mlp_bias": raw.mlp_bias}
     return decoder(architecture, raw, layers, NormSpec(raw.rms_norm_eps), raw.intermediate_size, **(biases | own))
 
 
 def full_attention(raw: LlamaConfig) -> list[int | None]:
-    """The windows of a family that has none. Raises ModelError where config.json asks for some."""
+    """The windows of a family without any. Raises ModelError if config.json requests some."""
     if SLIDING in (raw.layer_types or ()):
         raise ModelError(f"layer_types {SLIDING} not supported; supported: {FULL}")
     layer_types_of(raw)
@@ -68,7 +67,7 @@ def full_attention(raw: LlamaConfig) -> list[int | None]:
 
 
 def window_of(raw: LlamaConfig, default: int | None = DEFAULT_SLIDING_WINDOW) -> int | None:
-    """The sliding window by config.json, where null differs from a missing key."""
+    """The sliding window in config.json, where null means none and a missing key `default`."""
     return default if isinstance(raw.sliding_window, msgspec.UnsetType) else raw.sliding_window
 
 

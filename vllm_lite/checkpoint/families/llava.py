@@ -1,5 +1,5 @@
-"""LLaVA, LLaVA-NeXT, LLaVA-OneVision and Pixtral: the text part is that of another family, and `layer_specs` reads what
-sees images."""
+"""LLaVA, LLaVA-NeXT, LLaVA-OneVision and Pixtral: the text part is of another family; `layer_specs` reads the vision
+tower."""
 
 from vllm_lite.checkpoint.families.common import Family
 from vllm_lite.checkpoint.families.llama import FAMILIES as LLAMA
@@ -19,7 +19,7 @@ TEXT_PARTS = {
     "mistral": MISTRAL["MistralForCausalLM"],
     "qwen2": QWEN["Qwen2ForCausalLM"],
 }
-"""By their model_type."""
+"""Text parts by model_type."""
 
 
 def _unknown(_architecture: str, raw: LlavaConfig) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""Mamba-2 alone: every layer keeps a state, and none attends, so that there is no KV cache."""
+"""Mamba-2: every layer has a recurrent state and none has attention, so there is no KV cache."""
 
 from typing import Annotated
 
@@ -12,7 +12,7 @@ from vllm_lite.checkpoint.typed_json import Positive, Size
 from vllm_lite.errors import ModelError
 
 LONGEST = 131_072
-"""No table has a row for each position, so config.json says nothing of it; requests need some limit."""
+"""Default maximum length of requests: the model has no limit, so config.json has none."""
 
 
 class Mamba2Config(RawConfig, kw_only=True):
@@ -51,7 +51,7 @@ def _mamba2(architecture: str, raw: Mamba2Config) -> ModelSpec:
         raise ModelError(f"{heads} num_heads of {size} are not expand * hidden_size {raw.expand * raw.hidden_size}")
     mamba = MambaSpec(heads, size, raw.state_size, raw.conv_kernel, step_limits(raw.time_step_limit))
     layer = LayerSpec(AttentionSpec(heads, heads, size, scale=1.0), None, recurrent=mamba, only="attention")
-    # No layer has an MLP; its size only has to be one that ranks can share.
+    # No layer has an MLP; its size must only be divisible among ranks.
     layers, norm = (layer,) * raw.num_hidden_layers, NormSpec(raw.layer_norm_epsilon)
     return decoder(architecture, raw, layers, norm, heads, norms_per_layer=1)
 

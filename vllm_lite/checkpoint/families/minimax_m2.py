@@ -1,4 +1,4 @@
-"""MiniMax M2: Llama with rope on a part of each head, norms over all heads, and experts that sigmoids choose."""
+"""MiniMax M2: Llama with rope on a part of each head, norms over all heads, and sigmoid routing."""
 
 from vllm_lite.checkpoint.families.common import Family
 from vllm_lite.checkpoint.families.llama import LlamaConfig, full_attention, llama_layers, llama_like
@@ -9,14 +9,14 @@ from vllm_lite.checkpoint.typed_json import Size
 from vllm_lite.errors import ModelError
 
 THETA, HEAD_DIM = 5e6, 128
-"""Default where config.json does not say."""
+"""Default theta and head size."""
 
 
 class MiniMaxM2Config(LlamaConfig, kw_only=True):
     num_local_experts: NumExperts
     num_experts_per_tok: NumExperts
     rotary_dim: Size | None = None
-    """So many elements of each head turn."""
+    """Number of rotated elements of each head."""
     use_qk_norm: bool = True
     use_routing_bias: bool = True
     scoring_func: str = "sigmoid"

@@ -1,6 +1,6 @@
-"""Mistral, Ministral and Mistral Small, up to Mistral 4: windows, YaRN, and queries that grow with their position.
+"""Mistral, Ministral and Mistral Small, up to Mistral 4: windows, YaRN, and queries scaled by their position.
 
-Mistral 4 has DeepSeek's latent attention, and experts that a softmax chooses.
+Mistral 4 has DeepSeek's latent attention, and experts with softmax routing.
 """
 
 from typing import Any
@@ -23,13 +23,13 @@ MINISTRAL3_ROPE: dict[str, Any] = {
     "mscale_all_dim": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-"""Where config.json has none."""
+"""Default rope of Ministral 3."""
 MISTRAL4_ROPE: dict[str, Any] = MINISTRAL3_ROPE | {
     "rope_theta": 1e4,
     "factor": 128.0,
     "original_max_position_embeddings": 8192,
 }
-"""The same of Mistral 4."""
+"""Default rope of Mistral 4."""
 
 
 class MistralConfig(LlamaConfig, kw_only=True):
@@ -44,7 +44,7 @@ class Mistral4Config(DeepseekConfig, kw_only=True):
 
 
 class _Growth(msgspec.Struct):
-    """The growth of Q in `rope_parameters`."""
+    """Keys of `rope_parameters` for the scaling of queries by position."""
 
     llama_4_scaling_beta: Positive | None = None
     original_max_position_embeddings: Size | None = None
@@ -79,7 +79,7 @@ def _growth(raw: RawConfig) -> QueryGrowth | None:
 
 
 def _mistral4(architecture: str, raw: Mistral4Config) -> ModelSpec:
-    """The share of a head that is rotated counts in the whole head, which is Q's before it is absorbed."""
+    """Read a Mistral 4. Its partial_rotary_factor refers to the whole head before absorption, so it is dropped here."""
     values = raw.rope_parameters or raw.rope_scaling or MISTRAL4_ROPE
     raw.rope_parameters = {key: value for key, value in values.items() if key != "partial_rotary_factor"}
     raw.partial_rotary_factor = None

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral whose layers all have experts."""
+"""Mixtral: Mistral with experts in all layers."""
 
 from vllm_lite.checkpoint.families.common import Family, layer_types_of
 from vllm_lite.checkpoint.families.llama import LlamaConfig, llama_layers, llama_like, window_of

@@ -11,13 +11,12 @@ from vllm_lite.checkpoint.model_spec import LayerSpec
 from vllm_lite.errors import ModelError
 
 NumExperts = Annotated[int, Meta(ge=1, le=16384)]
-"""How many a layer has; each of them is an object of its own."""
+"""Number of experts in a layer, bounded as each becomes an object."""
 Index = Annotated[int, Meta(ge=0)]
 
 
 def routing_of(num_experts: int, experts_per_token: int, **own: Any) -> RoutingSpec:
-    """Routing of tokens. `own`: further fields of the family's RoutingSpec. Raises ModelError if the numbers contradict
-    each other."""
+    """Make a RoutingSpec; `own`: its further fields. Raises ModelError if the numbers contradict each other."""
     routing = RoutingSpec(num_experts, experts_per_token, **own)
     if not 1 <= experts_per_token <= num_experts:
         limits = "at least one" if experts_per_token < 1 else "at most all"
@@ -41,15 +40,16 @@ def routing_of(num_experts: int, experts_per_token: int, **own: Any) -> RoutingS
 
 
 def sigmoid_routing_of(num_experts: int, experts_per_token: int, **own: Any) -> RoutingSpec:
-    """As `routing_of`, for sigmoids with a learned bias, in the groups whose best two score most (DeepSeek-V3)."""
+    """As `routing_of`, for sigmoid scores with a learned bias, and groups scored by their best two experts
+    (DeepSeek-V3)."""
     fixed = {"scoring": "sigmoid", "choice_bias": True, "group_score": "top two"}
-    epsilon = 1e-20  # is added to the sum that weights are divided by
+    epsilon = 1e-20  # added to the sum by which weights are divided
     return routing_of(num_experts, experts_per_token, epsilon=epsilon, **fixed, **own)
 
 
 def with_experts(
     layers: tuple[LayerSpec, ...], experts: ExpertsSpec, sparse: Callable[[int], bool] = lambda _: True
 ) -> tuple[LayerSpec, ...]:
-    """The layers with `experts` in those for whose number `sparse` is true."""
+    """Add `experts` to the layers for whose index `sparse` is true."""
     made = enumerate(layers)
     return tuple(msgspec.structs.replace(own, experts=experts) if sparse(index) else own for index, own in made)

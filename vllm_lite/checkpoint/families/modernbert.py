@@ -1,4 +1,4 @@
-"""ModernBERT: rotated heads, gated MLPs, a norm before each block, and layers that see a window to both sides."""
+"""ModernBERT: rope, gated MLPs, norms before the blocks, and layers with two-sided windows."""
 
 import msgspec
 
@@ -63,7 +63,7 @@ def _modernbert(architecture: str, raw: ModernBertConfig) -> ModelSpec:
 
 
 def _by_type(architecture: str, raw: ModernBertConfig) -> ModelSpec:
-    """Read a ModernBERT; thetas by layer type in rope_parameters win over the two keys of older files."""
+    """Read a ModernBERT; thetas by layer type in rope_parameters override the two keys of older files."""
     nested = raw.rope_parameters or {}
     thetas = {
         key: own["rope_theta"]

@@ -1,6 +1,6 @@
-"""Muse Glimmer: windows in three layers of four, the last of which is not rotated, and a gate on what attention gives.
+"""Muse Glimmer: windows in three of four layers, full layers without rope, and a gate on attention's output.
 
-Q and K are normed without a weight, and Q is multiplied by a number then, which counts in the scale of scores here.
+Q and K are normed without a weight, and Q is then multiplied by a constant, which is folded into the scale of scores.
 """
 
 from typing import Annotated
@@ -39,7 +39,7 @@ class MuseGlimmerConfig(RawConfig, kw_only=True):
 
 
 def _is_rotated(raw: MuseGlimmerConfig, theta: float) -> list[bool]:
-    """Whether each layer is rotated: by the list of its theta, or else all but every fourth, counted from the last."""
+    """Whether each layer has rope: by the list of thetas, or all but every fourth, counted from the last."""
     count = raw.num_hidden_layers
     thetas = raw.layer_rope_theta
     if thetas is None:

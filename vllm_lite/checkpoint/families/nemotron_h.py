@@ -1,8 +1,8 @@
-"""Nemotron-H, Nemotron Nano 2 and Nemotron 3: each layer is one block, Mamba-2 with groups, attention without rotary
-embedding, an MLP with the square of relu, or experts of that kind.
+"""Nemotron-H, Nemotron Nano 2 and Nemotron 3: each layer is one block: Mamba-2 with groups, attention without rope, an
+MLP with squared relu, or experts with such MLPs.
 
-`time_step_limit` limits time steps, in prompts and in decode steps. transformers takes `time_step_min` for the least in
-prompts and nothing in decode steps, where the models' own code, and what trained them, limit nothing.
+`time_step_limit` bounds time steps, in prompts and in decode steps. transformers uses `time_step_min` as the lower
+bound in prompts and none in decode steps; the models' own code, used in training, has no bounds.
 """
 
 from typing import Annotated
@@ -22,12 +22,12 @@ from vllm_lite.errors import ModelError
 MAMBA, MLP, MOE = "linear_attention", "mlp", "moe"
 OLDER = {"mamba": MAMBA, "attention": FULL}
 LETTERS = {"M": MAMBA, "*": FULL, "-": MLP, "E": MOE}
-"""What `hybrid_override_pattern` calls the kinds of layers."""
+"""Letters of `hybrid_override_pattern` for the kinds of layers."""
 
 
 class NemotronHConfig(RawConfig, kw_only=True):
     num_hidden_layers: Annotated[int, Meta(ge=1, le=10_000)] = 10_000
-    """What the kinds of layers say counts."""
+    """Unused default: the list of kinds determines the number of layers."""
     hybrid_override_pattern: Annotated[str, Meta(max_length=10_000)] | None = None
     hidden_act: str = "relu2"
     head_dim: Size | None = 128

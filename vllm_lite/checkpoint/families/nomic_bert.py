@@ -1,4 +1,4 @@
-"""nomic-bert: BERT with rotated heads and gated MLPs, without biases of matrices. Two spellings of its config.json."""
+"""nomic-bert: BERT with rope and gated MLPs, without biases on matrices. Its config.json has two spellings."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ _MUST_BE: dict[str, Any] = {
     "rotary_emb_fraction": 1.0,
     "num_experts": 0,
 }
-"""What the older spelling may say otherwise, of models that are not of this kind."""
+"""Required values of keys in the older spelling, which other kinds of models set differently."""
 
 
 class NomicBertConfig(RawConfig, kw_only=True):

@@ -1,4 +1,4 @@
-"""OLMo 2 and 3, and OLMoE: norms on Q and K over all heads together; behind the blocks, but for OLMoE."""
+"""OLMo 2 and 3, and OLMoE: norms on Q and K over all heads together; norms after the blocks, except in OLMoE."""
 
 from vllm_lite.checkpoint.families.common import (
     FULL,
@@ -62,7 +62,7 @@ def _olmo2(architecture: str, raw: Olmo2Config) -> ModelSpec:
 
 
 def _olmo3(architecture: str, raw: Olmo3Config) -> ModelSpec:
-    """Three sliding layers to one that sees everything, whose rope alone is scaled."""
+    """Read an OLMo 3: three sliding layers to one full layer; only the full layers' rope is scaled."""
     attention = attention_of(raw)
     types = layer_types_of(raw, every_nth(4))
     ropes = ropes_by_type(raw, attention.head_size, dict.fromkeys((FULL, SLIDING), raw.rope_theta or OLMO3_THETA))
@@ -71,7 +71,7 @@ def _olmo3(architecture: str, raw: Olmo3Config) -> ModelSpec:
 
 
 def _olmoe(architecture: str, raw: OlmoeConfig) -> ModelSpec:
-    """Llama's order of norms and blocks, and experts in every layer."""
+    """Read an OLMoE: Llama's order of norms and blocks, and experts in every layer."""
     routing = routing_of(raw.num_experts, raw.num_experts_per_tok, renormalize=raw.norm_topk_prob)
     layers = with_experts(llama_layers(raw, full_attention(raw)), ExpertsSpec(routing, raw.intermediate_size))
     return llama_like(architecture, raw, layers, qk_norm="all heads", qkv_clip=raw.clip_qkv or 0.0)

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama with fused projections; longrope where the context was extended."""
+"""Phi-3 and Phi-4: Llama with fused projections, and longrope if the context was extended."""
 
 from vllm_lite.checkpoint.families.common import Family, layer_types_of
 from vllm_lite.checkpoint.families.llama import LlamaConfig, llama_layers, llama_like, window_of

@@ -1,4 +1,4 @@
-"""OpenAI's privacy filter: layers of gpt-oss that see a band to both sides, and a label for each token."""
+"""OpenAI's privacy filter: gpt-oss layers with two-sided windows, and a label for each token."""
 
 from vllm_lite.checkpoint.families.common import EncoderParts, Family, encoder
 from vllm_lite.checkpoint.families.gpt_oss import GptOssConfig, oss_layers
@@ -11,7 +11,7 @@ KINDS = (
     *("private_person", "private_phone", "private_url", "secret"),
 )
 LABELS = ("O", *(f"{tag}-{kind}" for kind in KINDS for tag in "BIES"))
-"""Labels where config.json names none."""
+"""Default labels."""
 
 
 class PrivacyFilterConfig(GptOssConfig, kw_only=True):
@@ -20,7 +20,7 @@ class PrivacyFilterConfig(GptOssConfig, kw_only=True):
 
 
 def _privacy_filter(architecture: str, raw: PrivacyFilterConfig) -> ModelSpec:
-    """`sliding_window` tokens are seen to each side, beside the token itself."""
+    """Read a privacy filter, whose layers attend to `sliding_window` tokens on each side and the token itself."""
     layers = oss_layers(raw, lambda own: [(own.sliding_window or 0) + 1] * own.num_hidden_layers, interleaved=True)
     head = HeadSpec(output="score", output_bias=raw.token_classification_bias)
     return encoder(

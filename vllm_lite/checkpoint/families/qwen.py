@@ -1,7 +1,7 @@
 """Qwen2, Qwen2.5 and Qwen3: windows from some layer on, biases of Q, K and V or norms on Q and K.
 
-Of the models that also see images (VL) it is the text part. Their rope has three axes, along which text goes alike; the
-tower is read by `layer_specs.vision`.
+For models that also take images (VL), this is the text part. Their rope has three axes, equal for text;
+`layer_specs.vision` reads the tower.
 """
 
 from typing import Annotated
@@ -21,7 +21,7 @@ class QwenConfig(LlamaConfig, kw_only=True):
 
 
 def qwen_windows(raw: QwenConfig) -> list[int | None]:
-    """Qwen writes a sliding_window that use_sliding_window then turns off, or on from layer max_window_layers on."""
+    """The window of each layer: use_sliding_window enables sliding_window, from layer max_window_layers on."""
     window = window_of(raw) if raw.use_sliding_window else None
     if window is None and SLIDING in (raw.layer_types or ()):
         raise ModelError(f"layer_types has {SLIDING}, but sliding_window or use_sliding_window is off")

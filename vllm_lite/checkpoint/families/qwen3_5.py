@@ -1,7 +1,7 @@
-"""Qwen3.5 and 3.6: hybrids of Gated DeltaNet layers and, every so many layers, full attention with a gate behind it.
+"""Qwen3.5 and 3.6: Gated DeltaNet layers and, at intervals, full attention with a gate on its output.
 
-Of the models that also see images it is the text part. Norms are stored as their difference from 1, but for those of
-the recurrent layers.
+For models that also take images, this is the text part. Norm weights are stored as differences from 1, except in
+recurrent layers.
 """
 
 from typing import Annotated, Any
@@ -27,7 +27,7 @@ from vllm_lite.errors import ModelError
 LINEAR = "linear_attention"
 HEAD_DIM = 256
 ROTATED = 0.25
-"""The part of each head that is rotated where config.json does not say."""
+"""Default fraction of each head that is rotated."""
 
 
 class Qwen35Config(RawConfig, kw_only=True):
@@ -78,7 +78,7 @@ def hybrid_layers(raw: Qwen35Config) -> tuple[LayerSpec, ...]:
 
 
 def hybrid_decoder(architecture: str, raw: Qwen35Config, layers: tuple[LayerSpec, ...], inner: int) -> ModelSpec:
-    """The model of these layers; `inner`: elements between the matrices of its MLPs."""
+    """Make the spec of these layers; `inner`: intermediate size of its MLPs."""
     norm = NormSpec(raw.rms_norm_eps, "wide rms", plus_one=True)
     own: dict[str, Any] = {"qk_norm": "head", "qkv_bias": raw.attention_bias, "output_bias": raw.attention_bias}
     return decoder(architecture, raw, layers, norm, inner, **own)
@@ -92,7 +92,7 @@ def _mixture(architecture: str, raw: Qwen35MoeConfig) -> ModelSpec:
     routing = routing_of(raw.num_experts, raw.num_experts_per_tok, renormalize=True)
     shared = raw.shared_expert_intermediate_size
     experts = ExpertsSpec(routing, raw.moe_intermediate_size, shared_intermediate_size=shared, shared_gate=True)
-    # No layer has a dense MLP; the size only has to be one that ranks can share.
+    # No layer has a dense MLP; the size must only be divisible among ranks.
     return hybrid_decoder(architecture, raw, with_experts(hybrid_layers(raw), experts), raw.moe_intermediate_size)
 
 

@@ -1,4 +1,5 @@
-"""Qwen3-Next: Qwen3.5's layers with experts; recurrent ones have their projections in two tensors, by key head."""
+"""Qwen3-Next: Qwen3.5's layers with experts; recurrent layers have their projections in two tensors, ordered by key
+head."""
 
 from msgspec.structs import replace
 
@@ -34,7 +35,7 @@ def _qwen3_next(architecture: str, raw: Qwen3NextConfig) -> ModelSpec:
         for own in hybrid_layers(raw)
     )
     layers = with_experts(tuple(hybrid), experts, sparse)
-    # Where no layer has a dense MLP its size only has to be one that ranks can share.
+    # If no layer has a dense MLP, its size must only be divisible among ranks.
     inner = raw.moe_intermediate_size if all(own.experts for own in layers) else raw.intermediate_size
     return hybrid_decoder(architecture, raw, layers, inner)
 

@@ -1,6 +1,6 @@
-"""Qwen2-MoE and Qwen3-MoE: Qwen2 and Qwen3 whose layers have experts, all or every so many of them.
+"""Qwen2-MoE and Qwen3-MoE: Qwen2 and Qwen3 with experts in all layers or at intervals.
 
-Of the models that also see images (VL) it is the text part, whose files have the experts' matrices transposed.
+For models that also take images (VL), this is the text part, whose files have the experts' matrices transposed.
 """
 
 from typing import Annotated, Any
@@ -30,13 +30,13 @@ class Qwen2MoeConfig(QwenMoeConfig, kw_only=True):
     shared_expert_intermediate_size: Size
     qkv_bias: bool = True
     sliding_window: Annotated[int, Meta(ge=0, le=2**31 - 1)] | msgspec.UnsetType | None = msgspec.UNSET
-    """0, too, is none."""
+    """0 means none as well."""
 
 
 def _decoder(
     architecture: str, raw: QwenMoeConfig, windows: list[int | None], shared: dict[str, Any], **own: Any
 ) -> ModelSpec:
-    """`shared`: what ExpertsSpec says of the shared expert."""
+    """Make a decoder's spec. `shared`: fields of ExpertsSpec for the shared expert."""
     routing = routing_of(raw.num_experts, raw.num_experts_per_tok, renormalize=raw.norm_topk_prob)
     experts = ExpertsSpec(routing, raw.moe_intermediate_size, **shared)
     dense = frozenset(raw.mlp_only_layers or ())
@@ -48,7 +48,7 @@ def _decoder(
 
 
 def _qwen2(architecture: str, raw: Qwen2MoeConfig) -> ModelSpec:
-    """Windows, where there are some, are on every second of the first layers, unlike those of Qwen2."""
+    """Read a Qwen2-MoE. Windows, if any, are on every second of the first layers, unlike Qwen2's."""
     window = raw.sliding_window if raw.use_sliding_window and raw.sliding_window else None
     first = 0 if window is None else raw.max_window_layers
     types = layer_types_of(raw, lambda layer: SLIDING if layer < first and layer % 2 == 0 else FULL)
@@ -68,7 +68,7 @@ class Qwen3VLMoeConfig(QwenMoeConfig, kw_only=True):
 
 
 def _qwen3_vl(architecture: str, raw: Qwen3VLMoeConfig) -> ModelSpec:
-    """Architectures whose expert weights are renormalized whatever config.json says."""
+    """Read a Qwen3-VL-MoE, whose expert weights are always renormalized, regardless of config.json."""
     raw.norm_topk_prob = True
     return _qwen3(architecture, raw)
 

@@ -1,4 +1,4 @@
-"""SmolLM3: some layers do not rotate their heads, and only these may have a window."""
+"""SmolLM3: some layers have no rope, and only these may have a window."""
 
 from typing import Annotated
 
@@ -15,7 +15,7 @@ class SmolLM3Config(LlamaConfig, kw_only=True):
     num_key_value_heads: Annotated[int, Meta(ge=1)] | None = 4
     tie_word_embeddings: bool = True
     no_rope_layers: list[int] | None = None
-    """1 where a layer rotates its heads, despite the name."""
+    """For each layer 1 if it has rope, despite the name."""
     no_rope_layer_interval: Annotated[int, Meta(ge=1)] = 4
 
 

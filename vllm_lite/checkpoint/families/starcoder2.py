@@ -1,4 +1,4 @@
-"""StarCoder2: LayerNorms and biases where Llama has none, an MLP without a gate, often a window."""
+"""StarCoder2: LayerNorms and biases, unlike Llama, ungated MLPs, often a window."""
 
 from vllm_lite.checkpoint.families.common import Family, RawConfig, attention_of, decoder, layers_of, rope_of
 from vllm_lite.checkpoint.model_spec import ModelSpec, NormSpec

@@ -9,12 +9,12 @@ from vllm_lite.errors import ModelError
 
 ConvSize = Annotated[int, Meta(ge=2, le=16)]
 Limit = float | dict[str, str]
-"""A number, or as transformers writes one that JSON has not: {"__float__": "Infinity"}."""
+"""A number, or transformers' spelling of one that JSON lacks: {"__float__": "Infinity"}."""
 Limits = tuple[Limit, Limit] | None
 
 
 def step_limits(given: Limits) -> tuple[float, float]:
-    """The least and the most that a time step may be, by `time_step_limit`. Raises ModelError where nothing may."""
+    """Lower and upper bound of a time step, by `time_step_limit`. Raises ModelError for an empty range."""
     least, most = map(_limit, given or (0.0, math.inf))
     if not 0 <= least <= most:
         raise ModelError(f"time_step_limit {least} to {most} leaves no time step")

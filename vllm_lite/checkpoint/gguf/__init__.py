@@ -1,1 +1,1 @@
-"""GGUF files: what their headers say, as the config.json and the tensors that families of models know. No torch."""
+"""GGUF files: their headers as the config.json and the tensors that families read. No torch."""

@@ -1,4 +1,4 @@
-"""GGUF architectures: their names in config.json, and the differences of their files from most others."""
+"""GGUF architectures: their names in config.json, and the peculiarities of their files."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -46,7 +46,8 @@ def _gpt_oss(of: Metadata) -> dict[str, Any]:
 
 
 def _mistral3(of: Metadata) -> dict[str, Any]:
-    """Mistral Small 3.1 and its like are Llamas; the queries of Ministral 3 grow with their position, see `config`."""
+    """Keys of Mistral Small 3.1 and similar models, which are Llamas; Ministral 3 scales queries by their position, see
+    `config`."""
     return {} if of.number("attention.temperature_scale", None) else {"architectures": ["LlamaForCausalLM"]}
 
 
@@ -61,7 +62,7 @@ def _olmoe(of: Metadata) -> dict[str, Any]:
 
 
 def _windows(of: Metadata, every: int) -> dict[str, Any]:
-    """Windows in all layers but each of so many. Newer files say it themselves, for each layer or by a number."""
+    """Windows in all layers but every `every`-th. Newer files give the pattern, for each layer or as a number."""
     window = of.integer("attention.sliding_window", None)
     if not window:
         return {"sliding_window": None}
@@ -75,8 +76,8 @@ def _windows(of: Metadata, every: int) -> dict[str, Any]:
 
 
 def _query_scalar(of: Metadata, largest: int) -> float:
-    """The largest model of Gemma 2 and of 3 takes the square root of another size than that of a head, and files do not
-    say it: llama.cpp, too, knows it by its number of layers."""
+    """The query scale of Gemma 2 and 3. The largest models use another size than a head's, which files do not give:
+    like llama.cpp, recognize them by the number of layers."""
     if of.num_layers == largest:
         return of.integer("embedding_length") / of.integer("attention.head_count")
     return of.head_size
@@ -108,7 +109,7 @@ def _granite_moe(of: Metadata) -> dict[str, Any]:
 
 
 def _window(of: Metadata) -> dict[str, Any]:
-    """Files of the first versions have a window, which is 0 where there is none."""
+    """The window in files of the first versions, where 0 means none."""
     return {"sliding_window": of.integer("attention.sliding_window", None) or None}
 
 
@@ -140,7 +141,7 @@ def _olmo2(of: Metadata) -> dict[str, Any]:
 
 
 def _falcon(of: Metadata) -> dict[str, Any]:
-    """The first Falcons have one KV head, or one for each query head, and a single norm."""
+    """Keys of a Falcon. The first models have one KV head, or one for each query head, and a single norm."""
     heads, tensors = of.same("attention.head_count"), of.tensors
     kv_heads = of.same("attention.head_count_kv", heads)
     two_norms = "blk.0.attn_norm_2.weight" in tensors
@@ -173,7 +174,8 @@ def _ernie_moe(of: Metadata) -> dict[str, Any]:
 
 
 def _deepseek(of: Metadata) -> dict[str, Any]:
-    """Heads are given as they attend, to latents, and, behind "_mla", as they are in config.json."""
+    """Keys of latent attention. Files give the sizes of absorbed heads, and those of config.json with the suffix
+    "_mla"."""
     size = of.integer("attention.key_length_mla", None)
     if size is None:
         raise ModelError(
@@ -212,12 +214,12 @@ def _deepseek_v3(of: Metadata) -> dict[str, Any]:
 
 
 def _gate_row(_: Metadata) -> Changes:
-    """The gate of the shared expert, [1, hidden_size]."""
+    """Change of the shared expert's gate to [1, hidden_size]."""
     return {"ffn_gate_inp_shexp.weight": (OneMore(axis=0, num_axes=2),)}
 
 
 def _bias_row(_: Metadata) -> Changes:
-    """The bias added to scores for the choice, [1, experts]."""
+    """Change of the routing bias to [1, experts]."""
     return {f"exp_probs_b{ending}": (OneMore(axis=0, num_axes=2),) for ending in ("", ".bias", ".weight")}
 
 
@@ -265,19 +267,19 @@ ARCHITECTURES = {
     **HYBRIDS,
     **ENCODERS,
 }
-"""By general.architecture, or by `key_of`. Those of a family that has no native model are refused by name."""
+"""By general.architecture, or by `key_of`. Architectures without a native family are refused by name."""
 SIGMOID = 2
-"""What expert_gating_func says where scores are sigmoids."""
+"""Value of expert_gating_func for sigmoid scores."""
 VARIANTS: Mapping[str, tuple[str, Callable[[GgufHeader], bool]]] = {
     "llama": ("with experts", lambda header: bool(header.metadata.get("llama.expert_count"))),
     "falcon": ("with two norms", lambda header: "blk.0.attn_norm_2.weight" in header.tensors),
     "deepseek2": ("with sigmoid", lambda header: header.metadata.get("deepseek2.expert_gating_func") == SIGMOID),
 }
-"""Architectures that stand for two: what the other is called behind the name, and how its files are known."""
+"""Names that stand for two architectures: the suffix of the second one's key, and the test for its files."""
 
 
 def key_of(header: GgufHeader) -> str | None:
-    """The key in ARCHITECTURES of a file; None for one that is not there."""
+    """The key of a file in ARCHITECTURES; None if there is none."""
     name = header.metadata.get("general.architecture")
     if not isinstance(name, str) or " " in name:
         return None

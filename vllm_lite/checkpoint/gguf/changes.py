@@ -1,8 +1,8 @@
-"""Changes by converters to tensors beside their names, and their inverses: here as data, in a model with torch.
+"""Changes that converters make to tensors besides renaming, and their inverses as data; torch code applies them.
 
-A change says how a tensor of the checkpoint is made of the file's. `weight_source` carries changes out where a tensor
-is read; those of the inputs of blocks (`HeadOrder` along axis 1) are left to the product, which takes its inputs in the
-file's order: a block may hold parts of several heads.
+A change says how the checkpoint's tensor is derived from the file's. `weight_source` applies changes when it reads a
+tensor; changes to the inputs of blocks (`HeadOrder` along axis 1) are left to the product, which permutes its inputs
+instead: a block may have parts of several heads.
 """
 
 import math
@@ -11,11 +11,11 @@ from typing import NamedTuple
 
 
 class OneMore(NamedTuple):
-    """The checkpoint's tensor has an axis of one element at `axis`, which the file leaves out."""
+    """The checkpoint's tensor has an axis of size one at `axis`, which the file omits."""
 
     axis: int
     num_axes: int
-    """The checkpoint's tensor has so many; a file whose tensor has as many leaves nothing out."""
+    """Number of axes of the checkpoint's tensor; a file's tensor with as many is unchanged."""
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         if len(stored) != self.num_axes - 1:
@@ -24,30 +24,30 @@ class OneMore(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """The checkpoint's tensor has one axis, of which the file makes two."""
+    """The checkpoint's tensor has one axis, which the file splits into two."""
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         return (math.prod(stored),)
 
 
 class LogOfMinus(NamedTuple):
-    """The file has -exp of each element."""
+    """The file has -exp(x) of each element x."""
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         return stored
 
 
 class HeadOrder(NamedTuple):
-    """Heads are in groups. The checkpoint has those of a group one behind the other; the file has the first of each
+    """Order of heads in groups. The checkpoint has each group's heads together; the file has the first head of each
     group, then the second of each, and so on."""
 
     axis: int
     start: int
-    """What lies before is not moved."""
+    """First element that is permuted."""
     num_groups: int
     per_group: int
     size: int
-    """Elements of a head."""
+    """Number of elements of a head."""
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         return stored
@@ -57,12 +57,12 @@ class HeadOrder(NamedTuple):
         return self.start + self.num_groups * self.per_group * self.size
 
     def order(self) -> list[int]:
-        """The file's index for each of the checkpoint's."""
+        """The file's index for each index of the checkpoint."""
         heads = (which * self.num_groups + group for group in range(self.num_groups) for which in range(self.per_group))
         return [*range(self.start), *self._elements(heads)]
 
     def inverse(self) -> list[int]:
-        """The checkpoint's index for each of the file's."""
+        """The checkpoint's index for each index of the file."""
         heads = (group * self.per_group + which for which in range(self.per_group) for group in range(self.num_groups))
         return [*range(self.start), *self._elements(heads)]
 

@@ -1,4 +1,4 @@
-"""A model in GGUF files, as the rest of the package sees a checkpoint: a ModelSpec, and tensors by canonical names."""
+"""GgufCheckpoint: a model in GGUF files as a checkpoint: a ModelSpec, and tensors by canonical names."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -22,40 +22,40 @@ from vllm_lite.checkpoint.quantization.spec import Gguf
 from vllm_lite.errors import ModelError
 
 MAX_MATRICES = 16384
-"""How many experts or heads one tensor may be for."""
+"""Maximum number of experts or heads in one tensor."""
 MAX_TENSORS = 1 << 20
-"""With a tensor for each matrix of each expert."""
+"""Maximum number of tensors, with one for each matrix of each expert."""
 
 
 class GgufCheckpoint:
-    """The files of one model, whose headers are read."""
+    """The GGUF files of one model, of which only headers are read."""
 
     def __init__(self, files: list[Path]) -> None:
-        """Raises ModelError for files that are damaged or do not belong together."""
+        """Read the headers. Raises ModelError for files that are damaged or do not belong together."""
         self.file = files[0]
         self.header: GgufHeader = read_files(files)
 
     @classmethod
     def find(cls, path: Path) -> "GgufCheckpoint | None":
-        """The model at `path`, a file or a folder; None if it is none of GGUF files. Raises ModelError."""
+        """The model at `path`, a file or a folder; None if it has no GGUF files. Raises ModelError."""
         files = gguf_files(path)
         return cls(files) if files else None
 
     @property
     def architecture(self) -> Architecture:
-        """Raises ModelError, by name, for one that is not supported."""
+        """The model's architecture. Raises ModelError, with its name, if it is not supported."""
         return architecture_of(self.header)
 
     def spec(self, parse: Callable[[Any], ModelSpec]) -> ModelSpec:
-        """The spec that `parse` makes of the file's config.json, as the file stores it. Raises ModelError with its
-        name."""
+        """The spec that `parse` makes of the derived config.json, adapted to the file's layout. Raises ModelError with
+        the file's name."""
         try:
             return self._as_stored(parse(config_of(self.header)))
         except ModelError as error:
             raise ModelError(f"{self.file}: {error}") from None
 
     def modules(self) -> SentenceModules | None:
-        """Say how hidden states become vectors, if the file does. Raises ModelError with the file's name."""
+        """The pooling described in the file, if any. Raises ModelError with the file's name."""
         try:
             return modules_of(Metadata(self.header))
         except ModelError as error:
@@ -98,7 +98,7 @@ class GgufCheckpoint:
         return self._has(*(f"{part}.bias" for part in parts))
 
     def _has(self, *names: str) -> bool:
-        """Whether any layer has a tensor of one of these names."""
+        """Whether any layer has a tensor with one of these names."""
         return any(in_layer(stored) in names for stored in self.header.tensors)
 
     @property
@@ -122,7 +122,7 @@ class GgufCheckpoint:
                 yield each.removesuffix(".weight"), tensor.kind.name
 
     def _changed(self) -> Iterator[tuple[str, GgufTensor]]:
-        """The tensors that a model may ask for, with what makes those of the checkpoint of them."""
+        """Yield the tensors of the model by name, with their changes."""
         own = self.architecture
         changes = own.changes(Metadata(self.header))
         for stored, tensor in self.header.tensors.items():
@@ -131,7 +131,7 @@ class GgufCheckpoint:
                 yield name, tensor._replace(changes=changes.get(in_layer(stored), ()))
 
     def _inputs(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """The matrices of blocks whose inputs are heads that were moved."""
+        """Yield the quantized matrices whose inputs are permuted heads, with the permutation."""
         for name, tensor in self._changed():
             moved = [change for change in tensor.changes if _is_of_inputs(change, tensor)]
             if isinstance(heads := next(iter(moved), None), HeadOrder):
@@ -140,7 +140,8 @@ class GgufCheckpoint:
                 yield name.removesuffix(".weight"), tuple(heads.inverse())
 
     def _factors(self) -> Iterator[tuple[str, tuple[float, ...]]]:
-        """The numbers that matrices of NVFP4 have beside the scales in their blocks, one or one for each expert."""
+        """Yield the global scales of NVFP4 matrices, one or one per expert, which multiply the scales in their
+        blocks."""
         own, of = self.architecture.names, Metadata(self.header)
         for stored in self.header.tensors:
             if not stored.endswith(SCALE) or name_here(stored, own) is not None:
@@ -155,8 +156,8 @@ class GgufCheckpoint:
                 yield each.removesuffix(".weight"), tuple(numbers)
 
     def tensors(self) -> Mapping[str, GgufTensor]:
-        """The model's weights by their canonical names; of the tensors of experts each expert's part. Raises ModelError
-        for two of one name."""
+        """The model's weights by canonical name, with expert tensors split into their experts. Raises ModelError for
+        two tensors with one name."""
         found = dict[str, GgufTensor]()
         for name, whole in self._changed():
             left = tuple(change for change in whole.changes if not _is_of_inputs(change, whole))
@@ -171,12 +172,12 @@ class GgufCheckpoint:
 
 
 def _is_of_inputs(change: Change, tensor: GgufTensor) -> bool:
-    """Whether a change is left to the product, see `changes`."""
+    """Whether a change is left to the product; see `changes`."""
     return isinstance(change, HeadOrder) and change.axis == 1 and tensor.kind.name not in FLOATS
 
 
 def _each(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTensor]]:
-    """The matrices, or their biases, that are stacked along the first axis."""
+    """Yield the matrices, or biases, stacked along the first axis."""
     count, *shape = tensor.shape
     if len(shape) != (1 if name.endswith(".bias") else 2) or count > MAX_MATRICES:
         raise ModelError(f"{tensor.file}: the matrices of {name} have the shape {list(tensor.shape)}")

@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file as the config.json of its family, so that the family reads it as any other."""
+"""Derives a config.json from the metadata of a GGUF file, so that its family reads it like any other."""
 
 from typing import Any
 
@@ -9,16 +9,17 @@ from vllm_lite.checkpoint.gguf.metadata import Metadata
 from vllm_lite.errors import ModelError
 
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
-"""What families call it."""
+"""Names of the norm epsilon in families."""
 FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
-"""Tensors with what each pair of a head turns slower by; those of Llama 3.1 are the same for all lengths."""
+"""Tensors with the rope divisor of each pair of a head; Llama 3.1's apply to all lengths."""
 END_TOKENS = ("eos", "eot", "eom")
 HARMONY = "gpt-oss"
-"""The architecture whose `eot`, <|end|>, closes each channel of an answer, of which another may follow."""
+"""The architecture whose `eot`, <|end|>, closes each channel of an answer and may be followed by another, so it is no
+end token."""
 
 
 def architecture_of(header: GgufHeader) -> Architecture:
-    """The architecture of a file. Raises ModelError, by name, for one that no native family has."""
+    """The architecture of a file. Raises ModelError, with its name, if no native family has it."""
     key = key_of(header)
     if key is None:
         name = header.metadata.get("general.architecture")
@@ -28,7 +29,7 @@ def architecture_of(header: GgufHeader) -> Architecture:
 
 
 def config_of(header: GgufHeader) -> dict[str, Any]:
-    """The config.json of a file. Raises ModelError that names a key which is missing, or wrong."""
+    """Make the config.json of a file. Raises ModelError, with the key, for a missing or invalid one."""
     of, own = Metadata(header), architecture_of(header)
     vocab_size, hidden_size = _matrix(of, "token_embd.weight")
     if of.integer("embedding_length") != hidden_size:
@@ -65,7 +66,7 @@ def config_of(header: GgufHeader) -> dict[str, Any]:
 
 
 def _shared(of: Metadata, own: Architecture, key: str) -> int | None:
-    """A number that all layers have; None where it is missing, or an architecture has one for each."""
+    """A number that all layers share; None if it is missing, or given per layer."""
     return None if key in own.by_layer else of.same(key, None)
 
 
@@ -77,19 +78,19 @@ def _matrix(of: Metadata, name: str) -> tuple[int, int]:
 
 
 def end_ids(of: Metadata) -> list[int]:
-    """The tokens that end an answer, as far as the file gives them names."""
+    """Token ids that end an answer, by the file's named tokens."""
     ids = (of.token(name) for name in END_TOKENS if not (name == "eot" and of.architecture == HARMONY))
     return list(dict.fromkeys(id_ for id_ in ids if id_ is not None))
 
 
 def _dtype(header: GgufHeader) -> str:
-    """The type to compute in: that of the matrices if all are floats of one type, else bfloat16."""
+    """The compute dtype: that of the matrices if all are floats of one type, else bfloat16."""
     kinds = {tensor.kind.name for name, tensor in header.tensors.items() if len(tensor.shape) > 1}
     return {"F32": "float32", "F16": "float16"}.get(kinds.pop(), "bfloat16") if len(kinds) == 1 else "bfloat16"
 
 
 def _rotated_part(of: Metadata) -> float | None:
-    """The part of each head that is turned; None where all of it is."""
+    """Fraction of each head that is rotated; None for all of it."""
     size = of.integer("rope.dimension_count", None)
     if not size or size == of.head_size:
         return None
@@ -99,7 +100,7 @@ def _rotated_part(of: Metadata) -> float | None:
 
 
 def _rope(of: Metadata, own: Architecture) -> dict[str, Any] | None:
-    """The rope_parameters of config.json; None where nothing is scaled."""
+    """The rope_parameters of config.json; None without scaling."""
     factors = {name: found for name in FACTORS if (found := of.factors(f"{name}.weight"))}
     if factors:
         plain = factors.get("rope_freqs")

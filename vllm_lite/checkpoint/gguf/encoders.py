@@ -1,5 +1,4 @@
-"""Architectures of GGUF files that make vectors: BERT and its kin, whose layers keep nothing and see each text as a
-whole. A file of a decoder may say how it pools, too."""
+"""GGUF architectures of encoders: BERT and similar models. Decoders' files may have a pooling type, too."""
 
 from typing import Any
 
@@ -9,7 +8,7 @@ from vllm_lite.checkpoint.layer_specs.pooling import Kind, SentenceModules
 from vllm_lite.errors import ModelError
 
 UNPOOLED, RANKS = 0, 4
-"""`pooling_type` of a file that leaves it to the user, and of one with a head that scores pairs."""
+"""Values of `pooling_type`: left to the user; a head that scores pairs."""
 KINDS: dict[int, Kind] = {1: "mean", 2: "cls", 3: "last"}
 TOP = {
     "token_embd": "embeddings.word_embeddings",
@@ -40,8 +39,8 @@ NOMIC_BERT = TOP | {
 
 
 def modules_of(of: Metadata) -> SentenceModules | None:
-    """Say how hidden states become vectors, which get the norm 1; None where the file does not say.
-    Raises ModelError for a way that there is not here."""
+    """The pooling by the file's pooling_type, with normalized vectors; None if the file leaves it open. Raises
+    ModelError for an unsupported type."""
     number = of.integer("pooling_type", UNPOOLED)
     if number == UNPOOLED:
         return None
@@ -53,12 +52,12 @@ def modules_of(of: Metadata) -> SentenceModules | None:
 
 
 def _encoder(of: Metadata) -> dict[str, Any]:
-    """The types of tokens are as many as have vectors."""
+    """The number of token types, by the rows of their table."""
     return {"type_vocab_size": of.shape("token_types.weight")[0]}
 
 
 def _bert(of: Metadata) -> dict[str, Any]:
-    """Rows of positions before the first token's, which RoBERTa has, are not in the file."""
+    """Keys of BERT. RoBERTa's rows of positions before the first token's are not in the file."""
     return _encoder(of) | {"max_position_embeddings": of.shape("position_embd.weight")[0]}
 
 

@@ -1,4 +1,4 @@
-"""The GGUF files of a model: one, or those that it was split into, like model-00001-of-00003.gguf."""
+"""The GGUF files of a model: one, or several parts like model-00001-of-00003.gguf."""
 
 import re
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ MAX_FILES = 1000
 MAX_LISTED = 20
 SPLIT = re.compile(r"(?P<base>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf", re.IGNORECASE)
 OTHER_MODELS = ("mmproj", "imatrix")
-"""What a name begins with that is of no model that writes text."""
+"""Prefixes of files that are not text models."""
 
 
 def gguf_files(path: Path) -> list[Path]:
-    """The GGUF files of the model `path`, a file or a folder, in order; none where it is no GGUF model.
+    """The GGUF files of the model at `path`, a file or a folder, in order; none if it is no GGUF model.
 
-    Raises ModelError for a folder with several models, and for files that are missing.
+    Raises ModelError for a folder with several models, and for missing parts.
     """
     if path.suffix.lower() == SUFFIX and not path.is_dir():
         return _parts(path)
@@ -33,9 +33,9 @@ def gguf_files(path: Path) -> list[Path]:
 
 
 def choose(names: Sequence[str], label: str | None) -> list[str]:
-    """Choose the files of one model in a repository: of the only one, or of the one whose name ends with `label`.
+    """Choose the files of one model in a repository: the only one, or the one whose name ends with `label`.
 
-    Raises LookupError with a clause that says what there is.
+    Raises LookupError with a clause that lists the models.
     """
     firsts = first_files(names)
     found = firsts if label is None else [name for name in firsts if _is_labelled(name, label)]
@@ -52,12 +52,12 @@ def choose(names: Sequence[str], label: str | None) -> list[str]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The models among the files of a repository, for an error."""
+    """List the models among the files of a repository, for an error."""
     return ", ".join(first_files(names)[:MAX_LISTED])
 
 
 def first_files(names: Sequence[str]) -> list[str]:
-    """The names of GGUF files without those of what is no model, and of split ones the first parts only."""
+    """Names of GGUF models: the first parts only, without files that are not models."""
     found = []
     for name in sorted(names):
         own = name.rpartition("/")[2].lower()
@@ -68,7 +68,7 @@ def first_files(names: Sequence[str]) -> list[str]:
 
 
 def _is_labelled(name: str, label: str) -> bool:
-    """Whether the name of a file ends with `label`, like Q4_K_M, before what every such name ends with."""
+    """Whether a file's name ends with `label`, like Q4_K_M, before its suffix."""
     own = name.rpartition("/")[2]
     split = SPLIT.fullmatch(own)
     stem = (split["base"] if split is not None else own[: -len(SUFFIX)]).lower()
@@ -76,7 +76,7 @@ def _is_labelled(name: str, label: str) -> bool:
 
 
 def part_names(name: str) -> list[str]:
-    """The names of all parts of the model of which `name` is one. Raises ModelError for one of very many."""
+    """Names of all parts of the model that `name` belongs to. Raises ModelError for too many parts."""
     split = SPLIT.fullmatch(name)
     if split is None:
         return [name]
@@ -96,13 +96,13 @@ def _parts(path: Path) -> list[Path]:
 
 
 def read_files(files: list[Path]) -> GgufHeader:
-    """The metadata of the first file, and the tensors of all. Raises ModelError if they do not make up one model."""
+    """Read the metadata of the first file, and the tensors of all. Raises ModelError if they are not one model."""
     return _read(tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
 
 
 @lru_cache(maxsize=2)
 def _read(identities: tuple[tuple[Path, int, int], ...]) -> GgufHeader:
-    """A process that starts asks several times."""
+    """Read the files; cached, as a starting process calls this several times."""
     files = [file for file, _, _ in identities]
     headers = [read_header(file) for file in files]
     count = headers[0].metadata.get("split.count", 1)

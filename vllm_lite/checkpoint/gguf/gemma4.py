@@ -1,5 +1,5 @@
-"""Gemma 4 in GGUF files: heads of full layers are of another size and number, and some layers attend to K and V of
-others. The text of models that also see and hear; what those parts are made of is in another file."""
+"""Gemma 4 in GGUF files: full layers have other heads, and some layers attend to K and V of others. Only the text
+model: the parts for images and audio are in another file."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ KV_HEADS, INNER = "attention.head_count_kv", "feed_forward_length"
 BY_LAYER = KV_HEADS, INNER
 FULL, SLIDING = "full_attention", "sliding_attention"
 UNTURNED = 1e9
-"""A pair of a larger factor stands still."""
+"""Rope divisor above which a pair counts as not rotated."""
 
 
 def gemma4(of: Metadata) -> dict[str, Any]:
-    """The keys of config.json that other families have not."""
+    """Keys of config.json specific to Gemma 4."""
     slides = of.booleans("attention.sliding_window_pattern")
     if slides is None or len(slides) != of.num_layers:
         raise ModelError(f"{of.named('attention.sliding_window_pattern')} must be a flag for each layer")
@@ -46,7 +46,8 @@ def gemma4(of: Metadata) -> dict[str, Any]:
 
 
 def _ropes(of: Metadata) -> dict[str, Any]:
-    """Full layers turn the first pairs of a head alone: the file slows the others down until they stand still."""
+    """The ropes by layer type. Full layers rotate only the first pairs of a head: the file gives the others huge
+    divisors."""
     factors = of.factors("rope_freqs.weight") or [1.0]
     turned = factors.count(1.0)
     if any(factor != 1.0 for factor in factors[:turned]) or any(factor < UNTURNED for factor in factors[turned:]):
@@ -59,7 +60,7 @@ def _ropes(of: Metadata) -> dict[str, Any]:
 
 
 def _inner(of: Metadata, shared: int) -> dict[str, Any]:
-    """MLPs may be twice as wide in the layers that have no K and V."""
+    """The intermediate sizes. MLPs may be twice as wide in layers without K and V."""
     sizes = of.by_layer(INNER)
     is_double = bool(shared) and sizes[-1] == 2 * sizes[0]
     wanted = [sizes[0] * (1 + (is_double and layer >= of.num_layers - shared)) for layer in range(of.num_layers)]

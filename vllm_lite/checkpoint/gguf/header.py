@@ -1,8 +1,8 @@
-"""The header of a GGUF file: metadata, and which tensors lie where. https://github.com/ggml-org/ggml has the format.
+"""Reader of a GGUF file's header: metadata, and the positions of tensors. https://github.com/ggml-org/ggml has the
+format.
 
-A header may be a stranger's: every count and length is checked against the bytes that are there before anything is
-made of it. Arrays are passed over and read when they are asked for: a vocabulary is most of a header, and an engine
-needs none of it.
+A header is untrusted: every count and length is checked against the file's size before anything is allocated. Arrays
+are skipped and read on demand: a vocabulary is most of a header, and an engine needs none of it.
 """
 
 import math
@@ -25,18 +25,18 @@ MAX_VALUES = 1 << 14
 MAX_TENSORS = 1 << 15
 MAX_NAME_BYTES = 1 << 10
 MAX_TEXT_BYTES = 1 << 24
-"""For all names and single strings together; a chat template has some thousand."""
+"""Maximum bytes of all names and single strings; a chat template has some thousand."""
 MAX_TEXTS = 1 << 21
-"""Strings in all arrays together: vocabularies have up to 300,000 tokens and as many merges."""
+"""Maximum number of strings in all arrays: vocabularies have up to 300,000 tokens and as many merges."""
 MAX_DIMENSIONS = 4
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 _TEXT, _ARRAY = 8, 9
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Types of values -> those of `struct`; the array module knows them by the same letters, but for "?"."""
+"""Value types -> format letters of `struct`, and of the array module except "?"."""
 
 
 class Array:
-    """An array of the metadata. Its values are read from the file when they are asked for."""
+    """An array of the metadata, whose values are read from the file on demand."""
 
     def __init__(self, file: "_File", kind: int, count: int, start: int) -> None:
         self._file, self._kind, self._count, self._start = file, kind, count, start
@@ -49,14 +49,14 @@ class Array:
         return self._kind == _TEXT
 
     def numbers(self) -> "array[int] | array[float]":
-        """All values, as they lie in the file. Raises ModelError if they are strings."""
+        """Return all values. Raises ModelError if they are strings."""
         if self.is_text:
             raise self._file.error("an array of strings stands where numbers are expected")
         letter = _NUMBERS[self._kind].replace("?", "B")
         return array(letter, self._file.data[self._start : self._start + self._count * struct.calcsize(letter)])
 
     def texts(self) -> list[str]:
-        """All values. Raises ModelError if they are numbers, or no UTF-8."""
+        """Return all values. Raises ModelError if they are numbers, or not UTF-8."""
         if not self.is_text:
             raise self._file.error("an array of numbers stands where strings are expected")
         data, at, found = self._file.data, self._start, []
@@ -78,12 +78,12 @@ class GgufTensor(NamedTuple):
 
     kind: Kind
     shape: tuple[int, ...]
-    """Rows first, as torch counts; the file counts the other way."""
+    """In torch's order, rows first; the file has the reverse order."""
     file: Path
     offset: int
-    """Its first byte in the file."""
+    """Position of its first byte in the file."""
     changes: tuple[Change, ...] = ()
-    """What makes the checkpoint's tensor of it; `shape` is the file's."""
+    """Changes that derive the checkpoint's tensor; `shape` is the file's."""
 
     @property
     def restored_shape(self) -> tuple[int, ...]:
@@ -103,8 +103,8 @@ class GgufHeader(NamedTuple):
 
 
 def read_header(path: Path) -> GgufHeader:
-    """Read the header of the file `path`. Raises ModelError, in one sentence, for a file that is damaged or no GGUF."""
-    if path.exists() and not path.is_file():  # a pipe would be waited for
+    """Read the header of a file. Raises ModelError for one that is damaged or not GGUF."""
+    if path.exists() and not path.is_file():  # opening a pipe would block
         raise ModelError(f"{path}: is not a file; a GGUF file is expected")
     try:
         with path.open("rb") as stream:
@@ -115,12 +115,12 @@ def read_header(path: Path) -> GgufHeader:
 
 
 def read_metadata(path: Path) -> Mapping[str, Value]:
-    """Read the metadata alone. Raises ModelError."""
+    """Read only the metadata. Raises ModelError."""
     return read_header(path).metadata
 
 
 class _File:
-    """A mapped file, which its arrays keep open."""
+    """A memory-mapped file, kept open by its arrays."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data = path, data
@@ -130,7 +130,7 @@ class _File:
 
 
 class _Reader(_File):
-    """Goes through a header once."""
+    """Parses a header sequentially."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         super().__init__(path, data)
@@ -155,7 +155,7 @@ class _Reader(_File):
         return GgufHeader(metadata, self.tensors(num_tensors, self.alignment(metadata)))
 
     def tensors(self, count: int, alignment: int) -> dict[str, GgufTensor]:
-        """The tensors' infos, whose offsets begin at the first aligned byte behind the last of them."""
+        """Parse the tensor infos, whose offsets count from the first aligned byte after the last of them."""
         infos: dict[str, tuple[Kind, tuple[int, ...], int]] = {}
         for _ in range(count):
             name = self.name()
@@ -183,7 +183,7 @@ class _Reader(_File):
         return kind, shape, offset
 
     def check_places(self, tensors: Mapping[str, GgufTensor]) -> None:
-        """Raise ModelError unless all lie within the file, and none in another."""
+        """Raise ModelError unless all tensors are within the file and do not overlap."""
         end, before = 0, ""
         for name, tensor in sorted(tensors.items(), key=lambda item: item[1].offset):
             if tensor.offset < end:
@@ -216,7 +216,7 @@ class _Reader(_File):
         return found
 
     def array(self, name: str) -> Array:
-        """Pass over an array. Raises ModelError for one of arrays, as a few bytes could stand for many of these."""
+        """Skip an array. Raises ModelError for an array of arrays, of which a few bytes could encode many."""
         kind, count = self.u32(), self.u64()
         if kind != _TEXT and kind not in _NUMBERS:
             raise self.error(f"the array {name!r} has values of a type {kind}, which is no number and no string")
@@ -231,7 +231,7 @@ class _Reader(_File):
         return found
 
     def pass_texts(self, count: int, name: str) -> None:
-        """The loop over a whole vocabulary, which is most of the time that a header takes."""
+        """Skip the strings of an array. This loop over a vocabulary takes most of the time of a header."""
         self.num_texts += count
         if self.num_texts > MAX_TEXTS:
             raise self.error(f"with the array {name!r} it has {self.num_texts} strings; at most {MAX_TEXTS} are read")
@@ -246,7 +246,7 @@ class _Reader(_File):
         self.at = at
 
     def counted(self, count: int, what: str, most: int, least_bytes: int) -> int:
-        """A number of entries, of which each takes `least_bytes` or more."""
+        """Check a number of entries of at least `least_bytes` each."""
         if count > most or count * least_bytes > len(self.data):
             raise self.error(f"it says that it has {count} {what}")
         return count
@@ -271,7 +271,7 @@ class _Reader(_File):
         return int(_U64.unpack(self.taken(8))[0])
 
     def taken(self, size: int) -> bytes:
-        """The next `size` bytes."""
+        """Return the next `size` bytes."""
         if size > len(self.data) - self.at:
             raise self.error(f"its header ends behind the file, at byte {len(self.data)}")
         self.at += size

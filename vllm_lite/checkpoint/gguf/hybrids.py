@@ -1,6 +1,6 @@
-"""Architectures of GGUF files most of whose layers keep a state: which layers these are, and what their tensors are.
+"""GGUF architectures with recurrent layers: the kinds of their layers, and their tensors.
 
-Files have the KV heads of each layer, 0 where it does not attend.
+Files have the number of KV heads of each layer, 0 for layers without attention.
 """
 
 from typing import Any
@@ -13,11 +13,11 @@ from vllm_lite.checkpoint.gguf.metadata import Metadata
 ATTENTION, STATE = "full_attention", "linear_attention"
 KV_HEADS, INNER = "attention.head_count_kv", "feed_forward_length"
 CONVOLUTION = OneMore(axis=1, num_axes=3)
-"""The weights of one, [channels, 1, tokens]."""
+"""Change of a convolution's weights to [channels, 1, tokens]."""
 
 
 def _lfm2(of: Metadata) -> dict[str, Any]:
-    """The size of MLPs is there as it is."""
+    """Keys of an LFM2; the file has the actual size of MLPs."""
     heads = of.whole_numbers(KV_HEADS)
     return {
         "num_key_value_heads": max(heads),
@@ -42,7 +42,7 @@ def _lfm2_moe(of: Metadata) -> dict[str, Any]:
 
 
 def _granite(of: Metadata) -> dict[str, Any]:
-    """Granite 4. Without experts the MLP is what is called shared."""
+    """Keys of a Granite 4. Without experts, the MLP is called the shared expert."""
     heads, inner = of.whole_numbers(KV_HEADS), of.integer("ssm.inner_size")
     own: dict[str, Any] = {
         "num_key_value_heads": max(heads),
@@ -65,8 +65,8 @@ def _granite(of: Metadata) -> dict[str, Any]:
 
 
 def _nemotron(of: Metadata) -> dict[str, Any]:
-    """Keys of a Nemotron-H. Tensors tell the kind of a layer's one block: not all converters give only layers with an
-    MLP a size for it."""
+    """Keys of a Nemotron-H. The kind of a layer is recognized by its tensors, as not all converters give sizes only for
+    layers with an MLP."""
     parts = {"attn_q": ATTENTION, "ssm_in": STATE, "ffn_up": "mlp", "ffn_up_exps": "moe"}
     kinds = [
         next((kind for part, kind in parts.items() if f"blk.{layer}.{part}.weight" in of.tensors), "unknown")
@@ -133,12 +133,12 @@ def _of_mamba(_: Metadata) -> Changes:
         "ssm_conv1d.weight": (CONVOLUTION,),
         "ssm_a": (Flat(), LogOfMinus()),
         "ssm_d": (Flat(),),
-        "ssm_norm.weight": (Flat(),),  # [groups, elements of one]
+        "ssm_norm.weight": (Flat(),),  # [groups, elements of a group]
     }
 
 
 def _of_next(_: Metadata) -> Changes:
-    """Value heads stay where they are."""
+    """Changes of Qwen3-Next, which keep the order of value heads."""
     return {
         "ssm_a": (LogOfMinus(),),
         "ssm_conv1d.weight": (CONVOLUTION,),
@@ -147,7 +147,7 @@ def _of_next(_: Metadata) -> Changes:
 
 
 def _of_delta_net(of: Metadata) -> Changes:
-    """Value heads are moved where a key head serves several."""
+    """Changes of Qwen3.5, which reorder value heads if a key head serves several."""
     keys, values, key_size = (of.integer(f"ssm.{name}") for name in ("group_count", "time_step_rank", "state_size"))
     per_key, size = values // max(1, keys), of.integer("ssm.inner_size") // max(1, values)
 

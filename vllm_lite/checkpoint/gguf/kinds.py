@@ -1,16 +1,16 @@
-"""The types of GGUF's tensors: how many elements make a block, and how many bytes it takes."""
+"""GGUF's tensor types: elements and bytes per block."""
 
 from typing import NamedTuple
 
 
 class Kind(NamedTuple):
-    """A type of tensors, by ggml's name for it."""
+    """A tensor type, with ggml's name."""
 
     name: str
     elements: int
-    """In a block; rows are whole blocks."""
+    """Elements in a block; rows are whole blocks."""
     num_bytes: int
-    """What a block takes."""
+    """Bytes of a block."""
 
 
 KINDS = {
@@ -49,13 +49,13 @@ KINDS = {
     40: Kind("NVFP4", 64, 36),
     41: Kind("Q1_0", 128, 18),
 }
-"""By their numbers in the file."""
+"""Types by their number in files."""
 BY_NAME = {kind.name: kind for kind in KINDS.values()}
 NUMBERS = {kind.name: number for number, kind in KINDS.items()}
 READ = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"),
     *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0", "NVFP4"),
 )
-"""Blocks that kernels/gguf_blocks.py takes apart."""
+"""Block types that kernels/gguf_blocks.py can unpack."""
 FLOATS = ("F32", "F16", "BF16")
-"""Those that are no blocks: each element is a number."""
+"""Types without blocks: each element is a float."""

@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file, with the types that they must have. A ModelError names the key and the value."""
+"""Metadata: typed access to the metadata of a GGUF file. A ModelError names the key and the value."""
 
 from array import array
 from collections.abc import Mapping
@@ -12,11 +12,12 @@ T = TypeVar("T")
 _NEEDED = object()
 MAX_LAYERS = 10_000
 MAX_NUMBERS = 4096
-"""Factors of rope, one for each pair of a head, or of matrices, one for each expert."""
+"""Maximum number of factors, such as rope's for each pair of a head, or scales for each expert."""
 
 
 class Metadata:
-    """A file's metadata under the name of its architecture, like "llama.block_count". Keys are given without it."""
+    """A file's metadata. Keys are given without the prefix of the architecture, like "llama." in
+    "llama.block_count"."""
 
     def __init__(self, header: GgufHeader) -> None:
         self.all: Mapping[str, Value] = header.metadata
@@ -32,7 +33,7 @@ class Metadata:
 
     @property
     def num_unread(self) -> int:
-        """Number of layers after the others, which predict further tokens."""
+        """Number of trailing layers that predict further tokens (MTP), which are not read."""
         return self.integer("nextn_predict_layers", 0)
 
     @cached_property
@@ -47,7 +48,7 @@ class Metadata:
     def integer(self, key: str, default: T) -> int | T: ...
 
     def integer(self, key: str, default: Any = _NEEDED) -> Any:
-        """A number that is whole. Raises ModelError where it is missing and there is no default."""
+        """An integer. Raises ModelError if it is missing and there is no default."""
         found = self.value(key)
         if found is None and default is not _NEEDED:
             return default
@@ -62,7 +63,7 @@ class Metadata:
     def same(self, key: str, default: T) -> int | T: ...
 
     def same(self, key: str, default: Any = _NEEDED) -> Any:
-        """As `integer`, where a file may also have a number for each layer, if all are the same."""
+        """As `integer`, but a file may also give a number per layer, if all are equal."""
         found = self.value(key)
         if isinstance(found, Array) and not found.is_text and 0 < len(found) <= MAX_LAYERS:
             numbers = set(found.numbers())
@@ -72,19 +73,19 @@ class Metadata:
         return self.integer(key, default)
 
     def whole_numbers(self, key: str) -> list[int]:
-        """One for each layer that is read. Raises ModelError where the file has something else."""
+        """Integers, one for each layer. Raises ModelError for anything else."""
         found, count = self.value(key), self.num_layers
         if not isinstance(found, Array) or found.is_text or len(found) not in (count, count + self.num_unread):
             raise ModelError(f"{self.named(key)} must be a number for each layer, and it is {_shown(found)}")
         return [int(number) for number in found.numbers()[:count]]
 
     def by_layer(self, key: str) -> list[int]:
-        """As `whole_numbers`, where a file may also have one for all layers."""
+        """As `whole_numbers`, but a file may also give one number for all layers."""
         found = self.value(key)
         return self.whole_numbers(key) if isinstance(found, Array) else [self.integer(key)] * self.num_layers
 
     def number(self, key: str, default: T) -> float | T:
-        """A number with the seven digits that a float32 has: 1e-5, which as a double would be 9.99999974e-06."""
+        """A float with the seven digits of a float32: 1e-5, which as a double would be 9.99999974e-06."""
         found = self.value(key)
         if found is None:
             return default
@@ -101,7 +102,7 @@ class Metadata:
         return found
 
     def booleans(self, key: str) -> list[bool] | None:
-        """One for each layer; None where there are none."""
+        """Flags, one for each layer; None if there are none."""
         found = self.value(key)
         if not isinstance(found, Array) or found.is_text or len(found) > MAX_LAYERS:
             return None
@@ -116,7 +117,7 @@ class Metadata:
         return found
 
     def must_be(self, key: str, wanted: int) -> None:
-        """Raise ModelError if the file says something else than `wanted`."""
+        """Raise ModelError if the file has another value than `wanted`."""
         found = self.value(key)
         if found is not None and found != wanted:
             raise ModelError(f"{self.named(key)} {_shown(found)} is not supported; it must be {wanted}")
@@ -128,7 +129,7 @@ class Metadata:
         return self.tensors[name].shape
 
     def factors(self, name: str) -> list[float] | None:
-        """The numbers of a small tensor. None where there is no such."""
+        """The values of a small float tensor; None if it is missing."""
         tensor = self.tensors.get(name)
         if tensor is None:
             return None
@@ -139,7 +140,7 @@ class Metadata:
             return array("f", stream.read(tensor.num_bytes)).tolist()
 
     def token(self, key: str) -> int | None:
-        """A token id of the tokenizer."""
+        """The id of a special token of the tokenizer, like "eos"."""
         found = self.all.get(f"tokenizer.ggml.{key}_token_id")
         return found if isinstance(found, int) and found >= 0 else None
 

@@ -1,4 +1,4 @@
-"""Names of tensors in GGUF files, and in models."""
+"""Names of tensors in GGUF files, and their names in models."""
 
 import re
 from collections.abc import Mapping
@@ -33,14 +33,14 @@ LAYER = {
     "ffn_down_shexp": "mlp.shared_experts.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
-"""Those of a layer, which begin with "blk.N." in the file and with "model.layers.N." here. Where there is a place for
-a number the file has the matrices of all experts, or heads, in one tensor."""
+"""Names within a layer, with the prefix "blk.N." in the file and "model.layers.N." in models. A name with {} stands for
+the matrices of all experts, or heads, in one tensor."""
 SANDWICH = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-"""The norms of layers that have some behind their blocks, as Gemma 2's."""
+"""Norms of layers that also have norms after their blocks, such as Gemma 2's."""
 GEMMA4 = SANDWICH | {
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
     "post_ffw_norm_1": "post_feedforward_layernorm_1",
@@ -82,7 +82,7 @@ BLOOM = {
     "ffn_up": "h.{layer}.mlp.dense_h_to_4h",
     "ffn_down": "h.{layer}.mlp.dense_4h_to_h",
 }
-"""Also Falcon's."""
+"""Names of BLOOM and Falcon."""
 FALCON_TWO_NORMS = BLOOM | {"attn_norm": "h.{layer}.ln_mlp", "attn_norm_2": "h.{layer}.ln_attn"}
 GPT_NEOX = {
     "output_norm": "model.final_layer_norm",
@@ -114,7 +114,7 @@ MAMBA = {
     "ssm_norm": "mamba.norm",
     "ssm_out": "mamba.out_proj",
 }
-"""The parts of Mamba-2. Keys that are all of a tensor's name in a layer stand for all of its name here, too."""
+"""Parts of Mamba-2. A key with an ending is a whole name within a layer, and so is its value."""
 GRANITE_HYBRID = MAMBA | {
     "ffn_gate": "mlp.shared_experts.gate_proj",
     "ffn_up": "mlp.shared_experts.up_proj",
@@ -133,7 +133,7 @@ QWEN3_5 = {
     "post_attention_norm": "post_attention_layernorm",
 }
 QWEN3_NEXT = QWEN3_5 | {"ssm_in": "linear_attn.in_proj_qkvz", "ssm_ba": "linear_attn.in_proj_ba"}
-"""Files of the first converters have the former, later ones what Qwen3.5's have of it."""
+"""Files of the first converters have ssm_in; later ones have Qwen3.5's tensors."""
 DEEPSEEK = {
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
@@ -144,18 +144,18 @@ DEEPSEEK = {
     "attn_v_b": "self_attn.v_b_proj.{}",
 }
 READ_ASIDE = re.compile(r"(?:blk\.\d+\.)?(?:rope_freqs|rope_factors_long|rope_factors_short|attn_rot_embd)\.weight")
-"""Tensors that config.json has as numbers, or that nobody needs."""
+"""Tensors that become numbers in config.json, or are not needed."""
 ENDINGS = ("weight", "bias")
 SCALE = ".scale"
 _SCALES = re.compile(rf"(?:blk\.\d+\.)?\w+(?:\{SCALE}|\.input_scale)")
-"""The numbers of matrices of NVFP4, which `checkpoint` reads, and those of inputs that are rounded to it, as no product
-here does."""
+"""Scales of NVFP4 matrices, which `checkpoint` reads, and of inputs, which are ignored as no product here quantizes
+inputs to NVFP4."""
 _IN_LAYER = re.compile(r"blk\.(\d{1,6})\.([\w.]{1,100})")
 
 
 def name_here(stored: str, own: Mapping[str, str]) -> str | None:
-    """The model's name of the tensor `stored`; None for one that is not a weight of it. `own`: the names in which its
-    family differs. A name that is not known stays as it is, and no model will ask for it."""
+    """The model's name of the tensor `stored`; None if it is not a weight. `own`: names specific to the architecture.
+    An unknown name is kept, and never requested."""
     if READ_ASIDE.fullmatch(stored):
         return None
     if found := _IN_LAYER.fullmatch(stored):
@@ -171,7 +171,7 @@ def name_here(stored: str, own: Mapping[str, str]) -> str | None:
             return f"model.layers.{layer}.mlp.gate.e_score_correction_bias"
         name = own.get(part) or LAYER.get(part)
         if part.startswith("nextn."):
-            return f"model.layers.{layer}.{part}.{ending}"  # of a layer that nobody reads
+            return f"model.layers.{layer}.{part}.{ending}"  # a layer that is not read
         if name is None:
             return stored
         whole = name.replace("{layer}", layer) if "{layer}" in name else f"model.layers.{layer}.{name}"
@@ -184,7 +184,7 @@ def name_here(stored: str, own: Mapping[str, str]) -> str | None:
 
 
 def halves(name: str) -> tuple[str, ...]:
-    """The names of what lies behind one another in one matrix of an expert; the name alone for any other tensor."""
+    """The names of the matrices stacked in an expert's gate_up tensor; the name alone for any other tensor."""
     both = ".experts.{}.gate_up_proj"
     return (
         tuple(name.replace(both, f".experts.{{}}.{part}") for part in ("gate_proj", "up_proj"))
@@ -194,6 +194,6 @@ def halves(name: str) -> tuple[str, ...]:
 
 
 def in_layer(stored: str) -> str:
-    """The name of a layer's tensor without the layer; the whole name of any other."""
+    """The name of a tensor within its layer; the whole name of a tensor outside of layers."""
     found = _IN_LAYER.fullmatch(stored)
     return stored if found is None else found[2]

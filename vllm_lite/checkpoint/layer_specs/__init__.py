@@ -1,1 +1,1 @@
-"""Layers in numbers, as config.json describes them: rope, experts, recurrent layers, latents, poolers. No torch."""
+"""Specs of layers from config.json: rope, experts, recurrent layers, latents, poolers. No torch."""

@@ -1,8 +1,8 @@
-"""The towers of LLaVA, LLaVA-NeXT and LLaVA-OneVision, and the sizes of their images, in numbers. No torch.
+"""Specs of the towers of LLaVA, LLaVA-NeXT and LLaVA-OneVision, and of the sizes of their images. No torch.
 
-An image is shown whole, in one square. Where there are resolutions, the whole is squeezed into that, and the image is
-shown again as large as one of them allows, in a grid of such squares. There its ratio is kept: the rest is black, and
-rows or columns of patches that saw nothing else are dropped.
+An image is shown whole, in one square. With resolutions, the whole is resized to the square without regard to its
+ratio, and the image is shown again as large as one of the resolutions allows, in a grid of such squares. There its
+ratio is kept: the rest is black, and rows or columns of patches that are entirely padding are dropped.
 """
 
 import math
@@ -17,30 +17,30 @@ from vllm_lite.errors import ModelError
 EDGES = 384, 768, 1152, 1536, 1920, 2304
 PINPOINTS = [[height, width] for height in EDGES for width in EDGES]
 NEXT_PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
-"""Where config.json has none: of LLaVA-OneVision and of LLaVA-NeXT."""
+"""Default resolutions of LLaVA-OneVision and of LLaVA-NeXT."""
 ACTIVATIONS = ("gelu", "gelu_pytorch_tanh", "quick_gelu")
 ASPECT = "anyres_max_"
 FEW_PATCHES = 1.1
-"""Patches are made fewer where their edge is longer than allowed by more than this factor."""
+"""Patches are downsampled if their edge exceeds the limit by more than this factor."""
 MAX_PINPOINTS = 256
 UNREAD = "model.vision_tower.post_layernorm.", "model.vision_tower.head."
-"""Tensors that follow the layers, for other uses."""
+"""Prefixes of tensors after the layers, for other uses."""
 
 Resolution = tuple[int, int]
 """Height and width."""
 
 
 class AnyresGrid(NamedTuple):
-    """Squares of an image, beside that of the whole, and its patches there."""
+    """The grid of an image's squares, besides that of the whole, and of its patches."""
 
     rows: int
     cols: int
     first: Resolution
-    """The first row and column of patches that is kept."""
+    """First row and column of patches that are kept."""
     kept: Resolution
-    """So many rows and columns of patches are kept."""
+    """Number of rows and columns of patches that are kept."""
     shown: Resolution
-    """And so many vectors become of them, with a line's end behind each row."""
+    """Rows and columns of vectors made of them; each row ends with a line-end vector."""
 
     @property
     def num_vectors(self) -> int:
@@ -49,14 +49,14 @@ class AnyresGrid(NamedTuple):
 
 
 class AnyresSpec(TileVisionSpec, frozen=True, kw_only=True):
-    """SigLIP on squares, or CLIP, without the last norm, and two matrices behind it."""
+    """A SigLIP or CLIP tower on squares, without its last norm, followed by two matrices."""
 
     pinpoints: tuple[Resolution, ...]
-    """Resolutions; without any an image is shown whole alone."""
+    """Resolutions; without any, an image is shown only whole."""
     max_squares: int | None
-    """As many patches as so many squares have are shown of an image, besides those of the whole; None: all."""
+    """Maximum number of patches shown of an image besides the whole, in squares; None: no limit."""
     is_clip: bool
-    """CLIP has a vector beside those of patches, which is dropped behind the layers, and a norm before them."""
+    """Whether the tower is CLIP, with a class vector that is dropped after the layers, and a norm before them."""
     projector_bias: bool
     projector_activation: Activation
 
@@ -74,20 +74,20 @@ class AnyresSpec(TileVisionSpec, frozen=True, kw_only=True):
 
     @property
     def token_bytes(self) -> int:
-        """The most: of the largest grid, as if it had no vectors but those of the whole image."""
+        """Upper bound: that of the largest grid, as if it only had the whole image's vectors."""
         squares = max((height * width // self.image_size**2 for height, width in self.pinpoints), default=0)
         return -(-(1 + squares) * 3 * self.image_size**2 // self.side**2)
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the tower, with the projector behind it and the line's end."""
+        """Number of parameters of the tower, the projector and the line end."""
         size, out = self.hidden_size, self.out_size
         own = size * (3 * self.patch_size**2 + (3 if self.is_clip else 1) + self.num_positions)
         end = out if self.pinpoints else 0
         return self.layer_parameters + own + out * (size + out) + end + (2 * out if self.projector_bias else 0)
 
     def grid(self, height: int, width: int) -> AnyresGrid:
-        """The grid of an image of so many pixels."""
+        """The grid for an image of this size in pixels."""
         rows, cols = (edge // self.image_size for edge in best_resolution(height, width, self.pinpoints))
         all_rows, all_cols = rows * self.side, cols * self.side
         if width / height > all_cols / all_rows:
@@ -101,12 +101,12 @@ class AnyresSpec(TileVisionSpec, frozen=True, kw_only=True):
         return AnyresGrid(rows, cols, padding, kept, shown)
 
     def num_tokens(self, height: int, width: int) -> int:
-        """Vectors of an image of so many pixels."""
+        """Number of vectors of an image of this size in pixels."""
         return self.side**2 + (self.grid(height, width).num_vectors if self.pinpoints else 0)
 
 
 def best_resolution(height: int, width: int, pinpoints: tuple[Resolution, ...]) -> Resolution:
-    """The resolution that shows most of an image's pixels, and of those the one that wastes least."""
+    """The resolution that keeps most of an image's pixels, and of those the one that wastes least."""
     best, most, least_wasted = pinpoints[0], 0, math.inf
     for rows, cols in pinpoints:
         scale = min(cols / width, rows / height)
@@ -118,7 +118,7 @@ def best_resolution(height: int, width: int, pinpoints: tuple[Resolution, ...]) 
 
 
 def within(height: int, width: int, resolution: Resolution) -> Resolution:
-    """The size of an image in a resolution, of nearly its ratio."""
+    """The size of an image fitted into a resolution, nearly keeping its ratio."""
     rows, cols = resolution
     if cols / width < rows / height:
         return min(math.ceil(height * (cols / width)), rows), cols
@@ -168,11 +168,11 @@ CLIP: dict[str, Any] = {
     "hidden_act": "quick_gelu",
     "layer_norm_eps": 1e-5,
 }
-"""Where config.json has none."""
+"""Default config of CLIP."""
 
 
 def read_onevision(raw: Any, colors: VisionColors, out_size: int) -> AnyresSpec:
-    """LLaVA-OneVision's. Raises ModelError."""
+    """Read the tower of a LLaVA-OneVision. Raises ModelError."""
     outer = convert(raw, _Outer)
     squares = outer.vision_aspect_ratio.removeprefix(ASPECT)
     if not (squares.isascii() and squares.isdigit() and int(squares)) or squares == outer.vision_aspect_ratio:
@@ -181,12 +181,12 @@ def read_onevision(raw: Any, colors: VisionColors, out_size: int) -> AnyresSpec:
 
 
 def read_next(raw: Any, colors: VisionColors, out_size: int) -> AnyresSpec:
-    """LLaVA-NeXT's. Raises ModelError."""
+    """Read the tower of a LLaVA-NeXT. Raises ModelError."""
     return _read(raw, colors, out_size, (NEXT_PINPOINTS, None), is_clip=True)
 
 
 def read_llava(raw: Any, colors: VisionColors, out_size: int) -> AnyresSpec:
-    """LLaVA 1.5's. Raises ModelError."""
+    """Read the tower of a LLaVA 1.5. Raises ModelError."""
     return _read(raw, colors, out_size, None, is_clip=True)
 
 
@@ -198,7 +198,8 @@ def _read(
     *,
     is_clip: bool,
 ) -> AnyresSpec:
-    """`grids`: the resolutions where config.json has none, and of how many squares patches are shown."""
+    """Read a tower. `grids`: default resolutions, and the maximum number of squares; None: images are shown only
+    whole."""
     outer, usual = convert(raw, _Outer), CLIP if is_clip else SIGLIP
     own = convert(usual | raw["vision_config"], _Vision, within="vision_config")
     pinpoints = () if grids is None else checked_pinpoints(outer.image_grid_pinpoints or grids[0])
@@ -248,7 +249,7 @@ def _check(own: _Vision, outer: _Outer, pinpoints: tuple[Resolution, ...], *, is
 
 
 def checked_pinpoints(given: Any) -> tuple[Resolution, ...]:
-    """Resolutions as config.json has them. Raises ModelError for none, or for too many."""
+    """Check the resolutions in config.json. Raises ModelError for none, or for too many."""
     if not 0 < len(given) <= MAX_PINPOINTS:
         raise ModelError(f"image_grid_pinpoints has {len(given)} resolutions; 1 to {MAX_PINPOINTS} are supported")
     return tuple((height, width) for height, width in given)

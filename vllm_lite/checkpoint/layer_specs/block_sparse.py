@@ -1,17 +1,19 @@
-"""Block-sparse attention patterns. They stand alone because CUDA kernels are also measured where msgspec is missing."""
+"""Block-sparse attention patterns, in a module without msgspec, for measuring CUDA kernels where it is missing."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
 class BlockSparse:
-    """A query sees its last `local_blocks` sparse blocks and, shifted from head to head, every `vert_stride`th one."""
+    """A pattern in which a query attends to its last `local_blocks` sparse blocks and to every `vert_stride`th one,
+    shifted from head to head."""
 
     local_blocks: int
     vert_stride: int
     block_tokens: int
-    """Tokens of a sparse block, a multiple of the cache's block size."""
+    """Tokens per sparse block, a multiple of the cache's block size."""
     head_step: int = 0
     """Shift from query head to query head; below 0: from KV head to KV head."""
     tp_rank: int = 0
-    """Which share of the heads this is: the first of them, query or KV heads as above, is this times their number."""
+    """The rank's share of the heads: its first head (query or KV heads, as above) is this times the number of its
+    heads."""

@@ -1,4 +1,4 @@
-"""Gated DeltaNet layers in numbers: heads, sizes, and what they keep of a sequence instead of KV. No torch."""
+"""Specs of Gated DeltaNet layers: heads, sizes, and the states that they keep instead of KV. No torch."""
 
 import math
 from typing import Literal
@@ -9,31 +9,31 @@ from vllm_lite.checkpoint.shard import Shard, Split
 from vllm_lite.errors import ConfigError
 
 STATE_BYTES = 4
-"""States are float32, whatever the model is computed in: what is rounded in one step is in all later ones."""
+"""Bytes of a state's element: states are float32 in any model dtype, as rounding errors accumulate."""
 
 
 Projections = Literal["apart", "by key head", "b and a by key head"]
-"""How a checkpoint stores the first projections: Q, K and V in one tensor, z, b and a in three; or Q, K, V and z in
-one, and b and a in another, where behind what a key head has of one stands what its value heads have of the next; or so
-with b and a alone."""
+"""Storage of the first projections in a checkpoint. "apart": Q, K and V in one tensor, z, b and a in three. "by key
+head": Q, K, V and z in one tensor, b and a in another, interleaved by key head with its value heads. "b and a by key
+head": only b and a so."""
 
 
 class DeltaNetSpec(msgspec.Struct, frozen=True, tag="delta_net"):
-    """A layer that keeps one state of a whole sequence: for each value head a matrix [key_size, value_size], to which
-    each token adds a correction, and the last inputs of a short convolution."""
+    """A layer that keeps one state per sequence: for each value head a matrix [key_size, value_size], corrected by each
+    token, and the last inputs of a short convolution."""
 
     num_key_heads: int
     num_value_heads: int
-    """A multiple of the key heads: each of those serves so many value heads, one behind the other."""
+    """A multiple of the key heads: each key head serves a run of consecutive value heads."""
     key_size: int
     value_size: int
     conv_size: int
-    """How many tokens the convolution sees, the present one included."""
+    """Number of tokens that the convolution sees, including the current one."""
     stored: Projections = "apart"
 
     beside_attention = False
     num_projections = 4
-    """How many projections of a token a checkpoint has."""
+    """Number of first projections in a checkpoint."""
 
     @property
     def key_width(self) -> int:
@@ -46,28 +46,28 @@ class DeltaNetSpec(msgspec.Struct, frozen=True, tag="delta_net"):
 
     @property
     def conv_channels(self) -> int:
-        """Elements of a token's Q, K and V, which pass the convolution."""
+        """Elements of a token's Q, K and V, which go through the convolution."""
         return 2 * self.key_width + self.value_width
 
     @property
     def projected_size(self) -> int:
-        """Elements of a token that the first projections give: Q, K and V, the gate z, and b and a of each value
+        """Output elements of the first projections per token: Q, K and V, the gate z, and b and a of each value
         head."""
         return self.conv_channels + self.value_width + 2 * self.num_value_heads
 
     @property
     def scratch_size(self) -> int:
-        """Elements of a token, of float32, between the projections."""
+        """Float32 elements per token between the projections."""
         return self.conv_channels
 
     @property
     def shared(self) -> str:
-        """A name for the parts that ranks share."""
+        """Name of the parts that are divided among ranks, for errors."""
         return f"{self.num_key_heads} key heads of recurrent layers"
 
     @property
     def conv_shape(self) -> tuple[int, int]:
-        """The part of a state that the convolution keeps: [tokens, channels]."""
+        """Shape of the convolution's part of a state: [tokens, channels]."""
         return self.conv_size - 1, self.conv_channels
 
     @property
@@ -80,11 +80,11 @@ class DeltaNetSpec(msgspec.Struct, frozen=True, tag="delta_net"):
         return math.prod(self.conv_shape) + math.prod(self.matrix_shape)
 
     def fits(self, world: int) -> bool:
-        """Whether so many ranks can share the heads."""
+        """Whether the heads can be divided among `world` ranks."""
         return self.num_key_heads % world == 0
 
     def heads(self, shard: Shard) -> tuple[Split, Split]:
-        """The key heads and the value heads that a rank holds. Raises ConfigError if ranks cannot share them."""
+        """A rank's key heads and value heads. Raises ConfigError if they cannot be divided."""
         if not self.fits(shard.world):
             raise ConfigError(
                 f"tensor_parallel_size {shard.world} does not divide the {self.num_key_heads} key heads of a "
@@ -93,13 +93,13 @@ class DeltaNetSpec(msgspec.Struct, frozen=True, tag="delta_net"):
         return Split.even(self.num_key_heads, shard), Split.even(self.num_value_heads, shard)
 
     def per_rank(self, shard: Shard) -> "DeltaNetSpec":
-        """The layer with the heads that a rank holds."""
+        """The layer with a rank's heads."""
         keys, values = self.heads(shard)
         return msgspec.structs.replace(self, num_key_heads=keys.size, num_value_heads=values.size)
 
     def rank_shape(self, layer: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of this rank's part of a tensor, `shape` being that of the whole. All hold the norm, which is over
-        each head."""
+        """Shape of a rank's part of a tensor; `shape` is the whole's. All ranks hold the norm, which applies to each
+        head."""
         if layer == "norm":
             return shape
         if layer == "out_proj":

@@ -1,4 +1,4 @@
-"""The experts of a layer in numbers: how many there are, how large, and how a token chooses among them. No torch."""
+"""Specs of a layer's experts: number, size, and routing. No torch."""
 
 from typing import Literal
 
@@ -7,38 +7,38 @@ import msgspec
 from vllm_lite.checkpoint.shard import Shard, Split
 
 Stored = Literal["separate", "fused"]
-"""How a checkpoint stores experts: each matrix of each by itself, or those of all in one tensor: gate_up_proj
+"""Storage of experts in a checkpoint: each matrix by itself, or those of all experts in one tensor: gate_up_proj
 [experts, 2 * inner, hidden] with gate before up, and down_proj [experts, hidden, inner]."""
 
 
 class RoutingSpec(msgspec.Struct, frozen=True):
     """Routing of a token to its experts, and the weights of their outputs.
 
-    Scores are those of all experts. Those chosen have the highest score plus bias, within the chosen groups; of equal
-    ones the first is taken. Their weights are the scores, without the bias.
+    Scores are computed for all experts. The chosen experts have the highest score plus bias within the chosen groups;
+    of equal ones the first is taken. Their weights are the scores without the bias.
 
-    A softmax over the logits of the chosen alone, as of Granite and gpt-oss, is a softmax with `renormalize`.
+    A softmax over the chosen logits only, as in Granite and gpt-oss, equals a softmax with `renormalize`.
     """
 
     num_experts: int
     experts_per_token: int
     scoring: Literal["softmax", "sigmoid"] = "softmax"
-    """Computed in float32, from logits that are kept in float32, too."""
+    """Computed in float32, from float32 logits."""
     renormalize: bool = False
     """Whether the weights of a token are divided by their sum plus `epsilon`."""
     epsilon: float = 0.0
     scale: float = 1.0
-    """Weights are multiplied by it at last."""
+    """Final factor on weights."""
     choice_bias: bool = False
-    """Whether each expert has a learned number that is added to its score for the choice alone."""
+    """Whether each expert has a learned bias, added to its score only for the choice."""
     expert_factors: bool = False
-    """Whether each expert has a learned number that its weight is multiplied by, behind the renormalization."""
+    """Whether each expert has a learned factor on its weight, applied after renormalization."""
     num_groups: int = 1
-    """Experts are in so many groups of one size, one behind the other."""
+    """Number of groups of consecutive experts, of equal size."""
     groups_per_token: int = 1
-    """Experts are chosen from so many groups, those with the highest score of a group."""
+    """Number of groups from which experts are chosen: those with the highest group score."""
     group_score: Literal["max", "top two"] = "max"
-    """The highest score in a group, or the sum of the two highest; the bias counts."""
+    """Score of a group: the highest score in it, or the sum of the two highest; biases count."""
 
 
 class ExpertsSpec(msgspec.Struct, frozen=True):
@@ -46,18 +46,18 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
 
     routing: RoutingSpec
     intermediate_size: int
-    """How many elements lie between the matrices of one expert."""
+    """Elements between the matrices of one expert."""
     shared_intermediate_size: int = 0
-    """The same of the MLP that every token passes as well, all shared experts as one; 0 = there is none."""
+    """The same for the shared experts as one MLP, which every token uses; 0 = none."""
     shared_gate: bool = False
-    """Whether what that gives is multiplied by a sigmoid of the token's own."""
+    """Whether the shared MLP's output is multiplied by a sigmoid gate per token."""
     biases: bool = False
-    """Whether the router and the matrices of each expert have one; the shared MLP has none."""
+    """Whether the router and each expert's matrices have biases; the shared MLP has none."""
     stored: Stored = "separate"
     transposed: bool = False
-    """Whether matrices of all experts in one tensor are stored as [experts, inputs, outputs]."""
+    """Whether fused matrices are stored as [experts, inputs, outputs]."""
     gated: bool = True
-    """Whether the MLPs have a gate, the shared one too."""
+    """Whether the MLPs have a gate, including the shared one."""
 
     @property
     def matrices(self) -> int:
@@ -65,23 +65,23 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
         return 2 + self.gated
 
     def held(self, shard: Shard) -> Split:
-        """Experts of which a rank holds a part."""
+        """The experts that a rank holds, whole or in part."""
         num_experts = self.routing.num_experts
         return Split.near_even(num_experts, shard) if shard.expert_parallel else Split.whole(num_experts)
 
     def inner(self, shard: Shard) -> Split:
-        """A rank's part of the elements between the matrices of each of its experts."""
+        """A rank's part of the intermediate elements of each of its experts."""
         size = self.intermediate_size
         return Split.whole(size) if shard.expert_parallel else Split.even(size, shard)
 
     def fits(self, shard: Shard) -> bool:
-        """Whether so many ranks can share them, with something for each."""
+        """Whether the experts can be divided among the ranks, with some for each."""
         num_experts, inner = self.routing.num_experts, self.intermediate_size
         shared = num_experts >= shard.world if shard.expert_parallel else inner % shard.world == 0
         return shared and self.shared_intermediate_size % shard.world == 0
 
     def parameters(self, hidden_size: int, num_experts: int | None = None) -> int:
-        """Weights of the router, of `num_experts` experts (None: all), and of the shared ones."""
+        """Number of parameters of the router, of `num_experts` experts (None: all), and of the shared ones."""
         routing = self.routing
         num_experts = routing.num_experts if num_experts is None else num_experts
         inner = num_experts * self.intermediate_size + self.shared_intermediate_size
@@ -90,10 +90,10 @@ class ExpertsSpec(msgspec.Struct, frozen=True):
         return self.matrices * hidden_size * inner + biases + router + self.shared_gate * hidden_size
 
     def idle_parameters(self, hidden_size: int, num_tokens: int = 1) -> int:
-        """Weights of the experts that none of so many tokens is sent to, where each expert is as likely as another."""
+        """Expected number of parameters of experts to which none of `num_tokens` is routed, with uniform routing."""
         return self.matrices * hidden_size * self.intermediate_size * self.num_idle(num_tokens)
 
     def num_idle(self, num_tokens: int) -> int:
-        """The number of these experts."""
+        """Expected number of these experts."""
         num_experts, each = self.routing.num_experts, self.routing.experts_per_token
         return round(num_experts * (1 - each / num_experts) ** num_tokens)

@@ -1,4 +1,4 @@
-"""Towers of Gemma 3 and 4, and the matrices that Gemma 4 Unified has in place of one, in numbers. No torch."""
+"""Specs of the towers of Gemma 3 and 4, and of the matrices that Gemma 4 Unified has instead. No torch."""
 
 import math
 from typing import Any
@@ -10,43 +10,43 @@ from vllm_lite.checkpoint.typed_json import Positive, Size, convert
 from vllm_lite.errors import ModelError
 
 MAX_SOFT_TOKENS = 1120
-"""The most tokens that Gemma 4 makes of an image."""
+"""Maximum number of tokens of an image in Gemma 4."""
 BLACK, WHITE = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 
 
 class Gemma3VisionSpec(SiglipSpec, frozen=True, kw_only=True):
-    """Gemma 3's SigLIP: means of `merge` x `merge` patches are normed and projected."""
+    """Gemma 3's SigLIP: `merge` x `merge` patches are averaged, normed and projected."""
 
     def reads(self, name: str) -> bool:
-        """As any tower's: not what a SigLIP pools its vectors by for another use."""
+        """As for any tower, without SigLIP's pooling head."""
         return super().reads(name) and not name.startswith("model.vision_tower.head.")
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the tower, with the norm and the projection behind it."""
+        """Number of parameters of the tower, the norm and the projection."""
         size = self.hidden_size
         own = size * (3 * self.patch_size**2 + 1 + self.side**2) + 2 * size
         return self.layer_parameters + own + size * (self.out_size + 1)
 
 
 class Gemma4VisionSpec(VisionSpec, frozen=True, kw_only=True):
-    """Gemma 4's, on images of any size: gated MLPs, norms behind each block, a rotation in two dimensions, and a table
-    of learned positions for each of the two."""
+    """Gemma 4's tower, for images of any size: gated MLPs, norms after each block, rope in two dimensions, and a table
+    of learned positions for each."""
 
     head_size: int
     theta: float
     num_positions: int
-    """Rows of each table."""
+    """Rows of each position table."""
     clipped: bool
-    """Whether what goes into and comes out of each matrix of the layers is kept within limits."""
+    """Whether inputs and outputs of the layers' matrices are clipped."""
     pad_id: int
-    """The token whose vectors in single layers placeholders have."""
+    """The token whose per-layer embeddings placeholders get."""
     standardized: bool
-    """Whether vectors are moved and stretched, each element by numbers of its own, before they are projected."""
+    """Whether vectors are shifted and scaled, element by element, before they are projected."""
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the tower, with the projection behind it. Limits are numbers, and not counted."""
+        """Number of parameters of the tower and the projection; clipping limits are not counted."""
         size, inner, heads = self.hidden_size, self.intermediate_size, self.num_heads * self.head_size
         each = 4 * size * heads + 3 * size * inner + 4 * size + 2 * self.head_size
         own = size * (3 * self.patch_size**2 + 2 * self.num_positions) + 2 * size * self.standardized
@@ -54,13 +54,13 @@ class Gemma4VisionSpec(VisionSpec, frozen=True, kw_only=True):
 
 
 class UnifiedVisionSpec(VisionSpec, frozen=True, kw_only=True):
-    """Gemma 4 Unified's: no tower, but two matrices with norms around them, and two tables of learned positions."""
+    """Gemma 4 Unified's: no tower, but two matrices with norms, and two tables of learned positions."""
 
     num_positions: int
 
     @property
     def num_parameters(self) -> int:
-        """Weights of all of it."""
+        """Number of parameters."""
         size = self.hidden_size
         return self.token_bytes * (size + 2) + size * (1 + 4 + 2 * self.num_positions) + size * self.out_size
 
@@ -137,7 +137,7 @@ class _OuterUnified(msgspec.Struct):
 
 
 def read_gemma3(raw: Any, colors: VisionColors, out_size: int) -> Gemma3VisionSpec:
-    """As layer_specs.vision's readers."""
+    """Read the tower of a Gemma 3, as called by layer_specs.vision."""
     outer = convert(raw, _Outer3)
     own, along = outer.vision_config, math.isqrt(outer.mm_tokens_per_image)
     check_tower(own.num_channels, own.hidden_act, own.hidden_size, own.num_attention_heads)
@@ -167,7 +167,8 @@ def read_gemma3(raw: Any, colors: VisionColors, out_size: int) -> Gemma3VisionSp
 
 
 def read_gemma4(raw: Any, _colors: VisionColors, out_size: int) -> Gemma4VisionSpec:
-    """As layer_specs.vision's readers. Colors lie between 0 and 1, whatever the file for the processor says."""
+    """Read the tower of a Gemma 4, as called by layer_specs.vision. Colors are in 0 to 1, regardless of the processor's
+    file."""
     outer = convert(raw, _Outer4)
     own, rope = outer.vision_config, outer.vision_config.rope_parameters or _Rope()
     check_tower(3, own.hidden_activation, own.num_attention_heads, own.num_key_value_heads)
@@ -205,7 +206,8 @@ def read_gemma4(raw: Any, _colors: VisionColors, out_size: int) -> Gemma4VisionS
 
 
 def read_unified(raw: Any, _colors: VisionColors, out_size: int) -> UnifiedVisionSpec:
-    """As layer_specs.vision's readers. Colors lie between 0 and 1, whatever the file for the processor says."""
+    """Read the matrices of a Gemma 4 Unified, as called by layer_specs.vision. Colors are in 0 to 1, regardless of the
+    processor's file."""
     outer = convert(raw, _OuterUnified)
     own = outer.vision_config
     if own.output_proj_dims not in (None, own.mm_embed_dim):

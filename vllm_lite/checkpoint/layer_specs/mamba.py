@@ -1,4 +1,4 @@
-"""Mamba-2 layers in numbers: heads, sizes, and what they keep of a sequence instead of KV. No torch."""
+"""Specs of Mamba-2 layers: heads, sizes, and the states that they keep instead of KV. No torch."""
 
 import math
 
@@ -16,20 +16,20 @@ class MambaSpec(msgspec.Struct, frozen=True, tag="mamba"):
     head_size: int
     state_size: int
     conv_size: int
-    """How many tokens the convolution sees, the present one included."""
+    """Number of tokens that the convolution sees, including the current one."""
     step_limits: tuple[float, float] = (0.0, math.inf)
-    """The least and the most that a token's time step is."""
+    """Lower and upper bound of a token's time step."""
     num_groups: int = 1
-    """Heads are in so many groups of one size, one behind the other; what a token gets is normed over a group."""
+    """Number of groups of consecutive heads, of equal size; the output is normed over each group."""
 
     normed: bool = True
-    """Whether what a token gets is normed at all."""
+    """Whether the output is normed."""
     factors: tuple[float, float, float, float, float] | None = None
-    """What the parts of the first projection are multiplied by: the gate, x, b, c and time steps; None = by nothing."""
+    """Factors on the parts of the first projection: the gate, x, b, c and time steps; None = 1."""
     output_factor: float = 1.0
-    """What the second projection gives is multiplied by it."""
+    """Factor on the output of the second projection."""
     beside_attention: bool = False
-    """Whether attention stands beside it in the layer, and reads the same."""
+    """Whether the layer also has attention, in parallel on the same input."""
 
     num_projections = 1
 
@@ -39,23 +39,23 @@ class MambaSpec(msgspec.Struct, frozen=True, tag="mamba"):
 
     @property
     def conv_channels(self) -> int:
-        """Elements of a token's x, b and c, which pass the convolution."""
+        """Elements of a token's x, b and c, which go through the convolution."""
         return self.value_width + 2 * self.num_groups * self.state_size
 
     @property
     def scratch_size(self) -> int:
-        """Elements of a token, of float32, between the projections."""
+        """Float32 elements per token between the projections."""
         return self.conv_channels
 
     @property
     def projected_size(self) -> int:
-        """Elements of a token that the first projection gives: the gate z, then x, b and c, and the time step of each
+        """Output elements of the first projection per token: the gate z, then x, b and c, and the time step of each
         head."""
         return self.value_width + self.conv_channels + self.num_heads
 
     @property
     def parts(self) -> tuple[int, int, int, int, int]:
-        """Elements of the gate, of x, b, c and of the time steps in the first projection."""
+        """Elements of the gate, x, b, c and the time steps in the first projection."""
         shared = self.num_groups * self.state_size
         return self.value_width, self.value_width, shared, shared, self.num_heads
 
@@ -74,31 +74,31 @@ class MambaSpec(msgspec.Struct, frozen=True, tag="mamba"):
 
     @property
     def shared(self) -> str:
-        """A name for the parts that ranks share."""
+        """Name of the parts that are divided among ranks, for errors."""
         groups = f" in {self.num_groups} groups" if self.num_groups > 1 else ""
         return f"{self.num_heads} heads of recurrent layers{groups}"
 
     def fits(self, world: int) -> bool:
-        """Ranks share whole groups, or the heads of the only one."""
+        """Whether whole groups, or the heads of the only group, can be divided among `world` ranks."""
         return (self.num_heads if self.num_groups == 1 else self.num_groups) % world == 0
 
     def held(self, shard: Shard) -> Split:
-        """The heads that a rank holds. Raises ConfigError if ranks cannot share them."""
+        """A rank's heads. Raises ConfigError if they cannot be divided."""
         if not self.fits(shard.world):
             raise ConfigError(f"tensor_parallel_size {shard.world} does not divide the {self.shared}")
         return Split.even(self.num_heads, shard)
 
     def held_groups(self, shard: Shard) -> Split:
-        """The groups that those are of."""
+        """The groups of a rank's heads."""
         return Split.whole(1) if self.num_groups == 1 else Split.even(self.num_groups, shard)
 
     def per_rank(self, shard: Shard) -> "MambaSpec":
-        """The layer with the heads that a rank holds."""
+        """The layer with a rank's heads."""
         heads, groups = self.held(shard).size, self.held_groups(shard).size
         return msgspec.structs.replace(self, num_heads=heads, num_groups=groups)
 
     def rank_shape(self, layer: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of this rank's part of a tensor, `shape` being that of the whole."""
+        """Shape of a rank's part of a tensor; `shape` is the whole's."""
         if layer == "out_proj":
             return shape[0], self.value_width
         rows = {"in_proj": self.projected_size, "conv1d": self.conv_channels, "norm": self.value_width}

@@ -1,4 +1,4 @@
-"""Pixtral's tower, in numbers: that of Mistral 3, and of the LLaVA that Pixtral itself is stored as. No torch."""
+"""Spec of Pixtral's tower, in Mistral 3 and in Pixtral itself, which is stored as a LLaVA. No torch."""
 
 from typing import Any, Literal
 
@@ -12,14 +12,14 @@ ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 
 
 class PixtralVisionSpec(VisionSpec, frozen=True, kw_only=True):
-    """Rotation in two dimensions, RMS norms, gated MLPs. A row of an image ends with a token that is not the tower's,
-    so an image takes more tokens than vectors."""
+    """A tower with rope in two dimensions, RMS norms and gated MLPs. Each row of an image ends with a token that is not
+    the tower's, so an image has more tokens than vectors."""
 
     rope_theta: float
     image_size: int
-    """No edge of an image has more pixels, before edges become multiples of patches."""
+    """Maximum edge of an image in pixels, before edges are rounded to multiples of patches."""
     merger_eps: float | None
-    """Epsilon of the norm before patches are merged; None: they are not, `merge` is 1."""
+    """Epsilon of the norm before patches are merged; None: no merging, `merge` is 1."""
     projector_bias: bool
     projector_activation: Activation = "gelu"
 
@@ -29,7 +29,7 @@ class PixtralVisionSpec(VisionSpec, frozen=True, kw_only=True):
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the tower, with the projector behind it."""
+        """Number of parameters of the tower and the projector."""
         size, inner, out = self.hidden_size, self.intermediate_size, self.out_size
         layers = self.num_layers * (4 * size * size + 3 * size * inner + 2 * size)
         merger = 0 if self.merger_eps is None else size + size * size * self.merge**2
@@ -37,7 +37,7 @@ class PixtralVisionSpec(VisionSpec, frozen=True, kw_only=True):
         return layers + size * (3 * self.patch_size**2 + 1) + merger + projector
 
     def num_tokens(self, rows: int, cols: int) -> int:
-        """Tokens of an image of so many rows of vectors: the last row's end is not counted."""
+        """Number of tokens of an image with these rows and columns of vectors, without the last row's end."""
         return rows * (cols + 1) - 1
 
 
@@ -75,12 +75,12 @@ class _Outer(msgspec.Struct):
 
 
 def read_mistral3(raw: Any, colors: VisionColors, out_size: int) -> PixtralVisionSpec:
-    """Mistral 3's: patches are merged. Raises ModelError."""
+    """Read the tower of a Mistral 3, which merges patches. Raises ModelError."""
     return _read(convert(raw, _Outer), colors, out_size, merges=True)
 
 
 def read_pixtral(raw: Any, colors: VisionColors, out_size: int) -> PixtralVisionSpec:
-    """Pixtral's as a LLaVA: each patch is a vector. Raises ModelError."""
+    """Read the tower of a Pixtral, stored as a LLaVA, where each patch is a vector. Raises ModelError."""
     return _read(convert(raw, _Outer), colors, out_size, merges=False)
 
 

@@ -1,7 +1,7 @@
-"""A checkpoint's pooler: the hidden states that become a text's vector, and the parts after them. No torch.
+"""PoolingSpec: a checkpoint's pooler: how hidden states become a text's vector, and the parts after them. No torch.
 
-sentence-transformers writes modules.json, which lists the parts of a model of vectors; a classifier's config.json names
-its labels. A checkpoint that says neither may be asked to pool by `--convert`, or otherwise by `--pooler-config`.
+sentence-transformers' modules.json lists the parts of an embedding model; a classifier's config.json names its labels.
+Other checkpoints pool by `--convert` and `--pooler-config`.
 """
 
 from functools import partial
@@ -17,13 +17,13 @@ from vllm_lite.runtime.nested_settings import LONGEST_TEXT, PoolerConfig, Poolin
 from vllm_lite.runtime.untrusted_files import MAX_TOKENIZER_BYTES, read_bounded
 
 Kind = Literal["last", "mean", "cls"]
-"""Which hidden state stands for a text: that of its last token, the mean of all, or that of its first token."""
+"""Pooling of a text's hidden states: the last token's, the mean of all, or the first token's."""
 OutputActivation = Literal["sigmoid", "softmax", "none"]
 HeadActivation = Activation | Literal["tanh", "none"]
 
 MODULES_FILE = "modules.json"
 _MODES: dict[str, Kind] = {"cls": "cls", "mean": "mean", "lasttoken": "last", "last": "last"}
-"""The pooling modes of sentence-transformers that there are here."""
+"""Supported pooling modes of sentence-transformers."""
 _TORCH_ACTIVATIONS: dict[str, HeadActivation] = {
     "Tanh": "tanh",
     "Identity": "none",
@@ -35,7 +35,7 @@ _OUTPUT_ACTIVATIONS: dict[str, OutputActivation] = {"Sigmoid": "sigmoid", "Ident
 
 
 class DenseSpec(msgspec.Struct, frozen=True):
-    """A linear layer behind the pooling, in a folder of its own within the checkpoint."""
+    """A linear layer after the pooling, in a folder of its own in the checkpoint."""
 
     folder: str
     inputs: int
@@ -45,10 +45,10 @@ class DenseSpec(msgspec.Struct, frozen=True):
 
 
 class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A head that makes a number for each label of the pooled state: output(norm(activation(dense(x)))).
+    """A head with a number for each label: output(norm(activation(dense(x)))) of the pooled state x.
 
-    Names are those of the checkpoint's tensors; an empty one means that there is no such part. `tokens` are those whose
-    rows of the LM head are taken in place of an output: the difference of the second's and the first's.
+    Names are those of the checkpoint's tensors; an empty one means that the part is absent. With `tokens`, the output
+    is the difference of their rows of the LM head, the second's minus the first's.
     """
 
     output: str = "score"
@@ -61,15 +61,15 @@ class HeadSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Rules that make vectors of hidden states, or numbers for labels if there is a `head`."""
+    """Rules to make vectors of hidden states, or numbers for labels if there is a `head`."""
 
     kind: Kind
     tasks: tuple[str, ...]
-    """As protocol/pooling.py names them."""
+    """Tasks as named in protocol/pooling.py."""
     generates: bool = False
-    """Whether the model also continues prompts."""
+    """Whether the model also generates text."""
     normalize: bool = True
-    """Whether vectors get the norm 1 unless a request says otherwise."""
+    """Whether vectors are normalized by default."""
     dense: tuple[DenseSpec, ...] = ()
     head: HeadSpec | None = None
     activation: OutputActivation = "none"
@@ -77,9 +77,9 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
     matryoshka: tuple[int, ...] = ()
     makes_pairs: Literal["", "pair", "template"] = ""
     longest_text: int = 0
-    """Tokens of a text whose vector is made of several chunks; 0: a text must fit the model."""
+    """Maximum tokens of a text whose vector is the mean over chunks; 0: a text must fit the model."""
     tag_biases: tuple[float, ...] = ()
-    """Numbers of Calibration for paths through the tags of spans; () if the checkpoint has none."""
+    """Values of Calibration for paths through the tags of spans; () without a calibration."""
 
     def size(self, hidden_size: int) -> int:
         """Elements of a vector."""
@@ -90,7 +90,7 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _ClassifierConfig(msgspec.Struct):
-    """The keys of a classifier's config.json."""
+    """Keys of a classifier's config.json."""
 
     num_labels: Size | None = None
     id2label: dict[str, str] | None = None
@@ -100,7 +100,7 @@ class _ClassifierConfig(msgspec.Struct):
 
 
 def classifier(raw_json: dict[str, Any], head: HeadSpec, kind: Kind) -> PoolingSpec:
-    """The pooler of a model that classifies; with a single label it scores pairs. Raises ModelError."""
+    """The pooler of a text classifier; with a single label it scores pairs. Raises ModelError."""
     raw = convert(raw_json, _ClassifierConfig)
     names = raw.id2label or {}
     count = len(names) or raw.num_labels or 2
@@ -120,8 +120,8 @@ CALIBRATION_FILE = "viterbi_calibration.json"
 
 
 class Calibration(msgspec.Struct):
-    """Biases that a checkpoint adds to the steps of a path through the tags of spans (B, I, E, S) and the background
-    between them. The order is that of PoolerInfo.tag_biases."""
+    """Biases on the transitions of a path through the tags of spans (B, I, E, S) and the background between them, in
+    the order of PoolerInfo.tag_biases."""
 
     transition_bias_background_stay: float
     transition_bias_background_to_start: float
@@ -142,8 +142,7 @@ class _CalibrationFile(msgspec.Struct):
 def token_classifier(
     raw_json: dict[str, Any], head: HeadSpec, folder: Path, default_labels: tuple[str, ...] = ()
 ) -> PoolingSpec:
-    """The pooler of a model with numbers for the labels of each token, whose names are `default_labels` where
-    config.json has none. Raises ModelError."""
+    """The pooler of a token classifier, with `default_labels` if config.json has none. Raises ModelError."""
     raw = convert(raw_json, _ClassifierConfig)
     if raw.id2label is None and raw.num_labels is None and default_labels:
         raw_json = raw_json | {"id2label": {str(index): name for index, name in enumerate(default_labels)}}
@@ -154,7 +153,7 @@ def token_classifier(
 
 
 def _read_calibration(file: Path) -> tuple[float, ...]:
-    """The default operating point of a checkpoint's file of biases; () without a file. Raises ModelError."""
+    """The biases of the file's default operating point; () without a file. Raises ModelError."""
     if not file.exists():
         return ()
     points = read_json(file, lambda raw: convert(raw, _CalibrationFile)).operating_points
@@ -164,7 +163,8 @@ def _read_calibration(file: Path) -> tuple[float, ...]:
 
 
 def _output_activation(raw: _ClassifierConfig, num_labels: int) -> OutputActivation:
-    """As sentence-transformers names it, or by the kind of the problem, as transformers' pipelines do."""
+    """The activation of outputs: by sentence-transformers' name, or by the problem type, as in transformers'
+    pipelines."""
     named = (raw.sentence_transformers or {}).get("activation_fn") or raw.sbert_ce_default_activation_function
     if named is not None:
         short = str(named).rpartition(".")[2]
@@ -187,7 +187,7 @@ class _Module(msgspec.Struct):
 
 
 class _PoolingConfig(msgspec.Struct):
-    """1_Pooling/config.json, in the older form of flags and the newer one of a name."""
+    """Keys of 1_Pooling/config.json: the older flags, and the newer name."""
 
     pooling_mode: str | None = None
     pooling_mode_cls_token: bool = False
@@ -211,7 +211,7 @@ class _TransformerConfig(msgspec.Struct):
 
 
 class SentenceModules(msgspec.Struct, frozen=True):
-    """The parts of a model of sentence-transformers."""
+    """Parts of a sentence-transformers model."""
 
     kind: Kind
     normalize: bool
@@ -220,7 +220,7 @@ class SentenceModules(msgspec.Struct, frozen=True):
 
 
 def read_modules(folder: Path) -> SentenceModules | None:
-    """Parts listed by modules.json; None without such a file, or if it describes no vectors. Raises ModelError."""
+    """Read the parts listed in modules.json; None without it, or if it describes no vectors. Raises ModelError."""
     if not (folder / MODULES_FILE).exists():
         return None
     modules = read_json(folder / MODULES_FILE, lambda raw: convert(raw, list[_Module]))
@@ -248,7 +248,7 @@ def read_modules(folder: Path) -> SentenceModules | None:
 
 
 def task_prompts(folder: Path) -> dict[str, str]:
-    """Prefixes of texts by the use of their vectors, as a model's folder lists them; {} for one that does not."""
+    """The model's prefixes for texts, by the use of their vectors; {} if it has none."""
     for name, key in (("config.json", "task_instructions"), ("config_sentence_transformers.json", "prompts")):
         try:
             prompts = msgspec.json.decode(read_bounded(folder / name))[key]
@@ -259,7 +259,7 @@ def task_prompts(folder: Path) -> dict[str, str]:
 
 
 def _inside(path: str) -> str:
-    """The folder of a module, which has to lie in that of the model. Raises ModelError."""
+    """Check that a module's folder is within the model's. Raises ModelError."""
     if path.startswith("/") or ".." in Path(path).parts:
         raise ModelError(f"{MODULES_FILE} names the folder {path!r}, which is not within the model's")
     return path
@@ -294,7 +294,7 @@ def _read_dense(path: str, raw_json: Any) -> DenseSpec:
 def embedder(
     raw_json: dict[str, Any], modules: SentenceModules | None, default: Kind, *, generates: bool
 ) -> PoolingSpec:
-    """The pooler of a model of vectors. `default`: the family's kind where no file says one."""
+    """The pooler of an embedding model. `default`: the family's pooling kind if no file gives one."""
     dimensions = raw_json.get("matryoshka_dimensions")
     return PoolingSpec(
         kind=default if modules is None else modules.kind,
@@ -307,7 +307,7 @@ def embedder(
 
 
 def adjusted(spec: PoolingSpec, options: PoolingOptions) -> PoolingSpec:
-    """The pooler with what the user has set otherwise. Raises ModelError for a task that it has not."""
+    """Apply the user's options to the pooler. Raises ModelError for a task that it lacks."""
     asked: PoolerConfig = options.pooler_config
     if asked.task is not None:
         if asked.task not in spec.tasks:
@@ -348,9 +348,9 @@ class _TokenizerFile(msgspec.Struct):
 
 
 def tokens_head(raw_json: dict[str, Any], folder: Path) -> HeadSpec | None:
-    """The head of a reranker whose answer is one of two tokens, which `classifier_from_token` names, as ["no", "yes"].
+    """The head of a reranker that answers by one of two tokens, named in `classifier_from_token` as ["no", "yes"].
 
-    None if it names none. Raises ModelError.
+    None if there are none. Raises ModelError.
     """
     names = raw_json.get("classifier_from_token")
     if not names:

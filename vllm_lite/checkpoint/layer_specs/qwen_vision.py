@@ -1,4 +1,4 @@
-"""The towers of Qwen2-VL to Qwen3.5, in numbers. No torch."""
+"""Specs of the towers of Qwen2-VL to Qwen3.5. No torch."""
 
 import math
 from typing import Annotated, Any, ClassVar, cast
@@ -10,34 +10,35 @@ from vllm_lite.checkpoint.typed_json import Size, convert
 from vllm_lite.errors import ModelError
 
 Index = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
-"""The number of a layer."""
+"""Index of a layer."""
 
 
 class QwenVisionSpec(VisionSpec, frozen=True, kw_only=True):
-    """Towers of Qwen, on images of any size: patches are rotated in two dimensions, and the tokens of an image have
-    positions along three axes."""
+    """Towers of Qwen, for images of any size: patches have rope in two dimensions, and an image's tokens have positions
+    along three axes."""
 
     frames: int
-    """An image is so many equal frames of a video."""
+    """Number of equal video frames into which an image is turned."""
     mixes_axes: ClassVar[bool]
-    """Whether the pairs that one axis rotates lie among those of the others, or side by side."""
+    """Whether the rotated pairs of the axes are interleaved, or side by side."""
 
     @property
     def merger_parameters(self) -> int:
-        """Weights of two matrices with biases, which make a vector of the text model of `merge` x `merge` patches."""
+        """Number of parameters of two matrices with biases, which make a vector for the text model of `merge` x `merge`
+        patches."""
         merged = self.hidden_size * self.merge**2
         return merged * (merged + 1) + self.out_size * (merged + 1)
 
 
 class Qwen3VisionSpec(QwenVisionSpec, frozen=True, kw_only=True):
-    """Qwen3-VL's and Qwen3.5's: a square table of learned positions is stretched over the image."""
+    """Tower of Qwen3-VL and Qwen3.5: a square table of learned positions is interpolated over the image."""
 
     mixes_axes: ClassVar[bool] = True
     side: int
-    """Rows and columns of the table."""
+    """Number of rows, and of columns, of the position table."""
     deep_layers: tuple[int, ...] = ()
-    """Layers whose outputs become vectors, too: those of the first are added behind the first layer of the text model,
-    and so on."""
+    """Layers whose outputs also become vectors (deepstack): those of the first are added after the first layer of the
+    text model, and so on."""
 
     @property
     def num_deep(self) -> int:
@@ -45,7 +46,7 @@ class Qwen3VisionSpec(QwenVisionSpec, frozen=True, kw_only=True):
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the tower, with the mergers behind it."""
+        """Number of parameters of the tower and the mergers."""
         size = self.hidden_size
         own = size * (3 * self.frames * self.patch_size**2 + 1 + self.side**2) + 2 * size + self.merger_parameters
         deep = 2 * size * self.merge**2 + self.merger_parameters
@@ -53,18 +54,18 @@ class Qwen3VisionSpec(QwenVisionSpec, frozen=True, kw_only=True):
 
 
 class Qwen2VisionSpec(QwenVisionSpec, frozen=True, kw_only=True):
-    """Qwen2-VL's, and Qwen2.5-VL's, whose layers attend within windows and have gated MLPs and RMSNorms."""
+    """Tower of Qwen2-VL, and of Qwen2.5-VL, whose layers have windows, gated MLPs and RMSNorms."""
 
     mixes_axes: ClassVar[bool] = False
     window: int = 0
-    """Tokens along each side of a window; 0: layers attend to the whole image."""
+    """Tokens along each side of a window; 0: full attention over the image."""
     full_layers: tuple[int, ...] = ()
     """Layers without windows."""
     is_gated: bool = False
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the tower, with the merger behind it."""
+        """Number of parameters of the tower and the merger."""
         size, inner = self.hidden_size, self.intermediate_size
         patches = 3 * size * self.frames * self.patch_size**2
         if not self.is_gated:
@@ -132,7 +133,7 @@ class _Qwen2Outer(msgspec.Struct):
 
 
 def read_qwen3_5(raw: Any, colors: VisionColors, out_size: int) -> Qwen3VisionSpec:
-    """Qwen3.5's, which takes no vectors from layers in its midst."""
+    """Read the tower of a Qwen3.5, which has no deepstack layers."""
     return _with_table(convert(raw, _Qwen3Outer), colors, out_size, ())
 
 
@@ -182,7 +183,7 @@ def read_qwen2_5_vl(raw: Any, colors: VisionColors, out_size: int) -> Qwen2Visio
 
 
 def read_qwen2_vl(raw: Any, colors: VisionColors, out_size: int) -> Qwen2VisionSpec:
-    """Its `hidden_size` is that of the text model."""
+    """Read the tower of a Qwen2-VL, whose `hidden_size` is the text model's."""
     outer = convert(raw, _Qwen2Outer)
     own = outer.vision_config
     check_tower(own.in_channels, own.hidden_act, own.embed_dim, own.num_heads, ("quick_gelu", *GELUS))
@@ -200,7 +201,7 @@ def _common(
     colors: VisionColors,
     token_id: int,
 ) -> dict[str, Any]:
-    """The fields that all of Qwen's towers have."""
+    """The fields common to all of Qwen's towers."""
     if size // own.num_heads % 4:
         raise ModelError(f"vision_config: heads of {size // own.num_heads} elements must be a multiple of 4")
     if out_size and own_out_size != out_size:

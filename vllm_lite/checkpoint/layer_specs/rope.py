@@ -1,7 +1,8 @@
-"""Rotary position embedding, as config.json describes it: which elements of a head turn, and how fast. No torch.
+"""Rope: rotary position embedding as described in config.json: the rotated elements of a head, and their frequencies.
+No torch.
 
 `layers/attention/rope.py` makes tables of it. Sources: Su et al. 2021 (rotary embedding), Peng et al. 2023 (YaRN), Ding
-et al. 2024 (LongRoPE), and Llama 3.1's and Gemma's own.
+et al. 2024 (LongRoPE), and the releases of Llama 3.1 and Gemma.
 """
 
 import math
@@ -17,26 +18,26 @@ from vllm_lite.errors import ModelError
 
 DEFAULT_THETA = 10000.0
 MAX_LISTED = 8
-"""How many layer types an error lists."""
+"""Maximum number of layer types listed in an error."""
 
 
 class LinearScaling(msgspec.Struct, frozen=True, tag=True):
-    """Every position counts for 1 / `factor` of one."""
+    """Positions are divided by `factor`."""
 
     factor: float
 
 
 class Dynamic(msgspec.Struct, frozen=True, tag=True):
-    """Theta grows with the length beyond `original` (NTK scaling), here once and for all with the longest that a
-    sequence may become: what a request gives must not depend on how long its neighbours are."""
+    """Theta grows with the length beyond `original` (NTK scaling). Here it is fixed for the maximum sequence length, as
+    a request's output must not depend on the length of others."""
 
     factor: float
     original: int
 
 
 class Llama3(msgspec.Struct, frozen=True, tag=True):
-    """Wavelengths that did not fit into the `original` context turn slower by `factor`, those that fit it
-    `high_freq_factor` times stay, and in between both are blended."""
+    """Frequencies with wavelengths longer than the `original` context are divided by `factor`, those that fit it
+    `high_freq_factor` times are kept, and those in between are blended."""
 
     factor: float
     low_freq_factor: float
@@ -45,19 +46,19 @@ class Llama3(msgspec.Struct, frozen=True, tag=True):
 
 
 class Yarn(msgspec.Struct, frozen=True, tag=True):
-    """Pairs with less than `beta_slow` turns in the `original` context turn slower by `factor`, those with more than
-    `beta_fast` stay, and the pairs in between are blended, by their number."""
+    """Pairs with fewer than `beta_slow` rotations in the `original` context have their frequency divided by `factor`,
+    those with more than `beta_fast` are kept, and those in between are blended by index."""
 
     factor: float
     original: int
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    """Whether the blend begins and ends at whole pairs."""
+    """Whether the blend starts and ends at whole pairs."""
 
 
 class LongRope(msgspec.Struct, frozen=True, tag=True):
-    """Each pair has a divisor of its own: `short` where no sequence may become longer than `original`, else `long`."""
+    """Each pair has its own divisor: `short` if the maximum sequence length is at most `original`, else `long`."""
 
     short: tuple[float, ...]
     long: tuple[float, ...]
@@ -65,12 +66,13 @@ class LongRope(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def is_fixed(self) -> bool:
-        """Whether both are the same, as where GGUF files have Llama 3's blend computed."""
+        """Whether both are equal, as in GGUF files with precomputed factors of Llama 3."""
         return self.short == self.long
 
 
 class Proportional(msgspec.Struct, frozen=True, tag=True):
-    """Only the first `num_pairs` pairs of the head turn, as fast as if all did, divided by `factor`."""
+    """Only the first `num_pairs` pairs of the head are rotated, with the frequencies of a fully rotated head divided by
+    `factor`."""
 
     num_pairs: int
     factor: float = 1.0
@@ -85,31 +87,31 @@ class Rope(msgspec.Struct, frozen=True):
     theta: float
     scaling: Scaling | None = None
     rotary_size: int | None = None
-    """So many elements turn, the first of each head; None = all."""
+    """Number of rotated elements, the first of each head; None = all."""
     interleaved: bool = False
-    """Whether element 2 i turns with element 2 i + 1 in the checkpoint; else i with i + rotary_size / 2."""
+    """Whether element 2 i is rotated with element 2 i + 1 in the checkpoint; else i with i + rotary_size / 2."""
     attention_factor: float = 1.0
-    """What turns is multiplied by it."""
+    """Factor on rotated elements."""
     axes: tuple[int, ...] | None = None
-    """For each rotated pair the axis whose positions rotate it, where images have positions along time, height and
-    width (0, 1, 2); None: there is one axis. Text has the same position along all of them."""
+    """For each rotated pair, the axis of its positions, if images have positions along time, height and width (0, 1,
+    2); None: a single axis. Text has equal positions along all axes."""
 
     def order(self, head_size: int) -> tuple[int, ...] | None:
-        """Position in the checkpoint's head of each element of a head as kernels see it; None: in the same order.
+        """For each element of a head in the kernels' order, its index in the checkpoint's head; None: the same order.
 
-        Kernels turn element i with element i + head_size / 2, so what does not turn is shared out behind both halves.
-        The same order on Q and K leaves every score as it is.
+        Kernels rotate element i with element i + head_size / 2, so unrotated elements are distributed after both
+        halves. The same order for Q and K does not change scores.
         """
         return _order(self.rotary_size or head_size, head_size, self.interleaved)
 
     def reach(self, max_position_embeddings: int) -> int:
-        """Largest length of a sequence; config.json's number may be that before the context was extended."""
+        """Maximum sequence length; config.json's number may be that before the context was extended."""
         if isinstance(self.scaling, Dynamic | Yarn):
             return max(max_position_embeddings, int(self.scaling.factor * self.scaling.original))
         return max_position_embeddings
 
     def pinned(self, max_model_len: int) -> str | None:
-        """The consequence of the largest length for all requests, in a few words; None: there is none."""
+        """A short description of the effect that the maximum length has on all requests; None: no effect."""
         scaling = self.scaling
         if not isinstance(scaling, Dynamic | LongRope) or (isinstance(scaling, LongRope) and scaling.is_fixed):
             return None
@@ -137,7 +139,7 @@ def _order(rotary_size: int, head_size: int, interleaved: bool) -> tuple[int, ..
 
 
 class RawRope(msgspec.Struct):
-    """`rope_parameters` (new) or `rope_scaling` (old, where the kind may be called `type`)."""
+    """Keys of `rope_parameters` (new) or `rope_scaling` (old, where the type may be called `type`)."""
 
     rope_type: str | None = None
     type: str | None = None
@@ -160,7 +162,7 @@ class RawRope(msgspec.Struct):
 
 
 class RopeContext(msgspec.Struct, frozen=True):
-    """Facts for a rope from outside of its parameters: other keys of config.json, and the family's."""
+    """Inputs of a rope other than its parameters: further keys of config.json, and the family's defaults."""
 
     head_size: int
     max_position_embeddings: int
@@ -171,7 +173,7 @@ class RopeContext(msgspec.Struct, frozen=True):
 
 
 def read_rope(values: Mapping[str, Any], key: str, context: RopeContext) -> Rope:
-    """Read one kind of rope, config.json's `key`. Raises ModelError that names the key and the value."""
+    """Read the rope in config.json's `key`. Raises ModelError that names the key and the value."""
     raw = convert(dict(values), RawRope, within=key)
     kind = raw.rope_type or raw.type or "default"
     if kind in ("su", "longrope") or (kind == "yarn" and raw.short_factor is not None):
@@ -201,8 +203,8 @@ def read_rope(values: Mapping[str, Any], key: str, context: RopeContext) -> Rope
 
 
 def _axes(raw: RawRope, num_pairs: int) -> tuple[int, ...] | None:
-    """The axis of each pair: sections one behind another, or height and width at every third pair as long as they last.
-    None for sections that are not of these pairs."""
+    """The axis of each pair: sections side by side, or height and width at every third pair up to their counts. None
+    for sections that do not match the pairs."""
     sections = raw.mrope_section
     if sections is None or sum(sections) != num_pairs:
         return None
@@ -259,7 +261,7 @@ def _yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: 
 
 
 def yarn_magnitude(factor: float, scale: float) -> float:
-    """By how much YaRN enlarges Q and K, `scale` being what config.json calls mscale."""
+    """YaRN's factor on Q and K; `scale` is mscale in config.json."""
     return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
 
 
@@ -275,8 +277,8 @@ def _longrope(raw: RawRope, key: str, context: RopeContext) -> tuple[Scaling | N
 
 _READERS = {
     "default": _default,
-    "mrope": _default,  # of images, along three axes; along all of them text has the same positions
-    "axial": _default,  # its other name
+    "mrope": _default,  # for images, along three axes; text has equal positions along all of them
+    "axial": _default,  # another name of it
     "linear": _linear,
     "dynamic": _dynamic,
     "llama3": _llama3,

@@ -1,4 +1,4 @@
-"""Gated short convolutions in numbers: layers that keep the last few inputs of a sequence instead of KV. No torch."""
+"""Specs of gated short convolutions: layers that keep the last few inputs of a sequence instead of KV. No torch."""
 
 import msgspec
 
@@ -7,11 +7,11 @@ from vllm_lite.errors import ConfigError
 
 
 class ShortConvSpec(msgspec.Struct, frozen=True, tag="short_conv"):
-    """A layer that gives c * convolve(b * x), with b, c and x projected from each token."""
+    """A layer that computes c * convolve(b * x), with b, c and x projected from each token."""
 
     channels: int
     conv_size: int
-    """How many tokens the convolution sees, the present one included."""
+    """Number of tokens that the convolution sees, including the current one."""
 
     beside_attention = False
     num_projections = 1
@@ -19,7 +19,7 @@ class ShortConvSpec(msgspec.Struct, frozen=True, tag="short_conv"):
 
     @property
     def projected_size(self) -> int:
-        """Elements of a token that the first projection gives: b, c and x."""
+        """Output elements of the first projection per token: b, c and x."""
         return 3 * self.channels
 
     @property
@@ -37,24 +37,24 @@ class ShortConvSpec(msgspec.Struct, frozen=True, tag="short_conv"):
 
     @property
     def shared(self) -> str:
-        """A name for the parts that ranks share."""
+        """Name of the parts that are divided among ranks, for errors."""
         return f"{self.channels} channels of convolutions"
 
     def fits(self, world: int) -> bool:
         return self.channels % world == 0
 
     def held(self, shard: Shard) -> Split:
-        """The channels that a rank holds. Raises ConfigError if ranks cannot share them."""
+        """A rank's channels. Raises ConfigError if they cannot be divided."""
         if not self.fits(shard.world):
             raise ConfigError(f"tensor_parallel_size {shard.world} does not divide the {self.shared}")
         return Split.even(self.channels, shard)
 
     def per_rank(self, shard: Shard) -> "ShortConvSpec":
-        """The layer with the channels that a rank holds."""
+        """The layer with a rank's channels."""
         return msgspec.structs.replace(self, channels=self.held(shard).size)
 
     def rank_shape(self, layer: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of this rank's part of a tensor, `shape` being that of the whole."""
+        """Shape of a rank's part of a tensor; `shape` is the whole's."""
         if layer == "out_proj":
             return shape[0], self.channels
         return (self.projected_size if layer == "in_proj" else self.channels, *shape[1:])

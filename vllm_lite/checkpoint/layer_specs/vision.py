@@ -1,4 +1,4 @@
-"""A tower that sees images before a model reads them, in numbers. No torch."""
+"""VisionSpec: the spec of a vision tower. No torch."""
 
 import re
 from abc import abstractmethod
@@ -22,7 +22,7 @@ _LAYER = re.compile(r"\.layers\.(\d{1,6})\.")
 
 
 class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A tower that makes vectors of the text model of patches of an image. Subclasses say which."""
+    """A tower that turns patches of an image into vectors for the text model. Subclasses are the kinds of towers."""
 
     hidden_size: int
     intermediate_size: int
@@ -32,58 +32,57 @@ class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
     norm_eps: float
     activation: Activation
     merge: int
-    """So many patches along each side become one vector."""
+    """Number of patches along each side that become one vector."""
     out_size: int
     """Elements of a vector of the text model."""
     token_id: int
-    """The placeholder."""
+    """Id of the placeholder token."""
     mean: Colors = GREY
     std: Colors = GREY
     """A color c of 0 to 255 becomes (c / 255 - mean) / std."""
     whole_in: Literal["no layers", "all layers", "sliding layers"] = "no layers"
-    """Layers of the text model in which the tokens of an image see each other both ways."""
+    """Layers of the text model with bidirectional attention within an image."""
     most_tokens: int = 0
-    """The most vectors of an image, where they do."""
+    """Maximum number of vectors of an image, if there are such layers."""
 
     def whole_images(self, window: int | None) -> int:
-        """As AttentionSpec's field, of a layer of the text model with this window."""
+        """AttentionSpec.whole_images of a layer of the text model with this window."""
         sees = self.whole_in == "all layers" or (self.whole_in == "sliding layers" and window is not None)
         return self.most_tokens if sees else 0
 
     @property
     @abstractmethod
     def num_parameters(self) -> int:
-        """Weights of the tower, and of what makes vectors of the text model of its own."""
+        """Number of parameters of the tower and of its projection to the text model."""
 
     @property
     def num_deep(self) -> int:
-        """Number of vectors that it makes of each token besides: one is added behind each of the text model's first
-        layers."""
+        """Number of further vectors per token (deepstack): one is added after each of the text model's first layers."""
         return 0
 
     @property
     def vector_size(self) -> int:
-        """Elements of a token's vector and of those made besides, which are kept in one row."""
+        """Elements of a token's vector and its further ones, which are kept in one row."""
         return self.out_size * (1 + self.num_deep)
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of an image for each of its tokens: three colors of so many pixels."""
+        """Bytes of an image per token: three colors per pixel."""
         return 3 * (self.patch_size * self.merge) ** 2
 
     @property
     def bytes_vary(self) -> bool:
-        """Whether an image may have fewer bytes than that."""
+        """Whether an image may have fewer bytes per token."""
         return False
 
     def reads(self, name: str) -> bool:
-        """Whether the tower takes the tensor of this canonical name: not those of layers behind its last."""
+        """Whether the tower has the tensor of this canonical name; layers after its last are not read."""
         found = _LAYER.search(name)
         return found is None or int(found[1]) < self.num_layers
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of the layers."""
+        """Number of parameters of the layers."""
         size, inner = self.hidden_size, self.intermediate_size
         return self.num_layers * (4 * size * (size + 1) + 2 * size * inner + inner + size + 4 * size)
 
@@ -95,21 +94,21 @@ class TileVisionSpec(VisionSpec, frozen=True, kw_only=True):
 
     @property
     def side(self) -> int:
-        """Patches along each side of a tile."""
+        """Number of patches along each side of a tile."""
         return self.image_size // self.patch_size
 
 
 class SiglipSpec(TileVisionSpec, frozen=True, kw_only=True):
-    """Idefics 3's."""
+    """Tower of Idefics 3."""
 
     @property
     def num_tokens(self) -> int:
-        """Vectors of one tile."""
+        """Number of vectors of one tile."""
         return (self.side // self.merge) ** 2
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the tower, with the projection behind it."""
+        """Number of parameters of the tower and the projection."""
         size = self.hidden_size
         own = size * (3 * self.patch_size**2 + 1 + self.side**2) + 2 * size
         return self.layer_parameters + own + size * self.merge**2 * self.out_size
@@ -134,7 +133,7 @@ class _Outer(msgspec.Struct):
 
 
 class VisionColors(msgspec.Struct):
-    """By the file for the processor."""
+    """Colors in the processor's file."""
 
     image_mean: Colors = GREY
     image_std: Colors = GREY
@@ -146,8 +145,8 @@ class _ClipColors(VisionColors):
 
 
 def read_vision(architecture: str, raw: Any, folder: Path, out_size: int = 0) -> VisionSpec | None:
-    """The tower by config.json and the file for the processor; None for a model that sees no images here. `out_size`:
-    elements of the text model's vectors. Raises ModelError, by name, for what is not supported."""
+    """Read the vision tower from config.json and the processor's file; None for a model without a supported one.
+    `out_size`: elements of the text model's vectors. Raises ModelError, by name, for unsupported values."""
     vision = raw.get("vision_config")
     kind = vision.get("model_type") if isinstance(vision, dict) else None
     named = READERS.get(f"{architecture} {kind}") or READERS.get(architecture)
@@ -159,8 +158,7 @@ def read_vision(architecture: str, raw: Any, folder: Path, out_size: int = 0) ->
 
 
 def read_processor(folder: Path, kind: type[T]) -> T:
-    """The settings of the image processor, by one of the files in which they may stand; the defaults without a file.
-    Raises ModelError."""
+    """Read the image processor's settings from either of its files; the defaults without a file. Raises ModelError."""
     if (file := folder / PREPROCESSOR_FILE).is_file():
         return read_json(file, lambda raw: convert(raw, kind))
     if (file := folder / PROCESSOR_FILE).is_file():
@@ -169,8 +167,8 @@ def read_processor(folder: Path, kind: type[T]) -> T:
 
 
 def check_depth(layer: int | list[int], num_layers: int) -> int:
-    """The number of layers that run for `vision_feature_layer`, which counts hidden states: the first is what the first
-    layer reads. Raises ModelError."""
+    """Number of layers to run for `vision_feature_layer`, which counts hidden states from the first layer's input on.
+    Raises ModelError."""
     if isinstance(layer, list) and len(layer) == 1:
         layer = layer[0]
     depth = layer if isinstance(layer, list) or layer >= 0 else num_layers + 1 + layer
@@ -239,11 +237,12 @@ READERS = {
     "Qwen3_5ForConditionalGeneration": "vllm_lite.checkpoint.layer_specs.qwen_vision:read_qwen3_5",
     "Qwen3_5MoeForConditionalGeneration": "vllm_lite.checkpoint.layer_specs.qwen_vision:read_qwen3_5",
 }
-"""Reader of the towers of an architecture, or of one kind of them alone. Others of their kind are models of text."""
+"""Readers of towers by architecture, or by architecture and model_type of the tower. Other models are served as text
+models."""
 CLIP_COLORED = (
     "LlavaForConditionalGeneration",
     "LlavaNextForConditionalGeneration",
     "LlavaOnevisionForConditionalGeneration",
     "Mistral3ForConditionalGeneration",
 )
-"""Those whose processors have CLIP's colors where no file says others."""
+"""Architectures whose processors default to CLIP's colors."""

@@ -1,1 +1,1 @@
-"""Readers that make a QuantizationSpec of a checkpoint's quantization_config: one module for each method. No torch."""
+"""Readers of a checkpoint's quantization_config, one module per method, which make a QuantizationSpec. No torch."""

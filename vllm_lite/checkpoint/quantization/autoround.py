@@ -1,4 +1,4 @@
-"""The quantization_config of AutoRound, which stores GPTQ's or AWQ's tensors and says so in `packing_format`."""
+"""The quantization_config of AutoRound, whose tensors are GPTQ's or AWQ's, by `packing_format`."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ GPTQ = ("auto_round:auto_gptq", "auto_round:gptq")
 GPTQ_V2 = ("auto_round", "auto_round:gptqmodel")
 AWQ = ("auto_round:auto_awq", "auto_round:awq")
 DENSE_BITS = 16
-"""From so many bits on layers are dense."""
+"""Number of bits from which layers are dense."""
 
 
 class _Layers(msgspec.Struct):
@@ -33,7 +33,7 @@ class _Config(msgspec.Struct):
 
 
 def read_auto_round(raw: dict[str, Any]) -> Gptq | Awq:
-    """Raises ModelError for a scheme that is not supported, by its name."""
+    """Read the config. Raises ModelError, by name, for an unsupported scheme."""
     config = convert(raw, _Config, "quantization_config")
     packing = config.packing_format
     if packing not in GPTQ + GPTQ_V2 + AWQ:
@@ -65,7 +65,7 @@ def read_auto_round(raw: dict[str, Any]) -> Gptq | Awq:
 
 
 def _check_for_awq(config: _Config, layers: dict[str, GptqLayers]) -> None:
-    """Raise ModelError for what AWQ's tensors are not read for."""
+    """Raise ModelError for settings that are unsupported with AWQ's tensors."""
     usual = (None, None), (4, group_of(config.group_size))
     others = [key for key, each in layers.items() if (each.bits, each.group_size) not in usual]
     if config.bits != 4 or others:
@@ -76,7 +76,7 @@ def _check_for_awq(config: _Config, layers: dict[str, GptqLayers]) -> None:
 
 
 def _layers(config: _Config) -> dict[str, GptqLayers]:
-    """Layers of extra_config by its keys. Names come before expressions, which AutoRound searches anywhere in a
+    """Layers of extra_config by its keys. Names precede regular expressions, which AutoRound searches anywhere in a
     name."""
     named = (config.extra_config or {}).items()
     usual = {"bits": config.bits, "group_size": config.group_size}

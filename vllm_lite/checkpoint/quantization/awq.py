@@ -17,13 +17,13 @@ class _Config(msgspec.Struct):
     zero_point: bool = True
     version: str | None = None
     format: str = "gemm"
-    """What GPTQModel and transformers call the version."""
+    """GPTQModel's and transformers' name of the version."""
     backend: str = ""
     modules_to_not_convert: list[str] | None = None
 
 
 def read_awq(raw: dict[str, Any]) -> Awq:
-    """Raises ModelError for a scheme that is not supported, by its name."""
+    """Read the config. Raises ModelError, by name, for an unsupported scheme."""
     older = {"w_bit": "bits", "q_group_size": "group_size"}
     config = convert({older.get(key, key): value for key, value in raw.items()}, _Config, "quantization_config")
     version = "llm-awq" if config.backend == "llm-awq" else config.version or config.format

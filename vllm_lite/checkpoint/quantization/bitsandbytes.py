@@ -21,7 +21,7 @@ class _Config(msgspec.Struct):
 
 
 def read_bitsandbytes(raw: dict[str, Any]) -> BitsAndBytes4 | BitsAndBytes8:
-    """Raises ModelError for a scheme that is not supported, by its name."""
+    """Read the config. Raises ModelError, by name, for an unsupported scheme."""
     config = convert(raw, _Config, "quantization_config")
     if config.load_in_4bit == config.load_in_8bit:
         raise ModelError(

@@ -1,4 +1,4 @@
-"""The quantization_config that llm-compressor writes, see https://github.com/vllm-project/compressed-tensors."""
+"""The quantization_config written by llm-compressor; see https://github.com/vllm-project/compressed-tensors."""
 
 from typing import Annotated, Any
 
@@ -11,12 +11,12 @@ from vllm_lite.checkpoint.typed_json import convert
 from vllm_lite.errors import ModelError
 
 CLASSES = ("Linear",)
-"""Targets that are classes of torch: all matrices of projections."""
+"""Targets that are torch classes: all matrices of projections."""
 _Size = Annotated[int, Meta(ge=1, le=2**24)]
 
 
 class _Numbers(msgspec.Struct):
-    """Weights or activations."""
+    """Number format of weights or activations."""
 
     num_bits: int = 8
     type: str = "int"
@@ -33,7 +33,7 @@ class _Numbers(msgspec.Struct):
 
     @property
     def group(self) -> int | None:
-        """Inputs that share a scale; None: all."""
+        """Number of inputs that share a scale; None: all."""
         return self.group_size if self.group_size and self.group_size > 0 else None
 
 
@@ -55,7 +55,8 @@ class _Config(msgspec.Struct):
 
 
 def read_compressed_tensors(raw: dict[str, Any]) -> PackedInts | BlockScaled | Mixed | None:
-    """None where nothing but the KV cache is quantized. Raises ModelError, by its name, for what is not supported."""
+    """Read the config; None if only the KV cache is quantized. Raises ModelError, by name, for an unsupported
+    scheme."""
     config = convert(raw, _Config, "quantization_config")
     sparsity = (config.sparsity_config or {}).get("format", "dense")
     if sparsity != "dense":
@@ -118,7 +119,7 @@ def _spec(group: _Group, form: str, ignored: tuple[str, ...]) -> PackedInts | Bl
 
 
 def _block(weights: _Numbers) -> tuple[int | None, int | None] | None:
-    """Outputs and inputs that share a scale; None for what is not supported."""
+    """Numbers of outputs and inputs that share a scale; None for an unsupported scheme."""
     if weights.kind not in ("float8", "int8") or weights.actorder in ("group", "dynamic", True):
         return None
     match weights.strategy:
@@ -134,7 +135,7 @@ def _block(weights: _Numbers) -> tuple[int | None, int | None] | None:
 
 
 def _of_activations(which: str, numbers: _Numbers | None) -> list[str]:
-    """The tensors of static activations, which are not read."""
+    """Tensors of static activation scales, which are not read."""
     if numbers is None or numbers.dynamic:
         return []
     return [f"{which}_scale"] if numbers.symmetric else [f"{which}_scale", f"{which}_zero_point"]

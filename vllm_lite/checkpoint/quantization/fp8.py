@@ -1,6 +1,7 @@
-"""The quantization_config of float8 checkpoints: those of DeepSeek V3 and Qwen3 (blocks), and with one scale a matrix.
+"""The quantization_config of float8 checkpoints: with blocks, as DeepSeek V3's and Qwen3's, and with one scale per
+matrix.
 
-Transformers and AutoFP8 call the tensors differently. Only the former writes weight_block_size, if only as null.
+transformers and AutoFP8 name the tensors differently. Only the former writes weight_block_size, possibly as null.
 """
 
 from typing import Annotated, Any, Literal
@@ -23,7 +24,7 @@ class _Config(msgspec.Struct):
 
 
 def read_fp8(raw: dict[str, Any]) -> BlockScaled:
-    """Raises ModelError for a scheme that is not supported, by its name."""
+    """Read the config. Raises ModelError, by name, for an unsupported scheme."""
     config = convert(raw, _Config, "quantization_config")
     block = config.weight_block_size
     of_transformers = block is not msgspec.UNSET

@@ -12,7 +12,7 @@ from vllm_lite.errors import ModelError
 FORMATS = ("gptq", "gptq_v2")
 BITS = (2, 3, 4, 8)
 EXCEPT, ONLY = "-:", "+:"
-"""What a key of `dynamic` begins with whose layers are dense, or differ; without either they differ."""
+"""Prefixes of keys of `dynamic` whose layers are dense, or differ; without a prefix they differ."""
 
 
 class _Config(msgspec.Struct):
@@ -21,7 +21,7 @@ class _Config(msgspec.Struct):
     desc_act: bool = False
     checkpoint_format: str | None = None
     format: str = "gptq"
-    """The same, in newer files."""
+    """checkpoint_format in newer files."""
     pack_dtype: str = "int32"
     lm_head: bool = False
     dynamic: dict[str, dict[str, Any]] | None = None
@@ -29,7 +29,7 @@ class _Config(msgspec.Struct):
 
 
 class _Layers(msgspec.Struct):
-    """Fields of `dynamic` for some layers. All else in it is about how they were quantized."""
+    """Fields of `dynamic` for some layers; the others only describe how they were quantized."""
 
     bits: int
     group_size: int
@@ -37,7 +37,7 @@ class _Layers(msgspec.Struct):
 
 
 def read_gptq(raw: dict[str, Any]) -> Gptq:
-    """Raises ModelError for a scheme that is not supported, by its name."""
+    """Read the config. Raises ModelError, by name, for an unsupported scheme."""
     config = convert(raw, _Config, "quantization_config")
     check_bits(config.bits)
     stored_as = config.checkpoint_format or config.format
@@ -58,7 +58,7 @@ def read_gptq(raw: dict[str, Any]) -> Gptq:
 
 
 def check_bits(bits: int) -> None:
-    """Raise ModelError for a number of bits that is not supported."""
+    """Raise ModelError for an unsupported number of bits."""
     if bits not in BITS:
         raise ModelError(
             f"quantization_config bits {bits} is not supported for 'gptq'; supported: {', '.join(map(str, BITS))}"
@@ -66,7 +66,7 @@ def check_bits(bits: int) -> None:
 
 
 def group_of(size: int) -> int | None:
-    """A group_size, where -1 is for all inputs. Raises ModelError for what is none."""
+    """Convert a group_size, where -1 means all inputs. Raises ModelError for an invalid one."""
     if size == 0 or size < -1:
         raise ModelError(f"quantization_config group_size {size} must be -1, or a number of inputs")
     return None if size == -1 else size
@@ -89,6 +89,6 @@ def _layers(config: _Config, key: str, values: dict[str, Any]) -> GptqLayers:
 
 
 def _only(names: list[list[str] | str] | None) -> tuple[str, ...]:
-    """modules_in_block_to_quantize: layers within a block, in one list or in several."""
+    """Read modules_in_block_to_quantize: layers within a block, in one list or several."""
     flat = [[name] if isinstance(name, str) else name for name in names or ()]
     return tuple(f".{name}" for part in flat for name in part)

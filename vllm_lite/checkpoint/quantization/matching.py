@@ -1,4 +1,5 @@
-"""Search for the pattern that fits the name of a matrix. Checkpoints list thousands of names, one for each expert's."""
+"""first_fit(): finds the pattern that matches a matrix's name. Checkpoints list thousands of names, one per expert
+matrix."""
 
 import re
 import time
@@ -14,23 +15,23 @@ from vllm_lite.errors import ModelError
 T = TypeVar("T")
 
 REGEX, PART = "re:", "part:"
-"""What a pattern begins with that is a regular expression, or a part of names, and no name."""
+"""Prefixes of patterns that are regular expressions, or substrings, instead of names."""
 MAX_EXPRESSIONS = 4096
 MATCHING_S, MATCHING_A_NAME_S = 1.0, 50e-6
-"""Processor time that a file's expressions, which may be a stranger's, have for all names, and more for each name."""
+"""CPU time of a file's untrusted expressions, for all names, and more for each name."""
 
 Fits = Callable[[str, float], bool]
-"""Whether a name fits, to be found until the thread has used so many seconds of processor time."""
+"""Tests a name, until the thread has used so many seconds of CPU time."""
 
 
 def first_fit(patterns: tuple[str, ...], name: str) -> int | None:
-    """The index of the first pattern that fits `name`: a name fits those that it is, or is the first or the last part
-    of, between dots. Raises ModelError for expressions that are too many, or take longer than their time."""
+    """Index of the first pattern that matches `name`. A name pattern matches a name whose first or last dotted parts
+    are equal to it. Raises ModelError for too many expressions, or if they exceed their time."""
     return _matcher(patterns).first(name) if patterns else None
 
 
 class _Matcher:
-    """Names are looked up, and expressions compiled once: `regex` forgets them from some hundred on."""
+    """Looks names up in a dict, and keeps expressions compiled: `regex` caches only some hundred."""
 
     def __init__(self, patterns: tuple[str, ...]) -> None:
         self.named: dict[str, int] = {}
@@ -94,36 +95,36 @@ def _part(text: str) -> Fits:
 
 
 def _ends(name: str) -> Iterator[str]:
-    """The first parts of the name, all of it, and its last parts."""
+    """Yield all prefixes and suffixes of the name's dotted parts."""
     parts = name.split(".")
     for count in range(1, len(parts) + 1):
         yield ".".join(parts[:count])
         yield ".".join(parts[-count:])
 
 
-# ---- Patterns of a quantization_config for the names of layers. The file may be a stranger's
+# ---- Patterns of a quantization_config for names of layers. The file is untrusted
 
 
 MAX_EXPRESSION = 400
-"""Characters. How long all of a file's expressions may take together is bounded where they are matched."""
+"""Maximum characters of an expression. The time for all of a file's expressions is bounded during matching."""
 _NAME = re.compile(r"[\w.-]+")
 
 
 def is_name(text: str) -> bool:
-    """Whether it is no expression."""
+    """Whether `text` is a name, not an expression."""
     return _NAME.fullmatch(text) is not None
 
 
 def module_pattern(key: str, name: str) -> str:
-    """The pattern of the module `name` and of all below it, for QuantizationSpec.dense: "gate" is "mlp.gate", and no
-    "gate_proj". Raises ModelError for what is no name; `key`: where in quantization_config it stands."""
+    """The pattern for the module `name` and all below it, for QuantizationSpec.dense: "gate" matches "mlp.gate" but not
+    "gate_proj". Raises ModelError if it is not a name; `key` is its key in quantization_config."""
     if not is_name(name):
         raise ModelError(f"quantization_config {key}: {name!r} is not the name of a module")
     return name
 
 
 def check_expression(key: str, expression: str) -> None:
-    """Raise ModelError for one that is none, or too long. `key`: where in quantization_config it stands."""
+    """Raise ModelError for an invalid or too long expression. `key` is its key in quantization_config."""
     if len(expression) > MAX_EXPRESSION:
         raise ModelError(
             f"quantization_config.{key}: {expression[:MAX_EXPRESSION]!r}... has {len(expression)} characters; at most "

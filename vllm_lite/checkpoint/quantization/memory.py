@@ -1,7 +1,7 @@
-"""Memory of a quantized checkpoint's tensors, by their types alone: for plans.
+"""Memory of a quantized checkpoint's tensors by their types, for plans.
 
-The kernels of a CPU keep weights as they are stored, but for blocks of GGUF whose codes have neither 4 nor 8 bits, and
-whose scales become numbers of their own. A GPU has kernels for some of them, and others become dense there.
+CPU kernels keep weights as stored, except GGUF blocks whose codes have neither 4 nor 8 bits, and whose scales become
+separate numbers. A GPU has kernels for some types, and makes others dense.
 """
 
 from fractions import Fraction
@@ -49,24 +49,24 @@ BLOCK_BITS = {
     "TQ2_0": 4.125,
     "NVFP4": 5,
 }
-"""Bits of a weight of GGUF in memory, with its part of scales and minima."""
+"""Bits per GGUF weight in memory, including scales and minima."""
 GPU_BLOCK_BITS = {"Q4_0": 4.5, "Q4_1": 6, "Q5_0": 8.5, "Q5_1": 10, "Q8_0": 8.5, "Q4_K": 6, "Q5_K": 10}
 GPU_BLOCK_BITS |= {"TQ1_0": 4.0625, "TQ2_0": 4.0625, "MXFP4": 4.5}
-"""The same on a GPU, of those that it keeps: a minimum makes two float32 numbers of a scale."""
+"""The same on a GPU for types that it keeps: a minimum makes two float32 numbers of a scale."""
 GPU_GROUP = 32
-"""Inputs that share a scale there, or a multiple."""
+"""Number of inputs that share a scale on a GPU, or a multiple."""
 CODE_BYTES = {"I32": 4, "I64": 8, "U8": 1, "I8": 1, "F8_E4M3": 1}
 MX_SCALE_BYTES = 2
-"""A power of two takes them in memory."""
+"""Bytes of a power-of-two scale in memory."""
 CODES = (".weight", ".qweight", ".weight_packed", "_blocks")
-"""What the names of tensors end with that are no scales."""
+"""Endings of tensors of codes, not scales."""
 WHOLE = 2**10 * 3**4 * 5**2 * 7 * 11 * 13
-"""A size that all usual numbers of heads divide."""
+"""A size that is divisible by all usual numbers of heads."""
 
 
 def tensor_bytes(name: str, tensor: Tensor, spec: QuantizationSpec, dtype_bytes: int, device: str) -> int:
-    """Bytes of a tensor in memory; a dense one takes `dtype_bytes` for each number. `device`: as config.resolve_device
-    has it."""
+    """Bytes of a tensor in memory, with `dtype_bytes` per element if it is dense. `device` as from
+    config.resolve_device."""
     count = tensor.num_elements
     dense = device != "cpu" and not kept_on_gpu(name, tensor, spec, dtype_bytes)
     if tensor.dtype in BLOCK_BITS:
@@ -82,8 +82,8 @@ def tensor_bytes(name: str, tensor: Tensor, spec: QuantizationSpec, dtype_bytes:
 
 
 def kept_on_gpu(name: str, tensor: Tensor, spec: QuantizationSpec, dtype_bytes: int) -> bool:
-    """Whether a GPU multiplies the weight of this tensor as it is stored: see layers/weights/gpu_matmul.py, of
-    experts layers/moe/packed_experts.py, and of latent attention's heads layers/attention/head_matmul.py."""
+    """Whether a GPU multiplies this weight as it is stored: see layers/weights/gpu_matmul.py; for experts
+    layers/moe/packed_experts.py, for latent attention's heads layers/attention/head_matmul.py."""
     if dtype_bytes != 2 or is_of_latent_heads(name):
         return False
     layer = name.rpartition(".")[0]
@@ -113,10 +113,10 @@ def codes_in(dtype: str, spec: QuantizationSpec) -> Fraction:
 
 
 def share(name: str, spec: ModelSpec, shard: Shard) -> Fraction:
-    """The part of a layer's tensors that a rank has, `name` being one of them. Words, groups and blocks are not looked
-    at, which ranks do not share."""
+    """A rank's fraction of a layer's tensors, of which `name` is one. Words, groups and blocks, which ranks do not
+    divide, are ignored."""
     layer, _, kind = name.rpartition(".")
-    if spec.experts is not None and layer.endswith(".experts"):  # those of all in one tensor
+    if spec.experts is not None and layer.endswith(".experts"):  # all experts in one tensor
         sizes = (spec.experts.routing.num_experts, *[spec.experts.intermediate_size] * (1 if "bias" in kind else 2))
         stem = name.removesuffix("_blocks").removesuffix("_scales")
         return Fraction(prod(rank_shape(stem, sizes, spec, shard)), prod(sizes))

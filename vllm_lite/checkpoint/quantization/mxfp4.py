@@ -14,7 +14,8 @@ class _Config(msgspec.Struct):
 
 
 def read_mxfp4(raw: dict[str, Any]) -> MxFp4:
-    """Only experts are in this form, whatever else is listed as dense. Raises ModelError if experts are."""
+    """Read the config. Only experts are quantized, regardless of other modules listed as dense. Raises ModelError if
+    experts are listed."""
     config = convert(raw, _Config, "quantization_config")
     for name in config.modules_to_not_convert or ():
         if EXPERTS in f"{name}.":

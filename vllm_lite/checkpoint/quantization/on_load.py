@@ -1,39 +1,38 @@
-"""Forms that `--quantization` makes of dense weights when they are loaded: weights that share a scale, and their bytes.
-
-Kernels, layers and plans share it. It needs no package, as the check of a GPU must do without most.
-"""
+"""Forms that `--quantization` makes of dense weights during loading: their groups and bytes. Used by kernels, layers
+and plans. Imports no package, as a GPU check must run without most."""
 
 from math import prod
 from typing import Literal
 
 Quantization = Literal["int8", "fp8", "int4", "int4_g32"]
-"""int8: integers of 8 bits with a scale and a minimum for each 32 inputs of an output. fp8: E4M3 with a scale for each
-128. int4 and int4_g32: integers of 4 bits with a scale and a minimum for each 128 or 32."""
+"""int8: 8-bit integers with a scale and a minimum per 32 inputs of an output. fp8: E4M3 with a scale per 128. int4 and
+int4_g32: 4-bit integers with a scale and a minimum per 128 or 32."""
 
 Form = Quantization | Literal["int5_g32"]
-"""What one matrix becomes. int5_g32: as int4_g32, with integers of 5 bits; single matrices have it, on a CPU."""
+"""Form of one matrix. int5_g32: as int4_g32, with 5-bit integers, for single matrices on a CPU."""
 
 INT4_GROUPS = {"int4": 128, "int4_g32": 32}
-"""Inputs that share a scale, where dense weights become integers of 4 bits."""
+"""Number of inputs that share a scale, in 4-bit forms."""
 GROUPS = {"int8": 32, "fp8": 128, "int5_g32": 32, **INT4_GROUPS}
-"""The same for all."""
+"""The same for all forms."""
 TILE_GROUP = 128
-"""kQuantGroup: the inputs in a group that tiles multiply fastest. Where a CPU has them, int8 has such groups."""
+"""kQuantGroup: the group size for which tile kernels are fastest. On CPUs with tiles, int8 has such groups."""
 BITS_IN_BYTES = {"int4_g32": 4, "int5_g32": 5}
-"""Bits of the codes of forms whose scales and minima are bytes on a CPU."""
+"""Bits of codes, for forms whose scales and minima are bytes on a CPU."""
 SUPER_INPUTS = 256
-"""Inputs that share the two floats of 4 bytes which scales and minima of groups of 32 are integers times."""
+"""Number of inputs that share two 4-byte floats, by which the byte scales and minima of their groups of 32 are
+multiplied."""
 
 
 def head_form(quantization: Quantization | None) -> Quantization | None:
-    """The form of the LM head: with 4 bits it loses more than a layer does, so that llama.cpp gives it more, too."""
+    """Form of the LM head, which loses more accuracy with 4 bits than layers do; llama.cpp gives it more bits, too."""
     return "int8" if quantization in INT4_GROUPS else quantization
 
 
 def quantized_bytes(shape: tuple[int, ...], quantization: Form | None, device: str = "cpu") -> int:
-    """A matrix with whole groups in each row. Scales and minima have 2 bytes; on a CPU those of int4_g32 and int5_g32
-    have one, and floats that some share. fp8 has no minima, nor has int8 on a GPU. On a CPU int8 takes no more than
-    this, whether that has tiles or not."""
+    """Bytes of a quantized matrix with whole groups in each row. Scales and minima have 2 bytes; on a CPU those of
+    int4_g32 and int5_g32 have one byte, and shared floats. fp8 has no minima, nor has int8 on a GPU. For int8 on a CPU
+    this is an upper bound, with or without tiles."""
     if quantization is None:
         raise ValueError("a dense matrix has the bytes of its type")
     rows, size = prod(shape[:-1]), GROUPS[quantization]

@@ -1,4 +1,4 @@
-"""quantization_config -> QuantizationSpec, by its quant_method. What is not supported is refused by name."""
+"""Reads a quantization_config into a QuantizationSpec, by its quant_method. Unsupported methods are refused by name."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,12 +27,12 @@ METHODS: Mapping[str, Callable[[dict[str, Any]], AnyQuantization | None]] = {
     "intel/auto-round": read_auto_round,
     "mxfp4": read_mxfp4,
 }
-"""quant_method -> what reads the rest, and is None if no weights are quantized. Each raises ModelError for what it does
-not know."""
+"""quant_method -> reader, which returns None if no weights are quantized. Each raises ModelError for unsupported
+values."""
 
 
 def read_quantization(config: dict[str, Any] | None) -> AnyQuantization | None:
-    """`config`: the quantization_config of config.json; None, and empty, where there is none. Raises ModelError."""
+    """Read the quantization_config of config.json, which may be None or empty. Raises ModelError."""
     if not config:
         return None
     method = config.get("quant_method")
@@ -44,15 +44,15 @@ def read_quantization(config: dict[str, Any] | None) -> AnyQuantization | None:
     return METHODS[method](config)
 
 
-# ---- Files beside config.json in which tools described a quantization before config.json did
+# ---- Older files beside config.json in which tools described a quantization
 
 
 OLDER_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
-"""The file -> the quant_method that it is for, if it says none."""
+"""File -> its quant_method, if it has none."""
 
 
 def older_quantization(folder: Path) -> dict[str, Any] | None:
-    """The quantization_config that such a file is; None: there is none. Raises ModelError for a damaged one."""
+    """Read such a file as a quantization_config; None if there is none. Raises ModelError for a damaged one."""
     for name, method in OLDER_FILES.items():
         if (folder / name).exists():
             return {"quant_method": method} | read_json(folder / name, _as_object)
@@ -65,7 +65,7 @@ def _as_object(raw: Any) -> dict[str, Any]:
     return raw
 
 
-# ---- The KV cache that a checkpoint was calibrated for: compressed-tensors' `kv_cache_scheme`
+# ---- The KV cache dtype that a checkpoint was calibrated for: compressed-tensors' `kv_cache_scheme`
 
 
 class _Scheme(msgspec.Struct):
@@ -80,8 +80,8 @@ class _Config(msgspec.Struct):
 
 
 def read_kv_cache(raw: dict[str, Any] | None) -> Literal["fp8_e4m3"] | None:
-    """The kv_cache_dtype that "auto" stands for: float8 with one scale a tensor. Other schemes, which are not
-    supported, are as none: the cache is then in the model's dtype, and finer. Raises ModelError for what is none."""
+    """The kv_cache_dtype for "auto": float8 with one scale per tensor. Other schemes are ignored: the cache then has
+    the model's dtype, which is more precise. Raises ModelError for an invalid scheme."""
     if not raw or raw.get("quant_method") != "compressed-tensors":
         return None
     scheme = convert(raw, _Config, "quantization_config").kv_cache_scheme

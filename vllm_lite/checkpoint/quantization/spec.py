@@ -1,4 +1,4 @@
-"""The form in which a checkpoint stores its weights. `read` makes it of config.json."""
+"""QuantizationSpec: the form in which a checkpoint stores its weights, as made by `read`."""
 
 import re
 from typing import Literal
@@ -9,23 +9,23 @@ from vllm_lite.checkpoint.quantization.matching import first_fit
 from vllm_lite.checkpoint.tensors.tensor_names import HEAD, TABLES
 
 EXPERTS = ".experts."
-"""What the names of experts' matrices have within them."""
+"""Substring of the names of experts' matrices."""
 _NUMBERED = re.compile(r"(\.experts|_proj)\.(?P<number>\d+)(?=\.|$)")
-"""What one of several matrices, which a file has in one tensor, has in its name."""
+"""Pattern of the number in the name of one of several matrices that a file has in one tensor."""
 
 
 class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="method", tag=str.lower):
     """Common fields of all methods. A module of `layers.quantized` reads the tensors of each subclass."""
 
     dense: tuple[str, ...] = ()
-    """What is not quantized: names, or their first or last parts between dots; or see `matching`."""
+    """Modules that are not quantized: names, or their first or last dotted parts; see `matching` for other patterns."""
     targets: tuple[str, ...] = ()
-    """What is quantized, in the same way; nothing: all."""
+    """Modules that are quantized, in the same form; (): all."""
     embedding: bool = False
-    """Whether the tables of token vectors are quantized, too."""
+    """Whether token embedding tables are quantized as well."""
 
     def is_dense(self, name: str) -> bool:
-        """Whether the matrix `name` (as `tensor_names.canonical` has it, without ".weight") is stored as it is."""
+        """Whether the matrix `name` (canonical, without ".weight") is stored as floats."""
         if name in TABLES and not self.embedding:
             return True
         if self.targets and first_fit(self.targets, name) is None:
@@ -39,15 +39,15 @@ class QuantizationSpec(msgspec.Struct, frozen=True, kw_only=True, tag_field="met
 
 
 class PackedInts(QuantizationSpec, frozen=True, kw_only=True):
-    """compressed-tensors' pack-quantized: integers of 4 or 8 bits in int32 words along the inputs."""
+    """compressed-tensors' pack-quantized: 4- or 8-bit integers in int32 words along the inputs."""
 
     bits: int
     group_size: int | None
-    """Inputs that share a scale; None: one scale for each output."""
+    """Number of inputs that share a scale; None: one scale per output."""
     zeros: bool = False
     """Whether there are zero points, in words along the outputs."""
     sorted_columns: bool = False
-    """Whether a tensor `weight_g_idx` says which inputs are grouped (actorder "group")."""
+    """Whether a tensor `weight_g_idx` gives each input's group (actorder "group")."""
 
     @property
     def label(self) -> str:
@@ -55,34 +55,34 @@ class PackedInts(QuantizationSpec, frozen=True, kw_only=True):
 
 
 class GptqLayers(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers of a GPTQ checkpoint that are quantized in another way than most."""
+    """Layers of a GPTQ checkpoint that are quantized differently from most."""
 
     pattern: str
-    """As those of QuantizationSpec.dense."""
+    """A pattern as in QuantizationSpec.dense."""
     bits: int | None
-    """None: they are dense."""
+    """None: dense."""
     group_size: int | None = None
-    """As PackedInts'."""
+    """As in PackedInts."""
     sorted_columns: bool = False
-    """As Gptq's."""
+    """As in Gptq."""
 
 
 class Gptq(QuantizationSpec, frozen=True, kw_only=True):
-    """Integers of 2, 3, 4 or 8 bits with zero points, in int32 words along the inputs."""
+    """2-, 3-, 4- or 8-bit integers with zero points, in int32 words along the inputs."""
 
     bits: int
     group_size: int | None
     """As PackedInts'."""
     sorted_columns: bool = False
-    """Whether inputs were grouped by their activations (desc_act); a tensor `g_idx` then says which is in which."""
+    """Whether inputs were grouped by activation (desc_act); a tensor `g_idx` then gives each input's group."""
     zeros_less_one: bool = True
-    """Whether zero points are stored less one, as in the first version of the format."""
+    """Whether zero points are stored minus one, as in the first version of the format."""
     has_indices: bool = True
     """Whether there is a tensor `g_idx`."""
     layers: tuple[GptqLayers, ...] = ()
-    """Those that differ. The first whose pattern fits a name counts."""
+    """Layers that differ. The first whose pattern matches a name applies."""
     only: tuple[str, ...] = ()
-    """What the names of all quantized layers but the head end with; nothing: all are quantized."""
+    """Endings of the names of all quantized layers except the head; (): all are quantized."""
 
     def is_dense(self, name: str) -> bool:
         if super().is_dense(name):
@@ -110,7 +110,7 @@ class Gptq(QuantizationSpec, frozen=True, kw_only=True):
 
 
 class Awq(QuantizationSpec, frozen=True, kw_only=True):
-    """Integers of 4 bits with zero points, in int32 words along the outputs."""
+    """4-bit integers with zero points, in int32 words along the outputs."""
 
     group_size: int | None
     """As PackedInts'."""
@@ -121,11 +121,12 @@ class Awq(QuantizationSpec, frozen=True, kw_only=True):
 
 
 class BitsAndBytes4(QuantizationSpec, frozen=True, kw_only=True):
-    """bitsandbytes' tables of 16 numbers, with a scale for each 64 weights of a matrix, whatever its rows are."""
+    """bitsandbytes' indices into a table of 16 numbers, with a scale per 64 consecutive weights of a matrix, across
+    rows."""
 
     table: Literal["nf4", "fp4"]
     nested: bool = False
-    """Whether the scales are quantized, too (double quantization)."""
+    """Whether the scales are quantized as well (double quantization)."""
 
     @property
     def label(self) -> str:
@@ -133,7 +134,7 @@ class BitsAndBytes4(QuantizationSpec, frozen=True, kw_only=True):
 
 
 class BitsAndBytes8(QuantizationSpec, frozen=True, kw_only=True):
-    """bitsandbytes' integers of 8 bits, with one scale for each output."""
+    """bitsandbytes' 8-bit integers, with one scale per output."""
 
     @property
     def label(self) -> str:
@@ -141,7 +142,7 @@ class BitsAndBytes8(QuantizationSpec, frozen=True, kw_only=True):
 
 
 class MxFp4(QuantizationSpec, frozen=True, kw_only=True):
-    """Floats of 4 bits with a power of two for each 32 inputs, of experts that a checkpoint stores in one tensor."""
+    """4-bit floats with a power-of-two scale per 32 inputs, for experts that a checkpoint stores in one tensor."""
 
     def is_dense(self, name: str) -> bool:
         return EXPERTS not in name or super().is_dense(name)
@@ -152,19 +153,20 @@ class MxFp4(QuantizationSpec, frozen=True, kw_only=True):
 
 
 class BlockScaled(QuantizationSpec, frozen=True, kw_only=True):
-    """Floats (E4M3) or integers of 8 bits, each rectangle of a matrix with a scale."""
+    """8-bit floats (E4M3) or integers, with a scale for each rectangle of a matrix."""
 
     numbers: Literal["float8", "int8"]
     block: tuple[int | None, int | None]
-    """Outputs and inputs that share a scale; None: all."""
+    """Numbers of outputs and inputs that share a scale; None: all."""
     scale: str
-    """What the tensor of scales is called, behind the name of the layer. It multiplies, also as weight_scale_inv."""
+    """Name of the tensor of scales after the layer's. Scales are factors, also as weight_scale_inv."""
     zeros: str | None = None
-    """The tensor of zero points, where there is one."""
+    """Name of the tensor of zero points, if there is one."""
     unread: tuple[str, ...] = ()
-    """Numbers that each layer has besides: the scales of activations."""
+    """Further tensors of each layer, which are not read: scales of activations."""
     float8_rows: bool = False
-    """Whether activations may become float8 (E4M3), too. Their scales are made of them, whatever the checkpoint has."""
+    """Whether activations may be quantized to float8 (E4M3). Their scales are computed from them, regardless of the
+    checkpoint's."""
 
     @property
     def label(self) -> str:
@@ -175,13 +177,13 @@ class Mixed(QuantizationSpec, frozen=True, kw_only=True):
     """Layers of several kinds."""
 
     parts: tuple[PackedInts | BlockScaled, ...]
-    """The first that has a layer counts."""
+    """The first part that includes a layer applies."""
 
     def is_dense(self, name: str) -> bool:
         return all(part.is_dense(name) for part in self.parts)
 
     def of(self, name: str) -> PackedInts | BlockScaled:
-        """The form of a layer that is not dense."""
+        """The form of a quantized layer."""
         return next(part for part in self.parts if not part.is_dense(name))
 
     @property
@@ -190,19 +192,19 @@ class Mixed(QuantizationSpec, frozen=True, kw_only=True):
 
 
 class Gguf(QuantizationSpec, frozen=True, kw_only=True):
-    """Blocks of GGUF files, of another type in each tensor."""
+    """GGUF blocks, with a type per tensor."""
 
     kinds: dict[str, str]
-    """The types of what is not stored as floats, by canonical names without ".weight"; of experts, and of heads that
-    have matrices of their own, with "{}" in place of their number."""
+    """Types of quantized tensors by canonical name without ".weight"; for experts, and heads with separate matrices,
+    with "{}" in place of the number."""
     qkv_rows: Literal["turned", "stacked"] | None = None
-    """How rows were moved when the file was made: those of each head's halves lie in turn, in Q and K; or all of Q lies
-    before K and V, which the family's own checkpoints have head by head. See layers/weights/lora.py."""
+    """Reordering of rows by the converter: in Q and K, the halves of each head are interleaved ("turned"); or Q is
+    stacked before K and V, which the family's own checkpoints store head by head. See layers/weights/lora.py."""
     inputs: dict[str, tuple[int, ...]] = {}
-    """Matrices of blocks whose inputs are in another order than the model's: which of its inputs each column is for."""
+    """Quantized matrices with permuted inputs: the model's input of each column."""
     factors: dict[str, tuple[float, ...]] = {}
-    """The number that a matrix is multiplied by, beside the scales in its blocks; under the names of `kinds`, and those
-    of all experts together."""
+    """Global factor of a matrix, besides the scales in its blocks; by the names of `kinds`, for all experts
+    together."""
 
     def kind(self, name: str) -> str | None:
         """The type of the matrix `name`; None if it is stored as floats."""
@@ -210,7 +212,7 @@ class Gguf(QuantizationSpec, frozen=True, kw_only=True):
         return found or self.kinds.get(_NUMBERED.sub(r"\1.{}", name))
 
     def factor(self, name: str) -> float:
-        """The number that the matrix `name` is multiplied by."""
+        """The global factor of the matrix `name`."""
         found = _NUMBERED.search(name)
         together = self.factors.get(_NUMBERED.sub(r"\1.{}", name)) if found is not None else None
         if found is not None and together is not None:
@@ -226,4 +228,4 @@ class Gguf(QuantizationSpec, frozen=True, kw_only=True):
 
 
 AnyQuantization = PackedInts | Gptq | Awq | BitsAndBytes4 | BitsAndBytes8 | MxFp4 | BlockScaled | Mixed | Gguf
-"""The subclasses, each by its tag."""
+"""Union of the subclasses, distinguished by tag."""

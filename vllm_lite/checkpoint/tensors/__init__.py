@@ -1,1 +1,1 @@
-"""The tensors of a checkpoint by their headers: names, storage, bytes, and the part of each rank. No torch."""
+"""Tensors of a checkpoint by their headers: names, storage, bytes, and each rank's part. No torch."""

@@ -1,9 +1,8 @@
-"""Storage of a layer's experts in a checkpoint's files: in one tensor or each by itself, transposed or not, dense or
-not. No torch.
+"""as_stored(): detects how a checkpoint's files store experts: fused or separate, transposed or not, dense or not. No
+torch.
 
-config.json does not say it, and one family is published in several ways: as it was trained, and as transformers 5 keeps
-it in memory, which has bitsandbytes leave experts dense that transformers 4 had it quantize. The headers of the files
-do.
+config.json does not say, and one family is published in several forms: as trained, and as transformers 5 keeps it in
+memory, where bitsandbytes leaves experts dense that transformers 4 had it quantize. The files' headers show it.
 """
 
 from pathlib import Path
@@ -23,8 +22,8 @@ FUSED, FUSED_DOWN = f"{EXPERTS}gate_up_proj", f"{EXPERTS}down_proj"
 
 
 def as_stored(spec: ModelSpec, folder: Path) -> ModelSpec:
-    """`spec` with its experts stored as the files of `folder` have them; as it is, where there are no files or none of
-    experts. Files that are missing or damaged change nothing: who loads them says what is wrong."""
+    """`spec` with the storage of experts found in `folder`; unchanged without files or experts. Missing or damaged
+    files are ignored: the loader reports them."""
     try:
         headers = read_headers(folder)
         shapes = {name: header.shape for stored, header in headers.items() if EXPERTS in (name := canonical(stored))}
@@ -58,5 +57,5 @@ def _stored_as(spec: ModelSpec, stored: Stored, *, transposed: bool = False) -> 
 
 
 def _has_scales(name: str) -> bool:
-    """Whether `name` is of a tensor of scales of bitsandbytes."""
+    """Whether `name` is a tensor of bitsandbytes' scales."""
     return name.endswith((".absmax", ".SCB"))

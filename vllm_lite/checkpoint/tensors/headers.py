@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint folder: which they are, and what their headers contain. No torch."""
+"""The safetensors files of a checkpoint folder, and their headers. No torch."""
 
 import math
 import os
@@ -17,17 +17,17 @@ from vllm_lite.runtime.untrusted_files import read_bounded
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 NO_WEIGHTS = ("consolidated", "adapter_", "optimizer", ".")
-"""How safetensors begin that hold no weights of the model, or the same ones under the names of another program."""
+"""Prefixes of safetensors files without weights of the model, or with the same ones under another program's names."""
 _SHARD = re.compile(r"(.+)-(\d{3,6})-of-(\d{3,6})\.safetensors")
 MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
+"""Maximum size of a header, by the format."""
 FLOAT_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 Shape = Annotated[tuple[Annotated[int, Meta(ge=0, le=2**48)], ...], Meta(max_length=8)]
-"""A stranger's header may have a shape of 200,000 large numbers, whose product would take seconds."""
+"""Bounded, as an untrusted header could have a shape of 200,000 large numbers, whose product takes seconds."""
 
 
 class Tensor(msgspec.Struct, frozen=True):
-    """A tensor as the header describes it."""
+    """A tensor's description in a header."""
 
     dtype: str
     """The format's name: "BF16", "F32", ..."""
@@ -40,7 +40,7 @@ class Tensor(msgspec.Struct, frozen=True):
 
 class _Located(Tensor, frozen=True):
     data_offsets: tuple[int, int]
-    """Its first byte and the one behind its last, counted from the end of the header."""
+    """First byte and end, relative to the end of the header."""
 
 
 class TensorPlace(NamedTuple):
@@ -48,18 +48,18 @@ class TensorPlace(NamedTuple):
 
     file: Path
     offset: int
-    """Its first byte in the file, in which it ends as well."""
+    """Its first byte in the file, within which it also ends."""
     dtype: str
     shape: tuple[int, ...]
     identity: tuple[int, ...]
-    """The file's `identity` from before its header was read."""
+    """The file's identity() before its header was read."""
 
     @property
     def num_bytes(self) -> int:
         return FLOAT_BYTES[self.dtype] * math.prod(self.shape)
 
     def read(self) -> bytearray:
-        """Read its bytes. Raises OSError, also for a file that has become shorter."""
+        """Read its bytes. Raises OSError, also if the file has become shorter."""
         with self.file.open("rb") as stream:
             stream.seek(self.offset)
             data = bytearray(self.num_bytes)
@@ -73,13 +73,13 @@ class _Index(msgspec.Struct):
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Find the safetensors files of a checkpoint folder: one file, the shards that its index names, or without either
-    all that there are, if no two of them have one tensor.
+    """Find the safetensors files of a checkpoint folder: a single file, the shards of its index, or without either all
+    files, if no tensor is in two of them.
 
-    Raises ModelError when there are none, or when the index is damaged or names a file outside the folder.
+    Raises ModelError if there are none, or if the index is damaged or names a file outside the folder.
     """
     if (folder / SINGLE_FILE).exists():
-        if not (folder / SINGLE_FILE).is_file():  # a pipe would be waited for
+        if not (folder / SINGLE_FILE).is_file():  # opening a pipe would block
             raise ModelError(f"{folder / SINGLE_FILE}: is not a file; a safetensors file is expected")
         return [folder / SINGLE_FILE]
     index = folder / INDEX_FILE
@@ -97,8 +97,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def unindexed(names: Iterable[str]) -> list[str]:
-    """Choose the weights among the names of a folder without an index, sorted: safetensors of any name but those that
-    hold something else. Raises ModelError for numbered files of which some are missing."""
+    """Choose the weight files among the names of a folder without an index, sorted. Raises ModelError for an incomplete
+    series of numbered files."""
     found = sorted(name for name in names if name.endswith(".safetensors") and not name.startswith(NO_WEIGHTS))
     for series, total in {(match[1], match[3]) for name in found if (match := _SHARD.fullmatch(name))}:
         held = {int(match[2]) for name in found if (match := _SHARD.fullmatch(name)) and match[1] == series}
@@ -111,7 +111,7 @@ def unindexed(names: Iterable[str]) -> list[str]:
 
 
 def _apart(files: list[Path]) -> list[Path]:
-    """Return `files`, of which no two have one tensor: nothing says which of them would be right."""
+    """Return `files`, after checking that no two have the same tensor, of which neither could be preferred."""
     holders: dict[str, Path] = {}
     for file in files:
         for name in _header(file, Tensor)[0]:
@@ -124,7 +124,7 @@ def _apart(files: list[Path]) -> list[Path]:
 
 
 def shards(index: Path) -> list[str]:
-    """Read the names of an index's files, sorted. Raises ModelError if it is damaged or names a file elsewhere."""
+    """Read the sorted names of an index's files. Raises ModelError if it is damaged or names a file elsewhere."""
     try:
         weight_map = msgspec.json.decode(read_bounded(index, MAX_HEADER_BYTES), type=_Index).weight_map
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -137,9 +137,9 @@ def shards(index: Path) -> list[str]:
 
 
 def read_headers(folder: Path) -> dict[str, Tensor]:
-    """Read the headers of the checkpoint in `folder`: every tensor by its name, no weights. Raises ModelError.
+    """Read the headers of the checkpoint in `folder`: every tensor by name, without weights. Raises ModelError.
 
-    Tensors of GGUF files have canonical names, and what is no float is of its type there, like "Q4_K".
+    Tensors of GGUF files have canonical names, and their GGUF type, like "Q4_K", unless they are floats.
     """
     if (gguf := GgufCheckpoint.find(folder)) is not None:
         return {name: Tensor(found.kind.name, found.restored_shape) for name, found in gguf.tensors().items()}
@@ -147,13 +147,13 @@ def read_headers(folder: Path) -> dict[str, Tensor]:
 
 
 def locate(folder: Path) -> dict[str, TensorPlace]:
-    """Positions of the floats of the checkpoint in `folder`, by their names; other types are left out. Raises
-    ModelError for a tensor that is not within its file."""
+    """Positions of the float tensors of the checkpoint in `folder`, by name; other types are left out. Raises
+    ModelError for a tensor outside of its file."""
     return {name: place for file in weight_files(folder) for name, place in locate_in(file).items()}
 
 
 def locate_in(file: Path) -> dict[str, TensorPlace]:
-    """Find the places of the floats in one safetensors file. Raises ModelError."""
+    """Positions of the float tensors in one safetensors file. Raises ModelError."""
     found = {}
     stat = file.stat()
     tensors, start = _header(file, _Located)
@@ -169,7 +169,7 @@ def locate_in(file: Path) -> dict[str, TensorPlace]:
 
 
 def shown(name: str) -> str:
-    """A stranger's name for a tensor, as an error shows it."""
+    """Format an untrusted tensor name for an error."""
     return name if name.isprintable() and len(name) < 200 else ascii(name[:200])
 
 
@@ -179,7 +179,7 @@ def read_file_header(file: Path) -> dict[str, Tensor]:
 
 
 def identity(stat: os.stat_result) -> tuple[int, ...]:
-    """Numbers that differ as soon as a file is replaced or written."""
+    """Numbers that change when a file is replaced or written."""
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
@@ -187,7 +187,7 @@ T = TypeVar("T", bound=Tensor)
 
 
 def _header(file: Path, kind: type[T]) -> tuple[dict[str, T], int]:
-    """The tensors, and where the header ends."""
+    """Read the tensors, and the position of the header's end."""
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")

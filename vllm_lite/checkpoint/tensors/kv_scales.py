@@ -1,6 +1,6 @@
-"""The scales that a checkpoint brings for a float8 KV cache: a number for K and one for V in each layer. No torch.
+"""Scales of a checkpoint for a float8 KV cache: one for K and one for V in each layer. No torch.
 
-What the cache holds is K / scale. Tools call the numbers differently; here are the names that vLLM reads, too.
+The cache stores K / scale. Tools use different tensor names; those read here are vLLM's.
 """
 
 import math
@@ -23,17 +23,17 @@ _WITHOUT = "give --kv-cache-dtype bfloat16 or int8 to do without"
 
 
 class KVScales(NamedTuple):
-    """Scales of the codes in one layer's float8 cache."""
+    """Scales of one layer's float8 cache."""
 
     key: float = 1.0
     value: float = 1.0
 
 
 def read_kv_scales(folder: Path, num_layers: int) -> tuple[KVScales, ...]:
-    """The scales of each layer; empty where the checkpoint has none.
+    """The scales of each layer; empty if the checkpoint has none.
 
-    Raises ModelError, with the tensor's name, for what is no positive number, for a layer that has a part of them, and
-    for layers with and without.
+    Raises ModelError, with the tensor's name, for a value that is not a positive number, for a layer with only one of
+    its scales, and if only some layers have scales.
     """
     if GgufCheckpoint.find(folder) is not None:
         return ()
@@ -49,7 +49,7 @@ def read_kv_scales(folder: Path, num_layers: int) -> tuple[KVScales, ...]:
 
 
 def has_kv_scales(folder: Path) -> bool:
-    """Whether the checkpoint has any. Raises ModelError for damaged files."""
+    """Whether the checkpoint has scales. Raises ModelError for damaged files."""
     return GgufCheckpoint.find(folder) is None and any(_NAME.fullmatch(canonical(name)) for name in locate(folder))
 
 
@@ -61,7 +61,7 @@ def _layer(folder: Path, index: int, found: Mapping[tuple[int, str], float]) -> 
 
 
 def _read(name: str, place: TensorPlace) -> float:
-    """A tensor of one number. Raises ModelError."""
+    """Read a tensor of one number. Raises ModelError."""
     if math.prod(place.shape) != 1:
         raise ModelError(
             f"{place.file}: {name} has {math.prod(place.shape)} numbers; a KV cache has one scale a layer, not one a "

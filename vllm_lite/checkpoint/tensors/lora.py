@@ -1,8 +1,8 @@
-"""LoRA adapters as PEFT writes them: adapter_config.json and adapter_model.safetensors. No torch.
+"""LoRA adapters in PEFT's format: adapter_config.json and adapter_model.safetensors. No torch.
 
-An adapter changes linear layers: W becomes W + scale B A, with A [rank, inputs] and B [outputs, rank]. A table of token
-vectors is one whose inputs are tokens. The file's tensors say which layers these are, so that the forms of
-`target_modules` need not be understood.
+An adapter changes linear layers: W becomes W + scale B A, with A [rank, inputs] and B [outputs, rank]. For a token
+embedding table, the inputs are tokens. The file's tensors show which layers are adapted, so `target_modules` need not
+be interpreted.
 """
 
 import math
@@ -25,13 +25,13 @@ from vllm_lite.errors import ModelError
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_SHOWN = 3
-"""Names of tensors and layers in an error."""
+"""Maximum number of tensor or layer names in an error."""
 PATTERN_TIMEOUT_S = 1.0
-"""Processor time of all patterns of a config together, compiled and matched with all layers."""
+"""CPU seconds for all patterns of a config, compiled and matched with all layers."""
 LM_HEAD = "lm_head"
-"""The canonical name of it."""
+"""Canonical name of the LM head."""
 EXPERT, EXPERTS_DOWN = ".experts.", "down_proj"
-"""What stands before the number of an expert, and the last of the parameters of all of them."""
+"""Substring before the number of an expert, and the last of the fused parameters."""
 _NAME = re.compile(r"[\w.-]+")
 _MATRIX = re.compile(
     r"(?:base_model\.model\.)?(.+)\.lora_(?:([AB])(?:\.default)?\.weight|embedding_([AB])(?:\.default)?"
@@ -52,9 +52,9 @@ REFUSED = {
     "velora_config": "VeLoRA",
     "monteclora_config": "MonteCLoRA",
 }
-"""Keys of a config under which stands what is not served -> what that is called."""
+"""Config keys of unsupported features -> their descriptions."""
 CHANGE_BASE = ("pissa", "olora", "corda", "loftq")
-"""Ways of `init_lora_weights` that change the base model's weights, too."""
+"""Values of `init_lora_weights` that also change the base model's weights."""
 
 
 class _Config(msgspec.Struct):
@@ -72,8 +72,8 @@ class _Config(msgspec.Struct):
 
 
 class LoraModule(NamedTuple):
-    """An adapter's matrices for one linear layer, or for a table of token vectors: the places of A [rank, inputs] and
-    B [outputs, rank] in the file."""
+    """An adapter's matrices for one linear layer, or an embedding table: positions of A [rank, inputs] and B [outputs,
+    rank] in the file."""
 
     rank: int
     scale: float
@@ -81,18 +81,18 @@ class LoraModule(NamedTuple):
     up: TensorPlace
     is_table: bool = False
     magnitude: TensorPlace | None = None
-    """Lengths of the rows of W + scale B A, for DoRA."""
+    """Norms of the rows of W + scale B A, for DoRA."""
     num_experts: int = 0
-    """How many experts' matrices lie side by side, A [experts * rank, inputs], B [outputs, rank * experts]; 0: it is
-    one layer."""
+    """Number of experts whose matrices are stacked, A [experts * rank, inputs], B [outputs, rank * experts]; 0: a
+    single layer."""
 
 
 class LoraCheckpoint(NamedTuple):
-    """An adapter whose files are complete and whose config is understood."""
+    """An adapter with complete files and a supported config."""
 
     file: Path
     modules: dict[str, LoraModule]
-    """By the canonical name of the layer."""
+    """Modules by the canonical name of the layer."""
 
     @property
     def max_rank(self) -> int:
@@ -100,12 +100,12 @@ class LoraCheckpoint(NamedTuple):
 
 
 def is_lora(folder: str | Path) -> bool:
-    """Whether there is an adapter in `folder`, be it one that can be served or not."""
-    return os.path.exists(os.path.join(folder, CONFIG_FILE))  # also for what cannot be a path
+    """Whether there is an adapter in `folder`, supported or not."""
+    return os.path.exists(os.path.join(folder, CONFIG_FILE))  # also valid for strings that cannot be paths
 
 
 def read_lora(folder: str | Path) -> LoraCheckpoint:
-    """Read the config and the header of the adapter in `folder`. Raises ModelError for what cannot be served."""
+    """Read the config and the header of the adapter in `folder`. Raises ModelError for an unsupported one."""
     folder = Path(folder)
     file = folder / WEIGHTS_FILE
     config = read_json(folder / CONFIG_FILE, _parse)
@@ -116,7 +116,7 @@ def read_lora(folder: str | Path) -> LoraCheckpoint:
     places = locate_in(file)
     for name, tensor in read_file_header(file).items():
         matrix = _MATRIX.fullmatch(name)
-        if matrix is None and ".base_layer." in name:  # PEFT also saves the table or the head that an adapter is for
+        if matrix is None and ".base_layer." in name:  # PEFT also saves an adapted table or head itself
             continue
         part = None if matrix is None else matrix[2] or matrix[4] or f"embedding_{matrix[3]}"
         if matrix is None or part is None or name not in places or len(tensor.shape) != (1 if part == MAGNITUDE else 2):
@@ -167,11 +167,11 @@ def _parse(raw: Any) -> _Config:
 
 
 class _Patterns:
-    """Numbers of layers, as PEFT finds them: patterns are regular expressions for the end of a layer's name, and the
-    first one that fits counts. Those that are just names, of which there may be thousands, are looked up."""
+    """Numbers per layer, with PEFT's rules: patterns are regular expressions for the end of a layer's name, and the
+    first match applies. Plain names, of which there may be thousands, are looked up."""
 
     def __init__(self, key: str, numbers: Mapping[str, float], source: Path, until_s: float) -> None:
-        """`until_s`: when this thread's processor time is over for them."""
+        """`until_s`: the thread's CPU time at which the patterns' time is used up."""
         self._key, self._source, self._until_s = key, source, until_s
         self._named: dict[str, tuple[int, float]] = {}
         self._expressions: list[tuple[int, float, Any]] = []
@@ -182,7 +182,7 @@ class _Patterns:
                 self._expressions.append((place, number, self._compiled(pattern)))
 
     def of(self, module: str, default: float) -> float:
-        """The number of a layer."""
+        """The number for a layer."""
         parts = module.split(".")
         ends = (".".join(parts[start:]) for start in range(len(parts)))
         behind = len(self._named) + len(self._expressions), default
@@ -217,7 +217,7 @@ class _Patterns:
 
 
 class _Scales:
-    """The scale of each layer, and the rank of what experts have side by side."""
+    """The scale of each layer, and the rank of stacked experts."""
 
     def __init__(self, config: _Config, source: Path) -> None:
         self._config, self._source = config, source
@@ -226,7 +226,7 @@ class _Scales:
         self._alphas = _Patterns("alpha_pattern", config.alpha_pattern or {}, source, self._until_s)
 
     def of(self, module: str, rank: int) -> float:
-        """Return the scale of a layer whose matrices have `rank`. Raises ModelError if the config has no such rank."""
+        """Return the scale of a layer whose matrices have `rank`. Raises ModelError if the config lacks this rank."""
         if rank not in self._ranks:
             known = ", ".join(map(str, sorted(self._ranks)[:8]))
             raise ModelError(f"{self._source}: r and rank_pattern say {known}, but {shown(module)} has rank {rank}")
@@ -234,18 +234,18 @@ class _Scales:
         return alpha / (math.sqrt(rank) if self._config.use_rslora else rank)
 
     def rank_of(self, module: str) -> int:
-        """The rank that the config says of a layer."""
+        """The config's rank for a layer."""
         return int(self._rank_patterns.of(module, self._config.r))
 
     @cached_property
     def _rank_patterns(self) -> _Patterns:
-        """Ranks of the config's own, which are looked at where tensors do not say as much."""
+        """Ranks in the config, used if the tensors do not show them."""
         return _Patterns("rank_pattern", self._config.rank_pattern or {}, self._source, self._until_s)
 
 
 def _parameters(found: Collection[str], config: _Config) -> dict[str, str]:
-    """Names of what an adapter has of all experts together, with those of the parameters that it adapts. PEFT calls the
-    first of a module's own parameters `base_layer`, and the last one as the module, as each wraps the one before."""
+    """Map an adapter's names for fused expert parameters to the names of the adapted parameters. PEFT names the first
+    of a module's own parameters `base_layer`, and the last one like the module, as each wraps the previous one."""
     targets = {target.rsplit(".", 1)[-1] for target in config.target_parameters or ()}
     first = "up_proj" if "up_proj" in targets else "gate_up_proj"
     named = {}

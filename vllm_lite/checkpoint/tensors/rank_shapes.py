@@ -1,8 +1,7 @@
-"""One rank's part of a checkpoint's tensor, by the tensor's name: for plans, which are made without a model.
+"""rank_shape(): a rank's part of a checkpoint's tensor by its name, for plans, which are made without a model.
 
-A worker asks the weight slots of its model's layers, which are made with torch; `vllm-lite plan` answers without it.
-Tests hold the two against each other, for every family. A tensor whose name is not known here counts as held whole, so
-a plan is never too small for it.
+A worker asks the weight slots of its model's layers, which need torch; `vllm-lite plan` uses this module. Tests compare
+the two for every family. A tensor with an unknown name counts as held whole, so a plan is never too small for it.
 """
 
 from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
@@ -11,12 +10,12 @@ from vllm_lite.checkpoint.shard import Shard, Split
 from vllm_lite.checkpoint.tensors.tensor_names import is_of_tower
 
 _FUSED = ("qkv_proj", "c_attn", "query_key_value")
-"""Q, K and V in one tensor."""
+"""Names of fused Q, K and V."""
 _UP, _DOWN = ("c_fc", "fc1", "dense_h_to_4h", "w1", "w3"), ("c_proj", "fc2", "dense_4h_to_h", "w2")
-"""MLPs without a gate, or of other names. GPT-2's attention has a c_proj, too, whose heads are shared out evenly like
-an MLP's inputs."""
+"""Names in ungated MLPs, or other names. GPT-2's attention also has a c_proj, whose heads are divided evenly like an
+MLP's inputs."""
 _TRANSPOSED = {"GPT2LMHeadModel": ("c_attn", "c_fc", "c_proj")}
-"""What is stored as [inputs, outputs]."""
+"""Matrices stored as [inputs, outputs]."""
 _BY_ROWS = (
     "q_proj",
     "k_proj",
@@ -34,25 +33,26 @@ _BY_ROWS = (
     "kv_b_proj",
     *_UP,
 )
-"""Ranks share out their outputs, the first axis of weight and bias."""
+"""Matrices whose outputs, the first axis of weight and bias, are divided among ranks."""
 _HEAD_BY_HEAD = ("k_b_proj", "v_b_proj")
-"""A matrix for each head, whose number follows."""
+"""Matrices for single heads, with the head's number appended."""
 RECURRENT = (".linear_attn.", ".conv.", ".mamba.")
-"""What the names of a recurrent layer's tensors have in them."""
+"""Substrings of the names of a recurrent layer's tensors."""
 _QK_NORMS = ("q_norm", "k_norm")
 _BY_COLUMNS = ("o_proj", "out_proj", "dense", "down_proj", *_DOWN)
-"""Ranks share out their inputs, the second axis of the weight; rank 0 has the bias."""
+"""Matrices whose inputs, the second axis of the weight, are divided among ranks; rank 0 has the bias."""
 
 
 def rank_shape(name: str, shape: tuple[int, ...], spec: ModelSpec, shard: Shard) -> tuple[int, ...]:
-    """The shape of this rank's part of the tensor `name`, which has `shape`; the same for a tensor that all hold.
-    A matrix is given as [outputs, inputs], however it is stored.
+    """Shape of this rank's part of the tensor `name` of `shape`; `shape` itself for a tensor that all ranks hold.
 
-    Raises ConfigError if so many ranks cannot share the model's heads.
+    A matrix is given as [outputs, inputs], regardless of its storage.
+
+    Raises ConfigError if the model's heads cannot be divided.
     """
     try:
         return _known_shape(name, shape, spec, shard)
-    except (LookupError, StopIteration, ValueError):  # a layer or axis that the model has not: headers are a stranger's
+    except (LookupError, StopIteration, ValueError):  # a layer or axis that the model lacks: headers are untrusted
         return shape
 
 
@@ -87,25 +87,24 @@ def is_of_recurrent(name: str) -> bool:
 
 
 def is_of_experts(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is a matrix of one expert or those of all of them; the shared one is none of these."""
+    """Whether a tensor is a matrix of one expert, or of all of them; not the shared expert's."""
     return ".layers." in name and (len(shape) == 3 or ".experts." in name) and not is_of_recurrent(name)
 
 
 def is_of_latent_heads(name: str) -> bool:
-    """Whether a tensor has what latent attention makes K and V of its heads with; a GPU holds those densely."""
+    """Whether a tensor expands latents to K and V; a GPU holds these densely."""
     return any(f".{layer}." in name for layer in ("kv_b_proj", *_HEAD_BY_HEAD))
 
 
 def is_of_router(name: str, spec: ModelSpec) -> bool:
-    """Whether a tensor says which experts a token goes to, or how much it takes of the shared one; none of them is ever
-    quantized."""
+    """Whether a tensor is a router or the shared expert's gate; these are never quantized."""
     *_, layer, _ = ("", *name.split("."))
     return spec.experts is not None and layer in ("gate", "shared_expert_gate")
 
 
 def _of_experts(path: list[str], shape: tuple[int, ...], own: ExpertsSpec, shard: Shard) -> tuple[int, ...]:
     held, inner = own.held(shard), own.inner(shard).size
-    if len(shape) == 3:  # all experts in one tensor, the first axis of which counts them
+    if len(shape) == 3:  # all experts in one tensor, by its first axis
         _, rows, columns = shape
         if path[-1] == "gate_up_proj":
             return held.size, rows * inner // own.intermediate_size, columns
@@ -129,7 +128,7 @@ def _layer_of(path: list[str], spec: ModelSpec) -> LayerSpec:
 
 
 def _part(layer: str, path: list[str], size: int, spec: ModelSpec, shard: Shard) -> int:
-    """This rank's part of an axis of `size`."""
+    """A rank's part of an axis of `size`."""
     if layer in ("embed_tokens", "embed_tokens_per_layer", "lm_head"):
         return Split.vocabulary(size, shard).size
     if layer in ("gate_proj", "up_proj", "gate_up_proj", "down_proj", *_UP, *_DOWN) and "self_attn" not in path:

@@ -1,4 +1,4 @@
-"""The weights come from disk while the workers import torch. A hint to the system: what is missing is read later."""
+"""Reads weights from disk into the page cache while the workers import torch. Only a hint: the rest is read later."""
 
 import os
 import threading
@@ -10,13 +10,13 @@ from vllm_lite.errors import ModelError
 from vllm_lite.runtime.machine import memory_limit_bytes
 
 REQUEST_BYTES = 1 << 20
-"""The system ignores what is above its own limit, which is about this."""
+"""Bytes per request; the system ignores more than its limit of about this."""
 
 
 def start_reading_ahead(folder: str) -> threading.Thread:
-    """Read the weights in `folder` into the system's cache, at most half of the memory: more would drop the first.
+    """Read the weights in `folder` into the page cache, up to half of the memory: more would evict the first ones.
 
-    Not in a worker: a thread would have to take turns with its imports.
+    Not called in a worker, where the thread would compete with imports for the GIL.
     """
     thread = threading.Thread(target=_read, args=(Path(folder),), name="read ahead", daemon=True)
     thread.start()
@@ -24,7 +24,7 @@ def start_reading_ahead(folder: str) -> threading.Thread:
 
 
 def _files(folder: Path) -> list[Path]:
-    with suppress(ModelError):  # who loads them says what is wrong
+    with suppress(ModelError):  # the loader reports errors
         return gguf_files(folder) or sorted(folder.glob("model*.safetensors"))
     return []
 

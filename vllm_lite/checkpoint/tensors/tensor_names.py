@@ -1,8 +1,9 @@
-"""The canonical name of a checkpoint's tensor: the same in a model alone as in the text part of a larger one.
+"""canonical(): the canonical name of a checkpoint's tensor, equal for a model by itself and as the text part of a
+larger one.
 
-Models are also stored without the prefix that their class adds (GPT-2's "transformer."), and within a multimodal model
-under a prefix of the wrapper's. `canonical` takes these away, for the loader and for the planner. Tables of tokens and
-positions are called alike in all families, as they are treated alike, and so are the parts of a layer's experts.
+Models are also stored without the prefix of their class (GPT-2's "transformer."), and in a multimodal model under the
+wrapper's prefix. `canonical` removes prefixes, for the loader and the planner. Token and position tables, and the parts
+of experts, have the same names in all families, as they are treated alike.
 """
 
 import re
@@ -10,7 +11,7 @@ import re
 _LAYER = re.compile(r"model\.layers\.(\d{1,6})\.")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TABLES = ("model.embed_tokens", "model.embed_tokens_per_layer")
-"""Matrices with a row for each token, which are looked up."""
+"""Lookup tables with a row per token."""
 PREFIXES = (
     ("model.language_model.", "model."),
     ("model.text_model.", "model."),
@@ -54,7 +55,7 @@ PREFIXES = (
     ("gte.", ""),
     ("new.", ""),
 )
-"""What a name begins with in the checkpoint -> here; the first that fits is taken."""
+"""Prefixes in checkpoints -> canonical prefixes; the first match applies."""
 EXPERT_PARTS = (
     (".block_sparse_moe.router.layer.", ".mlp.gate."),
     (".block_sparse_moe.router.", ".mlp.gate."),
@@ -75,16 +76,16 @@ EXPERT_PARTS = (
     (".router.proj.", ".mlp.gate."),
     (".router.", ".mlp.gate."),
 )
-"""What a name has in its middle where a layer has experts -> here; the first that fits is taken."""
+"""Substrings in layers with experts -> canonical ones; the first match applies."""
 HEAD_GATES = ".self_attn.g_proj", ".self_attn.gate_proj"
-"""What transformers calls the gates of LFM3's heads, and adapters with it -> here, as in its files."""
+"""transformers' name of LFM3's head gates, also in adapters -> the name in its files."""
 _BESIDE_MLP = re.compile(r"(.*\.layers\.\d+)(\.experts\..*)")
-"""Experts that stand beside an MLP, not in its place, are called here as others."""
+"""Experts beside an MLP instead of in its place get the usual names."""
 EXPERT_MATRICES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
-"""What the matrices of one expert are called -> here."""
+"""Names of an expert's matrices -> canonical ones."""
 _EXPERT_MATRIX = re.compile(rf"(.*\.mlp\.experts\.\d+\.)({'|'.join(EXPERT_MATRICES)})(\..*)")
 OWN_KV = tuple(f"self_attn.{part}." for part in ("k_proj", "v_proj", "k_norm", "v_norm"))
-"""What layers that attend to K and V of another were trained with, too."""
+"""Unused tensors of layers that attend to another layer's K and V."""
 OLD_MASKS = (".attn.masked_bias", ".attn.bias", ".attention.masked_bias", ".attention.bias")
 KV_SCALES = (
     ".k_scale",
@@ -94,7 +95,7 @@ KV_SCALES = (
     ".k_proj.output_scale",
     ".v_proj.output_scale",
 )
-"""What quantized checkpoints have for a KV cache with 8 bits, which `kv_scales` reads, and for queries in it."""
+"""Tensors for an 8-bit KV cache, which `kv_scales` reads, and for queries."""
 OTHER_PARTS = (
     "visual.",
     "vision_tower.",
@@ -111,7 +112,7 @@ OTHER_PARTS = (
     "embed_audio.",
     "mtp.",
 )
-"""Parts of larger models that write no text, each also under "model."."""
+"""Prefixes of parts other than the text model, each also possible after "model."."""
 TOWERS = (
     "model.vision_model.",
     "model.connector.",
@@ -121,17 +122,17 @@ TOWERS = (
     "model.image_newline",
     "model.embed_vision.",
 )
-"""Parts that see images, in models that do so here."""
+"""Canonical prefixes of vision towers."""
 
 
 _ONE_BLOCK = re.compile(r"(backbone|model|mtp)\.layers\.(\d+)\.(norm|mixer)\.((\w*).*)")
-"""A layer whose one block is called the same whatever it is, and its norm."""
+"""Names in layers with one block, called "mixer" whatever its kind, and its norm."""
 ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MAMBA_PARTS = ("in_proj", "out_proj", "conv1d", "norm", "A_log", "D", "dt_bias")
 
 
 def canonical(name: str) -> str:
-    """The name that models ask for."""
+    """Return the name by which models request a tensor."""
     if (".mixer." in name or name.startswith(("backbone.", "mtp."))) and (found := _ONE_BLOCK.fullmatch(name)):
         of = "mtp" if found[1] == "mtp" else "model"
         return f"{of}.layers.{found[2]}.{_block(found[3], found[5])}.{found[4]}"
@@ -158,21 +159,21 @@ def _block(kind: str, part: str) -> str:
 
 
 DENSE_OF_TOWERS = (".pos_embed.weight", ".position_embedding.weight", ".mm_input_projection_weight")
-"""Ends of the names of what towers have of two axes that no load quantizes: tables of positions, and a matrix that is
-stored turned."""
+"""Endings of two-dimensional tensors of towers that are never quantized: position tables, and a matrix that is stored
+transposed."""
 
 
 def is_of_tower(name: str) -> bool:
-    """Whether the canonical `name` is that of a tower for images, which is whole on every rank; a model that has none
-    takes no such tensor."""
+    """Whether the canonical `name` belongs to a vision tower, which is whole on every rank, and not loaded by text
+    models."""
     return name.startswith(TOWERS)
 
 
 def is_ignored(
     name: str, *, tied: bool, unread_layers: range = range(0), without_kv: frozenset[int] = frozenset()
 ) -> bool:
-    """Whether the canonical `name` is that of a tensor that some checkpoints have and nobody needs: a copy of a `tied`
-    head, old RoPE tables and masks, what sees images, `unread_layers`, K and V of layers `without_kv`."""
+    """Whether the canonical `name` is a tensor that no model needs: a copy of a `tied` head, old rope tables and masks,
+    vision parts, `unread_layers`, K and V of layers `without_kv`."""
     if (unread_layers or without_kv) and (found := _LAYER.match(name)):
         layer = int(found[1])
         if layer in unread_layers or (layer in without_kv and name[found.end() :].startswith(OWN_KV)):

@@ -1,7 +1,8 @@
-"""Whether a head that config.json calls tied to the embedding is so in the files. No torch.
+"""has_own_head(): whether a checkpoint whose config.json ties the head to the embedding has another head in its files.
+No torch.
 
-Many models of a family are tied by the family's default, and one that was trained further with a head of its own may
-not say so. Its files do: they hold both tensors, with other values. transformers, too, believes the files.
+Many models are tied by their family's default, and one trained further with a head of its own may not say so. Its files
+show it: they have both tensors, with different values. transformers also follows the files.
 """
 
 from pathlib import Path
@@ -14,10 +15,10 @@ CHUNK_BYTES = 1 << 20
 
 
 def has_own_head(folder: Path) -> bool:
-    """Whether the files of `folder` hold an embedding and a head that differ.
+    """Whether the files of `folder` have an embedding and a head that differ.
 
-    Where there is no head, as in most tied checkpoints, only headers are read; where both are equal, all of both is.
-    Files that are missing or damaged are False: who loads them says what is wrong.
+    Without a head, as in most tied checkpoints, only headers are read; if both are equal, all of both. Missing or
+    damaged files are False: the loader reports them.
     """
     try:
         places = {name: place for stored, place in locate(folder).items() if (name := canonical(stored)) in WANTED}
@@ -30,7 +31,7 @@ WANTED = (EMBEDDING, HEAD)
 
 
 def _equal(one: TensorPlace, other: TensorPlace) -> bool:
-    """Whether both are the same bytes of the same type."""
+    """Whether both have equal bytes, type and shape."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     left = one.num_bytes

@@ -1,4 +1,4 @@
-"""Memory of a checkpoint's weights, by the headers of its files: exactly, and without a model."""
+"""Memory of a checkpoint's weights by the headers of its files: exact, and without a model."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -21,10 +21,10 @@ from vllm_lite.checkpoint.tensors.tensor_names import DENSE_OF_TOWERS, canonical
 from vllm_lite.config import EngineConfig
 
 COPY: Quantization = "int4_g32"
-"""The form of a model's copy that drafts for it."""
+"""The form of the copy with which a model drafts for itself."""
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TABLES = ("model.embed_positions.weight", "model.embed_tokens_per_layer.weight")
-"""Rows of them are looked up; they are never quantized."""
+"""Lookup tables, which are never quantized."""
 
 
 class Checkpoint(msgspec.Struct, frozen=True, dict=True):
@@ -33,11 +33,11 @@ class Checkpoint(msgspec.Struct, frozen=True, dict=True):
     spec: ModelSpec
     tensors: Mapping[str, Tensor]
     drafter: "Checkpoint | None" = None
-    """The model that drafts for it."""
+    """The draft model's checkpoint."""
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of the tensors that a model takes, by their canonical names."""
+        """Shapes of the tensors that the model loads, by canonical name."""
         spec = self.spec
         tied, unread, without_kv = spec.tie_word_embeddings, spec.unread_layers, spec.layers_without_kv
         named = {canonical(stored_as): tensor.shape for stored_as, tensor in self.tensors.items()}
@@ -56,22 +56,21 @@ def weights_bytes(
     shard: Shard = SINGLE,
     device: str = "cpu",
 ) -> int:
-    """Bytes of a rank's weights, of which the first has most: every tensor that the model takes. `device`: whose
-    kernels multiply what the checkpoint has quantized."""
+    """Bytes of a rank's weights: every tensor that the model loads. The first rank has the most. `device`: where
+    quantized weights are multiplied."""
     return sum(_tensor_bytes(checkpoint, dtype_bytes, quantization, shard, device).values())
 
 
 def head_bytes(checkpoint: Checkpoint, dtype_bytes: int) -> int:
-    """The most bytes that a rank holds of the checkpoint's MTP head, as if it had all of it in its dtype. Raises
-    ConfigError if there is none."""
+    """Maximum bytes of the checkpoint's MTP head on a rank, as if it had all of it in its dtype. Raises ConfigError if
+    there is none."""
     named = {canonical(stored_as): tensor for stored_as, tensor in checkpoint.tensors.items()}
     return sum(named[name].num_elements for name in head_tensors(checkpoint.spec, named)) * dtype_bytes
 
 
 def copy_bytes(checkpoint: Checkpoint, dtype_bytes: int, shard: Shard = SINGLE, device: str = "cpu") -> int:
-    """Bytes of a rank's copy in 4 bits of the layers and of a head that the checkpoint has in floats. All else it
-    shares with the model that it drafts for. Of layers that the checkpoint has quantized this counts the scales, too.
-    """
+    """Bytes of a rank's 4-bit copy of the layers and of a head that the checkpoint has as floats. Everything else is
+    shared with the target model. For quantized layers of the checkpoint this counts the scales, too."""
     spec = checkpoint.spec
     head = EMBEDDING if spec.tie_word_embeddings else HEAD
     shapes = checkpoint.shapes
@@ -95,8 +94,8 @@ def active_bytes(
     device: str = "cpu",
     num_tokens: int = 1,
 ) -> int:
-    """Bytes of the weights that a step with so many tokens reads: of the experts those that they are likely to be sent
-    to, and of a table of token vectors that is not the head, too, some rows."""
+    """Bytes of the weights that a step with `num_tokens` reads: for experts the expected number of chosen ones, and of
+    an embedding table that is not also the head only some rows."""
     spec, total, of_experts = checkpoint.spec, 0, 0
     held = _tensor_bytes(checkpoint, dtype_bytes, quantization, SINGLE, device)
     is_head = spec.tie_word_embeddings and HEAD not in held
@@ -114,7 +113,8 @@ def active_bytes(
 def _tensor_bytes(
     checkpoint: Checkpoint, dtype_bytes: int, quantization: Quantization | None, shard: Shard, device: str
 ) -> Mapping[str, int]:
-    """Bytes of what a rank has of each tensor; where the head is a copy of the embedding in another form it is HEAD."""
+    """Bytes of a rank's part of each tensor; if the head is a copy of the embedding in another form, it is under
+    HEAD."""
     spec, held = checkpoint.spec, dict[str, int]()
     if spec.quantization is not None:
         return _quantized_tensors(checkpoint, spec.quantization, dtype_bytes, shard, device)
@@ -138,13 +138,13 @@ def _tensor_bytes(
 def _quantized_tensors(
     checkpoint: Checkpoint, quantization: QuantizationSpec, dtype_bytes: int, shard: Shard, device: str
 ) -> Mapping[str, int]:
-    """The same of a quantized checkpoint."""
+    """The same for a quantized checkpoint."""
     spec, held = checkpoint.spec, dict[str, int]()
     named = {canonical(stored_as): tensor for stored_as, tensor in checkpoint.tensors.items()}
     for name in checkpoint.shapes:
         tensor = named[name]
         whole = tensor_bytes(name, tensor, quantization, dtype_bytes, device)
-        if device != "cpu" and name == EMBEDDING and tensor.dtype not in FLOAT_BYTES:  # the head alone is packed
+        if device != "cpu" and name == EMBEDDING and tensor.dtype not in FLOAT_BYTES:  # only the head stays packed
             if spec.tie_word_embeddings:
                 held[HEAD] = int(whole * share(name, spec, shard))
             whole = tensor.num_elements * dtype_bytes
@@ -153,19 +153,20 @@ def _quantized_tensors(
 
 
 def is_quantized(name: str, shape: tuple[int, ...], spec: ModelSpec) -> bool:
-    """Whether a tensor of floats becomes another form where a load quantizes."""
+    """Whether quantization during loading applies to a float tensor."""
     if is_of_tower(name):
         return len(shape) == 2 and not name.endswith(DENSE_OF_TOWERS)
     is_matrix = len(shape) >= 2 and not name.endswith(("bias", ".conv1d.weight"))
     return is_matrix and name not in TABLES and not is_of_router(name, spec)
 
 
-# ---- Memory of LoRA adapters that adapt every linear layer, by the model's numbers alone. No torch
+# ---- Memory of LoRA adapters that adapt every linear layer, by the model's numbers. No torch
 
 
 def adapter_bytes(spec: ModelSpec, config: EngineConfig, dtype_bytes: int, device: str) -> int:
-    """Bytes of all adapters on the first rank, which has most: as many as are kept, of the largest rank. On a GPU there
-    are slots besides, into which those of a step are copied. Raises ConfigError if the ranks cannot share the model."""
+    """Bytes of all adapters on the first rank, which has the most: `max_cpu_loras` adapters of the maximum rank. On a
+    GPU there are additional slots, into which a step's adapters are copied. Raises ConfigError if the model cannot be
+    divided."""
     if not config.enable_lora:
         return 0
     num_kept = (config.max_cpu_loras or config.max_loras) + (config.max_loras if device == "cuda" else 0)
@@ -174,9 +175,9 @@ def adapter_bytes(spec: ModelSpec, config: EngineConfig, dtype_bytes: int, devic
 
 
 def adapted_elements(spec: ModelSpec, world: int = 1, *, experts: bool = True) -> int:
-    """The inputs and outputs of all linear layers that can be adapted, added up: the elements of an adapter of rank 1,
-    or a few more, as projections that are one matrix in the checkpoint have one A. `experts`: whether routers and
-    single experts can be."""
+    """Sum of the inputs and outputs of all linear layers that can be adapted: the elements of an adapter of rank 1, or
+    slightly more, as projections in one matrix of the checkpoint share one A. `experts`: whether routers and single
+    experts can be adapted."""
     shard = Shard(0, world)
     own = replace(spec, intermediate_size=-(-spec.intermediate_size // world))
     attention = sum(_attention(layer.per_rank(shard), own) for layer in spec.layers if layer.attends)
@@ -200,7 +201,7 @@ def _attention(layer: LayerSpec, spec: ModelSpec) -> int:
 
 
 def _mlp(layer: LayerSpec, spec: ModelSpec, world: int) -> int:
-    """An MLP and a shared expert."""
+    """Inputs and outputs of an MLP and a shared expert."""
     num_up, sizes = 2 if spec.gated_mlp else 1, []
     if layer.experts is None or spec.mlp_beside_experts:
         sizes.append(-(-layer.intermediate_size // world) if layer.intermediate_size else spec.intermediate_size)
@@ -210,6 +211,6 @@ def _mlp(layer: LayerSpec, spec: ModelSpec, world: int) -> int:
 
 
 def _experts(spec: ExpertsSpec, hidden: int, world: int) -> int:
-    """A router, and single experts."""
+    """Inputs and outputs of a router and single experts."""
     count, num_matrices = spec.routing.num_experts, 3 if spec.gated else 2
     return hidden + count + count * num_matrices * (hidden + -(-spec.intermediate_size // world))
