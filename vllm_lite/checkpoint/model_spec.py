@@ -35,8 +35,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     scale: float
     """Factor on scores."""
     window: int | None = None
-    """Number of tokens that a query sees, including itself: query i sees the keys (i - window, i]. None = all before
-    it."""
+    """Number of tokens that a query sees: query i sees the keys (i - window, i]. None = all keys up to i."""
     soft_cap: float = 0.0
     """Scores become cap * tanh(score / cap), after scaling and before ALiBi; 0 = no cap."""
     alibi_slopes: tuple[float, ...] | None = None

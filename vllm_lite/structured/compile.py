@@ -1,4 +1,4 @@
-"""compile_form(): makes the text of a grammar of a user's constraints."""
+"""compile_form(): makes a grammar's text from a user's constraints."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ class CompiledGrammar(NamedTuple):
 
 
 def compile_grammar(wanted: StructuredOutputsParams) -> str:
-    """As compile_form(), without the notes."""
+    """The grammar that compile_form() makes, alone."""
     return compile_form(wanted).grammar
 
 

@@ -1,4 +1,4 @@
-"""Findings: keywords of one schema that cannot be enforced: an error in a strict schema, a note in a lenient one."""
+"""Findings: keywords of one schema that cannot be enforced: an error in a strict schema, reported in a lenient one."""
 
 import time
 from collections.abc import Callable, Iterator
