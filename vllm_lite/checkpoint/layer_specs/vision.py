@@ -22,7 +22,7 @@ _LAYER = re.compile(r"\.layers\.(\d{1,6})\.")
 
 
 class VisionSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A tower, which computes vectors for the text model from patches of an image. Subclasses are the kinds of towers."""
+    """A tower, which computes vectors for the text model from patches of an image. Subclasses are kinds of towers."""
 
     hidden_size: int
     intermediate_size: int
