@@ -1,8 +1,8 @@
-"""DynamoEngine: what a worker of Dynamo calls. It starts one engine, and passes requests to it as any client does.
+"""DynamoEngine: the interface that a worker of Dynamo calls. It starts one engine, and sends it requests as a client.
 
-A frontend that was started with --migration-limit sends a request to another worker when this one dies, as its prompt
-and the tokens so far. Draws depend on the seed and on a token's place in its sequence, so with a seed, or greedily, the
-tokens are those that would have come here.
+If this worker dies, a frontend with --migration-limit sends the request to another worker, as the prompt and the tokens
+so far. Random draws depend on the seed and on a token's position, so with a seed, or greedily, the tokens are the same
+as they would have been here.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from vllm_lite.runtime.nested_settings import KVEventsConfig
 from vllm_lite.server.config import ServeConfig
 
 SNAPSHOT_S = 1.0
-"""How often the router gets to know how full the KV cache is."""
+"""Seconds between reports of the KV cache's usage to the router."""
 WAIT_S = 60.0
 
 logger = log.get(__name__)
@@ -51,15 +51,15 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc]
         self._client: AsyncClient | None = None
         self._defaults: dict[str, Any] = {}
         self._requests: defaultdict[str, set[str]] = defaultdict(set)
-        """The ids of running requests here, by Dynamo's: it may send one again, under its old id."""
+        """The engine's ids of running requests, by Dynamo's id, which it may use again for a repeated request."""
         self._snapshots: asyncio.Task[None] | None = None
         self._publisher: Any = None
         self._is_closing = False
 
     @classmethod
     async def from_args(cls, argv: list[str] | None = None) -> tuple["DynamoEngine", WorkerConfig]:
-        """Read the command line, and check the model here, where what is wrong reaches the user in one sentence.
-        Raises ConfigError or ModelError."""
+        """Read the command line, and check the model, so that the user gets errors here, in one sentence. Raises
+        ConfigError or ModelError."""
         config, runtime = settings.read(argv)
         log.setup("dynamo worker", *config.logging)
         resolved = await asyncio.to_thread(resolve, config.engine())
@@ -108,16 +108,16 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc]
         except RequestError as error:
             raise InvalidArgument(str(error)) from error
         except EngineError as error:
-            if isinstance(error, EngineDeadError):  # and no other came in recovery_timeout_s
+            if isinstance(error, EngineDeadError):  # and no other engine came within recovery_timeout_s
                 self._end(str(error))
-            raise EngineShutdown(str(error)) from error  # for which the frontend tries another worker
+            raise EngineShutdown(str(error)) from error  # the frontend then tries another worker
         finally:
             running.discard(request_id)
             if not running:
                 self._requests.pop(context.id(), None)
 
     async def abort(self, context: Any) -> None:
-        """End what runs under the context's id. It frees its KV blocks at once."""
+        """Abort the requests under the context's id; their KV blocks are freed at once."""
         for request_id in tuple(self._requests.get(context.id(), ())):
             await self._connected().abort(request_id)
 
@@ -133,7 +133,7 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc]
             self._folder.cleanup()
         self._client = self._launched = self._folder = self._snapshots = None
 
-    # ---- what routers know
+    # ---- for routers
 
     async def kv_event_sources(self) -> list[KvEventSource]:
         events = self._launched.config.kv_events_config if self._launched is not None else None
@@ -157,8 +157,8 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc]
     # ---- inside
 
     def _engine_config(self) -> EngineConfig:
-        """The engine's settings. If it has a prefix cache it publishes KV events, by default where nobody else looks.
-        Dynamo reads hashes that are numbers, and finds cache salts in maps only."""
+        """The engine's settings. With a prefix cache it publishes KV events, by default to a private socket. Dynamo
+        expects hashes as integers, and reads cache salts only from events encoded as maps."""
         config, events = self._config.engine(), self._config.kv_events_config
         if events is None and config.enable_prefix_caching:
             self._folder = TemporaryDirectory(prefix=RUN_DIR)
@@ -170,7 +170,7 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc]
 
     async def _publish_snapshots(self) -> None:
         while self._publisher is not None:
-            with suppress(EngineError):  # one that is being replaced
+            with suppress(EngineError):  # the engine is being replaced
                 stats = await self._connected().stats()
                 used, blocks = stats.num_used_blocks, stats.num_blocks
                 hits = stats.cached_tokens / stats.prompt_tokens if stats.prompt_tokens else None
@@ -183,7 +183,7 @@ class DynamoEngine(LLMEngine):  # type: ignore[misc]
         return self._client
 
     def _end_with(self, launched: LaunchedEngine) -> None:
-        """End this worker in order when its engine has ended for good, so that no router sends it more."""
+        """End this worker gracefully when its engine has ended for good, so that routers send it no more requests."""
         while not launched.wait(WAIT_S):
             pass
         self._end(launched.reason)

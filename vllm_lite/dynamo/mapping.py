@@ -1,7 +1,7 @@
 """Mapping of Dynamo's requests to SamplingParams, and of the engine's outputs to Dynamo's chunks.
 
-A request is a dict of plain values that its frontend has made of an HTTP body: tokenized, with stop strings that it
-looks for itself. So is a chunk, whose tokens it turns into text. Nothing here imports Dynamo.
+A request is a dict of plain values that Dynamo's frontend makes from an HTTP body: tokenized, without stop strings,
+which the frontend handles. A chunk is a dict, too, whose tokens the frontend detokenizes. Nothing here imports Dynamo.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,11 +17,11 @@ SAMPLING = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
     *("allowed_token_ids", "bad_words_token_ids"),
 )
-"""Sampling options whose names and meanings are those of SamplingParams. Of the others `guided_decoding` is read below,
-and `include_stop_str_in_output` and `detokenize` concern the frontend."""
+"""Sampling options with the names and meanings of SamplingParams. Of the others, `guided_decoding` is read below;
+`include_stop_str_in_output` and `detokenize` concern the frontend."""
 STOPPING = ("max_tokens", "min_tokens", "ignore_eos")
 STOP_IDS = ("stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden")
-"""Which of them are shown is the frontend's concern; all end the output."""
+"""All of them end the output; the frontend decides which are shown."""
 FORMS = ("json", "regex", "choice", "grammar", "structural_tag", "whitespace_pattern")
 ELSEWHERE = {
     "prefill_result": "prefill and decode run in one worker here",
@@ -29,7 +29,7 @@ ELSEWHERE = {
     "multi_modal_data": "the model reads text",
     "encoder_result": "the model reads text",
 }
-"""Parts of a request that would be lost if they were not refused, and why they are."""
+"""Parts of a request that are refused, with the reason, as they would otherwise be ignored."""
 FINISH_REASONS: dict[FinishReason, str] = {"stop": "stop", "length": "length", "abort": "cancelled", "error": "error"}
 
 Request = Mapping[str, Any]
@@ -37,10 +37,8 @@ Chunk = dict[str, Any]
 
 
 def sampling_params(request: Request, defaults: Mapping[str, Any]) -> SamplingParams:
-    """The params of a request; `defaults` are those of the model, for what the request leaves open.
-
-    Without max_tokens the output may fill the context. Raises RequestError.
-    """
+    """The params of a request; `defaults` are the model's, for fields that the request does not set. Without max_tokens
+    the output may fill the context. Raises RequestError."""
     for name, why in ELSEWHERE.items():
         if request.get(name):
             raise RequestError(f"{name} cannot be served: {why}")
@@ -58,7 +56,7 @@ def sampling_params(request: Request, defaults: Mapping[str, Any]) -> SamplingPa
     if fields.get("n", 1) > 1:
         raise RequestError(f"n must be 1, got {fields['n']}: Dynamo's frontend ends a stream with its first choice")
     if isinstance(seed := fields.get("seed"), int):
-        fields["seed"] = seed % (MAX_SEED + 1)  # OpenAI's are signed
+        fields["seed"] = seed % (MAX_SEED + 1)  # OpenAI's seeds are signed
     try:
         return SamplingParams(**fields, detokenize=False, output_kind=RequestOutputKind.DELTA)
     except (ValueError, TypeError) as error:
@@ -66,19 +64,19 @@ def sampling_params(request: Request, defaults: Mapping[str, Any]) -> SamplingPa
 
 
 def _given(part: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The entries of a part of a request that have a value."""
+    """The entries of a part of a request that are not None."""
     return {key: value for key, value in (part.get(name) or {}).items() if value is not None}
 
 
 class Chunks:
-    """Makes the chunks of one request of its outputs, which are deltas."""
+    """Makes the chunks of one request from its outputs, which are deltas."""
 
     def __init__(self) -> None:
         self._num_tokens = 0
         self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     def of(self, output: RequestOutput) -> Iterator[Chunk]:
-        """One chunk for each sample with something new; the last of all has the usage."""
+        """One chunk for each sample with new tokens; the last one of the request has the usage."""
         self._prompt_logprobs = output.prompt_logprobs or self._prompt_logprobs
         self._num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
         for place, sample in enumerate(output.outputs, 1):
@@ -118,7 +116,7 @@ def _candidate(pair: tuple[int, Logprob]) -> dict[str, Any]:
 
 
 def _by_text(candidates: dict[int, Logprob] | None) -> dict[str, Any] | None:
-    """The candidates for one token of a prompt; ids are texts, as JSON wants its keys."""
+    """The candidates for one token of a prompt; ids are strings, as keys of JSON."""
     if candidates is None:
         return None
     return {

@@ -1,4 +1,4 @@
-"""The command line of a worker: the settings of an engine, by the names of `vllm-lite serve`, beside Dynamo's own."""
+"""The command line of a worker: an engine's settings, named as for `vllm-lite serve`, and Dynamo's own."""
 
 import argparse
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from vllm_lite.runtime.settings import add_flags
 from vllm_lite.server.config import ServeConfig
 
 FIELDS = (*EngineConfig.__struct_fields__, "generation_config", "override_generation_config")
-"""The settings of `serve` that concern this worker: chats, HTTP and keys are the frontend's."""
+"""The settings of `serve` that apply to a worker; chats, HTTP and API keys are the frontend's."""
 COMPONENT = "backend"
 
 
 def read(argv: Sequence[str] | None) -> tuple[ServeConfig, DynamoRuntimeConfig]:
     """Read the command line, and the environment as `serve` does. Raises ConfigError.
 
-    Workers of one component have the same prefix_hash_seed, the user's or this one: the router's index has one hash for
-    a block, and takes nothing from a worker that goes on behind a common block under another hash.
+    Workers of one component share a prefix_hash_seed, the user's or one made from the component's name: the router's
+    index has one hash for a block, and ignores a worker's events after a common block that has another hash.
     """
     parser = argparse.ArgumentParser("python -m vllm_lite.dynamo", allow_abbrev=False)
     DynamoRuntimeArgGroup().add_arguments(parser)

@@ -1,1 +1,1 @@
-"""Reduction and exchange among the ranks of a model: shared memory, NCCL, gloo, or nothing at all"""
+"""Collective communication among the ranks of a model: shared memory, NCCL, gloo, or a single rank"""

@@ -1,9 +1,9 @@
-"""The interface between ranks: what a step of a tensor-parallel model needs, and no more.
+"""Communicator: the collective calls that a step of a tensor-parallel model needs.
 
-Calls are among the ranks of one stage, but for `send` and `receive`, which go from stage to stage. All ranks of a stage
-make the same calls in the same order. A call returns when this rank may go on; on a GPU, when the work has
-been put on torch's current stream. A rank that cannot go on calls `abort`; the others then leave their calls, and every
-later one, with RankLostError.
+Calls are among the ranks of one stage, except `send` and `receive`, which go from stage to stage. All ranks of a stage
+make the same calls in the same order. A call returns when this rank may continue; on a GPU, when the work is on torch's
+current stream. A rank that fails calls `abort`; the others then leave their current call, and all later ones, with
+RankLostError.
 """
 
 from typing import Protocol
@@ -14,68 +14,68 @@ from vllm_lite.checkpoint.shard import SINGLE, Shard
 
 
 class Communicator(Protocol):
-    """One rank's connection to the others."""
+    """A rank's connection to the other ranks."""
 
     shard: Shard
     graph_safe: bool
-    """Whether graphs of the device may hold calls of it: recorded native calls on a CPU, CUDA graphs on a GPU."""
+    """Whether calls can be part of graphs: recorded native calls on a CPU, CUDA graphs on a GPU."""
     shares_memory: bool
-    """Whether what `shared_rows` returns is one memory for all ranks."""
+    """Whether all ranks share the memory that `shared_rows` returns."""
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """x becomes the sum of all ranks' x, in place. x: contiguous rows [n, size], the same on all ranks.
+        """Sum x over all ranks, in place. x: contiguous rows [n, size], of the same shape on all ranks.
 
-        On a CPU the sum is made in float32 in the order of the ranks and rounded once, so that all ranks get the same
-        bits, the same in every run.
+        On a CPU the sum is computed in float32 in the order of ranks and rounded once, so its bits are the same on all
+        ranks and in every run.
         """
         ...
 
     def shared_rows(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for `gather_columns`: [num_rows, num_columns]. The next call may return the same memory again."""
+        """Memory for `gather_columns`: [num_rows, num_columns]. The next call may return the same memory."""
         ...
 
     def gather_columns(self, x: torch.Tensor, widths: tuple[int, ...]) -> None:
-        """Complete x [n, sum of widths], made by `shared_rows`, of which rank r has filled widths[r] columns behind
-        those of the ranks before it. Afterwards every rank sees all of x; where memory is shared, nothing is copied."""
+        """Complete x [n, sum of widths], made by `shared_rows`: rank r has filled widths[r] columns, after those of the
+        ranks before. Afterwards every rank has all of x; shared memory needs no copy."""
         ...
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        """[world, *x.shape]: every rank's x, which is small, contiguous and in the memory of the CPU."""
+        """Returns [world, *x.shape]: every rank's x, which is small, contiguous and in CPU memory."""
         ...
 
     def broadcast(self, x: torch.Tensor, source: int = 0) -> None:
-        """x becomes what it is on rank `source`, in place. It is contiguous and in the memory of the CPU."""
+        """Copy x from rank `source` to all ranks, in place. x is contiguous and in CPU memory."""
         ...
 
     def send(self, x: torch.Tensor, stage: int) -> None:
-        """Send x, contiguous, to the rank of the same number in another stage, which makes the call `receive`."""
+        """Send x, contiguous, to the rank of the same number in `stage`, which calls `receive`."""
         ...
 
     def receive(self, x: torch.Tensor, stage: int) -> None:
-        """x, contiguous, becomes what the rank of the same number in that stage has sent."""
+        """Receive x, contiguous, from the rank of the same number in `stage`, in place."""
         ...
 
     def barrier(self) -> None:
-        """Wait until all ranks have come here."""
+        """Wait until all ranks have made this call."""
         ...
 
     def is_waiting(self) -> bool:
-        """Whether this rank waits for another one. Asked by the thread of the heartbeat."""
+        """Whether this rank is waiting for another one. Called by the heartbeat thread."""
         ...
 
     def abort(self) -> None:
-        """Make the other ranks leave their calls. May be called from another thread, and again."""
+        """Make the other ranks leave their calls. May be called from another thread, and repeatedly."""
         ...
 
     def lost_rank(self) -> int | None:
-        """The rank whose `abort` came first, if that was another one than this."""
+        """The rank that called `abort` first; None for this rank."""
         ...
 
     def close(self) -> None: ...
 
 
 class OneStage:
-    """The part of a communicator whose ranks are one stage, which has nobody to send to."""
+    """Base class of communicators with a single stage, which has no other stage to send to."""
 
     def send(self, x: torch.Tensor, stage: int) -> None:
         raise RuntimeError(f"nothing of {list(x.shape)} can be sent to stage {stage}: there is one stage")
@@ -85,7 +85,7 @@ class OneStage:
 
 
 class SingleRank(OneStage):
-    """The communicator of a model that one rank holds: there is nothing to exchange."""
+    """The communicator of a model on a single rank: nothing is exchanged."""
 
     shard = SINGLE
     graph_safe = True

@@ -1,12 +1,12 @@
-"""Ranks that meet through gloo, over TCP on the loopback interface, or between hosts: the oracle and fallback of the
-other ways.
+"""GlooCommunicator: ranks connected by gloo, over TCP on the loopback interface or between hosts. Reference and
+fallback of the others.
 
-Every call is an exchange of bytes on the CPU, and what is added up is added here: in float32, in the order of the
-ranks, rounded once. gloo's own reductions choose the order by the size and the number of ranks, so their bits are not
-those of the shared memory. Each rank therefore receives what all others have, world - 1 times the bytes of x.
+Every call is an exchange of bytes on the CPU, and sums are computed here: in float32, in the order of ranks, rounded
+once. gloo's own reductions choose the order by size and number of ranks, so their bits would differ from those of
+shared memory. So each rank receives the x of all other ranks, world - 1 times its bytes.
 
-Tensors of a GPU are copied to the CPU and back, so several ranks can share one GPU, which NCCL refuses. A copy waits
-for the device, so no graph can hold a call.
+A GPU's tensors are copied to the CPU and back, so several ranks can share one GPU, which NCCL refuses. As a copy waits
+for the device, graphs cannot contain calls.
 """
 
 import threading
@@ -27,22 +27,20 @@ from vllm_lite.parallel.rendezvous import GroupEnd, Rendezvous
 from vllm_lite.process_settings import WorkerGroup
 
 LOOK_EVERY = timedelta(milliseconds=50)
-"""How often a waiting rank looks whether the group has ended: gloo itself has no way to give up a call."""
+"""Interval at which a waiting rank checks whether the group has ended: gloo cannot cancel a call."""
 CLOSE_S = 2.0
 HALVES = (torch.bfloat16, torch.float16)
 
 
 class GlooCommunicator(OneStage):
-    """See Communicator. Several ranks may be threads of one process."""
+    """A communicator over gloo. Several ranks may be threads of one process."""
 
     graph_safe = False
     shares_memory = False
 
     def __init__(self, shard: Shard, group: WorkerGroup, device: torch.device, timeout_s: float) -> None:
-        """Returns when all ranks are connected. `timeout_s` bounds that and every later wait for another rank.
-
-        Raises RankLostError if a rank ends or does not come.
-        """
+        """Returns when all ranks are connected. `timeout_s` bounds this wait and each later one. Raises RankLostError
+        if a rank ends or does not connect."""
         self.shard = shard
         self._device = device
         self._timeout_s = timeout_s
@@ -50,7 +48,7 @@ class GlooCommunicator(OneStage):
         self._end = GroupEnd(shard, group.memory)
         self._groups: list[ProcessGroup] = []
         self._disconnect = weakref.finalize(self, _disconnect, self._groups)
-        self._disconnect.atexit = False  # a thread cannot be started then
+        self._disconnect.atexit = False  # no thread can be started at exit
         rendezvous = Rendezvous("gloo", shard, group)
         try:
             address = LOOPBACK if group.spread is None else group.spread.hosts[shard.rank]
@@ -102,7 +100,7 @@ class GlooCommunicator(OneStage):
         self._disconnect()
 
     def _exchange(self, begin: Callable[[ProcessGroup], Work | None]) -> None:
-        """Raises RankLostError, also if it takes longer than the timeout. The call itself then stays in gloo."""
+        """Run one exchange. Raises RankLostError, also after the timeout; gloo then still holds the call."""
         self._end.check()
         deadline_s = time.monotonic() + self._timeout_s
         self._waiting = True
@@ -116,8 +114,8 @@ class GlooCommunicator(OneStage):
             self._waiting = False
 
     def _is_done(self, work: Work) -> bool:
-        """Wait a moment. Raises RankLostError if the exchange has failed."""
-        with suppress(RuntimeError):  # of a wait that was too short, or of a failure, which the next wait has as well
+        """Wait up to LOOK_EVERY. Raises RankLostError if the exchange has failed."""
+        with suppress(RuntimeError):  # raised by a timeout, or by a failure, which the next wait raises again
             return work.wait(LOOK_EVERY)
         if not work.is_completed():
             return False
@@ -129,12 +127,13 @@ class GlooCommunicator(OneStage):
 
 
 def _disconnect(groups: list[ProcessGroup]) -> None:
-    """Let gloo go. It waits for a call that was left until the other rank is gone too; this waits at most CLOSE_S."""
+    """Drop gloo's groups. gloo waits until the other rank of an abandoned call ends, too; this waits at most
+    CLOSE_S."""
     closing = threading.Thread(target=groups.clear, name="gloo closes", daemon=True)
     closing.start()
     closing.join(CLOSE_S)
 
 
 def _bytes(x: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor as uint8, since gloo does not know every type."""
+    """A contiguous tensor's memory as uint8, as gloo does not know every dtype."""
     return x.view(-1).view(torch.uint8)

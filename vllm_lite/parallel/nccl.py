@@ -1,27 +1,26 @@
-"""Ranks that meet through NCCL, each with a GPU of its own. All are on one host.
+"""NcclCommunicator: ranks connected by NCCL, each with a GPU of its own.
 
-NCCL adds up and gathers what is in the memory of the GPUs. What is in the memory of the CPU goes through another
-communicator, shared memory or gloo: over NCCL a handful of tokens would be copied to the GPU and back, behind all that
-is queued there.
+NCCL reduces and gathers tensors in GPU memory. Tensors in CPU memory go through another communicator, shared memory or
+gloo: NCCL would copy a few tokens to the GPU and back, after all work queued there.
 
-What the sources of torch (ProcessGroupNCCL.cpp, 2026) and NCCL (2.30) say about the calls made here; the settings
-and arguments are in torch 2.11 and 2.13 alike:
+Facts from the sources of torch (ProcessGroupNCCL.cpp, 2026) and NCCL (2.30) on the calls made here; the settings and
+arguments are the same in torch 2.11 and 2.13:
 
-- With `asyncOp` false a call is one kernel on torch's current stream and returns no Work. There is no second stream,
+- With `asyncOp` false a call is one kernel on torch's current stream and returns no Work. There is no second stream and
   nothing to wait for, and a CUDA graph captures that one kernel.
-- NCCL connects when its communicator is made and sets up channels at the first collective. Both allocate, which a
-  capture must not, so both are done at the start.
+- NCCL connects when its communicator is made and sets up channels at the first collective. Both allocate memory, which
+  a capture must not do, so both are done at the start.
 - With TORCH_NCCL_BLOCKING_WAIT torch starts no watchdog. Its watchdog would query events, and end the process a minute
-  after a call has failed, without a word to the engine. `_watch` takes its place.
-- The flight recorder would take a Python stack trace at every call; nobody would read them.
-- NCCL listens on NCCL_SOCKET_IFNAME, by default on an interface of the network, and from 2.24 its RAS listens as well.
-- `abort` first makes running kernels leave, then waits until no CUDA graph with a call of this communicator is left.
-  So a thread does it that nobody waits for longer than CLOSE_S. `shutdown` would wait in the same way, and for the
-  other ranks as well.
-- After an abort, kernels leave with wrong numbers. Every step ends in a call of the CPU's communicator, which raises
-  RankLostError then, so such numbers do not become tokens.
-- A graph that holds calls must be captured and launched by all ranks in the same order. They are, since all ranks
-  execute the same steps.
+  after a call has failed, without informing the engine. `_watch` replaces it.
+- The flight recorder would take a Python stack trace at every call, which nobody would read.
+- NCCL listens on NCCL_SOCKET_IFNAME, by default a network interface; from 2.24, its RAS listens as well.
+- `abort` first makes running kernels return, then waits until no CUDA graph with a call of this communicator exists.
+  So it runs in a thread for which nobody waits longer than CLOSE_S. `shutdown` would wait in the same way, and for
+  the other ranks as well.
+- After an abort, kernels return wrong numbers. Every step ends with a call of the CPU's communicator, which then raises
+  RankLostError, so such numbers never become tokens.
+- A graph with calls must be captured and launched by all ranks in the same order. It is, as all ranks execute the same
+  steps.
 """
 
 import threading
@@ -50,7 +49,7 @@ class NcclCommunicator(OneStage):
     shares_memory = False
 
     def __init__(self, host: Communicator, group: ProcessGroup, device: torch.device, end: GroupEnd) -> None:
-        """`host` is the communicator for what is in the memory of the CPU; it is closed with this one."""
+        """`host` is the communicator for tensors in CPU memory; it is closed with this one."""
         self.shard = host.shard
         self._host = host
         self._group = group
@@ -63,7 +62,8 @@ class NcclCommunicator(OneStage):
         self.watcher.start()
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        """NCCL chooses the order of the sum. All ranks get the same bits, which depend on the number of rows."""
+        """As in Communicator, in an order that NCCL chooses. All ranks get the same bits, which depend on the number of
+        rows."""
         self._call(lambda: self._group.allreduce([x], self._sum))
 
     def shared_rows(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -85,7 +85,7 @@ class NcclCommunicator(OneStage):
         self._host.barrier()
 
     def is_waiting(self) -> bool:
-        """Whether the CPU waits. When a kernel waits on the GPU, this rank looks busy like every other."""
+        """Whether the CPU is waiting. While a kernel waits on the GPU, this rank looks busy, as all others do."""
         return self._host.is_waiting()
 
     def abort(self) -> None:
@@ -96,13 +96,14 @@ class NcclCommunicator(OneStage):
         return self._host.lost_rank()
 
     def close(self) -> None:
-        """Disconnect. What the GPU still computes for this group is lost."""
+        """Disconnect. Work that the GPU still does for this group is lost."""
         self._stop.set()
         self.watcher.join(CLOSE_S)
         self._host.close()
 
     def _call(self, put_on_stream: Callable[[], object]) -> None:
-        """Raises RankLostError if the group has ended: NCCL's own error only says that it was aborted."""
+        """Make a call of NCCL. Raises RankLostError if the group has ended: NCCL's error only says that it was
+        aborted."""
         self._end.check()
         try:
             put_on_stream()
@@ -111,7 +112,7 @@ class NcclCommunicator(OneStage):
             raise
 
     def _watch(self) -> None:
-        """Make NCCL's kernels leave when the group ends, or at `close`."""
+        """Abort NCCL's kernels when the group ends, or at `close`."""
         while not self._stop.wait(WATCH_EVERY_S) and not self._end.has_come():
             pass
         try:
@@ -121,10 +122,8 @@ class NcclCommunicator(OneStage):
 
 
 def connect_nccl(host: Communicator, group: WorkerGroup, device: torch.device, timeout_s: float) -> NcclCommunicator:
-    """Returns when NCCL is connected and has made its first collective.
-
-    Raises ConfigError if torch has no NCCL or NCCL refuses these devices, RankLostError if a rank ends.
-    """
+    """Connect this rank; returns after the first collective. Raises ConfigError if torch has no NCCL or NCCL refuses
+    these devices, RankLostError if a rank ends."""
     check_nccl()
     end = GroupEnd(host.shard, group.memory)
     rendezvous = Rendezvous("nccl", host.shard, group)

@@ -1,8 +1,8 @@
-"""The two process groups of torch.distributed. On one host what they listen on is the loopback interface, on several
-the address of each.
+"""Process groups of torch.distributed, gloo and NCCL. They listen on the loopback interface, or, for ranks on several
+hosts, at each host's address.
 
-They are made without torch's default group, of which a process has one, so ranks may be threads of one process. Their
-gathers know equal parts only: `own_part` and `place_parts` pad columns of different widths.
+They are created without torch's default group, of which a process can have one, so ranks may be threads of one process.
+Their gathers need parts of equal size: `own_part` and `place_parts` pad columns of different widths.
 """
 
 import os
@@ -25,12 +25,13 @@ NCCL_ENVIRONMENT = {
     "TORCH_FR_BUFFER_SIZE": "0",
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
 }
-"""What NCCL and torch read when the first communicator is made; nccl.py says why. A user's own settings are kept."""
+"""Variables that NCCL and torch read when the first communicator is made; nccl.py has the reasons. Values that the user
+has set are kept."""
 
 
 class ProcessGroup(Protocol):
-    """The part of torch's process groups that is used here. Their calls begin something; the Work that they return is
-    waited for."""
+    """The methods of torch's process groups that are used here. They start an operation; Work is used to wait for
+    it."""
 
     def allreduce(self, tensors: list[torch.Tensor], opts: object) -> Work | None: ...
 
@@ -62,8 +63,8 @@ def check_nccl() -> None:
 def nccl_group(
     store: Store, shard: Shard, device: torch.device, timeout_s: float, is_spread: bool = False
 ) -> ProcessGroup:
-    """Connect `device` to those of all other ranks. Raises RuntimeError if that fails."""
-    from torch.distributed import ProcessGroupNCCL  # not there in a torch without NCCL
+    """Connect `device` to the devices of all other ranks. Raises RuntimeError if that fails."""
+    from torch.distributed import ProcessGroupNCCL  # missing in a torch without NCCL
 
     for name, value in NCCL_ENVIRONMENT.items():
         if not (is_spread and value == LOOPBACK_ONLY):
@@ -76,7 +77,7 @@ def nccl_group(
 
 
 def own_part(x: torch.Tensor, widths: tuple[int, ...], rank: int) -> torch.Tensor:
-    """The columns of x [n, sum of widths] that `rank` has filled, as [n, widest]; what is behind them is undefined."""
+    """The columns of x [n, sum of widths] that `rank` has filled, as [n, max(widths)]; the padding is undefined."""
     start = sum(widths[:rank])
     part = torch.empty(x.shape[0], max(widths), dtype=x.dtype, device=x.device)
     part[:, : widths[rank]].copy_(x[:, start : start + widths[rank]])
@@ -84,7 +85,7 @@ def own_part(x: torch.Tensor, widths: tuple[int, ...], rank: int) -> torch.Tenso
 
 
 def place_parts(parts: torch.Tensor, x: torch.Tensor, widths: tuple[int, ...]) -> None:
-    """Copy `parts` [world, n, widest] to where they belong in x [n, sum of widths]."""
+    """Copy `parts` [world, n, max(widths)] to their columns of x [n, sum of widths]."""
     start = 0
     for part, width in zip(parts, widths, strict=True):
         x[:, start : start + width].copy_(part[:, :width])

@@ -1,8 +1,8 @@
-"""Meeting of a group's ranks for torch.distributed, and the end of a wait when the group has ended.
+"""Rendezvous of a group's ranks for torch.distributed, and detection of the group's end during a wait.
 
-On one host they meet over a file in the private folder of the group, so no port is chosen and nothing listens for it.
-Its name has the inode of the group's memory, so the file of a group that ended before can never be taken for this one.
-Once all ranks have connected, rank 0 removes it. A group that spans hosts meets at a port of rank 0's.
+On one host ranks meet at a file in the group's private folder, so there is no port and nothing listens. The file's name
+has the inode of the group's memory, so a file of an earlier group is never used by mistake. Rank 0 removes it once all
+ranks have connected. A group on several hosts meets at a port of rank 0's.
 """
 
 import os
@@ -21,14 +21,14 @@ from vllm_lite.process_settings import Spread, WorkerGroup
 from vllm_lite.runtime.group_memory import end_group, ended_by
 
 LOOK_EVERY_S = 0.002
-"""How often a rank that has come looks for the others."""
+"""Interval at which a waiting rank checks whether all have arrived."""
 
 
 class GroupEnd:
-    """The control word of the group's memory, as one rank sees it."""
+    """The control word of the group's memory, from the view of one rank."""
 
     def __init__(self, shard: Shard, memory: int) -> None:
-        """`memory` is duplicated, so its owner may close it while another thread asks."""
+        """`memory` is a descriptor; it is duplicated, so its owner may close it at any time."""
         self._rank = shard.rank
         self._memory = os.dup(memory)
         weakref.finalize(self, os.close, self._memory)
@@ -37,7 +37,7 @@ class GroupEnd:
         return ended_by(self._memory)[0]
 
     def lost_rank(self) -> int | None:
-        """The rank that ended the group, if that was another one than this."""
+        """The rank that ended the group; None for this rank or the engine."""
         rank = ended_by(self._memory)[1]
         return None if rank == self._rank else rank
 
@@ -53,20 +53,18 @@ class GroupEnd:
 
 
 class Rendezvous:
-    """A store that all ranks of a group share until they are connected."""
+    """A torch.distributed store that all ranks of a group share until they are connected."""
 
     def __init__(self, name: str, shard: Shard, group: WorkerGroup) -> None:
-        """`name` keeps what connects over it apart from other uses of the same folder."""
+        """`name` separates several rendezvous in the same folder."""
         self._shard = shard
         self._name = name
         self._spread = group.spread
         self._path = Path(group.folder) / f"{name}-{os.fstat(group.memory).st_ino}"
 
     def meet(self, end: GroupEnd, timeout_s: float) -> Store:
-        """Wait until all ranks have come here. Raises RankLostError if the group ends meanwhile, or after `timeout_s`.
-
-        The C++ that connects them cannot be interrupted, so it is not entered before all are there.
-        """
+        """Wait until all ranks have arrived. Raises RankLostError if the group ends meanwhile, or after `timeout_s`.
+        torch's native code that connects them cannot be interrupted, so it is called only when all are here."""
         world = self._shard.world
         store = self._store(timeout_s)
         store.set_timeout(timedelta(seconds=timeout_s))
@@ -80,7 +78,7 @@ class Rendezvous:
         return store
 
     def _store(self, timeout_s: float) -> Store:
-        """Raises RankLostError if rank 0 cannot be reached."""
+        """The file store, or rank 0's TCP store. Raises RankLostError if rank 0 cannot be reached."""
         spread = self._spread
         if spread is None:
             return FileStore(str(self._path), self._shard.world)
@@ -92,15 +90,15 @@ class Rendezvous:
         return PrefixStore(self._name, store)
 
     def remove(self) -> None:
-        """Remove the file, on rank 0. To be called when all ranks are connected."""
+        """Remove the file, on rank 0. Call it when all ranks are connected."""
         if self._shard.rank == 0:
             self._path.unlink(missing_ok=True)
 
 
 @cache
 def _tcp_store(spread: Spread, rank: int, timeout_s: float) -> TCPStore:
-    """The store at rank 0's address, for all that this process has to meet for. It lasts as long as the process does,
-    since others may still read there when this rank is connected."""
+    """The store at rank 0's address, for every rendezvous of this process. It is kept until the process ends, as other
+    ranks may still read from it when this rank is connected."""
     options: dict[str, Any] = {"master_listen_fd": os.dup(spread.listener)} if spread.listener is not None else {}
     timeout = timedelta(seconds=timeout_s)
     world = len(spread.hosts)

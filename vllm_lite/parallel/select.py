@@ -1,5 +1,4 @@
-"""Chooses how the ranks of a model exchange what they compute. This is the one place that reads the configuration for
-that."""
+"""Selects the communicator of a model's ranks. No other module reads the configuration for this."""
 
 import torch
 
@@ -11,14 +10,12 @@ from vllm_lite.parallel.communicator import Communicator, SingleRank
 from vllm_lite.process_settings import WorkerGroup
 
 LONGEST_WAIT_S = 24 * 3600.0
-"""Bounds `ready_timeout_s` for ranks: kernels and torch count in integers, which have no infinity."""
+"""Upper bound on `ready_timeout_s` for ranks: native code and torch use integers, which have no infinity."""
 
 
 def backend_of(config: ResolvedConfig, *, is_spread: bool = False) -> str:
-    """ "none", "shared-memory", "nccl" or "gloo". That it fits the device was checked when `config` was resolved.
-
-    Ranks that are `is_spread` over several hosts have no memory in common, whatever the user wants.
-    """
+    """Returns "none", "shared-memory", "nccl" or "gloo". Resolving `config` has checked that it fits the device. Ranks
+    `is_spread` over several hosts share no memory, whatever the setting."""
     if config.tensor_parallel_size == 1:
         return "none"
     if is_spread and config.device == "cpu":
@@ -31,9 +28,8 @@ def backend_of(config: ResolvedConfig, *, is_spread: bool = False) -> str:
 def connect(
     config: ResolvedConfig, rank: int, group: WorkerGroup | None, device: torch.device, shared_bytes: int
 ) -> Communicator:
-    """Connect this rank to the others; returns when all have come. `shared_bytes`: the most that `shared_rows` is asked
-    for at once. Raises ConfigError if the ranks cannot be connected this way, RankLostError if one of them ends.
-    """
+    """Connect this rank to the others; returns when all are connected. `shared_bytes`: the maximum bytes of a call of
+    `shared_rows`. Raises ConfigError if the ranks cannot be connected this way, RankLostError if one of them ends."""
     if config.num_stages > 1:
         raise ConfigError(f"worker processes send nothing to other stages, so there is one, got {config.num_stages}")
     is_spread = group is not None and group.spread is not None
@@ -63,7 +59,7 @@ def _on_the_cpu() -> str:
 def connect_on_the_cpu(
     backend: str, shard: Shard, group: WorkerGroup, rows: tuple[torch.device, int], timeout_s: float
 ) -> Communicator:
-    """`rows`: where the memory of `shared_rows` is, and how much of it is needed."""
+    """`rows`: device and maximum bytes of `shared_rows`."""
     device, shared_bytes = rows
     if backend == "gloo":
         from vllm_lite.parallel.gloo import GlooCommunicator

@@ -1,4 +1,4 @@
-"""Ranks on one host that meet in shared memory (csrc/cpu/collectives.cpp)."""
+"""SharedMemoryCommunicator: ranks on one host, connected by shared memory (csrc/cpu/collectives.cpp)."""
 
 import torch
 
@@ -10,10 +10,8 @@ from vllm_lite.runtime.machine import num_cpus
 
 
 class SharedMemoryCommunicator(OneStage):
-    """See Communicator. Calls are native and can be part of a recorded program.
-
-    When such a program fails, `lost_rank` says whether a rank was the reason.
-    """
+    """A communicator over shared memory. Calls are native and can be recorded in a program; if such a program fails,
+    `lost_rank` says whether a rank was the reason."""
 
     graph_safe = True
     shares_memory = True
@@ -23,8 +21,8 @@ class SharedMemoryCommunicator(OneStage):
     ) -> None:
         """`memory`: the descriptor of the group's memory, which may be closed afterwards.
 
-        Returns when all ranks have come. No call waits longer than `timeout_s`. Raises RankLostError if a rank ends or
-        does not come in that time.
+        Returns when all ranks are connected. No call waits longer than `timeout_s`. Raises RankLostError if a rank ends
+        or does not connect in that time.
         """
         self.shard = shard
         self._timeout_s = timeout_s
@@ -37,8 +35,8 @@ class SharedMemoryCommunicator(OneStage):
         self._check(self._group.all_reduce(x))
 
     def shared_rows(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """Always the same memory: a rank fills its columns again only when all have read what is there, which those who
-        read have to see to (worker/sampling/ranked_sampler.py)."""
+        """Always returns the same memory: a rank may fill its columns again only when all have read them, which callers
+        must ensure (worker/sampling/ranked_sampler.py)."""
         return self._group.rows(num_rows, num_columns, dtype)
 
     def gather_columns(self, x: torch.Tensor, widths: tuple[int, ...]) -> None:
@@ -64,9 +62,8 @@ class SharedMemoryCommunicator(OneStage):
         self._group.end()
 
     def lost_rank(self) -> int | None:
-        """The rank whose `abort` came first. Where the engine ended the group or a wait took too long: the rank that
-        this one was waiting for. None if this rank's own `abort` came first, or if nothing is lost.
-        """
+        """The rank that called `abort` first. If the engine ended the group or a wait took too long: the rank for which
+        this one was waiting. None if this rank called `abort` first, or if no rank is lost."""
         first = self._group.ended_by
         if first is None:
             return self._group.missing

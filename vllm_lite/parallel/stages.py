@@ -1,7 +1,7 @@
-"""Agreement of the stages that share out a model's layers, over `send` and `receive`.
+"""Agreement of a model's pipeline stages, over `send` and `receive`.
 
-The ranks of each stage have agreed among themselves before. All stages make the same calls in the same order; a call
-costs nothing where there is one stage.
+The ranks of each stage have already agreed among themselves. All stages make the same calls in the same order; with one
+stage, calls cost nothing.
 """
 
 import torch
@@ -10,7 +10,7 @@ from vllm_lite.parallel.communicator import Communicator
 
 
 def take_from_last(x: torch.Tensor, communicator: Communicator) -> None:
-    """x becomes what it is in the last stage, in place. It is contiguous."""
+    """Copy x from the last stage to the others, in place. x is contiguous."""
     stage = communicator.shard.stage
     if not stage.is_last:
         communicator.receive(x, stage.count - 1)
@@ -20,7 +20,7 @@ def take_from_last(x: torch.Tensor, communicator: Communicator) -> None:
 
 
 def take_least(x: torch.Tensor, communicator: Communicator) -> None:
-    """Each element of x becomes the smallest that a stage has, in place. It is contiguous."""
+    """Take the minimum of each element of x over all stages, in place. x is contiguous."""
     stage = communicator.shard.stage
     if not stage.is_last:
         communicator.send(x, stage.count - 1)

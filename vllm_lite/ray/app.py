@@ -1,4 +1,4 @@
-"""build(): the application that Ray Serve runs: HTTP replicas before the engine's replicas."""
+"""build(): the application for Ray Serve: HTTP replicas in front of the engine's replicas."""
 
 import os
 from collections.abc import Mapping
@@ -20,28 +20,29 @@ from vllm_lite.runtime.nested_settings import DEVICE_DEFAULTS
 from vllm_lite.server.config import Keys
 
 HTTP_ONGOING = 10_000
-"""Requests that an HTTP replica takes at once. Its own limits refuse before that (--max-num-queued-reqs)."""
+"""Maximum number of concurrent requests of an HTTP replica. Its own limits refuse requests before that
+(--max-num-queued-reqs)."""
 UNHEALTHY_S = 10.0
-"""An answer to the question for its health that takes longer is none. Serve asks three times before it acts."""
+"""Timeout of a health check. Serve acts after three failures."""
 DRAIN_LOOK_S = 0.5
 FASTER = {
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
 }
-"""Settings of Serve with which nothing of a request changes threads; ours never blocks a loop. They save a third of
-what Serve adds to a token. Proxies have them from the environment in which Ray was started."""
+"""Settings of Serve with which a request changes no thread; our code never blocks a loop. They save a third of Serve's
+cost per token. Proxies read them from the environment in which Ray was started."""
 _ENVIRONMENT: dict[str, Any] = {"runtime_env": {"env_vars": FASTER}}
 
 
 def build(args: Mapping[str, Any]) -> Application:
-    """`args` are settings of RayServeConfig. Without `host` everybody may be able to reach Serve's proxy, as nothing is
-    known of it: what changes the server needs an admin key then. Raises ConfigError."""
-    return build_with(RayServeConfig.load({"host": "0.0.0.0", **args}))  # noqa: S104 - it says who may, and binds nothing
+    """Make the application; `args` are settings of RayServeConfig. Without `host`, Serve's proxy is assumed to be
+    public: calls that change the server then need an admin key. Raises ConfigError."""
+    return build_with(RayServeConfig.load({"host": "0.0.0.0", **args}))  # noqa: S104 - nothing is bound
 
 
 def build_with(config: RayServeConfig) -> Application:
-    """As build(), with settings that have been checked."""
+    """As build(), for checked settings."""
     keys = config.keys()
     if config.prefix_hash_seed is None:
         config = msgspec.structs.replace(config, prefix_hash_seed=_hash_seed(keys))
@@ -62,8 +63,8 @@ def build_with(config: RayServeConfig) -> Application:
 
 
 def _hash_seed(keys: Keys) -> str:
-    """The seed by which engines and routers hash blocks. It is the same when the application is deployed again, with
-    more replicas perhaps, as those that run go on; clients cannot know it."""
+    """The seed with which engines and routers hash blocks. It is the same when the application is deployed again, for
+    example with more replicas, as running replicas continue; clients cannot know it."""
     where = ray.get_runtime_context().gcs_address if ray.is_initialized() else os.urandom(16).hex()
     return blake2b(repr((keys, where)).encode(), digest_size=16).hexdigest()
 
@@ -99,8 +100,8 @@ def _engine_options(config: RayServeConfig) -> dict[str, Any]:
 
 
 def _resources(config: RayServeConfig) -> dict[str, float]:
-    """Resources of a replica on its node: its workers' share. Those of `--distributed-executor-backend ray` are placed
-    by themselves."""
+    """Resources of a replica on its node, for its workers. With `--distributed-executor-backend ray`, Ray places the
+    workers separately."""
     ranks = config.tensor_parallel_size
     if config.distributed_executor_backend == "ray":
         return {"num_cpus": 0}
@@ -110,5 +111,5 @@ def _resources(config: RayServeConfig) -> dict[str, float]:
 
 
 def _device(config: RayServeConfig) -> str:
-    """Device of replicas. This machine need not have it, if the user says what it is."""
+    """Device of replicas. This machine need not have it if the user sets it."""
     return config.device if config.device != "auto" else config.resolve_device()

@@ -1,4 +1,5 @@
-"""broadcast(): call a method of all replicas of a deployment of Ray Serve, and have what answers in time."""
+"""broadcast(): call a method of all replicas of a deployment of Ray Serve, and collect the answers that come in
+time."""
 
 import asyncio
 from typing import TYPE_CHECKING, Any
@@ -9,16 +10,16 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
 GRACE_S = 0.5
-"""How much later than the others a replica may answer that was silent the last time."""
+"""How long to wait, after the others have answered, for replicas that did not answer the last time."""
 
 
 async def broadcast(
     handle: "DeploymentHandle", method: str, timeout_s: float, *arguments: bytes, num_late: int = 0
 ) -> tuple[list[bytes], list[str]]:
-    """The answers that came in time, one at least, and why others did not come; the last `num_late` are not waited for
-    long. Raises ReplicaLostError if there is none.
+    """Returns the answers that came in time, at least one, and the errors of the others. The last `num_late` replicas
+    get only GRACE_S after the others. Raises ReplicaLostError if there is no answer.
 
-    Not by the results_async() of what Serve returns: to that, one replica that hangs is the end of all answers.
+    Serve's results_async() is not used: with it, one replica that hangs blocks all answers.
     """
     try:
         asked = handle.broadcast(method, *arguments)
@@ -30,7 +31,7 @@ async def broadcast(
         await _wait(calls, num_late, timeout_s)
     finally:
         for call in calls:
-            call.cancel()  # of no effect if it is done
+            call.cancel()  # without effect on a finished call
     late = f"a replica did not answer within {timeout_s:g} s"
     found, errors = [], []
     for call in calls:
@@ -45,7 +46,7 @@ async def broadcast(
 
 
 async def _wait(calls: "list[asyncio.Future[Any]]", num_late: int, timeout_s: float) -> None:
-    """Wait for calls; once only `num_late` are left, but not all, no longer than GRACE_S for the next."""
+    """Wait for calls; once only `num_late` remain, but not all calls, at most GRACE_S for each."""
     clock = asyncio.get_running_loop().time
     deadline_s, left = clock() + timeout_s, set(calls)
     while left:

@@ -1,7 +1,7 @@
-"""State that a replica takes over of the others when it starts later: their adapters, the weights that they got while
-they ran, their sleep or their pause. No ray.
+"""State that a replica started later copies from the others: adapters, weights that were updated, a sleep or a pause.
+No ray.
 
-It asks them before it serves, and once again when it does: what comes between reaches only those that serve.
+It asks the others before it serves, and again once it serves: operations in between reach only the serving replicas.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ logger = log.get(__name__)
 
 
 class ReplicaState(msgspec.Struct, frozen=True):
-    """State of a replica after its operations. `started_s` is in seconds of the epoch; `weights` is the folder of other
-    weights than those that it began with, "" if it has these."""
+    """State of a replica after its operations. `started_s`: seconds since the epoch; `weights`: the folder of updated
+    weights, "" if it has its first ones."""
 
     number: int
     started_s: float
@@ -37,10 +37,10 @@ states = msgspec.msgpack.Decoder(ReplicaState)
 
 
 class Memory:
-    """State of one engine after its operations, from its statistics."""
+    """Makes the ReplicaState of an engine from its statistics."""
 
     def __init__(self, number: int, first: Stats) -> None:
-        """`first` is what the engine said when it was new."""
+        """`first`: the statistics of the new engine."""
         self._number, self._first_weights = number, first.model
         self._started_s = time.time()
 
@@ -50,7 +50,7 @@ class Memory:
 
 
 def steps(own: ReplicaState, others: list[ReplicaState]) -> list[Step]:
-    """Steps that bring a replica to the state of the oldest one that serves; none, if it is that one."""
+    """Steps that bring a replica to the state of the oldest serving one; none if it is the oldest."""
     older = [other for other in others if other.started_s < own.started_s]
     if not older:
         return []
@@ -74,8 +74,8 @@ def _has(adapters: dict[str, AdapterInfo], wanted: AdapterInfo) -> bool:
 
 
 async def take(made: list[Step], engine: Asking) -> None:
-    """Have the engine do all of them. One that fails is in the log: requests for an adapter that not all have are
-    refused, and the rest goes on."""
+    """Have the engine do all steps. A step that fails is logged, and the others are done: requests for an adapter that
+    some replica lacks are refused."""
     for step in made:
         is_adapter = isinstance(step, LoadAdapter | UnloadAdapter)
         try:

@@ -1,4 +1,4 @@
-"""Puts the application on a cluster, and takes it away again."""
+"""Runs the application on a cluster, and removes it again."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -19,14 +19,14 @@ KEEP_ALIVE_S = 300
 
 @contextmanager
 def deployed(config: RayServeConfig, name: str, on_connected: Callable[[], None] = lambda: None) -> Iterator[str]:
-    """Run the application `name` of Ray Serve, at the root of Serve's proxies; yields its URL. The cluster is the one
-    of RAY_ADDRESS or of this machine; if there is none, one is started here, and ended. `on_connected` is called when
-    Ray has set its own handlers of signals.
+    """Run the application `name` of Ray Serve, at the root path of Serve's proxies; yields its URL. It runs on the
+    cluster of RAY_ADDRESS or of this machine; if there is none, one is started and ended here. `on_connected` is called
+    once Ray has set its signal handlers.
 
-    Raises ConfigError if the cluster cannot be reached, EngineError if the application does not start there.
+    Raises ConfigError if the cluster cannot be reached, EngineError if the application does not start.
     """
     if "RAY_ADDRESS" not in os.environ:
-        for variable, value in FASTER.items():  # for what ray.init() may start
+        for variable, value in FASTER.items():  # for processes that ray.init() may start
             os.environ.setdefault(variable, value)
     try:
         ray.init(address=os.environ.get("RAY_ADDRESS"), logging_level="warning", ignore_reinit_error=True)
@@ -59,7 +59,7 @@ def deployed(config: RayServeConfig, name: str, on_connected: Callable[[], None]
 
 
 def _start(application: Application, name: str) -> None:
-    """Returns when all replicas serve. Raises EngineError."""
+    """Start the application; returns when all replicas serve. Raises EngineError."""
     try:
         serve.run(application, name=name, route_prefix="/")
     except RuntimeError as error:

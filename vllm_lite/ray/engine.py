@@ -1,7 +1,7 @@
 """EngineReplica: one engine with its own workers, as a replica of Ray Serve.
 
-Its engine is supervised as `serve`'s is: workers and engine that die are replaced, and the streams go on. When that
-has failed, the replica is unhealthy, and Serve starts another.
+The engine is supervised as in `serve`: workers and engines that die are replaced, and streams continue. If that fails,
+the replica is unhealthy, and Serve starts another one.
 """
 
 import asyncio
@@ -36,17 +36,17 @@ from vllm_lite.runtime.nested_settings import KVEventsConfig
 from vllm_lite.transport.subscriber import Subscriber
 
 LOOK_S = 10.0
-"""The longest that the HTTP replicas take to ask the other replicas."""
+"""Timeout for the HTTP replicas to ask the other replicas."""
 HEALTH_S = 5.0
-"""An engine answers within this time, also while a step runs."""
+"""Timeout of the engine's statistics; it answers during steps, too."""
 LIFE_S = 5.0
-"""The longest silence of a stream whose replica lives."""
+"""Longest time between messages of a stream from a live replica."""
 CHUNK_S, MAX_PAUSE_S = 0.0001, 0.03
-"""The pause between two messages of a stream, for each stream there is, and at most: a message costs 0.1 ms."""
+"""Pause between messages of a stream, per stream of the replica, and its maximum: a message costs 0.1 ms."""
 
 
 def kv_cache_usage(stats: Stats) -> float:
-    """The share of the KV blocks that live sequences hold."""
+    """The fraction of the KV blocks that live sequences use."""
     return stats.num_used_blocks / max(1, stats.num_blocks)
 
 
@@ -58,13 +58,13 @@ GAUGES: dict[str, tuple[str, Callable[[Stats], float]]] = {
     "vllm_lite_cached_tokens": ("Those of them found in the prefix cache.", lambda stats: stats.cached_tokens),
     "vllm_lite_generated_tokens": ("Tokens generated so far.", lambda stats: stats.generated_tokens),
 }
-"""What Ray exports of each replica, beside the HTTP application's own /metrics."""
+"""Metrics that Ray exports for each replica, beside the HTTP application's own /metrics."""
 
 logger = log.get(__name__)
 
 
 class EngineReplica:
-    """All methods run on the replica's event loop."""
+    """The replica of an engine. All methods run on the replica's event loop."""
 
     async def __init__(self, config: bytes) -> None:  # type: ignore[misc]
         """`config` is an encoded EngineConfig. Raises VllmLiteError if the engine cannot start; Serve tries again."""
@@ -86,15 +86,15 @@ class EngineReplica:
         await self._catch_up()
         self._gauges = {name: Gauge(name, description=text) for name, (text, _) in GAUGES.items()}
 
-    # ---- what Serve asks
+    # ---- for Serve
 
     async def check_health(self) -> None:
-        """Raises EngineError if no request would be served any more: the engine has ended, or does not answer. One
-        that is being replaced, or whose workers are, is in good hands; it has its own limits."""
+        """Raises EngineError if the engine has ended or does not answer. While the engine or its workers are being
+        replaced, the replica counts as healthy; that has its own timeouts."""
         if (dead := self._session.dead) is not None:
             raise dead
         self._num_checks += 1
-        if self._num_checks == 2:  # the first is before it serves
+        if self._num_checks == 2:  # the first check is before the replica serves
             self._catching_up = asyncio.ensure_future(self._catch_up())
         if self._session.recovering is None:
             stats = await self._stats()
@@ -106,22 +106,22 @@ class EngineReplica:
         return self._cached.summary().to_stats()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Figures for the autoscaler beside the number of requests; none of an engine that is being replaced."""
+        """Metrics for the autoscaler beside the number of requests; none while the engine is being replaced."""
         if self._session.dead is not None or self._session.recovering is not None:
             return {}
         return {KV_CACHE_USAGE: kv_cache_usage(await self._stats())}
 
     async def __del__(self) -> None:
-        """Serve calls it once the replica's requests have ended, or have had their time."""
+        """Called by Serve when the replica's requests have ended, or timed out."""
         if hasattr(self, "_cached"):
             self._cached.close()
         if hasattr(self, "_launched"):
             await asyncio.to_thread(self._launched.close)
 
-    # ---- what the HTTP replicas ask
+    # ---- for the HTTP replicas
 
     async def generate(self, payload: bytes) -> AsyncGenerator[bytes, None]:
-        """Yields "" when the request has been taken, then messages of the engine; see Replicas.generate()."""
+        """Run a request. Yields "" when it has been accepted, then the engine's messages; see Replicas.generate()."""
         request = client_to_engine.decode(payload)
         if not isinstance(request, Generate):
             raise VllmLiteError(f"a stream begins with Generate, got {type(request).__name__}")
@@ -152,7 +152,7 @@ class EngineReplica:
         return encode(self._memory.state(await self._stats(), list(self._session.adapters.values())))
 
     async def ask(self, payload: bytes) -> bytes:
-        """The engine's answer to a question."""
+        """The engine's answer to a message."""
         try:
             question = client_to_engine.decode(payload)
             answer = await asyncio.wrap_future(self._session.ask(question, _answer_to(question)))
@@ -161,8 +161,8 @@ class EngineReplica:
         return encode(Answer(self._number, engine_to_client.encode(answer)))
 
     async def _catch_up(self) -> None:
-        """Be as the replicas that have run for longer."""
-        with suppress(ReplicaLostError, EngineError):  # there is no other, or this one has other troubles
+        """Copy the state of older replicas."""
+        with suppress(ReplicaLostError, EngineError):  # there is no other replica, or the engine fails
             others = await _states_of_all()
             own = self._memory.state(await self._stats(), list(self._session.adapters.values()))
             await take(steps(own, others), self._session)
@@ -174,7 +174,7 @@ class EngineReplica:
             raise EngineError(f"the engine did not answer within {HEALTH_S:g} s") from error
 
     def _arrive(self, events: list[Event]) -> None:
-        """On the session's thread: one call into the loop for each message of the engine."""
+        """Called on the session's thread: one call into the event loop for each message of the engine."""
         with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self._sort, events)
 
@@ -185,7 +185,7 @@ class EngineReplica:
 
 
 class _Inbox:
-    """Events for one stream that were not sent on yet."""
+    """Events of one stream that were not sent yet."""
 
     def __init__(self, num_samples: int) -> None:
         self._events: list[Event] = []
@@ -194,7 +194,7 @@ class _Inbox:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the last has been taken."""
+        """Whether the last event has been taken."""
         return self._num_open <= 0
 
     def put(self, event: Event) -> None:
@@ -202,7 +202,7 @@ class _Inbox:
         self._came.set()
 
     async def take(self) -> list[bytes]:
-        """All of it, as messages; after LIFE_S a sign of life."""
+        """All events, as messages; an empty message after LIFE_S without events."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._came.wait(), LIFE_S)
         self._came.clear()
@@ -220,7 +220,7 @@ class _Inbox:
 
 
 def _answer_to(question: FromClient) -> type[Any]:
-    """Type of the engine's answer to a question. The others are operations."""
+    """Type of the engine's answer to a message; OperationDone for operations."""
     kinds: dict[type[Any], type[Any]] = {
         api.GetStats: Stats,
         api.Describe: api.Descriptions,
@@ -234,8 +234,8 @@ def _answer_to(question: FromClient) -> type[Any]:
 
 
 def _events(settings: EngineConfig, number: int) -> KVEventsConfig:
-    """Settings of the engine's events on its cache: as the user says, for each replica at a port of its own; else for
-    this replica alone, at a socket that only this user can open and that ends with the engine."""
+    """The engine's settings of KV events: the user's, at a separate port for each replica; by default, a socket for
+    this replica, which only this user can open and which ends with the engine."""
     wanted = settings.kv_events_config
     if wanted is not None and wanted.enabled:
         if wanted.endpoint is None:
@@ -245,8 +245,8 @@ def _events(settings: EngineConfig, number: int) -> KVEventsConfig:
 
 
 async def _states_of_all() -> list[ReplicaState]:
-    """The states of the replicas that serve. The HTTP replicas ask them: a process with a handle gets all that replicas
-    report of their caches. Raises ReplicaLostError if there is none yet."""
+    """The states of the serving replicas, asked through the HTTP replicas: a process with a handle of the engines would
+    get all replicas' reports of their caches. Raises ReplicaLostError if no HTTP replica serves yet."""
     context = serve.get_replica_context()
     handle = serve.get_deployment_handle(HTTP_DEPLOYMENT, context.app_name)
     found, _ = await broadcast(handle, "states_of_engines", LOOK_S)

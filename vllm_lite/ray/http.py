@@ -1,6 +1,7 @@
-"""HttpReplica: the HTTP application of `serve`, as a replica of Ray Serve before all replicas of the engine.
+"""HttpReplica: the HTTP application of `serve`, as a replica of Ray Serve in front of the engine's replicas.
 
-It holds the streams, and so survives them. It is cheap: it has no GPU, and one does for thousands of streams.
+It holds the streams, which therefore survive an engine's replica. It needs no GPU, and one handles thousands of
+streams.
 """
 
 import asyncio
@@ -26,11 +27,12 @@ from vllm_lite.server.processes.scoreboard import Scoreboard
 from vllm_lite.server.wiring import Application, EngineLink, ModelFiles
 
 LOOK_S = 5.0
-"""The longest that replicas take to introduce themselves."""
+"""Timeout for replicas to introduce themselves."""
 
 
 class ServeReplicas:
-    """See Replicas. Streams go over gRPC, which costs a third of what Ray's objects cost for so little content."""
+    """Replicas, reached through Ray Serve. Streams go over gRPC, which costs a third as much as Ray's objects for small
+    messages."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._streams = handle.options(method_name="generate", stream=True, _by_reference=False)
@@ -45,7 +47,7 @@ class ServeReplicas:
         except Exception as error:  # Ray's, Serve's and gRPC's: the replica has ended, or there is none
             raise ReplicaLostError(f"{type(error).__name__}: {first_line(error)}") from error
         finally:
-            response.cancel()  # of no effect if it has ended
+            response.cancel()  # without effect if it has ended
 
     async def ask(self, payload: bytes, timeout_s: float, *, needs_all: bool) -> list[Answer]:
         num_late = 0 if needs_all else self.num_silent
@@ -58,15 +60,15 @@ class ServeReplicas:
         return [introductions.decode(each) for each in found]
 
     async def states(self) -> list[ReplicaState]:
-        """The states of those that serve; raises as introduce() does."""
+        """The states of the serving replicas; raises as introduce() does."""
         return [states.decode(each) for each in (await broadcast(self._handle, "state", LOOK_S))[0]]
 
 
 class HttpReplica:
-    """Made and called on the replica's event loop."""
+    """The replica of the HTTP application. Created and called on its event loop."""
 
     async def __init__(self, engines: DeploymentHandle, config: bytes, keys: Keys) -> None:  # type: ignore[misc]
-        """`config` is an encoded ServeConfig. It waits for the first replica of the engine."""
+        """`config` is an encoded ServeConfig. Waits for the first replica of the engine."""
         settings = msgspec.msgpack.decode(config, type=ServeConfig)
         number = serve.get_replica_context().rank.rank
         log.setup(f"HTTP replica {number}", *settings.logging)
@@ -82,21 +84,21 @@ class HttpReplica:
         self._watching = [asyncio.ensure_future(each) for each in forever]
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """Serve calls it after __init__."""
+        """Called by Serve after __init__."""
         return _with_lifespan(self._application.app)
 
     async def check_health(self) -> None:
-        """Raises EngineDeadError if something that is to run for ever has ended."""
+        """Raises EngineDeadError if a task that should run forever has ended."""
         for watch in self._watching:
             if watch.done():
                 raise EngineDeadError(f"the HTTP application fails: {watch!r}")
 
     async def states_of_engines(self) -> bytes:
-        """For a replica of the engine that starts; see catch_up.py."""
+        """For a replica of the engine that is starting; see catch_up.py."""
         return encode(await self._engines.states())
 
     async def __del__(self) -> None:
-        """Serve calls it once the replica's requests have ended, or have had their time."""
+        """Called by Serve when the replica's requests have ended, or timed out."""
         if not hasattr(self, "_watching"):
             return
         self._application.calls.is_draining = True
@@ -109,7 +111,7 @@ class HttpReplica:
 
 
 def _with_files(settings: ServeConfig, resolved: ResolvedConfig) -> ResolvedConfig:
-    """The engine's config, with this machine's folders where the model or the tokenizer come from the hub."""
+    """The engine's config, with this machine's folders if the model or tokenizer comes from the hub."""
     changes: dict[str, Any] = {}
     if hub.is_hub_id(settings.model):
         source = hub.HubSource(settings.model, settings.revision, settings.download_dir)
@@ -121,7 +123,7 @@ def _with_files(settings: ServeConfig, resolved: ResolvedConfig) -> ResolvedConf
 
 
 def _with_lifespan(app: ASGIApp) -> ASGIApp:
-    """Serve waits for answers to lifespan events; the application is there before, and ends after."""
+    """Answers the lifespan events for which Serve waits; the application starts before and ends after."""
 
     async def answering(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "lifespan":

@@ -1,4 +1,4 @@
-"""Messages between HTTP replicas and the engine's replicas, beside the protocol of clients and engines."""
+"""Messages between HTTP replicas and the engine's replicas, beside those of clients and engines."""
 
 from typing import Any, NamedTuple
 
@@ -9,28 +9,28 @@ from vllm_lite.protocol.adapters import AdapterInfo
 from vllm_lite.protocol.api import Welcome
 
 HASH_BYTES = 8
-"""How much of a block's hash routers compare: two of a million blocks are mixed up once in ten million clusters."""
+"""Bytes of a block's hash that routers compare: among a million blocks, two collide in one of ten million clusters."""
 
 
 HTTP_DEPLOYMENT = "HttpReplica"
-"""What Serve calls the HTTP replicas."""
+"""Serve's name of the HTTP replicas."""
 UNKNOWN = -1
 """The number of a replica that did not answer."""
 
 
 class Introduction(msgspec.Struct, frozen=True):
-    """A replica's introduction of itself. `number` is its rank among the replicas, which its successor takes over."""
+    """A replica's introduction. `number` is its rank among the replicas, which a successor takes over."""
 
     number: int
     config: ResolvedConfig
     welcome: Welcome
     adapters: list[AdapterInfo]
     recovering: str | None = None
-    """Why it computes nothing at present."""
+    """The reason why it computes nothing at present; None if it works."""
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """A replica's answer to a question of a client; `payload` is a message from the engine, "" if there is none."""
+    """A replica's answer to a client's message; `payload` is a message from the engine, "" if there is none."""
 
     number: int
     payload: bytes = b""
@@ -38,8 +38,8 @@ class Answer(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """A summary of a replica's prefix cache: the first HASH_BYTES of the hash of each block, the newest first. If
-    `is_complete` there are no others."""
+    """Summary of a replica's prefix cache: the first HASH_BYTES of each block's hash, the newest first; all blocks if
+    `is_complete`."""
 
     num_blocks: int
     hashes: bytes = b""
@@ -49,7 +49,7 @@ class Summary(msgspec.Struct, frozen=True):
         return [self.hashes[at : at + HASH_BYTES] for at in range(0, len(self.hashes), HASH_BYTES)]
 
     def to_stats(self) -> dict[str, Any]:
-        """As Serve carries it from replicas to routers."""
+        """The summary in the form that Serve passes from replicas to routers."""
         return msgspec.structs.asdict(self)
 
     @classmethod
@@ -59,15 +59,15 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 class Route(NamedTuple):
-    """Facts for the routing of a request: the hashes of its prompt's full blocks, cut to HASH_BYTES, and whose session
-    it belongs to."""
+    """Data for the routing of a request: the hashes of its prompt's full blocks, cut to HASH_BYTES, and the key of its
+    session."""
 
     blocks: tuple[bytes, ...] = ()
     affinity: str | None = None
 
 
 class Routed:
-    """A request on its way through Serve's router. The replica gets its payload; the rest stays where the router is."""
+    """A request in Serve's router. Only the payload is sent to the replica; the route stays with the router."""
 
     def __init__(self, payload: bytes, route: Route) -> None:
         self.payload = payload

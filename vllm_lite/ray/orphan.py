@@ -1,4 +1,4 @@
-"""A replica ends by itself when Ray's process of its node, the raylet, has ended: Ray counts it as lost and starts
+"""A replica ends when Ray's process of its node, the raylet, has ended: Ray counts the replica as lost and starts
 another one elsewhere, but does not end this one, which would keep its GPUs."""
 
 import asyncio
@@ -9,16 +9,16 @@ from vllm_lite.runtime import log
 
 LOOK_S = 1.0
 GRACE_S = 30.0
-"""Ray notices within 10 to 20 s that a node is lost. Until then requests are sent here; the streams that are left after
-this time move."""
+"""Ray notices a lost node within 10 to 20 s, and sends requests here until then. Streams that are open after this time
+move."""
 
 logger = log.get(__name__)
 
 
 async def end_without_raylet() -> None:
-    """Watch the process that has started this one, for ever. What this one has started ends with it."""
+    """Watch the parent process, forever. This one's children end with it."""
     raylet = os.getppid()
-    while os.getppid() == raylet:  # noqa: ASYNC110 - nothing says when it ends
+    while os.getppid() == raylet:  # noqa: ASYNC110 - there is no event for its end
         await asyncio.sleep(LOOK_S)
     logger.warning("the raylet of this node has ended; this replica ends in %g s", GRACE_S)
     await asyncio.sleep(GRACE_S)

@@ -1,8 +1,8 @@
-"""Places: choice of a replica for a request, in Ray Serve's terms. A pure policy; PrefixRouter of
-client/engines/routing.py decides.
+"""Places: choice of a replica for a request, in Ray Serve's terms. A pure policy, based on PrefixRouter of
+client/engines/routing.py.
 
-A router knows what each replica has in its prefix cache from two sources: what it has sent there itself, and what the
-replica reports now and then, which other routers may have sent.
+A router knows the contents of each replica's prefix cache from two sources: the requests it has sent there, and the
+replica's periodic reports, which include other routers' requests.
 """
 
 from collections.abc import Mapping
@@ -11,21 +11,22 @@ from vllm_lite.client.engines.routing import PrefixRouter
 from vllm_lite.ray.messages import Route, Summary
 
 UNKNOWN_BLOCKS = 4096
-"""The size of a cache that has not been reported yet."""
+"""Assumed size of a cache before its first report."""
 
 
 class Places:
-    """One router's knowledge of the replicas, by their names."""
+    """A router's view of the replicas, by their names."""
 
     def __init__(self) -> None:
         self.router = PrefixRouter[str]()
         self._reports: dict[str, Summary | None] = {}
         self._sent: dict[str, set[bytes]] = {}
-        """What each was sent since its last report but one: it may have been on its way when the last one was made."""
+        """Blocks sent to each replica since its last report; `_sent_before`: since the one before, as they may have
+        been on the way when the last report was made."""
         self._sent_before: dict[str, set[bytes]] = {}
 
     def update(self, reports: Mapping[str, Summary | None]) -> None:
-        """These replicas serve now, and these are their latest reports; others are forgotten."""
+        """Set the serving replicas and their latest reports; others are forgotten."""
         for gone in set(self._reports) - set(reports):
             self.router.remove(gone)
             for known in (self._reports, self._sent, self._sent_before):
@@ -38,12 +39,12 @@ class Places:
             self._reports[replica] = report
 
     def order(self, route: Route, loads: Mapping[str, int]) -> list[str]:
-        """The replicas of `loads`, which has the number of requests of each, in the order in which they are tried."""
+        """The replicas of `loads` (number of requests by replica) in the order in which to try them."""
         chosen = self.router.choose(route.blocks, loads, route.affinity).engine
         return [chosen, *sorted((replica for replica in loads if replica != chosen), key=lambda each: loads[each])]
 
     def sent(self, replica: str, route: Route) -> None:
-        """A request was sent to this replica, which will have its prompt in its cache."""
+        """Record that a request was sent to this replica, which will have its prompt in its cache."""
         self.router.stored(replica, route.blocks)
         self._sent.setdefault(replica, set()).update(route.blocks)
 

@@ -1,4 +1,4 @@
-"""ReportedBlocks: which blocks an engine's prefix cache holds, from its KV events, for those who choose engines."""
+"""ReportedBlocks: the blocks in an engine's prefix cache, from its KV events, for routers."""
 
 import os
 import tempfile
@@ -17,26 +17,26 @@ from vllm_lite.transport.subscriber import Subscriber
 from vllm_lite.transport.zmq import answers
 
 MAX_REPORTED = 2048
-"""A report of 16 KB: Serve's controller sends the reports of all replicas to all routers."""
+"""Maximum number of blocks in a report, 16 KB: Serve's controller sends the reports of all replicas to all routers."""
 LOOK_S = 0.5
 SOCKET = "vl-kv-"
-"""How the names of the sockets of private_endpoint() begin."""
+"""Prefix of the names of private_endpoint()'s sockets."""
 
 logger = log.get(__name__)
 
 
 def can_follow(config: KVEventsConfig) -> bool:
-    """Whether events of this format say enough. A user may want another one for a consumer of his own."""
+    """Whether events in this format are sufficient. A user may choose another format for another consumer."""
     return config.event_format == "array" and config.hash_format == "bytes"
 
 
 def private_endpoint() -> str:
-    """A socket for the events of one engine on this machine. Those are removed that engines left which were killed, as
-    Ray kills what a replica has started."""
+    """A socket for the events of one engine on this machine. Removes sockets of engines that were killed, as Ray kills
+    a replica's children."""
     folder = Path(tempfile.gettempdir())
     for path in folder.glob(f"{SOCKET}*"):
         if not answers(f"ipc://{path}"):
-            with suppress(OSError):  # another user's, or gone by now
+            with suppress(OSError):  # another user's, or already removed
                 path.unlink()
     return f"ipc://{folder}/{SOCKET}{os.urandom(8).hex()}"
 
@@ -47,13 +47,14 @@ class _Batch(msgspec.Struct, array_like=True):
 
 
 class ReportedBlocks:
-    """Applies the events of one engine, in a thread of its own. Where one was missed all before it is forgotten."""
+    """Applies the events of one engine, in a thread of its own. After a missed event, all blocks before are
+    forgotten."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
         self._is_whole = True
-        """Whether no batch was missed, since the cache was known to be empty."""
+        """Whether no batch was missed since the cache was last empty."""
         self._next_number = 0
         self._lock = threading.Lock()
         self._decode = msgspec.msgpack.Decoder(_Batch).decode
@@ -61,12 +62,12 @@ class ReportedBlocks:
         self._thread: threading.Thread | None = None
 
     def follow(self, subscriber: Subscriber) -> None:
-        """Apply what `subscriber` gets, which is closed with this."""
+        """Apply the events that `subscriber` receives; it is closed with this."""
         self._thread = threading.Thread(target=self._run, args=(subscriber,), name="KV events", daemon=True)
         self._thread.start()
 
     def apply(self, number: int, payload: bytes) -> None:
-        """Apply a batch. An engine that took the place of another numbers its own from 0."""
+        """Apply a batch. An engine that replaces another numbers its batches from 0."""
         batch = self._decode(payload)
         with self._lock:
             if number != self._next_number:
@@ -81,7 +82,7 @@ class ReportedBlocks:
             self._blocks.clear()
             self._is_whole = True
             return
-        if event.medium not in (None, MEDIUM):  # a tier below the device
+        if event.medium not in (None, MEDIUM):  # an event of the host tier or the disk
             return
         for block in event.block_hashes:
             if not isinstance(block, bytes):

@@ -1,7 +1,7 @@
-"""PrefixRequestRouter: Ray Serve asks it where a request goes, for each handle of the engine's deployment.
+"""PrefixRequestRouter: Ray Serve's request router, one for each handle of the engine's deployment.
 
-What decides is Places; here are the names and the loads that Serve knows. A replica that is full is passed over by
-Serve itself, which then tries the next one.
+Places makes the decision; this class passes it the names and loads that Serve knows. If a replica is full, Serve tries
+the next one.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from vllm_lite.ray.places import Places
 
 
 class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]
-    """Set as `request_router_class`; its path is "vllm_lite.ray.router:PrefixRequestRouter"."""
+    """The `request_router_class`; its path is "vllm_lite.ray.router:PrefixRequestRouter"."""
 
     def initialize_state(self, **_: Any) -> None:
         self._places = Places()
@@ -25,7 +25,7 @@ class PrefixRequestRouter(RequestRouter):  # type: ignore[misc]
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Groups of replicas; Serve takes the least loaded one of the first group that has one with room."""
+        """Groups of replicas. Serve takes the least loaded replica of the first group with room."""
         by_name = {_name(each): each for each in candidate_replicas}
         cache = self.replica_queue_len_cache
         loads = {name: cache.get(each.replica_id) or 0 for name, each in by_name.items()}
@@ -41,6 +41,6 @@ def _name(replica: RunningReplica) -> str:
 
 
 def _route(request: PendingRequest | None) -> Route:
-    """The route of a request; an empty one for a call other than one to generate."""
+    """The route of a request; empty for calls other than generate."""
     routed = request.args[0] if request is not None and request.args else None
     return routed.route if isinstance(routed, Routed) else Route()

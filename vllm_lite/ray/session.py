@@ -1,7 +1,7 @@
 """ServeSession: the HTTP application's session with all replicas of the engine. No ray.
 
-A stream is here, with all the tokens that were delivered, as long as its connection is: a replica has nothing that is
-not here as well. So when its replica is lost, it goes on in another one behind these tokens, with the same draws.
+A stream is kept here, with all the tokens delivered, while its connection is open: a replica has no state that is not
+here as well. So if its replica is lost, another one continues after these tokens, with the same random draws.
 """
 
 import asyncio
@@ -36,11 +36,11 @@ from vllm_lite.runtime.prefix_hash import PrefixHasher
 
 LOOK_S = 1.0
 ANSWER_S, OPERATION_S = 4.0, 3600.0
-"""How long replicas may take for an answer: to a question, and to what waits for requests to end or for weights."""
+"""Timeouts of answers: to questions, and to operations that wait for requests to end or for weights."""
 NO_ANSWER = "a replica did not answer"
 _GET_STATS = GetStats()
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 1.0
-"""Before a stream tries again to find a replica: at first, and at most."""
+"""First and maximum pause before a stream tries again to find a replica."""
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -48,32 +48,32 @@ logger = log.get(__name__)
 
 
 class ReplicaLostError(EngineDeadError):
-    """A replica has ended, or does not answer; another one may."""
+    """A replica has ended, or does not answer; another one may still serve."""
 
 
 class Replicas(Protocol):
-    """The replicas, wherever they are."""
+    """The engine's replicas, independent of Ray."""
 
     def generate(self, payload: bytes, route: Route) -> AsyncGenerator[bytes, None]:
-        """Send a request, an encoded Generate, to one of them. Yields "" when one has taken it, then encoded messages
-        of its engine, now and then "" as a sign of life. Raises ReplicaLostError."""
+        """Send an encoded Generate to one replica. Yields "" once a replica has accepted it, then encoded messages of
+        its engine, and "" as a sign of life. Raises ReplicaLostError."""
 
     num_silent: int
-    """How many did not answer when they were last to introduce themselves."""
+    """Number of replicas that did not answer the last introduce()."""
 
     async def ask(self, payload: bytes, timeout_s: float, *, needs_all: bool) -> list[Answer]:
-        """The answers of all to an encoded question, an error for each that did not answer. Those that are silent
-        anyhow are not waited for, unless `needs_all`. Raises ReplicaLostError if there is no answer in time."""
+        """The answers of all replicas to an encoded message, an error for each that does not answer. Replicas that are
+        already silent are not awaited, unless `needs_all`. Raises ReplicaLostError if no answer comes in time."""
 
     async def introduce(self) -> list[Introduction]:
         """Introductions of all replicas; raises as ask() does."""
 
 
 class ServeSession(AnySession):
-    """Every method is called on one event loop, that of watch()."""
+    """A session with replicas. Every method is called on the event loop of watch()."""
 
     def __init__(self, replicas: Replicas, known: Sequence[Introduction]) -> None:
-        """`known` are the replicas that serve by now, one at least."""
+        """`known`: the replicas that serve so far, at least one."""
         self.address = "Ray Serve"
         self._replicas = replicas
         self.known = list(known)
@@ -85,11 +85,11 @@ class ServeSession(AnySession):
         self._open: dict[str, OpenStream] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._untaken: dict[asyncio.Timeout, float] = {}
-        """Requests that no replica has taken yet, and since when."""
+        """Timeouts of requests that no replica has accepted yet, with their start times."""
         self._names = (f"{os.urandom(8).hex()}-{number}" for number in count())
-        """What a request is called in its replica; other servers' requests are called otherwise."""
+        """Request ids in the replicas, distinct from other servers'."""
 
-    # ---- what there is
+    # ---- state
 
     @property
     def welcome(self) -> Welcome:
@@ -98,7 +98,7 @@ class ServeSession(AnySession):
 
     @property
     def adapters(self) -> dict[str, AdapterInfo]:
-        """Adapters that all replicas have."""
+        """Adapters loaded on all replicas."""
         first, *others = [{info.name: info for info in each.adapters} for each in self.known]
         return {name: info for name, info in first.items() if all(name in other for other in others)}
 
@@ -118,7 +118,7 @@ class ServeSession(AnySession):
         return pauses[0] if all(pauses) else None
 
     async def watch(self) -> None:
-        """Look at the replicas again and again, until it is cancelled; end the streams that wait for one too long."""
+        """Poll the replicas until cancelled, and end streams that have waited too long for one."""
         while True:
             await asyncio.sleep(LOOK_S)
             try:
@@ -133,10 +133,10 @@ class ServeSession(AnySession):
                         self._end(request_id, late)
             self._end_late()
 
-    # ---- questions
+    # ---- messages to replicas
 
     def ask(self, message: FromClient, answer: type[A]) -> "Future[A]":
-        """Ask all replicas; what they say is joined."""
+        """Ask all replicas, and join their answers."""
         future: Future[A] = Future()
         asked = asyncio.ensure_future(self._ask(message, answer))
         asked.add_done_callback(lambda done: _resolve(future, done, lambda found: reduce(joined, found.values())))
@@ -158,7 +158,8 @@ class ServeSession(AnySession):
         return [one(each) for each in sorted(self.known, key=lambda known: known.number)]
 
     async def _ask(self, message: FromClient, answer: type[A]) -> dict[int, A]:
-        """By the number of the replica. Raises EngineError if none answers as expected, or not all do what all must."""
+        """Answers by the replica's number. Raises EngineError if none answers as expected, or not all do an
+        operation."""
         is_change = answer in (AdapterAnswer, OperationDone)
         timeout_s = OPERATION_S if is_change else ANSWER_S
         found, errors = {}, []
@@ -170,7 +171,7 @@ class ServeSession(AnySession):
                 errors.append(each.error or NO_ANSWER)
         if not found or (answer is OperationDone and (errors or len(found) < len(self.known))):
             raise EngineError(errors[0] if errors else NO_ANSWER)
-        if answer is AdapterAnswer:  # who gets it may name the adapter, or may not, from now on
+        if answer is AdapterAnswer:  # requests may name the adapter, or no longer, once the caller has the answer
             self.known = await self._replicas.introduce()
         return found
 
@@ -179,8 +180,8 @@ class ServeSession(AnySession):
     def submit(
         self, message: Generate | ForkRequest, sink: Sink, own: Generate | None = None, affinity: str | None = None
     ) -> None:
-        """A fork begins as a request of its own: its parent's replica may have died since, and the prefix cache of a
-        replica has the parent's KV."""
+        """A fork is sent as a separate request: its parent's replica may have ended, and prefix caches have the
+        parent's KV."""
         if self._dead is not None:
             raise self._dead
         request_id = message.child_id if isinstance(message, ForkRequest) else message.request_id
@@ -197,7 +198,7 @@ class ServeSession(AnySession):
         return request_id in self._open
 
     def abort(self, request_id: str, samples: Sequence[int] = (), *, stopped: bool = False) -> None:  # noqa: ARG002
-        """End a request, or some of its samples, here; when all have ended the replica learns of it."""
+        """End a request, or some of its samples, here; the replica is informed once all have ended."""
         stream = self._open.get(request_id)
         if stream is not None and stream.abort(samples) is not None:
             self._end_here(request_id, stream)
@@ -212,7 +213,7 @@ class ServeSession(AnySession):
             self._end(request_id, self._dead)
 
     async def _carry(self, request_id: str, stream: OpenStream, affinity: str | None) -> None:
-        """Have one replica after the other work on a stream, until it has ended."""
+        """Run a stream on one replica after another, until it has ended."""
         pause_s = FIRST_PAUSE_S
         try:
             while self._open.get(request_id) is stream:
@@ -227,7 +228,7 @@ class ServeSession(AnySession):
                         return self._end(request_id, error)
                     delivered = sum(map(len, stream.tokens.values()))
                     logger.warning("request %s lost its replica after %d tokens: %s", request_id, delivered, error)
-                    if stream.num_moves == num_moves:  # none took it
+                    if stream.num_moves == num_moves:  # no replica accepted it
                         await asyncio.sleep(pause_s)
                         pause_s = min(2 * pause_s, MAX_PAUSE_S)
         except Exception as error:
@@ -235,7 +236,7 @@ class ServeSession(AnySession):
             self._end(request_id, EngineError(f"the server failed: {error!r}"))
 
     async def _follow(self, request_id: str, stream: OpenStream, request: Generate, affinity: str | None) -> None:
-        """Have one replica work on a stream. Raises ReplicaLostError if it ends, or is silent, before the stream has
+        """Run a stream on one replica. Raises ReplicaLostError if the replica ends, or is silent, before the stream has
         ended."""
         blocks = tuple(block[:HASH_BYTES] for block in prompt_hashes(self._hasher, request))
         route = Route(blocks, affinity or request.params.cache_salt)
@@ -259,8 +260,8 @@ class ServeSession(AnySession):
         raise ReplicaLostError("the replica ended a stream that had not ended")
 
     def _look_at_untaken(self) -> None:
-        """Have requests routed again that a silent replica may have. If none is silent, all are full, and they keep
-        their places in the queue."""
+        """Route again the requests that a silent replica may have got. If none is silent, all are full, and requests
+        keep their places in the queue."""
         now_s = asyncio.get_running_loop().time()
         for silence, began_s in list(self._untaken.items()):
             if self._replicas.num_silent and now_s - began_s > self.silence_s:
@@ -268,7 +269,7 @@ class ServeSession(AnySession):
                 silence.reschedule(now_s)
 
     def _take(self, request_id: str, stream: OpenStream, message: bytes) -> None:
-        """Deliver what a replica has sent. Raises ReplicaLostError if it is the end of its engine."""
+        """Deliver a replica's message. Raises ReplicaLostError if its engine has ended."""
         content = engine_to_client.decode(message)
         if isinstance(content, Dying):
             raise ReplicaLostError(content.reason)
@@ -287,7 +288,7 @@ class ServeSession(AnySession):
             stream.sink(events)
 
     def _end_here(self, request_id: str, stream: OpenStream) -> None:
-        """Deliver the ends of what was aborted or is late."""
+        """Deliver the ends of samples that were aborted or timed out."""
         if events := stream.end_here(request_id):
             self._deliver(request_id, stream, events)
             if not stream.tokens and (task := self._tasks.get(request_id)) is not None:
@@ -303,14 +304,14 @@ class ServeSession(AnySession):
 
 
 def _of(number: int, answers: "asyncio.Future[dict[int, A]]") -> "Future[A]":
-    """The answer of the replica of this number."""
+    """The answer of the replica with this number."""
     future: Future[A] = Future()
     answers.add_done_callback(lambda done: _resolve(future, done, itemgetter(number)))
     return future
 
 
 def _resolve(future: "Future[A]", done: "asyncio.Future[dict[int, T]]", read: Callable[[dict[int, T]], A]) -> None:
-    """Give `future` what was asked for, or why there is no answer."""
+    """Resolve `future` with the answer, or with the error."""
     if not future.set_running_or_notify_cancel():
         return
     try:

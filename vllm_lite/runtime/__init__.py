@@ -1,1 +1,1 @@
-"""Common needs of every process: logs, settings, child processes, this machine. No torch."""
+"""Shared by all processes: logs, settings, child processes, facts about this machine. No torch."""

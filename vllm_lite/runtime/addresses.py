@@ -6,7 +6,7 @@ from ipaddress import ip_address
 
 
 def check_address(address: str) -> None:
-    """Raise ValueError unless `address` is an endpoint this version can serve."""
+    """Raise ValueError unless `address` is an ipc:// or inproc:// endpoint."""
     scheme, _, path = address.partition("://")
     if scheme not in ("ipc", "inproc") or not path:
         raise ValueError(f"address must look like ipc:///path/to/socket, got {address!r}")
@@ -15,7 +15,7 @@ def check_address(address: str) -> None:
 
 
 def split_tcp(address: str) -> tuple[str, int]:
-    """IP address and port of tcp://IP:PORT, as an engine may listen on it. Raises ValueError."""
+    """IP address and port of an engine's tcp://IP:PORT. Raises ValueError."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     if address.startswith("tcp://") and port.isdecimal() and 1 <= int(port) <= 65535:
@@ -27,6 +27,6 @@ def split_tcp(address: str) -> tuple[str, int]:
 
 
 def offset(endpoint: str, rank: int) -> str:
-    """The endpoint of one of several engines: its rank is added to the port, or to the path."""
+    """The endpoint of engine number `rank` of several: `rank` is added to the port, or appended to the path."""
     base, _, port = endpoint.rpartition(":")
     return f"{base}:{int(port) + rank}" if endpoint.startswith("tcp://") else f"{endpoint}.{rank}"

@@ -1,8 +1,8 @@
 """Cores, threads and memory for the workers of one CPU machine: `--cpu-bind auto|none|LIST`. No torch.
 
-Ranks that share a model wait for each other several times in each layer, so the slowest of them sets the speed of all:
-two ranks on the same core, or a rank whose memory belongs to another socket, slow the whole group down. `auto`
-therefore gives each rank cores of its own, and of one NUMA node where that costs it few of them.
+Ranks of one model wait for each other several times in each layer, so the slowest rank sets the speed of all: two ranks
+on the same core, or a rank whose memory is on another socket, slow down the whole group. `auto` therefore gives each
+rank its own cores, and cores of a single NUMA node where that costs few of them.
 """
 
 import ctypes
@@ -21,32 +21,32 @@ from vllm_lite.runtime.machine import SYS, cpu_quota, format_cpu_list, parse_cpu
 
 AUTO, NONE = "auto", "none"
 LEAST_SHARE = 0.75
-"""A rank stays within one node as long as it has at least this part of the cores of an even share. A choice, not a
-measurement: it takes a machine with several nodes to measure it."""
+"""Ranks get cores of one NUMA node each if none then has less than this share of len(cores) // world. Chosen, not
+measured, as that takes a machine with several nodes."""
 MPOL_PREFERRED = 1
 MAX_NODES = 1024
 SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-"""The number of the system call, by architecture."""
+"""Number of the system call set_mempolicy, by architecture."""
 
 logger = log.get(__name__)
 
 
 class Core(NamedTuple):
-    """A physical core: those of its hardware threads that this process may use, ascending, and its NUMA node."""
+    """A physical core: the hardware threads of it that this process may use, ascending, and its NUMA node."""
 
     cpus: tuple[int, ...]
     node: int
 
 
 class Topology(NamedTuple):
-    """The part of this machine that the process may use."""
+    """The CPUs that this process may use."""
 
     cores: tuple[Core, ...]
-    """Ordered by node, then by number."""
+    """Sorted by node, then by number."""
     allowed: Mapping[int, int]
-    """The NUMA node of every hardware thread, also of the second ones of a core."""
+    """The NUMA node of every usable hardware thread, including the second ones of a core."""
     online: frozenset[int]
-    """Those that the machine has."""
+    """All hardware threads of the machine."""
     quota: int
     """CPUs that the container may use at a time; NO_QUOTA if there is no limit."""
 
@@ -64,10 +64,10 @@ class Binding(NamedTuple):
     """Cores, threads and memory of one worker."""
 
     cpus: tuple[int, ...]
-    """Hardware threads that its threads may run on, ascending; none: it is not bound."""
+    """Hardware threads on which its threads may run, ascending; empty = not bound."""
     num_threads: int
     node: int | None
-    """The NUMA node that its memory should come from, where the machine has several and `cpus` are of one."""
+    """The preferred NUMA node of its memory, if the machine has several and all `cpus` belong to one."""
 
     def __str__(self) -> str:
         threads = f"{self.num_threads} thread{'s' * (self.num_threads > 1)}"
@@ -78,7 +78,7 @@ class Binding(NamedTuple):
 
 
 def read_topology(sys: Path = SYS, allowed: Collection[int] | None = None) -> Topology:
-    """`allowed`: what the affinity mask of this process lets it use, unless another mask is asked about."""
+    """`allowed`: the usable CPUs; by default those of this process's affinity mask."""
     usable = frozenset(os.sched_getaffinity(0) if allowed is None else allowed)
     nodes = numa_nodes(sys)
     cores: dict[tuple[int, ...], list[int]] = {}
@@ -93,11 +93,8 @@ def read_topology(sys: Path = SYS, allowed: Collection[int] | None = None) -> To
 def plan_binding(
     cpu_bind: str, rank: int, world: int, cpu_threads: int | None, topology: Topology | None = None
 ) -> Binding:
-    """Cores, threads and memory of worker `rank` of `world` on this machine. `cpu_threads` is what the user says of its
-    threads.
-
-    Raises ConfigError for a list that does not fit the workers or the machine.
-    """
+    """Cores, threads and memory of worker `rank` of `world` on this machine. `cpu_threads` is the user's setting.
+    Raises ConfigError for a list that does not fit the workers or the machine."""
     topology = topology or read_topology()
     shared_out = Binding((), cpu_threads or max(1, topology.num_cores // world), None)
     if cpu_bind == NONE:
@@ -107,16 +104,16 @@ def plan_binding(
         return Binding(cpus, cpu_threads or len(cpus), _node_of(cpus, topology))
     num_cores = len(topology.cores)
     if world == 1 or num_cores < world or topology.quota < num_cores:
-        return shared_out  # with a quota no core is a rank's own: the kernel stops all of them when it is used up
+        return shared_out  # with a quota ranks have no cores of their own: the kernel stops all when it is used up
     share = _shares(topology.cores, world)[rank]
     num_threads = cpu_threads or len(share)
-    per_core = 1 if num_threads <= len(share) else None  # the user wants more threads than cores, so use all there are
+    per_core = 1 if num_threads <= len(share) else None  # else use all hardware threads
     cpus = tuple(sorted(cpu for core in share for cpu in core.cpus[:per_core]))
     return Binding(cpus, num_threads, _node_of(cpus, topology))
 
 
 def check_binding(cpu_bind: str, world: int, device: str, topology: Topology | None = None) -> None:
-    """Refuse a list that cannot be followed, before any process starts. Raises ConfigError."""
+    """Check a list before any process starts. Raises ConfigError."""
     if cpu_bind in (AUTO, NONE):
         return
     if device != "cpu":
@@ -125,17 +122,15 @@ def check_binding(cpu_bind: str, world: int, device: str, topology: Topology | N
 
 
 def threads_of_the_user() -> int | None:
-    """Threads of each worker by OMP_NUM_THREADS; None where it is not set, or is no number."""
+    """Threads of each worker according to OMP_NUM_THREADS; None if it is not set, or not a number."""
     outermost = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(outermost) if outermost.isdecimal() and int(outermost) > 0 else None
 
 
 def apply(binding: Binding) -> None:
-    """Bind the calling thread, and with it all that it starts. To be called before torch is imported, which makes as
-    many threads as OMP_NUM_THREADS says; a number of the user's own is kept.
-
-    A machine or a container that does not let it leaves the worker slower, not wrong: that is only logged.
-    """
+    """Bind the calling thread and all threads that it starts later. Call it before torch is imported, which starts
+    OMP_NUM_THREADS threads; the user's own value is kept. If the machine or container forbids binding, this is only
+    logged: the worker is slower, not wrong."""
     os.environ.setdefault("OMP_NUM_THREADS", str(binding.num_threads))
     if not binding.cpus:
         return
@@ -190,7 +185,7 @@ def _check_part(rank: int, cpus: set[int], earlier: Sequence[Collection[int]], t
 
 
 def _example(topology: Topology, world: int) -> str:
-    """A list that would be right here, if there are cores enough; otherwise one that shows the form."""
+    """An example for error messages: valid on this machine if it has enough cores."""
     if len(topology.cores) < world:
         return "|".join(f"{4 * rank}-{4 * rank + 3}" for rank in range(min(world, 4)))
     shares = _shares(topology.cores, world)
@@ -201,7 +196,8 @@ def _example(topology: Topology, world: int) -> str:
 
 
 def _shares(cores: Sequence[Core], world: int) -> list[Sequence[Core]]:
-    """The cores of every rank, disjoint and contiguous in the order of nodes; there are at least as many as ranks."""
+    """The cores of every rank, disjoint and contiguous in the order of nodes. There are at least as many cores as
+    ranks."""
     within = _within_nodes(cores, world)
     if min(map(len, within)) >= LEAST_SHARE * (len(cores) // world):
         return within
@@ -209,7 +205,7 @@ def _shares(cores: Sequence[Core], world: int) -> list[Sequence[Core]]:
 
 
 def _within_nodes(cores: Sequence[Core], world: int) -> list[Sequence[Core]]:
-    """Every rank has cores of one node. The next rank goes where the ranks of a node then have most cores each."""
+    """Shares in which every rank has cores of one node. The next rank goes to the node with the most cores per rank."""
     sizes = Counter(core.node for core in cores)
     ranks = Counter[int]()
     for _ in range(world):
@@ -221,7 +217,7 @@ def _within_nodes(cores: Sequence[Core], world: int) -> list[Sequence[Core]]:
 
 
 def _even(cores: Sequence[Core], count: int) -> list[Sequence[Core]]:
-    """`count` parts of nearly the same size."""
+    """`count` parts whose sizes differ by at most one."""
     ends = [len(cores) * part // count for part in range(count + 1)]
     return [cores[start:end] for start, end in pairwise(ends)]
 
@@ -230,7 +226,7 @@ def _even(cores: Sequence[Core], count: int) -> list[Sequence[Core]]:
 
 
 def numa_nodes(sys: Path = SYS) -> dict[int, int]:
-    """The NUMA node of every CPU that the kernel lists under one."""
+    """The NUMA node of every CPU that the kernel lists under a node."""
     found: dict[int, int] = {}
     for folder in (sys / "devices/system/node").glob("node[0-9]*"):
         with suppress(OSError, ValueError):
@@ -246,14 +242,14 @@ def _online(sys: Path) -> frozenset[int]:
 
 
 def _node_of(cpus: Collection[int], topology: Topology) -> int | None:
-    """The one node that `cpus` belong to, on a machine that has several."""
+    """The node of `cpus` if they all belong to one and the machine has several, else None."""
     nodes = {topology.allowed[cpu] for cpu in cpus}
     return nodes.pop() if len(nodes) == 1 and topology.num_nodes > 1 else None
 
 
 def _prefer_memory_of(node: int) -> None:
-    """Take memory from `node` while it has some. A bound thread does so anyway, unless a policy was inherited, such as
-    numactl's. Containers often forbid that call."""
+    """Prefer memory of `node`. A bound thread does so anyway, unless it inherited a policy, such as numactl's.
+    Containers often forbid the call."""
     number = SET_MEMPOLICY.get(platform.machine())
     if number is None or node >= MAX_NODES:
         return

@@ -1,4 +1,4 @@
-"""Frames on a socket between a process and a child that works for it: a length in 4 bytes, then a struct as msgpack."""
+"""Frames on a socket between a process and its helper process: a length in 4 bytes, then a struct as msgpack."""
 
 import socket
 
@@ -11,7 +11,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def frame(message: msgspec.Struct) -> bytearray:
-    """Encode `message` for the socket, into the frame itself: a second copy of a long chat would be a large one."""
+    """Encode `message` as a frame, in a single buffer: a copy of a long chat would be large."""
     data = bytearray(LENGTH_BYTES)
     _encoder.encode_into(message, data, LENGTH_BYTES)
     data[:LENGTH_BYTES] = (len(data) - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little")
@@ -19,7 +19,8 @@ def frame(message: msgspec.Struct) -> bytearray:
 
 
 def read_frame(wire: socket.socket) -> bytearray:
-    """Read one frame; nothing at the end. Raises MemoryError for one that is too large; the next can be read."""
+    """Read one frame; empty at the end of the stream. Raises MemoryError if it is too large; the next can still be
+    read."""
     length = int.from_bytes(_read_into(wire, bytearray(LENGTH_BYTES)), "little")
     if length > MAX_FRAME_BYTES:
         return bytearray()
@@ -33,7 +34,7 @@ def read_frame(wire: socket.socket) -> bytearray:
 
 
 def _read_into(wire: socket.socket, data: bytearray) -> bytearray:
-    """Fill `data`. Returns it, or nothing if the socket is closed."""
+    """Fill `data` and return it, or an empty array if the socket is closed."""
     place, view = 0, memoryview(data)
     while place < len(data):
         count = wire.recv_into(view[place:])

@@ -1,14 +1,14 @@
-"""Least squares without negative numbers, from the normal equations."""
+"""Nonnegative least squares, from the normal equations."""
 
 from collections.abc import Sequence
 
 
 def nonnegative(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> list[float]:
-    """The numbers for which matrix * numbers comes nearest to `right`, none of them negative; matrix: symmetric and
-    positive [size, size].
+    """Nonnegative numbers for which matrix * numbers is nearest to `right`; matrix: symmetric and positive [size,
+    size].
 
-    Lawson and Hanson's method (Solving Least Squares Problems, 1974): numbers are let go from 0 one at a time, the one
-    that would help most, and are held there again when others make them negative.
+    Lawson and Hanson's method (Solving Least Squares Problems, 1974): numbers start fixed at 0 and are freed one at a
+    time, the most helpful first; a number that others would make negative is fixed at 0 again.
     """
     size = len(right)
     found, free = [0.0] * size, list[int]()
@@ -27,7 +27,7 @@ def nonnegative(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> li
             new = dict(zip(free, _solve_for(matrix, right, free), strict=True))
             if min(new.values()) > 0:
                 break
-            # As far towards them as no number becomes negative.
+            # Step towards them only until a number reaches 0.
             share = min(found[place] / (found[place] - new[place]) for place in free if new[place] <= 0)
             for place in free:
                 found[place] += share * (new[place] - found[place])
@@ -39,7 +39,7 @@ def nonnegative(matrix: Sequence[Sequence[float]], right: Sequence[float]) -> li
 
 
 def eliminate(matrix: list[list[float]]) -> list[float]:
-    """Solve a symmetric, positive system in place: each row has its right side at its end."""
+    """Solve a symmetric, positive system in place; each row ends with its right-hand side."""
     for place, pivot in enumerate(matrix):
         for row in matrix[place + 1 :]:
             factor = row[place] / pivot[place]

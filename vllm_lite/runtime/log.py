@@ -1,4 +1,4 @@
-"""Logging to stderr: one line for each fact that a user wants to know, with the name of the process."""
+"""Logging to stderr: one line per record, with the name of the process."""
 
 import json
 import logging
@@ -16,14 +16,15 @@ MOMENTS_VARIABLE = "VLLM_LITE_MOMENTS"
 
 
 class _SafeHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """A closed pipe or a full disk under the log must never stop the service."""
+    """A handler that ignores write errors: a closed pipe or a full disk must not stop the service."""
 
     def handleError(self, record: logging.LogRecord) -> None:
         pass
 
 
 class _Json(logging.Formatter):
-    """One object a line: time (UTC, ISO 8601), process, level, logger, message; exception if there is one."""
+    """One JSON object per line: time (UTC, ISO 8601), process, level, logger, message, and exception if there is
+    one."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -39,10 +40,8 @@ class _Json(logging.Formatter):
 
 
 def setup(process: str, level: str = "info", format: str = "text", config_file: str | None = None) -> None:  # noqa: A002
-    """Send this process's records of `vllm_lite` to stderr, named `process` ("engine", "worker 0").
-
-    A `config_file`, JSON for logging.config.dictConfig, is applied last. Raises ConfigError.
-    """
+    """Send this process's records of `vllm_lite` to stderr, named `process` ("engine", "worker 0"). A `config_file`,
+    JSON for logging.config.dictConfig, is applied last. Raises ConfigError."""
     handler = _SafeHandler(sys.stderr)
     text = logging.Formatter(f"%(asctime)s {process:<8} %(levelname)-7s %(message)s", "%H:%M:%S")
     handler.setFormatter(_Json(process) if format == "json" else text)
@@ -66,12 +65,13 @@ def _configure(path: str) -> None:
 
 
 def get(name: str) -> logging.Logger:
-    """Get the logger of a module; a module that runs as `__main__` gets the package's."""
+    """Get the logger of a module; for `__main__`, the package's."""
     return logging.getLogger("vllm_lite" if name == "__main__" else name)
 
 
 def moment(process: str, text: str) -> None:
-    """Write that `process` has done `text` to the file in VLLM_LITE_MOMENTS, for `python benchmarks startup`."""
+    """Append a time stamp for `process` having done `text` to the file in VLLM_LITE_MOMENTS, for `python benchmarks
+    startup`."""
     if path := os.environ.get(MOMENTS_VARIABLE):
-        with suppress(OSError), open(path, "a") as file:  # one short line: writers do not mix
+        with suppress(OSError), open(path, "a") as file:  # one short line: lines of several writers do not mix
             file.write(f"{time.monotonic()}\t{process}\t{text}\n")

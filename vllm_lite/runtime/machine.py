@@ -1,4 +1,4 @@
-"""Facts about this machine, found without importing torch: memory, cores, and a GPU that workers could use."""
+"""Facts about this machine, found without importing torch: memory, cores, GPUs."""
 
 import os
 import re
@@ -11,16 +11,16 @@ from typing import NamedTuple
 from vllm_lite.errors import ConfigError
 
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")
-"""One of these is there when an NVIDIA driver is loaded, the second under Windows' Linux."""
+"""One of these exists when an NVIDIA driver is loaded; the second under WSL."""
 SYS = Path("/sys")
-"""Where the kernel describes the machine; tests give a tree of their own."""
+"""Where the kernel describes the machine; tests pass a tree of their own."""
 NO_QUOTA = 1 << 30
 MAX_CPU = 1 << 16
-"""The kernel itself ends at 8192; the bound keeps a typing error from becoming a set of a billion numbers."""
+"""Above the kernel's own maximum of 8192; keeps a typing error from becoming a set of a billion numbers."""
 
 
 def memory_limit_bytes() -> int:
-    """This machine's memory, or the control group's limit if that is less."""
+    """This machine's memory, or the cgroup's limit if that is less."""
     limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with suppress(OSError, ValueError):
@@ -38,18 +38,18 @@ def parse_bytes(name: str, text: str) -> int:
 
 
 def num_physical_cores(sys: Path = SYS, allowed: Collection[int] | None = None) -> int:
-    """Physical cores that this process may use: its affinity mask without hyper-threads, and the container's share."""
+    """Physical cores that this process may use: those of its affinity mask, at most the container's CPU quota."""
     cores = {siblings(cpu, sys) for cpu in (os.sched_getaffinity(0) if allowed is None else allowed)}
     return max(1, min(len(cores), cpu_quota(sys)))
 
 
 def num_cpus() -> int:
-    """Hardware threads of this machine, or the container's share if that is less: no affinity mask changes it."""
+    """Hardware threads of this machine, or the container's CPU quota if that is less; affinity masks do not count."""
     return max(1, min(os.cpu_count() or 1, cpu_quota()))
 
 
 def siblings(cpu: int, sys: Path = SYS) -> tuple[int, ...]:
-    """The hardware threads of `cpu`'s core, ascending; a CPU of which the kernel says nothing is its own core."""
+    """The hardware threads of `cpu`'s core, ascending; `cpu` alone if the kernel does not list it."""
     try:
         return parse_cpu_list((sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text())
     except (OSError, ValueError):
@@ -57,10 +57,8 @@ def siblings(cpu: int, sys: Path = SYS) -> tuple[int, ...]:
 
 
 def cpu_quota(sys: Path = SYS) -> int:
-    """CPUs that the control group grants, rounded up; a number larger than any machine if there is no limit.
-
-    It is version 2's cpu.max, or what version 1 has in two files; each has its own word for "no limit".
-    """
+    """The cgroup's CPU quota, rounded up; NO_QUOTA if there is none. Read from cpu.max (cgroup v2) or from v1's two
+    files."""
     group = sys / "fs/cgroup"
     with suppress(OSError, ValueError):
         quota, period = (group / "cpu.max").read_text().split()
@@ -72,7 +70,7 @@ def cpu_quota(sys: Path = SYS) -> int:
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """ "0-3,8" as the kernel writes it, ascending and each once. Raises ValueError for anything else."""
+    """Parse a list like "0-3,8", as the kernel writes it: ascending, without duplicates. Raises ValueError."""
     found: set[int] = set()
     for part in text.strip().split(","):
         match = re.fullmatch("([0-9]{1,9})(?:-([0-9]{1,9}))?", part.strip())
@@ -103,7 +101,7 @@ class Gpu(NamedTuple):
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs that nvidia-smi lists; none where it is not installed or does not answer."""
+    """The GPUs that nvidia-smi lists; empty if it is not installed or fails."""
     import subprocess
 
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
@@ -116,25 +114,25 @@ def gpus() -> list[Gpu]:
 
 
 def has_driver() -> bool:
-    """Whether an NVIDIA driver is loaded. Only a worker finds out whether torch can use it."""
+    """Whether an NVIDIA driver is loaded. Only workers check whether torch can use it."""
     return any(os.path.exists(file) for file in GPU_FILES)
 
 
 def hides_gpus() -> bool:
-    """Whether the user lets no process of ours see a GPU."""
+    """Whether CUDA_VISIBLE_DEVICES hides every GPU."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
 
 
 def version(package: str) -> str:
     """The version of an installed package. Raises ModuleNotFoundError."""
-    from importlib import metadata  # 7 ms, which every process would pay for a question that few ask
+    from importlib import metadata  # takes 7 ms, and few processes need it
 
     return metadata.version(package)
 
 
 def cuda_extra() -> str | None:
-    """The extra of this package that has a CuPy for the CUDA of the torch that is installed, without importing torch;
-    None where torch is not there or built without CUDA."""
+    """The extra of this package with a CuPy for the installed torch's CUDA version, found without importing torch; None
+    if torch is not installed or built without CUDA."""
     torch = find_spec("torch")
     if torch is None or torch.origin is None:
         return None
@@ -147,10 +145,8 @@ def cuda_extra() -> str | None:
 
 
 def lacks_for_cuda(*, kernels: bool = True) -> str | None:
-    """None when workers can be expected to run on a GPU, else what this machine lacks, as a clause.
-
-    `kernels`: whether CuPy is needed, which compiles and launches ours; the reference backend does without.
-    """
+    """Return what this machine lacks for workers on a GPU, as a clause, or None. `kernels`: whether CuPy is needed,
+    which compiles and launches this package's kernels; the reference backend works without."""
     if not has_driver():
         return "this machine has no NVIDIA driver (there is no /dev/nvidiactl)"
     if hides_gpus():

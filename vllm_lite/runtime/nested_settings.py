@@ -1,4 +1,4 @@
-"""Settings that are written as JSON objects: values of single fields of EngineConfig."""
+"""Settings with several keys, written as JSON objects: values of fields of EngineConfig."""
 
 import re
 from typing import Annotated, Any, Literal, NamedTuple
@@ -9,27 +9,27 @@ from msgspec import Meta
 from vllm_lite.runtime.addresses import check_address, offset
 
 Threads = Annotated[int, Meta(ge=1, le=4096)]
-"""OpenMP crashes the process that asks it for very many; 4,096 were tried, and are more than any machine has."""
+"""Bounded, as OpenMP crashes with very many threads; 4,096 were tested, more than any machine has."""
 Count = Annotated[int, Meta(ge=1)]
 OlderMTP = Literal["deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp", "qwen3_5_mtp"]
-"""Names of vLLM for the method mtp of one family."""
+"""vLLM's names of the method mtp for single families."""
 WITH_MODEL = ("draft_model", "eagle3")
-"""Methods of speculation that draft with a checkpoint of their own."""
+"""Methods that draft with a checkpoint of their own."""
 DRAFTS = {"self": 15}
 """The most drafts of a step, of methods that do best with more than 4: as many as come to be right and cost little."""
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Draft the next tokens and keep those that the model confirms: the same tokens in fewer steps.
+    """Speculative decoding: draft the next tokens and keep those that the model confirms; the output is the same, in
+    fewer steps. Names are vLLM's; a `model` without a method is a draft model.
 
-    "ngram" looks for the last `prompt_lookup_max` to `prompt_lookup_min` tokens earlier in the sequence, and drafts
-    what followed them there. "suffix" looks for the longest suffix of at most `suffix_decoding_max_tree_depth` tokens,
-    also in the latest `suffix_decoding_max_cached_requests` answers of the same adapter and cache salt, and drafts
-    `suffix_decoding_max_spec_factor` tokens for each that matches, as long as a share of at least
-    `suffix_decoding_min_token_prob` of its occurrences agrees. "self" drafts with a copy of the model in 4 bits.
-    "draft_model" has the smaller model `model` draft, a folder or a hub id; `quantization` is that of its weights.
-    "mtp" drafts with the head that the checkpoint has for it, "eagle3" with one of EAGLE-3, which is `model`. Names are
-    vLLM's; a `model` without a method is a draft model.
+    "ngram" looks for the last `prompt_lookup_max` to `prompt_lookup_min` tokens earlier in the sequence, and drafts the
+    tokens that followed there. "suffix" looks for the longest suffix of at most `suffix_decoding_max_tree_depth`
+    tokens, also in the latest `suffix_decoding_max_cached_requests` answers of the same adapter and cache salt, and
+    drafts `suffix_decoding_max_spec_factor` tokens per matching token, while at least a share of
+    `suffix_decoding_min_token_prob` of its occurrences agree. "self" drafts with a copy of the model in 4 bits.
+    "draft_model" drafts with the smaller `model`, a folder or hub id, whose weights are quantized by `quantization`.
+    "mtp" drafts with the checkpoint's own MTP head, "eagle3" with an EAGLE-3 head, which is `model`.
     """
 
     method: Literal["ngram", "suffix", "self", "draft_model", "mtp", "eagle3", OlderMTP] = "ngram"
@@ -67,21 +67,21 @@ class ProfilerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Settings of /start_profile and /stop_profile; the names are vLLM's.
 
     "torch": each worker writes a trace of its operations and kernels into `torch_profiler_dir`, for Perfetto or
-    chrome://tracing, and a table of what took most. "cuda": workers tell a profiler that they run under (Nsight) when
-    to begin and end. Both see the parts of a step by name.
+    chrome://tracing, and a table of the most expensive ones. "cuda": workers start and stop the range of a profiler
+    that they run under (Nsight). Both show the named parts of a step.
     """
 
     profiler: Literal["torch", "cuda"] | None = None
     torch_profiler_dir: Annotated[str, Meta(max_length=4096)] = ""
     torch_profiler_with_stack: bool = False
-    """vLLM's default is true; torch then takes half a minute to write 200 steps of a small model."""
+    """vLLM's default is true, with which torch takes half a minute to write 200 steps of a small model."""
     torch_profiler_with_flops: bool = False
     torch_profiler_with_memory: bool = False
     torch_profiler_record_shapes: bool = False
     torch_profiler_use_gzip: bool = True
     torch_profiler_dump_cuda_time_total: bool = True
     ignore_frontend: bool = False
-    """Nothing here: only workers are profiled."""
+    """Without effect: only workers are profiled."""
     delay_iterations: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
     max_iterations: Annotated[int, Meta(ge=0, le=1 << 20)] = 0
 
@@ -93,8 +93,8 @@ class ProfilerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class LoraModulePath(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An adapter that is served from the start: `path` is a folder as PEFT writes it, or a hub id. `base_model_name`:
-    what its parent is called in lists of models, instead of the model's name."""
+    """An adapter loaded at start: `path` is a folder as PEFT writes it, or a hub id. `base_model_name` is the name of
+    its parent in lists of models, instead of the model's."""
 
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     path: Annotated[str, Meta(min_length=1, max_length=4096)]
@@ -102,7 +102,7 @@ class LoraModulePath(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @classmethod
     def from_text(cls, text: str) -> "LoraModulePath":
-        """Read name=path, or an object of JSON. Raises ValueError."""
+        """Parse name=path, or a JSON object. Raises ValueError."""
         if text.startswith("{"):
             return msgspec.json.decode(text, type=cls)
         name, equals, path = text.partition("=")
@@ -115,7 +115,7 @@ _ADAPTER_NAME = re.compile(r"[\w.:/@+-]{1,128}")
 
 
 def wrong_adapter_name(name: str) -> str | None:
-    """Return what is wrong with the name of an adapter. Metrics list names with commas between them, in one line."""
+    """Return what is wrong with an adapter's name, or None. Commas are not allowed, as metrics join names by commas."""
     if _ADAPTER_NAME.fullmatch(name):
         return None
     return f"an adapter's name has letters, digits and . _ : / @ + - only, 128 at most; got {name[:200]!r}"
@@ -124,7 +124,7 @@ def wrong_adapter_name(name: str) -> str | None:
 def check_adapters(
     modules: tuple[LoraModulePath, ...], max_loras: int, max_cpu_loras: int | None, *, enabled: bool
 ) -> None:
-    """Raise ValueError for settings of adapters that do not go together."""
+    """Raise ValueError for settings of adapters that contradict each other."""
     names = [module.name for module in modules]
     if names and not enabled:
         raise ValueError("lora_modules needs enable_lora")
@@ -137,17 +137,18 @@ def check_adapters(
 
 
 KV_EVENTS_SOCKET = "kv-events"
-"""The name of the socket in an engine's folder."""
+"""Name of the events' socket in an engine's folder."""
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Events that tell routers the prefixes cached here: a ZeroMQ PUB socket publishes events, another repeats batches.
+    """KV cache events for routers: a ZeroMQ PUB socket publishes them, another one replays batches.
 
-    Events carry the prompts' token ids, so endpoints are on this machine only: ipc://PATH, which only this user can
-    open, or tcp://127.0.0.1:PORT, which all its users can. Without one it is a socket in the engine's own folder, which
-    its log names. `event_format` is how vLLM's consumers expect an event: "array" up to its version 0.23, "map" since.
-    `hash_format` "int" gives the last 64 bits of a block's hash, for those that want numbers. `tiers` has events of the
-    host tier and of the disk as well, with `medium` "CPU" and "DISK": for consumers that look at the medium.
+    Events have the prompts' token ids, so endpoints are on this machine only: ipc://PATH, which only this user can
+    open, or tcp://127.0.0.1:PORT, which every local user can. By default it is a socket in the engine's own folder,
+    named in the engine's log. `event_format` is the encoding of events: "array" as vLLM's consumers up to version 0.23
+    expect, "map" as later ones do. `hash_format` "int" gives the last 64 bits of a block's hash, for consumers that
+    want numbers. `tiers` adds events of the host tier and the disk, with `medium` "CPU" and "DISK", for consumers that
+    read the medium.
     """
 
     enable_kv_cache_events: bool = False
@@ -179,31 +180,30 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def is_on_tcp(self) -> bool:
-        """Whether other users of this machine can connect."""
+        """Whether an endpoint is on TCP, to which other users of this machine can connect."""
         return any((endpoint or "").startswith("tcp://") for endpoint in (self.endpoint, self.replay_endpoint))
 
     def of_engine(self, rank: int) -> "KVEventsConfig":
-        """Settings with the endpoint of one of several engines, as in vLLM."""
+        """Settings with the endpoints of engine number `rank` of several, as in vLLM."""
         endpoint = self.endpoint and offset(self.endpoint, rank)
         replay = self.replay_endpoint and offset(self.replay_endpoint, rank)
         return msgspec.structs.replace(self, endpoint=endpoint, replay_endpoint=replay)
 
     def in_folder(self, folder: str) -> "KVEventsConfig":
-        """Settings with an endpoint in the engine's own folder, unless the user has named one."""
+        """Settings with an endpoint in the engine's folder, unless the user has set one."""
         return self if self.endpoint else msgspec.structs.replace(self, endpoint=f"ipc://{folder}/{KV_EVENTS_SOCKET}")
 
 
 POOLING_TYPES = ("LAST", "MEAN", "CLS")
 LONGEST_TEXT = 131_072
-"""Tokens of a text that is computed in several parts, unless a setting says more."""
+"""Default maximum number of tokens of a text with enable_chunked_processing."""
 
 
 class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Overrides of a model's own way to pool. Names are vLLM's; the later ones win.
+    """Overrides of a model's own pooling. Names are vLLM's; of two names for the same thing, the later field wins.
 
-    `task` is the only one that it then can be asked for; a classifier of pairs still scores. With
-    `enable_chunked_processing` a text of more tokens than the model takes, up to `max_embed_len`, is cut into chunks,
-    and its vector is the mean of theirs.
+    `task` restricts requests to one task; a classifier of pairs still scores. With `enable_chunked_processing`, a text
+    longer than the model's maximum, up to `max_embed_len`, is split into chunks, and its vector is the mean of theirs.
     """
 
     task: Literal["embed", "token_embed", "classify", "token_classify"] | None = None
@@ -224,7 +224,7 @@ class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class PoolingOptions(NamedTuple):
-    """The user's settings for pooling, by the names of the settings."""
+    """The user's settings for pooling, named as in EngineConfig."""
 
     convert: str | None = "auto"
     pooler_config: PoolerConfig = PoolerConfig()
@@ -232,11 +232,11 @@ class PoolingOptions(NamedTuple):
 
 
 class DeviceDefaults(NamedTuple):
-    """The defaults that depend on the device."""
+    """Defaults that depend on the device."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    swap_space: float  # GiB; on a CPU it would be the same memory
+    swap_space: float  # GiB; 0 on a CPU, where host memory is the same memory
 
 
 DEVICE_DEFAULTS = {"cpu": DeviceDefaults(64, 512, 0.0), "cuda": DeviceDefaults(256, 8192, 4.0)}

@@ -1,6 +1,6 @@
-"""Children of killed children. They end by themselves, but that takes a moment.
+"""Children of killed children: they end by themselves, but that takes a moment.
 
-A child's parent is the last of its arguments (runtime/supervise.py), so it is found even when its parent is gone.
+The last argument of a child is its parent's pid (runtime/supervise.py), so it can be found after the parent has ended.
 """
 
 import os
@@ -12,12 +12,12 @@ from contextlib import suppress
 from pathlib import Path
 
 GONE_S = 5.0
-"""How long the kernel may take to end a killed process that holds much memory."""
+"""Timeout for the kernel to end a killed process with much memory."""
 
 
 def end_children_of(pid: int, timeout_s: float = GONE_S) -> int:
-    """Kill the children that the dead process `pid` had started with supervise.spawn(), and wait until they are gone
-    and what they held is free. Returns how many still exist after `timeout_s`."""
+    """Kill the children that the dead process `pid` had started with supervise.spawn(), and wait until they have ended
+    and their memory is free. Returns the number that still exist after `timeout_s`."""
     watch = select.poll()
     fds = [fd for child in _children_of(pid) if (fd := _killed(child, pid)) is not None]
     try:
@@ -52,8 +52,8 @@ def _is_child(child: int, pid: int) -> bool:
 
 
 def _killed(child: int, pid: int) -> int | None:
-    """Kill a process through a descriptor of it, which is returned; None if it is gone. A process that has got its
-    number meanwhile is left alone."""
+    """Kill `child` through its pidfd, and return that; None if it has ended. The command line is checked again, as its
+    number may belong to another process by now."""
     with suppress(OSError):
         fd = os.pidfd_open(child)
         try:

@@ -1,8 +1,8 @@
-"""Content hashes of full blocks, chained over everything before them, so that equal hashes mean equal prefixes.
+"""Content hashes of full blocks, chained over all blocks before, so that equal hashes mean equal prefixes.
 
-blake2b-256 over (parent digest, token ids as little-endian u32, keys of the spans in the block). What else must be
-equal for any KV of a sequence to be shared (cache salt, adapter, ...) goes into the root of the chain, as does a seed
-that every process draws anew unless it is fixed: no client can predict or probe another process's hashes.
+A hash is blake2b-256 over (parent digest, token ids as little-endian u32, keys of the spans in the block). Everything
+else on which KV depends (cache salt, adapter, ...) goes into the root of the chain, as does a seed, which each process
+draws at random unless it is configured: no client can predict or probe another process's hashes.
 """
 
 import os
@@ -17,7 +17,8 @@ _end = attrgetter("end")
 
 
 class KeyedSpan(Protocol):
-    """Tokens [start, end) that stand for content with this digest: their ids are the same for any content."""
+    """Placeholder tokens [start, end) for content with this digest, such as an image: their ids are the same for all
+    content."""
 
     @property
     def start(self) -> int: ...
@@ -37,7 +38,7 @@ class PrefixHasher:
         self._seed = os.urandom(DIGEST_BYTES) if seed is None else seed.encode()
 
     def root(self, extra_keys: Sequence[str] = ()) -> bytes:
-        """The parent of a first block. Keys are length-prefixed, so that ("ab", "c") and ("a", "bc") differ."""
+        """Parent digest of the first block. Keys are length-prefixed, so that ("ab", "c") and ("a", "bc") differ."""
         state = blake2b(len(self._seed).to_bytes(8, "little") + self._seed, digest_size=DIGEST_BYTES)
         for key in extra_keys:
             data = key.encode()
@@ -52,9 +53,9 @@ class PrefixHasher:
         num_tokens: int,
         spans: Sequence[KeyedSpan] = (),
     ) -> None:
-        """Append to `hashes` the digests of the blocks that `num_tokens` fill and that are not hashed yet.
+        """Append to `hashes` the digests of the blocks that `num_tokens` fill and that have none yet.
 
-        `tokens` holds the sequence's ids as bytes, four per token; `spans` are in order, and do not overlap.
+        `tokens` are the sequence's ids as bytes, four per token; `spans` are sorted and do not overlap.
         """
         block_bytes = 4 * self.block_size
         parent = hashes[-1] if hashes else root
@@ -71,15 +72,15 @@ class PrefixHasher:
             hashes.append(parent)
 
     def tail(self, parent: bytes, tokens: bytes, number: int, spans: Sequence[KeyedSpan] = ()) -> bytes:
-        """The digest of the first tokens of block `number`, which stands behind `parent`."""
+        """Digest of the partial block `number` with these tokens, after `parent`."""
         content = parent + len(tokens).to_bytes(8, "little") + tokens
         content += span_keys(spans, number * self.block_size, self.block_size)
         return blake2b(content, digest_size=DIGEST_BYTES).digest()
 
 
 def span_keys(spans: Sequence[KeyedSpan], first: int, block_size: int) -> bytes:
-    """The keys of those spans that lie in the block which begins with token `first`: of each its digest, where it
-    begins and where it ends, counted from that token. Empty for a block of text alone."""
+    """Keys of the spans that overlap the block which begins at token `first`: the digest, start and end of each,
+    relative to `first`. Empty for a block without placeholders."""
     keys = b""
     for span in spans[bisect_right(spans, first, key=_end) :]:
         if span.start >= first + block_size:

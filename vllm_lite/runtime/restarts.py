@@ -1,13 +1,13 @@
-"""RestartLimit: how often that which dies is started again, before its deaths count as the end."""
+"""RestartLimit: bounds the restarts of a process that keeps dying."""
 
 from collections import deque
 
 WINDOW_S = 300.0
-"""max_restarts counts the deaths of so many seconds."""
+"""The window, in seconds, in which max_restarts counts deaths."""
 
 
 class RestartLimit:
-    """Counts deaths, of the workers of one engine or of the engines at one address. Time is an argument."""
+    """Counts deaths of the workers of an engine, or of the engines at one address. Time is an argument."""
 
     def __init__(self, max_restarts: int, window_s: float = WINDOW_S) -> None:
         self._max_restarts = max_restarts
@@ -15,7 +15,7 @@ class RestartLimit:
         self._deaths: deque[tuple[float, str]] = deque()
 
     def allows(self, cause: str, now_s: float) -> bool:
-        """Count a death. Returns whether it may be answered by another start; `now_s` never goes back."""
+        """Count a death. Returns whether another start is allowed; `now_s` must never decrease."""
         self._deaths.append((now_s, cause))
         while now_s - self._deaths[0][0] > self._window_s:
             self._deaths.popleft()
@@ -23,8 +23,8 @@ class RestartLimit:
 
     @property
     def causes(self) -> str:
-        """The deaths counted in the window, with the first cause, which is likely to be the root of all others, and the
-        last one if it is another. Of a single death it is just its cause, and "" before the first."""
+        """Summary of the deaths in the window: the first cause, which likely caused the others, and the last if it
+        differs. The bare cause of a single death; "" if there was none."""
         if not self._deaths:
             return ""
         (_, first), (_, last) = self._deaths[0], self._deaths[-1]

@@ -1,8 +1,8 @@
 """Settings: a frozen struct whose values come from a file, the environment and flags; unknown keys are errors.
 
-Every field's description is its help text; flags, environment variables (VLLM_LITE_<FIELD>) and file keys carry the
-field's name. What one of these doors takes, all of them take: aliases, vLLM's settings that change nothing here, and
-no_<field> of a switch.
+Every field's description is its help text; flags, environment variables (VLLM_LITE_<FIELD>) and file keys have the
+field's name. All three sources accept the same: aliases, vLLM's settings without effect here, and no_<field> for a
+switch.
 """
 
 import argparse
@@ -37,9 +37,9 @@ ALIASES = {
     "watermark": "kv_watermark",
     "model_tag": "model",
 }
-"""Other names of settings, which other engines give them."""
+"""Other engines' names of settings."""
 VALUE_ALIASES = {"dtype": {"half": "float16", "float": "float32"}}
-"""Other names of their values."""
+"""Other names of values, by setting."""
 _KINDS = {
     "int": "a whole number",
     "float": "a number",
@@ -53,18 +53,18 @@ _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2*
 
 
 class Section(str):
-    """Stands in the annotation of the first field of a group, whose title it is in --help."""
+    """Annotation of the first field of a group: the group's title in --help."""
 
     __slots__ = ()
 
 
 def about(text: str, **bounds: Any) -> msgspec.Meta:
-    """Stands in a field's annotation: its help text, and the bounds of its values."""
+    """Annotation of a field: its help text, and the bounds of its values."""
     return msgspec.Meta(description=text, **bounds)
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The base of the configs, which add the fields."""
+    """Base class of the configs, which add the fields."""
 
     @classmethod
     def load(
@@ -76,10 +76,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         of_vllm: Iterable[vllm_settings.Given] = (),
         notice: Callable[[str], None] = lambda _: None,
     ) -> Self:
-        """Layer file < vLLM's variables < env < flags and check the result. `env` defaults to os.environ.
+        """Merge file < vLLM's variables < env < flags and check the result. `env` defaults to os.environ.
 
-        `of_vllm` are settings of vLLM that the command line has, beside those of the other layers. `notice` is called
-        with each sentence about what was given and changes nothing. Raises ConfigError.
+        `of_vllm` are settings of vLLM from the command line, beside those of the other sources. `notice` is called with
+        each sentence about a setting without effect. Raises ConfigError.
         """
         env = os.environ if env is None else env
         given = {} if file is None else read_file(Path(file))
@@ -105,7 +105,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @classmethod
     def _sorted_out(cls, given: Iterable[tuple[str, str, Any]]) -> "_Layer":
-        """Take one layer apart: (as it is written, name of the setting, value) of each. Raises ConfigError."""
+        """Sort the settings of one source, each given as (spelling, name, value). Raises ConfigError."""
         layer, hints = _Layer({}, {}, [], set()), _hints(cls)
         for door, written, given_value in given:
             name, value = ALIASES.get(written, written), given_value
@@ -124,7 +124,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @classmethod
     def check(cls, values: Mapping[str, Any]) -> Self:
-        """Build a config from plain values; strings such as "32k" or "true" are read as their field wants them."""
+        """Build a config from plain values; strings such as "32k" or "true" are converted to the field's type."""
         known = set(cls.__struct_fields__)
         values = _canonical(values)
         for name in values:
@@ -143,8 +143,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class _Layer(NamedTuple):
-    """One layer: settings by their names, how each is written, settings of vLLM that are none here, and the names that
-    nobody has."""
+    """Settings of one source: values by name, the spelling of each, settings of vLLM that do not exist here, and
+    unknown names."""
 
     values: dict[str, Any]
     doors: dict[str, str]
@@ -159,8 +159,8 @@ def _hints(kind: type[Settings]) -> dict[str, Any]:
 
 
 def add_flags(parser: argparse._ActionsContainer, kind: type[Settings], only: Collection[str] | None = None) -> None:
-    """Add one flag per field, or per field in `only`, in groups; an unset flag is None, so that file and environment
-    show through."""
+    """Add one flag per field, or per field in `only`, in groups. A flag that is not given is None, so that the file's
+    or environment's value applies."""
     hints = _hints(kind)
     group = parser
     for field in msgspec.structs.fields(kind):
@@ -185,7 +185,7 @@ def add_flags(parser: argparse._ActionsContainer, kind: type[Settings], only: Co
 
 
 def _default(value: Any) -> str:
-    """A default as --help shows it; "" for one that says nothing."""
+    """A default as shown by --help; "" if it is empty."""
     if isinstance(value, tuple):
         value = " ".join(map(str, value))
     shown = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
@@ -193,7 +193,8 @@ def _default(value: Any) -> str:
 
 
 def _metavar(name: str, hint: Any) -> str:
-    """A flag's value as --help shows it: all values of a fixed set, N for a whole number, else the name's last part."""
+    """Placeholder of a flag's value in --help: all values of a fixed set, N for an integer, else the name's last
+    part."""
     if Literal in _types(hint):
         return "{" + ",".join(_choices(hint)) + "}"
     return "N" if int in _types(hint) else name.rsplit("_", 1)[-1].upper()
@@ -208,7 +209,7 @@ def _canonical(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _types(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of an annotation: of `Annotated[tuple[int, ...] | None, ...]` they are tuple and NoneType."""
+    """The alternatives of an annotation: tuple and NoneType for `Annotated[tuple[int, ...] | None, ...]`."""
     if get_origin(hint) is Annotated:
         return _types(get_args(hint)[0])
     if get_origin(hint) in (Union, UnionType):
@@ -217,7 +218,7 @@ def _types(hint: Any) -> tuple[Any, ...]:
 
 
 def _choices(hint: Any) -> tuple[str, ...]:
-    """The values that a field of a fixed set may have."""
+    """The values of a Literal field."""
     kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     return tuple(
         choice for part in get_args(kind) for choice in (get_args(part) or (part,)) if choice is not type(None)
@@ -225,7 +226,8 @@ def _choices(hint: Any) -> tuple[str, ...]:
 
 
 def _hint_within(hint: Any, within: str) -> Any:
-    """The annotation of the field `.name` of a struct whose annotation is `hint`; `hint` itself for ""."""
+    """The annotation of the field at the path `within` (".name") of a struct with the annotation `hint`; `hint` for
+    ""."""
     for name in within.split(".")[1:]:
         struct = next(kind for kind in _types(hint) if isinstance(kind, type) and issubclass(kind, msgspec.Struct))
         hint = get_type_hints(struct, include_extras=True)[name]
@@ -233,7 +235,7 @@ def _hint_within(hint: Any, within: str) -> Any:
 
 
 def _sentence(what: str, hint: Any) -> str:
-    """msgspec's message about a value that should be a `hint`, in the words of all other errors."""
+    """msgspec's message about a value that is no `hint`, in the wording of the other errors."""
     if what.startswith("Invalid enum value"):
         return f"must be one of {', '.join(_choices(hint))}"
     match = re.fullmatch(r"Expected `(\w+)[^`]*`(?: (<=|>=|<|>) (\S+?))?(?:, got `\w+`)?", what)
@@ -247,10 +249,8 @@ def _description(hint: Any) -> str:
 
 
 def _plain(name: str, value: Any, hint: Any) -> Any:
-    """Read "32k", "1.5M" as integers, "1,2,4" as several and "none" as unset; other values pass through.
-
-    A setting that is a text and nothing else cannot be unset: there "none" is a word.
-    """
+    """Convert "32k" and "1.5M" to integers, "1,2,4" to several values and "none" to None; other values are unchanged.
+    For a field that is always a text, "none" is a text."""
     kinds = _types(hint)
     if (read := _reader(hint)) is not None:
         return _read_each(name, value, read)
@@ -275,14 +275,14 @@ def _plain(name: str, value: Any, hint: Any) -> Any:
 
 
 def _reader(hint: Any) -> Callable[[str], Any] | None:
-    """The `from_text` of the structs that a field has several of, where they are more than words."""
+    """The `from_text` of the element type, for fields that are tuples of structs; else None."""
     kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     element = next(iter(get_args(kind)), None) if get_origin(kind) is tuple else None
     return getattr(element, "from_text", None)
 
 
 def _read_each(name: str, value: Any, read: Callable[[str], Any]) -> Any:
-    """The values of such a field: texts, each of which `read` takes, or what a file has in their place."""
+    """The values of such a field: texts, each parsed by `read`, or the values from a file."""
     if isinstance(value, str):
         stripped = value.strip()
         if stripped.startswith("["):

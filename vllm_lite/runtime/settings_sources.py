@@ -1,4 +1,4 @@
-"""Sources of settings: YAML and TOML files, and the environment. Nothing is converted or checked here."""
+"""Sources of settings: YAML and TOML files, and the environment. Values are neither converted nor checked."""
 
 import re
 import tomllib
@@ -11,13 +11,13 @@ from vllm_lite.errors import ConfigError
 
 ENV_PREFIX = "VLLM_LITE_"
 OTHER_VARIABLES = frozenset({"VLLM_LITE_ISA", "VLLM_LITE_CACHE", "VLLM_LITE_KEYS", "VLLM_LITE_MOMENTS"})
-"""Variables that are read and have no setting of that name."""
+"""Variables that are read but are not settings."""
 _OF_A_SERVICE = re.compile(r".*_(SERVICE_HOST|SERVICE_PORT\w*|PORT_\d+_(TCP|UDP|SCTP)\w*)")
 _LINK = re.compile(r"(tcp|udp|sctp)://.*")
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """The keys and values of a YAML or TOML file; a key with dots is one of an object. Raises ConfigError."""
+    """The keys and values of a YAML or TOML file; a key with dots is a key of an object. Raises ConfigError."""
     try:
         text = path.read_text()
         if path.suffix == ".toml":
@@ -26,7 +26,7 @@ def read_file(path: Path) -> dict[str, Any]:
             values = _yaml(text)
         else:
             raise ConfigError(f"a config file ends in .yaml, .yml or .toml, got {str(path)!r}")
-    except (OSError, ValueError, RecursionError) as error:  # those of the decoders are ValueErrors
+    except (OSError, ValueError, RecursionError) as error:  # the decoders' errors are ValueErrors
         raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"config file {str(path)!r} must hold settings as `name: value`")
@@ -34,12 +34,12 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def _yaml(text: str) -> Any:
-    """Read YAML, in which no object may have a key twice: of two values one would be lost. Raises ValueError."""
-    import yaml  # a start without a file need not wait for it
+    """Parse YAML and refuse duplicate keys, of which one value would be lost. Raises ValueError."""
+    import yaml  # not needed without a file
 
     class Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
-            """Override the one place where keys come together; those that `<<` brings in may be given again."""
+            """Override where keys are collected; keys from a merge (`<<`) may be overridden."""
             lines: dict[Any, int] = {}
             for key, _ in node.value:
                 if isinstance(key, yaml.ScalarNode):
@@ -72,7 +72,7 @@ def _nested(path: Path, values: dict[Any, Any]) -> dict[str, Any]:
 
 
 def read_env(env: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """(variable, name of the setting, text) of each variable that is meant for this package."""
+    """(variable, name of the setting, text) of each variable for this package."""
     for variable in sorted(env):
         is_ours = variable.startswith(ENV_PREFIX) and variable not in OTHER_VARIABLES
         if is_ours and not is_of_service(variable, env[variable]):
@@ -80,11 +80,11 @@ def read_env(env: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
 
 
 def is_of_service(variable: str, text: str) -> bool:
-    """Whether Kubernetes made the variable: of a service called vllm-lite it makes VLLM_LITE_PORT=tcp://10.0.0.1:80."""
+    """Whether Kubernetes set the variable: for a service vllm-lite it sets VLLM_LITE_PORT=tcp://10.0.0.1:80."""
     return bool(_OF_A_SERVICE.fullmatch(variable) or (variable.endswith("_PORT") and _LINK.fullmatch(text)))
 
 
 def unread(variable: str, names: Collection[str]) -> str:
-    """Return the sentence about a variable that is no setting."""
+    """Return the message about a variable that is not a setting."""
     near = get_close_matches(variable.removeprefix(ENV_PREFIX).lower(), names, 1)
     return f"{variable} is not read" + (f"; did you mean {ENV_PREFIX}{near[0].upper()}?" if near else "")

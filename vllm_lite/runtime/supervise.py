@@ -1,10 +1,10 @@
-"""Children that cannot be lost: started by Popen, watched by the parent, watching their parent.
+"""Child processes: started by Popen, watched by the parent, and watching their parent, so that none is left behind.
 
-A child is `python -m MODULE`, never a fork and never a re-run of the user's script. Its settings arrive as msgpack
-over a pipe whose other end the parent keeps open until it dies: end of file on it is the parent's death. They may come
-later than the child, which imports what it needs meanwhile (spawn_early). The kernel is asked for a signal as well
-(PR_SET_PDEATHSIG), for a child that is stuck in native code. That signal fires when the *thread* that started the
-child ends, so the child is started by the very thread that then waits for its end.
+A child is `python -m MODULE`, never a fork or a re-run of the user's script. It gets its settings as msgpack over a
+pipe that the parent keeps open: end of file means that the parent has died. Settings may be sent later than the child
+is started, which imports its modules in the meantime (spawn_early). For a child that is stuck in native code, the
+kernel is asked for a signal as well (PR_SET_PDEATHSIG). That signal is sent when the *thread* that started the child
+ends, so the thread that starts a child is the one that waits for its end.
 """
 
 import ctypes
@@ -32,14 +32,14 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 PR_SET_PDEATHSIG, PR_SET_NAME = 1, 15
 WORKER_NAME, STANDBY_NAME = "vl-worker ", "vl-standby "
-"""The name of a worker's process is the first of these and its rank, by which `vllm-lite ps` finds it; it is the second
-until the worker is to load the model."""
+"""Process names: WORKER_NAME and the rank for a worker, by which `vllm-lite ps` finds it; STANDBY_NAME before it loads
+the model."""
 _MAX_SETTINGS_BYTES = 1024 * 1024
 _LENGTH_BYTES = 4
 KILL_S = 5.0
-"""How long a killed process may take to be gone."""
+"""Timeout for the end of a killed process."""
 REMOVALS = 10
-"""How often a folder is removed in which files come up meanwhile."""
+"""Number of attempts to remove a folder in which files are created at the same time."""
 
 logger = log.get(__name__)
 
@@ -54,24 +54,24 @@ class Child(ABC):
         self._on_exit = on_exit
 
     def exited(self) -> str | None:
-        """Return None while it runs, else why it ended: "killed by SIGKILL", "exit status 1"."""
+        """Return None while the child runs, else why it ended: "killed by SIGKILL", "exit status 1"."""
         return self._reason
 
     def is_stopped(self) -> bool:
-        """Whether its process was stopped, as by SIGSTOP, and not continued."""
+        """Whether the process is stopped, as by SIGSTOP."""
         return False
 
     @abstractmethod
     def stop(self, grace_s: float) -> None:
-        """Ask it to end, wait at most `grace_s`, then kill it. Returns when it is gone."""
+        """Ask the child to end, wait at most `grace_s`, then kill it. Returns when it has ended."""
 
     def kill(self) -> None:
-        """End it without a word. Returns when it is gone."""
+        """Kill the child. Returns when it has ended."""
         self.stop(0.0)
 
 
 class ChildProcess(Child):
-    """A child in a process of its own, made by spawn() or spawn_early(). It waits for its settings."""
+    """A child process, made by spawn() or spawn_early(). It waits for its settings."""
 
     def __init__(self, module: str, name: str, fds: Sequence[int] = ()) -> None:
         super().__init__(name, lambda _reason: None)
@@ -79,7 +79,7 @@ class ChildProcess(Child):
         self._fds = tuple(fds)
         self._settings: msgspec.Struct | None = None
         self._is_decided = threading.Event()
-        """Whether it gets settings: it has got them, or is to end without any."""
+        """Set when it has got its settings, or will end without."""
         self._started = threading.Event()
         self._ended = threading.Event()
         self._error: BaseException | None = None
@@ -90,7 +90,7 @@ class ChildProcess(Child):
             raise self._error
 
     def begin(self, settings: msgspec.Struct, on_exit: Callable[[str], None]) -> None:
-        """Send it its settings. To be called once."""
+        """Send the child its settings. To be called once."""
         self._settings, self._on_exit = settings, on_exit
         self._is_decided.set()
 
@@ -103,8 +103,8 @@ class ChildProcess(Child):
                     pass_fds=(read_end, *self._fds),
                     env=_environment(),
                     stdin=subprocess.DEVNULL,
-                    stdout=2,  # so that a script's own holds only what the script prints
-                    process_group=0,  # Ctrl-C reaches the parent only, which then ends its children in order
+                    stdout=2,  # so that a script's stdout has only what the script prints
+                    process_group=0,  # Ctrl-C reaches the parent only, which ends its children in order
                 )
             finally:
                 os.close(read_end)
@@ -138,7 +138,7 @@ class ChildProcess(Child):
         self._signal((signal.SIGKILL, KILL_S))
 
     def _signal(self, *signals: tuple[signal.Signals, float]) -> None:
-        """Send one after the other, each with the seconds that it has, until the process is gone."""
+        """Send the signals one after the other, waiting the given seconds after each, until the process has ended."""
         self._is_decided.set()
         for number, patience_s in signals:
             if self._ended.is_set():
@@ -150,7 +150,7 @@ class ChildProcess(Child):
 
 
 class ChildThread(Child):
-    """The same entry point run by a thread of this process, for --single-process. stop() sets its wakeup."""
+    """The same entry point in a thread of this process, for --single-process. stop() sets its wakeup."""
 
     def __init__(self, module: str, settings: msgspec.Struct, name: str, on_exit: Callable[[str], None]) -> None:
         super().__init__(name, on_exit)
@@ -185,11 +185,11 @@ def spawn(  # noqa: PLR0913 - the last three are for few
     fds: Sequence[int] = (),
     entry: str | None = None,
 ) -> Child:
-    """Start `python -m module` with `settings`; `on_exit(reason)` is called on a thread of its own when it ends.
+    """Start `python -m module` with `settings`; `on_exit(reason)` is called on a separate thread when it ends.
 
-    The child ends when this process does, however this process ends. `in_thread` runs it inside this process instead.
-    It has the open descriptors `fds` under the same numbers. If none, it may be one that spawn_early() has started. If
-    not, it runs `entry`, which does what `module` does, if that is given.
+    The child ends when this process does, however this process ends. `in_thread` runs it in a thread of this process
+    instead. The child inherits the descriptors `fds` under the same numbers; without `fds`, a child started by
+    spawn_early() may be used. `entry` is a module that is run in place of `module` and does the same.
     """
     if in_thread:
         return ChildThread(module, settings, name, on_exit)
@@ -201,27 +201,27 @@ def spawn(  # noqa: PLR0913 - the last three are for few
 
 
 _early: dict[str, ChildProcess] = {}
-"""Children that wait for their settings, by the module as which spawn() will be asked for them."""
+"""Children that wait for their settings, by the `module` for spawn()."""
 
 
 def spawn_early(module: str, entry: str | None = None) -> None:
-    """Start the process that the next spawn() of `module` is to take: it imports what it needs, and waits.
+    """Start the process for the next spawn() of `module`: it imports its modules, and waits for settings.
 
-    It runs `entry`, which does what `module` does, if that is given. To be called by a process that cannot know the
-    settings before it has imported much itself. A process that cannot be started is left to spawn() to report.
+    For a process that must import much before it knows the settings. `entry` is as in spawn(), which also reports a
+    process that cannot be started.
     """
     with suppress(OSError):
         _early[module] = ChildProcess(entry or module, module)
 
 
 def end_early() -> None:
-    """Kill the processes of spawn_early() that spawn() has not taken."""
+    """Kill processes of spawn_early() that spawn() has not used."""
     while _early:
         _early.popitem()[1].stop(0.0)
 
 
 def stop_all(children: Sequence[Child], grace_s: float) -> None:
-    """Stop children side by side: together they take no longer than the slowest. Returns when all are gone."""
+    """Stop children in parallel: it takes as long as the slowest. Returns when all have ended."""
     others = [threading.Thread(target=child.stop, args=(grace_s,), name=f"{child.name} stop") for child in children[1:]]
     for thread in others:
         thread.start()
@@ -232,8 +232,8 @@ def stop_all(children: Sequence[Child], grace_s: float) -> None:
 
 
 def keep_from_collections() -> None:
-    """Keep the garbage collector away from what a child has made by now, which lives as long as its process. A thread
-    that stands in for the process ends before it, and nothing that is frozen is freed."""
+    """Freeze the child's objects so far, so that the garbage collector skips them: they live as long as the process.
+    Does nothing in a thread in place of a process, as frozen objects are never freed."""
     if threading.current_thread() is threading.main_thread():
         gc.freeze()
 
@@ -247,17 +247,17 @@ def run_child(
 ) -> None:
     """The body of a child's `if __name__ == "__main__"`: read the settings, watch the parent, run, exit.
 
-    `main(settings, stop)` returns the exit status. If `graceful`, SIGTERM and SIGINT set `stop` and `main` has to
-    look; otherwise they end the process at once, even in native code. If the parent dies, `cleanup(settings)` runs and
-    the process ends at once, graceful or not: nobody wants what it would end with.
+    `main(settings, stop)` returns the exit status. If `graceful`, SIGTERM and SIGINT set `stop`, which `main` has to
+    check; otherwise they end the process at once, even in native code. If the parent dies, `cleanup(settings)` runs and
+    the process ends at once, even if graceful.
     """
     read_end, parent = int(sys.argv[1]), int(sys.argv[2])
     stop = SignalWakeup() if graceful else Wakeup()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, (lambda *_: stop.set()) if graceful else signal.SIG_DFL)
-    of_death = signal.SIGHUP if graceful else signal.SIGTERM  # which is no request to end in peace
+    of_death = signal.SIGHUP if graceful else signal.SIGTERM  # not SIGTERM, which asks for a graceful end
     if graceful:
-        signal.signal(of_death, signal.SIG_IGN)  # until there are settings to clean up by
+        signal.signal(of_death, signal.SIG_IGN)  # until cleanup() has settings
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, of_death, 0, 0, 0)
     length = int.from_bytes(_read_exactly(read_end, _LENGTH_BYTES), "little")
     if length > _MAX_SETTINGS_BYTES:
@@ -285,15 +285,13 @@ def run_child(
 
 
 def name_process(name: str) -> None:
-    """Set the name that top and /proc/PID/comm show: at most 15 bytes. Only the main thread's name is the process'."""
+    """Set the name shown by top and /proc/PID/comm, at most 15 bytes. Only the main thread's name is the process's."""
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def open_standard_files() -> None:
-    """Open /dev/null as stdin, stdout and stderr where those are closed.
-
-    Otherwise a socket or pipe would get the number, would receive what is printed, or be replaced in a child.
-    """
+    """Open /dev/null as stdin, stdout and stderr if these are closed. Otherwise a socket or pipe would get their
+    numbers, receive printed text, or be replaced in a child."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         try:
             os.fstat(number)
@@ -303,8 +301,8 @@ def open_standard_files() -> None:
 
 
 def remove_dir(path: str) -> None:
-    """Remove a run directory and the sockets in it. Another process may do the same at the same time, or make a socket
-    there: an engine that still starts has a thread that does this when its parent dies."""
+    """Remove a run directory and the sockets in it. Another process may remove it at the same time, or create a socket
+    in it, as an engine that is starting when its parent dies."""
     for _ in range(REMOVALS):
         shutil.rmtree(path, ignore_errors=True)
         if not os.path.lexists(path):

@@ -1,14 +1,13 @@
-"""Importing torch is the slowest second of a start; a fifth of it is put off until somebody needs it.
+"""Faster import of torch, the slowest second of a start: a fifth of it is deferred until needed.
 
-torch._meta_registrations says what operations do to tensors without memory, for tracing, and brings the decompositions
-of most operations along. A worker whose models are native never needs it; transformers does, and whatever traces.
-Modules of torch count on it: torch._dynamo, which torch.profiler and torch.compile load, cannot even be imported
-without. So it runs before anything is imported that `import torch` did not bring, and all of that finds torch as it
-always is. Only who computes on the "meta" device, or makes a Generator, without importing anything has to call
-`complete`.
+torch._meta_registrations defines operations on tensors without memory, for tracing, and imports the decompositions of
+most operations. A worker with native models never needs it; transformers and tracing do. Modules of torch rely on it:
+torch._dynamo, which torch.profiler and torch.compile import, cannot even be imported without. So it runs before the
+first import of any module that `import torch` does not import itself. Only code that computes on the "meta" device or
+makes a Generator, without importing anything, must call `complete`.
 
-What torch.cuda would load of CUDA's bindings, where they are installed, is left out altogether: a twelfth more, for a
-process that uses no GPU.
+CUDA's bindings, which torch.cuda would import where they are installed, are skipped: they take another twelfth, and
+this process uses no GPU.
 """
 
 import sys
@@ -22,12 +21,12 @@ from typing import Any
 PUT_OFF = "torch._meta_registrations"
 NEEDS_IT = "transformers"
 LEFT_OUT = "cuda.bindings"
-"""torch.cuda does without if it cannot be imported; once torch is there, those who want it find it."""
+"""torch.cuda works without it. After the import of torch, others can import it."""
 
 
 class _Later(ModuleType):
-    """A module that runs when something is wanted of it. What all modules have is no such thing: inspect looks at the
-    files of all of them."""
+    """A module that runs when an attribute is read, except attributes that every module has, such as `__file__`:
+    inspect reads these of all modules."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -44,11 +43,11 @@ class _LoadLater(Loader):
         return _Later(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing yet."""
+        """Deferred to the first access."""
 
 
 class _Loaded(Loader):
-    """For a module that was imported while its own import was looking for it: it must not run twice."""
+    """Loader of a module that was imported during the search for it: it must not run twice."""
 
     def __init__(self, spec: ModuleSpec | None) -> None:
         self.spec = spec
@@ -79,21 +78,20 @@ class _PutOff(MetaPathFinder):
 
 
 def put_off() -> None:
-    """To be called before torch is imported, by a process that uses no GPU; later it does nothing."""
+    """Call it before torch is imported, in a process that uses no GPU; afterwards it does nothing."""
     if "torch" not in sys.modules and not any(isinstance(finder, _PutOff) for finder in sys.meta_path):
         sys.meta_path.insert(0, _PutOff())
 
 
 def complete() -> None:
-    """Run what was put off: to be called before anything is computed on the "meta" device, or traced, and before a
-    torch.Generator is made."""
+    """Run the deferred module. Call it before computing on the "meta" device, tracing, or making a torch.Generator."""
     module = sys.modules.get(PUT_OFF)
     if isinstance(module, _Later):
         _run(module)
 
 
 def _is_being_imported(name: str) -> bool:
-    """False also where Python does not tell: then nothing stays put off for longer than that import."""
+    """Also False if Python does not say; then nothing stays deferred after that import."""
     return getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False)
 
 

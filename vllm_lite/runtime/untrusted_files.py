@@ -1,7 +1,7 @@
-"""Files that a stranger may have written: reads that neither wait nor fill the memory, and owners that may be trusted.
+"""Files that a stranger may have written: reads that neither block nor exhaust memory, and a check of owners.
 
-A checkpoint, an adapter or a cache folder may hold a pipe in a config's place, a link to a device that never ends, or a
-sparse file of a terabyte.
+A checkpoint, adapter or cache folder may hold a pipe in place of a config, a link to an endless device, or a sparse
+file of a terabyte.
 """
 
 import errno
@@ -11,17 +11,17 @@ from collections.abc import Iterable
 from pathlib import Path
 
 MAX_CONFIG_BYTES = 32 * 1024 * 1024
-"""Size limit of a JSON file that configures something; the largest real ones, which list each expert, have 2 MB."""
+"""Size limit of a JSON config; the largest real ones, which list each expert, have 2 MB."""
 MAX_TOKENIZER_BYTES = 256 * 1024 * 1024
 
 
 def read_bounded(path: str | Path, max_bytes: int = MAX_CONFIG_BYTES) -> bytes:
     """Read the regular file `path` of at most `max_bytes` bytes.
 
-    Raises OSError, whose strerror says what is wrong, also for a pipe or a device, which are not waited for, and for a
-    larger file. Raises ValueError for what cannot be a path.
+    Raises OSError, with a clear strerror, also for a larger file and for a pipe or device, without blocking on it.
+    Raises ValueError for an invalid path.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # O_NONBLOCK: a pipe would be waited for
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # O_NONBLOCK: opening a pipe would block
     with open(descriptor, "rb", buffering=0) as file:
         status = os.fstat(descriptor)
         if stat.S_ISDIR(status.st_mode):
@@ -34,11 +34,11 @@ def read_bounded(path: str | Path, max_bytes: int = MAX_CONFIG_BYTES) -> bytes:
 
 
 def first_untrusted(paths: Iterable[Path]) -> Path | None:
-    """Find the first of `paths` that a third user may have changed: it belongs neither to root nor to this user, or is
-    a folder that all users may write. Raises OSError for a path that cannot be looked at."""
+    """Find the first of `paths` that a third user may have changed: its owner is neither root nor this user, or it is a
+    folder that all users may write. Raises OSError for a path that cannot be read."""
     for path in paths:
         status = path.stat()
-        is_open = stat.S_ISDIR(status.st_mode) and status.st_mode & 0o002  # files lie in these folders, with the umask
+        is_open = stat.S_ISDIR(status.st_mode) and status.st_mode & 0o002  # files are in these folders, with the umask
         if status.st_uid not in (0, os.geteuid()) or is_open:
             return path
     return None

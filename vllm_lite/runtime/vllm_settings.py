@@ -1,9 +1,9 @@
-"""Settings of vLLM that are no settings here: what would change nothing is taken, with a notice, the rest refused.
+"""vLLM's settings that do not exist here: those without effect are accepted with a notice, the others are refused.
 
-So that a command line, a file and an environment that were written for vLLM start, or say in one sentence what to do.
-Names are all that vLLM 0.33 has, and older ones. This is the one list for every door: `--trust-remote-code` on the
-command line, `trust-remote-code: true` in a file, VLLM_LITE_TRUST_REMOTE_CODE=1, and LLM(trust_remote_code=True).
-vLLM's own variables are in vllm_variables.py.
+So command lines, files and environments written for vLLM either start or get an error that says what to do. The names
+are those of vLLM 0.33 and older ones. All sources use this list: `--trust-remote-code` on the command line,
+`trust-remote-code: true` in a file, VLLM_LITE_TRUST_REMOTE_CODE=1, and LLM(trust_remote_code=True). vLLM's own
+variables are in vllm_variables.py.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,7 +32,7 @@ HANGS = "see --heartbeat-timeout-s and --max-restarts"
 
 
 class Flags(NamedTuple):
-    """Flags with one answer. `values`: what they may be given, () for switches, None for any value."""
+    """Flags with the same reason. `values`: the accepted values, () for switches, None for any value."""
 
     names: str
     reason: str
@@ -40,7 +40,7 @@ class Flags(NamedTuple):
 
 
 class Given(NamedTuple):
-    """One of them as the user gave it: `name` is how it was written, and `value` True or False of a switch."""
+    """Such a setting as the user gave it: `name` is its spelling, and `value` True or False for a switch."""
 
     name: str
     row: Flags
@@ -152,7 +152,7 @@ WITHOUT_EFFECT: tuple[Flags, ...] = (
     Flags("--cohere-format", "prompts are made by the model's template"),
     Flags("--cohere-is-reasoning-model", "see --reasoning-parser", SWITCHES),
 )
-"""Flags that would change nothing here. Another value than these is refused, for the same reason."""
+"""Flags without effect here. Values other than the listed ones are refused, for the same reason."""
 
 REFUSED: tuple[Flags, ...] = (
     Flags("--hf-config-path", "give a folder whose config.json says it, or --hf-overrides"),
@@ -210,8 +210,7 @@ REFUSED: tuple[Flags, ...] = (
 
 @cache
 def known() -> Mapping[str, tuple[Flags, bool]]:
-    """Each long flag's name as a setting would have it, like trust_remote_code, with its row and whether it is
-    refused."""
+    """Each long flag's name as a setting (trust_remote_code), with its row and whether it is refused."""
     return {
         name[2:].replace("-", "_"): (row, is_refused)
         for table, is_refused in ((WITHOUT_EFFECT, False), (REFUSED, True))
@@ -222,10 +221,8 @@ def known() -> Mapping[str, tuple[Flags, bool]]:
 
 
 def find(door: str, name: str, value: Any) -> list[Given]:
-    """Settings of vLLM's given as `name` at a `door`, the name in answers; empty if vLLM has no such flag.
-
-    An object is taken apart where its keys have answers of their own: structured_outputs_config with a backend.
-    """
+    """vLLM's settings given as `name`; `door` is the name for messages. Empty if vLLM has no such flag. An object is
+    split if its keys have rows of their own: structured_outputs_config with a backend."""
     table = known()
     if isinstance(value, Mapping) and value and all(f"{name}.{key}" in table for key in value):
         return [given for key, inner in value.items() for given in find(f"{door}.{key}", f"{name}.{key}", inner)]
@@ -238,7 +235,7 @@ def find(door: str, name: str, value: Any) -> list[Given]:
 
 
 def as_switch(door: str, value: Any) -> bool:
-    """Read true, 1, yes, on and their opposites, in any case; nothing is off. Raises ConfigError."""
+    """Parse true, 1, yes, on and their opposites, in any case; an empty text is False. Raises ConfigError."""
     text = str("" if value is None else value).strip().lower()
     if text not in _SWITCHED:
         raise ConfigError(f"{door}: must be true or false, got {value!r}")
@@ -250,7 +247,7 @@ _SWITCHED |= {"false": False, "0": False, "no": False, "off": False, "": False, 
 
 
 def answer(given: Iterable[Given]) -> str:
-    """The notice of those that change nothing; "" if none was given. Raises ConfigError for one that cannot be."""
+    """The notice about settings without effect; "" if there are none. Raises ConfigError for a refused one."""
     kept: dict[str, list[str]] = {}
     for name, row, value, is_refused in given:
         is_asked = as_switch(name, value) if row.values == SWITCHES else value is not None

@@ -1,7 +1,7 @@
-"""Variables of vLLM's environment: each is taken as a setting, changes nothing and is said so, or is refused.
+"""vLLM's environment variables: each is read as a setting, has no effect (with a notice), or is refused.
 
-Names are without VLLM_, all that vLLM 0.33 reads and some older ones; a name that ends in * stands for all that begin
-so. A variable that is refused asks for nothing where it is empty, 0, false or none, or has one of the row's values.
+Names are without VLLM_: all of vLLM 0.33 and some older ones; a * at the end stands for any suffix. A refused variable
+is accepted if it is empty, 0, false or none, or has one of the row's values.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -40,14 +40,14 @@ RAY = "Ray places one worker on each GPU, see docs/parallelism.md"
 
 
 class Taken(NamedTuple):
-    """A variable that is a setting here. `read` makes the setting's value of the text and of all other settings."""
+    """A variable that is a setting here. `read` computes the setting's value from the text and all other settings."""
 
     setting: str
     read: Callable[[str, Mapping[str, Any]], Any] = lambda text, _: text
 
 
 def _of_all_workers(text: str, values: Mapping[str, Any]) -> Any:
-    """Give the GiB of all workers; vLLM's are those of each. Its 0 leaves the choice to the engine."""
+    """The GiB of all workers; vLLM's variable is per worker. None for 0, with which the engine chooses."""
     try:
         return float(text) * int(values.get("tensor_parallel_size") or 1) or None
     except ValueError:
@@ -57,7 +57,7 @@ def _of_all_workers(text: str, values: Mapping[str, Any]) -> Any:
 LEVELS = {"warn": "warning", "critical": "error", "fatal": "error", "notset": "debug", "trace": "debug"}
 
 TAKEN = {
-    "VLLM_API_KEY": Taken("api_key"),  # a server that was closed with it must not be open here
+    "VLLM_API_KEY": Taken("api_key"),  # a server that needed this key must not be open here
     "VLLM_BATCH_INVARIANT": Taken("deterministic"),
     "VLLM_CPU_KVCACHE_SPACE": Taken("cpu_kvcache_space", _of_all_workers),
     "VLLM_CPU_OMP_THREADS_BIND": Taken("cpu_bind", lambda text, _: "none" if text == "nobind" else text),
@@ -67,7 +67,7 @@ TAKEN = {
     "VLLM_LOGGING_LEVEL": Taken("log_level", lambda text, _: LEVELS.get(text.lower(), text.lower())),
     "VLLM_LOG_STATS_INTERVAL": Taken("log_stats_interval_s", lambda text, _: None if text.startswith("-") else text),
 }
-"""Each counts where neither the setting's own variable nor its flag is given."""
+"""Each is used if neither the setting's own variable nor its flag is given."""
 
 WITHOUT_EFFECT: tuple[Flags, ...] = (
     Flags("TARGET_DEVICE", "see --device"),
@@ -133,7 +133,7 @@ WITHOUT_EFFECT: tuple[Flags, ...] = (
     Flags("FLOAT32_MATMUL_PRECISION", "products of float32 are computed in float32"),
     Flags("SYSTEM_START_DATE", TEMPLATE),
 )
-"""Variables that would change nothing of an answer here."""
+"""Variables without effect here."""
 
 REFUSED: tuple[Flags, ...] = (
     Flags("USE_MODELSCOPE", "models come from Hugging Face's hub, see HF_ENDPOINT, or from a folder"),
@@ -152,7 +152,8 @@ REFUSED: tuple[Flags, ...] = (
 
 
 def find(variable: str) -> tuple[Flags, bool] | None:
-    """The row of a variable that is no setting here, and whether it is refused; None of one that vLLM does not have."""
+    """The row of a variable that is not a setting here, and whether it is refused; None for a variable that vLLM does
+    not have."""
     for table, is_refused in ((WITHOUT_EFFECT, False), (REFUSED, True)):
         for row in table:
             if any(is_named(pattern, variable) for pattern in row.names.split()):
@@ -161,12 +162,12 @@ def find(variable: str) -> tuple[Flags, bool] | None:
 
 
 def is_named(pattern: str, variable: str) -> bool:
-    """Whether a name of a row is that of `variable`, or stands for it."""
+    """Whether a row's name, or pattern, matches `variable`."""
     return fnmatchcase(variable, PREFIX + pattern)
 
 
 def given(env: Mapping[str, str]) -> Iterator[Given]:
-    """Each such variable of `env`. Its value is None where a refused one asks for nothing."""
+    """Each variable of vLLM in `env` that is not a setting here. The value is None for a refused one that is off."""
     for variable in sorted(env):
         is_vllms = variable.startswith(PREFIX) and not variable.startswith(ENV_PREFIX) and variable not in TAKEN
         if is_vllms and not is_of_service(variable, env[variable]):
@@ -178,7 +179,7 @@ def given(env: Mapping[str, str]) -> Iterator[Given]:
 
 
 def taken(env: Mapping[str, str], values: Mapping[str, Any], fields: frozenset[str]) -> dict[str, tuple[str, Any]]:
-    """Setting -> (variable, value), of settings in `fields`; `values` are those given in other ways."""
+    """Setting -> (variable, value), for settings in `fields`; `values` are those given in other ways."""
     found = {}
     for variable, row in TAKEN.items():
         text = env.get(variable)

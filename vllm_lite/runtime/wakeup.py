@@ -1,4 +1,4 @@
-"""An event that poll() can watch: how threads and signal handlers reach a loop that waits for messages."""
+"""An event that poll() can watch, by which threads and signal handlers wake a loop that waits for messages."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ class Wakeup:
         self._set = False
 
     def set(self) -> None:
-        """Safe from any thread and from a signal handler, also after close()."""
+        """Safe from any thread and signal handler, also after close()."""
         self._set = True
         fd = self._fd
         if fd >= 0:
@@ -24,7 +24,7 @@ class Wakeup:
         return self._set
 
     def clear(self) -> None:
-        """Call this before you look at what the wakeup announces, or a set() in between is lost."""
+        """Call it before reading what the wakeup announces; otherwise a set() in between is lost."""
         self._set = False
         with suppress(BlockingIOError):
             os.eventfd_read(self._fd)
@@ -39,16 +39,16 @@ class Wakeup:
 
 
 class SignalWakeup(Wakeup):
-    """One for signal handlers to set. To be made once, by the main thread, before loops that have their own way.
+    """A Wakeup for signal handlers to set. To be made once, by the main thread, before other event loops start.
 
-    CPython runs handlers in the main thread. The kernel may give a signal to any other, which happens to a process that
-    was stopped; then it would be noticed when the main thread's poll ends for another reason.
+    CPython runs handlers in the main thread, but the kernel may deliver a signal to another thread, as happens to a
+    process that was stopped; without this, the main thread would handle it only when its poll ends for another reason.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._pipe, write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)  # a byte for every signal with a handler
+        signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)  # one byte for every signal with a handler
 
     def pollables(self) -> tuple[int, ...]:
         return (*super().pollables(), self._pipe)
