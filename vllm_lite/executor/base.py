@@ -80,7 +80,7 @@ class Executor(Watched, Protocol):
         """Take the answers about adapters, one per adapter, once all workers have read it or one has failed."""
 
     def transfer(self, message: Transfer) -> None:
-        """Let the workers move contents between the pools and a storage tier, after the steps submitted before."""
+        """Let the workers move contents between the pools and a disk tier, after the steps submitted before."""
 
     def transferred(self) -> list[TransferAnswer]:
         """Take the answers about transfers, one per transfer, once all ranks have ended it; failures on any rank

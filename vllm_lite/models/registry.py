@@ -1,5 +1,5 @@
-"""Architecture name -> model class, imported when first asked for. A new family is a line in MODELS, and a file here if
-its layers are no other family's; its config.json is read in checkpoint/families/."""
+"""Architecture name -> model class, imported when first used. A new family is a line in MODELS, and a file here if its
+layers differ from all other families'; its config.json is read in checkpoint/families/."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -129,18 +129,18 @@ MODELS |= {
 }
 
 TRANSFORMERS = "vllm_lite.models.transformers.model:TransformersModel"
-"""What computes a model that has no class of its own."""
+"""Class for models without one of their own."""
 
 
 class Model(Protocol):
-    """A model as the worker needs it. Shapes and lifetimes as in `llama.Llama`."""
+    """Interface of a model for the worker. See `decoder.Decoder` for shapes and lifetimes."""
 
     spec: ModelSpec
     communicator: Communicator
     pooler: Pooler | None
-    """What makes vectors or scores of hidden states; None: nothing."""
+    """Computes embeddings or scores from hidden states; None: the model generates text."""
     tower: VisionTower[Any] | None
-    """What sees images; None: nothing."""
+    """The vision tower; None: the model takes no images."""
     own_columns: slice
     """The tokens of the vocabulary whose logits this rank computes."""
 
@@ -163,7 +163,7 @@ class Model(Protocol):
     def gather_logits(self, out: torch.Tensor) -> None: ...
 
     def take_up(self, tokens: torch.Tensor, segments: Segments, kv_caches: list[Any]) -> None:
-        """As hybrid.Hybrid's, for models with recurrent layers."""
+        """See hybrid.Hybrid.take_up; for models with recurrent layers."""
         ...
 
     def weight_groups(self) -> Iterator[WeightGroup]: ...
@@ -174,18 +174,18 @@ class Model(Protocol):
 
 
 class Sizes(NamedTuple):
-    """Sizes of a model's tables and buffers, and what its linear layers can do."""
+    """Sizes of a model's tables and buffers, and settings of its linear layers."""
 
     max_model_len: int
-    """Positions go up to it."""
+    """Maximum number of positions of a sequence."""
     max_num_tokens: int
-    """A step has at most so many tokens."""
+    """Maximum number of tokens of a step."""
     adapters: Adapters | None = None
-    """What its linear layers join, if they can have adapters."""
+    """Adapters with which linear layers register; None: no adapters are served."""
     exact_activations: bool = False
-    """Whether products with quantized weights take their rows as they are. Those of float32 always do."""
+    """Whether products with quantized weights leave their input rows unrounded. Float32 models always do."""
     requantizes: bool = False
-    """Whether `quantization` is for matrices that the checkpoint has quantized and for the LM head, too."""
+    """Whether `quantization` also applies to matrices that are quantized in the checkpoint, and to the LM head."""
 
 
 def build(
@@ -196,12 +196,12 @@ def build(
     quantization: Quantization | None = None,
     communicator: Communicator | None = None,
 ) -> Model:
-    """Make the model that `spec` describes, or the part of it that a rank holds; its weights are not yet loaded.
+    """Make the model that `spec` describes, or a rank's part of it, without its weights.
 
-    `dtype` may be a name like "bfloat16". `quantization` is for all matrix products, the LM head's too; the embedding
-    keeps the dtype. `communicator` connects the ranks that share the model; None: there is one rank.
-    Raises ModelError for an architecture that is not in MODELS, ConfigError if the checkpoint is quantized and a
-    `quantization` is wanted that does not go with it, and if so many ranks or stages cannot share the model.
+    `dtype` may be a name like "bfloat16". `quantization` applies to all matrix products, including the LM head; the
+    embedding keeps the dtype. `communicator` connects the ranks that share the model; None: there is one rank.
+    Raises ModelError for an architecture that is not in MODELS; ConfigError if `quantization` does not go with a
+    quantized checkpoint, or the model cannot be split over so many ranks or stages.
     """
     if spec.implementation == "native" and spec.architecture not in MODELS:
         raise ModelError(f"architecture {spec.architecture!r} is not supported; supported: {', '.join(MODELS)}")
@@ -223,12 +223,12 @@ def make_parts(
     quantization: Quantization | None,
     communicator: Communicator,
 ) -> Parts:
-    """Make what the layers of a model are made of. Raises as `build`."""
+    """Make the factory of a model's layers. Raises as `build` does."""
     native = spec.implementation == "native"
     spec.check_tensor_parallel(communicator.shard)
     check_stages(spec, communicator.shard.stage)
     if not native:
-        load_library()  # says so where it is missing
+        load_library()  # raises if it is missing
     torch_dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     mixed = MixedForm.of(spec, quantization, torch.device(device).type)
     form = form_for(spec.quantization, quantization, mixed, again=sizes.requantizes)
@@ -245,10 +245,10 @@ def make_parts(
 
 
 def examine(spec: ModelSpec, dtype: torch.dtype, max_model_len: int) -> ModelSpec:
-    """The model with what only its code says of its layers; a native one is known from its config.json.
+    """Return `spec` completed by facts that only transformers' code has; a native model's spec is complete.
 
-    A model of transformers takes a step without weights. Raises ModelError, by name, if it cannot be served, and
-    ConfigError if transformers is not installed.
+    For this, a model of transformers runs a step without weights. Raises ModelError, with its name, if it cannot be
+    served, and ConfigError if transformers is not installed.
     """
     if spec.implementation == "native":
         return spec

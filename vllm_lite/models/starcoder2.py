@@ -1,4 +1,4 @@
-"""StarCoder2: Llama's order of blocks, with LayerNorms and an MLP without a gate."""
+"""StarCoder2: Llama with LayerNorms and an MLP without a gate."""
 
 from typing import ClassVar
 

@@ -1,11 +1,11 @@
 """`--weight-cache`: packed weights in files, so that a start does not quantize and pack them again. No torch.
 
-    DIR/<40 hex digits>.packed     the weights of one rank, of one model and its settings; a later one takes its place
-    DIR/.draft-<pid>-<hex digits>  one that is being written: its writer holds a lock on it
+    DIR/<40 hex digits>.packed     weights of one rank of one model with its settings; a newer file replaces it
+    DIR/.draft-<pid>-<hex digits>  a file being written; its writer holds a lock on it
 
-A file is used if its key says that the same program would pack the same weights on this processor, and of its weights
-those whose packing keys the model has. Whatever stands in the way costs the cache, not the start; but a directory that
-others may enter is refused, as who writes there decides what the model says.
+A file is used if its key says that the same program would pack the same weights on this processor, and all its packing
+keys are the model's. On any failure the engine starts without the cache. Only a directory that other users may enter is
+an error, because one who writes there controls the model's output.
 """
 
 import errno
@@ -40,13 +40,13 @@ from vllm_lite.models.ahead import pack_ahead, pack_wanted
 from vllm_lite.runtime import log
 
 MODEL, SELF_COPY = "model", "self"
-"""The weights of a model, and those of the copy that drafts for it."""
+"""Parts with a file each: the weights of a model, and those of the copy that drafts for it."""
 UNUSED_S = 30 * 86400.0
-"""A file that no start has read for so long is removed when another is written."""
+"""A file that was not read for so long is removed when another is written."""
 SPARE_BYTES = 1 << 30
-"""Room that writing leaves on the disk."""
+"""Free space that must remain on the disk."""
 KEEP_S = 1.0
-"""How long a start waits for the last weights to be written."""
+"""Time that a start waits for the last weights to be written."""
 _PACKED, _DRAFT = re.compile(r"[0-9a-f]{40}\.packed"), re.compile(r"\.draft-[0-9]+-[0-9a-f]+")
 _PURPOSE = Purpose("weight_cache", "holds the weights that a model answers with", "change what a model answers")
 
@@ -54,10 +54,10 @@ logger = log.get(__name__)
 
 
 class PackedSource(Protocol):
-    """Weights that are packed, or are being packed, before layers want them: FilePacker is one."""
+    """Weights that are packed before layers request them, for example a FilePacker."""
 
     def serves(self, wanted: Collection[Hashable]) -> bool:
-        """Whether it has no others than those of the packing keys `wanted`; if not, it is closed."""
+        """Whether all its weights have packing keys in `wanted`; if not, closes the source."""
         ...
 
     def take(self, key: Hashable, waiting: Callable[[], object]) -> Packed | None:
@@ -79,7 +79,7 @@ def packed_weights(
 
 @contextmanager
 def packed_copy(config: ResolvedConfig, shard: Shard, num_threads: Callable[[], int]) -> Iterator[PackedSource | None]:
-    """The same of the copy that drafts, whose weights are known when it is loaded. None without a cache."""
+    """Yield the drafting copy's packed weights, None without a cache; on exit write new ones to the cache."""
     cache = WeightCache.of(config, shard, SELF_COPY)
     if cache is None:
         yield None
@@ -93,8 +93,8 @@ def packed_copy(config: ResolvedConfig, shard: Shard, num_threads: Callable[[], 
 
 
 def kept_private(config: ResolvedConfig) -> ResolvedConfig:
-    """The settings of a worker that takes the place of a dead one: without the cache if others may enter its directory
-    by now, as streams wait for this start."""
+    """Settings of a worker that replaces a dead one. Disables the cache if other users can enter its directory by now,
+    instead of failing a start for which streams wait."""
     if config.weight_cache is None:
         return config
     folder = Path(config.weight_cache).expanduser()
@@ -104,7 +104,7 @@ def kept_private(config: ResolvedConfig) -> ResolvedConfig:
     except ConfigError as error:
         logger.warning("%s; weights are packed without it", error)
         return msgspec.structs.replace(config, weight_cache=None)
-    except OSError:  # said where it is used
+    except OSError:  # WeightCache.of reports it
         pass
     return config
 
@@ -113,7 +113,7 @@ class WeightCache:
     """The file of one rank's weights in the directory."""
 
     def __init__(self, config: ResolvedConfig, shard: Shard, part: str, folder: Path) -> None:
-        """Raises OSError or ModelError where the checkpoint cannot be read."""
+        """Raises OSError or ModelError if the checkpoint cannot be read."""
         self.folder = folder
         self.model = Path(config.model).resolve()
         model = (str(self.model), config.pooling.hf_overrides)
@@ -124,7 +124,8 @@ class WeightCache:
 
     @classmethod
     def of(cls, config: ResolvedConfig, shard: Shard, part: str) -> "WeightCache | None":
-        """None where nothing is kept. Raises ConfigError for a directory that is not its user's alone."""
+        """Open the cache; None if these weights are not cached. Raises ConfigError if other users can enter the
+        directory."""
         if config.weight_cache is None or config.load_format == "dummy":
             return None
         if config.device != "cpu" or not cpu.available():
@@ -143,12 +144,12 @@ class WeightCache:
             return cls(config, shard, part, folder)
         except OSError as error:
             logger.warning("weight_cache %s is not used: %s", folder, error.strerror or error)
-        except ModelError:  # the loader says what is wrong
+        except ModelError:  # the loader reports it
             pass
         return None
 
     def read(self) -> "CachedWeights | None":
-        """Begin to read the file. None where there is none that fits."""
+        """Begin to read the file; None if there is none that fits."""
         try:
             return CachedWeights(self, PackedFile(self.path, self.key))
         except FileNotFoundError:
@@ -158,11 +159,10 @@ class WeightCache:
             return None
 
     def write(self, weights: Iterable[tuple[bytes, Packed]]) -> None:
-        """Write the file while its weights come, unless an error among them says that they never all will. Raises
-        OSError."""
+        """Write the file from `weights` as they come; if that raises, no file is left. Raises OSError."""
         began_s = time.monotonic()
         self._sweep()
-        # In containers all workers may have one number, and its draft may be left.
+        # In containers all workers may have the same pid, and its draft may be left over.
         draft = self.folder / f".draft-{os.getpid()}-{secrets.token_hex(8)}"
         file = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -184,7 +184,7 @@ class WeightCache:
         logger.info("%.1f MB of packed weights kept in %s in %.1f s", writer.num_bytes / 1e6, self.path, took_s)
 
     def is_current(self) -> bool:
-        """Whether the files of the checkpoint are still those that its key is of."""
+        """Whether the checkpoint's files are still those of the key."""
         with suppress(OSError):
             return all(identity(file.stat()) == known for file, known in self._identities.items())
         return False
@@ -203,7 +203,7 @@ class WeightCache:
             raise OSError(0, "the checkpoint has changed meanwhile")
 
     def _make_key(self) -> bytes:
-        """Digest of all that packed weights depend on but for their packing keys."""
+        """Digest of all that packed weights depend on, except their packing keys."""
         state = blake2b(self._place, digest_size=32)
         parts: list[object] = [library.digest(), sorted(FORMS.items()), sorted(GROUPS.items()), TILE_GROUP]
         for file in weight_files(self.model):
@@ -213,7 +213,7 @@ class WeightCache:
         return state.digest()
 
     def _sweep(self) -> None:
-        """Remove files that nobody has used for long, and drafts whose writers are gone."""
+        """Remove files that were not used for UNUSED_S, and drafts whose writers have ended."""
         with os.scandir(self.folder) as entries:
             for entry in entries:
                 with suppress(OSError):
@@ -226,13 +226,13 @@ class WeightCache:
 
 
 class CachedWeights:
-    """Weights that are read from the cache."""
+    """Packed weights read from the cache."""
 
     def __init__(self, cache: WeightCache, file: PackedFile) -> None:
         self._cache, self._file = cache, file
 
     def serves(self, wanted: Collection[Hashable]) -> bool:
-        """See FilePacker.serves. A file that does not serve is removed, so that the next start writes another."""
+        """See FilePacker.serves. A file that does not fit is removed, so that the next start writes a new one."""
         if self._cache.is_current() and self._file.names <= {name_of(key) for key in wanted}:
             logger.info("%.1f MB of packed weights come from %s", self._file.num_bytes / 1e6, self._file.path)
             return True
@@ -241,7 +241,7 @@ class CachedWeights:
         return False
 
     def take(self, key: Hashable, waiting: Callable[[], object] = lambda: None) -> Packed | None:
-        """See FilePacker.take; what a damaged file does not have is packed by the loader."""
+        """See FilePacker.take; returns None for weights that a damaged file lacks, which the loader then packs."""
         return self._file.take(name_of(key), waiting)
 
     def close(self) -> None:
@@ -252,7 +252,7 @@ class CachedWeights:
 
 
 class Keeper:
-    """Weights that are packed, and written to the cache by a thread as they are taken."""
+    """Packs weights, which a thread writes to the cache as they are taken."""
 
     def __init__(self, cache: WeightCache, num_threads: int, ahead: FilePacker | None = None) -> None:
         self._cache, self._num_threads = cache, num_threads
@@ -262,7 +262,7 @@ class Keeper:
         self._is_kept = False
 
     def serves(self, wanted: Collection[Hashable]) -> bool:
-        """Always: what has not been begun to be packed is begun now."""
+        """Return True. Begins to pack the `wanted` weights that are not being packed yet."""
         self._packers = [packer for packer in self._packers if packer.serves(wanted)]
         missing = set(wanted).difference(*(packer.jobs for packer in self._packers))
         if missing and (late := pack_wanted(missing, self._cache.model, self._num_threads)) is not None:
@@ -280,22 +280,22 @@ class Keeper:
         return None
 
     def keep(self) -> None:
-        """Have the file written to its end, once all weights are loaded. The model may be used meanwhile, as nobody
-        changes its weights; but a short script should have a cache as well, so some time is given to it. A process that
-        ends before leaves a draft, which the next writer removes."""
+        """Let the thread finish the file; called once all weights are loaded. The model may be used meanwhile, as its
+        weights do not change. Waits up to KEEP_S, so that short scripts leave a cache, too. A process that ends earlier
+        leaves a draft, which the next writer removes."""
         self._is_kept = True
         self._taken.put(None)
         if self._writer is not None:
             self._writer.join(KEEP_S)
 
     def close(self) -> None:
-        """End what is not packed, and write nothing unless `keep` was called."""
+        """Stop packing, and discard the file unless `keep` was called."""
         self._taken.put(None)
         for packer in self._packers:
             packer.close()
 
     def _write(self) -> None:
-        with suppress(OSError):  # whatever else starts meanwhile goes first
+        with suppress(OSError):  # other work of the start has priority
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
             self._cache.write(self._until_all())
@@ -313,16 +313,16 @@ class Keeper:
 
 
 class _NotLoadedError(Exception):
-    """The model could not be loaded, so that its weights are not all there."""
+    """The model was not loaded, so its weights are incomplete."""
 
 
 def name_of(key: Hashable) -> bytes:
-    """The name in files of a packing key."""
+    """Name of a packing key in files."""
     return blake2b(msgspec.msgpack.encode(key), digest_size=20).digest()
 
 
 def _is_left(draft: str) -> bool:
-    """Whether nobody writes it. One that has just been made may not have its lock yet."""
+    """Whether a draft's writer has ended. A new draft may not be locked yet."""
     if abs(time.time() - os.stat(draft).st_mtime) < 10.0:
         return False
     file = os.open(draft, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint by their canonical names, mapped into memory: of safetensors files, or of GGUF files."""
+"""The tensors of a checkpoint by their canonical names, mapped into memory from safetensors or GGUF files."""
 
 import json
 import mmap
@@ -29,17 +29,17 @@ class Stored(Protocol):
 
     @property
     def dtype(self) -> str:
-        """As safetensors calls it; what lies in blocks is U8."""
+        """safetensors' name of the type; U8 for quantized blocks."""
         ...
 
     def mapped(self) -> torch.Tensor:
-        """The whole tensor, where it lies in the mapped file: nothing is read yet. Raises ModelError."""
+        """The whole tensor as a view of the mapped file, which is not read yet. Raises ModelError."""
         ...
 
 
 def open_source(path: Path, stack: ExitStack) -> Mapping[str, Stored]:
-    """The tensors of the checkpoint `path`, a folder or a GGUF file, until `stack` is closed. Raises ModelError when
-    files are missing or damaged, or two tensors have one name."""
+    """Open the checkpoint `path`, a folder or a GGUF file; tensors are valid until `stack` is closed. Raises ModelError
+    if files are missing or damaged, or two tensors have one name."""
     if (gguf := GgufCheckpoint.find(path)) is not None:
         return _gguf(gguf)
     found: dict[str, _InSafetensors] = {}
@@ -80,7 +80,8 @@ class _InGguf:
         return shape if kind.name in FLOATS else (*shape[:-1], shape[-1] // kind.elements * kind.num_bytes)
 
     def mapped(self) -> torch.Tensor:
-        """The tensor from the mapped file; a changed one is a copy, and its pages of the file are given back."""
+        """The tensor from the mapped file. One that a converter changed is restored in a copy, and the file's pages are
+        released."""
         tensor = self.tensor
         row = torch.frombuffer(self.mapping, dtype=torch.uint8, count=tensor.num_bytes, offset=tensor.offset)
         stored = row.view(FLOATS.get(self.dtype, torch.uint8)).view(self._in_blocks(tensor.shape))
@@ -94,7 +95,7 @@ class _InGguf:
 
 
 def restored(stored: torch.Tensor, changes: Sequence[Change]) -> torch.Tensor:
-    """The checkpoint's tensor of the file's: a view of it, or a copy. Raises ValueError, whose text goes on from the
+    """Undo a converter's changes: a view of the stored tensor, or a copy. Raises ValueError, whose text continues the
     tensor's name, if it has other axes or elements than a converter writes."""
     for change in changes:
         if isinstance(change, LogOfMinus):
@@ -111,8 +112,8 @@ def restored(stored: torch.Tensor, changes: Sequence[Change]) -> torch.Tensor:
 
 
 def _gguf(checkpoint: GgufCheckpoint) -> Mapping[str, Stored]:
-    """Mappings stay until the last tensor that lies in them is gone. Nobody writes to them; torch asks that one could,
-    and then only this process would see it."""
+    """Map a GGUF checkpoint. Mappings stay until the last tensor in them is freed. They are copy-on-write only because
+    torch requires writable memory; nothing writes to them."""
     mappings: dict[Path, mmap.mmap] = {}
     found = {}
     for name, tensor in checkpoint.tensors().items():
@@ -134,7 +135,7 @@ def _open(file: Path, stack: ExitStack) -> Any:
 
 
 def _damage(file: Path) -> str | None:
-    """The damage of a file that safetensors refuses, if its header says enough to name a tensor."""
+    """Describe the damage of a file that safetensors rejects, if its header suffices to name a tensor."""
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:

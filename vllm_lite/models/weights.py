@@ -1,8 +1,8 @@
-"""Fills a model from a checkpoint folder: table-driven, strict both ways.
+"""Loads a model's weights from a checkpoint folder, which must have exactly the tensors that the model needs.
 
-The model says which tensors a checkpoint must have and which of them it takes together (`weight_groups`). All headers
-are checked against that before the first byte is copied, so that one error lists everything that is wrong. Then one
-group after another goes from the mapped files to its layer, which packs it: there is never a dense model in memory.
+The model lists the tensors that a checkpoint must have, in groups that layers take together (`weight_groups`). All
+headers are checked against the list before the first byte is copied, so that one error lists all problems. Then each
+group is passed from the mapped files to its layer, which packs it, so that a dense model is never in memory.
 """
 
 import math
@@ -34,15 +34,15 @@ STORED_AS = {
     torch.uint8: "U8",
     torch.int8: "I8",
 }
-"""What safetensors calls the types that are taken as they are; all others are floats, which are converted."""
+"""safetensors' names of types that are not converted; all others are floats, which are."""
 STORED_DTYPES = ("F32", "BF16", "F16")
 MAX_LISTED = 10
-"""How many names of each kind an error lists."""
+"""Maximum number of names of each kind in an error."""
 
 Progress = Callable[[int, int], None]
-"""Called as progress(bytes done, bytes in total) after each tensor."""
+"""Callback progress(bytes loaded, total bytes), called after each tensor."""
 Read = Callable[[WeightSlot], torch.Tensor]
-"""The box of a slot, in any dtype, which lasts until the next is read. On the CPU, but for random weights of a GPU."""
+"""Reads a slot's box, in any dtype, valid until the next call. On the CPU, except random weights of a GPU."""
 
 
 def load_weights(
@@ -55,11 +55,11 @@ def load_weights(
 ) -> None:
     """Fill every weight of `model` from the checkpoint folder `path`, converting to the model's dtype.
 
-    `load_format` is "auto" or "safetensors", or "dummy" for random weights without a file (then `path` is not read and
-    `seed` decides the weights). Without a `progress` callback a bar is shown when stderr is a terminal. What `ahead`
-    has of the same files is taken from there.
-    Raises ModelError when files are missing or damaged, or hold other tensors than the model has; ConfigError for an
-    unknown load format, and for random weights of a quantized checkpoint.
+    `load_format` is "auto" or "safetensors", or "dummy" for random weights by `seed`, without reading `path`. Without a
+    `progress` callback a bar is shown if stderr is a terminal. `ahead`: packed weights of the same files, used if
+    available.
+    Raises ModelError if files are missing or damaged, or have other tensors than the model; ConfigError for an unknown
+    load format, and for random weights of a quantized checkpoint.
     """
     groups = list(model.weight_groups())
     with ExitStack() as stack:
@@ -71,7 +71,7 @@ def load_weights(
             read = Files(groups, model.ignores, Path(path), stack).read
         else:
             raise ConfigError(f"load_format {load_format!r} is not supported; use auto, safetensors, dummy")
-        groups = [group for group in groups if any(slot.num_elements for slot in group.slots)]  # else another rank's
+        groups = [group for group in groups if any(slot.num_elements for slot in group.slots)]  # skip other ranks'
         packed = {part.packing_key for group in groups for part in group.stacks if part.packed_as is not None}
         if ahead is not None and not ahead.serves(packed):
             ahead = None
@@ -82,7 +82,7 @@ def load_weights(
                 taken = None
                 if ahead is not None and part.packed_as is not None:
                     taken = ahead.take(part.packing_key, report.say)
-                # What is lent comes last: it lasts until the next is read.
+                # A lent tensor is read last, as it is valid only until the next read.
                 loaded[index] = _load(part, read, staging) if taken is None else taken
             group.take(*(loaded[index] for index in range(len(loaded))))
             del loaded
@@ -90,14 +90,14 @@ def load_weights(
 
 
 def check_weights(model: Model, path: str | Path) -> None:
-    """Raise ModelError, as `load_weights` does, unless the checkpoint `path` has what `model` needs. Only headers are
-    read."""
+    """Raise ModelError, as `load_weights` does, unless the checkpoint `path` has the tensors of `model`. Reads headers
+    only."""
     with ExitStack() as stack:
         Files(list(model.weight_groups()), model.ignores, Path(path), stack)
 
 
 class _Report:
-    """Says to `progress` how far it is, or shows a bar if there is none and stderr is a terminal."""
+    """Reports to `progress`, or shows a bar if there is none and stderr is a terminal."""
 
     def __init__(self, groups: Sequence[WeightGroup], progress: Progress | None, stack: ExitStack) -> None:
         self._done, self._total = 0, sum(num_bytes for group in groups for num_bytes in _sizes(group))
@@ -120,12 +120,12 @@ class _Report:
 
 
 def _sizes(group: WeightGroup) -> Iterator[int]:
-    """Bytes of each tensor, as the layer takes it."""
+    """Bytes of each tensor in the layer's type."""
     return (slot.num_elements * part.dtype.itemsize for part in group.stacks for slot in part.slots)
 
 
 def _load(part: WeightStack, read: Read, staging: "_Staging") -> torch.Tensor:
-    """The tensor of a stack: lent as it lies in a file or in `staging`, or in memory of its own."""
+    """Load the tensor of a stack: lent, in the mapped file or in `staging`, or in memory that the layer keeps."""
     if part.lent and len(part.slots) == 1:
         tensor = read(part.slots[0])
         if tensor.dtype == part.dtype and tensor.is_contiguous() and tensor.is_cpu:
@@ -144,7 +144,7 @@ def _load(part: WeightStack, read: Read, staging: "_Staging") -> torch.Tensor:
 class Files:
     """The tensors of a checkpoint, mapped into memory until `stack` is closed. All names and shapes are checked first.
 
-    Raises ModelError when files are missing or damaged, or hold other tensors than `groups` need.
+    Raises ModelError if files are missing or damaged, or have other tensors than `groups`.
     """
 
     def __init__(
@@ -165,16 +165,16 @@ class Files:
 
 
 class _Staging:
-    """Memory that is used for one weight after another: making pages is slower than filling them."""
+    """Memory that is reused for each weight, as allocating pages is slower than filling them."""
 
     def __init__(self) -> None:
         self._bytes = torch.empty(0, dtype=torch.uint8)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor on the CPU, which lasts until the next is made."""
+        """Return a tensor on the CPU, valid until the next call."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes > len(self._bytes):
-            self._bytes = self._bytes.new_empty(0)  # before there is more
+            self._bytes = self._bytes.new_empty(0)  # free the old memory first
             self._bytes = memory.zeros(num_bytes, torch.uint8)
         return self._bytes[:num_bytes].view(dtype).view(shape)
 
@@ -185,7 +185,7 @@ def _check(
     ignores: Callable[[str], bool],
     folder: Path,
 ) -> None:
-    """Raise one ModelError with all missing and unexpected tensors, wrong shapes and dtypes that cannot be read."""
+    """Raise one ModelError that lists missing and unexpected tensors, wrong shapes and unreadable dtypes."""
     both = [(name, slot, part, found[name]) for name, (slot, part) in table.items() if name in found]
     shapes = [
         f"{name} {stored.shape}, not {slot.stored_shape}"
@@ -209,8 +209,8 @@ def _check(
 
 
 def _is_spare(name: str, found: Mapping[str, Stored], ignores: Callable[[str], bool]) -> bool:
-    """Whether nobody needs the tensor: the model `ignores` it, or it is zeros, which old tools of GPTQ wrote as the
-    bias of every layer that has none."""
+    """Whether the tensor is not needed: the model `ignores` it, or it is a bias of zeros, which old GPTQ tools wrote
+    for every layer without a bias."""
     if ignores(name):
         return True
     layer, _, part = name.rpartition(".")
@@ -222,12 +222,12 @@ def _is_spare(name: str, found: Mapping[str, Stored], ignores: Callable[[str], b
 def _listing(what: str, names: list[str]) -> Iterator[str]:
     if names:
         more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-        shown = (name if name.isprintable() else ascii(name) for name in names[:MAX_LISTED])  # a stranger's
+        shown = (name if name.isprintable() else ascii(name) for name in names[:MAX_LISTED])  # names are untrusted
         yield f"{len(names)} {what}: {', '.join(shown)}{more}"
 
 
 def _check_dense(spec: ModelSpec) -> None:
-    """Raise ConfigError if weights are codes: random ones would not fit their scales, groups and tables."""
+    """Raise ConfigError for quantized weights: random codes would not fit their scales, groups and tables."""
     found = spec.quantization
     if found is None or (isinstance(found, Gguf) and not found.kinds):
         return
@@ -238,16 +238,16 @@ def _check_dense(spec: ModelSpec) -> None:
 
 
 def _random(seed: int, slot: WeightSlot, device: torch.device | None = None) -> torch.Tensor:
-    """Matrices from N(0, 1 / fan_in), norms 1, biases 0. Each tensor depends on `seed`, its name and the kind of
-    `device` that draws it (None: the CPU, where eight thousand million of them take minutes).
+    """Make a random tensor: matrices from N(0, 1 / fan_in), norms 1, biases 0. It depends on `seed`, its name and the
+    kind of `device` that draws it (None: the CPU, where 8 billion elements take minutes).
 
-    The whole tensor is drawn in float32 and then cut, so that ranks and dtypes see the same model.
+    The whole tensor is drawn in float32 and then cut, so that all ranks and dtypes have the same model.
     """
     if len(slot.shape) == 1:
         return torch.full(slot.size, 0.0 if slot.name.endswith("bias") else 1.0)
-    torch_import.complete()  # a Generator cannot be made without
+    torch_import.complete()  # required by Generator
     name = slot.name if slot.stacked is None else f"{slot.name}.{slot.stacked[0]}"
-    alone = slot._replace(stacked=None)  # of a stack only the one that is wanted is drawn
+    alone = slot._replace(stacked=None)  # draw only this matrix of a stack
     generator = torch.Generator(device or "cpu").manual_seed(zlib.crc32(name.encode(), seed & 0xFFFFFFFF))
     drawn = torch.randn(alone.stored_shape, generator=generator, device=device)
     return alone.cut(drawn.mul_(slot.shape[1] ** -0.5))

@@ -106,19 +106,23 @@ _SENTENCES: dict[Code, Callable[[dict[str, int], dict[int, str]], str]] = {
     Code.SWAPPED_IN: lambda n, _: (
         f"was swapped in again: {_blocks(n['blocks'])}, to compute {_tokens(n['tokens'])} more"
     ),
-    Code.CHUNKED: lambda n, _: f"computed {_tokens(n['tokens'])}, all the step had room for; {n['left']} were left",
+    Code.CHUNKED: lambda n, _: (
+        f"computed {_tokens(n['tokens'])}, as many as the step had room for; {n['left']} were left"
+    ),
     Code.WAITS_FOR_BLOCKS: _waited_for_blocks,
     Code.WAITS_FOR_SWAP: lambda _n, _: "waited, because the step had moved enough blocks already",
     Code.WAITS_FOR_BUDGET: lambda n, _: f"waited, because {_tokens(n['budget'])} were left of the step's budget",
-    Code.WAITS_FOR_SEAT: lambda n, _: f"waited, because all {n['seats']} seats were taken",
+    Code.WAITS_FOR_SEAT: lambda n, _: f"waited, because all {n['seats']} rows of the batch were taken",
     Code.PREEMPTED: _preempted,
     Code.FINISHED: lambda n, _: f"{ENDS[REASONS[n['reason']]]} after {_tokens(n['tokens'])} of output",
     Code.TRIED: _tried,
     Code.CONVICTED: lambda n, _: f"was found to kill its workers, in {n['deaths']} deaths in a row, and ended",
     Code.WAITS_FOR_ENCODER: lambda _n, _: "waited, because others' images came first in the encoder's share of a step",
-    Code.WAITS_FOR_ADAPTER: lambda _n, _: "waited, because its adapter was not in memory, or a step had others enough",
+    Code.WAITS_FOR_ADAPTER: lambda _n, _: (
+        "waited, because its adapter was not in memory, or the step had enough other adapters"
+    ),
     Code.STATE_LOADED: lambda n, _: f"loaded the recurrent state at {n['state']} from host memory",
-    Code.WAITS_FOR_LOAD: lambda _n, _: "waited, while its beginning or vectors of its images were loaded from disk",
+    Code.WAITS_FOR_LOAD: lambda _n, _: "waited while its prefix or vectors of its images were loaded from disk",
     Code.PROMOTED: lambda n, _: f"found {_tokens(n['tokens'])} in host memory, which are moved to the device",
     Code.LOADED: lambda n, _: f"found {_tokens(n['tokens'])} on disk, which were loaded",
     Code.LOADED_MEDIA: lambda n, _: f"found the vectors of {_images(n['media'])} on disk, which were loaded",

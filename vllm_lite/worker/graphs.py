@@ -1,33 +1,33 @@
 """Graphs of decode steps: the model's kernels are recorded once per batch size and then launched by one call.
 
-A decode step computes one token of each sequence, so its kernels depend on the number of sequences only. That number is
+A decode step computes one token of each sequence, so its kernels depend only on the number of sequences. That number is
 rounded up to one of a few sizes ("buckets"), and a graph is captured for each.
 
-- On CUDA all are captured at the start, the largest first, so that the others find their memory in the same pool. (A
-  backend that keeps one scratch memory and makes it larger when `prepare` needs more then makes it once.)
-- On a CPU a graph is a program of native calls. Padding would cost there what a sequence costs, and capturing takes a
+- On CUDA all are captured at the start, the largest first, so that the others reuse its memory pool. (A backend that
+  enlarges its scratch memory when `prepare` needs more then allocates it once.)
+- On a CPU a graph is a program of native calls. Padding would cost as much as a sequence there, and capturing takes a
   millisecond, so every number of sequences is a bucket, captured when a step first has that many.
 
-Inside a graph: `model.forward` with the attention backend's `write_kv` and `attend`, and the logits of all rows. Every
-address and every grid in it is that of the capture, so all that changes from step to step is read from memory which a
-graph shares with the next step:
+Inside a graph: `model.forward` with the attention backend's `write_kv` and `attend`, and the logits of all rows. All
+addresses and grids are fixed at capture, so everything that changes from step to step is read from memory that all
+graphs share:
 
-- token ids, positions, slots and sequence lengths, which one copy brings to the device,
-- block tables, in their full width, of which a copy fills what the step uses,
+- token ids, positions, slots and sequence lengths, by one copy to the device,
+- block tables of full width, of which a copy fills the part that the step uses,
 - the slots of recurrent states. (Models whose recurrent layers have no kernels have no graphs.)
 
-Rows of a bucket behind the step's last sequence are padding: sequence length 0, slot PAD_SLOT, token 0 at position 0.
-They write nothing, their attention is zero and nobody reads their logits.
+Rows of a bucket after the step's last sequence are padding: sequence length 0, slot PAD_SLOT, token 0 at position 0.
+They write nothing, their attention is zero and their logits are not read.
 
-A step whose hidden states somebody wants is replayed like any other: they are left where the capture had them.
+The hidden states of a replayed step are in the memory that the capture used, for callers that need them.
 
-Outside: those copies; on CUDA `backend.prepare`, which runs once, before the capture, on the bucket's own StepBatch
-(there max_seq_len is max_model_len, and a backend must keep in `batch.plan`, and read from device memory, all that
-the captured kernels need; on a CPU it is the program's first part), and `backend.refresh` before each replay;
-sampling; and every step that is not pure decoding or has more sequences than the largest bucket. Such steps run in
-pieces on CUDA (pieces.py), or eagerly, and eagerly every step over a backend that is not `graph_safe`. On a CPU a step
-that verifies drafts, or that computes few tokens of images beside next ones, is replayed as one that decodes more
-sequences. Programs stop where the vectors of images are put in, and go on behind that.
+Outside: these copies; on CUDA `backend.prepare`, which runs once before the capture on the bucket's own StepBatch
+(whose max_seq_len is max_model_len; a backend must keep all inputs of the captured kernels in `batch.plan` and device
+memory; on a CPU `prepare` is the program's first part), and `backend.refresh` before each replay; sampling; and every
+step that is not pure decoding or has more sequences than the largest bucket. Such steps run in pieces on CUDA
+(pieces.py), or eagerly; over a backend that is not `graph_safe`, all steps run eagerly. On a CPU a step that verifies
+drafts, or has a few tokens of images beside decodes, is replayed as one that decodes more sequences. Programs stop
+where vectors of images are inserted, and continue after that.
 """
 
 import gc
@@ -56,26 +56,26 @@ logger = log.get(__name__)
 
 
 FEW = 16
-"""Tokens of prompts with images in a step that is replayed as one of decodes: as each reads the cache for itself, more
-of them take longer than Python does to call the kernels."""
+"""Maximum tokens of prompts with images in a step that is replayed as decodes. Each token reads the cache separately,
+so with more the replay takes longer than calling the kernels from Python."""
 
 
 class Graph(Protocol):
     def replay(self) -> None:
-        """Run what was captured, on the current stream, with what is in memory now."""
+        """Run the captured work on the current stream, with the inputs that are in memory now."""
         ...
 
 
 class Capture(Protocol):
-    """Records graphs, on one kind of device."""
+    """Records graphs on one type of device."""
 
     on_demand: bool
-    """Capture every batch size when it is first needed, instead of a few at the start."""
+    """Whether every batch size is captured when first needed, instead of a few sizes at the start."""
 
     def __call__(self, prepare: Callable[[], None], run: Callable[[], None]) -> Graph | None:
-        """Call `prepare`, then record what `run` does to the device. `run` may be called several times.
+        """Call `prepare`, then record the device's work during `run`, which may be called several times.
 
-        None if what they do cannot be recorded; such a model is run eagerly.
+        Returns None if it cannot be recorded; such a model runs eagerly.
         """
         ...
 
@@ -86,8 +86,8 @@ class Capture(Protocol):
 
 @contextmanager
 def capturing(capture: Capture, what: str) -> Iterator[None]:
-    """Say that, and at what cost, `what` is captured. No garbage is collected meanwhile: that could free device memory,
-    which a capture does not survive."""
+    """Log the capture of `what`, its time and memory. Disables garbage collection meanwhile, which could free device
+    memory and thereby abort a capture."""
     used_bytes, start_s = capture.used_bytes(), time.monotonic()
     logger.info("capturing %s", what)
     gc.collect()
@@ -111,7 +111,7 @@ class CudaCapture:
         prepare()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            run()  # compiles kernels and makes libraries allocate their workspaces, which a capture must not
+            run()  # compiles kernels and lets libraries allocate workspaces, neither of which a capture allows
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
@@ -119,7 +119,7 @@ class CudaCapture:
         return graph
 
     def pieces(self, run: Callable[[Callable[[], None]], None]) -> Sequence[Graph]:
-        """As PieceCapture.pieces."""
+        """See PieceCapture.pieces."""
         graphs: list[torch.cuda.CUDAGraph] = []
 
         def begin() -> None:
@@ -147,11 +147,11 @@ class CudaCapture:
 
 
 class CpuCapture:
-    """Programs of native calls. What `prepare` does is part of them."""
+    """Records programs of native calls, which include `prepare`."""
 
     on_demand = True
     recording: Program | None = None
-    """The program that is recorded now, or was last."""
+    """The program being recorded, or recorded last."""
 
     def __call__(self, prepare: Callable[[], None], run: Callable[[], None]) -> Graph | None:
         self.recording = program = Program()
@@ -169,7 +169,7 @@ class CpuCapture:
 
 
 class DecodeInputs:
-    """The memory that graphs read: one buffer for what has a few bytes per row, and the block tables."""
+    """The memory that graphs read: one buffer for the small inputs of each row, and the block tables."""
 
     def __init__(self, max_rows: int, table_width: int, num_groups: int, device: torch.device) -> None:
         self.device = device
@@ -187,12 +187,12 @@ class DecodeInputs:
         """A bucket's part of the buffer: int64 [2 + num_groups, size] (token ids, positions, slots of each group) and
         the sequence lengths, int32 [size].
 
-        Buckets start at the same address, so their parts overlap: what one step wrote, the next overwrites as a whole.
+        Parts of all buckets start at the same address and overlap; each step overwrites its part completely.
         """
         return _split(self._memory[: size * self._row_bytes], self.num_groups, size)
 
     def batch(self, size: int, max_seq_len: int) -> StepBatch:
-        """The batch of a bucket; its tensors are the shared memory."""
+        """Make the batch of a bucket; its tensors are views of the shared memory."""
         rows, seq_lens = self.views(size)
         return StepBatch(
             num_tokens=size,
@@ -209,7 +209,7 @@ class DecodeInputs:
         )
 
     def load(self, inputs: StepInputs | None, size: int) -> None:
-        """Bring a step, or none, to the device, padded to `size` rows."""
+        """Copy a step's inputs (None: padding only) to the device, padded to `size` rows."""
         if self._host_tables is not None:
             self._fill(inputs, *self._host_rows(size))
             for host_table, used in zip(self._host_tables, inputs.block_tables if inputs else (), strict=False):
@@ -233,7 +233,7 @@ class DecodeInputs:
             self.views(size)[0][0, : inputs.num_tokens].copy_(inputs.device_ids)
 
     def _host_rows(self, size: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """The views of a bucket on a CPU, kept until another one is asked for."""
+        """The views of a bucket on a CPU; those of the latest bucket are cached."""
         if self._staged is None or self._staged[0] != size:
             rows, seq_lens = self.views(size)
             self._staged = size, rows.numpy(), seq_lens.numpy()
@@ -242,7 +242,7 @@ class DecodeInputs:
     def host(
         self, size: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32], list[NDArray[np.int32]]]:
-        """The memory of a bucket on a CPU, as OwnRows has it."""
+        """The memory of a bucket on a CPU: the arrays of OwnRows."""
         rows, seq_lens = self.views(size)
         states = self._states[:, :size].numpy()
         return rows.numpy(), seq_lens.numpy(), states, [table.numpy() for table in self._tables]
@@ -259,7 +259,7 @@ class DecodeInputs:
 
 
 def _slots(inputs: StepInputs | None, size: int) -> NDArray[np.int32]:  # [2, size]
-    """From where to where the states of a step of decodes go; padding reads and writes none."""
+    """Source and target slots of the states of a step of decodes; padding reads and writes none."""
     slots = np.zeros((2, size), np.int32)
     if inputs is not None and inputs.states is not None:
         slots[:, : inputs.num_tokens] = inputs.states[2:]
@@ -274,10 +274,10 @@ def _split(memory: torch.Tensor, num_groups: int, size: int) -> tuple[torch.Tens
 
 
 def _as_decodes(inputs: StepInputs) -> StepInputs:
-    """A step that verifies drafts, or has few tokens of images, as one of more sequences with a token each: they read
-    the same blocks, one token further each. All K and V of a layer are written before any is read. Other steps are left
-    as they are: those with prompts, those whose recurrent states would go from row to row, and those with images whose
-    tokens see what is behind them."""
+    """Convert a step that verifies drafts, or has a few tokens of images, to one of more sequences with a token each:
+    they read the same blocks, each one token further. A layer writes all K and V before any are read. Other steps are
+    returned unchanged: with prompts, with recurrent states that would pass from row to row, and with images whose
+    tokens attend to later ones."""
     num_samples = int(inputs.num_samples.sum())
     most = 0 if inputs.vectors is None or inputs.images or not num_samples else FEW
     if inputs.states is not None or inputs.num_tokens - num_samples > most:
@@ -308,12 +308,13 @@ class _Bucket:
     hidden: torch.Tensor  # [size, hidden_size], from which the logits are made; the next forward pass overwrites it
     program: Program | None = None
     puts: Sequence[PutVectors] = ()
-    """The graph, if it can have the vectors of images, and what is to be done with them at each of its stops."""
+    """`program`: the graph if it can take vectors of images; `puts`: functions to call with them at each of its
+    stops."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnRows:
-    """A graph of decodes on a CPU whose inputs its user writes: those of all rows, before each replay."""
+    """A graph of decodes on a CPU whose caller writes the inputs of all rows before each replay."""
 
     numbers: NDArray[np.int64]  # [2 + num_groups, num_rows]: token ids, positions, slots of each group
     seq_lens: NDArray[np.int32]  # [num_rows]
@@ -325,16 +326,16 @@ class OwnRows:
 
 
 class DecodeGraphs:
-    """A Forward that replays graphs where it has one, and is `eager` otherwise."""
+    """A Forward that replays a step's graph if there is one, and else runs `other`."""
 
     def __init__(
         self, eager: EagerForward, capture: Capture, sizes: Sequence[int], *, max_model_len: int, block_size: int
     ) -> None:
-        """`sizes` ascend, as `bucket_sizes` gives them."""
+        """`sizes`: ascending, see `bucket_sizes`."""
         spec = eager.model.spec
         self.eager = eager
         self.other: Forward = eager
-        """Runs the steps that no graph serves."""
+        """Runs the steps without a graph."""
         self.capture = capture
         self.sizes = tuple(sizes)
         self.max_model_len = max_model_len
@@ -344,9 +345,9 @@ class DecodeGraphs:
         self._logits = eager.model.empty_logits(self.sizes[-1])
         self.buckets: dict[int, _Bucket] = {}
         self._own: dict[int, OwnRows] = {}
-        # Vectors that layers have of their own depend on which tokens are placeholders.
+        # Per-layer vectors depend on which tokens are placeholders.
         self._takes_vectors = capture.on_demand and eager.model.tower is not None and not spec.per_layer_size
-        self._largest = self.sizes[-1]  # 0 once it has turned out that nothing can be captured
+        self._largest = self.sizes[-1]  # 0 once a capture has failed
 
     @torch.inference_mode()
     def capture_all(self, progress: Callable[[], None] = lambda: None) -> None:
@@ -386,7 +387,7 @@ class DecodeGraphs:
         return bucket
 
     def logits(self, inputs: StepInputs) -> torch.Tensor:
-        """As Forward.logits."""
+        """See Forward.logits."""
         decodes = self._of_decodes(inputs)
         bucket = self._bucket_of(decodes)
         if bucket is None:
@@ -394,9 +395,9 @@ class DecodeGraphs:
         return self._replay(bucket, decodes)
 
     def shown(self, inputs: StepInputs) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Hidden states of all tokens of a step, [num_tokens, hidden_size], which the next forward pass overwrites, and
-        their logits, as `logits` gives them. None, and nothing is done, for a step that is not recorded, or of whose
-        tokens one draws none."""
+        """Run a step and return hidden states and logits of all its tokens: [num_tokens, hidden_size], overwritten by
+        the next forward pass, and see `logits`. None, without running it, for a step that has no graph or has a token
+        that is not sampled from."""
         inputs = self._of_decodes(inputs)
         bucket = self._bucket_of(inputs) if len(inputs.sampling) == inputs.num_tokens else None
         if bucket is None:
@@ -405,13 +406,13 @@ class DecodeGraphs:
         return bucket.hidden[: inputs.num_tokens], logits
 
     def forget(self) -> None:
-        """Capture anew what is captured on demand, as the model has changed what it computes."""
+        """Drop graphs that are captured on demand, because the model's computation has changed."""
         self.buckets, self._own = {}, {}
         self._logits = self.eager.model.empty_logits(self.sizes[-1])
 
     def own_rows(self, count: int) -> OwnRows | None:
-        """The graph of exactly `count` rows, for a caller that knows all about them; None if there is none, or not on a
-        CPU. The memory of graphs of different sizes overlaps."""
+        """Graph of exactly `count` rows, for a caller that writes their inputs itself; None if there is none, or not on
+        a CPU. The memory of graphs of different sizes overlaps."""
         if (own := self._own.get(count)) is not None or not self.capture.on_demand or count > self._largest:
             return own
         bucket = (self.buckets.get(count) or self._capture(count)) if count in self.sizes else None
@@ -421,13 +422,13 @@ class DecodeGraphs:
         return own
 
     def _of_decodes(self, inputs: StepInputs) -> StepInputs:
-        """The step as one of decodes, on a CPU, if it is one of few tokens that can be."""
+        """Convert a step of few tokens to one of decodes, on a CPU and if possible; see `_as_decodes`."""
         has_others = len(inputs.rows) < inputs.num_tokens or inputs.vectors is not None
         can_be = has_others and inputs.num_tokens <= self._largest and self.capture.on_demand
         return _as_decodes(inputs) if can_be else inputs
 
     def _bucket_of(self, inputs: StepInputs) -> _Bucket | None:
-        """The bucket of a step of decodes; None for other steps, and where nothing can be captured."""
+        """Bucket of a step of decodes; None for other steps, and if nothing can be captured."""
         num_seqs = len(inputs.rows)
         if inputs.num_tokens > num_seqs or num_seqs > self._largest:
             return None
@@ -451,13 +452,13 @@ class DecodeGraphs:
         self.num_replays += 1
         self.eager.num_last = num_seqs
         logits = bucket.logits if size == num_seqs else bucket.logits[:num_seqs]
-        if len(inputs.sampling) < num_seqs:  # a prompt whose next to last token came by itself
+        if len(inputs.sampling) < num_seqs:  # a prompt's chunk of one token that is not its last
             return self._select(logits, inputs.sampling)
         return logits
 
     def _select(self, logits: torch.Tensor, rows: NDArray[np.int64]) -> torch.Tensor:  # [len(rows), vocab_size]
-        """Move these rows to the front. They stay where `empty_logits` made them, so that other ranks can complete
-        them, and of each row this rank moves what it has made."""
+        """Move `rows` to the front, in the memory of `empty_logits`, so that other ranks can complete them. This rank
+        moves only its own columns."""
         own, selected = logits[:, self.eager.model.own_columns], logits[: len(rows)]
         if np.array_equal(rows, np.arange(len(rows))):  # next tokens come before prompts
             return selected

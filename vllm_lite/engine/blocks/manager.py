@@ -54,7 +54,7 @@ class KVCacheManager:
 
     @property
     def storing(self) -> StoringPart:
-        """The part that keeps contents on a storage tier. Raises LookupError if there is none."""
+        """The part that keeps contents on a disk tier. Raises LookupError if there is none."""
         for part in self.parts:
             if (found := part.storing) is not None:
                 return found
@@ -295,7 +295,7 @@ class KVCacheManager:
     # ---- swapping
 
     def num_stored(self, sequence: Sequence) -> int:
-        """Number of tokens that could be loaded from a storage tier if the sequence were released now."""
+        """Number of tokens that could be loaded from a disk tier if the sequence were released now."""
         return max(part.num_stored(sequence) for part in self.parts)
 
     def swap_out(self, sequence: Sequence) -> bool:
@@ -342,7 +342,7 @@ class KVCacheManager:
     # ---- forgetting
 
     def reset_cache(self, sequences: Iterable[Sequence], *, stored: bool = False) -> PrefixCacheReset:
-        """Drop all cached contents in memory, and with `stored` also those on the storage tier. `sequences`, all the
+        """Drop all cached contents in memory, and with `stored` also those on the disk tier. `sequences`, all the
         unfinished ones, keep what they hold."""
         num_blocks, num_host_blocks = self._forget_cached()
         for part in self.parts if stored else ():

@@ -61,7 +61,7 @@ class Search(Protocol[Found_co]):
 
 
 class StoringPart(Protocol):
-    """A part whose contents workers move to and from a storage tier, while steps go on."""
+    """A part whose contents workers move to and from a disk tier, while steps go on."""
 
     def learn(self, added: Iterable[bytes], removed: Iterable[bytes]) -> None:
         """Update the keys that can be loaded from the tier."""
@@ -92,7 +92,7 @@ class CachePart(ABC, Generic[Found]):
 
     @property
     def storing(self) -> StoringPart | None:
-        """The part itself, if it keeps contents on a storage tier."""
+        """The part itself, if it keeps contents on a disk tier."""
         return None
 
     # ---- the step
@@ -251,7 +251,7 @@ class CachePart(ABC, Generic[Found]):
     # ---- swapping
 
     def num_stored(self, sequence: Sequence) -> int:  # noqa: ARG002
-        """Number of tokens that could be loaded from a storage tier if the sequence were released now."""
+        """Number of tokens that could be loaded from a disk tier if the sequence were released now."""
         return 0
 
     @property
@@ -296,7 +296,7 @@ class CachePart(ABC, Generic[Found]):
         """Empty the prefix cache of this part. Sequences keep what they hold."""
 
     def forget_stored(self) -> None:
-        """Drop everything on the storage tier, which other engines may use, too."""
+        """Drop everything on the disk tier, which other engines may use, too."""
 
     def measured(self, prefill_tokens_per_s: float, load_blocks_per_s: float) -> None:
         """Use these rates from now on; 0 means not known."""
@@ -351,5 +351,5 @@ class SidePart(CachePart[Found]):
         return True
 
     def reset(self) -> Forgotten:
-        """Drop nothing: contents of a storage tier stay."""
+        """Drop nothing: contents of a disk tier stay."""
         return Forgotten()

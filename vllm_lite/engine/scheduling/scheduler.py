@@ -183,10 +183,10 @@ class Scheduler:
         self.rates = rates
         self.kv.measured(rates.prefill_tokens_per_s, rates.load_blocks_per_s)
 
-    # ---- transfers between the pools and a storage tier
+    # ---- transfers between the pools and a disk tier
 
     def stored_keys(self, added: abc.Sequence[bytes], removed: abc.Sequence[bytes]) -> None:
-        """Update the index of the storage tier: keys that it has now, and keys that it has dropped."""
+        """Update the index of the disk tier: keys that it has now, and keys that it has dropped."""
         self.kv.storing.learn(added, removed)
 
     def transferred(self, ticket: int, failed: abc.Sequence[int]) -> None:

@@ -1,1 +1,1 @@
-"""Models that transformers computes, over this engine's attention, KV cache, linear layers and loader."""
+"""Models run by transformers' code, with this engine's attention, KV cache, linear layers and loader."""

@@ -1,4 +1,4 @@
-"""The engine's attention as transformers' layers call it: an entry of its AttentionInterface."""
+"""The engine's attention for transformers' layers: an entry of its AttentionInterface."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -39,9 +39,9 @@ class Seen(NamedTuple):
 
 
 class PagedAttention:
-    """The attention of one model's layers: in steps over the paged cache, in the dry run only observed.
+    """The attention of one model's layers: over the paged cache in steps; the dry run only records it.
 
-    Every module of the model that has a `layer_idx` has it as its attribute `paged`, where `attend` finds it.
+    It is the attribute `paged` of every module with a `layer_idx`, where `attend` finds it.
     """
 
     def __init__(self, spec: ModelSpec) -> None:
@@ -55,7 +55,7 @@ class PagedAttention:
         self.seen.setdefault(layer, []).append(seen)
 
     def attend(self, layer: int, heads: Heads, sinks: torch.Tensor | None) -> torch.Tensor:
-        """Heads: [num_tokens, heads, head_size] -> [num_tokens, num_heads, head_size]."""
+        """Attend over the paged cache, or record the call. Returns [num_tokens, num_heads, head_size]."""
         step = self.step
         if step is None:
             raise RuntimeError("a layer attends outside of a step")
@@ -74,7 +74,7 @@ class PagedAttention:
 
 
 def register() -> None:
-    """Let transformers know the interface by its name."""
+    """Register the interface with transformers by its name."""
     AttentionInterface.register(INTERFACE, attend)
 
 
@@ -93,7 +93,7 @@ def attend(
     attention_mask: torch.Tensor | None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers' layers call. Returns [1, num_tokens, num_heads, head_size]."""
+    """Attention function for transformers' layers. Returns [1, num_tokens, num_heads, head_size]."""
     paged: PagedAttention = module.paged
     sinks = options.get("s_aux")
     if query.is_meta:
@@ -104,13 +104,13 @@ def attend(
 
 
 def _rows(heads: torch.Tensor) -> torch.Tensor:
-    """[1, heads, num_tokens, size] as [num_tokens, heads, size] in which the heads of a row stand side by side."""
+    """[1, heads, num_tokens, size] -> [num_tokens, heads, size], with the heads of a row contiguous."""
     rows = heads[0].transpose(0, 1)
     return rows if rows.stride(1) == rows.shape[2] and rows.stride(2) == 1 else rows.contiguous()
 
 
 def _observed(module: Any, heads: tuple[torch.Tensor, ...], mask: torch.Tensor | None, options: dict[str, Any]) -> Seen:
-    """The attention that a layer asks for. Raises ModelError for what the engine's attention does not do."""
+    """Describe the attention of a layer's call. Raises ModelError if the engine's attention does not support it."""
     query, key, value = heads
     where = f"layer {module.layer_idx} ({type(module).__name__})"
     others = sorted(name for name, given in options.items() if name not in KNOWN and isinstance(given, torch.Tensor))
@@ -135,4 +135,4 @@ def _observed(module: Any, heads: tuple[torch.Tensor, ...], mask: torch.Tensor |
 
 
 KNOWN = ("s_aux", "position_ids", "cache_position", "scaling")
-"""What layers may pass as tensors."""
+"""Options that may be tensors."""

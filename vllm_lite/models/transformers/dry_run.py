@@ -1,4 +1,4 @@
-"""A step without weights, which proves before any is loaded that the engine can serve a model of transformers."""
+"""A step without weights, to check before loading that the engine can serve a model of transformers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +16,10 @@ NUM_TOKENS = 3
 
 @torch.inference_mode()
 def observe(model: Any, paged: PagedAttention, spec: ModelSpec) -> list[Seen]:
-    """Find the attention of each layer. `spec`: with the heads that this rank holds.
+    """Find the attention of each layer. `spec`: with this rank's heads.
 
     Raises ModelError, with the layer, unless every layer attends exactly once through the engine, with the heads and
-    the window by which `spec` has its KV cache.
+    the window that `spec` has.
     """
     kind = model.config.model_type
     ids = torch.zeros(1, NUM_TOKENS, dtype=torch.int64, device="meta")
@@ -29,7 +29,7 @@ def observe(model: Any, paged: PagedAttention, spec: ModelSpec) -> list[Seen]:
 
 @torch.inference_mode()
 def observe_head(model: Any, hidden_size: int, num_tokens: int) -> None:
-    """Raises ModelError unless `model`, with a body that returns its `inputs_embeds`, makes logits of them for
+    """Raise ModelError unless `model`, with a body that returns its `inputs_embeds`, computes logits of them for
     `num_tokens` tokens of the vocabulary."""
     hidden = torch.zeros(1, NUM_TOKENS, hidden_size, dtype=model.config.dtype, device="meta")
     shape, expected = tuple(_run(model, inputs_embeds=hidden).logits.shape), (1, NUM_TOKENS, num_tokens)
@@ -41,7 +41,7 @@ def observe_head(model: Any, hidden_size: int, num_tokens: int) -> None:
 
 
 def _run(model: Any, **inputs: torch.Tensor) -> Any:
-    """Run `model` on inputs on the meta device. Raises ModelError, by its name, if it fails."""
+    """Run `model` on inputs on the meta device. Raises ModelError, with its name, if it fails."""
     kind = model.config.model_type
     try:
         with _buffers_on_meta(model):
@@ -88,7 +88,7 @@ def _check(kind: str, layer: int, own: LayerSpec, seen: list[Seen]) -> Seen:
 
 
 def as_observed(spec: ModelSpec, seen: list[Seen]) -> ModelSpec:
-    """The model with what config.json does not say of its layers: scales, soft caps and sinks."""
+    """Return `spec` with scales, soft caps and sinks of layers, which config.json does not have."""
     layers = tuple(
         msgspec.structs.replace(
             layer,

@@ -1,6 +1,5 @@
-"""The package transformers: its models made of a config.json, without weights, network, hub kernels or foreign code.
-
-It is imported when the first such model is made, in a worker.
+"""Use of the package transformers: making models from a config.json, without weights, network, hub kernels or foreign
+code. A worker imports it when it makes the first such model.
 """
 
 import os
@@ -13,12 +12,12 @@ from vllm_lite.checkpoint.typed_json import read_json
 from vllm_lite.errors import ConfigError, ModelError
 
 INTERFACE = "vllm_lite"
-"""The name of this engine's attention in transformers."""
+"""Name of this engine's attention in transformers."""
 
 
 def load_library() -> Any:
-    """The module `transformers`. Raises ConfigError where it is not installed."""
-    os.environ["USE_HUB_KERNELS"] = "0"  # read when it is imported; others are foreign code
+    """Import `transformers`. Raises ConfigError if it is not installed."""
+    os.environ["USE_HUB_KERNELS"] = "0"  # read at import; hub kernels are foreign code
     try:
         import transformers
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: F401
@@ -31,8 +30,8 @@ def load_library() -> Any:
 
 
 def make_skeleton(folder: str, dtype: torch.dtype, max_model_len: int) -> Any:
-    """transformers' causal language model of the checkpoint in `folder`: parameters on the meta device, buffers that
-    are no part of a checkpoint on the CPU. Ropes that depend on a length are those for `max_model_len`.
+    """Make transformers' causal language model for the checkpoint in `folder`: parameters on the meta device, buffers
+    that are not in checkpoints on the CPU. Ropes that depend on a length are for `max_model_len`.
 
     Raises ConfigError if transformers is missing, ModelError if it has no such model.
     """
@@ -49,7 +48,7 @@ def make_skeleton(folder: str, dtype: torch.dtype, max_model_len: int) -> Any:
         with torch.device("meta"):
             model = classes[type(config)](config)
     except Exception as error:
-        if isinstance(error, KeyError) and error.args == (INTERFACE,):  # it chooses among implementations of its own
+        if isinstance(error, KeyError) and error.args == (INTERFACE,):  # the model takes only its own attention
             raise ModelError(
                 f"{config.model_type!r} cannot be served through transformers: it does not attend through its "
                 "attention interface"
@@ -57,14 +56,14 @@ def make_skeleton(folder: str, dtype: torch.dtype, max_model_len: int) -> Any:
         raise ModelError(
             f"{folder}: transformers cannot make a {config.model_type!r} of config.json: {error}"
         ) from error
-    config.pad_token_id = None  # else each step would be searched for padding, to warn of it
+    config.pad_token_id = None  # else transformers searches each step for padding, to warn of it
     _make_buffers(model)
     _pin_ropes(model, max_model_len)
     return model.eval()
 
 
 def _text_config(folder: str) -> Any:
-    """The config of the model that writes text, by transformers' own class for it."""
+    """Read the config of the text model into transformers' class for it."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     def parse(raw: Any) -> Any:
@@ -76,7 +75,7 @@ def _text_config(folder: str) -> Any:
             whole = CONFIG_MAPPING[kind].from_dict(raw)
             text = whole.get_text_config(decoder=True)
             if text is not whole and raw.get("tie_word_embeddings") is not None:
-                text.tie_word_embeddings = raw["tie_word_embeddings"]  # as it holds for the whole model
+                text.tie_word_embeddings = raw["tie_word_embeddings"]  # set for the whole model
             return text
         except Exception as error:
             raise ModelError(f"transformers does not accept it: {error}") from error
@@ -86,7 +85,7 @@ def _text_config(folder: str) -> Any:
 
 @torch.no_grad()
 def _make_buffers(model: Any) -> None:
-    """Give values to the buffers that checkpoints do not have, like those of ropes, as transformers does it."""
+    """Compute buffers that are not in checkpoints, like those of ropes, as transformers does."""
     for module in model.modules():
         missing = [name for name in module._non_persistent_buffers_set if _is_meta(module._buffers.get(name))]  # noqa: SLF001
         for name in missing:
@@ -100,8 +99,8 @@ def _is_meta(tensor: torch.Tensor | None) -> bool:
 
 
 def _pin_ropes(model: Any, max_model_len: int) -> None:
-    """Let ropes that transformers chooses by the longest sequence of a batch be those for `max_model_len` always: what
-    a request gets must not depend on others. Raises ModelError for one that cannot be pinned."""
+    """Fix ropes that transformers chooses by the longest sequence of a batch to those for `max_model_len`, so that a
+    request's result does not depend on others. Raises ModelError for one that cannot be fixed."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     for module in model.modules():

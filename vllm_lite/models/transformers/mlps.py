@@ -1,5 +1,5 @@
-"""Gated MLPs of transformers' models whose code is the usual line: gate and up become one matrix product, and the
-activation and what follows it one operation."""
+"""Gated MLPs of transformers' models whose code is the usual line: gate and up become one matrix product, and
+activation and multiplication one operation."""
 
 import inspect
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from vllm_lite.models.transformers.plan import TensorPlan
 
 LINE = "self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))"
 CODES = ([f"return {LINE}"], [f"down_proj = {LINE}", "return down_proj"])
-"""What `forward` does, line by line, where a module is known to be such an MLP."""
+"""Lines of `forward` by which a module is known to be such an MLP."""
 KINDS: tuple[Activation, ...] = ("silu", "gelu_tanh", "gelu", "relu")
 
 
 class GatedModule(nn.Module):
-    """The MLP; its `down_proj` is replaced as all linear layers are."""
+    """The gated MLP; its `down_proj` is replaced like all linear layers."""
 
     down_proj: nn.Module
     gate_up: Linear
@@ -42,7 +42,7 @@ class GatedModule(nn.Module):
 
 
 def fuse_mlp(name: str, module: Any, plan: TensorPlan, ops: Ops, base: Callable[[str], str]) -> WeightGroup | None:
-    """Turn the module `name` into a GatedModule, and ask for the weights of gate and up; None if it is something else.
+    """Turn the module `name` into a GatedModule, and request the weights of gate and up; None if it is something else.
 
     `base`: the checkpoint's name of a matrix, without its ending.
     """
@@ -76,7 +76,7 @@ def _is_usual(module: Any) -> bool:
 
 @torch.inference_mode()
 def _kind(act: Any) -> Activation | None:
-    """The activation that gives what `act` does in a trial; None if none does."""
+    """The activation with the same results as `act` in a trial; None if there is none."""
     x = torch.linspace(-6, 6, 101)[None]
     try:
         theirs = act(x.clone())

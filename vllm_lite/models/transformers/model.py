@@ -1,4 +1,4 @@
-"""A model that transformers computes. Read `TransformersModel.forward`; `make` shows what becomes of its modules."""
+"""A model run by transformers' code. Read `TransformersModel.forward`; `_replace` exchanges its modules."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -33,7 +33,7 @@ from vllm_lite.models.transformers.plan import TensorPlan
 
 
 class TransformersModel:
-    """One rank's part of a model of transformers, see `registry.Model`. It runs eagerly: nothing of it is recorded."""
+    """One rank's part of a model of transformers, see `registry.Model`. It always runs eagerly."""
 
     def __init__(self, parts: Parts, max_model_len: int, max_num_tokens: int) -> None:  # noqa: ARG002 (as all models)
         self.spec = spec = parts.spec
@@ -73,8 +73,8 @@ class TransformersModel:
         backend: AttentionBackend,
         progress: Callable[[], None] = lambda: None,
     ) -> torch.Tensor:
-        """The wanted tokens' hidden states after the final norm: [num_wanted, hidden_size]. The tokens of all sequences
-        are one sequence to transformers, which sees their positions; who attends to what is up to the backend."""
+        """Return the wanted tokens' hidden states after the final norm: [num_wanted, hidden_size]. To
+        transformers, the tokens of all sequences are one sequence with positions; the backend keeps sequences apart."""
         self.paged.step = LayerStep(batch, kv_caches, backend, progress)
         try:
             output = self.body(input_ids=batch.token_ids[None], position_ids=batch.positions[None], use_cache=False)
@@ -84,7 +84,7 @@ class TransformersModel:
         return hidden if batch.wanted is None else hidden[batch.wanted]
 
     def empty_logits(self, num_rows: int) -> torch.Tensor:
-        """As Decoder.empty_logits."""
+        """See Decoder.empty_logits."""
         return self.communicator.shared_rows(num_rows, self.spec.vocab_size, torch.float32)
 
     @torch.inference_mode()
@@ -94,7 +94,7 @@ class TransformersModel:
         out: torch.Tensor | None = None,
         which: Which | None = None,  # noqa: ARG002 - no row has an adapter
     ) -> torch.Tensor:
-        """As Decoder.logits. The code of the causal model computes them, with `hidden` as what its body gave."""
+        """See Decoder.logits. The causal model's code computes them, with `hidden` as the output of its body."""
         if out is None:
             out = self.empty_logits(hidden.shape[0])
         if hidden.shape[0] == 0:
@@ -109,26 +109,26 @@ class TransformersModel:
 
     @torch.inference_mode()
     def gather_logits(self, out: torch.Tensor) -> None:
-        """As Decoder.gather_logits."""
+        """See Decoder.gather_logits."""
         self.communicator.gather_columns(out, self._widths)
 
     def weight_groups(self) -> Iterator[WeightGroup]:
-        """Every tensor that a checkpoint must have, in groups that are loaded one after another."""
+        """All tensors that a checkpoint must have, in groups that are loaded one after another."""
         if not self.lm_head.tied:
             yield self.embedding.group(self._embedding_name)
         yield from self._groups
         yield self.lm_head.group(self._embedding_name if self.lm_head.tied else self._head_name)
 
     def ignores(self, name: str) -> bool:
-        """Tensors that some checkpoints have and nobody needs."""
+        """Whether a checkpoint may have a tensor of this name that the model does not need."""
         return is_ignored(name, tied=self.lm_head.tied) or self._names.ignores(name)
 
     def take_kv_scales(self, scales: Sequence[KVScales]) -> None:
-        """As Decoder.take_kv_scales."""
+        """See Decoder.take_kv_scales."""
         self.paged.kv_scales = dict(enumerate(scales))
 
     def _replace(self) -> None:
-        """Put the engine's layers in the place of transformers', and ask for the weights of all."""
+        """Replace transformers' layers by the engine's, and request the weights of all."""
         plan = TensorPlan(self.causal, self.parts)
         table, head = self.causal.get_input_embeddings(), self.causal.get_output_embeddings()
         if not isinstance(table, nn.Embedding) or not isinstance(head, nn.Linear):
@@ -157,7 +157,7 @@ class TransformersModel:
         become(module, ConvModule if transposed else LinearModule, engine=linear, num_outputs=num_outputs)
 
     def _keep(self, name: str, module: Any) -> None:
-        """Ask for the tensors that a module keeps: norms, positions, sinks."""
+        """Request the tensors that a module keeps: norms, positions, sinks."""
         buffers = {key: held for key, held in module._buffers.items() if key not in module._non_persistent_buffers_set}  # noqa: SLF001
         for key, tensor in (module._parameters | buffers).items():  # noqa: SLF001
             if tensor is None:
@@ -176,7 +176,7 @@ class TransformersModel:
         return stored.removesuffix(".weight")
 
     def _is_wide(self, name: str) -> bool:
-        """Whether transformers keeps a tensor in float32 whatever the model's dtype is."""
+        """Whether transformers keeps a tensor in float32 regardless of the model's dtype."""
         model = self.causal
         kept = list(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
         if self.parts.dtype == torch.float16:
@@ -185,9 +185,10 @@ class TransformersModel:
 
 
 class _Given(nn.Module):
-    """The body of a causal model, whose result is there already.
+    """Replaces the body of a causal model whose result is already computed.
 
-    Some models give it `input_ids` by place, call the decoder within it, or look at what only some bodies return.
+    Some models pass it `input_ids` by position, call the decoder within it, or read attributes that only some bodies
+    return.
     """
 
     @property

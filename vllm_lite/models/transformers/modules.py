@@ -1,7 +1,7 @@
-"""Modules of transformers that become this engine's layers: linear layers, token vectors, the LM head.
+"""Modules of transformers that become this engine's layers: linear layers, token embedding, the LM head.
 
-A module keeps its place and its class, whose `forward` finds ours behind `super()`. Its weight becomes a tensor without
-elements, so that code that uses it otherwise than by that `forward`, or than to see its type, fails in the dry run.
+A module stays in the model and keeps its class, whose `super().forward` is then ours. Its weight becomes a tensor
+without elements, so that code that uses it other than through `forward` or for its type fails in the dry run.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from vllm_lite.layers.weights.linear import Linear
 
 
 class LinearModule(nn.Linear):
-    """A Linear, over any number of leading axes."""
+    """A Linear for inputs with any number of leading axes."""
 
     engine: Linear
     num_outputs: int
@@ -29,7 +29,7 @@ class LinearModule(nn.Linear):
 
 
 class ConvModule(Conv1D):
-    """The same, in the place of a linear layer whose weight is stored as [inputs, outputs]."""
+    """A Linear that replaces a layer whose weight is stored as [inputs, outputs]."""
 
     engine: Linear
     num_outputs: int
@@ -50,7 +50,7 @@ class EmbeddingModule(nn.Embedding):
 
 
 class HeadModule(nn.Linear):
-    """The LMHead. Gives this rank's columns of float32 logits, in `out` where that is set."""
+    """The LMHead. Returns this rank's columns of float32 logits, in `out` if that is set."""
 
     engine: LMHead
     out: torch.Tensor | None = None
@@ -65,7 +65,7 @@ class HeadModule(nn.Linear):
 
 
 def become(module: Any, kind: type[nn.Module], **attributes: Any) -> None:
-    """Turn `module`, of the class that `kind` extends or of one that does so, too, into a `kind`."""
+    """Turn `module`, of a subclass of the class that `kind` extends, into a `kind`."""
     base = type(module)
     original = kind.__bases__[0]
     module.__class__ = kind if base is original else type(base.__name__, (base, kind), {})
@@ -77,7 +77,7 @@ def become(module: Any, kind: type[nn.Module], **attributes: Any) -> None:
 
 
 def settle(model: nn.Module, device: torch.device) -> None:
-    """Bring to the device what has values already: buffers, and the weights without elements, after the dry run."""
+    """Move buffers and the weights without elements to the device, after the dry run."""
     for module in model.modules():
         for name, buffer in module._buffers.items():  # noqa: SLF001
             if buffer is not None and not buffer.is_meta:

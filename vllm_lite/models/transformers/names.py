@@ -1,4 +1,4 @@
-"""A checkpoint's names for the tensors of a model of transformers: by transformers' own table of renamings."""
+"""A checkpoint's names for the tensors of a model of transformers, by transformers' own table of renamings."""
 
 import re
 from collections.abc import Collection, Iterable
@@ -12,8 +12,7 @@ class Names:
     """Parameter of the model -> canonical name of the tensor in the checkpoint."""
 
     def __init__(self, model: Any, parameters: Collection[str], stored: Iterable[str]) -> None:
-        """`stored`: the names in the checkpoint. Raises ModelError where a tensor is made of others by more than a new
-        name."""
+        """`stored`: names in the checkpoint. Raises ModelError if a tensor is not merely a renamed one."""
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightRenaming
 
@@ -32,11 +31,11 @@ class Names:
                 self._stored.setdefault(parameter, canonical(name))
 
     def stored(self, parameter: str) -> str:
-        """The name of a tensor that the checkpoint has, or should have."""
+        """Name of the parameter's tensor in the checkpoint."""
         return self._stored.get(parameter, canonical(parameter))
 
     def ignores(self, name: str) -> bool:
-        """Whether transformers, too, ignores a tensor of this name."""
+        """Whether transformers ignores a tensor of this name."""
         return any(pattern.search(name) for pattern in self._ignored)
 
     def _parameter(self, name: str, known: dict[str, Any]) -> str | None:

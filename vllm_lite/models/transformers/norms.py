@@ -1,4 +1,4 @@
-"""RMSNorms of transformers' models that are found to be Llama's, computed by one operation in place of seven."""
+"""RMSNorms of transformers' models that prove equal to Llama's, computed by one operation instead of seven."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from torch.func import functional_call
 from vllm_lite.kernels.ops import Ops, TorchOps
 
 SHARE = 0.05
-"""The share of elements that may differ by rounding in a trial. A norm that multiplies by its weight before it rounds
+"""Share of elements that may differ by rounding in a trial. A norm that multiplies by its weight before rounding
 differs in a third of them in bfloat16."""
 
 
 class NormModule(nn.Module):
-    """The norm of the last axis."""
+    """RMSNorm over the last axis."""
 
     engine: Ops
     eps: float
@@ -28,8 +28,8 @@ class NormModule(nn.Module):
 
 
 def replace_norms(model: Any, ops: Ops, dtype: torch.dtype) -> int:
-    """Turn the RMSNorms of `model` into NormModules, as far as a trial with random numbers shows that they compute the
-    same. Returns how many. A class is tried once for each size and eps."""
+    """Turn the RMSNorms of `model` into NormModules if a trial with random numbers gives the same results. Returns
+    their number. A class is tried once for each size and eps."""
     found: dict[tuple[type, int, float], bool] = {}
     for module in model.modules():
         eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -46,7 +46,7 @@ def replace_norms(model: Any, ops: Ops, dtype: torch.dtype) -> int:
 
 @torch.inference_mode()
 def _is_plain(module: Any, eps: float, dtype: torch.dtype) -> bool:
-    """Whether the module computes what Ops.rms_norm does."""
+    """Whether the module computes the same as Ops.rms_norm."""
     generator = torch.Generator().manual_seed(0)
     size = module.weight.numel()
     weight = torch.randn(size, generator=generator).to(dtype)

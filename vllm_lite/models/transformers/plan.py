@@ -1,4 +1,4 @@
-"""Ranks' shares of the linear layers of a model of transformers, by its own plan for tensor parallelism."""
+"""Split of the linear layers of a model of transformers over ranks, by its own plan for tensor parallelism."""
 
 import re
 from typing import Any
@@ -9,16 +9,16 @@ from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weights.linear import Linear
 
 WHOLE = ("replicated_with_grad_allreduce",)
-"""Styles of what every rank has in full."""
+"""Styles of layers that every rank has whole."""
 NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
 class TensorPlan:
-    """Linear layers that ranks share by their outputs or by their inputs."""
+    """Makes linear layers that are split over ranks by their outputs or inputs."""
 
     def __init__(self, model: Any, parts: Parts) -> None:
-        """Raises ConfigError where there are several ranks and transformers has no plan for the model, or one that has
-        styles which are not supported."""
+        """Raises ConfigError if there are several ranks, and transformers' plan for the model is missing or has an
+        unsupported style."""
         self.parts = parts
         self._kind = model.config.model_type
         plan = getattr(model.config, "base_model_tp_plan", None) or {}
@@ -27,7 +27,7 @@ class TensorPlan:
             self._check()
 
     def linear(self, name: str, module: Any, *, transposed: bool) -> Linear:
-        """The part that a rank holds of the linear layer `name`. Raises ConfigError if ranks cannot share it."""
+        """Make this rank's part of the linear layer `name`. Raises ConfigError if it cannot be split."""
         rows, columns = module.weight.shape if not transposed else module.weight.shape[::-1]
         inputs, outputs, parts = Split.whole(columns), Split.whole(rows), self.parts
         options: dict[str, Any] = {"bias": module.bias is not None, "transposed": transposed}
@@ -42,7 +42,7 @@ class TensorPlan:
         return parts.linear(inputs, outputs, **options)
 
     def style(self, name: str) -> str | None:
-        """The plan's style for a linear layer; None where every rank has all of it."""
+        """The plan's style for a linear layer; None if every rank has it whole."""
         return self._styles.get(NUMBER.sub(".*", name)) if self.parts.shard.world > 1 else None
 
     def _check(self) -> None:
