@@ -71,10 +71,15 @@ def exchange(server: Server, data: bytes) -> bytes:
             connection.sendall(data)
         except (BrokenPipeError, ConnectionResetError):
             pass  # it answered already
-        answer = b""
-        try:
-            while piece := connection.recv(65536):
-                answer += piece
-        except ConnectionResetError:
-            pass
+        return until_closed(connection)
+
+
+def until_closed(connection: socket.socket) -> bytes:
+    """Read until the server closes the connection."""
+    answer = b""
+    try:
+        while piece := connection.recv(65536):
+            answer += piece
+    except ConnectionResetError:
+        pass
     return answer

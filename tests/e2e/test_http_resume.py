@@ -23,7 +23,7 @@ from vllm_lite.client.engines.session import Session
 
 SLOW = ["--attention-backend", "reference", "--enforce-eager", "--dtype", "float32"]
 DEADLINE_S = scaled(60.0)
-RESUME_S = 3.0
+RESUME_S = 1.5
 CHAT: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Tell me a story."}],
     "max_tokens": 250,

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import httpx
 import psutil
@@ -21,6 +22,7 @@ from tests.e2e.raw_server import (
     error_of,
     exchange,
     raw_server,
+    until_closed,
     with_key,
 )
 from tests.http_server import Server, until
@@ -51,11 +53,6 @@ def test_headers_have_a_size(server: Server, header: bytes) -> None:
     assert exchange(server, b"GET /health HTTP/1.1\r\n" + header + b"\r\n\r\n").startswith(b"HTTP/1.1 431 ")
 
 
-@pytest.mark.parametrize("data", [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\nX: y\r\n"])
-def test_headers_have_a_time(server: Server, data: bytes) -> None:
-    assert exchange(server, data).startswith(b"HTTP/1.1 408 ")
-
-
 @pytest.mark.parametrize("rest", [b"X: y\r\n" * 100_000, b"X: " + b"y" * 1_000_000])
 def test_trailers_have_a_size(server: Server, rest: bytes) -> None:
     assert exchange(server, CHUNKED + b"0\r\n" + rest).startswith(b"HTTP/1.1 431 ")
@@ -77,18 +74,6 @@ def test_a_trailer_is_no_header(server: Server) -> None:
     data = b"POST /tokenize HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
     data += b"2\r\n{}\r\n0\r\nAuthorization: Bearer %b\r\n\r\n" % KEY.encode()
     assert exchange(server, data).startswith(b"HTTP/1.1 401 ")
-
-
-@pytest.mark.parametrize(("header", "rest"), [(b"", b"\r\n"), (b"Content-Length: 9\r\n", b"x")])
-def test_what_comes_behind_an_answer_has_a_time(server: Server, header: bytes, rest: bytes) -> None:
-    """Neither is headers that somebody waits for, nor a body."""
-    with connected(server) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n" + header + b"\r\n")
-        answer = connection.recv(65536)
-        assert answer.startswith(b"HTTP/1.1 200 ")
-        connection.sendall(rest)
-        while connection.recv(65536):
-            pass
 
 
 @pytest.mark.parametrize("rest", [b"", b"Content-Length: 9\r\n\r\n1234567"])
@@ -124,9 +109,30 @@ def test_a_client_behind_two_requests_is_missed(server: Server, session: Session
     assert "Traceback" not in server.output
 
 
-def test_a_body_has_a_time(server: Server) -> None:
-    head = CHUNKED.replace(b"Transfer-Encoding: chunked", b"Content-Length: 10")
-    assert exchange(server, head + b'{"pro').startswith(b"HTTP/1.1 408 ")
+LATE: dict[str, tuple[bytes, bytes]] = {
+    "nothing": (b"", b""),
+    "a part of the first line": (b"", b"GET /health HT"),
+    "headers without their end": (b"", b"GET /health HTTP/1.1\r\nX: y\r\n"),
+    "a part of a body": (b"", CHUNKED.replace(b"Transfer-Encoding: chunked", b"Content-Length: 10") + b'{"pro'),
+    "a blank line behind an answer": (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b"\r\n"),
+    "a body behind an answer": (b"GET /health HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n", b"x"),
+}
+"""A complete request, which is answered at once, if there is one; then the bytes of one that never ends. Bytes after
+an answer are neither headers that somebody waits for, nor a body."""
+
+
+def test_requests_that_never_end_have_a_time(server: Server) -> None:
+    """Side by side, as each waits until its time is over."""
+    with ExitStack() as stack:
+        connections = {name: stack.enter_context(connected(server)) for name in LATE}
+        for name, (whole, rest) in LATE.items():
+            if whole:
+                connections[name].sendall(whole)
+                assert connections[name].recv(65536).startswith(b"HTTP/1.1 200 "), name
+            connections[name].sendall(rest)
+        for name, (whole, _) in LATE.items():
+            said = until_closed(connections[name])
+            assert whole or said.startswith(b"HTTP/1.1 408 "), (name, said)
 
 
 def test_a_body_has_a_size(http: httpx.Client) -> None:
