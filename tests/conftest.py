@@ -1,10 +1,12 @@
 """Fixtures that many tests share."""
 
+import faulthandler
 import gc
 import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,9 +35,19 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _GPU = Path(__file__).parent / "gpu"
 
+STUCK_S = 600.0
+"""A test that even a signal cannot end prints where it stands after so long."""
+WATCH_EVERY_S = 60.0
+
+
+_stderr = 2
+_watched_s = -WATCH_EVERY_S
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Only `pytest tests/gpu` sees a GPU: everything else is about the CPU, also where there is one."""
+    global _stderr
+    _stderr = os.dup(2)  # while a test runs, 2 is where its output is kept
     if not all("tests/gpu" in arg for arg in config.args):
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 
@@ -64,12 +76,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Before the first test of a file: what it has imported is not to cost every test and every collection, and Ctrl-C
     is what it was, and so are the package's logs."""
     global _frozen_for
+    _watch()
     if _frozen_for != item.path:
         _frozen_for = item.path
         signal.signal(signal.SIGINT, signal.default_int_handler)
         gc.collect()
         gc.freeze()  # modules and thousands of tests are there to stay: half a second of every full collection
         _let_loggers_propagate()
+
+
+def _watch() -> None:
+    """Once a minute: faulthandler_timeout would start a thread and wait for the end of another one for every test."""
+    global _watched_s
+    if (now_s := time.monotonic()) - _watched_s > WATCH_EVERY_S:
+        _watched_s = now_s
+        faulthandler.dump_traceback_later(STUCK_S + WATCH_EVERY_S, file=_stderr)
 
 
 def _let_loggers_propagate() -> None:
@@ -115,11 +136,18 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+_rendered: dict[bytes, dict[str, str]] = {}
+"""By template, the chats that say which token closes a message."""
+
+
 @pytest.fixture
 def images_cut_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images are cut in this process, with the same messages. Each of their own takes a third of a second to start, and
-    an engine starts two of them."""
+    """Images are cut in this process, with the same messages, and a template that was rendered for an earlier engine is
+    not rendered again. Processes of their own take a third and a tenth of a second to start, and an engine starts two
+    of the former and one of the latter."""
     from vllm_lite.client.media import image_pool, image_process
+    from vllm_lite.client.text.templates import closing_token
+    from vllm_lite.client.text.templates.template_source import TemplateSource
 
     class Here:
         def __init__(self, _: int) -> None: ...
@@ -131,7 +159,16 @@ def images_cut_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def end(self) -> None: ...
 
+    render = closing_token.rendered_by
+
+    def rendered_by(template: TemplateSource) -> dict[str, str]:
+        key = msgspec.msgpack.encode(msgspec.structs.replace(template, name=""))
+        if key not in _rendered:
+            _rendered[key] = render(template)
+        return _rendered[key]
+
     monkeypatch.setattr(image_pool, "_Process", Here)
+    monkeypatch.setattr(closing_token, "rendered_by", rendered_by)
 
 
 @pytest.fixture(scope="session")
