@@ -7,7 +7,7 @@ Every run draws others, so the suite's share adds up over runs.
 
 import os
 
-SHARE = float(os.environ.get("EXAMPLES", "0.4"))
+SHARE = float(os.environ.get("EXAMPLES", "0.25"))
 
 
 def examples(number: int) -> int:

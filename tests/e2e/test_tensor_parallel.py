@@ -37,7 +37,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3"},
     "mistral-window": {"family": "mistral", "sliding_window": 13},
 }
-CASES = [(name, world) for name in SHAPES for world in (2, 4)] + [("llama-odd", 3), ("llama-odd", 5)]
+WORLDS = {
+    "llama": (2, 4),
+    "llama-tied-biases": (4,),
+    "llama-odd": (2, 3, 5),
+    "qwen3": (2,),
+    "mistral-window": (4,),
+}
+CASES = [(name, world) for name, worlds in WORLDS.items() for world in worlds]
 SETTINGS: dict[str, Any] = {"max_num_batched_tokens": 64, "block_size": 8}
 POOLS: list[dict[str, Any]] = [
     {"num_gpu_blocks_override": 44, "preemption_mode": "recompute"},
