@@ -1,1 +1,1 @@
-"""Tools that a user runs around the engine: command line, benchmarks, chat, plan, doctor. Nothing imports them."""
+"""The command-line tools: command line, benchmarks, chat, plan, doctor. No other package imports them."""

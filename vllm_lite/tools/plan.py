@@ -1,8 +1,8 @@
-"""Memory of a model on a machine, and room beside it, computed from config.json and the headers of its weights.
+"""Memory of a model on a machine, and the capacity beside it, from config.json and the headers of its weights.
 
-KV blocks, graphs and swap space are computed by the engine's own arithmetic (checkpoint/sizing.py and
-engine/blocks/groups.py). Weights are exact. Activations, and what a process has in use beside all that, are estimates:
-on a GPU the worker measures them.
+KV blocks, graphs and swap space are computed by the engine's own code (checkpoint/sizing.py and
+engine/blocks/groups.py). Weights are exact. Activations and other memory of a process are estimates; on a GPU the
+worker measures them.
 """
 
 from collections.abc import Iterator
@@ -49,57 +49,57 @@ from vllm_lite.runtime.settings import Section
 from vllm_lite.tools.plan_disk import DiskPlan
 
 OUTSIDE_BYTES = {"cpu": GIB // 2, "cuda": GIB * 3 // 4}
-"""What the processes themselves take: torch and three interpreters, or a GPU's context and kernels. Estimates."""
+"""Estimated memory of the processes themselves: torch and three interpreters, or a GPU's context and kernels."""
 FURTHER_WORKER_BYTES = 200 << 20
-"""What each further worker of a CPU machine adds to that. Measured: 154 MiB are its own once torch is there."""
+"""Added by each further worker of a CPU machine. Measured: 154 MiB of private memory once torch is imported."""
 LEAST_TOKENS = 512
-"""A request that is worth serving, where no length is asked for."""
+"""Minimum length of a useful request, if none is set."""
 MAX_SPLITS, SPLIT_TOKENS = 64, 512
-"""How attention on a GPU cuts long sequences, for its scratch memory."""
+"""Splits of long sequences in attention on a GPU, for its scratch memory."""
 
 
 class PlanConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """An engine's settings, and the machine that the plan is for."""
+    """An engine's settings, and the machine of the plan."""
 
     gpu: Annotated[
         str | None,
         Section("machine"),
-        Meta(description="memory of the GPU asked about, like 24GiB (default: this machine's)"),
+        Meta(description="memory of the planned GPU, like 24GiB (default: this machine's)"),
     ] = None
     memory: Annotated[
-        str | None, Meta(description="memory of the CPU machine asked about, like 64GiB (default: this machine's)")
+        str | None, Meta(description="memory of the planned CPU machine, like 64GiB (default: this machine's)")
     ] = None
     concurrency: Annotated[Count | None, Meta(description="requests of max_model_len that must fit at once")] = None
 
     def engine_values(self) -> dict[str, Any]:
-        """The engine's settings that were given."""
+        """The engine's settings that differ from the defaults."""
         defaults = EngineConfig()
         values = {name: getattr(self, name) for name in EngineConfig.__struct_fields__}
         return {name: value for name, value in values.items() if value != getattr(defaults, name)}
 
 
 class RankPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Share of one of several ranks. Sizes in bytes; what is not here is about the same for all."""
+    """The part of one of several ranks. Sizes in bytes; other sizes are about the same for all ranks."""
 
     rank: int
     num_heads: int
-    """Query heads, in the layers that have most."""
+    """Query heads, in the layers with the most."""
     num_kv_heads: int
     vocabulary: tuple[int, int]
-    """The first of its tokens, and the one behind its last."""
+    """Its range of token ids, [first, end)."""
     weights_bytes: int
     kv_cache_bytes: int
 
 
 class CapacityPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Needs and capacity of one device: a GPU, which has one rank, or a CPU machine with all ranks. Of several GPUs it
-    is the first, which has most to hold. Sizes in bytes."""
+    """Memory and capacity of one device: a GPU, which has one rank, or a CPU machine with all ranks. With several GPUs
+    it is the first, which needs the most memory. Sizes in bytes."""
 
     model: str
     architecture: str
     num_parameters: int
     active_parameters: int
-    """Those that one token passes; fewer than all if the model has experts."""
+    """Parameters used for one token; fewer than all if the model has experts."""
     device: str
     tensor_parallel_size: int
     dtype: str
@@ -110,16 +110,16 @@ class CapacityPlan(msgspec.Struct, frozen=True, kw_only=True):
     usable_bytes: int
     weights_bytes: int
     active_weights_bytes: int
-    """Those of the whole model that a step with one token reads: which bounds how fast it decodes."""
+    """Weights of the whole model that a step with one token reads, which bounds the decoding speed."""
     adapter_bytes: int
-    """LoRA adapters that adapt every layer, as many as are kept, of the largest rank."""
+    """Memory of all adapter slots, for adapters of the maximum rank on every layer."""
     activations_bytes: int
     graph_bytes: int
     outside_bytes: int
     block_bytes: int
     kv_bytes_per_token: int
     kv_bytes_per_token_beyond_windows: int
-    """What each further token of a sequence takes that is longer than its sliding windows."""
+    """Bytes of each further token of a sequence longer than its sliding windows."""
     num_blocks: int
     num_host_blocks: int
     num_host_states: int
@@ -128,22 +128,22 @@ class CapacityPlan(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_bytes: int
     kv_tokens: int
     max_model_len: int
-    """The longest request that is served; 0 if none is."""
+    """The maximum length of a request; 0 if none can be served."""
     largest_max_model_len: int
-    """The longest that `concurrency` requests at once could have with all of the memory, at most the model's."""
+    """The maximum length of `concurrency` concurrent requests with all of the memory, at most the model's."""
     max_position_embeddings: int
     max_num_seqs: int
     max_num_batched_tokens: int
     concurrent_requests: int
-    """How many requests of max_model_len are served at once."""
+    """Number of concurrent requests of max_model_len."""
     needed_bytes: int
-    """Memory of a device that could do what is asked."""
+    """Memory of a device on which the plan would fit."""
     problems: tuple[str, ...]
     advice: tuple[str, ...] = ()
-    """Flags, each of which alone would make it possible."""
+    """Changes of flags, each of which alone would make the plan fit."""
     command: str = ""
     ranks: tuple[RankPlan, ...] = ()
-    """Empty unless several share the model."""
+    """Empty for a single rank."""
     disk: DiskPlan | None = None
 
     @property
@@ -152,7 +152,7 @@ class CapacityPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_plan(config: PlanConfig, checkpoint: Checkpoint) -> CapacityPlan:
-    """The plan for what is asked, with what would make it possible if it is not. Raises ConfigError."""
+    """The plan, with advice and the command that serves it. Raises ConfigError."""
     plan = _plan(config, checkpoint)
     advice = () if plan.fits else tuple(_advice(config, checkpoint, plan))
     return msgspec.structs.replace(plan, advice=advice, command=_command(config, checkpoint, plan))
@@ -162,7 +162,7 @@ def make_plan(config: PlanConfig, checkpoint: Checkpoint) -> CapacityPlan:
 
 
 class _Sizes:
-    """The parts that do not depend on what is left for the KV cache."""
+    """The sizes that do not depend on the KV cache's."""
 
     def __init__(self, config: PlanConfig, checkpoint: Checkpoint) -> None:
         spec, tp, first = checkpoint.spec, config.tensor_parallel_size, Shard.of(config)
@@ -173,7 +173,7 @@ class _Sizes:
         device, memory_bytes = machine = _machine(config)
         self.tp, self.spec, self.device, self.memory_bytes = tp, spec, device, memory_bytes
         defaults = DEVICE_DEFAULTS[device]
-        most = config.max_num_batched_tokens or defaults.max_num_batched_tokens  # a step has a token for each
+        most = config.max_num_batched_tokens or defaults.max_num_batched_tokens  # a step has a token for each sequence
         self.num_seqs = config.max_num_seqs or min(max(defaults.max_num_seqs, config.concurrency or 1), most)
         self.config = msgspec.structs.replace(config, max_num_seqs=self.num_seqs).resolve(
             max_position_embeddings=spec.max_position_embeddings,
@@ -184,7 +184,7 @@ class _Sizes:
         )
         self.length, self.chunk = self.config.max_model_len, self.config.max_num_batched_tokens
         self.groups = make_groups([group.window for group in spec.kv_groups], config.block_size)
-        num_ranks = tp if device == "cpu" else 1  # on the device that is planned for
+        num_ranks = tp if device == "cpu" else 1  # on the planned device
         kv_dtype = self.config.kv_cache_dtype
         element_bytes, scale_bytes = KV_DTYPE_BYTES[kv_dtype], KV_SCALE_BYTES.get(kv_dtype, 0)
         self.rank_block_bytes = spec.kv_block_bytes(config.block_size, element_bytes, tp, scale_bytes)
@@ -220,15 +220,15 @@ class _Sizes:
         self.adapters = num_ranks * adapter_bytes(spec, config, DTYPE_BYTES[dtype], device)
         self.fixed = self.weights + self.adapters + self.activations + self.graphs + self.outside
         self.fixed += self.num_state_slots * self.state_bytes
-        if device == "cpu":  # there swap space is the same memory
+        if device == "cpu":  # swap space is the same memory
             self.fixed += self.num_host_blocks * self.block_bytes + self.num_host_states * self.state_bytes
 
     def _logits(self) -> int:
-        """Logits and what sampling makes of them. Ranks on a CPU have them in common."""
+        """Logits and the buffers of sampling. Ranks on a CPU share them."""
         return 3 * 4 * self.num_seqs * self.spec.vocab_size
 
     def _buffers(self, spec: ModelSpec, dtype_bytes: int) -> int:
-        """One rank's buffers of a model's largest step, tables of rotary embedding, and scratch."""
+        """One rank's buffers of the largest step, tables of rotary embeddings, and scratch memory."""
         tp = self.tp
         largest = spec.per_rank(Shard(0, tp))  # no rank has more heads than the first
         kinds = {layer.attention for layer in largest.layers}
@@ -246,8 +246,8 @@ class _Sizes:
         return (self.chunk * row + tables) * dtype_bytes + scratch
 
     def _expert_row(self, spec: ModelSpec, dtype_bytes: int) -> int:
-        """Memory of experts beside an MLP for one token, in elements: the logits and the choice, the shared expert, and
-        of each chosen expert what lies between its matrices and, in float32, what it gives."""
+        """Memory of experts beside an MLP's for one token, in elements: logits and choice, the shared expert, and for
+        each chosen expert its intermediate values and its output in float32."""
         experts = spec.experts
         if experts is None:
             return 0
@@ -258,7 +258,7 @@ class _Sizes:
 
     def _graphs(self) -> int:
         config = self.config
-        if self.device == "cpu" or config.enforce_eager or not self.groups:  # an encoder decodes nothing
+        if self.device == "cpu" or config.enforce_eager or not self.groups:  # encoders do not decode
             return 0
         most, shape = min(self.num_seqs, self.chunk), (-(-self.length // config.block_size), len(self.groups))
         sizes = bucket_sizes(most, config.cudagraph_capture_sizes, config.max_cudagraph_capture_size)
@@ -266,17 +266,17 @@ class _Sizes:
         return reserved_bytes(sizes, self.spec.vocab_size, *shape, len(in_pieces))
 
     def num_blocks(self) -> int:
-        """The blocks that the engine will have. Raises ConfigError for a size that cannot hold a token."""
+        """Number of blocks that the engine will have. Raises ConfigError for a size that cannot hold a token."""
         configured = configured_num_blocks(self.config, self.rank_block_bytes)
         enough = self.config.enough_blocks(len(self.groups))
         return min(self.possible_blocks(), enough) if configured is None else configured
 
     def possible_blocks(self) -> int:
-        """The blocks that there is memory for. An encoder's take none, and it has as few as an engine may have."""
+        """Number of blocks that fit in memory. An encoder's take none, and it has the minimum number."""
         return max(0, self.usable - self.fixed) // self.block_bytes if self.block_bytes else MIN_BLOCKS
 
     def room(self, num_blocks: int) -> int:
-        """Blocks that requests may be admitted to."""
+        """Number of blocks that admitted requests may use."""
         return max(0, num_blocks - 1 - int(self.config.kv_watermark * num_blocks))
 
     def blocks_for(self, room: int) -> int:
@@ -288,10 +288,10 @@ class _Sizes:
 
 
 def _blocks(config: PlanConfig, sizes: _Sizes, needed: int) -> tuple[int, int]:
-    """The blocks of the cache, and those that the memory could hold beside the rest."""
+    """Numbers of blocks: in the cache, and possible with the remaining memory."""
     num_blocks, is_default = sizes.num_blocks(), _is_default(config, sizes)
     possible = sizes.possible_blocks() if is_default else num_blocks
-    if is_default and sizes.device == "cpu":  # there it has the size that the user gives it: the plan may choose one
+    if is_default and sizes.device == "cpu":  # the user sets its size there
         num_blocks = max(needed, min(num_blocks, possible))
     return num_blocks, possible
 
@@ -308,7 +308,7 @@ def _plan(config: PlanConfig, checkpoint: Checkpoint) -> CapacityPlan:
     limit = sizes.length if config.enable_chunked_prefill else min(sizes.length, sizes.chunk)
     served = longest_sequence(sizes.groups, room, limit, sizes.chunk)
     each = blocks_held(sizes.groups, served, sizes.chunk)
-    at_once = room // each if each else sizes.chunk // max(1, served)  # a step has whole texts of an encoder
+    at_once = room // each if each else sizes.chunk // max(1, served)  # a step of an encoder has whole texts
     longest = checkpoint.spec.max_position_embeddings
     largest = longest_sequence(sizes.groups, sizes.room(max(num_blocks, possible)) // wanted, longest, sizes.chunk)
     needed = sizes.fixed + needed_blocks * sizes.block_bytes
@@ -372,7 +372,7 @@ def _ranks(sizes: _Sizes, num_blocks: int) -> Iterator[RankPlan]:
 
 
 def _is_default(config: PlanConfig, sizes: _Sizes) -> bool:
-    """Whether the user left the size of the KV cache open."""
+    """Whether the user has not set the size of the KV cache."""
     given = (config.kv_cache_memory_bytes, config.num_gpu_blocks_override)
     return all(value is None for value in given) and (sizes.device == "cuda" or config.cpu_kvcache_space is None)
 
@@ -400,7 +400,7 @@ def _problems(config: PlanConfig, sizes: _Sizes, plan: CapacityPlan) -> Iterator
 
 
 def _machine(config: PlanConfig) -> tuple[Any, int]:
-    """The device asked about and the bytes of its memory. Raises ConfigError."""
+    """The planned device and the bytes of its memory. Raises ConfigError."""
     if config.gpu is not None and config.memory is not None and config.device == "auto":
         raise ConfigError("give either --gpu or --memory: it is one device that is asked about")
     if config.gpu is not None and config.device != "cpu":
@@ -412,7 +412,7 @@ def _machine(config: PlanConfig) -> tuple[Any, int]:
     if not (found := gpus()):
         raise ConfigError("nvidia-smi does not tell how much memory the GPU has; give --gpu, like --gpu 24GiB")
     tp = config.tensor_parallel_size
-    if tp > len(found) and config.tensor_parallel_backend != "gloo":  # which lets ranks share a GPU
+    if tp > len(found) and config.tensor_parallel_backend != "gloo":  # gloo lets ranks share a GPU
         raise ConfigError(
             f"tensor_parallel_size {tp} needs a GPU for each rank, and this machine has {len(found)}; give --gpu with "
             "the memory of each, like --gpu 24GiB, to plan for another"
@@ -420,11 +420,11 @@ def _machine(config: PlanConfig) -> tuple[Any, int]:
     return "cuda", min(gpu.memory_bytes for gpu in found[:tp])
 
 
-# ---- what to do
+# ---- advice
 
 
 def _advice(config: PlanConfig, checkpoint: Checkpoint, plan: CapacityPlan) -> Iterator[str]:
-    """Every change that alone makes it possible, planned to be sure."""
+    """Every change that alone makes the plan fit, checked by planning with it."""
     spec = checkpoint.spec
     largest = plan.largest_max_model_len
     lengths = [largest // 256 * 256 or largest]  # a round number
@@ -467,7 +467,7 @@ def _works(config: PlanConfig, checkpoint: Checkpoint, change: dict[str, Any]) -
 
 
 def _command(config: PlanConfig, checkpoint: Checkpoint, plan: CapacityPlan) -> str:
-    """The command that serves what was planned."""
+    """The command that serves the plan."""
     values = {name: value for name, value in config.engine_values().items() if name != "model"}
     if config.max_model_len is None and 0 < plan.max_model_len < plan.max_position_embeddings:
         values["max_model_len"] = plan.max_model_len

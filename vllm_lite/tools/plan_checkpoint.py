@@ -1,4 +1,4 @@
-"""The checkpoint that a plan is for: what config.json and headers say of it, and whether it would be served at all."""
+"""The checkpoint of a plan: its config.json and headers, and whether its model is supported."""
 
 import subprocess
 import sys
@@ -18,14 +18,13 @@ from vllm_lite.errors import ConfigError, ModelError
 
 MODULE = "vllm_lite.models.examination"
 PATIENCE_S = 120.0
-"""Importing transformers takes seconds, and a step without weights a moment."""
+"""Timeout of the check: importing transformers takes seconds, a step without weights a moment."""
 
 
 def load(config: EngineConfig) -> Checkpoint:
-    """Read config.json and the headers of the weights, and of a hub id no more than these, and the same of the model
-    that drafts for it.
+    """Read config.json and the headers of the weights (only these for a hub id), also of a draft model.
 
-    Raises ModelError or ConfigError, as `serve` does, for a model that is not served, or not with these settings.
+    Raises ModelError or ConfigError, as `serve` does, for a model that is not supported, or not with these settings.
     """
     checkpoint, speculation = _load(config), config.speculative_config
     if speculation is None or speculation.model is None:
@@ -62,7 +61,7 @@ def _load(config: EngineConfig) -> Checkpoint:
 
 
 def check_implementation(config: EngineConfig, folder: Path) -> None:
-    """Raise ModelError or ConfigError, in the words in which a worker of `serve` refuses the model in `folder`."""
+    """Raise the ModelError or ConfigError with which a worker of `serve` refuses the model in `folder`."""
     given = {name: getattr(config, name) for name in EngineConfig.__struct_fields__}
     try:
         done = subprocess.run(

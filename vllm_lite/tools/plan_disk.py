@@ -1,4 +1,4 @@
-"""The part of a plan that is about KV on disk (--kv-cache-dir): how much it holds, and what a load takes there."""
+"""The part of a plan on KV on disk (--kv-cache-dir): its capacity, and its rates."""
 
 from pathlib import Path
 
@@ -11,22 +11,22 @@ from vllm_lite.runtime.machine import parse_bytes
 
 
 class DiskPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """Room and measured rates of the disk that KV is kept on. Rates are 0 where nothing could be written."""
+    """Free space and measured rates of the disk for KV. Rates are 0 if nothing could be written."""
 
     folder: str
     kind: str
     free_bytes: int
     size_bytes: int
-    """The most that the files may take."""
+    """Maximum bytes of the files."""
     tokens: int
-    """Number of tokens whose KV that holds; states of recurrent layers come on top."""
+    """Number of tokens whose KV fits, without states of recurrent layers."""
     write_bytes_per_s: float
     read_bytes_per_s: float
     warnings: tuple[str, ...]
 
 
 def plan_disk(config: EngineConfig, kv_bytes_per_token: int) -> DiskPlan | None:
-    """Measure the disk of `config`, for KV of so many bytes a token of all ranks; None: none is asked for. Raises
+    """Measure the disk of `config`; `kv_bytes_per_token` is for all ranks. None if there is no --kv-cache-dir. Raises
     ConfigError."""
     if config.kv_cache_dir is None:
         return None

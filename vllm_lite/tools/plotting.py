@@ -1,4 +1,4 @@
-"""Figures of --plot: whether they can be drawn, and where they go."""
+"""Figures of --plot: checks, and writing."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +11,7 @@ DOTS_PER_INCH = 110
 
 
 def check(path: str) -> None:
-    """Raise ConfigError, before anything is measured, unless a picture can be drawn there."""
+    """Raise ConfigError, before any measurement, unless a figure can be written to `path`."""
     if find_spec("matplotlib") is None:
         raise ConfigError("--plot needs matplotlib; install it, or vllm-lite[plot]")
     if not path.endswith(".png"):

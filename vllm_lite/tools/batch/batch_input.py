@@ -1,4 +1,4 @@
-"""The source that an --input-file names."""
+"""The source for an --input-file."""
 
 from vllm_lite.errors import ConfigError
 from vllm_lite.tools.batch.batch_source import BatchSource, check_local, is_parquet
@@ -11,7 +11,7 @@ DATASETS = "datasets:"
 
 
 def open_source(path: str, mapper: RowMapper) -> BatchSource:
-    """Choose by the name: datasets:ID, a file that ends in .parquet, or lines of JSON. Raises ConfigError."""
+    """Choose the source by the name: datasets:ID, *.parquet, or JSON lines. Raises ConfigError."""
     if path.startswith(DATASETS):
         return HubDataset(path.removeprefix(DATASETS), mapper)
     check_local(path, "--input-file")

@@ -1,4 +1,4 @@
-"""Reports of a batch: its progress with the time left, and in the end tokens, hits, time and failures."""
+"""Reports of a batch: progress with the time left, and finally tokens, hits, time and failures."""
 
 import json
 import sys
@@ -13,11 +13,11 @@ from vllm_lite.tools.batch.batch_results import Totals
 from vllm_lite.tools.batch.batch_run import BatchRun
 
 PLAIN_S = 10.0
-"""How long it is between two lines of progress where no terminal shows a bar."""
+"""Seconds between lines of progress if stderr is not a terminal."""
 
 
 def summary(batch: BatchRun, totals: Totals, num_rows: int, elapsed_s: float) -> str:
-    """One sentence of what this process did, and what is open."""
+    """One sentence on the rows this process answered, and those still open."""
     own = batch.own
     others = {
         "failed": own.num_failed,
@@ -35,7 +35,7 @@ def summary(batch: BatchRun, totals: Totals, num_rows: int, elapsed_s: float) ->
 
 
 def report(batch: BatchRun, totals: Totals, num_rows: int, elapsed_s: float) -> dict[str, Any]:
-    """The numbers of --report: `run` is of this process, `batch` of all that worked on these files."""
+    """The content of --report: `run` is this process, `batch` all runs on these files."""
     names = ("num_answered", "num_failed", "num_bad", "prompt_tokens", "cached_tokens", "output_tokens")
     run, whole = ({name: getattr(each, name) for name in names} for each in (batch.own, totals))
     return {
@@ -47,7 +47,7 @@ def report(batch: BatchRun, totals: Totals, num_rows: int, elapsed_s: float) -> 
 
 
 def write_report(path: str, content: dict[str, Any]) -> None:
-    """Raises ConfigError if it cannot be written."""
+    """Write a report as JSON. Raises ConfigError if it cannot be written."""
     try:
         Path(path).write_text(json.dumps(content, indent=2) + "\n")
     except OSError as error:
@@ -56,7 +56,7 @@ def write_report(path: str, content: dict[str, Any]) -> None:
 
 @contextmanager
 def progress(num_rows: int) -> Iterator[Callable[[BatchRun], None]]:
-    """Show how far it is: a bar on a terminal, otherwise a line now and then, on stderr."""
+    """Show progress on stderr: a bar on a terminal, otherwise a line every PLAIN_S."""
     if not sys.stderr.isatty():
         yield _plain(num_rows)
         return

@@ -1,8 +1,8 @@
-"""The output of a batch and its journal: appended to, resumed after any end, finished.
+"""The output of a batch and its journal, which can be appended to, resumed and finished.
 
-Lines of JSON are appended to the output as answers come. For a Parquet file, which cannot be appended to, they are
-collected in a file beside it (.partial) and written as Parquet in the end, which then takes the place of the output. A
-row is answered when its record is in the journal (journal.py); what the output has behind the last record is cut off.
+JSON lines are appended to the output as answers come. A Parquet file cannot be appended to, so its answers are
+collected in a file beside it (.partial) and written as Parquet at the end, which then replaces the output. A row is
+answered when its record is in the journal (journal.py); bytes of the output after the last record are cut off.
 """
 
 import json
@@ -24,7 +24,7 @@ from vllm_lite.tools.batch.journal import BatchHeader, BatchRecord, Journal, Rec
 from vllm_lite.tools.batch.line_bits import LineBits
 
 SYNC_S = 1.0
-"""At most so much work is lost when the machine dies; the death of a process loses none."""
+"""Seconds between syncs: the most work that is lost if the machine dies; the death of a process loses none."""
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Totals:
         return self.num_answered + self.num_failed + self.num_bad
 
     def since(self, before: "Totals") -> "Totals":
-        """Rows and tokens that have come to those `before`."""
+        """The difference to `before`."""
         return Totals(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
     def add(self, record: BatchRecord) -> None:
@@ -59,7 +59,8 @@ class Totals:
 
 
 class Paths(NamedTuple):
-    """Files of a batch: the user's output, the lines of JSON (the same, unless it is Parquet), the journal."""
+    """Files of a batch: the user's output, the JSON lines (the same file, unless the output is Parquet), the
+    journal."""
 
     output: Path
     lines: Path
@@ -72,11 +73,11 @@ class Paths(NamedTuple):
 
 
 class BatchResults:
-    """Answers on the disk. A context manager; `done` holds the lines of the input that need no answer any more."""
+    """Answers on disk. A context manager; `done` has the input lines that are answered."""
 
     def __init__(self, output: str, header: BatchHeader, *, resume: bool = True, retry_failed: bool = False) -> None:
-        """`resume` goes on with what earlier runs left, otherwise it is removed; `retry_failed` removes the failures.
-        Raises ConfigError if the output is no batch's, or another batch's."""
+        """With `resume`, earlier runs are continued, otherwise their files are removed; `retry_failed` removes failed
+        rows. Raises ConfigError if the output does not belong to a batch, or to another batch."""
         self.paths = Paths.of(output)
         self.done = LineBits()
         self.totals = Totals()
@@ -84,7 +85,8 @@ class BatchResults:
         self._synced_s = time.monotonic()
         self._is_synced = True
         self._problem: str | None = None
-        """Why nothing more is written: the output may end with a part of a line, and behind that none may stand."""
+        """The error that stopped writing: the output may end with an incomplete line, after which nothing may
+        follow."""
         try:
             self._open(header, resume, retry_failed)
         except OSError as error:
@@ -94,15 +96,15 @@ class BatchResults:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with suppress(OSError):  # of a full disk, which append() has reported
+        with suppress(OSError):  # a full disk, which append() has reported
             self.sync()
         self._close()
 
     def append(
         self, line: int, kind: RecordKind, answer: dict[str, Any], tokens: tuple[int, int, int] = (0, 0, 0)
     ) -> None:
-        """Write the answer of the row in `line`, with its numbers of prompt, cached and output tokens. It stays written
-        even if this process dies now. Raises ConfigError if the disk takes no more."""
+        """Write the answer of the row in `line`, with its numbers of prompt, cached and output tokens. It is kept even
+        if this process dies now. Raises ConfigError if the disk is full."""
         if self._problem is not None:
             raise ConfigError(self._problem)
         data = json.dumps(answer, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
@@ -120,7 +122,7 @@ class BatchResults:
         self._count(record)
 
     def sync(self) -> None:
-        """Have everything until here be on the disk."""
+        """Sync the output and the journal to disk."""
         if self._is_synced or self._problem is not None:
             return
         now_s = time.monotonic()
@@ -132,8 +134,8 @@ class BatchResults:
         self._synced_s, self._is_synced = now_s, True
 
     def finish(self) -> None:
-        """All rows are answered: write a Parquet file, if it is one. The lines are kept while some have failed. Raises
-        ConfigError if it cannot be written."""
+        """Finish a batch whose rows are all answered, and write the Parquet file, if it is one. The JSON lines are kept
+        if some rows failed. Raises ConfigError if it cannot be written."""
         try:
             self._finish()
         except OSError as error:
@@ -200,7 +202,7 @@ class BatchResults:
             )
 
     def _settle(self, found: BatchHeader) -> None:
-        """Finish, or forget, what _drop_failures had begun when its process died."""
+        """Complete or undo a _drop_failures that was interrupted."""
         if found.replacement is not None:
             new = self.paths.lines.with_name(found.replacement)
             if new.exists():
@@ -211,7 +213,7 @@ class BatchResults:
                 left.unlink()
 
     def _resume(self) -> None:
-        """Take in what journal and output agree on, and cut both behind that."""
+        """Read the records for which journal and output agree, and cut both after the last."""
         lines, place, at = self.paths.lines, self._journal.start, 0
         size = lines.stat().st_size if lines.exists() else 0
         marked = self._journal.end_of_marked()
@@ -232,15 +234,15 @@ class BatchResults:
             self.sync()
 
     def _check_files(self, at: int, size: int) -> None:
-        """Raises ConfigError if somebody has removed or shortened the output."""
+        """Raises ConfigError if the output was removed or shortened."""
         was_moved = self.is_finished and self.paths.lines != self.paths.output and self.paths.output.exists()
         if size < at and not (was_moved and not size):
             text = f"{str(self.paths.lines)!r} has {size} bytes, and {at} by its journal"
             raise ConfigError(f"{text}; bring it back, or begin anew by --no-resume")
 
     def _drop_failures(self, header: BatchHeader) -> None:
-        """Have output and journal be without the rows that failed. Both are written anew; the batch is the new one
-        from the moment at which its journal takes the old one's place."""
+        """Remove failed rows from output and journal. Both are written anew; the new batch is in force once its journal
+        replaces the old one."""
         name = f"{self.paths.lines.name}.{os.urandom(4).hex()}.new"
         if not self.paths.lines.exists():
             raise ConfigError(f"{str(self.paths.lines)!r} is gone, from which --retry-failed takes what was answered")
@@ -259,7 +261,7 @@ class BatchResults:
         self._fd = _open_lines(self.paths.lines)
 
     def _copy_kept(self, journal: Journal, path: Path) -> None:
-        """Write the rows that did not fail to another journal, and their lines to another file."""
+        """Copy the rows that did not fail to another journal, and their lines to another file."""
         self.done, busy_ms, self.totals = LineBits(), self.totals.busy_ms, Totals()
         with self.paths.lines.open("rb") as old, path.open("xb") as file:
             for _, record in self._journal.records():
@@ -286,7 +288,7 @@ def _open_lines(path: Path) -> int:
 
 
 def _fits(file: BinaryIO, at: int, record: BatchRecord) -> bool:
-    """Whether the file has the line of `record` at that place."""
+    """Whether the file has the record's line at offset `at`."""
     file.seek(at)
     data = file.read(record.num_bytes)
     return len(data) == record.num_bytes and crc32(data) == record.checksum

@@ -1,4 +1,4 @@
-"""Many requests at once: from the rows of a batch to a server, its answers into the results."""
+"""Sends the rows of a batch to a server concurrently, and stores the answers."""
 
 import asyncio
 import os
@@ -19,11 +19,11 @@ BUSY = (429, 503)
 MAX_TRIES = 8
 MAX_PAUSE_S = 30.0
 RECONNECT_S = (0.0, 0.3, 1.0)
-"""Pauses before a request whose connection broke is sent again, to a server that lost one of its processes."""
+"""Pauses before a request is sent again after its connection broke, because the server lost one of its processes."""
 
 
 class BatchRun:
-    """Runs of one process over a batch."""
+    """One process's work on a batch."""
 
     def __init__(
         self,
@@ -31,9 +31,9 @@ class BatchRun:
         progress: Callable[["BatchRun"], None] = lambda _: None,
         complain: Callable[[Bad], None] = lambda _: None,
     ) -> None:
-        """`progress` is called after every row, `complain` for a row that is no request."""
+        """`progress` is called after every row, `complain` for each bad row."""
         self.before = replace(results.totals)
-        """Rows and tokens of the processes before."""
+        """Rows and tokens of earlier processes."""
         self._results = results
         self._progress = progress
         self._complain = complain
@@ -45,14 +45,14 @@ class BatchRun:
 
     @property
     def num_done(self) -> int:
-        """Rows of this process and of those before."""
+        """Rows of this and earlier processes."""
         return self._results.totals.num_rows
 
     async def run(
         self, entries: Iterator[Entry], http: "Server", max_concurrency: int, model: str | None = None
     ) -> None:
-        """Send all `entries`; `model` is for bodies that name none. Raises RemoteError when the server has gone; the
-        answers until then are in the file."""
+        """Send all `entries`; `model` is the default of their bodies. Raises RemoteError if the server is gone; the
+        answers so far are stored."""
         tasks = [asyncio.ensure_future(self._work(entries, http, model)) for _ in range(max_concurrency)]
         try:
             await asyncio.gather(*tasks)
@@ -62,7 +62,7 @@ class BatchRun:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _work(self, entries: Iterator[Entry], http: "Server", model: str | None) -> None:
-        """Send entries one after the other. Several of these tasks share the iterator."""
+        """Send entries one after another. Several of these tasks share the iterator."""
         for entry in entries:
             if isinstance(entry, Bad):
                 self._refuse(entry)
@@ -84,7 +84,7 @@ class BatchRun:
 
 
 def _tokens(body: Any) -> tuple[int, int, int]:
-    """Prompt, cached and output tokens as the answer's `usage` has them."""
+    """Prompt, cached and output tokens of the answer's `usage`."""
     usage = body.get("usage") if isinstance(body, dict) else None
     if not isinstance(usage, dict):
         return 0, 0, 0
@@ -99,12 +99,12 @@ def _tokens(body: Any) -> tuple[int, int, int]:
 
 
 class Server:
-    """The server, over as many connections as are needed. An asynchronous context manager."""
+    """The server, over any number of connections. An asynchronous context manager."""
 
     def __init__(
         self, address: Address, api_key: str | None, timeout_s: float, why: Callable[[], str | None] = lambda: None
     ) -> None:
-        """`timeout_s` is for one answer; `why()` says why a server cannot be reached, if known."""
+        """`timeout_s` bounds one answer; `why()` returns the reason why the server cannot be reached, if known."""
         self._address = address
         self._why = why
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
@@ -127,7 +127,7 @@ class Server:
                 break
             await asyncio.sleep(pause_s(response, attempt))
         if response.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
-            check(self._address, response.status_code, response.content)  # the next would fare no better
+            check(self._address, response.status_code, response.content)  # other requests would fail, too
         try:
             answer = msgspec.json.decode(response.content)
         except (msgspec.DecodeError, ValueError, RecursionError):
@@ -135,7 +135,8 @@ class Server:
         return response.status_code, response.headers.get("x-request-id") or f"req_{os.urandom(12).hex()}", answer
 
     async def _post(self, url: str, content: bytes) -> httpx.Response:
-        """Send a request, again if its connection breaks while there is a server. Raises RemoteError."""
+        """Send a request, and repeat it if the connection breaks while the server can be reached. Raises
+        RemoteError."""
         pauses = iter(RECONNECT_S)
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Sources of a batch's rows, whatever they are read from."""
+"""BatchSource: the interface of a batch's inputs."""
 
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
@@ -9,7 +9,7 @@ from vllm_lite.tools.batch.rows import Entry, repeated
 
 
 class Survey(NamedTuple):
-    """An input at a glance: its rows, a digest of its contents, and the lines whose custom_id an earlier one has."""
+    """Summary of an input: its number of rows, a digest of its content, and the lines with a repeated custom_id."""
 
     num_rows: int
     digest: str
@@ -17,7 +17,7 @@ class Survey(NamedTuple):
 
 
 class BatchSource(Protocol):
-    """Rows, read twice: once for the survey, once to be sent. Both see them in one order, and neither keeps them."""
+    """A source of rows. It is read twice in the same order, for the survey and for sending, and rows are not kept."""
 
     def survey(self) -> Survey: ...
 
@@ -25,7 +25,7 @@ class BatchSource(Protocol):
 
 
 def entries_of(source: BatchSource, survey: Survey) -> Iterator[Entry]:
-    """The rows of `source`, with repeated custom_ids as bad ones."""
+    """The rows of `source`; rows with a repeated custom_id are bad rows."""
     for entry in source.entries():
         yield repeated(entry) if entry.line in survey.repeated else entry
 
@@ -35,6 +35,6 @@ def is_parquet(path: str) -> bool:
 
 
 def check_local(path: str, flag: str) -> None:
-    """Raises ConfigError for a URL, which is no local file."""
+    """Raises ConfigError if `path` is a URL."""
     if "://" in path:
         raise ConfigError(f"{flag} must be a file on this machine, got {path!r}; download or upload it yourself")

@@ -1,4 +1,4 @@
-"""Settings that change answers, as digests: a journal knows by them whether it may be gone on with."""
+"""Digests of the settings that change answers, by which a journal checks whether a batch may be resumed."""
 
 from hashlib import blake2b
 from typing import Any
@@ -27,14 +27,14 @@ INDIFFERENT = frozenset(
         *("kv_events_config", "weight_cache"),
     }
 )
-"""An engine's settings that say where and how fast answers are computed, and how much memory that takes."""
+"""An engine's settings that change only where and how fast answers are computed, or the memory for it."""
 
 
 def fingerprint(
     config: ServeConfig | None, defaults: tuple[str, ...], model_name: str | None, mapper: RowMapper
 ) -> dict[str, str]:
-    """A digest of each setting that has another value than its default. `defaults` are those of the server itself that
-    count; without a `config` the server is not known, and its own settings are its owner's affair."""
+    """Digests of the settings with values other than the defaults. `defaults` are the names of the server's own
+    settings that count. Without a `config`, the server is another's, and its settings are unknown."""
     given: dict[str, Any] = {} if config is None else msgspec.to_builtins(config)
     counting = ({*EngineConfig.__struct_fields__} - INDIFFERENT) | {*defaults}
     settings = {name: value for name, value in given.items() if name in counting}

@@ -1,7 +1,7 @@
-"""Data sets by their ids, read with the library `datasets`: datasets:ID?name=CONFIG&split=SPLIT&revision=COMMIT.
+"""Data sets, read with the library `datasets`: datasets:ID?name=CONFIG&split=SPLIT&revision=COMMIT.
 
-ID is one of the hub's, or a folder or a loader's name that `load_dataset` takes; a folder needs no network. The library
-keeps the rows in files that it maps into memory, and reads them from there a second time.
+ID is an id of the hub, or a folder or loader's name for `load_dataset`; a folder needs no network. The library keeps
+the rows in memory-mapped files, from which they are read the second time.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class HubDataset:
     """One split of a data set."""
 
     def __init__(self, given: str, mapper: RowMapper) -> None:
-        """Load it. Raises ConfigError if that fails, or if it has not the columns."""
+        """Load it. Raises ConfigError if that fails, or if columns are missing."""
         try:
             from datasets import load_dataset
         except ImportError as error:
@@ -37,7 +37,7 @@ class HubDataset:
             raise ConfigError(f"datasets:{given} has the option {unknown[0]!r}; known are {known}")
         try:
             rows = load_dataset(name, **{"split": DEFAULT_SPLIT, **options})
-        except Exception as error:  # whatever the library, its readers and the network raise
+        except Exception as error:  # the library, its readers and the network raise many types
             raise ConfigError(f"datasets:{given} cannot be loaded: {_first_line(error)}") from error
         self._mapper = mapper
         self._rows = rows.select_columns(mapper.columns(rows.column_names, f"datasets:{given}"))

@@ -1,12 +1,12 @@
-"""The journal of a batch: which rows are answered, and which bytes of the output are theirs.
+"""The journal of a batch: the answered rows, and their bytes of the output.
 
     header    one line of JSON: digests of the input and of the settings that change answers
     records   32 bytes each, the last four a CRC-32 of the others
 
-A record is appended when the row's line is in the output. Now and then the output and then the journal are flushed to
-the disk, with a MARK between them: what stands before a mark is on the disk whatever happens. After the death of a
-process both files have what was written to them; after the machine's, what lies behind the last mark may be torn, so
-that its lines are compared with their checksums. The first record that is torn or has no line ends the journal.
+A record is appended after the row's line. From time to time the output and then the journal are synced to disk, with a
+MARK between them: everything before a mark is on disk. After a process dies, both files have all that was written;
+after the machine dies, data after the last mark may be torn, so its lines are compared with their checksums. The first
+record that is torn or has no line ends the journal.
 """
 
 import fcntl
@@ -31,7 +31,7 @@ VERSION = 1
 
 
 class RecordKind(IntEnum):
-    """ANSWERED, FAILED and BAD rows have a line in the output."""
+    """Kinds of records. ANSWERED, FAILED and BAD rows have a line in the output."""
 
     ANSWERED = 1
     FAILED = 2
@@ -41,8 +41,8 @@ class RecordKind(IntEnum):
 
 
 class BatchRecord(NamedTuple):
-    """`num_bytes` of the output, with that CRC-32, answer the row in `line`. `busy_ms` of a MARK is the time that runs
-    have worked since the mark before."""
+    """A record: the row in `line` is answered by `num_bytes` of the output with this CRC-32. In a MARK, `busy_ms` is
+    the working time of runs since the previous mark."""
 
     kind: RecordKind
     line: int = 0
@@ -67,8 +67,8 @@ class BatchRecord(NamedTuple):
 
 
 class BatchHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A batch, recognized by its input and settings. `replacement` names a file that takes the output's place as soon
-    as this journal has taken its own (BatchResults)."""
+    """The identity of a batch: its input and settings. `replacement` is a file that replaces the output once this
+    journal has replaced the old one (BatchResults)."""
 
     input: str
     settings: dict[str, str] = {}
@@ -76,28 +76,28 @@ class BatchHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int = VERSION
 
     def changed(self, now: "BatchHeader") -> list[str]:
-        """Names of what is another one in `now`."""
+        """Names of the input or settings that differ in `now`."""
         names = sorted(self.settings.keys() | now.settings.keys())
         others = [f"--{name.replace('_', '-')}" for name in names if self.settings.get(name) != now.settings.get(name)]
         return ["--input-file"] * (self.input != now.input) + others
 
 
 class Journal:
-    """A journal, open and locked."""
+    """An open and locked journal."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError if another run has it."""
+        """Raises ConfigError if another run has locked it."""
         self.path = path
         self.start = 0
         self._fd = open_locked(path)
 
     def header(self) -> BatchHeader | None:
-        """The header; None if there is none yet. Raises ConfigError for another file."""
+        """The header; None if there is none yet. Raises ConfigError for another kind of file."""
         os.lseek(self._fd, 0, os.SEEK_SET)
         with os.fdopen(os.dup(self._fd), "rb") as file:
             line = file.readline(1 << 20)
         if not line.endswith(b"\n"):
-            return None  # its first run died before it did anything
+            return None  # its first run died before writing anything
         try:
             found = msgspec.json.decode(line, type=BatchHeader)
         except msgspec.DecodeError as error:
@@ -108,7 +108,7 @@ class Journal:
         return found
 
     def records(self) -> Iterator[tuple[int, BatchRecord]]:
-        """Each record with the place of its end in the journal; a torn one ends it."""
+        """Each record with the offset of its end in the journal, up to the first torn one."""
         with os.fdopen(os.dup(self._fd), "rb") as file:
             file.seek(self.start)
             end = self.start
@@ -121,12 +121,12 @@ class Journal:
                     yield end, record
 
     def end_of_marked(self) -> int:
-        """The place behind the last record that says that everything before it is on the disk."""
+        """The offset after the last mark, before which everything is on disk."""
         marks = (end for end, record in self.records() if not record.has_line)
         return max(marks, default=self.start)
 
     def begin(self, header: BatchHeader) -> None:
-        """Start anew."""
+        """Start a new journal."""
         os.ftruncate(self._fd, 0)
         data = msgspec.json.encode(header) + b"\n"
         write_whole(self._fd, data)
@@ -144,7 +144,7 @@ class Journal:
         os.fsync(self._fd)
 
     def replace(self, other: "Journal") -> None:
-        """Put `other` into this journal's place, atomically, and go on with it."""
+        """Replace this journal's file by that of `other`, atomically, and continue with it."""
         other.flush()
         os.replace(other.path, self.path)
         self._fd, other._fd = other._fd, self._fd  # noqa: SLF001 - of the same class
@@ -172,7 +172,7 @@ def open_locked(path: Path) -> int:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if os.path.exists(path) and os.path.samestat(os.fstat(fd), os.stat(path)):
-                return fd  # else another run has put its own there meanwhile
+                return fd  # else another run has replaced the file meanwhile
         except BlockingIOError as error:
             os.close(fd)
             raise ConfigError(f"another run-batch is writing {str(path)!r}; wait for it, or choose another") from error
@@ -189,7 +189,7 @@ def write_whole(fd: int, data: bytes) -> None:
 
 
 def flush_folder(path: Path) -> None:
-    """Have the names in the folder of `path` be on the disk."""
+    """Sync the folder of `path` to disk."""
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

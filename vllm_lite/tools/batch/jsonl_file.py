@@ -1,4 +1,4 @@
-"""OpenAI's batch files: a row of JSON on each line, read one after the other."""
+"""OpenAI's batch files: one JSON row per line, read one at a time."""
 
 from collections.abc import Iterator
 from hashlib import blake2b
@@ -12,12 +12,12 @@ from vllm_lite.tools.batch.batch_source import Survey
 from vllm_lite.tools.batch.line_bits import IdFinder
 
 MAX_LINE_BYTES = 64 << 20
-"""Longer lines are bad rows: nothing of theirs is kept."""
+"""Longer lines are bad rows, and their content is not kept."""
 CHUNK_BYTES = 1 << 20
 
 
 class _Named(msgspec.Struct):
-    """The custom_id of a row; the rest is checked to be JSON, and not kept."""
+    """A row's custom_id; the rest is only checked to be JSON."""
 
     custom_id: Any = None
 
@@ -37,13 +37,13 @@ class JsonlFile:
             try:
                 custom_id = decoder.decode(line).custom_id
             except (msgspec.DecodeError, ValueError, RecursionError):
-                continue  # a bad row, which has no id
+                continue  # a bad row, without an id
             if isinstance(custom_id, str) and custom_id:
                 ids.add(number, custom_id)
         return Survey(num_rows, digest.hexdigest(), ids.repeated())
 
     def entries(self) -> Iterator[rows.Entry]:
-        """Parse the rows one by one, as they are taken. Raises ConfigError if the file cannot be read."""
+        """Parse the rows one at a time, as they are taken. Raises ConfigError if the file cannot be read."""
         for number, line in self._lines():
             if len(line) > MAX_LINE_BYTES:
                 yield rows.Bad(number, None, "invalid_request", f"a line has at most {MAX_LINE_BYTES >> 20} MiB")
@@ -51,7 +51,7 @@ class JsonlFile:
                 yield rows.parse(number, line)
 
     def _lines(self, digest: Any = None) -> Iterator[tuple[int, bytes]]:
-        """Numbers and bytes of lines that are not empty; of one that is too long, a byte more than is allowed. Raises
+        """Numbers and bytes of the nonempty lines; only MAX_LINE_BYTES + 1 bytes of a longer line. Raises
         ConfigError."""
         try:
             yield from self._read_lines(digest)

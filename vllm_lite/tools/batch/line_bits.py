@@ -1,4 +1,4 @@
-"""One bit for each line of an input, and the lines whose custom_id an earlier one has."""
+"""A bit set of an input's lines, and detection of repeated custom_ids."""
 
 from array import array
 from hashlib import blake2b
@@ -8,7 +8,7 @@ DIGEST_BYTES = 16
 
 
 class LineBits:
-    """A set of lines in an eighth of a byte each."""
+    """A set of lines, with one bit for each."""
 
     def __init__(self) -> None:
         self._bits = bytearray()
@@ -28,7 +28,7 @@ class LineBits:
 
 
 class IdFinder:
-    """Finds custom_ids that repeat. It keeps 20 bytes a row, in buckets of which one at a time is compared."""
+    """Finds repeated custom_ids. It keeps 20 bytes per row, in buckets that are compared one at a time."""
 
     def __init__(self) -> None:
         self._digests = [bytearray() for _ in range(NUM_BUCKETS)]
@@ -40,7 +40,7 @@ class IdFinder:
         self._lines[digest[0]].append(line)
 
     def repeated(self) -> LineBits:
-        """Lines whose custom_id stands on an earlier one."""
+        """Lines whose custom_id is on an earlier line."""
         found = LineBits()
         for digests, lines in zip(self._digests, self._lines, strict=True):
             seen: set[bytes] = set()

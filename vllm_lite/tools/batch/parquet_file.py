@@ -1,4 +1,4 @@
-"""Parquet in and out, by pyarrow: rows of a table are requests, answers are rows of another one."""
+"""Parquet input and output, with pyarrow: a table of requests, and a table of answers."""
 
 import os
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ from vllm_lite.tools.batch.rows import Entry
 ROWS_AT_ONCE = 1024
 BYTES_AT_ONCE = 16 << 20
 COLUMNS = ("id", "custom_id", "status_code", "request_id", "body", "error")
-"""Columns of the output; `body` and `error` are texts of JSON, as each route has other fields."""
+"""Columns of the output; `body` and `error` are JSON texts, as their fields depend on the route."""
 
 
 def load_pyarrow() -> Any:
-    """Import pyarrow. Raises ConfigError where it is missing."""
+    """Import pyarrow. Raises ConfigError if it is missing."""
     try:
         import_module("pyarrow.parquet")
         return import_module("pyarrow")
@@ -34,7 +34,7 @@ class ParquetInput:
     """A Parquet file of requests, or of prompts."""
 
     def __init__(self, path: str, mapper: RowMapper) -> None:
-        """Raises ConfigError if it is none, or has not the columns."""
+        """Raises ConfigError if the file is not Parquet, or columns are missing."""
         self._path = path
         self._mapper = mapper
         self._arrow = load_pyarrow()
@@ -73,7 +73,7 @@ class ParquetInput:
 
 
 def write_parquet(lines: Path, path: Path) -> None:
-    """Write the answers in `lines`, a file of JSON lines, to a new Parquet file, which is on the disk afterwards."""
+    """Write the answers in `lines`, a file of JSON lines, to a new Parquet file, and sync it to disk."""
     arrow = load_pyarrow()
     kinds = {"status_code": arrow.int32()}
     schema = arrow.schema([(name, kinds.get(name, arrow.string())) for name in COLUMNS])
@@ -95,7 +95,7 @@ def write_parquet(lines: Path, path: Path) -> None:
 
 
 class _Line(msgspec.Struct):
-    """A line of the output, whose bodies stay text."""
+    """A line of the output; bodies are not parsed."""
 
     id: str
     custom_id: str | None

@@ -1,11 +1,10 @@
-"""Rows of a window in the order in which they share most of their prompts.
+"""Sorts the rows of a window so that rows with a common prefix follow each other.
 
-Sorted, rows stand beside those that they share the longest prefix with, so that it is computed once and used while it
-is in the cache; unsorted, other rows may have evicted it. Nothing is changed but the order: answers keep their
-custom_ids, and a window bounds what is read ahead.
+A shared prefix is then computed once and used while it is cached; otherwise rows in between may evict it. Only the
+order changes: answers keep their custom_ids, and a window bounds how far is read ahead.
 
-To send the first rows of several groups ahead of the others, so that these find the prefix computed, was measured as
-well, and found fewer cached tokens: more prefixes then have to be in the cache at the same time.
+Sending the first rows of several groups ahead of the others, so that these find the prefix computed, was measured, too:
+fewer tokens were cached, as more prefixes must be in the cache at once.
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,8 +18,8 @@ MAX_WINDOW_BYTES = 64 << 20
 
 
 def in_prefix_order(entries: Iterable[Entry], num_rows: int) -> Iterator[Entry]:
-    """Sort within windows of `num_rows`, or of fewer that take MAX_WINDOW_BYTES. With a window of one row or none the
-    order stays."""
+    """Sort within windows of `num_rows`, or fewer if they exceed MAX_WINDOW_BYTES. With `num_rows` <= 1 the order
+    stays."""
     if num_rows <= 1:
         yield from entries
         return
@@ -41,7 +40,8 @@ def _sorted(window: list[tuple[bytes, Entry]]) -> Iterator[Entry]:
 
 
 def prefix_key(entry: Entry) -> bytes:
-    """Bytes that two rows share as far as their prompts are equal; rows that share nothing differ at once."""
+    """A sort key: its bytes are equal as far as two prompts are; rows that cannot share a prefix differ at the
+    start."""
     if isinstance(entry, Bad):
         return b""
     body = entry.body
@@ -65,7 +65,7 @@ def _prompt(body: dict[str, Any]) -> Iterator[bytes]:
     for part in prompt if isinstance(prompt, list) else [prompt]:
         if isinstance(part, str):
             yield part.encode("utf-8", "replace") + b"\0"
-        elif isinstance(part, int) and 0 <= part < 1 << 32:  # one token; most significant byte first, as bytes compare
+        elif isinstance(part, int) and 0 <= part < 1 << 32:  # one token, big-endian, as bytes are compared
             yield part.to_bytes(4, "big")
         else:
             yield _json(part)

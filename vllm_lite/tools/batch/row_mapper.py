@@ -1,8 +1,8 @@
-"""A row of a table as a request.
+"""Makes requests from the rows of a table.
 
-A table may have the columns of OpenAI's format, `custom_id`, `url` and `body`, where `body` is a text of JSON or a
-struct. Otherwise each row is a prompt: `messages` for a chat, `prompt` for a completion, or the column that the user
-names; what all requests have in common comes from --body.
+A table may have the columns of OpenAI's format, `custom_id`, `url` and `body`, where `body` is a JSON text or a struct.
+Otherwise each row is a prompt: `messages` for a chat, `prompt` for a completion, or the column set by the user; fields
+that all requests share come from --body.
 """
 
 import json
@@ -17,7 +17,7 @@ from vllm_lite.tools.batch.rows import ENDPOINTS, Bad, BatchRequest, Entry, chec
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PROMPTS = {route.path: route.batch for route in ROUTES if route.batch}
-"""The field of a body that a prompt goes into. Other routes take several texts, and tables for them need a `body`."""
+"""The field of the body for the prompt, by route. Other routes take several texts, so their tables need a `body`."""
 USUAL = ("messages", "prompt")
 
 
@@ -34,8 +34,8 @@ class RowMapper(NamedTuple):
         return self != RowMapper()
 
     def columns(self, names: Collection[str], shown: str) -> list[str]:
-        """The columns of a table that requests are made of, its id first if it has one. Raises ConfigError if there
-        are none."""
+        """The columns of a table that are needed for requests, the id column first if it has one. Raises ConfigError if
+        there are none."""
         wanted = (self.id_column or "custom_id", "method", "url", "body")
         found = [name for name in wanted if name in names]
         if self.id_column is not None and self.id_column not in names:
@@ -53,7 +53,7 @@ class RowMapper(NamedTuple):
         return [*(name for name in found if name == wanted[0]), prompt]
 
     def request(self, number: int, row: Mapping[str, Any]) -> Entry:
-        """Make a request of the columns that `columns` chose."""
+        """Make a request from a row with the columns of `columns`."""
         id_column = self.id_column or "custom_id"
         given = row.get(id_column)
         custom_id = f"row-{number}" if id_column not in row else str(given) if isinstance(given, str | int) else None
@@ -84,7 +84,7 @@ class RowMapper(NamedTuple):
 
 
 def make_mapper(endpoint: str | None, prompt_column: str | None, id_column: str | None, body: str | None) -> RowMapper:
-    """Check what the user says. Raises ConfigError."""
+    """Check the user's settings. Raises ConfigError."""
     if endpoint is not None and endpoint not in (ENDPOINTS if prompt_column is None else PROMPTS):
         known = ", ".join(ENDPOINTS if prompt_column is None else PROMPTS)
         raise ConfigError(f"--endpoint must be one of {known}, got {endpoint!r}")
@@ -98,7 +98,7 @@ def make_mapper(endpoint: str | None, prompt_column: str | None, id_column: str 
 
 
 def _sendable(entry: Entry) -> Entry:
-    """A row that has values that JSON has not, like dates, is a bad one."""
+    """The row, or a bad row if it has values that JSON cannot represent, such as dates."""
     if isinstance(entry, BatchRequest):
         try:
             json.dumps(entry.body, allow_nan=False)
@@ -108,7 +108,7 @@ def _sendable(entry: Entry) -> Entry:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Tables fill the keys that a struct has not with null; a request leaves them out."""
+    """Remove null values, with which tables fill the missing keys of a struct."""
     if isinstance(value, dict):
         return {key: _without_nulls(each) for key, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value] if isinstance(value, list) else value

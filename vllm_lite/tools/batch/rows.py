@@ -1,6 +1,5 @@
-"""Rows of a batch, in OpenAI's format. In: {custom_id, method, url, body} for each request. Out: {id, custom_id,
-response, error} for each row of the input, the bad ones included.
-"""
+"""Rows of a batch, in OpenAI's format. Input: {custom_id, method, url, body} for each request. Output: {id, custom_id,
+response, error} for each input row, including bad ones."""
 
 import json
 import os
@@ -23,7 +22,7 @@ class BatchRequest(NamedTuple):
 
 
 class Bad(NamedTuple):
-    """A row that is no valid request. Its `custom_id` is None if it has none of its own."""
+    """A row that is not a valid request. `custom_id` is None if it has none."""
 
     line: int
     custom_id: str | None
@@ -44,7 +43,7 @@ def parse(number: int, line: bytes) -> Entry:
 
 
 def check(number: int, given: Any) -> Entry:
-    """Take a decoded row apart."""
+    """Check a decoded row."""
     custom_id = given.get("custom_id") if isinstance(given, dict) else None
     if not isinstance(custom_id, str) or not custom_id:
         return Bad(number, None, "invalid_request", "a request needs a custom_id, a text")
@@ -63,19 +62,19 @@ def check(number: int, given: Any) -> Entry:
 
 
 def repeated(entry: Entry) -> Bad:
-    """Make the bad row of one whose custom_id an earlier row has. It has none, so that ids of the output are unique."""
+    """Make the bad row for a repeated custom_id. Its own is None, so that ids of the output are unique."""
     message = f"custom_id {(entry.custom_id or '')[:100]!r} stands on an earlier line already"
     return Bad(entry.line, None, "duplicate_custom_id", message)
 
 
 def answer(custom_id: str, status: int, request_id: str, body: Any) -> dict[str, Any]:
-    """Make the line of the output for a server's answer."""
+    """Make the output line of a server's answer."""
     response = {"status_code": status, "request_id": request_id, "body": body}
     return {"id": _id(), "custom_id": custom_id, "response": response, "error": None}
 
 
 def failure(bad: Bad) -> dict[str, Any]:
-    """Make the line of the output for a row that was not sent."""
+    """Make the output line of a row that was not sent."""
     error = {"code": bad.code, "message": bad.message, "line": bad.line}
     return {"id": _id(), "custom_id": bad.custom_id, "response": None, "error": error}
 

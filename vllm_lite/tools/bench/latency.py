@@ -1,4 +1,4 @@
-"""`vllm-lite bench latency`: how long one batch takes from its prompts to its last tokens, through all processes."""
+"""`vllm-lite bench latency`: the time of one batch from its prompts to its last tokens, through all processes."""
 
 import random
 import statistics
@@ -26,10 +26,8 @@ def run(
     sampling: dict[str, Any] | None = None,
     show_progress: bool = False,
 ) -> dict[str, Any]:
-    """Measure the seconds of each batch, under vLLM's keys. All prompts are random; prefixes are not cached.
-
-    `sampling` are fields of SamplingParams. Raises ConfigError for lengths that do not fit the model.
-    """
+    """Measure the seconds of each batch, under vLLM's keys. Prompts are random; prefixes are not cached. `sampling` are
+    fields of SamplingParams. Raises ConfigError for lengths that do not fit the model."""
     given = {"enable_prefix_caching": False, "log_level": "warning", **settings}
     batch_size, *lengths = batch
     limit = resolve(EngineConfig.load({"model": model, **given})).max_model_len

@@ -1,4 +1,4 @@
-"""Configurations that are served and measured with random weights."""
+"""Model configurations for benchmarks with random weights."""
 
 import json
 from pathlib import Path
@@ -52,15 +52,15 @@ def write_config(name: str, folder: str) -> None:
     Path(folder, "config.json").write_text(json.dumps(RANDOM_MODELS[name]))
 
 
-# ---- LoRA adapters of a model with random matrices, for measuring: every linear layer that can be adapted is
+# ---- Random LoRA adapters for benchmarks, on every linear layer that can be adapted
 
 
 def write_adapters(model: str, folder: Path, count: int, rank: int) -> list[Path]:
-    """Write `count` adapters of `rank` for the model in the folder `model` to folders in `folder`. They are small, so
-    that what is computed stays as it is."""
+    """Write `count` adapters of `rank` for the model in the folder `model` to subfolders of `folder`. Their weights are
+    small, so that the outputs hardly change."""
     adapters = Adapters(AdapterLimits(1, rank), 1, torch.bfloat16, torch.device("cpu"))
     built = build(load_spec(model), torch.bfloat16, "cpu", Sizes(1, 1, adapters))
-    list(built.weight_groups())  # as they ask for their weights layers say what they are called
+    list(built.weight_groups())  # layers register their names when they ask for weights
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": "all-linear"}
     paths = []
     for number in range(count):

@@ -1,13 +1,13 @@
-"""`vllm-lite bench serve`: sends load to any OpenAI-compatible server and measures how it copes.
+"""`vllm-lite bench serve`: sends load to any OpenAI-compatible server and measures its latencies and throughput.
 
-serve_datasets.py  which requests are sent
+serve_datasets.py  the requests
 serve_http.py      HTTP and event streams
 serve_client.py    one request, and the times of its answer
-serve_result.py    figures and table
-serve_plot.py      the picture
+serve_result.py    metrics and table
+serve_plot.py      the figure
 
-Requests start at the times of a Poisson process (or a gamma process, by burstiness), whether or not earlier ones have
-ended, but never more than `max_concurrency` at once.
+Requests are sent at the times of a Poisson process (or, with burstiness, a gamma process), whether or not earlier ones
+have ended, but never more than `max_concurrency` at once.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     dataset: DatasetOptions = DatasetOptions()
     fit_s: float | None = None
-    """Send fewer requests than `dataset` has if they would take longer than this; None sends all."""
+    """Send fewer requests if all of them would take longer than this; None sends all."""
     backend: str = "openai"
     base_url: str = "http://127.0.0.1:8000"
     endpoint: str | None = None
@@ -56,7 +56,7 @@ class ServeOptions(msgspec.Struct, frozen=True, kw_only=True):
     percentiles: tuple[float, ...] = (99.0,)
     goodput: dict[str, float] = {}
     sampling: dict[str, Any] = {}
-    """The other fields of a request's body."""
+    """Further fields of a request's body."""
     headers: dict[str, str] = {}
     insecure: bool = False
     request_timeout_s: float = 6 * 3600.0
@@ -70,7 +70,7 @@ class _Detokenized(msgspec.Struct):
 
 
 class ServeRun(msgspec.Struct, frozen=True):
-    """`result` has vLLM's keys; `cpu_s` is what this client itself took while it measured."""
+    """`result` has vLLM's keys; `cpu_s` is this client's CPU time during the measurement."""
 
     result: dict[str, Any]
     served: list[Outcome]
@@ -78,7 +78,8 @@ class ServeRun(msgspec.Struct, frozen=True):
 
 
 def run(options: ServeOptions) -> ServeRun:
-    """Measure. Raises ConfigError for impossible options, HttpError if neither they nor the server name a model."""
+    """Run the benchmark. Raises ConfigError for impossible options, HttpError if neither they nor the server name a
+    model."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_run(options))
 
@@ -133,8 +134,8 @@ async def _run(options: ServeOptions) -> ServeRun:
 
 
 async def _as_text(client: HttpClient, model: str, request: LoadItem) -> LoadItem:
-    """A chat is made of text: have the server say that of token ids. Its usage counts the tokens. Raises ConfigError
-    for a server that cannot."""
+    """A chat needs text: the server detokenizes a prompt of token ids, whose tokens are then counted by its usage.
+    Raises ConfigError for a server that cannot."""
     if isinstance(request.prompt, str):
         return request
     body = msgspec.json.encode({"model": model, "tokens": request.prompt})
@@ -156,8 +157,8 @@ def load_tokenizer(options: ServeOptions) -> Tokenizer | None:
 
 
 def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[float]:
-    """The seconds after the start at which requests are sent. Gaps have a gamma distribution with `burstiness` as its
-    shape (1: Poisson), stretched so that the last request is sent after count / rate seconds."""
+    """Send times of requests, in seconds after the start. Gaps have a gamma distribution with the shape `burstiness`
+    (1: Poisson), scaled so that the last request is sent after count / rate seconds."""
     if rate == float("inf"):
         return [0.0] * count
     rng = random.Random(seed)
@@ -169,8 +170,8 @@ def arrivals(count: int, rate: float, burstiness: float, seed: int) -> list[floa
 async def drive(
     api: Endpoint, requests: Sequence[LoadItem], times_s: Sequence[float], max_concurrency: int | None, report: Report
 ) -> tuple[list[Outcome], float]:
-    """Send each request at its time, or behind the one that it goes on from. Returns the outcomes in the order of the
-    requests, and the seconds all took."""
+    """Send each request at its time, or after the one that it continues. Returns the outcomes in the order of requests,
+    and the total seconds."""
     places = asyncio.Semaphore(max_concurrency or len(requests))
 
     sent = list[LoadItem](requests)
@@ -203,13 +204,13 @@ async def drive(
 
 
 async def fitting(api: Endpoint, requests: Sequence[LoadItem], request_rate: float, fit_s: float) -> int:
-    """Return how many of `requests` can be served in about `fit_s`, as a few of the last ones show. Says so if that is
-    not all of them."""
+    """Return the number of `requests` that can be served in about `fit_s`, estimated from a few of the last ones.
+    Prints it if that is not all of them."""
     rate = 0.0
     for count in (1, PROBES):
         outcomes, taken_s = await drive(api, requests[-count:], [0.0] * count, None, lambda _: None)
         if any(outcome.error for outcome in outcomes):
-            return len(requests)  # which will say what is wrong
+            return len(requests)  # the run will report the error
         rate = min(count / taken_s, request_rate)
         if len(requests) <= rate * fit_s:
             return len(requests)
@@ -223,7 +224,7 @@ async def fitting(api: Endpoint, requests: Sequence[LoadItem], request_rate: flo
 
 
 def count_missing_usage(outcomes: Sequence[Outcome], tokenizer: Tokenizer | None) -> None:
-    """Count the tokens of texts without usage from the server or, without a tokenizer, their chunks."""
+    """Count the output tokens of outcomes without usage from the server: with the tokenizer, or else by chunks."""
     for outcome in outcomes:
         if not outcome.error and not outcome.output_len:
             counted = tokenizer.encode(outcome.text, add_special_tokens=False) if tokenizer is not None else []

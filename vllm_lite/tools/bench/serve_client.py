@@ -1,4 +1,4 @@
-"""One request of `bench serve`: its body, and what of the answer arrived when."""
+"""One request of `bench serve`: its body, and the arrival times of its answer."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ ENDPOINTS = {
     "openai-embeddings": "/v1/embeddings",
     "vllm-pooling": "/pooling",
 }
-"""The path of each --backend."""
+"""Paths by --backend."""
 NO_IDS = "has no token_ids in its answer, with which this prompt begins; give --tokenizer FOLDER"
 MAX_ERROR_CHARS = 500
 
@@ -53,7 +53,7 @@ class _Chunk(msgspec.Struct):
 
 
 class _Pooled(msgspec.Struct):
-    """An answer of vectors, which comes whole."""
+    """An answer with vectors, which is not streamed."""
 
     usage: _Usage
 
@@ -63,8 +63,8 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 
 class Outcome:
-    """The outcome of a request. It takes the events of its stream. Times are perf_counter's, lengths are in tokens;
-    `error` is "" for a request that was served to its end."""
+    """The outcome of a request, filled from the events of its stream. Times are perf_counter's, lengths in tokens;
+    `error` is "" for a completed request."""
 
     __slots__ = ("chunks_s", "error", "input_len", "is_complete", "output_len", "start_s", "texts", "token_ids")
 
@@ -73,7 +73,7 @@ class Outcome:
         self.chunks_s: MutableSequence[float] = []
         self.texts: list[str] = []
         self.token_ids: list[int] = []
-        """Those of the answer, where the request asks for them."""
+        """Token ids of the answer, if the request asks for them."""
         self.input_len = input_len
         self.output_len = 0
         self.is_complete = False
@@ -95,11 +95,11 @@ class Outcome:
 
     @property
     def itls_s(self) -> list[float]:
-        """Times from each chunk to the next. A chunk may hold several tokens, and one read several chunks."""
+        """Times between successive chunks. A chunk may have several tokens, and one read several chunks."""
         return [later - earlier for earlier, later in pairwise(self.chunks_s)]
 
     def take(self, events: list[bytes], now_s: float) -> None:
-        """Raises HttpError for an event that is no chunk."""
+        """Process the events of one read. Raises HttpError for an event that is not a chunk."""
         for data in events:
             if data == b"[DONE]":
                 self.is_complete = True
@@ -117,13 +117,13 @@ class Outcome:
                 self.output_len = chunk.usage.completion_tokens
 
     def unanswered(self) -> "Outcome":
-        """The outcome of a request that would have gone on from this one, which failed."""
+        """The outcome of a request that was to continue this failed one."""
         outcome = Outcome(0)
         outcome.error = f"the turn before it {f'failed: {self.error}' if self.error else NO_IDS}"[:MAX_ERROR_CHARS]
         return outcome
 
     def take_pooled(self, data: bytes) -> None:
-        """Take a whole answer of vectors. Raises HttpError for what is none."""
+        """Process an answer with vectors. Raises HttpError if it is not one."""
         try:
             self.input_len = _decode_pooled(data).usage.prompt_tokens or self.input_len
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -135,7 +135,7 @@ class Outcome:
         delta = choice.delta
         text = (choice.text if delta is None else delta.text) or ""
         if delta is not None and delta.role and not text and choice.finish_reason is None:
-            return  # the first chunk of a chat, which holds no token
+            return  # the first chunk of a chat, without tokens
         self.chunks_s.append(now_s)
         self.texts.append(text)
         self.token_ids += choice.token_ids or ()  # vLLM writes null unless they were asked for
@@ -144,7 +144,7 @@ class Outcome:
 
 
 class Endpoint:
-    """Requests to one endpoint, which share `settings`: model, sampling and other fields of the body."""
+    """Sends requests to one endpoint, with the same `settings`: model, sampling and other fields of the body."""
 
     def __init__(self, client: HttpClient, endpoint: str, settings: Mapping[str, Any], *, timeout_s: float) -> None:
         self._client = client
@@ -157,7 +157,7 @@ class Endpoint:
         self._timeout_s = timeout_s
 
     async def send(self, request: LoadItem) -> Outcome:
-        """Send one request. It never raises for what the server does: the outcome holds the error."""
+        """Send one request. Errors of the server are in the outcome, and never raised."""
         outcome = Outcome(request.input_len)
         body = msgspec.json.encode(self.body(request))
         outcome.start_s = time.perf_counter()
@@ -191,7 +191,7 @@ class Endpoint:
         return {**prompt, limit: request.output_len, **self._settings}
 
     async def model(self) -> str:
-        """The first model that the server has. Raises HttpError."""
+        """The server's first model. Raises HttpError."""
         data = await self._client.get("/v1/models")
         try:
             return str(msgspec.json.decode(data)["data"][0]["id"])

@@ -1,7 +1,5 @@
-"""The requests that `bench serve` sends: random tokens, shared prefixes, conversations, or prompts from a file.
-
-Lengths are in tokens. The same seed makes the same requests.
-"""
+"""The requests of `bench serve`: random tokens, shared prefixes, conversations, or prompts from a file. Lengths are in
+tokens. The same seed makes the same requests."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -15,19 +13,19 @@ from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ConfigError
 
 PLAIN_IDS = (5, 1000)
-"""Without a tokenizer random prompts are ids of this range, which every vocabulary has."""
+"""The range of random token ids without a tokenizer, which every vocabulary has."""
 MAX_TRIES = 16
-"""How often a random text is cut or lengthened until its tokens are as many as asked for."""
+"""Attempts to cut or extend a random text to the wanted number of tokens."""
 SHAREGPT_MIN, SHAREGPT_MAX_INPUT, SHAREGPT_MAX_TOTAL = 4, 1024, 2048
-"""Conversations outside of these lengths are left out, as in vLLM's benchmark, so that results compare."""
+"""Conversations outside these lengths are skipped, as in vLLM's benchmark, so that results can be compared."""
 
 
 class LoadItem(msgspec.Struct, frozen=True):
-    """One request of the load. `prompt` is a text or token ids; `input_len` counts its tokens, or is 0 if there is no
-    tokenizer to count them.
+    """One request of the load. `prompt` is a text or token ids; `input_len` is its number of tokens, 0 if it is unknown
+    for lack of a tokenizer.
 
-    With `after` it goes on in a conversation: it is sent `wait_s` after the answer to the request of that place has
-    ended, and begins with that one's prompt and its answer. `input_len` counts them too.
+    A request with `after` continues the conversation of the request with that index: it is sent `wait_s` after that
+    one's answer has ended, and its prompt is preceded by that prompt and answer, whose tokens `input_len` includes.
     """
 
     prompt: str | list[int]
@@ -37,7 +35,7 @@ class LoadItem(msgspec.Struct, frozen=True):
     wait_s: float = 0.0
 
     def behind(self, prompt: str | list[int], answer: str | list[int]) -> "LoadItem":
-        """The request with what it begins with."""
+        """The request with the earlier prompt and answer before its own."""
         if isinstance(self.prompt, str):
             whole: str | list[int] = f"{prompt}{answer}{self.prompt}"
         else:
@@ -70,8 +68,8 @@ class DatasetOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Talk(NamedTuple):
-    """Conversations of a kind: a beginning that all have in common, turns of a message and an answer each, and the
-    seconds from an answer to the next message. The three last are means."""
+    """Parameters of conversations: number of requests, tokens of their common prefix, and the means of output tokens,
+    tokens of a message, and seconds from an answer to the next message."""
 
     turns: int
     prefix_len: int
@@ -84,9 +82,9 @@ TALKS = {
     "chats": Talk(turns=4, prefix_len=256, output_len=128, message_len=64, wait=8.0),
     "agents": Talk(turns=8, prefix_len=1500, output_len=48, message_len=250, wait=0.5),
 }
-"""Where flags say nothing: people who read and type, and programs that call tools with long results."""
+"""Defaults of the flags: people who read and type, and programs that call tools with long results."""
 TALK_RATIO = 0.5
-"""Lengths of messages vary by this share up and down."""
+"""Lengths of messages vary by up to this fraction in both directions."""
 
 
 class _Turn(msgspec.Struct):
@@ -103,7 +101,7 @@ class _Line(msgspec.Struct):
 
 
 class RandomPrompts:
-    """Prompts of random tokens: texts if there is a tokenizer, else token ids."""
+    """Makes prompts of random tokens: texts with a tokenizer, else token ids."""
 
     def __init__(self, rng: random.Random, tokenizer: Tokenizer | None) -> None:
         self._rng = rng
@@ -116,8 +114,8 @@ class RandomPrompts:
         return self._rng.choices(self._ids, k=length)
 
     def prompt(self, ids: list[int]) -> tuple[str | list[int], int]:
-        """Make a prompt of `ids`, and return its length. Few random ids survive decoding and encoding: tokens are added
-        or cut at the end until there are as many as `ids`; a text that never fits is close."""
+        """Make a prompt from `ids`, and return its length. Few random ids survive decoding and encoding, so tokens are
+        added or cut at the end until the number is that of `ids`; if that fails, it is close."""
         if self._tokenizer is None:
             return ids, len(ids)
         wanted = len(ids)
@@ -127,13 +125,13 @@ class RandomPrompts:
             best = self._tokenizer.encode(text, add_special_tokens=False)
             if len(best) == wanted:
                 break
-            best = best[: max(wanted - attempt, 0)]  # each time more of the end is new: what failed once may fail again
+            best = best[: max(wanted - attempt, 0)]  # the same end may fail again: replace more of it
             best += self.ids(wanted - len(best))
         return text, len(self._tokenizer.encode(text, add_special_tokens=False))
 
 
 def make_requests(options: DatasetOptions, tokenizer: Tokenizer | None) -> list[LoadItem]:
-    """`options.num_prompts` of them, or as many as the file has. Raises ConfigError."""
+    """Make `options.num_prompts` requests, or as many as the file has. Raises ConfigError."""
     maker = MAKERS[options.dataset_name]
     requests = list(islice(maker(options, random.Random(options.seed), tokenizer), options.num_prompts))
     if not requests:
@@ -170,7 +168,7 @@ def _prefix_repetition(options: DatasetOptions, rng: random.Random, tokenizer: T
 
 
 def _talks(options: DatasetOptions, rng: random.Random, tokenizer: Tokenizer | None) -> Iterator[LoadItem]:
-    """Conversations, one behind the other; of each only the first request has a time of its own."""
+    """Conversations, one after another; only the first request of each has a send time."""
     given = {name: getattr(options, f"chat_{name}") for name in Talk._fields}
     talk = TALKS[options.dataset_name]._replace(**{name: value for name, value in given.items() if value is not None})
     prompts = RandomPrompts(rng, tokenizer)
@@ -190,7 +188,7 @@ def _talks(options: DatasetOptions, rng: random.Random, tokenizer: Tokenizer | N
 
 
 def _sharegpt(options: DatasetOptions, rng: random.Random, tokenizer: Tokenizer | None) -> Iterator[LoadItem]:
-    """Take the first question of each conversation; the length of its first answer is the output length."""
+    """The first question of each conversation; the output length is that of its first answer."""
     talks = _decode(options, _conversations)
     if tokenizer is None and options.sharegpt_output_len is None:
         raise ConfigError(
@@ -212,14 +210,14 @@ def _sharegpt(options: DatasetOptions, rng: random.Random, tokenizer: Tokenizer 
 
 
 def _conversations(data: bytes) -> list[_Conversation]:
-    """A JSON array of them, or one a line."""
+    """Parse a JSON array of conversations, or one per line."""
     if data.lstrip()[:1] == b"[":
         return msgspec.json.decode(data, type=list[_Conversation])
     return msgspec.json.Decoder(_Conversation).decode_lines(data)
 
 
 def _custom(options: DatasetOptions, _: random.Random, tokenizer: Tokenizer | None) -> Iterator[LoadItem]:
-    """Read one JSON object a line: "prompt", a text or token ids, and perhaps "output_tokens"."""
+    """Read one JSON object per line: "prompt", a text or token ids, and optionally "output_tokens"."""
     for line in _decode(options, msgspec.json.Decoder(_Line).decode_lines):
         ids = line.prompt
         if isinstance(ids, str):

@@ -1,7 +1,8 @@
-"""HTTP/1.1 for `bench serve`: POST a body, get the events of the answer as they come, over connections that are reused.
+"""HTTP/1.1 client of `bench serve`: POSTs a body and passes on the events of the answer as they arrive; connections are
+reused.
 
-A benchmark shares the machine with what it measures, so a token may cost its client next to nothing: httptools parses,
-the events of one read are split together and carry one time, and no task wakes before an answer is over.
+A benchmark shares the machine with the server, so the client must cost next to nothing per token: httptools parses, the
+events of one read are split together and get the same time, and no task wakes before an answer has ended.
 """
 
 import asyncio
@@ -19,14 +20,15 @@ from vllm_lite.errors import ConfigError, VllmLiteError
 MAX_EVENT_BYTES = 4 * 1024 * 1024
 CONNECT_S = 30.0
 PASSED_S = 1.0
-"""A connection that had idled and ends so soon after a request had been closed before the server saw that."""
+"""An idle connection that ends this soon after a request was sent had been closed by the server before it got the
+request."""
 
 Events = Callable[[list[bytes], float], None]
-"""Takes the data of the events that arrived in one read, and the time of it (perf_counter)."""
+"""Called with the data of the events of one read, and its time (perf_counter)."""
 
 
 class HttpError(VllmLiteError):
-    """The request failed: no answer (`status` 0), or one that is not 200."""
+    """A request failed: no answer (`status` 0), or a status other than 200."""
 
     def __init__(self, text: str, status: int = 0) -> None:
         super().__init__(text)
@@ -34,11 +36,11 @@ class HttpError(VllmLiteError):
 
 
 class _Unanswered(HttpError):
-    """The connection ended soon, before the answer began. If it had idled, the server has not seen the request."""
+    """The connection ended soon, before an answer began. If it was idle before, the server has not got the request."""
 
 
 class SseReader:
-    """Bytes of an event stream, cut anywhere, into the data of its events. Comments and other fields are left out."""
+    """Parses an event stream, in pieces, into the data of its events. Comments and other fields are skipped."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -47,7 +49,7 @@ class SseReader:
         self._after_cr = False
 
     def feed(self, piece: bytes) -> list[bytes]:
-        """The events that `piece` completes. Raises HttpError for one that is too long."""
+        """The events that `piece` completes. Raises HttpError for an event that is too long."""
         if not piece:
             return []
         if self._after_cr and piece.startswith(b"\n"):  # the second half of a line's end
@@ -71,7 +73,7 @@ class SseReader:
 
 
 class _Connection(asyncio.Protocol):
-    """One connection, one exchange at a time. The names of its `on_` methods are httptools'."""
+    """A connection, with one exchange at a time. The `on_` methods are called by httptools."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
@@ -85,7 +87,7 @@ class _Connection(asyncio.Protocol):
         self._answered = False
 
     async def exchange(self, request: bytes, events: Events | None) -> bytes:
-        """Send `request`; the answer's events go to `events`, or its whole body is returned. Raises HttpError."""
+        """Send `request`; the answer's events are passed to `events`, or its body is returned. Raises HttpError."""
         if self.transport is None:
             raise HttpError("not connected")
         self._done = asyncio.get_running_loop().create_future()
@@ -100,10 +102,10 @@ class _Connection(asyncio.Protocol):
             if not self.reusable:
                 self.transport.abort()
 
-    # ---- asyncio's side
+    # ---- called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's has the methods without being one
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's class has the methods but is no subclass
 
     def data_received(self, data: bytes) -> None:
         self._now_s, self._answered = time.perf_counter(), True
@@ -123,7 +125,7 @@ class _Connection(asyncio.Protocol):
         if self._done is not None and not self._done.done():
             self._done.set_exception(error)
 
-    # ---- the parser's side
+    # ---- called by the parser
 
     def on_body(self, body: bytes) -> None:
         if self._events is not None and self._parser.get_status_code() == 200:
@@ -167,15 +169,16 @@ class HttpClient:
         self._idle: list[_Connection] = []
 
     async def get(self, path: str) -> bytes:
-        """The body of an answer of 200. Raises HttpError."""
+        """GET `path`; returns the body of an answer with status 200. Raises HttpError."""
         return await self._exchange(f"GET {self.url(path)} HTTP/1.1\r\n", b"", None)
 
     async def post(self, path: str, body: bytes) -> bytes:
-        """POST a JSON `body`; the body of an answer of 200. Raises HttpError."""
+        """POST a JSON `body`; returns the body of an answer with status 200. Raises HttpError."""
         return await self._post(path, body, None)
 
     async def stream(self, path: str, body: bytes, events: Events) -> None:
-        """POST a JSON `body`. Returns when the answer is complete; raises HttpError if it is not, or is not 200."""
+        """POST a JSON `body`. Returns when the answer is complete; raises HttpError if it is not, or its status is not
+        200."""
         await self._post(path, body, events)
 
     async def _post(self, path: str, body: bytes, events: Events | None) -> bytes:
@@ -185,7 +188,7 @@ class HttpClient:
     async def _exchange(self, head: str, body: bytes, events: Events | None) -> bytes:
         request = b"".join((head.encode(), self.headers, b"\r\n", body))
         while (idle := self._take_idle()) is not None:
-            with suppress(_Unanswered):  # closed by the server while the request was on its way
+            with suppress(_Unanswered):  # closed by the server before it got the request
                 return await self._ask(idle, request, events)
         return await self._ask(await self._connect(), request, events)
 
@@ -197,7 +200,7 @@ class HttpClient:
                 self._idle.append(connection)
 
     def _take_idle(self) -> _Connection | None:
-        """A connection that the server has not closed yet, as far as is known here."""
+        """An idle connection that has not been closed, as far as known."""
         while self._idle:
             if (connection := self._idle.pop()).reusable:
                 return connection
@@ -219,7 +222,7 @@ class HttpClient:
         self._idle.clear()
 
     def url(self, path: str) -> str:
-        """The path of the URL. A base URL may end with /v1 or not."""
+        """The full path of a route. The base URL may end with /v1 or not."""
         return self._path.removesuffix("/v1") + path if path.startswith("/v1/") else self._path + path
 
 

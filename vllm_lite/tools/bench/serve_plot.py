@@ -1,4 +1,4 @@
-"""The picture of `bench serve --plot`: how latencies are distributed, and tokens and requests over time."""
+"""The figure of `bench serve --plot`: distributions of latencies, and tokens and requests over time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ NUM_BINS = 60
 
 
 def plot(served: Sequence[Outcome], title: str, path: str) -> None:
-    """Draw the requests that were served. Raises ConfigError if the file cannot be written."""
+    """Draw the completed requests. Raises ConfigError if the file cannot be written."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 7.5), layout="constrained")

@@ -1,4 +1,4 @@
-"""The result of `bench serve`: vLLM's figures under vLLM's names, and its table."""
+"""The result of `bench serve`: vLLM's metrics under vLLM's names, and its table."""
 
 import math
 import statistics
@@ -16,12 +16,12 @@ METRICS = {
 }
 GOODPUT_METRICS = ("ttft", "tpot", "e2el")
 DETAILS = ("input_lens", "output_lens", "start_times", "ttfts", "itls", "generated_texts", "errors")
-"""Lists with one entry for each request, which only --save-detailed keeps."""
+"""Lists with one entry per request, written only with --save-detailed."""
 _WIDTH = 50
 
 
 def tpot_s(outcome: Outcome) -> float:
-    """Seconds for each token behind the first, 0 where there is none."""
+    """Seconds per token after the first; 0 if there is only one."""
     behind = outcome.output_len - 1
     return (outcome.latency_s - outcome.ttft_s) / behind if behind > 0 else 0.0
 
@@ -30,9 +30,9 @@ def summarize(
     outcomes: Sequence[Outcome],
     duration_s: float,
     percentiles: Sequence[float],
-    goodput: Mapping[str, float],  # metric -> milliseconds that a good request takes at most
+    goodput: Mapping[str, float],  # metric -> maximum milliseconds of a good request
 ) -> dict[str, Any]:
-    """All figures, and the lists of DETAILS. Requests that failed count in `failed` and nowhere else."""
+    """All metrics, and the lists of DETAILS. Failed requests count only in `failed`."""
     served = [outcome for outcome in outcomes if not outcome.error]
     input_len, output_len = sum(outcome.input_len for outcome in served), sum(outcome.output_len for outcome in served)
     duration_s = max(duration_s, 1e-9)
@@ -66,7 +66,7 @@ def summarize(
 
 
 def samples(served: Sequence[Outcome]) -> dict[str, list[float]]:
-    """Seconds of each metric; a request of one token has no TPOT."""
+    """Seconds by metric; a request with one output token has no TPOT."""
     return {
         "ttft": [outcome.ttft_s for outcome in served],
         "tpot": [tpot_s(outcome) for outcome in served if outcome.output_len > 1],
@@ -76,7 +76,7 @@ def samples(served: Sequence[Outcome]) -> dict[str, list[float]]:
 
 
 def percentile(ordered: Sequence[float], wanted: float) -> float:
-    """A percentile of sorted values, interpolated between neighbours; 0 if there are no values."""
+    """A percentile of sorted values, by linear interpolation; 0 if there are none."""
     if not ordered:
         return 0.0
     place = (len(ordered) - 1) * wanted / 100
@@ -90,8 +90,8 @@ def _is_good(outcome: Outcome, goodput: Mapping[str, float]) -> bool:
 
 
 def tokens_over_time(served: Sequence[Outcome], width_s: float) -> list[float]:
-    """Output tokens per second in each `width_s` since the first request; a request's tokens are shared out evenly
-    over its chunks."""
+    """Output tokens per second in each interval of `width_s` since the first request; a request's tokens are divided
+    evenly over its chunks."""
     if not served:
         return []
     begin_s = min(outcome.start_s for outcome in served)
@@ -105,7 +105,7 @@ def tokens_over_time(served: Sequence[Outcome], width_s: float) -> list[float]:
 
 
 def running_over_time(served: Sequence[Outcome]) -> list[tuple[float, int]]:
-    """Seconds since the first request, and how many run from then on."""
+    """(seconds since the first request, number of requests that run from then on)."""
     if not served:
         return []
     begin_s = min(outcome.start_s for outcome in served)
@@ -113,13 +113,13 @@ def running_over_time(served: Sequence[Outcome]) -> list[tuple[float, int]]:
         change
         for outcome in served
         for change in ((outcome.start_s - begin_s, 1), (outcome.chunks_s[-1] - begin_s, -1))
-    )  # at one time ends stand before beginnings
+    )  # at equal times, ends come before starts
     counts = accumulate(change for _, change in changes)
     return [(time_s, count) for (time_s, _), count in zip(changes, counts, strict=True)]
 
 
 def table(figures: Mapping[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> str:
-    """Format the result as vLLM's table. `metrics` are those whose latencies are shown."""
+    """Format the result as vLLM's table, with the latencies of `metrics`."""
     rows: list[tuple[str, Any]] = [
         ("Successful requests:", figures["completed"]),
         ("Failed requests:", figures["failed"]),

@@ -1,7 +1,5 @@
-"""`vllm-lite bench throughput`: the same requests one at a time and all at once, through all processes.
-
-With a peer, or with adapters, the two alternate, so that other load on the machine falls on both.
-"""
+"""`vllm-lite bench throughput`: the same requests one at a time and concurrently, through all processes. With
+transformers or adapters, measurements alternate, so that other load on the machine affects both."""
 
 import random
 import statistics
@@ -22,7 +20,7 @@ from vllm_lite.runtime.machine import num_physical_cores
 from vllm_lite.tools.bench.models import RANDOM_MODELS, write_config
 
 ALONE = 4
-"""Requests that are measured one at a time."""
+"""Number of requests measured one at a time."""
 
 
 class _Ours:
@@ -33,7 +31,7 @@ class _Ours:
         self.params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True, detokenize=False)
 
     def seconds(self, num_prompts: int, adapters: Sequence[LoRARequest | None] = (None,)) -> float:
-        """Time a batch of prompts, random ids without a common prefix, which have the adapters in turn."""
+        """Measure a batch of prompts of random ids, without a common prefix; `adapters` are used round-robin."""
         vocab_size = self.llm.engine.vocab_size
         prompts = [[self.rng.randrange(5, vocab_size) for _ in range(self.input_len)] for _ in range(num_prompts)]
         in_turn = [adapters[number % len(adapters)] for number in range(num_prompts)]
@@ -43,7 +41,7 @@ class _Ours:
 
 
 class _Adapted:
-    """The same engine, whose requests have random adapters in turn."""
+    """The same engine, with random adapters used round-robin by the requests."""
 
     def __init__(self, stack: ExitStack, ours: _Ours, count: int) -> None:
         from vllm_lite.tools.bench.models import write_adapters
@@ -87,15 +85,15 @@ class _Transformers:
 
 def run(
     model: str,
-    sizes: tuple[int, int, int],  # prompts, and the tokens of each and of its answer
+    sizes: tuple[int, int, int],  # prompts, and prompt and output tokens of each
     settings: dict[str, Any],  # fields of EngineConfig
     *,
     compare: bool = False,
     num_adapters: int = 0,
     repeats: int = 3,
 ) -> dict[str, Any]:
-    """Medians of output tokens per second, one at a time and all at once; with `compare` those of transformers, too,
-    and with `num_adapters` those of requests that have so many LoRA adapters in turn."""
+    """Medians of output tokens per second, one at a time and concurrently; with `compare`, also those of transformers;
+    with `num_adapters`, also those of requests with that many LoRA adapters."""
     num_prompts, lengths = sizes[0], sizes[1:]
     if num_adapters:
         settings = {"enable_lora": True, "max_loras": num_adapters, "max_lora_rank": 16, **settings}
@@ -139,7 +137,7 @@ def run(
 
 
 def as_vllm(figures: dict[str, Any]) -> dict[str, Any]:
-    """Rename the figures of all at once as vLLM's benchmark does, which counts prompt tokens, too."""
+    """The figures of concurrent requests under the names of vLLM's benchmark, which counts prompt tokens, too."""
     num_prompts = figures["num_prompts"]
     output_tok_s = figures["together_tok_s"]
     elapsed_s = num_prompts * figures["output_len"] / output_tok_s

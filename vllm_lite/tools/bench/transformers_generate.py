@@ -1,8 +1,8 @@
-"""`transformers` generate on a model with random weights, as a process that measures one round for every line it reads.
+"""`transformers` generate on a model with random weights, as a process that measures one batch for every line of input.
 
     python -m vllm_lite.tools.bench.transformers_generate FOLDER DTYPE THREADS INPUT_LEN OUTPUT_LEN
 
-A line is the batch size; the answer is a line with the seconds that the batch took. Greedy, prompts of random ids.
+A line is the batch size; the answer is a line with the seconds of the batch. Greedy; prompts are random ids.
 """
 
 import sys

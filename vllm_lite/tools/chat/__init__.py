@@ -1,9 +1,9 @@
-"""`chat` and `complete`: clients of a server that speaks OpenAI's API, or of a private one. No torch.
+"""`chat` and `complete`: clients of a server with OpenAI's API, or of a private server. No torch.
 
-remote_server.py   a server: prompts in, streams of pieces out; every failure as one sentence
+remote_server.py   a server: prompts in, streams of pieces out; errors are one sentence each
 private_server.py  a server on a private socket, which ends with the command that started it
-conversation.py    questions, answers and settings of a chat; files of them
-chat.py            the loop of a chat: messages and /commands, without a terminal
-terminal.py        lines in, text out: history, Ctrl-C, pipes
-word_wrap.py       lines of a terminal end between words
+conversation.py    questions, answers and settings of a chat; saved files
+chat.py            the loop of a chat: messages and /commands, independent of a terminal
+terminal.py        input and output: history, Ctrl-C, pipes
+word_wrap.py       wraps lines of a terminal between words
 """

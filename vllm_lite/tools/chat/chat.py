@@ -1,4 +1,4 @@
-"""A chat: questions, answers and /commands. The server that answers and the screen are passed to it."""
+"""A chat: questions, answers and /commands. The server and the screen are passed as arguments."""
 
 import os
 import shlex
@@ -38,26 +38,26 @@ _ENDS = {
 
 
 class ChatAnswers(Protocol):
-    """A server, or its fake."""
+    """A server, or a fake in tests."""
 
     def chat(self, messages: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any]) -> Pieces:
-        """Closing the iterator aborts the answer."""
+        """Stream the answer to `messages`. Closing the iterator aborts it."""
 
 
 class Screen(Protocol):
-    """A terminal, a pipe, or their fake."""
+    """A terminal, a pipe, or a fake in tests."""
 
     def write(self, text: str, *, dim: bool = False) -> None:
-        """A piece of an answer, or of the thoughts before it."""
+        """Show a piece of an answer, or (`dim`) of the reasoning before it."""
 
     def end(self) -> None:
-        """The answer has ended; the next begins on a line of its own."""
+        """End the answer; the next one begins on a new line."""
 
     def note(self, text: str) -> None:
-        """A remark: something that is no answer."""
+        """Show a remark, which is not part of an answer."""
 
     def interruptible(self) -> AbstractContextManager[None]:
-        """Within it Ctrl-C is one KeyboardInterrupt, however often it is pressed."""
+        """A block in which Ctrl-C raises KeyboardInterrupt once, however often it is pressed."""
 
 
 class AnswerStats:
@@ -91,16 +91,16 @@ class AnswerStats:
 
 
 class Chat:
-    """Takes lines of input until line() returns False."""
+    """A chat. line() takes lines of input until it returns False."""
 
     def __init__(
         self, answers: ChatAnswers, screen: Screen, conversation: Conversation, *, can_retry: bool = True
     ) -> None:
-        """Without `can_retry` there is one question, and no remark mentions commands."""
+        """Without `can_retry` there is only one question, and remarks do not mention commands."""
         self.conversation = conversation
         self.stats: AnswerStats | None = None
         self.failed = False
-        """Whether anything went wrong, which becomes the exit status when the input is a pipe."""
+        """Whether there was an error, which becomes the exit status if the input is a pipe."""
         self._answers = answers
         self._screen = screen
         self._can_retry = can_retry
@@ -112,7 +112,7 @@ class Chat:
         return self._lines is not None
 
     def line(self, text: str) -> bool:
-        """Take one line of input. Returns False for /exit."""
+        """Process one line of input. Returns False for /exit."""
         if self._lines is not None:
             if text != END_OF_MESSAGE:
                 self._lines.append(text)
@@ -126,7 +126,7 @@ class Chat:
         return True
 
     def cancel_message(self) -> bool:
-        """Forget the lines of an unfinished message. False if there is none."""
+        """Discard the lines of an unfinished message. Returns False if there is none."""
         was, self._lines = self._lines, None
         return was is not None
 
@@ -143,7 +143,7 @@ class Chat:
             self._answer()
 
     def _answer(self) -> None:
-        """Stream the answer to the question that waits. However it ends, what came of it is kept."""
+        """Stream the answer to the open question. What arrived is kept, even if the stream fails."""
         self.stats = stats = AnswerStats()
         said: list[str] = []
         problem = None
@@ -259,7 +259,7 @@ class Chat:
 
 
 def _path(text: str, command: str) -> str:
-    """Read the name of a file, which may stand in quotes or begin with ~. Raises ConfigError."""
+    """Parse a file name, which may be quoted or begin with ~. Raises ConfigError."""
     try:
         words = shlex.split(text)
     except ValueError:
@@ -275,7 +275,7 @@ def _short(question: Question) -> str:
 
 
 def _with_advice(message: str) -> str:
-    """Add what helps in a chat, where the server's own message is about something else."""
+    """Add advice for a chat to the server's error message."""
     if "chat template" in message:
         return f"{message}\na model without a chat template continues texts: try `vllm-lite complete`"
     if "that fit" in message or "context" in message:

@@ -1,4 +1,4 @@
-"""The state of a chat: questions, answers and settings. It knows neither server nor terminal."""
+"""The state of a chat: questions, answers and settings. Independent of server and terminal."""
 
 import base64
 import json
@@ -13,20 +13,18 @@ from vllm_lite.client.media.sources import MAX_FILE_BYTES
 from vllm_lite.errors import ConfigError
 
 Question = str | list[dict[str, Any]]
-"""A text, or the parts of a content: images, and a text behind them."""
+"""A text, or the parts of a content: images, followed by a text."""
 
 ROLES = ("user", "assistant")
 _NOT_HERE = {"n", "best_of", "detokenize", "logprobs", "prompt_logprobs", "bad_words_token_ids", "grammar", "thinking"}
-"""Fields of SamplingParams without meaning in a chat, which has one answer, shown as text; and those of the wire."""
+"""Fields of SamplingParams without meaning in a chat, which has one answer, shown as text; and fields that only the
+protocol has."""
 _ALSO = ("chat_template_kwargs", "reasoning_effort")
 
 
 class Conversation:
-    """The questions with their answers, and what to sample with.
-
-    `asked` is the last question, as long as it has no answer; retry() asks it again. `images` are those of the next
-    one.
-    """
+    """The questions with their answers, and the sampling params. `asked` is the last question while it has no answer;
+    retry() asks it again. `images` are those of the next question."""
 
     def __init__(self, system: str | None = None, sampling: Mapping[str, Any] | None = None) -> None:
         self.system = system
@@ -36,17 +34,17 @@ class Conversation:
         self.images: list[dict[str, Any]] = []
 
     def messages(self) -> list[dict[str, Any]]:
-        """The messages of a request: all that was said, and the question that waits for its answer."""
+        """The messages of a request: questions and answers so far, and the open question."""
         said = self._said()
         return said if self.asked is None else [*said, {"role": "user", "content": self.asked}]
 
     def ask(self, question: str) -> None:
-        """Ask a question, with the images that were taken for it."""
+        """Ask a question, with the images added for it."""
         self.asked = [*self.images, {"type": "text", "text": question}] if self.images else question
         self.images = []
 
     def take_image(self, path: str) -> int:
-        """Take an image file for the next question. Returns how many it has now. Raises ConfigError."""
+        """Add an image file to the next question. Returns its number of images. Raises ConfigError."""
         try:
             with open(path, "rb") as file:
                 data = file.read(MAX_FILE_BYTES + 1)
@@ -55,19 +53,19 @@ class Conversation:
         if not data or len(data) > MAX_FILE_BYTES:
             raise ConfigError(f"{path!r} has {'no' if not data else f'more than {MAX_FILE_BYTES}'} bytes")
         kind = mimetypes.guess_type(path)[0] or ""
-        kind = kind if kind.startswith("image/") else "image/png"  # the server looks at the bytes
+        kind = kind if kind.startswith("image/") else "image/png"  # the server detects the format
         url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
         self.images.append({"type": "image_url", "image_url": {"url": url}})
         return len(self.images)
 
     def answered(self, answer: str) -> None:
-        """Keep an answer, whole or not. An empty one is not kept; its question can be asked again."""
+        """Store an answer, complete or not. An empty one is not stored; its question can be asked again."""
         if answer and self.asked is not None:
             self.turns.append((self.asked, answer))
             self.asked = None
 
     def retry(self) -> bool:
-        """Ask the last question again. False if there was none."""
+        """Ask the last question again. Returns False if there is none."""
         if self.asked is None:
             if not self.turns:
                 return False
@@ -75,20 +73,20 @@ class Conversation:
         return True
 
     def undo(self) -> Question | None:
-        """Forget the last question with its answer. Returns the question, None if there was none."""
+        """Remove the last question with its answer. Returns the question, None if there is none."""
         question, self.asked = self.asked, None
         if question is None and self.turns:
             question, _ = self.turns.pop()
         return question
 
     def clear(self) -> None:
-        """Forget what was said, but not what is set."""
+        """Remove all questions and answers; settings are kept."""
         self.turns.clear()
         self.asked, self.images = None, []
 
     def set(self, name: str, text: str) -> None:
         """Set a sampling param from `text`; "none" or an empty text unsets it. Raises ConfigError."""
-        from vllm_lite.protocol.params import SamplingParams  # takes 20 ms, for a command that few use
+        from vllm_lite.protocol.params import SamplingParams  # takes 20 ms, for a rare command
 
         known = [*(set(SamplingParams.__struct_fields__) - _NOT_HERE), *_ALSO]
         if name not in known:
@@ -111,7 +109,8 @@ class Conversation:
     # ---- files
 
     def save(self, path: str) -> None:
-        """Write JSON that a server would take as a body. Raises ConfigError; never replaces another kind of file."""
+        """Write the chat as JSON that is a valid request body. Raises ConfigError; never replaces another kind of
+        file."""
         if os.path.exists(path):
             try:
                 Conversation().load(path)
@@ -127,7 +126,7 @@ class Conversation:
             raise ConfigError(f"{path!r} cannot be written: {error.strerror or error}") from error
 
     def load(self, path: str) -> None:
-        """Go on with what save() has written. Raises ConfigError, and then changes nothing."""
+        """Continue a chat written by save(). If it raises ConfigError, nothing has changed."""
         try:
             given = json.loads(Path(path).read_text())
         except (OSError, ValueError, RecursionError) as error:
@@ -145,7 +144,7 @@ class Conversation:
         self.turns = [(said[at][1], said[at + 1][1]) for at in range(0, len(said), 2)]
 
     def _said(self) -> list[dict[str, Any]]:
-        """The system prompt, and each question with its answer."""
+        """Messages of the system prompt, and of each question and answer."""
         found: list[dict[str, Any]] = [{"role": "system", "content": self.system}] if self.system else []
         for question, answer in self.turns:
             found += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
@@ -153,14 +152,14 @@ class Conversation:
 
 
 def _is_question(content: Any) -> bool:
-    """Whether these are parts with a type, the last of which is a text."""
+    """Whether `content` is a list of parts with types, the last of them a text."""
     if not isinstance(content, list) or not all(isinstance(part, dict) and "type" in part for part in content):
         return False
     return bool(content) and isinstance(content[-1].get("text"), str)
 
 
 def words_of(question: Question) -> str:
-    """The text of a question; its images are counted before it."""
+    """The text of a question, preceded by the number of its images."""
     if isinstance(question, str):
         return question
     count = len(question) - 1
@@ -168,7 +167,7 @@ def words_of(question: Question) -> str:
 
 
 def plain(text: str) -> Any:
-    """Read 0.7, true or ["a", "b"] as JSON, and keep any other text as it is."""
+    """Parse 0.7, true or ["a", "b"] as JSON; any other text is kept."""
     try:
         return json.loads(text)
     except ValueError:

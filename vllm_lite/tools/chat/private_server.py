@@ -1,4 +1,4 @@
-"""A private server: started without output, reached over a socket in a private folder, ended with its owner."""
+"""A private server: without output, reached over a socket in a private folder, and ended with its owner."""
 
 import socket
 import tempfile
@@ -18,14 +18,14 @@ from vllm_lite.server.processes.child_server import ChildServerSettings, log_pat
 
 MODULE = "vllm_lite.server.processes.child_server"
 STOP_GRACE_S = 6.0
-"""More than the server takes to end its engine."""
+"""Longer than the server needs to end its engine."""
 LOOK_S = 0.02
 _LINE = "vllm-lite: "
-"""How the last line of a server that cannot start begins."""
+"""Prefix of the last line of a server that cannot start."""
 
 
 class PrivateServer:
-    """A context manager. Entering it waits until the server is ready and calls `starting(elapsed_s)` meanwhile."""
+    """A context manager. Entering it waits until the server is ready, and calls `starting(elapsed_s)` meanwhile."""
 
     def __init__(self, config: ServeConfig, starting: Callable[[float], None] = lambda _: None) -> None:
         self._run_dir = tempfile.mkdtemp(prefix="vl-")  # mode 0700
@@ -46,7 +46,7 @@ class PrivateServer:
             raise
 
     def __enter__(self) -> Self:
-        """Raises EngineError with the server's own message if it cannot start."""
+        """Wait until it is ready. Raises EngineError with the server's own message if it cannot start."""
         try:
             self._wait_until_ready()
         except BaseException:
@@ -58,7 +58,7 @@ class PrivateServer:
         self.close()
 
     def reason(self) -> str | None:
-        """Why it ended, with its own last message if there is one; None while it runs."""
+        """The reason why it ended, with its last message if there is one; None while it runs."""
         ended = self._child.exited()
         if ended is None:
             return None
@@ -85,7 +85,7 @@ class PrivateServer:
             time.sleep(LOOK_S)
 
     def _listens(self) -> bool:
-        """Whether it accepts connections, which it does once it can serve."""
+        """Whether it accepts connections, as it does once it is ready."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             try:
                 probe.connect(self._path)
@@ -95,7 +95,7 @@ class PrivateServer:
 
 
 def private(config: ServeConfig, path: str) -> ServeConfig:
-    """Change `config` for a socket that only this user can reach: no keys, no TLS, no grace period at the end."""
+    """Adapt `config` to a socket that only this user can reach: no API keys, no TLS, no grace period at the end."""
     return msgspec.structs.replace(
         config,
         uds=path,

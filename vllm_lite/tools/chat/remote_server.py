@@ -1,4 +1,4 @@
-"""One OpenAI-compatible server: prompts in, streams of pieces out. Every failure becomes one sentence."""
+"""An OpenAI-compatible server: prompts in, streams of pieces out. Every failure becomes one sentence."""
 
 import json
 import os
@@ -15,17 +15,17 @@ from vllm_lite.errors import ConfigError, RemoteError
 DEFAULT_URL = "http://localhost:8000"
 CONNECT_S = 10.0
 SILENCE_S = 600.0
-"""How long a server may send nothing at all; ours sends something every 15 s."""
+"""Timeout without any data from the server; this package's server sends something every 15 s."""
 MILD = {"temperature": 0.7, "top_p": 0.95, "min_p": 0.05}
-"""What is sampled with where neither the model nor the user says anything. Servers take a temperature of 1 then, and
-small models answer nonsense to what they know at that."""
+"""Sampling params if neither the model nor the user sets them. Servers then use a temperature of 1, with which small
+models answer nonsense to questions they could answer."""
 SERVED_BY = "# served by vllm_lite"
-"""How the server of this package says in /api/show whose answer that is."""
+"""Marks the answer of this package's server to /api/show."""
 _LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 class AnswerPiece(NamedTuple):
-    """A new piece of an answer. `usage` comes once, with the end."""
+    """A new piece of an answer. `usage` is sent once, at the end."""
 
     text: str = ""
     thought: str = ""
@@ -37,7 +37,7 @@ Pieces = Generator[AnswerPiece, None, None]
 
 
 class Address(NamedTuple):
-    """The address of a server. `base` ends before /v1; `uds` is the path of its Unix socket, if it has one."""
+    """The address of a server. `base` is without /v1; `uds` is the path of its Unix socket, if it has one."""
 
     base: str
     uds: str | None
@@ -45,7 +45,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, url: str) -> Self:
-        """Read http://HOST:PORT, with or without /v1, or unix:PATH. Raises ConfigError."""
+        """Parse http://HOST:PORT, with or without /v1, or unix:PATH. Raises ConfigError."""
         if url.startswith("unix:"):
             return cls("http://localhost", url.removeprefix("unix:"), url)
         base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
@@ -64,14 +64,14 @@ class Address(NamedTuple):
 
 
 def client_settings(address: Address, api_key: str | None, silence_s: float = SILENCE_S) -> dict[str, Any]:
-    """The arguments that httpx.Client and AsyncClient share, without their transport."""
+    """The arguments common to httpx.Client and AsyncClient, except the transport."""
     secure = address.base.startswith("https:")
     return {
         "base_url": address.base,
         "timeout": httpx.Timeout(silence_s, connect=CONNECT_S),
-        # a bare context trusts no certificate, and costs nothing where there is no TLS
+        # a bare context trusts no certificate, and is cheap without TLS
         "verify": ssl.create_default_context() if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
-        "trust_env": not address.is_local,  # no proxy stands between this machine and itself
+        "trust_env": not address.is_local,  # no proxy for this machine
         "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
     }
 
@@ -90,12 +90,13 @@ class RemoteServer:
         model: str | None = None,
         why: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """`model` is by default the server's first; `why()` says why a server cannot be reached, if known."""
+        """`model` defaults to the server's first; `why()` returns the reason why the server cannot be reached, if
+        known."""
         self.address = Address.parse(url)
         self.api_key = api_key
         self.why = why
         self.defaults: Mapping[str, Any] = {}
-        """What requests get that say nothing themselves; the server has its own where this has none."""
+        """Default sampling params of requests; where it has none, the server's apply."""
         self._model = model
         transport = httpx.HTTPTransport(uds=self.address.uds) if self.address.uds is not None else None
         self._http = httpx.Client(transport=transport, **client_settings(self.address, api_key))
@@ -121,8 +122,8 @@ class RemoteServer:
         return self._model
 
     def take_mild_defaults(self) -> Mapping[str, Any]:
-        """Have `defaults` be MILD if the server is of this package, and says nothing of sampling for its model. Returns
-        what they are."""
+        """Set `defaults` to MILD if the server is this package's and sets no sampling params for its model. Returns
+        them."""
         with suppress(httpx.HTTPError, ValueError, AttributeError):
             said = self._http.post("/api/show", json={"model": self.model}).json()
             own = {line.partition(" ")[0] for line in said.get("parameters", "").splitlines()}
@@ -160,7 +161,7 @@ class RemoteServer:
 
 
 def lines_of(response: httpx.Response) -> Iterator[str]:
-    """Yield the lines of a stream. httpx also ends them at marks like U+2028, which may stand in JSON as they are."""
+    """Yield the lines of a stream. httpx would also split at characters like U+2028, which JSON may contain."""
     held = b""
     for piece in response.iter_bytes():
         *whole, held = (held + piece).split(b"\n")
@@ -170,7 +171,8 @@ def lines_of(response: httpx.Response) -> Iterator[str]:
 
 
 def pieces(lines: Iterable[str]) -> Iterator[AnswerPiece]:
-    """Parse the lines of a stream of server-sent events. Raises RemoteError for an error in it, or if it breaks off."""
+    """Parse the lines of a stream of server-sent events. Raises RemoteError for an error event, or if the stream ends
+    early."""
     for line in lines:
         if not line.startswith("data:"):
             continue  # a comment, or the empty line between events
@@ -205,14 +207,14 @@ def check(address: Address, status: int, body: bytes) -> None:
 
 
 def message_of(body: Any) -> str:
-    """Find the message of an error that has OpenAI's shape, or a similar one."""
+    """The message of an error in OpenAI's format, or a similar one."""
     error = body.get("error", body) if isinstance(body, dict) else body
     found = error.get("message", error) if isinstance(error, dict) else error
     return found if isinstance(found, str) else json.dumps(found)
 
 
 def lost(address: Address, error: httpx.HTTPError, why: str | None) -> RemoteError:
-    """Explain `error` in a sentence that says what to do."""
+    """Explain `error` in a sentence with advice."""
     if why is not None:
         return RemoteError(why)
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.UnsupportedProtocol):

@@ -1,4 +1,4 @@
-"""Lines in, text out: a terminal with history and Ctrl-C, or a pipe, which gets the answers and nothing else."""
+"""Input and output of a chat: a terminal with history and Ctrl-C, or a pipe, which gets only the answers."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from vllm_lite.tools.chat.word_wrap import WordWrap
 
 MAX_HISTORY = 1000
 _VISIBLE = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"} | {13: None}
-"""Replacements for control characters: the text of a model must not control the terminal."""
+"""Replacements of control characters: a model's text must not control the terminal."""
 _BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 
 
@@ -22,7 +22,7 @@ class Terminal:
 
     def __init__(self) -> None:
         self.is_interactive = sys.stdin.isatty() and sys.stdout.isatty()
-        """A user sits at it: prompts and remarks are shown, lines are edited and remembered."""
+        """Whether a user is typing: prompts and remarks are shown, lines are edited and stored."""
         self._has_colors = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         self._safe_out = sys.stdout.isatty()
         self._history = _History() if self.is_interactive else None
@@ -30,7 +30,7 @@ class Terminal:
         self._is_dim = False
         self._wrap = WordWrap()
 
-    # ---- in
+    # ---- input
 
     def read(self, prompt: str) -> str | None:
         """Read a line, without its end; None at the end of input. Raises KeyboardInterrupt on a terminal."""
@@ -47,14 +47,14 @@ class Terminal:
         self._history.add(line)
         return line
 
-    # ---- out
+    # ---- output
 
     def write(self, text: str, *, dim: bool = False) -> None:
         if dim and not self.is_interactive:
             return
         shown = text.translate(_VISIBLE) if self._safe_out else text
         if dim is not self._is_dim and not self._at_line_start:
-            self._line("\n", sys.stdout)  # thoughts and answer stand on lines of their own
+            self._line("\n", sys.stdout)  # reasoning and answer are on separate lines
         self._is_dim = dim
         if self.is_interactive:
             if self._at_line_start:
@@ -66,7 +66,7 @@ class Terminal:
         self._at_line_start = text.endswith("\n")
 
     def end(self) -> None:
-        """End an answer. On a terminal an empty line follows."""
+        """End an answer, on a terminal with an empty line."""
         self._line(("" if self._at_line_start else "\n") + "\n" * self.is_interactive, sys.stdout)
         self._at_line_start = True
 
@@ -83,7 +83,7 @@ class Terminal:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """Within it only the first Ctrl-C counts: later ones would interrupt the cleanup that the first one began."""
+        """A block in which only the first Ctrl-C counts: later ones would interrupt the cleanup after the first."""
         pressed = False
 
         def on_signal(number: int, frame: FrameType | None) -> None:
@@ -106,7 +106,7 @@ class _History:
         self._path = history_path()
         try:
             import readline
-        except ImportError:  # a Python without it edits no lines
+        except ImportError:  # a Python without readline
             self._readline = None
             return
         self._readline = readline

@@ -1,4 +1,4 @@
-"""Ends lines between words, while the words are still being written."""
+"""WordWrap: wraps lines between words, while the text is still arriving."""
 
 import unicodedata
 
@@ -6,9 +6,9 @@ import unicodedata
 class WordWrap:
     """Terminal output for a text that arrives in pieces.
 
-    A piece is shown at once, its last word as well, which may go on; a word that becomes too long for its line is
-    taken back and begins the next one. One that fills a whole line stays whole for who copies it, like everything
-    between two lines that begin with ```.
+    A piece is shown at once, including its last word, which may be incomplete; a word that becomes too long for its
+    line is erased and moved to the next. A word longer than a line is not broken, so that it can be copied; neither is
+    text between two lines that begin with ```.
     """
 
     def __init__(self) -> None:
@@ -16,11 +16,11 @@ class WordWrap:
         self._word = ""
         self._word_width = 0
         self._broken = False
-        """A line has just ended that did not end in the text: a line end of the text changes nothing more."""
+        """Whether a line was just ended by wrapping: a line end of the text is then dropped."""
         self._verbatim = False
 
     def feed(self, text: str, width: int) -> str:
-        """Return what to print for `text` where lines have `width` columns."""
+        """Return the output for `text`, with lines of `width` columns."""
         return "".join([self._char(char, width) for char in text])
 
     def _char(self, char: str, width: int) -> str:
@@ -40,9 +40,9 @@ class WordWrap:
         self._column += columns
         self._word += char
         self._word_width += columns
-        if self._column > width:  # the terminal has begun a line of its own
+        if self._column > width:  # the terminal itself has wrapped the line
             self._column = self._word_width = columns
-        if columns == 2:  # lines of Chinese and Japanese end anywhere
+        if columns == 2:  # Chinese and Japanese may be wrapped anywhere
             self._word, self._word_width = "", 0
         return back + char
 

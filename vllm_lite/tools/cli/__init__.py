@@ -1,7 +1,7 @@
-"""The command line. Each command is the module of its name, however short, and is imported when it is called.
+"""The command line. Each command is the module of its name and is imported when it is called.
 
-`server_flags.py` is shared by the commands that speak to a server; `bench.py` holds all benches, and `bench_serve.py`
-the flags of the largest.
+`server_flags.py` has flags shared by the commands that use a server; `bench.py` has all benchmarks, and
+`bench_serve.py` the flags of the largest.
 """
 
 import argparse
@@ -20,39 +20,39 @@ from vllm_lite.tools.cli import nested_flags
 COMMANDS = {
     "serve": "engine, workers and an OpenAI-compatible HTTP server",
     "ray-serve": "the same from a Ray cluster, with replicas of the engine",
-    "chat": "talk with a model in the terminal",
+    "chat": "chat with a model in the terminal",
     "complete": "continue a text",
     "run-batch": "answer a file of requests, in OpenAI's batch format",
     "bench": "measure this machine, or a server",
-    "ps": "the engines and servers of this user",
-    "top": "what the engines of a server do, live: requests, KV blocks, speeds",
-    "kill": "end some of them",
+    "ps": "list the engines and servers of this user",
+    "top": "a live view of a server's engines: requests, KV blocks, speeds",
+    "kill": "end engines and servers",
     "pull": "fetch a model from the hub",
-    "list": "the models in the hub's cache",
-    "show": "one of them: what it is, and whether it fits",
-    "rm": "remove some of them",
-    "plan": "what a model takes, what fits beside it, and the flags for that",
+    "list": "list the models in the hub's cache",
+    "show": "show a model of the hub's cache, and whether it fits",
+    "rm": "remove models from the hub's cache",
+    "plan": "the memory of a model, the requests that fit beside it, and the flags for that",
     "quantize": "write a quantized checkpoint of a dense one",
-    "doctor": "what is installed, what works, and what to do about the rest",
-    "cache": "what lies in a directory of KV on disk",
-    "keys": "make the keys that engine and clients know each other by over tcp",
-    "replay": "decide again what a trace says was decided",
-    "simulate": "what other settings or another load would do, from a recording of this one",
-    "why": "tell what happened to one request, and why",
+    "doctor": "check the installation and this machine, with advice",
+    "cache": "list or remove the KV in a --kv-cache-dir",
+    "keys": "create keys for engine and clients over TCP",
+    "replay": "repeat the scheduler's decisions of a trace, and compare",
+    "simulate": "simulate other settings or another load, from a recording",
+    "why": "explain what happened to a request",
 }
-"""Each is a module of this package with `add_flags(parser)` and `run(arguments) -> exit status`."""
+"""Each command is a module of this package with `add_flags(parser)` and `run(arguments) -> exit status`."""
 
 
 MAX_FLAGS_IN_USAGE = 12
 ENGINE, ENGINE_EARLY = "vllm_lite.engine.process", "vllm_lite.engine.process_early"
 ENDS_AT_ONCE = frozenset({"-h", "--help", "--print-config"})
-"""Flags of `serve` with which it starts no engine."""
+"""Flags with which `serve` starts no engine."""
 CLOSED_PIPE = 141
-"""The exit status by which a shell knows a process whose reader has gone: 128 + SIGPIPE."""
+"""The exit status, by the shell's convention, of a process whose reader has gone: 128 + SIGPIPE."""
 
 
 class _Formatter(argparse.HelpFormatter):
-    """A help text whose line `usage` names only required flags where there are many."""
+    """Help texts whose `usage` line has only required flags if there are many."""
 
     def add_usage(
         self,
@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"formatter_class": _Formatter, **settings})
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Override it to take single keys of JSON settings."""
+        """Also accept single keys of JSON settings."""
         words = sys.argv[1:] if args is None else args
         try:
             words = nested_flags.joined(words, self._option_string_actions)
@@ -92,7 +92,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Override the hook by which argparse refuses a value that is not among `choices`."""
+        """Override argparse's check of `choices`, for its message."""
         choices = [str(choice) for choice in action.choices or ()]
         if choices and str(value) not in choices:
             near = get_close_matches(str(value), choices, 1)
@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Imported here because it takes longer than everything that a command without processes needs.
     from vllm_lite.runtime import supervise
 
-    supervise.spawn_early(ENGINE, ENGINE_EARLY)  # its imports and those of its worker take as long as what follows
+    supervise.spawn_early(ENGINE, ENGINE_EARLY)  # the engine's and worker's imports take as long as the code below
     try:
         return _main(words)
     finally:
@@ -139,7 +139,7 @@ def _main(words: Sequence[str]) -> int:
 
 
 def run_command(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
-    """Run the command that `words` name. Returns its exit status; an error of the package is one line on stderr."""
+    """Run the command of `words`. Returns its exit status; an error of the package is one line on stderr."""
     arguments = _parse(parser, words)
     try:
         status = int(arguments.run(arguments))
@@ -161,20 +161,20 @@ def add_command(
     text: str,
     run: Callable[[argparse.Namespace], int] | None = None,
 ) -> argparse.ArgumentParser:
-    """Add a command without flags, of which the list of commands says `text`."""
+    """Add a command without flags; `text` is its line in the list of commands."""
     command: argparse.ArgumentParser = parsers.add_parser(name, help=text, allow_abbrev=False)
     command.set_defaults(run=run, parser=command)
     return command
 
 
 def with_dashes(word: str) -> str:
-    """A flag as it is called here: like vLLM's, its name may be written with underscores (--max_model_len=4k)."""
+    """A flag with dashes: as in vLLM, its name may be written with underscores (--max_model_len=4k)."""
     name, is_given, value = word.partition("=")
     return f"{name.replace('_', '-')}{is_given}{value}" if name.startswith("--") else word
 
 
 def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """Parse `words`. The error for an unknown flag names the nearest known one."""
+    """Parse `words`. The error for an unknown flag suggests the nearest known one."""
     arguments, unknown = parser.parse_known_args([with_dashes(word) for word in words])
     if unknown:
         parser = getattr(arguments, "parser", parser)

@@ -1,4 +1,4 @@
-"""Measure this machine, or a server. Benchmarks of single parts are beside the package: `python benchmarks`."""
+"""Measure this machine, or a server. Benchmarks of single parts are run by `python benchmarks`."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ Figures = dict[str, Any]
 
 
 class Bench(NamedTuple):
-    """One measurement. The docstring of `run` is what its --help says."""
+    """One benchmark. The docstring of `run` is its --help text."""
 
     help: str
     add_flags: Callable[[argparse.ArgumentParser], None]
@@ -35,11 +35,11 @@ def add_benches(parser: argparse.ArgumentParser, benches: Mapping[str, Bench]) -
         bench.add_flags(command)
 
 
-# ---- what several of them share
+# ---- shared by several
 
 
 def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The fields of EngineConfig that were given, without the model."""
+    """The fields of EngineConfig given as flags, without the model."""
     values = {name: getattr(arguments, name) for name in EngineConfig.__struct_fields__ if name != "model"}
     return {name: value for name, value in values.items() if value is not None}
 
@@ -56,8 +56,8 @@ def add_result_flags(parser: argparse.ArgumentParser, content: str) -> None:
 def show(
     arguments: argparse.Namespace, figures: Figures, table: Callable[[Figures], str], saved: Figures | None = None
 ) -> int:
-    """Write `saved` into the file of --output-json, if that is given, and print the figures. Raises ConfigError if the
-    file cannot be written."""
+    """Write `saved` to the file of --output-json, if given, and print the figures. Raises ConfigError if the file
+    cannot be written."""
     if saved is not None and arguments.output_json is not None:
         try:
             Path(arguments.output_json).write_text(json.dumps(saved, indent=2) + "\n")
@@ -82,7 +82,7 @@ def _latency_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=int, default=8, help="prompts that run together [8]")
     parser.add_argument("--n", type=int, default=1, help="samples of each prompt [1]")
     parser.add_argument("--use-beam-search", action="store_true", help="n beams instead of n samples")
-    parser.add_argument("--num-iters-warmup", type=int, default=10, help="batches before those that are measured [10]")
+    parser.add_argument("--num-iters-warmup", type=int, default=10, help="warm-up batches, not measured [10]")
     parser.add_argument("--num-iters", type=int, default=30, help="batches [30]")
     parser.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
     add_result_flags(parser, "avg_latency, latencies and percentiles")
@@ -90,7 +90,7 @@ def _latency_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _latency(arguments: argparse.Namespace) -> int:
-    """Measure how long one batch takes, from its prompts to its last tokens."""
+    """Measure the time of one batch, from its prompts to its last tokens."""
     from vllm_lite.tools.bench import latency
 
     check_positive(arguments, "input_len", "output_len", "batch_size", "n", "num_iters")
@@ -109,15 +109,15 @@ def _throughput_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-prompts", type=int, default=32, help="[32]")
     parser.add_argument("--input-len", "--random-input-len", type=int, default=64, help="prompt tokens [64]")
     parser.add_argument("--output-len", "--random-output-len", type=int, default=32, help="generated tokens [32]")
-    parser.add_argument("--repeats", type=int, default=3, help="rounds, whose medians are shown [3]")
-    parser.add_argument("--compare", action="store_true", help="measure transformers' generate in turns with it")
-    parser.add_argument("--lora", type=int, default=0, help="measure so many random adapters in turns with it [0]")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds; medians are shown [3]")
+    parser.add_argument("--compare", action="store_true", help="also measure transformers' generate, alternating")
+    parser.add_argument("--lora", type=int, default=0, help="also measure N random adapters, alternating [0]")
     add_result_flags(parser, "the figures of all at once as vLLM names them")
     add_config_flags(parser, EngineConfig)
 
 
 def _throughput(arguments: argparse.Namespace) -> int:
-    """Measure many requests at once against one at a time. --model is a folder, demo, random-100m or random-500m."""
+    """Measure many concurrent requests, and one at a time. --model is a folder, demo, random-100m or random-500m."""
     from vllm_lite.tools.bench import throughput
 
     if min(arguments.num_prompts, arguments.input_len, arguments.output_len, arguments.repeats) < 1:
@@ -140,5 +140,5 @@ BENCHES = {
         bench_serve.run,
     ),
     "latency": Bench("one batch, from its prompts to its last tokens", _latency_flags, _latency),
-    "throughput": Bench("many requests at once against one at a time", _throughput_flags, _throughput),
+    "throughput": Bench("many concurrent requests, and one at a time", _throughput_flags, _throughput),
 }

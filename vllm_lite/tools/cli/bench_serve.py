@@ -1,4 +1,4 @@
-"""`vllm-lite bench serve`: its flags, checked, and what it prints."""
+"""`vllm-lite bench serve`: its flags, checks and output."""
 
 import argparse
 import os
@@ -29,7 +29,7 @@ SAMPLING: dict[str, tuple[type[int] | type[float], float | None]] = {
     "repetition_penalty": (float, None),
     "logprobs": (int, None),
 }
-"""Fields of a request's body, with their types and defaults; None sends nothing."""
+"""Fields of a request's body, with their types and defaults; None is not sent."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +39,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_sampling(requests)
     load = parser.add_argument_group("load").add_argument
     add_load(load)
-    load("--num-warmups", type=int, default=0, help="requests before those that are measured [0]")
+    load("--num-warmups", type=int, default=0, help="warm-up requests, not measured [0]")
     _add_results(parser.add_argument_group("results").add_argument)
 
 
@@ -49,66 +49,66 @@ def _add_target(add: Callable[..., object]) -> None:
     add("--host", default="127.0.0.1", help="[127.0.0.1]")
     add("--port", type=int, default=8000, help="[8000]")
     add("--endpoint", help="path of the API [/v1/completions, for openai-chat /v1/chat/completions]")
-    add("--model", help="what to ask for; a folder is used as tokenizer too [the server's first]")
-    add("--served-model-name", help="what to ask for, if not --model")
-    add("--tokenizer", help="folder with tokenizer.json; without one random prompts are token ids")
-    add("--header", action="append", default=[], metavar="NAME=VALUE", help="send it too; repeatable")
+    add("--model", help="model to request; a folder is also the tokenizer [the server's first]")
+    add("--served-model-name", help="model to request, if not --model")
+    add("--tokenizer", help="folder with tokenizer.json; without it, random prompts are token ids")
+    add("--header", action="append", default=[], metavar="NAME=VALUE", help="further HTTP header; repeatable")
     add("--insecure", action="store_true", help="do not check the server's certificate")
     add(
         "--request-timeout",
         type=float,
         default=6 * 3600.0,
         metavar="S",
-        help="seconds that one request may take [21600]",
+        help="timeout of a request, in seconds [21600]",
     )
 
 
 def add_datasets(add: Callable[..., object], num_prompts: str) -> None:
-    """Add the flags of DatasetOptions; `num_prompts` says how many requests there are by default."""
+    """Add the flags of DatasetOptions; `num_prompts` describes the default number of requests."""
     add("--dataset-name", choices=DATASETS, default="random", help="[random]")
     add("--dataset-path", metavar="FILE", help="ShareGPT's JSON, or custom's JSON lines with `prompt`")
     add("--num-prompts", type=int, help=f"[{num_prompts}]")
     add("--seed", type=int, default=0, help="of prompts and arrivals [0]")
     add("--random-input-len", "--input-len", type=int, default=1024, help="tokens, without the prefix [1024]")
     add("--random-output-len", "--output-len", type=int, default=128, help="[128]")
-    add("--random-range-ratio", type=float, default=0.0, help="lengths vary by this share up and down, below 1 [0]")
-    add("--random-prefix-len", type=int, default=0, help="tokens that all prompts begin with [0]")
+    add("--random-range-ratio", type=float, default=0.0, help="lengths vary by up to this fraction, below 1 [0]")
+    add("--random-prefix-len", type=int, default=0, help="tokens of a common prefix of all prompts [0]")
     for name, value in (("prefix-len", 256), ("suffix-len", 256), ("num-prefixes", 10), ("output-len", 128)):
         add(f"--prefix-repetition-{name}", type=int, default=value, help=f"[{value}]")
     add("--sharegpt-output-len", type=int, help="tokens [those of the conversation's answer]")
-    add("--custom-output-len", type=int, default=256, help="where a line says nothing [256]")
+    add("--custom-output-len", type=int, default=256, help="for lines without output_tokens [256]")
     add("--chat-turns", type=int, help="requests of a conversation of chats [4] or agents [8]")
-    add("--chat-prefix-len", type=int, help="tokens that all conversations begin with [256, agents: 1500]")
+    add("--chat-prefix-len", type=int, help="tokens of a common prefix of all conversations [256, agents: 1500]")
     add("--chat-message-len", type=int, help="mean tokens of a message [64], or of a tool's result [250]")
     add("--chat-output-len", type=int, help="mean tokens of an answer [128, agents: 48]")
     add("--chat-wait", type=float, metavar="S", help="mean seconds from an answer to the next message [8, agents: 0.5]")
 
 
 def _add_sampling(add: Callable[..., object]) -> None:
-    add("--ignore-eos", action="store_true", help="generate as many tokens as are asked for")
+    add("--ignore-eos", action="store_true", help="always generate the requested number of tokens")
     for name, (kind, default) in SAMPLING.items():
         text = "[the server's]" if default is None else f"[{default:g}]"
         add(f"--{name.replace('_', '-')}", type=kind, default=default, help=text)
-    add("--extra-body", metavar="JSON", help="more fields of every request, as one JSON object")
+    add("--extra-body", metavar="JSON", help="further fields of every request, as a JSON object")
 
 
 def add_load(add: Callable[..., object]) -> None:
-    """Add the flags that say when requests are sent."""
+    """Add the flags for the times of requests."""
     add("--request-rate", type=float, default=float("inf"), help="requests a second [inf: all at once]")
     add("--burstiness", type=float, default=1.0, help="1: Poisson; less: in bursts; more: evenly [1]")
-    add("--max-concurrency", type=int, help="requests that may run at once [any number]")
+    add("--max-concurrency", type=int, help="maximum concurrent requests [no limit]")
 
 
 def _add_results(add: Callable[..., object]) -> None:
     add("--percentile-metrics", default=",".join(METRICS), help=f"which are shown [{','.join(METRICS)}]")
     add("--metric-percentiles", default="99", metavar="P,P", help="such as 50,90,99 [99]")
-    add("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="count requests within, ttft:200")
+    add("--goodput", nargs="+", default=[], metavar="METRIC:MS", help="count requests within limits: ttft:200")
     add("--save-result", action="store_true", help="write a JSON file")
     add("--save-detailed", action="store_true", help="with the lengths, times and texts of every request")
     add("--result-dir", default=".", metavar="FOLDER", help="[.]")
     add("--result-filename", metavar="FILE", help="[made of backend, rate, model and date]")
-    add("--label", help="what the file's name begins with [the backend]")
-    add("--metadata", nargs="+", default=[], metavar="KEY=VALUE", help="more entries of the JSON file")
+    add("--label", help="prefix of the file's name [the backend]")
+    add("--metadata", nargs="+", default=[], metavar="KEY=VALUE", help="further entries of the JSON file")
     add("--plot", metavar="FILE.png", help="draw latencies, and throughput over time")
     add(
         "--simulated",
@@ -119,8 +119,8 @@ def _add_results(add: Callable[..., object]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Send requests to an OpenAI-compatible server, ours or another, and show how quickly it answers them. Flags and
-    result have the names that vLLM's benchmark gives them."""
+    """Send requests to an OpenAI-compatible server, and show its latencies and throughput. Flags and results are named
+    as in vLLM's benchmark."""
     from vllm_lite.tools import plotting
     from vllm_lite.tools.bench import serve, serve_plot, serve_result
 
@@ -152,8 +152,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _comparison(arguments: argparse.Namespace, options: "ServeOptions") -> Callable[[Mapping[str, Any]], Iterable[str]]:
-    """A function that gives simulated figures beside those of a result: none without --simulated. Raises ConfigError
-    for what cannot be simulated, before anything is measured."""
+    """A function that prints simulated figures beside measured ones; an empty one without --simulated. Raises
+    ConfigError before the measurement if the load cannot be simulated."""
     if arguments.simulated is None:
         return lambda _: ()
     import msgspec
@@ -205,7 +205,7 @@ def _options(arguments: argparse.Namespace) -> "ServeOptions":
 
 
 def dataset_options(arguments: argparse.Namespace) -> "DatasetOptions":
-    """The requests that these flags ask for. Raises ConfigError, also for a load that cannot be."""
+    """The options of the dataset. Raises ConfigError, also for an impossible load."""
     from vllm_lite.tools.bench.serve_datasets import DatasetOptions
 
     _check_ranges(arguments)

@@ -1,5 +1,5 @@
-"""Look into a directory of KV on disk (--kv-cache-dir), or remove what lies there: all of it, or the KV of one model as
-`ls` names it. Engines that use it meanwhile go on: what is gone is computed. What else lies there is left alone."""
+"""List or remove the contents of a directory of KV on disk (--kv-cache-dir): all of it, or the KV of one model as
+listed by `ls`. Engines that use it continue: they compute removed KV again. Other files are left alone."""
 
 import argparse
 import os
@@ -32,7 +32,7 @@ class ModelKV(NamedTuple):
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("action", choices=("ls", "show", "rm"), help="list models, show one, or remove")
     parser.add_argument("folder", metavar="DIR", type=Path, help="the engine's --kv-cache-dir")
-    parser.add_argument("model", metavar="MODEL", nargs="?", help="the beginning of a name that ls shows")
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="prefix of a name listed by ls")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -51,7 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _chosen(folder: Path, beginning: str | None) -> list[ModelKV]:
-    """The models of a directory, or the one whose name begins so. Raises ConfigError if that is not exactly one."""
+    """The models of a directory, or the one whose name begins with `beginning`. Raises ConfigError unless that is
+    exactly one."""
     models = [_measured(path) for path in models_in(folder)]
     if beginning is None:
         return models
@@ -71,7 +72,7 @@ def _measured(model: Path) -> ModelKV:
 
 
 def _whole(rank: Path) -> Iterator[Held]:
-    """The files of a rank that are not being written."""
+    """The files of a rank that are complete."""
     return (held for held in held_by_rank(rank) if not held.is_draft)
 
 
@@ -96,7 +97,7 @@ def _shown(folder: Path, model: ModelKV) -> Iterator[str]:
 
 
 def _headers(rank: Path) -> tuple[list[RunHeader], int]:
-    """The headers of a rank's files, and the number of files without a sound one, but for those that vanish."""
+    """The headers of a rank's files, and the number of files without a valid one; files that vanish do not count."""
     headers, num_bad = [], 0
     for held in _whole(rank):
         try:
@@ -107,7 +108,7 @@ def _headers(rank: Path) -> tuple[list[RunHeader], int]:
 
 
 def _begin(path: Path, num_bytes: int) -> bytes:
-    """The first bytes of a file; none of what cannot be read, or is no file, such as a pipe or a link."""
+    """The first bytes of a file; empty if it cannot be read, or is not a regular file, such as a pipe or link."""
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:

@@ -1,5 +1,5 @@
-"""Talk with a model in the terminal: with the server that is running, or with MODEL on a server of its own. Lines from
-a pipe are questions as well; then only the answers are printed."""
+"""Chat with a model in the terminal: with the running server, or with MODEL on a private server. Lines from a pipe are
+questions, too; then only the answers are printed."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -8,7 +8,7 @@ from vllm_lite.tools.chat.conversation import Conversation
 from vllm_lite.tools.chat.terminal import Terminal
 from vllm_lite.tools.cli import server_flags
 
-if TYPE_CHECKING:  # httpx is imported when a server is asked
+if TYPE_CHECKING:  # imported only when needed, with httpx
     from vllm_lite.tools.chat.chat import Chat
 
 
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _talk(chat: "Chat", terminal: Terminal) -> int:
-    """Talk until the end of input. On a terminal, Ctrl-C at the prompt clears the line, and twice leaves."""
+    """Chat until the end of input. On a terminal, Ctrl-C at the prompt clears the line, and twice quits."""
     num_interrupts = 0
     while True:
         try:

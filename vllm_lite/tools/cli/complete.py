@@ -1,5 +1,5 @@
-"""Continue a text: by the server that is running, or by MODEL on a server of its own. Without a text, the whole of
-stdin; on a terminal, line by line. Without MODEL give the text as -q."""
+"""Continue a text: with the running server, or with MODEL on a private server. Without a text, all of stdin is
+continued; on a terminal, line by line. Without MODEL, give the text as -q."""
 
 import argparse
 import sys
@@ -10,18 +10,18 @@ from vllm_lite.errors import ConfigError
 from vllm_lite.tools.chat.terminal import Terminal
 from vllm_lite.tools.cli import server_flags
 
-if TYPE_CHECKING:  # httpx is imported when a server is asked
+if TYPE_CHECKING:  # imported only when needed, with httpx
     from vllm_lite.tools.chat.remote_server import RemoteServer
 
 MAX_TOKENS = 256
-"""The default: the API's own default of 16 ends before a sentence does."""
+"""The default; the API's own default of 16 ends before a sentence does."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="MODEL", nargs="?", help="folder of a Hugging Face checkpoint, or 'demo'")
-    parser.add_argument("text", metavar="TEXT", nargs="?", help="what to continue")
+    parser.add_argument("text", metavar="TEXT", nargs="?", help="text to continue")
     server_flags.add_server_flags(parser)
-    parser.add_argument("-q", "--quick", metavar="TEXT", help="what to continue")
+    parser.add_argument("-q", "--quick", metavar="TEXT", help="text to continue")
     server_flags.add_sampling_flags(parser)
 
 
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         if given is None and terminal.is_interactive:
             return _lines(arguments, remote, terminal)
         if given is None:
-            given = sys.stdin.read().removesuffix("\n")  # a shell's echo adds it
+            given = sys.stdin.read().removesuffix("\n")  # added by a shell's echo
         _complete(arguments, remote, terminal, given)
         return 0
 

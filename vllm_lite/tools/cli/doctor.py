@@ -1,5 +1,4 @@
-"""Show what is installed, what works on this machine, and what to do about the rest. Exit status 1 if something does
-not."""
+"""Check the installation and this machine, and give advice on problems. Exit status 1 if something does not work."""
 
 import argparse
 import json
@@ -14,11 +13,9 @@ from vllm_lite.tools.doctor.model import chats, implementation
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model", nargs="?", help="a folder: also say what computes it, and which template and formats it has"
-    )
-    parser.add_argument("--port", type=int, default=8000, help="where a server is to listen [8000]")
-    parser.add_argument("--kv-cache-dir", metavar="DIR", help="also measure the disk that KV is to be kept on")
+    parser.add_argument("model", nargs="?", help="a folder: also show the model's implementation, template and formats")
+    parser.add_argument("--port", type=int, default=8000, help="port for a server [8000]")
+    parser.add_argument("--kv-cache-dir", metavar="DIR", help="also measure this disk for the KV cache")
     parser.add_argument("--json", action="store_true", help="print one list of objects")
     parser.add_argument("--bundle", metavar="FILE", help="also write an archive (.tar.gz) for support, without secrets")
 

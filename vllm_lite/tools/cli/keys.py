@@ -1,12 +1,13 @@
-"""Make the CURVE keys by which an engine and its clients know each other over tcp: the engine's, if FOLDER has none,
-and a pair for each CLIENT, which may connect from then on. To shut one out, remove its file in FOLDER/clients."""
+"""Create CURVE keys with which an engine and its clients authenticate each other over TCP: the engine's, if FOLDER has
+none, and a pair for each CLIENT, which may connect from then on. To revoke a client's access, remove its file in
+FOLDER/clients."""
 
 import argparse
 from pathlib import Path
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="FOLDER", type=Path, help="what --curve-keys of the engine is to name")
+    parser.add_argument("folder", metavar="FOLDER", type=Path, help="folder for the engine's --curve-keys")
     parser.add_argument("clients", metavar="CLIENT", nargs="*", help="name of a client")
 
 

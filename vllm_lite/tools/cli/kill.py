@@ -1,5 +1,5 @@
 """End engines and servers of this user: SIGTERM, so that running requests may end, and with --force SIGKILL after the
-timeout. Exit status 1 if one is still running, or none is meant."""
+timeout. Exit status 1 if one is still running, or none matches."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from vllm_lite.client.engines.instances import clean, end, find, wanted
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("targets", metavar="TARGET", nargs="+", help="pid, name of a model, or all; see vllm-lite ps")
+    parser.add_argument("targets", metavar="TARGET", nargs="+", help="pid, model name, or all; see vllm-lite ps")
     parser.add_argument("--timeout", type=float, default=15.0, metavar="S", help="time to end after SIGTERM [15]")
     parser.add_argument("--force", action="store_true", help="then SIGKILL")
 

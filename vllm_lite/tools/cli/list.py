@@ -15,7 +15,7 @@ COLUMNS = ("name", "size", "family", "format", "fits", "last read", "commit")
 
 
 class Fit(NamedTuple):
-    """`fits` is None for a model that is not served here, or that cannot be read; `why` says what is in the way."""
+    """`fits` is None for a model that is not supported or cannot be read; `why` is the reason."""
 
     fits: bool | None
     why: str | None = None
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def row(model: CachedModel) -> dict[str, Any]:
-    """A model as --json prints it."""
+    """A model as printed by --json."""
     fit = fit_of(model)
     return {
         "name": model.name,
@@ -57,7 +57,7 @@ def row(model: CachedModel) -> dict[str, Any]:
 
 
 def fit_of(model: CachedModel) -> Fit:
-    """Whether a model fits this machine with the default settings, by the arithmetic of `plan`."""
+    """Whether a model fits this machine with the default settings, computed as by `plan`."""
     if not model.is_whole:
         return Fit(None, "some of its files are missing: pull it again")
     try:

@@ -1,7 +1,5 @@
-"""Flags of one key of a JSON setting, as vLLM has them: --speculative-config.method ngram.
-
-They are put together to the one flag that takes the object, before the command line is read.
-"""
+"""Flags for single keys of a JSON setting, as in vLLM: --speculative-config.method ngram. They are merged into the flag
+for the whole object before the command line is parsed."""
 
 import json
 from collections.abc import Collection, Iterator, Sequence
@@ -11,10 +9,8 @@ MAX_DEPTH = 8
 
 
 def joined(words: Sequence[str], known: Collection[str]) -> list[str]:
-    """`words` with one object for all keys of a flag, where its first key stands. Flags in `known` stay as they are.
-
-    An object that is given beside keys has them added. Raise ValueError for a key that is too deep.
-    """
+    """`words` with all keys of a flag merged into one object, at the place of the first. Flags in `known` are
+    unchanged. Keys are added to an object that is also given. Raise ValueError for a key nested too deeply."""
     objects: dict[str, dict[str, Any]] = {}
     kept: list[str] = []
     for flag, keys, value in _read(words, known):
@@ -36,7 +32,7 @@ def joined(words: Sequence[str], known: Collection[str]) -> list[str]:
 
 
 def _read(words: Sequence[str], known: Collection[str]) -> Iterator[tuple[str, list[str], str]]:
-    """Each word that stays, as ("", [], word), and each key with its value, as (flag, keys, value)."""
+    """Each unchanged word as ("", [], word), and each key as (flag, keys, value)."""
     rest = iter(words)
     for word in rest:
         name, has_value, value = word.partition("=")
@@ -58,7 +54,7 @@ def _put(found: dict[str, Any], keys: Sequence[str], value: Any) -> None:
 
 
 def _value(text: str) -> Any:
-    """JSON where it is, else a text."""
+    """Parse JSON; any other text is kept."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

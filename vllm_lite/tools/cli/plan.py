@@ -1,5 +1,6 @@
-"""Show what MODEL takes on a machine, what fits beside it, and the flags for that: from config.json and the headers of
-its weights alone. Exit status 1 if what is asked is impossible, with what would make it possible."""
+"""Show the memory of MODEL on a machine, the requests that fit beside it, and the flags for that, from config.json and
+the headers of its weights alone. Exit status 1 if the request is impossible, with changes that would make it
+possible."""
 
 import argparse
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--load",
         metavar="TRACE",
-        help="what `serve --record` wrote: its requests, simulated with what is planned and the times of its steps",
+        help="a trace of `serve --record`: simulate its requests with the plan's sizes and the trace's step times",
     )
     parser.add_argument("--json", action="store_true", help="print one object with everything")
     add_config_flags(parser, PlanConfig)
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _simulated(trace: str, plan: CapacityPlan) -> "Simulated":
-    """The load of a trace, with the planned sizes. Raises ConfigError."""
+    """Simulate the load of a trace with the planned sizes. Raises ConfigError."""
     from vllm_lite.tools.simulate import fit
     from vllm_lite.tools.simulate.load import load_of
     from vllm_lite.tools.simulate.recording import Recording
@@ -135,7 +136,7 @@ def _rows(plan: CapacityPlan) -> list[tuple[str, str, str]]:
 
 
 def _disk_rows(disk: DiskPlan) -> list[tuple[str, str, str]]:
-    """Room on disk and rates, and what speaks against the place."""
+    """Rows on the disk's free space and rates, and its warnings."""
     held = f"the KV of {disk.tokens:,} tokens, on {disk.kind}, {_size(disk.free_bytes)} free"
     rows = [("KV on disk", _size(disk.size_bytes), held)]
     if disk.read_bytes_per_s:
@@ -152,7 +153,7 @@ def _memory(plan: CapacityPlan) -> str:
 
 
 def _rank_row(rank: RankPlan) -> tuple[str, str, str]:
-    """Weights and KV cache of one rank, and what of the model they are."""
+    """A row with the weights and KV cache of one rank, and its part of the model."""
     heads = f"{rank.num_heads} head{'s' * (rank.num_heads > 1)} with {rank.num_kv_heads} KV"
     tokens = f"tokens {rank.vocabulary[0]:,} to {rank.vocabulary[1] - 1:,}"
     return (

@@ -1,4 +1,4 @@
-"""List the engines and servers of this user below TMPDIR: what they serve, where, and how they are."""
+"""List the engines and servers of this user below TMPDIR, with their models, addresses and states."""
 
 import argparse
 import json
@@ -13,7 +13,7 @@ NUMBERS = ("pid", "up", "workers", "memory", "running", "waiting", "restarts")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--clean", action="store_true", help="remove what dead ones have left")
+    parser.add_argument("--clean", action="store_true", help="remove files of dead processes")
     parser.add_argument("--json", action="store_true", help="print one list of objects")
 
 
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def row(instance: Instance) -> dict[str, Any]:
-    """One instance as --json prints it."""
+    """An instance as printed by --json."""
     record, stats = instance.record, instance.stats
     return {
         "pid": record.main.pid,

@@ -1,5 +1,5 @@
-"""Fetch a model from the hub into the cache: the files that will be read, all of one commit. A pull that was cut goes
-on where it stopped."""
+"""Download a model from the hub into the cache: the files that are needed, all of one commit. An interrupted download
+is resumed."""
 
 import argparse
 from pathlib import Path

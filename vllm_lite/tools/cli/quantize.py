@@ -1,5 +1,5 @@
-"""Write a quantized checkpoint of MODEL to the folder --out, in the form of compressed-tensors, which vLLM reads, too.
-`serve` takes it as any other. Needs about as much memory as the largest file it writes, 4 GiB."""
+"""Write a quantized checkpoint of MODEL to the folder --out, in compressed-tensors' format, which vLLM reads, too.
+`serve` reads it like any other. Needs about as much memory as the largest file written, 4 GiB."""
 
 import argparse
 import signal
@@ -15,7 +15,7 @@ from vllm_lite.checkpoint import hub
 
 SCHEMES = ("int4", "int4_g32", "int8", "fp8")
 SHOWN = 5
-"""Names of matrices that are printed."""
+"""Maximum number of matrices that are printed."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -24,13 +24,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--scheme",
         choices=SCHEMES,
         default="int4",
-        help="int4: one scale for 128 inputs of an output; int4_g32: for 32; int8 and fp8: for each output (int4)",
+        help="int4: a scale per 128 inputs of an output; int4_g32: per 32; int8 and fp8: per output (int4)",
     )
     parser.add_argument("--out", metavar="DIR", required=True, help="the folder to write, which must be new or empty")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from vllm_lite.tools.quantize.checkpoint import quantize_checkpoint  # with torch, which takes a second
+    from vllm_lite.tools.quantize.checkpoint import quantize_checkpoint  # imports torch, which takes a second
 
     source = Path(hub.local_folder(hub.HubSource(arguments.model), what="model"))
     bar = tqdm(desc="quantizing", unit="B", unit_scale=True, file=sys.stderr, disable=not sys.stderr.isatty())
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _ended_by_signals() -> Iterator[None]:
-    """Within, SIGTERM and SIGHUP end the process as Ctrl-C does, so that nothing is left that is half written."""
+    """A block in which SIGTERM and SIGHUP end the process like Ctrl-C, so that no incomplete files are left."""
 
     def end(number: int, _: Any) -> None:
         raise SystemExit(128 + number)

@@ -1,6 +1,6 @@
 """Serve a model from a Ray cluster, at one address: replicas of the engine, each with its own workers, behind the HTTP
-application of `serve`. RAY_ADDRESS names the cluster; without one it is this machine. Flags are those of `serve`, and
-the replicas'."""
+application of `serve`. RAY_ADDRESS is the cluster, by default this machine. Flags are those of `serve`, and the
+replicas'."""
 
 import argparse
 import signal
@@ -36,8 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _serve(config: RayServeConfig) -> int:
-    """Run the application until a signal comes; then end it, and with it what it has on the cluster. Raises
-    EngineError if it cannot start."""
+    """Run the application until a signal, then remove it from the cluster. Raises EngineError if it cannot start."""
     from vllm_lite.ray.deploy import deployed  # ray takes a second to import
 
     try:
@@ -50,13 +49,13 @@ def _serve(config: RayServeConfig) -> int:
 
 
 class _Stopped(BaseException):
-    """A signal came, once what follows is the application's end."""
+    """Raised by the first signal, after which the application ends."""
 
 
 def _take_signals() -> None:
     def stop(*_: object) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)  # the end takes its time
+            signal.signal(number, signal.SIG_IGN)  # ending takes some time
         raise _Stopped
 
     for number in (signal.SIGTERM, signal.SIGINT):

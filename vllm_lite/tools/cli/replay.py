@@ -1,4 +1,4 @@
-"""Decide again what a trace says was decided, and tell where the decisions part; or look at what it was like."""
+"""Repeat the scheduler's decisions of a trace and report where they diverge, or show the trace."""
 
 import argparse
 from pathlib import Path
@@ -7,15 +7,13 @@ DEFAULT_PORT = 8001
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="what the engine wrote with --record; FILE.2, ... as well")
+    parser.add_argument("file", metavar="FILE", help="a trace of --record; FILE.2, ... are read as well")
     parser.add_argument(
-        "--until", metavar="step=N", type=_step_number, help="stop behind step N of FILE and show its state"
+        "--until", metavar="step=N", type=_step_number, help="stop after step N of FILE and show its state"
     )
     parser.add_argument("--assert", dest="must_agree", action="store_true", help="exit with 1 at a divergence")
     parser.add_argument("--plot", metavar="FILE.png", help="draw requests, KV blocks and tokens over time")
-    parser.add_argument(
-        "--page", action="store_true", help="show each of its steps in a browser, as the page at / does"
-    )
+    parser.add_argument("--page", action="store_true", help="show its steps in a browser, like the page at /")
     parser.add_argument(
         "--port", type=_port, help=f"where --page listens, on this machine alone; 0: any [{DEFAULT_PORT}]"
     )
@@ -52,7 +50,7 @@ def _replay(arguments: argparse.Namespace) -> int:
     def measure(replay: Replay) -> None:
         timeline.add(replay.wall_s, stats_of(replay))
 
-    # Each engine counts its steps from 1, so a step is one of the file that is named.
+    # Each engine counts its steps from 1, so a step is one of the given file.
     paths = segment_paths(arguments.file) if arguments.until is None else [arguments.file]
     agrees = True
     for path in paths:

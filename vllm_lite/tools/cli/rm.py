@@ -1,4 +1,4 @@
-"""Remove models from the hub's cache. Other programs that use it lose them as well."""
+"""Remove models from the hub's cache, which other programs may use, too."""
 
 import argparse
 

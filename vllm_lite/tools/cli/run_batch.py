@@ -1,5 +1,5 @@
-"""Answer a file of requests, in OpenAI's batch format or as a table: by --model on a server of its own, or by the
-server at --url. Started again with the same files it goes on where it stopped. Exit status: 0 if every request was
+"""Answer a file of requests, in OpenAI's batch format or as a table: with --model on a private server, or with the
+server at --url. Started again with the same files, it continues where it stopped. Exit status: 0 if every request was
 answered, 1 if some failed or are still open, 2 if it could not start, 130 after Ctrl-C."""
 
 import argparse
@@ -35,7 +35,7 @@ DEFAULTS = (
     *("generation_config", "override_generation_config", "chat_template", "default_chat_template_kwargs"),
     *("tool_call_parser", "reasoning_parser"),
 )
-"""The settings of its own server, beside an engine's, that change answers."""
+"""The settings of a private server, beside the engine's, that change answers."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -48,9 +48,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--resume",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="go on with what an earlier run left; --no-resume: replace it",
+        help="continue an earlier run; --no-resume: replace it",
     )
-    add("--retry-failed", action="store_true", help="ask what has failed in earlier runs again")
+    add("--retry-failed", action="store_true", help="repeat rows that failed in earlier runs")
     add(
         "--prefix-window",
         type=_natural,
@@ -62,7 +62,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--endpoint", metavar="URL", help="of a table's rows [/v1/chat/completions for messages, /v1/completions]")
     add("--prompt-column", metavar="NAME", help="of a table [messages or prompt]")
     add("--id-column", metavar="NAME", help="of a table [custom_id, or row-N]")
-    add("--body", metavar="JSON", help='what all requests of a table have, like {"max_tokens": 64}')
+    add("--body", metavar="JSON", help='fields of all requests of a table, like {"max_tokens": 64}')
     add_server_flags(parser)
     add("--config", metavar="FILE", help="YAML or TOML file with settings of its own server")
     add_config_flags(parser, EngineConfig)
@@ -70,21 +70,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class _Batch(NamedTuple):
-    """One call of the command: the rows, where their answers go, and the flags."""
+    """One run of the command: the rows, the results, and the flags."""
 
     source: BatchSource
     survey: Survey
     results: BatchResults
     arguments: argparse.Namespace
     config: ServeConfig | None
-    """That of a server of its own."""
+    """The private server's config; None with --url."""
 
     @property
     def is_done(self) -> bool:
         return self.results.totals.num_rows >= self.survey.num_rows
 
     def entries(self) -> Iterator[Entry]:
-        """The rows that are open, in the order in which they are sent."""
+        """The open rows, in the order of sending."""
         left = (entry for entry in entries_of(self.source, self.survey) if entry.line not in self.results.done)
         return in_prefix_order(left, self.arguments.prefix_window)
 
@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     if is_parquet(arguments.output_file):
         from vllm_lite.tools.batch.parquet_file import load_pyarrow
 
-        load_pyarrow()  # missing libraries are reported now, not after the last answer
+        load_pyarrow()  # report missing libraries now, not after the last answer
     source = open_source(arguments.input_file, mapper)
     survey = source.survey()
     config = None if arguments.model is None else _config(arguments)
@@ -152,9 +152,9 @@ def _run(batch: _Batch) -> int:
 
 
 def _answer(batch: _Batch, made: "BatchRun") -> None:
-    """Answer the open rows. A server of its own that dies is started again, as long as each answers some more rows."""
+    """Answer the open rows. A private server that dies is restarted, as long as each answers some rows."""
     arguments, config = batch.arguments, batch.config
-    while not batch.is_done:  # a server without work is not started
+    while not batch.is_done:  # start no server without work
         before = made.num_done
         with server(arguments, None if config is None else lambda: config) as remote:
             try:
@@ -180,7 +180,7 @@ def _send(batch: _Batch, made: "BatchRun", remote: "RemoteServer") -> None:
 
 
 def _complaints() -> Any:
-    """Make a function that reports the first bad lines."""
+    """Make a function that reports the first MAX_COMPLAINTS bad lines."""
     counts = itertools.count(1)
 
     def complain(entry: Bad) -> None:

@@ -1,5 +1,5 @@
-"""Serve a model over HTTP; without MODEL the bundled demo model. Flags win over VLLM_LITE_* variables, those over the
-file of --config."""
+"""Serve a model over HTTP; without MODEL, the bundled demo model. Flags override VLLM_LITE_* variables, which override
+the file of --config."""
 
 import argparse
 from pathlib import Path
@@ -34,7 +34,7 @@ def run(arguments: argparse.Namespace) -> int:
         supervise.end_early()
         if flags["model"] is not None or config.model != RouterConfig().model:
             raise ConfigError(f"--models has the models to serve; take {config.model!r} out, or into their file")
-        # Imported here because a server of one model needs none of it.
+        # Imported here, as a server of one model does not need it.
         from vllm_lite.server.processes.serve_models import serve_models
 
         return serve_models(config)

@@ -1,4 +1,4 @@
-"""Flags of the commands that speak to a server: which server, and what to sample with."""
+"""Flags of the commands that use a server: which server, and the sampling params."""
 
 import argparse
 import json
@@ -26,7 +26,7 @@ def add_server_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
-    """Add flags for sampling, and for the settings of a private server."""
+    """Add flags for sampling, and for a private server."""
     for name, kind in SAMPLING.items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="text that ends an answer; may be repeated")
@@ -37,14 +37,14 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The sampling params that were given."""
+    """The sampling params given as flags."""
     values = {name: getattr(arguments, name) for name in (*SAMPLING, "stop", "structured_outputs")}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def mild_defaults(arguments: argparse.Namespace, remote: "RemoteServer") -> str:
-    """Have `remote` sample less boldly than a server does, where neither the model nor the user says how. Returns
-    the sentence that says so, empty if they do."""
+    """Set lower-temperature defaults on `remote` if neither the model nor the user sets sampling params. Returns the
+    sentence that says so, or ""."""
     if {"temperature", "top_p", "top_k"} & sampling(arguments).keys():
         return ""
     taken = remote.take_mild_defaults()
@@ -53,7 +53,7 @@ def mild_defaults(arguments: argparse.Namespace, remote: "RemoteServer") -> str:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Read a JSON object."""
+    """Parse a JSON object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -65,7 +65,7 @@ def _object(text: str) -> dict[str, Any]:
 
 @contextmanager
 def server(arguments: argparse.Namespace, load: Callable[[], "ServeConfig"] | None) -> Iterator["RemoteServer"]:
-    """The server that is running or, with `load`, a private one that ends with the block. Raises VllmLiteError."""
+    """The running server or, with `load`, a private one that ends with the block. Raises VllmLiteError."""
     from vllm_lite.tools.chat.remote_server import DEFAULT_URL, RemoteServer, key_from_environment
 
     if load is None:
@@ -85,7 +85,7 @@ def server(arguments: argparse.Namespace, load: Callable[[], "ServeConfig"] | No
 
 
 def private_config(arguments: argparse.Namespace) -> Callable[[], "ServeConfig"] | None:
-    """A function that loads the config of a private server; None if no MODEL is given."""
+    """A function that loads the config of a private server; None without MODEL."""
     if arguments.folder is None:
         if arguments.config is not None:
             raise ConfigError("--config is for a server of its own; give a model as well")
@@ -99,7 +99,7 @@ def private_config(arguments: argparse.Namespace) -> Callable[[], "ServeConfig"]
 
 @contextmanager
 def _starting(model: str) -> Iterator[Callable[[float], None]]:
-    """On a terminal, show a line that counts the seconds."""
+    """On a terminal, show a line with the elapsed seconds."""
     if not sys.stderr.isatty():
         yield lambda _: None
         return

@@ -1,4 +1,4 @@
-"""Show one model of the hub's cache: its files' facts, and whether it fits this machine or why not."""
+"""Show a model of the hub's cache: facts from its files, and whether it fits this machine or why not."""
 
 import argparse
 import json

@@ -1,5 +1,5 @@
-"""Simulate a load on the engine that was recorded, or on one with other settings: the real scheduler, with the times of
-steps that a recording of `serve --record` has shown. No model and no accelerator is needed for it."""
+"""Simulate a load on a recorded engine, or on one with other settings: the real scheduler, with step times from a
+recording of `serve --record`. Needs neither a model nor an accelerator."""
 
 import argparse
 from pathlib import Path
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("times of steps").add_argument
     add("fitted", metavar="FILE", nargs="?", help="what --save wrote [what comes with the program for this machine]")
-    add("--fit", metavar="TRACE", help="fit them to what an engine wrote with --record")
+    add("--fit", metavar="TRACE", help="fit them to a trace of --record")
     add(
         "--measured",
         metavar="RESULT",
@@ -33,12 +33,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     bench_serve.add_datasets(load, str(bench_serve.NUM_PROMPTS))
     bench_serve.add_load(load)
     asks = parser.add_argument_group("questions").add_argument
-    asks("--vary", action="append", default=[], metavar="NAME=V,V", help="simulate with each of these; repeatable")
+    asks("--vary", action="append", default=[], metavar="NAME=V,V", help="simulate each of these values; repeatable")
     asks("--target", metavar="METRIC_P=TIME,...", help="the highest request rate for ttft_p99=500ms,tpot_p99=50ms")
-    asks("--no-noise", action="store_true", help="each step takes the mean time of such steps")
+    asks("--no-noise", action="store_true", help="use the mean time of each kind of step")
     results = parser.add_argument_group("results").add_argument
     results("--json", action="store_true", help="print all figures, by their names in `bench serve`")
-    results("--record", metavar="TRACE", help="write what the scheduler did, for `replay` and `why`")
+    results("--record", metavar="TRACE", help="write a trace of the scheduler, for `replay` and `why`")
     results("--plot", metavar="FILE.png", help="draw the last variant's latencies, and throughput over time")
 
 
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError for flags that would do nothing beside the others."""
+    """Raises ConfigError for flags without effect in combination."""
     for flag in ("record", "plot"):
         if arguments.target is not None and getattr(arguments, flag) is not None:
             raise ConfigError(f"--{flag} shows one simulation, and --target makes many; give one of them")

@@ -1,4 +1,4 @@
-"""Show what the engines of a running server do: requests, and why they wait; KV blocks; speeds."""
+"""Show the engines of a running server: requests, and why they wait; KV blocks; speeds."""
 
 import argparse
 import json
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 SPEEDS_S = 3.0
-"""How long all engines of a server may take to be seen twice."""
+"""Timeout for two states of every engine of a server."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -19,7 +19,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--api-key", help="its API key, an admin's [of VLLM_LITE_API_KEY or OPENAI_API_KEY]")
     parser.add_argument("--model", help="of a server of several models, the one whose engines are shown [all]")
-    parser.add_argument("--once", action="store_true", help="two looks, half a second apart, printed once")
+    parser.add_argument("--once", action="store_true", help="print the state once, from two half a second apart")
     parser.add_argument("--json", action="store_true", help="print an object for each look, a line each")
 
 
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _print(arguments: argparse.Namespace, asked: Any) -> int:
-    """Print looks, from the first on that has speeds."""
+    """Print states, starting with the first that has speeds."""
     from rich.console import Console
 
     from vllm_lite.tools.top.screen import screen
@@ -59,7 +59,7 @@ def _print(arguments: argparse.Namespace, asked: Any) -> int:
 
 
 def as_object(look: "ServerLook") -> dict[str, Any]:
-    """The engines by their numbers, each with its requests and its speeds, and the models of a server of several."""
+    """Engines by number, each with its requests and speeds, and the models of a server with several."""
     engines = {
         number: {
             **engine.head,

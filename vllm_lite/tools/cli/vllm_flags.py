@@ -1,7 +1,5 @@
-"""Flags of `vllm serve` that are no settings here: taken by the parser, unseen by --help, and answered by the settings.
-
-runtime/vllm_settings.py has all of them, with what is answered.
-"""
+"""Flags of `vllm serve` that are not settings here: accepted by the parser, hidden in --help, and handled by the
+settings. runtime/vllm_settings.py lists them, with the reasons."""
 
 import argparse
 import sys
@@ -12,7 +10,7 @@ from vllm_lite.runtime.vllm_settings import REFUSED, SWITCHES, WITHOUT_EFFECT, F
 
 
 class _Give(argparse.Action):
-    """Keeps flags in the order in which they are given."""
+    """Collects flags in the order in which they are given."""
 
     def __init__(self, *, row: Flags, is_refused: bool, **settings: Any) -> None:
         super().__init__(**settings)
@@ -27,7 +25,7 @@ class _Give(argparse.Action):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Have `parser` take them; what was given is in `of_vllm`."""
+    """Make `parser` accept them; those given are in `of_vllm`."""
     parser.set_defaults(of_vllm=[])
     for table, is_refused in ((WITHOUT_EFFECT, False), (REFUSED, True)):
         for row in table:
@@ -39,7 +37,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _spellings(row: Flags, *, is_refused: bool) -> Iterator[tuple[str, int | str | None]]:
-    """Each flag with its number of values: a switch has none, and a --no- form; one that is refused may have many."""
+    """Each flag with its nargs: a switch has none, and a --no- form; a refused flag may have many values."""
     for name in row.names.split():
         if row.values == SWITCHES:
             yield name, 0
@@ -50,5 +48,5 @@ def _spellings(row: Flags, *, is_refused: bool) -> Iterator[tuple[str, int | str
 
 
 def say(text: str) -> None:
-    """Show the notice of settings without effect."""
+    """Print the notice of settings without effect."""
     print(f"vllm-lite: {text}", file=sys.stderr)

@@ -1,13 +1,11 @@
-"""Tell what happened to one request, and why."""
+"""Explain what happened to a request, and why."""
 
 import argparse
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("request", metavar="REQUEST", help="the request's id")
-    parser.add_argument(
-        "file", metavar="FILE", help="what the engine wrote with --record; FILE.2, ... are read as well"
-    )
+    parser.add_argument("file", metavar="FILE", help="a trace of --record; FILE.2, ... are read as well")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,5 +1,4 @@
-"""`vllm-lite doctor`: checks what is installed and what works on this machine.
+"""`vllm-lite doctor`: checks the installation and this machine.
 
-Only the standard library is imported before a check runs, so that anything else that is broken becomes a line of the
-report.
+Only the standard library is imported before a check runs, so that any broken package becomes a line of the report.
 """

@@ -1,7 +1,7 @@
-"""A support archive without secrets: what doctor found, and what of the environment helps to understand it.
+"""A support archive without secrets: doctor's report, and the relevant environment.
 
-It takes only variables of known kinds from the environment, and no value of one whose name sounds secret. Then it
-removes those values, strings that look like tokens, names in URLs and the home folder wherever they stand in the text.
+Only variables of known kinds are included, and no value of a variable whose name suggests a secret. These values,
+strings that look like tokens, user names in URLs and the home folder are then removed everywhere in the text.
 """
 
 import io
@@ -27,12 +27,12 @@ TAKEN = re.compile(
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL|AUTH|COOKIE|PRIVATE|SIGNATURE|DSN", re.IGNORECASE)
 LOOKS_SECRET = re.compile(r"\b(hf_\w{6,}|sk-[\w-]{6,}|gh[pousr]_\w{6,}|(?<=Bearer )\S+)|(?<=//)[^/@\s]+(?=@)")
 SHORTEST, SHORTEST_PIECE = 4, 8
-"""Fewest characters of a secret, and of one of several in a variable, that is looked for; shorter ones are words."""
+"""Minimum length of a secret that is removed, and of one of several in a variable; shorter ones are ordinary words."""
 ORDINARY = {"true", "false", "none", "null", "auto"}
 
 
 class Redactor:
-    """Removes secrets and the home folder from any text."""
+    """Removes secrets and the home folder from a text."""
 
     def __init__(self, env: Mapping[str, str], home: Path, token_file: Path | None = None) -> None:
         values = [value for name, value in env.items() if SECRET.search(name) and not value.isdigit()]
@@ -41,7 +41,7 @@ class Redactor:
         wholes = {value.strip() for value in values}
         pieces = {piece for value in values for piece in re.split(r"[\s,;]+", value) if len(piece) >= SHORTEST_PIECE}
         found = {text for text in wholes | pieces if len(text) >= SHORTEST and text.lower() not in ORDINARY}
-        found = {text for text in found if not text.startswith("/")}  # the path of a secret is no secret
+        found = {text for text in found if not text.startswith("/")}  # a path of a secret is not secret
         self._secrets = sorted(found | {json.dumps(text)[1:-1] for text in found}, key=len, reverse=True)
         self._home = str(home)
 
@@ -52,7 +52,7 @@ class Redactor:
         return text.replace(self._home, "~") if len(self._home) > 1 else text
 
     def variables(self, env: Mapping[str, str]) -> dict[str, str]:
-        """The variables that the archive may contain."""
+        """The variables for the archive."""
         taken = {name: value for name, value in sorted(env.items()) if TAKEN.match(name)}
         return {name: HIDDEN if SECRET.search(name) else self(value) for name, value in taken.items()}
 
@@ -65,7 +65,7 @@ def redactor() -> Redactor:
 
 
 def write_bundle(path: Path, lines: list[Line]) -> None:
-    """Make the archive, readable by this user only. Raises OSError."""
+    """Write the archive, readable only by this user. Raises OSError."""
     hide = redactor()
     with (
         open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file,

@@ -1,4 +1,4 @@
-"""The checks of `vllm-lite doctor`. Each is a function that yields lines; an exception becomes a line too."""
+"""The checks of `vllm-lite doctor`. Each is a function that yields lines; an exception becomes a line, too."""
 
 import json
 import os
@@ -21,9 +21,9 @@ from vllm_lite.runtime import machine
 GIB = 1024**3
 PACKAGE = "vllm-lite"
 MODULES = {"pyzmq": "zmq", "pyyaml": "yaml", "pillow": "PIL"}
-"""Distributions whose module has another name."""
+"""Modules of distributions with other names."""
 MIN_FILES, MIN_MEMORY, MIN_SHM, MIN_TMP = 4096, 2 * GIB, 512 << 20, 256 << 20
-"""MIN_SHM is what several GPUs need of /dev/shm; a container has 64 MiB of it unless it is given more."""
+"""Minimum values. MIN_SHM: what several GPUs need in /dev/shm; a container has 64 MiB by default."""
 PROBE_S = 60.0
 IPC_BYTES = 107
 ISAS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_int8", "asimddp", "i8mm", "bf16")
@@ -31,7 +31,7 @@ ISAS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_bf16",
 
 @dataclass(frozen=True)
 class Line:
-    """One finding; `advice` says what to do about one that is not OK."""
+    """One finding; `advice` says how to fix it unless it is OK."""
 
     level: Literal["OK", "WARN", "FAIL"]
     name: str
@@ -40,7 +40,7 @@ class Line:
 
 
 def ok_or_warn(name: str, text: str, advice: str | None) -> Line:
-    """A finding that is OK unless there is something to advise."""
+    """A finding that is OK without `advice`, else a warning."""
     return Line("OK" if advice is None else "WARN", name, text, advice or "")
 
 
@@ -67,7 +67,7 @@ def examine(port: int = 8000) -> list[Line]:
 
 
 def guarded(name: str, check: Callable[[], Iterator[Line]]) -> Iterator[Line]:
-    """Yield the lines of a check, and one more if it raises."""
+    """Yield the lines of a check, and a FAIL line if it raises."""
     try:
         yield from check()
     except Exception as error:
@@ -128,7 +128,7 @@ def packages() -> Iterator[Line]:
 
 def torch_build() -> Iterator[Line]:
     if _version("torch") is None:
-        return  # packages() has reported it
+        return  # reported by packages()
     found = probe(
         "import json, torch\n"
         "cuda = torch.cuda.is_available()\n"
@@ -153,7 +153,7 @@ def torch_build() -> Iterator[Line]:
 
 
 def _between_gpus(found: dict[str, Any]) -> Iterator[Line]:
-    """Needs of several GPUs that hold a model together."""
+    """Checks for a model on several GPUs."""
     if found["peers"]:
         pairs = ", ".join(f"{first}-{second}" for first, second in found["peers"])
         yield Line("WARN", "peer access", f"not between GPUs {pairs}", "what they exchange goes through host memory")
@@ -199,7 +199,7 @@ def cpu() -> Iterator[Line]:
 
 
 def cores() -> Iterator[Line]:
-    """The NUMA nodes, and what --cpu-bind auto makes of them for as many workers as there are nodes, but at least 2."""
+    """The NUMA nodes, and the bindings of --cpu-bind auto for as many workers as nodes, at least 2."""
     from vllm_lite.runtime.cpu_binding import plan_binding, read_topology
 
     topology = read_topology()
@@ -269,10 +269,11 @@ def open_files() -> Iterator[Line]:
 
 
 def shared_memory() -> Iterator[Line]:
-    """NCCL needs /dev/shm between GPUs. Workers on a CPU meet in an anonymous file, which has no limit of its own."""
+    """Check /dev/shm, which NCCL needs between GPUs. Workers on a CPU use an anonymous file, which has no limit of its
+    own."""
     from vllm_lite.runtime.group_memory import create_group_memory
 
-    place = "/dev/shm"  # noqa: S108 - looked at, not written
+    place = "/dev/shm"  # noqa: S108 - only read
     free, several = shutil.disk_usage(place).free, len(machine.gpus()) > 1
     text = f"{place} has {_gib(free)} free; only NCCL needs it, between GPUs"
     advice = "give a container --shm-size 1g, or --ipc host" if several and free < MIN_SHM else None
@@ -311,7 +312,7 @@ def model_hub() -> Iterator[Line]:
 
 
 def settings() -> Iterator[Line]:
-    """Check that every variable of ours and of vLLM is known, and has a value that a server would accept."""
+    """Check that every variable of this package and of vLLM is known and has a valid value."""
     from vllm_lite.errors import ConfigError
     from vllm_lite.runtime.settings_sources import ENV_PREFIX
     from vllm_lite.server.config import ServeConfig
@@ -343,7 +344,8 @@ def left_overs() -> Iterator[Line]:
 
 
 def probe(program: str, *words: str) -> dict[str, Any]:
-    """Run `program` in a child, as a broken package may crash it. Returns the object it prints, or {"error": why}."""
+    """Run `program` in a child process, as a broken package may crash it. Returns the object it prints, or {"error":
+    why}."""
     command = [sys.executable, "-W", "ignore", "-c", program, *words]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S, check=False)
@@ -359,7 +361,7 @@ def probe(program: str, *words: str) -> dict[str, Any]:
 
 
 def _parts(requirement: str) -> tuple[str, str, str | None]:
-    """Split a requirement into name, least version and extra: 'transformers>=5; extra == "hf"'."""
+    """Split a requirement into name, minimum version and extra: 'transformers>=5; extra == "hf"'."""
     specifier, _, marker = requirement.partition(";")
     name = re.split(r"[<>=!~ \[(]", specifier.strip())[0]
     least = re.search(r">=\s*([\w.]+)", specifier)

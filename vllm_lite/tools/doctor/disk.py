@@ -1,4 +1,4 @@
-"""The doctor's look at the disk that KV is to be kept on (--kv-cache-dir)."""
+"""The doctor's check of the disk for KV (--kv-cache-dir)."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,11 +8,11 @@ from vllm_lite.tools.doctor.checks import GIB, Line, ok_or_warn
 
 MIN_FREE = 1 * GIB
 MIN_READ_PER_S = 200e6
-"""A slower disk loads the KV of a small model no sooner than two cores compute it."""
+"""A slower disk loads a small model's KV no faster than two cores compute it."""
 
 
 def kv_disk(name: str) -> Iterator[Line]:
-    """Check whose the folder is, what it lies on, its room and its measured rates."""
+    """Check the folder's owner, file system, free space and measured rates."""
     from vllm_lite.kv_disk.directory import check_directory
     from vllm_lite.kv_disk.probe import probe_disk
 

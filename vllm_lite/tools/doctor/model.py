@@ -1,5 +1,5 @@
-"""Facts from the files of one model: whose code computes it, its chat template, formats of tool calls and reasoning,
-sampling defaults."""
+"""Facts from a model's files: its implementation, chat template, formats of tool calls and reasoning, sampling
+defaults."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +8,7 @@ from vllm_lite.tools.doctor.checks import Line
 
 
 def implementation(folder: str) -> Iterator[Line]:
-    """Say which architecture the model in `folder` has and what would compute it with --model-impl auto."""
+    """Report the architecture of the model in `folder` and its implementation with --model-impl auto."""
     from vllm_lite.checkpoint.config_json import load_spec
     from vllm_lite.config import EngineConfig
     from vllm_lite.errors import ConfigError, ModelError
@@ -24,7 +24,7 @@ def implementation(folder: str) -> Iterator[Line]:
         return
     try:
         check_implementation(EngineConfig(), Path(folder))
-    except ConfigError as error:  # the package is not there
+    except ConfigError as error:  # a package is missing
         yield Line("FAIL", "model", f"{spec.architecture}: {error}", "pip install 'vllm_lite[transformers]'")
     except ModelError as error:
         yield Line("FAIL", "model", f"{spec.architecture}: {error}", "serve a model of docs/models.md")
@@ -33,7 +33,7 @@ def implementation(folder: str) -> Iterator[Line]:
 
 
 def _instead_of_text(folder: str) -> str | None:
-    """Name the output of a model that generates no text; None if it does, or cannot be read."""
+    """The output of a model that generates no text; None if it does, or cannot be read."""
     from vllm_lite.checkpoint.config_json import load_spec
     from vllm_lite.errors import ModelError
 
@@ -47,7 +47,7 @@ def _instead_of_text(folder: str) -> str | None:
 
 
 def chats(folder: str) -> Iterator[Line]:
-    """Say what would be in force for the model in `folder` without flags."""
+    """Report the template, formats and sampling defaults of the model in `folder` without flags."""
     from vllm_lite.client.generation_config import generation_defaults
     from vllm_lite.client.text.templates.template_source import TemplateSource
     from vllm_lite.client.text.tokenizer import Tokenizer
@@ -83,7 +83,7 @@ def chats(folder: str) -> Iterator[Line]:
 
 
 def _ends(folder: str) -> Iterator[Line]:
-    """Say which tokens end an answer, and who says so of each."""
+    """Report the tokens that end an answer, and the file that defines each."""
     from vllm_lite.checkpoint.config_json import load_spec
     from vllm_lite.client.text.end_tokens import find_end_tokens, writes_text
     from vllm_lite.errors import ModelError

@@ -1,5 +1,5 @@
 """`vllm-lite quantize`: writes a quantized checkpoint of a dense one.
 
-checkpoint.py  goes through the files, and writes the new folder
-schemes.py     what becomes of one matrix, and what config.json says of it
+checkpoint.py  reads the files, and writes the new folder
+schemes.py     quantization of a matrix, and its entries in config.json
 """

@@ -1,4 +1,4 @@
-"""Goes through a checkpoint tensor by tensor and writes a quantized one: there is never a model in memory."""
+"""Quantizes a checkpoint tensor by tensor, without a model in memory."""
 
 import json
 import os
@@ -26,12 +26,12 @@ from vllm_lite.tools.quantize.schemes import SCHEMES, Scheme
 
 SHARD_BYTES = 4 << 30
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "additional_chat_templates")
-"""What a checkpoint has beside its weights; config.json and the index are written anew."""
+"""Files of a checkpoint beside its weights; config.json and the index are written anew."""
 PACKED = ".weight_packed"
 SMALL = Sizes(8, 8)
-"""For models that are asked for the names of their weights, and compute nothing."""
+"""Sizes for models that only give the names of their weights."""
 Progress = Callable[[int, int], None]
-"""Called with the bytes that are read, and all of them."""
+"""Called with the bytes read so far, and the total."""
 
 
 class Written(NamedTuple):
@@ -39,19 +39,19 @@ class Written(NamedTuple):
 
     folder: Path
     num_quantized: int
-    """Matrices."""
+    """Number of quantized matrices."""
     kept: list[str]
-    """Those that stay as they are, though the model could take them quantized."""
+    """Matrices that are not quantized, though the model supports it."""
     num_bytes: int
-    """What all weights take."""
+    """Bytes of all weights."""
 
 
 def quantize_checkpoint(source: Path, out: Path, scheme: str, progress: Progress = lambda *_: None) -> Written:
-    """Write the dense checkpoint in the folder `source`, quantized, to the folder `out`, which must not be there or be
-    empty; it appears when it is complete. Raises ModelError and ConfigError."""
+    """Write a quantized copy of the dense checkpoint in `source` to the folder `out`, which must not exist or be empty;
+    it appears when it is complete. Raises ModelError and ConfigError."""
     if scheme not in SCHEMES:
         raise ConfigError(f"scheme {scheme!r} is not supported; supported: {', '.join(SCHEMES)}")
-    place = Path(os.path.realpath(out))  # of a link what it names is written
+    place = Path(os.path.realpath(out))  # a link's target is written
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise ConfigError(f"{out}: is there already; give a folder that is new or empty")
     names = _check_source(source)
@@ -69,7 +69,7 @@ def quantize_checkpoint(source: Path, out: Path, scheme: str, progress: Progress
             raise ConfigError(f"{source}: has no matrix whose inputs are whole groups of {scheme}; try --scheme int8")
         _write_config(source, draft, writer.config)
         draft.chmod(0o755)
-        draft.rename(place)  # which may be an empty folder
+        draft.rename(place)  # `place` may be an empty folder
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{out}: cannot be written ({getattr(error, 'strerror', None) or error})") from error
     finally:
@@ -78,8 +78,7 @@ def quantize_checkpoint(source: Path, out: Path, scheme: str, progress: Progress
 
 
 def _check_source(source: Path) -> frozenset[str]:
-    """Names of the checkpoint's `quantizable` matrices. Raises ModelError unless it is a dense one that could be
-    served."""
+    """Names of the checkpoint's `quantizable` matrices. Raises ModelError unless it is dense and supported."""
     spec = load_spec(source, "native")
     if isinstance(spec.quantization, Gguf):
         raise ModelError(f"{source}: is of GGUF, and serve takes it as it is; a checkpoint in safetensors is expected")
@@ -90,9 +89,9 @@ def _check_source(source: Path) -> frozenset[str]:
 
 
 def quantizable(spec: ModelSpec) -> frozenset[str]:
-    """The canonical names of the matrices that a quantized checkpoint may have, without ".weight": those that the model
-    asks for quantized if nothing but the head is dense. Raises ModelError where there are none."""
-    form = PackedInts(bits=32, group_size=None, dense=(HEAD[:-7],))  # a word for each weight divides all sizes
+    """Canonical names of the matrices that can be quantized, without ".weight": those that the model requests as
+    quantized if only the head is dense. Raises ModelError if there are none."""
+    form = PackedInts(bits=32, group_size=None, dense=(HEAD[:-7],))  # with a word per weight, all sizes are divisible
     asked = msgspec.structs.replace(spec, quantization=form)
     groups = build(asked, torch.float32, "cpu", SMALL).weight_groups()
     slots = [slot for group in groups for slot in group.slots if slot.name.endswith(PACKED)]
@@ -104,17 +103,17 @@ def quantizable(spec: ModelSpec) -> frozenset[str]:
 
 
 def _is_plain(slot: WeightSlot) -> bool:
-    """Not one of several experts in a tensor, and stored as [outputs, inputs]."""
+    """Whether a weight is stored as [outputs, inputs], and not with several experts in a tensor."""
     return slot.stacked is None and not slot.transposed
 
 
 class _Writer:
-    """Fills a folder, one file of at most SHARD_BYTES after another."""
+    """Writes a folder, in files of at most SHARD_BYTES."""
 
     def __init__(self, folder: Path, scheme: Scheme, names: frozenset[str]) -> None:
         self.folder, self.scheme, self.names = folder, scheme, names
         self.kept, self.num_quantized, self.num_bytes = set[str](), 0, 0
-        self._ignored = {HEAD.removesuffix(".weight")}  # transformers has one where it is tied, too
+        self._ignored = {HEAD.removesuffix(".weight")}  # transformers has one even if it is tied
         self._files: list[tuple[Path, list[str]]] = []
         self._waiting: dict[str, torch.Tensor] = {}
         self._waiting_bytes = 0
@@ -147,10 +146,10 @@ class _Writer:
         if is_weight and tensor.dim() == 2 and canonical(name) != EMBEDDING:
             self._ignored.add(name.removesuffix(".weight"))
         if tensor.dim() == 3:
-            self._ignored.add(own)  # experts in one tensor, which have other names in a model
+            self._ignored.add(own)  # experts in one tensor, named differently in a model
         if own in self.names:
             self.kept.add(name)
-        yield name, tensor.clone()  # not the mapped file's
+        yield name, tensor.clone()  # a copy, not mapped from the file
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
         if self._waiting and self._waiting_bytes + tensor.nbytes > SHARD_BYTES:
@@ -168,7 +167,7 @@ class _Writer:
         self._waiting, self._waiting_bytes = {}, 0
 
     def _finish(self) -> None:
-        """Give the files the names that readers look for, and write the index where there are several."""
+        """Give the files their final names, and write the index if there are several."""
         count, places = len(self._files), dict[str, str]()
         for number, (path, names) in enumerate(self._files, 1):
             name = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
@@ -189,7 +188,7 @@ def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _copy(source: Path, draft: Path) -> None:
-    """All that is beside the weights, but for config.json."""
+    """Copy the files beside the weights, except config.json."""
     for pattern in COPIED:
         for path in source.glob(pattern):
             if path.is_dir():
@@ -202,13 +201,13 @@ def _copy(source: Path, draft: Path) -> None:
 
 
 def _write_config(source: Path, draft: Path, quantization: dict[str, Any]) -> None:
-    """The source's config.json, with what was done to the weights."""
+    """Write the source's config.json with `quantization`."""
     config = json.loads((source / "config.json").read_text())
     (draft / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}, indent=2))
 
 
 def _check_space(source: Path, parent: Path) -> None:
-    """Raise ConfigError if a folder as large as half of the weights, which int8 takes of 16 bits, finds no room."""
+    """Raise ConfigError if there is no space for a folder of about half the weights' size: int8 instead of 16 bits."""
     weights = sum(file.stat().st_size for file in weight_files(source))
     free, needed = shutil.disk_usage(parent).free, weights * 6 // 10
     if free < needed:

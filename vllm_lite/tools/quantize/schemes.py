@@ -1,6 +1,7 @@
-"""Forms of compressed-tensors for one matrix, and their entries in config.json.
+"""Formats of compressed-tensors for a matrix, and their entries in config.json.
 
-https://github.com/vllm-project/compressed-tensors has the forms; vLLM reads all of these, and so does this package.
+The formats are described at https://github.com/vllm-project/compressed-tensors; vLLM and this package read all of
+these.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,19 +19,19 @@ class Scheme(NamedTuple):
     """A way to quantize matrices."""
 
     form: str
-    """compressed-tensors' name of how they are stored."""
+    """compressed-tensors' name of the format."""
     weights: dict[str, Any]
     activations: dict[str, Any] | None
     group_size: int | None
-    """Inputs must be a multiple of it; None: any number of them."""
+    """The number of inputs must be a multiple of it; None: any number."""
     make: Callable[[torch.Tensor], dict[str, torch.Tensor]]
-    """A matrix [outputs, inputs] of floats -> its tensors, by the endings of their names."""
+    """A float matrix [outputs, inputs] -> its tensors, by the suffixes of their names."""
 
     def takes(self, shape: Sequence[int]) -> bool:
         return len(shape) == 2 and min(shape) > 0 and shape[1] % (self.group_size or 1) == 0
 
     def config(self, ignored: Sequence[str]) -> dict[str, Any]:
-        """config.json's quantization_config. `ignored`: the matrices that stay as they are."""
+        """config.json's quantization_config. `ignored`: names of matrices that are not quantized."""
         group = {"targets": ["Linear"], "weights": self.weights, "input_activations": self.activations}
         return {
             "quant_method": "compressed-tensors",
@@ -43,14 +44,14 @@ class Scheme(NamedTuple):
 
 
 def int4(group_size: int) -> Scheme:
-    """Groups of inputs, rounded to nearest with the scale that leaves the least error, as --quantization int4 does."""
+    """Groups of inputs, rounded to nearest with the scale of the smallest error, as --quantization int4."""
 
     def make(weight: torch.Tensor) -> dict[str, torch.Tensor]:
         quantize = cpu_grouped.quantize4 if cpu.available() else grouped.quantize4
         made = quantize(weight, group_size)
         return {
             "weight_packed": _words(made.codes),
-            "weight_scale": made.scales.to(torch.bfloat16),  # which they are rounded to
+            "weight_scale": made.scales.to(torch.bfloat16),  # already rounded to bfloat16
             "weight_shape": torch.tensor(weight.shape),
         }
 
@@ -58,11 +59,11 @@ def int4(group_size: int) -> Scheme:
 
 
 def _int8(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Symmetric integers with the largest of each output at 127."""
+    """Symmetric int8, with the largest magnitude of each output at 127."""
     exact = weight.to(torch.float32, copy=True)
     least, most = exact.aminmax(dim=1, keepdim=True)
     largest = torch.maximum(-least, most)
-    inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)  # a number / tensor is not exact
+    inverse = torch.where(largest > 0, torch.full_like(largest, 127) / largest, 0)  # number / tensor is not exact
     return {"weight": exact.mul_(inverse).round_().to(torch.int8), "weight_scale": largest / 127}
 
 
@@ -79,10 +80,10 @@ def _numbers(bits: int, kind: str, strategy: str, group_size: int | None = None,
 
 
 def _words(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 [outputs, inputs], below 16 -> int32 [outputs, inputs / 8], the first code in the lowest bits."""
+    """Pack uint8 [outputs, inputs], below 16, into int32 [outputs, inputs / 8], the first code in the lowest bits."""
     eights = codes.view(len(codes), -1, 8).to(torch.int32)
     shifts = torch.arange(0, 32, 4, dtype=torch.int32)
-    return (eights << shifts).sum(2, dtype=torch.int32)  # no two have a bit in common
+    return (eights << shifts).sum(2, dtype=torch.int32)  # their bits do not overlap
 
 
 def _by_token(kind: str) -> dict[str, Any]:
@@ -95,4 +96,4 @@ SCHEMES: dict[str, Scheme] = {
     "int8": Scheme("int-quantized", _numbers(8, "int", "channel"), _by_token("int"), None, _int8),
     "fp8": Scheme("float-quantized", _numbers(8, "float", "channel"), _by_token("float"), None, _float8),
 }
-"""int8 and fp8: one scale for each output; vLLM also quantizes the inputs of products, a scale for each token."""
+"""int8 and fp8 have one scale per output; vLLM also quantizes the inputs of products, with a scale per token."""

@@ -1,7 +1,7 @@
-"""Moments: an engine as it was at each of many moments, in a file, so that memory does not grow with their number.
+"""Moments: an engine's states at many moments, in a file, so that memory does not grow with their number.
 
-Every EVERY-th moment is written whole, those behind it as what has changed; so any is read back from one piece of the
-file. Pieces are compressed: a changed row looks like the one before.
+Every EVERY-th moment is stored completely, the others as changes; so any moment is read from one piece of the file.
+Pieces are compressed, as successive rows are similar.
 """
 
 import tempfile
@@ -17,7 +17,7 @@ from vllm_lite.server.live.snapshot import Snapshot
 
 EVERY = 64
 SLICE = 256
-"""Blocks are compared so many at a time."""
+"""Number of blocks compared at a time."""
 LEVEL = 1
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -26,10 +26,10 @@ _pieces = msgspec.msgpack.Decoder(list[bytes]).decode
 
 
 class Moments:
-    """One thread adds moments, others read them."""
+    """A file of moments. One thread adds moments, others read them."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as there are moments
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - open until close()
         self._starts = array("Q")
         self._end = 0
         self._open: list[bytes] = []
@@ -37,7 +37,7 @@ class Moments:
         self._blocks = b""
         self._lock = threading.Lock()
         self._read: tuple[int, list[bytes]] = (-1, [])
-        """The piece that was read last: one plays on in it."""
+        """The last piece read: playback continues in it."""
 
     def __len__(self) -> int:
         return len(self._starts) * EVERY + len(self._open)
@@ -48,7 +48,7 @@ class Moments:
         return self._end
 
     def add(self, whole: Callable[[], Snapshot], change: Snapshot, blocks: bytes) -> None:
-        """Add a moment: the engine as a `whole`, what of it has changed, and a byte for each block. Raises OSError."""
+        """Add a moment: the complete state (`whole`), the changes, and a byte for each block. Raises OSError."""
         before = self._blocks if self._open else b""
         state = change if self._open else whole()
         said = ({**state, "blocks": None}, len(blocks), _changes(before, blocks))
@@ -59,12 +59,12 @@ class Moments:
                 piece = zlib.compress(_encode(self._open), LEVEL)
                 self._file.seek(self._end)
                 self._file.write(piece)
-                self._open = []  # first, or they count twice for a moment: the length is read without the lock
+                self._open = []  # clear it first: the length is read without the lock, and would count them twice
                 self._starts.append(self._end)
                 self._end += len(piece)
 
     def at(self, index: int) -> tuple[Snapshot, bytes]:
-        """The engine at a moment, and its blocks. Raises IndexError, OSError."""
+        """The state at a moment, and its blocks. Raises IndexError, OSError."""
         number, place = divmod(index, EVERY)
         with self._lock:
             if not 0 <= index < len(self):
@@ -94,7 +94,7 @@ class Moments:
 
 
 def _changes(before: bytes, now: bytes) -> list[tuple[int, bytes]]:
-    """The slices of `now` that are others than in `before`, and where they begin."""
+    """The slices of `now` that differ from `before`, with their offsets."""
     if before == now:
         return []
     starts = range(0, len(now), SLICE)
@@ -103,7 +103,7 @@ def _changes(before: bytes, now: bytes) -> list[tuple[int, bytes]]:
 
 
 def _merged(state: Snapshot, change: Snapshot) -> Snapshot:
-    """The state behind a change."""
+    """The state after a change."""
     requests = state["requests"]
     for key, fields in change["requests"].items():
         if fields is None:

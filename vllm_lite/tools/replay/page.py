@@ -1,4 +1,4 @@
-"""The server of `replay --page`: the page at / over a trace, for this machine alone, until SIGTERM or Ctrl-C."""
+"""The server of `replay --page`: the page at / on a trace, for this machine only, until SIGTERM or Ctrl-C."""
 
 import asyncio
 import signal
@@ -29,12 +29,12 @@ NOT_KEPT = {"cache-control": "no-store"}
 
 
 class TraceRoutes:
-    """Answers with what a trace has of everybody's requests, to programs of this machine and to the page itself."""
+    """Routes with the data of a trace, for programs on this machine and the page itself."""
 
     def __init__(self, recording: ShownTrace) -> None:
         self._recording = recording
         self._telling = asyncio.Lock()
-        """A story reads the whole trace: one at a time."""
+        """One story at a time, as each reads the whole trace."""
 
     def routes(self) -> list[Route]:
         answers = {
@@ -58,7 +58,7 @@ class TraceRoutes:
             raise ApiError(404, f"there is no moment {str(number)[:20]}; {count} have been read so far") from None
 
     async def story(self, request: Request) -> Response:
-        """A request's story; it is a parameter, as an id may hold what no path can."""
+        """A request's story. The id is a query parameter, as it may contain characters that a path cannot."""
         require_watcher(request)
         name = request.query_params.get("request", "")
         if not name or len(name) > MAX_ID_CHARS:
@@ -96,7 +96,7 @@ async def _serve(recording: ShownTrace, config: ServeConfig, listener: socket.so
     server = uvicorn_of(app_of(recording, config), config)
     serving = await started(server, listener)
     try:
-        with suppress(OSError):  # nobody reads it; the server goes on
+        with suppress(OSError):  # the reader is gone; the server continues
             print(f"vllm-lite: {recording.path} is shown at {where(config, listener)[0]}/ until Ctrl-C", flush=True)
         await ended.wait()
         return 0

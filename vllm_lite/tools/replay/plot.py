@@ -1,4 +1,4 @@
-"""The picture of `replay --plot`: requests that run and wait, KV blocks, and tokens, over the time of a trace."""
+"""The figure of `replay --plot`: running and waiting requests, KV blocks, and tokens, over the time of a trace."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from vllm_lite.tools.plotting import BLUE, GREEN, ORANGE, VIOLET, save
 from vllm_lite.tools.replay.timeline import Timeline
 
 MOST_ENTRIES = 1 << 16
-"""Entries that are kept of a trace, however long it is: a picture has no more columns than some hundreds."""
+"""Maximum number of entries of a trace: a figure has only some hundreds of columns."""
 NUM_COLUMNS = 1200
 
 
@@ -38,5 +38,5 @@ def plot(timeline: Timeline, num_blocks: int, title: str, path: str) -> None:
 def _line(
     axis: Any, times_s: list[float], values: list[float], label: str, colour: str, *, where: str = "post"
 ) -> None:
-    """Draw values that hold from their time on, or up to it with `where` "pre"."""
+    """Draw values that are valid from their time on, or up to it with `where` "pre"."""
     axis.step(times_s, values, where=where, color=colour, linewidth=1.2, label=label)

@@ -1,4 +1,4 @@
-"""ShownTrace: all that the page shows of a trace. A thread replays it and adds moment by moment; others read them."""
+"""ShownTrace: the data of the page. A thread replays the trace and adds moments; others read them."""
 
 import threading
 from array import array
@@ -24,28 +24,28 @@ from vllm_lite.trace.story import story
 
 MAX_MOMENTS = 1 << 20
 MAX_BYTES = 2 << 30
-"""A trace with more moments, or larger ones, is shown as far as that goes."""
+"""A trace with more moments, or more bytes, is shown up to these limits."""
 NUM_OVERVIEW = 600
 MAX_SENTENCES = 500
 
 
 class _Full(Exception):
-    """No more moments are taken."""
+    """The limits are reached."""
 
 
 class _Closed(Exception):
-    """Nobody wants more moments."""
+    """The trace was closed."""
 
 
 class ShownTrace:
-    """A moment is behind a step that was made, or at the end of a segment; they are counted from 1."""
+    """A trace as moments: one after each step, and one at the end of each segment, counted from 1."""
 
     def __init__(self, path: str) -> None:
-        """Raises ProtocolError if the file is no trace."""
+        """Raises ProtocolError if the file is not a trace."""
         self.path = path
         self.header = header_of(path)
         self.trouble = ""
-        """Why not all of the trace is shown."""
+        """The reason why not all of the trace is shown."""
         self._moments = Moments()
         self._timeline = Timeline()
         self._steps, self._lives, self._ends = array("L"), array("L"), bytearray()
@@ -55,15 +55,15 @@ class ShownTrace:
         self._thread = threading.Thread(target=self._read, name="replay", daemon=True)
 
     def start(self) -> None:
-        """Begin to replay the trace."""
+        """Start replaying the trace."""
         self._thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait for the end of the trace. False: it did not come in time."""
+        """Wait for the end of the trace. Returns False on timeout."""
         return self._done.wait(timeout_s)
 
     def close(self) -> None:
-        """Replay no further, and give the file of the moments back."""
+        """Stop replaying, and close the file of moments."""
         self._is_closed = True
         if self._thread.ident is not None:
             self._thread.join()
@@ -75,8 +75,8 @@ class ShownTrace:
         return len(self._moments)
 
     def told(self) -> dict[str, Any]:
-        """The trace as a whole, as far as it has been read."""
-        is_whole = self._done.is_set()  # before they are counted, or some may come in between
+        """Facts about the trace, as far as it has been read."""
+        is_whole = self._done.is_set()  # read before the count, which may still grow
         count, header = len(self), self.header
         facts = {
             "written by": f"vllm_lite {header.engine_version}",
@@ -102,7 +102,8 @@ class ShownTrace:
         }
 
     def moment(self, number: int) -> dict[str, Any]:
-        """The engine at a moment, and the numbers that led to it. Raises IndexError if there is none, or not yet."""
+        """The engine at a moment, and the numbers before it. Raises IndexError if there is no such moment, or not
+        yet."""
         index = number - 1
         state, blocks = self._moments.at(index)
         time_s = self._timeline.times_s[index]
@@ -145,9 +146,9 @@ class ShownTrace:
             raise _Full
         scheduler, header, time_s = replay.scheduler, replay.reader.header, replay.wall_s
         stats, clock_s = stats_of(replay), scheduler.meter.now_s
-        if scheduler.in_flight.num_unsent:  # or its prompts would be counted with those of the steps before it
+        if scheduler.in_flight.num_unsent:  # else its prompts would be counted with those of the steps before it
             scheduler.in_flight.send(clock_s)
-        no_block = header.num_blocks + header.num_host_blocks  # they are written apart
+        no_block = header.num_blocks + header.num_host_blocks  # stored separately
         seen = view(scheduler, no_block, clock_s)
         change = self._snapshot.look(self._welcome(replay), stats, seen, time_s, _whys(replay, seen))
         self._timeline.add(time_s, stats)
@@ -157,14 +158,14 @@ class ShownTrace:
         self._moments.add(self._snapshot.whole, change, block_bytes(scheduler.kv, 0, MAX_SHOWN))
 
     def _welcome(self, replay: Replay) -> Welcome:
-        """The engine as it introduced itself, as far as a trace knows."""
+        """The engine's Welcome, as far as it is in a trace."""
         header, longest = replay.reader.header, replay.scheduler.max_len
         name = Path(self.path).name
         return Welcome(PROTOCOL_VERSION, 0, name, longest, 0, (), header.num_blocks, header.block_size)
 
 
 def _whys(replay: Replay, seen: EngineView) -> dict[str, str | None]:
-    """Sentences with numbers, for those whose reason has some: the first of those that wait for blocks."""
+    """Sentences with numbers, for the first request that waits for blocks, by request id."""
     waiting = (row.request_id for row in seen.rows if row.reason == "waits_for_blocks")
     requests = [replay.scheduler.requests[key] for key in islice(waiting, 1)]
     states = describe(replay.scheduler, requests, replay.scheduler.meter.now_s) if requests else []

@@ -1,4 +1,4 @@
-"""Timeline: a few numbers of each moment of a trace, in order of time, 72 bytes a moment."""
+"""Timeline: a few numbers for each moment of a trace, sorted by time, 72 bytes per moment."""
 
 from array import array
 from typing import Any
@@ -7,28 +7,28 @@ from vllm_lite.protocol.stats import Stats
 
 GAUGES = ("num_running", "num_waiting", "num_used_blocks", "num_cached_blocks")
 NUM_BEFORE = 120
-"""Moments that are sent with the one they led to, for its lines."""
+"""Number of moments sent before a moment, for its sparklines."""
 
 
 class Timeline:
-    """Grows by a moment at a time. Past `most` moments two neighbours become one, unless that is None."""
+    """A list of moments. With more than `most` entries (unless None), pairs of neighbours are merged."""
 
     def __init__(self, most: int | None = None) -> None:
         self._most = most
         self.stride = 1
-        """Steps that each entry stands for."""
+        """Number of steps per entry."""
         self._num_in_last = 0
         self.times_s = array("d")
         self.gauges = {name: array("L") for name in GAUGES}
         self.generated = array("Q")
         self.first_tokens = array("d"), array("Q")
-        """Their sum in seconds and their count since the start."""
+        """Sum of times to first token in seconds, and their count, since the start."""
 
     def __len__(self) -> int:
         return len(self.times_s)
 
     def add(self, time_s: float, stats: Stats) -> None:
-        """Add a moment, or take it into the last entry: of gauges the largest stays, of counts the last."""
+        """Add a moment, or merge it into the last entry: the maximum of gauges, the last of counts."""
         first = None if stats.requests is None else stats.requests.first_token_s
         total, count = (0.0, 0) if first is None else (first.sum, sum(first.counts))
         if 0 < self._num_in_last < self.stride:
@@ -51,7 +51,7 @@ class Timeline:
         return [(self.times_s, time_s), (self.generated, stats.generated_tokens), (sums, total), (counts, count)]
 
     def _thin(self) -> None:
-        """Let each entry stand for twice as many steps."""
+        """Double the number of steps per entry."""
         is_odd = len(self) % 2 == 1
         ends = [*range(1, len(self), 2), *([len(self) - 1] if is_odd else [])]
         for values in self.gauges.values():
@@ -62,8 +62,8 @@ class Timeline:
         self.stride *= 2
 
     def overview(self, most: int, count: int | None = None) -> dict[str, list[float]]:
-        """The first `count` entries, or all, in at most `most`, for a picture: the largest of gauges, tokens a
-        second. Another thread may add entries behind them."""
+        """The first `count` entries, or all, reduced to at most `most`, for a figure: the maximum of gauges, and tokens
+        per second. Another thread may append entries meanwhile."""
         count = len(self) if count is None else count
         size = max(1, -(-count // most))
         starts = range(0, count, size)
@@ -77,12 +77,12 @@ class Timeline:
         return found
 
     def speed(self, before: int, end: int) -> float:
-        """Tokens generated a second between two entries. An engine that took over counts from zero."""
+        """Tokens generated per second between two entries. An engine that replaced another counts from zero."""
         took_s, gained = self.times_s[end] - self.times_s[before], self.generated[end] - self.generated[before]
         return gained / took_s if took_s > 0 and gained > 0 else 0.0
 
     def until(self, index: int) -> list[dict[str, Any]]:
-        """The entries that lead to one, in the form of a moment's own numbers."""
+        """The entries before `index`, in the format of a moment's own numbers."""
         sums, counts = self.first_tokens
         return [
             {

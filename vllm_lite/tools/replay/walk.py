@@ -1,4 +1,4 @@
-"""Replays the segments of a trace, and reports each step that was made."""
+"""Replays the segments of a trace, with a callback for each step."""
 
 from collections.abc import Callable
 
@@ -8,9 +8,9 @@ from vllm_lite.trace.segments import segment_paths
 
 
 def walk(path: str, on_step: Callable[[Replay], None], on_end: Callable[[Replay], None]) -> str:
-    """Replay the trace at `path` and its later segments. `on_step` is called behind each step, `on_end` at the end
-    of each segment. Returns a sentence on what kept it from the end of the trace, empty if nothing did. Raises
-    ProtocolError for what is no trace, or a damaged one."""
+    """Replay the trace at `path` and its later segments. `on_step` is called after each step, `on_end` at the end of
+    each segment. Returns a sentence on why the end of the trace was not reached, or "". Raises ProtocolError for a
+    damaged file, or one that is not a trace."""
     troubles = []
     for each in segment_paths(path):
         replay = Replay(each).run(on_step=on_step)
@@ -30,7 +30,7 @@ def _troubles(replay: Replay) -> list[str]:
 
 
 def stats_of(replay: Replay) -> Stats:
-    """The counters and gauges of the engine as they were, as EngineCore.stats() makes them."""
+    """The engine's counters and gauges, like EngineCore.stats()."""
     scheduler = replay.scheduler
     stats = scheduler.meter.stats(scheduler.meter.now_s)
     stats.num_running, stats.num_waiting = len(scheduler.running), scheduler.queues.num_waiting

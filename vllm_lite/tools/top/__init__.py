@@ -1,6 +1,6 @@
-"""`top`: what a server's engines do, live, in a terminal.
+"""`top`: a live view of a server's engines, in a terminal.
 
-watched.py   follows /v1/live: what an engine has, and what it did between two looks
-screen.py    draws that within so many lines and columns
-terminal.py  shows it until `q`, over times without a server
+watched.py   follows /v1/live: the engines' states, and rates between two states
+screen.py    draws them within a number of lines and columns
+terminal.py  shows them until `q`, also while the server is unreachable
 """

@@ -1,4 +1,4 @@
-"""Draws the engines of a server, and its models if it has several, within so many lines and columns."""
+"""Draws the engines of a server, and its models if it has several, within a number of lines and columns."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,21 +14,21 @@ BARS = " ▁▂▃▄▅▆▇█"
 ORDER = ("running", "swapped", "preempted", "waiting")
 COLUMNS = ("request", "state", "prompt", "cached", "output", "blocks", "age", "waits for")
 OPTIONAL = ("cached", "blocks", "prompt", "age", "output", "waits for")
-"""Columns that go one by one where a terminal is too narrow for all."""
+"""Columns that are dropped, in this order, if the terminal is too narrow."""
 OF_MODELS = ("model", "state", "memory", "requests", "swaps", "used", "problem")
 NUMBERS = ("prompt", "cached", "output", "blocks", "age", "memory", "requests", "used")
 ENGINE_LINES = 6
 """Lines of an engine without its requests."""
 LEAST_ROWS = 2
-"""An engine with room for fewer requests gets one line alone."""
+"""An engine with room for fewer requests gets a single line."""
 MIN_TABLE = 3
-"""Lines that are too few for a table of models."""
+"""Minimum number of lines for a table of models."""
 MAX_ID_CHARS = 40
 MIN_CHARS = 6
 
 
 def screen(watched: ServerLook, num_lines: int, num_columns: int) -> RenderableType:
-    """As much as fits."""
+    """Draw as much as fits."""
     num_engines = len(watched.engines)
     room = max(1, num_lines - 1)
     for_models = 0 if not watched.models else max(1, room // 3) if num_engines else room - 1
@@ -40,7 +40,7 @@ def screen(watched: ServerLook, num_lines: int, num_columns: int) -> RenderableT
 
 
 def _engines(watched: ServerLook, num_lines: int, num_columns: int) -> Iterator[RenderableType]:
-    """Each with its requests if there is room for that, else in a line."""
+    """Draw each engine with its requests, or in one line if there is too little room."""
     engines = [(number, watched.engines[number]) for number in sorted(watched.engines, key=_order)]
     room = num_lines // len(engines) - ENGINE_LINES
     if room >= LEAST_ROWS:
@@ -55,7 +55,7 @@ def _engines(watched: ServerLook, num_lines: int, num_columns: int) -> Iterator[
 
 
 def plain(text: object) -> str:
-    """A text of others without what a terminal would obey."""
+    """A text without control characters, as it may come from others."""
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in str(text))
 
 
@@ -73,7 +73,8 @@ def _order(number: str) -> tuple[str, str]:
 
 
 def _name(number: str, engine: EngineLook, num_engines: int) -> str:
-    """The model's name among several, else that of its folder, with the engine's number if there are several."""
+    """The name of an engine: its model's name if there are several models, else its folder's, with the engine's number
+    if there are several."""
     if model_of(number):
         return plain(number.removesuffix("/0"))
     name = plain(engine.head["model"].rstrip("/").rpartition("/")[2])
@@ -91,13 +92,13 @@ def _summary(name: str, engine: EngineLook) -> str:
 
 
 def _models(watched: ServerLook, num_lines: int, num_columns: int) -> list[RenderableType]:
-    """The models of a server of several, those that are loaded first; without a table if it has no room."""
+    """The models of a server with several, loaded ones first; only the title if there is no room for a table."""
     models = watched.models
     held = sum(model["memory_bytes"] for model in models.values())
     title = f"{len(models)} models, {_size(held)} of {_size(watched.memory_limit_bytes)} of memory"
     if num_lines <= MIN_TABLE:
         return [_line(title, "bold")]
-    room = num_lines - 2  # below the title and the names of columns
+    room = num_lines - 2  # below the title and the column names
     order = sorted(models, key=lambda name: (STATES.index(models[name]["state"]), name))
     shown = order if len(order) <= room else order[: room - 1]
     cells = [[plain(name), *_model_cells(models[name], watched.time_s)] for name in shown]
@@ -177,7 +178,8 @@ def _blocks(engine: EngineLook, num_columns: int) -> str:
 
 
 def _table(columns: tuple[str, ...], rows: Iterable[list[str]], num_columns: int, optional: Iterable[str]) -> Table:
-    """A line of each; what has no room is taken from the first column and the last, and then from `optional` ones."""
+    """A table with a line per row. If it is too wide, the first and last columns are narrowed, then `optional` ones
+    dropped."""
     cells = [list(columns), *rows]
     kept = list(range(len(columns)))
     for name in optional:
@@ -202,7 +204,7 @@ def _width(cells: list[list[str]], index: int) -> int:
 
 
 def _least(cells: list[list[str]], kept: list[int]) -> int:
-    """Columns of a terminal that a table takes whose first and last columns are as narrow as they may be."""
+    """The width of a table whose first and last columns are as narrow as allowed."""
     ends = sum(min(MIN_CHARS, _width(cells, index)) for index in {kept[0], kept[-1]})
     return ends + sum(_width(cells, index) for index in kept[1:-1]) + len(kept) - 1
 
@@ -218,6 +220,6 @@ def _cells(row: dict[str, Any], now_s: float) -> Iterator[str]:
 
 
 def sparkline(values: list[float]) -> str:
-    """A character for each value, the largest as high as a line."""
+    """A character per value; the largest value is a full block."""
     largest = max(values, default=0.0)
     return "".join(BARS[round((len(BARS) - 1) * value / largest)] if largest else BARS[0] for value in values)

@@ -1,4 +1,4 @@
-"""Shows a server's engines in a terminal until `q` or Ctrl-C, also over a time in which the server is gone."""
+"""Shows a server's engines in a terminal until `q` or Ctrl-C, also while the server is unreachable."""
 
 import os
 import queue
@@ -23,13 +23,13 @@ from vllm_lite.tools.top.watched import ServerLook, follow, take
 
 AGAIN_S = 1.0
 KEYS_S = 0.1
-"""How long a key, an event or another size of the terminal waits to be seen."""
+"""Interval at which keys, events and the terminal's size are checked."""
 FIRST_S = 60.0
 QUIT = b"qQ\x03\x04"
 
 
 class Follower(threading.Thread):
-    """Reads a server's events aside, again and again, and puts them, or why there are none, into `found`."""
+    """Reads a server's events in a thread, reconnecting, and puts them, or errors, into `found`."""
 
     def __init__(self, address: Address, api_key: str | None, model: str | None) -> None:
         super().__init__(name="follower", daemon=True)
@@ -47,7 +47,7 @@ class Follower(threading.Thread):
 
 
 class ServerPicture:
-    """The picture of a server, and why it is an old one if the server is gone."""
+    """The picture of a server, with the error if the server is unreachable."""
 
     def __init__(self, follower: Follower) -> None:
         self._found = follower.found
@@ -65,7 +65,7 @@ class ServerPicture:
             raise RemoteError(self._trouble)
 
     def catch_up(self) -> None:
-        """Take in all that has come."""
+        """Process all events received so far."""
         with suppress(queue.Empty):
             while True:
                 self._take(self._found.get_nowait())
@@ -87,9 +87,9 @@ class ServerPicture:
 
 
 def show(address: Address, api_key: str | None, model: str | None) -> None:
-    """Draw each look over the one before. Raises RemoteError if there is no server at the beginning."""
+    """Draw each state over the one before. Raises RemoteError if there is no server at the start."""
     for name in ("COLUMNS", "LINES"):
-        os.environ.pop(name, None)  # the size that a shell has once exported, which no resize changes
+        os.environ.pop(name, None)  # a size once exported by a shell, which no resize changes
     console = Console(highlight=False)
     follower = Follower(address, api_key, model)
     follower.start()
@@ -111,7 +111,8 @@ def show(address: Address, api_key: str | None, model: str | None) -> None:
 
 @contextmanager
 def keys() -> Iterator[int | None]:
-    """Have keys come one by one, unseen. Yields the terminal's descriptor; None if nobody types at one."""
+    """A block in which keys are read one at a time, without echo. Yields the terminal's descriptor; None if stdin is no
+    terminal."""
     if not sys.stdin.isatty():
         yield None
         return
@@ -125,7 +126,7 @@ def keys() -> Iterator[int | None]:
 
 
 def is_over(descriptor: int | None) -> bool:
-    """Wait a moment for a key. Returns whether one has ended it, or the terminal has."""
+    """Wait KEYS_S for a key. Returns whether to quit: by a key, or as the terminal is gone."""
     if descriptor is None:
         time.sleep(KEYS_S)
         return False

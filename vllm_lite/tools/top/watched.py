@@ -1,4 +1,4 @@
-"""Follows a server's /v1/live: what its engines have now, and what they did between two looks."""
+"""Follows a server's /v1/live: its engines' states, and rates between two states."""
 
 import json
 from collections import deque
@@ -13,19 +13,20 @@ from vllm_lite.tools.chat.remote_server import Address, check, client_settings, 
 
 PATH = "/v1/live"
 SILENCE_S = 30.0
-"""A server says something twice a second."""
+"""Timeout without data; a server sends an event twice a second."""
 NUM_KEPT = 120
-"""Looks that are kept for speeds: a minute's."""
+"""Number of speeds kept: a minute's."""
 
 
 class EngineLook:
-    """An engine as the events say it is. `head` has what is sent whole each time, `requests` are merged."""
+    """An engine's state from the events. `head` has the fields that every event has completely; `requests` are
+    merged."""
 
     def __init__(self) -> None:
         self.head: dict[str, Any] = {}
         self.requests: dict[str, dict[str, Any]] = {}
         self.speeds: deque[float] = deque(maxlen=NUM_KEPT)
-        """Tokens generated per second, look by look."""
+        """Tokens generated per second, for each event."""
         self._before: tuple[float, dict[str, Any]] | None = None
         self._last: tuple[float, dict[str, Any]] | None = None
 
@@ -45,12 +46,12 @@ class EngineLook:
 
     @property
     def time_s(self) -> float:
-        """The server's time at the last look."""
+        """The server's time at the last event."""
         return 0.0 if self._last is None else self._last[0]
 
     def rate(self, name: str) -> float:
-        """A count's growth in a second, between the last two looks; 0 at the first, and where an engine has begun
-        anew."""
+        """A counter's growth per second between the last two events; 0 after the first one, or after an engine's
+        restart."""
         if self._before is None or self._last is None or self._last[0] <= self._before[0]:
             return 0.0
         grown = self._last[1]["counts"][name] - self._before[1]["counts"][name]
@@ -67,7 +68,7 @@ class EngineLook:
 
 
 class ServerLook:
-    """All engines of a server; of one with several models also these, and the memory that they may take together."""
+    """All engines of a server; for a server with several models, also the models and their memory limit."""
 
     def __init__(self) -> None:
         self.engines: dict[str, EngineLook] = {}
@@ -75,18 +76,18 @@ class ServerLook:
         self.memory_limit_bytes = 0
         self.time_s = 0.0
         self.is_whole = True
-        """Whether the last event was not about one model of several alone."""
+        """Whether the last event was about all models."""
 
     @property
     def has_speeds(self) -> bool:
-        """Whether each engine that is there has been seen twice."""
+        """Whether there are two states of each engine."""
         shown = set(map(model_of, self.engines))
         missing = [name for name, model in self.models.items() if _has_engines(model) and name not in shown]
         return self.is_whole and not missing and all(engine.is_seen_twice for engine in self.engines.values())
 
     def take(self, kind: str, data: dict[str, Any]) -> None:
-        """Take in an event; a snapshot has everything, an update what has changed. One that names a model is about the
-        engines of that model alone."""
+        """Process an event: a snapshot is complete, an update has changes. An event with a model is about that model's
+        engines only."""
         of, engines, models = data.get("model"), data.get("engines"), data.get("models")
         if engines is None and models is None:
             raise ValueError("neither engines nor models")
@@ -104,7 +105,7 @@ class ServerLook:
             self._take_models(kind, models)
 
     def _forget(self, of: str | None, engines: dict[str, Any]) -> None:
-        """Forget what a snapshot does not have."""
+        """Remove engines that a snapshot does not have."""
         for number, engine in list(self.engines.items()):
             if of is not None and model_of(number) != of:
                 continue
@@ -127,7 +128,7 @@ class ServerLook:
 
 
 def model_of(number: str) -> str:
-    """The model whose engine has this number, like `chat/0`; "" where a server has one model."""
+    """The model of the engine with this number, like `chat/0`; "" on a server with one model."""
     return number.rpartition("/")[0]
 
 
@@ -136,7 +137,7 @@ def _has_engines(model: dict[str, Any]) -> bool:
 
 
 def follow(address: Address, api_key: str | None, model: str | None = None) -> Iterator[tuple[str, Any]]:
-    """Yield the kind and the data of a server's events; of several models those of `model`, if one is given. Raises
+    """Yield the kind and data of a server's events; with several models only those of `model`, if given. Raises
     RemoteError."""
     transport = httpx.HTTPTransport(uds=address.uds) if address.uds is not None else None
     settings = client_settings(address, api_key, SILENCE_S)
@@ -152,7 +153,7 @@ def follow(address: Address, api_key: str | None, model: str | None = None) -> I
 
 
 def events(lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
-    """Read the lines of a stream of events. Raises RemoteError."""
+    """Parse the lines of a stream of events. Raises RemoteError."""
     kind = ""
     for line in lines:
         name, _, value = line.partition(":")
@@ -167,7 +168,7 @@ def events(lines: Iterable[str]) -> Iterator[tuple[str, Any]]:
 
 
 def looks(found: Iterable[tuple[str, Any]]) -> Iterator[ServerLook]:
-    """Yield the engines of a server after each of its events. Raises RemoteError."""
+    """Yield the state of a server after each of its events. Raises RemoteError."""
     look = ServerLook()
     for kind, data in found:
         take(look, kind, data)
@@ -175,7 +176,7 @@ def looks(found: Iterable[tuple[str, Any]]) -> Iterator[ServerLook]:
 
 
 def take(look: ServerLook, kind: str, data: Any) -> None:
-    """Take in an event. Raises RemoteError for what is none."""
+    """Process an event. Raises RemoteError for an invalid one."""
     try:
         look.take(kind, data)
     except (ValueError, LookupError, AttributeError, TypeError) as error:
