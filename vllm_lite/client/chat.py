@@ -20,8 +20,7 @@ logger = log.get(__name__)
 
 
 class ChatTokenizer:
-    """A checkpoint's tokenizer and chat template. Its methods have the names and defaults that they have in
-    transformers."""
+    """A checkpoint's tokenizer and chat template. Methods have the names and defaults of transformers."""
 
     def __init__(self, tokenizer: Tokenizer | None, folder: str | Path, eos_token_ids: Sequence[int] = ()) -> None:
         """The template is read from `folder` when it is needed. Raises ModelError without a tokenizer."""
@@ -84,7 +83,7 @@ class ChatTokenizer:
         return template
 
     def find_template(self, given: str | Path | None = None) -> ChatTemplate | None:
-        """As template(), but None for none."""
+        """See template(); returns None if there is none."""
         if given is not None:
             return ChatTemplate.load(self._folder, given)
         self._template = self._template or ChatTemplate.load(self._folder)

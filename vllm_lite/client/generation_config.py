@@ -1,8 +1,8 @@
-"""Sampling defaults: what a checkpoint's generation_config.json recommends, and what the user says instead.
+"""Sampling defaults: the recommendations of a checkpoint's generation_config.json, and the user's overrides.
 
-The names are those of transformers' GenerationConfig, and so is the file. A GGUF file says the same of itself, where no
-other lies beside it. `do_sample` is not followed, as in vLLM: many
-files say false, or nothing, beside a temperature that their authors recommend. A request without a temperature samples.
+Names and file format are those of transformers' GenerationConfig. A GGUF file's metadata replace a missing file.
+`do_sample` is ignored, as in vLLM: many files have false, or nothing, beside a recommended temperature. A request
+without a temperature samples.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from vllm_lite.runtime.untrusted_files import read_bounded
 
 FILE = "generation_config.json"
 AUTO, NONE = "auto", "vllm"
-"""The sources that are no path: the checkpoint's own file, and no file."""
+"""Sources that are not paths: the checkpoint's own file, and no file."""
 MAX_FILE_BYTES = 1024 * 1024
 GGUF_KEY = "general.sampling."
 GGUF_KEYS = {
@@ -30,13 +30,13 @@ GGUF_KEYS = {
     "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
 }
-"""What a GGUF file calls the entries that are followed. It says no more of them than a generation_config.json."""
+"""Entry -> its name in a GGUF file."""
 
 logger = log.get(__name__)
 
 
 class GenerationOverrides(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The entries of a generation_config.json that are followed. One that is None takes the file's value away."""
+    """The supported entries of a generation_config.json. None removes the file's value."""
 
     repetition_penalty: float | UnsetType | None = UNSET
     temperature: float | UnsetType | None = UNSET
@@ -56,9 +56,8 @@ class GenerationOverrides(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 class GenerationDefaults(NamedTuple):
     """Sampling defaults of requests.
 
-    `params` are fields of SamplingParams. `max_tokens` bounds every request, whatever it asks for; None is no bound: a
-    checkpoint's own max_new_tokens is a recommendation, one that the user sets is a limit. `because` says where all
-    that comes from.
+    `params` are fields of SamplingParams. `max_tokens` limits every request; None: no limit. A checkpoint's own
+    max_new_tokens is a recommendation, one that the user sets is a limit. `because` names the sources.
     """
 
     params: dict[str, Any]
@@ -72,7 +71,7 @@ class GenerationDefaults(NamedTuple):
 
 
 def check_source(source: str) -> None:
-    """Raises ValueError for a `source` that is neither "auto" nor "vllm" nor a file or a folder with one."""
+    """Raise ValueError unless `source` is "auto", "vllm", a file or a folder with one."""
     if source not in (AUTO, NONE) and not _file(source).is_file():
         raise ValueError(
             f"generation_config must be one of {AUTO}, {NONE}, or a folder with a {FILE}, got {source!r}, where there "
@@ -81,7 +80,7 @@ def check_source(source: str) -> None:
 
 
 def read_overrides(given: Any) -> GenerationOverrides | None:
-    """Convert what a Python caller gives, a dict or None. Raises ConfigError."""
+    """Convert a Python caller's dict or None. Raises ConfigError."""
     if not isinstance(given, Mapping | None):
         raise ConfigError(f"override_generation_config must be a dict, got {given!r}")
     try:
@@ -93,7 +92,7 @@ def read_overrides(given: Any) -> GenerationOverrides | None:
 def generation_defaults(
     folder: str | Path, source: str = AUTO, overrides: GenerationOverrides | None = None
 ) -> GenerationDefaults:
-    """The defaults for the checkpoint in `folder`: those of `source`, and `overrides` above them. Raises ModelError."""
+    """Read the defaults for the checkpoint in `folder`: of `source`, changed by `overrides`. Raises ModelError."""
     path = None if source == NONE else Path(folder) / FILE if source == AUTO else _file(source)
     given = {} if path is None else _read(path)
     if source == AUTO and not given and (files := gguf_files(Path(folder))):
@@ -129,7 +128,7 @@ def _file(source: str) -> Path:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The entries of a file that are followed, and do_sample; {} if there is no file. Raises ModelError."""
+    """Read a file's supported entries, and do_sample; {} if there is no file. Raises ModelError."""
     if not path.is_file():
         return {}
     try:
@@ -141,7 +140,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _of_gguf(file: Path) -> dict[str, Any]:
-    """The entries of a GGUF file that are followed, under the names of a generation_config.json. Raises ModelError."""
+    """Read a GGUF file's supported entries, under the names of a generation_config.json. Raises ModelError."""
     values = read_metadata(file)
     found = {name: values.get(f"{GGUF_KEY}{key}") for name, key in GGUF_KEYS.items()}
     # a file has float32, whose 0.95 is 0.949999988
@@ -153,7 +152,7 @@ def _of_gguf(file: Path) -> dict[str, Any]:
 
 
 def _params(given: dict[str, Any]) -> dict[str, Any]:
-    """The entries under the names of SamplingParams, which checks them: raises ValueError or TypeError."""
+    """Convert entries to fields of SamplingParams, which checks them: raises ValueError or TypeError."""
     from vllm_lite.protocol.params import SamplingParams  # takes 20 ms, and a command that only reads settings has none
 
     names = {name: name for name in GenerationOverrides.__struct_fields__} | {"max_new_tokens": "max_tokens"}

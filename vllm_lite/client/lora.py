@@ -1,4 +1,4 @@
-"""LoRARequest: which adapter a request is computed with, for Python's callers; loaded when it is first named."""
+"""LoRARequest: a request's adapter, in the Python API; the engine loads an adapter when it is first named."""
 
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ LOAD_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class LoRARequest:
-    """An adapter by its name. `lora_path` is its folder, as PEFT writes it, on the engine's host; it may be left out
-    for one that is loaded already. `lora_int_id` is taken for vLLM's sake: names tell adapters apart."""
+    """An adapter by its name. `lora_path`: its PEFT folder on the engine's host; optional for an adapter already
+    loaded. `lora_int_id` is accepted for compatibility with vLLM; names distinguish adapters."""
 
     lora_name: str
     lora_int_id: int = 1
@@ -22,8 +22,8 @@ class LoRARequest:
 
 
 def begin_load(session: AnySession, request: LoRARequest | None) -> "Future[AdapterAnswer] | None":
-    """Have the engine load an adapter that it does not know; None if there is nothing to wait for. Raises RequestError
-    for what is no adapter of this engine and cannot become one."""
+    """Let the engine load an adapter that it does not know; None if there is nothing to wait for. Raises RequestError
+    if it is not known and has no path, or the engine serves no adapters."""
     if request is None:
         return None
     if not isinstance(request, LoRARequest):

@@ -1,4 +1,4 @@
-"""The results that a user gets, under vLLM's names."""
+"""Results for users, under vLLM's names."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -48,16 +48,15 @@ class CompletionOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     marks: Sequence[Mark] = field(default=(), repr=False, compare=False)
-    """Where added tokens of the vocabulary stand in `text`, for those who take it apart."""
+    """Positions in `text` of added tokens of the vocabulary, for parsers."""
     ends: Sequence[int] = field(default=(), repr=False, compare=False)
-    """With logprobs, the place in `text` behind each token; fewer than there are tokens if those at the end have none.
-    """
+    """With logprobs, the position in `text` after each token; the last tokens may have none yet."""
 
     def finished(self) -> bool:
         return self.finish_reason is not None
 
     def singly(self) -> Iterator["CompletionOutput"]:
-        """Yield the parts that would have come if there had been one for each token. It needs the logprobs."""
+        """Yield one part for each token. Requires logprobs."""
         count, at, num_marks = len(self.token_ids), 0, 0
         for place in range(count - 1):
             end = self.ends[place] if place < len(self.ends) else at
@@ -86,9 +85,9 @@ class RequestOutput:
     """A request so far. `outputs` has its n samples by index; with best_of and beam search they are ranked, best first.
     With output kind DELTA it has only the samples with something new.
 
-    `prompt_logprobs[i]`, where asked for, maps token ids to candidates for `prompt_token_ids[i]`, that token first; it
-    is None for the first token, which has no context. `num_cached_tokens`, known when a sample has ended, counts
-    prompt tokens whose KV was cached.
+    `prompt_logprobs[i]`, if requested, maps token ids to candidates for `prompt_token_ids[i]`, that token first; it is
+    None for the first token, which has no context. `num_cached_tokens`, known when a sample has ended, counts prompt
+    tokens whose KV was cached.
     """
 
     request_id: str

@@ -1,7 +1,7 @@
-"""Vectors and scores: prompts in, one message to the engine and one back for each of them. No torch.
+"""Embeddings and scores: prompts in, one message to the engine and one back for each of them. No torch.
 
-PoolingFactory checks and tokenizes what a user gives; a PoolingStream is one request, which LLM, AsyncClient and the
-server follow as they follow those that generate.
+PoolingFactory checks and tokenizes a user's input; a PoolingStream is one request, which LLM, AsyncClient and the
+server follow like requests that generate.
 """
 
 from array import array
@@ -28,12 +28,12 @@ if TYPE_CHECKING:  # both import the events of streams
 Check = Callable[[], None]
 NO_TEXT = "the text is empty; it needs at least one token"
 OVERLAP_SHARE = 4
-"""Windows of a long text's tokens share one of so many of theirs, unless a request says otherwise."""
+"""By default consecutive windows of a long text share 1 / OVERLAP_SHARE of their tokens."""
 
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """The numbers of one request: a vector, a number for each label, or a list of a vector for each token."""
+    """The numbers of one request: a vector, a number for each label, or a vector for each token."""
 
     data: list[Any]
 
@@ -57,7 +57,7 @@ class ScoringOutput:
 
 @dataclass(slots=True)
 class PoolingRequestOutput:
-    """The result of one request. `outputs` is of the kind that the call asks for."""
+    """The result of one request. The type of `outputs` depends on the task."""
 
     request_id: str
     outputs: Any
@@ -71,28 +71,28 @@ class PoolingStream:
     """One request from its message to its end. Events after the end are ignored."""
 
     num_tokens = 0
-    """It generates none."""
+    """Number of generated tokens, always 0."""
     ends_at_once = True
 
     def __init__(self, request_id: str, prompt: Prompt, params: SamplingParams, pooling: Pooling) -> None:
-        """Made by PoolingFactory."""
+        """Called by PoolingFactory."""
         self.request_id = request_id
         self.prompt = prompt
         self.params = params
         self.pooling = pooling
         self.part: TextPart | None = None
-        """Its place in a text that is longer than the model takes; None: it is all of its text."""
+        """Place of this window in a text that is longer than the model takes; None: the request is a whole text."""
         self.placed: Placed | None = None
-        """The text's tokens and their places, where entities are wanted."""
+        """The text's tokens with their places, if entities are requested."""
         self.adapter = ""
-        """The name of the adapter that computes it."""
+        """Name of the request's adapter; empty for none."""
         self.samples = (None,)
         self.finished = False
         self.error: VllmLiteError | None = None
         self.metrics = RequestMetrics(0.0)
         self.num_cached_tokens = 0
         self.data = b""
-        """Float32 numbers, once it has finished without an error."""
+        """Float32 numbers, once the request has finished without an error."""
 
     def message(self) -> Generate:
         """Make the message that starts this request in an engine."""
@@ -100,15 +100,15 @@ class PoolingStream:
         return Generate(self.request_id, prompt, self.params, pooling=self.pooling, adapter=self.adapter)
 
     def own_message(self) -> None:
-        """It is no fork."""
+        """Return None: the request is not a fork."""
 
     def starts_again(self, event: "Event", is_live: Callable[[str], bool]) -> bool:
-        """It is no fork."""
+        """Return False: the request is not a fork."""
         del event, is_live
         return False
 
     def apply(self, event: "Event") -> None:
-        """Take the next event."""
+        """Handle the next event."""
         if self.finished:
             return
         if not isinstance(event, Finished):
@@ -125,22 +125,22 @@ class PoolingStream:
             self.data = event.pooled
 
     def settle(self, session: "AnySession") -> None:
-        """Drop in the session what has ended here."""
+        """Drop an ended request from the session."""
         if self.finished:
             session.drop(self.request_id, stopped=self.error is None)
 
     def numbers(self) -> list[float]:
-        """All numbers, one after the other."""
+        """All numbers, concatenated."""
         return array("f", self.data).tolist()
 
     def rows(self) -> Iterator[list[float]]:
-        """The vector of one token after the other."""
+        """Yield the vector of each token."""
         numbers = array("f", self.data)
         size = len(numbers) // len(self.prompt.token_ids)
         return (numbers[start : start + size].tolist() for start in range(0, len(numbers), size))
 
     def output(self) -> PoolingRequestOutput:
-        """The result, in the form that the task has."""
+        """Make the result, in the form of the task."""
         task = self.pooling.task
         outputs: Any
         if task in TOKEN_TASKS:
@@ -158,7 +158,7 @@ class PoolingStream:
 
 
 def by_text(streams: Iterable[PoolingStream]) -> Iterator[list[PoolingStream]]:
-    """The streams of each text: one, or those of its windows."""
+    """Group streams by text: a single one, or those of its windows."""
     own = list[PoolingStream]()
     for stream in streams:
         own.append(stream)
@@ -168,8 +168,8 @@ def by_text(streams: Iterable[PoolingStream]) -> Iterator[list[PoolingStream]]:
 
 
 def joined(streams: list[PoolingStream]) -> PoolingStream:
-    """The stream of a text, made of those of its windows once these have finished: rows side by side, or the mean of
-    vectors, each weighted by its tokens."""
+    """Join the finished streams of a text's windows to one: rows concatenated, or the mean of vectors, weighted by
+    tokens."""
     first, part = streams[0], streams[0].part
     if part is None:
         return first
@@ -198,16 +198,16 @@ class PoolingFactory:
 
     @property
     def tasks(self) -> tuple[PoolingTask, ...]:
-        """Tasks that the model can do."""
+        """Tasks of the model."""
         return self.limits.pooler.tasks
 
     @property
     def first_task(self) -> PoolingTask:
-        """The task of requests that name none."""
+        """Default task of requests."""
         return self.tasks[0] if self.tasks else "embed"
 
     def check_task(self, task: PoolingTask, params: PoolingParams) -> None:
-        """Raises RequestError if the model, or what is asked of it, does not go with the task."""
+        """Raise RequestError if the model or the params do not support the task."""
         pooler = self.limits.pooler
         if task not in pooler.tasks:
             if not pooler.tasks:
@@ -229,8 +229,8 @@ class PoolingFactory:
     def make(
         self, prompts: Sequence[PromptLike], params: PoolingParams, task: PoolingTask, ids: Sequence[str]
     ) -> list[PoolingStream]:
-        """Check and tokenize prompts, the texts among them together. A text that is longer than the model takes has a
-        stream for each of its windows, where the task allows that. Raises RequestError."""
+        """Check and tokenize prompts, all texts together. A text that is longer than the model takes gets a stream for
+        each of its windows, if the task allows that. Raises RequestError."""
         self.check_task(task, params)
         wire, kept = _wire_params(params), self._num_kept(params)
         longest = self._longest(task, kept)
@@ -269,9 +269,8 @@ class PoolingFactory:
     def make_placed(
         self, texts: Sequence[str], params: PoolingParams, stride: int | None, ids: Sequence[str]
     ) -> list[PoolingStream]:
-        """Requests for the logits of texts' tokens, with the places of these. Windows of a text that is longer than the
-        model takes share `stride` tokens, at most half of what it takes, so that each window goes on by the other half;
-        None: a quarter. Raises RequestError."""
+        """Make requests for logits of texts' tokens, with the tokens' places. Windows of a text that is longer than the
+        model takes share `stride` tokens, at most half of a window; None: a quarter. Raises RequestError."""
         task: PoolingTask = "token_classify"
         self.check_task(task, params)
         if self.tokenizer is None:
@@ -297,7 +296,7 @@ class PoolingFactory:
     def make_pairs(
         self, pairs: Sequence[Pair], params: PoolingParams, ids: Sequence[str], instruction: str | None = None
     ) -> list[PoolingStream]:
-        """Requests that score pairs of texts by the model's head. Raises RequestError."""
+        """Make requests that score pairs of texts by the model's head. Raises RequestError."""
         self.check_task("score", params)
         if self.tokenizer is None:
             raise RequestError("pairs of texts need a tokenizer, and this model has none")
@@ -319,7 +318,7 @@ class PoolingFactory:
     # ---- inside
 
     def _windows(self, whole: PoolingStream, added: tuple[int, int], overlap: int) -> list[PoolingStream]:
-        """Streams of the windows of a text that is too long for one."""
+        """Make a stream for each window of a text that is too long for one."""
         streams = []
         for number, (prompt, part) in enumerate(windows_of(whole.prompt, added, self.limits.max_model_len, overlap)):
             own = PoolingStream(f"{whole.request_id}-w{number}", prompt, whole.params, whole.pooling)
@@ -328,8 +327,8 @@ class PoolingFactory:
         return streams
 
     def _num_added(self, prompt: Prompt, task: PoolingTask) -> tuple[int, int]:
-        """Numbers of special tokens at both ends of a long text; token ids are taken as they are. Raises RequestError
-        where the rows of a token would lack these."""
+        """Numbers of special tokens at both ends of a long text; none are added to token ids. Raises RequestError for
+        token ids if a task needs the rows of these tokens."""
         if prompt.text is None or self.tokenizer is None:
             if task in TOKEN_TASKS:
                 raise PooledLengthError(self.limits.max_model_len, len(prompt.token_ids))
@@ -338,7 +337,7 @@ class PoolingFactory:
         return placed.num_added() if placed.token_ids == prompt.token_ids else (0, 0)
 
     def _longest(self, task: PoolingTask, kept: int | None) -> int:
-        """Tokens of the longest text, which may be computed in windows unless it is cut to `kept` tokens."""
+        """Maximum tokens of a text, which may be computed in windows unless it is truncated to `kept` tokens."""
         usual, longer = self.limits.max_model_len, 0
         if kept is None:
             longer = {"embed": self.limits.pooler.longest_text, "token_classify": LONGEST_TEXT}.get(task, 0)
@@ -378,12 +377,12 @@ class PoolingFactory:
 
 
 def _place(place: int, count: int) -> str:
-    """Prefix of an error that names the text it is about, if there are several."""
+    """Prefix of an error that names the text, if there are several."""
     return f"text {place}: " if count > 1 else ""
 
 
 def _wire_params(params: PoolingParams) -> SamplingParams:
-    """Who asks, until when, and how urgent it is."""
+    """Params for the engine's scheduler: user, deadline and priority."""
     return SamplingParams(
         max_tokens=1,
         seed=0,
@@ -396,7 +395,7 @@ def _wire_params(params: PoolingParams) -> SamplingParams:
 
 
 def similarity(first: Sequence[float], second: Sequence[float]) -> float:
-    """The cosine of the angle between two vectors."""
+    """Cosine similarity of two vectors."""
     product = sum(x * y for x, y in zip(first, second, strict=True))
     lengths = sum(x * x for x in first) * sum(y * y for y in second)
     return max(-1.0, min(1.0, float(product / lengths**0.5))) if lengths else 0.0

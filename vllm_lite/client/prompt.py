@@ -1,4 +1,4 @@
-"""Checks prompts and params before anything is sent. Each error names the wrong value and what would be right."""
+"""Checks prompts and params before anything is sent. Each error names the wrong value and what is allowed."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +18,9 @@ class TextPrompt(TypedDict):
 
 
 class TokensPrompt(TypedDict):
-    """`prompt` is the text that the ids came from. It is only copied to the output. `marks` are the places, in tokens
-    and ascending, where later prompts are likely to part from this one, as at ends of messages: a model with recurrent
-    layers keeps its state there. Without them those behind the model's end tokens are taken."""
+    """`prompt`: the text of the ids, only copied to the output. `marks`: ascending positions in tokens where later
+    prompts are likely to diverge from this one, such as ends of messages; a model with recurrent layers saves its state
+    there. By default the positions after the model's end tokens."""
 
     prompt_token_ids: Sequence[int]
     prompt: NotRequired[str | None]
@@ -28,8 +28,7 @@ class TokensPrompt(TypedDict):
 
 
 class SpansPrompt(TypedDict):
-    """Text and media, one after another. `shown_as` is the text that they came from, which is only copied to the
-    output."""
+    """Text and media, in order. `shown_as`: the text from which they came, only copied to the output."""
 
     spans: Sequence[Span]
     shown_as: NotRequired[str | None]
@@ -37,8 +36,8 @@ class SpansPrompt(TypedDict):
 
 class ImagesPrompt(TypedDict):
     """A text with a placeholder for each image, and the images under "image": one or a list, each a path, bytes, a
-    data: URL or a Pillow image. `multi_modal_uuids` names them in the same way, and None stands for an image that was
-    called so before; `mm_processor_kwargs` are sizes of the processor."""
+    data: URL or a Pillow image. `multi_modal_uuids` names them likewise; an image that is None is one sent before under
+    its name. `mm_processor_kwargs`: sizes for the processor."""
 
     prompt: str
     multi_modal_data: Mapping[str, Any]
@@ -47,9 +46,9 @@ class ImagesPrompt(TypedDict):
 
 
 MIN_TEXT_BYTES = 512 * 1024
-"""A text of this size may always be tokenized at once: the library takes about 180 bytes of memory per byte of text."""
+"""Texts up to this size are always tokenized at once; the library takes about 180 bytes of memory per byte of text."""
 BYTES_PER_TOKEN = 32
-"""The most bytes per token, on the average of a prompt. A text with more per token of the context is not tokenized."""
+"""Maximum average bytes per token of a prompt. A text with more bytes per token of the context is not tokenized."""
 USUAL_BYTES_PER_TOKEN = 4
 
 PromptLike = str | Sequence[int] | TextPrompt | TokensPrompt | SpansPrompt | ImagesPrompt
@@ -58,22 +57,22 @@ _FORMS = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt that the engine will take."""
+    """A checked prompt, which the engine will accept."""
 
     text: str | None
     token_ids: list[int]
     marks: tuple[int, ...] = ()
-    """Where later prompts are likely to part from this one, in tokens: those of its user, or the ends of messages where
-    an engine wants to know them."""
+    """Positions in tokens where later prompts are likely to diverge: the user's marks, or the ends of messages for an
+    engine that uses them."""
     media: tuple[Media, ...] = ()
-    """What lies where `token_ids` has placeholders."""
+    """Media at the placeholders of `token_ids`."""
     contents: tuple[MediaContent, ...] = ()
-    """What an encoder reads of them."""
+    """Contents of the media for an encoder."""
 
 
 def message_ends(token_ids: list[int], limits: Welcome) -> tuple[int, ...]:
-    """Positions at which messages end: templates write the model's end token behind each. Of too many the first and the
-    last are kept."""
+    """Positions of the ends of messages, after each of which templates write the model's end token. If there are too
+    many, the first and the last are kept."""
     if not limits.wants_marks:
         return ()
     ends = frozenset(limits.eos_token_ids)
@@ -82,7 +81,7 @@ def message_ends(token_ids: list[int], limits: Welcome) -> tuple[int, ...]:
 
 
 def checked_marks(marks: Any, num_tokens: int) -> tuple[int, ...]:
-    """A user's marks in a prompt of so many tokens. Raises RequestError."""
+    """Check a user's marks in a prompt of `num_tokens` tokens. Raises RequestError."""
     if not isinstance(marks, Sequence) or isinstance(marks, (str, bytes, bytearray)) or len(marks) > MAX_MARKS:
         got = f"{len(marks)}" if isinstance(marks, Sequence) else type(marks).__name__
         raise RequestError(f"marks must be a list of at most {MAX_MARKS} numbers of tokens, got {got}")
@@ -101,11 +100,11 @@ def read_prompt(
     params: SamplingParams,
     check: Callable[[], None] = lambda: None,
 ) -> Prompt:
-    """Tokenize and check one prompt. At least one generated token has to fit behind it.
+    """Tokenize and check one prompt. At least one generated token has to fit after it.
 
-    `max_tokens` is an upper limit; where fewer fit, the engine stops there. If `params` truncate the prompt, its last
-    or first tokens are kept, together with the special tokens that a tokenizer adds at the ends of a text. Raises
-    RequestError, and what `check` raises, which is called now and then while a long text is tokenized.
+    `max_tokens` is an upper limit; if fewer fit, the engine stops there. If `params` truncate the prompt, its last or
+    first tokens are kept, together with the special tokens that a tokenizer adds at the ends of a text. Raises
+    RequestError, and the errors of `check`, which is called now and then while a long text is tokenized.
     """
     if isinstance(given, Mapping) and "spans" in given:
         return _of_spans(given, limits, params)
@@ -134,7 +133,7 @@ def read_prompt(
 
 
 def _of_spans(given: Mapping[str, Any], limits: Welcome, params: SamplingParams) -> Prompt:
-    """A prompt of text and media."""
+    """Make a prompt of text and media."""
     spans = given["spans"]
     if (
         not given.keys() <= {"spans", "shown_as"}
@@ -159,7 +158,7 @@ def _num_kept(params: SamplingParams, limits: Welcome) -> int | None:
 
 
 def max_text_bytes(max_model_len: int) -> int:
-    """The longest text that is tokenized for a context of `max_model_len` tokens."""
+    """Maximum bytes of a text that is tokenized for a context of `max_model_len` tokens."""
     return max(MIN_TEXT_BYTES, BYTES_PER_TOKEN * max_model_len)
 
 
@@ -172,9 +171,9 @@ def check_text(
 ) -> None:
     """Raise RequestError for a text that is too long to be tokenized, ContextLengthError if it exceeds the context.
 
-    A text of a usual length for the context passes, as it will be tokenized whole. More than max_text_bytes() are too
-    many in any case. In between, slices are tokenized, one after the other, until their tokens are too many. If
-    `params` truncate the text, only a part of its tokens has to fit, and without `params` none; then memory bounds it.
+    A text of a usual length for the context passes, as it will be tokenized whole. More than max_text_bytes() are
+    always too many. In between, slices are tokenized in turn until their tokens are too many. If `params` truncate the
+    text, only a part of its tokens has to fit, and without `params` none; then only memory limits it.
     """
     num_bytes = _num_bytes(text)
     if num_bytes > max_text_bytes(max_model_len):
@@ -213,7 +212,7 @@ def _num_bytes(text: str) -> int:
 
 
 def check_params(params: SamplingParams, tokenizer: Tokenizer | None, limits: Welcome) -> None:
-    """Check what depends on the model served. Raises RequestError."""
+    """Check params against the served model. Raises RequestError."""
     if not isinstance(params, SamplingParams):
         raise RequestError(f"sampling_params must be a SamplingParams, got {type(params).__name__}")
     if params.stop and tokenizer is None:
@@ -231,8 +230,8 @@ def check_params(params: SamplingParams, tokenizer: Tokenizer | None, limits: We
 
 
 def check_room(prompts: Iterable[Prompt], max_tokens: int | None, max_model_len: int) -> None:
-    """Refuse a `max_tokens` above the context, however short the prompt; a smaller one is cut to what fits. Raises
-    ContextLengthError."""
+    """Raise ContextLengthError for a `max_tokens` above the context, however short the prompt; a smaller one is limited
+    to the tokens that fit."""
     if max_tokens is not None and max_tokens > max_model_len:
         raise ContextLengthError(max_model_len, max(len(prompt.token_ids) for prompt in prompts), max_tokens)
 
@@ -251,7 +250,7 @@ def check_fork(parent: SamplingParams, params: SamplingParams, have: int) -> Non
 
 
 def unwrap(given: Any) -> tuple[str | Sequence[int], str | None]:
-    """Separate the prompt from the text that may stand beside token ids. Raises RequestError."""
+    """Separate the prompt from the text that may accompany token ids. Raises RequestError."""
     plain, text = given, None
     if isinstance(given, Mapping):
         if not given or not given.keys() <= {"prompt", "prompt_token_ids", "marks"}:
@@ -286,7 +285,7 @@ def encode(
 
 
 def checked_ids(token_ids: Sequence[int], vocab_size: int) -> list[int]:
-    """A copy of a user's token ids. Raises RequestError for one that is not in the vocabulary."""
+    """Copy a user's token ids. Raises RequestError for one that is not in the vocabulary."""
     if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
         return list(token_ids)
     for place, token_id in enumerate(token_ids):

@@ -1,7 +1,7 @@
-"""Spans as the likeliest path through tags: B begins a span, I goes on in it, E ends it, S is one of a single token.
+"""Spans as the likeliest path through tags: B begins a span, I continues it, E ends it, S is a span of one token.
 
-Each kind of span has these four labels, and one label is the background. A path may not leave a span that it has not
-ended, nor go on in one that it has not begun: so labels that contradict each other never come out (Viterbi 1967).
+Each kind of span has these four labels, and one label is the background. A path may not leave a span before its end,
+nor continue one that it has not begun, so results never contain contradictory labels (Viterbi 1967).
 """
 
 from array import array
@@ -14,7 +14,7 @@ TAGS = "BIES"
 
 
 class SpanTags(NamedTuple):
-    """Numbers of the labels: of the background, and of B, I, E and S of each kind of span."""
+    """Indices of the labels: of the background, and of B, I, E and S of each kind of span."""
 
     background: int
     kinds: dict[str, tuple[int, int, int, int]]
@@ -55,16 +55,16 @@ class _Steps(NamedTuple):
     to_background: list[int]
     """Kind of the span that ended before a token of the background, or OUTSIDE."""
     to_start: list[int]
-    """The same before the first token of a span."""
+    """Kind of the span that ended before the first token of a span, or OUTSIDE."""
     is_single: list[list[bool]]
-    """For each kind: whether a span that ends here begins here as well."""
+    """For each kind: whether a span that ends at this token also begins here."""
     is_begin: list[list[bool]]
-    """For each kind: whether a span that goes on behind this token begins here."""
+    """For each kind: whether a span that continues after this token begins here."""
 
 
 def best_spans(numbers: "array[float]", tags: SpanTags, num_labels: int, biases: Sequence[float] = ()) -> list[Span]:
-    """Spans of the likeliest path. `numbers` are the logits [tokens, labels] of a text, `biases` those of Calibration
-    in their order; () for none."""
+    """Find the spans of the likeliest path. `numbers`: logits [tokens, labels] of a text; `biases`: of Calibration, in
+    order; () for none."""
     biased = Calibration(*(biases or NO_BIASES))
     kinds, steps = [*tags.kinds.values()], _Steps([], [], [], [])
     unreached = float("-inf")
@@ -97,7 +97,7 @@ def best_spans(numbers: "array[float]", tags: SpanTags, num_labels: int, biases:
 
 
 def _way_back(steps: _Steps, num_tokens: int, kind: int) -> Iterator[tuple[int, int, int]]:
-    """Kind, first token and end of each span, the last one first. `kind` is that of a span which the last token ends,
+    """Yield kind, first token and end of each span, the last one first. `kind`: of the span that the last token ends,
     or OUTSIDE."""
     token = num_tokens - 1
     while token >= 0:

@@ -1,7 +1,7 @@
-"""Entities: spans of a text with a label, from the numbers of its tokens.
+"""Entities: labeled spans of a text, from the logits of its tokens.
 
-The ways to make one label of several tokens are those of transformers' pipeline, by their names, and "viterbi", the
-likeliest path through the tags of spans, for models whose labels are such tags (tag_paths.py).
+Aggregation strategies are those of transformers' pipeline, by their names, and "viterbi", the likeliest path through
+the tags of spans, for models whose labels are such tags (tag_paths.py).
 """
 
 from array import array
@@ -19,7 +19,7 @@ from vllm_lite.protocol.pooling import PoolerInfo
 Aggregation = Literal["none", "simple", "first", "average", "max", "viterbi"]
 AGGREGATIONS: tuple[Aggregation, ...] = get_args(Aggregation)
 BACKGROUND = ("O",)
-"""Labels of tokens that are no entity, unless a request names others."""
+"""Default labels of tokens outside of entities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +36,19 @@ class Entity:
 
 @dataclass(frozen=True, slots=True)
 class TokenClassificationOutput:
-    """Entities of one text, in its order."""
+    """Entities of one text, in order."""
 
     entities: list[Entity]
     text: str
 
     @property
     def redacted(self) -> str:
-        """The text with the label of each entity in its place, as <LABEL>."""
+        """The text with each entity replaced by its label, as <LABEL>."""
         return redacted(self.text, self.entities)
 
 
 def redacted(text: str, entities: Iterable[Entity]) -> str:
-    """`text` with the label of each entity in its place, as <LABEL>. Where two share a character the first has it."""
+    """Replace each entity in `text` by its label, as <LABEL>. A character in two entities belongs to the first."""
     parts, done = list[str](), 0
     for entity in entities:
         if entity.end > done:
@@ -64,7 +64,7 @@ class _Token(NamedTuple):
     end: int
     logits: list[float]
     goes_on: bool
-    """Whether it belongs to the word of the token before."""
+    """Whether the token belongs to the same word as the token before."""
 
 
 class _Labeled(NamedTuple):
@@ -74,11 +74,11 @@ class _Labeled(NamedTuple):
     start: int
     end: int
     score: Callable[[], float]
-    """It is computed where it is wanted, which is seldom: most tokens are background."""
+    """Computes the probability; rarely called, as most tokens are background."""
 
 
 class EntityFinder:
-    """Makes the entities of texts, for one model and in one way."""
+    """Finds entities in texts, for one model and one aggregation strategy."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class EntityFinder:
         aggregation: str | None,
         ignored: Collection[str] = BACKGROUND,
     ) -> None:
-        """`aggregation` None: viterbi where the labels are tags of spans, else simple. Raises RequestError."""
+        """`aggregation` None: viterbi if the labels are tags of spans, else simple. Raises RequestError."""
         if tokenizer is None:
             raise RequestError("entities have places in a text, and this model has no tokenizer")
         self._labels, self._biases, self._tokenizer = pooler.labels, pooler.tag_biases, tokenizer
@@ -106,7 +106,7 @@ class EntityFinder:
         self.aggregation = aggregation
 
     def entities(self, text: str, placed: Placed, numbers: "array[float]") -> list[Entity]:
-        """Find the entities of a text. `numbers`: logits [tokens, labels], those of special tokens included."""
+        """Find the entities of a text. `numbers`: logits [tokens, labels], including special tokens."""
         if self.aggregation == "viterbi":
             return list(self._spans(text, placed, numbers))
         tokens = self._tokens(text, placed, numbers)
@@ -121,7 +121,7 @@ class EntityFinder:
         return [_entity(text, kind, group) for kind, group in found if kind not in self._ignored]
 
     def _tokens(self, text: str, placed: Placed, numbers: "array[float]") -> Iterator[_Token]:
-        """The tokens that no post-processor has added."""
+        """Yield the tokens without those that a post-processor has added."""
         size, by_word = len(self._labels), self.aggregation in _RULES
         for place, (start, end) in enumerate(placed.offsets):
             if placed.is_added[place]:
@@ -130,8 +130,8 @@ class EntityFinder:
             yield _Token(start, end, row, by_word and self._goes_on(text, placed.token_ids[place], start, end))
 
     def _goes_on(self, text: str, token_id: int, start: int, end: int) -> bool:
-        """Whether a token is not the first of a word: where the vocabulary marks such tokens its spelling has a prefix,
-        and elsewhere there is no blank at its beginning or before it."""
+        """Whether a token is not the first of a word: its spelling has the prefix with which the vocabulary marks such
+        tokens, or, without such a prefix, there is no blank at its beginning or before it."""
         if token_id == self._tokenizer.unknown_id:
             return False
         if self._tokenizer.marks_subwords:
@@ -164,7 +164,7 @@ class EntityFinder:
 
 
 def texts_of(given: str | Sequence[str]) -> list[str]:
-    """The texts that are given, of which there may be one. Raises RequestError for what is none."""
+    """Make a list of one or several texts. Raises RequestError for other types."""
     several = [given] if isinstance(given, str) else list(given)
     if not all(isinstance(text, str) for text in several):
         raise RequestError("token_classify() takes a text or a list of texts: entities have places in a text")
@@ -172,7 +172,7 @@ def texts_of(given: str | Sequence[str]) -> list[str]:
 
 
 def classified(stream: PoolingStream, finder: EntityFinder) -> PoolingRequestOutput:
-    """The result of a request of PoolingFactory.make_placed that has finished."""
+    """Result of a finished request of PoolingFactory.make_placed."""
     text, placed = stream.prompt.text, stream.placed
     if text is None or placed is None:
         raise ValueError("entities are found in a text whose tokens have places")
@@ -201,14 +201,14 @@ def _by_first(word: list[_Token]) -> tuple[int, Callable[[], float]]:
 
 
 def _by_max(word: list[_Token]) -> tuple[int, Callable[[], float]]:
-    """The label of the token that is surest of its own."""
+    """The label of the token with the highest probability."""
     if len(word) == 1:
         return _by_first(word)
     return _by_first([max(word, key=lambda token: max(_probabilities(token.logits)))])
 
 
 def _by_average(word: list[_Token]) -> tuple[int, Callable[[], float]]:
-    """The label that is likeliest on the average."""
+    """The label with the highest mean probability."""
     if len(word) == 1:
         return _by_first(word)
     rows = (_probabilities(token.logits) for token in word)
@@ -231,11 +231,11 @@ def _words(tokens: Iterable[_Token]) -> Iterator[list[_Token]]:
         yield word
 
 
-# ---- Groups: neighbours with labels of one kind
+# ---- Groups: consecutive tokens with labels of one kind
 
 
 def _groups(labeled: Iterable[_Labeled]) -> Iterator[list[_Labeled]]:
-    """Neighbours of one kind, of which only the first may be marked as a beginning."""
+    """Group consecutive tokens of one kind, of which only the first may be marked as a beginning."""
     group = list[_Labeled]()
     for each in labeled:
         begins, kind = _kind(each.label)
@@ -248,7 +248,7 @@ def _groups(labeled: Iterable[_Labeled]) -> Iterator[list[_Labeled]]:
 
 
 def _kind(label: str) -> tuple[bool, str]:
-    """Whether a label marks a beginning, and its kind without the marks B- and I-."""
+    """Return whether a label marks a beginning, and its kind without the prefixes B- and I-."""
     return label.startswith("B-"), label[2:] if label.startswith(("B-", "I-")) else label
 
 

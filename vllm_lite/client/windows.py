@@ -1,4 +1,4 @@
-"""Texts that are longer than their model takes: computed in windows, and made one again from what these give."""
+"""Texts that are longer than their model takes: split into windows, whose results are joined."""
 
 from array import array
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from vllm_lite.errors import RequestError
 
 
 class TextWindow(NamedTuple):
-    """Tokens [start, end) of a text, of which those of [first, last) count: the others are the context of these."""
+    """Tokens [start, end) of a text. Results are used for [first, last); the other tokens are their context."""
 
     start: int
     end: int
@@ -21,18 +21,18 @@ class TextWindow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TextPart:
-    """Place of one window in its text."""
+    """A window's place in its text."""
 
     whole: Prompt
-    """All of the text."""
+    """The whole text."""
     rows: slice
-    """Tokens of the window whose numbers are those of the text."""
+    """Tokens of the window whose results are used."""
     is_last: bool
 
 
 def cut(num_tokens: int, room: int, overlap: int) -> list[TextWindow]:
-    """Windows of at most `room` tokens, each beginning `overlap` tokens before the end of that before it. Of these
-    each window has the nearer half."""
+    """Make windows of at most `room` tokens, each beginning `overlap` tokens before the end of the previous one; each
+    window's results are used for the nearer half of the overlap."""
     starts = range(0, max(num_tokens - overlap, 1), room - overlap)
     firsts = [start + overlap // 2 if start else 0 for start in starts]
     lasts = [*firsts[1:], num_tokens]
@@ -43,8 +43,8 @@ def cut(num_tokens: int, room: int, overlap: int) -> list[TextWindow]:
 
 
 def windows_of(prompt: Prompt, added: tuple[int, int], longest: int, overlap: int) -> Iterator[tuple[Prompt, TextPart]]:
-    """The windows of a prompt, of at most `longest` tokens. `added`: numbers of special tokens at its beginning and at
-    its end, which stand at those of each window. Raises RequestError where nothing else would fit."""
+    """Split a prompt into windows of at most `longest` tokens. `added`: numbers of special tokens at its beginning and
+    end, which each window gets, too. Raises RequestError if no other tokens would fit."""
     ids, (num_before, num_behind) = prompt.token_ids, added
     before, behind = ids[:num_before], ids[len(ids) - num_behind :]
     own, room = ids[num_before : len(ids) - num_behind], longest - num_before - num_behind
@@ -62,7 +62,7 @@ def windows_of(prompt: Prompt, added: tuple[int, int], longest: int, overlap: in
 
 
 def joined_rows(windows: Sequence[tuple[bytes, TextPart]], num_tokens: Sequence[int]) -> bytes:
-    """Numbers of a whole text's tokens, from those of its windows, which have so many tokens."""
+    """Join the results of windows, of `num_tokens` tokens each, to those of the whole text's tokens."""
     found = bytearray()
     for (data, part), count in zip(windows, num_tokens, strict=True):
         size = len(data) // count
@@ -71,7 +71,7 @@ def joined_rows(windows: Sequence[tuple[bytes, TextPart]], num_tokens: Sequence[
 
 
 def mean_vector(vectors: Sequence[bytes], weights: Sequence[int], *, normalizes: bool) -> bytes:
-    """The mean of float32 vectors, each with its weight; of norm 1 if so."""
+    """Weighted mean of float32 vectors; `normalizes`: scaled to norm 1."""
     total = sum(weights)
     mean = [0.0] * (len(vectors[0]) // 4)
     for data, weight in zip(vectors, weights, strict=True):

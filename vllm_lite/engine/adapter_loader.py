@@ -146,7 +146,7 @@ class AdapterLoader:
                 self._fail(adapter, read.error, produced, is_missing=read.is_missing)
 
     def send(self, executor: Executor) -> None:
-        """Have the workers load the wanted adapters, as far as there is room, and drop the idle ones."""
+        """Let the workers drop idle adapters, and load wanted ones as far as there is room."""
         adapters = self._adapters
         for adapter in adapters.idle():
             if adapter not in self._loading and adapter not in self.asked:

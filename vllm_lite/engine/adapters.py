@@ -198,7 +198,7 @@ class StepAdapters:
         self._taken: set[Adapter] | None = None
 
     def has_room_for(self, sequence: Sequence) -> bool:
-        """As could_take(), and add an adapter that is not in memory to `wanted`."""
+        """See could_take(). Also adds the sequence's adapter to `wanted` if it is not in memory."""
         adapter = sequence.request.adapter
         if adapter is not None and not adapter.is_loaded:
             self._adapters.wanted[adapter] = None

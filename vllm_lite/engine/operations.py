@@ -239,7 +239,7 @@ class Operations:
         self._served = found
 
     def _profile(self, message: BeginProfile | EndProfile) -> Stages:
-        """Have the workers begin or end a profile. Steps go on, except while a profile is written."""
+        """Let the workers begin or end a profile. Steps continue, except while a profile is written."""
         profiler, executor = self._config.profiler_config, self._groups.executor
         if profiler is None or profiler.profiler is None:
             raise ConfigError(

@@ -247,10 +247,10 @@ class MLPLayer:
             self.mlp = self.sparse_block(parts, own.experts)
 
     def write(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
-        """As DecoderLayer's: nothing."""
+        """Do nothing: there is no attention."""
 
     def attend(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
-        """As DecoderLayer's: nothing."""
+        """Do nothing: there is no attention."""
 
     def combine(self, rows: StepRows) -> None:
         """See DecoderLayer.combine."""

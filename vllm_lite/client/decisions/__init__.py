@@ -1,9 +1,9 @@
-"""Typed decisions: questions about one state, each answered by the probabilities of a single token. No text is made
+"""Typed decisions: questions about one state, each answered by the probabilities of one token. No text is generated
 
-questions.py   what may be asked, and what the model is shown of it
-shared.py      the prompts of all questions, of which most is the same
+questions.py   the questions, and their text in the prompt
+shared.py      the prompts of all questions, with a shared prefix
 labels.py      the tokens by which a model names an option
 reads.py       from prompts to answers: one request of the engine for each question
 answers.py     the answers
-methods.py     decide() of LLM, and what AsyncClient shares with it
+methods.py     decide() of LLM, and the parts shared with AsyncClient
 """

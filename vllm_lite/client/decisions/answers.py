@@ -1,4 +1,4 @@
-"""Answers: the probabilities of a question's options, in the form that its type has. Field names are vLLM's."""
+"""Answers: the probabilities of a question's options, in a form for each type. Field names are vLLM's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ Answer = ChoiceAnswer | NoulAnswer | ScoreAnswer
 
 
 class Diagnostics(msgspec.Struct, frozen=True):
-    """Facts about the token that was read, which say how far the model answers in labels.
+    """Facts about the token that was read, which show whether the model answers in labels.
 
     `label_mass` is the probability of all labels together among all tokens; `argmax_is_label` says whether the
     likeliest token of all is one of them.
@@ -51,8 +51,8 @@ class Diagnostics(msgspec.Struct, frozen=True):
 class DecisionOutput:
     """The answers of a request, by the ids of their questions.
 
-    `num_prompt_tokens` counts those of all questions' prompts, `num_cached_tokens` how many of them were not computed:
-    all questions share the state.
+    `num_prompt_tokens` counts the tokens of all questions' prompts, `num_cached_tokens` those that were cached, as all
+    questions share the state.
     """
 
     answers: dict[str, Answer]

@@ -1,4 +1,4 @@
-"""Labels as tokens: the first token that a reply has if it is one of a question's labels."""
+"""Labels as tokens: the first token of a reply that is one of a question's labels."""
 
 from collections.abc import Iterable, Sequence
 
@@ -7,18 +7,18 @@ from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import RequestError
 
 ENDING_CHARS = 256
-"""The last added token of a prompt is looked for in so many characters at its end."""
+"""Characters at a prompt's end that are searched for its last added token."""
 
 LabelIds = tuple[tuple[int, ...], ...]
-"""Token ids of each option of a question: those of all spellings of its label that are one token."""
+"""Token ids of each option of a question: of all spellings of its label that are one token."""
 
 
 def label_ids(
     tokenizer: Tokenizer, text: str, token_ids: Sequence[int], questions: Sequence[Question]
 ) -> list[LabelIds]:
-    """Find the tokens of the labels of `questions`, whose prompts all end as `text`, which has these tokens, does.
+    """Find the tokens of the labels of `questions`, whose prompts all end like `text`, tokenized to `token_ids`.
 
-    Raises RequestError for a label that is not one token there, or not another one than those of other options.
+    Raises RequestError for a label that is not one token there, or has the same token as another option.
     """
     ending, ending_ids = _ending(tokenizer, text, token_ids)
     space = "" if text[-1:].isspace() or any(text.endswith(each) for each in tokenizer.added_tokens if each) else " "
@@ -43,13 +43,13 @@ def label_ids(
 
 
 def _ids_of(label: Sequence[str], known: dict[str, int | None]) -> tuple[int, ...]:
-    """The different tokens of a label; none if its first spelling, which the model is asked for, is not one."""
+    """Distinct tokens of a label; none if its first spelling, which the prompt names, is not one token."""
     ids = [known[spelling] for spelling in label]
     return () if ids[0] is None else tuple(dict.fromkeys(each for each in ids if each is not None))
 
 
 def _ending(tokenizer: Tokenizer, text: str, token_ids: Sequence[int]) -> tuple[str, list[int]]:
-    """The end of a prompt and its tokens: a short one if that has the same tokens by itself, or else all of it."""
+    """Return an end of a prompt and its tokens: a short one if it has the same tokens alone, else the whole prompt."""
     for start in _starts(tokenizer.added_tokens, text):
         ids = tokenizer.encode(text[start:], add_special_tokens=False)
         if ids and list(token_ids[-len(ids) :]) == ids:
@@ -58,7 +58,7 @@ def _ending(tokenizer: Tokenizer, text: str, token_ids: Sequence[int]) -> tuple[
 
 
 def _starts(added: Iterable[str], text: str) -> list[int]:
-    """Places to begin at: the last added token, the last line, the whole text."""
+    """Yield positions to try as the beginning of an end: the last added token, the last line, the whole text."""
     end = text[-ENDING_CHARS:]
     places = [end.rfind(each) for each in added if each]
     offset = len(text) - len(end)

@@ -1,4 +1,4 @@
-"""decide(), the method of LLM, and what it shares with that of AsyncClient."""
+"""decide(), the method of LLM, and the parts shared with AsyncClient."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,7 +20,7 @@ THINKING = "enable_thinking"
 
 
 class DecideOptions(ReadParams, total=False):
-    """Optional parameters of decide(). `instructions` stand before the state, as a message of the system."""
+    """Optional parameters of decide(). `instructions` are a system message before the state."""
 
     instructions: Any
     chat_template: str | Path | None
@@ -36,10 +36,10 @@ def decide(
     lora_request: LoRARequest | None = None,
     **options: Unpack[DecideOptions],
 ) -> DecisionOutput:
-    """Answer questions about `state`, a text or JSON, by the probabilities of one token each. No text is made.
+    """Answer questions about `state`, a text or JSON, by the probabilities of one token each. No text is generated.
 
     A question is {"type": "choice", "noul" or "score", "instructions": ..., "criteria": ...}: see docs/decisions.md.
-    The state is computed once for all of them. Raises as chat() does.
+    The state is computed once for all questions. Raises as chat() does.
     """
     self._check_awake()
     reads = prepare(self._streams, self.get_tokenizer(), state, questions, options, self._request_ids)
@@ -51,7 +51,7 @@ def decide(
 
 
 def variables_of(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Variables for the chat template: models that may think do not. Raises RequestError for those that should."""
+    """Variables of the chat template, which disable thinking. Raises RequestError if a request enables it."""
     if given is not None and not isinstance(given, Mapping):
         raise RequestError(f"chat_template_kwargs must be a dict, got {type(given).__name__}")
     if given is not None and given.get(THINKING):
@@ -60,7 +60,7 @@ def variables_of(given: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def messages_of(said: str, instructions: str) -> list[dict[str, str]]:
-    """The chat in which a user says this."""
+    """Make a chat with this message of a user."""
     system = [{"role": "system", "content": instructions}] if instructions else []
     return [*system, {"role": "user", "content": said}]
 
@@ -73,7 +73,7 @@ def prepare(
     options: DecideOptions,
     ids: Iterator[str],
 ) -> Reads:
-    """Make the requests of a decision, with the next of these `ids`. Raises RequestError, ModelError."""
+    """Make the requests of a decision, with the next ids of `ids`. Raises RequestError, ModelError."""
     asked, said = read_questions(questions), read_state(state)
     instructions = read_instructions(options.get("instructions"))
     variables = variables_of(options.get("chat_template_kwargs"))

@@ -1,7 +1,7 @@
-"""Questions: what a user asks of a state, checked, and as the lines that a model is shown.
+"""Questions about a state: their checks, and their text in the prompt.
 
-Each option of a question has a label, and the model answers with one of them: a letter for an option of a choice, yes
-or no, the number of a level. So an option may have any name, however many tokens that has.
+Each option of a question has a label, with which the model answers: a letter for an option of a choice, yes or no, the
+number of a level. So the name of an option may have any number of tokens.
 """
 
 import json
@@ -14,7 +14,7 @@ import msgspec
 from vllm_lite.errors import RequestError
 
 MAX_QUESTIONS = 64
-"""Questions of one request, as at vLLM's route of that name."""
+"""Maximum questions of one request, as in vLLM's route."""
 MAX_OPTIONS = len(string.ascii_uppercase)
 MAX_LEVELS = len(string.digits)
 MAX_ID_CHARS = 256
@@ -24,10 +24,10 @@ Kind = Literal["choice", "noul", "score"]
 
 
 class QuestionFields(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A question as it is given: its `type` is choice, noul (yes or no) or score.
+    """A question of a request. `type` is choice, noul (yes or no) or score.
 
-    `instructions` are what is asked. `criteria` are, of a choice, its options, each with a description or null; of a
-    noul descriptions of "true" and "false", or null; of a score its levels, from the lowest on.
+    `instructions`: the text of the question. `criteria`: for a choice, its options, each with a description or null;
+    for a noul, descriptions of "true" and "false", or null; for a score, its levels, from the lowest.
     """
 
     type: str
@@ -41,11 +41,11 @@ class Question(NamedTuple):
     id: str
     kind: Kind
     names: tuple[str, ...]
-    """Names of the options, in their order: those of a choice, yes and no, or the levels of a score."""
+    """Names of the options in order: of a choice, yes and no, or the levels of a score."""
     labels: tuple[tuple[str, ...], ...]
-    """Spellings of each option's label. The first one is asked for, and the others count towards it."""
+    """Spellings of each option's label. The prompt names the first; the probabilities of the others are added to it."""
     text: str
-    """All that the model is shown of it, behind the state."""
+    """Text of the question in the prompt, after the state."""
 
 
 def read_questions(given: Any) -> list[Question]:
@@ -58,7 +58,7 @@ def read_questions(given: Any) -> list[Question]:
 
 
 def read_state(state: Any) -> str:
-    """The text of a state, which is a text or JSON. Raises RequestError."""
+    """Convert a state, a text or JSON, to text. Raises RequestError."""
     text = _text_of(state, "state")
     if text is None or not text.strip():
         raise RequestError(f"state must be a text or JSON to decide about, got {_shown(state)}")
@@ -66,7 +66,7 @@ def read_state(state: Any) -> str:
 
 
 def read_instructions(given: Any) -> str:
-    """The text of what stands before the state; "" for nothing. Raises RequestError."""
+    """Convert the instructions before the state to text; "" for none. Raises RequestError."""
     return (_text_of(given, "instructions") or "").strip()
 
 
@@ -141,7 +141,7 @@ def _lines(asked: str, options: Sequence[str]) -> str:
 
 
 def _text_of(value: Any, where: str) -> str | None:
-    """A text as it is, JSON as its text, null as None. Raises RequestError."""
+    """Return a text unchanged, JSON as text, null as None. Raises RequestError."""
     if value is None or isinstance(value, str):
         return value
     try:

@@ -1,8 +1,8 @@
-"""Reads: one request of the engine for each question. It computes the question's prompt behind the shared state and
-draws one token, of which only the logprobs of the labels matter.
+"""Reads: one request of the engine for each question. It computes the question's prompt after the shared state and
+samples one token, of which only the logprobs of the labels matter.
 
-The first question goes alone and leaves the state in the prefix cache; then all others go together, and compute
-nothing but their own text.
+The first question is sent alone and leaves the state in the prefix cache; then all others are sent together, and
+compute only their own text.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from vllm_lite.protocol.params import RequestOutputKind, SamplingParams
 
 
 class ReadParams(TypedDict, total=False):
-    """Fields of SamplingParams that a decision may have; each of its questions gets them."""
+    """Fields of SamplingParams that a decision may set, for all its questions."""
 
     priority: int
     user: str | None
@@ -33,7 +33,7 @@ class Reads:
     """The requests of one decision. Their streams may be run in any order; `output()` needs all of them finished."""
 
     def __init__(self, questions: Sequence[Question], labels: Sequence[LabelIds], streams: list[RequestStream]) -> None:
-        """Made by make_reads()."""
+        """Called by make_reads()."""
         self._questions = questions
         self._labels = labels
         self.streams = streams
@@ -65,8 +65,8 @@ def make_reads(
     *,
     has_template: bool,
 ) -> Reads:
-    """Tokenize the prompts of `questions`, and make a stream of this id for each. A chat template has written the
-    special tokens of its prompts; others get those of the tokenizer that stand before a text. Raises RequestError."""
+    """Tokenize the prompts of `questions`, and make a stream for each, with these `ids`. A chat template has written
+    the special tokens; other prompts get those that the tokenizer adds before a text. Raises RequestError."""
     tokenizer = factory.tokenizer
     if tokenizer is None:
         raise RequestError("decisions are about a text, which needs a tokenizer, and this model has none")
@@ -79,7 +79,7 @@ def make_reads(
     if not has_template:
         (placed,) = tokenizer.placed_batch(["x"])
         before = placed.token_ids[: placed.num_added()[0]]
-    # Recurrent layers keep their state where prompts part.
+    # Recurrent layers save their state where prompts diverge.
     num_alike = number_alike(prompts) if len(prompts) > 1 else 0
     marks = [num_alike + len(before)] if num_alike else None
     streams = []
@@ -96,7 +96,7 @@ def make_reads(
 
 
 def _params(labels: LabelIds, given: ReadParams) -> SamplingParams:
-    """Greedy, so that the token that is drawn is the likeliest of all. Raises RequestError."""
+    """Make greedy params, so that the sampled token is the likeliest of all. Raises RequestError."""
     try:
         return SamplingParams(
             temperature=0.0,
@@ -112,10 +112,10 @@ def _params(labels: LabelIds, given: ReadParams) -> SamplingParams:
 
 
 def _read(completion: CompletionOutput, labels: LabelIds) -> tuple[list[float], Diagnostics]:
-    """The probability of each option among them all, and what the model made of the labels.
+    """Return the probability of each option among all options, and the diagnostics.
 
-    The logprobs are float32, and all that is made of them is in float64, in the order of the options: equal logprobs
-    give equal bits.
+    The logprobs are float32; everything is computed from them in float64, in the order of the options, so that equal
+    logprobs give equal bits.
     """
     if not completion.logprobs or not completion.token_ids:
         raise RequestError("the request was aborted")

@@ -1,7 +1,7 @@
-"""The prompts of a request's questions: one beginning, which has the state, and a continuation for each question.
+"""The prompts of a request's questions: one shared beginning, with the state, and a continuation for each question.
 
-The beginning is rendered and tokenized once, however long it is and however many questions there are. The tokens are
-those that each prompt would have by itself, which is checked, not assumed.
+The beginning is rendered and tokenized once for all questions. The tokens are those that each prompt would have alone,
+which is checked, not assumed.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -10,29 +10,29 @@ from typing import NamedTuple, TypeVar
 from vllm_lite.client.decisions.questions import Question
 
 Render = Callable[[str], str]
-"""Makes the text of a prompt of what its user says."""
+"""Renders a user's message to the text of a prompt."""
 Encode = Callable[[str], list[int]]
 T = TypeVar("T", str, list[int])
 
 REPLY = "Answer each question about the text with its label alone: yes or no, a letter, or a number."
-"""Stands before the state, where it costs no question anything. With it, SmolLM2-135M-Instruct gives the labels 0.36 to
-0.67 of the probability; with a sentence behind each question instead, 0.15 to 0.51."""
+"""Sentence before the state, where it is computed only once. With it, SmolLM2-135M-Instruct gives the labels 0.36 to
+0.67 of the probability; with a sentence after each question instead, 0.15 to 0.51."""
 MARK = "\ue000the question\ue001"
-"""Stands in the question's place while the beginning is rendered. A state may have it, too: the question is where it
-stands last. If a template writes it more than once, each prompt is rendered by itself."""
+"""Placeholder of the question while the beginning is rendered. A state may contain it, too: only its last occurrence is
+the question's. If a template writes it more than once, each prompt is rendered separately."""
 ANSWER = "\nAnswer:"
-"""Ends the prompts of a model without a chat template."""
+"""End of the prompts of a model without a chat template."""
 MIN_SHARED_CHARS = 1024
 """A shorter beginning is tokenized with each question."""
 OVERLAP_CHARS = 256
-"""So much of the beginning is tokenized again with each question, so that the place where they meet has no share in
-what the tokens are."""
+"""Characters at the end of the beginning that are tokenized again with each question, so that the seam does not change
+the tokens."""
 NUM_AGREED = 4
-"""First tokens of that overlap which must be the same for each question."""
+"""First tokens of this overlap that must be the same for each question."""
 
 
 class SharedText(NamedTuple):
-    """The texts of prompts. `begin` is the same for all, and `rests` follow it."""
+    """The texts of prompts: `begin` is shared by all, `rests` are the continuations."""
 
     begin: str
     rests: list[str]
@@ -42,8 +42,8 @@ class SharedText(NamedTuple):
 
 
 def rendering(state: str, questions: Sequence[Question]) -> Generator[str, str, SharedText]:
-    """Yield what a user would say in each chat that has to be rendered, take the prompts made of it, and return those
-    of all questions."""
+    """Yield the user's message of each chat to render, receive the rendered prompt, and finally return the prompts of
+    all questions."""
     first = yield _said(state, questions[0].text)
     if len(questions) == 1:
         return SharedText("", [first])
@@ -60,8 +60,8 @@ def rendering(state: str, questions: Sequence[Question]) -> Generator[str, str, 
 
 
 def number_alike(several: Sequence[T]) -> int:
-    """Number of characters, or of tokens, with which all of these begin."""
-    low, high = min(several), max(several)  # what these two begin with all do
+    """Length of the common prefix of texts or of lists of tokens."""
+    low, high = min(several), max(several)  # the common prefix of these two is that of all
     return next((place for place, (one, other) in enumerate(zip(low, high, strict=False)) if one != other), len(low))
 
 
@@ -77,7 +77,7 @@ def rendered(steps: Generator[str, str, SharedText], render: Render) -> SharedTe
 
 
 def plain(state: str, questions: Sequence[Question], instructions: str) -> SharedText:
-    """The prompts for a model without a chat template."""
+    """Make the prompts for a model without a chat template."""
     begin = _said(state, "")
     begin = f"{instructions}\n\n{begin}" if instructions else begin
     return SharedText(begin, [question.text + ANSWER for question in questions])
@@ -88,7 +88,7 @@ def _said(state: str, question: str) -> str:
 
 
 def encoded(text: SharedText, encode: Encode) -> list[list[int]]:
-    """Tokenize all prompts: the beginning once, where each prompt then has the tokens that it would have by itself."""
+    """Tokenize all prompts, the beginning only once if each prompt then has the tokens that it would have alone."""
     begin, rests = text
     cut = _place_to_cut(begin) if len(rests) > 1 else 0
     if not cut:
@@ -106,7 +106,7 @@ def encoded(text: SharedText, encode: Encode) -> list[list[int]]:
 
 
 def _place_to_cut(begin: str) -> int:
-    """The place before white space, OVERLAP_CHARS before the end; 0 where there is none, or little to gain."""
+    """Position before white space, OVERLAP_CHARS before the end; 0 if there is none, or little to gain."""
     if len(begin) < MIN_SHARED_CHARS:
         return 0
     end = len(begin) - OVERLAP_CHARS

@@ -90,14 +90,14 @@ def main(settings: ImageSettings, stop: Wakeup) -> int:
 
 
 def give_memory_back() -> None:
-    """Have the C library give freed memory back at once. It would keep as much as was once freed in one piece."""
+    """Let the C library return freed memory at once. By default it keeps as much as was once freed in one piece."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, MAPPED_BYTES)
 
 
 def _answer_in_turn(data: bytes, settings: ProcessorSettings, lock_fd: int) -> Answer:
-    """As `answer`, but while no other process decodes a big image, if this is one."""
+    """See `answer`; a big image is decoded only while no other process decodes one."""
     try:
         is_big = header_of(data).counted > BIG_PIXELS
     except RequestError as error:
@@ -112,7 +112,7 @@ def _answer_in_turn(data: bytes, settings: ProcessorSettings, lock_fd: int) -> A
 
 
 def answer(data: bytes, settings: ProcessorSettings) -> Answer:
-    """The image, or the sentence that says why there is none."""
+    """Make the image, or a refusal with the reason."""
     try:
         return _MAKERS[type(settings)](data, settings)
     except RequestError as error:

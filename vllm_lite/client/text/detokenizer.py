@@ -15,8 +15,8 @@ from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError
 
 MAX_HELD_BYTES = 64
-"""How many byte tokens of one run may wait for its end. A longer run streams character by character, as some scripts
-consist of byte tokens only. If it proves not to be UTF-8 behind that point, the text that was shown stays."""
+"""Maximum byte tokens of one run that wait for its end. A longer run streams character by character, as some scripts
+consist only of byte tokens. If it proves not to be UTF-8 after that point, the text that was sent stays."""
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 

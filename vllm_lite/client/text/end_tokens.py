@@ -32,9 +32,9 @@ SURE_ENDS = (
 )
 """Special tokens that end a message of a chat, in all templates that write them."""
 UNSURE_ENDS = ("<|end|>", "<|eom_id|>", "<|eom|>", "<|return|>", "<|call|>", "<EOT>", "<|EOT|>", "[EOT]")
-"""Special tokens that do so in some; in others they stand within a message."""
+"""Special tokens that end a message in some templates, and occur within messages in others."""
 HARMONY, CHANNEL_END = frozenset({"<|return|>", "<|call|>"}), "<|end|>"
-"""Where a vocabulary has both of these, `<|end|>` closes a part of an answer, and another one follows."""
+"""In a vocabulary with both HARMONY tokens, `<|end|>` closes a part of an answer, and another part follows."""
 EOS_TOKEN, VOCABULARY, TEMPLATE = "the tokenizer's eos_token", "the vocabulary", "the chat template"
 
 

@@ -205,7 +205,7 @@ class Tokenizer:
 
     @_encoding
     def beginning(self, text: str, num_tokens: int) -> str:
-        """As much of `text` as has at most `num_tokens` tokens, special ones not counted."""
+        """Return the longest beginning of `text` with at most `num_tokens` tokens, not counting special ones."""
         num_chars = num_tokens * CHARS_PER_TOKEN + SLICE_CHARS  # of a long text no more is looked at than has to be
         while len(text) > num_chars and len(self._placed(text[:num_chars])) <= num_tokens:
             num_chars *= 2

@@ -10,7 +10,7 @@ from vllm_lite.client.text.response.marks import Marks
 PropertiesOf = Callable[[str], Mapping[str, Any]]
 """Finds the JSON schemas of a tool's parameters by its name; none for a tool that is not known."""
 MAX_UNSENT_CHARS = 16_384
-"""How much of a call may wait for its name, or a value for its end. A longer one is content."""
+"""Maximum characters of a call that wait for its name, or of a value that wait for its end. A longer one is content."""
 MAX_WHOLE_CHARS = 1_048_576
 MAX_NAME_CHARS = 256
 MAX_KEY_CHARS = 1024

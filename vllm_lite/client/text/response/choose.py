@@ -20,7 +20,7 @@ from vllm_lite.protocol.structured import MAX_MARK_TOKENS, Thinking
 from vllm_lite.runtime.untrusted_files import read_bounded
 
 NONE = "none"
-"""As the name of a parser: there is none, whatever the checkpoint says."""
+"""Name of a parser that means no parser, regardless of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from vllm_lite.client.text.response.events import OutputPiece
 FIRST_MARK, LAST_MARK = 0xD800, 0xDFFF
 _SURROGATES = re.compile(r"[\ud800-\udfff]")
 _TOKEN_SHAPE = re.compile(r"[<\[|｜\]].*[>\]|｜\[]", re.DOTALL)  # noqa: RUF001 - DeepSeek has such letters
-"""What an added token looks like that is a literal of a format. Others are words or white space, which stay text."""
+"""Shape of added tokens that are literals of a format. Others are words or white space, which stay text."""
 
 
 class Marks:

@@ -18,9 +18,9 @@ from vllm_lite.client.text.response.template import Field, Format
 from vllm_lite.client.text.response.unclosed import MAX_TAILS, MAX_TAILS_AT_END, Tail
 
 MAX_STILL = 8
-"""How often fields may open and close without any text between, before a character is taken as text."""
+"""Maximum number of fields that open and close without text in between, before a character is taken as text."""
 MAX_RUN_CHARS = 4096
-"""So much text is gone over at a time: what waits for the end of a delimiter is gone over again."""
+"""Characters that are scanned at a time; text that waits for the end of a delimiter is scanned again."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,7 @@ def _search(text: str, place: int, each: WatchedMark, *, is_last: bool) -> Any:
 
 
 MAX_PREFIX_CHARS = 65_536
-"""How much of the end of a prompt is looked at."""
+"""Characters at the end of a prompt that are examined."""
 
 
 def message_begun(response_format: Format, prefix: str) -> str:

@@ -23,7 +23,7 @@ ROLES = {
     "reasoning_content": "reasoning",
     "tool_calls": "calls",
 }
-"""What a field becomes; the text of a field of another name is content."""
+"""Name of a field -> part of the message for its text; the text of other fields is content."""
 KEYS = {"version", "defaults", "fields", "start_anchor", "start_anchor_pattern"}
 FIELD_KEYS = {
     *("open", "open_pattern", "close", "close_pattern", "content", "content_args", "repeats", "join", "optional"),

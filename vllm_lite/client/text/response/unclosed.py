@@ -11,11 +11,11 @@ from vllm_lite.client.text.response.arguments import arguments_of
 from vllm_lite.client.text.response.events import CallDelta, Event
 
 MAX_TAIL_CHARS = 131_072
-"""A longer one is reasoning, and so is all that follows."""
+"""Maximum characters of a tail; a longer one is reasoning, like all text after it."""
 MAX_TAILS = 32
-"""How often one output may begin what proves to be no call: each is read once more."""
+"""Maximum number of tails in one output that prove to be no calls; each is parsed again."""
 MAX_TAILS_AT_END = 4
-"""How many of those may prove to be none only at the end of the output, where all are read at once."""
+"""Maximum number of these tails at the end of the output, where all are parsed at once."""
 
 
 class TailParser(Protocol):

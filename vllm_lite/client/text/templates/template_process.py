@@ -158,7 +158,7 @@ def _answer(template: ChatTemplate, data: bytearray) -> bytearray:
 
 
 def limit_cpu(limit_s: float) -> None:
-    """Have the kernel end this process (SIGPROF) after `limit_s` more of processor time."""
+    """Let the kernel end this process (SIGPROF) after `limit_s` more seconds of processor time."""
     signal.setitimer(signal.ITIMER_PROF, limit_s)
 
 

@@ -123,7 +123,7 @@ class TemplateTrials:
 
 
 def _in_parts(message: Message) -> Message:
-    """The same for a template that knows nothing but lists."""
+    """Convert the message for a template that takes only lists of parts."""
     return {**message, "content": [text_part(message["content"])]}
 
 

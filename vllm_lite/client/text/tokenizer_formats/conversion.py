@@ -116,7 +116,7 @@ def folder_of(folder: str | Path) -> Path:
 
 
 def convert(found: ForeignTokenizer, draft: Path) -> None:
-    """Have a process write tokenizer.json and its configuration into `draft`. Raises ModelError."""
+    """Write tokenizer.json and its configuration into `draft`, in a process of its own. Raises ModelError."""
     ended = threading.Event()
     settings = ConversionSettings(found.kind, str(found.file), str(draft))
     child = supervise.spawn(conversion_process.__name__, settings, "tokenizer conversion", lambda _: ended.set())

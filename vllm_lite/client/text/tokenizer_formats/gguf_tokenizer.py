@@ -25,7 +25,7 @@ MAX_TOKENS = 1 << 21
 MAX_TOKEN_CHARS = 4096
 MAX_MAP_BYTES = 1 << 24
 SPACE = "▁"
-"""What SentencePiece writes for a space."""
+"""SentencePiece's character for a space."""
 SPECIAL_TOKENS = {
     "bos_token": "bos_token_id",
     "eos_token": "eos_token_id",

@@ -68,7 +68,7 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, 
 """Every byte becomes a character of its own."""
 _DIGITS = {"type": "Digits", "individual_digits": True}
 _GPT2_BYTES = {**BYTES, "use_regex": True}
-"""As BYTES, of words that are cut as GPT-2 does."""
+"""BYTES, with words split as in GPT-2."""
 
 
 class Words(NamedTuple):
