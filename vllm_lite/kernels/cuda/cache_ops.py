@@ -1,6 +1,6 @@
-"""Writes into the paged KV cache and copies of its blocks on a GPU. Kernels: csrc/cuda/cache_ops.cuh.
+"""Writes into the paged KV cache, and copies of its blocks, on a GPU. Kernels: csrc/cuda/cache_ops.cuh.
 
-No function here looks at what is in a tensor on the device, so that all of them may be captured in a CUDA graph.
+No function reads a tensor's values from the device, so all of them can be captured in a CUDA graph.
 """
 
 from typing import NamedTuple
@@ -15,20 +15,20 @@ from vllm_lite.kernels.ops import HeadNormWeights, Rotation
 SOURCE = "cache_ops.cuh"
 COPY_THREADS = 256
 COPY_UNITS = 4
-"""Accesses of each thread of copy_blocks."""
+"""Accesses per thread of copy_blocks."""
 WARP_THREADS = 512
-"""A block of so many, whose warps take a head each."""
+"""Threads of a block with one head per warp."""
 MAX_GRID_Y = 65535
 
 
 class CacheSlots(NamedTuple):
-    """Places for the K and V of a step's tokens."""
+    """Slots for the K and V of a step's tokens."""
 
     kv: torch.Tensor  # [num_blocks, 2, num_kv_heads, block_size, head_size]; only the last axis must have stride 1
-    slots: torch.Tensor  # int64 [num_tokens], block * block_size + offset; below 0: not stored
+    slots: torch.Tensor  # int64 [num_tokens], block * block_size + offset; negative: not stored
     k_scale: float = 1.0
     v_scale: float = 1.0
-    """In a float8 cache what is stored is K / k_scale and V / v_scale, saturated. Others have no scales."""
+    """A float8 cache stores K / k_scale and V / v_scale, saturated. Others have no scales."""
 
 
 def reshape_and_cache(
@@ -37,7 +37,7 @@ def reshape_and_cache(
     value: torch.Tensor,  # alike
     to: CacheSlots,
 ) -> None:
-    """Store K and V at their slots. Raises ValueError when shapes or types do not fit each other."""
+    """Store K and V at their slots. Raises ValueError for wrong shapes or types."""
     _require_cache(to, key, value)
     _write(launcher, "reshape_and_cache", (key, value), (), to)
 
@@ -50,26 +50,21 @@ def rope_and_cache(
     rotation: Rotation,
     to: CacheSlots,
 ) -> None:
-    """Turn query and key in place, also those whose slot is below 0; then store key and value at their slots.
-
-    The bits are those of `rotate` and `reshape_and_cache`. Raises ValueError when shapes or types do not fit.
-    """
+    """Rotate query and key in place, also with negative slots; then store key and value at their slots. The bits are
+    those of `rotate` and `reshape_and_cache`. Raises ValueError for wrong shapes or types."""
     _check_turned(query, key, value, rotation, to)
     _write(launcher, "rope_and_cache", (query, key, value), rotation, to)
 
 
 def norm_rope_and_cache(
     launcher: Launcher,
-    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # query, key and value as `rope_and_cache` takes them
+    heads: tuple[torch.Tensor, torch.Tensor, torch.Tensor],  # query, key and value as for `rope_and_cache`
     norms: HeadNormWeights,
     rotation: Rotation,
     to: CacheSlots,
 ) -> None:
-    """`Ops.rms_norm` of each head of query and key, then `rope_and_cache`; the bits are those of both. It is one launch
-    where a warp can hold a head, 16 bytes a lane.
-
-    Raises ValueError when shapes or types do not fit.
-    """
+    """`Ops.rms_norm` of each head of query and key, then `rope_and_cache`, with the same bits. A single launch if a
+    warp can hold a head with 16 bytes per lane. Raises ValueError for wrong shapes or types."""
     query, key, _ = heads
     head_size = key.shape[2]
     width = vector_width(head_size // 2, *heads, *rotation, to.kv, norms.query, norms.key)
@@ -101,7 +96,7 @@ def _check_turned(
 def _write(
     launcher: Launcher,
     kernel: str,
-    heads: tuple[torch.Tensor, ...],  # of what is turned and stored; the last is V
+    heads: tuple[torch.Tensor, ...],  # the tensors that are rotated and stored; the last is V
     rotation: tuple[torch.Tensor, ...],  # cos and sin, or nothing
     to: CacheSlots,
     norms: HeadNormWeights | None = None,
@@ -136,11 +131,9 @@ def reshape_and_cache_x(
     slots: torch.Tensor,  # int64 [num_tokens], as in CacheSlots
     scales: tuple[float, float] = (1.0, 1.0),
 ) -> None:
-    """`reshape_and_cache` for the layout of paged_attention_v1 and v2. `caches` are K and V:
-
-    [num_blocks, num_kv_heads, head_size / x, block_size, x] with x = 16 bytes of elements, and
-    [num_blocks, num_kv_heads, head_size, block_size]; blocks and heads may have gaps, the same in both.
-    """
+    """`reshape_and_cache` for the cache layout of paged_attention_v1 and v2. `caches` are K, [num_blocks, num_kv_heads,
+    head_size / x, block_size, x] with x = 16 bytes of elements, and V, [num_blocks, num_kv_heads, head_size,
+    block_size]; blocks and heads may have the same gaps in both."""
     num_tokens, num_kv_heads, head_size = key.shape
     key_cache, value_cache = caches
     num_blocks, block_size = value_cache.shape[0], value_cache.shape[-1]
@@ -173,7 +166,7 @@ def copy_blocks(
     pool: torch.Tensor,  # [num_blocks, ...], contiguous, any type
     pairs: torch.Tensor,  # int64 [num_pairs, 2], (source, destination), on the pool's device
 ) -> None:
-    """Copy whole blocks within `pool`. No pair may write a block that another one reads or writes."""
+    """Copy whole blocks within `pool`. No pair may write a block that another pair reads or writes."""
     require(pool.is_contiguous(), "the pool must be contiguous")
     require(pairs.is_contiguous(), "the pairs must be contiguous")
     require_rows("pairs", pairs, torch.int64, (len(pairs), 2))

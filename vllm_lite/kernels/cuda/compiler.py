@@ -1,10 +1,8 @@
-"""From a file of csrc/cuda and the name of an instantiation to a cubin, with a cache on disk. Needs no GPU.
+"""Compiles an instantiation of a file of csrc/cuda to a cubin, with a cache on disk. Needs no GPU.
 
-For a device that is newer than NVRTC it is PTX instead, which the driver makes a program of when it is loaded.
-
-The key of a cache entry is a hash of everything that decides the outcome: the content of the source and of all files it
-reaches by #include, the instantiation, the architecture, the options and NVRTC's version. (CuPy's own cache leaves out
-included files, so that a change in one of them would not be seen.)
+For a device newer than NVRTC the result is PTX, which the driver compiles when it is loaded. The key of a cache entry
+is a hash of all inputs: the source and all files that it includes, the instantiation, the architecture, the options and
+NVRTC's version. (CuPy's own cache ignores included files, so changes in them would be missed.)
 """
 
 import hashlib
@@ -23,29 +21,29 @@ from vllm_lite.errors import VllmLiteError
 from vllm_lite.runtime import log
 from vllm_lite.runtime.untrusted_files import first_untrusted, read_bounded
 
-# 177: a constant of a shared header that this kernel does not use.
+# 177: an unused constant of a shared header.
 OPTIONS = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space", "-lineinfo", "--diag-suppress=177")
 EXACT_SOURCES = ("sampler.cuh", "routing.cuh")
-"""Sources whose comparisons count bits: subnormal floats are 0 in all others, which is faster."""
+"""Sources that compare floats by their bits, and so need subnormals; all others flush them to 0, which is faster."""
 
 _logger = log.get(__name__)
 _INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
-_EMULATOR = "cuda_on_cpu.h"  # included only where the compiler is not NVRTC
+_EMULATOR = "cuda_on_cpu.h"  # not included by NVRTC
 _MAGIC = b"vllm_lite kernel 2\n"
 MAX_ENTRY_BYTES = 64 * 1024 * 1024
 
 
 class KernelError(VllmLiteError):
-    """A CUDA kernel could not be compiled or loaded. Names the kernel and the line of its source."""
+    """A CUDA kernel could not be compiled or loaded. The message has the kernel and the line of its source."""
 
 
 @dataclass(frozen=True)
 class CudaSource:
-    """One compilation: all that decides its outcome but NVRTC's version."""
+    """The inputs of a compilation, except NVRTC's version."""
 
     source: str  # file of csrc/cuda
     name: str  # template instantiation
-    files: tuple[tuple[str, str], ...]  # (name, text) of the source, first, and of what it includes
+    files: tuple[tuple[str, str], ...]  # (name, text) of the source, then of included files
     arch: str  # "sm_90"; "compute_90" for PTX
     options: tuple[str, ...] = OPTIONS
 
@@ -63,27 +61,27 @@ class CudaSource:
 class Compiled:
     cubin: bytes  # or PTX
     symbol: str  # the mangled name of the instantiation
-    log: str = ""  # what the compiler said
+    log: str = ""  # the compiler's output
 
 
 class Nvrtc(Protocol):
-    """The compiler itself; it raises KernelError with its log."""
+    """The compiler; it raises KernelError with its log."""
 
     @property
     def version(self) -> str: ...
 
     @property
     def arches(self) -> Sequence[int]:
-        """Architectures that it compiles for, such as 90 for sm_90."""
+        """Supported architectures, such as 90 for sm_90."""
         ...
 
     def compile(self, program: CudaSource) -> Compiled: ...
 
 
 def target_of(capability: tuple[int, int], arches: Sequence[int]) -> str:
-    """The target that a device of this capability runs best of those that a compiler for `arches` can make: its own
-    machine code, that of an older device of its generation, or PTX of the newest that is older. Raises KernelError if
-    there is none."""
+    """The best target for a device of this capability among those of a compiler for `arches`: its own machine code,
+    that of an older device of its generation, or PTX of the newest older architecture. Raises KernelError if there is
+    none."""
     major, minor = capability
     older = [arch for arch in arches if arch <= 10 * major + minor]
     if not older:
@@ -109,7 +107,7 @@ def options_for(source: str) -> tuple[str, ...]:
 
 @cache
 def source_folder() -> Path:
-    """csrc/cuda inside the installed package or, where that is a checkout, beside it."""
+    """csrc/cuda inside the installed package or, in a checkout, beside it."""
     packaged = files("vllm_lite") / "csrc" / "cuda"
     if isinstance(packaged, Path) and packaged.is_dir():
         return packaged
@@ -120,7 +118,7 @@ def source_folder() -> Path:
 
 
 def read_sources(source: str, folder: Path | None = None) -> tuple[tuple[str, str], ...]:
-    """(name, text) of `source` and of every file of csrc/cuda that it reaches by #include, in that order."""
+    """(name, text) of `source` and every file of csrc/cuda that it includes, in that order."""
     folder = folder or source_folder()
     texts: dict[str, str] = {}
     waiting = [source]
@@ -148,7 +146,7 @@ def cache_folder() -> Path:
 
 
 def read_entry(path: Path) -> Compiled | None:
-    """The entry, or None if it is missing, damaged, or may be another user's: a cache never makes anything fail."""
+    """The entry, or None if it is missing, damaged, or not from a trusted owner; never raises."""
     try:
         data = read_bounded(path, MAX_ENTRY_BYTES)
         stranger = first_untrusted((path.parent, path))
@@ -169,7 +167,8 @@ def read_entry(path: Path) -> Compiled | None:
 
 
 def write_entry(path: Path, compiled: Compiled) -> bool:
-    """Write under another name and rename: other processes see a whole entry or none. False if that is impossible."""
+    """Write to a temporary name and rename, so that other processes see a complete entry or none. Returns False if it
+    cannot be written."""
     rest = compiled.symbol.encode() + b"\n" + compiled.cubin
     temporary: str | None = None
     try:
@@ -197,7 +196,7 @@ class KernelCompiler:
         self.num_compiled = 0
 
     def path_of(self, source: str, name: str) -> Path:
-        """File of a compiled instantiation."""
+        """Path of a compiled instantiation."""
         return self._path(self._program(source, name))
 
     def _program(self, source: str, name: str) -> CudaSource:
@@ -221,7 +220,7 @@ class KernelCompiler:
 
 
 def compile_error(program: CudaSource, message: str) -> KernelError:
-    """The error for a program that did not compile, from the compiler's log, which names files and lines."""
+    """The error for a failed compilation, from the compiler's log, which has files and lines."""
     lines = [line for line in message.strip("\x00 \n").splitlines() if line.strip()]
     first = next((i for i, line in enumerate(lines) if "error" in line), 0)
     return KernelError(

@@ -1,7 +1,5 @@
-"""`CupyLauncher`: kernels compiled by NVRTC through CuPy and launched on torch's current stream.
-
-CuPy is imported when a launcher is made, so that machines without a GPU need not have it.
-"""
+"""`CupyLauncher`: compiles kernels with NVRTC through CuPy and launches them on torch's current stream. CuPy is
+imported when a launcher is made, so machines without a GPU do not need it."""
 
 import shutil
 import struct
@@ -41,7 +39,7 @@ def import_cupy() -> ModuleType:
 
 
 class CupyNvrtc:
-    """The compiler that CuPy loads. Needs no GPU."""
+    """CuPy's NVRTC. Needs no GPU."""
 
     def __init__(self) -> None:
         self._nvrtc: Any = import_cupy().cuda.nvrtc
@@ -69,13 +67,13 @@ class CupyNvrtc:
 
 
 class _Stream(NamedTuple):
-    """All that a launch by CuPy wants of a stream. (CuPy's own ExternalStream warns each time that one is made.)"""
+    """The attribute of a stream that CuPy's launch needs. (CuPy's ExternalStream warns each time one is made.)"""
 
     ptr: int
 
 
 class CupyKernel:
-    """One instantiation on the current device. A launch returns at once; it can be captured into a CUDA graph."""
+    """One instantiation on the current device. A launch returns at once and can be captured into a CUDA graph."""
 
     def __init__(self, kernel: Any, name: str) -> None:
         self._kernel = kernel
@@ -85,12 +83,12 @@ class CupyKernel:
     def __call__(
         self, grid: tuple[int, int, int], block: tuple[int, int, int], args: Sequence[Arg], shared_bytes: int = 0
     ) -> None:
-        # CuPy passes an int as 8 bytes, which is what an address has, and numpy's scalars as they are.
+        # CuPy passes an int as 8 bytes, like an address, and numpy's scalars unchanged.
         values = tuple(packed(self._name, args))
         if shared_bytes > self._shared_limit:
             self._kernel.max_dynamic_shared_size_bytes = shared_bytes
             self._shared_limit = shared_bytes
-        # The stream of now: one taken earlier would leave an empty graph where this launch is captured.
+        # Get the stream now: with an earlier one, a graph captured now would be empty.
         stream = _Stream(torch.cuda.current_stream().cuda_stream)
         self._kernel(grid, block, values, shared_mem=shared_bytes, stream=stream)
 
@@ -98,8 +96,8 @@ class CupyKernel:
 class CupyLauncher:
     """Kernels for the device that is current when the launcher is made; a worker has one device.
 
-    Before a CUDA graph is captured every kernel in it must have run once with as much shared memory: loading one, and
-    raising that limit, are no operations of a stream.
+    Before a CUDA graph is captured, every kernel in it must have run once with as much shared memory: loading a kernel,
+    and raising that limit, cannot be captured.
     """
 
     def __init__(self, compiler: KernelCompiler | None = None) -> None:
@@ -131,7 +129,7 @@ class CupyLauncher:
 
 @cache
 def default_launcher() -> CupyLauncher | None:
-    """The launcher that a process shares; None, with one line in the log, where CuPy is missing."""
+    """The process's launcher; None, with a log message, if CuPy is missing."""
     try:
         return CupyLauncher()
     except KernelError as error:
@@ -145,7 +143,7 @@ _MAGIC = b"\x7fELF\x02\x01"  # 64 bits, little-endian
 _SEGMENT_OFFSET, _SEGMENT_SIZE = 8, 32
 _SECTION_TYPE, _SECTION_OFFSET, _SECTION_SIZE = 4, 24, 32
 _NO_BITS = 8
-"""Type of a section that takes no room in the file."""
+"""Type of a section without data in the file."""
 
 
 def is_elf(data: bytes) -> bool:
@@ -153,8 +151,8 @@ def is_elf(data: bytes) -> bool:
 
 
 def elf_size(data: bytes) -> int:
-    """Bytes up to the end of the tables, segments and sections that the headers name; those that `data` has no room for
-    count as far as the tables say. Raises ValueError for what is no ELF file."""
+    """Bytes up to the end of the tables, segments and sections in the headers; those whose headers are beyond `data` do
+    not count. Raises ValueError unless `data` is an ELF file."""
     if not is_elf(data) or len(data) < 64:
         raise ValueError(f"no ELF file of 64 bits: it begins with {data[:6]!r} and has {len(data)} bytes")
     segments, sections = struct.unpack_from("<QQ", data, 32)
@@ -174,11 +172,9 @@ def _number(data: bytes, at: int) -> int:
 
 
 def whole_cubin(data: bytes) -> bytes:
-    """`data` with its last byte: CuPy takes what NVRTC gives for text and drops the byte that would end it.
-
-    It is a zero, the highest byte of a number in the last header. Raises KernelError where more is missing, and where
-    this is no cubin.
-    """
+    """`data` with its last byte: CuPy treats NVRTC's output as text and drops the last byte as a terminator. The byte
+    is zero, the highest byte of a number in the last header. Raises KernelError if more is missing, or if this is not a
+    cubin."""
     try:
         size = elf_size(data)
     except ValueError as error:

@@ -13,14 +13,12 @@ SOURCE = "fused.cuh"
 _KERNELS: dict[Activation, str] = {"silu": "silu_and_mul", "gelu_tanh": "gelu_and_mul"}
 MAX_THREADS = 1024
 SCRATCH_BYTES = 32 * 4
-"""Shared memory of a sum over a block: one float for each warp."""
+"""Shared memory of a sum over a block: one float per warp."""
 
 
 def vector_width(length: int, *tensors: torch.Tensor) -> int:
-    """Elements of one access: 16 bytes of the first tensor, or 1 where some row of `length` elements forbids that.
-
-    The last axis of each tensor is contiguous; what counts are addresses and the strides of the other axes.
-    """
+    """Elements per access: 16 bytes of the first tensor, or 1 if the alignment of rows of `length` elements does not
+    allow that. The last axis of each tensor is contiguous; addresses and the other strides count."""
     width = 16 // tensors[0].element_size()
     if length % width:
         return 1
@@ -33,7 +31,7 @@ def vector_width(length: int, *tensors: torch.Tensor) -> int:
 
 
 def threads_for(num_items: int, most: int = MAX_THREADS) -> int:
-    """Whole warps, enough for one item a thread, up to `most`."""
+    """Threads in whole warps, one per item, up to `most`."""
     return min(most, -(-num_items // 32) * 32)
 
 
@@ -46,7 +44,7 @@ def require_rows(what: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tup
 
 
 class CudaOps(TorchOps):
-    """CUDA kernels; TorchOps computes the rest. Raises ValueError on wrong shapes."""
+    """Ops with CUDA kernels; TorchOps computes the others. Raises ValueError for wrong shapes."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -123,14 +121,14 @@ class CudaOps(TorchOps):
         self._launch_elements(name, out, vector_width(size, gate_up, out), args)
 
     def _launch_elements(self, name: str, out: torch.Tensor, width: int, args: tuple[Arg, ...]) -> None:
-        """As many threads for each row of `out` as it has elements, `width` of them each."""
+        """Launch with a thread for every `width` elements of `out`."""
         num_tokens, size = out.shape
         threads = threads_for(size // width, 256)
         grid = (num_tokens, -(-size // (width * threads)), 1)
         self._kernel(name, out, width)(grid, (threads, 1, 1), args)
 
     def _launch_rows(self, name: str, x: torch.Tensor, size: int, width: int, args: tuple[Arg, ...]) -> None:
-        """One block per row; its threads follow from the length of a row alone."""
+        """Launch with one block per row; its number of threads depends only on the length of a row."""
         grid = (x.numel() // size, 1, 1)
         self._kernel(name, x, width)(grid, (threads_for(size // width), 1, 1), args, SCRATCH_BYTES)
 
@@ -145,9 +143,9 @@ def require_rotation(rotation: Rotation, num_tokens: int, head_size: int, dtype:
 
 
 def _rows(x: torch.Tensor) -> tuple[int, int, int]:
-    """(rows of the second-last axis, stride of the axes before it, stride of it): any x of up to 3 axes, or dense."""
+    """(rows of the second-last axis, stride of the axes before, its stride), for any x of up to 3 axes, or dense."""
     if x.dim() <= 2:
         return 1, x.stride(0) if x.dim() == 2 else 0, 0
     if x.dim() > 3:
-        x = x.view(-1, x.shape[-2], x.shape[-1])  # raises where the strides of the outer axes do not allow it
+        x = x.view(-1, x.shape[-2], x.shape[-1])  # raises if the strides of the outer axes do not allow it
     return x.shape[1], x.stride(0), x.stride(1)

@@ -1,6 +1,5 @@
-"""Bitmasks on rows of logits on a GPU. Kernel: csrc/cuda/masks.cuh; TokenMasks in worker/sampling/masks.py defines
-it, and has the plain twin.
-"""
+"""Bitmasks on rows of logits on a GPU. Kernel: csrc/cuda/masks.cuh; the reference is TokenMasks in
+worker/sampling/masks.py."""
 
 from typing import NamedTuple
 
@@ -14,21 +13,18 @@ from vllm_lite.kernels.sampling import MaskedRows, check_masked
 SOURCE = "masks.cuh"
 THREADS = 256
 UNITS = 4
-"""Accesses of each thread."""
+"""Accesses per thread."""
 
 
 class OnDevice(NamedTuple):
-    """Holds MaskedRows in the memory of a GPU."""
+    """MaskedRows in GPU memory."""
 
     samples: torch.Tensor  # int64 [n]
     bitmasks: torch.Tensor  # int32 [n, words]
 
 
 def bring(logits: torch.Tensor, masked: MaskedRows) -> OnDevice:
-    """Copy to the device of `logits` what rules their tokens out, without waiting for it.
-
-    Raises ValueError when shapes or types do not fit each other.
-    """
+    """Copy the masks to the device of `logits`, without waiting. Raises ValueError for wrong shapes or types."""
     check_masked(logits, masked)
     arrays = torch.from_numpy(masked.samples), torch.from_numpy(masked.bitmasks.view(np.int32))
     if logits.is_cuda:  # from other memory than pinned the copy would wait for all that was launched before
@@ -38,10 +34,10 @@ def bring(logits: torch.Tensor, masked: MaskedRows) -> OnDevice:
 
 def rule_out(
     launcher: Launcher,
-    logits: torch.Tensor,  # float32 [num_rows, vocab], those that `bring` was given or others of their shape
+    logits: torch.Tensor,  # float32 [num_rows, vocab], of the shape given to `bring`
     masked: OnDevice,
 ) -> None:
-    """Add minus infinity to the logits whose bits are clear, in place."""
+    """Set the logits whose bits are clear to minus infinity, in place."""
     samples, bitmasks = masked
     vocab, width = logits.shape[1], vector_width(logits.shape[1], logits)
     if not len(samples) or not vocab:

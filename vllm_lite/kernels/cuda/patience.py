@@ -1,8 +1,6 @@
-"""Waiting for a GPU with a deadline: one that hangs is found out by the thread that waits for it, and named.
-
-A synchronising call of CUDA waits for ever, and says nothing. So the thread that has launched something asks for its
-event again and again, until that is done or the patience is at an end.
-"""
+"""Waiting for a GPU with a timeout, so that a GPU that hangs is detected and named by the waiting thread. CUDA's
+synchronising calls wait forever without an error, so the thread polls an event until it is done or the timeout is
+over."""
 
 import time
 from typing import Protocol
@@ -10,33 +8,33 @@ from typing import Protocol
 from vllm_lite.errors import DeviceHungError
 
 PATIENCE_S = 15.0
-"""How long a device may take by default."""
+"""Default timeout in seconds."""
 SPIN_S = 0.02
-"""So long the host asks without a pause, as a step takes milliseconds and a thread that sleeps wakes up late."""
+"""Time of polling without pauses, as a step takes milliseconds and a sleeping thread wakes up late."""
 NAP_S = 0.0005
-"""Its pauses from then on."""
+"""Pause between polls afterwards."""
 
 
 class Event(Protocol):
-    """torch.cuda.Event, as far as it is needed."""
+    """The part of torch.cuda.Event that is used."""
 
     def query(self) -> bool:
-        """Whether the device has done all that was launched before. Raises RuntimeError for an error of the device."""
+        """Whether all work launched before has ended. Raises RuntimeError for an error of the device."""
         ...
 
 
 class Wait:
-    """For one event, from now on."""
+    """A wait for one event, starting now."""
 
     def __init__(self, event: Event, what: str, patience_s: float) -> None:
-        """`what` is waited for, as the error names it; `patience_s` seconds at most."""
+        """`what` names the work in the error; `patience_s` is the timeout."""
         self._event = event
         self._what = what
         self._patience_s = patience_s
         self._start_s = time.monotonic()
 
     def is_over(self) -> bool:
-        """Whether the device is done. Raises DeviceHungError once it has taken longer than the patience lasts."""
+        """Whether the device is done. Raises DeviceHungError after the timeout."""
         if self._event.query():
             return True
         if time.monotonic() - self._start_s > self._patience_s:
@@ -47,6 +45,6 @@ class Wait:
         return False
 
     def wait(self) -> None:
-        """Return when the device is done. Raises DeviceHungError as `is_over` does."""
+        """Wait until the device is done. Raises DeviceHungError like `is_over`."""
         while not self.is_over():
             time.sleep(0 if time.monotonic() - self._start_s < SPIN_S else NAP_S)

@@ -1,7 +1,7 @@
 """Recurrent layers on a GPU: short convolutions, the gated delta rule and Mamba-2.
 
-Kernels: csrc/cuda/recurrent.cuh, token by token, and recurrent_chunks.cuh, which takes the sequences of a step that
-have many rows in chunks.
+Kernels: csrc/cuda/recurrent.cuh, token by token, and recurrent_chunks.cuh, in chunks, for sequences with many rows in a
+step.
 """
 
 from abc import abstractmethod
@@ -19,24 +19,24 @@ from vllm_lite.kernels.recurrent import Parts, Segments, Spec, Taps, TwoCalls, W
 
 SOURCE, CHUNKS_SOURCE = "recurrent.cuh", "recurrent_chunks.cuh"
 CONV_THREADS, LANES, TILE = 128, 4, 16
-"""Channels of a block, threads of a column, and tokens that are prepared together; as in the source."""
+"""Channels per block, threads per column, and tokens prepared together; as in the source."""
 MAX_CONV_SIZE = 8
 MAX_COLUMNS = 128
 MAX_DELTA_ROWS, MAX_MAMBA_ROWS = 128, 256
-"""A thread keeps a row in LANES of a matrix in registers, with up to 128 of them."""
+"""Maximum rows of a matrix: a thread keeps one row in LANES of its column in registers, up to 128 of them."""
 BLOCK = 16
 """Tokens of a chunk whose equations are solved together, as in the source."""
 CHUNKED_ROWS = 64
-"""Sequences with so many rows in a step, or more, go in chunks. Not measured: by arithmetic a chunk of any length takes
-as long as about 16 tokens, one by one; but the rows of drafts have to get the bits of decodes."""
+"""Minimum rows of a sequence in a step for chunks. Not measured: by arithmetic, a chunk of any length takes as long as
+about 16 single tokens; but rows of drafts need the same bits as decodes."""
 MAX_EXACT_ROWS = 128
-"""Rows of a matrix that may go in chunks where operands are two bfloat16: more would be spilled."""
+"""Maximum rows of a matrix for chunks with operands of two bfloat16: more would spill registers."""
 _NEVER = (1 << 31) - 1
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class LaunchedConvolution:
-    """One launch over all sequences of a step."""
+    """The convolution: one launch over all sequences of a step."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
@@ -79,23 +79,23 @@ class LaunchedConvolution:
 
 
 class Scan(NamedTuple):
-    """A kernel that takes the matrix of each head through a sequence, and what it alone is called with."""
+    """A kernel that updates each head's matrix over a sequence, with its own arguments."""
 
     name: str
     sizes: tuple[int, int]
     """Rows and columns of a matrix."""
     num_heads: int
     solves: bool
-    """Whether the tokens of a chunk are a system of equations."""
+    """Whether the tokens of a chunk form a system of equations."""
     floats: int
-    """Elements of shared memory for a token."""
+    """Elements of shared memory per token."""
     tensors: tuple[torch.Tensor, ...]
     scalars: tuple[Scalar, ...]
 
 
 class LaunchedScan(TwoCalls[Spec, Parts, Weights]):
-    """Two launches: of the convolution, and of a scan by a block for each sequence and head. Where a step may have a
-    sequence of CHUNKED_ROWS rows, a third, for such sequences."""
+    """A recurrent layer in two launches: the convolution, and a scan with a block per sequence and head. If a sequence
+    may have CHUNKED_ROWS rows, a third launch processes such sequences."""
 
     def __init__(self, spec: Spec, launcher: Launcher) -> None:
         super().__init__(spec)
@@ -104,7 +104,7 @@ class LaunchedScan(TwoCalls[Spec, Parts, Weights]):
 
     @abstractmethod
     def kernel(self, parts: Parts, weights: Weights) -> Scan:
-        """The scan of these."""
+        """The Scan for these inputs."""
 
     def scan_all(
         self,
@@ -182,12 +182,12 @@ class LaunchedMamba(LaunchedScan[MambaSpec, MambaInputs, MambaWeights], MambaOp)
 
 
 def goes_in_chunks(num_matrix_rows: int, dtype: torch.dtype) -> bool:
-    """Whether sequences with many rows in a step do; else they go token by token, as all others."""
+    """Whether sequences with many rows in a step are computed in chunks; else token by token, like all others."""
     return dtype is torch.bfloat16 or num_matrix_rows <= MAX_EXACT_ROWS
 
 
 def chunk_shared_bytes(scan: Scan, dtype: torch.dtype) -> int:
-    """Dynamic shared memory of a block that goes in chunks: `recurrent::Chunk` of the source."""
+    """Dynamic shared memory of a block for chunks: `recurrent::Chunk` of the source."""
     parts, tokens = (1, 64) if dtype is torch.bfloat16 else (2, 32)
     size, columns = map(_wide, scan.sizes)
 
@@ -200,17 +200,17 @@ def chunk_shared_bytes(scan: Scan, dtype: torch.dtype) -> int:
 
 
 def _wide(size: int) -> int:
-    """Whole operands of a matrix instruction."""
+    """`size` rounded up to whole operands of a matrix instruction."""
     return -(-size // BLOCK) * BLOCK
 
 
 def _padded(size: int) -> int:
-    """Whole runs of four elements for each lane."""
+    """`size` rounded up to four elements per lane."""
     return -(-size // (4 * LANES)) * 4 * LANES
 
 
 def _threads(columns: int) -> int:
-    """Whole warps, LANES threads a column."""
+    """Threads in whole warps, LANES per column."""
     return -(-columns * LANES // 32) * 32
 
 

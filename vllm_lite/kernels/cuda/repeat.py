@@ -1,7 +1,7 @@
-"""Launches that are made again with a few other tensors: the layers of a step differ in little else.
+"""RepeatedLaunches: repeats launches with a few other tensors, as the layers of a step hardly differ otherwise.
 
-The first layer's call checks shapes, chooses a kernel and works out its arguments; that takes longer than a launch.
-What it launched is kept, and the others replace what differs.
+The first layer's call checks shapes, chooses a kernel and computes its arguments, which takes longer than a launch. Its
+launches are recorded, and repeated for the other layers with the tensors that differ.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ Sizes = tuple[int, int, int]
 
 
 class RepeatedLaunches:
-    """A launcher that keeps what goes through it, with the places where each tensor of `changing` stands."""
+    """A launcher that records its launches, with the positions of each tensor of `changing` in the arguments."""
 
     def __init__(self, launcher: Launcher, changing: Sequence[torch.Tensor]) -> None:
         self._launcher = launcher
@@ -40,8 +40,8 @@ class RepeatedLaunches:
         return launch
 
     def again(self, changed: Sequence[torch.Tensor]) -> None:
-        """Make the launches once more, with these tensors in place of those of the first time. They have to be like
-        them in all but their addresses, which are multiples of 16 bytes."""
+        """Repeat the launches with these tensors in place of the first ones. They may differ only in their addresses,
+        which are multiples of 16 bytes."""
         for kernel, grid, block, args, shared_bytes, places in self._launches:
             for place, which in places:
                 args[place] = changed[which]

@@ -1,6 +1,5 @@
-"""The sampler's pass from logits to tokens on a GPU. Kernel: csrc/cuda/sampler.cuh; worker/sampling/sampler.py
-defines it, and is its plain twin.
-"""
+"""The sampler's pass from logits to tokens on a GPU. Kernel: csrc/cuda/sampler.cuh; the reference is
+worker/sampling/sampler.py."""
 
 import numpy as np
 import torch
@@ -17,13 +16,13 @@ SHARED_BYTES = 37632
 MAX_PARTS, ROW_BYTES = 16, 25104
 """As kMaxParts and RowParts in the source."""
 BLOCKS = 64
-"""Blocks that few rows are shared by: about half of a large GPU's multiprocessors, and no more than a few microseconds
-of putting together what they found."""
+"""Total blocks if there are few rows: about half of a large GPU's multiprocessors, and only a few microseconds for
+merging their results."""
 MIN_PART = 4096
-"""Tokens of a part: less is not worth its block."""
+"""Minimum tokens of a part that is worth a block."""
 
 PICKED = np.dtype([("token", np.int64), ("best", np.float32), ("limit", np.float32)])
-"""What the kernel writes for each row; the same record as `Picked` in csrc/cuda/sampler.cuh."""
+"""The kernel's output per row; the same record as `Picked` in csrc/cuda/sampler.cuh."""
 
 
 def pick(
@@ -32,22 +31,22 @@ def pick(
     draws: NDArray[np.void],  # DRAW [num_rows]
     patience_s: float = PATIENCE_S,
 ) -> Picked:
-    """One token per row; the logits stay as they are. The token of a row that is not finite means nothing.
+    """Pick one token per row; the logits are unchanged. The token of a row that is not finite is undefined.
 
-    Waits for the device: the results come as one small copy. Raises ValueError when shapes or types are wrong, and
+    Waits for the device: the results are one small copy. Raises ValueError for wrong shapes or types, and
     DeviceHungError if the device takes longer than `patience_s`.
     """
     return PickedLater(pick_on_device(launcher, logits, draws), patience_s).wait()
 
 
 class PickedLater:
-    """Result of `pick_on_device` on the device, and a copy of it on its way to the host."""
+    """The result of `pick_on_device` on the device, and its asynchronous copy to the host."""
 
     def __init__(self, records: torch.Tensor, patience_s: float = PATIENCE_S) -> None:  # uint8 [num_rows, 16]
         self.tokens = records.view(torch.int64)[:, 0]
         """int64 [num_rows], on the device."""
         self.pending: Wait | None = None
-        """For the copy; None: it is there."""
+        """The wait for the copy; None: it is complete."""
         if not records.is_cuda:
             self._host = records.clone()
             return
@@ -58,11 +57,11 @@ class PickedLater:
         self.pending = Wait(event, "a step", patience_s)
 
     def is_done(self) -> bool:
-        """Whether `wait` would return at once. Raises DeviceHungError as that does."""
+        """Whether `wait` would return at once. Raises DeviceHungError like `wait`."""
         return self.pending is None or self.pending.is_over()
 
     def wait(self) -> Picked:
-        """The results, when the device has them. Raises DeviceHungError if it takes longer than the patience lasts."""
+        """Wait for the results. Raises DeviceHungError after the timeout."""
         if self.pending is not None:
             self.pending.wait()
         records = self._host.numpy().view(PICKED).reshape(-1)
@@ -70,7 +69,7 @@ class PickedLater:
 
 
 def parts_for(num_rows: int, vocab: int) -> int:
-    """Number of blocks that share each row."""
+    """Number of blocks per row."""
     return max(1, min(MAX_PARTS, BLOCKS // num_rows, vocab // MIN_PART))
 
 
@@ -78,9 +77,9 @@ def pick_on_device(
     launcher: Launcher,
     logits: torch.Tensor,  # float32 [num_rows, vocab], each row contiguous
     draws: NDArray[np.void],  # DRAW [num_rows]
-    parts: int | None = None,  # blocks a row, up to MAX_PARTS; None: as many as are worth it. No bit depends on it
+    parts: int | None = None,  # blocks per row, up to MAX_PARTS; None: chosen here. No bit depends on it
 ) -> torch.Tensor:  # uint8 [num_rows, 16], PICKED records on the device
-    """Pick as `pick` does, without waiting for the device."""
+    """As `pick`, without waiting for the device."""
     require(
         logits.dtype == torch.float32 and logits.dim() == 2 and logits.stride(1) == 1 and logits.shape[1] > 0,
         f"logits must be float32 [num_rows, vocab] with contiguous rows, got {logits.dtype} {list(logits.shape)}",
@@ -110,7 +109,7 @@ def pick_on_device(
 
 
 def _kernels(draws: NDArray[np.void], vocab: int, parts: int) -> tuple[str, ...]:
-    """Kernels to launch: one kernel with a block a row, or those that do their part of it."""
+    """Kernels to launch: one with a block per row, or several for rows in parts."""
     if parts == 1:
         return ("pick",)
     random = draws["temperature"] > 0

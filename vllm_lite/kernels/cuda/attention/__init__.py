@@ -1,1 +1,1 @@
-"""Attention on a GPU over the paged KV cache: decode, prefill and what they have in common."""
+"""Attention on a GPU over the paged KV cache: decode, prefill, and shared code."""

@@ -1,4 +1,4 @@
-"""Inputs beside Q of the attention kernels that read the engine's cache layout, and the checks that they share."""
+"""Inputs, other than Q, of the attention kernels for the engine's cache layout, and their checks."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,21 +12,19 @@ MAX_GRID_YZ = 65535
 
 
 class PagedKV(NamedTuple):
-    """One layer's cache, and what of it each sequence of a step reads.
-
-    The query rows of sequence i, `query_start_loc[i] : query_start_loc[i + 1]`, are the last of its `seq_lens[i]`
-    tokens.
-    """
+    """One layer's KV cache, and the part of it that each sequence of a step attends to. The query rows of sequence i,
+    `query_start_loc[i] : query_start_loc[i + 1]`, are the last of its `seq_lens[i]` tokens."""
 
     kv: torch.Tensor  # [num_blocks, 2, num_kv_heads, block_size, head_size], any strides but the last, which is 1
     block_tables: torch.Tensor  # int32 [num_seqs, max_blocks]
     query_start_loc: torch.Tensor | None  # int32 [num_seqs + 1]; None, for decode_attention: row i is sequence i's
-    seq_lens: torch.Tensor  # int32 [num_seqs], this step's tokens included
+    seq_lens: torch.Tensor  # int32 [num_seqs], including this step's tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """A score is scale * q.k, then soft_cap * tanh(score / soft_cap), then + slope * (key position - query's)."""
+    """Parameters of scores: scale * q.k, then soft_cap * tanh(score / soft_cap), then + slope * (key position -
+    query's)."""
 
     scale: float
     soft_cap: float = 0.0  # 0: no cap
@@ -35,7 +33,7 @@ class Scoring:
     k_scale: float = 1.0  # a float8 code times this is the key
     v_scale: float = 1.0
     block_sparse: BlockSparse | None = None  # for paged_attention only
-    sinks: torch.Tensor | None = None  # float32 [num_heads]: a score of each head that attends to nothing, as it is
+    sinks: torch.Tensor | None = None  # float32 [num_heads]: logit of each head's attention sink, not scaled
 
     def factors(self, kv: torch.Tensor) -> tuple[float, float]:
         """Factors of q.k and V; only float8 caches have scales."""
@@ -53,7 +51,7 @@ class Scoring:
 
 
 def tensor_core_reason(dtype: torch.dtype, head_size: int, kv_dtype: torch.dtype | None = None) -> str | None:
-    """None when decode and prefill can serve these, else the reason why not, as a clause for an error message."""
+    """None if the decode and prefill kernels support these types, else the reason, as a clause for an error message."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"attention on tensor cores takes float16 or bfloat16, not {dtype}"
     if head_size % 8 or not 8 <= head_size <= 256:
@@ -64,7 +62,7 @@ def tensor_core_reason(dtype: torch.dtype, head_size: int, kv_dtype: torch.dtype
 
 
 def check_tensors(out: torch.Tensor, query: torch.Tensor, cache: PagedKV) -> None:
-    """Refuse tensors whose shapes and types do not fit each other, or whose rows have gaps."""
+    """Raise ValueError unless shapes and types match and rows are dense."""
     require(query.dim() == 3, f"query has shape {list(query.shape)}, not [num_tokens, num_heads, head_size]")
     _, num_heads, head_size = query.shape
     require(out.shape == query.shape and out.dtype == query.dtype, "out must have the shape and type of query")
@@ -78,7 +76,7 @@ def check_tensors(out: torch.Tensor, query: torch.Tensor, cache: PagedKV) -> Non
 
 
 def check_for_tensor_cores(out: torch.Tensor, query: torch.Tensor, cache: PagedKV, kv_width: int = 8) -> None:
-    """As `check_tensors`, for kernels that read 16 bytes of Q, and `kv_width` elements of K and V, at a time."""
+    """As `check_tensors`, for kernels that load 16 bytes of Q, and `kv_width` elements of K and V, at a time."""
     check_tensors(out, query, cache)
     if reason := tensor_core_reason(query.dtype, query.shape[2], cache.kv.dtype):
         raise ValueError(reason)
@@ -89,7 +87,7 @@ def check_for_tensor_cores(out: torch.Tensor, query: torch.Tensor, cache: PagedK
 
 
 def check_kv(kv: torch.Tensor, head_size: int, width: int = 1) -> None:
-    """Refuse a cache of another shape, and one whose rows cannot be read `width` elements at a time."""
+    """Raise ValueError unless the cache has the expected shape and its rows can be read `width` elements at a time."""
     shape = f"[num_blocks, 2, num_kv_heads, block_size, head_size {head_size}]"
     fits = kv.dim() == 5 and kv.shape[1] == 2 and kv.shape[4] == head_size
     require(fits, f"kv has shape {list(kv.shape)}, not {shape}")
@@ -102,7 +100,7 @@ def check_kv(kv: torch.Tensor, head_size: int, width: int = 1) -> None:
 
 
 def check_indices(block_tables: torch.Tensor, start_loc: torch.Tensor | None, seq_lens: torch.Tensor) -> None:
-    """int32 [num_seqs, max_blocks], [num_seqs + 1], [num_seqs], rows dense."""
+    """Check that these are int32 [num_seqs, max_blocks], [num_seqs + 1], [num_seqs], with dense rows."""
     num_seqs = len(seq_lens)
     require(num_seqs <= MAX_GRID_YZ, f"{num_seqs} sequences are more than a launch takes: {MAX_GRID_YZ}")
     for name, tensor, shape in (

@@ -1,7 +1,5 @@
 """Paged attention without tensor cores, for any type and any mixture of query lengths: csrc/cuda/attention_simple.cuh.
-
-What float32 models run with; correct before fast.
-"""
+Used by float32 models; simple rather than fast."""
 
 import numpy as np
 import torch
@@ -21,10 +19,8 @@ def attention_simple(
     cache: PagedKV,
     scoring: Scoring,
 ) -> None:
-    """Causal attention of all rows; those of sequences of length 0 and those after the last sequence become zero.
-
-    Raises ValueError for what does not fit.
-    """
+    """Causal attention of all rows; rows of sequences of length 0 and rows after the last sequence become zero. Raises
+    ValueError for invalid inputs."""
     check_tensors(out, query, cache)
     num_tokens, num_heads, head_size = query.shape
     kv, block_tables, query_start_loc, seq_lens = cache

@@ -1,8 +1,8 @@
-"""Who computes what of a step's attention: lists of work, made on the host from the lengths that it knows.
+"""Work lists of a step's attention, made on the host from the lengths of sequences.
 
-A list names what there is to do and nothing else, so a grid of its length has no empty block, however much the
-sequences of a step differ. `csrc/cuda/merge_splits.cuh` says how an entry lies in memory, and cuts a row's context as
-`num_splits` does here. Where a row is cut follows from what it sees and the window alone, not from the batch.
+A list has only entries with work, so a grid of its length has no empty blocks, however different the sequences are.
+`csrc/cuda/merge_splits.cuh` defines the layout of entries, and splits a row's context as `num_splits` here. The splits
+of a row depend only on the tokens it attends to and the window, not on the batch.
 """
 
 from collections.abc import Sequence
@@ -18,32 +18,33 @@ Ints: TypeAlias = NDArray[np.integer[Any]]
 Int32s: TypeAlias = NDArray[np.int32]
 
 TILE = 16
-"""Tokens that a warp of the decode kernel takes at once."""
+"""Tokens that a warp of the decode kernel processes at once."""
 MAX_SPLITS = 64
-"""Splits of the longest sequence: enough to fill a GPU with one of 8 KV heads; more would only cost workspace."""
+"""Maximum splits of a sequence: enough to fill a GPU with one sequence of 8 KV heads; more would only need
+workspace."""
 PREFILL_ROWS = 64
-"""Query rows of a block of the prefill kernel: pairs of a token and a head of the KV head's group."""
+"""Query rows of a block of the prefill kernel: (token, query head of the KV head's group)."""
 MAX_SHORT_ROWS = 16
 SHORT_TOKENS = 512
 MAX_SHORT_SPLITS = 2048
-"""Chunks of a few rows behind a long context (drafts, the end of a prompt) are decoded, each row by itself, as long as
-there are few of them: the prefill kernel would walk their context with one block for each KV head. Each row reads the
-context once more, mostly from the L2 cache, so where their blocks fill the GPU anyway they stay with that kernel."""
+"""Chunks of a few rows after a long context (drafts, the end of a prompt) are computed by the decode kernel, row by
+row, while there are few: the prefill kernel would process their context with one block per KV head. Each row reads the
+context again, mostly from the L2 cache, so chunks that fill the GPU anyway stay with the prefill kernel."""
 
 
 _NONE = np.zeros(1, np.int64)
 
 
 class RowWork(NamedTuple):
-    """Rows that are decoded, each by itself. One that sees nothing becomes zero."""
+    """Rows for the decode kernel. A row that attends to nothing becomes zero."""
 
-    tokens: Ints  # [n], its place in the step
+    tokens: Ints  # [n], index in the step
     sequences: Ints  # [n]
-    seen: Ints  # [n], its position plus 1; 0 for padding
+    seen: Ints  # [n], position + 1; 0 for padding
 
 
 class Cascade(NamedTuple):
-    """Splits that several rows have in common, in the device's memory; see shared_prefix.CascadeLists."""
+    """Splits shared by several rows, in device memory; see shared_prefix.CascadeLists."""
 
     shared: torch.Tensor  # int32 [most shared splits, 4]
     firsts: torch.Tensor  # int32 [most splits]
@@ -51,19 +52,19 @@ class Cascade(NamedTuple):
 
 
 class SplitList(NamedTuple):
-    """The decode kernel's work in the device's memory. First in the list stand its length and `cascade.shared`'s."""
+    """The decode kernel's work list in device memory. Its first entry has its length and that of `cascade.shared`."""
 
-    splits: torch.Tensor  # int32 [1 + most splits, 4]: token, sequence, tokens seen, split; those of a row side by side
+    splits: torch.Tensor  # int32 [1 + most splits, 4]: token, sequence, tokens seen, split; a row's are adjacent
     several: bool
-    """Whether a row may have more than one."""
+    """Whether a row may have more than one split."""
     cascade: Cascade | None = None
-    """What rows have in common, which is not on the list then."""
+    """The splits shared by rows, which are then not in `splits`."""
     num_parts: int | None = None
-    """Most splits of all rows; None: those on the list."""
+    """Maximum number of splits of all rows; None: of those in `splits`."""
 
     @property
     def most_splits(self) -> int:
-        """Counts those that are in common, too."""
+        """Maximum number of splits, including shared ones."""
         return len(self.splits) - 1 if self.num_parts is None else self.num_parts
 
     @classmethod
@@ -74,13 +75,14 @@ class SplitList(NamedTuple):
 
 
 def tiles_a_split(tiles: Ints) -> Ints:
-    """As the function of that name in merge_splits.cuh."""
+    """As the function of the same name in merge_splits.cuh."""
     large = np.maximum(32, -(-tiles // MAX_SPLITS))
     return np.where(tiles <= 32, 32, np.where(tiles <= 256, 16, large))
 
 
 def num_splits(seen: Ints, window: int | None = None, split_tokens: int = 0) -> Ints:
-    """Into how many splits rows are cut that see so many tokens, none into 0. `split_tokens`: always after so many."""
+    """Number of splits of rows that attend to `seen` tokens, 0 for none. `split_tokens`: fixed tokens per split; 0: by
+    length."""
     tiles = -(-seen // TILE)
     if window is not None:
         tiles = tiles - np.maximum(seen - window, 0) // TILE
@@ -88,16 +90,16 @@ def num_splits(seen: Ints, window: int | None = None, split_tokens: int = 0) -> 
 
 
 def most_splits(max_seq_len: int, window: int | None = None) -> int:
-    """The most splits that any row has which sees up to `max_seq_len` tokens."""
+    """Maximum number of splits of a row that attends to up to `max_seq_len` tokens."""
     seen = max_seq_len if window is None else min(max_seq_len, window + 2 * TILE - 2)  # it may begin and end in a tile
-    peaks = [256 * TILE, 32 * MAX_SPLITS * TILE]  # where splits become larger, there are fewer
+    peaks = [256 * TILE, 32 * MAX_SPLITS * TILE]  # there splits become larger
     return int(num_splits(np.array([seen, *(min(seen, peak) for peak in peaks)])).max())
 
 
 def short_chunks(
     query_lens: Ints, seq_lens: Ints, windows: Sequence[int | None] = (None,)
 ) -> NDArray[np.bool_]:  # [num_seqs]
-    """Sequences that bring more than one row, and are decoded."""
+    """Mask of the sequences with more than one row that are computed by the decode kernel."""
     short = (query_lens > 1) & (query_lens <= MAX_SHORT_ROWS) & (seq_lens > SHORT_TOKENS)
     most = max((num_splits(seq_lens, window) * query_lens)[short].sum() for window in windows) if short.any() else 0
     if most > MAX_SHORT_SPLITS:
@@ -106,11 +108,11 @@ def short_chunks(
 
 
 def rows_of(query_lens: Ints, seq_lens: Ints, num_tokens: int, chosen: NDArray[np.bool_]) -> RowWork:
-    """The rows of these sequences, and the padding behind the last sequence."""
+    """The rows of the chosen sequences, and the padding after the last sequence."""
     ends = np.cumsum(query_lens)
     sequences = np.repeat(np.flatnonzero(chosen), query_lens[chosen])
     before = np.cumsum(query_lens * chosen) - query_lens * chosen
-    place = np.arange(len(sequences)) - before[sequences]  # of a row in its sequence
+    place = np.arange(len(sequences)) - before[sequences]  # index of a row in its sequence
     from_end = query_lens[sequences] - place
     tokens = ends[sequences] - from_end
     seen = np.maximum(seq_lens[sequences] - from_end + 1, 0)
@@ -123,9 +125,9 @@ def rows_of(query_lens: Ints, seq_lens: Ints, num_tokens: int, chosen: NDArray[n
 
 
 def split_list(rows: RowWork, window: int | None, split_tokens: int = 0, skipped: Ints = _NONE) -> Int32s:
-    """The list of splits, [1 + n, 4], without the first `skipped` of each row; no splits are shared by it."""
+    """The list of splits, [1 + n, 4], without the first `skipped` of each row, and without shared splits."""
     counts = num_splits(rows.seen, window, split_tokens)
-    own = np.maximum(counts, 1) - skipped  # what sees nothing is one entry, too: it is cleared
+    own = np.maximum(counts, 1) - skipped  # a row without keys has an entry, too, to be zeroed
     first = np.cumsum(own) - own
     num_entries = int(own.sum())
     of = np.repeat(np.arange(len(own)), own)
@@ -142,8 +144,8 @@ def has_several(splits: Int32s) -> bool:
 
 
 def prefill_tiles(query_lens: Ints, seq_lens: Ints, group: int, chosen: NDArray[np.bool_]) -> Int32s:  # [n, 2]
-    """(sequence, tile of its rows) for the prefill kernel; what sees most of the context is first. `group`: query heads
-    of a KV head."""
+    """(sequence, tile of rows) for the prefill kernel, the tiles with the most context first. `group`: query heads per
+    KV head."""
     counts = np.where(chosen, -(-query_lens * group // PREFILL_ROWS), 0)
     sequences = np.repeat(np.arange(len(counts)), counts)
     tiles = np.arange(len(sequences)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -1,8 +1,8 @@
-"""Paged attention of single new tokens with the engine's own kernel: csrc/cuda/decode_attention.cuh.
+"""Paged attention of single new tokens: csrc/cuda/decode_attention.cuh.
 
-What a row sees is cut into splits, which blocks attend to independently and the last of which adds them up in order
-(Flash-Decoding, Dao et al. 2023). The work is a list in the device's memory (attention_work.py): a captured launch
-serves whatever the list holds by then, and no bit of a row depends on the batch around it.
+A row's context is divided into splits, which blocks process independently; the last block to finish adds the results up
+in order (Flash-Decoding, Dao et al. 2023). The work is a list in device memory (attention_work.py): a captured launch
+processes the list's content at that time, and a row's bits do not depend on the other rows of the batch.
 """
 
 from typing import NamedTuple
@@ -18,16 +18,16 @@ SOURCE, CASCADE_SOURCE = "decode_attention.cuh", "cascade_attention.cuh"
 LOG2E = 1.4426950408889634
 _WARPS = 4
 FETCH = False
-"""Whether tiles are brought to L2 ahead of their use. gpu_check measures both, and says which to take."""
+"""Whether tiles are prefetched to L2. gpu_check measures both, and reports the faster one."""
 TARGET_BLOCKS = 2048
-"""Five times what an H200 holds at once, so that the last ones to finish leave little of it idle. Where there are more
-splits, blocks take several in turn, and a graph that is made for long contexts starts no more."""
+"""Maximum grid size: five times the concurrent blocks of an H200, so that little is idle at the end. With more splits,
+blocks process several, and a graph captured for long contexts starts no more blocks."""
 CASCADE_BLOCKS = 512
-"""As that, of splits that rows share: what runs at a time, so that a graph starts few where nothing is shared."""
+"""The same for shared splits: the number of concurrent blocks, so that a graph starts few if nothing is shared."""
 
 
 class Workspace(NamedTuple):
-    """Memory of a launch in which rows may have several splits. Launches that follow one another may share it."""
+    """Workspace of a launch whose rows may have several splits. Consecutive launches may share it."""
 
     parts: torch.Tensor  # float32 [part_floats]
     arrived: torch.Tensor  # int32 [num_splits * num_heads], zeros before and after each launch
@@ -41,27 +41,27 @@ class Workspace(NamedTuple):
 
     @classmethod
     def for_splits(cls, device: torch.device, num_splits: int, num_heads: int, head_size: int) -> "Workspace":
-        """For a list with up to `num_splits` entries."""
+        """A workspace for a list with up to `num_splits` entries."""
         return cls.on(device, part_floats(num_splits, num_heads, head_size), num_splits * num_heads)
 
 
 def part_floats(num_splits: int, num_heads: int, head_size: int) -> int:
-    """An output and a log-sum-exp of each split on a list."""
+    """Floats for an output and a log-sum-exp of each split."""
     return num_splits * num_heads * (head_size + 1)
 
 
 def head_tiles(group: int, head_size: int) -> int:
-    """Query heads of a block, in eights: all of up to 16 where registers suffice."""
+    """Query heads of a block / 8: all of up to 16 heads, if registers suffice."""
     return 2 if group > 8 and head_size <= 128 else 1
 
 
 def most_sharing(group: int, head_size: int) -> int:
-    """Number of rows that a block of cascade_attention takes; 1: it serves none. `group`: query heads of a KV head."""
+    """Number of rows of a block of cascade_attention; 1: unsupported. `group`: query heads per KV head."""
     return max(1, 8 * _cascade_tiles(head_size) // group)
 
 
 def _cascade_tiles(head_size: int) -> int:
-    """Columns of a block, in eights."""
+    """Columns of a block / 8."""
     return 2 if head_size <= 128 else 1
 
 
@@ -86,14 +86,14 @@ def decode_attention(  # noqa: PLR0913 - what only some steps have comes last
     work: SplitList,
     scoring: Scoring,
     *,
-    workspace: Workspace | None = None,  # None where no row has several splits
+    workspace: Workspace | None = None,  # None if no row has several splits
     split_tokens: int = 0,
 ) -> None:
-    """Attention of the rows on the list; all others stay as they are in `out`.
+    """Attention of the rows on the list; other rows of `out` are unchanged.
 
-    Table entries of blocks before a window or past what a row sees are not read. A row's bits depend on what it sees
-    alone, whether others share it or not. `split_tokens` is that of the list: 0, or a multiple of 16. Raises ValueError
-    for bad input.
+    Block table entries before a window, or after a row's last token, are not read. A row's bits depend only on what it
+    attends to, whether splits are shared or not. `split_tokens` is the list's: 0, or a multiple of 16. Raises
+    ValueError for bad input.
     """
     _check(out, query, cache)
     kv, block_tables = cache.kv, cache.block_tables
@@ -158,12 +158,12 @@ def _check_cascade(cascade: Cascade, scoring: Scoring, group: int, head_size: in
 
 
 def to_base_2(scale: float, soft_cap: float) -> tuple[float, float]:
-    """The kernels' factor of q.k and their cap: scores as exponents of 2, or before a cap in units of it."""
+    """The kernels' factor of q.k and their cap: scores are exponents of 2, or, with a cap, in units of it."""
     return (scale / soft_cap, soft_cap * LOG2E) if soft_cap else (scale * LOG2E, 0.0)
 
 
 def divide_workspace(workspace: Workspace | None, num_parts: int, head_size: int) -> tuple[torch.Tensor, ...]:
-    """part_out, part_lse and the counters. Raises ValueError where they do not fit."""
+    """part_out, part_lse and the counters. Raises ValueError if the workspace is too small."""
     floats = num_parts * (head_size + 1)
     if workspace is None:
         raise ValueError(f"rows may have several splits, for which a workspace of {floats} floats is needed")

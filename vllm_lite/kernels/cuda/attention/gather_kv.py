@@ -1,4 +1,4 @@
-"""The cached K and V of sequences as contiguous rows, csrc/cuda/gather_kv.cuh."""
+"""Copies cached K and V of sequences into contiguous rows: csrc/cuda/gather_kv.cuh."""
 
 import numpy as np
 import torch
@@ -24,10 +24,9 @@ def gather_kv(  # noqa: PLR0913, PLR0917
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Rows `kv_start_loc[i] : kv_start_loc[i + 1]` become the last that many tokens of sequence i; none leaves it out.
-
-    `max_rows` bounds the rows of a sequence. float8 is multiplied by its scale; other caches have the type of `keys`.
-    """
+    """Copy the last tokens of sequence i to rows `kv_start_loc[i] : kv_start_loc[i + 1]`, as many as these are.
+    `max_rows` bounds the rows of a sequence. float8 values are multiplied by their scale; other caches must have the
+    dtype of `keys`."""
     head_size = keys.shape[-1]
     check_kv(kv, head_size, width=8)
     check_indices(block_tables, kv_start_loc, seq_lens)

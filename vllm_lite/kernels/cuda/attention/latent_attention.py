@@ -1,7 +1,7 @@
-"""Paged attention over cached latents, of all rows of a step: csrc/cuda/latent_attention.cuh.
+"""Paged attention over cached latents (MLA), for all rows of a step: csrc/cuda/latent_attention.cuh.
 
-The work is a list of splits, as that of decode_attention: those of decoded rows are cut by their lengths, and a row of
-a prompt is one entry, whose context one block walks for up to 32 heads.
+The work is a list of splits, as for decode_attention: decoded rows are split by length, and a row of a prompt is one
+entry, whose context is processed by one block for up to 32 heads.
 """
 
 import numpy as np
@@ -19,18 +19,19 @@ from vllm_lite.kernels.cuda.launcher import Launcher, cuda_type, require
 
 SOURCE = "latent_attention.cuh"
 MOST_ELEMENTS = 576
-"""A latent and its rotated part have no more: else two tiles and the heads would exceed 100 KB of shared memory."""
+"""Maximum elements of a latent with its rotated part: with more, two tiles and the heads would exceed 100 KB of shared
+memory."""
 WHOLE = 1 << 30
-"""`split_tokens` of rows that are not cut."""
+"""`split_tokens` of rows that are not split."""
 ROOMY = 128 * 1024
-"""Bytes of shared memory of a multiprocessor that has room for 32 heads."""
+"""Shared memory of a multiprocessor, in bytes, with room for 32 heads."""
 _WARPS, _KEYS = 4, 32
 
 
 def latent_reason(
     dtype: torch.dtype, head_size: int, value_size: int, kv_dtype: torch.dtype | None = None
 ) -> str | None:
-    """None when the kernel serves these, else the reason why not, as a clause for an error message."""
+    """None if the kernel supports these, else the reason, as a clause for an error message."""
     if dtype not in (torch.float16, torch.bfloat16):
         return f"latent attention on tensor cores takes float16 or bfloat16, not {dtype}"
     if kv_dtype not in (None, dtype):
@@ -44,7 +45,7 @@ def latent_reason(
 
 
 def row_tiles(num_heads: int, multiprocessor_bytes: int) -> int:
-    """Query heads of a block, in sixteens."""
+    """Query heads of a block / 16."""
     return 2 if num_heads > 16 and multiprocessor_bytes >= ROOMY else 1
 
 
@@ -53,7 +54,7 @@ def kernel_name(dtype: torch.dtype, head_size: int, value_size: int, tiles: int)
 
 
 def shared_bytes(head_size: int, tiles: int) -> int:
-    """As Shape::ELEMENTS has it, of 2 bytes, and a float for each warp and row."""
+    """Shape::ELEMENTS of 2 bytes, and a float for each warp and row."""
     rows, pitch = 16 * tiles, -(-head_size // 32) * 32 + 8
     return 2 * ((rows + 2 * _KEYS) * pitch + rows * (_KEYS + 8)) + 4 * _WARPS * rows
 
@@ -66,13 +67,13 @@ def latent_attention(  # noqa: PLR0913 - what only some steps have comes last
     work: SplitList,
     scale: float,
     *,
-    workspace: Workspace | None = None,  # None where no row has several splits
+    workspace: Workspace | None = None,  # None if no row has several splits
     split_tokens: int = 0,
 ) -> None:
-    """Attention of the rows on the list; all others stay as they are in `out`.
+    """Attention of the rows on the list; other rows of `out` are unchanged.
 
-    Table entries past what a row sees are not read. A row's bits depend on what it sees alone. `split_tokens` is that
-    of the list: 0, or a multiple of 16. Raises ValueError for bad input.
+    Block table entries after a row's last token are not read. A row's bits depend only on what it attends to.
+    `split_tokens` is the list's: 0, or a multiple of 16. Raises ValueError for bad input.
     """
     _check(out, query, cache)
     require(scale > 0, f"the scale is {scale}; it must be positive")

@@ -1,7 +1,7 @@
 """Paged attention of one query token per sequence, over the split cache layout: csrc/cuda/paged_attention.cuh.
 
-`paged_attention_v1` gives each (sequence, head) one thread block; `paged_attention_v2` cuts long sequences into
-partitions of 512 tokens and joins them (Kwon et al. 2023; Flash-Decoding, Dao et al. 2023). `paged_attention` chooses.
+`paged_attention_v1` uses one thread block per (sequence, head); `paged_attention_v2` divides long sequences into
+partitions of 512 tokens and merges them (Kwon et al. 2023; Flash-Decoding, Dao et al. 2023). `paged_attention` chooses.
 """
 
 import math
@@ -27,7 +27,7 @@ _WARPS = 4
 
 @dataclass(frozen=True)
 class SplitCache:
-    """One layer's cache and where its sequences lie in it; x = 16 / itemsize. Blocks and heads may have gaps."""
+    """One layer's cache and its block tables; x = 16 / itemsize. Blocks and heads may have gaps."""
 
     keys: torch.Tensor  # [num_blocks, num_kv_heads, head_size / x, block_size, x]
     values: torch.Tensor  # [num_blocks, num_kv_heads, head_size, block_size]
@@ -45,7 +45,7 @@ def paged_attention(
 
 
 def prefers_v1(max_seq_len: int, num_rows: int) -> bool:
-    """Whether one thread block a row, of num_rows = num_seqs * num_heads, is enough to fill a GPU."""
+    """Whether one thread block per row (num_rows = num_seqs * num_heads) is enough to fill a GPU."""
     num_partitions = max(1, math.ceil(max_seq_len / PARTITION_TOKENS))
     return max_seq_len <= 8192 and (num_partitions == 1 or num_rows > 512)
 
@@ -53,7 +53,7 @@ def prefers_v1(max_seq_len: int, num_rows: int) -> bool:
 def paged_attention_v1(
     launcher: Launcher, out: torch.Tensor, q: torch.Tensor, cache: SplitCache, scoring: Scoring
 ) -> None:
-    """One thread block for each row of q [num_seqs, num_heads, head_size]; out alike."""
+    """One thread block per row of q [num_seqs, num_heads, head_size]; out has the same shape."""
     types = _check(out, q, cache, scoring)
     num_seqs, num_heads, _ = q.shape
     if num_seqs == 0:
@@ -75,7 +75,7 @@ def paged_attention_v1(
 def paged_attention_v2(
     launcher: Launcher, out: torch.Tensor, q: torch.Tensor, cache: SplitCache, scoring: Scoring
 ) -> None:
-    """Partitions of 512 tokens, each with its thread block, joined by a second kernel. Shapes as in v1."""
+    """Partitions of 512 tokens, with a thread block each, merged by a second kernel. Shapes as in v1."""
     types = _check(out, q, cache, scoring)
     num_seqs, num_heads, head_size = q.shape
     if num_seqs == 0:
@@ -97,12 +97,13 @@ def paged_attention_v2(
 
 
 def _shared_bytes(head_size: int, tokens: int) -> int:
-    """q, scratch of the reductions, then the logits of `tokens` tokens or one vector a warp, whichever is larger."""
+    """Bytes for q, scratch of the reductions, and the larger of the logits of `tokens` tokens and one vector per
+    warp."""
     return 4 * (head_size + _WARPS + max(tokens, _WARPS * head_size))
 
 
 def _check(out: torch.Tensor, q: torch.Tensor, cache: SplitCache, scoring: Scoring) -> str:
-    """Refuse what the kernels cannot take; the template arguments of v1 and v2 for what they can."""
+    """Check the inputs; returns the template arguments of v1 and v2. Raises ValueError."""
     require(q.dim() == 3, f"q must be [num_seqs, num_heads, head_size], got {list(q.shape)}")
     num_seqs, num_heads, head_size = q.shape
     require(head_size in HEAD_SIZES, f"Unsupported head size: {head_size}; supported: {HEAD_SIZES}")
@@ -133,7 +134,7 @@ def _check(out: torch.Tensor, q: torch.Tensor, cache: SplitCache, scoring: Scori
 
 
 def _check_cache(cache: SplitCache, head_size: int) -> int:
-    """The block size, of a cache whose keys and values agree."""
+    """Check the cache; returns its block size. Raises ValueError."""
     keys, values = cache.keys, cache.values
     x = 16 // keys.element_size()
     require(head_size % x == 0, f"head size {head_size} is no multiple of x = {x}, 16 bytes of {keys.dtype}")
@@ -171,7 +172,7 @@ def _check_pattern(scoring: Scoring, block_size: int) -> None:
 
 
 def _inputs(q: torch.Tensor, cache: SplitCache, scoring: Scoring) -> list[Arg]:
-    """The parameters that v1 and v2 have in common, in their order."""
+    """The common parameters of v1 and v2, in their order."""
     sparse = scoring.block_sparse or BlockSparse(local_blocks=0, vert_stride=0, block_tokens=1)
     pattern = (sparse.tp_rank, sparse.local_blocks, sparse.vert_stride, sparse.block_tokens, sparse.head_step)
     return [

@@ -1,4 +1,4 @@
-"""Chunked prefill over a paged KV cache with our own tensor-core kernel, csrc/cuda/prefill_attention.cuh."""
+"""Chunked prefill over a paged KV cache on tensor cores: csrc/cuda/prefill_attention.cuh."""
 
 import numpy as np
 import torch
@@ -13,8 +13,8 @@ _NO_WINDOW = 1 << 30
 
 
 ROOMY = 128 * 1024
-"""Bytes of shared memory from which a multiprocessor holds more than one block with 64 keys of 128 dims: 8.0, 8.7, 9.0
-and 10.0 have more, 8.6, 8.9 and 12.0 have 100 KiB."""
+"""Shared memory in bytes with which a multiprocessor holds more than one block with 64 keys of 128 dims: 8.0, 8.7, 9.0
+and 10.0 have more; 8.6, 8.9 and 12.0 have 100 KiB."""
 
 
 def keys_a_tile(head_size: int, multiprocessor_bytes: int) -> int:
@@ -39,12 +39,11 @@ def prefill_attention(
     tiles: torch.Tensor,  # int32 [num_tiles, 2], of attention_work.prefill_tiles
     scoring: Scoring,
 ) -> None:
-    """Causal attention of the rows in `tiles`; all other rows of `out` stay.
+    """Causal attention of the rows in `tiles`; other rows of `out` are unchanged.
 
-    Table entries of blocks outside of what the rows see are not read. A row that sees no key (seq_len 0) becomes zero.
-
-    A row's bits depend neither on the other sequences nor on how its prompt was cut into chunks, as long as all chunks
-    come here. Raises ValueError for shapes, types or strides that the kernel does not take.
+    Block table entries outside the rows' context are not read. A row that attends to no key (seq_len 0) becomes zero. A
+    row's bits depend neither on other sequences nor on how its prompt was divided into chunks, if all chunks use this
+    kernel. Raises ValueError for unsupported shapes, types or strides.
     """
     check_for_tensor_cores(out, query, cache)
     _, num_heads, head_size = query.shape

@@ -1,11 +1,11 @@
-"""Prompts that go through torch's FlashAttention: a table that was measured on this machine, or none.
+"""Selects prompts for torch's FlashAttention, from a table measured on this machine, if there is one.
 
-`scripts/gpu_check` measures prompts of several lengths, and chunks behind prefixes, by our kernel and by torch's
-attention, and keeps what it found in the folder of the compiled kernels. A worker on such a device, with the same
-torch, looks for the largest that was measured and is no larger than what it has, and takes the faster way of that.
-Without a table all go through our kernel.
+`scripts/gpu_check` measures prompts of several lengths, and chunks after prefixes, with this package's kernel and
+torch's attention, and stores the results in the folder of compiled kernels. A worker on such a device, with the same
+torch version, looks up the largest measured size up to the actual one, and uses the faster way. Without a table, all
+prompts use this package's kernel.
 
-cuDNN's attention is no way: torch makes a plan for each new shape, which takes 0.4 s, and a server meets new shapes at
+cuDNN's attention is not used: torch makes a plan for each new shape, which takes 0.4 s, and a server gets new shapes at
 any time.
 """
 
@@ -24,28 +24,29 @@ from vllm_lite.runtime.untrusted_files import read_bounded
 
 OURS = "ours"
 LIBRARIES = {"flash": SDPBackend.FLASH_ATTENTION}
-"""Ways of torch's scaled_dot_product_attention, for prompts that come whole."""
+"""Backends of torch's scaled_dot_product_attention, for whole prompts."""
 GATHERED = "varlen"
-"""The way of chunks behind a prefix that is not ours: varlen.py."""
+"""The alternative for chunks after a prefix: varlen.py."""
 LEAST_GAIN = 0.95
-"""A library has to take less than this part of our time: each length of prompts costs the host a launch and a copy."""
+"""A library is used if it takes less than this fraction of our time: each length of prompts costs the host a launch and
+a copy."""
 
 logger = log.get(__name__)
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One length of one shape."""
+    """Times of one length and shape."""
 
     dtype: str  # "bfloat16"
     head_size: int
-    group: int  # query heads of a KV head
+    group: int  # query heads per KV head
     num_tokens: int
-    us: dict[str, float]  # by way
-    num_before: int = 0  # tokens of the prefix that these are a chunk behind
+    us: dict[str, float]  # microseconds by way
+    num_before: int = 0  # tokens of the prefix before the chunk
 
     def best(self) -> str | None:
-        """The library that is worth it, if one is."""
+        """The library to use, None for this package's kernel."""
         ours = self.us.get(OURS)
         others = {way: us for way, us in self.us.items() if way in (LIBRARIES, (GATHERED,))[self.num_before > 0]}
         way = min(others, key=others.__getitem__, default=None)
@@ -59,12 +60,12 @@ class PrefillTable:
         self._measured = sorted(measured, key=lambda one: (one.num_tokens, one.num_before))
 
     def ways(self, dtype: torch.dtype, head_size: int, group: int) -> list[tuple[int, str | None]]:
-        """From how many tokens on prompts of such layers go which way: ascending; None: through our kernel."""
+        """(minimum tokens, way) of prompts for layers of this shape, ascending; None: this package's kernel."""
         found = self._of(dtype, head_size, group)
         return [(one.num_tokens, one.best()) for one in found if one.num_before == 0]
 
     def behind(self, dtype: torch.dtype, head_size: int, group: int) -> list[tuple[int, int, bool]]:
-        """Chunks that were measured, ascending: tokens, tokens before them, and whether to gather those pays."""
+        """Measured chunks, ascending: tokens, tokens before them, and whether gathering those pays off."""
         found = self._of(dtype, head_size, group)
         return [(one.num_tokens, one.num_before, one.best() is not None) for one in found if one.num_before > 0]
 
@@ -74,20 +75,20 @@ class PrefillTable:
 
 
 def path_for(device: str, folder: Path | None = None) -> Path:
-    """File of the table of a kind of device."""
+    """Path of the table for a kind of device."""
     name = "".join(c if c.isalnum() else "-" for c in device).strip("-").lower()
     return (folder or cache_folder()) / f"prefill-{name}.json"
 
 
 def save(path: Path, measured: Iterable[Measured]) -> None:
-    """Keep a table, in place of the last one."""
+    """Write a table, replacing the previous one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"torch": torch.__version__, "measured": [asdict(one) for one in measured]}
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def load(path: Path) -> PrefillTable:
-    """The table; an empty one, with a line in the log, where there is none that can be used."""
+    """The table; an empty one, with a log message, if there is no usable one."""
     try:
         content: dict[str, Any] = json.loads(read_bounded(path))
         if content["torch"] != torch.__version__:

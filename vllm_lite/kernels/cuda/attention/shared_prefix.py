@@ -1,9 +1,9 @@
-"""Rows of a step that have splits in common, and the lists by which these are read once for several rows.
+"""Finds splits shared by rows of a step, and makes the lists with which they are read once for several rows.
 
-Rows have a split in common if their contexts are cut alike, they see all of it, and it lies in the same blocks. So do
-sequences that begin alike, as the prefix cache or a fork lets them, at several levels: a system prompt of all, then the
-conversation of some; and the rows of one draft. `csrc/cuda/cascade_attention.cuh` computes such splits, and a row gets
-the bits from it that it would have alone.
+Rows share a split if their contexts are split alike, they attend to all of it, and it is in the same blocks. This holds
+for sequences with a common prefix, through the prefix cache or a fork, at several levels: a system prompt of all, then
+the conversation of some; and for the rows of a draft. `csrc/cuda/cascade_attention.cuh` computes such splits, with the
+same bits for a row as alone.
 """
 
 from collections.abc import Iterator
@@ -28,36 +28,36 @@ from vllm_lite.kernels.cuda.attention.attention_work import (
 
 
 class Worth(NamedTuple):
-    """Bounds above which another launch is worth it. Few rows do not fill a GPU, and take what they have in common from
-    its L2 cache at one time. Not measured on a device."""
+    """Thresholds for the additional launch. Few rows do not fill a GPU, and read shared data from its L2 cache at the
+    same time. Not measured on a device."""
 
     tokens: int = 1024
-    """Less than that in common is not looked for."""
+    """Minimum number of shared tokens."""
     rows: int = 8
-    """Nor among fewer rows that are longer than that."""
+    """Minimum number of rows longer than `tokens`."""
     saved_blocks: int = 512
-    """Where fewer thread blocks would be saved, about what runs at a time, all stays as it is."""
+    """Minimum number of saved thread blocks, about the number of concurrent ones."""
 
 
 WORTH = Worth()
 
 
 class CascadeLists(NamedTuple):
-    """A step's decodes where rows have splits in common, on the host."""
+    """Work lists of a step's decodes with shared splits, on the host."""
 
-    splits: Int32s  # [1 + n, 4], as `split_list`: those that a row has for itself, its last one at least; begins (n, m)
+    splits: Int32s  # [1 + n, 4], as `split_list`: a row's own splits, at least its last one; begins with (n, m)
     shared: Int32s  # [m, 4]: sequence, split, tokens seen by the first row, 16 * first row + number of rows - 1
-    firsts: Int32s  # [n], for each of `splits` the place of its row's first split among those of all rows
-    rows: Int32s  # [r, 2]: token, place of its first split; those that share stand side by side
+    firsts: Int32s  # [n], for each of `splits`, the index of its row's first split among those of all rows
+    rows: Int32s  # [r, 2]: token, index of its first split; rows that share splits are adjacent
     num_parts: int
-    """Splits of all rows."""
+    """Number of splits of all rows."""
 
     @property
     def parts(self) -> tuple[Int32s, ...]:
         return self[:4]
 
     def among(self, parts: Iterator[torch.Tensor]) -> SplitList:
-        """These lists, whose parts are the next ones that have been brought to the device."""
+        """The lists on the device, from their copies, which come next in `parts`."""
         splits, *others = islice(parts, 4)
         return SplitList(splits, True, Cascade(*others), self.num_parts)
 
@@ -75,7 +75,7 @@ def cascade_lists(  # noqa: PLR0913 - what comes last is for tests
     worth: Worth | None = None,
     split_tokens: int = 0,
 ) -> CascadeLists | None:
-    """The lists of rows without a window, of which up to `most_rows` share a block. None where that is not worth it."""
+    """The lists of rows without a window; up to `most_rows` rows share a block. None if it does not pay off."""
     worth = worth or WORTH
     found = _alike(rows, tables, block_size, worth, split_tokens)
     if found is None:
@@ -99,8 +99,8 @@ def cascade_lists(  # noqa: PLR0913 - what comes last is for tests
 def _alike(
     rows: RowWork, tables: Ints, block_size: int, worth: Worth, split_tokens: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]] | None:
-    """Rows in an order in which those that begin alike stand side by side, and how many splits each of them has in
-    common with the one before it, [n - 1]. None if there are no such rows."""
+    """Rows sorted so that rows with a common prefix are adjacent, and the number of splits that each shares with the
+    previous one, [n - 1]. None if there are no such rows."""
     chosen = np.flatnonzero(rows.seen > worth.tokens)
     if len(chosen) < worth.rows:
         return None
@@ -117,8 +117,8 @@ def _alike(
     chosen = chosen[by_key[own]]
     seen, sequences, tokens, key = (part[by_key[own]] for part in (seen, sequences, tokens, key))
 
-    whole = (seen - 1) // tokens  # splits of which all tokens are seen, without the last one, which no row shares
-    ends = -(-(np.arange(int(whole.max())) + 1) * tokens[:, None] // block_size) - 1  # the last block of each split
+    whole = (seen - 1) // tokens  # whole splits, without the last one, which is never shared
+    ends = -(-(np.arange(int(whole.max())) + 1) * tokens[:, None] // block_size) - 1  # last block of each split
     there = np.arange(ends.shape[1]) < whole[:, None]
     last = tables[sequences[:, None], np.where(there, ends, 0)] * there
     text = np.ascontiguousarray(np.concatenate((key.view(np.int32).reshape(-1, 2), last), 1, dtype=np.int32))
@@ -135,8 +135,8 @@ def _alike(
 
 
 def _items(common: NDArray[np.int64], seen: Ints, sequences: Ints, most_rows: int) -> tuple[Int32s, int]:
-    """The list of shared splits, [m, 4], and how many fewer they are than one for each row."""
-    shares = np.zeros((int(common.max(initial=0)), len(common) + 2), bool)  # [split, row]: with the row before it
+    """The list of shared splits, [m, 4], and the number of splits it saves."""
+    shares = np.zeros((int(common.max(initial=0)), len(common) + 2), bool)  # [split, row]: shared with the previous row
     shares[:, 1:-1] = common > np.arange(len(shares))[:, None]
     split, start = np.nonzero(shares[:, 1:] & ~shares[:, :-1])
     _, end = np.nonzero(shares[:, :-1] & ~shares[:, 1:])

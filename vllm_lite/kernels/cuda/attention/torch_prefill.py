@@ -1,4 +1,4 @@
-"""Prompts that come whole, by torch's attention, on K and V as the layer has just made them. See prefill_table.py."""
+"""Attention of whole prompts with torch, on the layer's K and V of the step. See prefill_table.py."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from vllm_lite.kernels.cuda.attention.prefill_table import LIBRARIES
 
 
 class WholePrompts(NamedTuple):
-    """Prompts of one length whose rows stand one behind the other, and the way that they go."""
+    """Prompts of equal length with consecutive rows, and their way."""
 
     first_row: int
     num_prompts: int
@@ -27,7 +27,7 @@ def torch_prefill(
     prompts: Sequence[WholePrompts],
     scale: float,
 ) -> None:
-    """Causal attention of each prompt's rows to each other, into the same rows of `out`; all other rows stay."""
+    """Causal attention within each prompt; other rows of `out` are unchanged."""
     for first, count, length, way in prompts:
         rows = slice(first, first + count * length)
         q, k, v = (part[rows].unflatten(0, (count, length)).transpose(1, 2) for part in (query, key, value))

@@ -1,8 +1,8 @@
-"""Chunks of prompts through torch's variable-length attention (FlashAttention), behind a copy of their pages.
+"""Chunks of prompts with torch's variable-length attention (FlashAttention), on a copy of their K and V.
 
-`gather_kv` copies K and V of a chunk's sequence into rows, and torch attends; a chunk's rows are the last of its
-sequence: row j of q sees seq_len - q + j + 1 keys. Where torch has no such attention, as wherever there is no GPU,
-scaled_dot_product_attention takes each sequence by itself. Which chunks go this way is a matter of prefill_table.py.
+`gather_kv` copies the K and V of a chunk's sequence into rows for torch's attention. A chunk's rows are the last of its
+sequence: row j of q attends to seq_len - q + j + 1 keys. If torch has no such attention, as without a GPU,
+scaled_dot_product_attention is used for each sequence. prefill_table.py selects the chunks.
 """
 
 import inspect
@@ -24,14 +24,14 @@ Ints = NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class VarlenPlan:
-    """Rows and keys of a step's attention: the same for all of its layers."""
+    """Rows and keys of a step's attention, the same for all layers."""
 
-    rows: torch.Tensor | None  # int64 [num_rows], rows of the step that attend here; None: all of them
+    rows: torch.Tensor | None  # int64 [num_rows], the step's rows that attend here; None: all rows
     query_start_loc: torch.Tensor  # int32 [num_attending + 1], among the rows that attend
     kv_start_loc: torch.Tensor  # int32 [num_attending + 1], among the gathered tokens
     gather_start_loc: torch.Tensor  # int32 [num_seqs + 1], among the gathered tokens
-    queries: tuple[slice, ...]  # of each sequence that attends, among the rows that attend
-    keys: tuple[slice, ...]  # of each sequence that attends, among the gathered tokens
+    queries: tuple[slice, ...]  # rows of each attending sequence, among the rows that attend
+    keys: tuple[slice, ...]  # keys of each attending sequence, among the gathered tokens
     max_query_len: int
     max_seq_len: int
 
@@ -39,11 +39,11 @@ class VarlenPlan:
 def make_plan(
     query_lens: Ints,  # [num_seqs]
     seq_lens: Ints,  # [num_seqs]
-    num_tokens: int,  # rows of the step, padding included
+    num_tokens: int,  # rows of the step, including padding
     chosen: NDArray[np.bool_],  # [num_seqs]
     device: torch.device,
 ) -> VarlenPlan:
-    """Plan for the chosen sequences that have rows, from lengths that the host knows."""
+    """Make the plan for the chosen sequences with rows, from lengths on the host."""
     attending = np.flatnonzero(chosen & (query_lens > 0))
     first_rows = np.cumsum(query_lens) - query_lens
     rows = np.repeat(first_rows[attending], query_lens[attending]) + _counts(query_lens[attending])
@@ -65,19 +65,19 @@ def make_plan(
 
 
 def _counts(sizes: Ints) -> Ints:
-    """0, 1, ... for each of these sizes: [2, 3] -> [0, 1, 0, 1, 2]."""
+    """Concatenated ranges of these sizes: [2, 3] -> [0, 1, 0, 1, 2]."""
     ends = np.cumsum(sizes)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - sizes, sizes)
 
 
 def _on(device: torch.device, values: NDArray[Any]) -> torch.Tensor:
-    """A copy on the device that the host does not wait for."""
+    """Copy to the device without blocking the host."""
     made = torch.from_numpy(values)
     return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made.to(device)
 
 
 def torch_varlen() -> Callable[..., Any] | None:
-    """torch's `varlen_attn` if this torch has one that can be causal, else None."""
+    """torch's `varlen_attn` if it exists and supports causal attention, else None."""
     try:
         from torch.nn.attention import varlen
     except ImportError:
@@ -100,10 +100,10 @@ def varlen_prefill(  # noqa: PLR0913, PLR0917
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> None:
-    """Causal attention of the sequences in `plan`; other rows of `out` stay.
+    """Causal attention of the sequences in `plan`; other rows of `out` are unchanged.
 
-    float16 or bfloat16, the cache of that type or float8. Takes 2 * num_kv_heads * head_size * (sum of the sequences'
-    lengths) elements of scratch memory.
+    float16 or bfloat16; the cache has the same type or float8. Needs 2 * num_kv_heads * head_size * (sum of the
+    sequences' lengths) elements of scratch memory.
     """
     require(query.dim() == 3 and out.shape == query.shape, "query and out must be [num_tokens, num_heads, head_size]")
     if plan.max_query_len == 0:
@@ -136,14 +136,14 @@ def call_varlen(
     plan: VarlenPlan,
     scale: float,
 ) -> torch.Tensor:
-    """`function` is torch's varlen_attn of whatever version: its signature says what it takes."""
+    """Call torch's varlen_attn, of any version: options are those in its signature."""
     names = inspect.signature(function).parameters
     options: dict[str, Any] = {"scale": scale}
     options |= {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
     if "num_splits" in names:
-        options["num_splits"] = 1  # one order of additions, whatever else is in the batch
+        options["num_splits"] = 1  # an order of additions that does not depend on the batch
     if query.shape[1] > keys.shape[1] and "enable_gqa" in names:
-        options["enable_gqa"] = True  # versions that do not ask take fewer KV heads as they come
+        options["enable_gqa"] = True  # versions without it always accept fewer KV heads
     lengths = (plan.query_start_loc, plan.kv_start_loc, plan.max_query_len, plan.max_seq_len)
     attended: torch.Tensor = function(query, keys, values, *lengths, **options)
     return attended
@@ -156,7 +156,7 @@ def attend_by_sequence(
     plan: VarlenPlan,
     scale: float,
 ) -> torch.Tensor:  # [num_rows, num_heads, head_size]
-    from torch.nn.attention.bias import causal_lower_right  # brings torch._dynamo along: 1.5 s of CPU time
+    from torch.nn.attention.bias import causal_lower_right  # imports torch._dynamo: 1.5 s of CPU time
 
     out = torch.zeros(query.shape, dtype=query.dtype, device=query.device)
     for rows, tokens in zip(plan.queries, plan.keys, strict=True):

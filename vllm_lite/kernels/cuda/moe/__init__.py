@@ -1,1 +1,1 @@
-"""Experts on a GPU: the choice by tokens, their order, and their products."""
+"""Experts on a GPU: routing, sorting, and their products."""

@@ -1,7 +1,5 @@
-"""A layer's experts on a GPU whose weights are dense. Kernels: csrc/cuda/experts.cuh.
-
-The matrix products are behind a seam, `Products`.
-"""
+"""Experts with dense weights on a GPU. Kernels: csrc/cuda/experts.cuh. `Products` is the interface of their matrix
+products."""
 
 from typing import NamedTuple, Protocol
 
@@ -17,12 +15,12 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WARPS, COLUMNS, PITCH_BYTES = 4, 64, 144  # as in SOURCE
 THREADS = 32 * WARPS
 STAGES = {1: 4, 4: 2}
-"""Tiles of 16 rows of a block -> pairs of tiles in its shared memory; as `experts::stages` in SOURCE."""
+"""Tiles of 16 rows per block -> pairs of tiles in its shared memory; as `experts::stages` in SOURCE."""
 MANY_ROWS = 32
-"""With so many pairs for each expert tiles have 64 rows instead of 16: fewer reads of the weights, more of the rows."""
+"""With this many pairs per expert, tiles have 64 rows instead of 16: fewer reads of weights, more of rows."""
 FOR_MANY = 64
-"""Pairs for each expert from which on other products are used, if there are any: what they are made for is computing,
-not reading weights. Not measured: no GPU has run either."""
+"""Pairs per expert from which `for_many` products are used, if there are any, as computing then dominates over reading
+weights. Not measured on a GPU."""
 
 KINDS: dict[Activation, str] = {
     "silu": "SILU",
@@ -35,32 +33,32 @@ KINDS: dict[Activation, str] = {
 
 
 UNGATED: Activation = "relu2"
-"""The activation of experts without a gate, and of no others."""
+"""The activation of experts without a gate, and only of those."""
 
 
 class Stacks(NamedTuple):
-    """The weights of all experts that a rank holds, and their biases where they have some that this rank adds."""
+    """The weights of all experts of a rank, and the biases that this rank adds."""
 
-    gate_up: torch.Tensor  # [num_experts, 2 * inner, hidden], the gate first; without one [num_experts, inner, hidden]
+    gate_up: torch.Tensor  # [num_experts, 2 * inner, hidden], gate first; without a gate [num_experts, inner, hidden]
     down: torch.Tensor  # [num_experts, hidden, inner]
     gate_up_bias: torch.Tensor | None = None  # [num_experts, 2 * inner]
     down_bias: torch.Tensor | None = None  # [num_experts, hidden]
 
 
 class Products(Protocol):
-    """One way to multiply rows with the weights of their experts."""
+    """An implementation of products of rows with the weights of their experts."""
 
     def forward(self, x: torch.Tensor, in_order: Sorted, stacks: Stacks, activation: Activation) -> torch.Tensor:
-        """x: [num_tokens, hidden] -> what each pair's expert makes of its token, [num_pairs, hidden] in the order of
-        places without down's bias, float32 or of x's type. The rows behind in_order.starts[-1] may hold anything."""
+        """x: [num_tokens, hidden] -> each pair's expert output, [num_pairs, hidden] in the order of places, without
+        down's bias, in float32 or x's dtype. Rows from in_order.starts[-1] on are undefined."""
         ...
 
 
 class TileProducts:
-    """Our own kernels: any number of rows for each expert, read from the device's memory."""
+    """This package's kernels, for any number of rows per expert, read from device memory."""
 
     def __init__(self, launcher: Launcher, num_experts: int | None = None) -> None:
-        """num_experts: among how many the pairs are shared, where `multiply` gets the weights of some of them."""
+        """num_experts: total number of experts of the pairs, if `multiply` gets the weights of only some."""
         self._launcher, self._num_experts = launcher, num_experts
 
     def forward(self, x: torch.Tensor, in_order: Sorted, stacks: Stacks, activation: Activation) -> torch.Tensor:
@@ -79,8 +77,8 @@ class TileProducts:
         in_order: Sorted,
         activation: Activation | None,
     ) -> None:
-        """The products of the experts that in_order.starts is for: with an activation `rows` are those of tokens, else
-        those of places."""
+        """Multiply with the weights of the experts in in_order.starts. With an activation, `rows` are tokens, else
+        places."""
         weights, biases = weights_and_biases
         is_gated = activation not in (None, UNGATED)
         (num_pairs, size), (num_experts, _, depth) = out.shape, weights.shape
@@ -90,7 +88,7 @@ class TileProducts:
         vector = "true" if vector_width(depth, rows, weights) > 1 else "false"
         types = f"{cuda_type(rows.dtype, 'x')}, {cuda_type(out.dtype, 'out')}"
         name = f"expert_tiles<{types}, experts::{kind}, {tiles}, {vector}>"
-        at_once = -(-num_pairs // (sharing * 16 * tiles))  # tiles of an expert if all have as many rows
+        at_once = -(-num_pairs // (sharing * 16 * tiles))  # tiles per expert if all have as many rows
         pairs, top = (None, 1) if activation is None else (in_order.pairs, num_pairs // len(rows))
         args = (
             out,
@@ -108,15 +106,14 @@ class TileProducts:
 
 
 class StackedExperts(SortedExperts):
-    """Experts from number `first` on, each an MLP, with a gate unless its activation is UNGATED, with their weights in
-    two tensors."""
+    """Experts from number `first` on, each an MLP, gated unless its activation is UNGATED, with their weights in two
+    tensors."""
 
     def __init__(
         self, launcher: Launcher, stacks: Stacks, first: int, activation: Activation, for_many: Products | None = None
     ) -> None:
-        """`for_many` multiplies where each expert has FOR_MANY rows or more on average.
-
-        Raises ValueError unless the weights are those of such MLPs in a type that the kernels take."""
+        """`for_many` is used if experts have FOR_MANY rows or more on average. Raises ValueError unless the weights are
+        those of such MLPs in a supported dtype."""
         gate_up, down = stacks.gate_up, stacks.down
         num_experts, hidden, inner = down.shape
         super().__init__(launcher, first, (num_experts, hidden, inner), down.dtype)
@@ -148,7 +145,7 @@ class StackedExperts(SortedExperts):
 
 
 def check_bias(what: str, biases: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raise ValueError unless biases are contiguous, of this shape [num_experts, outputs] and type, or none."""
+    """Raise ValueError unless biases are None, or contiguous with this shape [num_experts, outputs] and dtype."""
     require(
         biases is None or (biases.shape == shape and biases.dtype == dtype and biases.is_contiguous()),
         f"biases of {what} must be {dtype} {list(shape)}, contiguous",

@@ -1,7 +1,7 @@
-"""A layer's experts on a GPU whose weights stay packed. Kernels: csrc/cuda/packed_experts.cuh.
+"""Experts with packed quantized weights on a GPU. Kernels: csrc/cuda/packed_experts.cuh.
 
-Few rows are multiplied with the codes. Where each expert has FOR_MANY rows or more on average, some experts after
-others become numbers, in memory that is used again, and are multiplied as dense ones.
+Few rows are multiplied with the codes. If experts have FOR_MANY rows or more on average, groups of experts are
+dequantized one after another into reused memory and multiplied as dense ones.
 """
 
 from typing import NamedTuple
@@ -20,21 +20,21 @@ from vllm_lite.kernels.cuda.weights.packed_weight import TILE
 
 SOURCE = "packed_experts.cuh"
 SCRATCH_BYTES = 256 << 20
-"""Memory for experts that became numbers: at least one of them is there at a time, and as many as fit."""
+"""Memory for dequantized experts: at least one at a time, and as many as fit."""
 
 
 class PackedStacks(NamedTuple):
-    """The weights of all experts that a rank holds, and their biases where they have some that this rank adds."""
+    """The weights of all experts of a rank, and the biases that this rank adds."""
 
     gate_up: PackedStack
-    """Tiles of gate and up in turn; without a gate [inner, hidden] of each."""
+    """Tiles of gate and up, alternating; without a gate [inner, hidden] of each expert."""
     down: PackedStack
     gate_up_bias: torch.Tensor | None = None  # [num_experts, 2 * inner], the gate first
     down_bias: torch.Tensor | None = None  # [num_experts, hidden]
 
 
 class PackedExperts(SortedExperts):
-    """Experts from number `first` on, each an MLP, with a gate unless its activation is UNGATED."""
+    """Experts from number `first` on, each an MLP, gated unless its activation is UNGATED."""
 
     def __init__(
         self, launcher: Launcher, stacks: PackedStacks, first: int, activation: Activation, dtype: torch.dtype
@@ -63,7 +63,7 @@ class PackedExperts(SortedExperts):
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the weights, without biases."""
+        """Bytes of the weights, without biases."""
         return self._stacks.gate_up.num_bytes + self._stacks.down.num_bytes
 
     def multiply(self, x: torch.Tensor, in_order: Sorted) -> torch.Tensor:
@@ -88,12 +88,12 @@ class PackedExperts(SortedExperts):
         in_order: Sorted,
         activation: Activation | None,
     ) -> None:
-        """With an activation `rows` are those of tokens, else those of places."""
+        """Multiply few rows with the codes. With an activation, `rows` are tokens, else places."""
         num_pairs, size = out.shape
         tiles = tiles_for(-(-num_pairs // self.num_experts))
         if weights.in_turn:
             tiles = Tiles(tiles.rows, max(2, tiles.outputs))
-        at_once = -(-num_pairs // (self.num_experts * 8 * tiles.rows))  # if all experts have as many rows
+        at_once = -(-num_pairs // (self.num_experts * 8 * tiles.rows))  # if all experts have equally many rows
         kind = "NONE" if activation is None else KINDS[activation]
         pairs, top = (None, 1) if activation is None else (in_order.pairs, num_pairs // len(rows))
         flush = spans_between_scales(weights.kind, weights.group_shift, weights.scales)
@@ -128,7 +128,7 @@ class PackedExperts(SortedExperts):
         return wide
 
     def widen(self, weights: PackedStack, into: torch.Tensor) -> torch.Tensor:
-        """The weights as numbers, in the first of `into`: [experts, outputs, inputs]."""
+        """Dequantize the weights into the first elements of `into`: [experts, outputs, inputs]."""
         (size, depth), num_experts, padded = weights.shape, len(weights.codes), weights.padded[0]
         types = f"{cuda_type(into.dtype, 'rows')}, {cuda_type(weights.scales.dtype, 'scales')}"
         name = f"widen_experts<{types}, packed::{weights.kind}, packed::{weights.less}>"

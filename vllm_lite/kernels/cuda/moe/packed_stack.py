@@ -1,4 +1,4 @@
-"""The quantized weights of a layer's experts side by side, as csrc/cuda/packed_experts.cuh reads them."""
+"""PackedStack: the quantized weights of a layer's experts, as csrc/cuda/packed_experts.cuh reads them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Self
@@ -8,14 +8,14 @@ import torch
 from vllm_lite.kernels.cuda.weights.packed_weight import TILE, PackedWeight, chunk_inputs
 
 INPUTS = 8
-"""What the inputs of an expert are a multiple of: numbers are stored 16 bytes at a time."""
+"""The inputs of an expert are a multiple of this: numbers are stored 16 bytes at a time."""
 
 
 class PackedStack(NamedTuple):
-    """The same matrix of several experts, each packed as PackedWeight says."""
+    """The same matrix of several experts, each packed as a PackedWeight."""
 
     shape: tuple[int, int]
-    """[num_outputs, num_inputs] of each."""
+    """[num_outputs, num_inputs] of each expert."""
     codes: torch.Tensor
     """uint8 [experts, tiles, num_chunks, 512]."""
     scales: torch.Tensor
@@ -24,7 +24,7 @@ class PackedStack(NamedTuple):
     kind: str
     less: str
     in_turn: bool
-    """Whether tiles of the first half of the outputs and of the second lie in turn, as `tiles_in_turn` puts them."""
+    """Whether tiles of the first and second half of the outputs alternate, see `tiles_in_turn`."""
 
     @property
     def num_chunks(self) -> int:
@@ -32,7 +32,7 @@ class PackedStack(NamedTuple):
 
     @property
     def padded(self) -> tuple[int, int]:
-        """[outputs, inputs] of each in memory."""
+        """[outputs, inputs] of each expert in memory."""
         return TILE * self.codes.shape[1], self.num_chunks * chunk_inputs(self.kind)
 
     @property
@@ -41,9 +41,8 @@ class PackedStack(NamedTuple):
 
     @classmethod
     def of(cls, codes: torch.Tensor, weights: Sequence[PackedWeight], *, in_turn: bool) -> Self:
-        """codes: those of all, in the order that `in_turn` says; of the weights, which are `alike`, the rest is taken,
-        in the order of their outputs. Where only some have zero points or minima, the others get those that change
-        nothing."""
+        """codes: of all experts, in the order of `in_turn`; everything else is from `weights`, which are `alike` and in
+        the order of their outputs. If only some have zero points or minima, the others get neutral ones."""
         first = weights[0]
         less = next((kind for kind in ("MINIMA", "ZEROS") if any(each.less == kind for each in weights)), "NOTHING")
         scales = [_scales_for(each, less) for each in weights]
@@ -53,27 +52,27 @@ class PackedStack(NamedTuple):
         return cls(first.shape, codes, whole.to(dtype), first.group_shift, first.kind, less, in_turn)
 
     def some(self, part: slice) -> Self:
-        """Some of the experts."""
+        """A part of the experts."""
         return self._replace(codes=self.codes[part], scales=self.scales[part])
 
 
 def stackable(weight: PackedWeight, *, in_turn: bool) -> bool:
-    """Whether weights like it can be a stack: columns are in the order of the inputs, and halves are whole tiles where
-    those are to lie in turn."""
+    """Whether weights like this can be in a stack: columns are in the order of inputs, and halves are whole tiles if
+    they alternate."""
     num_outputs, num_inputs = weight.shape
     whole = num_outputs % (2 * TILE) == 0 or not in_turn
     return weight.order is None and num_inputs % INPUTS == 0 and min(weight.shape) > 0 and whole
 
 
 def alike(one: PackedWeight, other: PackedWeight) -> bool:
-    """Whether both can be in one stack: of one shape, with codes of one kind in groups of one size."""
+    """Whether both can be in one stack: with equal shapes, kinds of codes and group sizes."""
     first, second = ((each.shape, each.kind, each.group_shift, each.order is None) for each in (one, other))
     return first == second
 
 
 def tiles_in_turn(table: torch.Tensor, dim: int, num_outputs: int, unit: int) -> torch.Tensor:
-    """table: with tiles of outputs along `dim`, `unit` elements each -> the same with a tile of the first half of the
-    outputs, then one of the second, and so on. What is behind the outputs, to fill up, stays there."""
+    """Interleave tiles along `dim`, `unit` elements each: a tile of the first half of the outputs, then one of the
+    second, and so on. Padding after the outputs stays there."""
     size = num_outputs // TILE * unit
     rows, rest = table.split((size, table.shape[dim] - size), dim=dim)
     turned = rows.unflatten(dim, (2, -1, unit)).transpose(dim, dim + 1).flatten(dim, dim + 2)
@@ -81,13 +80,13 @@ def tiles_in_turn(table: torch.Tensor, dim: int, num_outputs: int, unit: int) ->
 
 
 def tiles_in_order(table: torch.Tensor, num_outputs: int) -> torch.Tensor:
-    """Tiles along dimension 0 back as they were before `tiles_in_turn`, one element each."""
+    """The inverse of `tiles_in_turn`, along dimension 0 with one element per tile."""
     size = num_outputs // TILE
     return torch.cat((table[:size:2], table[1:size:2], table[size:]))
 
 
 def _scales_for(weight: PackedWeight, less: str) -> torch.Tensor:
-    """The scales of a weight, with second numbers as `less` has them."""
+    """The scales of a weight, with the second numbers of kind `less`."""
     if weight.less == less:
         return weight.scales
     scales = weight.scales.float()

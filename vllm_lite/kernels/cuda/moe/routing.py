@@ -1,4 +1,4 @@
-"""Choice of experts by tokens, on a GPU. Kernel: csrc/cuda/routing.cuh; kernels/routing.py is the plain twin."""
+"""Routing of tokens to experts on a GPU. Kernel: csrc/cuda/routing.cuh; the reference is kernels/routing.py."""
 
 from typing import TYPE_CHECKING
 
@@ -8,19 +8,17 @@ import torch
 from vllm_lite.kernels.cuda.launcher import Launcher, require
 from vllm_lite.kernels.routing import Chosen, Routing
 
-if TYPE_CHECKING:  # it needs msgspec, and kernels are measured on machines that have torch only
+if TYPE_CHECKING:  # it needs msgspec, which machines for kernel measurements may lack
     from vllm_lite.checkpoint.layer_specs.experts import RoutingSpec
 
 SOURCE = "routing.cuh"
 MAX_EXPERTS = 2048
-"""The scores of so many, in three arrays, fit into the shared memory that a block has without asking."""
+"""Maximum number of experts, whose scores, in three arrays, fit into the default shared memory."""
 
 
 def route(launcher: Launcher, logits: torch.Tensor, routing: Routing, chosen: Chosen) -> None:
-    """As Ops.route. Every id that it writes is an expert's, and a token's ids differ, whatever the logits are.
-
-    Raises ValueError for shapes, types or numbers that the kernel does not take.
-    """
+    """As Ops.route. All ids written are valid and a token's ids differ, whatever the logits are. Raises ValueError for
+    unsupported shapes, types or numbers."""
     spec, bias, factors = routing
     num_tokens, top = len(logits), spec.experts_per_token
     check_spec(spec)
@@ -53,7 +51,7 @@ def route(launcher: Launcher, logits: torch.Tensor, routing: Routing, chosen: Ch
 
 
 def check_spec(spec: "RoutingSpec") -> None:
-    """Raise ValueError for numbers with which the kernel would read or write where nothing is."""
+    """Raise ValueError for numbers with which the kernel would access memory out of bounds."""
     experts, top, groups = spec.num_experts, spec.experts_per_token, spec.num_groups
     require(0 < experts <= MAX_EXPERTS, f"a layer has {experts} experts; the kernel takes 1 to {MAX_EXPERTS}")
     require(0 < top <= experts, f"a token cannot choose {top} of {experts} experts")
@@ -66,7 +64,7 @@ def check_spec(spec: "RoutingSpec") -> None:
 
 
 def check_chosen(chosen: Chosen, num_tokens: int, top: int) -> None:
-    """Raise ValueError unless `chosen` is what `Ops.route` fills for so many tokens."""
+    """Raise ValueError unless `chosen` has the shapes and types of `Ops.route` for `num_tokens`."""
     for what, tensor, dtype in (("ids", chosen.experts, torch.int32), ("weights", chosen.weights, torch.float32)):
         require(
             tensor.dtype == dtype and tensor.shape == (num_tokens, top) and tensor.is_contiguous(),

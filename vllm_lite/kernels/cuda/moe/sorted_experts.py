@@ -1,7 +1,7 @@
-"""Common parts of a layer's experts on a GPU: pairs of tokens and experts in order, and the sum of what they gave.
+"""SortedExperts: sorting of (token, expert) pairs, and the sum of their outputs, on a GPU.
 
-Nothing waits for the host. The pairs are put in the order of the experts, then each expert multiplies its rows, then
-each token adds up what its pairs gave. Kernels: csrc/cuda/experts.cuh.
+Nothing waits for the host. Pairs are sorted by expert, each expert multiplies its rows, and each token adds up its
+pairs' outputs. Kernels: csrc/cuda/experts.cuh.
 """
 
 from abc import ABC, abstractmethod
@@ -17,25 +17,25 @@ from vllm_lite.kernels.routing import Chosen
 
 SOURCE = "experts.cuh"
 SORT_WARPS = 32
-"""At most, of a block that sorts; it has one for each 32 pairs."""
+"""Maximum warps of the sorting block, which has one per 32 pairs."""
 MAX_PAIRS = 16384
-"""So many pairs are computed at once: their outputs in float32 take 128 MiB for 2048 elements, and an expert of 128
-still gets as many rows as a tile has."""
+"""Maximum pairs computed at once: their float32 outputs take 128 MiB with 2048 elements, and each of 128 experts still
+gets a whole tile of rows."""
 
 
 class Sorted(NamedTuple):
-    """Pairs in the order of their experts; behind them those whose expert another rank holds."""
+    """Pairs sorted by expert, followed by those of other ranks' experts."""
 
     pairs: torch.Tensor  # int32 [num_pairs]: the number of the pair at each place
     places: torch.Tensor  # int32 [num_pairs]: the place of each pair
-    starts: torch.Tensor  # int32 [num_experts + 1]: where the pairs of each expert begin
+    starts: torch.Tensor  # int32 [num_experts + 1]: the first place of each expert's pairs
 
 
 class SortedExperts(ABC):
-    """Experts from number `first` on, whose weights a subclass has and multiplies with."""
+    """Experts from number `first` on; subclasses have the weights and products."""
 
     def __init__(self, launcher: Launcher, first: int, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-        """shape: [num_experts, hidden, inner], of down. dtype: of rows."""
+        """shape: [num_experts, hidden, inner] of down. dtype: of rows."""
         self.launcher, self.first, self.shape, self.dtype = launcher, first, shape, dtype
 
     @property
@@ -45,18 +45,16 @@ class SortedExperts(ABC):
     @property
     @abstractmethod
     def down_bias(self) -> torch.Tensor | None:
-        """[num_experts, hidden], which this rank adds to outputs; None: it adds none."""
+        """[num_experts, hidden], added to outputs by this rank; None: none."""
 
     @abstractmethod
     def multiply(self, x: torch.Tensor, in_order: Sorted) -> torch.Tensor:
-        """x: [num_tokens, hidden] -> what each pair's expert makes of its token, [num_pairs, hidden] in the order of
-        places without down's bias, float32 or of x's type. The rows behind in_order.starts[-1] may hold anything."""
+        """x: [num_tokens, hidden] -> each pair's expert output, [num_pairs, hidden] in the order of places, without
+        down's bias, in float32 or x's dtype. Rows from in_order.starts[-1] on are undefined."""
 
     def forward(self, x: torch.Tensor, chosen: Chosen, out: torch.Tensor) -> None:
-        """As ExpertMatmul.forward. It can be captured in a CUDA graph, which then reads what is chosen when it runs.
-
-        Raises ValueError for other tensors than these.
-        """
+        """As ExpertMatmul.forward. It can be captured in a CUDA graph, which reads `chosen` when it runs. Raises
+        ValueError for other shapes or types."""
         num_tokens, hidden = len(x), self.shape[1]
         for what, tensor in (("x", x), ("out", out)):
             require(

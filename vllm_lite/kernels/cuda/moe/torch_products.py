@@ -1,7 +1,8 @@
-"""The matrix products of experts by torch's grouped one, for large prefill steps, where tiles have much to compute.
+"""Products of experts with torch's grouped_mm, for large prefill steps.
 
-Our own kernels read each weight once for 64 rows and multiply as sm_80 does; torch's is made for Hopper. It rounds what
-an expert gives to the type of x once more, so that a row's last bits depend on how many rows its step has.
+This package's kernels read each weight once per 64 rows and multiply with sm_80's instructions; torch's are made for
+Hopper. It rounds an expert's output once more to x's dtype, so that a row's last bits depend on the number of rows of
+the step.
 """
 
 import torch
@@ -14,11 +15,12 @@ from vllm_lite.kernels.cuda.moe.experts import Products, Stacks
 from vllm_lite.kernels.cuda.moe.sorted_experts import Sorted
 
 CAPABILITIES = (9, 10)
-"""Where torch has a kernel that needs no numbers on the host, and so can be captured; on others it loops."""
+"""Major capabilities for which torch has a kernel that needs no sizes on the host, and so can be captured; on others it
+loops."""
 
 
 class TorchProducts:
-    """See Products; bfloat16 only."""
+    """Products with torch; bfloat16 only."""
 
     def __init__(self, launcher: Launcher) -> None:
         self._ops = CudaOps(launcher)
@@ -30,14 +32,14 @@ class TorchProducts:
         if stacks.gate_up_bias is not None:
             places = torch.arange(len(rows), dtype=ends.dtype, device=ends.device)
             experts = torch.searchsorted(ends, places, right=True)
-            both += stacks.gate_up_bias.index_select(0, experts.clamp_(max=len(ends) - 1))  # behind: of other ranks
+            both += stacks.gate_up_bias.index_select(0, experts.clamp_(max=len(ends) - 1))  # others: of other ranks
         activated = both.new_empty(len(rows), stacks.down.shape[2])
         self._ops.activate_and_mul(activation, both, activated)
         return functional.grouped_mm(activated, stacks.down.transpose(1, 2), offs=ends)
 
 
 def for_weights(launcher: Launcher, stacks: Stacks) -> Products | None:
-    """Torch's products for these weights; None where torch has no fast ones."""
+    """Torch's products for these weights; None if torch has no fast ones."""
     down = stacks.down
     if not (down.is_cuda and down.dtype == torch.bfloat16 and hasattr(functional, "grouped_mm")):
         return None

@@ -1,1 +1,1 @@
-"""Products with weights on a GPU: quantized ones that stay packed, and low-rank adapters."""
+"""Products with weights on a GPU: packed quantized weights, and low-rank adapters."""

@@ -1,4 +1,4 @@
-"""Low-rank adapters of a linear layer on a GPU, rows grouped by adapter. Kernels: csrc/cuda/lora.cuh."""
+"""Low-rank adapters of a linear layer on a GPU, with rows grouped by adapter. Kernels: csrc/cuda/lora.cuh."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,11 +11,11 @@ from vllm_lite.kernels.cuda.launcher import Launcher, cuda_type, require
 
 SOURCE = "lora.cuh"
 TILE, WARPS, THREADS = 8, 4, 128
-"""Rows, ranks and outputs of a block; as in the source."""
+"""Rows, ranks and outputs per block; as in the source."""
 
 
 class LoraStack(NamedTuple):
-    """The adapters of one layer, in slots; what a slot's rank does not fill is never read."""
+    """The adapters of one layer, in slots; elements beyond a slot's rank are never read."""
 
     down: torch.Tensor  # [num_slots, matrices * rank, inputs]
     up: torch.Tensor  # [num_slots, rank, sum of outputs]
@@ -24,13 +24,14 @@ class LoraStack(NamedTuple):
     sizes: tuple[int, ...]
     """Outputs of each projection."""
     matrix: tuple[int, ...]
-    """In which each lies: 0, 1, 2, or all in 0."""
+    """The index of each projection's `down` matrix: 0, 1, 2, or all 0."""
 
     @classmethod
     def empty(
         cls, num_slots: int, rank: int, inputs: int, sizes: Sequence[int], matrix: Sequence[int], like: torch.Tensor
     ) -> "LoraStack":
-        """Make one of the dtype and on the device of `like`. Raises ValueError for another order of matrices."""
+        """Make an empty stack with the dtype and device of `like`. Raises ValueError for an unsupported order of
+        matrices."""
         in_turn = tuple(range(len(sizes)))
         require(0 < len(sizes) <= 3, f"a layer must have 1 to 3 projections, got {len(sizes)}")
         require(tuple(matrix) in (in_turn, (0,) * len(sizes)), f"matrices must be {in_turn} or all 0, got {matrix}")
@@ -46,10 +47,10 @@ def add(
     groups: tuple[torch.Tensor, torch.Tensor],  # order int32 [at least n], starts int32 [num_slots + 1]
     x: torch.Tensor,  # [n, inputs]
     out: torch.Tensor,  # [n, sum of outputs], in the dtype of x or float32
-    hidden: torch.Tensor,  # float32 [at least n, matrices * rank], scratch that stays
+    hidden: torch.Tensor,  # float32 [at least n, matrices * rank], persistent scratch memory
 ) -> None:
-    """Add to rows of `out` what their adapters make of those of `x`: slot i has the rows that order[starts[i]] up to
-    order[starts[i + 1]] name. Two launches, whose grids depend on n alone. Raises ValueError for other shapes."""
+    """Add the adapters' outputs for rows of `x` to the same rows of `out`; slot i has the rows in order[starts[i] :
+    starts[i + 1]]. Two launches, whose grids depend only on n. Raises ValueError for other shapes."""
     num_slots, width, inputs = stack.down.shape
     num_rows, outputs = len(x), stack.up.shape[2]
     require(

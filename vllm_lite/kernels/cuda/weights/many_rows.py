@@ -1,8 +1,5 @@
-"""Products of more rows with packed weights than read their codes well: torch multiplies what becomes of some outputs.
-
-Which, so that no memory for the whole weight is needed, go one slab after another. Either kind gives torch matrices of
-its own types; a row's last bits may depend on how many rows there are.
-"""
+"""Products of many rows with packed weights: torch multiplies slabs of outputs, dequantized one after another, so that
+no memory for the whole weight is needed. A row's last bits may depend on the number of rows."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -18,27 +15,27 @@ SOURCE = "packed_linear.cuh"
 WARPS = 8
 THREADS = 32 * WARPS
 SLAB_BYTES = 64 << 20
-"""Memory that outputs take at once."""
+"""Memory of one slab in bytes."""
 CAPABILITY = (8, 9)
-"""The first that multiplies float8."""
+"""The first capability with float8 products."""
 LARGEST = 448.0
 """The largest number of E4M3."""
 SMALLEST = 1e-30
-"""Rows whose largest element is smaller become zeros: their scale would be no normal number."""
+"""Rows with smaller elements become zeros: their scale would not be a normal number."""
 
 
 class ManyRows(Protocol):
     keeps_codes: bool
-    """Whether torch multiplies codes, not numbers made of them."""
+    """Whether torch multiplies the codes themselves."""
 
     def forward(self, x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
         """out = x W^T + bias. x: [num_rows, num_inputs], float16 or bfloat16, columns in the order of the codes; bias:
-        float32 [num_outputs]; out: [num_rows, num_outputs], of x's type or float32."""
+        float32 [num_outputs]; out: [num_rows, num_outputs], of x's dtype or float32."""
         ...
 
 
 def for_weight(launcher: Launcher, weight: PackedWeight, *, float8_rows: bool) -> ManyRows:
-    """float8_rows: whether the checkpoint was made for rows of float8."""
+    """float8_rows: whether the checkpoint expects float8 activations."""
     one_scale = (weight.kind, weight.less, len(weight.scales)) == ("E4M3", "NOTHING", 1)
     if float8_rows and one_scale and multiplies_float8(weight.codes.device):
         return Float8Products(launcher, weight)
@@ -46,12 +43,12 @@ def for_weight(launcher: Launcher, weight: PackedWeight, *, float8_rows: bool) -
 
 
 def multiplies_float8(device: torch.device) -> bool:
-    """Whether torch multiplies float8 there."""
+    """Whether torch can multiply float8 on `device`."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= CAPABILITY
 
 
 class WidenedProducts:
-    """Weights become numbers of x's type, each rounded once."""
+    """Weights are dequantized to x's dtype, rounded once."""
 
     keeps_codes = False
 
@@ -71,7 +68,7 @@ class WidenedProducts:
                 columns.copy_(into)
 
     def widened(self, first: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """The weights of `size` outputs from `first` on as numbers: [size, num_inputs]. `first` is a multiple of 16;
+        """Dequantize the weights of `size` outputs from `first` on: [size, num_inputs]. `first` is a multiple of 16;
         columns are in the order of the codes."""
         weight = self.weight
         tiles, shift = -(-size // TILE), np.int32(weight.group_shift)
@@ -85,8 +82,8 @@ class WidenedProducts:
 
 
 class Float8Products:
-    """Rows become float8 as well, each with its largest element at 448; torch scales the sums by both and rounds them
-    to bfloat16. Weights are float8 (E4M3) with one scale for each output."""
+    """Rows are quantized to float8 as well, each with its largest element at 448; torch scales the sums by both scales
+    and rounds them to bfloat16. Weights are float8 (E4M3) with one scale per output."""
 
     keeps_codes = True
 
@@ -109,8 +106,8 @@ class Float8Products:
                 torch.add(sums, bias[first : first + size], out=columns)
 
     def codes(self, first: int, size: int) -> torch.Tensor:
-        """Codes of `size` outputs, and more to fill up a tile, from `first`, a multiple of 16, on: float8 [outputs,
-        padded inputs]."""
+        """Codes of `size` outputs from `first`, a multiple of 16, rounded up to whole tiles: float8 [outputs, padded
+        inputs]."""
         weight, tiles = self.weight, -(-size // TILE)
         plain = torch.empty(TILE * tiles, weight.padded[1], dtype=torch.uint8, device=weight.codes.device)
         args = plain, weight.codes, np.int32(weight.num_chunks), np.int32(first // TILE)
@@ -119,8 +116,8 @@ class Float8Products:
 
 
 def quantized_rows(x: torch.Tensor, num_inputs: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """x: [num_rows, at most num_inputs] -> float8 (E4M3) [num_rows, num_inputs], filled up with zeros, and what each
-    row is to be multiplied with, float32 [num_rows, 1]."""
+    """Quantize x [num_rows, at most num_inputs] to float8 (E4M3) [num_rows, num_inputs], padded with zeros, and the
+    scale of each row, float32 [num_rows, 1]."""
     rows = torch.zeros(len(x), num_inputs, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(len(x), 1, dtype=torch.float32, device=x.device)
     at_once = max(1, SLAB_BYTES // (8 * num_inputs))
@@ -136,7 +133,8 @@ def _grid(weight: PackedWeight, tiles: int) -> tuple[int, int, int]:
 
 
 def _slabs(weight: PackedWeight, out: torch.Tensor, output_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Some columns of `out` after others, with the number of the first: as many as fit, at output_bytes for each."""
+    """Slabs of columns of `out`, with the number of each one's first column: as many columns as fit with `output_bytes`
+    each."""
     at_once = max(1, SLAB_BYTES // (output_bytes * OUTPUTS)) * OUTPUTS
     for first in range(0, weight.shape[0], at_once):
         yield first, out[:, first : first + at_once]

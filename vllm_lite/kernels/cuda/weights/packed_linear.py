@@ -1,7 +1,7 @@
-"""Linear layers on quantized weights that stay packed. Kernels: csrc/cuda/packed_linear.cuh and packed_tiles.cuh.
+"""Linear layers with packed quantized weights. Kernels: csrc/cuda/packed_linear.cuh and packed_tiles.cuh.
 
-Up to FEW_ROWS rows each block reads all that it needs by itself; up to TILED_ROWS blocks have 256 outputs and pass
-inputs through shared memory; more are multiplied by torch, with what many_rows.py makes of the codes.
+Up to FEW_ROWS rows, each block reads all its inputs itself; up to TILED_ROWS, blocks have 256 outputs and pass inputs
+through shared memory; more rows are multiplied by torch (many_rows.py).
 """
 
 from typing import NamedTuple
@@ -15,20 +15,21 @@ from vllm_lite.kernels.cuda.weights.many_rows import SOURCE, THREADS, WARPS, Man
 from vllm_lite.kernels.cuda.weights.packed_weight import HALF_BYTES, OUTPUTS, SPAN, TILE, PackedWeight
 
 DTYPES = (torch.float16, torch.bfloat16)
-"""What rows may be stored as."""
+"""Supported dtypes of rows."""
 FEW_ROWS = 16
-"""More would read x from L2 once for every 64 outputs, twice as many bytes as 4-bit codes have at 32 rows. Not
-measured: no GPU has run any way. gpu_check measures all."""
+"""With more rows, x would be read from L2 once per 64 outputs, at 32 rows twice as many bytes as 4-bit codes have. Not
+measured on a GPU; gpu_check measures all ways."""
 TILED_ROWS, TILED_ROWS_BEFORE_FLOAT8 = 128, 32
-"""More are multiplied by torch; the second where it multiplies the codes themselves. Not measured."""
+"""More rows are multiplied by torch; the second limit is for float8 products. Not measured."""
 ENOUGH_BLOCKS = 128
-"""Inputs are cut into parts until blocks of OUTPUTS outputs are so many: the multiprocessors of large GPUs."""
+"""Inputs are divided into parts until there are this many blocks of OUTPUTS outputs: the multiprocessors of large
+GPUs."""
 MAX_PARTS = 8
 TILES_SOURCE = "packed_tiles.cuh"
 BLOCK_OUTPUTS, STEP, STAGES = 256, 64, 4
-"""Outputs of a block, inputs that pass together, and steps in shared memory; as in TILES_SOURCE."""
+"""Outputs of a block, inputs per step, and steps in shared memory; as in TILES_SOURCE."""
 BYTES_LEFT = 1024
-"""Shared memory of a multiprocessor that a block cannot have."""
+"""Shared memory of a multiprocessor that a block cannot use."""
 
 
 class Tiles(NamedTuple):
@@ -39,7 +40,8 @@ class Tiles(NamedTuple):
 
 
 def tiles_for(num_rows: int) -> Tiles:
-    """More rows want more outputs a block, so that fewer blocks read those rows. No choice changes a bit."""
+    """Tiles for a number of rows: more outputs per block for more rows, so that fewer blocks read them. Results do not
+    depend on it."""
     if num_rows <= 2:
         return Tiles(1, 1)
     if num_rows <= 8:
@@ -48,13 +50,13 @@ def tiles_for(num_rows: int) -> Tiles:
 
 
 def num_parts(weight: PackedWeight) -> int:
-    """Into how many parts inputs are cut, by the shape alone: each has two chunks or more for each warp."""
+    """Number of parts of the inputs, from the shape alone: each has at least two chunks per warp."""
     wanted = -(-ENOUGH_BLOCKS // max(1, weight.padded[0] // OUTPUTS))
     return max(1, min(wanted, MAX_PARTS, weight.num_chunks // (2 * WARPS)))
 
 
 def num_tiled_parts(weight: PackedWeight) -> int:
-    """The same with BLOCK_OUTPUTS outputs a block: each part fills the ring twice or more."""
+    """The same for BLOCK_OUTPUTS outputs per block: each part fills the ring at least twice."""
     wanted = ENOUGH_BLOCKS // max(1, -(-weight.padded[0] // BLOCK_OUTPUTS))
     return max(1, min(wanted, MAX_PARTS, weight.padded[1] // (2 * STAGES * STEP)))
 
@@ -67,25 +69,24 @@ def tile_bytes(weight: PackedWeight, rows: int, flush: int) -> int:
 
 
 def rows_of_a_tile(weight: PackedWeight, num_rows: int, flush: int, multiprocessor_bytes: int) -> int:
-    """Eights of rows that a block has: 4 or, if there are more and its shared memory holds them, 8. Neither choice
-    changes a bit."""
+    """Rows of a block / 8: 4, or 8 if there are more rows and shared memory suffices. Results do not depend on it."""
     return 8 if num_rows > 32 and tile_bytes(weight, 8, flush) <= multiprocessor_bytes - BYTES_LEFT else 4
 
 
 def spans_between_scales(kind: str, group_shift: int, scales: torch.Tensor) -> int:
-    """After how many spans a scale is applied. Scales of 4 bytes leave no registers for two."""
+    """Number of spans after which a scale is applied. Scales of 4 bytes leave no registers for two."""
     return 2 if kind in HALF_BYTES and group_shift > 0 and scales.itemsize == 2 else 1
 
 
 class PackedLinear:
-    """out = x W^T + bias. Up to FEW_ROWS rows a row's bits depend on nothing but the row and the weight; so do those of
-    more rows, up to TILED_ROWS, which may be others."""
+    """out = x W^T + bias. Up to FEW_ROWS rows, a row's bits depend only on the row and the weight; the same holds from
+    there to TILED_ROWS rows, possibly with other bits."""
 
     def __init__(
         self, launcher: Launcher, weight: PackedWeight, bias: torch.Tensor | None, many_rows: ManyRows | None = None
     ) -> None:
-        """bias: [num_outputs], of any float type. many_rows: what multiplies more than FEW_ROWS rows, by numbers of
-        their type unless another is given."""
+        """bias: [num_outputs], of any float dtype. many_rows: multiplies rows beyond the limits, by default with
+        dequantized weights."""
         require(
             bias is None or bias.shape == weight.shape[:1],
             f"the bias must have {weight.shape[0]} elements, got {None if bias is None else list(bias.shape)}",
@@ -97,8 +98,8 @@ class PackedLinear:
         self.many_rows = many_rows or WidenedProducts(launcher, weight)
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """x: [num_rows, num_inputs], float16 or bfloat16; out: [num_rows, num_outputs], of x's dtype or float32, rows
-        strided. It can be captured in a CUDA graph. Raises ValueError for other tensors."""
+        """x: [num_rows, num_inputs], float16 or bfloat16; out: [num_rows, num_outputs], of x's dtype or float32, with
+        any row stride. It can be captured in a CUDA graph. Raises ValueError for other tensors."""
         num_outputs, num_inputs = self.weight.shape
         require(
             x.dtype in DTYPES and x.dim() == 2 and x.shape[1] == num_inputs,
@@ -156,7 +157,7 @@ class PackedLinear:
 
 
 def aligned(x: torch.Tensor, num_inputs: int) -> torch.Tensor:
-    """x with so many columns, the last of them zeros, and rows that 16 bytes can be loaded from."""
+    """x padded with zeros to `num_inputs` columns, with rows aligned to 16 bytes."""
     if x.shape[1] < num_inputs:
         return torch.nn.functional.pad(x, (0, num_inputs - x.shape[1]))
     if x.stride(1) == 1 and vector_width(num_inputs, x) > 1:

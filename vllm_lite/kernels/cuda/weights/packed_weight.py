@@ -1,4 +1,5 @@
-"""Quantized weights as csrc/cuda/packed_linear.cuh reads them: codes of 4 or 8 bits, in the order of its operands."""
+"""PackedWeight: quantized weights as csrc/cuda/packed_linear.cuh reads them: codes of 4 or 8 bits, in the order of its
+operands."""
 
 from collections.abc import Iterator
 from typing import NamedTuple, Self
@@ -8,44 +9,45 @@ import torch
 from vllm_lite.kernels.grouped import E2M1, E4M3, GroupedChunks, GroupedWeight
 
 SPAN = 32
-"""Inputs: groups are whole spans, and a span is in one group."""
+"""Inputs of a span: groups are whole spans."""
 OUTPUTS = 64
-"""What outputs are filled up to a multiple of."""
+"""Outputs are padded to a multiple of this."""
 TILE = 16
 TILE_BYTES = 512
 ONE_GROUP = 30
-"""The logarithm of the spans in a group where an output has one scale."""
+"""The logarithm of the spans in a group if an output has one scale."""
 PACKED_AT_ONCE = 1 << 26
-"""Elements: bounds the memory of what lies between codes and packed codes."""
+"""Maximum elements packed at once, which bounds temporary memory."""
 _UNITS = (1.0, 0.5, 0.25, 0.125)
-"""What values may be multiples of: powers of two, so that scales stay exact when they take the unit over."""
+"""Values may be multiples of these powers of two, by which scales are multiplied exactly."""
 HALF_BYTES = ("INT4", "E2M1")
-"""Kinds of codes of 4 bits."""
+"""Kinds of codes with 4 bits."""
 
 
 class _Numbers(NamedTuple):
-    """Values of codes: unit * (offset + what the kernel takes a code for), or a float8 each."""
+    """Values of codes: unit * (offset + the kernel's value of a code), or float8."""
 
-    codes: str  # as csrc/cuda spells it
+    codes: str  # name in csrc/cuda
     unit: float
     offset: float
 
 
 class PackedWeight(NamedTuple):
-    """See csrc/cuda/packed_linear.cuh. Inputs are filled up to whole chunks, outputs to OUTPUTS, with zeros."""
+    """A packed weight, see csrc/cuda/packed_linear.cuh. Inputs are padded to whole chunks, outputs to OUTPUTS, with
+    zeros."""
 
     shape: tuple[int, int]
-    """[num_outputs, num_inputs], as they were."""
+    """[num_outputs, num_inputs], without padding."""
     codes: torch.Tensor
     """uint8 [tiles, num_chunks, 512]."""
     scales: torch.Tensor
-    """[groups, padded outputs, 1 or 2], in the narrowest type of floats that has them all."""
+    """[groups, padded outputs, 1 or 2], in the narrowest float dtype that is exact."""
     group_shift: int
-    """Logarithm of the spans in a group."""
+    """Logarithm of the number of spans in a group."""
     kind: str
-    """The kind of the codes, as csrc/cuda spells it: INT4, E2M1, INT8, E4M3."""
+    """The kind of the codes, named as in csrc/cuda: INT4, E2M1, INT8, E4M3."""
     less: str
-    """What the second number is: NOTHING, ZEROS or MINIMA."""
+    """The meaning of the second number: NOTHING, ZEROS or MINIMA."""
     order: torch.Tensor | None
     """int64 [num_inputs]: see GroupedWeight."""
 
@@ -68,15 +70,15 @@ class PackedWeight(NamedTuple):
 
     @staticmethod
     def takes(weight: GroupedWeight) -> bool:
-        """Whether there are kernels for it: for integers that follow one another, float4 and float8, in groups of 32
-        inputs or a multiple."""
+        """Whether there are kernels for it: for consecutive integers, float4 and float8, in groups of a multiple of 32
+        inputs."""
         return _numbers(weight.values) is not None and (
             weight.group_size % SPAN == 0 or weight.group_size >= weight.shape[1]
         )
 
     @classmethod
     def of(cls, weight: GroupedWeight | GroupedChunks, device: torch.device) -> Self:
-        """Pack it on `device`. Raises ValueError for what `takes` does not."""
+        """Pack a weight on `device`. Raises ValueError unless `takes` it."""
         form = weight.form if isinstance(weight, GroupedChunks) else weight
         numbers = _numbers(form.values)
         if numbers is None or not cls.takes(form):
@@ -94,14 +96,14 @@ class PackedWeight(NamedTuple):
 
     @classmethod
     def _with(cls, codes: torch.Tensor, weight: GroupedWeight, shape: tuple[int, int], numbers: _Numbers) -> Self:
-        """With packed codes, and the scales, minima and order of `weight`, whose codes do not count."""
+        """A weight with packed codes, and the scales, minima and order of `weight`, whose own codes are ignored."""
         num_outputs, num_inputs = shape
         scales, minima, size = _regrouped(weight)
         scales = scales * numbers.unit
         less, second = _less(scales, minima, numbers.offset)
         both = torch.stack((scales,) if second is None else (scales, second), dim=-1).transpose(0, 1)
         whole_chunks = num_inputs + -num_inputs % chunk_inputs(numbers.codes)
-        groups = 1 if size >= num_inputs else -(-whole_chunks // size)  # the last may have no input that counts
+        groups = 1 if size >= num_inputs else -(-whole_chunks // size)  # the last may be padding only
         both = torch.nn.functional.pad(both, (0, 0, 0, -num_outputs % OUTPUTS, 0, groups - len(both)))
         return cls(
             shape=shape,
@@ -135,12 +137,12 @@ def _numbers(values: torch.Tensor) -> _Numbers | None:
 
 
 def _regrouped(weight: GroupedWeight) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-    """Scales and minima of groups whose spans are a power of two, and the size of those groups."""
+    """Scales and minima of groups whose number of spans is a power of two, and the size of these groups."""
     size, num_inputs = weight.group_size, weight.shape[1]
     if size >= num_inputs:
         return weight.scales, weight.minima, num_inputs
     spans = size // SPAN
-    own = spans & -spans  # the largest power of two that divides it
+    own = spans & -spans  # the largest power of two that divides spans
     if own == spans:
         return weight.scales, weight.minima, size
     wanted = -(-num_inputs // (own * SPAN))
@@ -154,8 +156,8 @@ def _regrouped(weight: GroupedWeight) -> tuple[torch.Tensor, torch.Tensor | None
 
 
 def _less(scales: torch.Tensor, minima: torch.Tensor | None, offset: float) -> tuple[str, torch.Tensor | None]:
-    """The subtrahend of scale * (the kernel's value of a code): small integers times the scale, or numbers of their
-    own."""
+    """The kind and values of what is subtracted from scale * (the kernel's value of a code): small integers times the
+    scale, or separate numbers."""
     if minima is None:
         return ("ZEROS", torch.full_like(scales, -offset)) if offset else ("NOTHING", None)
     minima = minima.to(scales.device, torch.float32)
@@ -173,7 +175,7 @@ def _narrowest(numbers: torch.Tensor) -> torch.dtype:
 
 
 def _chunks(weight: GroupedWeight | GroupedChunks) -> Iterator[GroupedWeight]:
-    """Some outputs after others, whole tiles but for the last."""
+    """Chunks of outputs, whole tiles except the last."""
     if isinstance(weight, GroupedChunks):
         yield from weight.each()
         return
@@ -185,13 +187,14 @@ def _chunks(weight: GroupedWeight | GroupedChunks) -> Iterator[GroupedWeight]:
 
 
 def _no_codes(shape: tuple[int, int], kind: str, device: torch.device) -> torch.Tensor:
-    """Memory for the codes of a weight: uint8 [tiles, num_chunks, TILE_BYTES]. What fills up is read, never used."""
+    """Zeroed memory for the codes of a weight: uint8 [tiles, num_chunks, TILE_BYTES]. Padding is read, but has no
+    effect."""
     num_tiles, num_chunks = -(-shape[0] // OUTPUTS) * (OUTPUTS // TILE), -(-shape[1] // chunk_inputs(kind))
     return torch.zeros(num_tiles, num_chunks, TILE_BYTES, dtype=torch.uint8, device=device)
 
 
 def _tiles_of(codes: torch.Tensor, kind: str) -> torch.Tensor:
-    """codes: uint8 [outputs, inputs] -> [tiles, num_chunks, TILE_BYTES]."""
+    """Pack codes: uint8 [outputs, inputs] -> [tiles, num_chunks, TILE_BYTES]."""
     inputs, zero = chunk_inputs(kind), {"INT4": 8, "INT8": 128}.get(kind, 0)
     padding = (0, -codes.shape[1] % inputs, 0, -codes.shape[0] % TILE)
     codes = torch.nn.functional.pad(codes, padding, value=zero)
