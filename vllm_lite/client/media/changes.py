@@ -1,6 +1,6 @@
-"""Changes of a processor's settings that a request or an operator may ask for: vLLM's `mm_processor_kwargs`.
+"""Changes of a processor's settings by a request or an operator: vLLM's `mm_processor_kwargs`.
 
-Only sizes that the processor of the model knows are taken, none of them larger than the largest image that is decoded.
+Only sizes that the model's processor knows are accepted, none of them above the largest image that is decoded.
 """
 
 from collections.abc import Mapping
@@ -21,20 +21,20 @@ Pixels = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
 
 class SizeChanges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """By the names of transformers."""
+    """Changes of sizes, under transformers' names."""
 
     @property
     def pixels(self) -> int:
-        """The most pixels that an image would be resized to."""
+        """Maximum pixels to which an image would be resized."""
         return 0
 
     def of(self, settings: ProcessorSettings) -> ProcessorSettings:
-        """The settings with these changes. Raises RequestError for numbers that cannot be."""
+        """Return the settings with these changes. Raises RequestError for impossible sizes."""
         return settings
 
 
 class NoChanges(SizeChanges, frozen=True):
-    """A processor whose sizes are the model's takes none."""
+    """Changes for processors with fixed sizes: none."""
 
 
 class _Longest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,7 +42,7 @@ class _Longest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TileChanges(SizeChanges, frozen=True):
-    """Idefics 3's and SmolVLM's processor takes these."""
+    """Changes for the processor of Idefics 3 and SmolVLM."""
 
     size: _Longest | None = None
     do_image_splitting: bool | None = None
@@ -65,7 +65,7 @@ class _Edges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PatchChanges(SizeChanges, frozen=True):
-    """Qwen's processors take these."""
+    """Changes for Qwen's processors."""
 
     size: _Edges = _Edges()
     min_pixels: Pixels | None = None
@@ -97,7 +97,7 @@ class _Sides(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RowChanges(SizeChanges, frozen=True):
-    """Pixtral's processor takes these."""
+    """Changes for Pixtral's processor."""
 
     size: _Sides = _Sides()
 
@@ -117,7 +117,7 @@ class RowChanges(SizeChanges, frozen=True):
 
 
 class SquareChanges(SizeChanges, frozen=True):
-    """Gemma 3's processor takes these."""
+    """Changes for Gemma 3's processor."""
 
     do_pan_and_scan: bool | None = None
     pan_and_scan_min_crop_size: Pixels | None = None
@@ -140,7 +140,7 @@ class SquareChanges(SizeChanges, frozen=True):
 
 
 class FittedChanges(SizeChanges, frozen=True):
-    """Gemma 4's processor takes these."""
+    """Changes for Gemma 4's processor."""
 
     max_soft_tokens: int | None = None
 
@@ -157,7 +157,7 @@ C = TypeVar("C", bound=SizeChanges)
 
 
 def read_changes(given: Mapping[str, Any], kind: type[C], max_pixels: int) -> C:
-    """Check what was given against what a processor knows. Raises RequestError."""
+    """Check given changes against those that a processor knows. Raises RequestError."""
     known = kind.__struct_fields__
     if unknown := sorted(str(name) for name in given if name not in known):
         takes = f"takes {', '.join(known)}" if known else "takes none: its sizes are the model's"

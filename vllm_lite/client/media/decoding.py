@@ -1,9 +1,8 @@
-"""Files of images as pixels in RGB and upright. Only a child process runs this (image_process.py): decoding a
-stranger's file may take any time and memory, or crash.
+"""Decoding of image files to upright RGB pixels. Only a child process runs this (image_process.py): decoding an
+untrusted file may take any time and memory, or crash.
 
-Its memory is known before: Pillow keeps four bytes a pixel, and as many again while an image is turned or converted;
-decoders of WEBP and of progressive JPEG keep copies of their own. Images that take much of it are decoded one at a
-time.
+The memory is known in advance: Pillow keeps four bytes per pixel, and as many again while an image is rotated or
+converted; decoders of WEBP and of progressive JPEG keep copies of their own. Big images are decoded one at a time.
 """
 
 import math
@@ -20,15 +19,16 @@ SIGNATURES = {
     "GIF": (b"GIF87a", b"GIF89a"),
     "WEBP": (b"RIFF",),
 }
-"""Formats that are decoded, and how their files begin. Decoders of others, of which some had holes, are never asked."""
+"""Decoded formats, with the first bytes of their files. Decoders of other formats, some of which had security holes,
+are never called."""
 ORIENTATION = 0x0112
-"""The EXIF tag of how a photo has to be turned; 1: not at all."""
+"""The EXIF tag of a photo's orientation; 1: upright."""
 SCAN = b"\xff\xda"
-"""Begins a scan of a JPEG; two bytes of length and one with the number of colors follow."""
+"""Marker of a JPEG scan; followed by two bytes of length and one with the number of colors."""
 BIG_PIXELS = 4_000_000
-"""One image with more, as they are counted, is decoded at a time."""
+"""Weighted pixels above which only one image is decoded at a time."""
 BAND_PIXELS = 100_000
-"""Pixels of a band, in which transparency becomes white."""
+"""Pixels of a band, in which transparency is replaced by white at once."""
 
 
 class FileHeader(NamedTuple):
@@ -37,7 +37,7 @@ class FileHeader(NamedTuple):
     kind: str
     image: Image.Image
     pixel_bytes: int
-    """Memory for each of its pixels while it is decoded, turned and converted."""
+    """Bytes per pixel while the image is decoded, rotated and converted."""
 
     @property
     def num_pixels(self) -> int:
@@ -45,7 +45,7 @@ class FileHeader(NamedTuple):
 
     @property
     def counted(self) -> float:
-        """Its pixels by the memory that they take: four bytes are one."""
+        """Number of pixels weighted by their memory, where four bytes count as one pixel."""
         return self.num_pixels * self.pixel_bytes / 4
 
 
@@ -54,26 +54,26 @@ def header_of(data: bytes) -> FileHeader:
     kind = next((kind for kind, starts in SIGNATURES.items() if data.startswith(starts)), None)
     if kind is None or (kind == "WEBP" and data[8:12] != b"WEBP"):
         raise RequestError(f"an image must be a {', '.join(SIGNATURES)} file; its first bytes are {data[:8].hex()}")
-    Image.MAX_IMAGE_PIXELS = None  # which would be judged by others' rules
+    Image.MAX_IMAGE_PIXELS = None  # our own limits apply
     try:
         image = Image.open(BytesIO(data), formats=(kind,))
         return FileHeader(kind, image, max(_own_bytes(kind, image, data), _decoder_bytes(kind, image, data)))
     except MemoryError:
         raise RequestError(f"decoding the {kind} image takes too much memory") from None
-    except Exception:  # whatever a decoder makes of a stranger's bytes; what it says of them is not shown
+    except Exception:  # a decoder may raise anything for untrusted bytes; its message is not shown
         raise RequestError(f"the {kind} image is damaged or cut off") from None
 
 
 def _own_bytes(kind: str, image: Image.Image, data: bytes) -> int:
-    """Bytes of a pixel as it is, beside those of it in RGB or upright."""
+    """Bytes per pixel of the decoded image and of its rotated or converted copy."""
     if _may_be_turned(kind, image, data) or image.info.get("transparency") is not None:
         return 8
     return 4 if image.mode == "RGB" else 5 if image.mode in ("L", "P", "1") else 8
 
 
 def _decoder_bytes(kind: str, image: Image.Image, data: bytes) -> int:
-    """Bytes of a pixel while its decoder has some. That of JPEG keeps the coefficients of all pixels, of two bytes
-    each, where they come in several scans."""
+    """Bytes per pixel in the decoder. JPEG's keeps the coefficients of all pixels, of two bytes each, if they come in
+    several scans."""
     if kind == "WEBP":
         return 16
     layers: list[tuple[int, int, int, int]] = getattr(image, "layer", [])
@@ -85,7 +85,7 @@ def _decoder_bytes(kind: str, image: Image.Image, data: bytes) -> int:
 
 
 def _has_scans(data: bytes, num_layers: int) -> bool:
-    """Whether a scan of a JPEG has not all of its colors."""
+    """Whether a scan of a JPEG lacks some of its colors."""
     place = data.find(SCAN)
     while 0 <= place < len(data) - 4:
         if data[place + 4] != num_layers:
@@ -95,16 +95,15 @@ def _has_scans(data: bytes, num_layers: int) -> bool:
 
 
 def _may_be_turned(kind: str, image: Image.Image, data: bytes) -> bool:
-    """Whether it has to be turned, as far as the header says. Pillow would decode a PNG to look for what stands behind
-    its pixels."""
+    """Whether the image has to be rotated, by its header only, as Pillow would decode a PNG to read data after its
+    pixels."""
     if kind == "PNG" and "exif" not in image.info:
         return b"eXIf" in data or b"iTXt" in data
     return bool(image.getexif().get(ORIENTATION, 1) != 1)
 
 
 def opened(data: bytes, max_pixels: int) -> Image.Image:
-    """The image in a file, in RGB and upright. Its size is looked at before its pixels are decoded. Raises
-    RequestError."""
+    """Decode a file to an upright RGB image. Checks its size before decoding pixels. Raises RequestError."""
     header = header_of(data)
     if header.counted > max_pixels:
         more = header.pixel_bytes > 4
@@ -122,7 +121,7 @@ def opened(data: bytes, max_pixels: int) -> Image.Image:
 
 
 def _in_rgb(image: Image.Image) -> Image.Image:
-    """The image in RGB; where it is transparent it becomes white, band by band."""
+    """Convert the image to RGB, with transparency replaced by white, band by band."""
     if "A" not in image.getbands() and image.info.get("transparency") is None:
         return image if image.mode == "RGB" else image.convert("RGB")
     width, height = image.size

@@ -1,7 +1,7 @@
-"""Fetches images from the web: from domains that the operator names alone, at public addresses, with limits of its own.
+"""Fetches images from the web: only from domains that the operator names, at public addresses, within limits.
 
-A domain is looked up once, and the connection goes to the address that was checked: a name that changes between the two
-leads nowhere else. Nothing is followed: a redirect is an error.
+A domain is resolved once, and the connection goes to the checked address, so a later change of its name has no effect.
+A redirect is an error.
 """
 
 import http.client
@@ -19,7 +19,7 @@ from vllm_lite.client.media.sources import MAX_FILE_BYTES
 from vllm_lite.errors import RequestError
 
 FETCH_S = 20.0
-"""Time for one image, from the look-up of its domain to its last byte."""
+"""Time limit for one image, from resolving its domain to the last byte."""
 CHUNK_BYTES = 256 * 1024
 MAX_URL_CHARS = 8192
 
@@ -29,8 +29,8 @@ IsPublic = Callable[[str], bool]
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the open internet: not private, not this machine, not a group, nor one of IPv6
-    behind which a gateway finds such an address of IPv4."""
+    """Whether an IP address is public: not private, loopback or multicast, nor an IPv6 address that a gateway maps to
+    such an IPv4 address."""
     found = ipaddress.ip_address(address.partition("%")[0])
     inner = _inner(found) if isinstance(found, ipaddress.IPv6Address) else None
     reached = inner or found
@@ -38,7 +38,7 @@ def is_public(address: str) -> bool:
 
 
 def _inner(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
-    """The address of IPv4 in one of IPv6: mapped, 6to4, Teredo or NAT64."""
+    """The IPv4 address embedded in an IPv6 address: mapped, 6to4, Teredo or NAT64."""
     if address in _NAT64:
         return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
     teredo = address.teredo
@@ -46,15 +46,15 @@ def _inner(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
 
 
 class Fetcher:
-    """Fetches files of some domains. Safe in any thread."""
+    """Fetches files from allowed domains. Thread-safe."""
 
     def __init__(self, domains: Sequence[str], is_public: IsPublic = is_public) -> None:
         self._domains = frozenset(domain.lower().rstrip(".") for domain in domains)
         self._is_public = is_public
 
     def __call__(self, url: str, where: str) -> bytes:
-        """The file at an http or https URL. Raises RequestError in one sentence, which says nothing of what the server
-        has answered but its status."""
+        """Fetch the file at an http or https URL. Raises RequestError with one sentence, which shows nothing of the
+        server's answer except its status."""
         deadline_s = time.monotonic() + FETCH_S
         parts = self._checked(url, where)
         try:
@@ -98,7 +98,7 @@ class Fetcher:
             received += chunk
             if len(received) > MAX_FILE_BYTES:
                 raise RequestError(f"{where} has an image of more than {MAX_FILE_BYTES} bytes")
-        if answer.length:  # the connection has ended before
+        if answer.length:  # the connection has ended early
             raise http.client.IncompleteRead(b"", answer.length)
         return bytes(received)
 
@@ -112,8 +112,7 @@ class Fetcher:
 
 
 class _Pinned(http.client.HTTPConnection):
-    """A connection to an address that has been checked, which answers for `host`. At the deadline it breaks, however
-    slowly bytes still come."""
+    """A connection to a checked address of `host`. It is cut at the deadline, even if bytes still arrive slowly."""
 
     def __init__(self, host: str, port: int, address: str, deadline_s: float, *, is_encrypted: bool) -> None:
         if is_encrypted:

@@ -13,11 +13,11 @@ from vllm_lite.client.media.sources import MAX_PIXELS
 from vllm_lite.errors import RequestError
 
 BUDGETS = (70, 140, 280, 560, 1120)
-"""Tokens that Gemma 4 may make of an image at most."""
+"""Allowed maximum numbers of tokens of an image in Gemma 4."""
 
 
 class FittedSettings(msgspec.Struct, frozen=True, tag=True):
-    """`unit` x `unit` pixels become a token, of which an image has `most_tokens`, and along an edge `most_along`."""
+    """`unit` x `unit` pixels become a token; an image has at most `most_tokens`, and `most_along` along an edge."""
 
     unit: int
     most_tokens: int
@@ -27,7 +27,7 @@ class FittedSettings(msgspec.Struct, frozen=True, tag=True):
 
 
 def fitted_of(data: bytes, settings: FittedSettings) -> ImagePatches:
-    """Raises RequestError for what is no image, or too large or too narrow a one."""
+    """Preprocess an image. Raises RequestError if it is not an image, or too large or too narrow."""
     image = opened(data, settings.max_pixels)
     height, width = fitting(image.height, image.width, settings)
     if (height, width) != (image.height, image.width):
@@ -36,8 +36,8 @@ def fitted_of(data: bytes, settings: FittedSettings) -> ImagePatches:
 
 
 def fitting(height: int, width: int, settings: FittedSettings) -> tuple[int, int]:
-    """The largest size in whole units, rounded down, of the image's ratio. A narrow image has one unit across, and is
-    as long as the ratio and the budget allow."""
+    """Largest size in whole units, rounded down, with the image's ratio. A narrow image has one unit across, and is as
+    long as the ratio and the budget allow."""
     unit, most = settings.unit, settings.most_tokens
     factor = math.sqrt(most * unit**2 / (height * width))
     rows, cols = math.floor(factor * height / unit), math.floor(factor * width / unit)

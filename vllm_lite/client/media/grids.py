@@ -11,7 +11,7 @@ from vllm_lite.client.media.sources import MAX_PIXELS
 from vllm_lite.errors import RequestError
 
 MOST_RESIZED = 8_000_000
-"""Pixels of an image whose middle is taken."""
+"""Maximum pixels of a resized image whose middle square is used."""
 
 
 class GridSettings(msgspec.Struct, frozen=True, tag=True):
@@ -36,7 +36,7 @@ class ImageGrid(msgspec.Struct, frozen=True, tag=True):
 
 
 def grid_of(data: bytes, settings: GridSettings) -> ImageGrid:
-    """Raises RequestError for what is no image, or too large or too narrow a one."""
+    """Preprocess an image. Raises RequestError if it is not an image, or too large or too narrow."""
     image, edge, resample = opened(data, settings.max_pixels), settings.edge, Image.Resampling(settings.resample)
     if not settings.pinpoints:
         return ImageGrid(image.height, image.width, _middle(image, settings).tobytes())
@@ -51,8 +51,8 @@ def grid_of(data: bytes, settings: GridSettings) -> ImageGrid:
 
 
 def _middle(image: Image.Image, settings: GridSettings) -> Image.Image:
-    """The square in the middle of an image whose shorter edge is resized to that of a square. Raises RequestError where
-    the longer edge would have too many pixels then."""
+    """Resize an image's shorter edge to that of a square, and return the square in the middle. Raises RequestError if
+    the resized image would have too many pixels."""
     edge = settings.edge
     longer = int(edge * max(image.size) / min(image.size))
     if longer * edge > MOST_RESIZED:

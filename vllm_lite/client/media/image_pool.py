@@ -1,4 +1,4 @@
-"""The child processes that cut images, and the tiles that they have made lately."""
+"""The child processes that preprocess images, and a cache of their results."""
 
 import os
 import socket
@@ -25,12 +25,12 @@ from vllm_lite.runtime.frames import frame, read_frame
 
 NUM_PROCESSES = 2
 ANSWER_S = 60.0
-"""For what no processor time counts: a process that was stopped, a machine that stands still."""
+"""Time limit of an answer, for cases without processor time: a stopped process, a suspended machine."""
 MAX_KEPT_BYTES = 256 * 1024 * 1024
-"""Images that are kept: every message of a chat brings the images of those before it again."""
+"""Maximum bytes of cached images; every message of a chat repeats the images of the messages before it."""
 
 MAX_UUIDS = 4096
-"""Names of images that are known; an image that is not kept has none."""
+"""Maximum number of remembered names of images; an image that is not cached has none."""
 
 _Key = tuple[bytes, ProcessorSettings]
 _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
@@ -62,14 +62,14 @@ class _Process:
 
 
 class ImagePool:
-    """Cuts images for one model, at most NUM_PROCESSES at a time; others wait. Safe in any thread."""
+    """Preprocesses images for one model, at most NUM_PROCESSES at a time; others wait. Thread-safe."""
 
     def __init__(self, settings: ProcessorSettings) -> None:
-        """Processes are started when they are needed."""
+        """Processes are started on demand."""
         self.settings = settings
         self.num_asked = 0
         self.num_found = 0
-        """Images that were asked for, and those of them that were kept from before."""
+        """Numbers of requested images, and of those found in the cache."""
         self.num_cut = 0
         self._turns = threading.BoundedSemaphore(NUM_PROCESSES)
         self._lock = threading.Lock()
@@ -80,7 +80,7 @@ class ImagePool:
         self._by_uuid: OrderedDict[tuple[str, str], bytes] = OrderedDict()  # (owner, uuid) -> the file's digest
 
     def made(self, image: GivenImage, settings: ProcessorSettings | None = None) -> Made:
-        """The image as the model's processor makes it, or by these `settings`. Raises RequestError in one sentence."""
+        """Preprocess an image by the model's settings, or by `settings`. Raises RequestError with one sentence."""
         settings = settings or self.settings
         digest = None if image.data is None else blake2b(image.data, digest_size=32).digest()
         with self._lock:
@@ -106,7 +106,7 @@ class ImagePool:
         return answer
 
     def _call(self, image: GivenImage, digest: bytes) -> None:
-        """Remember what an image is called; the lock is held."""
+        """Remember the name of an image; the lock is held."""
         if image.uuid:
             self._by_uuid[image.owner, image.uuid] = digest
             self._by_uuid.move_to_end((image.owner, image.uuid))
@@ -142,7 +142,7 @@ class ImagePool:
                 self._kept_bytes -= gone.num_bytes
 
     def close(self) -> None:
-        """End the processes that do nothing; one that works ends with this process."""
+        """End idle processes; a busy one ends with this process."""
         with self._lock:
             idle, self._idle = self._idle, []
             if self._lock_fd >= 0:

@@ -1,4 +1,4 @@
-"""Cuts images into tiles in a process of its own, so that the kernel bounds the time and memory that a file takes.
+"""Preprocesses images in a process of its own, so that the kernel limits time and memory per file.
 
 Each ImageJob is answered with ImageTiles or ImageRefused, in order. A file that takes more processor time ends the
 process, and its owner starts another.
@@ -28,18 +28,18 @@ from vllm_lite.runtime.supervise import run_child
 from vllm_lite.runtime.wakeup import Wakeup
 
 MAX_CPU_S = 20.0
-"""Processor time of one image. A photo of 12 million pixels takes 0.4 s."""
+"""Maximum processor time of one image. A photo of 12 million pixels takes 0.4 s."""
 MAX_MEMORY_BYTES = 2 * 1024**3
-"""Address space of the process."""
+"""Maximum address space of the process."""
 
 NICENESS = 5
-"""By so much less the process counts than others where cores are short: a quarter of an engine's thread."""
+"""Niceness of the process: with this value it gets a quarter of an engine thread's share of a busy core."""
 M_MMAP_THRESHOLD, MAPPED_BYTES = -3, 256 * 1024
-"""glibc's option, and the size from which memory is mapped apart from all other."""
+"""glibc's option, and the size from which an allocation is mapped separately."""
 
 ProcessorSettings = TileSettings | PatchSettings | RowSettings | GridSettings | SquareSettings | FittedSettings
 Made = ImageTiles | ImagePatches | ImageGrid | ImageSquares
-"""An image as a processor makes it."""
+"""A preprocessed image."""
 
 
 _MAKERS: dict[type, Callable[[bytes, Any], Made]] = {
@@ -53,14 +53,14 @@ _MAKERS: dict[type, Callable[[bytes, Any], Made]] = {
 
 
 class ImageSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`fd` is the open end of the socket; `lock_fd` a file that all processes of a pool share, for its lock."""
+    """`fd`: the open end of the socket; `lock_fd`: a file for the lock that all processes of a pool share."""
 
     fd: int
     lock_fd: int
 
 
 class ImageJob(msgspec.Struct, frozen=True):
-    """An image, as a file, and how it is made."""
+    """An image file, and the settings for its preprocessing."""
 
     data: bytes
     processor: ProcessorSettings
@@ -74,7 +74,7 @@ Answer = ImageTiles | ImagePatches | ImageGrid | ImageSquares | ImageRefused
 
 
 def main(settings: ImageSettings, stop: Wakeup) -> int:
-    """Cut images until the other end of the socket is closed."""
+    """Preprocess images until the other end of the socket is closed."""
     del stop  # a signal ends it at once
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -13,7 +13,7 @@ from vllm_lite.client.media.sources import MAX_PIXELS
 from vllm_lite.errors import RequestError
 
 MAX_RATIO = 200
-"""The longer edge of an image has at most so many times the pixels of the shorter."""
+"""Maximum ratio of an image's longer edge to its shorter."""
 
 
 class PatchSettings(msgspec.Struct, frozen=True, tag=True):
@@ -39,7 +39,7 @@ class ImagePatches(msgspec.Struct, frozen=True, tag=True):
 
 
 def patches_of(data: bytes, settings: PatchSettings) -> ImagePatches:
-    """Raises RequestError for what is no image, or too large or too narrow a one."""
+    """Preprocess an image. Raises RequestError if it is not an image, or too large or too narrow."""
     image = opened(data, settings.max_pixels)
     height, width = fitting(image.height, image.width, settings)
     resized = image.resize((width, height), Image.Resampling(settings.resample))
@@ -47,7 +47,7 @@ def patches_of(data: bytes, settings: PatchSettings) -> ImagePatches:
 
 
 def fitting(height: int, width: int, settings: PatchSettings) -> tuple[int, int]:
-    """The size nearest to this one that the settings allow, of nearly the same ratio."""
+    """Nearest size that the settings allow, with nearly the same ratio."""
     if max(height, width) / min(height, width) > MAX_RATIO:
         raise RequestError(f"the image has {width} x {height} pixels; one edge may be {MAX_RATIO} times the other")
     unit = settings.unit

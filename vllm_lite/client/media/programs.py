@@ -1,4 +1,4 @@
-"""Images in the prompts of programs in Python. PromptImages, and Pillow with it, is loaded for the first image."""
+"""Images in prompts of the Python API. PromptImages, and with it Pillow, is imported for the first image."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from vllm_lite.client.media.prompt_images import Pictured, PromptImages
 
 Part = tuple[Mapping[str, Any], str]
-"""A part of a content with an image, and the name of the content."""
+"""A content part with an image, and the name of the content."""
 _FORM = "{'prompt': text, 'multi_modal_data': {'image': [image, ...]}}"
 
 
 class ProgramImages:
-    """Puts images of a program into prompts for one model. Safe in any thread."""
+    """Puts images of a Python program into prompts for one model. Thread-safe."""
 
     def __init__(
         self,
@@ -26,8 +26,8 @@ class ProgramImages:
         domains: Sequence[str] = (),
         changes: Mapping[str, Any] | None = None,
     ) -> None:
-        """`limits` are by the kind of media, for a prompt; `domains` those from which images may be fetched; `changes`
-        of the processor's settings are for all prompts, those of one are in it."""
+        """`limits`: media per prompt, by kind; `domains`: those from which images may be fetched; `changes` of the
+        processor's settings: for all prompts, besides those in a prompt itself."""
         self._changes = changes
         self._limits = ImageLimits((limits or {}).get("image", MAX_IMAGES))
         self._domains = tuple(domains)
@@ -42,13 +42,13 @@ class ProgramImages:
         encode: Callable[..., Any],
         changes: Mapping[str, Any] | None = None,
     ) -> SpansPrompt:
-        """The prompt of a chat with the text that its template has made. Raises RequestError or ModelError."""
+        """Make the prompt of a chat from its rendered text. Raises RequestError or ModelError."""
         fetch = self._fetch()
         images = [image_of_any(*part, fetch) for part in parts]
         return self._shown(self._load(folder).pictured(text, images, encode, changes), text)
 
     def of_data(self, given: Mapping[str, Any], folder: str | Path, encode: Callable[..., Any]) -> SpansPrompt:
-        """The prompt of an ImagesPrompt. Raises RequestError or ModelError."""
+        """Make the prompt of an ImagesPrompt. Raises RequestError or ModelError."""
         text, data = given.get("prompt"), given.get("multi_modal_data")
         known = given.keys() <= {"prompt", "multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"}
         if not known or not isinstance(text, str) or not isinstance(data, Mapping):
@@ -67,7 +67,7 @@ class ProgramImages:
         return self._shown(self._load(folder).pictured(text, images, encode, changes), text)
 
     def close(self) -> None:
-        """End the processes that cut images."""
+        """End the processes that preprocess images."""
         if self._loaded is not None:
             self._loaded.pool.close()
 

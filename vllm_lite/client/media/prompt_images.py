@@ -1,4 +1,4 @@
-"""Images in the text of a prompt: each placeholder becomes what the family writes for it, with the media in that."""
+"""Images in the text of a prompt: each placeholder is replaced by the family's text for it, with its media."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ WRITERS: dict[type[VisionSpec], type[ImageWriter[Any, Any]]] = {
     UnifiedVisionSpec: FittedWriter,
 }
 Encode = Callable[[str], list[int]]
-"""The token ids of a prompt's text."""
+"""Tokenizes a prompt's text."""
 
 
 class Pictured(NamedTuple):
@@ -50,9 +50,9 @@ class PromptImages:
     def load(
         cls, folder: str | Path, limits: ImageLimits | None = None, changes: Mapping[str, Any] | None = None
     ) -> "PromptImages | None":
-        """For the model in `folder`; None if it sees no images here. `changes` of the processor's settings are as in
-        `mm_processor_kwargs`. Raises ModelError for a processor that does what is not done here, and ConfigError for
-        changes that it does not take."""
+        """Load it for the model in `folder`; None if the model takes no images here. `changes` of the processor's
+        settings: see `mm_processor_kwargs`. Raises ModelError for an unsupported processor, and ConfigError for
+        unsupported changes."""
         path = Path(folder)
         if not (path / "config.json").is_file():
             return None
@@ -96,7 +96,7 @@ class PromptImages:
         return Pictured(token_ids, self._placed(token_ids, [each for image in made for each in writer.media(image)]))
 
     def _placed(self, token_ids: list[int], media: Sequence[ShownMedia]) -> list[Span]:
-        """Each medium takes its tokens from the next placeholder on."""
+        """Assign placeholders to media in order."""
         spans, placeholder, start = list[Span](), self._writer.vision.token_id, 0
         for shown in media:
             num_tokens = shown.media.num_tokens

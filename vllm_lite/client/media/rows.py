@@ -24,7 +24,7 @@ class RowSettings(msgspec.Struct, frozen=True, tag=True):
 
 
 def rows_of(data: bytes, settings: RowSettings) -> ImagePatches:
-    """Raises RequestError for what is no image, or too large or too narrow a one."""
+    """Preprocess an image. Raises RequestError if it is not an image, or too large or too narrow."""
     image = opened(data, settings.max_pixels)
     height, width = shrunk(image.height, image.width, settings)
     resized = image.resize((width, height), Image.Resampling(settings.resample))
@@ -32,7 +32,7 @@ def rows_of(data: bytes, settings: RowSettings) -> ImagePatches:
 
 
 def shrunk(height: int, width: int, settings: RowSettings) -> tuple[int, int]:
-    """The size in whole units. Raises RequestError where no pixel would be left of an edge."""
+    """Size in whole units. Raises RequestError if no pixel would be left of an edge."""
     ratio = max(height / settings.height, width / settings.width)
     if ratio > 1:
         inner = math.floor(height / ratio), math.floor(width / ratio)

@@ -1,4 +1,4 @@
-"""Sources of images: a data: URL, one of the web where allowed, or in Python a file, bytes or a Pillow image."""
+"""Sources of images: a data: URL, a web URL if allowed, or in Python also a file, bytes or a Pillow image."""
 
 import base64
 import binascii
@@ -11,10 +11,10 @@ from vllm_lite.errors import RequestError
 
 MAX_FILE_BYTES = 32 * 1024 * 1024
 MAX_IMAGES = 64
-"""Images of one prompt."""
+"""Maximum images of one prompt."""
 MAX_PIXELS = 25_000_000
-"""Pixels of an image that is decoded at all, by its header: photos of 24 million, and of 12 that lie on their side, for
-which memory is needed twice. All decoders of a server together take less than 200 MB then."""
+"""Maximum weighted pixels of an image by its header: enough for photos of 24 million pixels, or of 12 million to be
+rotated, which takes twice the memory. All decoders of a server together then take less than 200 MB."""
 
 
 class ImageLimits(NamedTuple):
@@ -28,8 +28,8 @@ MAX_UUID_CHARS = 256
 
 
 class GivenImage(NamedTuple):
-    """An image of a prompt: its file, and the `uuid` that the user calls it by, which only one `owner` knows. Without a
-    file it is the image that was called so before."""
+    """An image of a prompt: its file, and the user's name `uuid` for it, valid for one `owner`. Without a file it is an
+    image sent before under this name."""
 
     data: bytes | None
     uuid: str = ""
@@ -37,11 +37,11 @@ class GivenImage(NamedTuple):
 
 
 Fetch = Callable[[str, str], bytes]
-"""Fetches the file at a URL of the web; the second text names the content in errors."""
+"""Fetches the file at a web URL; the second argument names the content in errors."""
 
 
 def file_of_url(url: Any, where: str, fetch: Fetch | None = None) -> bytes:
-    """The file in a data: URL, or at one of the web if there is what fetches. Raises RequestError."""
+    """Read the file in a data: URL, or at a web URL if fetching is allowed. Raises RequestError."""
     if not isinstance(url, str):
         raise RequestError(f"{where} has an image without a URL; it must be a data: URL")
     if fetch is not None and is_of_web(url):
@@ -59,7 +59,7 @@ def is_of_web(url: Any) -> bool:
 
 
 def url_of_part(part: Mapping[str, Any]) -> Any:
-    """The URL that a part over the wire has for its image; None if the image itself is in the part, or nothing is."""
+    """URL of the image of a content part; None if the part contains the image itself, or none."""
     source, given = part.get("source"), part.get("image_url")
     if isinstance(source, Mapping):
         return None if source.get("type") == "base64" else source.get("url")
@@ -76,7 +76,7 @@ def _decoded(text: str, where: str) -> bytes:
 
 
 def uuid_of(given: Any, where: str) -> str:
-    """The name that a user gives an image; "" for none. Raises RequestError."""
+    """A user's name for an image; "" for none. Raises RequestError."""
     if given is None or given == "":
         return ""
     if not isinstance(given, str) or len(given) > MAX_UUID_CHARS:
@@ -85,7 +85,7 @@ def uuid_of(given: Any, where: str) -> str:
 
 
 def image_of_part(part: Mapping[str, Any], where: str, fetch: Fetch | None = None, owner: str = "") -> GivenImage:
-    """The image of a part that came over the wire, or by its uuid alone one that came before. Raises RequestError."""
+    """Read the image of a content part over HTTP, or an earlier one by its uuid alone. Raises RequestError."""
     uuid = uuid_of(part.get("uuid"), where)
     if uuid and part.get("source") is None and url_of_part(part) in (None, ""):
         return GivenImage(None, uuid, owner)
@@ -93,8 +93,8 @@ def image_of_part(part: Mapping[str, Any], where: str, fetch: Fetch | None = Non
 
 
 def file_of_part(part: Mapping[str, Any], where: str, fetch: Fetch | None = None) -> bytes:
-    """The file of a part that came over the wire: `image_url`, also as an object with a `url`, or a `source` with
-    base64 `data`. Raises RequestError."""
+    """Read the file of a content part over HTTP: `image_url`, also as an object with a `url`, or a `source` with base64
+    `data`. Raises RequestError."""
     source = part.get("source")
     if isinstance(source, Mapping) and source.get("type") == "base64" and isinstance(source.get("data"), str):
         return _decoded(source["data"], where)
@@ -102,8 +102,8 @@ def file_of_part(part: Mapping[str, Any], where: str, fetch: Fetch | None = None
 
 
 def image_of_any(part: Mapping[str, Any], where: str, fetch: Fetch | None = None) -> GivenImage:
-    """The image of a part of a chat in Python: as it would come over the wire, or with the image itself in the field
-    `image` or `image_pil`. Raises RequestError."""
+    """Read the image of a content part in Python: the same as over HTTP, or with the image itself in the field `image`
+    or `image_pil`. Raises RequestError."""
     given = next((part[name] for name in ("image", "image_pil") if part.get(name) is not None), None)
     if given is None:
         return image_of_part(part, where, fetch)
@@ -111,8 +111,8 @@ def image_of_any(part: Mapping[str, Any], where: str, fetch: Fetch | None = None
 
 
 def file_of(image: Any, where: str) -> bytes:
-    """The file of an image that a program in Python gives: bytes, a path, a data: URL, or a Pillow image, which becomes
-    a PNG without loss. Raises RequestError."""
+    """Read an image given in Python: bytes, a path, a data: URL, or a Pillow image, which is converted to PNG without
+    loss. Raises RequestError."""
     if isinstance(image, (bytes, bytearray, memoryview)):
         return bytes(image)
     if isinstance(image, str) and image[:5].lower() == "data:":

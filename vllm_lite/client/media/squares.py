@@ -22,7 +22,7 @@ class PanAndScan(msgspec.Struct, frozen=True):
 
 
 class SquareSettings(msgspec.Struct, frozen=True, tag=True):
-    """Images become squares of `edge` x `edge` pixels, whatever their ratio."""
+    """Images are resized to squares of `edge` x `edge` pixels, whatever their ratio."""
 
     edge: int
     resample: int = 2
@@ -41,7 +41,7 @@ class ImageSquares(msgspec.Struct, frozen=True, tag=True):
 
 
 def squares_of(data: bytes, settings: SquareSettings) -> ImageSquares:
-    """Raises RequestError for what is no image, or too large a one."""
+    """Preprocess an image. Raises RequestError if it is not an image, or too large."""
     image = opened(data, settings.max_pixels)
     size, resample = (settings.edge, settings.edge), Image.Resampling(settings.resample)
     views = [image] if settings.pan is None else [image, *_crops(image, settings.pan)]

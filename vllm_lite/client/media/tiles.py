@@ -13,7 +13,7 @@ from vllm_lite.client.media.decoding import opened
 from vllm_lite.client.media.sources import MAX_PIXELS
 
 MAX_EDGE = 4096
-"""No edge of a resized image is longer."""
+"""Maximum edge of a resized image in pixels."""
 
 
 class TileSettings(msgspec.Struct, frozen=True, tag=True):
@@ -40,7 +40,7 @@ class ImageTiles(msgspec.Struct, frozen=True, tag=True):
 
 
 def tiles_of(data: bytes, settings: TileSettings) -> ImageTiles:
-    """Raises RequestError for what is no image, or too large a one."""
+    """Preprocess an image. Raises RequestError if it is not an image, or too large."""
     return cut(opened(data, settings.max_pixels), settings)
 
 
@@ -65,7 +65,7 @@ def _crops(image: Image.Image, rows: int, cols: int, tile: int) -> Iterator[byte
 
 
 def _within(width: int, height: int, longest: int) -> tuple[int, int]:
-    """The size whose longer edge is `longest`; the other is even. None is longer than MAX_EDGE."""
+    """Size with the longer edge `longest` and an even shorter edge, limited to MAX_EDGE."""
     ratio = width / height
     if width >= height:
         width, height = longest, int(longest / ratio)
@@ -83,7 +83,7 @@ def _within(width: int, height: int, longest: int) -> tuple[int, int]:
 
 
 def _in_tiles(width: int, height: int, tile: int) -> tuple[int, int]:
-    """The next larger size of whole tiles: along the longer edge first, then the other by the ratio of both."""
+    """Next larger size of whole tiles: along the longer edge first, then the other by the ratio of both."""
     ratio = width / height
     if width >= height:
         width = math.ceil(width / tile) * tile

@@ -1,5 +1,5 @@
-"""Families' ways to write an image into a prompt: the placeholder of their templates, the text that stands for it, and
-the media among its tokens."""
+"""Families' formats of an image in a prompt: the placeholder of their templates, the text that replaces it, and the
+media among its tokens."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -38,41 +38,41 @@ I = TypeVar("I")  # noqa: E741
 
 
 class ImageWriter(ABC, Generic[V, I]):
-    """For one model; `I` is what the child processes make of an image."""
+    """Writes images into prompts of one model; `I`: the type of a preprocessed image."""
 
     placeholder: str
-    """Stands for an image in what a chat template writes."""
+    """Text that a chat template writes for an image."""
     settings: ProcessorSettings
 
     def __init__(self, vision: V, folder: Path, max_pixels: int) -> None:
-        """Raises ModelError for a processor that does what is not done here."""
+        """Raises ModelError for an unsupported processor."""
         self.vision = vision
         self.settings = self.read_settings(folder, max_pixels)
 
     @property
     def vector(self) -> str:
-        """Text of the token that stands for each vector."""
+        """Text of the placeholder token of each vector."""
         return self.placeholder
 
     @abstractmethod
     def read_settings(self, folder: Path, max_pixels: int) -> ProcessorSettings:
-        """The settings of the model's processor."""
+        """Settings of the model's processor."""
 
     @abstractmethod
     def text(self, image: I) -> str:
-        """The text that stands for an image, with a placeholder for each of its vectors."""
+        """Text of an image, with a placeholder for each of its vectors."""
 
     @abstractmethod
     def media(self, image: I) -> Iterator[ShownMedia]:
         """The media of an image, in the order of their placeholders."""
 
     def pattern(self, medium: Media) -> list[bool]:
-        """Whether each token of a medium is the placeholder."""
+        """Whether all tokens of a medium are placeholders."""
         return [True] * medium.num_tokens
 
     def changed(self, given: Mapping[str, Any]) -> ProcessorSettings:
-        """The settings with the changes of `mm_processor_kwargs`. Raises RequestError for a name that this processor
-        does not know, or a value that it does not take."""
+        """Return the settings changed by `mm_processor_kwargs`. Raises RequestError for a name or value that this
+        processor does not support."""
         read_changes(given, NoChanges, self.settings.max_pixels)
         return self.settings
 
@@ -251,7 +251,7 @@ class _Sides(msgspec.Struct):
 
 
 def _edges(given: "_Sides | int | None", edge: int) -> tuple[int, int]:
-    """Height and width of a square, `edge` where nothing is said."""
+    """Height and width of a square; `edge` by default."""
     if isinstance(given, int):
         return given, given
     own = given or _Sides()

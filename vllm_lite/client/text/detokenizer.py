@@ -1,9 +1,9 @@
 """Token ids to text, one token at a time. The result is exactly the text that decoding them all at once gives.
 
-There are two kinds of tokenizer and one small machine for each. A byte-level token is a string of bytes, so a stream of
-them is a stream of UTF-8. Every other token is a piece of text that depends on its place in two ways only: the first
-one may lose its leading space, and a run of byte tokens (<0xE2> <0x82> <0xAC>) is text as a whole or, if it is not
-UTF-8, one U+FFFD for each byte. Decoders of other kinds are refused when the vocabulary is made.
+There are two kinds of tokenizer and one small automaton for each. A byte-level token is a string of bytes, so a stream
+of them is a stream of UTF-8. Every other token is a piece of text that depends on its position in two ways only: the
+first one may lose its leading space, and a run of byte tokens (<0xE2> <0x82> <0xAC>) is text as a whole or, if it is
+not UTF-8, one U+FFFD for each byte. Other decoders are rejected when the vocabulary is made.
 """
 
 import codecs
@@ -22,9 +22,9 @@ _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class Mark(NamedTuple):
-    """The place of an added token in a text: text may spell such a token, and only its mark says that it is one.
+    """The position of an added token in a text, which distinguishes it from text that spells such a token.
 
-    It is the token `num_before` of its output and stands at [start, end) of the text; one that is not shown is empty.
+    It is token `num_before` of its output, at [start, end) of the text; empty for a token that is not shown.
     """
 
     num_before: int
@@ -37,7 +37,7 @@ class TextStream(Protocol):
     """The text of one sequence of tokens."""
 
     def feed(self, token_id: int) -> str:
-        """Take a token. Returns the text that is certain now and was not before; "" while a character is incomplete."""
+        """Take a token. Returns the text that has become certain; "" while a character is incomplete."""
 
     def flush(self) -> str:
         """Return the rest at the end, with U+FFFD for an incomplete character."""
@@ -55,7 +55,7 @@ class TokenTexts(Protocol):
 
 
 def vocabulary(tokenizer: Tokenizer) -> TokenTexts:
-    """Make the vocabulary for the tokenizer's decoder. Raises ModelError if neither machine fits it."""
+    """Make the vocabulary for the tokenizer's decoder. Raises ModelError if neither automaton fits it."""
     steps = _decoder_steps(tokenizer.decoder)
     if [step["type"] for step in steps] == ["ByteLevel"]:
         return ByteVocabulary(tokenizer)
@@ -73,7 +73,7 @@ def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _is_local(step: dict[str, Any], fused: bool) -> bool:
-    """Whether this step treats every token by itself, apart from the first one and runs of bytes."""
+    """Whether this step of a decoder treats tokens independently, except the first one and runs of bytes."""
     match step["type"]:
         case "Fuse" | "Metaspace":
             return True
@@ -116,12 +116,12 @@ class ByteVocabulary:
 def _spelled_bytes(token: str) -> bytes:
     try:
         return bytes(BYTE_OF_LETTER[letter] for letter in token)
-    except KeyError:  # an added token that is not spelled in the alphabet stands for itself
+    except KeyError:  # an added token that is not spelled in the alphabet is plain text
         return token.encode()
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable Latin-1 stands for itself, the other 68 follow from U+0100 on."""
+    """GPT-2's characters for bytes: printable Latin-1 maps to itself, the other 68 bytes to U+0100 and following."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [value for value in range(256) if value not in printable]
     letters = {chr(value): value for value in printable}
@@ -148,9 +148,9 @@ class ByteStream:
 
 
 class PieceVocabulary:
-    """Token id -> text, for tokenizers whose decoder only looks at where the text begins and at runs of bytes.
+    """Token id -> text, for tokenizers whose decoder depends only on the text's beginning and on runs of bytes.
 
-    The text of a token inside a text is found by decoding it behind an anchor, an ordinary token.
+    The text of a token inside a text is found by decoding it after an anchor, an ordinary token.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -168,7 +168,7 @@ class PieceVocabulary:
         return PieceStream(self, frozenset(), frozenset() if spaces_between_special_tokens else self.special_ids)
 
     def spelling(self, token_id: int) -> str:
-        """The token as the vocabulary spells it."""
+        """The vocabulary's spelling of the token."""
         return self._tokenizer.token(token_id) or ""
 
     def knows(self, token_id: int) -> bool:
@@ -211,7 +211,7 @@ class PieceStream:
         self._first: list[int] | None = []  # tokens so far, until one of them has text; then None
         self._run: list[int] = []  # byte tokens that wait for the end of their run
         self._run_bytes = 0  # length of the run, waiting or not
-        self._complete = 0  # how many of those waiting are whole characters
+        self._complete = 0  # number of waiting tokens that are whole characters
         self._utf8 = codecs.getincrementaldecoder("utf-8")("strict")
         self._broken = False  # the run is not UTF-8, so each of its bytes is U+FFFD
 
@@ -220,7 +220,7 @@ class PieceStream:
         if value is not None:
             return self._feed_byte(token_id, value)
         if token_id in self._skipped or not self._vocabulary.knows(token_id):
-            return ""  # skipped, so a run of bytes goes on behind it
+            return ""  # skipped, so a run of bytes continues after it
         behind, self._last_joined = self._last_joined, token_id in self._joined
         if behind and self._last_joined:
             return self._vocabulary.spelling(token_id)
@@ -273,11 +273,11 @@ class PieceStream:
 
 
 class Detokenizer:
-    """The text of one stream, up to its stop string. `stopped` names the one that was found, `num_tokens` counts the
-    tokens up to it, `marks` are the places of added tokens, also behind text that is held back.
+    """The text of one stream, up to its stop string. `stopped`: the stop string that was found; `num_tokens`: tokens up
+    to it; `marks`: positions of added tokens, including those after text that is held back.
 
     A stop string counts once there are more than `min_tokens` tokens, that is, from the first token that may end the
-    text. It is searched in the text, so it may lie inside one token or across many.
+    text. It is searched in the text, so it may be within one token or span many.
     """
 
     def __init__(
@@ -300,7 +300,7 @@ class Detokenizer:
         self._min_tokens = min_tokens
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """Take tokens and return the new text. Tokens behind a stop string are not taken."""
+        """Take tokens and return the new text. Tokens after a stop string are ignored."""
         pieces = []
         for token_id in token_ids:
             if self.stopped is not None:
@@ -323,7 +323,7 @@ class Detokenizer:
         return text
 
     def _mark(self, token_id: int, text: str) -> None:
-        """Note where an added token stands that gave `text`: of bytes that waited, and its own if it is shown."""
+        """Record the position of an added token that produced `text`: that of waiting bytes, and its own if shown."""
         spelled, end = self._added[token_id], self._num_chars
         start = end - len(spelled) if text.endswith(spelled) else end
         self.marks.append(Mark(self.num_tokens, start, end, token_id))

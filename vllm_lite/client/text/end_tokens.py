@@ -1,8 +1,8 @@
-"""The tokens that end an answer: the union of what the files of a checkpoint, its vocabulary and its template say.
+"""The tokens that end an answer: the union of those named by a checkpoint's files, vocabulary and template.
 
-Each alone is often wrong: who trains a chat model on a base model leaves <|endoftext|> in config.json and says
-<|im_end|> in tokenizer_config.json, and most GGUF files name one id. A model whose end token nobody knows writes on
-until max_tokens, so each of these sources counts:
+Each source alone is often wrong: chat models trained from a base model often keep <|endoftext|> in config.json and have
+<|im_end|> in tokenizer_config.json, and most GGUF files name one id. A model with an unknown end token continues until
+max_tokens, so each of these sources counts:
 
 the files                config.json and generation_config.json, or the named ids of a GGUF file
 the tokenizer            its eos_token
@@ -25,7 +25,7 @@ from vllm_lite.errors import ModelError
 from vllm_lite.runtime.untrusted_files import MAX_TOKENIZER_BYTES, read_bounded
 
 TEXT_ENDS = ("<|endoftext|>", "<|end_of_text|>")
-"""Special tokens that end any text, also that of a model which knows no chats."""
+"""Special tokens that end any text, including that of models without chats."""
 SURE_ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>", "<|eot|>", "<|end_of_turn|>", "<|END_OF_TURN_TOKEN|>"),
     *("<|assistant_end|>", "<end_of_utterance>"),
@@ -49,7 +49,7 @@ class _Model(msgspec.Struct):
 
 
 class _File(msgspec.Struct):
-    """The parts of a tokenizer.json that spell tokens. Its vocabulary is decoded when it is needed, which is seldom."""
+    """The parts of a tokenizer.json that spell tokens. Its vocabulary is decoded only on demand, which is rare."""
 
     added_tokens: list[_Added] = []
     model: _Model = msgspec.field(default_factory=_Model)
@@ -64,13 +64,13 @@ class _File(msgspec.Struct):
 
 
 def writes_text(spec: ModelSpec) -> bool:
-    """Whether the model that says `spec` has answers that may end, or only makes vectors and scores."""
+    """Whether the model generates answers, not only embeddings and scores."""
     return spec.encoder is None and (spec.pooling is None or spec.pooling.generates)
 
 
 class EndTokens(NamedTuple):
-    """The tokens that end an answer. `named` has the ids that each source names, which are in the vocabulary of the
-    model; `texts` spells those that can be spelled."""
+    """The tokens that end an answer. `named`: the ids in the model's vocabulary that each source names; `texts`: their
+    spellings, if known."""
 
     named: Mapping[str, tuple[int, ...]]
     texts: Mapping[int, str]
@@ -80,18 +80,17 @@ class EndTokens(NamedTuple):
         return tuple(dict.fromkeys(token for ids in self.named.values() for token in ids))
 
     def described(self, ids: Iterable[int]) -> str:
-        """Each of `ids` with its spelling: 2 <|im_end|>, 7."""
+        """Format `ids` with their spellings: 2 <|im_end|>, 7."""
         return ", ".join(f"{token} {self.texts[token]}" if token in self.texts else str(token) for token in ids)
 
     def lines(self) -> list[str]:
-        """Each token, and which sources name it."""
+        """Format each token with the sources that name it."""
         by_token = {token: [name for name, ids in self.named.items() if token in ids] for token in self.ids}
         return [f"{self.described([token])} ({', '.join(names)})" for token, names in by_token.items()]
 
     @property
     def problem(self) -> str | None:
-        """The contradiction among the sources, in one sentence: they fall apart into such as name other tokens, or
-        there is no token at all."""
+        """Describe a contradiction in one sentence: sources name different tokens, or none names any."""
         if not self.ids:
             return "no file, no vocabulary and no template names a token that ends an answer: max_tokens alone does"
         (one, ids), *rest = [item for item in self.named.items() if item[0] != VOCABULARY] or [("", ())]
@@ -115,11 +114,11 @@ def find_end_tokens(
     *,
     renders: bool = False,
 ) -> EndTokens:
-    """Find the end tokens of the model at `path`, which says `spec`, with the tokenizer in the folder `tokenizer` and
-    the chat template `template`, or its own.
+    """Find the end tokens of the model at `path`, with the tokenizer in the folder `tokenizer` and the chat template
+    `template`, or its own.
 
-    With `renders` the template is rendered in any case, otherwise where it may close a message by a token that no other
-    source knows. Raises ModelError for a file that is damaged.
+    With `renders` the template is always rendered, otherwise only if it may close a message by a token that no other
+    source names. Raises ModelError for a damaged file.
     """
     named = end_ids_by_file(path, spec)
     file, tokens = _read(tokenizer), special_tokens(tokenizer)
@@ -152,9 +151,9 @@ def _closing(
     *,
     renders: bool,
 ) -> Closing:
-    """Find which of `tokens` closes messages in a template. The template is rendered if it `renders` in any case, and
-    unless it spells a token that surely does so, or of which files say that it ends answers. It is rendered as well
-    where other tokens that are known by how they are `spelled` may stand within messages."""
+    """Find the one of `tokens` that closes messages in a template. The template is rendered if `renders` is set; if it
+    spells no token that surely closes messages, or that files name as end of answers; and if other tokens that are
+    known by their spelling (`spelled`) may occur within messages."""
     sure_ends = [*SURE_ENDS, *in_files.intersection(UNSURE_ENDS)]
     sure = next((text for text in sure_ends if text in in_files | spelled and text in source.texts), None)
     is_open = (spelled - in_files).intersection(UNSURE_ENDS) or (sure is None and may_write(source, tokens - in_files))
@@ -165,8 +164,8 @@ def _closing(
 
 
 def _read(tokenizer: str | Path) -> _File:
-    """Read the tokenizer.json in `tokenizer`, or that which is made of another format; an empty one if it has none.
-    Raises ModelError."""
+    """Read the tokenizer.json in `tokenizer`, or one converted from another format; empty if there is none. Raises
+    ModelError."""
     if not conversion.has_tokenizer(tokenizer):
         return _File()
     file = conversion.folder_of(tokenizer) / conversion.TOKENIZER_FILE

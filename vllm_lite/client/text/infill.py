@@ -1,4 +1,4 @@
-"""Fill in the middle: the tokens that code models want around what stands before a gap and behind it.
+"""Fill in the middle: the tokens of code models around the text before a gap and after it.
 
 Source: Bavarian et al., "Efficient Training of Language Models to Fill in the Middle" (2022); names: the models' own.
 """
@@ -12,10 +12,10 @@ from vllm_lite.client.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """Tokens of a family: what stands `before` and `behind` a gap is headed by these, and `middle` asks for the gap.
+    """Tokens of a family: `before` and `behind` precede the text before and after a gap, `middle` requests the gap.
 
-    `ends`: what such a model writes where the gap ends, if the vocabulary has them. `behind_first`: what stands behind
-    comes first. `glued`: the tokenizer would put a space before what stands behind.
+    `ends`: tokens that such a model writes at the end of the gap, if the vocabulary has them. `behind_first`: the text
+    after the gap comes first. `glued`: the tokenizer would put a space before that text.
     """
 
     before: str
@@ -39,7 +39,7 @@ _FAMILIES = (
     _Names("[PREFIX]", "[SUFFIX]", None, behind_first=True),  # Codestral
 )
 _MARK = "\n"
-"""Stands before a text whose own beginning must not get a space."""
+"""Prefix for a text whose beginning must not get a space."""
 
 
 class Infill:
@@ -51,11 +51,11 @@ class Infill:
         tokens = (names.before, names.behind, names.middle)
         self._before, self._behind, self._middle = (self._ids(() if name is None else (name,)) for name in tokens)
         self.ends = self._ids(names.ends)
-        """Token ids that end what is generated."""
+        """Token ids that end the generated text."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Self | None:
-        """Return how the model of this tokenizer fills in; None where its vocabulary has no tokens for that."""
+        """Make the infill prompts of this tokenizer's model; None if its vocabulary has no tokens for them."""
         for names in _FAMILIES:
             needed = (names.before, names.behind, names.middle)
             if all(name is None or tokenizer.token_id(name) is not None for name in needed):
@@ -66,7 +66,7 @@ class Infill:
         return [found for name in names if (found := self._tokenizer.token_id(name)) is not None]
 
     def prompt(self, before: Sequence[int], behind: str) -> list[int]:
-        """Return the token ids that ask for what stands between `before`, without special tokens, and `behind`."""
+        """Return the token ids that request the text between `before`, without special tokens, and `behind`."""
         head, tail = [*self._before, *before], [*self._behind, *self._encoded(behind)]
         return [*self._special(), *(tail + head if self._names.behind_first else head + tail), *self._middle]
 

@@ -10,12 +10,12 @@ _BEFORE = (
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 _BEHIND = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-"""The words that Qwen3-Reranker was trained with stand before and behind every pair."""
+"""Text after every pair, with which Qwen3-Reranker was trained."""
 
 
 def encode_pair(tokenizer: Tokenizer, pair: Pair, num_kept: int | None) -> tuple[list[int], int]:
-    """The token ids of a pair, by the tokenizer's own rule for two texts; and where the second begins, if the model
-    has a type of tokens for it, else 0."""
+    """Token ids of a pair, by the tokenizer's own rule for two texts; and the index at which the second begins, if the
+    model has token types, else 0."""
     ids, types = tokenizer.encode_pair(*pair, num_kept=num_kept)
     return ids, types.index(1) if 1 in types else 0
 
@@ -23,8 +23,8 @@ def encode_pair(tokenizer: Tokenizer, pair: Pair, num_kept: int | None) -> tuple
 def reranker_prompt(
     tokenizer: Tokenizer, pair: Pair, num_kept: int | None, instruction: str | None = None
 ) -> list[int]:
-    """The token ids of a pair for Qwen3-Reranker, whose answer is yes or no. The end of the pair is cut off if that is
-    necessary, never the words around it."""
+    """Token ids of a pair for Qwen3-Reranker, whose answer is yes or no. If necessary the end of the pair is truncated,
+    never the text around it."""
     query, document = pair
     middle = f"<Instruct>: {instruction or DEFAULT_INSTRUCTION}\n<Query>: {query}\n<Document>: {document}"
     before, inner, behind = (tokenizer.encode(text, add_special_tokens=False) for text in (_BEFORE, middle, _BEHIND))

@@ -1,7 +1,7 @@
-"""Text to token ids and back with the `tokenizers` library: the ids that tokenizer.json says.
+"""Text to token ids and back with the `tokenizers` library, by tokenizer.json.
 
-They are those of transformers' plain class of tokenizers. Its classes of Llama and GPT-2 build the steps anew since
-version 5, whatever the file says of them: where the two differ, the file is followed.
+Ids are those of transformers' generic tokenizer class. Since version 5 its classes for Llama and GPT-2 ignore the
+file's own steps; where the two differ, this module follows the file.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,15 +19,16 @@ from vllm_lite.errors import ModelError, RequestError, VllmLiteError
 from vllm_lite.runtime.untrusted_files import MAX_TOKENIZER_BYTES, read_bounded
 
 LONG_TEXT_CHARS = 16_384
-"""Longer texts are tokenized in a thread, so that others go on."""
+"""Longer texts are tokenized in a thread, so that other work continues."""
 SHORT_TEXT_CHARS = 256
-"""The library's encode() keeps the interpreter's lock: a thread that calls it a thousand times with longer texts held
-up the loop of a server for 0.8 s."""
+"""Longer texts are not passed to the library's encode(), which keeps the interpreter's lock: a thread that called it a
+thousand times with longer texts blocked the loop of a server for 0.8 s."""
 SLICE_CHARS = 65_536
 CHARS_PER_TOKEN = 8
 MAX_ERROR_CHARS = 500
 CUT_TOKENS = 256
-"""A cut through a text changes tokens only near it: a slice has at most so many more than it adds to the whole."""
+"""A cut through a text changes tokens only near it: a slice has at most so many tokens more than its part of the
+whole."""
 _BYTE_NAMES = {f"<0x{value:{case}}>": value for value in range(256) for case in ("02X", "02x")}
 _MAX_U32 = 2**32 - 1
 
@@ -36,7 +37,7 @@ R = TypeVar("R")
 
 
 def longest_first(lengths: Sequence[int], room: int) -> tuple[int, int]:
-    """Numbers of tokens that two texts keep within `room`: the longer one is cut, until both are alike."""
+    """Numbers of tokens that two texts keep within `room`: the longer one is truncated until both are equal."""
     short, long = sorted(lengths)
     if short + long > room:
         long = max(short, room - short)
@@ -47,8 +48,8 @@ def longest_first(lengths: Sequence[int], room: int) -> tuple[int, int]:
 
 
 def _failures_as(kind: type[VllmLiteError], what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Raise `kind`, which says `what` happened, where the library gives up (a bare Exception) or panics (a
-    BaseException of a type that cannot be imported): with a file damaged on purpose it does so at any text."""
+    """Raise `kind` with `what` if the library fails (a bare Exception) or panics (a BaseException of a type that cannot
+    be imported), as it does at any text with a maliciously damaged file."""
 
     def wrap(call: Callable[P, R]) -> Callable[P, R]:
         @wraps(call)
@@ -81,7 +82,7 @@ class _Content(msgspec.Struct):
 
 
 class _Inputs(msgspec.Struct):
-    """The part of tokenizer_config.json that says what a tokenizer gives a model."""
+    """The part of tokenizer_config.json about a tokenizer's outputs."""
 
     model_input_names: list[str] | None = None
     tokenizer_class: str | None = None
@@ -89,8 +90,8 @@ class _Inputs(msgspec.Struct):
 
     @property
     def have_types(self) -> bool:
-        """Whether a model gets the types of tokens, 1 in a pair's second text. A class without a model of its own, as
-        transformers has written it since version 5, says so by name; others go by the file's post-processor."""
+        """Whether the model gets token types, 1 in a pair's second text. Generic classes, as transformers has written
+        them since version 5, list it by name; for others the file's post-processor decides."""
         if self.model_input_names is not None:
             return "token_type_ids" in self.model_input_names
         return self.tokenizer_class != "TokenizersBackend"
@@ -104,7 +105,7 @@ class _Inputs(msgspec.Struct):
 
 
 class Placed(NamedTuple):
-    """A text's tokens, with the special ones that the file's post-processor adds, and their places."""
+    """A text's tokens, including special ones added by the file's post-processor, with their offsets."""
 
     token_ids: list[int]
     offsets: list[tuple[int, int]]
@@ -113,7 +114,7 @@ class Placed(NamedTuple):
     """1 for a token that the post-processor adds."""
 
     def num_added(self) -> tuple[int, int]:
-        """Numbers of the tokens that are added at both ends."""
+        """Numbers of added tokens at both ends."""
         first = next((place for place, added in enumerate(self.is_added) if not added), len(self.is_added))
         last = next((place for place, added in enumerate(reversed(self.is_added)) if not added), 0)
         return first, last
@@ -125,9 +126,8 @@ class Tokenizer:
     def __init__(
         self, data: bytes, source: str = TOKENIZER_FILE, *, has_types: bool = True, unknown: str | None = None
     ) -> None:
-        """`data` is the content of a tokenizer.json, `source` its name in errors; without `has_types` all tokens of a
-        pair are of one type. `unknown` is the token that stands for what has none, unless the file says so itself.
-        Raises ModelError."""
+        """`data`: content of a tokenizer.json; `source`: its name in errors; without `has_types` all tokens of a pair
+        have one type. `unknown`: token for text without tokens, unless the file names one. Raises ModelError."""
         self.source = source
         self._has_types = has_types
         try:
@@ -142,18 +142,18 @@ class Tokenizer:
         added = self.library.get_added_tokens_decoder()
         self._spelled: dict[int, str] = {}
         self.added_tokens = {token.content: token_id for token_id, token in added.items()}
-        """The text and id of every token that stands beside the vocabulary proper, special or not."""
+        """Text -> id of every added token, special or not."""
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         model = self.library.model
         self.marks_subwords = bool(getattr(model, "continuing_subword_prefix", None))
-        """Whether a token that goes on with a word is spelled with a prefix."""
+        """Whether tokens that continue a word are spelled with a prefix."""
         unknown = unknown or getattr(model, "unk_token", None)
         self.unknown_id = None if unknown is None else self.token_id(unknown)
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
         """Load `path`, a checkpoint's folder, its GGUF file or a tokenizer.json. A tokenizer in another format is
-        converted, which takes seconds the first time. Raises ModelError that says what to do."""
+        converted, which takes seconds the first time. Raises ModelError with a remedy."""
         file = conversion.folder_of(path)
         if file.is_dir():
             file /= TOKENIZER_FILE
@@ -192,8 +192,8 @@ class Tokenizer:
     @_encoding
     def offsets(self, text: str, token_ids: Sequence[int]) -> list[tuple[int, int]] | None:
         """Offsets of `token_ids` in `text`, as (start, end) in characters; (0, 0) for a special token that the file's
-        post-processor adds. Some may have been cut off, behind these special ones or at the end. None if `text` is
-        tokenized otherwise."""
+        post-processor adds. `token_ids` may be truncated, after these special ones or at the end. None if they are not
+        the tokens of `text`."""
         for add_special_tokens in (False, True):
             encoding = self._placed(text, add_special_tokens=add_special_tokens)
             ids, places, num_cut = encoding.ids, encoding.offsets, len(encoding) - len(token_ids)
@@ -206,7 +206,7 @@ class Tokenizer:
     @_encoding
     def beginning(self, text: str, num_tokens: int) -> str:
         """Return the longest beginning of `text` with at most `num_tokens` tokens, not counting special ones."""
-        num_chars = num_tokens * CHARS_PER_TOKEN + SLICE_CHARS  # of a long text no more is looked at than has to be
+        num_chars = num_tokens * CHARS_PER_TOKEN + SLICE_CHARS  # tokenize no more of a long text than necessary
         while len(text) > num_chars and len(self._placed(text[:num_chars])) <= num_tokens:
             num_chars *= 2
         text = text[:num_chars]
@@ -214,12 +214,11 @@ class Tokenizer:
             encoding.truncate(num_tokens + 1)
             offsets = encoding.offsets
             end = min(offsets[num_tokens - 1][1], offsets[num_tokens][0])
-            text = text[: min(end, len(text) - 1)]  # a character of several tokens goes as a whole
+            text = text[: min(end, len(text) - 1)]  # a character of several tokens is dropped as a whole
         return text
 
     def _placed(self, text: str, *, add_special_tokens: bool = False) -> tokenizers.Encoding:
-        """Tokenize `text` with the places of its tokens. Other threads go on meanwhile, unlike in the library's
-        encode()."""
+        """Tokenize `text` with the offsets of its tokens. Other threads run meanwhile, unlike in library.encode()."""
         (encoding,) = self.library.encode_batch([text], add_special_tokens=add_special_tokens)
         return encoding
 
@@ -241,12 +240,12 @@ class Tokenizer:
 
     @_encoding
     def placed_batch(self, texts: Sequence[str]) -> list[Placed]:
-        """Tokenize several texts together, with the places of their tokens."""
+        """Tokenize several texts together, with the offsets of their tokens."""
         found = self.library.encode_batch(list(texts))
         return [Placed(encoding.ids, encoding.offsets, encoding.special_tokens_mask) for encoding in found]
 
     def _cut(self, text: str, num_kept: int, side: str) -> list[int]:
-        """The ids of a text that is too long; the special tokens stay if there is room for more than them."""
+        """Truncate the ids of a text; special tokens are kept if there is room for more than them."""
         num_special = self.library.num_special_tokens_to_add(False)
         encoding = self._encode(text, False)
         if num_special < num_kept:
@@ -257,8 +256,8 @@ class Tokenizer:
 
     @_encoding
     def encode_pair(self, first: str, second: str, *, num_kept: int | None = None) -> tuple[list[int], list[int]]:
-        """Tokenize two texts as one, and say of which type each token is. At most `num_kept` tokens are kept: the
-        longer text is cut first."""
+        """Tokenize two texts as one, with the type of each token. At most `num_kept` tokens are kept; the longer text
+        is truncated first."""
         texts = self._encode(first, False), self._encode(second, False)
         if num_kept is not None:
             room = max(0, num_kept - self.library.num_special_tokens_to_add(True))
@@ -309,7 +308,7 @@ class Tokenizer:
         return token
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary spells it."""
+        """The id of a token by the vocabulary's spelling."""
         token_id: int | None = self.library.token_to_id(token)
         return token_id
 
