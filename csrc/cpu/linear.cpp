@@ -221,10 +221,12 @@ VLLM_LITE_API void vllm_lite_linear(const PackedWeight* weight, const void* x, i
   const auto linear = VLLM_LITE_DISPATCH_TILES(linear);
   const bool are_wide = num_rows > kTilesInPlace && fits_wide_tiles(*weight, x_type);
   const bool are_grouped = is_amx(isa()) && is_grouped(weight->type) && fits_tiles(*weight, x_type);
-  const int64_t most = are_wide ? most_tile_rows(call) : are_grouped ? kMaxGroupedRows : kMaxRows;
+  const bool are_bytes = quantizes_rows(*weight);
+  const int64_t by_vectors = are_bytes ? kMaxByteRows : kMaxRows;
+  const int64_t most = are_wide ? most_tile_rows(call) : are_grouped ? kMaxGroupedRows : by_vectors;
   const RowParts parts = {num_rows, most, are_wide || are_grouped ? kTileGroup : 1};
   QuantizedRows quantized;
-  if (quantizes_rows(*weight)) {
+  if (are_bytes) {
     quantized = quantized_rows(call);
     call.quantized = &quantized;
     fill_quantized(call, parts);

@@ -20,9 +20,10 @@
 // offset adds up to is known from the row alone. Integers have 15 bits in two planes of signed bytes, 128 * upper +
 // lower, so that rows with channels far larger than others lose no more than 2^-15 of the largest. For codes of 4 bits,
 // which are coarser themselves, they have one plane, with a scale for kOnePlane inputs or fewer; but for tiles of
-// larger groups, two. With codes of 8 bits a group of kOnePlane inputs or fewer has two planes where its largest
-// is kUneven times the mean; else 8 bits are enough for it, and its lower plane is 0. Where values are no whole
-// numbers, and elsewhere, rows stay as they are, and weights become floats, a tile at a time.
+// larger groups, two. With codes of 5 or 8 bits a group of kOnePlane inputs or fewer has 8 bits, unless its largest
+// is kUneven times the mean: then two of its fours, those with the largest numbers, have 15, and the scale is one for
+// the others. Where values are no whole numbers, and elsewhere, rows stay as they are, and weights become floats, a
+// tile at a time.
 //
 // Every output is one chain of additions over its inputs in their order, however many rows there are: a row's results
 // do not depend on the rows beside it nor on the number of threads, bit for bit. They do depend on the instruction set.
@@ -35,6 +36,7 @@
 
 constexpr int64_t kBlock = 32;            // outputs
 constexpr int64_t kMaxRows = 96;          // of one task
+constexpr int64_t kMaxByteRows = 192;     // the same where rows are quantized
 constexpr int64_t kMaxTileRows = 512;     // the same where tiles multiply, of no more than
 constexpr int64_t kSpanInputs = 2048;     // inputs at a time, and of half as many rows where there are more than half
 constexpr int64_t kTilesInPlace = 64;     // rows, which tiles read where they lie
@@ -45,7 +47,8 @@ constexpr int64_t kLongRows = 16;         // and of integers in groups of kQuant
 constexpr int64_t kManyRows = 13;         // which meet two blocks at a time
 constexpr int64_t kQuantGroup = 128;      // the most inputs that share a scale
 constexpr int64_t kOnePlane = 32;         // the most that share one where rows have 8 bits
-constexpr float kUneven = 5;              // of a group's sizes, the largest by the mean: too much for 8 bits
+constexpr float kUneven = 4;              // of a group's sizes, the largest by the mean: too much for 8 bits
+constexpr int kNumLarge = 2;              // fours of inputs of a group that may have 15 bits where it has not one plane
 constexpr int32_t kGrouped4 = 101;        // beside the DTypes: codes of 4 bits, and
 constexpr int32_t kGrouped8 = 102;        // of 8 bits, with scales for groups of inputs
 constexpr int32_t kGrouped5 = 106;        // and of 5 bits
@@ -123,6 +126,12 @@ inline bool has_short_groups(const PackedWeight& weight) {
   return are_bytes && weight.group_size <= kOnePlane && weight.offset >= -256 && weight.offset <= 1;
 }
 
+// The fours of a row's group whose numbers may be more than a byte holds: the upper bytes of those, or 0.
+struct LargeFours {
+  uint8_t places[4];  // how many fours are before it
+  int8_t upper[kNumLarge][4];
+};
+
 // How the rows of a product with a grouped weight are quantized: each group of inputs has a scale, and is known by the
 // sum of its integers. Groups are those of the weight or parts of them, filled up with zeros.
 struct RowLayout {
@@ -141,23 +150,28 @@ struct RowLayout {
   }
   int64_t width() const { return num_groups * group_size; }                  // integers of a plane
   int64_t value_bytes() const { return item_bytes * num_planes * width(); }  // of a row
+  // Where in the values of `count` rows their LargeFours begin, from one of their groups of inputs on.
+  int64_t fours(int64_t group, int64_t count) const {
+    return width() * count + group * count * static_cast<int64_t>(sizeof(LargeFours));
+  }
   // Of all that belongs to one row.
   int64_t row_bytes() const { return value_bytes() + 13 * num_groups; }
 };
 
 // Rows as integers, one panel for the rows of each task, which begins at values + its first row * value_bytes(). A
 // panel is groups of rows (isa/byte_products.h), each [groups of inputs][planes][inputs / 4][rows][4], so that a
-// product reads its rows from the first byte to the last; the upper plane comes first. With AVX2, and AVX-512 without
-// VNNI, two planes are words of 16 bits, [4] of them. For products by AMX the panel is, by kLongRows rows, [groups of
-// inputs][planes] [inputs / 64][rows][64], or in short groups, by kTileGroup rows, [groups of
-// inputs][planes][rows][inputs] of bfloat16: whole numbers, those of the upper plane times 128, and of four inputs the
-// second and the third in each other's place.
+// product reads its rows from the first byte to the last; the upper plane comes first. With VNNI groups of kOnePlane
+// inputs or fewer have one plane for all inputs, and behind the last of them LargeFours, [groups of inputs][rows]:
+// integers are numbers of the plane plus 128 times theirs. With AVX2, and AVX-512 without VNNI, two planes are words of
+// 16 bits, [4] of them. For products by AMX the panel is, by kLongRows rows, [groups of inputs][planes] [inputs /
+// 64][rows][64], or in short groups, by kTileGroup rows, [groups of inputs][planes][rows][inputs] of bfloat16: whole
+// numbers, those of the upper plane times 128, and of four inputs the second and the third in each other's place.
 struct QuantizedRows {
   int8_t* values;
   float* scales;    // of a panel's group of rows [num_groups][rows], as those below
   int32_t* biases;  // what bytes of weights lack, their offset, times the sum
   float* sums;      // of a group's integers
-  uint8_t* lower;   // [num_groups] at the first row of a group of rows: whether any has a lower plane there
+  uint8_t* lower;   // [num_groups] at the first row of a group of rows: whether any has more than 8 bits there
   RowLayout layout;
 
   // In `memory` of num_rows * layout.row_bytes(), which is aligned as floats are.

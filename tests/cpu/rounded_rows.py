@@ -8,8 +8,8 @@ from vllm_lite.kernels.cpu.weights.linear import ONE_PLANE, QUANT_GROUP
 LARGEST = 127
 LARGEST_OF_TWO = 127 * 128
 """Integers of one plane of bytes, and of two."""
-UNEVEN = 5
-"""How many times the mean size in a group of at most ONE_PLANE inputs makes its largest need the second plane."""
+UNEVEN = 4
+"""How many times the mean size in a group of at most ONE_PLANE inputs makes its largest need more than 8 bits."""
 
 
 def rounded_rows(x: torch.Tensor, group_size: int = QUANT_GROUP, *, bits: int = 8) -> torch.Tensor:
@@ -18,9 +18,14 @@ def rounded_rows(x: torch.Tensor, group_size: int = QUANT_GROUP, *, bits: int = 
     one_plane = bits == 4 and (group_size <= ONE_PLANE or not cpu.isa().startswith("amx"))
     group_size = min(group_size, ONE_PLANE) if one_plane else group_size
     groups = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % group_size)).reshape(-1, group_size)
-    largest = groups.abs().amax(dim=1, keepdim=True)
-    two = (largest > UNEVEN * groups.abs().mean(dim=1, keepdim=True)) | (group_size > ONE_PLANE)
-    most = torch.where(two & (not one_plane), float(LARGEST_OF_TWO), float(LARGEST))
-    inverse = torch.where(largest > 0, most / largest, 0)
-    integers = (groups * inverse).round()
-    return (integers * (largest / most)).reshape(len(x), -1)[:, : x.shape[1]]
+    sizes = groups.abs()
+    largest = sizes.amax(dim=1, keepdim=True)
+    size = largest
+    if group_size <= ONE_PLANE and not one_plane:  # two fours of inputs, with the largest, have more bits
+        third = sizes.reshape(len(groups), -1, 4).amax(dim=2).topk(3, dim=1).values[:, 2:]
+        uneven = largest > UNEVEN * sizes.mean(dim=1, keepdim=True)
+        size = torch.where(uneven, torch.maximum(third, largest / 128), largest)
+    # A tensor, as torch would multiply by the inverse of a number.
+    most = torch.full_like(size, LARGEST if group_size <= ONE_PLANE else LARGEST_OF_TWO)
+    integers = (groups * torch.where(size > 0, most / size, 0)).round()
+    return (integers * (size / most)).reshape(len(x), -1)[:, : x.shape[1]]

@@ -106,8 +106,8 @@ def test_equals_float64(each_isa: str, values: torch.Tensor, minima: bool) -> No
 @pytest.mark.parametrize("group_size", [16, 32])
 @pytest.mark.parametrize("num_rows", [1, 4, 6, 11, 40])
 def test_groups_of_8_and_of_15_bits_lie_side_by_side(each_isa: str, num_rows: int, group_size: int) -> None:
-    """A group whose largest is far larger than others has a second plane of bytes, and leaves the rows beside it as
-    they are: each has the bits that it has alone."""
+    """A group whose largest is far larger than others has some of its numbers in 15 bits, and leaves the rows beside it
+    as they are: each has the bits that it has alone."""
     x = random(num_rows, 200)
     x[::3, 40] *= 1000
     x[1::4, 90:] *= 1e-20

@@ -28,6 +28,14 @@ constexpr bool kPlanesApart = true;
 constexpr bool kPlanesApart = false;
 #endif
 
+// Whether LargeFours take the place of a second plane in groups of kOnePlane inputs or fewer.
+#if defined(__AVX512VNNI__)
+#define VLLM_LITE_LARGE_FOURS
+constexpr bool kLargeFours = true;
+#else
+constexpr bool kLargeFours = false;
+#endif
+
 // Rows of a panel that products take at a time: with two vectors of sums for each of them they fill the registers. A
 // few more of one plane are still faster in one group, whose floats are in memory then, than in two.
 template <int kPlanes>
@@ -35,7 +43,7 @@ constexpr int kGroupRows = kWidth == 16   ? 6
                            : kPlanes == 1 ? 4
                                           : 2;
 template <int kPlanes>
-constexpr int kAloneRows = kWidth == 16 ? 12 / kPlanes : kGroupRows<kPlanes>;
+constexpr int kAloneRows = kWidth == 16 ? (kLargeFours && kPlanes == 2 ? 8 : 12 / kPlanes) : kGroupRows<kPlanes>;
 
 // How the rows of a panel are dealt to groups, which differ by one row at most.
 struct RowGroups {
@@ -72,16 +80,26 @@ VLLM_LITE_INLINE Ints both_planes(Ints upper, Ints lower) {
 }
 #endif
 
+// x, which what follows is computed of as a vector. GCC would compute it of the number that all elements are, and copy
+// that to a vector behind it, which takes the units that products need.
+VLLM_LITE_INLINE Ints in_vector(Ints x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#endif
+  return x;
+}
+
 // Sums of integers of R rows and V vectors of outputs, before a group's products with one plane, the upper one of two:
 // what its bytes lack.
 template <int kPlanes, int R, int V>
 VLLM_LITE_INLINE void begin_group(const int32_t* biases, Ints (&total)[R][V]) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
+    const Ints bias = kPlanes == 2 ? in_vector(all_ints(biases[r])) : all_ints(biases[r]);
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
-      total[r][v] = all_ints(biases[r]);
-      if constexpr (kPlanes == 2) total[r][v] = reinterpret_cast<Ints>(reinterpret_cast<VecI>(total[r][v]) >> 7);
+      total[r][v] = bias;
+      if constexpr (kPlanes == 2) total[r][v] = reinterpret_cast<Ints>(reinterpret_cast<VecI>(bias) >> 7);
     }
   }
 }
@@ -109,7 +127,8 @@ template <int R, int V>
 VLLM_LITE_INLINE void shift_planes(const int32_t* biases, Ints (&total)[R][V]) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    const Ints rest = all_ints(biases[r] & 127);  // what begin_group() could not begin with
+    // What begin_group() could not begin with.
+    const Ints rest = both_bits(in_vector(all_ints(biases[r])), all_ints(127));
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) total[r][v] = both_planes(total[r][v], rest);
   }

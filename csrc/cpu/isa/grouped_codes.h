@@ -113,6 +113,11 @@ struct Bytes {
 #endif
 };
 
+// Whether cells have minima that are numbers, not bytes which codes are shifted by.
+VLLM_LITE_INLINE bool has_floats(const CellLayout& layout) {
+  return layout.minima_type != kNoMinima && layout.minima_type != kShifts;
+}
+
 // What a cell has for kWidth outputs beside its codes.
 struct Scales {
   Vec scale, minima;
@@ -120,9 +125,7 @@ struct Scales {
 
   inline __attribute__((always_inline)) Scales(const char* cell, const CellLayout& layout, const float* supers,
                                                int64_t column)
-      : scale(load_scales(cell, layout.scale_type, column, supers)),
-        minima(splat(0)),
-        has_minima(layout.minima_type != kNoMinima && layout.minima_type != kShifts) {
+      : scale(load_scales(cell, layout.scale_type, column, supers)), minima(splat(0)), has_minima(has_floats(layout)) {
     if (has_minima) minima = load_scales(cell + layout.scale_bytes, layout.minima_type, column, of_minima(supers));
   }
   inline __attribute__((always_inline)) Vec less_minima(Vec value, float sum) const {

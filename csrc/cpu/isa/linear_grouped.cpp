@@ -3,9 +3,7 @@
 // Cells are used as they lie in memory, for any number of rows: codes of 4 bits become bytes in registers, again for
 // each group of rows. For each output what the integers of a group add up to, times the weights' scale, times the
 // row's, is added to the sum.
-#include "byte_products.h"
-#include "grouped_codes.h"
-#include "linear_task.h"
+#include "group_products.h"
 #include "row_sums.h"
 
 namespace VLLM_LITE_ISA {
@@ -16,204 +14,35 @@ namespace {
 template <int R>
 constexpr int kVectors = kWidth == 16 || (kWidth == 8 && R > 2) ? 2 : 4;
 constexpr int64_t kDepth = kWidth == 16 ? 1024 : 512;  // inputs: a block's weights stay in L1 for all groups of rows
-// How far before its use memory is asked for by rows that are alone. Codes of fewer bits than 8 are used up later than
-// they could be read, so that more has to be on its way (8192 bytes: 0.89 times the time with 5 bits, 0.97 with 4, but
-// 1.03 with 8).
-template <class Codes>
-constexpr int64_t kAheadBytes = Codes::kBytes == kOctetBytes ? 8192 : 4096;
-// Where there are tiles, that is on Intel's processors, into L2: what waits for memory on its way to L1 holds up what
-// L2 fetches by itself. Two threads then read 1.07 to 1.11 times as fast (of 3072 to 16384 bytes the best).
-constexpr int64_t kAheadBytesL2 = 4096, kAheadBytesL1 = 1024;
 // A weight of so many numbers is likely to be of a model that no cache holds. From a cache it takes 1.05 to 1.08 as
 // long.
 constexpr int64_t kWeightsOfMemory = 1 << 21;
 
-// Rows of one group, from one of their groups of inputs on.
-struct Rows {
-  const int8_t* values;
-  const float* scales;  // [groups][rows], as those below
-  const int32_t* biases;
-  const float* sums;
-  const uint8_t* lower;  // [groups]: whether any of these rows has a lower plane
-};
+// What outputs of a cell are multiplied by, from `column` on.
+template <int V>
+struct Factors {
+  Vec scale[V], minima[V];
+  bool has_minima;
 
-// Cells of one block that follow one another.
-struct Cells {
-  const char* first;
-  CellLayout layout;
-  int64_t count;
-  int64_t parts;         // groups of the rows' inputs that share a cell
-  const uint8_t* table;  // [16] or nullptr
-  bool is_wide;          // whether something is taken off its bytes
-  const float* supers;   // PackedWeight::supers_of the first
-  bool into_l2;          // where rows that are alone ask for it
-
-  const float* supers_of(int64_t number) const {
-    return supers == nullptr ? supers : supers + 2 * kBlock * (number * layout.group_size / kSuperInputs);
-  }
-};
-
-// total [R][V] += the products of eight inputs. kBoth: R are both planes of R / 2 rows; the lower one is `plane`
-// behind.
-template <bool kBoth, int R, int V, class Codes>
-VLLM_LITE_INLINE void multiply_octet(const Codes& codes, const int8_t* x, [[maybe_unused]] int64_t plane,
-                                     const char* from, Ints (&total)[R][V]) {
-#if defined(__AVX512VNNI__)
-  const Octet low = codes.load(from, 0), high = codes.load(from, 1);
-  const auto add = [&](const int8_t* four, Ints first, Ints second) __attribute__((always_inline)) {
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-      const Ints integers = four_of(!kBoth ? four + 4 * r : four + r % 2 * plane + 4 * (r / 2));
-      add_products(total[r][0], first, integers);
-      add_products(total[r][1], second, integers);
-    }
-  };
-  add(x, low.first, high.first);
-  add(x + (kBoth ? 2 * R : 4 * R), low.second, high.second);
-#elif defined(VLLM_LITE_PLANES_APART)
-  const auto four = [&](int r, int half) __attribute__((always_inline)) {
-    return x + (kBoth ? r % 2 * plane + 4 * (r / 2) + 2 * R * half : 4 * (r + R * half));
-  };
+  inline __attribute__((always_inline)) Factors(const char* cell, const CellLayout& layout, const float* supers,
+                                                int64_t column) {
 #pragma GCC unroll 4
-  for (int v = 0; v < V; ++v) {
-    Octet octet = codes.load(from, v);
-    if constexpr (kSignedBytes && !Codes::kNarrow) octet = {signed_bytes(octet.first), signed_bytes(octet.second)};
-    add_octet(octet.first, octet.second, four, v, total);
-  }
-#else
-#pragma GCC unroll 4
-  for (int v = 0; v < V; ++v) {
-    if constexpr (kBoth) {
-      multiply_words(x, codes.widened(from, v, false), v, total);
-      multiply_words(x + 4 * R, codes.widened(from, v, true), v, total);
-      continue;
-    }
-    const Octet weights = codes.load(from, v);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const Ints first = four_of(x + 4 * r), second = four_of(x + 4 * (R + r));
-      if constexpr (Codes::kNarrow) {
-        total[r][v] = add_narrow(total[r][v], weights.first, first, weights.second, second);
-      } else {
-        total[r][v] = add_signed(total[r][v], signed_bytes(weights.first), first);
-        total[r][v] = add_signed(total[r][v], signed_bytes(weights.second), second);
-      }
+    for (int v = 0; v < V; ++v) {
+      const Scales scales(cell, layout, supers, column + v * kWidth);
+      scale[v] = scales.scale;
+      minima[v] = scales.minima;
+      has_minima = scales.has_minima;
     }
   }
-#endif
-}
-
-// The codes that products with a group take, and what is asked for meanwhile.
-struct Stretch {
-  const char* from;
-  int64_t num_octets;
-  Ahead ahead;
-  bool into_l2 = false;
-};
-
-// total [R][V] += the products of one group; kBoth as above.
-template <bool kBoth, bool kAlone, int R, int V, class Codes>
-VLLM_LITE_INLINE void multiply_codes(const Codes& codes, const int8_t* x, const Stretch& stretch, Ints (&total)[R][V]) {
-  constexpr int64_t kStep = kBoth && kPlanesApart ? 4 * R : 8 * R;
-  const int64_t plane = stretch.num_octets * kStep;
-  const char* from = stretch.from;
-  pair_rows(total);
-  for (int64_t octet = 0; octet < stretch.num_octets; ++octet, from += Codes::kBytes, x += kStep) {
-    if constexpr (kAlone) {
-      constexpr int64_t kBytes = Codes::kBytes * V * kWidth / kBlock;
-      if (stretch.into_l2) {
-        prefetch_l2<kBytes>({from + kAheadBytesL2, 0}, 0);
-        prefetch<kBytes>({from + kAheadBytesL1, 0}, 0);
-      } else {
-        prefetch<kBytes>({from + kAheadBytes<Codes>, 0}, 0);
-      }
-    } else {
-      const char* line = stretch.ahead.from + octet * stretch.ahead.step;
-      __builtin_prefetch(line);
-      for (int64_t i = 64; i < stretch.ahead.step; i += 64) __builtin_prefetch(line + i);
-    }
-    multiply_octet<kBoth>(codes, x, plane, from, total);
-  }
-  part_rows(total);
-}
-
-template <int R, int V>
-VLLM_LITE_INLINE void all_to_floats(const Ints (&total)[R][V], Vec (&part)[R][V]) {
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
+  // From Cells::floats.
+  inline __attribute__((always_inline)) Factors(const float* floats, const CellLayout& layout, int64_t column)
+      : has_minima(has_floats(layout)) {
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) part[r][v] = to_floats(total[r][v]);
-  }
-}
-
-// part = what the upper plane of R rows makes of a group, or the only one.
-template <int kPlanes, bool kAlone, int R, int V, class Codes>
-VLLM_LITE_INLINE void multiply_plane(const Codes& codes, const int8_t* x, const int32_t* biases, const Stretch& stretch,
-                                     Vec (&part)[R][V]) {
-  Ints total[R][V];
-  begin_group<kPlanes>(biases, total);
-  multiply_codes<false, kAlone>(codes, x, stretch, total);
-  all_to_floats(total, part);
-}
-
-// The same of two planes. Few sums would wait for one another: each plane has its own then.
-template <bool kAlone, int R, int V, class Codes>
-VLLM_LITE_INLINE void multiply_planes(const Codes& codes, const int8_t* x, const int32_t* biases,
-                                      const Stretch& stretch, Vec (&part)[R][V]) {
-  if constexpr (R * V <= 8 || !kPlanesApart) {
-    Ints total[2 * R][V];
-    begin_planes(biases, total);
-    multiply_codes<true, kAlone>(codes, x, stretch, total);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) part[r][v] = planes_sum(total, r, v);
+    for (int v = 0; v < V; ++v) {
+      scale[v] = load(floats + column + v * kWidth);
+      minima[v] = load(floats + kBlock + column + v * kWidth);
     }
-  } else {
-    Ints total[R][V];
-    begin_group<2>(biases, total);
-    multiply_codes<false, kAlone>(codes, x, stretch, total);
-    shift_planes(biases, total);
-    multiply_codes<false, false>(codes, x + 8 * R * stretch.num_octets, {stretch.from, stretch.num_octets, {}}, total);
-    all_to_floats(total, part);
   }
-}
-
-// The supers behind those at `supers`, a part with each of the cells that use these.
-VLLM_LITE_INLINE void prefetch_supers(const float* supers, int64_t cell) {
-  constexpr int64_t kLineFloats = 16, kLines = 2 * kBlock / kLineFloats;
-  if (cell < kLines) __builtin_prefetch(supers + 2 * kBlock + cell * kLineFloats);
-}
-
-// A cell but for what products with its codes ask for, so many bytes of them.
-VLLM_LITE_INLINE void prefetch_around(const char* cell, const CellLayout& layout, int64_t code_bytes) {
-  for (int64_t i = 0; i < layout.codes(); i += 64) __builtin_prefetch(cell + i);
-  for (int64_t i = layout.codes() + code_bytes; i < layout.bytes(); i += 64) __builtin_prefetch(cell + i);
-}
-
-// part = what one group of R rows and the weights' codes make; returns what it is to be multiplied by.
-template <int kPlanes, bool kAlone, int R, int V, class Codes>
-VLLM_LITE_INLINE float multiply_part(const Codes& codes, const Rows& rows, int64_t group, const Stretch& stretch,
-                                     Vec (&part)[R][V]) {
-  const int8_t* x = rows.values + 8 * R * kPlanes * stretch.num_octets * group;
-  const int32_t* biases = rows.biases + group * R;
-  if constexpr (kPlanes == 1) {
-    multiply_plane<1, kAlone>(codes, x, biases, stretch, part);
-  } else if (kPlanesApart && rows.lower[group] == 0) {
-    multiply_plane<kPlanes, kAlone>(codes, x, biases, stretch, part);
-    return 128;
-  } else {
-    multiply_planes<kAlone>(codes, x, biases, stretch, part);
-  }
-  return 1;
-}
-
-// Outputs of a cell, from `column` on.
-struct Outputs {
-  const char* cell;
-  const CellLayout& layout;
-  const float* supers;
-  int64_t column;
 };
 
 // part times the scales of weights and `unit`, less minima times what rows add up to, times the scales of rows. Row by
@@ -236,29 +65,24 @@ VLLM_LITE_INLINE void add_rows(const Rows& rows, int64_t group, const Vec (&scal
 }
 
 template <int kPlanes, int R, int V>
-VLLM_LITE_INLINE void add_group(const Rows& rows, int64_t group, const Outputs& outputs, const Vec (&part)[R][V],
+VLLM_LITE_INLINE void add_group(const Rows& rows, int64_t group, Factors<V> factors, const Vec (&part)[R][V],
                                 float unit, Vec (&sum)[R][V]) {
-  Vec scale[V], minima[V];
-  bool has_minima = false;
 #pragma GCC unroll 4
   for (int v = 0; v < V; ++v) {
-    const Scales scales(outputs.cell, outputs.layout, outputs.supers, outputs.column + v * kWidth);
-    scale[v] = kPlanes == 2 ? scales.scale * splat(unit) : scales.scale;
-    minima[v] = scales.minima;
-    has_minima = scales.has_minima;
+    if constexpr (kPlanes == 2) factors.scale[v] = factors.scale[v] * splat(unit);
   }
-  if (has_minima) return add_rows<true>(rows, group, scale, minima, part, sum);
-  add_rows<false>(rows, group, scale, minima, part, sum);
+  if (factors.has_minima) return add_rows<true>(rows, group, factors.scale, factors.minima, part, sum);
+  add_rows<false>(rows, group, factors.scale, factors.minima, part, sum);
 }
 
 // The sums of R rows and V vectors of a block's outputs, from `column` on, go on with some of its cells. Rows that are
 // alone ask for all that comes.
-template <int R, int V, class Codes, int kPlanes, bool kAlone>
+template <int R, int V, class Codes, int kPlanes, bool kAlone, int kOctets>
 __attribute__((noinline)) void multiply(const Rows& rows, const Cells& cells, Ahead ahead, const Sums& sums,
                                         int64_t row, int64_t column) {
   Codes codes(cells.table);
   const CellLayout layout = cells.layout;
-  const int64_t num_octets = layout.group_size / 8 / cells.parts;
+  const int64_t num_octets = kOctets > 0 ? kOctets : cells.num_octets;
   const bool into_l2 = kAlone && cells.into_l2;
   const int64_t ahead_bytes = into_l2 ? kAheadBytesL2 : kAheadBytes<Codes>;
   Vec sum[R][V];
@@ -275,8 +99,14 @@ __attribute__((noinline)) void multiply(const Rows& rows, const Cells& cells, Ah
     for (int64_t part = 0; part < cells.parts; ++part, ++group, from += num_octets * Codes::kBytes) {
       const Ahead next = {ahead.from + group * num_octets * ahead.step, ahead.step};
       Vec made[R][V];
-      const float unit = multiply_part<kPlanes, kAlone>(codes, rows, group, {from, num_octets, next, into_l2}, made);
-      add_group<kPlanes>(rows, group, {cell, layout, supers, column}, made, unit, sum);
+      const float unit =
+          multiply_part<kPlanes, kAlone, kOctets>(codes, rows, group, {from, num_octets, next, into_l2}, made);
+      if constexpr (kAlone) {
+        add_group<kPlanes>(rows, group, Factors<V>(cell, layout, supers, column), made, unit, sum);
+      } else {
+        const Factors<V> factors(cells.floats + 2 * kBlock * number, layout, column);
+        add_group<kPlanes>(rows, group, factors, made, unit, sum);
+      }
     }
   }
   sums.end({row, column}, sum);
@@ -290,7 +120,13 @@ void multiply_group(int64_t count, const Rows& rows, const Cells& cells, Ahead a
   }
   constexpr int V = kVectors<R * kPlanes>;
   for (int64_t column = 0; column < kBlock; column += V * kWidth) {
-    multiply<R, V, Codes<V>, kPlanes, kAlone>(rows, cells, ahead, sums, row, column);
+    if constexpr (kWidth == 16 && !kAlone && R > kGroupRows<kPlanes> / 2) {
+      if (cells.num_octets == kUnrolled) {
+        multiply<R, V, Codes<V>, kPlanes, false, kUnrolled>(rows, cells, ahead, sums, row, column);
+        continue;
+      }
+    }
+    multiply<R, V, Codes<V>, kPlanes, kAlone, 0>(rows, cells, ahead, sums, row, column);
   }
 }
 
@@ -305,8 +141,14 @@ struct Panel {
     const RowLayout& layout = all.layout;
     const int64_t at = task.first_row + row, group = input / layout.group_size;
     const int64_t place = at * layout.num_groups + group * count;
-    return {all.values + at * layout.value_bytes() + input * layout.num_planes * count, all.scales + place,
-            all.biases + place, all.sums + place, all.lower + at * layout.num_groups + group};
+    const int8_t* first = all.values + at * layout.value_bytes();
+    const bool have_fours = kLargeFours && layout.num_planes == 2 && layout.group_size <= kOnePlane;
+    return {first + input * (have_fours ? 1 : layout.num_planes) * count,
+            first + layout.fours(group, count),
+            all.scales + place,
+            all.biases + place,
+            all.sums + place,
+            all.lower + at * layout.num_groups + group};
   }
 };
 
@@ -344,9 +186,25 @@ void multiply_cells(const Panel& panel, const Cells& cells, int32_t type, Ahead 
   }
 }
 
+// Cells of one tile, the most of them.
+constexpr int64_t kMaxCells = kDepth / 16;
+
+// Scales and minima as floats, once for all rows: [cells][2][kBlock].
+void widen_scales(const Cells& cells, float* to) {
+  const char* cell = cells.first;
+  for (int64_t number = 0; number < cells.count; ++number, cell += cells.layout.bytes(), to += 2 * kBlock) {
+    const float* supers = cells.supers_of(number);
+    for (int64_t column = 0; column < kBlock; column += kWidth) {
+      const Scales scales(cell, cells.layout, supers, column);
+      store(to + column, scales.scale);
+      store(to + kBlock + column, scales.minima);
+    }
+  }
+}
+
 template <int kPlanes>
 void run(const LinearCall& call, const LinearTask& task) {
-  alignas(64) float memory[kMaxRows * kMaxBlocks * kBlock];
+  alignas(64) float memory[kMaxByteRows * kMaxBlocks * kBlock], floats[kMaxCells * 2 * kBlock];
   const PackedWeight& weight = *call.weight;
   const CellLayout layout = CellLayout::of(weight);
   const int64_t num_groups = layout.groups(weight.num_inputs), block_bytes = num_groups * layout.bytes();
@@ -366,10 +224,13 @@ void run(const LinearCall& call, const LinearTask& task) {
                            layout,
                            count,
                            parts,
+                           call.quantized->layout.group_size / 8,
                            weight.bytes,
                            taken_off(weight) != 0,
                            weight.supers_of(task.first_block + block, group),
-                           into_l2};
+                           into_l2,
+                           floats};
+      if (task.num_rows > kAloneRows<kPlanes>) widen_scales(cells, floats);
       const char* next = block + 1 < task.num_blocks   ? tile + block_bytes
                          : group + length < num_groups ? blocks + (group + length) * layout.bytes()
                                                        : tile;

@@ -78,27 +78,115 @@ VLLM_LITE_INLINE int32_t quantize_row(const T* x, int64_t count, int8_t* to, flo
                      });
 }
 
-// Integers of 15 bits, to [2 * count] bytes: those of the upper plane before the lower one's, whole = 128 * upper +
+// The sizes of up to kOnePlane inputs by fours: in each lane that of its four's largest, as integers.
+struct FourSizes {
+  static constexpr int kVectors = static_cast<int>(kOnePlane) / kWidth;
+  VecI largest[kVectors];
+  int32_t next = 0;  // the largest but for kNumLarge fours
+
+  template <class T>
+  inline __attribute__((always_inline)) FourSizes(const T* x, int64_t count) {
+    VecI pairs = {}, fours = {};  // the lanes beside it in pairs, and in fours
+    for (int i = 0; i < kWidth; ++i) pairs[i] = i ^ 1, fours[i] = i ^ 2;
+    int32_t most[kNumLarge] = {};
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t left = count - v * kWidth, num = left < kWidth ? left : kWidth;
+      VecI size = {};
+      if (left > 0) size = reinterpret_cast<VecI>(load_some(x + v * kWidth, static_cast<int>(num))) & 0x7fffffff;
+      const VecI beside = __builtin_shuffle(size, pairs), two = beside > size ? beside : size;
+      const VecI others = __builtin_shuffle(two, fours);
+      largest[v] = others > two ? others : two;
+#pragma GCC unroll 4
+      for (int i = 0; i < kWidth; i += 4) {
+        int32_t own = largest[v][i];
+#pragma GCC unroll 4
+        for (int32_t& more : most) {
+          const int32_t less = own < more ? own : more;
+          more = own < more ? more : own;
+          own = less;
+        }
+        next = own > next ? own : next;
+      }
+    }
+  }
+  // All bits of the lanes of those fours, or of fewer: one as large as the next is none.
+  VecI large(int v) const { return largest[v] > next; }
+};
+
+// What kLargest stands for where some fours have 15 bits: the largest of the others, or more where 15 bits are too few.
+VLLM_LITE_INLINE float size_without_fours(const Sizes& sizes, const FourSizes& fours) {
+  const float next = float_of(static_cast<uint32_t>(fours.next)), least = sizes.largest / 128;
+  return next > least ? next : least;
+}
+
+#if defined(VLLM_LITE_LARGE_FOURS)
+// The same integers: the plane that all inputs have, to [count], and what large ones lack there. *large says whether
+// there are some.
+template <class T>
+VLLM_LITE_INLINE int32_t quantize_row_fours(const T* x, int64_t count, int64_t group, int8_t* to, float* scale,
+                                            bool* large, LargeFours* fours) {
+  const Sizes sizes = sizes_of(x, count);
+  *large = sizes.are_uneven(group);
+  *fours = {};
+  const auto put_bytes = [](int8_t* to, VecI whole, int left) __attribute__((always_inline)) {
+    const Bytes bytes = __builtin_convertvector(whole, Bytes);
+    std::memcpy(to, &bytes, static_cast<size_t>(left));
+  };
+  if (!*large) {
+    return quantize_to(x, count, sizes.largest, {kLargest}, scale,
+                       [=](int64_t i, VecI whole, int left)
+                           __attribute__((always_inline)) { put_bytes(to + i, whole, left); });
+  }
+  const FourSizes by_four(x, count);
+  alignas(64) int8_t upper[kOnePlane];
+  uint32_t lanes = 0;  // that have upper bytes
+  const float size = size_without_fours(sizes, by_four);
+  const int32_t sum = quantize_to(
+      x, count, size, {kLargest}, scale, [&](int64_t i, VecI whole, int left) __attribute__((always_inline)) {
+        const VecI are_large = by_four.large(static_cast<int>(i / kWidth)), own = (whole + 64) >> 7 & are_large;
+        lanes |= static_cast<uint32_t>(_mm512_movepi32_mask(reinterpret_cast<__m512i>(are_large))) << i;
+        put_bytes(to + i, whole - (own << 7), left);
+        put_bytes(upper + i, own, kWidth);
+      });
+  lanes &= 0x11111111;
+  for (int k = 0; lanes != 0; ++k, lanes &= lanes - 1) {
+    const int first = __builtin_ctz(lanes);
+    fours->places[k] = static_cast<uint8_t>(first / 4);
+    std::memcpy(fours->upper[k], upper + first, 4);
+  }
+  return sum;
+}
+#endif
+
+// Integers of 15 bits, to [2 * plane] bytes: those of the upper plane before the lower one's, whole = 128 * upper +
 // lower; or words of both. Where *lower is false then, all of the lower plane are 0.
 template <class T>
 VLLM_LITE_INLINE int32_t quantize_row_twice(const T* x, int64_t count, int64_t plane, int8_t* to, float* scale,
                                             bool* lower) {
   const Sizes sizes = sizes_of(x, count);
-  *lower = plane > kOnePlane || sizes.are_uneven(plane);
-  return quantize_to(x, count, sizes.largest, *lower ? Range{kLargestOfTwo} : Range{kLargest, 7}, scale,
-                     [=](int64_t i, VecI whole, int left) __attribute__((always_inline)) {
-                       const size_t size = static_cast<size_t>(left);
+  const bool is_long = plane > kOnePlane;
+  *lower = is_long || sizes.are_uneven(plane);
+  Range range = {kLargest, 7};
+  float size = sizes.largest;
+  if (is_long) {
+    range = {kLargestOfTwo};
+  } else if (*lower) {
+    range = {kLargest};
+    size = size_without_fours(sizes, FourSizes(x, count));
+  }
+  return quantize_to(x, count, size, range, scale, [=](int64_t i, VecI whole, int left) __attribute__((always_inline)) {
+    const size_t num_bytes = static_cast<size_t>(left);
 #if defined(VLLM_LITE_PLANES_APART)
-                       const Bytes upper = __builtin_convertvector(whole >> 7, Bytes),
-                                   lower = __builtin_convertvector(whole & 127, Bytes);
-                       std::memcpy(to + i, &upper, size);
-                       std::memcpy(to + plane + i, &lower, size);
+    const Bytes upper = __builtin_convertvector(whole >> 7, Bytes), lower = __builtin_convertvector(whole & 127, Bytes);
+    std::memcpy(to + i, &upper, num_bytes);
+    std::memcpy(to + plane + i, &lower, num_bytes);
 #else
     typedef int16_t Words __attribute__((vector_size(kWidth * 2)));
     const Words words = __builtin_convertvector(whole, Words);
-    std::memcpy(to + 2 * i, &words, 2 * size);
+    std::memcpy(to + 2 * i, &words, 2 * num_bytes);
 #endif
-                     });
+  });
 }
 
 // The inputs from `first` on that share a scale, in the order of the weight's columns.
@@ -109,14 +197,9 @@ VLLM_LITE_INLINE const T* columns(const T* row, const int32_t* order, int64_t fi
   return buffer;
 }
 
-// Where a group's integers go: those of four inputs lie `step` behind those of the four before, a lower
-// plane that is apart `plane` behind the other; and the index of its scale and the like.
-struct GroupPlace {
-  int8_t* to;
-  int64_t step, plane, scale;
-};
-
-// A group of inputs of one row. run() returns whether there is anything in its lower plane.
+// A group of inputs of one row. run() makes its integers, as quantize_row() does or quantize_row_twice(), and what is
+// at index `at` of scales and the like. It returns whether there is anything in the lower plane, or in `fours`, which
+// take its place.
 template <class T>
 struct RowQuantizer {
   const LinearCall& call;
@@ -125,18 +208,17 @@ struct RowQuantizer {
   const int32_t lacking = call.weight->offset + taken_off(*call.weight);
 
   template <int64_t kSize, int kPlanes>
-  inline __attribute__((always_inline)) bool run(int64_t row, int64_t group, GroupPlace place) const {
-    const int64_t input = group * kSize, left = call.weight->num_inputs - input, at = place.scale;
-    alignas(64) int8_t integers[kPlanes * kSize];
+  inline __attribute__((always_inline)) bool run(int64_t row, int64_t group, int8_t* integers, int64_t at,
+                                                 LargeFours* fours = nullptr) const {
+    const int64_t input = group * kSize, left = call.weight->num_inputs - input;
     T buffer[kSize];
-    if (left < kSize) std::memset(integers, 0, sizeof integers);
+    if (left < kSize) std::memset(integers, 0, kPlanes * kSize);
     const T* whole = static_cast<const T*>(call.x) + row * call.x_stride;
     const T* x = columns(whole, order, input, left < kSize ? left : kSize, buffer);
     float* scale = rows.scales + at;
     bool lower = false;
-    const int32_t sum = left < kSize ? quantize<kSize, kPlanes>(x, left, integers, scale, &lower)
-                                     : quantize<kSize, kPlanes>(x, kSize, integers, scale, &lower);
-    for (int64_t i = 0; i < kSize; i += 4, place.to += place.step) put<kSize, kPlanes>(integers, i, place);
+    const int32_t sum = left < kSize ? quantize<kSize, kPlanes>(x, left, integers, scale, &lower, fours)
+                                     : quantize<kSize, kPlanes>(x, kSize, integers, scale, &lower, fours);
     rows.biases[at] = static_cast<int32_t>(static_cast<uint32_t>(lacking) * static_cast<uint32_t>(sum));
     rows.sums[at] = static_cast<float>(sum);
     return lower;
@@ -144,27 +226,27 @@ struct RowQuantizer {
 
  private:
   template <int64_t kSize, int kPlanes>
-  VLLM_LITE_INLINE int32_t quantize(const T* x, int64_t count, int8_t* to, float* scale, bool* lower) {
-    if constexpr (kPlanes == 1)
-      return quantize_row(x, count, to, scale);
-    else
-      return quantize_row_twice(x, count, kSize, to, scale, lower);
-  }
-  // Those of four inputs from i on.
-  template <int64_t kSize, int kPlanes>
-  VLLM_LITE_INLINE void put(const int8_t* integers, int64_t i, const GroupPlace& place) {
+  VLLM_LITE_INLINE int32_t quantize(const T* x, int64_t count, int8_t* to, float* scale, bool* lower,
+                                    [[maybe_unused]] LargeFours* fours) {
     if constexpr (kPlanes == 1) {
-      std::memcpy(place.to, integers + i, 4);
+      return quantize_row(x, count, to, scale);
     } else {
-#if defined(VLLM_LITE_PLANES_APART)
-      std::memcpy(place.to, integers + i, 4);
-      std::memcpy(place.to + place.plane, integers + kSize + i, 4);
-#else
-      std::memcpy(place.to, integers + 2 * i, 8);
+#if defined(VLLM_LITE_LARGE_FOURS)
+      if (fours != nullptr) return quantize_row_fours(x, count, kSize, to, scale, lower, fours);
 #endif
+      return quantize_row_twice(x, count, kSize, to, scale, lower);
     }
   }
 };
+
+// kBytes of each of `count` rows after the other, then those behind them; kSize of a row, and rows are `stride` apart.
+template <int kBytes, int64_t kSize>
+VLLM_LITE_INLINE void interleave(const int8_t* rows, int64_t stride, int64_t count, int8_t* to) {
+  for (int64_t row = 0; row < count; ++row, rows += stride, to += kBytes) {
+#pragma GCC unroll 32
+    for (int64_t i = 0; i < kSize; i += kBytes) std::memcpy(to + i * count, rows + i, kBytes);
+  }
+}
 
 // Group after group of rows, as each writes its part of the panel from the first byte to the last.
 template <class T, int64_t kSize, int kPlanes>
@@ -174,16 +256,28 @@ void quantize_groups(const LinearCall& call, const QuantizeTask& task) {
   const RowGroups groups = RowGroups::of(layout, task.num_rows);
   int8_t* panel = call.quantized->values + task.first_row * layout.value_bytes();
   constexpr int kTogether = kPlanesApart ? 1 : kPlanes;
+  constexpr int64_t kPlane = kSize * kTogether;
+  constexpr bool kFours = kLargeFours && kPlanes == 2 && kSize <= kOnePlane;
+  alignas(64) int8_t integers[kAloneRows<kPlanes>][kPlanes * kSize];
+  LargeFours fours[kAloneRows<kPlanes>];
   for (int64_t part = 0; part < groups.count; ++part) {
     const int64_t first = groups.first(part), count = groups.first(part + 1) - first;
     const int64_t scales = (task.first_row + first) * layout.num_groups;
+    int8_t* values = panel + first * layout.value_bytes();
     for (int64_t group = task.first_group; group < task.first_group + task.num_groups; ++group) {
-      int8_t* to = panel + first * layout.value_bytes() + group * kSize * kPlanes * count;
+      int8_t* to = values + group * kSize * (kFours ? 1 : kPlanes) * count;
       bool any = false;
       for (int64_t row = 0; row < count; ++row) {
-        any |= quantizer.template run<kSize, kPlanes>(
-            task.first_row + first + row, group,
-            {to + 4 * kTogether * row, 4 * kTogether * count, kSize * count, scales + group * count + row});
+        any |= quantizer.template run<kSize, kPlanes>(task.first_row + first + row, group, integers[row],
+                                                      scales + group * count + row, kFours ? fours + row : nullptr);
+      }
+      interleave<4 * kTogether, kPlane>(integers[0], kPlanes * kSize, count, to);
+      // What is 0 in all rows is not read either, and is up to half of all that would be written.
+      if constexpr (kFours) {
+        const size_t bytes = static_cast<size_t>(count) * sizeof *fours;
+        if (any) std::memcpy(values + layout.fours(group, count), fours, bytes);
+      } else if (kPlanes > kTogether && any) {
+        interleave<4, kPlane>(integers[0] + kPlane, kPlanes * kSize, count, to + kPlane * count);
       }
       call.quantized->lower[scales + group] = any;
     }
@@ -218,7 +312,7 @@ void quantize_short_groups(const LinearCall& call, const QuantizeTask& task) {
       for (int64_t row = 0; row < count; ++row) {
         alignas(64) int8_t integers[kPlanes * kSize];
         const int64_t place = scales + group * count + row;
-        any |= quantizer.template run<kSize, kPlanes>(begin + row, group, {integers, 4, kSize, place});
+        any |= quantizer.template run<kSize, kPlanes>(begin + row, group, integers, place);
         widen_row<kSize, kPlanes>(integers, values + (group * kPlanes * count + row) * kSize, count * kSize);
       }
       call.quantized->lower[scales + group] = any;
@@ -240,7 +334,7 @@ void quantize_long_groups(const LinearCall& call, const QuantizeTask& task) {
       int8_t* to = values + group * 2 * kSize * count;
       for (int64_t row = 0; row < count; ++row, to += kLine) {
         alignas(64) int8_t integers[2 * kSize];
-        quantizer.template run<kSize, 2>(begin + row, group, {integers, 4, kSize, scales + group * count + row});
+        quantizer.template run<kSize, 2>(begin + row, group, integers, scales + group * count + row);
         for (int64_t i = 0; i < 2 * kSize; i += kLine) std::memcpy(to + i * count, integers + i, kLine);
       }
     }

@@ -22,8 +22,9 @@ from vllm_lite.kernels.grouped import GroupedWeight
 QUANT_GROUP = 128
 """The most inputs of a row that share a scale, where rows are quantized; kQuantGroup."""
 ONE_PLANE = 32
-"""The most inputs of a row that share one and are 8 bits for it, as they are with weights of 4 bits; kOnePlane. For
-others, and for AMX with weights in larger groups, they are 15 bits."""
+"""The most inputs of a row that share one and are 8 bits for it; kOnePlane. Where one of them is far larger than the
+others, and weights have not 4 bits, a fourth or half of them have 15; in larger groups all have, but for weights of 4
+bits without AMX."""
 
 _WIDTHS = {GROUPED4: "4 bits", GROUPED5: "5 bits", GROUPED8: "8 bits"}
 _PACK_TYPES = (pointer, int64, int32, int64, int64, pointer)
@@ -36,8 +37,7 @@ class PackedWeight:
     """A weight [num_outputs, num_inputs] and its bias, in the kernel's layout: in its own dtype, or grouped.
 
     Where the machine multiplies bytes and the values of a grouped weight are whole numbers, products quantize each
-    group of inputs of their rows to 15 bits, unless `keep_rows` has been called; with 4 bits to 8 bits for each
-    ONE_PLANE inputs.
+    group of inputs of their rows to 8 or 15 bits (ONE_PLANE), unless `keep_rows` has been called.
     """
 
     def __init__(
