@@ -1,13 +1,13 @@
-// Paged attention without tensor cores: any type, any head size up to 256, any mixture of decodes and prefills. It
-// serves float32 models, and is the kernel to read first; it is not made to be fast.
+// Paged attention without tensor cores: any type, any head size up to 256, any mixture of decodes and prefills. It is
+// for float32 models, and the simplest of the kernels; it is not optimized.
 #pragma once
 #include "merge_splits.cuh"
 
 constexpr int kSimpleWarps = 4, kSimpleDims = 256 / 32;  // dims of a lane: lane, lane + 32, ...
 
 // Grid (num_tokens, num_heads), kSimpleWarps warps, shared memory for kSimpleWarps * (head_size + 2) floats. A block
-// computes one head of one row, a warp every fourth token of what the row sees. Rows of sequences of length 0 and rows
-// after the last sequence become 0.
+// computes one head of one row, and each warp every fourth token of the row's context. Rows of sequences of length 0
+// and rows after the last sequence become 0.
 template <class T, class Cache>
 __global__ void __launch_bounds__(kSimpleWarps * 32)
     attention_simple(T* __restrict__ out,                   // [num_tokens, num_heads, head_size], rows out_stride apart
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kSimpleWarps * 32)
   const int row = blockIdx.x, head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int kv_head = head / (gridDim.y / num_kv_heads);
   int seq = row, position = 0;
-  if (query_start_loc) {  // the last sequence that starts at or before the row; empty ones stand before it
+  if (query_start_loc) {  // the last sequence that starts at or before the row; empty ones come before it
     int past = num_seqs;
     for (seq = 0; past - seq > 1;) {
       const int middle = (seq + past) / 2;

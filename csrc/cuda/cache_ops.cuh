@@ -1,14 +1,14 @@
 // Writes into the KV cache and copies of its blocks.
 //
-// The engine's layout is [num_blocks, 2, num_kv_heads, block_size, head_size] by strides, K first. Token t of a step
-// goes to slot `slots[t]` = block * block_size + offset; a slot below 0 is not written. Offsets into the cache are
-// int64: it may hold more than 2^31 elements. T is float, __half or __nv_bfloat16; Cache is T, or an fp8 type: then K /
-// k_scale and V / v_scale are stored, saturated. N elements are moved at a time (see fused.cuh).
+// The engine's layout is [num_blocks, 2, num_kv_heads, block_size, head_size] by strides, K first. Token t of a step is
+// stored in slot `slots[t]` = block * block_size + offset; a negative slot is not written. Offsets into the cache are
+// int64, as it may have more than 2^31 elements. T is float, __half or __nv_bfloat16; Cache is T, or an fp8 type that
+// stores K / k_scale and V / v_scale, saturated. N elements are moved at a time (see fused.cuh).
 #pragma once
 #include "common.cuh"
 #include "fused.cuh"
 
-// `values` are numbers that T can hold.
+// Stores `values`, which T represents exactly.
 template <class T, class Cache, int N>
 __device__ __forceinline__ void store_cached(Cache* to, float (&values)[N], float scale) {
   static_assert(kSame<T, Cache> || kIsFp8<Cache>, "a cache is of the model's type or fp8");
@@ -19,7 +19,7 @@ __device__ __forceinline__ void store_cached(Cache* to, float (&values)[N], floa
   store_floats(to, values);
 }
 
-// Copies rows of K or V, [num_kv_heads, head_size] without gaps, to their place. `to` is the slot's, in head 0.
+// Copies a dense row of K or V, [num_kv_heads, head_size], to its slot; `to` is that of head 0.
 template <class T, class Cache, int N>
 __device__ __forceinline__ void store_row(const T* row, Cache* to, int num_kv_heads, int head_size, int64 head_stride,
                                           float scale) {
@@ -44,8 +44,8 @@ __global__ void reshape_and_cache(const T* key, const T* value, Cache* cache, co
   store_row<T, Cache, N>(value + token * value_stride, to + kv_stride, num_kv_heads, head_size, head_stride, v_scale);
 }
 
-// rotate() of query and key, then reshape_and_cache() of key and value, bit for bit, in one pass. Rows whose slot is
-// below 0 are turned too. cos, sin: [num_tokens, head_size]. Grid: num_tokens.
+// rotate() of query and key, then reshape_and_cache() of key and value, with the same bits, in one pass. Rows with a
+// negative slot are rotated, too. cos, sin: [num_tokens, head_size]. Grid: num_tokens.
 template <class T, class Cache, int N>
 __global__ void rope_and_cache(T* query, T* key, const T* value, const T* cos, const T* sin, Cache* cache,
                                const int64* slots, int num_heads, int num_kv_heads, int head_size, int block_size,
@@ -70,8 +70,8 @@ __global__ void rope_and_cache(T* query, T* key, const T* value, const T* cos, c
     store_row<T, Cache, N>(value + token * value_stride, to + kv_stride, num_kv_heads, head_size, head_stride, v_scale);
 }
 
-// rms_norm() of every head of query and key, then rope_and_cache(), bit for bit, in one pass. A warp takes a head,
-// whose N elements a lane are at most 32 times N. The weights: [head_size]. Grid: num_tokens.
+// rms_norm() of every head of query and key, then rope_and_cache(), with the same bits, in one pass. A warp processes a
+// head of at most 32 * N elements, N per lane. The weights: [head_size]. Grid: num_tokens.
 template <class T, class Cache, int N>
 __global__ void norm_rope_and_cache(T* query, T* key, const T* value, const T* query_weight, const T* key_weight,
                                     const T* cos, const T* sin, Cache* cache, const int64* slots, int num_heads,
@@ -113,10 +113,10 @@ __global__ void norm_rope_and_cache(T* query, T* key, const T* value, const T* q
     store_row<T, Cache, N>(value + token * value_stride, to + kv_stride, num_kv_heads, head_size, head_stride, v_scale);
 }
 
-// The same for the layout of paged_attention_v1 and v2: K split in vectors of x = 16 / sizeof(Cache) elements,
-// [num_blocks, num_kv_heads, head_size / x, block_size, x], V transposed, [num_blocks, num_kv_heads, head_size,
-// block_size]. Blocks and heads may have gaps, the same in both. One token's V goes to head_size places of one element
-// each: what this layout costs. Grid: num_tokens.
+// The same for the layout of paged_attention_v1 and v2: K split into vectors of x = 16 / sizeof(Cache) elements,
+// [num_blocks, num_kv_heads, head_size / x, block_size, x], and V transposed, [num_blocks, num_kv_heads, head_size,
+// block_size]. Blocks and heads may have the same gaps in both. A token's V is written element by element to head_size
+// places, which is the cost of this layout. Grid: num_tokens.
 template <class T, class Cache>
 __global__ void reshape_and_cache_x(const T* key, const T* value, Cache* key_cache, Cache* value_cache,
                                     const int64* slots, int num_kv_heads, int head_size, int block_size,
@@ -135,8 +135,8 @@ __global__ void reshape_and_cache_x(const T* key, const T* value, Cache* key_cac
   }
 }
 
-// For each (source, destination) of `pairs` [num_pairs, 2] copies a whole block of `block_units` V's within `pool`. No
-// pair may write a block that another one reads or writes. Grid: (num_pairs, chunks of a block).
+// Copies a whole block of `block_units` V's within `pool` for each (source, destination) of `pairs` [num_pairs, 2]. No
+// pair may write a block that another pair reads or writes. Grid: (num_pairs, chunks of a block).
 template <class V>
 __global__ void copy_blocks(void* pool, const int64* pairs, int64 block_units) {
   const V* from = static_cast<const V*>(pool) + pairs[2 * int64(blockIdx.x)] * block_units;

@@ -1,20 +1,19 @@
-// Decode attention of what several rows have in common: their splits of blocks that all of them name.
+// Decode attention of splits that several rows share, as they are in the same blocks.
 //
-// Sequences that begin alike share the blocks of their beginning, and the rows of a draft share nearly all. Such a
-// split is read once for as many rows as the columns of the matrix instruction have room for, instead of once for each
-// of them (Hydragen, Juravsky et al. 2024; the cascade of FlashInfer and vLLM). Where a row's context is cut follows
-// from its own length, so rows share splits only if theirs are cut alike, and a column's bits do not depend on the
-// other columns: every row gets the part that decode_attention would have written for it, to the bit. That kernel is
-// launched behind this one, for all splits that are left and at least the last one of each row, and adds up the parts
-// of both.
+// Sequences with a common prefix share its blocks, and the rows of a draft share nearly all. A shared split is read
+// once for as many rows as there are columns of the matrix instruction, instead of once for each row (Hydragen,
+// Juravsky et al. 2024; the cascade of FlashInfer and vLLM). The splits of a row follow from its own length, so rows
+// share splits only if their contexts are split alike, and a column's bits do not depend on other columns: every row
+// gets the same bits as from decode_attention. That kernel is launched after this one, for all remaining splits and at
+// least the last one of each row, and adds up the parts of both.
 #pragma once
 #include "decode_attention.cuh"
 
 // Grid (any number of blocks to share the work, num_kv_heads); shared memory as for decode_attention.
 //
-// The work is a list of (sequence whose table is read, split, tokens that the first row sees, 16 * first row + rows -
-// 1): splits without a window, all of whose tokens all of the rows see. Up to 8 * HEAD_TILES / (num_heads /
-// num_kv_heads) rows, at most 16. No ALiBi, whose distances differ.
+// The work is a list of (sequence whose table is read, split, tokens seen by the first row, 16 * first row + rows - 1):
+// splits without a window, whose tokens are all seen by all rows. Up to 8 * HEAD_TILES / (num_heads / num_kv_heads)
+// rows, at most 16. No ALiBi, as distances differ.
 template <class T, class Cache, int HEAD, int HEAD_TILES, bool SMALL_BLOCKS, int WARPS>
 __global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_TILES, SMALL_BLOCKS>()))
     cascade_attention(float* __restrict__ part_out,          // [splits of all rows, num_heads, HEAD]
@@ -26,7 +25,7 @@ __global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_T
                       const int* __restrict__ block_tables,  // [num_seqs, table_stride]
                       const int* __restrict__ work,    // decode_attention's list: its second number is the length of
                       const int* __restrict__ shared,  // the list
-                      const int* __restrict__ rows,    // [rows, 2]: token, place of the row's first split
+                      const int* __restrict__ rows,    // [rows, 2]: token, index of the row's first split
                       int64 query_stride, int64 table_stride, int64 block_stride, int64 head_stride, int token_stride,
                       int num_heads, int num_kv_heads, int block_shift, int split_tiles, float factor, float cap,
                       float v_scale) {
@@ -71,7 +70,7 @@ __global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_T
       store_as(part_out + part * HEAD + d, value);
       if (d == 0) part_lse[part] = lse;
     }
-    // Nobody looks before the next launch.
+    // The counters are read only by the next launch.
     if (threadIdx.x <= own.d % 16) atomicAdd(arrived + int64(places[2 * threadIdx.x]) * num_kv_heads + kv_head, 1);
     __syncthreads();
   }

@@ -1,11 +1,11 @@
-// What the kernels of this folder are written in. The only file with PTX, and the only one that knows that there are
-// two compilers: NVRTC for the GPU, and g++ with csrc/emulator for the tests.
+// Shared code of the kernels in this folder. The only file with PTX, and the only one with code for both compilers:
+// NVRTC for the GPU, and g++ with csrc/emulator for the tests.
 //
-// It needs no CUDA header, so that a kernel compiles on a machine which has NVRTC and nothing else. Rules for kernels:
-//   - shared memory only through DYNAMIC_SHARED, its size given at the launch;
-//   - vectors go through load_as, store_as and load_stream, which the tests check for alignment;
+// It needs no CUDA header, so that kernels compile on a machine with only NVRTC. Rules for kernels:
+//   - shared memory only through DYNAMIC_SHARED, with its size given at the launch;
+//   - vectors are accessed by load_as, store_as and load_stream, which tests check for alignment;
 //   - no thread leaves before a barrier that another thread of its block reaches; warp operations have a full mask;
-//   - element offsets into caches are int64: a cache may hold more than 2^31 elements.
+//   - element offsets into caches are int64: a cache may have more than 2^31 elements.
 //
 // Contents: types; float conversions (to_float, from_float<T>, pack2<T>, unpack2<T>, widen2<T>, unpack); memory
 // (load_as<V>, store_as, load_stream, prefetch_l2, Vec<T, N>); mma_m16n8k16<T>; fma2<T>; transpose_8x8; exp2_fast,
@@ -94,8 +94,8 @@ __device__ __forceinline__ unsigned pack2(float low, float high) {
   return pair;
 }
 
-// d += a * b for tiles 16x16 (row major) and 16x8 (column major); which lane holds what is in the PTX manual under
-// mma.m16n8k16. Every lane of the warp must take part.
+// d += a * b for tiles 16x16 (row major) and 16x8 (column major); the layout over lanes is in the PTX manual, under
+// mma.m16n8k16. All lanes of the warp must call it.
 template <class T>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
   static_assert(kSame<T, __half> || kSame<T, __nv_bfloat16>);
@@ -111,8 +111,8 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const unsigned (&a)[
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// An 8x8 matrix of 16-bit elements, spread over the warp as a quarter of an mma operand (lane: row lane / 4, columns
-// 2 * (lane % 4) and the next), to its transpose, spread in the same way. Every lane of the warp must take part.
+// Transposes an 8x8 matrix of 16-bit elements, spread over the warp as a quarter of an mma operand (lane: row lane / 4,
+// columns 2 * (lane % 4) and the next); the result has the same layout. All lanes of the warp must call it.
 __device__ __forceinline__ unsigned transpose_8x8(unsigned pair) {
   unsigned transposed;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
@@ -131,7 +131,7 @@ __device__ __forceinline__ unsigned fma2(unsigned a, unsigned b, unsigned c) {
   return pair;
 }
 
-// 16 bytes at a 16-byte boundary that no thread of the launch writes and that are read once: kept out of L1.
+// Loads 16 bytes at a 16-byte boundary that no thread of the launch writes and that are read once, without L1.
 __device__ __forceinline__ uint4 load_stream(const void* p) {
   uint4 v;
   asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -140,12 +140,12 @@ __device__ __forceinline__ uint4 load_stream(const void* p) {
   return v;
 }
 
-// Asks for the 128 bytes around p to be brought to L2, and waits for nothing.
+// Prefetches the 128 bytes around p to L2, without waiting.
 __device__ __forceinline__ void prefetch_l2(const void* p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
 }
 
-// One access of sizeof(V) bytes at an address that is a multiple of it.
+// Loads sizeof(V) bytes at an address that is a multiple of it.
 template <class V>
 __device__ __forceinline__ V load_as(const void* p) {
   return *static_cast<const V*>(p);
@@ -167,7 +167,7 @@ __device__ __forceinline__ float log2_fast(float x) {
   return y;
 }
 
-#else  // the emulator's twins
+#else  // for the emulator
 
 inline float half_bits_to_float(uint16 bits) {
   return cpu::half_to_float(bits);
@@ -177,7 +177,7 @@ inline uint16 float_to_half_bits(float value) {
 }
 inline uint16 float_to_bfloat16_bits(float value) {
   const unsigned bits = __float_as_uint(value);
-  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fff;      // NaN, as the GPU spells it
+  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fff;      // the GPU's NaN
   return uint16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);  // to nearest, ties to even
 }
 template <class T>
@@ -191,7 +191,7 @@ unsigned pack2(float low, float high) {
 template <class T>
 float2 unpack2(unsigned pair);
 template <class T>
-unsigned fma2(unsigned a, unsigned b, unsigned c) {  // rounded twice where float has too few bits; T's products fit
+unsigned fma2(unsigned a, unsigned b, unsigned c) {  // rounded twice if float has too few bits; products of T are exact
   const float2 x = unpack2<T>(a), y = unpack2<T>(b), z = unpack2<T>(c);
   return pack2<T>(fmaf(x.x, y.x, z.x), fmaf(x.y, y.y, z.y));
 }
@@ -218,7 +218,7 @@ void store_as(void* p, const V& value, int line = __builtin_LINE()) {
   cpu::check_aligned(p, sizeof(V), line);
   *static_cast<V*>(p) = value;
 }
-inline void prefetch_l2(const void* p) {  // reads what a GPU would, so that an address outside of memory is found
+inline void prefetch_l2(const void* p) {  // reads like a GPU, so that invalid addresses are detected
   static_cast<void>(*static_cast<const volatile char*>(p));
   cpu::note_prefetch(p);
 }
@@ -249,14 +249,14 @@ __device__ __forceinline__ float to_float(fp8_e5m2 x) {
   return half_bits_to_float(uint16(x.bits << 8));
 }
 __device__ __forceinline__ float to_float(fp8_e4m3 x) {
-  // Read as a half its value is 2^-8 of what it means, subnormals included. (As a float they would be flushed to 0.)
+  // As a half, its value is 2^-8 of the fp8 value, subnormals included. (As a float, subnormals would be flushed to 0.)
   const unsigned magnitude = x.bits & 0x7f;
   if (magnitude == 0x7f) return __uint_as_float(0x7fc00000);
   return half_bits_to_float(uint16(unsigned(x.bits & 0x80) << 8 | magnitude << 7)) * 256.f;
 }
 
-// Float to an 8-bit format of MANTISSA bits and exponent bias BIAS: to nearest, ties to even; what is too large, also
-// infinity, becomes the largest finite number (LARGEST is its code), NaN becomes 0x7f.
+// Float to an 8-bit format with MANTISSA bits and exponent bias BIAS: rounded to nearest, ties to even; too large
+// values and infinity become the largest finite number (code LARGEST), NaN becomes 0x7f.
 template <int MANTISSA, int BIAS, int LARGEST>
 __device__ __forceinline__ uint8 to_fp8_bits(float x) {
   const unsigned bits = __float_as_uint(x), sign = bits >> 24 & 0x80, magnitude = bits & 0x7fffffff;
@@ -264,7 +264,7 @@ __device__ __forceinline__ uint8 to_fp8_bits(float x) {
   constexpr unsigned kSmallestNormal = (128 - BIAS) << 23;  // 2^(1 - BIAS)
   unsigned code;
   if (magnitude < kSmallestNormal) {
-    // One step of the subnormals is 2^(1 - BIAS - MANTISSA); added to 2^23 steps, the sum has just that resolution.
+    // Subnormals are multiples of 2^(1 - BIAS - MANTISSA); a sum with 2^23 of these units has just that resolution.
     constexpr unsigned kSteps = (128 - BIAS - MANTISSA + 23) << 23;
     code = __float_as_uint(__uint_as_float(magnitude) + __uint_as_float(kSteps)) - kSteps;
   } else {
@@ -297,9 +297,9 @@ __device__ __forceinline__ float2 unpack2(unsigned pair) {
   return make_float2(to_float(T{uint16(pair & 0xffff)}), to_float(T{uint16(pair >> 16)}));
 }
 
-// Two fp8 codes, the lower address in the low byte, as a packed pair of T; bits above them are ignored. Exact: T has
-// more of everything. To half it costs 1 instruction (e5m2, and e4m3 from sm_89 on) or 5, to bfloat16 3 more; before
-// sm_89 the NaN of e4m3 becomes 480.
+// Two fp8 codes, the lower address in the low byte, as a packed pair of T; bits above them are ignored. Exact, as T has
+// more bits. To half it takes 1 instruction (e5m2, and e4m3 from sm_89 on) or 5, to bfloat16 3 more; before sm_89,
+// e4m3's NaN becomes 480.
 template <class T, class Fp8>
 __device__ __forceinline__ unsigned widen2(unsigned codes) {
 #ifdef __CUDACC__
@@ -308,7 +308,7 @@ __device__ __forceinline__ unsigned widen2(unsigned codes) {
     unsigned pair;
 #if __CUDA_ARCH__ >= 890
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(uint16(codes)));
-#else  // as in to_float: moved to a half's places the value is 2^-8 of what it means; 0x5c00 is 256
+#else  // as in to_float: as a half, the value is 2^-8 of the fp8 value; 0x5c00 is 256
     const unsigned upper = __byte_perm(codes, 0, 0x1404);
     const unsigned small = (upper & 0x80008000) | (upper & 0x7f007f00) >> 1;
     asm("mul.f16x2 %0, %1, %2;" : "=r"(pair) : "r"(small), "r"(0x5c005c00));
@@ -344,7 +344,7 @@ __device__ __forceinline__ void unpack(const uint4& raw, float (&out)[16 / sizeo
 
 // ---- reductions. The order of the additions is fixed, so that equal inputs give equal bits.
 
-// Over each aligned group of N lanes (N a power of two); every lane gets the result.
+// Sum over each aligned group of N lanes (N a power of two); every lane gets the result.
 template <int N>
 __device__ __forceinline__ float group_sum(float x) {
 #pragma unroll
@@ -364,8 +364,8 @@ __device__ __forceinline__ float warp_max(float x) {
   return group_max<32>(x);
 }
 
-// Over a block of whole warps, one-dimensional; every thread gets the result. `scratch` is shared memory for one float
-// a warp (32 are always enough); it is free again, and may be used by anybody, when this returns.
+// Sum over a one-dimensional block of whole warps; every thread gets the result. `scratch` is shared memory for one
+// float per warp (32 are always enough); it may be reused when this returns.
 __device__ __forceinline__ float block_sum(float x, float* scratch) {
   x = warp_sum(x);
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
@@ -403,9 +403,9 @@ __device__ __forceinline__ constexpr auto round_up(A a, B b) {
 __device__ __forceinline__ unsigned shared_address(const void* p) {
   return unsigned(__cvta_generic_to_shared(p));
 }
-// Begins to copy 16 bytes from global to shared memory, past registers and L1; zeros, and nothing read, if not `valid`.
-// Both addresses are multiples of 16. The bytes are there for this thread after copy_async_wait(), for others after a
-// barrier besides.
+// Starts copying 16 bytes from global to shared memory, past registers and L1; if not `valid`, writes zeros and reads
+// nothing. Both addresses are multiples of 16. This thread can read the bytes after copy_async_wait(), others after a
+// barrier as well.
 __device__ __forceinline__ void copy_async_16(void* to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :
@@ -415,17 +415,18 @@ __device__ __forceinline__ void copy_async_16(void* to, const void* from, bool v
 __device__ __forceinline__ void copy_async_wait() {
   asm volatile("cp.async.wait_all;" : : : "memory");
 }
-// Makes a group of what this thread has begun to copy since it last did; it may be nothing.
+// Makes a group, which may be empty, of this thread's copies since the last group.
 __device__ __forceinline__ void copy_async_commit() {
   asm volatile("cp.async.commit_group;" : : : "memory");
 }
-// Waits for this thread's groups but the last N.
+// Waits for this thread's groups except the last N.
 template <int N>
 __device__ __forceinline__ void copy_async_wait_but() {
   asm volatile("cp.async.wait_group %0;" : : "n"(N) : "memory");
 }
-// Four 8x8 matrices of 16-bit elements from shared memory. Lane 8 * m + r gives the address of row r of matrix m, 16
-// bytes; lane l gets of each matrix the elements 2 * (l % 4) and the next of row l / 4 or, transposed, of column l / 4.
+// Loads four 8x8 matrices of 16-bit elements from shared memory. Lane 8 * m + r gives the address of row r of matrix m,
+// 16 bytes; lane l gets the elements 2 * (l % 4) and the next of row l / 4 of each matrix or, transposed, of column l /
+// 4.
 __device__ __forceinline__ void load_matrices(unsigned (&m)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -465,7 +466,7 @@ inline void load_matrices_transposed(unsigned (&m)[4], const void* row, int line
 
 // ---- arithmetic that is the same on every device
 
-// Rounded to nearest even, subnormal numbers included: the options of the compiler would take those for 0.
+// Rounded to nearest even, including subnormals, which the compiler's options would flush to 0.
 __device__ __forceinline__ float subtract_exact(float a, float b) {
 #ifdef __CUDACC__
   float difference;

@@ -1,38 +1,38 @@
 // Paged attention of single new tokens: the engine's decode kernel, on tensor cores.
 //
-// Each token brings 1 query row per head and reads the K and V of its whole context once: the kernel is as good as it
-// keeps the memory busy. So a block takes all query heads that share a KV head (their K and V are read once), long
-// contexts are split over blocks (merge_splits.cuh), and K and V go from global memory straight into the registers of
-// the matrix instruction, 16 bytes a lane, without a detour through shared memory. Pages as in Kwon et al. 2023, the
-// running softmax as in Milakov & Gimelshein 2018.
+// Each token has 1 query row per head and reads the K and V of its whole context once, so memory bandwidth is the
+// limit. Therefore a block processes all query heads of a KV head (K and V are read once), long contexts are split over
+// blocks (merge_splits.cuh), and K and V are loaded from global memory straight into the registers of the matrix
+// instruction, 16 bytes per lane, without shared memory. Pages as in Kwon et al. 2023, online softmax as in Milakov &
+// Gimelshein 2018.
 //
-// A warp takes 16 tokens at a time (a tile) and computes, with the tokens or dims as the 16 rows of mma.m16n8k16 and 8
-// query heads as its columns,
+// A warp processes 16 tokens at a time (a tile) and computes, with the tokens or dims as the 16 rows of mma.m16n8k16
+// and 8 query heads as its columns,
 //     scores^T [16 tokens, 8 heads] = K [16, HEAD] * Q^T [HEAD, 8]
 //     out^T    [HEAD, 8 heads]     += V^T [HEAD, 16] * P^T [16 tokens, 8]
 // The order of a product's inner index is free as long as both operands agree on it, and so is the order of its rows.
 // Hence lane (row = lane / 4, quad = lane % 4) loads
 //     of K  the dims K_VEC * quad ... of the tokens row and row + 8: 2 pieces of 16 bytes for every 4 * K_VEC dims;
 //     of V  the dims V_VEC * row ... of the tokens 2 quad, 2 quad + 1, 2 quad + 8, 2 quad + 9,
-// which are whole pieces of rows in any layout whose rows are contiguous. Dims of V pair up across tokens by byte
-// permutation. The probabilities leave the first product with a lane holding one token of two heads and enter the
-// second with two tokens of one head: transpose_8x8 stands between.
+// which are contiguous pieces of rows in any layout whose rows are contiguous. Dims of V are paired across tokens by
+// byte permutation. In the result of the first product a lane has one token of two heads, and in the operand of the
+// second two tokens of one head: transpose_8x8 converts.
 //
-// A float8 cache is widened to half in registers; a bfloat16 query is then brought to half by a power of two per head.
+// A float8 cache is widened to half in registers; a bfloat16 query is then converted to half, scaled by a power of two
+// per head.
 #pragma once
 #include "decode_pages.cuh"
 
-// Blocks that share a multiprocessor: as many as leave registers enough to hold a tile of K and one of V.
+// Concurrent blocks per multiprocessor: as many as leave enough registers for a tile of K and one of V.
 template <class Cache, int HEAD, int HEAD_TILES, bool SMALL_BLOCKS>
 constexpr int decode_blocks() {
   if (HEAD * HEAD_TILES <= 64) return 4;
   return HEAD * HEAD_TILES <= (SMALL_BLOCKS && !kIsFp8<Cache> ? 96 : 128) ? 3 : 2;
 }
 
-// The query as the second operand of K * Q^T: of head `row` of each tile of heads the dims that the lane has of K.
-// column(h) is where the row of head h lies; null: there is none, and it is 0. `scale` becomes what the products have
-// to be multiplied with, for the heads whose products the lane will hold: `factor`, and what a head was divided by to
-// fit the range of half.
+// Loads the query as the second operand of K * Q^T: for head `row` of each tile of heads, the dims of K that the lane
+// has. column(h) is the row of head h; null: there is none, and it is 0. `scale` becomes the factor of the products of
+// the heads whose results the lane will have: `factor`, and the divisor that made the head fit the range of half.
 template <class T, class Cache, int HEAD, int HEAD_TILES, class Column>
 __device__ __forceinline__ void load_query(
     unsigned (&q)[HEAD_TILES][DecodeShape<T, Cache, HEAD>::CHUNKS][DecodeShape<T, Cache, HEAD>::K_VEC / 2],
@@ -61,7 +61,7 @@ __device__ __forceinline__ void load_query(
     scale[n][0] = scale[n][1] = factor;
     if constexpr (!kSame<T, typename S::Operand>) {
       most = group_max<4>(most);
-      const unsigned exponent = min(max(__float_as_uint(most) >> 23, 1u), 253u);  // of what 2^x the head is largest
+      const unsigned exponent = min(max(__float_as_uint(most) >> 23, 1u), 253u);  // of the head's largest element
       const float down = __uint_as_float((254 - exponent) << 23), up = __uint_as_float(exponent << 23);
 #pragma unroll
       for (int c = 0; c < S::CHUNKS; ++c)
@@ -76,14 +76,14 @@ __device__ __forceinline__ void load_query(
   }
 }
 
-// What turns a scaled product q * k into an exponent of 2.
+// Converts a scaled product q * k to an exponent of 2.
 struct Scoring {
   float cap;            // in base 2; 0: none
   const float* slopes;  // ALiBi, [heads] of the block, or null
   int heads;
 };
 
-// Running softmax of the heads 2 quad and 2 quad + 1 of each tile of heads; `sum` counts the lane's own tokens only.
+// Online softmax of the heads 2 quad and 2 quad + 1 of each tile of heads; `sum` counts only the lane's own tokens.
 template <int HEAD_TILES>
 struct Softmax {
   float top[HEAD_TILES][2], sum[HEAD_TILES][2], scale[HEAD_TILES][2];
@@ -95,8 +95,8 @@ struct Softmax {
       for (int i = 0; i < 2; ++i) top[n][i] = -INFINITY, sum[n][i] = 0.f;
   }
 
-  // Products to probabilities relative to `top`, in place, for one tile of heads. `fix` is what all that has been
-  // summed relative to the old top has to be multiplied with. products[i]: token row + 8 (i / 2), head 2 quad + i % 2.
+  // Converts products to probabilities relative to `top`, in place, for one tile of heads. `fix` is the factor for all
+  // sums relative to the old top. products[i]: token row + 8 (i / 2), head 2 quad + i % 2.
   template <class Pages>
   __device__ __forceinline__ void add(float (&products)[4], float (&fix)[2], int n, int tile, const Pages& pages,
                                       const Scoring& scoring) {
@@ -124,7 +124,7 @@ struct Softmax {
       float now = fmaxf(products[i], products[i + 2]);
 #pragma unroll
       for (int lanes = 4; lanes < 32; lanes *= 2) now = fmaxf(now, __shfl_xor_sync(~0u, now, lanes));
-      now = fmaxf(now, top[n][i]);  // finite: some token of the tile is seen
+      now = fmaxf(now, top[n][i]);  // finite, as some token of the tile is seen
       fix[i] = exp2_fast(top[n][i] - now);
       top[n][i] = now;
       products[i] = exp2_fast(products[i] - now);
@@ -134,7 +134,7 @@ struct Softmax {
   }
 };
 
-// out += V^T * P^T. Rows `row` and row + 8 of product j are the dims 2 j and 2 j + 1 of what the lane has of V.
+// out += V^T * P^T. Rows `row` and row + 8 of product j are the dims 2 j and 2 j + 1 of the lane's part of V.
 template <class S, class M, class Cache, int HEAD_TILES>
 __device__ __forceinline__ void accumulate(float (&o)[HEAD_TILES][S::SETS][S::PAIRS][4],
                                            const unsigned (&v)[4][S::SETS][S::V_WORDS],
@@ -150,7 +150,7 @@ __device__ __forceinline__ void accumulate(float (&o)[HEAD_TILES][S::SETS][S::PA
     }
 }
 
-// A warp's unnormalised output, maxima and sums to shared memory: [heads][PITCH].
+// Writes a warp's unnormalised output, maxima and sums to shared memory: [heads][PITCH].
 template <class S, int HEAD, int HEAD_TILES>
 __device__ __forceinline__ void share(float* mine, const float (&o)[HEAD_TILES][S::SETS][S::PAIRS][4],
                                       const Softmax<HEAD_TILES>& softmax) {
@@ -174,12 +174,12 @@ __device__ __forceinline__ void share(float* mine, const float (&o)[HEAD_TILES][
     }
 }
 
-// What a warp has of a split: every WARPS-th of the tiles from its first one on, up to `past`, into `o` (zeros before)
-// and `softmax`. `own` is the warp's shared memory for what it will share. What a column gets does not depend on the
-// others: all that is between columns is whether a product by 1 is made.
+// Computes a warp's part of a split: every WARPS-th tile from its first one on, up to `past`, into `o` (zeros before)
+// and `softmax`. `own` is the warp's shared memory for `share`. A column's result does not depend on other columns:
+// they only decide whether it is multiplied by 1.
 //
-// FETCH: bring V a tile ahead to L2, and K two, while a tile is computed. ptxas sinks the loads of V behind the first
-// product on some architectures, where registers are short; L2 has room. A variant to measure: no bit depends on it.
+// FETCH: prefetch V one tile ahead to L2, and K two, while a tile is computed. On some architectures ptxas moves the
+// loads of V after the first product when registers are short; L2 has room. A variant to measure: no bit depends on it.
 template <class T, class Cache, int HEAD, int HEAD_TILES, bool SMALL_BLOCKS, int WARPS, bool FETCH, class Column>
 __device__ __forceinline__ void attend_tiles(
     float (&o)[HEAD_TILES][DecodeShape<T, Cache, HEAD>::SETS][DecodeShape<T, Cache, HEAD>::PAIRS][4],
@@ -255,11 +255,11 @@ __device__ __forceinline__ void attend_tiles(
     here = next;
     next = after;
   }
-  if constexpr (S::Q_SHARED) __syncwarp();  // what comes next may write over what another lane kept
+  if constexpr (S::Q_SHARED) __syncwarp();  // the next writes may overwrite another lane's data
 }
 
-// One head's dims d and d + 1 over all warps, in their order, from what `share` left at `head`. `lse` and `sink`, a
-// score that attends to nothing or -INFINITY, are in base 2.
+// Merges one head's dims d and d + 1 over all warps, in their order, from the data that `share` wrote to `head`. `lse`
+// and `sink`, the logit of an attention sink or -INFINITY, are in base 2.
 template <int HEAD, int WARPS>
 __device__ __forceinline__ float2 merge_warps(const float* head, int warp_stride, int d, float sink, float& lse) {
   float top = sink;
@@ -271,7 +271,7 @@ __device__ __forceinline__ float2 merge_warps(const float* head, int warp_stride
   for (int w = 0; w < WARPS; ++w) {
     const float2 state = load_as<float2>(head + w * warp_stride + HEAD);
     const float2 part = load_as<float2>(head + w * warp_stride + d);
-    const float weight = exp2_fast(state.x - top);  // 0 for a warp that had no tile
+    const float weight = exp2_fast(state.x - top);  // 0 for a warp without a tile
     total += weight * state.y;
     value.x += weight * part.x;
     value.y += weight * part.y;
@@ -283,14 +283,14 @@ __device__ __forceinline__ float2 merge_warps(const float* head, int warp_stride
 // Grid (any number of blocks to share the work, num_kv_heads * tiles of heads); shared memory for
 // WARPS * 8 * HEAD_TILES * PITCH floats.
 //
-// The work is a list of (token, sequence, tokens that it sees, split). A split is written straight into `out` where it
-// is the row's only one, else into part_out and part_lse, and whichever block is the last to have written one of the
-// row merges them. There all splits of a row stand one after another, and so they do in the list, where their places
-// are. A row that sees nothing becomes 0, and rows that are not in the list stay as they are. Nothing in a cache or a
-// table is read that is not seen, but for the rest of a seen tile inside its block.
+// The work is a list of (token, sequence, tokens that it sees, split). A row's only split is written straight into
+// `out`; several are written into part_out and part_lse, and the block that writes a row's last one merges them. The
+// splits of a row are adjacent there, and in the list, whose indices are used. A row that sees nothing becomes 0, and
+// rows that are not in the list are unchanged. Only seen entries of caches and tables are read, and the rest of a seen
+// tile inside its block.
 //
-// Where the second number of the list is not 0, the splits of a row that stand in it are its last ones, and the others
-// are written by a launch before this one (cascade_attention.cuh), which also counts them as arrived.
+// If the second number of the list is not 0, the splits of a row in the list are its last ones, and the others are
+// written by an earlier launch (cascade_attention.cuh), which also counts them as arrived.
 template <class T, class Cache, int HEAD, int HEAD_TILES, bool SMALL_BLOCKS, int WARPS, bool FETCH = false>
 __global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_TILES, SMALL_BLOCKS>()))
     decode_attention(
@@ -303,12 +303,12 @@ __global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_T
         const Cache* __restrict__ v_cache,       // alike, the same strides
         const int* __restrict__ block_tables,    // [num_seqs, table_stride]
         const int* __restrict__ work,            // the list
-        const int* __restrict__ firsts,          // [length of the list], the place of its row's first split; or null
+        const int* __restrict__ firsts,          // [length of the list], index of its row's first split; or null
         const float* __restrict__ alibi_slopes,  // [num_heads] or null
         const float* __restrict__ sinks,         // [num_heads] or null
         int64 out_stride, int64 query_stride, int64 table_stride, int64 block_stride, int64 head_stride,
         int token_stride, int num_heads, int num_kv_heads, int block_shift, int window,
-        int split_tiles,  // 0: as a row's length has it
+        int split_tiles,  // 0: from a row's length
         float factor,     // on q * k: to base 2, or with a cap to units of the cap
         float cap,        // in base 2; 0: none
         float v_scale) {
@@ -346,14 +346,14 @@ __global__ void __launch_bounds__(WARPS * 32, (decode_blocks<Cache, HEAD, HEAD_T
                                                                          scoring, factor);
     share<S, HEAD>(mine, o, softmax);
     __syncthreads();
-    const Work own = work_again(work, at);  // so that the loop needs no registers for it
+    const Work own = work_again(work, at);  // loaded again, so that the loop needs no registers for it
     const int splits = cut_of(own.c, window, split_tiles).splits();
     T* const row = out + own.a * out_stride + head * HEAD;
     const bool only = splits == 1;
-    const int first = number_again(work, 1) ? number_again(firsts, at) : at - own.d;  // the row's first split's place
+    const int first = number_again(work, 1) ? number_again(firsts, at) : at - own.d;  // index of the row's first split
     for (int i = threadIdx.x; i < heads * (HEAD / 2); i += WARPS * 32) {
       const int h = i / (HEAD / 2), d = i % (HEAD / 2) * 2;
-      // Where there are several splits the sink joins when they are merged.
+      // With several splits, the sink is added when they are merged.
       const float sink = sinks && only ? kLog2e * sinks[head + h] : -INFINITY;
       float lse;
       float2 value = merge_warps<HEAD, WARPS>(shared + h * S::PITCH, HEADS * S::PITCH, d, sink, lse);

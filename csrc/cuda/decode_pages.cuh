@@ -1,5 +1,5 @@
-// How a warp of the decode kernel gets a tile of K and V from the paged cache into the registers of mma.m16n8k16, for
-// any layout whose rows are contiguous. decode_attention.cuh says which lane holds what, and why.
+// Loads of the decode kernel: tiles of K and V from the paged cache into the registers of mma.m16n8k16, for any layout
+// whose rows are contiguous. decode_attention.cuh explains the layout over lanes.
 #pragma once
 #include "merge_splits.cuh"
 
@@ -17,7 +17,7 @@ struct DecodeShape {
   static_assert(HEAD % 8 == 0 && HEAD <= 256);
   static_assert(kSame<Cache, T> || kIsFp8<Cache>);
   using Operand = typename Either<kIsFp8<Cache>, __half, T>::type;  // what the tensor cores multiply
-  // Elements of one access of a lane: 16 bytes, or 8 where 16 bytes of float8 would leave lanes idle or be misaligned.
+  // Elements of a lane's access: 16 bytes, or 8 if 16 bytes of float8 would leave lanes idle or be misaligned.
   static constexpr int K_VEC = kIsFp8<Cache> && HEAD % 64 == 0 ? 16 : 8;
   static constexpr int V_VEC = kIsFp8<Cache> && HEAD % 128 == 0 ? 16 : 8;
   static constexpr int K_WORDS = K_VEC * sizeof(Cache) / 4, V_WORDS = V_VEC * sizeof(Cache) / 4;
@@ -25,8 +25,8 @@ struct DecodeShape {
   static constexpr int SETS = ceil_div(HEAD, 8 * V_VEC);    // accesses of a lane to one token of V
   static constexpr int STEPS = K_VEC / 4;                   // matrix instructions for one chunk, 16 dims each
   static constexpr int PAIRS = V_VEC / 2;                   // matrix instructions for one set, 16 dims each
-  // Whether a lane's part of Q waits in shared memory between tiles: with K, V and the output of large heads there are
-  // no registers for it.
+  // Whether a lane's part of Q is in shared memory between tiles: with K, V and the output of large heads there are not
+  // enough registers.
   static constexpr bool Q_SHARED = HEAD > 192 && !kIsFp8<Cache>;
   static constexpr int PITCH = HEAD + 2;  // floats of a head in shared memory: out, max, sum
 };
@@ -63,7 +63,7 @@ __device__ __forceinline__ unsigned across(const unsigned (&a)[WORDS], const uns
   }
 }
 
-// Where the tokens of one sequence lie in the cache of one KV head, and how a lane loads its part of a tile.
+// The pages of one sequence in the cache of one KV head, and a lane's loads of a tile.
 template <class T, class Cache, int HEAD, bool SMALL_BLOCKS>
 struct Pages {
   using S = DecodeShape<T, Cache, HEAD>;
@@ -77,7 +77,7 @@ struct Pages {
   int token_stride, block_shift;  // a block has 1 << block_shift tokens
   Cut cut;
 
-  // The block of a tile that may lie past the end. Blocks of less than a tile are looked up token by token instead.
+  // The block of a tile that may be past the end. Blocks smaller than a tile are looked up token by token instead.
   __device__ __forceinline__ int find(int tile) const {
     return SMALL_BLOCKS ? 0 : table[min(tile, cut.past - 1) * kTile >> block_shift];
   }
@@ -110,7 +110,7 @@ struct Pages {
         load_words(v[t][s], from + 8 * S::V_VEC * s, 8 * S::V_VEC * s + lane_dim < HEAD);
     }
   }
-  // Begins to bring a tile of `keys` or `values` to L2, a line of 128 bytes a lane.
+  // Prefetches a tile of `keys` or `values` to L2, a line of 128 bytes per lane.
   __device__ __forceinline__ void prefetch(const Cache* base, int tile, int block) const {
     constexpr int ROW_BYTES = HEAD * sizeof(Cache), LINES = ceil_div(ROW_BYTES, 128);
 #pragma unroll
@@ -124,7 +124,7 @@ struct Pages {
     return tile * kTile < cut.begin || (tile + 1) * kTile > cut.end;
   }
   __device__ __forceinline__ bool sees(int token) const { return token >= cut.begin && token < cut.end; }
-  // What is not seen may be anything, NaN too, and 0 * NaN is not 0.
+  // Tokens that are not seen may have any value, also NaN, and 0 * NaN is not 0.
   __device__ __forceinline__ void clear_unseen(V& v, int tile) const {
     const int quad = threadIdx.x % 4;
 #pragma unroll

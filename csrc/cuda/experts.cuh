@@ -1,16 +1,16 @@
-// The matrix products of a layer's experts. What is computed is said in vllm_lite/layers/moe/expert_matmul.py; the
-// plain twin is LoopedExperts there.
+// Matrix products of a layer's experts, as defined in vllm_lite/layers/moe/expert_matmul.py; the reference is
+// LoopedExperts there.
 //
-// A pair is a token with one of the experts that it has chosen: pair p is that of token p / top. The pairs are put in
-// the order of their experts, and those of experts that another rank holds behind them. Each launch is for all experts:
+// A pair is a token with one of its experts: pair p is that of token p / top. Pairs are sorted by expert, followed by
+// those of other ranks' experts. Each launch is for all experts:
 //     sort_pairs     chosen -> where each pair lies in that order, and where the pairs of each expert begin
 //     expert_tiles   gate and up with the activation, from x; then, once more, down from what that gave
 //     sum_experts    the outputs of a token's experts, weighted and added
-// No grid and no size depends on what was chosen: blocks without work return. So a CUDA graph can hold all of it, and
-// nothing waits for the host.
+// No grid and no size depends on the chosen experts: blocks without work return. So a CUDA graph can contain all
+// launches, and nothing waits for the host.
 //
-// A row's bits depend on the row and its expert only: whichever tile it is in, the products of an output are added up
-// in the same order.
+// A row's bits depend only on the row and its expert: in every tile, the products of an output are added up in the same
+// order.
 #pragma once
 #include "fused.cuh"
 
@@ -23,8 +23,8 @@ constexpr int ROW_BYTES = 128;      // of a row of a tile in shared memory, whic
 constexpr int PITCH_BYTES = 144;    // from one row to the next: an odd number of 16 bytes, no conflicts
 constexpr int CHUNKS = ROW_BYTES / 16;
 
-// Pairs of tiles, of rows and of columns, in shared memory: all but one are on their way while that is multiplied. Few
-// rows are few blocks, whose bytes on their way have to fill memory; many rows are many, and compute.
+// Pairs of tiles (rows and columns) in shared memory: all but one are being loaded while that one is multiplied. Few
+// rows make few blocks, whose loads must fill the memory bandwidth; many rows make many blocks, limited by computing.
 constexpr int stages(int row_tiles) {
   return row_tiles == 1 ? 4 : 2;
 }
@@ -52,7 +52,7 @@ __device__ __forceinline__ float swiglu_oai(float gate, float up) {
   return (up + 1.f) * gate / (1.f + expf(-1.702f * gate));
 }
 
-// What a gated MLP makes of a gate and an up that are rounded to T: rounded once, or behind the activation as well.
+// The output of a gated MLP for gate and up rounded to T: rounded once, or after the activation as well.
 template <class T, class O, Activation KIND>
 __device__ __forceinline__ O gated(float gate, float up) {
   if constexpr (KIND == SWIGLU_OAI)
@@ -61,9 +61,8 @@ __device__ __forceinline__ O gated(float gate, float up) {
     return from_float<O>(to_float(from_float<T>(activated<KIND>(gate))) * up);
 }
 
-// 16 bytes from global to shared memory, of which only the first `left` elements exist; the others become zeros.
-// VECTOR: `left` is 0 or all, and `from` a multiple of 16 bytes. They are there after a wait for the copies and a
-// barrier.
+// Copies 16 bytes from global to shared memory; only the first `left` elements exist, the others become zeros. VECTOR:
+// `left` is 0 or all, and `from` a multiple of 16 bytes. Readable after a wait for the copies and a barrier.
 template <class T, bool VECTOR>
 __device__ __forceinline__ void fetch(T* to, const T* from, int left) {
   if constexpr (VECTOR) {
@@ -74,8 +73,8 @@ __device__ __forceinline__ void fetch(T* to, const T* from, int left) {
   }
 }
 
-// sums += rows * columns^T over the depth of one tile. Both lie in shared memory, PITCH_BYTES apart. A warp has all
-// rows and, in sums[.][t], the columns 32 * t + 8 * warp + [0, 8), in the layout of an mma's result.
+// sums += rows * columns^T over the depth of one tile. Both are in shared memory, with rows PITCH_BYTES apart. A warp
+// computes all rows and, in sums[.][t], the columns 32 * t + 8 * warp + [0, 8), in the layout of an mma's result.
 template <class T, int MT>
 __device__ __forceinline__ void multiply(float (&sums)[MT][2][4], const T* rows, const T* columns) {
   constexpr int PITCH = PITCH_BYTES / sizeof(T), DEPTH = ROW_BYTES / sizeof(T);
@@ -91,7 +90,7 @@ __device__ __forceinline__ void multiply(float (&sums)[MT][2][4], const T* rows,
           sums[m][i / 4][i % 4] = fmaf(a, b, sums[m][i / 4][i % 4]);
         }
   } else {
-    // Lane 8 * i + r brings row r of the i-th of four 8x8 matrices.
+    // Lane 8 * i + r loads row r of the i-th of four 8x8 matrices.
     const int matrix = lane / 8, r = lane % 8;
     const T* const a_row = rows + (matrix % 2 * 8 + r) * PITCH + matrix / 2 * 8;
     const T* const b_row = columns + (matrix / 2 * 32 + first + r) * PITCH + matrix % 2 * 8;
@@ -112,9 +111,9 @@ __device__ __forceinline__ void multiply(float (&sums)[MT][2][4], const T* rows,
 
 }  // namespace experts
 
-// The pairs in the order of their experts, those of one in the order of their numbers. Expert e of [first, first +
-// held) has the places [starts[e - first], starts[e - first + 1]); starts[held] and later places are those of other
-// experts. Grid: held + 1, block: whole warps, up to experts::SORT_THREADS. Shared memory: 2 ints for each warp.
+// Sorts the pairs by expert, and those of one expert by number. Expert e of [first, first + held) has the places
+// [starts[e - first], starts[e - first + 1]); starts[held] and later places are those of other experts. Grid: held + 1,
+// block: whole warps, up to experts::SORT_THREADS. Shared memory: 2 ints per warp.
 __global__ void __launch_bounds__(experts::SORT_THREADS)
     sort_pairs(const int* __restrict__ chosen,  // [num_pairs]
                int* __restrict__ pairs,         // [num_pairs], which pair is at each place
@@ -126,7 +125,7 @@ __global__ void __launch_bounds__(experts::SORT_THREADS)
   const int warps = blockDim.x / 32;
   int* const counts_before = own_counts + warps;
   const int group = blockIdx.x, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // This warp's pairs, and which group each is of.
+  // This warp's pairs, and the group of each.
   const int share = round_up(ceil_div(num_pairs, warps), 32), low = min(warp * share, num_pairs);
   const int high = min(low + share, num_pairs);
   const auto group_of = [&](int pair) {
@@ -229,7 +228,7 @@ __global__ void __launch_bounds__(experts::THREADS, MT == 4 && VECTOR ? 5 : 4)
     }
     for (int step = 0; step < steps; ++step) {
       copy_async_wait_but<STAGES - 2>();
-      __syncthreads();  // all of this step is there, and nobody reads the pair before any more
+      __syncthreads();  // this step is loaded, and the previous pair is no longer read
       if (step + STAGES - 1 < steps) begin(step + STAGES - 1);
       copy_async_commit();
       const T* const pair = tiles + step % STAGES * TILE;
@@ -260,9 +259,9 @@ __global__ void __launch_bounds__(experts::THREADS, MT == 4 && VECTOR ? 5 : 4)
   }
 }
 
-// out[token] = the sum of weight * (wide + its expert's bias) over the token's pairs of experts in [first, first +
-// held), in float in the order of the experts' numbers, rounded once; without biases, `biases` is null. W: T or float.
-// Grid: (tokens, ceil(size / threads)). Shared memory: 3 * top words.
+// out[token] = the sum of weight * (wide + its expert's bias) over the token's pairs with experts in [first, first +
+// held), in float in the order of the experts' numbers, rounded once; `biases` may be null. W: T or float. Grid:
+// (tokens, ceil(size / threads)). Shared memory: 3 * top words.
 template <class T, class W>
 __global__ void sum_experts(T* __restrict__ out,                // [num_tokens, size], rows strided
                             const W* __restrict__ wide,         // [num_pairs, size], in the order of places

@@ -1,9 +1,9 @@
-// The small operations between matrix products. What each computes, and where it rounds, is said in
-// vllm_lite/kernels/ops.py. Arithmetic is in float32.
+// The small operations between matrix products, as defined, with their rounding, in vllm_lite/kernels/ops.py.
+// Arithmetic is in float32.
 //
-// T is float, __half or __nv_bfloat16. N elements are moved at a time: 16 bytes where a row's length, stride and
-// address allow it, else 1. Strides are in elements. One thread block per row; how its threads share a row depends on
-// the row's length only, so that a row's result does not depend on how many others are computed with it.
+// T is float, __half or __nv_bfloat16. N elements are moved at a time: 16 bytes if a row's length, stride and address
+// allow it, else 1. Strides are in elements. There is one thread block per row; the division of a row among its threads
+// depends only on its length, so a row's result does not depend on the number of rows.
 #pragma once
 #include "common.cuh"
 
@@ -46,8 +46,8 @@ __device__ __forceinline__ void normalize(const T* row, const T* weight, T* out,
   }
 }
 
-// x, out: [num_rows, size]. Row r lies (r / inner) outer strides and (r % inner) inner strides behind the first: the
-// rows of [num_tokens, inner, size]. Grid: num_rows. Shared memory: 32 floats.
+// x, out: [num_rows, size]. The offset of row r is (r / inner) outer strides and (r % inner) inner strides: the rows of
+// [num_tokens, inner, size]. Grid: num_rows. Shared memory: 32 floats.
 template <class T, int N>
 __global__ void rms_norm(const T* x, const T* weight, T* out, int size, float eps, int inner, int64 x_outer,
                          int64 x_inner, int64 out_outer, int64 out_inner) {
@@ -83,7 +83,7 @@ __global__ void add_rms_norm(T* residual, const T* x, const T* weight, T* out, i
       values[j] = to_float(from_float<T>(values[j] + more[j]));
       sum = fmaf(values[j], values[j], sum);
     }
-    store_floats(row + i, values);  // read again, by this same thread, in normalize()
+    store_floats(row + i, values);  // read again by the same thread in normalize()
   }
   sum = block_sum(sum, scratch);
   normalize<T, N>(row, weight, out + blockIdx.x * out_stride, size, sum, eps);
@@ -91,9 +91,8 @@ __global__ void add_rms_norm(T* residual, const T* x, const T* weight, T* out, i
 
 // ---- rotary embedding
 
-// Turns `low` and `high`, elements [i, i + N) and [half + i, half + i + N) of one head, against each other, rounds
-// once, and stores them there. The fused multiply-add is written out, so that every kernel that turns gives the same
-// bits.
+// Rotates `low` and `high`, elements [i, i + N) and [half + i, half + i + N) of one head, rounds once, and stores them
+// there. The fused multiply-add is explicit, so that all kernels that rotate give the same bits.
 template <class T, int N>
 __device__ __forceinline__ void turn_values(T* head, const T* cos, const T* sin, int half, int i, float (&low)[N],
                                             float (&high)[N]) {
@@ -112,7 +111,7 @@ __device__ __forceinline__ void turn_values(T* head, const T* cos, const T* sin,
   store_floats(head + half + i, high);
 }
 
-// The same for what lies there.
+// The same for the stored elements.
 template <class T, int N>
 __device__ __forceinline__ void turn(T* head, const T* cos, const T* sin, int half, int i, float (&low)[N],
                                      float (&high)[N]) {
@@ -121,7 +120,7 @@ __device__ __forceinline__ void turn(T* head, const T* cos, const T* sin, int ha
   turn_values<T, N>(head, cos, sin, half, i, low, high);
 }
 
-// heads: [num_tokens, num_heads, head_size], turned in place; cos, sin: [num_tokens, head_size]. Grid: num_tokens.
+// heads: [num_tokens, num_heads, head_size], rotated in place; cos, sin: [num_tokens, head_size]. Grid: num_tokens.
 template <class T, int N>
 __global__ void rotate(T* heads, const T* cos, const T* sin, int num_heads, int head_size, int64 token_stride,
                        int64 head_stride, int64 cos_stride, int64 sin_stride) {
@@ -171,8 +170,8 @@ __global__ void gelu_and_mul(const T* gate_up, T* out, int size, int64 row_strid
 
 // ---- sums
 
-// residual += sigmoid(gates) * x, rounded once. residual, x: [num_rows, size]; gates: a float for each row. Grid:
-// (num_rows, ceil(size / N / threads)).
+// residual += sigmoid(gates) * x, rounded once. residual, x: [num_rows, size]; gates: a float per row. Grid: (num_rows,
+// ceil(size / N / threads)).
 template <class T, int N>
 __global__ void add_gated(T* residual, const T* x, const float* gates, int size, int64 residual_stride, int64 x_stride,
                           int64 gates_stride) {

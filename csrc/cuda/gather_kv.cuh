@@ -1,4 +1,4 @@
-// K and V of sequences from their pages into contiguous rows: what attention that knows no pages is given.
+// Copies the K and V of sequences from their pages into contiguous rows, for attention without pages.
 #pragma once
 #include "common.cuh"
 
@@ -6,9 +6,9 @@ namespace gather {
 constexpr int TOKENS = 32, THREADS = 128;  // of a block
 }
 
-// Grid: (ceil(most rows of a sequence / gather::TOKENS), sequences), block: gather::THREADS. Sequence i fills the rows
-// kv_start_loc[i] .. kv_start_loc[i + 1] with the last of its seq_lens[i] tokens; no rows means that it is left out.
-// T: __half or __nv_bfloat16; C: T or a float8, which is widened and multiplied by its scale. 8 elements are moved at a
+// Grid: (ceil(maximum rows of a sequence / gather::TOKENS), sequences), block: gather::THREADS. Sequence i fills the
+// rows kv_start_loc[i] .. kv_start_loc[i + 1] with the last of its seq_lens[i] tokens; without rows it is skipped. T:
+// __half or __nv_bfloat16; C: T or a float8, which is widened and multiplied by its scale. 8 elements are moved at a
 // time: addresses are multiples of 8 elements.
 template <class T, class C>
 __global__ void __launch_bounds__(gather::THREADS)
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(gather::THREADS)
               int kv_heads, int head_size, int block_size, float k_scale, float v_scale) {
   const int sequence = blockIdx.y, first_row = kv_start_loc[sequence], rows = kv_start_loc[sequence + 1] - first_row;
   const int first = int(blockIdx.x) * gather::TOKENS, chunks = head_size / 8, per_token = kv_heads * chunks;
-  const int before = seq_lens[sequence] - rows;  // tokens of the sequence that are not asked for
+  const int before = seq_lens[sequence] - rows;  // skipped tokens of the sequence
   const int* table = block_tables + int64(sequence) * table_stride;
   for (int i = threadIdx.x; i < min(gather::TOKENS, rows - first) * per_token; i += gather::THREADS) {
     const int row = first + i / per_token, head = i % per_token / chunks, chunk = i % chunks, position = before + row;

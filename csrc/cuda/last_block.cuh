@@ -1,10 +1,10 @@
-// Blocks that work together without waiting for each other: the one that comes last goes on with what all have written.
+// Blocks that cooperate without waiting for each other: the last one to arrive continues with the results of all.
 #pragma once
 #include "common.cuh"
 
 #ifdef __CUDACC__
-// What other blocks of the launch have written, behind `comes_last`: past the cache that is a multiprocessor's own, so
-// that no older line of it can be met. p is a multiple of the size.
+// Loads data that other blocks of the launch have written, after `comes_last`: bypasses the multiprocessor's L1, which
+// may have an older line. p is a multiple of the size.
 __device__ __forceinline__ float load_fresh(const float* p) {
   float v;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(p));
@@ -20,7 +20,7 @@ __device__ __forceinline__ uint4 load_fresh4(const void* p) {
   asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
-#else  // the emulator's twins
+#else  // for the emulator
 inline float load_fresh(const float* p) {
   return *p;
 }
@@ -32,14 +32,14 @@ inline uint4 load_fresh4(const void* p, int line = __builtin_LINE()) {
 }
 #endif
 
-// Whether this block is the last of `count` that come here with the same `arrived`, which is 0 before the first comes.
-// The last one can read, by load_fresh, all that the others wrote before; it waits for nobody, so blocks may run in any
-// order and one after another. All threads must take part; `flag` is shared memory that they do not use meanwhile.
+// Whether this block is the last of `count` that call this with the same `arrived`, which is 0 before the first call.
+// The last one can read, with load_fresh, everything that the others wrote before; it waits for nobody, so blocks may
+// run in any order and one after another. All threads must call it; `flag` is shared memory that is not used meanwhile.
 //
-// Why that holds: each thread's writes come before its fence, the barrier puts them before the one addition of its
-// block, and additions to one address stand in an order. The last block's addition sees those of all others, its own
-// barrier and fence put its reads behind that. The counter is 0 again before the kernel ends, and nobody else of this
-// launch looks at it: the next launch, and every replay of a graph, finds it as the first one did.
+// Proof: each thread's writes are before its fence, the barrier orders them before the single addition of its block,
+// and additions to one address are ordered. The last block's addition sees those of all others, and its own barrier and
+// fence order its reads after that. The counter is 0 again before the kernel ends, and no other block of this launch
+// reads it: the next launch, and every replay of a graph, finds it as the first one did.
 __device__ __forceinline__ bool comes_last(int* arrived, int count, int* flag) {
   __threadfence();
   __syncthreads();

@@ -1,16 +1,16 @@
 // Paged attention over cached latents (MLA; DeepSeek-AI 2024): one KV head, whose V is the first VALUE elements of its
-// K, and many query heads. An entry of the work list is a row of a step and one of its splits; each row attends by
-// itself, whether it was decoded or is one of a prompt.
+// K, and many query heads. An entry of the work list is a row of a step and one of its splits; rows are computed
+// separately, for decodes and prompts.
 //
-// A block of 4 warps takes up to 16 * ROW_TILES heads of one row, so a latent is loaded once for all of them: tiles of
-// 32 tokens come by cp.async from their pages to shared memory, 16 bytes at a time, the next under the products of this
-// one. With the heads as the rows of mma.m16n8k16,
+// A block of 4 warps computes up to 16 * ROW_TILES heads of one row, so a latent is loaded once for all of them: tiles
+// of 32 tokens are copied by cp.async from their pages to shared memory, 16 bytes at a time, the next one during the
+// products of the current one. With the heads as the rows of mma.m16n8k16,
 //     scores [heads, 32 tokens]  = Q [heads, HEAD] * K^T       warp w computes those of the tokens 8 w ... 8 w + 7
 //     out    [heads, VALUE]     += P [heads, 32] * V           warp w has a quarter of the dims
-// so that neither the output (512 dims a head are more than a warp's registers hold) nor a score is computed twice.
-// Between the two the warps show each other their rows' maxima and P, in shared memory.
+// so that neither the output (512 dims per head exceed a warp's registers) nor a score is computed twice. In between,
+// the warps exchange their rows' maxima and P through shared memory.
 //
-// A row's bits depend on what it sees alone: where it is cut and the order of all sums follow from that.
+// A row's bits depend only on what it sees, which determines its splits and the order of all sums.
 #pragma once
 #include "merge_splits.cuh"
 
@@ -27,11 +27,11 @@ struct Shape {
   static constexpr int P_PITCH = KEYS + 8;            // alike, of a row of P
   static constexpr int UNITS = ceil_div(VALUE, 16);   // of 16 dims of the output
   static constexpr int OWN = ceil_div(UNITS, WARPS);  // of a warp
-  // Of T: Q, two tiles, P. Behind them a float for each warp and row.
+  // Elements of T: Q, two tiles, P. They are followed by a float for each warp and row.
   static constexpr int ELEMENTS = (ROWS + 2 * KEYS) * PITCH + ROWS * P_PITCH;
 };
 
-// One thread's share of moving tokens [begin, end) to shared memory: 8 neighbouring threads take one token, so that 128
+// A thread's part of copying tokens [begin, end) to shared memory: 8 neighbouring threads copy one token, so that 128
 // consecutive bytes are read together.
 template <class T, int HEAD, int DIMS, int PITCH>
 struct Loader {
@@ -46,7 +46,7 @@ struct Loader {
   __device__ __forceinline__ int token(int tile, int load) const {
     return begin + tile * KEYS + load * (THREADS / 8) + int(threadIdx.x) / 8;
   }
-  // Looks up the pages of a tile, ahead of its use. No table entry past the end is read.
+  // Looks up the pages of a tile, ahead of its use. Table entries past the end are not read.
   __device__ __forceinline__ void look_up(int tile) {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
@@ -54,7 +54,8 @@ struct Loader {
       page[i] = position < end ? table[position >> block_shift] : 0;
     }
   }
-  // Begins to move the tile that was looked up to `to`, [KEYS][PITCH]; tokens past the end are zeros, never read.
+  // Starts copying the tile that was looked up to `to`, [KEYS][PITCH]; tokens past the end become zeros and are not
+  // read.
   __device__ __forceinline__ void start(int tile, T* to) const {
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
@@ -70,8 +71,8 @@ struct Loader {
   }
 };
 
-// The part of `shape` that a warp has of the output, and the running softmax of its lane's rows: lane / 4 and the one
-// 8 behind it of each tile of 16. All warps hold equal maxima; `sum` counts the lane's own tokens only.
+// A warp's part of the output, and the online softmax of its lane's rows: lane / 4 and that + 8 of each tile of 16. All
+// warps have equal maxima; `sum` counts only the lane's own tokens.
 template <class S, int ROW_TILES>
 struct State {
   float o[ROW_TILES][S::OWN][2][4];
@@ -94,7 +95,7 @@ struct State {
 template <class T, class S, int ROW_TILES>
 __device__ __forceinline__ void score(float (&s)[ROW_TILES][4], const T* q, const T* tile, float factor, int left) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const T* const q_rows = q + lane % 16 * S::PITCH + lane / 16 * 8;  // as ldmatrix wants them
+  const T* const q_rows = q + lane % 16 * S::PITCH + lane / 16 * 8;  // in ldmatrix's layout
   const T* const k_rows = tile + (8 * warp + lane % 8) * S::PITCH + lane / 8 * 8;
 #pragma unroll
   for (int r = 0; r < ROW_TILES; ++r) s[r][0] = s[r][1] = s[r][2] = s[r][3] = 0.f;
@@ -118,7 +119,7 @@ __device__ __forceinline__ void score(float (&s)[ROW_TILES][4], const T* q, cons
     for (int i = 0; i < 4; ++i) s[r][i] = key + i % 2 < left ? s[r][i] * factor : -INFINITY;
 }
 
-// Takes a tile of which `left` tokens are seen into the state. `most`: [WARPS][ROWS], `p`: [ROWS][P_PITCH].
+// Adds a tile, of which `left` tokens are seen, to the state. `most`: [WARPS][ROWS], `p`: [ROWS][P_PITCH].
 template <class T, class S, int ROW_TILES>
 __device__ __forceinline__ void attend(State<S, ROW_TILES>& state, const T* q, const T* tile, T* p, float* most,
                                        float factor, int left) {
@@ -132,7 +133,7 @@ __device__ __forceinline__ void attend(State<S, ROW_TILES>& state, const T* q, c
       const float highest = group_max<4>(fmaxf(s[r][2 * h], s[r][2 * h + 1]));
       if (lane % 4 == 0) most[warp * S::ROWS + 16 * r + 8 * h + row] = highest;
     }
-  __syncthreads();  // the maxima of all warps are there
+  __syncthreads();  // the maxima of all warps are written
 #pragma unroll
   for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
@@ -150,7 +151,7 @@ __device__ __forceinline__ void attend(State<S, ROW_TILES>& state, const T* q, c
 #pragma unroll
         for (int j = 0; j < 2; ++j) state.o[r][u][j][2 * h] *= fix, state.o[r][u][j][2 * h + 1] *= fix;
     }
-  __syncthreads();  // P of all warps is there
+  __syncthreads();  // P of all warps is written
   const T* const p_rows = p + lane % 16 * S::P_PITCH + lane / 16 * 8;
   const T* const v_rows = tile + lane % 16 * S::PITCH + lane / 16 * 8;
 #pragma unroll
@@ -179,7 +180,7 @@ __device__ __forceinline__ void attend(State<S, ROW_TILES>& state, const T* q, c
 // floats.
 //
 // The work, part_out, part_lse and arrived are as in decode_attention. A row that sees nothing becomes 0, and rows that
-// are not in the list stay as they are. Nothing in a cache or a table is read that is not seen.
+// are not in the list are unchanged. Only seen entries of caches and tables are read.
 template <class T, int HEAD, int VALUE, int ROW_TILES>
 __global__ void __launch_bounds__(latent::THREADS, 2)
     latent_attention(T* __restrict__ out,           // [num_tokens, num_heads, VALUE], rows out_stride apart
@@ -192,7 +193,7 @@ __global__ void __launch_bounds__(latent::THREADS, 2)
                      const int* __restrict__ work,          // the list
                      int64 out_stride, int64 query_stride, int64 table_stride, int64 block_stride, int token_stride,
                      int num_heads, int block_shift,
-                     int split_tiles,  // 0: as a row's length has it
+                     int split_tiles,  // 0: from a row's length
                      float factor) {   // on q * k, to base 2
   using S = latent::Shape<HEAD, VALUE, ROW_TILES>;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -228,7 +229,7 @@ __global__ void __launch_bounds__(latent::THREADS, 2)
     const int count = ceil_div(end - begin, latent::KEYS);
     for (int t = 0; t < count; ++t) {
       copy_async_wait();
-      __syncthreads();  // this tile is there; nobody reads the last one any more
+      __syncthreads();  // this tile is loaded; the previous one is no longer read
       if (t + 1 < count) {
         loader.start(t + 1, tiles + (t + 1) % 2 * latent::KEYS * S::PITCH);
         loader.look_up(t + 2);
@@ -236,7 +237,7 @@ __global__ void __launch_bounds__(latent::THREADS, 2)
       latent::attend<T, S>(state, q, tiles + t % 2 * latent::KEYS * S::PITCH, p, most, factor,
                            end - begin - t * latent::KEYS);
     }
-    // Nobody reads the maxima any more: the barrier before the last product was behind that. They become sums.
+    // The maxima are no longer read, as the barrier before the last product came after that. They become sums.
 #pragma unroll
     for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
@@ -246,7 +247,7 @@ __global__ void __launch_bounds__(latent::THREADS, 2)
       }
     __syncthreads();
     const int splits = cut.splits();
-    const int first = at - entry.d;  // the place of the row's first split
+    const int first = at - entry.d;  // index of the row's first split
 #pragma unroll
     for (int r = 0; r < ROW_TILES; ++r)
 #pragma unroll
@@ -272,7 +273,7 @@ __global__ void __launch_bounds__(latent::THREADS, 2)
               store_as(part_out + part * VALUE + dim, value);
           }
       }
-    // What the next entry writes to shared memory before its first barrier, nobody reads any more.
+    // The shared memory that the next entry writes before its first barrier is no longer read.
     if (splits == 1) continue;
     if (!comes_last(arrived + int64(first) * gridDim.y + blockIdx.y, splits, reinterpret_cast<int*>(most))) continue;
     for (int h = warp; h < heads; h += latent::WARPS) {

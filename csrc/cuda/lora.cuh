@@ -1,11 +1,11 @@
-// Low-rank adapters (LoRA): out += (x A^T) B^T for rows of several adapters, which lie in slots. The plain twin is
+// Low-rank adapters (LoRA): out += (x A^T) B^T for rows of several adapters, which are in slots. The reference is
 // StackedSlots in vllm_lite/layers/weights/lora.py, the CPU's kernel csrc/cpu/lora.cpp.
 //
-// Rows are grouped: slot i has those that order[starts[i]] up to order[starts[i + 1]] name. A block computes a tile of
-// rows of one slot, so that these share what it reads of A or B. No grid depends on which rows have which adapter:
-// blocks without rows return. So a CUDA graph can hold both launches.
+// Rows are grouped: slot i has the rows in order[starts[i] : starts[i + 1]]. A block computes a tile of rows of one
+// slot, which share its reads of A or B. No grid depends on the rows' adapters: blocks without rows return. So a CUDA
+// graph can contain both launches.
 //
-// Sums are in float32, with one rounding behind the last. A row's bits depend on the row and its adapter only.
+// Sums are in float32, rounded once at the end. A row's bits depend only on the row and its adapter.
 #pragma once
 #include "common.cuh"
 
@@ -17,7 +17,7 @@ struct Tile {
   int slot, first, count;  // rows order[first] up to order[first + count]
 };
 
-// That of a number, counted over all slots; without rows behind the last one.
+// The tile with a number counted over all slots; without rows after the last one.
 __device__ __forceinline__ Tile tile_of(const int* starts, int num_slots, int number) {
   for (int slot = 0; slot < num_slots; ++slot) {
     const int first = starts[slot], size = starts[slot + 1] - first, tiles = ceil_div(size, TILE);
@@ -29,7 +29,7 @@ __device__ __forceinline__ Tile tile_of(const int* starts, int num_slots, int nu
 
 }  // namespace lora
 
-// hidden = x A^T, of a row in its place of `order`. Grid: tiles, ranks of all matrices by WARPS; each warp has one.
+// hidden = x A^T, for a row at its index in `order`. Grid: tiles, ranks of all matrices / WARPS; one per warp.
 template <class T, int WIDTH>
 __global__ void __launch_bounds__(lora::THREADS)
     lora_shrink(const T* __restrict__ x,         // [num_rows, inputs], rows strided
@@ -63,8 +63,8 @@ __global__ void __launch_bounds__(lora::THREADS)
   }
 }
 
-// out += hidden B^T. Grid: tiles, outputs by THREADS; each thread has one output of each row. The outputs from
-// `second` and from `third` on are those of the second and third matrix; where all lie in one these are `outputs`.
+// out += hidden B^T. Grid: tiles, outputs / THREADS; each thread computes one output of each row. The outputs from
+// `second` and from `third` on are those of the second and third matrix; with a single matrix these are `outputs`.
 template <class T, class O>
 __global__ void __launch_bounds__(lora::THREADS)
     lora_expand(const float* __restrict__ hidden,  // [num_rows, width]

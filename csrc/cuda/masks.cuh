@@ -1,11 +1,11 @@
-// Grammars' masks on logits. TokenMasks in vllm_lite/worker/sampling/masks.py defines what is computed, and is its
-// plain twin: minus infinity is added to what is ruled out, so that a NaN of the model stays visible.
+// Grammars' masks on logits, as defined by TokenMasks in vllm_lite/worker/sampling/masks.py, the reference: minus
+// infinity is added to forbidden tokens, so that a model's NaN stays visible.
 #pragma once
 #include "common.cuh"
 
-// For each i of the grid's rows: rules out what bitmasks [.., words] does not allow from row samples[i] of logits
-// [.., vocab], whose rows are `stride` floats apart. Token t has bit t % 32 of word t / 32, 1 = allowed. N divides
-// vocab and 32. Grid: (number of samples, chunks of a row).
+// For each i of the grid's rows: masks the tokens of row samples[i] of logits [.., vocab], with rows `stride` floats
+// apart, that bitmasks [.., words] do not allow. Token t has bit t % 32 of word t / 32, 1 = allowed. N divides vocab
+// and 32. Grid: (number of samples, chunks of a row).
 template <int N>
 __global__ void rule_out(float* logits, int64 stride, int vocab, const int64* samples, const uint32* bitmasks,
                          int words) {

@@ -1,16 +1,16 @@
-// How what a row sees of the cache is cut into splits, and how the splits are put together again.
+// Splits of a row's context, and merging of their results.
 //
-// Long contexts are attended to by several blocks at once (Flash-Decoding, Dao et al. 2023). Where a row's context is
-// cut depends on its length and the window, never on the batch or the grid, and splits are merged in their order: equal
-// inputs give equal bits in any company. The host cuts them, too (attention_work.py), and lists the splits.
+// Long contexts are processed by several blocks at once (Flash-Decoding, Dao et al. 2023). The splits of a row's
+// context depend on its length and the window, never on the batch or the grid, and are merged in order: equal inputs
+// give equal bits in any batch. The host computes the splits, too (attention_work.py), and lists them.
 #pragma once
 #include "last_block.cuh"
 
-constexpr int kTile = 16;  // tokens that a warp takes at once
+constexpr int kTile = 16;  // tokens that a warp processes at once
 constexpr float kLog2e = 1.4426950408889634f;
 
-// An entry of a work list: 16 bytes that one access brings. Before the first one stand the list's length and that of
-// the list of what rows have in common (cascade_attention.cuh).
+// An entry of a work list: 16 bytes, loaded at once. Before the first one are the lengths of this list and of the list
+// of shared splits (cascade_attention.cuh).
 struct Work {
   int a, b, c, d;
 };
@@ -19,23 +19,23 @@ __device__ __forceinline__ Work work_at(const int* list, int at) {
   const uint4 raw = load_as<uint4>(list + 4 * (at + 1));
   return {int(raw.x), int(raw.y), int(raw.z), int(raw.w)};
 }
-// The same once more, by a load that no compiler takes for the first one.
+// Loads the entry again, so that the compiler does not keep the first one in registers.
 __device__ __forceinline__ Work work_again(const int* list, int at) {
   const uint4 raw = load_fresh4(list + 4 * (at + 1));
   return {int(raw.x), int(raw.y), int(raw.z), int(raw.w)};
 }
-// An element of a list of integers, by such a load: no register holds it before.
+// An element of a list of integers, loaded in the same way.
 __device__ __forceinline__ int number_again(const int* list, int at) {
   return __float_as_int(load_fresh(reinterpret_cast<const float*>(list) + at));
 }
 
-// Tiles of a split of a row that sees `tiles` of them: all where there are few, 256 tokens while that makes no more
-// than 16 splits, then 512, and beyond 32 768 tokens what makes 64 splits.
+// Tiles per split for a row of `tiles` tiles: all if they are few, 256 tokens for up to 16 splits, then 512, and beyond
+// 32 768 tokens so many that there are 64 splits.
 __device__ __forceinline__ int tiles_a_split(int tiles) {
   return tiles <= 32 ? 32 : tiles <= 256 ? 16 : max(32, ceil_div(tiles, 64));
 }
 
-// What a row sees that is the last of `seen` tokens, in tokens and in tiles.
+// The context of a row that is the last of `seen` tokens, in tokens and in tiles.
 struct Cut {
   int begin, end;   // tokens [begin, end)
   int first, past;  // tiles [first, past), of which the first and the last may be seen in part
@@ -51,14 +51,14 @@ __device__ __forceinline__ Cut cut_of(int seen, int window,
   return {begin, seen, first, past, split_tiles > 0 ? split_tiles : tiles_a_split(past - first)};
 }
 
-// One head's out = the sum of its splits' outputs, each weighted by its share 2^lse of the whole softmax, `sink`
-// included (a score in base 2, or -INFINITY). By one warp, for splits that lie `stride` heads apart, from the first
-// one's on. The order of all sums follows from the number of splits alone.
+// One head's out = the sum of its splits' outputs, each weighted by its share 2^lse of the whole softmax, including
+// `sink` (a logit in base 2, or -INFINITY). By one warp, for splits that are `stride` heads apart, starting with the
+// first. The order of all sums depends only on the number of splits.
 template <class T, int HEAD>
 __device__ __forceinline__ void merge_splits(T* out, const float* part_out, const float* part_lse, int splits,
                                              int stride, float sink) {
   constexpr int PAIRS = ceil_div(HEAD, 64);    // of dims, of a lane
-  constexpr int kAhead = HEAD <= 128 ? 8 : 4;  // splits on their way at a time: as many as leave registers
+  constexpr int kAhead = HEAD <= 128 ? 8 : 4;  // splits being loaded at a time, as registers allow
   const int lane = threadIdx.x % 32;
   float top = sink;
   for (int s = lane; s < splits; s += 32) top = fmaxf(top, load_fresh(part_lse + int64(s) * stride));

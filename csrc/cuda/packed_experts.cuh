@@ -1,19 +1,19 @@
-// The matrix products of a layer's experts whose weights stay packed: what experts.cuh says of pairs, places and starts
-// holds here, and what packed_linear.cuh says of codes and scales. The plain twin is LoopedExperts in
-// vllm_lite/layers/expert_matmul.py over kernels/grouped.py.
+// Matrix products of a layer's experts with packed weights: pairs, places and starts are explained in experts.cuh,
+// codes and scales in packed_linear.cuh. The reference is LoopedExperts in vllm_lite/layers/moe/expert_matmul.py over
+// kernels/grouped.py.
 //
 //     packed_experts  for few rows an expert: a product of codes, as packed_linear is, for each expert that has rows
 //     widen_experts   for many: some experts become numbers, which expert_tiles multiplies
 //
-// No grid depends on what was chosen. A step of few pairs has no more experts than pairs: blocks look up the expert
-// that they are for among those that have rows, so that the others cost no block.
+// No grid depends on the chosen experts. A step of few pairs has no more experts than pairs: blocks look up their
+// expert among those that have rows, so that the others need no blocks.
 #pragma once
 #include "experts.cuh"
 #include "packed_linear.cuh"
 
 namespace packed {
 
-// The expert that is number `which` of those that have rows; num_experts if there are not so many. Whole warps call it.
+// The expert with index `which` among those that have rows; num_experts if there are fewer. Called by whole warps.
 __device__ __forceinline__ int expert_with_rows(const int* starts, int num_experts, int which) {
   const int lane = threadIdx.x % 32;
   for (int first = 0; first < num_experts; first += 32) {
@@ -31,15 +31,14 @@ __device__ __forceinline__ int expert_with_rows(const int* starts, int num_exper
 
 }  // namespace packed
 
-// For each expert the product of its rows with its weight, 8 * MT rows and 16 * NT outputs a block. The row at a place
-// is rows[pairs[place] / top] or, if `pairs` is null, rows[place].
-// Without a gate, out[place, :] = row * weight^T, float, or with RELU2 T(relu(T(row * weight^T))^2). With one, tiles of
-// 16 outputs of gate and of up lie in turn; to both `biases` are added unless they are null, and out[place, :] =
-// T(activation(T(gate))) * T(up).
-// T, S, CODES, LESS, FLUSH, MT, NT: as packed_linear's, NT even with a gate; O: float without an activation, else T.
-// The scales of an expert follow those of the expert before. A row's bits depend on the row and its expert only. Grid:
-// (num_outputs / (16 * NT), experts or pairs, whichever are fewer, row tiles at once), block: packed::THREADS. Shared
-// memory: NT * MT * 4 * THREADS floats.
+// For each expert the product of its rows with its weight, 8 * MT rows and 16 * NT outputs per block. The row at a
+// place is rows[pairs[place] / top] or, if `pairs` is null, rows[place]. Without a gate, out[place, :] = row *
+// weight^T, float, or with RELU2 T(relu(T(row * weight^T))^2). With one, tiles of 16 outputs of gate and of up
+// alternate; `biases` are added to both unless they are null, and out[place, :] = T(activation(T(gate))) * T(up). T, S,
+// CODES, LESS, FLUSH, MT, NT: as in packed_linear, NT even with a gate; O: float without an activation, else T. The
+// scales of the experts follow each other. A row's bits depend only on the row and its expert. Grid: (num_outputs / (16
+// * NT), the smaller of experts and pairs, row tiles at once), block: packed::THREADS. Shared memory: NT * MT * 4 *
+// THREADS floats.
 template <class T, class O, experts::Activation KIND, class S, packed::Codes CODES, packed::Less LESS, int FLUSH,
           int MT, int NT>
 __global__ void __launch_bounds__(packed::THREADS, MT == 1 ? 2 : 1)
@@ -95,14 +94,14 @@ __global__ void __launch_bounds__(packed::THREADS, MT == 1 ? 2 : 1)
         *to = from_float<O>(KIND == experts::NONE ? sum : experts::activated<KIND>(rounded(sum)));
       }
     }
-    __syncthreads();  // nobody reads the sums any more
+    __syncthreads();  // the sums are no longer read
   }
 }
 
-// The weights of some experts as numbers of T, each rounded once: out[expert, output, input], outputs = size. `weights`
-// and `scales` begin with the first of them; with `in_turn` tiles of gate and up lie in turn, and out has all of the
-// gate before up. A warp widens a chunk of 16 outputs. `depth` inputs, a multiple of 8.
-// Grid: (ceil(num_chunks / WARPS), num_outputs / 16, experts), block: packed::THREADS.
+// Dequantizes the weights of some experts to T, rounded once: out[expert, output, input], outputs = size. `weights` and
+// `scales` begin with the first of them; with `in_turn`, tiles of gate and up alternate, and out has all of the gate
+// before up. A warp widens a chunk of 16 outputs. `depth` inputs, a multiple of 8. Grid: (ceil(num_chunks / WARPS),
+// num_outputs / 16, experts), block: packed::THREADS.
 template <class T, class S, packed::Codes CODES, packed::Less LESS>
 __global__ void __launch_bounds__(packed::THREADS)
     widen_experts(T* __restrict__ out,                // [experts, size, depth]

@@ -1,10 +1,10 @@
-// Linear layers on quantized weights that stay packed: y = x W^T + bias. The plain twin is kernels/grouped.py with
-// torch.mm; vllm_lite/kernels/cuda/weights/packed_linear.py packs weights and launches.
+// Linear layers with packed quantized weights: y = x W^T + bias. The reference is kernels/grouped.py with torch.mm;
+// vllm_lite/kernels/cuda/weights/packed_linear.py packs weights and launches.
 //
 // A weight is scale * (code - zero) or scale * code - minimum, with a scale for each group of inputs. For few rows a
-// product reads each weight once and computes little with it, as decode attention does, and is built in the same way:
-// a lane loads 16 bytes of codes from global memory, makes operands of mma.m16n8k16 of them in registers, and loads
-// rows straight into the other operand. The weight is the left operand, 16 outputs, so that 8 rows pad nothing. Codes
+// product reads each weight once and computes little with it, like decode attention, and has the same structure: a lane
+// loads 16 bytes of codes from global memory, converts them to operands of mma.m16n8k16 in registers, and loads rows
+// straight into the other operand. The weight is the left operand, 16 outputs, so that 8 rows need no padding. Codes
 // become T exactly, products of a group are added up in float, and the scale is applied to their sum.
 //
 // Codes: [outputs / 16, inputs / (64 or 32), lane, 16 bytes]. A span is 32 inputs. Lane 4 * r + q has of each span the
@@ -14,11 +14,11 @@
 //   4 bits: word t is for mma t; its half-byte h + 2 * j + 4 * e is the code of output r + 8 * h, input
 //           8 * q + 4 * t + 2 * j + e, for e, j, h in {0, 1}. A code of c means c - 8, or is a float4 (E2M1).
 //   8 bits: word 2 * t + j is for mma t; its byte h + 2 * e is the same one's.
-// Scales: [groups, outputs], and with zeros or minima pairs of a scale and such a one.
+// Scales: [groups, outputs], and with zeros or minima pairs of a scale and a zero or minimum.
 //
-// Inputs are cut into parts (blocks along z), a part into the chunks of its 8 warps, and sums are added up in the order
-// of inputs within a warp, of warps, and of parts. All of that follows from the shape of the weight: a row's bits
-// depend neither on the other rows nor on their number.
+// Inputs are divided into parts (blocks along z), a part into the chunks of its 8 warps, and sums are added up in the
+// order of inputs within a warp, of warps, and of parts. All of that depends only on the shape of the weight: a row's
+// bits depend neither on the other rows nor on their number.
 #pragma once
 #include "common.cuh"
 
@@ -27,7 +27,7 @@ namespace packed {
 constexpr int WARPS = 8, THREADS = 32 * WARPS;
 constexpr int TILE = 16;         // outputs of an mma
 constexpr int SPAN = 32;         // inputs
-constexpr int TILE_BYTES = 512;  // of a chunk: what a warp loads at once
+constexpr int TILE_BYTES = 512;  // of a chunk, which a warp loads at once
 
 enum Codes { INT4, E2M1, INT8, E4M3 };  // what codes are: c - 8, float4, two's complement, float8
 enum Less { NOTHING, ZEROS, MINIMA };
@@ -37,17 +37,17 @@ constexpr bool kHalfBytes = CODES == INT4 || CODES == E2M1;
 template <Codes CODES>
 constexpr int kChunkSpans = kHalfBytes<CODES> ? 2 : 1;
 
-// The codes in the lowest half-bytes of both halves of `word`, less 8, as a pair of T. Exact: with the exponent of 128
-// or 1024 in front of it a code is that number plus the code.
+// The codes in the lowest half-bytes of both halves of `word`, minus 8, as a pair of T. Exact: with the exponent of 128
+// or 1024, the bits are that number plus the code.
 template <class T>
 __device__ __forceinline__ unsigned widen4(unsigned word) {
   if constexpr (kSame<T, __half>) return fma2<T>((word & 0x000f000f) | 0x64006400, 0x3c003c00, 0xe408e408);
   return fma2<T>((word & 0x000f000f) | 0x43004300, 0x3f803f80, 0xc308c308);
 }
 
-// The same of float4: a sign, 2 bits of an exponent and 1 of a fraction. Where T has its exponent and its fraction
-// these are a number 2^14 (half) or 2^126 (bfloat16) times too small, among T's subnormal ones where the exponent is 0.
-// A product with that power of two is exact.
+// The same for float4: a sign, 2 exponent bits and 1 fraction bit. Moved to T's exponent and fraction they are a number
+// 2^14 (half) or 2^126 (bfloat16) times too small, a subnormal if the exponent is 0. The product with that power of two
+// is exact.
 template <class T>
 __device__ __forceinline__ unsigned widen_float4(unsigned word) {
   const unsigned sign = (word & 0x00080008) << 12, size = word & 0x00070007;
@@ -55,8 +55,8 @@ __device__ __forceinline__ unsigned widen_float4(unsigned word) {
   return fma2<T>(sign | size << 6, 0x7e807e80, 0);
 }
 
-// The codes in bytes 0 and 2 of `word`, as a pair of T; exact. bfloat16 has room for 7 bits only: the eighth turns the
-// 128 that is subtracted into 256.
+// The codes in bytes 0 and 2 of `word`, as a pair of T; exact. bfloat16 has only 7 bits for them: the eighth changes
+// the 128 that is subtracted to 256.
 template <class T, Codes CODES>
 __device__ __forceinline__ unsigned widen8(unsigned word) {
   if constexpr (CODES == E4M3) return widen2<T, fp8_e4m3>(__byte_perm(word, 0, 0x4420));
@@ -81,7 +81,7 @@ __device__ __forceinline__ void widen(unsigned (&operands)[2][4], const uint4& c
   }
 }
 
-// A scale and, what is subtracted for it, if anything is.
+// A scale and the number subtracted, if there is one.
 template <class S, Less LESS>
 using Scale = Vec<S, LESS == NOTHING ? 1 : 2>;
 
@@ -91,7 +91,7 @@ __device__ __forceinline__ Scale<S, LESS> load_scale(const S* scales, int64 grou
   return load_as<V>(scales + (group * num_outputs + output) * int64(sizeof(V) / sizeof(S)));
 }
 
-// total += the product of a row and a group's codes as numbers; row_sum: that of the row's inputs.
+// total += the scaled product of a row and a group's codes; row_sum: the sum of the row's inputs.
 template <class S, Less LESS>
 __device__ __forceinline__ void add_scaled(float& total, float product, const Scale<S, LESS>& both, float row_sum) {
   if constexpr (LESS == ZEROS) product = fmaf(-to_float(both.at[1]), row_sum, product);
@@ -99,15 +99,15 @@ __device__ __forceinline__ void add_scaled(float& total, float product, const Sc
   if constexpr (LESS == MINIMA) total = fmaf(-to_float(both.at[1]), row_sum, total);
 }
 
-// What a lane loads of one chunk before it multiplies an earlier one.
+// A lane's loads of one chunk, ahead of the multiplication of an earlier one.
 template <class S, Less LESS, int NT, int FLUSHES>
 struct Stage {
   uint4 codes[NT];
   Scale<S, LESS> scales[NT][FLUSHES][2];
 };
 
-// What a block multiplies: tiles of outputs from `codes` and `first_output` on, of which the block takes the chunks
-// [begin, end), with rows. `num_outputs` is how many outputs lie between the scales of two groups.
+// A block's weights: tiles of outputs from `codes` and `first_output` on, of which the block multiplies the chunks
+// [begin, end). `num_outputs` is the number of outputs between the scales of two groups.
 template <class S>
 struct Weights {
   const uint8* codes;  // of the first tile
@@ -116,14 +116,14 @@ struct Weights {
 };
 
 // sums[WARPS, NT, MT, 4, lane] = the products of 16 * NT outputs and 8 * MT rows over this warp's chunks, in the layout
-// of an mma's result; there behind the barrier with which this ends. rows[m] is the row 8 * m + lane / 4, from the
-// lane's first input on, or null. FLUSH: the spans after which a scale is applied, 1, or all of a chunk where groups
-// have as many or more.
+// of an mma's result, readable after the final barrier. rows[m] is the row 8 * m + lane / 4, from the lane's first
+// input on, or null. FLUSH: the number of spans after which a scale is applied: 1, or all of a chunk if groups have at
+// least as many.
 template <class T, class S, Codes CODES, Less LESS, int FLUSH, int MT, int NT>
 __device__ __forceinline__ void multiply_chunks(float* sums, const T* const (&rows)[MT], const Weights<S>& weights,
                                                 int begin, int end) {
   constexpr int SPANS = kChunkSpans<CODES>, FLUSHES = SPANS / FLUSH;
-  constexpr int DEPTH = NT == 1 ? 4 : NT == 2 ? 3 : 2;  // chunks on their way
+  constexpr int DEPTH = NT == 1 ? 4 : NT == 2 ? 3 : 2;  // chunks being loaded
   constexpr bool AHEAD = MT == 1;  // whether scales come with the codes; else there are no registers for them
   static_assert(SPANS % FLUSH == 0);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4;
@@ -228,8 +228,8 @@ __device__ __forceinline__ float sum_of_warps(const float* sums, int output, int
   return sum;
 }
 
-// A lane's numbers of a chunk of 16 outputs from `first_output` on, each rounded once to T: calls write(output of the
-// tile, input, 8 numbers) for each 8 of them.
+// Dequantizes a lane's part of a chunk of 16 outputs from `first_output` on, rounded once to T: calls write(output of
+// the tile, input, 8 numbers) for each 8 of them.
 template <class T, class S, Codes CODES, Less LESS, class Write>
 __device__ __forceinline__ void widen_chunk(const uint4& codes, const S* scales, int first_output, int num_outputs,
                                             int chunk, int group_shift, const Write& write) {
@@ -261,12 +261,11 @@ __device__ __forceinline__ void widen_chunk(const uint4& codes, const S* scales,
 
 }  // namespace packed
 
-// out = x W^T + bias for 8 * MT rows and 16 * NT outputs a block. With several parts, which are blocks along z, those
-// write their sums to `parts` and nothing to `out`; sum_parts adds them up.
-// T: __half or __nv_bfloat16; O: T or float; S, of the scales: float or one of these. FLUSH: as multiply_chunks'.
-// Groups have 2^group_shift spans each. Addresses and strides of rows are multiples of 16 bytes, inputs whole chunks,
-// outputs multiples of 64. Grid: (outputs / (16 * NT), ceil(rows / (8 * MT)), parts), block: THREADS. Shared memory: NT
-// * MT * 4 * THREADS floats.
+// out = x W^T + bias for 8 * MT rows and 16 * NT outputs per block. With several parts (blocks along z), blocks write
+// their sums to `parts` and nothing to `out`; sum_parts adds them up. T: __half or __nv_bfloat16; O: T or float; S, of
+// the scales: float or one of these. FLUSH: as in multiply_chunks. Groups have 2^group_shift spans each. Addresses and
+// strides of rows are multiples of 16 bytes, inputs whole chunks, outputs multiples of 64. Grid: (outputs / (16 * NT),
+// ceil(rows / (8 * MT)), parts), block: THREADS. Shared memory: NT * MT * 4 * THREADS floats.
 template <class T, class O, class S, packed::Codes CODES, packed::Less LESS, int FLUSH, int MT, int NT>
 __global__ void __launch_bounds__(packed::THREADS, MT == 1 ? 2 : 1)
     packed_linear(O* __restrict__ out,                // [num_rows, size], rows strided
@@ -323,7 +322,7 @@ __global__ void sum_parts(O* __restrict__ out,              // [num_rows, size],
   out[blockIdx.y * out_stride + column] = from_float<O>(sum + (bias ? bias[column] : 0.f));
 }
 
-// The weights of the outputs from 64 * first_tile on as numbers of T, each rounded once, for products with many rows:
+// Dequantizes the weights of the outputs from 64 * first_tile on to T, rounded once, for products with many rows:
 // out[n, k]. A warp widens a chunk of 16 outputs. Grid: (ceil(num_chunks / WARPS), tiles of 16 outputs), block:
 // THREADS.
 template <class T, class S, packed::Codes CODES, packed::Less LESS>

@@ -1,12 +1,12 @@
-// Linear layers on quantized weights that stay packed, for more rows than packed_linear.cuh reads them for: a block has
-// 256 outputs, so that a row is read from L2 once for so many. What codes and scales are is said there.
+// Linear layers with packed quantized weights, for more rows than packed_linear.cuh: a block has 256 outputs, so that a
+// row is read from L2 once for all of them. Codes and scales are explained in packed_linear.cuh.
 //
-// Inputs pass in steps of 64. Four steps are in shared memory at a time, in a ring: while one is multiplied, three are
-// on their way by cp.async. A warp has 32 outputs, whose codes it alone reads, and all rows of the block, whose inputs
-// all warps read: 16 bytes at a time, which are a lane's right operands for a span of 32 inputs. The 16 bytes of a row
-// lie in another order in every other row, so that 8 lanes read from different banks.
+// Inputs are processed in steps of 64. Four steps are in shared memory at a time, in a ring: while one is multiplied,
+// three are being loaded by cp.async. A warp has 32 outputs, whose codes only it reads, and all rows of the block,
+// whose inputs all warps read: 16 bytes at a time, which are a lane's right operands for a span of 32 inputs. The
+// 16-byte units are permuted in every other row, so that 8 lanes read from different banks.
 //
-// Inputs are cut into parts (blocks along z) by the weight's shape alone. A warp adds up its part's products in the
+// Inputs are divided into parts (blocks along z) by the weight's shape alone. A warp adds up its part's products in the
 // order of inputs: a row's bits depend neither on the other rows nor on their number.
 //
 // Blocks have 32 or 64 rows. Sums of 128 would take half of a thread's registers, and the rest would be spilled.
@@ -41,8 +41,8 @@ struct Step {
   }
 };
 
-// Begins to bring inputs [STEP * step, ..) of a part that ends before chunk `end`; zeros where something is not there.
-// rows: x from the block's first row on, of which there are `num_rows`.
+// Starts loading inputs [STEP * step, ..) of a part that ends before chunk `end`; missing elements become zeros. rows:
+// x from the block's first row on, with `num_rows` rows.
 template <class At, class T, class S>
 __device__ __forceinline__ void bring_step(uint8* to, const Weights<S>& weights, const T* rows, int64 row_stride,
                                            int num_rows, int max_rows, int chunk, int end, int flush_spans) {
@@ -77,7 +77,7 @@ __device__ __forceinline__ void bring_step(uint8* to, const Weights<S>& weights,
   }
 }
 
-// totals += the products of a step that is there.
+// totals += the products of a loaded step.
 template <class At, class T, class S, Codes CODES, Less LESS, int FLUSH, int MT>
 __device__ __forceinline__ void multiply_step(float (&totals)[WARP_TILES][MT][4], const uint8* from) {
   constexpr int SPANS = kChunkSpans<CODES>;
@@ -127,7 +127,7 @@ __device__ __forceinline__ void multiply_step(float (&totals)[WARP_TILES][MT][4]
 
 }  // namespace packed
 
-// out = x W^T + bias for 8 * MT rows and BLOCK_OUTPUTS outputs a block; the rest as packed_linear. Grid:
+// out = x W^T + bias for 8 * MT rows and BLOCK_OUTPUTS outputs per block; otherwise as packed_linear. Grid:
 // (ceil(num_outputs / BLOCK_OUTPUTS), ceil(rows / (8 * MT)), parts), block: THREADS. Shared memory: STAGES *
 // Step::BYTES.
 template <class T, class O, class S, packed::Codes CODES, packed::Less LESS, int FLUSH, int MT>
@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(packed::THREADS, 1)
   for (int step = 0; step < STAGES - 1; ++step) bring(step);
   for (int step = 0; step < steps; ++step) {
     copy_async_wait_but<STAGES - 2>();
-    __syncthreads();  // all of this step is there, and nobody reads the one before any more
+    __syncthreads();  // this step is loaded, and the one before is no longer read
     bring(step + STAGES - 1);
     multiply_step<At, T, S, CODES, LESS, FLUSH, MT>(totals, ring + step % STAGES * At::BYTES);
   }

@@ -1,8 +1,8 @@
-// Paged attention, one query token per sequence: the kernel to read first.
+// Paged attention, one query token per sequence: the simplest of the decode kernels.
 //
-// The keys and values of a sequence lie in blocks of BLOCK_SIZE tokens, scattered over one cache; its row of the block
-// table says which physical block holds which part of it. One thread block computes one output vector, for one query
-// head of one sequence, in three passes over the tokens:
+// The keys and values of a sequence are in blocks of BLOCK_SIZE tokens, scattered over one cache; its row of the block
+// table lists the physical blocks. One thread block computes one output vector, for one query head of one sequence, in
+// three passes over the tokens:
 //
 //   1. logits   warp w takes blocks w, w + 4, ...; within a block a group of lanes shares a token, each lane reading a
 //               part of its key. The logits stay in shared memory; the largest of them is the anchor of the softmax.
@@ -10,14 +10,13 @@
 //   3. values   warp w takes the same blocks again; a lane reads neighbouring tokens of one dimension (that is why V is
 //               stored transposed) and weighs them with their probabilities. The warps' vectors are added at the end.
 //
-// v1 does this for the whole sequence in one thread block. When there are few heads and sequences but many tokens, most
-// of a GPU would idle: v2 cuts the sequence into partitions of 512 tokens, one thread block each, and a second kernel
-// joins their results with the weights that one softmax over everything would have given them. (Kwon et al. 2023,
-// "Efficient Memory Management for Large Language Model Serving with PagedAttention"; partitions: Flash-Decoding, Dao
-// et al. 2023.)
+// v1 does this for the whole sequence in one thread block. With few heads and sequences but many tokens, most of a GPU
+// would be idle: v2 divides the sequence into partitions of 512 tokens, one thread block each, and a second kernel
+// merges their results with the weights of one softmax over everything. (Kwon et al. 2023, "Efficient Memory Management
+// for Large Language Model Serving with PagedAttention"; partitions: Flash-Decoding, Dao et al. 2023.)
 //
-// Query heads that share a key-value head each read it for themselves. The engine's own decode kernel reads it once for
-// all of them: faster, and harder to read.
+// Query heads that share a key-value head each read it separately. The engine's own decode kernel reads it once for all
+// of them: faster, but more complex.
 #pragma once
 #include "common.cuh"
 
@@ -27,7 +26,7 @@ constexpr int kBlocksPerSm = 4;        // at least, so at most 128 registers a t
 constexpr int kPartitionTokens = 512;  // of v2; a multiple of every BLOCK_SIZE
 constexpr float kLog2E = 1.4426950408889634f;
 
-// What both versions take. x = 16 / sizeof(cache_t), the elements of one 16-byte read.
+// Parameters of both versions. x = 16 / sizeof(cache_t), the elements of one 16-byte read.
 template <class scalar_t, class cache_t>
 struct Inputs {
   const scalar_t* q;        // [num_seqs, num_heads, head_size]
@@ -39,20 +38,20 @@ struct Inputs {
   int num_kv_heads;         // num_heads / num_kv_heads query heads share one
   const int* block_tables;  // [num_seqs, max_blocks_per_seq]: physical block numbers
   int max_blocks_per_seq;
-  const int* seq_lens;        // [num_seqs], the query's own token included; 0 for a row that fills up a batch
+  const int* seq_lens;        // [num_seqs], including the query's own token; 0 for padding
   const float* alibi_slopes;  // [num_heads], or null
   float scale;                // of the logits: 1 / sqrt(head_size)
-  float k_scale, v_scale;     // what an fp8 code is multiplied with; 1 for other caches
-  int window;                 // the last tokens that take part, the query's own included; 0: all
+  float k_scale, v_scale;     // factors of fp8 codes; 1 for other caches
+  int window;                 // number of last tokens that are seen, including the query's own; 0: all
   float soft_cap;             // 0: none
   int tp_rank;                // of this shard of the heads, for the block-sparse pattern
   int sparse_local_blocks;
   int sparse_vert_stride;   // 0 or 1: no pattern
   int sparse_block_tokens;  // tokens of a sparse block: a multiple of BLOCK_SIZE
-  int sparse_head_step;     // moves the pattern from query head to query head; below 0: from kv head to kv head
+  int sparse_head_step;     // shifts the pattern from query head to query head; below 0: from kv head to kv head
 };
 
-// Where this block's sequence and head lie in the cache.
+// The cache of this block's sequence and head.
 template <class cache_t>
 struct HeadCache {
   const cache_t *keys, *values;  // of this head, in physical block 0
@@ -62,7 +61,7 @@ struct HeadCache {
   __device__ int64 offset(int block) const { return block_table[block] * block_stride; }  // int64: see Inputs
 };
 
-// A fixed pattern for each head: the query sees the last `local_blocks` sparse blocks and every `vert_stride`th one.
+// A fixed pattern per head: the query sees the last `local_blocks` sparse blocks and every `vert_stride`th one.
 struct BlockSparse {
   int local_blocks;
   int vert_stride;
@@ -76,14 +75,13 @@ struct BlockSparse {
   }
 };
 
-// What a head's sink adds to the sum of exp(logit - largest): a logit of its own, which attends to nothing. It joins
-// once for a row, when all of its tokens are summed up. A sum beyond all floats is right, too: next to it nothing
-// counts.
+// The term of a head's attention sink, a learned logit without a value, in the sum of exp(logit - largest). It is added
+// once per row, after all its tokens. A sum of infinity is correct, too: all weights are then 0.
 __device__ inline float weight_of_sink(const float* sinks, float largest) {
   return sinks ? exp2_fast((sinks[blockIdx.x] - largest) * kLog2E) : 0.f;
 }
 
-// What becomes of a dot product: scale, soft cap, ALiBi, in this order.
+// From a dot product to a logit: scale, soft cap, ALiBi, in this order.
 struct Scoring {
   float scale;        // 1 / sqrt(head_size); for an fp8 cache times the scale of the keys
   float soft_cap;     // c * tanh(logit / c); 0: none
@@ -96,8 +94,8 @@ struct Scoring {
   }
 };
 
-// The tokens [first, last) that this thread block attends to, and the blocks they lie in. `base` is the first token of
-// the first block: the index of a logit in shared memory counts from there.
+// The tokens [first, last) of this thread block, and their blocks. `base` is the first token of the first block, from
+// which logits in shared memory are indexed.
 struct Range {
   int first, last, base, first_block, last_block;
 };
@@ -107,15 +105,15 @@ __device__ Range range_of(int seq_len, int window, int partition_first, int part
   Range r;
   r.first = max(partition_first, window > 0 ? seq_len - window : 0);
   r.last = partition_tokens < seq_len - partition_first ? partition_first + partition_tokens : seq_len;
-  r.first = min(r.first, r.last);  // a partition that lies before the window has no tokens
+  r.first = min(r.first, r.last);  // a partition before the window has no tokens
   r.first_block = r.first / BLOCK_SIZE;
   r.last_block = r.first < r.last ? ceil_div(r.last, BLOCK_SIZE) : r.first_block;
   r.base = r.first_block * BLOCK_SIZE;
   return r;
 }
 
-// Pass 1. Fills logits[0, last_block * BLOCK_SIZE - base); -infinity where a token takes no part. Returns the largest
-// of those that this thread has seen.
+// Pass 1. Fills logits[0, last_block * BLOCK_SIZE - base); -infinity for tokens that are not seen. Returns the largest
+// one of this thread.
 template <class cache_t, int HEAD_SIZE, int BLOCK_SIZE>
 __device__ float compute_logits(float* logits, const float* q, const HeadCache<cache_t>& cache, const Range& range,
                                 const Scoring& scoring, const BlockSparse& sparse, int seq_len) {
@@ -144,7 +142,7 @@ __device__ float compute_logits(float* logits, const float* q, const HeadCache<c
         }
       }
       dot = group_sum<kGroup>(dot);
-      // Slots outside the range may hold anything, NaN too: what was read there is dropped, not multiplied by 0.
+      // Slots outside the range may have any value, also NaN: it is dropped, not multiplied by 0.
       const bool live = !skipped && token >= range.first && token < range.last;
       const float logit = live ? scoring.logit(dot, token, seq_len) : -INFINITY;
       if (lane % kGroup == 0) logits[token - range.base] = logit;
@@ -154,8 +152,8 @@ __device__ float compute_logits(float* logits, const float* q, const HeadCache<c
   return largest;
 }
 
-// Pass 3. Adds up probability * value over the blocks of each warp, into sums[kWarps, HEAD_SIZE]. `sums` may lie where
-// the probabilities are.
+// Pass 3. Adds up probability * value over the blocks of each warp, into sums[kWarps, HEAD_SIZE]. `sums` may overlap
+// the probabilities.
 template <class cache_t, int HEAD_SIZE, int BLOCK_SIZE>
 __device__ void add_values(float* sums, const float* probabilities, const HeadCache<cache_t>& cache, const Range& range,
                            const BlockSparse& sparse, int seq_len) {
@@ -205,7 +203,7 @@ struct Softmax {
   float sum;      // of exp(logit - largest)
 };
 
-// Pass 2. Turns logits[0, count) into exp(logit - largest); each thread brings the largest it knows of.
+// Pass 2. Replaces logits[0, count) by exp(logit - largest); `largest` is each thread's own.
 __device__ inline Softmax exponentiate(float* logits, int count, float largest, float* scratch) {
   Softmax softmax;
   softmax.largest = block_max(largest, scratch);  // its barrier also ends pass 1
@@ -281,7 +279,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
       in, sinks, 0, INT_MAX, [&](int d, float value) { out[row * HEAD_SIZE + d] = from_float<scalar_t>(value); });
 }
 
-// Grid (num_heads, num_seqs, max_partitions), kThreads threads. Partitions behind the end of a sequence write nothing.
+// Grid (num_heads, num_seqs, max_partitions), kThreads threads. Partitions after the end of a sequence write nothing.
 template <class scalar_t, class cache_t, int HEAD_SIZE, int BLOCK_SIZE>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     paged_attention_v2(float* exp_sums,    // [num_seqs, num_heads, max_partitions]
@@ -310,8 +308,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   }
 }
 
-// Joins the partitions of v2: each counts as much as its share of the sum over the whole sequence.
-// Grid (num_heads, num_seqs, 1), kThreads threads. Dynamic shared memory: max_partitions + kWarps floats.
+// Merges the partitions of v2, weighted by their shares of the sum over the whole sequence. Grid (num_heads, num_seqs,
+// 1), kThreads threads. Dynamic shared memory: max_partitions + kWarps floats.
 template <class scalar_t, int HEAD_SIZE>
 __global__ void __launch_bounds__(kThreads)
     paged_attention_v2_reduce(scalar_t* out,            // [num_seqs, num_heads, head_size]
@@ -330,7 +328,7 @@ __global__ void __launch_bounds__(kThreads)
   largest = block_max(largest, scratch);
   float sum = 0.f;
   for (int i = threadIdx.x; i < count; i += kThreads) {
-    const float top = max_logits[first + i];  // -infinity: the window or the pattern left nothing of this partition
+    const float top = max_logits[first + i];  // -infinity: no token of this partition is seen
     const float weight = top == -INFINITY ? 0.f : exp_sums[first + i] * exp2_fast((top - largest) * kLog2E);
     weights[i] = weight;
     sum += weight;

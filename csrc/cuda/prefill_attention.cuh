@@ -1,17 +1,17 @@
 // Attention of the new tokens of each sequence over its paged cache: chunked prefill, on tensor cores.
 //
-// A block owns 64 query rows of one KV head of one sequence. Row r is head r % group of that KV head's query heads, for
-// the token r / group of the tile: packing the group into the rows fills the tile for short chunks too, and K and V are
-// read once for all of the group. Four warps own 16 rows each. Keys come in tiles; for each
+// A block computes 64 query rows of one KV head of one sequence. Row r is head r % group of that KV head's query heads,
+// for the token r / group of the tile: with the group in the rows, the tile is also full for short chunks, and K and V
+// are read once for the whole group. Four warps have 16 rows each. Keys are processed in tiles; for each
 //     S = Q K^T -> mask -> online softmax -> O += P V            (FlashAttention-2, Dao 2023)
 // where P never leaves the registers: the accumulators of S, rounded, are the A operand of the second product.
 //
-// K and V go from their pages to shared memory asynchronously, V under the first product and the next K under the
-// second. A float8 cache is fetched into registers instead and widened on its way to shared memory.
+// K and V are copied from their pages to shared memory asynchronously, V during the first product and the next K during
+// the second. A float8 cache is loaded into registers instead and widened on its way to shared memory.
 //
-// A row's bits depend on its own keys only: not on the other sequences, nor on how its prompt was cut into chunks.
-// Tiles begin at multiples of KEYS from the start of the sequence, and a tile that a row cannot see leaves it exactly
-// as it was.
+// A row's bits depend only on its own keys: not on the other sequences, nor on how its prompt was divided into chunks.
+// Tiles begin at multiples of KEYS from the start of the sequence, and a tile that a row does not see does not change
+// it.
 #pragma once
 #include "common.cuh"
 
@@ -27,15 +27,15 @@ struct Shape {
   static constexpr int DIMS = round_up(HEAD, 16);  // what mma contracts; columns from HEAD on are zeros
   static constexpr int PITCH = DIMS + 8;  // elements of a row in shared memory: an odd number of 16 bytes, no conflicts
   static constexpr int KEYS = TILE;
-  // Blocks that share a multiprocessor, so that one's softmax runs beside another's products. With Q in registers
-  // instead of shared memory there would be one less; wider fragments (32 rows a warp) spill.
+  // Concurrent blocks per multiprocessor, so that one's softmax overlaps another's products. With Q in registers
+  // instead of shared memory there would be one less; wider fragments (32 rows per warp) spill.
   static constexpr int BLOCKS = HEAD > 128 || (HEAD > 64 && TILE == 32) ? 2 : (HEAD <= 64 ? 4 : 3) - kIsFp8<C>;
   static constexpr int ELEMENTS = (ROWS + 2 * KEYS) * PITCH;  // of shared memory: Q, K, V
   static constexpr int LOADS = KEYS / 32;                     // of a thread in a tile, a token each
   static constexpr int CHUNKS = ceil_div(DIMS / 8, 4);        // of 8 elements, of a thread in a token
 };
 
-// One thread's share of moving a tile from the pages to shared memory: four neighbouring threads take one token, each
+// A thread's part of copying a tile from the pages to shared memory: four neighbouring threads copy one token, each
 // every fourth chunk of 8 elements, so that 64 (float8: 32) consecutive bytes are read together.
 template <class T, class C, int HEAD, int TILE>
 struct Loader {
@@ -63,7 +63,7 @@ struct Loader {
       page[i] = exists(position) ? table[position / block_size] : 0;
     }
   }
-  // Takes over what was looked up for `tile`.
+  // Uses the pages that were looked up for `tile`.
   __device__ __forceinline__ void enter(int tile) {
 #pragma unroll
     for (int i = 0; i < S::LOADS; ++i) {
@@ -71,7 +71,7 @@ struct Loader {
       offset[i] = exists(position) ? page[i] * block_stride + position % block_size * token_stride : -1;
     }
   }
-  // Begins to move the entered tile of `base` (keys, or the values that lie beside them) to `tile`, [KEYS][PITCH].
+  // Starts copying the entered tile of `base` (keys, or the values beside them) to `tile`, [KEYS][PITCH].
   __device__ __forceinline__ void start(const C* base, T* tile) {
 #pragma unroll
     for (int i = 0; i < S::LOADS; ++i)
@@ -87,7 +87,7 @@ struct Loader {
           copy_async_16(tile + (i * 32 + int(threadIdx.x) / 4) * S::PITCH + dim, from, valid);
       }
   }
-  // Ends what `start` began. A barrier is still needed before other threads may read the tile.
+  // Completes `start`. A barrier is still needed before other threads may read the tile.
   __device__ __forceinline__ void finish(T* tile) {
     if constexpr (!WIDEN) {
       copy_async_wait();
@@ -107,7 +107,7 @@ struct Loader {
   }
 };
 
-// What turns a dot product into a score, and who may see whom.
+// Converts dot products to scores, and masks them.
 struct Scores {
   float scale;     // of a dot product, k_scale included
   float soft_cap;  // 0: none
@@ -116,7 +116,7 @@ struct Scores {
   int position[2];
   int window;
 
-  // Scores are kept in units of which `unit()` make a power of 2.
+  // Scores times `unit()` are exponents of 2.
   __device__ __forceinline__ float unit() const { return soft_cap > 0.f || alibi ? 1.f : scale * LOG2E; }
 
   // s[t]: two rows (elements 0, 1 and 2, 3) of the keys key + 8 * t and the one after.
@@ -148,9 +148,9 @@ struct Scores {
 }  // namespace prefill
 
 // Grid: (number of tiles, kv_heads), block: prefill::THREADS. Shared memory: prefill::Shape<C, HEAD, TILE>::ELEMENTS of
-// T. The tiles are a list of (sequence, which of its tiles); those that see most go first. Rows that are in none of
-// them are left alone. T: __half or __nv_bfloat16; C: T or a float8. Addresses of rows are multiples of 16 bytes, in a
-// float8 cache of 8.
+// T. The tiles are a list of (sequence, index of its tile); those with the most context are first. Rows in no tile are
+// unchanged. T: __half or __nv_bfloat16; C: T or a float8. Addresses of rows are multiples of 16 bytes, in a float8
+// cache of 8.
 template <class T, class C, int HEAD, int TILE>
 __global__ void __launch_bounds__(prefill::THREADS, (prefill::Shape<C, HEAD, TILE>::BLOCKS)) prefill_attention(
     T* __restrict__ out,                      // [num_tokens, heads, HEAD], rows of tokens strided
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(prefill::THREADS, (prefill::Shape<C, HEAD, TIL
 
   const int seq_len = seq_lens[sequence], first_position = seq_len - query_len;
   const int lane = threadIdx.x % 32, quad = lane % 4, warp_row = threadIdx.x / 32 * 16;
-  DYNAMIC_SHARED(T, q_tile);  // [ROWS][PITCH]; a warp touches no rows but its own, which hold its output at the end
+  DYNAMIC_SHARED(T, q_tile);  // [ROWS][PITCH]; a warp accesses only its own rows, which have its output at the end
   T* const k_tile = q_tile + ROWS * PITCH;  // [KEYS][PITCH]
   T* const v_tile = k_tile + KEYS * PITCH;  // [KEYS][PITCH]
 
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(prefill::THREADS, (prefill::Shape<C, HEAD, TIL
   const int first_tile = loader.first / KEYS, tiles = ceil_div(max(loader.end, 0), KEYS);
 
   float o[DIMS / 8][4] = {}, top[2] = {-INFINITY, -INFINITY}, sum[2] = {0.f, 0.f};
-  const T* const q_rows = q_tile + (warp_row + lane % 16) * PITCH + lane / 16 * 8;  // as ldmatrix wants them
+  const T* const q_rows = q_tile + (warp_row + lane % 16) * PITCH + lane / 16 * 8;  // in ldmatrix's layout
   const T* const k_rows = k_tile + (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 8;
   const T* const v_rows = v_tile + lane % 16 * PITCH + lane / 16 * 8;
 
@@ -224,7 +224,7 @@ __global__ void __launch_bounds__(prefill::THREADS, (prefill::Shape<C, HEAD, TIL
   for (int t = first_tile; t < tiles; ++t) {
     loader.look_up(t + 1);
     loader.finish(k_tile);
-    __syncthreads();  // K of this tile is there; nobody reads V of the last one any more
+    __syncthreads();  // K of this tile is loaded; V of the last one is no longer read
     loader.start(values, v_tile);
 
     float s[KEYS / 8][4] = {};
@@ -241,7 +241,7 @@ __global__ void __launch_bounds__(prefill::THREADS, (prefill::Shape<C, HEAD, TIL
       }
     }
     loader.finish(v_tile);
-    __syncthreads();  // V of this tile is there; nobody reads K of it any more
+    __syncthreads();  // V of this tile is loaded; K of it is no longer read
     if (t + 1 < tiles) {
       loader.enter(t + 1);
       loader.start(loader.keys, k_tile);
@@ -257,8 +257,8 @@ __global__ void __launch_bounds__(prefill::THREADS, (prefill::Shape<C, HEAD, TIL
 #pragma unroll
       for (int j = 0; j < KEYS / 8; ++j) highest = fmaxf(highest, fmaxf(s[j][2 * h], s[j][2 * h + 1]));
       highest = group_max<4>(highest);
-      // Both products rounded, not fused into the subtraction: exactly 1 where the highest score stays.
-      base[h] = highest == -INFINITY ? 0.f : __fmul_rn(highest, unit);  // -infinity: the row has seen nothing yet
+      // Both products are rounded, not fused into the subtraction: exactly 1 for the highest score.
+      base[h] = highest == -INFINITY ? 0.f : __fmul_rn(highest, unit);  // -infinity: no key yet
       const float shrink = exp2_fast(__fmul_rn(top[h], unit) - base[h]);
       top[h] = highest;
       sum[h] *= shrink;
@@ -286,8 +286,8 @@ __global__ void __launch_bounds__(prefill::THREADS, (prefill::Shape<C, HEAD, TIL
     }
   }
 
-  // Through shared memory, so that whole rows are written 16 bytes at a time. A row that saw nothing is zero.
-  __syncwarp();  // without a tile there was no barrier behind the copies of Q
+  // Through shared memory, so that whole rows are written 16 bytes at a time. A row without keys is zero.
+  __syncwarp();  // without a tile there was no barrier after the copies of Q
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     float total = group_sum<4>(sum[h]);

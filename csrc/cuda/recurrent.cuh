@@ -1,13 +1,13 @@
-// Recurrent layers: a short convolution over a sequence's tokens, and one matrix of state for each head, by the gated
-// delta rule or Mamba-2's. vllm_lite/kernels/delta_rule.py and mamba.py say what is computed, and are the plain twins.
+// Recurrent layers: a short convolution over a sequence's tokens, and a state matrix per head, by the gated delta rule
+// or Mamba-2. vllm_lite/kernels/delta_rule.py and mamba.py define them, and are the reference.
 //
-// A sequence's rows are cut into segments. Each begins with the state in slot `source` and leaves its own in slot
-// `target`; source 0 is the state before the first token, and target 0 is nowhere. One without rows copies a state.
-// All segments of a sequence are in one block, and each thread writes just what it reads again, since a segment may
-// begin with what the one before has left. Nobody else reads a slot that is written.
+// A sequence's rows are divided into segments. Each begins with the state in slot `source` and stores its own in slot
+// `target`; source 0 is the state before the first token, and target 0 stores nothing. A segment without rows copies a
+// state. All segments of a sequence are in one block, and each thread writes only what it reads again, since a segment
+// may begin with the state of the one before. No other block reads a written slot.
 //
-// Grids depend on the numbers of sequences, heads and channels alone, and segments are read on the device: a CUDA graph
-// can hold the launches. Sums have one order, and a token gets the same bits however its prompt is cut up.
+// Grids depend only on the numbers of sequences, heads and channels, and segments are read on the device: a CUDA graph
+// can contain the launches. Sums have one order, and a token gets the same bits however its prompt is divided.
 #pragma once
 #include "common.cuh"
 
@@ -24,20 +24,20 @@ __device__ __forceinline__ float softplus(float x) {
   return x > 20.f ? x : log1pf(expf(x));
 }
 
-// Threads of a block that has a matrix with so many columns: whole warps.
+// Threads of a block for a matrix with `columns` columns: whole warps.
 constexpr int threads(int columns) {
   return (columns * LANES + 31) / 32 * 32;
 }
-// So many blocks can share the registers of a multiprocessor, with up to 128 for each thread.
+// Concurrent blocks per multiprocessor, with up to 128 registers per thread.
 constexpr int blocks(int columns) {
   return threads(columns) < 512 ? 512 / threads(columns) : 1;
 }
-// Rows of a matrix, and so elements of what is multiplied with them, with zeros behind: whole runs for each lane.
+// Rows of a matrix, and elements of vectors multiplied with them, padded with zeros to whole runs per lane.
 constexpr int padded(int size) {
   return (size + 4 * LANES - 1) / (4 * LANES) * (4 * LANES);
 }
 
-// What a thread has of a head's matrix [SIZE, COLUMNS]: the elements of one column in every LANES-th run of 4 rows.
+// A thread's part of a head's matrix [SIZE, COLUMNS]: the elements of one column in every LANES-th run of 4 rows.
 template <int SIZE, int COLUMNS>
 struct Column {
   static constexpr int ROWS = padded(SIZE) / LANES;
@@ -67,7 +67,7 @@ struct Column {
     }
     return group_sum<LANES>(sum);
   }
-  // S = decay S + x added, and y^T S behind it.
+  // S = decay S + x added; returns y^T S.
   __device__ __forceinline__ float update(const float* x, const float* y, float decay, float added) {
     float sum = 0.f;
 #pragma unroll
@@ -83,7 +83,7 @@ struct Column {
   }
 };
 
-// A warp brings a vector to shared memory, padded with zeros, times `factor`; with `UNIT` divided by its length first.
+// A warp loads a vector to shared memory, padded with zeros, times `factor`; with `UNIT` divided by its length first.
 template <int SIZE, bool UNIT>
 __device__ __forceinline__ void bring(const float* from, float* to, float factor) {
   const int lane = threadIdx.x % 32;
@@ -95,7 +95,7 @@ __device__ __forceinline__ void bring(const float* from, float* to, float factor
   for (int i = lane; i < padded(SIZE); i += 32) to[i] = i < SIZE ? from[i] * factor : 0.f;
 }
 
-// What a scan is called with beside its own.
+// Parameters that all scans share.
 struct Steps {
   float* states;  // [num_slots][heads, SIZE, COLUMNS]
   int64 slot_stride;
@@ -106,9 +106,9 @@ __device__ __forceinline__ int rows_of_sequence(const Steps& steps) {
   return steps.rows[steps.firsts[blockIdx.x + 1]] - steps.rows[steps.firsts[blockIdx.x]];
 }
 
-// Takes the matrix of head blockIdx.y through the segments of sequence blockIdx.x, unless it goes in chunks, TILE
-// tokens at a time: a warp prepares each token, prepare(row, t), then all threads pass one after another, pass(state,
-// row, t), and with FINISHES a warp does what is left of each, finish(row, t). t counts in the tile, whose shared
+// Updates the matrix of head blockIdx.y over the segments of sequence blockIdx.x, unless it is computed in chunks, TILE
+// tokens at a time: a warp prepares each token, prepare(row, t), then all threads process one after another,
+// pass(state, row, t), and with FINISHES a warp finishes each, finish(row, t). t is the index in the tile, whose shared
 // memory is the caller's.
 template <int SIZE, int COLUMNS, bool FINISHES, class Prepare, class Pass, class Finish>
 __device__ __forceinline__ void scan(const Steps& steps, const Prepare& prepare, const Pass& pass,
@@ -122,7 +122,7 @@ __device__ __forceinline__ void scan(const Steps& steps, const Prepare& prepare,
     state.load(source == 0 ? nullptr : states + source * steps.slot_stride);
     for (int first = steps.rows[segment]; first < end; first += TILE) {
       const int count = min(TILE, end - first);
-      __syncthreads();  // the tile before has been read
+      __syncthreads();  // the previous tile has been read
       for (int t = warp; t < count; t += warps) prepare(int64(first + t), t);
       __syncthreads();
       for (int t = 0; t < count; ++t) pass(state, int64(first + t), t);
@@ -143,7 +143,7 @@ __device__ __forceinline__ float mamba_step(float step, float least, float most)
   return fminf(fmaxf(softplus(step), least), most);
 }
 
-// A warp norms a token's head of the gated delta rule, and multiplies it by SiLU(z).
+// A warp normalizes a token's head of the gated delta rule, and multiplies it by SiLU(z).
 template <class T, int VALUE>
 __device__ __forceinline__ void gated_norm(const float* read, const T* z, const float* norm, float eps, T* out) {
   const int lane = threadIdx.x % 32;
@@ -156,7 +156,7 @@ __device__ __forceinline__ void gated_norm(const float* read, const T* z, const 
 }  // namespace recurrent
 
 // The causal convolution of each channel and SiLU; GATED: of gate times x, times out_gate, without SiLU. Grid:
-// sequences, channels by CONV_THREADS; each thread has one channel.
+// sequences, channels / CONV_THREADS; each thread has one channel.
 template <class T, int SIZE, bool GATED>
 __global__ void __launch_bounds__(recurrent::CONV_THREADS)
     short_conv(const T* __restrict__ x, const T* __restrict__ gate,
@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(recurrent::CONV_THREADS)
   }
 }
 
-// The gated delta rule, the norm behind it and SiLU(z). Grid: sequences, value heads; LANES threads a column of the
+// The gated delta rule, the norm after it and SiLU(z). Grid: sequences, value heads; LANES threads per column of the
 // head's matrix. Shared: TILE tokens' q, k (padded), outputs, decay and beta.
 template <class T, int KEY, int VALUE>
 __global__ void __launch_bounds__(recurrent::threads(VALUE), recurrent::blocks(VALUE))
@@ -245,8 +245,8 @@ __global__ void __launch_bounds__(recurrent::threads(VALUE), recurrent::blocks(V
   scan<KEY, VALUE, true>({states, slot_stride, firsts, rows, sources, targets, chunked_rows}, prepare, pass, finish);
 }
 
-// The scan of Mamba-2 and SiLU(z). Grid: sequences, heads, of which those of a group lie side by side; LANES threads a
-// column of the head's matrix. Shared: TILE tokens' b and c (padded), decay and dt.
+// The scan of Mamba-2 and SiLU(z). Grid: sequences, heads, with those of a group adjacent; LANES threads per column of
+// the head's matrix. Shared: TILE tokens' b and c (padded), decay and dt.
 template <class T, int STATE, int HEAD>
 __global__ void __launch_bounds__(recurrent::threads(HEAD), recurrent::blocks(HEAD))
     mamba(const float* __restrict__ mixed,  // [num_rows][x | b of each group | c of each group], contiguous

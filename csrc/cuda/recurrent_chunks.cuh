@@ -1,30 +1,30 @@
-// Recurrent layers over prompts: 64 or 32 tokens of a sequence at a time, as products on tensor cores. What is computed
-// is what recurrent.cuh computes token by token; `chunk_rule` of vllm_lite/kernels/delta_rule.py and `scan` of mamba.py
-// are the plain twins. With q, k, v of a chunk's tokens (c, b and dt x for Mamba-2), G_t the sum of log decays up to
-// token t, and S the state before:
+// Recurrent layers over prompts: 64 or 32 tokens of a sequence at a time, as products on tensor cores. The result is
+// that of recurrent.cuh, which computes token by token; `chunk_rule` of vllm_lite/kernels/delta_rule.py and `scan` of
+// mamba.py are the reference. With q, k, v of a chunk's tokens (c, b and dt x for Mamba-2), G_t the sum of log decays
+// up to token t, and S the state before:
 //
 //     system[i, j] = beta_i (k_i k_j) exp(G_i - G_j), j < i      within[i, j] = (q_i k_j) exp(G_i - G_j), j <= i
 //     (1 + system) change = beta (v - exp(G) k S)                Mamba-2: change = dt x, there is no system
 //     out = exp(G) q S + within change                           S = exp(G_last) S + (exp(G_last - G) k)^T change
 //
-// A block has a head of a sequence, and a warp 16 columns of its state, transposed in registers as results of
-// mma.m16n8k16: [16 columns, SIZE]. A column needs no other column, so between the two barriers around what all columns
-// read (q, k, system and within, in shared memory) a warp is by itself: results of one product become left operands of
-// the next in registers. The system is solved by blocks of 16 tokens, whose triangles are inverted in float.
+// A block computes a head of a sequence, and a warp 16 columns of its state, transposed in registers as results of
+// mma.m16n8k16: [16 columns, SIZE]. Columns are independent, so between the two barriers around the data that all
+// columns read (q, k, system and within, in shared memory) warps are independent: results of one product become left
+// operands of the next in registers. The system is solved by blocks of 16 tokens, whose triangles are inverted in
+// float.
 //
-// Operands are bfloat16. Where T has more bits, each is two of them, what a float rounds to and what is left, and a
-// product is three: about 16 bits, over chunks half as long. Sums and states are float. A last chunk that is shorter is
-// filled up with tokens that change nothing. Chunks begin where segments do: how a prompt was cut up shows in the last
-// bits.
+// Operands are bfloat16. If T has more bits, each is two of them, a rounded float and the remainder, and a product is
+// three: about 16 bits, over chunks half as long. Sums and states are float. A shorter last chunk is padded with tokens
+// that change nothing. Chunks begin where segments do, so the last bits depend on how a prompt was divided.
 #pragma once
 #include "recurrent.cuh"
 
 namespace recurrent {
 
 constexpr int BLOCK = 16;              // tokens whose equations are solved together
-constexpr float SMALLEST_LOG = -88.f;  // of a decay: exp of it is nothing beside 1, and sums of 64 keep their bits
+constexpr float SMALLEST_LOG = -88.f;  // of a decay: its exp is negligible beside 1, and sums of 64 keep their bits
 
-constexpr int wide(int size) {  // with zeros behind: whole operands
+constexpr int wide(int size) {  // padded with zeros: whole operands
   return (size + BLOCK - 1) / BLOCK * BLOCK;
 }
 constexpr int chunk_threads(int columns) {
@@ -35,13 +35,13 @@ constexpr int kParts = kSame<T, __nv_bfloat16> ? 1 : 2;
 template <int PARTS>
 constexpr int kTokens = PARTS == 1 ? 64 : 32;  // of a chunk
 
-// An operand of 16x16: words as mma.m16n8k16's left one has them; or two right ones, for 8 columns each.
+// An operand of 16x16: words of mma.m16n8k16's left operand, or of two right ones with 8 columns each.
 template <int PARTS>
 struct Operand {
   unsigned at[PARTS][4];
 };
 
-// parts[p][word]: a pair of floats as bfloat16, and with two parts what that leaves out.
+// parts[p][word]: a pair of floats as bfloat16, and with two parts their remainders.
 template <int PARTS>
 __device__ __forceinline__ void split_pair(unsigned (&parts)[PARTS][4], int word, float low, float high) {
   parts[0][word] = pack2<__nv_bfloat16>(low, high);
@@ -78,7 +78,7 @@ __device__ __forceinline__ void multiply(float (&first)[4], float (&second)[4], 
   add(0, 0);
 }
 
-// A matrix in shared memory from which operands are loaded. 16 bytes behind each row keep 8 rows in different banks.
+// A matrix in shared memory from which operands are loaded. 16 bytes after each row keep 8 rows in different banks.
 template <int ROWS, int COLUMNS, int PARTS>
 struct Matrix {
   static constexpr int NUM_ROWS = ROWS, PITCH = COLUMNS + 8, PART = ROWS * PITCH, BYTES = 2 * PARTS * PART;
@@ -104,7 +104,7 @@ struct Matrix {
     for (int p = 0; p < PARTS; ++p) load_matrices(operand.at[p], own + p * PART);
     return operand;
   }
-  // The same, transposed, as right operands: a product's inner index goes along its rows.
+  // The same, transposed, as right operands: a product's inner index is along its rows.
   __device__ __forceinline__ Operand<PARTS> right(int row, int column) const {
     Operand<PARTS> operand;
     const int lane = threadIdx.x % 32;
@@ -113,7 +113,7 @@ struct Matrix {
     for (int p = 0; p < PARTS; ++p) load_matrices(operand.at[p], own + p * PART);
     return operand;
   }
-  // The same as it is, as right operands: the inner index goes down its columns.
+  // The same, not transposed, as right operands: the inner index is along its columns.
   __device__ __forceinline__ Operand<PARTS> right_upright(int row, int column) const {
     Operand<PARTS> operand;
     const uint16* const own = at + (row + threadIdx.x % 16) * PITCH + column + threadIdx.x % 32 / 16 * 8;
@@ -123,7 +123,7 @@ struct Matrix {
   }
 };
 
-// A chunk in a block's shared memory. `found`, what tokens read, takes the place of `reads` and `writes` in the end.
+// A chunk in a block's shared memory. `found`, the tokens' outputs, finally replaces `reads` and `writes`.
 template <int SIZE, int COLUMNS, int PARTS, bool SOLVES>
 struct Chunk {
   static constexpr int TOKENS = kTokens<PARTS>, BLOCKS = TOKENS / BLOCK;
@@ -158,14 +158,14 @@ struct Chunk {
   }
 };
 
-// What a chunk's tokens have, from its first token on.
+// Inputs of a chunk's tokens, from its first token on.
 struct Tokens {
   const float *reads, *writes, *values;  // [count, ..], rows `stride` apart
   int64 stride;
   int count;
 };
 
-// Brings vectors to rows of a matrix, times `factor`; with UNIT divided by their lengths first. Zeros behind them.
+// Loads vectors to rows of a matrix, times `factor`; with UNIT divided by their lengths first. Padded with zeros.
 template <int SIZE, bool UNIT, class Rows>
 __device__ __forceinline__ void bring_rows(const Rows& to, const float* from, int64 stride, int count, float factor) {
   constexpr int EACH = (wide(SIZE) + 31) / 32, AT_ONCE = 2;
@@ -197,7 +197,7 @@ __device__ __forceinline__ void bring_rows(const Rows& to, const float* from, in
   }
 }
 
-// Warp 0 adds up the tokens' log decays. rates(t): that of a token, and its gain.
+// Warp 0 adds up the tokens' log decays. rates(t): the token's log decay, and its gain.
 template <class Chunk, class Rates>
 __device__ __forceinline__ void add_decays(const Chunk& chunk, int count, const Rates& rates) {
   if (threadIdx.x / 32 != 0) return;
@@ -225,7 +225,7 @@ __device__ __forceinline__ void add_decays(const Chunk& chunk, int count, const 
   }
 }
 
-// One of the jobs of warps: 16 tokens' rows of `within`, or of the system, from what `left` has of them.
+// A warp's job: 16 tokens' rows of `within`, or of the system, from `left`.
 template <int SIZE, bool OF_SYSTEM, class Chunk>
 __device__ __forceinline__ void relate(const Chunk& chunk, int block) {
   const auto& rows = OF_SYSTEM ? chunk.writes : chunk.reads;
@@ -262,7 +262,7 @@ __device__ __forceinline__ void relate(const Chunk& chunk, int block) {
   }
 }
 
-// One of the jobs of warps: (1 + a block on the system's diagonal)^-1 - 1, a column by each of 16 lanes.
+// A warp's job: (1 + a block on the system's diagonal)^-1 - 1, a column by each of 16 lanes.
 template <class Chunk>
 __device__ __forceinline__ void invert(const Chunk& chunk, int block) {
   const int column = threadIdx.x % 32;
@@ -306,8 +306,8 @@ struct Columns {
   }
 };
 
-// Takes a warp's columns through a chunk whose `reads` and so on are there. out: what tokens read, as results for 8
-// tokens each. With SOLVES it waits for the inverse on its way.
+// Updates a warp's columns over a chunk whose `reads` and so on are loaded. out: the tokens' outputs, as results for 8
+// tokens each. With SOLVES it waits for the inverse.
 template <int SIZE, int COLUMNS, int PARTS, bool SOLVES>
 __device__ __forceinline__ void pass_chunk(Columns<SIZE, COLUMNS>& state, float (&out)[kTokens<PARTS> / 8][4],
                                            const Chunk<SIZE, COLUMNS, PARTS, SOLVES>& chunk, const Tokens& tokens) {
@@ -338,7 +338,7 @@ __device__ __forceinline__ void pass_chunk(Columns<SIZE, COLUMNS>& state, float 
   for (int n = 0; n < Own::TILES; ++n)
 #pragma unroll
     for (int i = 0; i < 4; ++i) state.at[n][i] *= decay;
-  if constexpr (SOLVES) __syncthreads();  // the inverse is there
+  if constexpr (SOLVES) __syncthreads();  // the inverse is written
 
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b) {
@@ -364,9 +364,9 @@ __device__ __forceinline__ void pass_chunk(Columns<SIZE, COLUMNS>& state, float 
   }
 }
 
-// Takes the matrix of head blockIdx.y through the segments of sequence blockIdx.x, if it has so many rows that it goes
-// in chunks. tokens_at(row): a chunk's; rates(row): a token's log decay and gain; finish(row, found): what a warp does
-// with what a token has read, [COLUMNS] in shared memory. UNIT, factor: as bring_rows', of `reads`.
+// Updates the matrix of head blockIdx.y over the segments of sequence blockIdx.x, if it has enough rows for chunks.
+// tokens_at(row): a chunk's tokens; rates(row): a token's log decay and gain; finish(row, found): called by a warp with
+// a token's output, [COLUMNS] in shared memory. UNIT, factor: as for bring_rows, of `reads`.
 template <int SIZE, int COLUMNS, int PARTS, bool SOLVES, class TokensAt, class Rates, class Finish>
 __device__ __forceinline__ void scan_chunks(const Steps& steps, uint16* shared, float factor, const TokensAt& tokens_at,
                                             const Rates& rates, const Finish& finish) {
@@ -384,13 +384,13 @@ __device__ __forceinline__ void scan_chunks(const Steps& steps, uint16* shared, 
     for (int row = steps.rows[segment]; row < end; row += TOKENS) {
       Tokens tokens = tokens_at(int64(row));
       tokens.count = min(TOKENS, end - row);
-      __syncthreads();  // the chunk before has been read
+      __syncthreads();  // the previous chunk has been read
       bring_rows<SIZE, SOLVES>(chunk.reads, tokens.reads, tokens.stride, tokens.count, factor);
       bring_rows<SIZE, SOLVES>(chunk.writes, tokens.writes, tokens.stride, tokens.count, 1.f);
       add_decays(chunk, tokens.count, [&](int t) { return rates(int64(row + t)); });
       __syncthreads();
 #pragma unroll 1
-      for (int job = warp; job < (SOLVES ? 2 : 1) * BLOCKS; job += warps)  // a long one with a short one
+      for (int job = warp; job < (SOLVES ? 2 : 1) * BLOCKS; job += warps)  // long and short jobs alternate
         if (job < BLOCKS)
           relate<SIZE, false>(chunk, job);
         else
@@ -401,7 +401,7 @@ __device__ __forceinline__ void scan_chunks(const Steps& steps, uint16* shared, 
         for (int block = warp; block < BLOCKS; block += warps) invert(chunk, block);
       float out[2 * BLOCKS][4] = {};
       pass_chunk(state, out, chunk, tokens);
-      __syncthreads();  // `found` takes the place of what has been read
+      __syncthreads();  // `found` replaces data that has been read
 #pragma unroll
       for (int n = 0; n < 2 * BLOCKS; ++n)
 #pragma unroll

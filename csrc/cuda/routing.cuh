@@ -1,21 +1,21 @@
-// How tokens choose their experts. What is computed is said in vllm_lite/checkpoint/layer_specs/experts.py
-// (RoutingSpec); the plain twin is vllm_lite/kernels/routing.py. Arithmetic is in float32, subnormal numbers included:
-// two scores that differ are never a tie.
+// Routing of tokens to experts, as defined in vllm_lite/checkpoint/layer_specs/experts.py (RoutingSpec); the reference
+// is vllm_lite/kernels/routing.py. Arithmetic is in float32, including subnormals: two scores that differ are never a
+// tie.
 #pragma once
 #include "common.cuh"
 
 namespace routing {
 
-// A number of 32 bits for each float, in their order, never 0. All NaN are the largest, as torch sorts them; -0, which
-// no score is, would be below 0.
+// A 32-bit number for each float, in the same order, never 0. All NaN are the largest, as in torch's sort; -0, which no
+// score is, would be below 0.
 __device__ __forceinline__ uint32 order_of(float x) {
   const uint32 bits = __float_as_uint(x);
   if ((bits & 0x7fffffff) > 0x7f800000) return ~0u;
   return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-// The index of the largest of `keys`, of equal ones the first; every lane gets it, and its key becomes 0. At least one
-// key is not 0. A whole warp calls it.
+// The index of the largest of `keys`, the first of equal ones; every lane gets it, and its key becomes 0. At least one
+// key is not 0. Called by a whole warp.
 __device__ __forceinline__ int take_largest(uint32* keys, int count) {
   uint64 best = 0;
   for (int i = threadIdx.x; i < count; i += 32) best = max(best, uint64(keys[i]) << 32 | uint32(~i));
@@ -33,7 +33,7 @@ __device__ __forceinline__ float larger(float a, float b) {
   return order_of(a) >= order_of(b) ? a : b;
 }
 
-// scores = softmax(logits), or the sigmoid of each. A whole warp calls it.
+// scores = softmax(logits), or the sigmoid of each. Called by a whole warp.
 __device__ __forceinline__ void score(const float* logits, float* scores, int count, bool sigmoid) {
   float top = -INFINITY, sum = 0.f;
   if (!sigmoid) {
@@ -61,7 +61,7 @@ __device__ __forceinline__ float group_score(const float* ranked, int size, bool
 
 }  // namespace routing
 
-// Grid: tokens; block: one warp. Shared memory: 3 * experts + groups words. Every number in `chosen` is an expert's,
+// Grid: tokens; block: one warp. Shared memory: 3 * experts + groups words. Every number in `chosen` is a valid expert,
 // whatever the logits are.
 __global__ void __launch_bounds__(32) route(const float* __restrict__ logits,   // [num_tokens, experts], rows strided
                                             const float* __restrict__ bias,     // [experts] or null
@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(32) route(const float* __restrict__ logits,   
     sum += scores[expert];
     if (lane == 0) {
       chosen[place] = expert;
-      ranked[place] = scores[expert];  // nobody needs what was there
+      ranked[place] = scores[expert];  // the old value is not needed
     }
   }
   __syncwarp();

@@ -1,12 +1,11 @@
-// From a row of logits to a token, without a sort. vllm_lite/worker/sampling/sampler.py defines what is computed: the
-// hash, the noise and the filters. Hash and filters are equal to it bit for bit, the noise to a few units in the last
-// place.
+// From a row of logits to a token, without a sort. vllm_lite/worker/sampling/sampler.py defines the hash, the noise and
+// the filters. Hash and filters have the same bits, the noise differs by a few units in the last place.
 //
-// One block of 1024 threads per row, or several where there are few rows (see `best_part`); nothing depends on other
-// rows, nor on how many blocks share one. A filter's limit is found in histograms: first one
-// of 2048 equal steps of distance (in which real logits spread well, so that few atomic additions meet), then, within
-// the step found, on the bits of the distance, until one value is left. Counts and masses are integers, so that the
-// order of the atomic additions cannot change a bit.
+// One block of 1024 threads per row, or several if there are few rows (see `best_part`); nothing depends on other rows,
+// nor on the number of blocks per row. A filter's limit is found in histograms: first one of 2048 equal steps of
+// distance (over which real logits spread well, so that atomic additions rarely collide), then, within the step found,
+// on the bits of the distance, until one value is left. Counts and masses are integers, so that the order of the atomic
+// additions cannot change a bit.
 #pragma once
 #include "last_block.cuh"
 
@@ -38,7 +37,7 @@ struct Histogram {
   __device__ __forceinline__ void clear() {
     for (int i = threadIdx.x; i < BINS; i += kThreads) count[i] = mass_low[i] = mass_high[i] = 0;
   }
-  // A 64-bit addition out of two native ones: the thread that makes the lower half overflow carries.
+  // A 64-bit addition from two 32-bit ones: the thread that makes the lower half overflow carries.
   __device__ __forceinline__ void add(int bin, uint64 mass) {
     atomicAdd(&count[bin], 1u);
     if (mass == 0) return;
@@ -46,7 +45,7 @@ struct Histogram {
     const uint32 high = uint32(mass >> 32) + (uint32(before + low) < low);
     if (high) atomicAdd(&mass_high[bin], high);
   }
-  // Adds the bins of another one; all threads must take part, and behind a barrier.
+  // Adds the bins of another histogram; all threads must call it, after a barrier.
   __device__ __forceinline__ void add_all(const Histogram& other) {
     for (int i = threadIdx.x; i < BINS; i += kThreads) {
       if (other.count[i] == 0) continue;
@@ -56,7 +55,7 @@ struct Histogram {
       if (high) atomicAdd(&mass_high[i], high);
     }
   }
-  // Takes over what other blocks have added up, past the cache that is a multiprocessor's own.
+  // Copies the sums of other blocks, bypassing the multiprocessor's L1.
   __device__ __forceinline__ void copy(const volatile Histogram& from) {
     for (int i = threadIdx.x; i < BINS; i += kThreads) {
       count[i] = from.count[i];
@@ -151,7 +150,7 @@ struct Best {
   int token;
 };
 
-// The largest score, of equal ones the first token. No score is NaN.
+// The larger score; of equal ones the smaller token. No score is NaN.
 __device__ __forceinline__ Best better(Best a, Best b) {
   return b.score > a.score || (b.score == a.score && b.token < a.token) ? b : a;
 }
@@ -197,8 +196,8 @@ struct Row {
   bool with_mass;  // else masses are not needed and taken as 0
 };
 
-// Into shared->bin the first bin at which the running count (or mass) reaches `wanted`, which some bin does; into
-// shared->below what lies before it. `wanted` is at least 1.
+// Sets shared->bin to the first bin at which the running count (or mass) reaches `wanted`, which some bin does, and
+// shared->below to the sum before it. `wanted` is at least 1.
 template <int BINS>
 __device__ __forceinline__ void find_bin(const Histogram<BINS>& histogram, bool by_mass, uint64 wanted,
                                          SamplerShared* shared) {
@@ -230,7 +229,7 @@ struct Limit {
   Tally below;  // of the tokens with a smaller one
 };
 
-// The least distance such that the tokens up to it are `wanted` in number (or in mass). `coarse` is filled.
+// The smallest distance up to which there are `wanted` tokens (or mass). `coarse` is filled.
 template <int N>
 __device__ __forceinline__ Limit find_limit(const Row& row, bool by_mass, uint64 wanted, SamplerShared* shared) {
   find_bin(shared->coarse, by_mass, wanted, shared);
@@ -272,7 +271,7 @@ __device__ __forceinline__ void count_coarsely(const Row& row, int begin, int en
   __syncthreads();
 }
 
-// The largest distance that top_k and top_p keep; there is one of them, and shared->coarse has all tokens.
+// The largest distance that top_k and top_p keep; at least one of them is on, and shared->coarse has all tokens.
 template <int N>
 __device__ __forceinline__ float filter(const Row& row, const Draw& draw, SamplerShared* shared) {
   const bool by_count = draw.top_k < row.vocab;
@@ -306,7 +305,7 @@ __device__ __forceinline__ Best find_best(const float* logits, int begin, int en
   return best;
 }
 
-// The token among [begin, end) with the largest score; one that is further than `limit` has none.
+// The token in [begin, end) with the largest score; tokens further than `limit` have none.
 template <int N>
 __device__ __forceinline__ Best find_drawn(const Row& row, const Draw& draw, float limit, int begin, int end,
                                            SamplerShared* shared) {
@@ -350,9 +349,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 // ---- the same in parts: three launches, in each of which several blocks share a row
 //
 // Few rows leave most of a GPU idle, and one multiprocessor takes longer for a large vocabulary than the model's last
-// layer. `best_part` finds the largest logits, and ends greedy rows; `coarse_part`, where some row is filtered, fills
-// the histogram, and its last block finds the limit; `draw_part` draws. What parts find is put together by the block of
-// a row that comes last. All of it is maxima and integer sums: the bits are those of `pick`.
+// layer. `best_part` finds the largest logits, and finishes greedy rows; `coarse_part`, if some row is filtered, fills
+// the histogram, and its last block finds the limit; `draw_part` draws. The last block of a row merges the parts'
+// results. All of it is maxima and integer sums: the bits are those of `pick`.
 
 constexpr int kMaxParts = 16;
 
@@ -382,7 +381,7 @@ __device__ __forceinline__ Part part_of(int vocab) {
   return {begin, min(vocab, begin + size)};
 }
 
-// The best of all parts, read past the cache that is a multiprocessor's own.
+// The best of all parts, read without the multiprocessor's L1.
 __device__ __forceinline__ Best best_of_parts(const volatile PartBest* parts, float* failed) {
   Best best = {-INFINITY, 0};
   *failed = 0.f;
@@ -413,7 +412,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) own->best[blockIdx.y] = {best.score, best.token, failed, 0};
   if (!comes_last(&own->arrived[0], gridDim.y, &shared->bin) || threadIdx.x != 0) return;
   best = best_of_parts(own->best, &failed);
-  picked[blockIdx.x] = {best.token, best_or_nan(best.score, failed), INFINITY};  // a random row's comes later
+  picked[blockIdx.x] = {best.token, best_or_nan(best.score, failed), INFINITY};  // a random row's is written later
 }
 
 template <int N>
