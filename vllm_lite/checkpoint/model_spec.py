@@ -45,7 +45,7 @@ class AttentionSpec(msgspec.Struct, frozen=True):
     block_sparse: BlockSparse | None = None
     """The pattern of key blocks that a query sees; None = all."""
     value_size: int | None = None
-    """None = V has K's size and is stored beside it; else V is the first so many elements of K (latent attention)."""
+    """None = V has K's size and is stored beside it; else V is this number of K's first elements (latent attention)."""
     index_size: int = 0
     """Further elements per token and KV head stored after K: the key of an index."""
     whole_images: int = 0

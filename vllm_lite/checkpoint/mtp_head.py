@@ -4,9 +4,9 @@ From the hidden state h of a token after the model's last norm, and the next tok
 
     x = fc(concat(norm(embedding(t)), norm(h)));  y = norm(layer(x));  logits = the model's own head of y
 
-and y stands for h in the prediction of the next one. The layer is one of full attention as the model's own, with K and
-V of its own; where the model's layers are of one block each, it is two of them, attention and an MLP. DeepSeek V3
-(https://arxiv.org/abs/2412.19437, section 2.2) describes it; other families have other names.
+and y replaces h in the prediction of the next one. The layer has full attention like the model's, with its own K and V;
+if the model's layers have one block each, it is two layers, attention and an MLP. Described for DeepSeek V3
+(https://arxiv.org/abs/2412.19437, section 2.2); other families have other names.
 """
 
 from collections.abc import Iterable

@@ -80,7 +80,7 @@ def answering_rank(config: ResolvedConfig) -> int:
 
 
 VOCABULARY_UNIT = 64
-"""Ranks divide a vocabulary in units of so many tokens, so that rows of float32 logits are cut at cache lines."""
+"""Unit, in tokens, by which ranks divide a vocabulary, so that rows of float32 logits are cut at cache lines."""
 
 
 class Split(NamedTuple):

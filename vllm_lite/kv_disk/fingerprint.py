@@ -18,7 +18,8 @@ from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import ModelError
 
 LAYOUT_VERSION = 2
-"""To be increased when the layout of K, V or states in a block changes, or the input of a block's hash."""
+"""Version of the layout of K, V and states in a block, and of the input of a block's hash; increase it when they
+change."""
 PAGES = 256
 PAGE_BYTES = 4096
 FINGERPRINT_BYTES = 32

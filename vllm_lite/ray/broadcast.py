@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
 
 GRACE_S = 0.5
-"""How long to wait, after the others have answered, for replicas that did not answer the last time."""
+"""Seconds to wait, after the others have answered, for replicas that did not answer the last time."""
 
 
 async def broadcast(

@@ -13,7 +13,7 @@ from vllm_lite.errors import ConfigError
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")
 """One of these exists when an NVIDIA driver is loaded; the second under WSL."""
 SYS = Path("/sys")
-"""Where the kernel describes the machine; tests pass a tree of their own."""
+"""Folder in which the kernel describes the machine; tests pass a tree of their own."""
 NO_QUOTA = 1 << 30
 MAX_CPU = 1 << 16
 """Above the kernel's own maximum of 8192; keeps a typing error from becoming a set of a billion numbers."""

@@ -91,7 +91,8 @@ def complete() -> None:
 
 
 def _is_being_imported(name: str) -> bool:
-    """Also False if Python does not say; then nothing stays deferred after that import."""
+    """Whether the module is being imported; also False if Python does not say, and then nothing stays deferred after
+    that import."""
     return getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False)
 
 

@@ -101,7 +101,7 @@ class ApiRoutes:
         text = await self._prompts.decode(body.tokens, skip_special_tokens=False)
         return as_json({"prompt": text}, headers)
 
-    # ---- what is served, and whether
+    # ---- models and health
 
     async def models(self, _: Request) -> Response:
         return as_json({"object": "list", "data": [self._model.card(name) for name in self._model.all_names]})

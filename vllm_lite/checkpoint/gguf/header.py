@@ -78,7 +78,7 @@ class GgufTensor(NamedTuple):
 
     kind: Kind
     shape: tuple[int, ...]
-    """In torch's order, rows first; the file has the reverse order."""
+    """Shape in torch's order, rows first; the file has the reverse order."""
     file: Path
     offset: int
     """Position of its first byte in the file."""

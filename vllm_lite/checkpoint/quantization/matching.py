@@ -21,7 +21,7 @@ MATCHING_S, MATCHING_A_NAME_S = 1.0, 50e-6
 """CPU time of a file's untrusted expressions, for all names, and more for each name."""
 
 Fits = Callable[[str, float], bool]
-"""Tests a name, until the thread has used so many seconds of CPU time."""
+"""Tests a name; stops when the thread's CPU time, in seconds, reaches the second argument."""
 
 
 def first_fit(patterns: tuple[str, ...], name: str) -> int | None:

@@ -48,7 +48,7 @@ class TensorPlace(NamedTuple):
 
     file: Path
     offset: int
-    """Its first byte in the file, within which it also ends."""
+    """Offset of its first byte in the file; its end has been checked to be within the file."""
     dtype: str
     shape: tuple[int, ...]
     identity: tuple[int, ...]

@@ -1,8 +1,8 @@
 """has_own_head(): whether a checkpoint whose config.json ties the head to the embedding has another head in its files.
 No torch.
 
-Many models are tied by their family's default, and one trained further with a head of its own may not say so. Its files
-show it: they have both tensors, with different values. transformers also follows the files.
+Many models are tied by their family's default, and the config.json of one trained further with a separate head may not
+say so. Its files show it: they have both tensors, with different values. transformers also follows the files.
 """
 
 from pathlib import Path

@@ -134,8 +134,8 @@ def names_of(request: Request, call_id: str) -> list[str]:
 
 
 def name_of(call_id: str, owner: str) -> str:
-    """Name under which the servers and the engine keep a call. Clients choose ids, so each key has ids of its own: one
-    id of two keys makes two names, and nobody learns from an id which ones others use."""
+    """Name of a call in the servers and the engine. Clients choose ids, so each key has separate ids: the same id of
+    two keys gives two names, and no client learns which ids others use."""
     return f"{call_id[:MAX_NAMED_CHARS]}~{owner}" if owner else call_id
 
 

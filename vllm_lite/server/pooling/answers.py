@@ -19,7 +19,7 @@ _encode = msgspec.json.encode
 PIECE_BYTES = 64 * 1024
 """Bytes that are written before the event loop runs other tasks."""
 SMALL, SMALL_BYTES = 16, 64 * 1024
-"""An answer with at most so many texts and bytes of numbers is sent at once."""
+"""Maximum texts, and bytes of numbers, of an answer that is sent at once."""
 BASE64_BYTES = 3 * 16 * 1024
 """Bytes of numbers encoded at a time; a multiple of three needs no padding."""
 

@@ -24,7 +24,7 @@ from vllm_lite.server.pooling.call import PoolingCall
 BATCH = 64
 """Number of texts that are tokenized together."""
 INLINE_CHARS = 4096
-"""Texts of up to so many characters are tokenized without a thread."""
+"""Maximum characters of a text that is tokenized without a thread."""
 
 COHERE_INPUT_TYPES = frozenset({"search_document", "search_query", "classification", "clustering"})
 

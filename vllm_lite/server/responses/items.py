@@ -84,7 +84,7 @@ def _decrypted(given: Any) -> str:
         return ""
 
 
-# ---- what a request says
+# ---- fields of requests
 
 
 def is_reference(item: Item) -> bool:

@@ -205,7 +205,7 @@ class ResponsesRoutes:
         ends = {"first_id": page[0][0] if page else "", "last_id": page[-1][0] if page else ""}
         return as_json({"object": "list", "data": [data for _, data in page], **ends, "has_more": len(shown) > limit})
 
-    # ---- what is known
+    # ---- ids and earlier responses
 
     async def _new_id(self, body: ResponseBody, request: Request) -> str:
         if body.request_id is None:
@@ -293,7 +293,7 @@ class ResponsesRoutes:
         return Earlier(find, partial(self._live.reader.hold, request))
 
 
-# ---- what is sent
+# ---- answers
 
 
 class EventStream(Response):

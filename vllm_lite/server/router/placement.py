@@ -155,8 +155,8 @@ def _is_open(model: ModelStatus, actions: Sequence[Action]) -> bool:
 
 
 def _last_resort(models: Sequence[ModelStatus], wanting: Sequence[ModelStatus]) -> list[Action]:
-    """Nothing fits beside the servers of paused streams, and none of those can continue: load the first model anyway,
-    once all idle ones are gone."""
+    """Actions if no model fits beside the servers of paused streams, and none of those can continue: load the first
+    model anyway, once all idle ones are gone."""
     idle = [model for model in models if model.is_idle and model.state != "unloaded" and not model.pin]
     if idle and wanting:
         return [Action("stop", model.name, why="paused streams need its memory") for model in idle]

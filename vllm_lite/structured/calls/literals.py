@@ -69,7 +69,7 @@ class Resolver:
                 self._findings.cannot(pointer, key, text)
 
     def alone(self, part: Schema) -> Schema:
-        """Make a schema of its own of `part`, with the options and definitions of the root."""
+        """Make a separate schema from `part`, with the options and definitions of the root."""
         shared = {key: self.root[key] for key in (OPTIONS, *DEFINITIONS) if key in self.root}
         return {**shared, **part}
 

@@ -96,7 +96,7 @@ class Chat:
     def __init__(
         self, answers: ChatAnswers, screen: Screen, conversation: Conversation, *, can_retry: bool = True
     ) -> None:
-        """Without `can_retry` there is only one question, and remarks do not mention commands."""
+        """With `can_retry` false there is only one question, and remarks do not mention commands."""
         self.conversation = conversation
         self.stats: AnswerStats | None = None
         self.failed = False
