@@ -1,8 +1,8 @@
-"""Speculation in the worker: draft the tokens that follow, and keep those that the model samples itself.
+"""Speculation in the worker: draft next tokens, and accept those that the model samples itself.
 
-Why the tokens are the same as without: the model samples at every drafted position with that position's own parameters
-and noise, and a sampled token counts only if every draft before it was right, so that it comes from logits of the true
-sequence. What was computed behind a wrong draft is beyond the sequence's computed length and is overwritten.
+The output is the same as without drafts: the model samples at every drafted position with that position's own
+parameters and noise, and a sampled token counts only if all drafts before it were accepted, so that its logits are
+those of the true sequence. KV after a rejected draft is beyond the sequence's computed length and is overwritten.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,23 +29,23 @@ Drafted = Int32s | torch.Tensor
 """Token ids, on the host or (int64) on the device: [num_drafts]."""
 
 NO_DRAFT = -1
-"""Equals no token: stands where nothing was drafted."""
+"""Placeholder where nothing was drafted; equals no token id."""
 NO_TOKENS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class DraftBatch:
-    """Names the sequences that take drafts in one step; each lacks only its last token's KV."""
+    """The sequences that take drafts in one step; of each, only the last token's KV is missing."""
 
     handles: list[Handle]
     tokens: list[Int32s]  # of each: [num_tokens], views of the persistent batch
     max_drafts: list[int]  # of each, at least 1
     masks: list[SequenceMask | None]  # of each, None if it follows no grammar
-    groups: list[bytes] | None = None  # of each, the requests that may share answers; None: there are no groups
-    states: list[int] | None = None  # of each, the slot of its state, which lacks its last token; None: there are none
+    groups: list[bytes] | None = None  # of each, the group of requests that may share answers; None: no groups
+    states: list[int] | None = None  # of each, the slot of its state before its last token; None: no recurrent layers
 
     def some(self, chosen: Sequence[int]) -> "DraftBatch":
-        """The sequences at these places of the batch."""
+        """Select the sequences at the indices `chosen` of the batch."""
         return DraftBatch(
             [self.handles[index] for index in chosen],
             [self.tokens[index] for index in chosen],
@@ -58,91 +58,91 @@ class DraftBatch:
 
 @dataclass(frozen=True, slots=True)
 class DrawnStep:
-    """Names the sequences that got tokens in one step, for the half of a drafter that follows it."""
+    """The sequences that got tokens in one step, for `Drafter.after`."""
 
     handles: list[Handle]
-    lengths: Int64s  # [n], tokens of each, the new ones included
-    tokens: Int64s  # [n], the last one of each
-    hidden: torch.Tensor | None  # [n, hidden_size], what this token was drawn from; None unless `reads_hidden`
+    lengths: Int64s  # [n], tokens of each, including the new ones
+    tokens: Int64s  # [n], the last token of each
+    hidden: torch.Tensor | None  # [n, hidden_size], from which this token was sampled; None unless `reads_hidden`
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedStep:
-    """Has the hidden states of all tokens of a step."""
+    """The hidden states of all tokens of a step, for `Drafter.computed`."""
 
     inputs: StepInputs
-    hidden: torch.Tensor | None  # [num_tokens, hidden_size]; None where a part that scores prompts reads some of them
-    num_kept: Int64s  # [num_seqs], how many of the tokens of each sequence are its own, and no refused drafts
+    hidden: torch.Tensor | None  # [num_tokens, hidden_size]; None if a part that scores prompts reads some of them
+    num_kept: Int64s  # [num_seqs], tokens of each sequence without rejected drafts
 
 
 class Drafter:
-    """Proposes the tokens that follow, in two halves; a kind of drafter overrides those that it has.
+    """Drafts next tokens, in two halves; a subclass overrides the ones that it has.
 
-    `before` runs on the host, before the forward pass, and says what is drafted. `after` runs behind it on the device,
-    with its hidden states and tokens, to prepare what the next `before` says. That may stay on the device.
+    `before` runs on the host before the forward pass, and returns the drafts. `after` runs on the device after the
+    forward pass, with its hidden states and tokens, to prepare the next drafts, which may stay on the device.
     """
 
     kv_layers: tuple[LayerSpec, ...] = ()
-    """Layers that keep KV for the drafter, in blocks of the sequence's own tables: they are layers of the KV cache
-    behind the model's."""
+    """The drafter's own layers with KV, which follow the model's layers in the KV cache and use the sequences' block
+    tables."""
     follows = False
-    """Whether there is `after`."""
+    """Whether the drafter implements `after`."""
     reads_hidden = False
-    """Whether it gets hidden states there."""
+    """Whether `after` needs hidden states."""
 
     reads_all = False
-    """Whether there is `computed`."""
+    """Whether the drafter implements `computed`."""
     forced: Mapping[Handle, int] = MappingProxyType({})
-    """How many of the latest drafts of a sequence, the first ones, its grammar leaves no choice about."""
+    """Number of a sequence's latest drafts, from the first on, that its grammar forced."""
 
     def load(self, place: DraftPlace) -> None:
-        """Load what is the drafter's own, beside the model, which is loaded. Raises ModelError or ConfigError."""
+        """Load the drafter's own weights; the model is loaded already. Raises ModelError or ConfigError."""
 
     def begin(self, own: KVViews, of_model: KVViews) -> None:
-        """The KV cache is there. own: per layer of `kv_layers` [num_blocks, 2, num_kv_heads, block_size, head_size];
-        of_model: the same of the model's layers, whose KV a drafter may read."""
+        """Take the KV cache, once allocated. own: per layer of `kv_layers` [num_blocks, 2, num_kv_heads, block_size,
+        head_size]; of_model: the same for the model's layers, whose KV a drafter may read."""
 
     def attach(self, rows: Rows, rules: Rules) -> None:
-        """The batch is there. Called behind `begin`."""
+        """Take the persistent batch. Called after `begin`."""
 
     def run_largest(self, own: KVViews, of_model: KVViews) -> None:
-        """Run what takes the most memory, as the memory profile does with the model. The caches: as in `begin`, with
-        the null block alone."""
+        """Run the work with the largest memory use, for the memory profile. The caches are as in `begin`, with only the
+        null block."""
 
     def moves(self, block_ops: Sequence[tuple[int, int, int]]) -> None:
-        """Blocks of the KV cache are moved by this program, before all else of a step."""
+        """Handle moves of KV blocks, before all other work of a step."""
 
     def begin_step(self) -> None:
-        """The rows are those of a step that is about to be made: whatever it writes is known, but for drafts."""
+        """Called before the step's drafts are made, when the rows are those of the step."""
 
     def opened(self, handle: Handle, parent: Handle | None) -> None:
-        """A sequence begins; `parent`: the one whose tokens and KV it has, if it is a fork."""
+        """Handle the begin of a sequence; `parent`: the sequence whose tokens and KV it shares, if it is a fork."""
 
     def computed(self, step: ComputedStep) -> None:
-        """A step has been run, and its tokens are about to count. Called once a step, before `after`."""
+        """Handle a step that has run, before its tokens are appended. Called once per step, before `after`."""
 
     def rehearse(self, step: StepInputs) -> None:
-        """Do what a model's pass takes that makes one draft of each sequence, on a step that touches no KV: to time it.
-        Drafts without a model take next to nothing."""
+        """Run one drafting pass for each sequence, on a step that does not touch the KV, to time it. Nothing to
+        do for drafters without a model."""
 
     def before(self, batch: DraftBatch) -> Sequence[Drafted]:
-        """Return each sequence's drafts, in the order of the batch: at most `max_drafts`, or none. Called once a step
+        """Return each sequence's drafts, in the order of the batch: up to `max_drafts`, or none. Called once per step
         in which a sequence takes drafts."""
         return [NO_TOKENS] * len(batch.handles)
 
     def after(self, step: DrawnStep) -> None:
-        """A step has been run, and these sequences got tokens. Called once a step."""
+        """Handle a step in which these sequences got tokens. Called once per step."""
 
     def ended(self, group: bytes, answer: Int32s) -> None:
-        """A sequence has ended with these output tokens: [num_tokens]. They may be drafted for others of its group, if
-        it is not empty."""
+        """Handle the end of a sequence with the output tokens `answer`: [num_tokens]. They may be drafted for others of
+        its group, unless the group is empty."""
 
 
 class GrammarDrafter(Drafter):
-    """Drafts what the sequences' grammars force, then what another drafter says, as far as the grammars allow it.
+    """Drafts the tokens that the sequences' grammars force, then those of another drafter that the grammars allow.
 
-    Where a grammar allows one token only, that token is certain. It is verified like all drafts: a wrong one would cost
-    time, and change no token.
+    A token is forced if the grammar allows no other. It is verified like all drafts: a wrong one would cost time, but
+    change no output.
     """
 
     def __init__(self, other: Drafter | None = None, *, forces: bool = True) -> None:
@@ -188,7 +188,7 @@ class GrammarDrafter(Drafter):
         self.with_model.ended(group, answer)
 
     def before(self, batch: DraftBatch) -> Sequence[Drafted]:
-        """As Drafter.before. What is on the device stays there where there is no grammar."""
+        """See Drafter.before. Drafts on the device stay there for sequences without a grammar."""
         known, most, masks = batch.tokens, batch.max_drafts, batch.masks
         forced = [NO_TOKENS] * len(known)
         if self._forces:
@@ -206,7 +206,7 @@ class GrammarDrafter(Drafter):
 
 
 def _behind(batch: DraftBatch, forced: Sequence[Int32s], rest: Sequence[int]) -> DraftBatch:
-    """The sequences `rest` of the batch, with their forced tokens as if these were theirs."""
+    """Select the sequences `rest` of the batch, with their forced tokens appended."""
     return replace(
         batch.some(rest),
         tokens=[np.concatenate((batch.tokens[i], forced[i])) if len(forced[i]) else batch.tokens[i] for i in rest],
@@ -221,7 +221,7 @@ def _forced(tokens: Int32s, max_drafts: int, mask: SequenceMask | None) -> Int32
 def _allowed(
     tokens: Int32s, max_drafts: int, mask: SequenceMask | None, forced: Int32s, others: Drafted
 ) -> Drafted:  # [at most max_drafts]
-    """Join the drafts of both kinds, as far as they may follow the tokens."""
+    """Join forced and other drafts, up to the first that the grammar does not allow after `tokens`."""
     if mask is None:
         return others
     others = on_host(others)
@@ -230,14 +230,14 @@ def _allowed(
 
 
 class NgramDrafter(Drafter):
-    """Drafts that what followed the last few tokens before will follow them again."""
+    """Drafts the tokens that followed the last few tokens at their previous occurrence (prompt lookup)."""
 
     def __init__(self, config: Speculation) -> None:
         self.longest = config.prompt_lookup_max
         self.shortest = config.prompt_lookup_min
 
     def before(self, batch: DraftBatch) -> list[Int32s]:
-        """As Drafter.before."""
+        """See Drafter.before."""
         return [self._follow(*pair) for pair in zip(batch.tokens, batch.max_drafts, strict=True)]
 
     def _follow(
@@ -245,12 +245,12 @@ class NgramDrafter(Drafter):
         tokens: Int32s,  # [num_tokens]
         max_drafts: int,
     ) -> Int32s:  # [max_drafts], or [0] if nothing is found
-        """Return what followed the most recent occurrence of the longest suffix that occurs before.
+        """Return the tokens after the most recent earlier occurrence of the longest suffix that has one.
 
-        Where the occurrence ends so close to the end that too little follows, the draft goes on with itself: a
-        sequence that repeats p tokens is drafted to repeat them for ever.
+        If too few tokens follow that occurrence, the draft continues from itself: a sequence that repeats p tokens is
+        drafted to repeat them indefinitely.
         """
-        # Where matches of the last token end; the loop narrows them to those of the last two, three ...
+        # Ends of matches of the last token; the loop narrows them to matches of the last two, three ...
         ends = np.flatnonzero(tokens[:-1] == tokens[-1])
         length = 1
         while length < self.longest and len(ends):
@@ -265,7 +265,7 @@ class NgramDrafter(Drafter):
 
 
 def on_host(drafted: Drafted) -> Int32s:
-    """Bring drafts to the host, if they are not there."""
+    """Copy drafts to the host, if they are on the device."""
     return drafted.numpy(force=True).astype(np.int32) if isinstance(drafted, torch.Tensor) else drafted
 
 
@@ -274,6 +274,6 @@ def num_proved(
     drafts: NDArray[np.int64],  # [num_samples], the draft for the same position; NO_DRAFT at the last of each sequence
     starts: NDArray[np.int64],  # [num_seqs], of each sequence's samples; every sequence has one
 ) -> NDArray[np.int64]:  # [num_seqs]
-    """Count the samples of each sequence that are its tokens: up to and with the first that was not drafted."""
+    """Count each sequence's samples that count as its tokens: up to and including the first that was not drafted."""
     surprises = np.flatnonzero(sampled != drafts)
     return surprises[np.searchsorted(surprises, starts)] - starts + 1

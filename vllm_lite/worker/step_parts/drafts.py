@@ -1,6 +1,6 @@
-"""Speculation as a part of the step: drafts are proposed to the rows, and those that the model samples too are kept.
+"""Speculation as a step part: drafts are proposed to the rows, and accepted if the model samples the same tokens.
 
-worker/sampling/drafter.py says why the tokens are the same as without, and what drafts.
+worker/sampling/drafter.py explains why the output is the same as without drafts, and has the drafters.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -41,8 +41,8 @@ from vllm_lite.worker.step_parts.states import RowStates
 
 
 class Drafts(StepPart):
-    """Has a drafter propose for the sequences that the engine allows drafts. It has no columns: drafts stand behind the
-    tokens of a row."""
+    """Lets a drafter propose tokens for the sequences that the engine allows drafts. It has no columns: drafts follow
+    the tokens of a row."""
 
     def __init__(self, drafter: Drafter | None, rules: Rules, states: RowStates | None = None) -> None:
         self.drafter = drafter
@@ -50,11 +50,11 @@ class Drafts(StepPart):
         self._states = states
         self._max_drafts: dict[Handle, int] = {}  # of the sequences that take drafts in this step
         self._on_device: dict[Handle, torch.Tensor] = {}
-        """Drafts of this step that the host does not know: int64 [num_drafts]. The rows have token 0 in their place."""
-        self._forced: Mapping[Handle, int] = {}  # how many of the drafts of each grammars leave no choice about
+        """Drafts of this step that are only on the device: int64 [num_drafts]. The rows have token 0 instead."""
+        self._forced: Mapping[Handle, int] = {}  # number of each sequence's drafts that its grammar forced
         self._hidden: torch.Tensor | None = None
         self._groups: dict[Handle, bytes] = {}  # of the sequences whose answers may be drafted for others
-        self._answers: dict[Handle, Int32s] = {}  # of those among them that have lost their row
+        self._answers: dict[Handle, Int32s] = {}  # of the sequences with a group that have lost their row
 
     def attach(self, rows: Rows) -> None:
         super().attach(rows)
@@ -79,7 +79,7 @@ class Drafts(StepPart):
             self._answers[handle] = self.rows.tokens_of(handle)[sequence.num_prompt :].copy()
 
     def close(self, sequence: SequenceState) -> None:
-        """Let the drafter remember the answer."""
+        """Pass the answer to the drafter."""
         group, answer = self._groups.pop(sequence.handle, b""), self._answers.pop(sequence.handle, None)
         if self.drafter is not None and answer is not None:
             self.drafter.ended(group, answer)
@@ -88,7 +88,7 @@ class Drafts(StepPart):
         return {Draft: self._draft}
 
     def _draft(self, entry: Draft) -> None:
-        """Like Continue, unless something is drafted."""
+        """Schedule the sequence's last token, as Continue does, and let it take drafts."""
         rows = self.rows
         row = rows.row_of(entry.handle, "Draft")
         num_tokens = int(rows.num_tokens[row])
@@ -98,7 +98,7 @@ class Drafts(StepPart):
             raise ProtocolError(f"Draft of {entry.max_drafts} tokens behind the {num_tokens} of handle {entry.handle}")
         rows.tables.append(row, entry.handle, entry.new_block_ids)
         rows.schedule(entry.handle, 1)
-        if not self._rules.penalises(entry.handle):  # penalties are against what would be drafted
+        if not self._rules.penalises(entry.handle):  # penalties are against tokens that would be drafted
             self._max_drafts[entry.handle] = entry.max_drafts
 
     def moves(self, block_ops: Sequence[tuple[int, int, int]]) -> None:
@@ -106,7 +106,7 @@ class Drafts(StepPart):
             self.drafter.moves(block_ops)
 
     def propose(self) -> None:
-        """Ask the drafter, once for all sequences of the step."""
+        """Call the drafter once for all sequences of the step, and propose its drafts to the rows."""
         asked, self._max_drafts, self._forced = self._max_drafts, {}, {}
         if self.drafter is not None:
             self.drafter.begin_step()
@@ -149,13 +149,13 @@ class Drafts(StepPart):
         return np.concatenate(ranges).astype(np.int64)
 
     def after_hidden(self, inputs: StepInputs, hidden: torch.Tensor | None) -> None:
-        if inputs.shows_all and hidden is not None:  # recurrent layers use the model's memory once more
+        if inputs.shows_all and hidden is not None:  # recurrent layers will use the model's memory again
             self._hidden = hidden.clone() if inputs.wanted is None else None
         elif inputs.shows_hidden:
             self._hidden = hidden
 
     def after_sample(self, inputs: StepInputs, result: StepResult) -> None:
-        """Keep the samples that are proved by the drafts before them, which are right."""
+        """Keep the samples whose preceding drafts were all accepted."""
         if not inputs.has_proposals:
             return
         if self._on_device and inputs.device_ids is not None:  # they come to the host together with the tokens
@@ -170,7 +170,7 @@ class Drafts(StepPart):
         result.num_kept = num_proved(result.sampled.tokens, drafts, inputs.sample_starts)
 
     def commit(self, inputs: StepInputs, tokens: Int64s, num_kept: Int64s | None) -> None:
-        """Let the drafter follow the step."""
+        """Pass the step's results to the drafter."""
         hidden, self._hidden = self._hidden, None
         if inputs.shows_all and self.drafter is not None:
             own = inputs.num_scheduled.copy()
@@ -203,14 +203,14 @@ class Drafts(StepPart):
 
 
 def drafts_of(inputs: StepInputs) -> Int64s:  # [num_samples]
-    """The token that was drafted where each sample is; NO_DRAFT at the last sample of each sequence."""
+    """The draft at the position of each sample; NO_DRAFT for the last sample of each sequence."""
     drafts = np.append(inputs.input_ids, NO_DRAFT)[inputs.sample_tokens + 1]
     drafts[inputs.sample_starts + inputs.num_samples - 1] = NO_DRAFT
     return drafts
 
 
 def _of_checkpoint(speculation: Speculation) -> Drafter:
-    """The drafter of a checkpoint that drafts: a model by itself, or an assistant."""
+    """Make the drafter of a checkpoint that drafts: an independent model, or an assistant."""
     assists = speculation.model is not None and is_assistant(speculation.model)
     return AssistantDrafter(speculation) if assists else ModelDrafter(speculation)
 
@@ -222,11 +222,11 @@ OF_METHOD: Mapping[str, Callable[[Speculation], Drafter]] = {
     "eagle3": EagleDrafter,
     "self": lambda speculation: SelfDrafter(),  # noqa: ARG005
 }
-"""The drafter of each method, but for mtp, whose drafter is in the model's own checkpoint."""
+"""Method -> drafter, except mtp, whose drafter is in the model's own checkpoint."""
 
 
 def drafter_of(config: ResolvedConfig) -> Drafter:
-    """The drafter that a configuration asks for, which includes grammars' forced tokens."""
+    """Make the configured drafter, which also drafts the tokens that grammars force."""
     speculation = config.speculative_config
     other: Drafter | None = None
     if speculation is not None:

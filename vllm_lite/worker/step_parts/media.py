@@ -1,5 +1,5 @@
-"""Media in a worker: their vectors are computed before the forward pass, kept by digest as long as the engine says, and
-put in the place of those of the placeholder tokens."""
+"""Media in a worker: their vectors are computed before the forward pass, kept by digest until the engine frees them,
+and replace the embeddings of placeholder tokens."""
 
 import math
 import time
@@ -33,18 +33,19 @@ from vllm_lite.worker.batch.step_inputs import Int64s, StepInputs
 from vllm_lite.worker.step_parts.image_positions import ImagePositions
 
 GOAL = 0.9
-"""What a worker's step may take of the goal for the time between tokens: answers are made and sent, too."""
+"""Share of the goal for the time between tokens that a worker's step may take; the rest is for making and sending
+answers."""
 SHARE_BESIDE = 0.5
-"""What media that are computed aside have of that time where a step computes tokens of prompts, too."""
+"""Share of the time for media computed aside that they get in a step that also computes tokens of prompts."""
 PIECE_DECAY = 0.98
-"""The share of a long piece's time that still counts behind each shorter one: some dozens follow until the next."""
+"""Factor of the remembered time of a long piece after each shorter one; some dozens follow until the next long one."""
 
 
 class MediaVectors(StepPart):
-    """Runs one tower. `progress` is called behind each of its layers.
+    """Runs one tower. Calls `progress` after each of its layers.
 
     Media that are computed aside advance by some pieces in each step, one medium after another, as long as there is
-    time; and ranks may differ in how far they are: what a step reads is completed first.
+    time. Ranks may differ in their progress, so a medium that a step reads is completed first.
     """
 
     def __init__(self, tower: VisionTower[Any], progress: Callable[[], None], max_itl_s: float = 0.0) -> None:
@@ -56,13 +57,13 @@ class MediaVectors(StepPart):
         self._wanted: list[Encode] = []
         self._aside: dict[bytes, tuple[EncodeAside, Pieces]] = {}
         self._ended: list[bytes] = []
-        """Media that were computed aside, for the next answer."""
+        """Digests of media whose computation aside has ended, for the next answer."""
         self._media_s = 0.0
         """Time that media took since the last answer."""
         self._started_s = self._piece_s = 0.0
-        """When the forward pass at hand began, and the time of a long piece."""
+        """Start of the current forward pass, and time of a long piece."""
         self._took_s = {True: 0.0, False: math.inf}
-        """What the last forward pass of next tokens alone took, and the last with tokens of prompts."""
+        """Time of the last forward pass, by whether it computed only next tokens, without tokens of prompts."""
         self._vectors: dict[bytes, torch.Tensor] = {}  # by digest: as VisionTower.arranged gives them
         self._places: dict[bytes, NDArray[np.int64]] = {}  # by digest, where tokens are without: [num_vectors]
         self._media: dict[Handle, tuple[Media, ...]] = {}
@@ -78,10 +79,10 @@ class MediaVectors(StepPart):
 
     def _begin(self, entry: EncodeAside) -> None:
         self._aside[entry.digest] = entry, self.tower.in_pieces(self._image(entry))
-        self.rows.changed = True  # until all is done no step is a steady one, for which nothing is built
+        self.rows.changed = True  # nothing is built for steady steps, so none is one until all media are done
 
     def _move(self, entry: DemoteEncoded | PromoteEncoded, place: torch.device) -> None:
-        """Move vectors. A transfer that reads them at the time has the ones in the old place."""
+        """Move vectors. A transfer that is reading them keeps the old tensors."""
         for digest in entry.digests:
             self._vectors_of(digest)  # this rank may still compute it aside
             self._vectors[digest] = self._vectors[digest].to(place)
@@ -106,7 +107,7 @@ class MediaVectors(StepPart):
         self._media.pop(sequence.handle, None)
 
     def build(self, inputs: StepInputs) -> None:
-        """Compute what has been asked for, and find the vectors of the step's placeholders."""
+        """Compute the requested media, and find the vectors of the step's placeholders."""
         if self._aside:
             self._advance(self._time_aside(inputs))
         if self._wanted:
@@ -141,7 +142,7 @@ class MediaVectors(StepPart):
         self._started_s = time.perf_counter()
 
     def commit(self, inputs: StepInputs, tokens: Int64s, num_kept: Int64s | None) -> None:  # noqa: ARG002
-        if self._started_s:  # else it was launched ahead, and is not over
+        if self._started_s:  # else it was launched ahead, and has not ended
             self._took_s[_is_plain(inputs)], self._started_s = time.perf_counter() - self._started_s, 0.0
 
     def answer(self, inputs: StepInputs, fields: dict[str, Any]) -> None:  # noqa: ARG002
@@ -150,15 +151,15 @@ class MediaVectors(StepPart):
         fields["media_s"], self._media_s = self._media_s, 0.0
 
     def _time_aside(self, inputs: StepInputs) -> float:
-        """Time in a step for what is computed aside: what one like it leaves of the goal, or, without one, a share of
-        what next tokens take."""
+        """Time in a step for media computed aside: the goal minus the time of the last such step, or, without a goal, a
+        share of the time of a step of next tokens."""
         if self.max_itl_s:
             return GOAL * self.max_itl_s - self._took_s[_is_plain(inputs)]
         share = 1.0 if _is_plain(inputs) else SHARE_BESIDE
         return share * GROWTH_ASIDE * self._took_s[True]
 
     def _advance(self, seconds: float) -> None:
-        """Compute what is aside as long as there is time for one more piece, and a piece at least."""
+        """Advance media aside while there is time for one more piece, but by at least one piece."""
         start_s = now_s = time.perf_counter()
         until_s = start_s + seconds
         while self._aside:
@@ -217,10 +218,11 @@ class MediaVectors(StepPart):
             self._places[medium.digest] = places.numpy()
         self._vectors[medium.digest] = vectors
 
-    # ---- as a shelf of vectors that come from elsewhere, and go there
+    # ---- methods of a shelf, for transfers of vectors
 
     def get(self, digest: bytes) -> torch.Tensor | None:
-        """As for any shelf: what this rank still computes aside is completed. Called by the worker's thread."""
+        """Return a medium's vectors, after completing them if this rank still computes them aside. Called by the
+        worker's thread."""
         return self._vectors_of(digest)
 
     def room(self, medium: LoadEncoded) -> torch.Tensor:
@@ -238,12 +240,12 @@ class MediaVectors(StepPart):
 
 
 def _is_plain(inputs: StepInputs) -> bool:
-    """Whether a step computes next tokens alone, and drafts behind these."""
+    """Whether a step computes only next tokens, and drafts after them."""
     return int(inputs.num_samples.sum()) == inputs.num_tokens
 
 
 def media_parts(tower: VisionTower[Any], progress: Callable[[], None], max_itl_ms: float | None) -> list[StepPart]:
-    """The parts of a model that sees images."""
+    """Make the step parts of a model that takes images."""
     parts: list[StepPart] = [MediaVectors(tower, progress, (max_itl_ms or 0.0) / 1000)]
     if isinstance(tower.spec, QwenVisionSpec):
         parts.append(ImagePositions(tower.spec.merge))
@@ -251,7 +253,7 @@ def media_parts(tower: VisionTower[Any], progress: Callable[[], None], max_itl_m
 
 
 def encode_largest(tower: VisionTower[Any], max_num_tokens: int) -> torch.Tensor:
-    """Run a tower over as much as a step gives it. Returns memory for all vectors that are ever held."""
+    """Run a tower over the most media of a step. Returns memory of the size of all vectors that may be held."""
     room = max(MIN_ROOM, max_num_tokens)
     held = torch.empty(room, tower.spec.vector_size, dtype=tower.dtype, device=tower.device)
     tower.encode(tower.largest(max_num_tokens))
@@ -259,7 +261,7 @@ def encode_largest(tower: VisionTower[Any], max_num_tokens: int) -> torch.Tensor
 
 
 def media_facts(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Any]:
-    """The fields of Ready by which clients and engine know the media that the model takes."""
+    """The fields of Ready that describe the model's media to engine and clients."""
     own = spec.vision
     if own is None:
         return {}
