@@ -98,7 +98,7 @@ class Planner:
         self._fresh = [FreshPrompts(spec, shape, table) for spec in shape.groups]
         self._chunks = [PrefixChunks(spec, shape, table) for spec in shape.groups]
         for own in dict.fromkeys(map(str, filter(None, (*self._fresh, *self._chunks)))):
-            logger.info("prompts are attended to by the fastest way that was measured: %s", own)
+            logger.info("attention of prompts uses the kernels that were measured as fastest: %s", own)
         self._device = shape.device
         self._windows = list(dict.fromkeys(spec.window for spec in shape.groups))
         self._kind_of = [_kind(spec, shape, group) for group, spec in enumerate(shape.groups)]

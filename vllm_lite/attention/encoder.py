@@ -81,7 +81,7 @@ class EncoderBackend(AttentionBackend):
         plan: _Plan = batch.plan
         heads = plan.heads
         if heads is None:
-            raise ValueError("attend comes behind write_kv, which says where K and V are")
+            raise ValueError("attend must be called after write_kv, which sets K and V")
         if plan.table is None:
             attend_plainly(self.shape.groups[call.group], heads, batch.host, call.out, call.sinks)
             return

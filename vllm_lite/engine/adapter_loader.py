@@ -100,7 +100,7 @@ class AdapterLoader:
             return
         self._adapters.delist(adapter)
         self._answer_all(adapter, f"adapter {adapter.name!r} was unloaded before it was there")
-        logger.info("adapter %r is unloaded, %d of its requests go on", adapter.name, adapter.num_requests)
+        logger.info("adapter %r is unloaded; %d of its requests continue", adapter.name, adapter.num_requests)
         self.on_listed()
         send(AdapterAnswer(message.question, message.name))
 

@@ -154,7 +154,7 @@ class Intake:
         request = Request(message, client, max_len, stop_ids(params, self._model.eos), adapter)
         num_choices = self._model.vocab_size - len(request.stop_ids)
         if request.beam is not None and params.n > num_choices:
-            raise RequestError(f"beam search over {params.n} beams, but only {num_choices} tokens go on")
+            raise RequestError(f"beam search over {params.n} beams, but only {num_choices} tokens can continue one")
         if params.deadline_ms is not None:
             request.deadline_s = self._clock() + params.deadline_ms / 1000
         return request

@@ -36,7 +36,7 @@ def keep(run_dir: str, state: KeptState) -> None:
         new.write_bytes(msgspec.msgpack.encode(state))
         os.replace(new, path)
     except OSError as error:
-        logger.warning("an engine that takes the place of this one will not know of this operation: %s", error)
+        logger.warning("an engine that replaces this one will not know of this operation: %s", error)
 
 
 def kept(run_dir: str) -> KeptState | None:
@@ -47,7 +47,7 @@ def kept(run_dir: str) -> KeptState | None:
         return None
     except (OSError, msgspec.MsgspecError) as error:
         logger.error(
-            "this engine serves, and with the weights of its start, whatever the one before was asked for: %s/%s "
+            "operations on the previous engine are lost, so this one serves, with the weights of its start: %s/%s "
             "cannot be read: %s",
             run_dir,
             FILE,

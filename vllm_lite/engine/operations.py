@@ -233,7 +233,7 @@ class Operations:
             yield from self._load()
         except (EngineError, ModelError, ConfigError) as error:
             groups.model = before
-            logger.warning("%s: the weights before are loaded again", error)
+            logger.warning("%s: the previous weights are loaded again", error)
             yield from self._load_again(error)
             raise
         self._served = found
@@ -264,7 +264,7 @@ class Operations:
         except (EngineError, ModelError, ConfigError) as error:
             self._counters.sleep_level = 2
             raise ModelError(
-                f"{cause}; the weights before cannot be loaded any more: {error}; the engine sleeps, until /wake_up or "
+                f"{cause}; the previous weights cannot be loaded again: {error}; the engine sleeps, until /wake_up or "
                 "other weights"
             ) from error
 

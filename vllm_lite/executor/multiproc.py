@@ -326,7 +326,7 @@ class MultiprocExecutor:
         """Take step results, from the one rank that answers for all."""
         answering = self._workers[answering_rank(self._config)]
         if peer != answering.peer:
-            logger.warning("dropped an output of %r: it is worker %d that answers", peer, answering.rank)
+            logger.warning("dropped an output of %r: only worker %d sends outputs", peer, answering.rank)
             return
         answering.health.last_heard_s = time.monotonic()
         outputs = message.outputs if isinstance(message, StepOutputs) else [message]

@@ -301,7 +301,7 @@ class Keeper:
             self._cache.write(self._until_all())
         except (OSError, VllmLiteError) as error:
             reason, folder = getattr(error, "strerror", None) or error, self._cache.folder
-            logger.warning("weight_cache %s keeps nothing, so that each start packs weights: %s", folder, reason)
+            logger.warning("weight_cache %s is not written, so each start packs weights again: %s", folder, reason)
         except _NotLoadedError:
             pass
 

@@ -170,7 +170,7 @@ class WorkerLoop:
                 continue
             if isinstance(message, Transfer):
                 if self.disk is None:
-                    raise ProtocolError("contents are to be moved, and kv_cache_dir is not set")
+                    raise ProtocolError("a Transfer was sent, but kv_cache_dir is not set")
                 self.disk.submit(message, worker.device.torch)
                 continue
             answer = execute(worker, message)
@@ -224,7 +224,7 @@ class WorkerLoop:
             if self.connection.lost():
                 raise EngineError("the engine has gone")
             if left_s <= 0:
-                raise EngineError(f"the engine said nothing for {timeout_s:g} s")
+                raise EngineError(f"the engine sent nothing for {timeout_s:g} s")
             self.say_transferred()
             self.progress.is_idle = True
             self.poller.poll(int(1000 * min(left_s, CHECK_ENGINE_EVERY_S)))

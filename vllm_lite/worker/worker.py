@@ -413,7 +413,7 @@ class Worker:
 
     def _cache(self) -> AdapterCache:
         if self.adapters is None:
-            raise ProtocolError("an adapter has come, and enable_lora is off")
+            raise ProtocolError("an adapter was sent, but enable_lora is off")
         return self.adapters
 
     def _attention_shape(self) -> AttentionShape:

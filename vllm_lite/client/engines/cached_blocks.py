@@ -64,7 +64,7 @@ class CachedBlocks:
                     while (batch := subscriber.recv(0.0)) is not None:
                         self._receive(engine, *batch)
         except Exception:
-            logger.exception("the router goes on without KV events")
+            logger.exception("the router continues without KV events")
             with self._lock:
                 for engine in self.router.engines:
                     self.router.cleared(engine)

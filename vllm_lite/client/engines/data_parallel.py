@@ -217,7 +217,7 @@ class DataParallelSession(AnySession):
                 for request_id, stream in moved.items():
                     self._move(request_id, stream)
                 if moved:
-                    logger.warning("%d requests of the engine at %s go on in others", len(moved), member.address)
+                    logger.warning("%d requests of the engine at %s continue in others", len(moved), member.address)
 
     def _move(self, request_id: str, stream: OpenStream) -> None:
         """Continue a stream without an engine in another one. If all have ended, the stream ends."""

@@ -173,7 +173,7 @@ class Scheduler:
     def resume(self, generation: int, swap_blocks_per_s: float) -> None:
         """Continue with new workers, which know no sequence yet. Raises ValueError unless `generation` is larger."""
         if generation <= self.generation:
-            raise ValueError(f"generation {generation} cannot follow {self.generation}: what is stale must look stale")
+            raise ValueError(f"generation {generation} cannot follow {self.generation}: generations must increase")
         self.generation = generation
         self.has_workers = True
         self.rates = self.rates._replace(swap_blocks_per_s=swap_blocks_per_s)

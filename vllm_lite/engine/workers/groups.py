@@ -142,7 +142,7 @@ class WorkerGroups:
         for name in MUST_STAY:
             now, before = getattr(ready, name), getattr(self._ready, name)
             if now != before:
-                raise EngineError(f"the model is not what it was: its {name} is {now!r} and was {before!r}")
+                raise EngineError(f"the model has changed: its {name} is {now!r} and was {before!r}")
         if ready.num_blocks < (1 - ROOM_TOLERANCE) * self.num_blocks:
             raise EngineError(
                 f"there is room for {ready.num_blocks} KV blocks now, and the engine counts on {self.num_blocks}"

@@ -128,7 +128,7 @@ class Recovery:
         counters.lost_s += lost_s
         self._waiting = set()
         self._port.say_recovered(generation, lost_s)
-        logger.info("workers of generation %d serve after %.2f s; %s going on", generation, lost_s, _count(going_on))
+        logger.info("workers of generation %d serve after %.2f s; %s continue", generation, lost_s, _count(going_on))
 
 
 def _count(requests: Collection[object]) -> str:

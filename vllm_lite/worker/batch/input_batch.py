@@ -79,7 +79,7 @@ class InputBatch:
         for entry in entries:
             handler = self._handlers.get(type(entry))
             if handler is None:
-                raise ProtocolError(f"a step has {entry}, and nothing in this worker takes a {type(entry).__name__}")
+                raise ProtocolError(f"a step has {entry}, but no part of this worker handles {type(entry).__name__}")
             handler(entry)
         if self.rows.changed:
             self.rows.changed = False
