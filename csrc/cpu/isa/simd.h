@@ -255,7 +255,25 @@ VLLM_LITE_INLINE void store_part(T* to, Vec x, int64_t count) {
 #if defined(__AVX512F__)
   const __mmask16 lanes = static_cast<__mmask16>((1u << count) - 1);
   if constexpr (sizeof(T) == 2) {
-    _mm256_mask_storeu_epi16(to, lanes, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(padded)));
+    // Not by a mask: what is loaded next from behind these elements would wait for the whole store.
+    __m128i rest = _mm_loadu_si128(reinterpret_cast<const __m128i*>(padded));
+    if (count & 8) {
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to), rest);
+      rest = _mm_loadu_si128(reinterpret_cast<const __m128i*>(padded + 8));
+      to += 8;
+    }
+    if (count & 4) {
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(to), rest);
+      rest = _mm_srli_si128(rest, 8);
+      to += 4;
+    }
+    uint32_t last = static_cast<uint32_t>(_mm_cvtsi128_si32(rest));
+    if (count & 2) {
+      std::memcpy(to, &last, 4);
+      last = static_cast<uint32_t>(_mm_cvtsi128_si32(_mm_srli_si128(rest, 4)));
+      to += 2;
+    }
+    if (count & 1) std::memcpy(to, &last, 2);
   } else if constexpr (sizeof(T) == 4) {
     _mm512_mask_storeu_epi32(to, lanes, _mm512_loadu_si512(padded));
   } else {
