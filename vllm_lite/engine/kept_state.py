@@ -47,7 +47,7 @@ def kept(run_dir: str) -> KeptState | None:
         return None
     except (OSError, msgspec.MsgspecError) as error:
         logger.error(
-            "operations on the previous engine are lost, so this one serves, with the weights of its start: %s/%s "
+            "this engine serves, and with the weights of its start, whatever the one before was asked for: %s/%s "
             "cannot be read: %s",
             run_dir,
             FILE,
