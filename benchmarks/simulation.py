@@ -1,14 +1,19 @@
-"""Errors of `vllm-lite simulate`: fitted to one recorded load, asked about others that are measured beside it.
+"""Errors of `vllm-lite simulate`: fitted to one load, asked about others that are measured beside it, in turn.
 
-    python benchmarks/simulation.py --model SmolLM2-135M-Instruct.Q4_1.gguf --out FOLDER   # about 5 minutes
+    python benchmarks/simulation.py --model SmolLM2-135M-Instruct.Q4_1.gguf --out FOLDER   # 2.5 minutes for each run
     python benchmarks/simulation.py --out FOLDER --again     # simulates again what FOLDER holds, and measures nothing
 
-Each figure is the median of the runs, simulated with as many seeds as were measured; beside its error stands by how
-much the runs differ from each other, below which no error can be known. FOLDER keeps traces, results and fitted.json.
+A run measures the load to fit and then each of the others, every one with a server of its own that records. The times
+are fitted to those pieces of all runs, which so have seen the machine as fast and as slow as the others did.
+
+A figure is the median of the runs. Beside its error stands by how much the runs differ, below which no error can be
+known, and the error with the machine as fast, from moment to moment, as it was in each run: that of the simulation
+alone. FOLDER keeps traces, results and fitted.json.
 """
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -24,7 +29,12 @@ from vllm_lite.tools.simulate import cost, fit
 from vllm_lite.tools.simulate.recording import Recording
 from vllm_lite.tools.simulate.variants import COMPARED, RunOptions, simulate
 
-FIT = "--random-input-len 500 --random-range-ratio 0.9 --random-output-len 64 --request-rate {fit} --num-prompts 130"
+FIT = {
+    "fit": "--random-input-len 500 --random-range-ratio 0.9 --random-output-len 64 --request-rate {fit}"
+    " --num-prompts 44",
+    "fit, a burst": "--random-input-len 500 --random-range-ratio 0.9 --random-output-len 64 --num-prompts 16",
+}
+"""The load to fit: a few requests at a time, and then many."""
 LOADS = {
     "longer answers": "--random-input-len 256 --random-range-ratio 0.5 --random-output-len 128 --request-rate {slow}"
     " --num-prompts 45",
@@ -39,30 +49,33 @@ LOADS = {
 RATES = {"fit": 2.2, "slow": 1.5, "fast": 3.5}
 BARS = {"request_throughput": 2, "median_tpot_ms": 4, "p99_tpot_ms": 4, "median_ttft_ms": 8, "p99_ttft_ms": 15}
 """Percent that a figure may be off, as the project wants it."""
+SEEDS = 7
+"""A figure of one seed is that of one machine's chance: the median of some is simulated."""
 
 
 def main() -> int:
     arguments = parsed()
     folder = Path(arguments.out)
     folder.mkdir(parents=True, exist_ok=True)
-    rates = {name: rate * arguments.rate for name, rate in RATES.items()}
+    loads = {
+        name: fewer(flags.format(**{rate: each * arguments.rate for rate, each in RATES.items()}), arguments.share)
+        for name, flags in (FIT | LOADS).items()
+        if name in FIT or not arguments.loads or name in arguments.loads
+    }
     if not arguments.again:
         if arguments.model is None:
             raise SystemExit("give --model FILE, or --again for what FOLDER holds")
-        measure(arguments, folder, rates)
-    measured = json.loads((folder / "fit.json").read_text())
-    recording = Recording(str(folder / "fit.trace")).read()
-    fitted = fit.fit(recording, measured["model_id"], fit.client_time(recording, measured))
+        for seed in range(arguments.first, arguments.first + arguments.runs):
+            for name, flags in loads.items():
+                measure(arguments, flags, seed, folder / f"{name}-{seed}")
+    fitted = fit_pieces(folder)
     cost.write(fitted, str(folder / "fitted.json"))
     if arguments.ship is not None:
         cost.SHIPPED.mkdir(exist_ok=True)
         cost.write(fitted, str(cost.SHIPPED / f"{arguments.ship}.json"))
     print(fit.describe(fitted))
-    misses = 0
-    for line, is_miss in compared(folder, fitted, rates):
-        print(line, flush=True)
-        misses += is_miss
-    print(f"{misses} figures are off by more than their bar")
+    misses, own_misses = map(sum, zip(*table(folder, fitted, loads), strict=True))
+    print(f"off by more than their bars: {misses} figures, and {own_misses} with the machine as fast as it was")
     return int(misses > 0)
 
 
@@ -71,60 +84,78 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--model")
     parser.add_argument("--out", default=tempfile.gettempdir() + "/simulation", metavar="FOLDER")
     parser.add_argument("--runs", type=int, default=2, help="of each load [2]")
+    parser.add_argument("--first", type=int, default=1, help="number of the first run [1]")
     parser.add_argument("--rate", type=float, default=1.0, help="rates as a multiple of those of the EPYC [1]")
     parser.add_argument("--serve", default="", help="more flags of `serve`")
+    parser.add_argument("--share", type=float, default=1.0, help="of the requests that are sent, for slower models [1]")
+    parser.add_argument("--loads", nargs="+", choices=LOADS, help="only these [all]")
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--ship", metavar="MODEL_MACHINE", help="have the program bring the fitted times with it")
     return parser.parse_args()
 
 
-def measure(arguments: argparse.Namespace, folder: Path, rates: dict[str, float]) -> None:
-    """Record the load to fit with one server, and the others with a second one."""
+def fewer(flags: str, share: float) -> str:
+    """The same load with a share of its requests, which come last among the flags."""
+    before, count = flags.rsplit(" ", 1)
+    return f"{before} {max(1, round(share * int(count)))}"
+
+
+def measure(arguments: argparse.Namespace, flags: str, seed: int, path: Path) -> None:
+    """Send a load to a server of its own, which records it."""
+    print(f"measuring {path.name}", flush=True)
     serve = [sys.executable, "-m", "vllm_lite", "serve", arguments.model, "--port", str(PORT), *arguments.serve.split()]
-    with serving([*serve, "--record", str(folder / "fit.trace")], {}, folder / "fit.log") as url:
-        send(url, FIT.format(**rates), 0, folder / "fit.json")
-    with serving([*serve, "--record", str(folder / "held.trace")], {}, folder / "held.log") as url:
-        for seed in range(1, arguments.runs + 1):
-            for name, flags in LOADS.items():
-                send(url, flags.format(**rates), seed, folder / f"{name}-{seed}.json")
+    with serving([*serve, "--record", f"{path}.trace"], {}, path.with_suffix(".log")) as url:
+        words = [sys.executable, "-m", "vllm_lite", "bench", "serve", "--base-url", url, *flags.split(), "--ignore-eos"]
+        words += ["--seed", str(seed), "--result-filename", f"{path}.json", "--save-detailed"]
+        words += ["--metric-percentiles", "50,90,99", "--disable-tqdm"]
+        subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
 
 
-def send(url: str, flags: str, seed: int, result: Path) -> None:
-    words = [sys.executable, "-m", "vllm_lite", "bench", "serve", "--base-url", url, *flags.split(), "--ignore-eos"]
-    words += [
-        "--seed",
-        str(seed),
-        "--result-filename",
-        str(result),
-        "--metric-percentiles",
-        "50,90,99",
-        "--disable-tqdm",
-    ]
-    print(f"measuring {result.stem}", flush=True)
-    subprocess.run(words, check=True, stdout=subprocess.DEVNULL)
+def fit_pieces(folder: Path) -> cost.StepTimes:
+    """Fit what was recorded of the load to fit."""
+    paths = sorted(path for name in FIT for path in folder.glob(f"{name}-*.trace"))
+    recordings = [Recording(str(path)).read() for path in paths]
+    results = [result_of(path) for path in paths]
+    # Of a burst most of a first token's time beside the engine is waiting for the others.
+    pairs = [pair for pair in zip(recordings, results, strict=True) if pair[1]["request_rate"] != "inf"]
+    client_s = statistics.median(fit.client_time(*pair) for pair in pairs)
+    return fit.fit(recordings, results[0]["model_id"], client_s)
 
 
-def compared(folder: Path, fitted: cost.StepTimes, rates: dict[str, float]) -> Iterator[tuple[str, bool]]:
-    """Lines of the table, and whether each misses its bar."""
-    yield f"{'':<34}{'simulated':>11}{'measured':>11}{'error':>9}{'bar':>6}{'runs differ by':>16}", False
-    for name, flags in {"the fitted load": FIT, **LOADS}.items():
-        results = sorted(folder.glob("fit.json" if flags is FIT else f"{name}-*.json"))
-        pairs = [(simulated(fitted, flags.format(**rates), each), json.loads(each.read_text())) for each in results]
-        for key in COMPARED if pairs else ():
-            ours, theirs = ([float(figures[key]) for figures in column] for column in zip(*pairs, strict=True))
-            is_, was = statistics.median(ours), statistics.median(theirs)
-            error, spread = 100 * (is_ / was - 1), 100 * (max(theirs) / min(theirs) - 1)
-            is_miss = key in BARS and abs(error) > BARS[key] and flags is not FIT
-            bar = f"{BARS[key]} %" if key in BARS else ""
-            line = f"{name:<16}  {COMPARED[key]:<16}{is_:>11.2f}{was:>11.2f}{error:>+8.1f}%{bar:>6}{spread:>15.1f}%"
-            yield line + ("  misses" if is_miss else ""), is_miss
+def result_of(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.with_suffix(".json").read_text())
+    return found
 
 
-def simulated(fitted: cost.StepTimes, flags: str, result: Path) -> dict[str, Any]:
-    seed = 0 if result.stem == "fit" else int(result.stem.rpartition("-")[2])
+def table(folder: Path, fitted: cost.StepTimes, loads: dict[str, str]) -> Iterator[tuple[bool, bool]]:
+    """Print the figures of each load. Yields whether each misses its bar, and whether it does with the machine as it
+    was."""
+    titles = ("simulated", "measured", "error", "bar", "runs differ by", "machine as it was")
+    print(f"{'':<32}" + "".join(f"{title:>18}" for title in titles))
+    for name, flags in loads.items():
+        traces = sorted(folder.glob(f"{name}-*.trace"))
+        measured = [result_of(path) for path in traces]
+        simulations = [[simulated(fitted, flags, path, seed) for seed in range(SEEDS)] for path in traces]
+        recordings = [Recording(str(path)).read() for path in traces]
+        as_it_was = [fit.as_recorded(fitted, *pair) for pair in zip(recordings, measured, strict=True)]
+        own = [simulated(times, flags, path, 0) for times, path in zip(as_it_was, traces, strict=True)]
+        for key in COMPARED if traces else ():
+            theirs = [float(each[key]) for each in measured]
+            was, spread = statistics.median(theirs), 100 * (max(theirs) / min(theirs) - 1)
+            is_ = statistics.median(float(each[key]) for runs in simulations for each in runs)
+            errors = [100 * (found / was - 1) for found in (is_, statistics.median(float(each[key]) for each in own))]
+            bar = BARS.get(key, math.inf) if name not in FIT else math.inf
+            words = [f"{is_:.2f}", f"{was:.2f}", f"{errors[0]:+.1f} %", "" if bar == math.inf else f"{bar} %"]
+            words += [f"{spread:.1f} %", f"{errors[1]:+.1f} %"]
+            print(f"{name:<15} {COMPARED[key]:<16}" + "".join(f"{word:>18}" for word in words), flush=True)
+            yield abs(errors[0]) > bar, abs(errors[1]) > bar
+
+
+def simulated(fitted: cost.StepTimes, flags: str, path: Path, seed: int) -> dict[str, Any]:
+    """The figures of the requests that were measured; `seed` is the weather's."""
     parser = argparse.ArgumentParser()
     command.add_flags(parser)
-    arguments = parser.parse_args(["FILE", *flags.split(), "--seed", str(seed)])
+    arguments = parser.parse_args(["FILE", *flags.split(), "--seed", path.stem.rpartition("-")[2]])
     load = command.load_of_flags(arguments, arguments.request_rate)
     return simulate(fitted, {}, load, RunOptions(seed, arguments.max_concurrency)).figures
 

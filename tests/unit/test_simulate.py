@@ -182,7 +182,7 @@ def test_the_times_of_a_recording_are_found_again(share: float, tmp_path: Path) 
     real = made_up(times={name: share * seconds for name, seconds in TIMES.items()})
     path = str(tmp_path / "trace")
     simulate(real, {}, load_at(12.0 / share), RunOptions(record=path))
-    fitted = fit.fit(Recording(path).read(), "made up")
+    fitted = fit.fit([Recording(path).read()], "made up")
     assert fitted.error < 1e-3
     assert fitted.engine_s == pytest.approx(0, abs=1e-9)
     assert share == 1.0 or fitted.num_messages < 0.9 * simulate(real, {}, load_at(120.0)).figures["steps"]
@@ -220,6 +220,10 @@ def test_a_first_token_takes_the_clients_time_too(run: tuple[Simulated, Recordin
     _, recording = run
     seen_ms = 1000 * percentile(sorted(each.outcome.ttft_s for each in recording.requests.values()), 50)
     assert fit.client_time(recording, {"median_ttft_ms": seen_ms + 12}) == pytest.approx(0.012)
+    each_s = [each.outcome.ttft_s + 0.008 for each in recording.requests.values()]
+    detailed = {"median_ttft_ms": seen_ms + 12, "ttfts": [each_s[0] + 10, *each_s[1:]]}
+    assert fit.client_time(recording, detailed) == pytest.approx(0.008)
+    assert fit.client_time(recording, detailed | {"ttfts": each_s[1:]}) == pytest.approx(0.012), "not of this load"
     plain, late = (simulate(made_up(client_s=seconds), {}, load_at(2.0, 30)) for seconds in (0.0, 0.012))
     assert late.figures["median_ttft_ms"] - plain.figures["median_ttft_ms"] == pytest.approx(12, abs=0.5)
 
@@ -245,7 +249,24 @@ def test_few_messages_are_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "trace")
     simulate(made_up(), {}, load_at(10.0, 3), RunOptions(record=path))
     with pytest.raises(ConfigError, match="of which 200 are needed; record a minute under load"):
-        fit.fit(Recording(path).read(), "short")
+        fit.fit([Recording(path).read()], "short")
+
+
+def test_several_recordings_of_one_engine_are_fitted_together(tmp_path: Path) -> None:
+    def recorded(name: str, settings: dict[str, Any], seed: int) -> Recording:
+        simulate(made_up(), settings, load_at(10.0, 8, seed), RunOptions(record=str(tmp_path / name)))
+        return Recording(str(tmp_path / name)).read()
+
+    first, second, other = recorded("a", {}, 1), recorded("b", {}, 2), recorded("other", {"max_num_seqs": 8}, 2)
+    assert len(first.messages) < fit.MIN_MESSAGES > len(second.messages)
+    second.reader.header.options["generation"] = 2  # of workers, which others had replaced
+    fitted = fit.fit([first, second], "both")
+    assert fitted.num_messages == len(first.messages) + len(second.messages)
+    assert fitted.error < 1e-3
+    with pytest.raises(
+        ConfigError, match=r"other was recorded with other settings than .*a \(options\); fit each alone"
+    ):
+        fit.fit([first, other], "both")
 
 
 @pytest.mark.parametrize(("changes", "what"), [({"encoder": (1, 1, 1)}, "images")])
@@ -255,7 +276,7 @@ def test_what_is_not_fitted_is_refused_by_name(
     _, recording = run
     monkeypatch.setattr(recording.reader, "header", msgspec.structs.replace(recording.reader.header, **changes))
     with pytest.raises(ConfigError, match=f"took {what}, whose times are not fitted"):
-        fit.fit(recording, "other")
+        fit.fit([recording], "other")
 
 
 # ---- simulating
@@ -358,7 +379,7 @@ def test_noise_is_drawn_between_quantiles() -> None:
     timer = StepTimer(made_up(noise={"decodes": [1.0, 3.0]}), 5)
     features = [0.0] * len(NAMES)
     features[PLACE["message"]] = 1.0
-    drawn = [timer.took_s(features, 0.0) / TIMES["message"] for _ in range(400)]
+    drawn = [timer.took_s(features) / TIMES["message"] for _ in range(400)]
     assert 1 <= min(drawn) < 1.05
     assert 2.95 < max(drawn) <= 3
     assert sum(drawn) / len(drawn) == pytest.approx(2, abs=0.1)
@@ -412,6 +433,7 @@ def test_the_command_fits_keeps_compares_and_records(
             "--plot shows one simulation, and --target makes",
         ),
         (["FILE", "--save", "x"], "--save writes the times that --fit finds; give --fit TRACE with it"),
+        (["FILE", "--as-recorded"], "--as-recorded takes the machine's speed from the TRACE of --load; give one"),
         (["FILE", "--request-rate", "0"], "--request-rate must be above 0"),
     ],
 )

@@ -44,7 +44,7 @@ def test_drafts_of_a_recording_come_back(method: str, adaptive: bool, tmp_path: 
     done = simulate(real, {}, load_at(5.0, 150), RunOptions(1, record=path))
     assert Replay(path).run().divergence is None
     recording = Recording(path).read()
-    fitted = fit.fit(recording, "drafts")
+    fitted = fit.fit([recording], "drafts")
     assert fitted.error < 1e-3
     assert len(recording.drafts) > 100
     made = [step for steps in recording.drafts.values() for step in steps if step.made]

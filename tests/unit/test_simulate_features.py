@@ -31,7 +31,7 @@ def test_adapters_of_a_recording_come_back_and_take_their_time(tmp_path: Path) -
     assert expected.figures["completed"] == 150
     recording = Recording(path).read()
     assert {each.adapter for each in recording.requests.values()} == {0, 1, 2, 3}
-    fitted = fit.fit(recording, "adapters")
+    fitted = fit.fit([recording], "adapters")
     assert fitted.error < 1e-3
     assert fitted.times["adapter"] == pytest.approx(1e-3, rel=0.05)
     again = simulate(fitted, {}, load_of(recording))
@@ -49,7 +49,7 @@ def test_who_is_preempted_is_swapped_where_that_is_quicker(tmp_path: Path) -> No
     swapped = simulate(real, tight, load, RunOptions(record=path)).figures
     assert swapped["swaps"] > 0
     assert swapped["completed"] == 120
-    fitted = fit.fit(Recording(path).read(), "swaps")
+    fitted = fit.fit([Recording(path).read()], "swaps")
     assert fitted.times["block_op"] == pytest.approx(1e-5, rel=0.1)
     again = simulate(fitted, tight, load).figures
     assert again["swaps"] == pytest.approx(swapped["swaps"], rel=0.1)
@@ -72,7 +72,7 @@ def test_chats_that_memory_forgot_are_loaded_from_the_disk(tmp_path: Path) -> No
     assert found["completed"] == without["completed"] == 80
     assert found["loaded_tokens"] > 1000 > without["loaded_tokens"] == 0
     assert found["mean_ttft_ms"] < 0.9 * without["mean_ttft_ms"]
-    fitted = fit.fit(Recording(path).read(), "disk")
+    fitted = fit.fit([Recording(path).read()], "disk")
     assert fitted.load_blocks_per_s == pytest.approx(5e4, rel=0.2)
     again = simulate(fitted, {}, load).figures
     assert again["loaded_tokens"] == pytest.approx(found["loaded_tokens"], rel=0.05)

@@ -8,10 +8,13 @@ import pytest
 
 from tests.unit.test_simulate import load_at, made_up
 from vllm_lite.tools.bench.serve_result import percentile, samples
-from vllm_lite.tools.simulate import fit
-from vllm_lite.tools.simulate.cost import StepTimes
+from vllm_lite.tools.cli import main
+from vllm_lite.tools.simulate import cost, fit
+from vllm_lite.tools.simulate.cost import StepTimer, StepTimes
+from vllm_lite.tools.simulate.features import NAMES
+from vllm_lite.tools.simulate.load import load_of
 from vllm_lite.tools.simulate.recording import Recording
-from vllm_lite.tools.simulate.variants import RunOptions, simulate
+from vllm_lite.tools.simulate.variants import RunOptions, encoded, simulate
 from vllm_lite.tools.simulate.weather import Stall, Walk, Weather, observe
 
 TOLD_S = 0.005
@@ -35,11 +38,8 @@ def windows(took_s: list[float]) -> list[float]:
 
 
 def walked(weather: Weather, count: int, told_s: float = TOLD_S) -> list[float]:
-    walk, now_s, found = Walk(weather, random.Random(7)), 0.0, list[float]()
-    for _ in range(count):
-        found.append(walk.took_s(told_s, now_s))
-        now_s += found[-1]
-    return found
+    walk = Walk(weather, random.Random(7))
+    return [walk.took_s(told_s) for _ in range(count)]
 
 
 def test_slow_times_last_as_long_as_they_did() -> None:
@@ -62,6 +62,12 @@ def test_a_long_message_meets_as_much_as_many_short_ones() -> None:
     assert rates[1] == pytest.approx(rates[0], rel=0.05)
 
 
+def test_a_busy_machine_is_slow_for_as_much_of_its_work_as_it_was() -> None:
+    """Slow times outlast the pieces here, which would hold less of their work if they were of equal times."""
+    weather = Weather(1.0, [1.0] * 10 + [3.0] * 10, [], memory_s=0.5)
+    assert sum(walked(weather, 400_000)) == pytest.approx(2.0 * 400_000 * TOLD_S, rel=0.05)
+
+
 def test_what_was_observed_adds_up_and_stalls_are_where_they_were() -> None:
     rng = random.Random(4)
     told_s = [rng.choice((0.004, 0.09)) for _ in range(3000)]
@@ -80,8 +86,8 @@ def test_what_was_observed_adds_up_and_stalls_are_where_they_were() -> None:
 def test_a_walk_goes_round_and_takes_each_stall_once() -> None:
     weather = Weather(0.5, [1.0, 3.0], [Stall(0.0, 10.0), Stall(0.75, 20.0)], memory_s=1e9)
     walk = Walk(weather, random.Random(1))
-    assert walk.took_s(7.0, 0.0) == pytest.approx(7 * (0.5 + 1.5 + 30))
-    parts = [walk.took_s(0.125, 0.0) for _ in range(8 * 5)]
+    assert walk.took_s(7.0) == pytest.approx(7 * (0.5 + 1.5 + 30))
+    parts = [walk.took_s(0.125) for _ in range(8 * 5)]
     assert sum(parts) == pytest.approx(5 * 32)
     assert sum(part > 15 for part in parts) == 5
 
@@ -92,8 +98,8 @@ def test_tails_of_another_load_are_found_from_a_recording(tmp_path: Path) -> Non
     slowness = [rng.choice((1.0, 1.0, 1.8)) for _ in range(30)]
     weather = Weather(1.0, slowness, [Stall(at + 0.1 * n, 0.06) for at in range(0, 30, 5) for n in range(5)], 3.0)
     real, path = made_up(weather=weather), str(tmp_path / "trace")
-    simulate(real, {}, load_at(10.0, 300), RunOptions(3, record=path))
-    fitted = fit.fit(Recording(path).read(), "slow at times")
+    simulate(real, {}, load_at(10.0, 300), RunOptions(1, record=path))
+    fitted = fit.fit([Recording(path).read()], "slow at times")
     assert fitted.weather is not None
     assert 10 < len(fitted.weather.stalls) < 60
     load = load_at(5.0, 150, seed=9)
@@ -107,3 +113,40 @@ def test_tails_of_another_load_are_found_from_a_recording(tmp_path: Path) -> Non
     expected = tails(real)
     assert tails(fitted) == pytest.approx(expected, rel=0.2)
     assert tails(fitted, has_noise=False)[1] < 0.75 * expected[1]
+
+
+def test_variants_of_a_seed_meet_the_same_weather() -> None:
+    """Noise that changes nothing is drawn beside it."""
+    weather = Weather(0.1, [1.0, 2.0, 3.0, 4.0], [], 0.05)
+    features = [float(name == "message") for name in NAMES]
+    plain, noisy = (made_up(noise=noise, weather=weather) for noise in ({}, {"decodes": [1.0, 1.0]}))
+    first, second, other = (StepTimer(*each) for each in ((plain, 5), (noisy, 5), (plain, 6)))
+    drawn = [[timer.took_s(features) for _ in range(2000)] for timer in (first, second, other)]
+    assert drawn[0] == pytest.approx(drawn[1])
+    assert drawn[0] != pytest.approx(drawn[2])
+
+
+def test_each_request_meets_what_it_met_if_the_machine_is_as_recorded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rng = random.Random(6)
+    weather = Weather(0.5, [rng.choice((1.0, 1.2, 1.8)) for _ in range(40)], [Stall(3.0, 0.3)], 3.0)
+    path = str(tmp_path / "trace")
+    real = simulate(made_up(weather=weather), {}, load_at(10.0, 150), RunOptions(3, record=path))
+    recording = Recording(path).read()
+    fitted = fit.fit([recording], "slow at times")
+
+    def misses(times: StepTimes) -> float:
+        """Median of how far requests are from what they took."""
+        again = simulate(times, {}, load_of(recording))
+        pairs = zip(again.outcomes, real.outcomes, strict=True)
+        return percentile(sorted(abs(ours.latency_s / theirs.latency_s - 1) for ours, theirs in pairs), 50)
+
+    again = fit.as_recorded(fitted, recording)
+    assert misses(again) < 0.02
+    assert misses(fitted) > 0.08
+    cost.write(fitted, times := str(tmp_path / "times.json"))
+    assert main(["simulate", times, "--load", path, "--as-recorded", "--json"]) == 0
+    assert capsys.readouterr().out.encode() == encoded([simulate(again, {}, load_of(recording))])
+    detailed = real.figures | {"ttfts": [outcome.ttft_s + 0.25 for outcome in real.outcomes]}
+    assert fit.as_recorded(fitted, recording, detailed).client_s == pytest.approx(0.25)

@@ -63,7 +63,7 @@ def _simulated(trace: str, plan: CapacityPlan) -> "Simulated":
         )
     names = ("max_num_seqs", "max_num_batched_tokens", "max_model_len")
     settings = {name: getattr(plan, name) for name in names} | {"num_gpu_blocks_override": plan.num_blocks}
-    return simulate(fit.fit(recording, trace), settings, load_of(recording))
+    return simulate(fit.fit([recording], trace), settings, load_of(recording))
 
 
 def _figures(served: "Simulated") -> dict[str, Any]:

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("times of steps").add_argument
     add("fitted", metavar="FILE", nargs="?", help="what --save wrote [what comes with the program for this machine]")
-    add("--fit", metavar="TRACE", help="fit them to a trace of --record")
+    add("--fit", metavar="TRACE", nargs="+", help="fit them to traces of --record")
     add(
         "--measured",
         metavar="RESULT",
-        help="result of `bench serve` for the same load: what is compared with; with "
-        "--fit also the time that a first token takes outside of the engine",
+        help="result of `bench serve` for the same load: what is compared with; also the time that a first token takes "
+        "outside of the engine, with --as-recorded and in the first TRACE of --fit",
     )
     add("--save", metavar="FILE", help="write the fitted times there")
     load = parser.add_argument_group("load").add_argument
@@ -36,6 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     asks("--vary", action="append", default=[], metavar="NAME=V,V", help="simulate each of these values; repeatable")
     asks("--target", metavar="METRIC_P=TIME,...", help="the highest request rate for ttft_p99=500ms,tpot_p99=50ms")
     asks("--no-noise", action="store_true", help="use the mean time of each kind of step")
+    asks("--as-recorded", action="store_true", help="with --load: the machine is as fast as it was in that trace")
     results = parser.add_argument_group("results").add_argument
     results("--json", action="store_true", help="print all figures, by their names in `bench serve`")
     results("--record", metavar="TRACE", help="write a trace of the scheduler, for `replay` and `why`")
@@ -45,7 +46,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from vllm_lite.tools import plotting
     from vllm_lite.tools.bench import serve_plot
-    from vllm_lite.tools.simulate import variants
+    from vllm_lite.tools.simulate import fit, variants
+    from vllm_lite.tools.simulate.recording import Recording
 
     _check(arguments)
     if arguments.plot is not None:
@@ -56,6 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.target is not None:
         return _search(arguments, fitted, settings)
     load = load_of_flags(arguments, arguments.request_rate)
+    if arguments.as_recorded:
+        fitted = fit.as_recorded(fitted, Recording(arguments.load).read(), measured)
     if arguments.record is not None and len(settings) > 1:
         raise ConfigError(f"--record writes the trace of one simulation, and --vary makes {len(settings)}")
     runs = [_simulate(arguments, fitted, each, load, arguments.record) for each in settings]
@@ -79,6 +83,10 @@ def _check(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--{flag} shows one simulation, and --target makes many; give one of them")
     if arguments.save is not None and arguments.fit is None:
         raise ConfigError("--save writes the times that --fit finds; give --fit TRACE with it")
+    if arguments.as_recorded and (arguments.load is None or arguments.no_noise):
+        raise ConfigError(
+            "--as-recorded takes the machine's speed from the TRACE of --load; give one, and no --no-noise"
+        )
 
 
 def _times(arguments: argparse.Namespace, measured: dict[str, Any] | None) -> "StepTimes":
@@ -99,8 +107,8 @@ def _times(arguments: argparse.Namespace, measured: dict[str, Any] | None) -> "S
         raise ConfigError(f"{lack}; record some (serve --record TRACE, then --fit TRACE){known}")
     if arguments.fit is None:
         return cost.read(arguments.fitted)
-    recording = Recording(arguments.fit).read()
-    fitted = fit.fit(recording, arguments.fit, fit.client_time(recording, measured))
+    recordings = [Recording(path).read() for path in arguments.fit]
+    fitted = fit.fit(recordings, arguments.fit[0], fit.client_time(recordings[0], measured))
     if arguments.save is not None:
         cost.write(fitted, arguments.save)
     if not arguments.json:

@@ -58,23 +58,24 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class StepTimer:
-    """Draws the times of an engine's messages. The same seed draws the same."""
+    """Draws the times of an engine's messages. The same seed draws the same; the weather of a seed is that of all
+    variants, so that these can be compared."""
 
     def __init__(self, fitted: StepTimes, seed: int, *, has_noise: bool = True) -> None:
         self._times = fitted.values()
         self._noise = fitted.noise if has_noise else {}
-        rng = random.Random(seed)
-        self._random = rng.random
-        self.drafts = DraftDraws(fitted.drafts, rng)
-        self._walk = None if fitted.weather is None or not has_noise else Walk(fitted.weather, rng)
+        noise, drafts, weather = (random.Random(f"{seed} {what}") for what in ("noise", "drafts", "weather"))
+        self._random = noise.random
+        self.drafts = DraftDraws(fitted.drafts, drafts)
+        self._walk = None if fitted.weather is None or not has_noise else Walk(fitted.weather, weather)
 
-    def took_s(self, features: Features, now_s: float) -> float:
-        """The time of a message that begins at `now_s`."""
+    def took_s(self, features: Features) -> float:
+        """The time of the next message."""
         took_s = told(features, self._times)
         ratios = self._noise.get(kind_of(features))
         if ratios is not None:
             took_s *= self._draw(ratios)
-        return took_s if self._walk is None else self._walk.took_s(took_s, now_s)
+        return took_s if self._walk is None else self._walk.took_s(took_s)
 
     def _draw(self, quantiles: Quantiles) -> float:
         place = self._random() * (len(quantiles) - 1)

@@ -141,7 +141,7 @@ class TimedExecutor(SimulatedExecutor):
             done.append(StepDone(step, num_sampled, self._drafts))
         was_idle = not self._results
         begin_s = max(self._free_at_s, self.clock.now_s + self._engine_s)
-        took_s = self._timer.took_s(self._reader.message(done, was_idle=was_idle), begin_s)
+        took_s = self._timer.took_s(self._reader.message(done, was_idle=was_idle))
         self.busy_s += took_s
         self._free_at_s = begin_s + took_s
         self._results.extend((self._free_at_s, result) for result in results)

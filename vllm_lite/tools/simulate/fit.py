@@ -5,6 +5,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from vllm_lite.errors import ConfigError
 from vllm_lite.runtime.least_squares import nonnegative
 from vllm_lite.tools.bench.serve_result import percentile
@@ -13,61 +15,78 @@ from vllm_lite.tools.simulate.drafts import kept
 from vllm_lite.tools.simulate.features import NAMES, told
 from vllm_lite.tools.simulate.recording import Recording, TimedMessage
 from vllm_lite.tools.simulate.weather import STALLED, observe
+from vllm_lite.trace.records import Header
 
 MIN_MESSAGES = 200
 MIN_NOISE = 20
 """Messages of a kind below which their noise is not known."""
 PASSES = 8
 MIN_TOLD_S = 1e-6
+SAME = ("options", "policy", "block_size", "caching", "windows", "tensor_parallel_size", "has_disk", "encoder")
+"""Settings that recordings have in common if one set of times is fitted to them."""
 HELD = 1e-6
 """How much each time is held to 0, beside a message that differs by all it took."""
 
 
-def fit(recording: Recording, model: str, client_s: float = 0.0) -> StepTimes:
-    """Raises ConfigError for a recording that shows too little."""
-    header, messages = recording.reader.header, [each for each in recording.messages if each.took_s > 0]
-    _check(recording, len(messages))
+def fit(recordings: Sequence[Recording], model: str, client_s: float = 0.0) -> StepTimes:
+    """Fit one set of times to recordings of the same engine. Raises ConfigError for those that show too little."""
+    messages = [each for recording in recordings for each in recording.messages if each.took_s > 0]
+    _check(recordings, len(messages))
     told_s = [message.took_s for message in messages]
     ratios, times = [1.0] * len(messages), [0.0] * len(NAMES)
     for _ in range(PASSES):
         # What was stalled counts for less: what was in its way has nothing to do with what the message held.
         weights = [min(1.0, (STALLED - 1) / max(1e-9, ratio - 1)) for ratio in ratios]
         times = _solve(messages, told_s, weights)
-        told_s = [max(MIN_TOLD_S, told(message.features, times)) for message in messages]
+        told_s = _told_s(messages, times)
         ratios = [message.took_s / each_s for message, each_s in zip(messages, told_s, strict=True)]
     errors = [abs(1 - 1 / ratio) for ratio in ratios]
     observed = observe(told_s, [message.took_s for message in messages])
+    gaps_s = [gap_s for recording in recordings for gap_s in recording.gaps_s]
     return StepTimes(
         version=VERSION,
         machine=this_machine(),
         date=time.strftime("%Y-%m-%d"),
         model=model,
-        header=header,
+        header=recordings[0].reader.header,
         times={name: seconds for name, seconds in zip(NAMES, times, strict=True) if seconds},
         noise=_noise(messages, observed.ratios),
         weather=observed.weather,
-        drafts=kept(recording.drafts.values()),
-        load_blocks_per_s=recording.scheduler.rates.load_blocks_per_s,
-        engine_s=max(0.0, statistics.median(recording.gaps_s)) if recording.gaps_s else 0.0,
+        drafts=kept([steps for recording in recordings for steps in recording.drafts.values()]),
+        load_blocks_per_s=max(recording.scheduler.rates.load_blocks_per_s for recording in recordings),
+        engine_s=max(0.0, statistics.median(gaps_s)) if gaps_s else 0.0,
         client_s=client_s,
         num_messages=len(messages),
         error=statistics.median(errors),
     )
 
 
+def as_recorded(fitted: StepTimes, recording: Recording, measured: Mapping[str, Any] | None = None) -> StepTimes:
+    """The same times on a machine that is as fast, from moment to moment, as the one that made `recording` was, with
+    clients as fast as `measured` says. Raises ConfigError."""
+    messages = [each for each in recording.messages if each.took_s > 0]
+    told_s = _told_s(messages, fitted.values())
+    weather = observe(told_s, [message.took_s for message in messages], in_pieces=False).weather
+    client_s = fitted.client_s if measured is None else client_time(recording, measured)
+    return msgspec.structs.replace(fitted, weather=weather, client_s=client_s)
+
+
 def client_time(recording: Recording, measured: Mapping[str, Any] | None) -> float:
-    """The time that a first token takes beside the engine, as the result of `bench serve` for the same load shows it.
-    Raises ConfigError."""
+    """The time that a first token takes beside the engine, as the result of `bench serve` for the same load shows it:
+    the median of what it was for each request, of a detailed result. Raises ConfigError."""
     if measured is None:
         return 0.0
-    seen_ms = measured.get("median_ttft_ms")
+    seen_ms, seen_s = measured.get("median_ttft_ms"), measured.get("ttfts")
     ended = [each.outcome for each in recording.requests.values() if each.outcome.is_complete]
-    own_ms = [1000 * outcome.ttft_s for outcome in ended if outcome.output_len and not outcome.error]
+    own_s = [outcome.ttft_s for outcome in ended if outcome.output_len and not outcome.error]
     if not isinstance(seen_ms, int | float):
         raise ConfigError("the measured result has no median_ttft_ms; `bench serve --save-result` writes it")
-    if not own_ms:
+    if not own_s:
         raise ConfigError("no request of the trace was served to its end, so there is no first token to compare")
-    return max(0.0, (seen_ms - percentile(sorted(own_ms), 50)) / 1000)
+    if isinstance(seen_s, list) and len(seen_s) == len(own_s) and all(isinstance(each, float) for each in seen_s):
+        differences_s: list[float] = [seen - own for seen, own in zip(seen_s, own_s, strict=True)]
+        return max(0.0, statistics.median(differences_s))
+    return max(0.0, seen_ms / 1000 - statistics.median(own_s))
 
 
 def describe(fitted: StepTimes) -> str:
@@ -78,15 +97,29 @@ def describe(fitted: StepTimes) -> str:
     )
 
 
-def _check(recording: Recording, num_messages: int) -> None:
-    header = recording.reader.header
+def _check(recordings: Sequence[Recording], num_messages: int) -> None:
+    first, *others = (recording.reader.header for recording in recordings)
+    for header, recording in zip(others, recordings[1:], strict=True):
+        if differing := [name for name in SAME if _of(header, name) != _of(first, name)]:
+            text = f"{recording.path} was recorded with other settings than {recordings[0].path}"
+            raise ConfigError(f"{text} ({', '.join(differing)}); fit each alone")
     if num_messages < MIN_MESSAGES:
         text = f"the trace shows {num_messages} messages to the workers, of which {MIN_MESSAGES} are needed"
         raise ConfigError(f"{text}; record a minute under load")
-    if header.encoder is not None:
+    if first.encoder is not None:
         raise ConfigError("the engine that was recorded took images, whose times are not fitted; record without")
-    if header.has_disk and not recording.scheduler.rates.load_blocks_per_s:
+    if first.has_disk and not any(each.scheduler.rates.load_blocks_per_s for each in recordings):
         raise ConfigError("nothing was loaded from the disk, so it is not known what that takes; record longer chats")
+
+
+def _of(header: Header, name: str) -> object:
+    """A field, but for what each start of an engine has of its own."""
+    value = getattr(header, name)
+    return {key: each for key, each in value.items() if key != "generation"} if name == "options" else value
+
+
+def _told_s(messages: Sequence[TimedMessage], times: Sequence[float]) -> list[float]:
+    return [max(MIN_TOLD_S, told(message.features, times)) for message in messages]
 
 
 def _solve(messages: Sequence[TimedMessage], told_s: Sequence[float], weights: Sequence[float]) -> list[float]:

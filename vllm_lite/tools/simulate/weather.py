@@ -3,12 +3,15 @@
 What slows a machine down lasts: a core that another program has, a clock that falls with heat, stalls that come in
 groups. Requests meet it for seconds on end, so that their tails are made by it, and not by single messages. It is
 therefore kept as it was, in order, and a simulation goes through pieces of it (a stationary bootstrap): on from a
-random moment, for a random time, then from another.
+random moment, for a random amount of work, then from another.
 
 Moments are counted in work: the seconds that the messages before would have taken on the machine as it usually is. A
 long message so meets as much of it as many short ones, and times without work, when nothing is seen, are left out.
+Pieces are as long in work for the same reason: of equal times, those in which the machine is slow would hold less work,
+and it would be slow for less of a busy engine's work than it was.
 """
 
+import math
 import random
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
@@ -26,7 +29,7 @@ NEIGHBOURS = 15
 STALLED = 2.0
 """A message that took so many times what its neighbours did met something that has nothing to do with it."""
 MEMORY_S, MIN_PIECES = 10.0, 5
-"""Mean seconds of a piece that is lived through again, in a recording that is so many times as long."""
+"""Mean work of a piece that is lived through again, in a recording that is so many times as long."""
 DIGITS = 6
 
 Time = Annotated[float, Meta(ge=0, le=1e6)]
@@ -46,7 +49,8 @@ class Weather(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What each `cell_s` of work took, as a multiple of it, stalls left out."""
     stalls: list[Stall]
     """In order of `work_s`."""
-    memory_s: Length
+    memory_s: Length | None
+    """Mean work of the pieces that are lived through again; None: all of it as it was, from its beginning."""
 
     @property
     def work_s(self) -> float:
@@ -62,8 +66,9 @@ class Observed(NamedTuple):
     ratios: list[float]
 
 
-def observe(told_s: Sequence[float], took_s: Sequence[float]) -> Observed:
-    """Messages in their order, by what each takes usually and what it took."""
+def observe(told_s: Sequence[float], took_s: Sequence[float], *, in_pieces: bool = True) -> Observed:
+    """Messages in their order, by what each takes usually and what it took. `in_pieces`: in what order they are lived
+    through again is left to chance."""
     levels = _levels([took / told for told, took in zip(told_s, took_s, strict=True)])
     total_s = sum(told_s)
     cell_s = max(CELL_S, total_s / MAX_CELLS)
@@ -79,7 +84,8 @@ def observe(told_s: Sequence[float], took_s: Sequence[float]) -> Observed:
             spent_s[cell] += took * share_s / told
         work_s += told
     slowness = [max(round(spent / cell_s, DIGITS), 10**-DIGITS) for spent in spent_s]
-    weather = Weather(cell_s, slowness, stalls, min(MEMORY_S, total_s / MIN_PIECES))
+    memory_s = min(MEMORY_S, total_s / MIN_PIECES) if in_pieces else None
+    weather = Weather(cell_s, slowness, stalls, memory_s)
     return Observed(weather, _ratios(told_s, kept_s, weather))
 
 
@@ -123,14 +129,17 @@ class Walk:
         self._places = [stall.work_s for stall in weather.stalls]
         self._stalled_s = [0.0, *accumulate(stall.seconds for stall in weather.stalls)]
         self._work_s = 0.0
-        self._until_s = float("-inf")
+        self._left_s = math.inf if weather.memory_s is None else 0.0
+        """The work that is left of a piece."""
 
-    def took_s(self, work_s: float, now_s: float) -> float:
-        """The time that `work_s` take from `now_s` on."""
-        total_s = self._weather.work_s
-        if now_s >= self._until_s:
+    def took_s(self, work_s: float) -> float:
+        """The time that `work_s` take, behind all the work before."""
+        weather = self._weather
+        total_s = weather.work_s
+        if weather.memory_s is not None and self._left_s <= 0:
             self._work_s = self._random.random() * total_s
-            self._until_s = now_s + self._random.expovariate(1 / self._weather.memory_s)
+            self._left_s = self._random.expovariate(1 / weather.memory_s)
+        self._left_s -= work_s
         begin_s, end_s = self._work_s, self._work_s + work_s
         rounds, self._work_s = divmod(end_s, total_s)
         return self._spent_s(self._work_s) - self._spent_s(begin_s) + rounds * self._spent_s(total_s)
