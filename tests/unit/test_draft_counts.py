@@ -4,6 +4,9 @@ import typing
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+import pytest
+
 from tests.unit.test_meter import Bench
 from vllm_lite.engine.observe.counters import FORCED
 from vllm_lite.protocol.stats import DraftCounts
@@ -66,3 +69,5 @@ def test_the_model_itself_drafts_more_than_others_unless_told() -> None:
     assert Speculation().num_speculative_tokens == Speculation(method="mtp").num_speculative_tokens == 4
     assert Speculation(method="self").num_speculative_tokens == DRAFTS["self"]
     assert Speculation(method="self", num_speculative_tokens=3).num_speculative_tokens == 3
+    with pytest.raises(msgspec.ValidationError, match=">= 1"):
+        msgspec.convert({"num_speculative_tokens": 0}, Speculation)

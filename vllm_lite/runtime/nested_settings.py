@@ -35,8 +35,8 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     method: Literal["ngram", "suffix", "self", "draft_model", "mtp", "eagle3", OlderMTP] = "ngram"
     model: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
     quantization: Literal["int8", "fp8", "int4", "int4_g32"] | None = None
-    num_speculative_tokens: Annotated[int, Meta(ge=0, le=64)] = 0
-    """The most drafts of a step. 0: DRAFTS of the method."""
+    num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 0
+    """The most drafts of a step. None given: DRAFTS of the method."""
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=32)] = 4
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=32)] = 1
     suffix_decoding_max_tree_depth: Annotated[int, Meta(ge=1, le=256)] = 24
