@@ -263,6 +263,21 @@ def test_the_scheduler_drafts_less_where_rows_are_dear() -> None:
     assert drafted[0] > 3 * drafted[1]
 
 
+def test_behind_a_right_draft_no_more_are_asked_for_once_none_is_found() -> None:
+    """A step that asks for drafts does not overlap with others, and its time is not learned from if none is found."""
+    rig = Rig(num_blocks=60, num_drafts=4, max_num_batched_tokens=64, adaptive_drafts=True)
+    rig.scheduler.measured(Rates(step_s=0.01, row_s=0.004))
+    asked: list[int] = []
+    rig.worker._draft = lambda _, most: asked.append(most) or []  # type: ignore[method-assign, func-returns-value]
+    request = rig.add("a", [1, 2, 3], max_tokens=14)
+    rig.step()
+    (each,) = request.sequences
+    each.drafts_wrong, each.drafts_hold = 20.0, True
+    rig.drain()
+    assert asked.count(1) == 1
+    assert asked.count(0) == len(asked) - 1
+
+
 def test_without_adaption_every_entry_takes_the_most() -> None:
     rig = Rig(num_blocks=60, num_drafts=4, max_num_batched_tokens=64, adaptive_drafts=False)
     rig.add("a", [1, 2, 3], max_tokens=20)

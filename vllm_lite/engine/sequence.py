@@ -65,7 +65,7 @@ class Sequence:
     drafts_right: float = 0.0
     drafts_wrong: float = 0.0
     drafts_hold: bool = False
-    """Whether its latest drafts were all right."""
+    """Whether the latest step that asked for its drafts had some, and all were right."""
     num_cached: int = 0
     num_slots: int = 0
     tables: list[BlockTable] = field(default_factory=list)
