@@ -67,7 +67,7 @@ class _Drafting:
 
 def test_the_model_itself_drafts_more_than_others_unless_told() -> None:
     assert Speculation().num_speculative_tokens == Speculation(method="mtp").num_speculative_tokens == 4
-    assert Speculation(method="self").num_speculative_tokens == DRAFTS["self"]
+    assert Speculation(method="self").num_speculative_tokens == DRAFTS["self"] == 15
     assert Speculation(method="self", num_speculative_tokens=3).num_speculative_tokens == 3
     with pytest.raises(msgspec.ValidationError, match=">= 1"):
         msgspec.convert({"num_speculative_tokens": 0}, Speculation)

@@ -6,6 +6,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import astuple
 
 from tests.examples import examples
 from tests.scheduler_rig import Rig
@@ -222,7 +223,16 @@ def test_where_drafts_pay_a_longer_length_is_tried_unless_it_loses_much() -> Non
         assert found.count(MOST) in (0, 2)
 
 
-@pytest.mark.parametrize(("method", "most"), [("self", 3), ("", 1)])
+def test_only_the_longest_are_tried_longer_and_looks_without_drafts_take_no_trial() -> None:
+    lengths, mixed = lengths_of(), [sequence(50, 5.0), sequence(14, 6)]
+    rates = Rates(step_s=0.02, row_s=0.008)
+    found = [tuple(lengths.choose(mixed, 2, rates, step)) for step in range(64)]
+    (longest, other), (longer, beside) = chosen(lengths, mixed, rates), found[16]
+    assert 0 < other == beside < longest < longer
+    assert (found.count((longest, other)), found.count((longer, other)), found.count((0, 0))) == (60, 2, 2)
+
+
+@pytest.mark.parametrize(("method", "most"), [("self", 3), ("mtp", 1)])
 def test_the_models_own_drafts_are_taken_to_be_right_at_first(method: str, most: int) -> None:
     rates = Rates(step_s=0.040, row_s=0.0006, verify_s=0.001, draft_s=0.011)
     assert chosen(lengths_of(draft_method=method), [sequence()], rates) == [most]
@@ -239,6 +249,16 @@ def test_factors_of_the_start_count_until_steps_show_others() -> None:
         cost.measure(1, 0, 1.3 * curve[1])
     for rows, took_s in curve.items():
         assert cost.rates(Rates()).decode_s(rows, rows - 1) == pytest.approx(1.3 * took_s, rel=0.12), rows
+
+
+def test_steps_that_take_what_they_did_at_the_start_change_nothing() -> None:
+    """The numbers do not follow a jump that the factors have."""
+    jump = [StepTiming(rows, rows - 1, 0.04 + 0.001 * rows + 0.2 * (rows > 12)) for rows in (1, 2, 4, 8, 12, 16)]
+    cost = StepCost(jump)
+    for _ in range(200):
+        cost.measure(16, 15, jump[-1].took_s)
+    for rows, drafts, took_s in map(astuple, jump):
+        assert cost.rates(Rates()).decode_s(rows, drafts) == pytest.approx(took_s, rel=1e-6)
 
 
 def test_fixed_lengths_and_unknown_rates() -> None:
