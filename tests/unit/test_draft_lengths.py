@@ -288,7 +288,12 @@ def test_behind_a_right_draft_no_more_are_asked_for_once_none_is_found() -> None
     rig = Rig(num_blocks=60, num_drafts=4, max_num_batched_tokens=64, adaptive_drafts=True)
     rig.scheduler.measured(Rates(step_s=0.01, row_s=0.004))
     asked: list[int] = []
-    rig.worker._draft = lambda _, most: asked.append(most) or []  # type: ignore[method-assign, func-returns-value]
+
+    def find_none(_history: object, most: int) -> list[int]:
+        asked.append(most)
+        return []
+
+    rig.worker._draft = find_none  # type: ignore[method-assign]
     request = rig.add("a", [1, 2, 3], max_tokens=14)
     rig.step()
     (each,) = request.sequences
