@@ -106,6 +106,25 @@ def test_a_prompt_decides_before_the_first_draft_whether_all_are_scored(
     assert all(any(token in piece for piece in WORDS) for step in seen for drafts in step for token in drafts)
 
 
+def test_a_switch_fills_no_more_memory_than_passes_use(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of 64 sequences over 262,144 tokens take as long as several passes to fill."""
+    driver = Driver(model, **SELF)
+    copy = drafter_of(driver)._copy
+    empty_logits, sizes = copy.empty_logits, list[int]()
+
+    def counted(count: int) -> torch.Tensor:
+        sizes.append(count)
+        return empty_logits(count)
+
+    monkeypatch.setattr(copy, "empty_logits", counted)
+    for _ in range(2):
+        draft_behind(driver, 2, list(range(100, 130)))
+        assert copy.lm_head.is_whole
+        draft_behind(driver, 3, list(range(30)))
+        assert not copy.lm_head.is_whole
+    assert sizes == [1] * 4
+
+
 def draft_behind(driver: Driver, handle: int, prompt: list[int], num_steps: int = 3) -> None:
     first = 10 * handle
     driver.run(new_request(handle, prompt, [first, first + 1, first + 2, first + 3]))

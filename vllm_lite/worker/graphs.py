@@ -361,7 +361,7 @@ class DecodeGraphs:
     def _capture(self, size: int) -> _Bucket | None:
         eager = self.eager
         batch = self._inputs.batch(size, self.max_model_len)
-        logits = self._logits[:size]
+        logits = self._logits_of(size)
         left: list[torch.Tensor] = []
         puts: list[PutVectors] = []
 
@@ -407,8 +407,14 @@ class DecodeGraphs:
 
     def forget(self) -> None:
         """Drop graphs that are captured on demand, because the model's computation has changed."""
-        self.buckets, self._own = {}, {}
-        self._logits = self.eager.model.empty_logits(self.sizes[-1])
+        self.buckets, self._own, self._logits = {}, {}, self._logits[:0]
+
+    def _logits_of(self, count: int) -> torch.Tensor:  # [count, vocab_size]
+        """Memory for the logits of `count` rows. After `forget` it grows as steps need it, since filling that of all
+        rows takes tens of milliseconds."""
+        if count > len(self._logits):
+            self._logits = self.eager.model.empty_logits(min(self.sizes[-1], 1 << (count - 1).bit_length()))
+        return self._logits[:count]
 
     def own_rows(self, count: int) -> OwnRows | None:
         """Graph of exactly `count` rows, for a caller that writes their inputs itself; None if there is none, or not on
