@@ -130,3 +130,8 @@ def test_steps_that_do_not_fit_are_not_tried(model: Path) -> None:
     small: dict[str, Any] = {"max_num_batched_tokens": 3, "max_num_seqs": 2}
     driver = Driver(model, speculative_config={"method": "ngram", "num_speculative_tokens": MOST}, **small)
     assert shapes(driver) == [(1, 0), (2, 1), (3, 2), (2, 0)]
+
+
+def test_steps_longer_than_a_sequence_may_be_are_not_tried(model: Path) -> None:
+    driver = Driver(model, speculative_config={"method": "ngram", "num_speculative_tokens": 40}, max_model_len=5)
+    assert shapes(driver) == [(1, 0), (2, 1), (3, 2), (4, 3), (8, 0), (16, 1)]

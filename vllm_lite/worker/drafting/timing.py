@@ -42,7 +42,11 @@ def time_steps(runner: ModelRunner, draft: Callable[[StepInputs], None], most: i
     crowd = min(CROWD, limits.max_num_seqs, limits.max_num_tokens)
     alone = [(1, rows - 1) for rows in STEP_ROWS if rows <= most]
     shapes = dict.fromkeys([*alone, (1, most), (crowd, 0), (crowd, 1)])
-    fitting = [shape for shape in shapes if shape[0] * (1 + shape[1]) <= limits.max_num_tokens]
+    fitting = [
+        (count, length)
+        for count, length in shapes
+        if count * (1 + length) <= limits.max_num_tokens and length < limits.max_model_len
+    ]
     verify = {shape: _verification(runner, *shape) for shape in fitting}
     drafts = {count: partial(draft, _step(runner, count, 1)) for count in dict.fromkeys((1, crowd))}
     repeats = max(LEAST_REPEATS, min(MOST_REPEATS, WORK // (8 * runner.model.spec.active_parameters())))
