@@ -135,3 +135,19 @@ def test_steps_that_do_not_fit_are_not_tried(model: Path) -> None:
 def test_steps_longer_than_a_sequence_may_be_are_not_tried(model: Path) -> None:
     driver = Driver(model, speculative_config={"method": "ngram", "num_speculative_tokens": 40}, max_model_len=5)
     assert shapes(driver) == [(1, 0), (2, 1), (3, 2), (4, 3), (8, 0), (16, 1)]
+
+
+def test_rows_have_tokens_of_their_own(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal ones choose the same experts, so that further rows seem to cost nothing."""
+    runner, seen = Driver(model, max_model_len=256).worker.runner, list[list[int]]()
+    logits = runner.forward.logits
+
+    def watched(step: StepInputs) -> torch.Tensor:
+        seen.append(step.input_ids.tolist())
+        return logits(step)
+
+    monkeypatch.setattr(runner.forward, "logits", watched)
+    time_steps(runner, lambda step: seen.append(step.input_ids.tolist()), MOST)
+    assert {len(ids) for ids in seen} == {1, 2, 3, 4, 6, 8, 10, 16}
+    assert all(len(set(ids)) == len(ids) for ids in seen)
+    assert all(0 <= token < runner.model.spec.vocab_size for ids in seen for token in ids)

@@ -20,6 +20,8 @@ CROWD = 8
 WORK = 4_000_000_000
 """Multiply-adds of a row that all steps of one kind may cost: about 0.2 s. The first of them is not timed."""
 MOST_REPEATS = 5
+STRIDE = 97
+"""Between the tokens of a step, which differ: equal ones choose the same experts, and more rows cost nothing."""
 LEAST_REPEATS = 2
 """So many are timed at least: what delays one of them delays the other seldom."""
 
@@ -81,11 +83,12 @@ def _fastest(runs: Sequence[Callable[[], object]], repeats: int, progress: Calla
 
 def _step(runner: ModelRunner, num_seqs: int, each: int) -> StepInputs:
     """Make a step of so many sequences, with so many tokens of each that draw one."""
-    limits, has_states = runner.limits, runner.model.spec.state_elements > 0
+    limits, spec = runner.limits, runner.model.spec
     step = padding_step(num_seqs * each, num_seqs, limits.num_groups, limits.block_size, num_sampling=num_seqs)
     return replace(
         step,
+        input_ids=np.arange(num_seqs * each) * STRIDE % spec.vocab_size,
         num_samples=np.full(num_seqs, each, np.int64),
         has_proposals=each > 1,
-        states=step.states if has_states else None,
+        states=step.states if spec.state_elements > 0 else None,
     )
