@@ -289,8 +289,8 @@ def test_behind_a_right_draft_no_more_are_asked_for_once_none_is_found() -> None
     rig.scheduler.measured(Rates(step_s=0.01, row_s=0.004))
     asked: list[int] = []
 
-    def find_none(_history: object, most: int) -> list[int]:
-        asked.append(most)
+    def find_none(history: object, max_drafts: int) -> list[int]:  # noqa: ARG001
+        asked.append(max_drafts)
         return []
 
     rig.worker._draft = find_none  # type: ignore[method-assign]
