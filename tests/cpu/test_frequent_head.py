@@ -118,9 +118,9 @@ def test_a_switch_fills_no_more_memory_than_passes_use(model: Path, monkeypatch:
 
     monkeypatch.setattr(copy, "empty_logits", counted)
     for _ in range(2):
-        draft_behind(driver, 2, list(range(100, 130)))
+        draft_behind(driver, 2, list(range(100, 130)), num_steps=1)
         assert copy.lm_head.is_whole
-        draft_behind(driver, 3, list(range(30)))
+        draft_behind(driver, 3, list(range(30)), num_steps=1)
         assert not copy.lm_head.is_whole
     assert sizes == [1] * 4
 

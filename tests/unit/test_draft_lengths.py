@@ -289,7 +289,7 @@ def test_behind_a_right_draft_no_more_are_asked_for_once_none_is_found() -> None
     rig.scheduler.measured(Rates(step_s=0.01, row_s=0.004))
     asked: list[int] = []
 
-    def find_none(history: object, max_drafts: int) -> list[int]:  # noqa: ARG001
+    def find_none(history: object, max_drafts: int) -> list[int]:
         asked.append(max_drafts)
         return []
 
