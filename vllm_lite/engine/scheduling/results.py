@@ -28,7 +28,7 @@ class Results:
         tokens = step.tokens_of(result)
         for sequence, count in step.drafted:
             sequence.take_back(count)
-            sequence.drafts_hold = False  # unless learn() is told that it had some
+            sequence.drafts_hold = False  # learn() sets it again if all of its drafts were right
         self._lengths.learn_share(sum(count for _, count in step.drafted), sum(result.drafted or ()))
         if result.drafted is not None:
             counts = result.counts or [1] * len(step.sampling)
