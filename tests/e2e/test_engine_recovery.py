@@ -25,7 +25,7 @@ from vllm_lite import AsyncClient, SamplingParams
 __all__ = ["run_root"]
 
 SILENCE_S = 2.0
-LONG: dict[str, Any] = {"max_tokens": 300, "ignore_eos": True}
+LONG: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True}
 MIX = (
     SamplingParams(temperature=0.0, **LONG),
     SamplingParams(temperature=1.0, seed=7, n=4, **LONG),
@@ -167,7 +167,7 @@ import sys
 from vllm_lite import LLM, SamplingParams
 llm = LLM({model!r}, dtype="float32")
 prompts = [[5 + index, 6, 7] for index in range(16)]
-params = SamplingParams(temperature=1.0, seed=3, max_tokens=400, ignore_eos=True)
+params = SamplingParams(temperature=1.0, seed=3, max_tokens=200, ignore_eos=True)
 for _ in range(2):
     outputs = llm.generate([{{"prompt_token_ids": prompt}} for prompt in prompts], params, use_tqdm=False)
     print([output.outputs[0].token_ids for output in outputs], flush=True)
@@ -190,7 +190,7 @@ def test_generate_of_a_script_goes_on(run_root: Path, tiny_checkpoint: Path) -> 
     assert_nothing_left(pids, run_root)
 
 
-BODY: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "temperature": 0.0}
+BODY: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "temperature": 0.0}
 
 
 def test_streams_over_http_go_on(run_root: Path, tiny_checkpoint: Path) -> None:
