@@ -146,7 +146,7 @@ class Rows:
         self.scheduled[handle] = num_tokens
 
     def propose(self, handle: Handle, tokens: Int32s) -> None:
-        """Let the step also compute these draft tokens behind the sequence's last one, to verify them."""
+        """Let the step also compute these unconfirmed tokens behind the sequence's last one."""
         row, count = self.sequences[handle].row, len(tokens)
         if not count:
             return  # so that the step can be steady
