@@ -1,7 +1,8 @@
 """Client <-> engine. Token ids are little-endian u32 bytes (`array('I')`); clients choose the ids of their requests.
 
 A client sends Hello and gets Welcome or Refused. After that every Generate is answered by any number of Tokens and
-exactly one Finished per sample, rejections included, both inside OutputBatch.
+exactly one Finished per sample, or one Finished with an error, such as a rejection, that ends all samples; both inside
+OutputBatch.
 """
 
 from typing import Annotated, Literal

@@ -25,8 +25,8 @@ class PauseGeneration(Message, tag="pause"):
 
 
 class ResumeGeneration(Message, tag="resume"):
-    """Continue after PauseGeneration; a pause or sleep that still waits for requests is cancelled. Answered by
-    OperationDone."""
+    """Continue after PauseGeneration; a pause, sleep or weight update that still waits for requests is cancelled.
+    Answered by OperationDone."""
 
 
 class Sleep(Message, tag="sleep"):
@@ -42,7 +42,8 @@ class Sleep(Message, tag="sleep"):
 
 class WakeUp(Message, tag="wake_up"):
     """Start workers once both tags "weights" and "kv_cache" have been sent since the sleep, and continue to compute; no
-    `tags` means all. "scheduling" is accepted and has no effect of its own.
+    `tags` means all. After a sleep of level 0 the workers are still there, and any tag continues at once. "scheduling"
+    does nothing else.
 
     Answered by OperationDone when the workers serve, or at once as long as a tag is missing.
     """
