@@ -32,8 +32,8 @@ class Executor(Watched, Protocol):
     """One group of workers, which runs steps in the order of submission.
 
     Order of the calls: spawn, begin_load, ready, begin_allocate, started, then submit and poll. Only close() blocks.
-    Once a worker has died, hung or failed, every call except end(), close() and failure() raises WorkersLostError;
-    failure() then finds the cause. `pollables` become readable when there is anything to poll.
+    Once a worker has died, hung or failed, every call except end(), has_ended(), close() and failure() raises
+    WorkersLostError; failure() then finds the cause. `pollables` become readable when there is anything to poll.
     """
 
     def spawn(self) -> None:
@@ -68,7 +68,7 @@ class Executor(Watched, Protocol):
         """Send steps to the workers in one message. Their results come in one message, too."""
 
     def poll(self) -> ModelOutput | None:
-        """Take the result of the oldest step without one; None if it has not arrived."""
+        """Take the result of the oldest step whose result has not been taken; None if the result has not arrived."""
 
     def read_adapter(self, number: int, name: str, path: str) -> None:
         """Let the workers read a LoRA adapter between two steps."""
