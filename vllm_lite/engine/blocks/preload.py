@@ -53,7 +53,8 @@ class Preload:
         self._is_open = is_idle and self._room > 0
 
     def take(self, index: Container[bytes]) -> list[tuple[bytes, KVGroup]]:
-        """Take the next keys to load, of those still in `index`; none, and stop, if that would evict a cached block."""
+        """Take the next keys to load, of those still in `index`; none, and stop, if that would evict a cached block or
+        exceed the share of cached blocks."""
         pool, taken = self._blocks.pool, list[tuple[bytes, KVGroup]]()
         while self._wanted and len(taken) < CHUNK:
             key = self._wanted.popleft()

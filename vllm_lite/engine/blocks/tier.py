@@ -69,7 +69,8 @@ class Tier(ABC):
 
     @abstractmethod
     def demote(self, keys: Iterable[bytes], limit: int) -> list[tuple[bytes, int]]:
-        """Allocate places for at most `limit` cached blocks that the device drops. Returns (key, global id) of each.
+        """Allocate places for at most `limit` cached blocks that the device drops, as long as there is room. Returns
+        (key, global id) of each.
 
         The first keys get places first, and are evicted last. A block that is here already takes no new place, and
         counts as just used.

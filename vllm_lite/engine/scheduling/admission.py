@@ -70,7 +70,7 @@ class Admitter:
 
     def _admit_or_reclaim(self, sequence: Sequence, plan: StepPlan, *, is_first: bool, in_parts: bool) -> bool:
         """Call `_admit`. If nothing runs and nothing is in transfer, parked sequences behind the first waiting one lose
-        their host blocks, one after the other, until it is admitted."""
+        their device blocks, one after the other, until it is admitted."""
         kv, running = self._kv, self._queues.running
         is_in = self._admit(sequence, plan, in_parts=in_parts)
         while is_first and not (is_in or running or kv.is_moving or plan.is_arriving) and kv.reclaim(keep=sequence):

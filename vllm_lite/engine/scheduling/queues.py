@@ -48,8 +48,8 @@ class Options(NamedTuple):
 
 class Queues:
     """Every sequence of an unfinished request is in `running`, `waiting` or `held`. Its status is set here, except that
-    the KV manager changes SWAPPED to PREEMPTED when it takes a parked sequence's host blocks. Without workers nothing
-    runs. Sequences in `held` are not scheduled: suspects are tried first, or the engine is about to pause."""
+    SWAPPED becomes PREEMPTED where a parked sequence's blocks are released. Without workers nothing runs. Sequences in
+    `held` are not scheduled: suspects are tried first, or the engine is about to pause."""
 
     def __init__(self, kv: KVCacheManager, policy: GuardedPolicy, meter: Meter, options: Options) -> None:
         self.options = options
