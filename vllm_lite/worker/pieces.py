@@ -35,7 +35,7 @@ logger = log.get(__name__)
 
 
 MOST_S = 20.0
-"""Seconds of a start after which no further capture of pieces begins."""
+"""Seconds of capturing pieces after which no further capture begins."""
 FREE_TOKENS = 256
 """Steps padded to at most this many tokens cost nothing extra: the GPU waits for the weights anyway."""
 

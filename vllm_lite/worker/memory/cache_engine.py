@@ -93,7 +93,7 @@ class CacheEngine:
     def layer_views(self) -> list[Any]:
         """Strided view of the pool per layer of the model: [num_blocks, 2, num_kv_heads, block_size, head_size]; for a
         recurrent layer its states: float32 [num_slots, state_elements]; for a layer with both, KVAndStates; for a layer
-        with neither, None. Then the views of a drafter's layers, which follow the model's in the KV groups.
+        with neither, an empty view. Then the views of a drafter's layers, which follow the model's in the KV groups.
 
         A block belongs to one group at a time, so the n-th layers of all groups share the n-th place in a block.
         """
@@ -142,7 +142,8 @@ class CacheEngine:
             self._state_mover.move(stage)
 
     def measure_swap(self) -> float:
-        """Measure the rate of block moves between the tiers, in blocks per second and direction; 0 without a host tier.
+        """Measure the rate of block moves between the tiers, in blocks per second, both directions in turn; 0 without a
+        host tier. It overwrites the blocks that it moves.
 
         Called while the pools are still empty. The ids are not consecutive, like most in a running engine.
         """
