@@ -60,7 +60,7 @@ class Resumption:
             raise self._unknown(call_id)
         taken = await self._taken_over(call_id, owner)
         now = self._resumable.get(name)
-        if now is not None and now is not own:  # found by another connection, while the engine was asked
+        if now is not None and now is not own:  # taken over by another connection, while the engine was asked
             return now
         if own is not None:
             self._resumable.forget(own)

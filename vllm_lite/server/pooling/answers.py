@@ -176,7 +176,7 @@ def entities(index: int, stream: PoolingStream, *, found: Sequence[bytes]) -> It
 
 
 def classification(index: int, stream: PoolingStream, labels: tuple[str, ...]) -> Iterable[bytes]:
-    """The probabilities of one text's labels, and the likeliest label."""
+    """The numbers of one text's labels, and the label with the largest."""
     numbers = stream.numbers()
     best = max(range(len(numbers)), key=numbers.__getitem__)
     label = labels[best] if best < len(labels) else None

@@ -105,7 +105,7 @@ class HttpServer:
             if ended.is_set():
                 return 0
             serving.append(await started(server, self.listener))
-            gc.freeze()  # today's objects live for ever; a collection before would free hardly anything in 0.05 s
+            gc.freeze()  # present objects live for ever; a collection before would free hardly anything in 0.05 s
             gc.enable()
             if self.scoreboard.number == 0:
                 log.moment("server", "HTTP")
