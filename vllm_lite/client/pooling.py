@@ -28,7 +28,8 @@ if TYPE_CHECKING:  # both import the events of streams
 Check = Callable[[], None]
 NO_TEXT = "the text is empty; it needs at least one token"
 OVERLAP_SHARE = 4
-"""By default consecutive windows of a long text share 1 / OVERLAP_SHARE of their tokens."""
+"""By default consecutive windows of a long text share 1 / OVERLAP_SHARE of the context if each token has a result, and
+no tokens otherwise."""
 
 
 @dataclass(slots=True)

@@ -58,7 +58,7 @@ def _ending(tokenizer: Tokenizer, text: str, token_ids: Sequence[int]) -> tuple[
 
 
 def _starts(added: Iterable[str], text: str) -> list[int]:
-    """Yield positions to try as the beginning of an end: the last added token, the last line, the whole text."""
+    """Positions to try as the beginning of an end: the last added token, the last line, the whole text."""
     end = text[-ENDING_CHARS:]
     places = [end.rfind(each) for each in added if each]
     offset = len(text) - len(end)

@@ -15,8 +15,8 @@ from vllm_lite.transport.interface import poller
 
 
 class Silence:
-    """Time since the last message of the engine, counted only while this process ran: `docker pause`, or a host that
-    stops its guests, stops both at once.
+    """Time since the last message of the engine, or since construction, counted only while this process ran: `docker
+    pause`, or a host that stops its guests, stops both at once.
 
     Calls of seconds() that are further apart than `most_apart_s` mean that this process did not run."""
 

@@ -15,8 +15,8 @@ MAX_HASHED_BLOCKS = 1024
 """Maximum blocks of a prompt that are hashed, which takes a millisecond; only they count for longer prompts."""
 SLACK = 4
 EXCESS = 0.25
-"""An engine that has all of a prompt cached is chosen as long as it has fewer additional requests than the least loaded
-one than this share of that one's load, or SLACK if that is more; with half of it cached, half as many."""
+"""An engine with all of a prompt cached is chosen as long as it has fewer than SLACK requests more than the least
+loaded one, or than this share of that one's requests, whichever is more; with half of it cached, half as many."""
 EVICTION = 2.0
 """Cost of a block that has to be evicted for a prompt, relative to one that need not be computed: it may be needed
 again, and an engine with free room should be filled first."""

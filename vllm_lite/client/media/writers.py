@@ -67,7 +67,7 @@ class ImageWriter(ABC, Generic[V, I]):
         """The media of an image, in the order of their placeholders."""
 
     def pattern(self, medium: Media) -> list[bool]:
-        """Whether all tokens of a medium are placeholders."""
+        """Whether each token of a medium is the placeholder."""
         return [True] * medium.num_tokens
 
     def changed(self, given: Mapping[str, Any]) -> ProcessorSettings:

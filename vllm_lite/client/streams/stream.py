@@ -306,7 +306,7 @@ class StreamFactory:
             raise RequestError(f"{error}, which this server's max_new_tokens bounds") from error
 
     def _with_form(self, params: SamplingParams, prompt: Prompt) -> SamplingParams:
-        """Replace the user's structured_outputs by a grammar. Raises RequestError."""
+        """Replace the user's structured_outputs and thinking_token_budget: see with_form. Raises RequestError."""
         return with_form(params, self.tokenizer, lambda: None if self._thinking is None else self._thinking(prompt))
 
     def _sample(self, params: SamplingParams, num_inherited: int = 0) -> Sample:

@@ -323,7 +323,8 @@ class Detokenizer:
         return text
 
     def _mark(self, token_id: int, text: str) -> None:
-        """Record the position of an added token that produced `text`: that of waiting bytes, and its own if shown."""
+        """Record the position of an added token. `text` became certain by it: that of waiting bytes, then its own if
+        it is shown."""
         spelled, end = self._added[token_id], self._num_chars
         start = end - len(spelled) if text.endswith(spelled) else end
         self.marks.append(Mark(self.num_tokens, start, end, token_id))

@@ -90,7 +90,7 @@ class EndTokens(NamedTuple):
 
     @property
     def problem(self) -> str | None:
-        """Describe a contradiction in one sentence: sources name different tokens, or none names any."""
+        """Describe the contradiction in one sentence: groups of sources without a common token, or no token at all."""
         if not self.ids:
             return "no file, no vocabulary and no template names a token that ends an answer: max_tokens alone does"
         (one, ids), *rest = [item for item in self.named.items() if item[0] != VOCABULARY] or [("", ())]
@@ -151,9 +151,9 @@ def _closing(
     *,
     renders: bool,
 ) -> Closing:
-    """Find the one of `tokens` that closes messages in a template. The template is rendered if `renders` is set; if it
-    spells no token that surely closes messages, or that files name as end of answers; and if other tokens that are
-    known by their spelling (`spelled`) may occur within messages."""
+    """Find the one of `tokens` that closes messages in a template. The template is rendered if `renders` is set; or if
+    it spells no token that surely closes messages or that files name, but may write one; or if tokens that are known
+    only by their spelling (`spelled`) may occur within messages."""
     sure_ends = [*SURE_ENDS, *in_files.intersection(UNSURE_ENDS)]
     sure = next((text for text in sure_ends if text in in_files | spelled and text in source.texts), None)
     is_open = (spelled - in_files).intersection(UNSURE_ENDS) or (sure is None and may_write(source, tokens - in_files))

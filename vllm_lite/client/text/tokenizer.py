@@ -127,7 +127,8 @@ class Tokenizer:
         self, data: bytes, source: str = TOKENIZER_FILE, *, has_types: bool = True, unknown: str | None = None
     ) -> None:
         """`data`: content of a tokenizer.json; `source`: its name in errors; without `has_types` all tokens of a pair
-        have one type. `unknown`: token for text without tokens, unless the file names one. Raises ModelError."""
+        have one type. `unknown`: token for text without tokens; None: the one that the file names, if any. Raises
+        ModelError."""
         self.source = source
         self._has_types = has_types
         try:

@@ -15,7 +15,7 @@ MAX_TAIL_CHARS = 131_072
 MAX_TAILS = 32
 """Maximum number of tails in one output that prove to be no calls; each is parsed again."""
 MAX_TAILS_AT_END = 4
-"""Maximum number of these tails at the end of the output, where all are parsed at once."""
+"""Maximum number of tails that prove to be no calls only at the end of the output, where all are parsed at once."""
 
 
 class TailParser(Protocol):
