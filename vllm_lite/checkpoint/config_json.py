@@ -275,8 +275,8 @@ def _check_axes(spec: ModelSpec, *, mixed: bool) -> None:
 
 
 def _converted(spec: ModelSpec, raw: dict[str, Any], modules: Any, options: PoolingOptions) -> ModelSpec:
-    """Add a pooler to a generating model if the user's options ask for it and its files describe one, or vectors are
-    wanted."""
+    """Add a pooler to a generating model if its files describe one, or if the user's `convert` is embed; never if it is
+    None."""
     if options.convert is None or (modules is None and options.convert != "embed"):
         return spec
     pooling: PoolingSpec = adjusted(embedder(raw, modules, "last", generates=True), options)

@@ -46,7 +46,7 @@ def _gte(architecture: str, raw: GteConfig) -> ModelSpec:
     is_ntk = scaling.get("type") == "ntk"
     plain = msgspec.structs.replace(raw, rope_scaling=None) if is_ntk else raw
     rope = rope_of(plain, attention.head_size, theta=DEFAULT_THETA)
-    if is_ntk:  # theta is multiplied by the factor, and all frequencies are divided so that the slowest stays the same
+    if is_ntk:  # theta is multiplied by the factor, and all frequencies divided so that the slowest is by that factor
         factor = float(scaling.get("factor", 1.0))
         slower = LinearScaling(factor ** (2 / attention.head_size))
         rope = msgspec.structs.replace(rope, theta=rope.theta * factor, scaling=slower)

@@ -76,8 +76,8 @@ def _windows(of: Metadata, every: int) -> dict[str, Any]:
 
 
 def _query_scalar(of: Metadata, largest: int) -> float:
-    """The query scale of Gemma 2 and 3. The largest models use another size than a head's, which files do not give:
-    like llama.cpp, recognize them by the number of layers."""
+    """The size whose square root divides the queries of Gemma 2 and 3: a head's, or another one in the largest models.
+    Files do not give it: like llama.cpp, recognize these by the number of layers."""
     if of.num_layers == largest:
         return of.integer("embedding_length") / of.integer("attention.head_count")
     return of.head_size

@@ -45,6 +45,6 @@ class MixedForm(NamedTuple):
         return "int5_g32" if has_five else "int4_g32"
 
     def _is_sensitive(self, layer: int) -> bool:
-        """Whether a layer is in the first or last eighth, or is a sixth one of the others."""
+        """Whether a layer is in the first or last eighth, or every sixth one of the others."""
         eighth = self.num_layers // 8
         return layer < eighth or layer >= self.num_layers - eighth or (layer - eighth) % 6 == 5
