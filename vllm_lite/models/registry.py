@@ -138,7 +138,7 @@ class Model(Protocol):
     spec: ModelSpec
     communicator: Communicator
     pooler: Pooler | None
-    """Computes embeddings or scores from hidden states; None: the model generates text."""
+    """Computes embeddings or scores from hidden states; None: the model only generates text."""
     tower: VisionTower[Any] | None
     """The vision tower; None: the model takes no images."""
     own_columns: slice

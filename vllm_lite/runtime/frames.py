@@ -19,7 +19,7 @@ def frame(message: msgspec.Struct) -> bytearray:
 
 
 def read_frame(wire: socket.socket) -> bytearray:
-    """Read one frame; empty at the end of the stream. Raises MemoryError if it is too large; the next can still be
+    """Read one frame; empty at the end of the stream. Raises MemoryError without memory for it; the next can still be
     read."""
     length = int.from_bytes(_read_into(wire, bytearray(LENGTH_BYTES)), "little")
     if length > MAX_FRAME_BYTES:

@@ -39,7 +39,7 @@ STALLED_MS = 5
 
 
 class _Replay:
-    """The rest of a peer's replay: the batches from `number` to `end`, then the end marker."""
+    """The rest of a peer's replay: the batches from `number` to `end` - 1, then the end marker."""
 
     __slots__ = ("end", "number", "stalled_since_s")
 

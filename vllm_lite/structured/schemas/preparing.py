@@ -136,8 +136,8 @@ class _Preparation:
 
 
 def _is_circular(root: Schema, where: str, path: list[str], followed: set[str]) -> bool:
-    """Whether a `$ref` leads back to itself without describing any part of a value between, so that no value is
-    finite."""
+    """Whether a `$ref` leads back to itself without describing any part of a value between, so that following it never
+    ends."""
     if where in path or len(path) > MAX_REFERENCES:
         return True
     target = target_of(root, where)

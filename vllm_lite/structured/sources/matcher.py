@@ -19,8 +19,8 @@ from vllm_lite.structured.sources.vocabulary import Vocabulary
 MAX_SHOWN_CHARS = 300
 TOKEN_CPU_S = 0.02
 FREE_CPU_S = 0.1
-"""CPU time that a request may spend on its grammar: TOKEN_CPU_S per token, plus FREE_CPU_S in advance; the other
-requests of its steps wait as long. Usual grammars take microseconds a token; the library's limits allow 0.2 s."""
+"""CPU time that a request may spend on its grammar: FREE_CPU_S at first, and TOKEN_CPU_S more per token, up to that.
+The other requests of its steps wait as long. Usual grammars take microseconds a token; the limits allow 0.2 s."""
 
 TOO_SLOW = (
     "the grammar takes too long to follow; one that is less ambiguous, or of fewer alternatives, is followed at once"
