@@ -16,7 +16,7 @@ OlderMTP = Literal["deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_n
 WITH_MODEL = ("draft_model", "eagle3")
 """Methods that draft with a checkpoint of their own."""
 DRAFTS = {"self": 15}
-"""The most drafts of a step, of methods that do best with more than 4: as many as come to be right and cost little."""
+"""Default maximum number of drafts per sequence and step, for methods that do best with more than 4."""
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,7 +36,7 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     model: Annotated[str, Meta(min_length=1, max_length=4096)] | None = None
     quantization: Literal["int8", "fp8", "int4", "int4_g32"] | None = None
     num_speculative_tokens: Annotated[int, Meta(ge=1, le=64)] = 0
-    """The most drafts of a step. None given: DRAFTS of the method."""
+    """Maximum number of drafts per sequence and step. By default that of DRAFTS, or 4."""
     prompt_lookup_max: Annotated[int, Meta(ge=1, le=32)] = 4
     prompt_lookup_min: Annotated[int, Meta(ge=1, le=32)] = 1
     suffix_decoding_max_tree_depth: Annotated[int, Meta(ge=1, le=256)] = 24

@@ -26,27 +26,27 @@ MEMORY = 0.9
 PRIOR = 2.0
 """Number of drafts that the mean of all sequences counts for in the odds of one."""
 ASKED = 4.0
-"""Drafts, all of them made, that are taken to have been allowed before the first."""
+"""Drafts assumed to have been allowed, and all of them made, before the first."""
 FIRST = 1.5, 1.5
-"""Drafts, right and wrong ones, that all sequences together are taken to have had before the first."""
+"""Right and wrong drafts of all sequences, assumed before the first."""
 FIRST_OWN = 4.0, 1.0
-"""The same where the model itself drafts."""
+"""FIRST for the method "self"."""
 PROBE_STEPS = 16
-"""A sequence whose drafts do not pay has one in so many tokens, or fewer, to see whether they do again."""
+"""Minimum number of tokens between probes: single drafts of a sequence whose drafts do not pay."""
 PROBE_SHARE = 0.005
-"""The most of the time that such drafts take."""
+"""Maximum share of the time that probes take."""
 EARLY_PROBES = 3
-"""The first steps with such drafts come so often whatever they take, as the times of the start may be wrong."""
+"""Number of first probes that are not bound by PROBE_SHARE, as the times of the start may be wrong."""
 LOOK_STEPS = 32
-"""Where drafts bring little, one step in so many has none, to see whether it is as slow without as it was."""
+"""Period in steps in which one step has no drafts, if these bring less than SURE, to measure its time again."""
 SURE = 1.5
-"""What drafts bring where nobody looks."""
+"""Gain from which on no step goes without drafts."""
 GAIN = 1.02
-"""What drafts must be expected to bring, as times and odds are estimates."""
+"""Minimum expected gain of drafts, as times and odds are estimates."""
 TRY_STEPS = 32
-"""Where drafts pay, one step in so many has the next longer of the lengths that are compared,"""
+"""Period in steps in which one step tries the next longer length of CAPS, if drafts pay."""
 TRY_LEAST = 0.75
-"""if it is expected to bring so many times the best one's tokens for the time."""
+"""Minimum rate expected of that length, as a share of the best one's."""
 CAPS = 1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63
 """Lengths that are compared: with the row of its last token one sequence has STEP_ROWS then."""
 

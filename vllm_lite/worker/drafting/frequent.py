@@ -18,9 +18,9 @@ from vllm_lite.worker.forward import Forward
 from vllm_lite.worker.graphs import DecodeGraphs
 
 LATEST = 128
-"""Tokens of a sequence that are looked at."""
+"""Latest tokens of a sequence that count."""
 WEIGHTS = 0.97 ** np.arange(LATEST)[::-1]
-"""What each counts: of an answer in another language than its prompt's the fourth token is enough."""
+"""Weight of each, the latest last: four infrequent tokens in a row reach MANY."""
 MANY, FEW = 0.1, 0.05
 """Shares of infrequent tokens from which all are scored, and below which the frequent ones alone are."""
 
@@ -44,7 +44,7 @@ class FrequentWords:
         return cls(head, forward) if isinstance(head, FrequentHead) else None
 
     def follow(self, tokens: Sequence[Int32s]) -> None:
-        """Take account of the tokens behind which drafts are about to be made: of each sequence [num_tokens]."""
+        """Update `share` from the tokens of the sequences that draft, each [num_tokens]; switch the head if needed."""
         self.share = sum(map(self._rare, tokens)) / len(tokens)
         if self._head.is_whole and self.share < FEW:
             self._score(all_of_them=False)
@@ -52,7 +52,7 @@ class FrequentWords:
             self._score(all_of_them=True)
 
     def _rare(self, tokens: Int32s) -> float:
-        """The share of infrequent tokens among the latest of a sequence."""
+        """Weighted share of infrequent tokens among the latest of a sequence."""
         latest = tokens[-LATEST:]
         weights = WEIGHTS[-len(latest) :]
         return 1.0 - float(weights @ self._is_frequent[latest] / weights.sum())

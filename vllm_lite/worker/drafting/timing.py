@@ -21,9 +21,9 @@ WORK = 4_000_000_000
 """Multiply-adds of a row that all steps of one kind may cost: about 0.2 s. The first of them is not timed."""
 MOST_REPEATS = 5
 STRIDE = 97
-"""Between the tokens of a step, which differ: equal ones choose the same experts, and more rows cost nothing."""
+"""Difference of successive token ids of a timed step: equal ids choose the same experts, so rows seem free."""
 LEAST_REPEATS = 2
-"""So many are timed at least: what delays one of them delays the other seldom."""
+"""Minimum number of timed rounds: a delay seldom hits the same step twice."""
 
 
 def timings_of(
