@@ -56,7 +56,7 @@ class Turn:
 Answer = Callable[[list[int], int], Turn]
 """A prompt and how many tokens to generate -> what became of it."""
 Held = Callable[[], str]
-"""Which recurrent states an engine keeps, in words."""
+"""A description of the recurrent states that an engine keeps."""
 
 
 def main() -> None:

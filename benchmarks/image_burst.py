@@ -41,7 +41,7 @@ TEXT = {
     "eos_token_id": 2,
 }
 BAR = 1.3
-"""What p99 beside images may be of p99 alone."""
+"""Maximum of p99 beside images as a multiple of p99 alone."""
 WARM = 24
 """Tokens of each stream before its time is taken."""
 STRETCH = 64

@@ -25,12 +25,13 @@ from runners import machine
 
 HERE = Path(__file__).resolve().parent
 SAMPLE_S = 0.5
-"""How often memory is looked at, which takes some milliseconds."""
+"""Seconds between two samples of memory, each of which takes some milliseconds."""
 ALONE = "W1"
 SPARE_REPEATS = 1
 """A round goes on for so many repeats more if others disturbed the first ones."""
 BUSY_TOKENS = {"small": {"W1": 128, "W2": 32}, "medium": {"W1": 32}}
-"""What is also run on a busy machine, and how many tokens a request generates: some engines are 70 times slower."""
+"""Workloads that are also run on a busy machine, with the tokens that a request generates: some engines are 70 times
+slower there."""
 BUSY_REPEATS = 3
 BUSY_LIMIT_S = 180
 BUSY_QUIET_WAIT_S = 5

@@ -24,7 +24,7 @@ from vllm_lite.protocol.structured import StructuredOutputsParams
 
 NUM_TOKENS = 64
 ENTRIES = 200
-"""Of each list, so that no output ends early."""
+"""Minimum entries of each list, so that no output ends early."""
 FIELDS: dict[str, dict[str, Any]] = {
     "name": {"type": "string", "minLength": 5},
     "count": {"type": "integer"},

@@ -37,7 +37,7 @@ NUM_REQUESTS, NUM_TOKENS = 10, 1500
 SHOWN_STEP = 1000
 DEADLINE_S = 300
 SHOWN_MS = 3000
-"""How long the page watches before its picture is taken."""
+"""Milliseconds that the page watches before its picture is taken."""
 
 
 def main() -> int:

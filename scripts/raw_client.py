@@ -19,7 +19,8 @@ import zmq
 
 VERSION = 22
 LOAD_S, SILENCE_S = 60, 30
-"""How long an engine may load; and be silent later, when it owes an answer and says every half second that it lives."""
+"""Seconds that an engine may take to load, and seconds that it may be silent later while it owes an answer, although it
+sends a sign of life every half second."""
 HELLO, PING = ("hello", VERSION, None), ("ping",)
 NOT_FINAL = [False]
 

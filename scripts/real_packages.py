@@ -16,7 +16,7 @@ class Archive(NamedTuple):
     inner: str = ""
     """An archive in the archive, whose files are looked at as well."""
     builds_with: tuple[str, ...] = ()
-    """What its build system needs to say its version, which pip asks for before it gives an sdist away."""
+    """Packages that its build system needs to report its version, which pip asks for before it hands out an sdist."""
     environment: tuple[tuple[str, str], ...] = ()
 
 

@@ -103,7 +103,7 @@ def _let_loggers_propagate() -> None:
 
 _FOLDERS = ["real", "e2e", "cpu", "kernels", "unit"]
 _LONG = ("conversion", "cut_calls", "gpu_check", "recorded_process", "response_formats", "simulated", "torch_import")
-"""How names of files of tests/unit begin that take seconds."""
+"""Beginnings of the names of files in tests/unit that take seconds."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

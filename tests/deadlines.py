@@ -15,7 +15,7 @@ from collections import deque
 WORK = 90_000
 """Rounds of a hash, one after another, without the interpreter's lock."""
 IDLE_S = 0.02
-"""What they take on the reference: a core of an EPYC at 2.6 GHz with nothing else to do."""
+"""Seconds that these rounds take on the reference: an idle core of an EPYC at 2.6 GHz."""
 EVERY_S = 10.0
 LAST_S = 60.0
 """A machine is taken to be as slow as it was at any time during the last minute."""

@@ -65,7 +65,7 @@ ARCHITECTURES = {
 }
 PERMUTED = ("llama", "mistral3", "granite", "granitemoe", "smollm3", *MAMBA)
 HEAD_BY_HEAD = ("bloom", "gptneox", "falcon")
-"""Whose checkpoints have Q, K and V of each KV head together."""
+"""Families whose checkpoints store Q, K and V of each KV head together."""
 PLUS_ONE = ("gemma", "gemma2", "gemma3", *DELTA_NET)
 NUMBERS = {
     "max_position_embeddings": "context_length",

@@ -101,7 +101,7 @@ QWEN_VISION: dict[str, dict[str, Any]] = {
     "Qwen3VLMoe": {"num_position_embeddings": 25, "depth": 3, "deepstack_visual_indexes": [1, 2]},
     "Qwen3_5": {"num_position_embeddings": 25, "depth": 2},
 }
-"""What the towers of the families have of their own."""
+"""The fields of each family's vision config that the others lack."""
 _HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 QWEN_TEXT: dict[str, dict[str, Any]] = {

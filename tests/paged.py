@@ -63,7 +63,7 @@ class Sequence:
     tokens: torch.Tensor
     tables: list[list[int]]  # per group
     slot: int = 0
-    """Where its state is, if the model has recurrent layers; 0: it has none yet."""
+    """Slot of its state, if the model has recurrent layers; 0: it has none yet."""
     num_computed: int = 0
     num_trimmed: list[int] = field(default_factory=list)
     """Per group, blocks that its window has left behind; they are somebody else's."""

@@ -21,7 +21,7 @@ SHARED_BYTES = 1 << 16
 NUM_CALLS = 50
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 ALONE_BYTES = 64 << 10
-"""What is larger is summed up by parts."""
+"""Larger tensors are summed up in parts."""
 
 
 class Call(NamedTuple):
@@ -104,7 +104,7 @@ CALLS: dict[str, Callable[[Communicator, Call, list[torch.Tensor]], tuple[torch.
     "columns": _columns,
     "barrier": _barrier,
 }
-"""What came out, and what should have."""
+"""Name of a call -> a function that makes it and returns its result and the expected result."""
 
 
 def play(ranks: Communicator, calls: Sequence[Call], seed: int) -> str:

@@ -32,7 +32,7 @@ from vllm_lite.protocol.step import (
 from vllm_lite.protocol.transfers import Transfer, TransferAnswer
 
 Slot = tuple[int, int, tuple[int, ...]]
-"""What one position of a block holds: the group, the adapter, and the whole prefix it was computed from."""
+"""Content of one position of a block: the group, the adapter, and the whole prefix from which it was computed."""
 
 
 class StateOf(NamedTuple):
@@ -128,7 +128,7 @@ class SimulatedWorker:
         self.windows = windows
         self.num_blocks = num_blocks
         self.states: dict[int, StateOf] | None = None
-        """What each slot holds, of a model with recurrent layers; one in which nothing was ever left is not there."""
+        """Content of each state slot, for a model with recurrent layers. A slot that was never written has no entry."""
         self.kv: list[list[Slot | None]] = [[None] * block_size for _ in range(num_blocks + num_host_blocks)]
         self.sequences: dict[Handle, History] = {}
         self.resident: set[Handle] = set()

@@ -24,7 +24,7 @@ from vllm_lite.layers.quantized.mxfp4 import BLOCK
 from vllm_lite.layers.weights.matmul import Matmul, NativeMatmul, make_matmul
 
 LEAST_BYTES = 600 << 20
-"""Of all experts: more than a large cache holds."""
+"""Minimum bytes of all experts together: more than a large cache holds."""
 NUM_TOKENS = (1, 8, 32)
 Form = Quantization | Literal["mxfp4", "q4_k"] | None
 """MXFP4 as gpt-oss has its experts, Q4_K as GGUF files; no dense weight becomes either."""

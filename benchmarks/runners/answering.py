@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 HERE = Path(__file__).resolve().parent
 ENDS_IN_S = 20
-"""How long a peer may take to end when nothing more is asked."""
+"""Seconds in which a peer has to end after its last request."""
 
 
 class Answer(NamedTuple):

@@ -38,7 +38,7 @@ class Model:
             raise MemoryError(f"llama.cpp cannot make a context of {CONTEXT} tokens")
         self._batch = lib.llama_batch_init(BATCH, 0, 1)
         self.tokens: list[int] = []
-        """Those whose KV is there."""
+        """Tokens whose KV is in the cache."""
 
     def keep(self, num_tokens: int) -> None:
         """Forget what stands behind the first tokens."""

@@ -35,7 +35,7 @@ MAX_MB, MAX_MS = 100.0, 100.0
 """Memory that an attack may take, and how long it may hold up the loop."""
 MB = 1_000_000
 SETTLE_S = 30.0
-"""How long a fresh server's memory may still grow by itself."""
+"""Seconds in which the memory of a fresh server may still grow without requests."""
 PROBE = """
 import http.client, sys, time
 longest, end = 0.0, time.monotonic() + float(sys.argv[3])

@@ -27,7 +27,7 @@ time, SIGCONT; to slow down is to pause again and again."""
 DEADLY = ("kill-worker", "stop-worker", "kill-engine", "stop-engine", "kill-both")
 SLOW_S, SLOW_TURN_S = 1.0, 0.02
 IN_RECOVERY = 0.25
-"""How often the next fault comes while the last one is being recovered from."""
+"""Probability that the next fault comes during the recovery from the last one."""
 EARLIEST_S, LATEST_S = 0.02, 1.5
 """When, behind the last one."""
 

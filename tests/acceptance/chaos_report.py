@@ -22,7 +22,7 @@ class Options(msgspec.Struct, kw_only=True):
     every_s: float = 1.5
     """Between a recovery and the next fault, on average."""
     num_streams: int = 10
-    """Of each client."""
+    """Streams of each client."""
     per_kind: int = 6
     longest: int = 240
     stream_s: float = 120.0

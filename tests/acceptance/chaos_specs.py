@@ -40,7 +40,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "logprobs": {"temperature": 0.0, "logprobs": 2, "ignore_eos": True},
     "scored": {"temperature": 0.0, "prompt_logprobs": 1, "ignore_eos": True},
 }
-"""What the requests of each kind ask for, beside seed and length."""
+"""Sampling parameters of each kind of request, beside seed and length."""
 SHORT = ("beams", "stopped")
 """Kinds of few tokens: beams cost as many rows as they are, a stop string ends its request anyway."""
 

@@ -118,7 +118,7 @@ class Asked(NamedTuple):
 
 
 Answer = list[tuple[list[int], Any, str | None]]
-"""Of each sample its tokens, logprobs, and why it ended."""
+"""For each sample: its tokens, its logprobs, and the reason for which it ended."""
 
 
 def ask(number: int, seed: int) -> Asked:

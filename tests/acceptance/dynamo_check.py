@@ -48,9 +48,9 @@ NUM_STREAMS, MAX_TOKENS = 8, 1200
 PAIRS = 12
 TIMEOUT_S = 120.0
 EVENTS_S = 0.2
-"""How long the router may take to hear of what an engine has stored."""
+"""Seconds in which the router receives the events of blocks that an engine stored."""
 AS_IDS = {"logprobs": 0, "return_tokens_as_token_ids": True}
-"""How Dynamo's frontend is asked for tokens by their ids."""
+"""Fields that ask Dynamo's frontend for tokens by their ids."""
 CLIENT = httpx.Client(timeout=TIMEOUT_S)
 ROOMY = ("--num-gpu-blocks-override", "2048")
 

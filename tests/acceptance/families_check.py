@@ -31,10 +31,11 @@ from vllm_lite.checkpoint.layer_specs.rope import Dynamic, LongRope
 from vllm_lite.checkpoint.model_spec import ModelSpec
 
 LENGTHS = (1, 7, 8, 16, 31, 48, 65, 100, 129, 160, 200)
-"""Of the prompts: shorter and longer than windows, chunks and blocks."""
+"""Prompt lengths, shorter and longer than windows, chunks and blocks."""
 NUM_TOKENS = 24
 MAX_LOGPROB_ERROR = 2e-4
-"""Of single tokens. transformers in float32 is itself up to 1.3e-4 away from its own results in float64."""
+"""Maximum error of a token's logprob. transformers in float32 is itself up to 1.3e-4 away from its own results in
+float64."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5)
 SPECULATION = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
 NGRAM: dict[str, Any] = {"speculative_config": SPECULATION, "disable_adaptive_drafts": True}

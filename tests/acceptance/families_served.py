@@ -39,7 +39,7 @@ PLAIN = [
     Variant("qwen3", "Qwen3Config", "Qwen3ForCausalLM", HEADS | {"head_dim": 32}),
 ]
 FOREIGN = ("helium", "nemotron", "apertus")
-"""Of transformers' backend: an interleaved rope, LayerNorm, an activation with weights."""
+"""Families of the transformers backend: an interleaved rope, LayerNorm, an activation with weights."""
 REFUSALS = {
     "ranks": ("transformers has no plan",),
     "other": (

@@ -34,9 +34,11 @@ LONG = 400
 """Tokens of a stream that runs still when a process has been killed."""
 MAX_LOGPROB_ERROR = 2e-4
 MAX_EXCESS = 1.5
-"""How much further than transformers' bfloat16 ours may be from float32, on average over one prompt."""
+"""Maximum of our distance to float32 as a multiple of the distance of transformers in bfloat16, averaged over one
+prompt."""
 INT8_ERROR = (1e-4, 1.0)
-"""What int8 moves a log-probability on average: more than rounding of float32, less than another model would."""
+"""Bounds of the average change of a logprob by int8: above the rounding of float32, below the change by another
+model."""
 FORM = {"type": "object", "properties": {"a": {"enum": ["b", "cd"]}}, "required": ["a"], "additionalProperties": False}
 REGEX = "[a-f]{3}-[0-9]{2}"
 

@@ -32,7 +32,7 @@ MODELS = (b"model", b"other model", b"model in float16")
 
 
 OWNERS = ((), ("salt",), ("lora", "digest"), ("lora", "digest", "salt"), ("lora", "other"), ("other salt",))
-"""What keeps equal prompts apart: chains take turns."""
+"""Keys that keep equal prompts apart: consecutive chains have different ones."""
 
 
 @cache

@@ -31,7 +31,7 @@ class Case(NamedTuple):
 
     name: str
     wanted: dict[str, Any]
-    """What a user writes: {"json": schema} or {"regex": pattern}."""
+    """The constraint as a user writes it: {"json": schema} or {"regex": pattern}."""
     judge: Callable[[str], str | None]
     """Says what is wrong with a whole output; None if nothing is."""
     refused: bool = False

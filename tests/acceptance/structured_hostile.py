@@ -34,7 +34,7 @@ READY_S, END_S = 120.0, 30.0
 MAX_TOKENS = 12
 SHOWN = 10
 DEEPEST = 50_000
-"""How deep the forms may be nested that are written as JSON here; the server has limits of its own."""
+"""Depth to which the forms are nested that are written as JSON here; the server has limits of its own."""
 
 
 @dataclass

@@ -78,7 +78,7 @@ class Result:
 
     row: Row
     tokens: dict[tuple[str, int], list[list[int]]] = field(default_factory=dict)
-    """Of each request, by way of sampling and place in the corpus: those of its samples."""
+    """(way of sampling, position in the corpus) -> the tokens of each sample of this request."""
     faults: list[str] = field(default_factory=list)
     finished: int = 0
     cut: int = 0

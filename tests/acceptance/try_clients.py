@@ -50,7 +50,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "proxy": ("litellm[proxy]", "openai"),
     NODE: ("openai", "@anthropic-ai/sdk", "ollama", "ai", "@ai-sdk/openai-compatible", "zod"),
 }
-"""What is installed together, by the name of the environment."""
+"""Packages that are installed together, by the name of the environment."""
 
 
 class Client(NamedTuple):

@@ -22,7 +22,7 @@ FOLDER = Path(__file__).parents[2] / "build" / "aarch64"
 LIBRARY, GUEST = FOLDER / "libvllm_lite_cpu.so", FOLDER / "guest"
 EMULATOR = "qemu-aarch64"
 SYSTEM = Path("/usr/aarch64-linux-gnu")
-"""Where the cross compiler's C library lies."""
+"""Folder of the cross compiler's C library."""
 MASKS = {ctypes.c_int32: 0xFFFF_FFFF, ctypes.c_int64: -1, ctypes.c_void_p: -1}
 
 

@@ -9,7 +9,8 @@ LARGEST = 127
 LARGEST_OF_TWO = 127 * 128
 """Integers of one plane of bytes, and of two."""
 UNEVEN = 4
-"""How many times the mean size in a group of at most ONE_PLANE inputs makes its largest need more than 8 bits."""
+"""Ratio of a group's largest size to its mean above which the largest needs more than 8 bits, in groups of at most
+ONE_PLANE inputs."""
 
 
 def rounded_rows(x: torch.Tensor, group_size: int = QUANT_GROUP, *, bits: int = 8) -> torch.Tensor:

@@ -34,7 +34,7 @@ Hugo. “I have always wanted to see the highest mountain too,” said Hugo. So 
 At noon they shared some cheese toast in the garden. And there, at last, they saw the highest mountain."""
 LARGE_CHANNELS = (7, 90, 91, 200)
 FACTOR = 24.0
-"""How many times as large these are behind norms as in the demo model; products divide their columns by it."""
+"""Factor by which these channels are larger after norms than in the demo model; products divide their columns by it."""
 MEASURED = {
     "float32": 0.0,
     "bfloat16": 0.01542,

@@ -21,7 +21,7 @@ _lacks = missing() or (None if cpu.available() else "this machine's own kernels 
 pytestmark = pytest.mark.skipif(_lacks is not None, reason=str(_lacks))
 
 BEST = {"max": "neon_i8mm", "neoverse-n1": "neon_dot", "cortex-a72": "baseline"}
-"""Of emulated processors."""
+"""Emulated processor -> the best instruction set that it has."""
 CASES = [(INT4, 32, False), (UINT5, 32, True), (IQ4_NL, 128, False), (INT8, 128, False)]
 
 

@@ -42,7 +42,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"kv_dtype": E5M2, "windows": (9,), "dtype": FP16},
     {"sinks": True, "soft_cap": 2.0},
 ]
-"""What every CUDA backend can do."""
+"""Options that every CUDA backend supports."""
 
 
 def option_id(changes: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ TYPES: dict[str, torch.dtype] = {
     "fp8_e5m2": torch.float8_e5m2,
 }
 LARGEST = 448.0
-"""Of fp8_e4m3; what becomes of larger ones is another thing in every release of torch."""
+"""Largest number of fp8_e4m3; releases of torch differ in their treatment of larger ones."""
 
 
 def numbers(limit: float) -> list[float]:

@@ -26,7 +26,8 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
 
 HIDDEN, INNER = 96, 20
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
-"""Of the largest output: one unit of its last place, as sums may be rounded to the other side."""
+"""Maximum error relative to the largest output: one unit in the last place, as sums may be rounded up instead of
+down."""
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

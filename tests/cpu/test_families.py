@@ -28,8 +28,8 @@ from vllm_lite.kernels.cpu.weights.linear import PackedWeight
 from vllm_lite.models.registry import Sizes, build
 
 MAX_DIFFERENCE = 3e-4
-"""Of log-probabilities in float32; what a wrong model gives is over 0.1 (see the controls). transformers itself is up
-to 1.6e-4 off what it gives in float64 (qwen3.5-moe), ours no more."""
+"""Maximum difference of log-probabilities in float32; a wrong model differs by over 0.1 (see the controls).
+transformers itself differs by up to 1.6e-4 from its results in float64 (qwen3.5-moe), ours by no more."""
 
 
 @pytest.fixture(scope="module", params=VARIANTS, ids=lambda variant: variant.name)
@@ -132,7 +132,7 @@ def test_two_ranks_share_it(oracle: Oracle) -> None:
 
 
 NOT_STAGED = {"deepseek-v32", "gemma4-per-layer", "gemma4-unified-shared", "glm-moe-dsa", "glm-moe-dsa-each"}
-"""What check_stages refuses; tests/unit/test_stages.py has the reasons."""
+"""Variants that check_stages refuses; tests/unit/test_stages.py has the reasons."""
 
 
 def test_stages_give_the_same_bits(oracle: Oracle, variant: Variant) -> None:
@@ -183,7 +183,7 @@ def test_int8_is_transformers_with_rounded_weights(oracle: Oracle, checkpoint: P
 
 
 NEVER_ROUNDED = (".mlp.gate", ".mlp.shared_expert_gate", ".router", ".router.proj")
-"""What says where a token goes keeps its type."""
+"""Weights that choose a token's experts; they keep their type."""
 
 
 def rounded_logits(oracle: Oracle, checkpoint: Path) -> torch.Tensor:

@@ -65,7 +65,8 @@ TESTED = (
 )
 """Each has something in its files that others have not."""
 MAX_DIFFERENCE = 4e-4
-"""Of logits; of qwen3-next those of the checkpoint itself are 3.4e-4 off, and those of its file are the same."""
+"""Maximum difference of logits. Those of the qwen3-next checkpoint itself differ by 3.4e-4, and its GGUF file gives the
+same ones."""
 OWN = {"layers", "norm", "quantization", "qkv_layout", "splits_gate_up"}
 """The fields of ModelSpec in which a GGUF file may differ from the checkpoint that it was made of."""
 

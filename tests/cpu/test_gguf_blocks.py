@@ -22,7 +22,7 @@ from vllm_lite.layers.weights.weight_form import LinearShape
 CPU = torch.device("cpu")
 HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2)}
 HALVES |= {"Q6_K": (208,), "MXFP4": (), "TQ1_0": (52,), "TQ2_0": (64,), "NVFP4": (), "IQ1_M": ()}
-"""Where a block has its float16 numbers; others have one, at the beginning."""
+"""Byte offsets of the float16 numbers in a block; a kind that is not listed has one, at offset 0."""
 needs_native = pytest.mark.skipif(not cpu.available(), reason="no native library")
 
 

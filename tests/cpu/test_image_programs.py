@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason="needs the native li
 
 PLACEHOLDER = 386
 ROWS, COLS = 4, 6
-"""Of tokens, which are 2 x 2 patches each."""
+"""Rows and columns of image tokens, each of 2 x 2 patches."""
 IMAGE = Media("image", b"i" * 32, ROWS * COLS, 3, grid=(1, 2 * ROWS, 2 * COLS))
 COUNTS = [5, 4, 1, 3, 7, 6, 1, 1]
 """Tokens of the prompt that each step computes: three words and two of the image, then the rest of it, and a word."""

@@ -213,7 +213,7 @@ def test_the_reference_serves_it_everywhere():
 
 FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "mistral": {"sliding_window": 21}, "qwen3": {}}
 LOGITS_ERROR = 0.05
-"""Of the spread of a position's logits, their standard deviation: what a model of random weights may be off."""
+"""Maximum error of a model of random weights, relative to the standard deviation of a position's logits."""
 
 
 def last_logits(model, **settings):

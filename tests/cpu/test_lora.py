@@ -29,7 +29,7 @@ from vllm_lite.tools.quantize.schemes import SCHEMES
 
 CPU = torch.device("cpu")
 MAX_DIFFERENCE = 5e-4
-"""Of log-probabilities in float32; without its adapter a model is off by over 0.1."""
+"""Maximum difference of log-probabilities in float32; a model without its adapter differs by over 0.1."""
 TARGETS: dict[str, list[Any]] = {
     "qwen2-odd-tied": [
         *(f".*{name}_proj" for name in ("q", "k", "v", "o", "gate", "up", "down")),

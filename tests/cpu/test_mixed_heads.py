@@ -29,7 +29,7 @@ from vllm_lite.worker.progress import Progress
 from vllm_lite.worker.worker import Worker
 
 MAX_DIFFERENCE = 1e-3
-"""Of logits of size 10 in float32, to such in float64."""
+"""Maximum difference of logits of size 10 in float32 from those in float64."""
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from vllm_lite.models.registry import MODELS, Sizes, build
 from vllm_lite.protocol.step import BlockOp
 
 MAX_DIFFERENCE = 3e-4
-"""Of logits of size 10 in float32; what a wrong model gives is over 0.1 (see the negative controls)."""
+"""Maximum difference of logits of size 10 in float32; a wrong model differs by over 0.1 (see the negative controls)."""
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,

@@ -63,7 +63,7 @@ LIMITS = StepLimits(max_num_seqs=8, max_num_tokens=128, max_model_len=512, block
 HOST_BLOCKS = 8
 SHARED_BYTES = 1 << 20
 TOLERANCE = 1e-3
-"""Of logprobs: ranks add up other parts of a sum first."""
+"""Maximum difference of logprobs: ranks add up the parts of a sum in another order."""
 
 Story = Callable[[Driver], None]
 Recorded = list[tuple[SchedulerOutput, ModelOutput]]

@@ -17,7 +17,7 @@ from vllm_lite.layers.weights.linear import Linear
 from vllm_lite.layers.weights.weight_slot import WeightSlot
 
 MAX_DIFFERENCE = 3e-4
-"""Of logits of size 10 in float32; what the negative controls change is over 0.1."""
+"""Maximum difference of logits of size 10 in float32; the negative controls change them by over 0.1."""
 CPU = torch.device("cpu")
 BIASES = {"attention_bias": True, "mlp_bias": True}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -52,7 +52,7 @@ CASES = [
     ("qwen3-mixed", 2),
 ]
 LENGTHS = (150, 9, 33)
-"""Of the sequences that `steps` computes."""
+"""Lengths of the sequences that `steps` computes."""
 
 
 @pytest.fixture(scope="module")

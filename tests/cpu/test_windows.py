@@ -10,7 +10,7 @@ from tests.checkpoints import make_checkpoint
 from tests.paged import BLOCK_SIZE, Oracle, Paged
 
 MAX_DIFFERENCE = 3e-4
-"""Of logits of size 10 in float32."""
+"""Maximum difference of logits of size 10 in float32."""
 MIXED = {"family": "qwen3", "use_sliding_window": True}
 VARIANTS: dict[str, dict[str, Any]] = {
     "mistral-13": {"family": "mistral", "sliding_window": 13},

@@ -47,7 +47,7 @@ from vllm_lite.worker.disk.transfers import DiskTransfers
 from vllm_lite.worker.membership import Membership
 
 DEADLINE_S = scaled(60.0)
-"""Of every wait; nothing here takes a tenth of it on an idle machine."""
+"""Deadline of every wait; nothing here takes a tenth of it on an idle machine."""
 GENERATION = 11
 
 M = TypeVar("M")

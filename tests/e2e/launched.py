@@ -22,7 +22,8 @@ from vllm_lite.client.engines.launch import LaunchedEngine
 from vllm_lite.process_settings import EngineSettings
 
 VARIABLES = (failing_worker.VARIABLE, kill_plan.VARIABLE, killed_worker.LIGHT, poisoned_worker.VARIABLE)
-"""What such entry points read from the environment. An engine has those that it is given: others may run beside it."""
+"""Environment variables that such entry points read. An engine has only the ones that it is given: other engines may
+run at the same time."""
 
 
 @contextmanager

@@ -17,10 +17,10 @@ from vllm_lite.checkpoint.config_json import load_spec
 NUM_TOKENS = 32
 """Generated for each prompt."""
 TIE = 1e-3
-"""Where the best two float32 logits are closer than this, either may be taken."""
+"""If the best two float32 logits differ by less than this, either token may be taken."""
 LENGTHS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 24, 31, 32, 33, 40, 47, 48, 63, 64, 65, 80]
 LENGTHS += [96, 111, 128, 129, 150, 176, 200, 240, 272, 300]
-"""Of the prompts. Many of them fill or just miss their last block of 8 or 16."""
+"""Lengths of the prompts. Many of them fill or just miss their last block of 8 or 16."""
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 DEADLINE_S = scaled(100.0)
 

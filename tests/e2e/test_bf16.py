@@ -13,9 +13,9 @@ from tests.e2e.reference import GREEDY, NUM_TOKENS, Reference, first_difference,
 from vllm_lite import SamplingParams
 
 MIN_SHARE = 0.5
-"""Of all positions, those that are compared."""
+"""Minimum share of positions that are compared."""
 MAX_EXCESS = 1.15
-"""How much further from float32 than transformers' our logprobs may be, on average."""
+"""Maximum of our logprobs' average distance to float32 as a multiple of that of transformers."""
 
 
 @dataclass(frozen=True)

@@ -170,7 +170,7 @@ def listed(body: dict[str, Any], name: str, kind: type | tuple[type, ...]) -> li
 
 
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat")
-"""What most clients call is asked more often."""
+"""The routes that most clients call; they get more examples than others."""
 
 
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])

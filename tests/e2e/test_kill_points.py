@@ -80,7 +80,7 @@ RECOVERY = [
     Death("engine", "before workers are back"),
     Death("engine", "after workers are back"),
 ]
-"""Where an engine dies while it replaces its workers."""
+"""Points at which an engine dies while it replaces its workers."""
 END = [Death("engine", "before the workers end")]
 
 

@@ -33,7 +33,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 BY_MODEL: dict[str, Variant] = {each.model: each for each in reversed((*HYBRIDS, *LATENT, *MIXTURES))}
 ALLOWED = [5, 6, 7]
-"""Of three tokens every third draft is right by chance."""
+"""With three tokens to choose from, every third draft is right by chance."""
 PROMPTS = make_prompts((1, 3, 16, 17, 40, 64, 65, 96, 111, 129), seed=5)
 PARAMS = [
     SamplingParams(

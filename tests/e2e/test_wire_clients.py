@@ -38,7 +38,7 @@ sys.path.insert(0, str(SCRIPTS))
 import protocol_example  # noqa: E402 - found only once scripts/ is on the path
 
 NODE_MODULES = Path(os.environ.get("VLLM_LITE_NODE_MODULES", SCRIPTS / "node" / "node_modules"))
-"""Where `make node-client` puts what the JavaScript client imports."""
+"""Folder in which `make node-client` installs the JavaScript client's dependencies."""
 DEADLINE_S = scaled(60.0)
 PROMPT = [1, 40, 41, 42]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=50)

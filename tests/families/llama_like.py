@@ -29,7 +29,7 @@ PIXTRAL = {
     "num_hidden_layers": 1,
     "num_attention_heads": 2,
 }
-"""What sees images."""
+"""The config of the vision tower."""
 
 
 def without_growth(layer: LayerSpec) -> LayerSpec:

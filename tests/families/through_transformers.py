@@ -44,4 +44,4 @@ FOREIGN = {
     "doge": (variant("doge", "Doge"), "adds something of its own to the scores"),
     "mixtral": (variant("mixtral", "Mixtral"), "merged weights"),
 }
-"""What is refused: the checkpoint, and the reason."""
+"""Refused checkpoints, each with the reason."""

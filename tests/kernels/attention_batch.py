@@ -9,9 +9,9 @@ import torch
 from vllm_lite.kernels.cuda.attention.attention_inputs import PagedKV, Scoring
 
 UNTOUCHED = 7.0
-"""What `out` holds before; rows that are not the kernel's must keep it."""
+"""Value that `out` holds before the call; rows outside the batch must keep it."""
 NO_BLOCK = 10**6
-"""What the table names where nothing may be looked up."""
+"""Block id in those entries of the table that no kernel may read."""
 
 
 @dataclass(frozen=True, kw_only=True)

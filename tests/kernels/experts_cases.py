@@ -16,7 +16,7 @@ from vllm_lite.kernels.cuda.moe.torch_products import TorchProducts
 from vllm_lite.kernels.routing import Chosen
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-"""Of the largest output: what is rounded between the products may be rounded to the other side."""
+"""Maximum error relative to the largest output: values between the products may be rounded up instead of down."""
 ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu,
     "gelu": gelu,

@@ -247,5 +247,6 @@ ON_EVERY_ARCH = tuple(
         ("prefill", "128,"),
     )
 )
-"""How the names begin of those that are compiled for nvrtc.OTHER_ARCHES, too: the engine's attention at its limits.
-`benchmarks/cuda_costs.py --compare` compiles more of them for all, and holds them against what is recorded."""
+"""Beginnings of the names of kernels that are also compiled for nvrtc.OTHER_ARCHES: the engine's attention at its
+limits. `benchmarks/cuda_costs.py --compare` compiles more kernels for all of them, and compares them with the
+record."""

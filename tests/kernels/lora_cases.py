@@ -9,7 +9,7 @@ from vllm_lite.kernels.cuda.weights import lora
 from vllm_lite.layers.weights.adapter_rows import Grouped
 
 RANKS = (16, 3, 0, 8)
-"""Of the adapters in the slots; 0: the slot is empty."""
+"""Rank of the adapter in each slot; 0: the slot is empty."""
 
 
 def filled(

@@ -18,7 +18,8 @@ from vllm_lite.kernels.grouped import E2M1, E4M3, INT4, INT8, UINT4, UINT8, Grou
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
 TOLERANCE = 4e-6
-"""Of the sum of what is added up, sizes alone: float32 sums, which tensor cores cut off rather than round."""
+"""Maximum error relative to the sum of the addends' magnitudes: float32 sums, which tensor cores truncate instead of
+rounding."""
 CHANNEL = 1 << 20
 """A group that has all inputs."""
 BY_CODES = 128

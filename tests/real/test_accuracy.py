@@ -39,7 +39,7 @@ CASES = [
 """Gemma's other forms take a minute more, and show nothing that SmolLM2's do not. Exact products and float32 of each
 form are held by tests/cpu/test_accuracy_bar.py."""
 SLACK = 5e-4
-"""What float32 may be off, in nats: sums are added up in other orders."""
+"""Tolerance of float32 in nats: sums are added up in other orders."""
 EXACT = "float32"
 
 

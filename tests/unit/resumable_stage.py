@@ -47,7 +47,7 @@ class StageSession(FakeSession):
         self.ended_externally: list[str] = []
         self.looked_for: list[list[str]] = []
         self.external_ids: set[str] = set()
-        """Those that have live requests, of other servers."""
+        """Ids of live requests of other API servers."""
 
     def submit(self, message: Any, sink: Callable[[list[Event]], None], own: Any = None, _: Any = None) -> None:
         super().submit(message, sink, own)

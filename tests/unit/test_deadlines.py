@@ -86,7 +86,7 @@ def test_the_time_that_a_test_has_of_its_own_is_scaled(request: pytest.FixtureRe
 TESTS = Path(__file__).parents[1]
 CONSTANT = re.compile(r"^_?[A-Z_]*(DEADLINE|TIMEOUT|READY|START|END|WAIT|PATIENCE)_M?S$")
 LONG_S = 2
-"""What is shorter is a wait that runs out, or the time between two looks."""
+"""Shorter waits are meant to run out, or are the time between two polls."""
 SCALED_EARLY_S = 20
 """A limit that is at least as long has room for what a machine's speed changes by during a run."""
 

@@ -24,7 +24,7 @@ DOCKERFILES = sorted(FOLDER.glob("*.Dockerfile"))
 PATHS = openapi.document()["paths"]
 NEEDS_NO_SERVER = {"torch", "numpy", "safetensors", "starlette", "uvicorn", "uvloop", "httptools", "prometheus-client"}
 NEEDS_NO_SERVER |= {"xxhash", "pillow"}
-"""What pyproject.toml names and a client does not take."""
+"""Packages that pyproject.toml names and a client does not need."""
 
 
 def settings(words: list[str]) -> RouterConfig:

@@ -39,7 +39,7 @@ class Workers:
         self.held: dict[bytes, int] = {}
         self.on_host: dict[bytes, int] = {}
         self.aside: set[bytes] = set()
-        """Those of them that are still being computed."""
+        """Digests whose vectors are still being computed."""
         self.num_encoded = 0
 
     def follow(self, entries: list[Any], sizes: EncoderSizes) -> None:

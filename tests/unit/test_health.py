@@ -85,7 +85,7 @@ WORDS: dict[Change, str] = {
     silent: r"^worker {} \(pid 400{}\) has been silent for 21 s$",
     stuck: r"^worker {} \(pid 400{}\) is stuck: no layer in 20 s$",
 }
-"""What is said of a rank, the strongest evidence first."""
+"""Messages about a rank, the strongest evidence first."""
 
 
 def assert_named(failure: Failure | None, rank: int, evidence: Change) -> None:

@@ -37,7 +37,7 @@ class Towers(SimulatedExecutor):
         """Pieces of each image that are to be computed."""
         self.media: dict[int, tuple[Media, ...]] = {}
         self.image_tokens: list[dict[int, int]] = []
-        """Of each step, by handle."""
+        """Image tokens of each step, by handle."""
         self.was_aside: list[bool] = []
         """Whether an image was being computed when each step came."""
         self.counts: list[int] = []

@@ -34,7 +34,7 @@ class Bench:
 
     executor_type: ClassVar[type[SimulatedExecutor]] = SimulatedExecutor
     facts: ClassVar[Mapping[str, Any]] = {}
-    """What else the workers say of the model."""
+    """Further fields of Ready that the workers report."""
 
     def __init__(self, num_blocks: int, **settings: object) -> None:
         config = EngineConfig.check({"device": "cpu", "max_num_batched_tokens": CHUNK, **settings})

@@ -19,7 +19,7 @@ from vllm_lite.trace.reader import TraceReader
 from vllm_lite.trace.story import story
 
 WHOLE = [continuation([1, 2, 3], 20, sample) for sample in range(5)]
-"""What the simulated model says to PROMPT, for each sample."""
+"""Tokens that the simulated model generates after PROMPT, for each sample."""
 SEVERAL = PARAMS.clone(n=3, seed=4)
 BEAMS = SamplingParams(n=3, use_beam_search=True, max_tokens=6, temperature=0.0, seed=1)
 

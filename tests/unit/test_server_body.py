@@ -201,7 +201,7 @@ def test_options_of_a_stream_need_one(kind: type[CompletionBody | ChatBody]) -> 
 
 
 ENCODINGS = ("utf-8", "utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be")
-"""Those of a file that begins with a mark, and those of a text that does not."""
+"""Encodings that begin with a byte order mark, and encodings without one."""
 TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
 
 

@@ -25,7 +25,7 @@ from vllm_lite.server.processes.http_server import Uvicorn
 DEADLINE_S = scaled(30.0)
 WRITE_TIMEOUT_S = scaled(20.0)
 READ_BYTES = 256 * 1024
-"""What uvloop reads at most at once."""
+"""Maximum bytes that uvloop reads at once."""
 BIG, PART_BYTES = 64 << 20, 8 << 20
 """Both are more than the kernel holds for a connection."""
 GET = b"GET /%d HTTP/1.1\r\n\r\n"

@@ -32,7 +32,7 @@ EVENTS: list[list[Event]] = [
     [CallDelta(0, None, ' "y": {}}'), CallDelta(1, "ask", "{}")],
     [TextDelta("Done.")],
 ]
-"""What is visible of an answer, delta by delta."""
+"""Visible parts of an answer, delta by delta."""
 WHOLE: list[Event] = [
     ReasoningDelta("I look."),
     TextDelta("Let me."),

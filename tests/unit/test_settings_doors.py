@@ -54,7 +54,7 @@ VALUES = {
     "--generation-config": "vllm",
     "--scheduling-policy": "priority",
 }
-"""What is given where 2, or the last of a fixed set, would say nothing or would not do."""
+"""Values of flags for which the usual one, 2 or the last of a fixed set, would be invalid or would change nothing."""
 
 
 class Flag(NamedTuple):

@@ -9,6 +9,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -60,12 +61,17 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def summaries(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and text of the docstring of a Python file, and of each of its classes and functions."""
+    """Line and text of every docstring of a Python file: of itself, its classes, functions, constants and fields."""
     for node in ast.walk(ast.parse(path.read_text())):
         match node:
             case ast.Module() | ast.ClassDef() | ast.FunctionDef() | ast.AsyncFunctionDef():
                 if text := ast.get_docstring(node):
                     yield node.body[0].lineno, text
+        for body in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
+            for pair in pairwise(body if isinstance(body, list) else ()):
+                match pair:
+                    case ast.Assign() | ast.AnnAssign() | ast.AugAssign(), ast.Expr(ast.Constant(str(text))) as own:
+                        yield own.lineno, text.strip()
 
 
 def offences(path: Path) -> list[str]:
@@ -137,6 +143,25 @@ def test_banned_words_are_seen(text: str, tmp_path: Path) -> None:
     for name, source in (("a.py", f'"""{text}"""\n'), ("b.py", f"x = 1\n# {text}\n"), ("c.md", f"# Title\n\n{text}\n")):
         (tmp_path / name).write_text(source)
         assert offences(tmp_path / name), name
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""What a module does."""\n',
+        'def f():\n    """How it is done."""\n',
+        'LIMIT = 3\n"""How many there may be."""\n',
+        'LIMIT: int = 3\n"""Where it ends."""\n',
+        'class A:\n    size: int\n    """Those that count."""\n',
+        'class A:\n    def __init__(self):\n        self.size = 3\n        """Which it is."""\n',
+        'if True:\n    LIMIT = 3\n    """What it is."""\n',
+    ],
+)
+def test_docstrings_without_a_noun_are_seen(source: str, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(source)
+    assert nameless(tmp_path / "a.py")
+    (tmp_path / "a.py").write_text(re.sub('"""[A-Z][a-z]*', '"""Maximum', source))
+    assert not nameless(tmp_path / "a.py")
 
 
 def test_other_words_are_not(tmp_path: Path) -> None:

@@ -118,9 +118,11 @@ VALUES: Mapping[Form, torch.Tensor] = {
 }
 """Values of the codes of each form that dense weights take when they are loaded."""
 STEPS4 = tuple(13 + i / 4 for i in range(16))
-"""What the range of a group may become in steps of 15, when its scale and minimum are searched; kSteps4."""
+"""Candidates in the search for a group's scale and minimum: the number of steps, for codes up to 15, into which the
+range of the group is divided; kSteps4 in csrc/cpu/isa/quantize.cpp."""
 STEPS8 = tuple(127.5 - i / 2 for i in range(16))
-"""What the largest weight of a group may become in steps, when a scale without a minimum is searched."""
+"""Candidates in the search for a group's scale without a minimum: the number of steps that the largest weight of the
+group becomes."""
 
 
 def quantize(weight: torch.Tensor, form: Form, *, group_size: int | None = None) -> GroupedWeight:
@@ -309,7 +311,8 @@ def _quantize8_symmetric(weight: torch.Tensor, size: int) -> GroupedWeight:
 
 
 ENDS = (-9, -8.75, -8.5, -8.25, -8, -7.75, -7.5, -7.25, -7, -6.75, 6.5, 6.75, 7, 7.25, 7.5, 8)
-"""What the weight of the largest size in a group may become, when a scale is searched; kEnds."""
+"""Candidates in the search for a symmetric scale: the value that the weight of largest magnitude in a group becomes;
+kEnds4 in csrc/cpu/isa/quantize.cpp."""
 
 
 def quantize4(weight: torch.Tensor, group_size: int) -> GroupedWeight:

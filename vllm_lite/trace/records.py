@@ -71,11 +71,11 @@ FIELDS: dict[Code, tuple[str, ...]] = {
 }
 WAITS = {code for code in Code if code.name.startswith("WAITS_FOR_")}
 WAYS = ("recompute", "swap", "disk")
-"""How a sequence is preempted: values of "by"."""
+"""Ways to preempt a sequence: values of "by"."""
 REASONS = ("stop", "length", "abort", "error")
-"""How a sequence ends: values of "reason"."""
+"""Reasons for which a sequence ends: values of "reason"."""
 METHODS = ("forced", "ngram", "suffix", "self", "draft_model", "mtp", "eagle3")
-"""What drafts: values of "method"."""
+"""Drafters: values of "method"."""
 
 Decision = list[int]
 """[code, request, sample, one number for each of FIELDS[code]]. Behind those of DRAFTED follow the numbers of right
@@ -155,7 +155,7 @@ class Arrival(_Record, frozen=True, tag=1):
     hashes: bytes
     samples: list[tuple[int, int]] = []
     marks: list[int] = []
-    """Where its messages end, of a model with recurrent layers."""
+    """Positions at which the messages of its prompt end, for a model with recurrent layers."""
     media: list[tuple[int, int, int, int]] = []
     """Each medium of it: where it begins, its tokens, the bytes of its content, and a number that stands for that."""
 

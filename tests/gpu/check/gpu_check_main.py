@@ -28,7 +28,7 @@ from gpu_check_stages import CALLS, EMULATED, STAGES, Check
 
 LIMIT_S = 560.0
 MOST_CHARACTERS = 11_000
-"""Of what is printed last: whoever runs this far away may get only the end of it."""
+"""Maximum characters of the last output: a reader of a remote run may get only the end of it."""
 MOST_ROWS = 20
 KEYS = (
     r"^copy:",

@@ -151,7 +151,7 @@ class CaseResults:
     passed: int = 0
     failures: dict[str, str] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
-    """Where those stand in the file that failed."""
+    """Name of each failure -> its position in the file of cases."""
     problems: list[str] = field(default_factory=list)
     skipped: str = ""
 

@@ -46,7 +46,7 @@ TABLE_SHAPES = ((128, 4, 8), (128, 8, 8), (128, 1, 8), (64, 4, 8), (64, 8, 4), (
 """Head size, query heads of a KV head, KV heads."""
 TABLE_LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 TABLE_TOKENS = 2048
-"""Of a measurement, at least: shorter prompts come several at a time."""
+"""Minimum tokens of a measurement: shorter prompts are measured in batches."""
 TABLE_CHUNKS = tuple((length, before) for length in (512, 2048) for before in (2048, 8192, 30720))
 """Tokens of a chunk, and those before it."""
 LONG = 2048

@@ -25,7 +25,8 @@ IMAGE = (
     *("tokenizers", "huggingface-hub", "tqdm", "jinja2", "pyyaml", "regex", "rich", "httpx", "prometheus-client"),
     *("uvicorn", "uvloop", "psutil", "pytest", "hypothesis", "sentencepiece", "packaging"),
 )
-"""What the machine's Python has of what this package or its tests import; not msgspec, pyzmq, llguidance and xxhash."""
+"""Packages of the machine's Python that this package or its tests import; it lacks msgspec, pyzmq, llguidance and
+xxhash."""
 KEPT = ("PATH", "LANG", "TMPDIR", "VLLM_LITE_EMULATOR_CACHE", "CXX")
 """Variables of this environment that the rehearsal sees."""
 LIMIT_S = 7200.0

@@ -26,9 +26,9 @@ END_TO_END_MODEL = "random-500m"
 NEEDED = ("msgspec", "zmq", "llguidance", "xxhash", "regex", "tokenizers", "safetensors", "tqdm", "jinja2", "yaml")
 """Modules that serving needs beside torch and numpy."""
 IMPORTS = "import vllm_lite.worker.worker, vllm_lite.client.llm, vllm_lite.engine.process"
-"""What must work where nothing is lacking: `wheels` tries it."""
+"""Imports that succeed if no package is missing: `wheels` tries them."""
 TOKENS_S = "together_tok_s"
-"""What `bench throughput` calls the tokens per second of all requests at once."""
+"""Name that `bench throughput` gives to the tokens per second of all requests together."""
 VLLM_FOLDERS = ("../vllm-venv", "../vllm/.venv", ".vllm")
 
 
@@ -68,12 +68,12 @@ CALLS = {
     "second": (*PREPARING, SMOKE, "cases", "throughput", "step_8b", "prefill", "bench"),
     "third": (*PREPARING, SMOKE, "parallel", "recovery", "profile", "sanitize", "engines"),
 }
-"""Where a machine is lent for some minutes at a time: what fits into one call."""
+"""Stages that fit into one call, on a machine that is lent for some minutes at a time."""
 EMULATED = (
     *("wheels", "kernels", "native", SMOKE, "worker", "graphs", "step_1b", "speed", "cases", "throughput"),
     *("prefill", "bench", "parallel", "recovery", "engines"),
 )
-"""Those that run without a GPU as well, on the emulator or on a CPU, to test the script."""
+"""Stages that also run without a GPU, on the emulator or on a CPU, to test the script."""
 
 
 class Check:

@@ -19,7 +19,7 @@ FOLDER = Path(__file__).resolve().parent
 SANITIZER, PROFILER = "compute-sanitizer", "ncu"
 CHECKS = ("memcheck", "racecheck")
 SOUND = ("decode_attention_cases", "prefill_attention_cases", "sampler_cases")
-"""What the sanitizer looks at when no case failed: what has most to lose."""
+"""Files of cases for the sanitizer if no case failed: the kernels in which a fault would matter most."""
 SECTIONS = ("SpeedOfLight", "MemoryWorkloadAnalysis", "WarpStateStats", "Occupancy", "LaunchStats")
 METRICS = {
     "Duration": "us",
@@ -33,7 +33,7 @@ METRICS = {
     "Max Bandwidth": "max bandwidth %",
 }
 KERNELS = "decode_attention|prefill_attention|pick"
-"""Those that the profiler looks at, as a regular expression."""
+"""Names of the kernels to profile, as a regular expression."""
 LAST_LINES = 4
 
 

@@ -35,7 +35,7 @@ ENDING = "ending"
 ASK_S = 1.0
 EXEC_S = 0.5
 LAST_S = 5.0
-"""How long the kernel may take to end a killed process, or an engine to end after its server."""
+"""Seconds that the kernel may take to end a killed process, or an engine to end after its server."""
 _MAX_RECORD_BYTES = 1 << 20
 
 

@@ -20,8 +20,8 @@ from vllm_lite.runtime.least_squares import eliminate
 DECAY = 0.98
 """The weight of a step's predecessor beside its own."""
 HELD = (0.05, 8.0, 2.0, 8.0)
-"""How much the numbers of the start count: as so many steps that differ in nothing else. A step by itself is learned
-at once: served ones also draw and answer."""
+"""Weight of the start's value of each number, in steps that differ in this number alone. The first number, the time of
+a step, has little weight, because served steps also sample and answer."""
 LOOSE = (1e-3, 1e-3, 1e-3, 1e-3)
 """The same where nothing was timed."""
 MIN_STEPS = 8

@@ -13,7 +13,7 @@ from vllm_lite.kernels.cpu.library import float32, function, int32, int64, point
 
 MAX_HEAD_SIZE = 576
 MAX_ROWS = 252
-"""How many rows of Q are computed together, at most; each head that shares a KV head has rows of its own."""
+"""Maximum rows of Q that are computed together. Each of the query heads that share a KV head has a row of its own."""
 SPLIT_KEYS, MAX_SPLITS = 512, 16
 """Limits of splitting a sequence; the same numbers as in csrc/cpu/attention.cpp and attention.h."""
 PARTIAL_EXTRA = 17
@@ -26,7 +26,7 @@ THREAD_BYTES = 896 << 10
 INT8_SCALE_BYTES = 4
 """A float behind each row of a cache in int8."""
 PLAN_INTS, ITEM_INTS, TOKEN_INTS = 7, 14, 4
-"""How many numbers the records Plan, AttentionItem and SharedToken of csrc/cpu have."""
+"""Number of int32 fields of the records Plan, AttentionItem and SharedToken in csrc/cpu."""
 
 
 class Shape(ctypes.Structure):

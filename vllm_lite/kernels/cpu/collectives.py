@@ -20,8 +20,8 @@ DONE, ENDED, TIMED_OUT, DIFFERS, TAKEN = -1, 1, 2, 3, 4
 """`Status` in csrc/cpu/rank_group.h: all went well; the group has ended; a rank has not come in time; another rank
 makes another call; there is a rank of this number already."""
 SLOT_BYTES = 1 << 20
-"""What one meeting can exchange at most; more goes in pieces. Measured on two cores: 1 MB takes half the time in one
-piece that it takes in four, perhaps because what lies in another core's own cache is slower to get at."""
+"""Maximum bytes that one collective call exchanges at once; longer tensors are sent in pieces. Measured on two cores: 1
+MB takes half as long in one piece as in four, perhaps because data in another core's own cache is slower to read."""
 
 
 class Waits(NamedTuple):

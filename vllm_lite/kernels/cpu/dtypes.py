@@ -12,7 +12,7 @@ DTYPES = {
 }
 """The same numbers as DType in csrc/cpu/common.h."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-"""Those that kernels compute in; the others are for KV caches only."""
+"""Types that kernels compute in; the others are for KV caches only."""
 
 
 def dtype_code(dtype: torch.dtype) -> int:

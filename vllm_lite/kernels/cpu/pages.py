@@ -13,7 +13,7 @@ class Pages(NamedTuple):
     mapping: mmap.mmap
     """Who keeps this, or a view of it, keeps the memory."""
     start: int
-    """Where they begin in the mapping."""
+    """Offset of the pages in the mapping, in bytes."""
     address: int
 
     @classmethod

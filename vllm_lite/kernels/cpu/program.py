@@ -43,7 +43,7 @@ _VIEWS = frozenset(
     )
 )
 _DONE = -1
-"""What a recordable function returns that has done its work."""
+"""Return value of a recordable function that has done its work."""
 
 
 class NotRecordable(RuntimeError):

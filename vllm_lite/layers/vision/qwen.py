@@ -30,7 +30,7 @@ ACTIVATIONS: Mapping[Activation, activation.Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "silu": "silu",
 }
-"""What kernels call those that they have."""
+"""Names of config.json for activations -> names of our kernels."""
 
 
 THETA = 10000.0

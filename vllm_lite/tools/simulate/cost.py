@@ -40,13 +40,13 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Quantiles of what messages took, as a multiple of what the times say for the weather they met, stalls left out,
     by the kind of message, "decodes" or "prompts"."""
     weather: Weather | None
-    """How fast the machine was; None: always as the times say."""
+    """Speed of the machine over time; None: constant, as the times say."""
     drafts: list[History]
-    """How drafts were made and proved right, for each of some requests."""
+    """Numbers of drafts made and accepted, for each of some requests."""
     load_blocks_per_s: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
     """KV blocks, or states, that were loaded from the disk; 0: the engine kept none there."""
     engine_s: Time
-    """What the engine itself takes between a result and the next step, if nothing is under way meanwhile."""
+    """Time of the engine itself between a result and the next step, if no step is in flight meanwhile."""
     client_s: Time
     """The time that a first token takes beside the engine: client, HTTP, the text to tokens."""
     num_messages: int

@@ -106,7 +106,7 @@ class TimedExecutor(SimulatedExecutor):
         self._reader = StepReader()
         self._draws = timer.drafts
         self._drafts: dict[Handle, tuple[int, int]] = {}
-        """Those of the step that is being run."""
+        """Drafts of the step that is being run."""
         self.disk = SimulatedDisk(fitted.load_blocks_per_s or inf) if fitted.header.has_disk else None
 
     def transfer(self, message: Transfer) -> None:

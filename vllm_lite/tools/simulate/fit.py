@@ -25,7 +25,7 @@ MIN_TOLD_S = 1e-6
 SAME = ("options", "policy", "block_size", "caching", "windows", "tensor_parallel_size", "has_disk", "encoder")
 """Settings that recordings have in common if one set of times is fitted to them."""
 HELD = 1e-6
-"""How much each time is held to 0, beside a message that differs by all it took."""
+"""Weight of the pull of each fitted time towards 0, relative to its weight in the messages."""
 
 
 def fit(recordings: Sequence[Recording], model: str, client_s: float = 0.0) -> StepTimes:

@@ -41,7 +41,7 @@ class RunOptions(NamedTuple):
     max_concurrency: int | None = None
     has_noise: bool = True
     record: str | None = None
-    """Where a trace of it is written."""
+    """Path to which a trace of the run is written."""
     report: Callable[[int], None] = lambda _: None
 
 

@@ -46,7 +46,7 @@ class Stall(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 class Weather(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cell_s: Length
     slowness: Annotated[list[Annotated[float, Meta(gt=0, le=1e6)]], Meta(min_length=1)]
-    """What each `cell_s` of work took, as a multiple of it, stalls left out."""
+    """Time that each `cell_s` of work took, as a multiple of it, without stalls."""
     stalls: list[Stall]
     """In order of `work_s`."""
     memory_s: Length | None

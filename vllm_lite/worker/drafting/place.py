@@ -29,7 +29,7 @@ class DraftPlace:
     graph_sizes: tuple[int, ...] = ()
     """Batch sizes for which decode steps are recorded; none: they run eagerly."""
     kv_scales: tuple[KVScales, ...] = ()
-    """Those of the model's layers, where the checkpoint has some and the cache uses them."""
+    """KV scales of the model's layers, if the checkpoint has some and the cache uses them."""
     scratch: range = range(0)
     """Slots of recurrent states that drafts may advance, and nobody keeps."""
     progress: Callable[[], None] = lambda: None

@@ -67,7 +67,8 @@ def choose(
 _PARTS = ("tool_calls", "reasoning")
 _TOKEN = re.compile(r"[<\[].*[>\]]")
 _Weight = tuple[bool, int]
-"""How well a format fits: whether it is that of the architecture, and how long the literals are that were found."""
+"""Evidence for a format: whether it is the format of the architecture, and the total length of its literals that were
+found."""
 
 
 class _Evidence(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 import regex
 
 PATTERN_SECONDS = 0.1
-"""How long one search with a pattern of a checkpoint may take."""
+"""Time limit of one search with a pattern that comes with a checkpoint."""
 _PLACEHOLDER = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 Arguments = Mapping[str, Any]
 

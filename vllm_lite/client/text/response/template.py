@@ -34,7 +34,8 @@ MAX_FIELDS = 32
 MAX_LITERAL_CHARS = 256
 MAX_PATTERN_CHARS = 4096
 MAX_HELD_CHARS = 1024
-"""How long the text may be in which a pattern is still looked for: a longer beginning of a match is text."""
+"""Maximum characters that are held back because they may be the beginning of a match; a longer beginning is sent as
+text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +49,8 @@ class Delimiter:
     is_text: bool = False
     """A literal that spells no token, so the text of an argument may contain it."""
     seconds: float | None = None
-    """How long one search may take: only patterns of checkpoints need a limit, and to keep to one takes time."""
+    """Time limit of one search, or None. Only patterns of checkpoints have one, because enforcing a limit takes
+    time."""
 
     def search(self, text: str, place: int, *, is_last: bool) -> Any:
         """Find the first match from `place` on, or its beginning at the end of the text. Raises TimeoutError."""
@@ -95,7 +97,7 @@ class Format:
     thinking: tuple[str, str] | None = None
     """The literals that open and close the reasoning."""
     shape: Mapping[str, Any] | None = None
-    """How calls are written, for a grammar: the fields of structured/calls/tools.py's CallShape."""
+    """The form of calls, for a grammar: the fields of CallShape in structured/calls/tools.py."""
 
     @property
     def content(self) -> Field:

@@ -26,7 +26,7 @@ from vllm_lite.runtime.untrusted_files import MAX_TOKENIZER_BYTES, first_untrust
 
 TOKENIZER_FILE = "tokenizer.json"
 CONVERT_S = 300.0
-"""How long a conversion may take. A vocabulary of 130,000 tokens takes some seconds."""
+"""Seconds that a conversion may take. A vocabulary of 130,000 tokens takes some seconds."""
 VERSION = 1
 """Part of every digest: a release that converts differently raises it."""
 MODEL_FILES = ("tokenizer.model", "tokenizer.model.v*", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model")

@@ -54,7 +54,7 @@ class ConversionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 _UNMAPPED = "failed to map segment"
-"""How the dynamic linker says, in an ImportError, that there is no memory left for a library."""
+"""Text in the ImportError of a library for which there is no memory; the dynamic linker writes it."""
 
 
 class _UnprovedError(Exception):

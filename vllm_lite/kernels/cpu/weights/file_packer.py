@@ -23,9 +23,9 @@ FLOATS = {"float32": 0, "bfloat16": 1, "float16": 2}
 GROUPED4, GROUPED5, GROUPED8 = 101, 106, 102
 """kGrouped4, kGrouped5 and kGrouped8."""
 FORMS = {"int8": GROUPED8, "fp8": 105, "int4": GROUPED4, "int4_g32": GROUPED4, "int5_g32": GROUPED5}
-"""What dense weights become with a --quantization, as csrc/cpu/quantize.h has it."""
+"""Type code of each form of --quantization, as in csrc/cpu/quantize.h."""
 NICENESS = 5
-"""How much lower the threads that pack stand than a process that starts: whatever else starts meanwhile goes first."""
+"""Nice value that the packing threads add to their own, so that the other work of a starting process has priority."""
 LOOK_EVERY_S = 0.2
 _ALIGNMENT_BYTES = 64
 _PENDING, _CUT_OFF = -2, -1
@@ -53,9 +53,9 @@ class Piece(NamedTuple):
     dtype: str
     """As it is stored; one of FLOATS."""
     row_elements: int
-    """How many the tensor has in a row."""
+    """Elements of a row of the tensor."""
     first_input: int
-    """Where the part of each row begins that is taken."""
+    """First element that is taken from each row."""
     first_row: int
     num_rows: int
     order: tuple[int, ...] | None = None

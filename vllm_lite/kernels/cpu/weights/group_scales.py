@@ -22,10 +22,10 @@ class GroupScales(NamedTuple):
     """[num_outputs, groups as they are packed], contiguous, as minima."""
     scale_type: int
     minima: torch.Tensor | None
-    """Where their type is SHIFTS, what is to be added to codes."""
+    """The minimum of each group; for the type SHIFTS, the integer to add to the codes of the group."""
     minima_type: int
     shift: int = 0
-    """What values are to be lower by, as codes have been raised."""
+    """Number to subtract from all values, because the codes were raised by it."""
 
     @classmethod
     def of(cls, weight: GroupedWeight, group_size: int, unit: float, *, may_shift: bool) -> "GroupScales":

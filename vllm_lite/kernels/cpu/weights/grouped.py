@@ -19,7 +19,8 @@ GROUP_SIZES = (16, 32, 64, 128)
 TYPES = {16: GROUPED4, 32: GROUPED5, 256: GROUPED8}
 """By the number of values."""
 _UNITS = (1.0, 0.5, 0.25, 0.125)
-"""What values may be multiples of. They are powers of two, so that scales stay exact when they take the unit over."""
+"""Candidate units: the largest of which all values are multiples is taken. Units are powers of two, so scales stay
+exact when they are multiplied by one."""
 
 _QUANTIZE_TYPES = (pointer, int64, int32, int64, int64, int64, pointer, pointer)
 _PACK_TYPES = (pointer, pointer, int64, pointer, pointer)

@@ -65,7 +65,7 @@ class _List(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     key: Annotated[bytes, Meta(max_length=64)]
     entries: list[_Entry]
     checksums: bytes
-    """Those of the parts, one behind the other."""
+    """The checksums of the parts, in order, without separators."""
 
     @property
     def num_bytes(self) -> int:
@@ -177,7 +177,7 @@ class PackedWriter:
 
     def __init__(self, file: int, key: bytes) -> None:
         self.num_bytes = 0
-        """Behind the first page."""
+        """Bytes written after the first page."""
         self._file, self._key = file, key
         self._entries, self._checksums, self._part = list[_Entry](), list[bytes](), xxh3_64()
 

@@ -5,7 +5,7 @@ import ctypes
 from vllm_lite.kernels.cpu.library import int32, int64, pointer
 
 QUANTIZED_TYPES = (int64, int64, int32, int64, pointer, pointer)
-"""What vllm_lite_quantized_weight is called with."""
+"""Argument types of vllm_lite_quantized_weight."""
 
 
 class Record(ctypes.Structure):
