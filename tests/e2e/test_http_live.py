@@ -51,10 +51,10 @@ def test_requests_are_seen_and_why_they_wait(server: Server) -> None:
             for number in range(4):
                 streams.enter_context(http.stream("POST", "/v1/completions", json=body | {"request_id": f"s{number}"}))
             seen = rows(looks)
-            while not any(row["reason"] == "waits_for_seat" for row in seen.values()):
+            while not any(row["reason"] == "waits_for_row" for row in seen.values()):
                 seen = rows(looks)
-            waiting = next(row for row in seen.values() if row["reason"] == "waits_for_seat")
-            assert waiting["why"] == "all places in the batch are taken (--max-num-seqs)"
+            waiting = next(row for row in seen.values() if row["reason"] == "waits_for_row")
+            assert waiting["why"] == "all rows of the batch are taken (--max-num-seqs)"
             running = next(row for row in seen.values() if row["state"] == "running")
             assert running["reason"] is None
             assert len(running["table"]) == running["blocks"] > 0

@@ -65,12 +65,12 @@ def test_later_names_the_numbers() -> None:
     assert look(rig, "a", "b", "c") == []
 
 
-def test_one_that_waits_for_a_seat() -> None:
+def test_one_that_waits_for_a_row() -> None:
     rig = Rig(max_num_seqs=1)
     rig.add("a", [1, 2], max_tokens=9)
     rig.add("b", [3, 4], max_tokens=2)
     rig.step()
-    assert one(rig, "b").admission == AdmissionState("OK", "waits_for_seat", 1, 18, 0, 19)
+    assert one(rig, "b").admission == AdmissionState("OK", "waits_for_row", 1, 18, 0, 19)
 
 
 def test_one_that_waits_for_tokens_of_a_step() -> None:

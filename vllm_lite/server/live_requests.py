@@ -40,7 +40,7 @@ MAX_ID_CHARS = 256
 _ORDER = ("running", "swapped", "preempted", "waiting")
 """The state of a request is the first of these that one of its samples is in."""
 WHY = {
-    "waits_for_seat": "all places in the batch are taken (--max-num-seqs)",
+    "waits_for_row": "all rows of the batch are taken (--max-num-seqs)",
     "waits_for_adapter": "its adapter is being loaded, or others take all places for adapters (--max-loras)",
     "waits_for_budget": "the steps have no tokens left for it (--max-num-batched-tokens)",
     "waits_for_swap": "it, or what makes way for it, is moved between device and host (--max-swap-blocks-per-step)",

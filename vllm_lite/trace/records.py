@@ -27,7 +27,7 @@ class Code(IntEnum):
     WAITS_FOR_BLOCKS = 4
     WAITS_FOR_SWAP = 5
     WAITS_FOR_BUDGET = 6
-    WAITS_FOR_SEAT = 7
+    WAITS_FOR_ROW = 7
     PREEMPTED = 8
     FINISHED = 9
     TRIED = 10
@@ -52,7 +52,7 @@ FIELDS: dict[Code, tuple[str, ...]] = {
     Code.WAITS_FOR_BLOCKS: ("need", "free", "watermark"),
     Code.WAITS_FOR_SWAP: ("need", "free", "watermark"),
     Code.WAITS_FOR_BUDGET: ("budget",),
-    Code.WAITS_FOR_SEAT: ("seats",),
+    Code.WAITS_FOR_ROW: ("rows",),
     Code.PREEMPTED: ("for", "by"),
     Code.FINISHED: ("reason", "tokens"),
     Code.TRIED: ("deaths", "others"),

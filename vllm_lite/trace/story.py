@@ -112,7 +112,7 @@ _SENTENCES: dict[Code, Callable[[dict[str, int], dict[int, str]], str]] = {
     Code.WAITS_FOR_BLOCKS: _waited_for_blocks,
     Code.WAITS_FOR_SWAP: lambda _n, _: "waited, because the step had moved enough blocks already",
     Code.WAITS_FOR_BUDGET: lambda n, _: f"waited, because {_tokens(n['budget'])} were left of the step's budget",
-    Code.WAITS_FOR_SEAT: lambda n, _: f"waited, because all {n['seats']} rows of the batch were taken",
+    Code.WAITS_FOR_ROW: lambda n, _: f"waited, because all {n['rows']} rows of the batch were taken",
     Code.PREEMPTED: _preempted,
     Code.FINISHED: lambda n, _: f"{ENDS[REASONS[n['reason']]]} after {_tokens(n['tokens'])} of output",
     Code.TRIED: _tried,

@@ -109,7 +109,7 @@ def _reason(scheduler: Scheduler, sequence: Sequence, found: Admission, place: i
     if place:
         return "waits_for_turn"
     if len(scheduler.running) >= options.max_num_seqs:
-        return "waits_for_seat"
+        return "waits_for_row"
     if not scheduler.queues.adapters.of_step(scheduler.running).could_take(sequence.request.adapter):
         return "waits_for_adapter"
     if found.verdict is not Verdict.OK:

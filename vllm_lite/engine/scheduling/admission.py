@@ -43,7 +43,7 @@ class Admitter:
                 plan.decide("waits_for_budget", sequence, budget=plan.room)
                 break
             if len(running) >= max_num_seqs:
-                plan.decide("waits_for_seat", sequence, seats=max_num_seqs)
+                plan.decide("waits_for_row", sequence, rows=max_num_seqs)
                 break
             if sequence.num_pending:
                 continue
