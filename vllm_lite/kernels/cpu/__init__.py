@@ -1,4 +1,5 @@
-"""Kernels of csrc/cpu behind typed functions, one module for each family. Each has a plain torch twin as reference."""
+"""Typed functions that call the kernels of csrc/cpu, one module for each family. Each kernel has a reference in plain
+torch."""
 
 from vllm_lite.kernels.cpu.library import available, isa, num_threads, set_num_threads
 

@@ -1,4 +1,4 @@
-"""Calls of the native attention kernels in csrc/cpu/attention.cpp, on raw pointers."""
+"""Typed calls of the native attention kernels in csrc/cpu/attention.cpp, by raw pointers."""
 
 import ctypes
 from collections.abc import Sequence
@@ -15,16 +15,17 @@ MAX_HEAD_SIZE = 576
 MAX_ROWS = 252
 """Maximum rows of Q that are computed together. Each of the query heads that share a KV head has a row of its own."""
 SPLIT_KEYS, MAX_SPLITS = 512, 16
-"""Limits of splitting a sequence; the same numbers as in csrc/cpu/attention.cpp and attention.h."""
+"""Minimum keys of a split and maximum splits of a sequence; the same numbers as in csrc/cpu/attention.cpp and
+attention.h."""
 PARTIAL_EXTRA = 17
-"""Floats of a row of partial results beside those of V: its largest score, and a sum of weights for each of 16 lanes;
-partial_size in csrc/cpu/attention.h says why."""
+"""Floats that a row of partial results has in addition to those of V: its largest score, and a sum of weights for each
+of 16 lanes. partial_size in csrc/cpu/attention.h explains them."""
 COUNTERS = 2
-"""Counters of each sequence and KV head: kCounters in csrc/cpu/attention.cpp, which says of what."""
+"""Counters of each sequence and KV head; kCounters in csrc/cpu/attention.cpp explains them."""
 THREAD_BYTES = 896 << 10
 """Scratch memory of each thread."""
 INT8_SCALE_BYTES = 4
-"""A float behind each row of a cache in int8."""
+"""Bytes of the float32 scale that follows each row of an int8 cache."""
 PLAN_INTS, ITEM_INTS, TOKEN_INTS = 7, 14, 4
 """Number of int32 fields of the records Plan, AttentionItem and SharedToken in csrc/cpu."""
 
@@ -50,18 +51,19 @@ class Shape(ctypes.Structure):
 
 
 def _least_rows(head_size: int) -> int:
-    """Least number of rows computed together where there are more; half of max_rows in csrc/cpu/attention.h."""
+    """Minimum rows of Q that are computed together if a sequence has more; half of max_rows in csrc/cpu/attention.h."""
     return MAX_ROWS // 2 if head_size <= 128 else 60 if head_size <= 256 else 24
 
 
 def max_splits(max_seq_len: int) -> int:
-    """Into how many parts a sequence is split, at most."""
+    """Maximum number of parts into which a sequence is split."""
     return min(MAX_SPLITS, -(-max_seq_len // SPLIT_KEYS))
 
 
 def max_partial_rows(num_tokens: int, num_seqs: int, max_seq_len: int, group: int, *, shares: bool = False) -> int:
-    """Rows of partial results that a step has at most, for each KV head; `group` heads share one. `shares`: what
-    sequences begin with alike may be read once for all of them, of which each row has a result."""
+    """Maximum rows of partial results of a step, for each KV head, which `group` query heads share. `shares`: a common
+    prefix of several sequences may be read once for all of them; each of their rows then has a partial result for
+    it."""
     num_splits = max_splits(max_seq_len)
     if num_splits <= 1:
         return 0
@@ -72,16 +74,18 @@ def max_partial_rows(num_tokens: int, num_seqs: int, max_seq_len: int, group: in
 
 
 class Kernels:
-    """The kernels for one shape of attention, with the scratch memory that its calls share; they must not overlap.
+    """The kernels for one shape of attention. The calls share scratch memory, so two calls must not overlap in time.
 
-    The cache of a layer is kv: [num_blocks, 2, num_kv_heads, block_size, head_size] with any strides, the last one 1;
-    rows of int8 have 4 bytes more, their scale; with 1 in place of 2, V is the first value_size elements of K.
+    The cache of a layer is kv: [num_blocks, 2, num_kv_heads, block_size, head_size] with any strides, the last one 1.
+    Rows of int8 are 4 bytes longer, for their scale. If the second axis is 1 instead of 2, V is the first value_size
+    elements of K.
     """
 
     def __init__(
         self, shape: Shape, slopes: Sequence[float] | None = None, scales: tuple[float, float] = (1.0, 1.0)
     ) -> None:
-        """slopes: ALiBi's [num_heads], which become `shape.slopes`. scales: of K and V, for calls without."""
+        """slopes: ALiBi's slopes [num_heads]; sets `shape.slopes`. scales: the scales of K and V for calls that pass
+        none."""
         shape.k_scale, shape.v_scale = _ordered(shape, scales)
         self._shape, self._slopes = shape, (float32 * len(slopes or ()))(*slopes or ())
         shape.slopes = None if slopes is None else ctypes.addressof(self._slopes)
@@ -100,8 +104,8 @@ class Kernels:
 
     @property
     def scratch(self) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-        """Memory for the results of splits, as much as the largest step so far could have needed. It is replaced when
-        a step needs more, so what keeps a call's addresses has to keep it, too."""
+        """Memory for the partial results and counters, enough for the largest step so far. It is replaced when a step
+        needs more, so an object that stores the addresses of a call must also keep this memory."""
         return self._partials, self._counters
 
     def plan(
@@ -113,15 +117,15 @@ class Kernels:
         window: int | None,
         table: tuple[int, int] | None = None,  # as `attend` will get it
     ) -> Any:
-        """The tasks of a step's attention: int32 [], with room for any lengths up to max_seq_len. With a table, and no
-        window, blocks that sequences begin with alike are read once for all of them."""
+        """Plan the tasks of a step's attention: int32 [n], with room for any lengths up to max_seq_len. With a table
+        and without a window, the blocks of a common prefix are read once for all sequences that share them."""
         num_seqs, num_kv_heads = len(seq_lens), self._shape.num_kv_heads
         group = self._shape.num_heads // num_kv_heads
         num_items = num_seqs * max(1, max_splits(max_seq_len))
         num_items += num_tokens * group // _least_rows(self._shape.head_size)
         num_items += num_tokens // SPLIT_KEYS  # tiles end where the size of sections changes
         if table:
-            num_items += num_seqs  # a section that is shared in part is two
+            num_items += num_seqs  # a section of which only a part is shared becomes two
         num_ints = PLAN_INTS + num_items * (ITEM_INTS + num_kv_heads) + 2 * (num_seqs + 1)
         plan = np.empty(num_ints + (num_tokens * TOKEN_INTS if table else 0), np.int32)
         num_rows = max_partial_rows(num_tokens, num_seqs, max_seq_len, group, shares=table is not None)
@@ -184,10 +188,10 @@ class Kernels:
         out: torch.Tensor,
         sinks: torch.Tensor | None = None,  # float32 [num_heads], as in `attend`
     ) -> None:
-        """Attention over K and V where the projections have put them, side by side in rows of one stride.
+        """Attention over the K and V that the projections wrote, in rows with one stride, without a cache.
 
-        To the kernel each token begins a block, whose other tokens are the next rows: so `table` names the tokens at
-        which blocks of a sequence begin.
+        The kernel takes every token as the beginning of a block that continues in the next rows. So the entries of
+        `table` are the tokens at which the blocks of a sequence begin.
         """
         query, key, value = heads
         offset = (value.data_ptr() - key.data_ptr()) // key.itemsize
@@ -218,7 +222,8 @@ class Kernels:
         kv: torch.Tensor,
         scales: tuple[float, float] | None = None,  # of K and V in a cache of float8
     ) -> None:
-        """Turn Q and K in place, store K and V at their slots; negative slots are not stored. Rows may be strided."""
+        """Rotate Q and K in place and store K and V at their slots. Tokens with negative slots are not stored. Rows may
+        be strided."""
         query, key, value = heads
         cos, sin, turn_stride = None, None, 0
         if rotation is not None:
@@ -241,7 +246,8 @@ class Kernels:
         )
 
     def _shape_with(self, scales: tuple[float, float] | None) -> int:
-        """Address of the shape with other scales, which stays as long as these kernels: recorded calls have it."""
+        """Address of the shape with these scales. It stays valid as long as this object, because recorded calls contain
+        it."""
         if scales is None:
             return self._shape_address
         if scales not in self._shapes:
@@ -270,6 +276,6 @@ class Kernels:
 
 
 def _ordered(shape: Shape, scales: tuple[float, float]) -> tuple[float, float]:
-    """Scales of K and V, which has K's where it is a part of it."""
+    """Scales of K and V. If V is a part of K, it has the scale of K."""
     key, value = scales
     return key, value if shape.value_size == shape.head_size else key

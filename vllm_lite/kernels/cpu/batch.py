@@ -1,4 +1,5 @@
-"""Decode steps of the persistent batch as native calls: inputs and results of one token for each sequence."""
+"""Native calls for decode steps of the persistent batch: they build the inputs and append the sampled token of each
+sequence."""
 
 import ctypes
 from collections.abc import Sequence
@@ -38,7 +39,7 @@ class _Record(ctypes.Structure):
 
 
 class DecodeRows:
-    """The arrays of a batch, which stay where they are, and those of a step, which `fill` overwrites."""
+    """The arrays of a batch, whose addresses never change, and the arrays of a step, which `fill` overwrites."""
 
     def __init__(
         self,
@@ -76,8 +77,9 @@ class DecodeRows:
         self._commit = function("vllm_lite_decode_commit", (pointer, int64, pointer))
 
     def fill(self, count: int) -> int:
-        """Compute the inputs of the `count` sequences in `rows`. Returns the length of the longest table; -1 if one of
-        them cannot decode, because it lacks more than its last token, or has no block for it."""
+        """Compute the inputs of the `count` sequences in `rows`. Returns the length of the longest block table; -1 if
+        one of the sequences cannot decode, because it lacks the KV of more than its last token, or has no block for
+        it."""
         return int(self._inputs(self._address, count))
 
     def commit(self, count: int, sampled: Int64s) -> None:

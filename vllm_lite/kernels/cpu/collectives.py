@@ -1,8 +1,8 @@
-"""Exchange of ranks through shared memory, natively. Kernels: csrc/cpu/collectives.cpp, and csrc/cpu/rank_group.cpp for
-how ranks wait for each other. The plain twin is a sum of tensors.
+"""Native collectives of ranks that share memory. Kernels: csrc/cpu/collectives.cpp; csrc/cpu/rank_group.cpp has the
+waits of ranks for each other. The reference is a sum of tensors.
 
-Calls return a status instead of raising, because a recorded call has no Python: DONE, or why it failed. Where one has
-failed all later ones fail as well.
+Calls return a status instead of raising, because a recorded call runs without Python: DONE, or the reason for which it
+failed. After a failed call all later ones fail as well.
 """
 
 import ctypes
@@ -17,26 +17,27 @@ from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 from vllm_lite.runtime.group_memory import CONTROL_BYTES
 
 DONE, ENDED, TIMED_OUT, DIFFERS, TAKEN = -1, 1, 2, 3, 4
-"""`Status` in csrc/cpu/rank_group.h: all went well; the group has ended; a rank has not come in time; another rank
-makes another call; there is a rank of this number already."""
+"""`Status` in csrc/cpu/rank_group.h: the call succeeded; the group has ended; a rank did not arrive in time; another
+rank makes a different call; another process has this rank already."""
 SLOT_BYTES = 1 << 20
 """Maximum bytes that one collective call exchanges at once; longer tensors are sent in pieces. Measured on two cores: 1
 MB takes half as long in one piece as in four, perhaps because data in another core's own cache is slower to read."""
 
 
 class Waits(NamedTuple):
-    """Seconds that a rank which waits for another one spins, and then yields its core, before it sleeps."""
+    """Seconds for which a waiting rank first spins and then yields its core, before it sleeps."""
 
     spin_s: float
     yield_s: float
 
     @classmethod
     def among(cls, world: int, num_cpus: int) -> "Waits":
-        """Times measured to be the best for `world` ranks on `num_cpus`.
+        """The times that were measured to be best for `world` ranks on `num_cpus`.
 
-        With a CPU for each rank the others are at work and come soon. A rank that yields then loses a whole time slice,
-        4 ms, to any other process that wants its CPU, while one that sleeps is put back when it is woken. With fewer
-        CPUs spinning keeps the rank that is waited for from coming, and yielding is the quickest way to let it.
+        With a CPU for each rank, the other ranks are running and arrive soon. A rank that yields its CPU then loses a
+        whole time slice, 4 ms, to any other process that wants the CPU, while a rank that sleeps runs again as soon as
+        it is woken. With fewer CPUs, a spinning rank keeps the awaited rank from running, and yielding lets it run
+        soonest.
         """
         return cls(50e-6, 0.0) if world <= num_cpus else cls(0.0, 20e-6)
 
@@ -85,8 +86,8 @@ class RankGroup:
         self._barrier = function("vllm_lite_barrier", (pointer,), int64)
 
     def join(self, shared_bytes: int) -> int:
-        """Meet all other ranks and map the rest of the memory, with `shared_bytes` for `rows`. DIFFERS if another rank
-        has another world or other `shared_bytes`."""
+        """Wait for all other ranks and map the rest of the memory, with `shared_bytes` for `rows`. Returns DIFFERS if
+        another rank has another world or other `shared_bytes`."""
         status = int(self._join(self._group, shared_bytes))
         if status != DONE:
             return status
@@ -98,13 +99,13 @@ class RankGroup:
         mapped = mmap.mmap(self._memory, total_bytes)
         whole = torch.frombuffer(mapped, dtype=torch.uint8)  # keeps `mapped` alive
         slots = whole[CONTROL_BYTES : CONTROL_BYTES + slots_bytes]
-        slots.view(world, -1)[rank].zero_()  # who touches memory first has it on its NUMA node
+        slots.view(world, -1)[rank].zero_()  # memory is on the NUMA node of the thread that first writes it
         self._record.slots = slots.data_ptr()
         self._rows = whole[CONTROL_BYTES + slots_bytes :]
         return DONE
 
     def rows(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """[num_rows, num_columns] in the memory that all ranks share, always at the same place."""
+        """A tensor [num_rows, num_columns] at the beginning of the memory that all ranks share."""
         num_bytes, most = num_rows * num_columns * dtype.itemsize, len(self._rows)
         if num_bytes > most:
             raise ValueError(
@@ -113,11 +114,11 @@ class RankGroup:
         return self._rows[:num_bytes].view(dtype).view(num_rows, num_columns)
 
     def holds(self, x: torch.Tensor) -> bool:
-        """Whether x lies in memory that all ranks share."""
+        """Whether x begins in the shared memory of `rows`."""
         return 0 <= x.data_ptr() - self._rows.data_ptr() < len(self._rows)
 
     def all_reduce(self, x: torch.Tensor) -> int:
-        """x, contiguous and of one of FLOATS, becomes the sum over all ranks."""
+        """Replace x, contiguous and of one of FLOATS, by its sum over all ranks."""
         if x.dtype not in FLOATS or not x.is_contiguous():
             raise ValueError(
                 f"an all-reduce takes contiguous tensors of float32, bfloat16 or float16, got {x.dtype} "
@@ -126,19 +127,19 @@ class RankGroup:
         return int(self._all_reduce(self._group, DTYPES[x.dtype], x.numel(), x.data_ptr()))
 
     def all_gather(self, x: torch.Tensor, out: torch.Tensor) -> int:
-        """out [world, *x.shape] becomes every rank's x; both contiguous."""
+        """Write every rank's x to out [world, *x.shape]; both are contiguous."""
         _check_contiguous(x)
         return int(self._all_gather(self._group, x.nbytes, x.data_ptr(), out.data_ptr()))
 
     def broadcast(self, x: torch.Tensor, source: int) -> int:
-        """x, contiguous, becomes that of rank `source`."""
+        """Replace x, contiguous, by the x of rank `source`."""
         _check_contiguous(x)
         if not 0 <= source < self._record.world:
             raise ValueError(f"a broadcast comes from one of the {self._record.world} ranks, got {source}")
         return int(self._broadcast(self._group, source, x.nbytes, x.data_ptr()))
 
     def barrier(self) -> int:
-        """Returns when all ranks have come here; what they wrote before to memory that they share can then be read."""
+        """Return when all ranks have called it. Data that they wrote to shared memory before can then be read."""
         return int(self._barrier(self._group))
 
     def end(self) -> None:
@@ -146,7 +147,7 @@ class RankGroup:
         self._end(self._group)
 
     def leave(self) -> None:
-        """Make this rank's later calls fail. The memory is given back when nothing uses it any more."""
+        """Make this rank's later calls fail. The memory is freed when nothing uses it any more."""
         self._record.failed = self._record.failed or ENDED
 
     @property
@@ -166,7 +167,7 @@ class RankGroup:
 
     @property
     def ended_by(self) -> int | None:
-        """The rank that ended the group first; None if that was the engine, or nobody has."""
+        """The rank that ended the group first; None if the engine ended it, or if it has not ended."""
         word = self._ended_word()
         return word - 1 if 0 < word <= self._record.world else None
 

@@ -1,4 +1,4 @@
-"""Numbers under which csrc/cpu knows element types. Apart from library.py, which is imported without torch."""
+"""Codes of element types in csrc/cpu. They are not in library.py, because that is imported without torch."""
 
 import torch
 
@@ -16,7 +16,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def dtype_code(dtype: torch.dtype) -> int:
-    """Raises ValueError for a dtype that the kernels do not know."""
+    """The code of a dtype. Raises ValueError for a dtype that the kernels do not know."""
     code = DTYPES.get(dtype)
     if code is None:
         raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")

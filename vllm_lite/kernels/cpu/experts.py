@@ -1,4 +1,4 @@
-"""A layer's experts as one native operation. Kernel: csrc/cpu/experts.cpp."""
+"""One native operation for all experts of a layer. Kernel: csrc/cpu/experts.cpp."""
 
 import ctypes
 from collections.abc import Sequence
@@ -41,8 +41,8 @@ class _Adapters(ctypes.Structure):
 
 
 class PackedExperts:
-    """Experts from number `first` on, each an MLP of two packed weights: [2 * inner, hidden], the gate first, or if not
-    `gated` [inner, hidden], and [hidden, inner]."""
+    """The experts with numbers from `first` on. Each is an MLP of two packed weights, gate_up [2 * inner, hidden], with
+    the gate first, and down [hidden, inner]. Without a gate, the first is [inner, hidden]."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class PackedExperts:
         *,
         gated: bool = True,
     ) -> None:
-        """Raises ValueError unless all experts have the same shapes, and their weights the same kind."""
+        """Raises ValueError unless all experts have the same shapes and their weights the same kind."""
         shapes = {
             (both.num_outputs, both.num_inputs, one.num_outputs, one.num_inputs)
             for both, one in zip(gate_up, down, strict=True)
@@ -75,7 +75,7 @@ class PackedExperts:
         self._adapters: _Adapters | None = None
 
     def adapt(self, gate_up: Sequence[LoraSlots], down: Sequence[LoraSlots]) -> None:
-        """Have adapters for the two products of each expert. Their addresses stay."""
+        """Add LoRA slots to the two products of each expert. Their addresses must not change."""
         slots = gate_up, down
         addresses = [(pointer * len(part))(*(each.address for each in part)) for part in slots]
         self._adapters = _Adapters(*map(ctypes.addressof, addresses), gate_up[0].num_slots)
@@ -84,13 +84,13 @@ class PackedExperts:
     def forward(
         self, x: torch.Tensor, chosen: Chosen, out: torch.Tensor, rows: tuple[torch.Tensor, torch.Tensor] | None = None
     ) -> None:
-        """out = sum over a token's experts of weight * expert(x), in float32 in the order of their numbers, rounded
-        once. x, out: [num_tokens, hidden], which may be the same; experts of other ranks add nothing.
+        """out = sum over a token's experts of weight * expert(x), in float32, in the order of the experts' numbers,
+        rounded once. x, out: [num_tokens, hidden]; they may be the same tensor. Experts of other ranks add nothing.
 
-        `rows`: int32 [any] and int32 [num_slots + 1], as LoraSlots.add has them; None: no token has an adapter.
+        `rows`: rows and starts as in LoraSlots.add, int32 [n] and int32 [num_slots + 1]; None: no token has an adapter.
 
-        A row's result depends on nothing but the row, its experts, its adapter and the instruction set. Raises
-        ValueError for other tensors than these.
+        The result of a row depends only on the row, its experts, its adapter and the instruction set. Raises ValueError
+        for tensors of other shapes, types or strides.
         """
         num_tokens, top = chosen.experts.shape
         if x.shape != (num_tokens, self.hidden) or out.shape != x.shape or chosen.weights.shape != (num_tokens, top):

@@ -1,4 +1,5 @@
-"""`CpuOps`: the small operations between matrix products, natively. Kernels: csrc/cpu/fused.cpp, elementwise.cpp."""
+"""`CpuOps`: native versions of the small operations between matrix products. Kernels: csrc/cpu/fused.cpp,
+elementwise.cpp."""
 
 from typing import NamedTuple
 
@@ -42,14 +43,15 @@ _SELECT = (int32, int64, int64, pointer, int64, pointer, pointer, pointer, int64
 
 
 MOST_COPIED = 1024
-"""Rows that are copied natively: as many as steps that are recorded have."""
+"""Maximum rows that are copied natively: the maximum of a recorded step."""
 _IN_ORDER = torch.arange(MOST_COPIED)
 
 
 class CpuOps(TorchOps):
-    """Native kernels; TorchOps computes all that they do not take, such as float64 or rows of more axes.
+    """Operations by native kernels. TorchOps computes the cases that they do not support, such as float64 or rows of
+    more axes.
 
-    IndexError for a position that is not in a table.
+    Raises IndexError for a position that is not in a table.
     """
 
     def __init__(self) -> None:
@@ -126,7 +128,7 @@ class CpuOps(TorchOps):
             super().rotate_into(heads, rotation, out)
 
     def _turn(self, heads: torch.Tensor, rotation: Rotation, out: torch.Tensor) -> bool:
-        """False, and nothing is done, where the kernel does not take them."""
+        """Rotate `heads` into `out`. Returns False and does nothing if the kernel does not support these tensors."""
         cos, sin = rotation
         code = _code(heads, cos, sin, out)
         num_tokens, num_heads, head_size = heads.shape
@@ -146,7 +148,7 @@ class CpuOps(TorchOps):
         return None
 
     def copy(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """Rows are looked up in their order, as that can be recorded."""
+        """Copy by a lookup of all rows in order, which a program can record."""
         count, size = x.shape if x.dim() == 2 else (0, 0)
         if not size or count > MOST_COPIED or out.shape != x.shape or not look_up(x, _IN_ORDER[:count], out):
             super().copy(x, out)
@@ -252,9 +254,8 @@ def select_rotation(
     positions: torch.Tensor,  # int64 [num_tokens], contiguous
     out: Rotation,  # both with rows of one stride
 ) -> bool:
-    """The rows of a RotaryEmbedding's table at `positions`, in the dtype of `out`. False, and nothing is done, if the
-    tensors are others than these. IndexError for a position that is not in the table.
-    """
+    """Copy the rows of a RotaryEmbedding's table at `positions` to `out`, in its dtype. Returns False and does nothing
+    if the kernel does not support the tensors. Raises IndexError for a position that is not in the table."""
     cos, sin = out
     code = _code(cos, sin)
     if code is None or positions.dtype != torch.int64 or not positions.is_contiguous() or cos.stride() != sin.stride():
@@ -279,7 +280,7 @@ class _NormRows(NamedTuple):
 
 
 def _norm_rows(x: torch.Tensor, out: torch.Tensor) -> _NormRows | None:
-    """None for other shapes."""
+    """Sizes and strides of the rows of x and out; None if the tensors have other shapes."""
     shape, steps, out_steps = x.shape, x.stride(), out.stride()
     if out.shape != shape:
         return None
@@ -291,8 +292,8 @@ def _norm_rows(x: torch.Tensor, out: torch.Tensor) -> _NormRows | None:
 
 
 def _wide_weights(norm: WideNormWeights, shape: torch.Size) -> tuple[int, int | None] | None:
-    """Addresses of weight and bias, null for no bias; None if one is not float32 of this shape, or laid out
-    otherwise."""
+    """Addresses of weight and bias, None for no bias. Returns None if one of them is not float32 of this shape, or if
+    their strides differ."""
     weight, bias = norm.weight, norm.bias
     for tensor in (weight,) if bias is None else (weight, bias):
         if tensor.shape != shape or _code(tensor) != _FLOAT32 or tensor.stride() != weight.stride():
@@ -301,7 +302,7 @@ def _wide_weights(norm: WideNormWeights, shape: torch.Size) -> tuple[int, int | 
 
 
 def _are_positions(positions: torch.Tensor, x: torch.Tensor, axes: int) -> bool:
-    """Whether `positions` can be the rows of a table for those of x, which has so many axes."""
+    """Whether `positions` is a contiguous int64 [len(x)] and x has `axes` axes."""
     return (
         positions.dtype == torch.int64
         and positions.is_contiguous()
@@ -311,13 +312,14 @@ def _are_positions(positions: torch.Tensor, x: torch.Tensor, axes: int) -> bool:
 
 
 def _check_positions(bad: int, positions: torch.Tensor, table: torch.Tensor) -> None:
-    """Raise IndexError if a kernel has found one, whose index is `bad`, that is not in the table."""
+    """Raise IndexError if a kernel found a position, at index `bad`, that is not in the table."""
     if bad >= 0:
         raise IndexError(f"position {int(positions[bad])} is outside of the model's {len(table)}")
 
 
 def _code(*tensors: torch.Tensor) -> int | None:
-    """The number of their common dtype; None if they have none, or if the elements of one are not contiguous."""
+    """Code of the tensors' common dtype; None if the dtypes differ, if it is not one of FLOATS, or if a last axis is
+    not contiguous."""
     dtype = tensors[0].dtype
     for tensor in tensors:
         if tensor.dtype is not dtype or tensor.stride()[-1] != 1:

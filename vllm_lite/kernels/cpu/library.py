@@ -15,8 +15,8 @@ from vllm_lite.runtime import log
 ABI = 29
 LIBRARY = "libvllm_lite_cpu.so"
 ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated", "neon_dot", "neon_i8mm")
-"""Instruction sets that kernels are compiled for. Of those of one architecture each has all that the ones before it
-have; "amx_emulated" is for tests."""
+"""Instruction sets for which kernels are compiled. On each architecture, a set includes all sets before it.
+"amx_emulated" is for tests."""
 
 pointer, int32, int64, float32 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -25,7 +25,7 @@ _logger = log.get(__name__)
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The library; None, with one line in the log, where it is missing or of another version."""
+    """The library. Returns None and logs one line if it is missing or of another version."""
     try:
         return open_library()
     except (OSError, AttributeError) as error:
@@ -38,8 +38,9 @@ def library() -> ctypes.CDLL | None:
 
 
 def open_library() -> ctypes.CDLL:
-    """Raises OSError where it is missing or of another version, AttributeError for another library of that name."""
-    # Not beside __file__: in an editable install the library and the sources lie in two folders.
+    """Open the library. Raises OSError if it is missing or of another version, AttributeError if another library has
+    this name."""
+    # Not next to __file__: an editable install has the library and the sources in two folders.
     resource = files("vllm_lite") / "_native" / LIBRARY
     if not resource.is_file():
         raise OSError(f"{LIBRARY} was not built when the package was installed; that takes a C++ compiler")
@@ -55,7 +56,7 @@ def open_library() -> ctypes.CDLL:
 
 @cache
 def digest() -> bytes:
-    """Digest of the library: one that packs weights in another way has another. Raises OSError."""
+    """Digest of the library file, which changes whenever the layout of packed weights does. Raises OSError."""
     with (files("vllm_lite") / "_native" / LIBRARY).open("rb") as stream:
         return xxh3_128_digest(stream.read())
 
@@ -84,7 +85,7 @@ class Function:
 
 @cache
 def function(name: str, argtypes: Sequence[Any], restype: Any = None) -> Function:
-    """A function of the library with its argument types, which are a tuple. Raises RuntimeError without a library."""
+    """A function of the library. `argtypes` must be hashable, as a tuple is. Raises RuntimeError without a library."""
     opened = library()
     if opened is None:
         raise RuntimeError("no native CPU kernels; ask available() first")
@@ -95,18 +96,18 @@ def function(name: str, argtypes: Sequence[Any], restype: Any = None) -> Functio
 
 Recorder = Callable[[Function, tuple[Any, ...]], int]
 _recorders: dict[int, Recorder] = {}
-"""By thread."""
+"""Thread id -> recorder."""
 _recording = False
-"""Whether there are recorders: all that a call has to look at while there are none."""
+"""Whether `_recorders` has an entry. A call checks only this while nothing is recorded."""
 _recorders_change = Lock()
 
 
 @contextmanager
 def recorded_by(recorder: Recorder) -> Iterator[None]:
-    """Give this thread's calls to `recorder`, whose answers they get, and call no function meanwhile.
+    """Pass this thread's calls to `recorder` instead of the library; they return what it returns.
 
-    The calls of other threads, which may be other ranks of the model, are made as ever. RuntimeError if this thread's
-    calls are being recorded already.
+    The calls of other threads, which may be other ranks of the model, go to the library as usual. Raises RuntimeError
+    if this thread's calls are being recorded already.
     """
     global _recording  # the callers of kernels do not know that they are recorded, as with CUDA graphs
     with _recorders_change:
@@ -123,7 +124,7 @@ def recorded_by(recorder: Recorder) -> Iterator[None]:
 
 
 def isa() -> str:
-    """The instruction set in use, one of ISAS: the best that this machine has, or that VLLM_LITE_ISA names."""
+    """The instruction set in use, one of ISAS: the best that this machine has, or the one in VLLM_LITE_ISA."""
     return ISAS[function("vllm_lite_isa", (), ctypes.c_int32)()]
 
 
@@ -133,7 +134,7 @@ def num_threads() -> int:
 
 
 def set_num_threads(count: int) -> None:
-    """From now on kernels use `count` threads, the calling one included."""
+    """Let kernels use `count` threads from now on, the calling one included."""
     if count < 1:
         raise ValueError(f"the number of threads must be at least 1, got {count}")
     function("vllm_lite_set_num_threads", (int32,))(count)

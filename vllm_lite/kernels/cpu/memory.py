@@ -1,4 +1,4 @@
-"""Memory for what is large and read all the time: taken in huge pages, given back, and copied by blocks of KV cache."""
+"""Memory in huge pages for weights and KV caches, its return to the system, and copies of KV blocks."""
 
 import ctypes
 import mmap
@@ -18,8 +18,8 @@ _STRETCH_BYTES = 8 * HUGE_PAGE_BYTES
 def zeros(size: int, dtype: torch.dtype) -> torch.Tensor:
     """A tensor [size], aligned to 64 bytes, on huge pages where the system has them.
 
-    With small pages one thread reads at little more than half the speed of memory: the processor fetches ahead within a
-    page only, and looks up an address for each.
+    With small pages one thread reads at little more than half the speed of memory, because the processor prefetches
+    within a page only and translates an address for each page.
     """
     num_bytes = size * dtype.itemsize
     if num_bytes < HUGE_PAGE_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -33,7 +33,8 @@ def zeros(size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class _Stretch:
-    """Huge pages that weights share: each takes what follows the one before. They last as long as any of those does."""
+    """Huge pages that several weights share; each weight takes the bytes after the previous one. The pages are freed
+    when none of the weights is left."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -41,7 +42,7 @@ class _Stretch:
         self._used_bytes = self._end_bytes = 0
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        """Zeros; num_bytes <= _STRETCH_BYTES."""
+        """Take zeroed bytes; num_bytes <= _STRETCH_BYTES."""
         with self._lock:
             mapping = None if self._pages is None else self._pages()
             if mapping is None or self._used_bytes + num_bytes > self._end_bytes:
@@ -56,9 +57,9 @@ _stretch = _Stretch()
 
 
 def weight_zeros(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """As `zeros`, for a weight: small ones lie side by side on huge pages, where each alone would have small pages.
+    """As `zeros`, for a weight. Small weights share huge pages; alone each would be on small pages.
 
-    A step reads all weights once, so with small pages it looks up nearly every one of them.
+    A step reads all weights once, so with small pages it would translate the address of nearly every page.
     """
     num_bytes = size * dtype.itemsize
     if not 0 < num_bytes <= _STRETCH_BYTES // 2:
@@ -67,9 +68,9 @@ def weight_zeros(size: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def give_back(part: torch.Tensor) -> None:
-    """Take the pages of `part`, which lies in a mapped file and was only read, out of this process's memory.
+    """Free the pages of `part`, which must be a view of a mapped file that was only read.
 
-    They come back by themselves when they are read again. Anonymous memory would read as zeros from then on.
+    The system reads them from the file again when they are used. Anonymous memory would read as zeros from then on.
     """
     first = part.data_ptr()
     extent = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))

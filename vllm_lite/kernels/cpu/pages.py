@@ -1,4 +1,4 @@
-"""Memory for what is large and read all the time, in huge pages where the system has them. No torch."""
+"""Memory for weights and caches, in huge pages if the system has them. Does not import torch."""
 
 import ctypes
 import mmap
@@ -8,18 +8,19 @@ HUGE_PAGE_BYTES = 2 << 20
 
 
 class Pages(NamedTuple):
-    """Zeros, from a multiple of HUGE_PAGE_BYTES on; they take memory when they are first written."""
+    """Zeroed memory that begins at a multiple of HUGE_PAGE_BYTES. A page takes physical memory when it is first
+    written."""
 
     mapping: mmap.mmap
-    """Who keeps this, or a view of it, keeps the memory."""
+    """The mapping; the memory lives as long as it or a view of it."""
     start: int
     """Offset of the pages in the mapping, in bytes."""
     address: int
 
     @classmethod
     def zeros(cls, num_bytes: int) -> "Pages":
-        """Raises OSError where the system gives no more."""
-        # The part before the first huge page is never touched, so it takes no memory.
+        """Map num_bytes. Raises OSError if the system has no memory left."""
+        # The part before the first huge page is never touched, so it takes no physical memory.
         mapping = mmap.mmap(-1, num_bytes + HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             mapping.madvise(mmap.MADV_HUGEPAGE)
@@ -28,7 +29,7 @@ class Pages(NamedTuple):
         return cls(mapping, start, first + start)
 
     def give_back(self, start: int, num_bytes: int) -> None:
-        """Give back whole pages that are not needed: neighbours may be in use."""
+        """Free the whole pages within these bytes; pages that the bytes only partly cover may be in use."""
         first = self.start + start
         begin = first + -first % mmap.PAGESIZE
         end = (first + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE

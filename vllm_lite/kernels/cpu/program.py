@@ -1,11 +1,11 @@
-"""Programs: kernel calls that are recorded once and made again by one call, without Python, torch or an allocation.
+"""Programs: kernel calls that are recorded once and then repeated by one call, without Python, torch or an allocation.
 
-Recording runs Python code as usual, only that native kernels are not called: their arguments are kept, addresses and
-numbers, and the code sees that all went well. So it must not look at anything that a kernel computes; memory whose
-address is kept must stay where it is, and what changes from one run to the next must be read from it.
+While recording, Python code runs as usual but native kernels are not called: the recorder stores their arguments, which
+are addresses and numbers, and returns success. So the code must not look at the results of kernels, memory whose
+address is stored must not move, and values that change from run to run must be read from such memory.
 
-An operation of torch would be carried out once, while recording, and be missing in the program. So recording refuses
-all of them but those that only make views.
+An operation of torch would run once, while recording, and be missing in the program. So recording refuses all
+operations of torch except those that only make views.
 """
 
 import ctypes
@@ -47,11 +47,11 @@ _DONE = -1
 
 
 class NotRecordable(RuntimeError):
-    """A step to record that is more than calls of recordable kernels."""
+    """A step cannot be recorded, because it does more than call recordable kernels."""
 
 
 class Program:
-    """Keeps calls in their order. It knows addresses only: its owner must keep what they point to."""
+    """A sequence of recorded calls. It stores addresses only: its owner must keep the memory they point to."""
 
     def __init__(self) -> None:
         self._words: list[int] = []
@@ -59,7 +59,7 @@ class Program:
         self._packed = np.empty(0, np.uint64)
         self._arguments = (0, 0)
         self._stops: list[tuple[int, int]] = []
-        """Words and calls before each."""
+        """Numbers of words and of calls before each stop."""
         self._run = function("vllm_lite_run_program", (pointer, int64), int64)
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ class Program:
 
     @property
     def first_arguments(self) -> list[int]:
-        """The first of each call's, as a word; 0 of a call without any."""
+        """The first argument of each call as a word; 0 if a call has none."""
         firsts, at = [], 0
         for _ in self._names:
             count = self._words[at + 1]
@@ -81,7 +81,7 @@ class Program:
         return firsts
 
     def record(self, run: Callable[[], None]) -> None:
-        """Append the calls that `run` makes. Raises NotRecordable at the first thing in it that cannot be a part."""
+        """Append the calls that `run` makes. Raises NotRecordable at the first operation that cannot be recorded."""
         with recorded_by(self._add), _OnlyViews():  # type: ignore[no-untyped-call]
             run()
         self._packed = np.array(self._words, np.uint64)
@@ -97,15 +97,15 @@ class Program:
         return _DONE
 
     def replay(self) -> None:
-        """Make the calls. RuntimeError if one could not do its work, as with an id that does not exist."""
+        """Make the calls. Raises RuntimeError if one failed, for example because of an id that does not exist."""
         self._check(self._run(*self._arguments))
 
     def stop(self) -> None:
-        """While it is recorded: mark a place where `replay_with` calls something."""
+        """While recording: mark a point at which `replay_with` calls a function."""
         self._stops.append((len(self._words), len(self._names)))
 
     def replay_with(self, between: Sequence[Callable[[], object]]) -> None:
-        """As replay, with a call at each mark."""
+        """Make the calls as `replay` does, and call the next function of `between` at each stop."""
         address, words_before, calls_before = self._packed.ctypes.data, 0, 0
         for (words, calls), call in zip(self._stops, between, strict=True):
             self._check(self._run(address + 8 * words_before, calls - calls_before), calls_before)
@@ -114,7 +114,7 @@ class Program:
         self._check(self._run(address + 8 * words_before, len(self) - calls_before), calls_before)
 
     def profile(self) -> NDArray[np.int64]:  # [num_calls]
-        """As replay; returns the nanoseconds that each call took."""
+        """Make the calls as `replay` does. Returns the nanoseconds that each call took."""
         times_ns = np.zeros(len(self) + 1, np.int64)
         run = function("vllm_lite_profile_program", (pointer, int64, pointer), int64)
         self._check(run(*self._arguments, times_ns.ctypes.data))
@@ -135,7 +135,7 @@ def _recorded_address(name: str) -> int:
 
 
 def _word(argtype: Any, value: Any) -> int:
-    """An argument as csrc/cpu/program.h reads it."""
+    """Encode an argument as csrc/cpu/program.h reads it."""
     if argtype is float32:
         return int(struct.unpack("<I", struct.pack("<f", value))[0])
     if argtype not in (pointer, int32, int64):
@@ -146,12 +146,13 @@ def _word(argtype: Any, value: Any) -> int:
 
 
 class _OnlyViews(TorchDispatchMode):
-    """Refuses all operations but views. An allocation is refused, too: nothing would keep the memory."""
+    """Refuses all operations of torch except views. Allocations are refused, too, because nothing would keep the
+    memory."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Answer to torch's question to a mode: True would load its compiler with the first operation, one second of a
-        request."""
+        """Return False, because True would make torch load its compiler at the first operation, which takes one second
+        of a request."""
         return False
 
     def __torch_dispatch__(

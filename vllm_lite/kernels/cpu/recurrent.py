@@ -45,7 +45,7 @@ class NativeConvolution:
         segments: Segments,
         out: torch.Tensor,
     ) -> None:
-        """As recurrent.Convolution's."""
+        """See recurrent.Convolution."""
         weight, bias = taps
         before, behind = (0, 0) if gates is None else _addresses(*gates)
         self._conv(
@@ -56,7 +56,7 @@ class NativeConvolution:
 
 
 class NativeShortConv(ConvolvedOp):
-    """Layers that are a gated convolution and nothing else."""
+    """Layers that consist of a gated convolution only."""
 
     def __init__(self, spec: ShortConvSpec) -> None:
         super().__init__(spec, NativeConvolution())
@@ -67,20 +67,21 @@ class NativeShortConv(ConvolvedOp):
 
 
 class ScanArguments(NamedTuple):
-    """The arguments that a native scan alone is called with."""
+    """Arguments of a native scan that depend on the kind of layer."""
 
     sizes: tuple[int, int, int, int]
     floats: tuple[float, ...]
     projected: tuple[torch.Tensor, ...]
-    """Parts of a token's projections beside `mixed` and `z`, in rows with the same stride."""
+    """Parts of a token's projections other than `mixed` and `z`, in rows with the same stride."""
     weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class NativeScan(TwoCalls[Spec, Parts, Weights]):
-    """Two native calls: the convolution, and a scan behind it."""
+    """Two native calls: the convolution, and then a scan."""
 
     def __init__(self, spec: Spec, name: str, num_floats: int, num_projected: int) -> None:
-        """`name`: of the native function; the numbers: of a ScanArguments' floats and projected parts."""
+        """`name`: the native function. `num_floats` and `num_projected`: the lengths of `floats` and `projected` of its
+        ScanArguments."""
         super().__init__(spec)
         self.convolution = NativeConvolution()
         kinds = (
@@ -91,7 +92,7 @@ class NativeScan(TwoCalls[Spec, Parts, Weights]):
 
     @abstractmethod
     def arguments(self, parts: Parts, weights: Weights) -> ScanArguments:
-        """The scan of these."""
+        """Arguments of the scan of these parts."""
 
     def scan_all(
         self,
@@ -102,7 +103,7 @@ class NativeScan(TwoCalls[Spec, Parts, Weights]):
         mixed: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """As TwoCalls'."""
+        """See TwoCalls."""
         z: torch.Tensor = parts._asdict()["z"]
         own = self.arguments(parts, weights)
         self._scan(

@@ -1,4 +1,4 @@
-"""Choice of experts by tokens, natively. Kernel: csrc/cpu/routing.cpp; kernels/routing.py is the plain twin."""
+"""Native choice of each token's experts. Kernel: csrc/cpu/routing.cpp; kernels/routing.py is the reference."""
 
 import ctypes
 
@@ -30,7 +30,7 @@ class _Record(ctypes.Structure):
 
 
 class NativeRouter:
-    """The rules of one layer as the kernel takes them; it keeps the bias and the factors."""
+    """The routing rules of one layer, as a record for the kernel. It keeps the bias and the factors alive."""
 
     def __init__(self, routing: Routing) -> None:
         spec, self.bias, self.factors = routing
@@ -50,7 +50,7 @@ class NativeRouter:
         )
 
     def route(self, logits: torch.Tensor, chosen: Chosen) -> bool:
-        """As Ops.route. False, and nothing is done, if the tensors are others than it says."""
+        """Route as Ops.route does. Returns False and does nothing if the kernel does not support the tensors."""
         shape = (len(logits), self._top)
         wanted = logits.dtype == torch.float32 and logits.shape[1] == self._num_experts and logits.stride(1) == 1
         choices = chosen.experts.dtype == torch.int32 and chosen.weights.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""The sampler's pass from logits to tokens. vllm_lite/worker/sampling/sampler.py defines it, and is its plain twin."""
+"""Native choice of tokens from logits. vllm_lite/worker/sampling/sampler.py defines it and is the reference."""
 
 import numpy as np
 import torch
@@ -11,7 +11,8 @@ _SAMPLE_TYPES = (pointer, int64, int32, int64, pointer, pointer, pointer, pointe
 
 
 class BestOf:
-    """`pick` for rows that all take their best token, from logits that stay where they are: one call, no allocation."""
+    """`pick` for rows that all take their best token, from logits whose address does not change: one call, no
+    allocation."""
 
     def __init__(self, logits: torch.Tensor) -> None:
         """logits: float32 [num_rows, vocab], on the CPU, each row contiguous."""
@@ -20,7 +21,7 @@ class BestOf:
         self._sample, self._arguments, self._picked = _prepared(logits, self._draws)
 
     def __call__(self) -> Picked:
-        """The result is overwritten by the next call."""
+        """Pick the best token of each row. The next call overwrites the result."""
         self._sample(*self._arguments)
         return self._picked
 
@@ -29,20 +30,21 @@ def pick(
     logits: torch.Tensor,  # float32 [num_rows, vocab], on the CPU, each row contiguous
     draws: NDArray[np.void],  # DRAW [num_rows]
 ) -> Picked:
-    """One token per row; the logits stay as they are. The token of a row that is not finite means nothing."""
+    """Pick one token per row, without changing the logits. The token of a row with a logit that is not finite has no
+    meaning."""
     sample, arguments, picked = _prepared(logits, draws)
     sample(*arguments)
     return picked
 
 
 def _prepared(logits: torch.Tensor, draws: NDArray[np.void]) -> tuple[Function, tuple[int, ...], Picked]:
-    """A call, and where its result will be."""
+    """The native function, its arguments, and the arrays that its result will be written to."""
     if logits.dtype != torch.float32 or logits.device.type != "cpu" or logits.dim() != 2 or logits.stride(1) != 1:
         raise ValueError(f"logits must be float32 rows on the CPU, got {logits.dtype} {list(logits.shape)}")
     if draws.dtype != DRAW or not draws.flags.c_contiguous or draws.shape != logits.shape[:1]:
         raise ValueError(f"draws must be a contiguous array of DRAW records, one per row, got {draws.dtype}")
     num_rows, vocab = logits.shape
-    words = np.empty(2 * num_rows, np.int64)  # in one piece: to ask an array for its address takes a microsecond
+    words = np.empty(2 * num_rows, np.int64)  # one array: reading the address of an array takes a microsecond
     address, num_bytes = words.ctypes.data, 8 * num_rows
     outputs = address, address + num_bytes, address + num_bytes + num_bytes // 2
     arguments = (logits.data_ptr(), logits.stride(0), vocab, num_rows, draws.ctypes.data, *outputs)
@@ -51,7 +53,7 @@ def _prepared(logits: torch.Tensor, draws: NDArray[np.void]) -> tuple[Function, 
     return function("vllm_lite_sample", _SAMPLE_TYPES), arguments, picked
 
 
-# ---- Bitmasks on rows of logits. TokenMasks in vllm_lite/worker/sampling/masks.py has the plain twin
+# ---- Bitmasks on rows of logits. TokenMasks in vllm_lite/worker/sampling/masks.py has the reference
 
 
 _MASK_TYPES = (pointer, int64, int32, pointer, int64, pointer, int64)

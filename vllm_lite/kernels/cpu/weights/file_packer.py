@@ -1,7 +1,7 @@
-"""Weights packed straight from files by native threads, while Python does something else. No torch.
+"""Packing of weights straight from files by native threads, while Python does other work. Does not import torch.
 
-What is packed is known by a key: who needs a weight asks for it by what it needs, and packs it itself if that is not
-there. So packing too much or something else costs time, and is never wrong.
+Each packed weight has a key that describes it. A layer asks for its weight by this key and packs the weight itself if
+there is none. So packing unneeded weights costs time but never makes a result wrong.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from vllm_lite.kernels.cpu.weights.record import QUANTIZED_TYPES, Record
 from vllm_lite.runtime import log
 
 FLOATS = {"float32": 0, "bfloat16": 1, "float16": 2}
-"""The numbers of dtypes.py, by name."""
+"""Codes of dtypes.py, by name of the type."""
 GROUPED4, GROUPED5, GROUPED8 = 101, 106, 102
 """kGrouped4, kGrouped5 and kGrouped8."""
 FORMS = {"int8": GROUPED8, "fp8": 105, "int4": GROUPED4, "int4_g32": GROUPED4, "int5_g32": GROUPED5}
@@ -39,19 +39,19 @@ logger = log.get(__name__)
 
 
 def group_size(form: Form) -> int:
-    """Inputs that share a scale. Where the machine has tiles integers of 8 bits have the groups that those multiply
-    fastest: in smaller ones prompts would take up to 1.7 times as long."""
+    """Number of inputs that share a scale. On a machine with AMX tiles, int8 has the group size that tiles multiply
+    fastest; with smaller groups, prompts would take up to 1.7 times as long."""
     return TILE_GROUP if form == "int8" and isa().startswith("amx") else GROUPS[form]
 
 
 class Piece(NamedTuple):
-    """Rows of one tensor of a file, all of one width, that follow one another in a weight."""
+    """Rows of one tensor in a file that become consecutive rows of a weight."""
 
     file: Path
     offset: int
-    """The tensor's first byte."""
+    """Offset of the tensor's first byte in the file."""
     dtype: str
-    """As it is stored; one of FLOATS."""
+    """Type in the file; one of FLOATS."""
     row_elements: int
     """Elements of a row of the tensor."""
     first_input: int
@@ -59,11 +59,12 @@ class Piece(NamedTuple):
     first_row: int
     num_rows: int
     order: tuple[int, ...] | None = None
-    """The rows, where they do not follow one another from `first_row` on."""
+    """Numbers of the rows; None: the `num_rows` rows from `first_row` on."""
 
 
 class Job(NamedTuple):
-    """A weight to be packed: its pieces one below the other, as `dtype`, and then in another form."""
+    """A weight to be packed: its pieces below each other, converted to `dtype` and then to `form`, if that is not
+    None."""
 
     pieces: tuple[Piece, ...]
     num_inputs: int
@@ -76,16 +77,16 @@ class Job(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A weight as `linear.PackedWeight` has it, without its bias. Views of memory that lasts as long as they do."""
+    """A weight in the layout of `linear.PackedWeight`, without its bias. The views keep the memory alive."""
 
     num_outputs: int
     num_inputs: int
     dtype: str
     data: memoryview
     supers: memoryview | None = None
-    """float32, as PackedWeight in csrc/cpu/linear.h has them; None: its form has none."""
+    """float32 supers, as in PackedWeight of csrc/cpu/linear.h; None: the form has none."""
     form: Form | None = None
-    """As the job's."""
+    """The `form` of the job."""
 
 
 class _Piece(ctypes.Structure):
@@ -104,7 +105,7 @@ class _Piece(ctypes.Structure):
 
 
 class _Job(ctypes.Structure):
-    """The same record as `WeightJob` there."""
+    """The same record as `WeightJob` in csrc/cpu/load.cpp."""
 
     _fields_ = (
         ("pieces", pointer),
@@ -120,7 +121,7 @@ class _Job(ctypes.Structure):
 
 
 class _Place(NamedTuple):
-    """Position of a job's result in the packer's pages."""
+    """The number of a job, and the position of its result in the packer's pages, in bytes."""
 
     number: int
     data: int
@@ -134,11 +135,11 @@ class _Place(NamedTuple):
 
 
 class FilePacker:
-    """Begins to pack `jobs`, in their order, when it is made. To be closed; what was taken stays."""
+    """Packs `jobs` in their order, from its creation on. It must be closed; weights that were taken stay valid."""
 
     def __init__(self, jobs: Mapping[K, Job], num_threads: int, niceness: int = NICENESS) -> None:
-        """`num_threads` beside the caller's, lower than it by `niceness`. Raises OSError if a file cannot be opened or
-        there is no memory."""
+        """Starts `num_threads` threads, whose nice value is higher than the caller's by `niceness`. Raises OSError if a
+        file cannot be opened or memory is exhausted."""
         self.jobs: dict[Hashable, Job] = dict(jobs.items())
         self._open = ExitStack()
         self._files: dict[Path, int] = {}
@@ -165,13 +166,14 @@ class FilePacker:
         self.close()
 
     def reads(self, file: Path, known: tuple[int, ...]) -> bool:
-        """Whether the file that it has open is the one whose `headers.identity` is `known`."""
+        """Whether the file that is open here has the `headers.identity` `known`."""
         return self._identities[file] == known
 
     def serves(self, wanted: Collection[Hashable]) -> bool:
-        """Whether all that it packs is among what is `wanted`, from files that are still those that it reads.
+        """Whether all weights that are still to be taken are in `wanted` and no file has changed since it was opened.
 
-        If not, it is closed at once: what nobody takes would stand in memory beside what is packed instead.
+        If not, the packer closes itself at once, because its weights would take memory beside those that are packed
+        instead.
         """
         with suppress(OSError):
             unchanged = all(identity(file.stat()) == known for file, known in self._identities.items())
@@ -181,8 +183,9 @@ class FilePacker:
         return False
 
     def take(self, key: Hashable, waiting: Callable[[], object] = lambda: None) -> Packed | None:
-        """The weight that was packed for `key`, once: waits until it is there, and helps to pack. `waiting` is called
-        now and then. None if there is none, or if its file cannot be read to the end."""
+        """Take the weight that is packed for `key`; waits for it, and helps to pack. A weight can be taken once.
+        `waiting` is called every LOOK_EVERY_S seconds. Returns None if there is no such weight, or if its file cannot
+        be read to the end."""
         place = self._places.get(key)
         if place is None or self._loading is None:
             return None
@@ -201,7 +204,7 @@ class FilePacker:
         return Packed(job.num_outputs, job.num_inputs, job.dtype, data, supers, job.form)
 
     def close(self) -> None:
-        """End what is not done, and give back what nobody has taken."""
+        """Stop packing, and free the weights that nobody has taken."""
         if self._loading is not None:
             function("vllm_lite_load_end", (pointer,))(self._loading)
             self._loading = None
@@ -250,7 +253,7 @@ class FilePacker:
 
 
 def packed_size(num_outputs: int, num_inputs: int, dtype: str, form: Form | None) -> tuple[int, int]:
-    """Bytes of a weight's data, and how many supers it has."""
+    """Bytes of a weight's data, and its number of supers."""
     shape = num_outputs, num_inputs
     if form is not None:
         record, num_supers = Record(), int64()

@@ -1,5 +1,6 @@
-"""The blocks of GGUF files natively: taken apart, or packed as they lie in the file. The plain twin of the first is
-kernels/gguf_blocks.py; that of a packed weight are the floats which its blocks stand for."""
+"""Native code for the blocks of GGUF files: unpacking them to codes and scales, and packing them for products. The
+reference for unpacking is kernels/gguf_blocks.py; the reference for a packed weight is the floats that its blocks
+encode."""
 
 import ctypes
 import math
@@ -19,7 +20,7 @@ from vllm_lite.kernels.grouped import INT5, UINT5, GroupedWeight
 _TAKE_APART_TYPES = (pointer, int64, int64)
 _PACK_TYPES = (pointer, pointer, float32, int32)
 FIVE_BITS = {"Q5_0": INT5, "Q5_1": UINT5, "Q5_K": UINT5}
-"""Values of the codes of types that are packed in 5 bits."""
+"""Block type -> values of its codes, for the types that are packed in 5 bits."""
 
 
 class _Rows(ctypes.Structure):
@@ -51,7 +52,8 @@ class _Rows(ctypes.Structure):
 
 
 def take_apart(given: BlockRows) -> GroupedWeight:
-    """As `kernels.gguf_blocks.take_apart`, bit for bit, on the library's threads, if it knows the type."""
+    """Unpack blocks as `kernels.gguf_blocks.take_apart` does, bit for bit. Uses the library's threads if it knows the
+    type."""
     own, blocks_per_row = layout(given)
     if not is_native(given.kind):
         return take_apart_by_rows(given)
@@ -71,7 +73,8 @@ def take_apart(given: BlockRows) -> GroupedWeight:
 
 
 def pack_blocks(given: BlockRows) -> tuple[Record, tuple[torch.Tensor, ...]]:
-    """As `grouped.pack_grouped`, of blocks. Scales that are integers times a number of their block stay so."""
+    """Pack blocks as `grouped.pack_grouped` packs groups. Scales that are integers times a number of their block are
+    kept in this form."""
     own, blocks_per_row = layout(given)
     rows = _side_by_side(given.blocks)
     if 0 in rows.shape or rows.device.type != "cpu":
@@ -99,7 +102,8 @@ def pack_blocks(given: BlockRows) -> tuple[Record, tuple[torch.Tensor, ...]]:
 
 
 def _scale_type(kind: str, own: Layout) -> int:
-    """A type that holds the scales of all blocks exactly: powers of two need more exponents than float16 has."""
+    """A type that stores the scales of all blocks exactly. The scales of MXFP4 are powers of two with a wider range
+    than that of float16."""
     if own.has_supers:
         return INTEGERS
     return dtype_code(torch.bfloat16 if kind == "MXFP4" else torch.float16)

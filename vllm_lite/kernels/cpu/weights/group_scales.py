@@ -1,4 +1,4 @@
-"""Storage of scales and minima of grouped weights: as short as they are exact."""
+"""Storage of the scales and minima of grouped weights, in the shortest type that is exact."""
 
 from typing import NamedTuple
 
@@ -12,14 +12,15 @@ NO_MINIMA, SHIFTS, INTEGERS = -1, 103, 104
 BLOCK = 32
 """kBlock."""
 _FURTHEST_ZERO = 24
-"""Zero points beyond these do not come from integers of 4 bits; so far, codes that are raised by them stay below 64."""
+"""Maximum magnitude of a zero point: 4-bit integers have none beyond it. Within it, codes plus zero points stay below
+64."""
 
 
 class GroupScales(NamedTuple):
-    """Scales and minima for packing, as float32, and the types that they become."""
+    """Scales and minima for packing, as float32, and the types in which they are stored."""
 
     scales: torch.Tensor
-    """[num_outputs, groups as they are packed], contiguous, as minima."""
+    """[num_outputs, packed groups], contiguous. `minima` has the same shape."""
     scale_type: int
     minima: torch.Tensor | None
     """The minimum of each group; for the type SHIFTS, the integer to add to the codes of the group."""
@@ -29,8 +30,9 @@ class GroupScales(NamedTuple):
 
     @classmethod
     def of(cls, weight: GroupedWeight, group_size: int, unit: float, *, may_shift: bool) -> "GroupScales":
-        """A weight is packed in groups of this size and with scales times `unit`; `may_shift`: its codes are the bytes
-        that are multiplied."""
+        """Scales and minima of a weight that is packed in groups of `group_size` and with its scales times `unit`.
+        `may_shift`: its codes are the bytes that kernels multiply, so minima that are multiples of scales may be added
+        to codes."""
         scales = _for_groups(weight.scales, weight, group_size) * unit
         minima = None if weight.minima is None else _for_groups(weight.minima, weight, group_size)
         if minima is None:
@@ -43,7 +45,7 @@ class GroupScales(NamedTuple):
 
 
 def _for_groups(given: torch.Tensor, weight: GroupedWeight, group_size: int) -> torch.Tensor:
-    """float32 [num_outputs, groups as they are packed], contiguous."""
+    """`given` for packed groups: float32 [num_outputs, packed groups], contiguous."""
     needed = -(-weight.shape[1] // group_size)
     wide = given.to(torch.float32)
     if given.shape[1] != needed:
@@ -52,7 +54,7 @@ def _for_groups(given: torch.Tensor, weight: GroupedWeight, group_size: int) -> 
 
 
 def _zero_points(minima: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | None:
-    """Minima as multiples of their scales, if those are whole numbers that a byte holds beside a code."""
+    """Minima as multiples of their scales; None unless all are whole numbers up to _FURTHEST_ZERO."""
     zeros = torch.where(scales != 0, minima / scales, 0).round_()
     least, most = zeros.aminmax()
     if least < -_FURTHEST_ZERO or most > _FURTHEST_ZERO or not torch.equal(zeros * scales, minima):
@@ -61,7 +63,7 @@ def _zero_points(minima: torch.Tensor, scales: torch.Tensor) -> torch.Tensor | N
 
 
 def _type_for(numbers: torch.Tensor) -> int:
-    """The shortest type that holds all of them exactly."""
+    """The shortest type that stores all numbers exactly."""
     for dtype in (torch.bfloat16, torch.float16):
         if torch.equal(numbers.to(dtype).to(torch.float32), numbers):
             return dtype_code(dtype)

@@ -1,4 +1,4 @@
-"""Grouped weights in the layout of csrc/cpu/linear.h: what of them is packed how. Their plain twin is `dequantize`."""
+"""Packing of grouped weights into the layout of csrc/cpu/linear.h. The reference is `dequantize`."""
 
 import ctypes
 from typing import NamedTuple
@@ -14,10 +14,10 @@ from vllm_lite.kernels.cpu.weights.record import Record
 from vllm_lite.kernels.grouped import INT4, GroupedWeight
 
 LARGEST_GROUP = 128
-"""Inputs; larger groups are packed as several of this size."""
+"""Maximum inputs of a packed group; a larger group is packed as several groups of this size."""
 GROUP_SIZES = (16, 32, 64, 128)
 TYPES = {16: GROUPED4, 32: GROUPED5, 256: GROUPED8}
-"""By the number of values."""
+"""Number of values -> type code."""
 _UNITS = (1.0, 0.5, 0.25, 0.125)
 """Candidate units: the largest of which all values are multiples is taken. Units are powers of two, so scales stay
 exact when they are multiplied by one."""
@@ -27,24 +27,24 @@ _PACK_TYPES = (pointer, pointer, int64, pointer, pointer)
 
 
 def takes(weight: GroupedWeight) -> bool:
-    """Whether `pack_grouped` can pack it: in groups that make up 128 or are made up of 128. Codes of 5 bits have to
-    stand for whole numbers that follow one another."""
+    """Whether `pack_grouped` can pack the weight: its group size must be in GROUP_SIZES, a multiple of 128, or cover a
+    whole row. The values of 5-bit codes must be consecutive whole numbers."""
     if len(weight.values) not in TYPES or _packed_group(weight) is None:
         return False
     return len(weight.values) != 32 or Values.of(weight.values).offset is not None
 
 
 class Values(NamedTuple):
-    """Values of codes, as kernels want them."""
+    """Values of codes, in the form for kernels."""
 
     floats: torch.Tensor
-    """float32 [16], [32] or [256]: multiples of `unit`, counted in it."""
+    """float32 [16], [32] or [256]: the values divided by `unit`."""
     unit: float
-    """A power of two, which scales take over."""
+    """A power of two by which scales are multiplied instead."""
     offset: int | None
-    """The least, if all are whole numbers that a byte holds when they are counted from it."""
+    """The smallest value, if all values are whole numbers and fit into a byte after it is subtracted; else None."""
     table: torch.Tensor | None
-    """uint8 [16]: those bytes. None: they are the codes."""
+    """uint8 [16]: the byte of each code, its value minus `offset`. None: the codes are these bytes."""
 
     @classmethod
     def of(cls, values: torch.Tensor) -> "Values":
@@ -57,8 +57,8 @@ class Values(NamedTuple):
         return (self.floats,) if self.table is None else (self.floats, self.table)
 
     def record(self, shape: tuple[int, int], group_size: int) -> Record:
-        """The record of a weight [num_outputs, num_inputs] in groups as they are packed, without its memory and the
-        types of its scales. It names `tensors`."""
+        """The record of a weight [num_outputs, num_inputs] in packed groups of `group_size`, without its memory and the
+        types of its scales. It has the addresses of `tensors`."""
         return Record(
             num_outputs=shape[0],
             num_inputs=shape[1],
@@ -71,12 +71,13 @@ class Values(NamedTuple):
         )
 
     def lower(self, shift: int) -> "Values":
-        """Values of codes that have been raised by `shift`."""
+        """The values for codes to which `shift` was added."""
         return self if self.offset is None else self._replace(floats=self.floats - shift, offset=self.offset - shift)
 
 
 def pack_grouped(weight: GroupedWeight) -> tuple[Record, tuple[torch.Tensor, ...]]:
-    """Its record, without a bias, and the memory that this names. Raises ValueError for what `takes` does not."""
+    """Pack a weight. Returns its record, without a bias, and the tensors whose addresses the record has. Raises
+    ValueError for a weight that `takes` refuses."""
     group_size = _packed_group(weight)
     if group_size is None or not takes(weight):
         raise ValueError(
@@ -106,13 +107,13 @@ def pack_grouped(weight: GroupedWeight) -> tuple[Record, tuple[torch.Tensor, ...
 
 
 def grouped_size(record: Record) -> int:
-    """Bytes that a weight takes packed."""
+    """Bytes of a packed weight."""
     return int(function("vllm_lite_grouped_size", (pointer,), int64)(ctypes.addressof(record)))
 
 
 def quantize4(weight: torch.Tensor, group_size: int) -> GroupedWeight:
-    """As `kernels.grouped.quantize4`, for a matrix of floats on the CPU; sums are added in another order, which may
-    decide between two scales that are as good."""
+    """Quantize as `kernels.grouped.quantize4` does, a matrix of floats on the CPU. Sums are added up in another order,
+    so of two equally good scales it may choose the other."""
     if weight.dtype not in FLOATS or weight.device.type != "cpu" or weight.dim() != 2 or 0 in weight.shape:
         raise ValueError(f"a weight must be a matrix on the CPU, got {weight.dtype} {list(weight.shape)}")
     if group_size not in GROUP_SIZES:
@@ -135,7 +136,7 @@ def quantize4(weight: torch.Tensor, group_size: int) -> GroupedWeight:
 
 
 def int32_order(order: torch.Tensor | None, num_inputs: int) -> torch.Tensor | None:
-    """The order of columns as records have it. Raises ValueError for what is no order."""
+    """The order of columns for a record, int32 [num_inputs]. Raises ValueError unless it is a permutation."""
     if order is None:
         return None
     if not torch.equal(order.sort().values, torch.arange(num_inputs)):
@@ -144,7 +145,7 @@ def int32_order(order: torch.Tensor | None, num_inputs: int) -> torch.Tensor | N
 
 
 def _packed_group(weight: GroupedWeight) -> int | None:
-    """The size of groups as they are packed."""
+    """The size of packed groups; None if the weight cannot be packed."""
     if weight.group_size in GROUP_SIZES:
         return weight.group_size
     if weight.group_size >= weight.shape[1] or weight.group_size % LARGEST_GROUP == 0:
@@ -153,8 +154,8 @@ def _packed_group(weight: GroupedWeight) -> int | None:
 
 
 def _whole_values(given: torch.Tensor) -> tuple[torch.Tensor, float, int | None]:
-    """Values, what they are to be multiplied by, and the least, if they are whole numbers that bytes can hold, counted
-    from the least; those of more than 4 bits must follow one another as well, as there is no table for them."""
+    """The fields `floats`, `unit` and `offset` of Values. Codes of more than 4 bits have an offset only if their values
+    are consecutive, because they have no table."""
     for unit in _UNITS:
         values = given.to(torch.float32) / unit
         least = float(values.min())
@@ -166,6 +167,6 @@ def _whole_values(given: torch.Tensor) -> tuple[torch.Tensor, float, int | None]
 
 
 def _table(values: torch.Tensor, offset: int) -> torch.Tensor | None:
-    """uint8 [16]: the bytes that codes stand for. None: they are the codes."""
+    """The field `table` of Values."""
     table = values - offset
     return None if torch.equal(table, torch.arange(16.0)) else table.to(torch.uint8)

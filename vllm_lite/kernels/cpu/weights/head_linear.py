@@ -1,4 +1,4 @@
-"""Small linear layers, one for each head, by one call of csrc/cpu/head_linear.cpp."""
+"""Small linear layers, one for each head, computed by one call of csrc/cpu/head_linear.cpp."""
 
 import ctypes
 from collections.abc import Sequence
@@ -13,10 +13,11 @@ _TYPES = (pointer, int64, int32, pointer, int64, int64, pointer, int64, int64, i
 
 
 class HeadLinear:
-    """Packed weights of one shape and type. Rows stay as they are with grouped weights, too: see csrc/cpu/linear.h."""
+    """One packed weight for each head, all of one shape and type. Rows are not quantized, even with grouped weights;
+    see csrc/cpu/linear.h."""
 
     def __init__(self, weights: Sequence[PackedWeight]) -> None:
-        """Raises ValueError where they differ, or where there are none."""
+        """Raises ValueError if shapes or types differ, or if there are no weights."""
         kinds = {(weight.num_outputs, weight.num_inputs, weight.dtype) for weight in weights}
         if len(kinds) != 1:
             raise ValueError(f"the weights of all heads must have one shape and type, got {kinds or 'none'}")
@@ -27,7 +28,7 @@ class HeadLinear:
 
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> None:
         """out[:, h] = x[:, h] W[h]^T; x: [num_tokens, num_heads, inputs], out: [num_tokens, num_heads, outputs]. Raises
-        ValueError for others."""
+        ValueError for other shapes, types or strides."""
         shapes = (len(x), len(self.weights), self.num_inputs), (len(x), len(self.weights), self.num_outputs)
         if (x.shape, out.shape) != shapes or x.dtype != out.dtype or x.dtype not in FLOATS:
             raise ValueError(

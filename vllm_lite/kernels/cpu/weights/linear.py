@@ -1,4 +1,4 @@
-"""Linear layers on weights that are packed once; csrc/cpu/linear.h has the layout. The plain twin is F.linear."""
+"""Linear layers with weights that are packed once; csrc/cpu/linear.h has the layout. The reference is F.linear."""
 
 import ctypes
 from collections.abc import Collection
@@ -20,11 +20,12 @@ from vllm_lite.kernels.gguf_blocks import BlockRows
 from vllm_lite.kernels.grouped import GroupedWeight
 
 QUANT_GROUP = 128
-"""The most inputs of a row that share a scale, where rows are quantized; kQuantGroup."""
+"""Maximum inputs of a quantized row that share a scale; kQuantGroup."""
 ONE_PLANE = 32
-"""The most inputs of a row that share one and are 8 bits for it; kOnePlane. Where one of them is far larger than the
-others, and weights have not 4 bits, a fourth or half of them have 15; in larger groups all have, but for weights of 4
-bits without AMX."""
+"""Maximum inputs of a quantized row that share a scale and have 8 bits; kOnePlane. With weights of 5 or 8 bits, if one
+input of such a group is far larger than the others, a quarter or half of the inputs have 15 bits. Larger groups have 15
+bits throughout. With weights of 4 bits all inputs have 8 bits, in groups of at most this size; with AMX, larger groups
+have 15 bits here, too."""
 
 _WIDTHS = {GROUPED4: "4 bits", GROUPED5: "5 bits", GROUPED8: "8 bits"}
 _PACK_TYPES = (pointer, int64, int32, int64, int64, pointer)
@@ -34,10 +35,10 @@ _LINEAR_TYPES = (pointer, pointer, int64, int32, pointer, int64, int32, int64)
 
 
 class PackedWeight:
-    """A weight [num_outputs, num_inputs] and its bias, in the kernel's layout: in its own dtype, or grouped.
+    """A weight [num_outputs, num_inputs] and its bias in the kernel's layout, in the weight's own dtype or grouped.
 
-    Where the machine multiplies bytes and the values of a grouped weight are whole numbers, products quantize each
-    group of inputs of their rows to 8 or 15 bits (ONE_PLANE), unless `keep_rows` has been called.
+    If the machine multiplies bytes and the values of a grouped weight are whole numbers, products quantize each group
+    of inputs of their rows to 8 or 15 bits (ONE_PLANE), unless `keep_rows` was called.
     """
 
     def __init__(
@@ -47,9 +48,9 @@ class PackedWeight:
         *,
         form: Form | None = None,
     ) -> None:
-        """weight: [num_outputs, num_inputs], bias: [num_outputs], both on the CPU. Copies them, but for a weight that
-        is packed already. A dense one becomes a grouped one where `form` asks for it. Raises ValueError for what it
-        does not take."""
+        """weight: [num_outputs, num_inputs], bias: [num_outputs], both on the CPU. Copies them, except for a weight
+        that is packed already. With a `form`, a dense weight is quantized to it. Raises ValueError for a weight without
+        kernels."""
         if form is not None and isinstance(weight, torch.Tensor):
             made = _made_grouped(*pack_quantized(weight, form))
         else:
@@ -68,24 +69,25 @@ class PackedWeight:
 
     @staticmethod
     def takes(weight: GroupedWeight) -> bool:
-        """Whether there are kernels for such a grouped weight; if not, it is a ValueError here."""
+        """Whether there are kernels for a grouped weight; if not, PackedWeight raises ValueError for it."""
         return takes(weight)
 
     @property
     def kind(self) -> tuple[int, int]:
-        """Type and groups of the weight, which kernels that take several at once want alike."""
+        """Type code and group size of the weight. A kernel that takes several weights requires them to be of one
+        kind."""
         return int(self._record.type), int(self._record.group_size)
 
     @property
     def form(self) -> str:
-        """Its numbers in memory, in words."""
+        """A description of the weight's numbers in memory, as for a user."""
         kind, group = self.kind
         if kind not in _WIDTHS:
             return str(self.dtype).removeprefix("torch.")
         return f"{_WIDTHS[kind]} (a scale for {min(group, self.num_inputs)} inputs)"
 
     def keep_rows(self) -> None:
-        """Have all products from now on take their rows as they are, also those that are recorded already."""
+        """Never quantize the rows of later products, not even of calls that are recorded already."""
         self._record.exact_rows = 1
 
     @property
@@ -93,8 +95,8 @@ class PackedWeight:
         return sum(part.nbytes for part in (*self._tensors, self._bias) if part is not None)
 
     def rows(self, ids: torch.Tensor, out: torch.Tensor, held: Split | None = None) -> None:
-        """As `look_up`, in the rows of this weight: out[i] = weight[ids[i]], out: [n, num_inputs], in the weight's
-        dtype; a grouped weight gives rows of any float type."""
+        """Copy rows of this weight as `look_up` does: out[i] = weight[ids[i]]. out: [n, num_inputs], in the weight's
+        dtype, or in any float type if the weight is grouped."""
         if out.dtype not in self.row_types or out.stride(1) != 1:
             raise ValueError(f"rows of {self.dtype} cannot be copied into {out.dtype}")
         if out.shape != (len(ids), self.num_inputs):
@@ -116,12 +118,12 @@ class PackedWeight:
 
 
 class _Made(NamedTuple):
-    """A packed weight without its bias, and the memory that its record names."""
+    """A packed weight without its bias, and the tensors whose addresses its record has."""
 
     record: Record
     dtype: torch.dtype
     row_types: Collection[torch.dtype]
-    """Types of rows that can be looked up in it."""
+    """Types in which its rows can be looked up."""
     tensors: tuple[torch.Tensor, ...]
 
 
@@ -142,12 +144,12 @@ def _made_grouped(record: Record, tensors: tuple[torch.Tensor, ...]) -> _Made:
 
 
 def _adopt(packed: Packed) -> tuple[torch.Tensor, int, int]:
-    """The memory of a weight that is packed and not grouped, and its outputs and inputs."""
+    """Data, outputs and inputs of a weight that is packed already and not grouped."""
     return torch.frombuffer(packed.data, dtype=getattr(torch, packed.dtype)), packed.num_outputs, packed.num_inputs
 
 
 def _pack(weight: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """The same of a dense one."""
+    """Pack a dense weight. Returns its data, outputs and inputs."""
     if weight.dtype not in FLOATS or weight.device.type != "cpu" or weight.dim() != 2 or 0 in weight.shape:
         raise ValueError(f"a weight must be a matrix on the CPU, got {weight.dtype} {list(weight.shape)}")
     num_outputs, num_inputs = weight.shape
@@ -166,15 +168,15 @@ def _pack(weight: torch.Tensor) -> tuple[torch.Tensor, int, int]:
 
 
 def int64_ids(ids: torch.Tensor) -> torch.Tensor:
-    """ids: int [n], as kernels take them."""
+    """ids, int [n], as contiguous int64."""
     return ids if ids.dtype == torch.int64 and ids.is_contiguous() else ids.to(torch.int64).contiguous()
 
 
 def look_up(table: torch.Tensor, ids: torch.Tensor, out: torch.Tensor, held: Split | None = None) -> bool:
-    """out[i] = table[ids[i]]: an embedding. ids: int [n], out: [n, size]. False, and nothing is done, if the tensors
-    are not on the CPU or their rows not contiguous and alike.
+    """An embedding lookup: out[i] = table[ids[i]]. ids: int [n], out: [n, size]. Returns False and does nothing if the
+    table is not on the CPU, the dtypes or sizes differ, or rows are not contiguous.
 
-    `held`: the ids that the table's rows are for; the rows of other ids become zero. None: the table is whole. Raises
+    `held`: the ids whose rows the table has; the rows of other ids become zero. None: the table has all ids. Raises
     IndexError for an id that is not in [0, held.total).
     """
     size = table.shape[1]
@@ -213,14 +215,14 @@ def _check_ids(ids: torch.Tensor, bad: int, held: Split) -> None:
 
 
 def multiplies_bytes() -> bool:
-    """Whether products with whole numbers as weights quantize their rows: with AVX2, AVX-512 and Arm's dot products."""
+    """Whether products with integer weights quantize their rows: true with AVX2, AVX-512 and Arm's dot products."""
     return bool(function("vllm_lite_multiplies_bytes", (), int32)())
 
 
 def linear(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> None:
     """out = x W^T + bias. x: [num_rows, num_inputs]; out: [num_rows, num_outputs], in the dtype of x or float32.
 
-    The sums are in float32. A row's result depends on nothing but the row, the weight and the instruction set.
+    The sums are in float32. The result of a row depends only on the row, the weight and the instruction set.
     """
     if x.shape[1] != weight.num_inputs or out.shape != (x.shape[0], weight.num_outputs):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Low-rank adapters of a linear layer, as one native operation. Kernel: csrc/cpu/lora.cpp."""
+"""One native operation for the low-rank adapters of a linear layer. Kernel: csrc/cpu/lora.cpp."""
 
 import ctypes
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from vllm_lite.kernels.cpu.dtypes import FLOATS, dtype_code
 from vllm_lite.kernels.cpu.library import function, int32, int64, pointer
 
 BLOCK = 32
-"""Outputs that lie together; kLoraBlock."""
+"""Outputs of a block of B; kLoraBlock."""
 RANKS, INPUTS = 4, 32
-"""Ranks and inputs of A that lie together; kLoraRanks, kLoraInputs."""
+"""Ranks and inputs of a block of A; kLoraRanks, kLoraInputs."""
 MAX_PARTS = 6
-"""Projections of one layer; kMaxParts."""
+"""Maximum projections of one layer; kMaxParts."""
 
 _TYPES = (pointer, pointer, pointer, int64, pointer, int64, int32, pointer, int64, int32)
 
@@ -33,7 +33,7 @@ class _Slot(ctypes.Structure):
 
 
 class _Layer(ctypes.Structure):
-    """The same record as `LoraLayer` there."""
+    """The same record as `LoraLayer` in csrc/cpu/lora.h."""
 
     _fields_ = (
         ("slots", pointer),
@@ -45,14 +45,15 @@ class _Layer(ctypes.Structure):
 
 
 class Lengths(NamedTuple):
-    """New lengths of a layer's outputs (DoRA): what each is multiplied by behind the sum, and what is added then."""
+    """DoRA's magnitudes: each output of a layer, with its adapter's part added, is multiplied by `gain`; then `shift`
+    is added."""
 
     gain: torch.Tensor  # float32 [sum of sizes]
     shift: torch.Tensor  # float32 [sum of sizes]
 
 
 class PackedLora(NamedTuple):
-    """One adapter's part of one layer, as the kernel reads it."""
+    """One adapter's matrices for one layer, in the kernel's layout."""
 
     down: torch.Tensor  # in blocks
     up: torch.Tensor  # of all projections, in blocks
@@ -61,8 +62,8 @@ class PackedLora(NamedTuple):
 
 
 class LoraSlots:
-    """The adapters of one layer: its projections have `sizes` outputs each and lie in the matrices `matrix`, which
-    share their inputs. The address of everything stays."""
+    """The adapters of one layer. Projection i has `sizes[i]` outputs and uses the down matrix number `matrix[i]`; all
+    have the same inputs. No address ever changes."""
 
     def __init__(self, num_slots: int, num_inputs: int, sizes: Sequence[int], matrix: Sequence[int]) -> None:
         if not 0 < len(sizes) == len(matrix) <= MAX_PARTS:
@@ -87,15 +88,15 @@ class LoraSlots:
         up: Sequence[torch.Tensor | None],
         lengths: Lengths | None = None,
     ) -> PackedLora:
-        """down: [rank, num_inputs] of each matrix, up: [size, rank] of each projection; None where nothing is
-        adapted, and where `lengths` count for nothing."""
+        """Pack an adapter. down: [rank, num_inputs] of each matrix, up: [size, rank] of each projection; None if the
+        adapter does not change it. lengths: None without DoRA."""
         ranks = tuple(0 if each is None else len(each) for each in down)
         rows = [each for each in down if each is not None]
         blocks = [_blocks(each) for each in up if each is not None]
         return PackedLora(_rank_blocks(torch.cat(rows)), torch.cat(blocks), ranks, lengths)
 
     def put(self, slot: int, packed: PackedLora | None) -> None:
-        """Let `slot` hold an adapter, or none. No step may be running."""
+        """Put an adapter, or None, into `slot`. No step may be running."""
         self._kept[slot] = packed
         if packed is None:
             self._slots[slot] = _Slot()
@@ -105,9 +106,9 @@ class LoraSlots:
         self._slots[slot] = _Slot(packed.down.data_ptr(), packed.up.data_ptr(), ranks, sum(packed.ranks), *lengths)
 
     def add(self, x: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor, out: torch.Tensor) -> None:
-        """Add to rows of `out` what their adapters make of those of `x`: x: [n, num_inputs], out: [n, sum of sizes],
-        in the dtype of x, which is that of the adapters, or float32. rows: int32 [any], starts: int32 [num_slots + 1]:
-        slot i has the rows rows[starts[i]:starts[i + 1]]."""
+        """Add the adapters' outputs for rows of `x` to the same rows of `out`. x: [n, num_inputs], in the dtype of the
+        adapters; out: [n, sum of sizes], in the dtype of x or float32. rows: int32 [any], starts: int32 [num_slots +
+        1]: the rows rows[starts[i]:starts[i + 1]] have the adapter in slot i."""
         if x.dtype not in FLOATS or out.dtype not in (x.dtype, torch.float32) or x.stride(1) != 1 or out.stride(1) != 1:
             raise ValueError(f"rows must be contiguous floats, the same or float32 out, got {x.dtype} -> {out.dtype}")
         if x.shape[1] != self.num_inputs or out.shape != (len(x), sum(self.sizes)):

@@ -1,12 +1,12 @@
-"""Packed weights in one file, each under a name: written once, and read by threads into huge pages. No torch.
+"""A file of packed weights with names: written once, and read by threads into huge pages. Does not import torch.
 
     page 0      magic, length and checksum of the list, zeros
-    then        the weights as they lie in memory, side by side, with a checksum for each part of PART_BYTES
-    at the end  the list of them (msgpack), as a file is written while its weights are being packed
+    then        the bytes of the weights in order; each part of PART_BYTES has a checksum in the list at the end  the
+    list of weights (msgpack): it is last because the file is written while weights are being packed
 
-They are read, not mapped. That takes 0.1 s a gigabyte, part of which its check takes in any case; a mapped file that is
-cut ends its process by a signal, and on file systems with small pages in memory a step reads them more slowly. A file
-appears by rename or not at all, and what does not have its checksum is never used.
+Weights are read, not mapped. Reading takes 0.1 s per gigabyte, part of which checking takes in any case. Truncating a
+mapped file would kill the process by a signal, and steps read a mapped file more slowly on file systems whose page
+cache has small pages. A file appears by rename or not at all, and a part with a wrong checksum is never used.
 """
 
 import os
@@ -27,10 +27,11 @@ from vllm_lite.kernels.cpu.pages import Pages
 from vllm_lite.kernels.cpu.weights.file_packer import FLOATS, LOOK_EVERY_S, Packed, packed_size
 
 MAGIC = b"vllpw\x00\x00\x01"
-"""First bytes of a file; the last of them is the version of this module."""
+"""First bytes of a file. The last byte is the version of the format."""
 PAGE = 4096
 PART_BYTES = 8 << 20
-"""Read and written at a time. After each a thread asks for the interpreter, which one that imports gives every 5 ms."""
+"""Bytes read at a time, and bytes per checksum. After each part a thread needs the interpreter's lock, which a thread
+that imports releases every 5 ms."""
 MAX_LIST_BYTES = 100_000_000
 _ALIGNMENT_BYTES = 64
 _START = struct.Struct("<8sIQ")
@@ -40,11 +41,11 @@ Count = Annotated[int, Meta(ge=0, le=1 << 48)]
 
 
 class Unfit(ValueError):
-    """A file that is not what it was opened for: of another key, or cut or damaged."""
+    """The file cannot be used: it has another key, or is truncated or damaged."""
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A weight, and the position of its bytes behind the first page."""
+    """A weight, and the offsets of its bytes after the first page."""
 
     name: Annotated[bytes, Meta(max_length=64)]
     num_outputs: Count
@@ -69,16 +70,17 @@ class _List(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of all weights."""
+        """Bytes of all weights, padding included."""
         return max((entry.end for entry in self.entries), default=0)
 
 
 class PackedFile:
-    """Begins to read the weights of a file, in their order, when it is made. To be closed; what was taken stays."""
+    """Reads the weights of a file in order, from its creation on. It must be closed; weights that were taken stay
+    valid."""
 
     def __init__(self, path: Path, key: bytes, num_threads: int = 2) -> None:
-        """Raises OSError where the file cannot be read, or there is no memory, and Unfit unless it was written with
-        this `key` and nobody else may write it."""
+        """Raises OSError if the file cannot be read or memory is exhausted. Raises Unfit unless the file was written
+        with this `key`, is undamaged, and only its owner, this user, may write it."""
         self.path = path
         self._file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -108,8 +110,8 @@ class PackedFile:
         return set(self._entries)
 
     def take(self, name: bytes, waiting: Callable[[], object] = lambda: None) -> Packed | None:
-        """A weight, once: waits until it is read. `waiting` is called now and then. None if there is none, or if a part
-        of it is not as it was written."""
+        """Take a weight; waits until it is read. A weight can be taken once. `waiting` is called every LOOK_EVERY_S
+        seconds. Returns None if there is no such weight, or if the file is damaged."""
         entry = self._entries.get(name)
         if entry is None:
             return None
@@ -125,12 +127,12 @@ class PackedFile:
         return Packed(entry.num_outputs, entry.num_inputs, entry.dtype, data, supers, entry.form)
 
     def _await(self, parts: set[int]) -> bool:
-        """Whether they are read, or never will be."""
+        """Wait up to LOOK_EVERY_S seconds. Returns whether the parts are read or the file is damaged."""
         with self._changed:
             return self._changed.wait_for(lambda: self.is_damaged or self._read >= parts, LOOK_EVERY_S)
 
     def close(self) -> None:
-        """End what is not read, and give back what nobody has taken."""
+        """Stop reading, and free the weights that nobody has taken."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -156,7 +158,7 @@ class PackedFile:
                 return
 
     def _read_part(self, part: int) -> bool:
-        """Whether a part is there as it was written."""
+        """Read a part. Returns whether it is complete and has its checksum."""
         first, end = part * PART_BYTES, min((part + 1) * PART_BYTES, self.num_bytes)
         room = memoryview(self._pages.mapping)[self._pages.start + first : self._pages.start + end]
         done = 0
@@ -173,7 +175,7 @@ class PackedFile:
 
 
 class PackedWriter:
-    """Writes the weights that it is given to an open file, from its beginning on. Nothing counts before the end."""
+    """Writes weights to an open file. The file is invalid until `end` has written the first page."""
 
     def __init__(self, file: int, key: bytes) -> None:
         self.num_bytes = 0
@@ -182,7 +184,7 @@ class PackedWriter:
         self._entries, self._checksums, self._part = list[_Entry](), list[bytes](), xxh3_64()
 
     def add(self, name: bytes, packed: Packed) -> None:
-        """Raises OSError."""
+        """Write a weight. Raises OSError."""
         data = self._align()
         self._put(packed.data)
         supers = self.num_bytes
@@ -194,7 +196,7 @@ class PackedWriter:
         self._entries.append(_Entry(name, *sizes, *places))
 
     def end(self) -> None:
-        """Write the list, and then the first page, without which the file is none. Raises OSError."""
+        """Write the list and then the first page, which makes the file valid. Raises OSError."""
         if self.num_bytes % PART_BYTES:
             self._end_part()
         body = msgspec.msgpack.encode(_List(self._key, self._entries, b"".join(self._checksums)))
@@ -232,7 +234,7 @@ def _num_parts(num_bytes: int) -> int:
 
 
 def _read_list(file: int, key: bytes) -> _List:
-    """Raises Unfit or OSError."""
+    """Read and check the list. Raises Unfit or OSError."""
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise Unfit("it is no file that its user alone may write")
@@ -261,7 +263,7 @@ def _read_list(file: int, key: bytes) -> _List:
 
 
 def _is_sound(entry: _Entry) -> bool:
-    """Whether a weight has the bytes that kernels will read."""
+    """Whether a weight has as many bytes as kernels will read."""
     if entry.dtype not in FLOATS:
         return False
     num_bytes, num_supers = packed_size(entry.num_outputs, entry.num_inputs, entry.dtype, entry.form)

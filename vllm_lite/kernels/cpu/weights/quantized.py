@@ -1,5 +1,5 @@
-"""Dense weights that become grouped ones when they are loaded, see csrc/cpu/quantize.h. Their plain twin is `quantize`
-of kernels/grouped.py."""
+"""Quantization of dense weights to grouped ones on load, see csrc/cpu/quantize.h. The reference is `quantize` of
+kernels/grouped.py."""
 
 import ctypes
 
@@ -17,8 +17,8 @@ _PACK_TYPES = (pointer, int64, int32, int64, int64, int32, int64, pointer, point
 
 
 def pack_quantized(weight: torch.Tensor, form: Form) -> tuple[Record, tuple[torch.Tensor, ...]]:
-    """weight: float [num_outputs, num_inputs] on the CPU -> its record, without a bias, and the memory that it names.
-    Raises ValueError for other tensors."""
+    """Quantize and pack a weight, float [num_outputs, num_inputs] on the CPU. Returns its record, without a bias, and
+    the tensors whose addresses the record has. Raises ValueError for other tensors."""
     if weight.dtype not in FLOATS or weight.device.type != "cpu" or weight.dim() != 2 or 0 in weight.shape:
         raise ValueError(f"a weight must be a matrix on the CPU, got {weight.dtype} {list(weight.shape)}")
     num_outputs, num_inputs = weight.shape
@@ -41,7 +41,7 @@ def pack_quantized(weight: torch.Tensor, form: Form) -> tuple[Record, tuple[torc
 
 
 def adopt_quantized(packed: Packed, form: Form) -> tuple[Record, tuple[torch.Tensor, ...]]:
-    """As `pack_quantized`, of what is packed already."""
+    """The results of `pack_quantized` for a weight that is packed already."""
     record, _, _ = _record(packed.num_outputs, packed.num_inputs, form)
     data = torch.frombuffer(packed.data, dtype=torch.uint8)
     supers = None if packed.supers is None else torch.frombuffer(packed.supers, dtype=torch.float32)
@@ -49,7 +49,7 @@ def adopt_quantized(packed: Packed, form: Form) -> tuple[Record, tuple[torch.Ten
 
 
 def _record(num_outputs: int, num_inputs: int, form: Form) -> tuple[Record, int, int]:
-    """The record without memory, and how many bytes and supers it is for."""
+    """The record without addresses, and the numbers of bytes and supers that it needs."""
     record, num_supers = Record(), int64()
     fill = function("vllm_lite_quantized_weight", QUANTIZED_TYPES, int64)
     own = FORMS[form], group_size(form)
@@ -60,7 +60,7 @@ def _record(num_outputs: int, num_inputs: int, form: Form) -> tuple[Record, int,
 def _named(
     record: Record, data: torch.Tensor, supers: torch.Tensor | None, form: Form
 ) -> tuple[Record, tuple[torch.Tensor, ...]]:
-    """The record with its memory, and the values of its codes."""
+    """Fill in the addresses and the values of the codes. Returns the record and the tensors that it refers to."""
     values = VALUES[form].clone()
     record.data, record.values = data.data_ptr(), values.data_ptr()
     record.supers = None if supers is None else supers.data_ptr()

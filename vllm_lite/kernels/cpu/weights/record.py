@@ -1,4 +1,4 @@
-"""The record of a packed weight, as csrc/cpu reads it. No torch."""
+"""The record of a packed weight, as csrc/cpu reads it. Does not import torch."""
 
 import ctypes
 
