@@ -102,87 +102,127 @@ class Definition(NamedTuple):
 
 _GAUGES = (  # name, field of Stats, text
     ("vllm:num_requests_running", "num_running", "Sequences in the batch."),
-    ("vllm:num_requests_waiting", "num_waiting", "Sequences that wait to come in."),
+    ("vllm:num_requests_waiting", "num_waiting", "Sequences that wait for admission to the batch."),
     ("vllm_lite:kv_blocks", "num_blocks", "KV blocks on the device."),
     ("vllm_lite:kv_blocks_used", "num_used_blocks", "KV blocks that live sequences hold."),
-    ("vllm_lite:kv_blocks_used_peak", "peak_used_blocks", "The most KV blocks that live sequences ever held."),
-    ("vllm_lite:kv_blocks_cached", "num_cached_blocks", "KV blocks that a later prompt can find, held or not."),
+    ("vllm_lite:kv_blocks_used_peak", "peak_used_blocks", "Maximum KV blocks that live sequences have held at once."),
+    (
+        "vllm_lite:kv_blocks_cached",
+        "num_cached_blocks",
+        "KV blocks that later prompts can reuse, including blocks of live sequences.",
+    ),
     ("vllm_lite:host_blocks", "num_host_blocks", "KV blocks in host memory."),
     ("vllm_lite:host_blocks_used", "num_used_host_blocks", "KV blocks in host memory of preempted sequences."),
     ("vllm_lite:state_slots", "num_state_slots", "Slots for the states of recurrent layers."),
     ("vllm_lite:state_slots_used", "num_used_state_slots", "State slots that live sequences hold."),
-    ("vllm_lite:host_states", "num_host_states", "Places for states of recurrent layers in host memory."),
+    ("vllm_lite:host_states", "num_host_states", "Slots for states of recurrent layers in host memory."),
     ("vllm_lite:host_states_used", "num_used_host_states", "States in host memory of preempted sequences."),
-    ("vllm_lite:states_cached", "num_cached_states", "States that a later prompt can go on from."),
+    ("vllm_lite:states_cached", "num_cached_states", "States from which later prompts can continue."),
     ("vllm_lite:disk_keys", "num_stored_keys", "KV blocks and states that can be loaded from disk."),
     ("vllm_lite:disk_writing", "num_writing_blocks", "KV blocks and states that are being written to disk."),
-    ("vllm_lite:engine_life", "life", "Which engine at this address it is: 1 is the first."),
-    ("vllm_lite:worker_generation", "generation", "Which group of workers of this engine computes."),
+    ("vllm_lite:engine_life", "life", "Number of this engine at its address; 1 is the first."),
+    ("vllm_lite:worker_generation", "generation", "Number of the engine's current group of workers."),
 )
 _DRAFTS = (  # name, field of DraftCounts, text
-    ("vllm:spec_decode_num_drafts", "drafts", "Times that tokens of a sequence were drafted, by what drafts."),
-    ("vllm:spec_decode_num_draft_tokens", "tokens", "Tokens drafted, by what drafts; forced: those of grammars."),
-    ("vllm:spec_decode_num_accepted_tokens", "accepted", "Draft tokens that proved right, by what drafts."),
+    ("vllm:spec_decode_num_drafts", "drafts", "Drafts made for a sequence in a step, by drafter."),
+    ("vllm:spec_decode_num_draft_tokens", "tokens", "Draft tokens, by drafter; forced: tokens that a grammar forces."),
+    ("vllm:spec_decode_num_accepted_tokens", "accepted", "Accepted draft tokens, by drafter."),
 )
 _COUNTERS = (
-    ("vllm:prompt_tokens", "prompt_tokens", "Tokens of prompts that have come in."),
+    ("vllm:prompt_tokens", "prompt_tokens", "Prompt tokens of admitted requests."),
     ("vllm:generation_tokens", "generated_tokens", "Tokens generated."),
     ("vllm:prompt_tokens_cached", "cached_tokens", "Prompt tokens found in a cache, on the device or on the host."),
     ("vllm:corrupted_requests", "corrupted_requests", "Requests ended because logits were not finite."),
     ("vllm:num_preemptions", "preemptions", "Sequences preempted."),
     ("vllm:prefix_cache_queries", "cache_queries", "Prompt tokens looked up in the prefix cache."),
-    ("vllm:external_prefix_cache_queries", "host_queries", "Prompt tokens not found there, looked up in host memory."),
+    (
+        "vllm:external_prefix_cache_queries",
+        "host_queries",
+        "Prompt tokens that were not on the device and were looked up in host memory.",
+    ),
     ("vllm:external_prefix_cache_hits", "host_hits", "Prompt tokens found in host memory."),
     ("vllm_lite:steps", "steps", "Steps scheduled."),
-    ("vllm_lite:demoted_blocks", "demoted_blocks", "Cached KV blocks moved to the host as they left the device."),
-    ("vllm_lite:promoted_blocks", "promoted_blocks", "Cached KV blocks brought back from the host."),
-    ("vllm_lite:saved_states", "saved_states", "States of recurrent layers that were saved for later prompts."),
-    ("vllm_lite:evicted_states", "evicted_states", "Saved states that had to make room on the device."),
-    ("vllm_lite:demoted_states", "demoted_states", "Saved states that were moved to host memory then."),
-    ("vllm_lite:promoted_states", "promoted_states", "Saved states that were loaded from host memory."),
+    (
+        "vllm_lite:demoted_blocks",
+        "demoted_blocks",
+        "Cached KV blocks moved to host memory when they were evicted from the device.",
+    ),
+    ("vllm_lite:promoted_blocks", "promoted_blocks", "Cached KV blocks loaded from host memory."),
+    ("vllm_lite:saved_states", "saved_states", "States of recurrent layers saved for later prompts."),
+    ("vllm_lite:evicted_states", "evicted_states", "Saved states evicted from the device."),
+    ("vllm_lite:demoted_states", "demoted_states", "Saved states moved to host memory when they were evicted."),
+    ("vllm_lite:promoted_states", "promoted_states", "Saved states loaded from host memory."),
     ("vllm_lite:disk_loaded_tokens", "loaded_tokens", "Prompt tokens whose KV was loaded from disk."),
     (
         "vllm_lite:disk_failed_loads",
         "failed_loads",
-        "Blocks and states that could not be loaded, and were computed.",
+        "Blocks and states that could not be loaded from disk and were computed instead.",
     ),
-    ("vllm_lite:disk_dropped_writes", "dropped_writes", "Chains that were not written to disk, or not to their end."),
-    ("vllm_lite:encoded_media", "encoded_media", "Images, or tiles of some, whose vectors a tower has computed."),
-    ("vllm_lite:loaded_media", "loaded_media", "Images, or tiles of some, whose vectors were loaded from disk."),
+    (
+        "vllm_lite:disk_dropped_writes",
+        "dropped_writes",
+        "Chains of blocks that were not, or not completely, written to disk.",
+    ),
+    ("vllm_lite:encoded_media", "encoded_media", "Images, or tiles of images, whose vectors were computed by a tower."),
+    ("vllm_lite:loaded_media", "loaded_media", "Images, or tiles of images, whose vectors were loaded from disk."),
     (
         "vllm_lite:state_missing_tokens",
         "state_missing_tokens",
-        "Prompt tokens whose KV was cached, computed again because no state was kept behind them.",
+        "Prompt tokens computed although their KV was cached, because no recurrent state was saved there.",
     ),
     ("vllm_lite:copied_blocks", "copied_blocks", "Shared KV blocks copied before they were written."),
-    ("vllm_lite:rejected_requests", "rejected_requests", "Requests that the engine refused; counted nowhere else."),
+    (
+        "vllm_lite:rejected_requests",
+        "rejected_requests",
+        "Requests refused by the engine; no other metric counts them.",
+    ),
     ("vllm_lite:corrupted_requests", "corrupted_requests", "Requests ended because logits were not finite."),
-    ("vllm_lite:recovered_requests", "recovered_requests", "Requests that went on with other workers, each time."),
+    (
+        "vllm_lite:recovered_requests",
+        "recovered_requests",
+        "Requests that continued on new workers; a request counts each time.",
+    ),
     ("vllm_lite:poisoned_requests", "poisoned_requests", "Requests ended because they killed their workers."),
-    ("vllm_lite:recovery_seconds", "lost_s", "Time without workers, until others took over."),
-    ("vllm_lite:malformed_messages", "malformed_messages", "Messages on the engine's socket that made no sense."),
+    (
+        "vllm_lite:recovery_seconds",
+        "lost_s",
+        "Seconds without workers, from each loss of workers to their replacement.",
+    ),
+    ("vllm_lite:malformed_messages", "malformed_messages", "Invalid messages on the engine's socket."),
 )
 _HISTOGRAMS = (  # name, field of RequestHistograms, text
     ("vllm:time_to_first_token_seconds", "first_token_s", "From a request's arrival to its first token."),
-    ("vllm:inter_token_latency_seconds", "token_gap_s", "From the tokens of a step to those of the sample's next."),
+    (
+        "vllm:inter_token_latency_seconds",
+        "token_gap_s",
+        "From one step's tokens of a sample to those of its next step.",
+    ),
     ("vllm:time_per_output_token_seconds", "token_gap_s", "Deprecated: vllm:inter_token_latency_seconds."),
     ("vllm:request_time_per_output_token_seconds", "mean_token_s", "Mean time between the tokens of each request."),
     ("vllm:e2e_request_latency_seconds", "whole_s", "From a request's arrival to its end."),
-    ("vllm:request_queue_time_seconds", "queue_s", "From a request's arrival until it came in, or ended."),
-    ("vllm:request_prefill_time_seconds", "prefill_s", "From a request's coming in to its first token."),
+    (
+        "vllm:request_queue_time_seconds",
+        "queue_s",
+        "From a request's arrival to its admission, or to its end if it was never admitted.",
+    ),
+    ("vllm:request_prefill_time_seconds", "prefill_s", "From a request's admission to its first token."),
     ("vllm:request_decode_time_seconds", "decode_s", "From a request's first token to its end."),
-    ("vllm:request_inference_time_seconds", "inference_s", "From a request's coming in to its end."),
-    ("vllm:request_prompt_tokens", "prompt_tokens", "Prompt tokens of each request that has ended."),
-    ("vllm:request_generation_tokens", "output_tokens", "Tokens generated for each, all samples together."),
-    ("vllm:request_params_n", "samples", "Samples that each asked for."),
-    ("vllm:request_max_num_generation_tokens", "longest_output", "Tokens of the longest sample of each."),
-    ("vllm:request_num_preemptions", "preemptions", "How often sequences of each were preempted."),
-    ("vllm:request_prefill_kv_computed_tokens", "computed_prompt_tokens", "Prompt tokens of each in no cache."),
-    ("vllm:request_params_max_tokens", "max_tokens", "The most tokens that a sample of each might have got."),
+    ("vllm:request_inference_time_seconds", "inference_s", "From a request's admission to its end."),
+    ("vllm:request_prompt_tokens", "prompt_tokens", "Prompt tokens of each ended request."),
+    ("vllm:request_generation_tokens", "output_tokens", "Tokens generated for each request, all samples together."),
+    ("vllm:request_params_n", "samples", "Samples per request (n)."),
+    ("vllm:request_max_num_generation_tokens", "longest_output", "Tokens of the longest sample of each request."),
+    ("vllm:request_num_preemptions", "preemptions", "Number of preemptions of each request's sequences."),
+    (
+        "vllm:request_prefill_kv_computed_tokens",
+        "computed_prompt_tokens",
+        "Prompt tokens of each request that were computed, because no cache had them.",
+    ),
+    ("vllm:request_params_max_tokens", "max_tokens", "Maximum tokens per sample that each request allowed."),
     (
         "vllm:iteration_tokens_total",
         "gained_tokens",
-        "Tokens that each step generated, with the prompts of requests whose first token it gave.",
+        "Tokens generated in each step, plus the prompt tokens of requests that got their first token in it.",
     ),
     ("vllm_lite:iteration_tokens", "step_tokens", "Tokens scheduled in each step."),
 )
@@ -337,30 +377,30 @@ def _images(place: int) -> Callable[[Scrape], Values | None]:
     return lambda at: None if at.images is None else {(at.server,): at.images[place]}
 
 
-_USAGE = "Share of the KV blocks that live sequences hold, 0 to 1."
-_SOURCES = "Prompt tokens by where their KV came from: computed, cached on the device, brought back from the host."
-_TIERS = "Cached prompt tokens by the tier in which they were found: on the device, on the host, on disk."
-_WAITING = "Waiting sequences: for room (capacity), or for an adapter, workers or the end of a pause (deferred)."
-_ACCEPTED = "Draft tokens that proved right, by what drafts and by their place among its drafts of a step."
-_REJECTED = "Requests refused because too much was waiting, by the limit; of all API servers together."
-_IMAGES = "Images of prompts, each time."
-_IMAGES_FOUND = "Images of prompts that this server had decoded and cut before, and still had."
-_REASONS = "Requests that have ended; what a client stopped at a stop string counts as stop."
-_PREEMPTED = "Sequences preempted, by what became of their KV."
-_SWAPPED = "KV blocks of such sequences, moved to host memory (out) and back (in)."
-_WORKERS = "Ranks that hold the model together; each has a part of every KV block."
-_RESTARTS = "Groups of workers that were replaced, by what happened to one of them; engine: engines that were."
-_SLEEP = "1 for the state that the engine is in: awake, weights_offloaded (level 1), discard_all (level 2)."
+_USAGE = "Share of KV blocks that live sequences hold, 0 to 1."
+_SOURCES = "Prompt tokens by the source of their KV: computed, cached on the device, or loaded from host memory."
+_TIERS = "Cached prompt tokens by the tier that had them: device, host or disk."
+_WAITING = "Waiting sequences: capacity: they wait for room; deferred: for an adapter, workers or the end of a pause."
+_ACCEPTED = "Accepted draft tokens, by drafter and by position among the drafts of a step."
+_REJECTED = "Requests refused because the queue was full, by the limit that they exceeded; all API servers together."
+_IMAGES = "Images in prompts; an image counts each time."
+_IMAGES_FOUND = "Images in prompts that this server still had preprocessed from an earlier request."
+_REASONS = "Ended requests by finish reason; a stop string counts as stop."
+_PREEMPTED = "Sequences preempted, by mode: their KV was swapped out, or is recomputed."
+_SWAPPED = "KV blocks of preempted sequences moved to host memory (out) and back (in)."
+_WORKERS = "Ranks that share the model; each has a part of every KV block."
+_RESTARTS = "Worker groups that were replaced, by the failure of the worker that caused it; engine: replaced engines."
+_SLEEP = "1 for the current state of the engine: awake, weights_offloaded (level 1) or discard_all (level 2)."
 _PAUSED = "1 while the engine is paused."
 _RECOVERING = "1 while workers are being replaced."
-_ADAPTERS = "Adapters of the requests that run and that wait, as labels; 1."
-_EXPERTS = "Tokens that each expert got; with --expert-load-metrics."
+_ADAPTERS = "Always 1; the labels have the adapters of running and of waiting requests."
+_EXPERTS = "Tokens routed to each expert; with --expert-load-metrics."
 _DISK_HELD = "Bytes of KV on disk, of all engines that share the directory."
-_DISK_MOVED = "Bytes of KV that rank 0 has loaded from disk and stored there."
-_DISK_TIME = "Time of rank 0's threads for that."
-_DISK_QUEUE = "Loads and stores of rank 0 that are not done."
-_DISK_ERRORS = "Reads and writes that the disk refused, and files that were removed: damaged, foreign, evicted, ..."
-_LOAD = "HTTP requests under way that generate."
+_DISK_MOVED = "Bytes of KV that rank 0 has loaded from disk (loaded) and written to it (stored)."
+_DISK_TIME = "Seconds that rank 0's threads spent loading from disk (load) and storing to it (store)."
+_DISK_QUEUE = "Loads and stores of rank 0 that are still queued or running."
+_DISK_ERRORS = "Failed reads and writes of the disk cache, and removed files, by reason: damaged, foreign, evicted, ..."
+_LOAD = "Running HTTP requests that generate."
 _RESPONSES = "HTTP responses."
 
 METRICS: tuple[Definition, ...] = (
@@ -368,7 +408,11 @@ METRICS: tuple[Definition, ...] = (
     Definition("vllm:kv_cache_usage_perc", "gauge", _USAGE, _usage),
     Definition("vllm:gpu_cache_usage_perc", "gauge", "Deprecated: vllm:kv_cache_usage_perc.", _usage),
     Definition(
-        "vllm:cache_config_info", "gauge", "How the KV cache is set up; 1.", _cache_config, tuple(_CACHE_CONFIG)
+        "vllm:cache_config_info",
+        "gauge",
+        "Always 1; the labels have the settings of the KV cache.",
+        _cache_config,
+        tuple(_CACHE_CONFIG),
     ),
     Definition("vllm_lite:workers", "gauge", _WORKERS, attrgetter("config.tensor_parallel_size")),
     Definition("vllm:lora_requests_info", "gauge", _ADAPTERS, _adapters, _LORA_LABELS),

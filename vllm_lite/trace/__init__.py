@@ -1,5 +1,5 @@
-"""The engine's decisions as a file: records, their writer and reader, and the story of one request made from them.
+"""Traces: files of the engine's decisions. Their records, writer and reader, and the story of one request in words.
 
-A trace holds every input of the scheduler and a digest of every decision, so that engine/observe/replay.py can
-decide again and compare. It holds no prompt, only its length and truncated, seeded digests of its blocks.
+A trace has every input of the scheduler and a digest of every decision, so engine/observe/replay.py can repeat the
+decisions and compare. Of a prompt it has only the length and truncated, seeded digests of the blocks.
 """

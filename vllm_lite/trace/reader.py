@@ -1,4 +1,4 @@
-"""Reading a trace back, record by record."""
+"""Reads a trace, record by record."""
 
 from collections.abc import Iterator
 from typing import BinaryIO
@@ -10,9 +10,11 @@ from vllm_lite.trace.records import MAGIC, MAX_RECORD_BYTES, Header, Record
 
 
 class TraceReader:
-    """The header, then every other record of the file at `path`. Raises ProtocolError where it is no trace.
+    """Reads the header of the file at `path`, then iterates over all other records. Raises ProtocolError if it is no
+    trace.
 
-    A file that ends within a record, as when its writer was killed, ends before it; then `cut_off` is True.
+    If the file ends within a record, for example because its writer was killed, the iteration ends before this record
+    and `cut_off` becomes True.
     """
 
     def __init__(self, path: str) -> None:

@@ -1,7 +1,7 @@
-"""The records of a trace, in the order in which things happened. One msgpack array each; writer.py frames them.
+"""The records of a trace, in chronological order. Each is one msgpack array; writer.py frames them.
 
-A record of a call to the scheduler holds the block digests that the call asked for, HASH_BYTES each, in order: replay
-hands them out again, and so needs no token of any prompt. Requests are named by their number in order of arrival.
+The record of a call to the scheduler has the block digests that the call asked for, HASH_BYTES each, in order. Replay
+returns them to the scheduler again, and so needs no token of any prompt. Requests have numbers in order of arrival.
 """
 
 from enum import IntEnum
@@ -11,15 +11,15 @@ import msgspec
 from msgspec import Meta
 
 MAGIC = b"vltrace\x0c"
-"""First bytes of the file; the last of them is the version of this module."""
+"""First bytes of the file. The last byte is the version of the format."""
 HASH_BYTES = 8
-"""Bytes of a digest that are recorded: enough to distinguish any two."""
+"""Bytes of a digest that are recorded, enough to tell any two blocks of a trace apart."""
 MAX_RECORD_BYTES = 16 * 1024 * 1024
 MAX_CAUSE_CHARS = 500
 
 
 class Code(IntEnum):
-    """Why a sequence was served or was not. FIELDS names the numbers that come with each."""
+    """Reasons for which a sequence was served or not. FIELDS names the numbers of each decision."""
 
     ADMITTED = 1
     SWAPPED_IN = 2
@@ -78,8 +78,8 @@ METHODS = ("forced", "ngram", "suffix", "self", "draft_model", "mtp", "eagle3")
 """Drafters: values of "method"."""
 
 Decision = list[int]
-"""[code, request, sample, one number for each of FIELDS[code]]. Behind those of DRAFTED follow the numbers of right
-drafts by their place: of the first ones, of the second, ..."""
+"""[code, request, sample, one number for each of FIELDS[code]]. DRAFTED has further numbers: how many drafts were
+accepted at the first place, at the second, ..."""
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -89,8 +89,9 @@ class _Record(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 class Header(_Record, frozen=True, tag=0):
     """Everything that determines a scheduler, its policy and its pools. `wall_s` is the time of day at `clock_s`.
 
-    `tensor_parallel_size` is for the reader: each rank has a part of every block, and no decision depends on how many.
-    So are `life` and `launch`: the engines that were started one after the other in place of each other share a launch.
+    `tensor_parallel_size` is information only: each rank has a part of every block, and no decision depends on the
+    number of ranks. So are `life` and `launch`: engines that replaced each other share a launch, and `life` counts
+    them.
     """
 
     engine_version: str
@@ -114,13 +115,14 @@ class Header(_Record, frozen=True, tag=0):
     max_moved_states: int = 1
     has_disk: bool = False
     encoder: tuple[int, int, int] | None = None
-    """The vectors that an encoder computes in a step, those that are held, and those on the host; None: it has none."""
+    """Vectors that the encoder computes in a step, vectors that the device cache holds, and vectors that the host cache
+    holds; None: the model has no encoder."""
     whole_media: bool = False
     kv_cache_preload: float = 0.0
 
 
 class Params(_Record, frozen=True):
-    """The parameters of a request on which decisions depend. `beam` is (length_penalty, early_stopping)."""
+    """Parameters of a request that decisions depend on. `beam` is (length_penalty, early_stopping)."""
 
     n: int
     min_tokens: int
@@ -128,19 +130,19 @@ class Params(_Record, frozen=True):
     user: str | None
     beam: tuple[float, bool] | None
     scored: bool
-    """Its prompt was scored, so nothing of it was taken from the cache at first."""
+    """Its prompt has logprobs, so at first none of it was taken from the cache."""
     is_guided: bool = False
-    """It follows a grammar, so it may draft."""
+    """It follows a grammar, which may draft tokens."""
     is_pooled: bool = False
-    """It generates nothing and ends with its prompt."""
+    """It is a pooling request: it ends with its prompt and generates nothing."""
     adapter: int = 0
     """The number of its adapter; 0: none."""
 
 
 class Arrival(_Record, frozen=True, tag=1):
-    """A request was queued. Its tokens are only counted: `num_output` were generated before it came.
+    """A request was queued. The record has numbers of tokens only; `num_output` tokens had been generated before.
 
-    `samples` are (index, number of output tokens) of each, if it came with several that had tokens.
+    `samples`: (index, number of output tokens) of each sample, if several samples had tokens already.
     """
 
     number: int
@@ -157,21 +159,22 @@ class Arrival(_Record, frozen=True, tag=1):
     marks: list[int] = []
     """Positions at which the messages of its prompt end, for a model with recurrent layers."""
     media: list[tuple[int, int, int, int]] = []
-    """Each medium of it: where it begins, its tokens, the bytes of its content, and a number that stands for that."""
+    """For each medium: its first position, its number of tokens, the bytes of its content, and a number for this
+    content."""
 
 
 class Forked(_Record, frozen=True, tag=2):
-    """`child` starts from the tokens of a live request."""
+    """`child` started from the tokens of a live request."""
 
     parent: int
     child: Arrival
 
 
 class Aborted(_Record, frozen=True, tag=3):
-    """A request was ended by its client, or those of its `samples`; no samples means all.
+    """A client ended a request, or only the given `samples` of it.
 
-    `is_replaced`: its client has sent it again, and it arrives anew in the next record. `decisions`: its drafts, by
-    sample.
+    `is_replaced`: the client has sent the request again, and the next record is its new arrival. `decisions`: its
+    drafts, by sample.
     """
 
     number: int
@@ -183,7 +186,7 @@ class Aborted(_Record, frozen=True, tag=3):
 
 
 class Expired(_Record, frozen=True, tag=4):
-    """The deadlines of these requests had passed at `clock_s`. `decisions`: their drafts, of each sample."""
+    """The deadlines of these requests had passed at `clock_s`. `decisions`: their drafts, by sample."""
 
     clock_s: float
     numbers: list[int]
@@ -191,7 +194,7 @@ class Expired(_Record, frozen=True, tag=4):
 
 
 class RatesMeasured(_Record, frozen=True, tag=5):
-    """The rates that preemption and drafts are decided by, from now on."""
+    """New rates, by which preemption and drafts are decided from here on."""
 
     prefill_tokens_per_s: float
     swap_blocks_per_s: float
@@ -206,7 +209,7 @@ class RatesMeasured(_Record, frozen=True, tag=5):
 
 
 class Step(_Record, frozen=True, tag=6):
-    """schedule() was called. `digest` is of the step it made, empty if there was nothing to compute."""
+    """schedule() was called. `digest` is the digest of its step, empty if there was nothing to compute."""
 
     clock_s: float
     digest: bytes
@@ -220,7 +223,7 @@ class Step(_Record, frozen=True, tag=6):
 class Result(_Record, frozen=True, tag=7):
     """update() was called for the oldest step in flight, with these tokens of `token_bytes` bytes each.
 
-    `candidates` are the likeliest next tokens of each beam, by its place among the step's samples.
+    `candidates`: the most likely next tokens of each beam, by its position among the step's samples.
     """
 
     clock_s: float
@@ -234,17 +237,17 @@ class Result(_Record, frozen=True, tag=7):
     drafted: list[int] | None = None
     forced: list[int] | None = None
     encoded: list[int] | None = None
-    """Numbers of the media that the workers have computed aside."""
+    """Numbers of the media that the workers have encoded beside steps."""
 
 
 class PolicyFault(_Record, frozen=True, tag=8):
-    """The policy gave an invalid answer; from here on it is first come, first served."""
+    """The policy returned an invalid answer; from here on requests are served in order of arrival."""
 
     what: str
 
 
 class CacheReset(_Record, frozen=True, tag=9):
-    """All that was cached was forgotten, with `stored` also what is kept on disk."""
+    """The prefix cache was emptied; with `stored` also the cache on disk."""
 
     clock_s: float
     hashes: bytes
@@ -252,8 +255,8 @@ class CacheReset(_Record, frozen=True, tag=9):
 
 
 class Kept(_Record, frozen=True):
-    """Progress of an unfinished request when its workers die: the output tokens of all its samples that go on, and the
-    number of its prompt tokens that are scored (Request.num_scored)."""
+    """Progress of an unfinished request when its workers die: the output tokens of all its unfinished samples, and the
+    number of prompt tokens that have logprobs (Request.num_scored)."""
 
     number: int
     num_output: int
@@ -261,8 +264,8 @@ class Kept(_Record, frozen=True):
 
 
 class WorkersLost(_Record, frozen=True, tag=10):
-    """All workers had died, or `are_ended`: the engine sleeps, or is to load other weights. `cause` says why, cut to
-    MAX_CAUSE_CHARS; `kept` holds all unfinished requests."""
+    """All workers have died, or, with `are_ended`, the engine ended them to sleep or to load other weights. `cause` is
+    the reason, cut to MAX_CAUSE_CHARS; `kept` has all unfinished requests."""
 
     clock_s: float
     cause: str
@@ -281,15 +284,15 @@ class WorkersReplaced(_Record, frozen=True, tag=11):
 
 
 class Newcomers(_Record, frozen=True, tag=12):
-    """From now on requests that come are held until those before them have ended; or they no longer are."""
+    """`are_held`: from here on, new requests wait until the earlier ones have ended. Otherwise this ends."""
 
     clock_s: float
     are_held: bool
 
 
 class AdapterChanged(_Record, frozen=True, tag=13):
-    """The workers have an adapter from now on, or have it no more. `digest` has HASH_BYTES of that of its files; it is
-    empty where that is not known."""
+    """The workers have loaded an adapter or dropped it. `digest` is the digest of its files, cut to HASH_BYTES, or
+    empty if it is unknown."""
 
     clock_s: float
     number: int
@@ -298,15 +301,16 @@ class AdapterChanged(_Record, frozen=True, tag=13):
 
 
 class DiskKeys(_Record, frozen=True, tag=14):
-    """The disk has these contents from now on, and those no more: digests of HASH_BYTES, with what follows them."""
+    """The keys of contents that were added to the disk, and of those removed from it: digests cut to HASH_BYTES, each
+    with the rest of its key."""
 
     added: list[bytes]
     removed: list[bytes]
 
 
 class TransferEnded(_Record, frozen=True, tag=15):
-    """A transfer from or to the disk ended, but for the contents at the places `failed`; or it `is_late`: nobody waits
-    for it any longer."""
+    """A transfer from or to the disk ended; the contents at the positions `failed` were not transferred. `is_late`: the
+    transfer takes too long, and nothing waits for it any longer."""
 
     ticket: int
     failed: list[int] = []
@@ -334,7 +338,8 @@ Record = (
 
 
 def pack_tokens(tokens: bytes) -> tuple[bytes, int]:
-    """u32 token ids without the high bytes that none of them uses, and the bytes that are left of each."""
+    """Drop the high bytes of u32 token ids that are zero in all of them. Returns the packed ids and the bytes of
+    each."""
     width = 4
     while width > 1 and not any(tokens[width - 1 :: 4]):
         width -= 1

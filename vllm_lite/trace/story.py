@@ -1,4 +1,4 @@
-"""Records in words: one line for any record, and the whole story of one request."""
+"""Describes a trace in words: one line for each record, or the story of one request."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -16,7 +16,7 @@ ENDS = {
 
 
 def describe(record: records.Record, ids: dict[int, str]) -> str:
-    """Say in one line what a record holds; `ids` names the requests by their numbers."""
+    """Describe a record in one line. `ids`: number of a request -> its id."""
     if isinstance(record, records.Step):
         if not record.digest:
             what = "no step"
@@ -57,7 +57,7 @@ def describe_decisions(decisions: list[Decision], ids: dict[int, str]) -> str:
 
 
 def sentence(decision: Decision, ids: dict[int, str]) -> str:
-    """A sentence about the sequence that a decision names."""
+    """Describe a decision in one sentence, whose subject is the sequence."""
     code = Code(decision[0])
     if code is Code.DRAFTED:
         return _drafted(*decision[3:])
@@ -148,7 +148,7 @@ def _tokens(count: int) -> str:
 
 
 class _Wait:
-    """Decisions in a row that make one sequence wait for the same reason: one sentence of the story."""
+    """Consecutive decisions that let one sequence wait for the same reason: one sentence of the story."""
 
     def __init__(self, step: int, clock_s: float, decision: Decision) -> None:
         self.step, self.clock_s = step, clock_s
@@ -166,19 +166,19 @@ class _Wait:
 
 
 class _Story:
-    """Walks through the segments of a trace and picks out what is about the requests called `request_id`."""
+    """Goes through the segments of a trace and writes sentences about the requests with the id `request_id`."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
         self.names: dict[str, None] = {}
-        """All requests that have been met, in order."""
+        """Ids of all requests so far, in order of arrival."""
         self._start_s: float | None = None
         self._open: set[int] = set()
-        """The samples that have not ended."""
+        """Samples that have not ended."""
         self._begin()
 
     def _begin(self) -> None:
-        """Begin a segment: its engine counts requests and steps anew."""
+        """Begin a segment: its engine counts requests and steps from 0 again."""
         self.ids: dict[int, str] = {}
         self._step = 0
         self._lost_s: float | None = None
@@ -187,10 +187,11 @@ class _Story:
         self._waits: dict[tuple[int, int], _Wait] = {}
         self._preempted: set[tuple[int, int]] = set()
         self._is_sent_again = False
-        """Its client has just sent it again: it arrives in the next record."""
+        """The client has just sent the request again: its arrival is the next record."""
 
     def segment(self, reader: TraceReader) -> Iterator[str]:
-        """The lines of one segment. If an earlier one has left the request unfinished, its client sends it again."""
+        """The lines of one segment. A request that is unfinished at the end of an earlier segment is sent again by its
+        client."""
         self._begin()
         was_live = bool(self._open)
         for record in reader:
@@ -243,7 +244,7 @@ class _Story:
                 yield f"             (the policy failed, from here on first come, first served: {record.what})"
 
     def _name(self, record: records.Record) -> None:
-        """Remember the request that a record brings."""
+        """Remember the id of a request that arrives with this record."""
         if isinstance(record, records.Arrival | records.Forked):
             arrival = record.child if isinstance(record, records.Forked) else record
             self.ids[arrival.number] = arrival.request_id
@@ -253,12 +254,12 @@ class _Story:
         self._open.difference_update(samples)
 
     def _came_back(self, record: records.Arrival) -> Iterator[str]:
-        """A request that is unfinished in an earlier segment may arrive again."""
+        """Write the line of a request that was unfinished in an earlier segment, if this is its new arrival."""
         if record.request_id == self.request_id:
             yield self._goes_on(record, "the engine died and was replaced; it came back")
 
     def _goes_on(self, record: records.Arrival, how: str) -> str:
-        """A request arrives that was there before, with what its client has of it."""
+        """Take in a request that arrives again, with the output that its client has."""
         self._numbers.add(record.number)
         self._samples[record.number] = record.params.n
         self._open = {sample for sample, _ in record.samples} or set(range(record.params.n))
@@ -266,7 +267,7 @@ class _Story:
         return self._line(record.clock_s, f"{how} with {_tokens(count) if count else 'no tokens'} of output")
 
     def _workers(self, record: records.WorkersLost | records.WorkersReplaced) -> Iterator[str]:
-        """The workers were lost, or others took over, while the request was there."""
+        """Write that the workers were lost or replaced during the request."""
         if isinstance(record, records.WorkersLost):
             num_kept = {kept.number: kept.num_output for kept in record.kept}
             mine = self._numbers & num_kept.keys()
@@ -337,8 +338,9 @@ class _Story:
 
 
 def story(request_id: str, *segments: TraceReader) -> list[str]:
-    """The story of a request in the `segments` of a trace, one sentence a line, with seconds since it arrived. Raises
-    RequestError if it is in no record. An id that was used again has its later story behind the first."""
+    """The story of a request in the `segments` of a trace: one sentence per line, each with the seconds since the
+    arrival. If several requests had this id, their stories follow each other. Raises RequestError if no record has the
+    id."""
     found = _Story(request_id)
     lines = [line for reader in segments for line in found.segment(reader)]
     if not lines:

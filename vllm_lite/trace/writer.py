@@ -1,4 +1,4 @@
-"""The file of a trace: MAGIC, then for each record its length as little-endian u32 and its msgpack."""
+"""Writes the file of a trace: MAGIC, then for each record its length as little-endian u32 and its msgpack bytes."""
 
 import os
 import stat
@@ -30,7 +30,8 @@ class TraceWriter:
 
 
 def keep_previous(path: str) -> None:
-    """A restarted engine must not overwrite the trace of the one that died: that becomes PATH.previous."""
+    """Rename an existing trace to PATH.previous, so that a restarted engine does not overwrite the trace of one that
+    died."""
     with suppress(FileNotFoundError):
         if stat.S_ISREG(os.lstat(path).st_mode):
             os.replace(path, f"{path}.previous")

@@ -1,4 +1,4 @@
-"""Towers: images in, vectors that a text model reads among those of tokens out.
+"""Vision towers: they turn images into vectors that a text model reads in the place of token embeddings.
 
 attention.py  what patches attend to: their image, or a window of it
 tower.py      the base of all towers: their weights, and the blocks that they share

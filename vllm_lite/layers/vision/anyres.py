@@ -1,6 +1,6 @@
-"""The towers of LLaVA, LLaVA-NeXT and LLaVA-OneVision: the whole image in one square, and, but for the first, a grid of
-squares of a larger one, whose black edges are dropped again. A learned vector ends each row of the grid. Source:
-transformers' LlavaModel, LlavaNextModel and LlavaOnevisionModel."""
+"""The towers of LLaVA, LLaVA-NeXT and LLaVA-OneVision. They encode the whole image in one square. The latter two also
+encode a larger copy of the image in a grid of squares, and drop the vectors of its black edges; a learned vector
+follows each row of the grid. Source: transformers' LlavaModel, LlavaNextModel and LlavaOnevisionModel."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -16,8 +16,8 @@ PROJECTOR = "model.multi_modal_projector."
 
 
 class AnyresTower(Siglip[AnyresSpec]):
-    """An image is one below another the squares of the whole and of the grid, row by row; the grid of a medium is (1,
-    height, width) of the image itself in pixels."""
+    """The input has the square of the whole image, and below it those of the grid, row by row. The grid of a medium is
+    (1, height, width) of the original image in pixels."""
 
     def shape(self, num_tokens: int, grid: Sequence[int]) -> tuple[int, int]:
         if len(grid) != 3 or grid[0] != 1:
@@ -29,14 +29,14 @@ class AnyresTower(Siglip[AnyresSpec]):
         return count * self.spec.image_size, self.spec.image_size
 
     def placed(self, patches: torch.Tensor) -> torch.Tensor:
-        """With CLIP's own vector before them."""
+        """Add positions; with CLIP, also put its class vector before the patches."""
         if not self.spec.is_clip:
             return super().placed(patches)
         own = self.table("own").expand(len(patches), 1, -1)
         return self.norm("first norm", torch.cat([own, patches], 1) + self.table("positions"))
 
     def encode(self, images: Sequence[torch.Tensor], progress: Callable[[], None] = lambda: None) -> list[torch.Tensor]:
-        """The vectors of each image's squares, one after another."""
+        """The vectors of each image's squares, in order."""
         return [drained(self.in_pieces(image), progress) for image in images]
 
     def in_pieces(self, image: torch.Tensor) -> Pieces:
@@ -55,7 +55,8 @@ class AnyresTower(Siglip[AnyresSpec]):
         return self.linear("fc2", activated(inner, self.spec.projector_activation))
 
     def arranged(self, vectors: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:
-        """The vectors of the whole, and of the grid in rows of the image, without those of black edges."""
+        """The vectors of the whole image, then those of the grid in the rows of the image, without the vectors of black
+        edges."""
         if not self.spec.pinpoints:
             return vectors
         side, own = self.spec.side, self.spec.grid(*grid[1:])

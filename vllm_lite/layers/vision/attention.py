@@ -1,7 +1,7 @@
-"""Attention of towers: every patch sees all others of its image, or of its window.
+"""Attention of towers: every patch attends to all patches of its image, or of its window.
 
-The patches of all images stand one behind the other, so images and windows of any sizes are attended to at once, by
-what encoders of texts have.
+The patches of all images are concatenated, and the backend for text encoders computes all images or windows in one
+call, whatever their sizes.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,8 @@ from vllm_lite.layers.parts import Parts
 
 
 class TowerPlan(NamedTuple):
-    """The patches that see each other, the number of heads that attend at once, and the backend that computes them."""
+    """The groups of patches that attend to each other, the number of heads in one call, and the backend for this
+    number."""
 
     batch: StepBatch
     num_heads: int
@@ -27,7 +28,7 @@ class TowerPlan(NamedTuple):
 
 
 class TowerAttention:
-    """For the heads of one tower."""
+    """Computes attention for the heads of one tower."""
 
     def __init__(self, parts: Parts, num_heads: int, head_size: int) -> None:
         self.num_heads = num_heads
@@ -40,8 +41,8 @@ class TowerAttention:
         self._no_cache = torch.empty(0)
 
     def plan(self, lengths: Sequence[int], *, in_pieces: bool = False) -> TowerPlan:
-        """Say which patches see each other: so many in a row each. One plan is for all layers that attend alike;
-        `in_pieces` for a tower that pauses behind each head."""
+        """Plan the attention of consecutive groups of `lengths` patches, in which all attend to each other. Layers with
+        the same groups share a plan. `in_pieces`: the tower pauses after each head."""
         starts, lens = np.zeros(len(lengths) + 1, np.int32), np.array(lengths, np.int32)
         lens.cumsum(out=starts[1:])
         nothing = torch.empty(0, dtype=torch.int64, device=self.device)
@@ -65,12 +66,12 @@ class TowerAttention:
 
     def forward(
         self,
-        qkv: torch.Tensor,  # [num_patches, 3 * num_heads * head_size], of which Q and K are turned in place
+        qkv: torch.Tensor,  # [num_patches, 3 * num_heads * head_size]; Q and K are rotated in place
         plan: TowerPlan,
         rotation: Rotation | None,
-        attended: torch.Tensor,  # [num_patches, num_heads * head_size]: what the patches get
+        attended: torch.Tensor,  # [num_patches, num_heads * head_size], the output
     ) -> Iterator[None]:
-        """Pauses behind the heads that the plan takes at once."""
+        """Compute attention; pauses after each call of the plan's `num_heads` heads."""
         query, key, value = qkv.view(len(qkv), 3, self.num_heads, -1).unbind(1)
         out = attended.view(query.shape)
         for first in range(0, self.num_heads, plan.num_heads):

@@ -1,6 +1,7 @@
-"""Gemma's towers: a SigLIP for Gemma 3; for Gemma 4 a tower, and for its Unified two matrices, on images of any size.
+"""Gemma's towers: a SigLIP for Gemma 3, and for images of any size a tower for Gemma 4 and two matrices for Gemma 4
+Unified.
 
-`merge` x `merge` patches become one vector. Positions of Gemma 4 are learned along each axis. Source: transformers'
+`merge` x `merge` patches become one vector. Gemma 4 has learned positions along each axis. Source: transformers'
 Gemma3Model, Gemma4VisionModel and Gemma4UnifiedVisionEmbedder.
 """
 
@@ -18,7 +19,7 @@ from vllm_lite.layers.vision.tower import Pieces, VisionTower, activated, draine
 from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightStack, whole_slot
 
 NORM_EPS = 1e-5
-"""That of the Unified model's norms with a bias."""
+"""Epsilon of those norms of the Unified model that have a bias."""
 MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 LIMITS = ("input_min", "input_max", "output_min", "output_max")
 
@@ -26,7 +27,7 @@ S = TypeVar("S", Gemma4VisionSpec, UnifiedVisionSpec)
 
 
 class Gemma3Tower(SiglipTower):
-    """The mean of `merge` x `merge` patches is normed and projected."""
+    """Normalizes and projects the mean of each `merge` x `merge` patches."""
 
     def __init__(self, parts: Parts, spec: Gemma3VisionSpec) -> None:
         super().__init__(parts, spec)
@@ -46,7 +47,7 @@ class Gemma3Tower(SiglipTower):
 
 
 class GridTower(VisionTower[S]):
-    """One image at a time: their sizes differ. A medium's grid is (1, rows, columns) of its vectors."""
+    """Encodes one image at a time, because their sizes differ. A medium's grid is (1, rows, columns) of its vectors."""
 
     def shape(self, num_tokens: int, grid: Sequence[int]) -> tuple[int, int]:
         spec = self.spec
@@ -63,13 +64,14 @@ class GridTower(VisionTower[S]):
     @property
     @abstractmethod
     def patches_along(self) -> int:
-        """Patches with a position of their own along a side of what becomes one vector."""
+        """Number of positions along a side of the square that becomes one vector."""
 
     def encode(self, images: Sequence[torch.Tensor], progress: Callable[[], None] = lambda: None) -> list[torch.Tensor]:
         return [drained(self.in_pieces(image), progress) for image in images]
 
     def patches(self, image: torch.Tensor, size: int) -> tuple[torch.Tensor, int, int]:
-        """float32 [num_patches, size * size * 3], row by row, and the numbers of rows and columns."""
+        """The patches of an image, float32 [num_patches, size * size * 3], row by row, and the numbers of rows and
+        columns."""
         rows, cols = image.shape[0] // size, image.shape[1] // size
         grid = self.colors(image).view(rows, size, cols, size, 3).transpose(1, 2)
         return grid.reshape(rows * cols, -1), rows, cols
@@ -81,7 +83,7 @@ class GridTower(VisionTower[S]):
 
 
 class UnifiedTower(GridTower[UnifiedVisionSpec]):
-    """Norm, matrix, norm, positions, norm, matrix."""
+    """Computes norm, matrix, norm, positions, norm and matrix, in this order."""
 
     patches_along = 1
 
@@ -106,7 +108,8 @@ class UnifiedTower(GridTower[UnifiedVisionSpec]):
 
 
 class Gemma4Tower(GridTower[Gemma4VisionSpec]):
-    """Attention is full within an image. One half of each head turns by a patch's column, the other by its row."""
+    """Has full attention within an image. The first half of each head is rotated by the patch's column, the second by
+    its row."""
 
     def __init__(self, parts: Parts, spec: Gemma4VisionSpec) -> None:
         super().__init__(parts, spec)
@@ -187,7 +190,7 @@ class Gemma4Tower(GridTower[Gemma4VisionSpec]):
         yield self.matrix("projection", [projection], spec.out_size, bias=False)
 
     def _limit_group(self, name: str, prefix: str) -> WeightGroup:
-        """Least and largest numbers into a matrix, and out of it."""
+        """The checkpoint's limits of a matrix's inputs and outputs, to which they are clamped."""
 
         def take(limits: torch.Tensor) -> None:
             self._limits[name] = limits.tolist()
@@ -197,7 +200,8 @@ class Gemma4Tower(GridTower[Gemma4VisionSpec]):
 
 
 def _turned(heads: torch.Tensor, turns: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """heads: [num_patches, num_heads, head_size]. In each half, element i turns with i + head_size / 4."""
+    """Rotate heads, [num_patches, num_heads, head_size]. In each half of a head, elements i and i + head_size / 4 are a
+    pair."""
     cos, sin = turns  # [num_patches, 1, 2, head_size / 2]
     x = heads.unflatten(-1, (2, -1))
     first, second = x.chunk(2, -1)

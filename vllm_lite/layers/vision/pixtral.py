@@ -1,7 +1,7 @@
-"""Pixtral's tower and Mistral 3's: patches of images of any size, which turn with their row and column.
+"""The tower of Pixtral and Mistral 3, for images of any size; patches are rotated by their row and column.
 
-Attention is full within an image. Of the frequencies by which a head turns, every other one is for rows and the rest
-for columns. Mistral 3 makes one vector of `merge` x `merge` patches. Source: transformers' PixtralVisionModel.
+Attention is full within an image. The rotation frequencies of a head alternate between rows and columns. Mistral 3
+makes one vector of `merge` x `merge` patches. Source: transformers' PixtralVisionModel.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ ROOT, PROJECTOR = "model.vision_tower.", "model.multi_modal_projector."
 
 
 class PixtralTower(VisionTower[PixtralVisionSpec]):
-    """One image at a time: their sizes differ."""
+    """Encodes one image at a time, because their sizes differ."""
 
     def __init__(self, parts: Parts, spec: PixtralVisionSpec) -> None:
         super().__init__(parts, spec)
@@ -36,7 +36,7 @@ class PixtralTower(VisionTower[PixtralVisionSpec]):
         return grid[1] * unit, grid[2] * unit
 
     def places(self, num_tokens: int, grid: Sequence[int]) -> torch.Tensor:  # noqa: ARG002
-        """All but the last token of each row."""
+        """All tokens except the last one of each row, which is a break or end token."""
         _, rows, cols = grid
         return torch.arange(rows * (cols + 1)).view(rows, cols + 1)[:, :cols].flatten()
 
@@ -63,7 +63,7 @@ class PixtralTower(VisionTower[PixtralVisionSpec]):
         return self.linear("fc2", activated(self.linear("fc1", hidden), spec.projector_activation))
 
     def _turns(self, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of each patch: float32 [num_patches, 1, head_size]."""
+        """cos and sin of each patch: float32 [num_patches, 1, head_size] each."""
         places = torch.arange(max(rows, cols), device=self.device)
         down, across = places[:rows, None].expand(-1, cols), places[None, :cols].expand(rows, -1)
         angles = [down.reshape(-1, 1) * self._of_rows, across.reshape(-1, 1) * self._of_cols]

@@ -1,8 +1,8 @@
-"""Towers of Qwen: patches of images of any size, in blocks of `merge` x `merge` that become one vector each.
+"""Towers of Qwen, for images of any size. Each block of `merge` x `merge` patches becomes one vector.
 
-A patch is rotated by its row and column, half of each head by one of them. In Qwen3-VL and Qwen3.5 it has a position of
-a learned square table, too, whose edges are laid on the image's and which is interpolated between them, and attends to
-its whole image; qwen2.py has those before. Sources: transformers' Qwen3VLVisionModel and Qwen3_5VisionModel.
+A patch is rotated by its row and column, one half of each head by either. In Qwen3-VL and Qwen3.5, it also gets a
+learned position: a square table is stretched to the size of the image and interpolated. There, a patch attends to its
+whole image; qwen2.py has the earlier models. Sources: transformers' Qwen3VLVisionModel and Qwen3_5VisionModel.
 """
 
 from abc import abstractmethod
@@ -36,17 +36,17 @@ ACTIVATIONS: Mapping[Activation, activation.Activation] = {
 THETA = 10000.0
 ROOT = "model.visual."
 PATCHES_AT_ONCE = 2048
-"""Images are computed together up to so many patches: more would need more memory, and gain nothing."""
+"""Maximum patches of images that are computed together: more would need more memory and be no faster."""
 
 
 def parts_of(rows: torch.Tensor, at_once: int | None) -> list[slice]:
-    """`at_once` rows in turn; None: all."""
+    """Slices of `at_once` rows each; None: one slice of all rows."""
     size = at_once or len(rows)
     return [slice(first, first + size) for first in range(0, len(rows), size)]
 
 
 class LayerRows(NamedTuple):
-    """Memory that all layers of a tower use in turn."""
+    """Buffers that the layers of a tower share."""
 
     hidden: torch.Tensor  # [num_patches, hidden_size], to which each layer adds
     qkv: torch.Tensor  # [num_patches, 3 * hidden_size]
@@ -56,7 +56,7 @@ class LayerRows(NamedTuple):
 
 
 class QwenTower(VisionTower[Q]):
-    """Images of any sizes, one behind the other."""
+    """Encodes images of any sizes, whose patches are concatenated."""
 
     def __init__(self, parts: Parts, spec: Q) -> None:
         super().__init__(parts, spec)
@@ -104,8 +104,8 @@ class QwenTower(VisionTower[Q]):
 
     @abstractmethod
     def encode_patches(self, patches: torch.Tensor, sides: Sequence[Side], at_once: int | None) -> Pieces:
-        """The vectors of the patches of several images, [num_patches, pixels of all frames], with pauses behind each
-        `at_once` patches of a layer (None: all)."""
+        """Encode the patches of several images, [num_patches, pixels of all frames]; pauses after each `at_once`
+        patches of a layer (None: all)."""
 
     # ---- for towers
 
@@ -115,14 +115,15 @@ class QwenTower(VisionTower[Q]):
         return patches[:, :, None].expand(-1, -1, self.spec.frames, -1, -1).flatten(1).to(self.dtype)
 
     def blocks(self, by_place: torch.Tensor) -> torch.Tensor:
-        """[rows, cols, ...] -> [rows * cols, ...] in the tower's order: the patches of a block side by side."""
+        """[rows, cols, ...] -> [rows * cols, ...] in the tower's order, in which the patches of a block are
+        consecutive."""
         rows, cols, *rest = by_place.shape
         merge = self.spec.merge
         blocks = by_place.reshape(rows // merge, merge, cols // merge, merge, *rest)
         return blocks.transpose(1, 2).reshape(rows * cols, *rest)
 
     def projected(self, patches: torch.Tensor, at_once: int | None) -> Pieces:
-        """The patches times their matrix, [num_patches, hidden_size]. Pauses as `layer` does."""
+        """Project patches to [num_patches, hidden_size]. Pauses as `layer` does."""
         rows = patches.new_empty(len(patches), self.spec.hidden_size)
         for some in parts_of(patches, at_once):
             self.linear("patches", patches[some], rows[some])
@@ -130,7 +131,7 @@ class QwenTower(VisionTower[Q]):
         return rows
 
     def rotation(self, sides: Sequence[Side]) -> Rotation:
-        """Rotate each patch by its row and column. Element i turns with i + head_size / 2."""
+        """cos and sin of each patch, by its row and column. Elements i and i + head_size / 2 of a head are a pair."""
         angles = torch.cat([self._angles(*side) for side in sides])
         cos, sin = angles.cos().to(self.dtype), angles.sin().to(self.dtype)
         return Rotation(torch.cat([cos, cos], 1), torch.cat([-sin, sin], 1))
@@ -146,8 +147,8 @@ class QwenTower(VisionTower[Q]):
         return self.spec.intermediate_size
 
     def layer_rows(self, hidden: torch.Tensor, at_once: int | None) -> LayerRows:
-        """Memory for the layers of these patches, [num_patches, hidden_size], of which `at_once` are computed together
-        (None: all)."""
+        """Buffers for layers over `hidden`, [num_patches, hidden_size], of which `at_once` patches are computed
+        together (None: all)."""
         size, num_patches = self.spec.hidden_size, len(hidden)
         few = min(num_patches, at_once or num_patches)
         shapes = (num_patches, 3 * size), (num_patches, size), (few, size), (few, self.inner_size)
@@ -161,7 +162,7 @@ class QwenTower(VisionTower[Q]):
         rotation: Rotation | None = None,
         at_once: int | None = None,
     ) -> Iterator[None]:
-        """Add to `rows.hidden` what layer `layer` computes, with pauses behind each `at_once` of them (None: all)."""
+        """Add the output of layer `layer` to `rows.hidden`; pauses after each `at_once` patches (None: all)."""
         parts = parts_of(rows.hidden, at_once)
         for some in parts:
             hidden = rows.hidden[some]
@@ -183,19 +184,19 @@ class QwenTower(VisionTower[Q]):
     def norm(
         self, name: str, x: torch.Tensor, eps: float | None = None, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """A norm of x over its last axis, in `out` if there is one."""
+        """Normalize x over its last axis; into `out` unless that is None."""
         own, out = self._weights[name], torch.empty_like(x) if out is None else out
         weights = own.weight.float(), None if own.bias is None else own.bias.float()
         self.ops.wide_norm(x, WideNormWeights(*weights, eps or self.spec.norm_eps, centered=True), out)
         return out
 
     def feed_forward(self, layer: int, x: torch.Tensor, inner: torch.Tensor) -> None:
-        """x becomes what the MLP of a layer makes of it: [.., hidden_size]; inner: [.., inner_size]."""
+        """Replace x, [.., hidden_size], by the output of a layer's MLP. inner: a buffer, [.., inner_size]."""
         self.linear(f"{layer}.fc1", x, inner)
         self.linear(f"{layer}.fc2", self.activate(inner), x)
 
     def activate(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [.., inner_size] with the activation of the tower in its place -> [.., intermediate_size]."""
+        """Apply the tower's activation to x in place: [.., inner_size] -> [.., intermediate_size]."""
         kind = ACTIVATIONS.get(self.spec.activation)
         if kind is None:
             return x.mul_(torch.sigmoid(1.702 * x))
@@ -203,8 +204,8 @@ class QwenTower(VisionTower[Q]):
         return x
 
     def merged(self, name: str, blocks: torch.Tensor, at_once: int | None = None) -> Pieces:
-        """Vectors of the text model of blocks of patches: [num_tokens, merge^2 * hidden_size] -> [.., out_size]. Pauses
-        as `layer` does; a block counts as its patches."""
+        """Turn blocks of patches into vectors of the text model: [num_tokens, merge^2 * hidden_size] -> [.., out_size].
+        Pauses as `layer` does; a block counts as merge^2 patches."""
         vectors = list[torch.Tensor]()
         for some in blocks.split(max(1, at_once // self.spec.merge**2) if at_once else len(blocks)):
             inner = self.linear(f"{name}.fc1", some)
@@ -223,13 +224,13 @@ class QwenTower(VisionTower[Q]):
         return spec.hidden_size, 3, spec.frames, spec.patch_size, spec.patch_size
 
     def merger_groups(self, name: str, first: str, second: str) -> Iterator[WeightGroup]:
-        """The weights of `merged`, whose matrices the checkpoint calls `first` and `second`."""
+        """The weights of `merged`; `first` and `second` are the names of its matrices in the checkpoint."""
         yield self.matrix(f"{name}.fc1", [first], self.block_size, self.block_size)
         yield self.matrix(f"{name}.fc2", [second], self.spec.out_size, self.block_size)
 
 
 class Qwen3Tower(QwenTower[Qwen3VisionSpec]):
-    """Qwen3-VL's and Qwen3.5's."""
+    """The tower of Qwen3-VL and Qwen3.5."""
 
     def encode_patches(self, patches: torch.Tensor, sides: Sequence[Side], at_once: int | None) -> Pieces:
         yield
@@ -251,7 +252,7 @@ class Qwen3Tower(QwenTower[Qwen3VisionSpec]):
         return torch.cat([vectors, *deep], 1)
 
     def _corners(self, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:  # [4, num_patches] each
-        """The positions between which those of an image lie, and the share that each has of a patch's."""
+        """For each patch of an image, the four entries of the position table around it, and the weight of each."""
         side = self.spec.side
         down, across = (torch.linspace(0, side - 1, count, device=self.device) for count in (rows, cols))
         top, left = down.int(), across.int()

@@ -1,7 +1,7 @@
 """The towers of Qwen2-VL and Qwen2.5-VL, which have no learned positions.
 
-In Qwen2.5-VL the patches of a window attend to each other alone, but for some layers; so its patches stand in the order
-of windows. Source: transformers' Qwen2_5_VisionTransformerPretrainedModel.
+In most layers of Qwen2.5-VL, a patch attends to the patches of its window only; so patches are sorted by window.
+Source: transformers' Qwen2_5_VisionTransformerPretrainedModel.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from vllm_lite.layers.weights.weight_slot import WeightGroup
 
 
 class Qwen2Tower(QwenTower[Qwen2VisionSpec]):
-    """Qwen2-VL's and Qwen2.5-VL's."""
+    """The tower of Qwen2-VL and Qwen2.5-VL."""
 
     def encode_patches(self, patches: torch.Tensor, sides: Sequence[Side], at_once: int | None) -> Pieces:
         spec, few = self.spec, self.spec.merge**2
@@ -40,8 +40,8 @@ class Qwen2Tower(QwenTower[Qwen2VisionSpec]):
         return vectors
 
     def _windows(self, sides: Sequence[Side]) -> tuple[torch.Tensor, list[int]]:
-        """The tokens of all images in the order of their windows, and how many each has: fewer at the right and at the
-        bottom. Without windows each image is one."""
+        """The tokens of all images in the order of windows, and the number of tokens of each window, which is smaller
+        at the right and bottom edges. Without windows, each image is one window."""
         merge, windows, first = self.spec.merge, list[torch.Tensor](), 0
         for rows, cols in ((rows // merge, cols // merge) for rows, cols in sides):
             places = torch.arange(first, first + rows * cols, device=self.device).view(rows, cols)

@@ -12,20 +12,20 @@ from vllm_lite.layers.vision.tower import Pieces, VisionTower, drained
 from vllm_lite.layers.weights.weight_slot import WeightGroup
 
 TILES_AT_ONCE = 4
-"""More of them would need more memory, and gain nothing."""
+"""Tiles that are computed together: more would need more memory and be no faster."""
 T = TypeVar("T", bound=TileVisionSpec)
 
 
 class Siglip(VisionTower[T]):
-    """Layers over the patches of tiles. `_positions` has the row of the position table for each patch."""
+    """Layers over the patches of tiles. `_positions` has, for each patch, its row in the position table."""
 
     def __init__(self, parts: Parts, spec: T) -> None:
         super().__init__(parts, spec)
         self._positions = torch.arange(spec.side**2, device=parts.device)
 
     def hidden(self, tiles: torch.Tensor) -> Pieces:
-        """tiles: uint8 [num_tiles, image_size, image_size, 3] -> what the last layer leaves: [num_tiles, side^2,
-        hidden_size]. Pixels behind the last whole patch are not seen. Pauses behind each layer."""
+        """Run all layers: tiles, uint8 [num_tiles, image_size, image_size, 3] -> [num_tiles, side^2, hidden_size].
+        Ignores pixels after the last whole patch. Pauses after each layer."""
         spec, patch, side = self.spec, self.spec.patch_size, self.spec.side
         seen = tiles[:, : side * patch, : side * patch]
         colors = self.colors(seen).reshape(-1, side, patch, side, patch, 3)
@@ -38,7 +38,7 @@ class Siglip(VisionTower[T]):
         return hidden
 
     def placed(self, patches: torch.Tensor) -> torch.Tensor:  # [num_tiles, num_patches, hidden_size]
-        """Vectors that the first layer reads, of patches."""
+        """Add positions to patches: the input of the first layer."""
         return patches + self.table("positions")[self._positions]
 
     def largest(self, num_tokens: int) -> list[torch.Tensor]:  # noqa: ARG002
@@ -52,7 +52,7 @@ class Siglip(VisionTower[T]):
         return self.linear(f"{layer}.out", attended.transpose(1, 2).reshape(num_tiles, num_patches, size))
 
     def layer_groups(self, root: str, num_positions: int, *, patch_bias: bool = True) -> Iterator[WeightGroup]:
-        """The weights of `hidden`; their names begin with `root`."""
+        """The weights of `hidden`, whose names in the checkpoint begin with `root`."""
         spec, size, inner = self.spec, self.spec.hidden_size, self.spec.intermediate_size
         patch = f"{root}embeddings.patch_embedding", (size, 3, spec.patch_size, spec.patch_size)
         yield self.group("patches", [patch[0]], patch[1], bias=patch_bias)
@@ -68,7 +68,7 @@ class Siglip(VisionTower[T]):
 
 
 class SiglipTower(Siglip[SiglipSpec]):
-    """SigLIP, and a projection of `merge` x `merge` patches each."""
+    """SigLIP, followed by a projection of each `merge` x `merge` patches to one vector."""
 
     def __init__(self, parts: Parts, spec: SiglipSpec) -> None:
         super().__init__(parts, spec)
@@ -108,9 +108,9 @@ class SiglipTower(Siglip[SiglipSpec]):
 
 
 def position_ids(side: int) -> torch.Tensor:
-    """int64 [side * side], the row of the position table for each patch. A patch's place, as a fraction of the side in
-    float32, is looked up among the fractions at which the rows begin: rounding puts some a row too low, and the model
-    has learned with that."""
+    """The row of the position table for each patch, int64 [side * side]. It is found by comparing the patch's position,
+    as a float32 fraction of the side, with the fractions at which rows begin. Rounding makes some rows one too low; the
+    model was trained with these."""
     begins = torch.arange(1 / side, 1.0, 1 / side)
     places = torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))
     rows = torch.bucketize(places.clamp(max=1.0 - 1e-6), begins, right=True)

@@ -1,4 +1,4 @@
-"""The base of all towers. Every rank holds all of one. It runs before the forward pass of a step, for few images."""
+"""The base of all towers. Every rank has a whole tower. It runs before the forward pass of a step, for a few images."""
 
 import math
 from abc import ABC, abstractmethod
@@ -19,14 +19,14 @@ S = TypeVar("S", bound=VisionSpec)
 
 
 PIECE_ROWS = 64
-"""Patches that are computed together where a tower pauses: some milliseconds of one layer's matrices."""
+"""Patches that are computed between two pauses: some milliseconds of one layer's matrices."""
 
 Pieces = Generator[None, None, torch.Tensor]
-"""A computation that pauses at each yield, and returns its result."""
+"""A computation that pauses at each yield and finally returns its result."""
 
 
 def drained(pieces: Pieces, progress: Callable[[], None]) -> torch.Tensor:
-    """The result, without a pause. `progress` is called where there would be one."""
+    """Run a computation to its end and return its result. `progress` is called at each pause."""
     while True:
         try:
             next(pieces)
@@ -44,7 +44,7 @@ class Weighted(NamedTuple):
 
 
 class VisionTower(ABC, Generic[S]):
-    """Made with no weights; `weight_groups` says which it needs."""
+    """A tower. It is created without weights; `weight_groups` returns those that it needs."""
 
     def __init__(self, parts: Parts, spec: S) -> None:
         self.spec = spec
@@ -58,11 +58,11 @@ class VisionTower(ABC, Generic[S]):
 
     @abstractmethod
     def shape(self, num_tokens: int, grid: Sequence[int]) -> tuple[int, int]:
-        """Height and width in pixels of a medium of so many vectors and this grid. Raises ValueError, in one sentence,
-        if there is none."""
+        """Height and width in pixels of a medium with `num_tokens` vectors and this grid. Raises ValueError, with one
+        sentence, if no image can have them."""
 
     def places(self, num_tokens: int, grid: Sequence[int]) -> torch.Tensor | None:  # noqa: ARG002
-        """Tokens of a medium that have a vector, counted from its first: int64 [num_vectors]; None: all of them."""
+        """Indexes of a medium's tokens that have a vector: int64 [num_vectors]; None: all tokens."""
         return None
 
     @abstractmethod
@@ -71,28 +71,29 @@ class VisionTower(ABC, Generic[S]):
         images: Sequence[torch.Tensor],  # uint8 [height, width, 3] each
         progress: Callable[[], None] = lambda: None,
     ) -> list[torch.Tensor]:
-        """The vectors of each image: [num_vectors, hidden_size of the text]. `progress` is called behind each layer."""
+        """The vectors of each image: [num_vectors, hidden_size of the text model]. `progress` is called after each
+        layer."""
 
     @abstractmethod
     def in_pieces(self, image: torch.Tensor) -> Pieces:
-        """As `encode`, for one image, with a pause at each yield."""
+        """Encode one image as `encode` does, with a pause at each yield."""
 
     def arranged(self, vectors: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:  # noqa: ARG002
-        """The vectors of a medium with this grid in the order of its tokens, of those that `encode` made."""
+        """Arrange the vectors from `encode` in the order of the medium's tokens."""
         return vectors
 
     @abstractmethod
     def largest(self, num_tokens: int) -> list[torch.Tensor]:
-        """Images that need as much memory at once as any of a step that computes so many vectors."""
+        """Images that need the most memory of any that a step with `num_tokens` vectors can encode at once."""
 
     @abstractmethod
     def weight_groups(self) -> Iterator[WeightGroup]:
-        """The weights, by their names in the checkpoint."""
+        """The weights, with their names in the checkpoint."""
 
     # ---- for towers
 
     def square(self, num_tokens: int) -> torch.Tensor:
-        """A black image of about so many vectors."""
+        """A black square image with about `num_tokens` vectors."""
         side = max(1, math.isqrt(num_tokens)) * self.spec.patch_size * self.spec.merge
         return torch.zeros(side, side, 3, dtype=torch.uint8)
 
@@ -100,8 +101,8 @@ class VisionTower(ABC, Generic[S]):
         return (images.to(self.device).float() / 255 - self._mean) / self._std
 
     def linear(self, name: str, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """x times a `matrix`, or a `group` that is stored with more than two axes; x: [..., inputs]. In `out` if there
-        is one, [num_rows, outputs], and then x has two axes."""
+        """Multiply x, [..., inputs], by the weight `name`, which `matrix` or `group` declared, and add its bias. With
+        `out`, [num_rows, outputs], x must have two axes."""
         made = self._matrices.get(name)
         if made is None:
             own = self._weights[name]
@@ -118,20 +119,20 @@ class VisionTower(ABC, Generic[S]):
         return functional.layer_norm(x, own.weight.shape, own.weight, own.bias, eps or self.spec.norm_eps)
 
     def rms_norm(self, name: str, x: torch.Tensor, eps: float) -> torch.Tensor:
-        """In float32, but for the weight."""
+        """RMS norm in float32; the product with the weight is in the dtype of x."""
         wide = x.float()
         return self._weights[name].weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
     def mlp(self, layer: int, x: torch.Tensor) -> torch.Tensor:
-        """Two matrices with an activation between them."""
+        """The two matrices of a layer, with the activation between them."""
         return self.linear(f"{layer}.fc2", activated(self.linear(f"{layer}.fc1", x), self.spec.activation))
 
     def table(self, name: str) -> torch.Tensor:
-        """A matrix whose rows are looked up."""
+        """The weight `name` itself, for example to look up its rows."""
         return self._weights[name].weight
 
     def group(self, name: str, stored: list[str], shape: tuple[int, ...], *, bias: bool = True) -> WeightGroup:
-        """Tensors that the checkpoint calls `stored`, below one another in the weight `name`."""
+        """Declare the weight `name`: the checkpoint's tensors `stored`, below each other."""
 
         def take(weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
             self._weights[name] = Weighted(weight.flatten(1) if weight.dim() > 2 else weight, bias)
@@ -143,16 +144,16 @@ class VisionTower(ABC, Generic[S]):
     def matrix(
         self, name: str, stored: Sequence[str], outputs: int, inputs: int | None = None, *, bias: bool = True
     ) -> WeightGroup:
-        """Matrices that the checkpoint calls `stored`, of so many outputs each, below one another in the product
-        `name`, by the kernels of text models. `inputs`: None is the tower's size."""
+        """Declare the matrix `name`, which the kernels of text models multiply: the checkpoint's matrices `stored`, of
+        `outputs` rows each, below each other. `inputs`: None means the tower's hidden size."""
         own = Split.whole(self.spec.hidden_size if inputs is None else inputs)
         shape = LinearShape(own, (Split.whole(outputs),) * len(stored), self.dtype, self.device)
         made = self._matrices.setdefault(name, Linear(shape, bias=bias, form=self._form))
         return made.group(*stored)
 
     def tensor(self, name: str, stored: str, shape: tuple[int, ...], *, turned: bool = False) -> WeightGroup:
-        """The tensor `stored`, called neither weight nor bias, as the table `name` of this shape; of a matrix `turned`
-        the checkpoint has the axes exchanged."""
+        """Declare the table `name`: the checkpoint's tensor `stored`, whose name ends neither with weight nor bias.
+        `turned`: the checkpoint has the matrix transposed."""
 
         def take(weight: torch.Tensor) -> None:
             self._weights[name] = Weighted(weight)
@@ -170,8 +171,8 @@ def activated(x: torch.Tensor, activation: Activation) -> torch.Tensor:
 
 
 def turned(heads: torch.Tensor, turns: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """heads: [num_patches, num_heads, head_size]; turns: cos and sin, float32 [num_patches, 1, head_size]. Element i
-    turns with i + head_size / 2, in float32."""
+    """Rotate heads, [num_patches, num_heads, head_size], by turns: cos and sin, float32 [num_patches, 1, head_size].
+    Elements i and i + head_size / 2 are a pair. Computes in float32."""
     cos, sin = turns
     x = heads.float()
     first, second = x.chunk(2, -1)
