@@ -1,7 +1,7 @@
 // Cuts a step's attention into items and tasks, once per step, and runs them, once per layer.
-//
-// How a row's keys are summed up depends on its position alone (attention.h), never on the rows beside it, on the batch
-// or on the number of threads: a token's bits are the same decoded, drafted and in any chunk of a prompt.
+// The order in which a row's keys are summed up depends only on its position (attention.h), never on other rows, the
+// batch or the number of threads. So a token has the same bits in a decode step, as a draft, and in any chunk of a
+// prompt.
 #include "attention.h"
 
 #include <algorithm>
@@ -17,29 +17,28 @@ using namespace vllm_lite;
 
 namespace {
 
-constexpr int kBlockRows = 6;  // the kernel takes so many rows together
+constexpr int kBlockRows = 6;  // rows that the kernel computes together
 
-// Estimates, to size tasks only. Taking a task costs about 0.1 us, waking threads up several.
+// Estimates for the sizes of tasks. Taking a task costs about 0.1 us, waking threads several us.
 constexpr double kNsPerItem = 300, kBytesPerNs = 25, kFlopsPerNs = 100;
 constexpr double kTaskNs = 10'000, kLargeTaskNs = 80'000, kAloneNs = 8'000, kLeastTaskNs = 4'000;
-constexpr int kTasksPerThread = 12;  // enough for threads to finish together; within a task keys are fetched ahead
+constexpr int kTasksPerThread = 12;  // enough for threads to finish together; keys are prefetched within a task only
 
-// A plan lies in a buffer of int32 that the caller gives: this record, the items, the tokens of those that sequences
-// share, where each task ends (in units of one item and one KV head, items outermost), then the rows to be zeroed as
-// (first row, number of rows).
+// The caller's buffer of int32 has the plan: this record, the items, the SharedTokens, the end of each task (in units
+// of one item and one KV head, items outermost), then the rows to be zeroed as (first row, number of rows).
 struct Plan {
   int32_t num_items, num_tokens, num_tasks, num_gaps, num_partial_rows, num_counters, window;
 };
 constexpr int64_t kPlanInts = sizeof(Plan) / 4, kItemInts = sizeof(AttentionItem) / 4;
 constexpr int64_t kTokenInts = sizeof(SharedToken) / 4;
 
-// Counters of a sequence: rows that have a split's results, and rows for which a section with others is as far as it is
-// common, after which each sequence goes on by itself.
+// Counters of a sequence: rows whose results of a split are done, and rows whose shared part of an open section is
+// done, after which an item of the sequence alone resumes the section.
 constexpr int kCounters = 2;
 
 struct Draft {
   std::vector<AttentionItem> items;
-  std::vector<AttentionItem> resuming;  // behind those, in no task: run when the items that they resume are done
+  std::vector<AttentionItem> resuming;  // stored after `items`; run, outside of tasks, after the items that they resume
   std::vector<int32_t> task_ends, gaps;
   SharedPrefixes shared;
 };
@@ -52,7 +51,7 @@ int round_up(int x, int unit) {
   return (x + unit - 1) / unit * unit;
 }
 
-// Adds an item for each of `item`'s splits, the first of which begins in the section `section`.
+// Adds an item for each split of `item`, whose first split is in the section `section`.
 void add_each_split(Plan* plan, std::vector<AttentionItem>* items, AttentionItem item, int section, int size) {
   const int begin = item.key_begin, end = item.key_end;
   item.partial = plan->num_partial_rows;
@@ -66,8 +65,8 @@ void add_each_split(Plan* plan, std::vector<AttentionItem>* items, AttentionItem
   }
 }
 
-// Adds an item for each section of `item`'s rows, whose keys are set for all of them; or `item` itself, if there is one
-// section only or if the results of all would take too much memory.
+// Adds an item for each section of `item`, whose key range is set for all of them; or `item` itself, if it has only one
+// section or if the partial results would take too much memory.
 void add_splits(Plan* plan, std::vector<AttentionItem>* items, AttentionItem item, int size, int most) {
   const int first = item.key_begin / size, count = (item.key_end - 1) / size + 1 - first;
   if (count == 1 || count > kMaxSections || count * item.num_rows > most) {
@@ -78,16 +77,17 @@ void add_splits(Plan* plan, std::vector<AttentionItem>* items, AttentionItem ite
   add_each_split(plan, items, item, first, size);
 }
 
-// Few units for each thread, and some would wait for others at the end.
+// Rows of an item. With few units for each thread, items are half as large, so that no thread waits long for others at
+// the end.
 int rows_of_items(const AttentionShape& shape, int num_tokens) {
   const int most = max_rows(shape.head_size);
   return 1.0 * num_tokens * shape.num_heads < 1.0 * kTasksPerThread * num_threads() * most ? most / 2 : most;
 }
 
-// A sequence's rows of a step: l in [0, num_rows), the first at `position`.
+// A sequence's rows in a step: l in [0, num_rows), the first at `position`.
 struct Rows {
   int sequence, query_row, position, num_rows, group;
-  int most;  // rows of an item
+  int most;  // maximum rows of an item
   bool both_ways;
 
   AttentionItem item(int first, int count, int window) const {
@@ -110,8 +110,8 @@ struct Rows {
   }
 };
 
-// Adds the items of the rows [begin, end), whose sections have one size: the longest first, for threads to finish
-// together.
+// Adds the items of the rows [begin, end), whose sections have one size. The items with most keys come first, so that
+// threads finish together.
 void add_tiles(Plan* plan, std::vector<AttentionItem>* items, const Rows& rows, int begin, int end) {
   const int count = end - begin, num_tiles = (count + rows.most - 1) / rows.most;
   const int tile_rows = num_tiles == 1 ? count : round_up((count + num_tiles - 1) / num_tiles, kBlockRows);
@@ -135,7 +135,7 @@ void add_sequence(Plan* plan, std::vector<AttentionItem>* items, const Rows& row
   }
 }
 
-// Adds the sections that a sequence has for itself, of which it may resume the first.
+// Adds the items of the sections that a sequence does not share. The first of them may resume a shared section.
 void add_own_sections(Plan* plan, Draft* draft, const Rows& rows, Sharer* sharer) {
   std::vector<AttentionItem>& items = draft->items;
   AttentionItem item = rows.item(0, rows.num_rows, 0);
@@ -194,7 +194,7 @@ struct Step {
   }
 };
 
-// Adds the sequences with more rows than an item has, or those with fewer.
+// Adds the sequences with more rows than an item (`large`), or the others.
 void add_sequences(Plan* plan, Draft* draft, const Step& step, bool large) {
   Sharer* sharer = draft->shared.sharers.data();
   const Sharer* const end = sharer + draft->shared.sharers.size();
@@ -213,7 +213,7 @@ void add_sequences(Plan* plan, Draft* draft, const Step& step, bool large) {
   }
 }
 
-// Finds what sequences have in common, by their block tables, and adds items for it.
+// Finds common prefixes of sequences by their block tables, and adds items for them.
 void add_shared(Draft* draft, const Step& step, const int32_t* table, int64_t table_stride) {
   const int most = max_rows(step.shape.head_size);
   for (int i = 0; i < step.num_seqs; ++i) {
@@ -225,10 +225,10 @@ void add_shared(Draft* draft, const Step& step, const int32_t* table, int64_t ta
 
 }  // namespace
 
-// Works out `plan` for a step; starts: int32 [num_seqs + 1], seq_lens: int32 [num_seqs]. window 0 = none. table: null,
-// or the block table [num_seqs, table_stride] that the layers will have: what sequences begin with alike is then read
-// once for all of them, where there is no window. Returns -1; or, when the plan takes more than `capacity` int32 or its
-// splits more than `max_partial_rows`, how many int32 it takes, and then it is no plan.
+// Plans the attention of a step. starts: int32 [num_seqs + 1], seq_lens: int32 [num_seqs]. window 0: none. table: null,
+// or the block table [num_seqs, table_stride] that the layers will use; common prefixes are then read once for all
+// their sequences, unless there is a window. Returns -1. If the plan needs more than `capacity` int32 or its splits
+// more than `max_partial_rows`, returns the number of int32 that it needs, and writes no plan.
 VLLM_LITE_API int64_t vllm_lite_attention_plan(const AttentionShape* shape, const int32_t* starts,
                                                const int32_t* seq_lens, int32_t num_seqs, int32_t num_tokens,
                                                int32_t window, const int32_t* table, int64_t table_stride,
@@ -270,12 +270,12 @@ VLLM_LITE_API int64_t vllm_lite_attention_plan(const AttentionShape* shape, cons
 }
 VLLM_LITE_RECORDABLE(vllm_lite_attention_plan)
 
-// One layer. Strides count elements: of a row of `query` [num_tokens, num_heads, head_size] and of `out` [num_tokens,
-// num_heads, value_size], of a row of `table`, and kv_strides [4] of `kv` [num_blocks, 2, num_kv_heads, block_size,
-// head_size], whose last axis is dense; kv_strides[1] is 0 where V is the first value_size elements of K. sinks:
-// [num_heads], one more score of each head's softmax, which attends to nothing; or null. partials: room for
-// num_partial_rows * num_kv_heads * partial_size floats; counters: num_counters * num_kv_heads zeros, which are
-// zeros again afterwards.
+// Computes attention for one layer. Strides are in elements: of a row of `query` [num_tokens, num_heads, head_size], of
+// `out` [num_tokens, num_heads, value_size] and of `table`, and kv_strides [4] of `kv` [num_blocks, 2, num_kv_heads,
+// block_size, head_size], whose last axis is dense. kv_strides[1] is 0 if V is the first value_size elements of K.
+// sinks: [num_heads], one more score in each head's softmax, without a value; or null. partials: room for
+// num_partial_rows * num_kv_heads * partial_size floats. counters: num_counters * num_kv_heads zeros, which are zeros
+// again afterwards.
 VLLM_LITE_API void vllm_lite_attend(const AttentionShape* shape, const int32_t* plan_in, const int32_t* table,
                                     int64_t table_stride, const void* query, int64_t query_stride, const void* kv,
                                     const int64_t* kv_strides, void* out, int64_t out_stride, const float* sinks,
@@ -316,18 +316,19 @@ VLLM_LITE_API void vllm_lite_attend(const AttentionShape* shape, const int32_t* 
   const auto attend = VLLM_LITE_DISPATCH_TILES(attend_item);
   const auto merge = VLLM_LITE_DISPATCH(merge_splits);
   const int num_heads = shape->num_kv_heads, group = shape->num_heads / num_heads;
-  // Whether these rows of a sequence are the last of `all`, which then are counted anew.
+  // Counts finished rows of a sequence. True for the last of `all` rows; then the counter is 0 again.
   const auto are_last = [&](int counter, int head, int num_rows, int all) {
     int32_t* finished = counters + counter * num_heads + head;
     if (__atomic_add_fetch(finished, num_rows, __ATOMIC_ACQ_REL) < all) return false;
     *finished = 0;
     return true;
   };
-  // Some rows of a sequence have the results of a split. The thread that finishes the last of all merges them.
+  // Called when `num_rows` rows of a sequence have the results of a split. The thread with the last results merges all.
   const auto finish = [&](const AttentionItem& item, int head, int num_rows) {
     if (are_last(item.counter, head, num_rows, item.num_splits * item.num_rows)) merge(call, item, head);
   };
-  // Rows of several sequences have them; a section that is not at its end is resumed where all rows have got so far.
+  // The same for rows of several sequences. An open section of a sequence is resumed when all its rows have the shared
+  // part.
   const auto finish_shared = [&](const AttentionItem& item, int head, char* scratch) {
     const bool has_result = item.split != item.open_split;
     for (int i = 0; i < item.num_rows; i += group) {

@@ -6,20 +6,20 @@ namespace vllm_lite {
 
 namespace {
 
-constexpr int kUnitsPerThread = 4;  // so many of one size let threads finish together
-constexpr int kLeastRows = 64;      // of an item, where there are more: with fewer, packing keys takes most of the time
+constexpr int kUnitsPerThread = 4;  // with so many units of one size, threads finish at about the same time
+constexpr int kLeastRows = 64;      // minimum rows of an item: with fewer, packing keys takes most of the time
 
-// Number of blocks that both begin with, of up to `most`.
+// Number of first blocks that both have in common, up to `most`.
 int num_equal(const Sharer& x, const Sharer& y, int most) {
   return static_cast<int>(std::mismatch(x.blocks, x.blocks + most, y.blocks).first - x.blocks);
 }
 
-// Number of the last block in which a section lies.
+// Index of the block that has a section's last key.
 int last_block(const Sharer& sharer, int section, int block_size) {
   return ((section + 1) * sharer.section - 1) / block_size;
 }
 
-// Sections that both have in the same blocks.
+// Number of first sections whose keys both sequences have in the same blocks.
 int sections_in_common(const Sharer& x, const Sharer& y, int block_size) {
   if (x.section != y.section) return 0;
   const int most = std::min(x.num_before, y.num_before), num_blocks = last_block(x, most - 1, block_size) + 1;
@@ -48,7 +48,7 @@ void SharedPrefixes::add(int sequence, int query_row, int query_len, int seq_len
   sharers.push_back(sharer);
 }
 
-// By the blocks in which sections end: equal ones nearly always have equal ones before them.
+// Sorts by the blocks in which sections end: if these are equal, the blocks before them nearly always are, too.
 void SharedPrefixes::sort(int block_size) {
   order_.resize(sharers.size());
   for (size_t i = 0; i < order_.size(); ++i) order_[i] = static_cast<int32_t>(i);
@@ -80,11 +80,12 @@ void SharedPrefixes::find(const AttentionShape& shape, int most_rows, std::vecto
   }
 }
 
-// The sequences at [begin, end) of the order have a section in common at least. Where several have more in common than
-// all, each section is an item of its own; else one item has all sections, as long as there are enough of these.
+// Shares the prefix of the sequences at [begin, end) of the order, which have at least one section in common. If some
+// of them have more sections in common than all, each section becomes an item; else one item has all sections, provided
+// that there are enough items for all threads.
 void SharedPrefixes::share(const Sizes& sizes, int begin, int end, std::vector<AttentionItem>* items) {
   const auto [least, most] = std::minmax_element(common_.begin() + begin + 1, common_.begin() + end);
-  int64_t num_rows = 0, by_section = 0, at_once = 0, room = 0, more_room = 0;  // rows of results, and how many may be
+  int64_t num_rows = 0, by_section = 0, at_once = 0, room = 0, more_room = 0;  // rows of results, and limits
   for (int i = begin; i < end; ++i) {
     const Sharer& sharer = sharers[order_[i]];
     const int64_t rows = sharer.num_tokens * sizes.group;
@@ -135,8 +136,8 @@ void SharedPrefixes::share(const Sizes& sizes, int begin, int end, std::vector<A
   add_items(sizes, begin, end, item, items);
 }
 
-// Where the keys end that all sequences at [begin, end) of the order have in the same blocks and before their rows, in
-// whole steps of the softmax; 0 if some has a section behind those that all have.
+// End of the keys that all sequences at [begin, end) of the order have in the same blocks and before their rows,
+// rounded down to whole steps of the softmax. 0 if a sequence has a whole section after the common ones.
 int SharedPrefixes::end_in_common(const Sizes& sizes, int begin, int end) const {
   const Sharer& first = sharers[order_[begin]];
   int num_keys = first.position;
@@ -149,7 +150,7 @@ int SharedPrefixes::end_in_common(const Sizes& sizes, int begin, int end) const 
   return num_keys / kStepKeys * kStepKeys;
 }
 
-// Adds `item` for the sequences at [begin, end) of the order, cut into as many as their rows make.
+// Adds `item` for the sequences at [begin, end) of the order, cut into several items by their number of rows.
 void SharedPrefixes::add_items(const Sizes& sizes, int begin, int end, AttentionItem item,
                                std::vector<AttentionItem>* items) const {
   const Sharer &first = sharers[order_[begin]], &last = sharers[order_[end - 1]];

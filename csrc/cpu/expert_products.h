@@ -1,4 +1,4 @@
-// The matrix products of a layer's experts as tasks: of all experts that a window of rows goes to.
+// The matrix products of a layer's experts, as tasks: one product for all experts of a window of pairs.
 #pragma once
 
 #include <sched.h>
@@ -16,13 +16,13 @@
 
 namespace vllm_lite {
 
-constexpr int64_t kMaxPairs = 2048;  // of a window
+constexpr int64_t kMaxPairs = 2048;  // maximum pairs of a window
 
 inline int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-// Pairs of one expert in a window; rows count from the window's first pair.
+// The pairs of one expert in a window; rows are counted from the window's first pair.
 struct Segment {
   int64_t expert, first_row, num_rows;
 };
@@ -36,7 +36,7 @@ class ExpertProduct {
     int32_t type;
   };
 
-  // Rows as integers go to `integers`.
+  // Sets the product up. `integers`: memory for quantized rows.
   void prepare(const PackedWeight* const* weights, const std::vector<Segment>& segments, Rows x, Rows out,
                char* integers) {
     const bool as_integers = quantizes_rows(*weights[segments[0].expert]);
@@ -68,7 +68,7 @@ class ExpertProduct {
                  [&](int64_t number) { quantize(panels_[static_cast<size_t>(number)]); });
   }
 
-  // The rows of one segment, by this thread.
+  // Quantizes the rows of one segment on this thread.
   void quantize(size_t segment) const {
     const auto is_before = [](const Task& panel, size_t call) { return panel.call < call; };
     auto panel = std::lower_bound(panels_.begin(), panels_.end(), segment, is_before);
@@ -84,7 +84,7 @@ class ExpertProduct {
     VLLM_LITE_DISPATCH_TILES(linear)(calls_[task.call], task.part);
   }
 
-  // Asks for the first weights of a task.
+  // Prefetches the first weights of a task.
   void fetch(int64_t number) const {
     constexpr int64_t kBytes = 4096;
     const Task& task = tasks_[static_cast<size_t>(number)];
@@ -111,7 +111,7 @@ class ExpertProduct {
     LinearTask part;
   };
 
-  // Whether a row becomes the same integers for all these weights.
+  // Whether a row is quantized to the same integers for all these weights.
   static bool are_alike(const PackedWeight* const* weights, const std::vector<Segment>& segments) {
     const PackedWeight& first = *weights[segments[0].expert];
     return std::all_of(segments.begin(), segments.end(), [&](const Segment& segment) {
@@ -127,8 +127,9 @@ class ExpertProduct {
         call, {part.first_row, part.num_rows, 0, call.quantized->layout.num_groups, false});
   }
 
-  // Tasks of about one size, some for each thread. Rows change fastest: weights are in the cache for all of them. Else
-  // each thread, if all are as fast, gets blocks of an expert that follow one another: what it asks for ahead it takes.
+  // Cuts the product into tasks of about one size, several for each thread. Consecutive tasks have the same weights and
+  // other rows, so the weights are in the cache. Blocks are interleaved so that threads of equal speed get consecutive
+  // blocks of an expert each, and use what they prefetched.
   void cut(int64_t total_blocks) {
     tasks_.clear();
     panels_.clear();
@@ -169,10 +170,10 @@ class ExpertProduct {
   std::vector<LinearCall> calls_;
   std::vector<QuantizedRows> quantized_;
   std::vector<Task> tasks_, panels_;
-  std::vector<int64_t> counts_;  // of each segment's tasks
+  std::vector<int64_t> counts_;  // number of each segment's tasks
 };
 
-// What tasks of one segment wait for: how many are left before it is ready.
+// Counts the tasks of each segment that are left before it is ready.
 class Countdowns {
  public:
   void begin(const ExpertProduct& product, size_t num_segments) {
@@ -180,12 +181,12 @@ class Countdowns {
     for (size_t i = 0; i < num_segments; ++i) left_[i].store(product.num_tasks_of(i), std::memory_order_relaxed);
   }
 
-  // True for the last of a segment's tasks: only then call `ready`.
+  // Called after a task. True for the last task of a segment; its thread must then call `ready`.
   bool done(size_t segment) { return left_[segment].fetch_sub(1, std::memory_order_acq_rel) == 1; }
   void ready(size_t segment) { left_[segment].store(kReady, std::memory_order_release); }
 
   void wait(size_t segment) const {
-    constexpr int kSpins = 4096;  // a thread that has been put aside needs a processor
+    constexpr int kSpins = 4096;  // then yield, because a preempted thread needs a processor
     for (int i = 0; left_[segment].load(std::memory_order_acquire) != kReady; ++i) {
       i < kSpins ? pause_cpu() : static_cast<void>(sched_yield());
     }

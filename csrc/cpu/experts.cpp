@@ -1,13 +1,11 @@
-// The experts of a layer as one operation: rows are grouped by expert, each group passes its expert's two products, and
-// what comes out is added up for each token.
-//
-// A pair is a token and one of its experts. Pairs are in the order of the experts, and of the tokens of each. They are
-// computed in windows of at most kMaxPairs, so that scratch memory does not grow with the step, nor leaves the caches:
-// few threads have smaller windows. A window ends with an expert where it can. A token's outputs are added in the order
-// of the experts' numbers, whatever else is in the step: its result depends on nothing but its row, its experts, its
-// adapter and the instruction set.
-//
-// Adapters (lora.h) add to what each product gave to the pairs of their tokens.
+// The experts of a layer as one operation: rows are grouped by expert, each group goes through its expert's two
+// products, and the outputs are added up for each token.
+// A pair is a token and one of its experts. Pairs are sorted by expert, then by token. They are computed in windows of
+// at most kMaxPairs, so that scratch memory does not grow with the step and stays in the caches; with few threads,
+// windows are smaller. A window ends after a whole expert if possible. A token's outputs are added in the order of the
+// experts' numbers, independent of the rest of the step: the result depends only on the row, its experts, its adapter
+// and the instruction set.
+// Adapters (lora.h) are added to the output of each product, for the pairs of their tokens.
 #include "experts.h"
 
 #include <algorithm>
@@ -25,17 +23,18 @@
 
 // The same record as `_Record` in vllm_lite/kernels/cpu/experts.py.
 struct ExpertWeights {
-  const PackedWeight* const* gate_up;  // of each expert that is held: [2 * inner, hidden], the gate first, if there is
+  const PackedWeight* const* gate_up;  // of each expert of this rank: [2 * inner, hidden], the gate first, if any
   const PackedWeight* const* down;     // [hidden, inner]
-  int64_t first_expert;                // the number of the first that is held
-  int64_t num_experts;                 // that are held
+  int64_t first_expert;                // number of this rank's first expert
+  int64_t num_experts;                 // experts of this rank
   int64_t hidden;
   int64_t inner;
   int32_t activation;
   int32_t gated;
 };
 
-// The same record as `_Adapters` there: the layers of lora.h of each expert that is held, with slots in common.
+// The same record as `_Adapters` in vllm_lite/kernels/cpu/experts.py: the LoraLayers of each expert of this rank; all
+// have the same slots.
 struct ExpertAdapters {
   const LoraLayer* const* gate_up;
   const LoraLayer* const* down;
@@ -52,17 +51,17 @@ using vllm_lite::parallel_for;
 using vllm_lite::Segment;
 
 constexpr int64_t kThreadPairs = 256;
-constexpr int64_t kFewRows = 32;  // of a segment, which one thread activates
+constexpr int64_t kFewRows = 32;  // maximum rows of a segment that one thread activates
 
-// Where each token's pairs are.
+// The pairs of a call, sorted by expert.
 struct Pairs {
-  std::vector<int64_t> ends;    // of each expert's pairs
-  std::vector<int64_t> tokens;  // of each pair
-  std::vector<int64_t> places;  // [num_rows][top]: pairs of a token, in the order of experts; -1 behind the last
+  std::vector<int64_t> ends;    // end of each expert's pairs
+  std::vector<int64_t> tokens;  // token of each pair
+  std::vector<int64_t> places;  // [num_rows][top]: pairs of a token, in the order of experts; -1 after the last
   std::vector<float> weights;   // [num_rows][top], as places
 };
 
-// Everything of a call; kept by a thread from one call to the next, as memory is only ever added.
+// The memory of a call. A thread keeps it for its next call, so that memory is rarely allocated.
 class ExpertCall {
  public:
   struct Tokens {
@@ -77,9 +76,9 @@ class ExpertCall {
     int64_t out_stride;
   };
 
-  // Tokens by the slots of their adapters: those of slot i are rows[starts[i]] to rows[starts[i + 1]].
+  // Tokens by slot of their adapter: the tokens of slot i are rows[starts[i]] up to, without it, rows[starts[i + 1]].
   struct Adapted {
-    const ExpertAdapters* adapters;  // null: there are none, and nothing else counts
+    const ExpertAdapters* adapters;  // null: no adapters, and the other fields are unused
     const int32_t* rows;
     const int32_t* starts;  // [num_slots + 1]
   };
@@ -103,7 +102,7 @@ class ExpertCall {
   }
 
  private:
-  // Few rows are done sooner by this thread alone.
+  // Calls body(i) for each i in [0, count). For little work, this thread alone is faster.
   template <class Body>
   static void for_tokens(int64_t count, int64_t row_elements, const Body& body) {
     constexpr int64_t kShared = 1 << 17, kTask = 1 << 15;  // elements
@@ -117,7 +116,7 @@ class ExpertCall {
     });
   }
 
-  // Sorts pairs by expert. What is not held has none.
+  // Sorts pairs by expert. Experts of other ranks get no pairs.
   void group(const ExpertWeights& experts, const Tokens& tokens) {
     const int64_t count = tokens.num_rows * tokens.top;
     const auto held = [&](int64_t i) {
@@ -141,7 +140,7 @@ class ExpertCall {
       int64_t known = 0;
       for (int64_t j = token * tokens.top; j < (token + 1) * tokens.top; ++j) {
         if (held(j) < 0) continue;
-        const int64_t place = pairs_.ends[static_cast<size_t>(held(j))]++;  // becomes the end of this expert's
+        const int64_t place = pairs_.ends[static_cast<size_t>(held(j))]++;  // becomes the end of this expert's pairs
         pairs_.tokens[static_cast<size_t>(place)] = token;
         int64_t k = known++;
         for (; k > 0 && places[k - 1] > place; --k) {
@@ -176,7 +175,8 @@ class ExpertCall {
     }
   }
 
-  // The end of the window that begins with pair `first`: with the last expert that fits whole, or within one.
+  // The end of the window that begins at pair `first`: after the last expert that fits completely, or within the first
+  // expert.
   int64_t window_end(int64_t first) const {
     const int64_t own = kThreadPairs * vllm_lite::num_threads(),
                   most = first + std::clamp(own, 2 * kThreadPairs, kMaxPairs);
@@ -184,7 +184,7 @@ class ExpertCall {
     return behind == pairs_.ends.begin() || *(behind - 1) <= first ? most : *(behind - 1);
   }
 
-  // Pairs [first, end) pass their experts.
+  // Computes the outputs of pairs [first, end).
   void compute(const ExpertWeights& experts, const Tokens& tokens, const Adapted& adapted, int64_t first, int64_t end) {
     find_segments(experts, first, end);
     int64_t longest = 0;
@@ -224,16 +224,16 @@ class ExpertCall {
     }
   }
 
-  // Both products of a window as one job. Who ends the first product of a segment makes its rows for the second, and
-  // whose task is of the second waits for that: tasks are taken in their order, so all that a task waits for has been
-  // taken by a thread that waits for nothing, or for what was taken before.
+  // Computes both products of a window as one job. The thread that finishes the first product of a segment prepares its
+  // rows for the second; tasks of the second product wait for this. There is no deadlock: tasks are taken in order, so
+  // a task waits only for earlier tasks, which other threads have taken and whose own waits are for still earlier ones.
   void run_together(const ExpertWeights& experts, int32_t dtype) {
     const int64_t num_first = first_.num_tasks(), num_tasks = num_first + second_.num_tasks();
     const int64_t threads = vllm_lite::num_threads();
     countdowns_.begin(first_, segments_.size());
     first_.quantize();
     parallel_for(num_tasks, [&](int64_t number) {
-      const int64_t next = number + threads;  // likely this thread's
+      const int64_t next = number + threads;  // likely this thread's next task
       if (threads > 1 && next < num_tasks) next < num_first ? first_.fetch(next) : second_.fetch(next - num_first);
       if (number >= num_first) {
         countdowns_.wait(second_.segment_of(number - num_first));
@@ -260,20 +260,20 @@ class ExpertCall {
     return {dtype, experts.activation, experts.inner, gate_up_, experts.inner};
   }
 
-  // The slot of each token's adapter, -1: none; empty if no token has one.
+  // Sets the slot of each token's adapter, -1 for none; empty if no token has an adapter.
   void find_slots(const Adapted& adapted, int64_t num_rows) {
     slots_.clear();
     if (adapted.adapters == nullptr || adapted.starts[adapted.adapters->num_slots] == 0) return;
     slots_.assign(static_cast<size_t>(num_rows), -1);
     for (int64_t slot = 0; slot < adapted.adapters->num_slots; ++slot) {
       for (int32_t i = adapted.starts[slot]; i < adapted.starts[slot + 1]; ++i) {
-        const int32_t row = adapted.rows[i];  // a step that only warms up may have fewer than the one before
+        const int32_t row = adapted.rows[i];  // a step that only warms up may have fewer rows than the one before
         if (row < num_rows) slots_[static_cast<size_t>(row)] = slot;
       }
     }
   }
 
-  // Adds to a product of the window from pair `first` on what adapters make of its rows.
+  // Adds the adapters' outputs to a product of the window that begins at pair `first`.
   void adapt(const Adapted& adapted, const LoraLayer* const* layers, int64_t first, ExpertProduct::Rows x,
              ExpertProduct::Rows out) {
     lora_calls_.clear();
@@ -296,7 +296,7 @@ class ExpertCall {
     lora_calls_.run();
   }
 
-  // Elements that the first product gives for a pair.
+  // Outputs of the first product for a pair.
   static int64_t width(const ExpertWeights& experts) { return (experts.gated ? 2 : 1) * experts.inner; }
 
   // Adds the outputs of pairs [first, end) to the sums of their tokens.

@@ -1,4 +1,4 @@
-// What is done to the rows of experts beside their matrix products, which are those of linear.h.
+// Operations on the rows of experts other than their matrix products, which are in linear.h.
 #pragma once
 
 #include <cstdint>
@@ -18,5 +18,5 @@ struct AddGated {
   int64_t x_stride, added_stride, gate_stride;
 };
 
-// Does rows [first, last).
+// Computes rows [first, last).
 VLLM_LITE_DECLARE(void add_gated(const AddGated& op, int64_t first, int64_t last))

@@ -8,10 +8,10 @@
 
 namespace {
 
-constexpr int64_t kTaskRows = 32;        // of one adapter, which one task computes
+constexpr int64_t kTaskRows = 32;        // maximum rows of a task, all of one adapter
 constexpr int64_t kMinTask = 64 << 10;   // weights times rows; about 5 us
-constexpr int64_t kMinShared = 8 << 15;  // less is done sooner by the calling thread alone
-constexpr int64_t kCallsPerThread = 2;   // from so many on no call is cut
+constexpr int64_t kMinShared = 8 << 15;  // less work is faster on the calling thread alone
+constexpr int64_t kCallsPerThread = 2;   // with so many calls, none is cut into tasks
 
 int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -40,7 +40,7 @@ void LoraCalls::run() {
   const auto shrink = VLLM_LITE_DISPATCH(lora_shrink);
   const auto expand = VLLM_LITE_DISPATCH(lora_expand);
   const auto num_calls = static_cast<int64_t>(calls_.size()), num_threads = int64_t{vllm_lite::num_threads()};
-  if (num_threads == 1 || num_calls >= kCallsPerThread * num_threads) {  // each by one thread, which has its hidden
+  if (num_threads == 1 || num_calls >= kCallsPerThread * num_threads) {  // each call on one thread, with own memory
     vllm_lite::parallel_for(num_calls, [&](int64_t number) {
       const LoraCall& own = calls_[static_cast<size_t>(number)];
       shrink(own, 0, lora_rank_blocks(*own.slot));
@@ -63,7 +63,8 @@ void LoraCalls::lay_out() {
   }
 }
 
-// kernel(call, first, last) over all units of all calls: `count`(call) of them, each of `cost`(call) weights.
+// Runs kernel(call, first, last) over all units of all calls. A call has `count(call)` units of `cost(call)` weights
+// each.
 template <class Count, class Cost, class Kernel>
 void LoraCalls::each_task(const Count& count, const Cost& cost, const Kernel& kernel) {
   int64_t total = 0;
@@ -90,8 +91,8 @@ void LoraCalls::each_task(const Count& count, const Cost& cost, const Kernel& ke
   });
 }
 
-// out += (x A^T) B^T, for the rows of each slot's adapter. starts [num_slots + 1] says where in `rows` those of each
-// begin; x_type is a DType up to kFloat16, which the adapters are of, too; out_type is the same or kFloat32.
+// out += (x A^T) B^T for the rows of each slot's adapter. The rows of slot i begin at starts[i] in `rows`; starts:
+// [num_slots + 1]. x_type: a DType up to kFloat16, also that of the adapters; out_type: the same or kFloat32.
 VLLM_LITE_API void vllm_lite_lora(const LoraLayer* layer, const int32_t* rows, const int32_t* starts, int64_t num_slots,
                                   const void* x, int64_t x_stride, int32_t x_type, void* out, int64_t out_stride,
                                   int32_t out_type) {

@@ -1,4 +1,4 @@
-// Low-rank adapters of many rows at once: calls of one layer or of several, cut into tasks and shared by the threads.
+// Low-rank adapters of many rows: collects calls for one layer or several and runs them as tasks on all threads.
 #pragma once
 
 #include <cstddef>
@@ -8,12 +8,12 @@
 #include "lora.h"
 #include "pack.h"
 
-// Kept by a thread from one use to the next, as memory is only ever added.
+// A thread keeps it for its next use, so that memory is rarely allocated.
 class LoraCalls {
  public:
   void clear() { calls_.clear(); }
 
-  // Has `run` compute a call, which needs no `hidden` yet. No other call may have the same rows of `out`.
+  // Adds a call for `run`; it needs no `hidden`. No two calls may have the same rows of `out`.
   void add(const LoraCall& call);
 
   // Computes all calls.

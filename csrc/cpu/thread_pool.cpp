@@ -1,13 +1,14 @@
-// Threads that wait for jobs: they spin for a while, then sleep in a futex.
+// The thread pool. Threads that wait for a job first spin for a while, then sleep in a futex.
 //
 // A job is closed when its last task has been taken, and done when its last task has been finished. The caller takes
 // tasks like every other thread and then waits for the tasks that others have taken, never for a thread that has taken
-// none. Such a thread may look at the pool at any time later, also in the middle of another job. What makes that safe:
-// `ticket` holds the job's number beside its remaining tasks, and a task is taken by exchanging the whole of it. If the
-// exchange succeeds, the job was open from the moment that the ticket was read, so its fields were its own.
+// none. Such a thread may read the pool at any later time, even in the middle of another job. This is safe because a
+// ticket has the job's number and its remaining tasks in one word, and a task is taken by a compare-exchange of the
+// whole word. If the exchange succeeds, the job was open since the ticket was read, so the fields read in between
+// belong to it.
 //
-// A job may have a ticket for each thread, so that a thread takes tasks that follow one another: its own from the first
-// on, and then those of others from their last one on.
+// A job may have one ticket for each thread, so that a thread takes consecutive tasks: first its own, in order, then
+// those of other threads, from the last one backwards.
 #include "thread_pool.h"
 
 #include <pthread.h>
@@ -25,19 +26,19 @@ namespace vllm_lite {
 namespace {
 
 constexpr int kMaxThreads = 1024;
-constexpr int64_t kSpinNs = 50'000;  // a few times what passes between two kernels of one step
+constexpr int64_t kSpinNs = 50'000;  // a few times the pause between two kernels of one step
 
 constexpr uint32_t kMostTasks = UINT16_MAX;  // of a job
 
 struct Job {
   const void* body;
   TaskFunction call;
-  int64_t first;  // what the job's task 0 is to `call`
+  int64_t first;  // number that `call` gets for task 0
   uint32_t num_tasks;
 };
 
-// Tasks [first, end) of a job that nobody has taken yet. The job stands beside them, in the one line that a thread has
-// to wait for; it is written while no task can be taken, and read before a task is taken.
+// Tasks [first, end) of a job that have not been taken. The job's fields are in the same cache line, so that a thread
+// waits for one line only; they are written while no task can be taken, and read before a task is taken.
 struct Ticket {
   alignas(64) std::atomic<uint64_t> word{0};  // number of the job << 32 | end << 16 | first
   std::atomic<const void*> body{nullptr};
@@ -60,15 +61,15 @@ struct Pool {
   Ticket tickets[kMaxThreads];
 
   alignas(64) std::atomic<uint32_t> epoch{0};  // number of the latest job; idle threads wait for it to change
-  std::atomic<int> num_tickets{1};             // of it
+  std::atomic<int> num_tickets{1};             // of the latest job
   std::atomic<int> sleepers{0};                // threads that the next job must wake
 
-  alignas(64) std::atomic<uint32_t> finished{0};  // tasks of the job that other threads than the caller have finished
+  alignas(64) std::atomic<uint32_t> finished{0};  // tasks of the job that threads other than the caller have finished
   std::atomic<bool> caller_sleeps{false};
 
-  alignas(64) std::atomic<int> num_threads{1};  // wanted, the caller included; thread i leaves when i >= num_threads
+  alignas(64) std::atomic<int> num_threads{1};  // wanted, with the caller; thread i ends when i >= num_threads
 
-  alignas(64) std::atomic<bool> busy{false};  // held by the thread whose job it is, and to change what is here
+  alignas(64) std::atomic<bool> busy{false};  // lock: for a running job, and for changes of the fields below
   Fetcher fetcher{0};                         // the caller's
   int num_started = 0;                        // threads 1 to num_started exist
   bool fork_handled = false;
@@ -77,7 +78,7 @@ struct Pool {
 
 Pool pool;  // never destroyed: threads may be waiting in it when the process ends
 
-// Until `word` has another value than `old` or kSpinNs have passed.
+// Spins until `word` differs from `old` or kSpinNs have passed.
 void spin_while_equal(const std::atomic<uint32_t>& word, uint32_t old, Fetcher& fetcher) {
   const int threads = pool.num_threads.load(std::memory_order_relaxed);
   const int64_t deadline_ns = now_ns() + kSpinNs;
@@ -104,7 +105,8 @@ uint32_t take_tasks(Ticket& ticket, bool from_first, int thread) {
     call(body, task, thread);
     ++count;
     if (thread != 0) {
-      // Both in one order with the caller's: it sees the count, or we see that it sleeps.
+      // Sequentially consistent with the caller's accesses: either it sees the new count, or this thread sees that it
+      // sleeps.
       pool.finished.fetch_add(1, std::memory_order_seq_cst);
       if (pool.caller_sleeps.load(std::memory_order_seq_cst)) futex_wake(&pool.finished, 1, Futex::kPrivate);
     }
@@ -112,7 +114,7 @@ uint32_t take_tasks(Ticket& ticket, bool from_first, int thread) {
   }
 }
 
-// The same of all tickets of the open job, if there is one; the thread's own first.
+// Takes and runs tasks of all tickets of the open job, if there is one, beginning with the thread's own ticket.
 uint32_t take_tasks(int thread) {
   const int num_tickets = pool.num_tickets.load(std::memory_order_relaxed);
   const int own = thread < num_tickets ? thread : 0;
@@ -136,7 +138,7 @@ void* serve(void* number) {
   }
 }
 
-// In a forked child, which has none of the parent's threads. A job of theirs is gone, too.
+// Runs in a forked child, which has none of the parent's threads and no job.
 void forget_threads() {
   for (Ticket& ticket : pool.tickets) ticket.word.store(0);
   pool.sleepers.store(0);
@@ -144,12 +146,12 @@ void forget_threads() {
   pool.num_started = 0;
 }
 
-// The caller holds `busy`. Where the system gives no more threads, those that there are do the work.
+// Starts threads up to `wanted`; the caller holds `busy`. If the system refuses one, the existing threads do the work.
 void start_threads(int wanted) {
   if (!pool.fork_handled) pool.fork_handled = pthread_atfork(nullptr, nullptr, forget_threads) == 0;
   sigset_t all, before;
   sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);  // inherited: signals are for the program's own threads
+  pthread_sigmask(SIG_SETMASK, &all, &before);  // inherited: signals must go to the program's own threads
   while (pool.num_started + 1 < wanted) {
     const intptr_t number = pool.num_started + 1;
     if (pthread_create(&pool.threads[number], nullptr, serve, reinterpret_cast<void*>(number)) != 0) break;
@@ -158,12 +160,12 @@ void start_threads(int wanted) {
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
-// The number of the next thing that threads wait for.
+// Number of the next event that threads wait for.
 uint32_t next_epoch() {
   return pool.epoch.load(std::memory_order_relaxed) + 1;
 }
 
-// Says to waiting threads that there is something new, and wakes those that sleep.
+// Announces an event to waiting threads, and wakes sleeping ones.
 void publish(uint32_t epoch, int wake_at_most) {
   pool.epoch.store(epoch, std::memory_order_seq_cst);
   if (pool.sleepers.load(std::memory_order_seq_cst) > 0) futex_wake(&pool.epoch, wake_at_most, Futex::kPrivate);
@@ -223,8 +225,8 @@ VLLM_LITE_API int32_t vllm_lite_num_threads() {
   return vllm_lite::num_threads();
 }
 
-// Threads that are too many leave before it returns; those that are missing are started by the next kernel. Not from
-// within a task.
+// Sets the number of threads. Surplus threads end before it returns; missing ones are started by the next kernel. Must
+// not be called within a task.
 VLLM_LITE_API void vllm_lite_set_num_threads(int32_t count) {
   using namespace vllm_lite;
   while (pool.busy.exchange(true, std::memory_order_acquire)) sched_yield();
