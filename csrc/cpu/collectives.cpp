@@ -1,6 +1,6 @@
-// What ranks exchange through shared memory. All ranks make the same calls in the same order; what does not fit into a
-// slot goes in pieces. Every call returns a Status, so that it can be a part of a program: kDone, or why it failed, and
-// then no later call of the group can succeed.
+// Collectives of ranks over shared memory. All ranks make the same calls in the same order; data that does not fit into
+// a slot is sent in pieces. Every call returns a Status, so that it can be part of a program: kDone, or the reason for
+// which it failed. After a failure, no later call of the group can succeed.
 #include "collectives.h"
 
 #include <algorithm>
@@ -15,22 +15,23 @@ using namespace vllm_lite;
 
 namespace {
 
-// From here on a sum is shared out among the ranks. With two it takes as long either way; of four ranks each reads
-// half.
+// Minimum bytes for which each rank sums up only a part. With two ranks both ways take as long; with four, each rank
+// reads half as much.
 constexpr int64_t kPartsBytes = 64 << 10;
 constexpr int64_t kTaskBytes = 64 << 10;     // 5 us or so
-constexpr int64_t kSharedBytes = 256 << 10;  // less is done sooner by the calling thread alone
-constexpr int64_t kPartAlignment = 64;       // elements, so that no two ranks write to one cache line
+constexpr int64_t kSharedBytes = 256 << 10;  // less work is faster on the calling thread alone
+constexpr int64_t kPartAlignment = 64;       // in elements, so that no two ranks write to one cache line
 
 enum Kind : uint64_t { kSum = 2, kGather = 3, kBroadcast = 4, kBarrier = 5 };
 
-// What a rank says it exchanges. Two ranks that say the same read as many bytes of each other's slots as are there.
+// A word that describes a call. Ranks with equal words exchange the same number of bytes, so they read only bytes that
+// were written.
 uint64_t call_of(Kind kind, int32_t detail, int64_t size) {
   return kind << 56 | static_cast<uint64_t>(detail & 0xff) << 48 | (static_cast<uint64_t>(size) & 0xffff'ffff'ffff);
 }
 
-// body(first, last) over [0, bytes), in tasks on all threads if there is enough to do. Tasks begin at multiples of 64
-// KiB.
+// Runs body(first, last) over [0, bytes), as tasks on all threads if there is enough work. Tasks begin at multiples of
+// 64 KiB.
 template <class Body>
 void over_bytes(int64_t bytes, const Body& body) {
   if (bytes < kSharedBytes || num_threads() == 1) return body(int64_t{0}, bytes);
@@ -45,7 +46,7 @@ void copy(void* to, const void* from, int64_t bytes) {
   });
 }
 
-// One piece of an all-reduce: `bytes` at x, in elements of `dtype`. No larger than a slot.
+// One piece of an all-reduce: `bytes` at x, of elements of `dtype`; at most a slot.
 struct Piece {
   RankGroup& group;
   int32_t dtype;
@@ -55,7 +56,7 @@ struct Piece {
   uint64_t call;
 };
 
-// x [first, last) = the sum of x, which is this rank's input, and of the other ranks' slots. In bytes.
+// Sets x[first, last), in bytes, to the sum of x, which is this rank's input, and of the other ranks' slots.
 void sum_slots(const Piece& piece, uint32_t meeting, int64_t first, int64_t last) {
   const RankGroup& group = piece.group;
   const void* inputs[kMaxRanks];
@@ -68,7 +69,7 @@ void sum_slots(const Piece& piece, uint32_t meeting, int64_t first, int64_t last
              [&](int64_t from, int64_t to) { run(op, from / piece.element_bytes, to / piece.element_bytes); });
 }
 
-// Every rank sums up everything: one meeting, and each rank reads all of the others' slots.
+// Every rank computes the whole sum: this takes one meeting, and each rank reads all other slots completely.
 Status sum_at_once(const Piece& piece) {
   RankGroup& group = piece.group;
   const uint32_t meeting = next_meeting(group);
@@ -88,14 +89,14 @@ Part part_of(const Piece& piece, int rank) {
   return {std::min(piece.bytes, rank * size), std::min(piece.bytes, (rank + 1) * size)};
 }
 
-// Every rank sums up its part, and the others copy it: one meeting more, but a rank reads no byte twice, and only 2 / W
-// of what it reads at once otherwise.
+// Every rank computes its part of the sum, and the others copy it. This takes one more meeting, but a rank reads no
+// byte twice, and only 2 / W of the bytes that sum_at_once reads.
 Status sum_by_parts(const Piece& piece) {
   RankGroup& group = piece.group;
   const Part own = part_of(piece, group.rank);
   uint32_t meeting = next_meeting(group);
   char* slot = slot_of(group, group.rank, meeting);
-  copy(slot, piece.x, own.first);  // its own part it has anyway
+  copy(slot, piece.x, own.first);  // without its own part, which no other rank reads
   copy(slot + own.last, piece.x + own.last, piece.bytes - own.last);
   if (const Status status = meet(group, piece.call); status != kDone) return status;
   sum_slots(piece, meeting, own.first, own.last);
@@ -104,14 +105,14 @@ Status sum_by_parts(const Piece& piece) {
   copy(slot_of(group, group.rank, meeting) + own.first, piece.x + own.first, own.last - own.first);
   if (const Status status = meet(group, piece.call); status != kDone) return status;
   for (int i = 1; i < group.world; ++i) {
-    const int rank = (group.rank + i) % group.world;  // each begins with another one
+    const int rank = (group.rank + i) % group.world;  // each rank begins with another one
     const Part part = part_of(piece, rank);
     copy(piece.x + part.first, slot_of(group, rank, meeting) + part.first, part.last - part.first);
   }
   return kDone;
 }
 
-// exchange(offset, bytes) for each piece of `bytes` that fits into a slot, until one fails.
+// Calls exchange(offset, bytes) for each piece of `bytes`, none larger than a slot, until one fails.
 template <class Exchange>
 int64_t in_pieces(const RankGroup& group, int64_t bytes, const Exchange& exchange) {
   Status status = kDone;
@@ -123,7 +124,7 @@ int64_t in_pieces(const RankGroup& group, int64_t bytes, const Exchange& exchang
 
 }  // namespace
 
-// x: `count` elements of `dtype`, a float of 2 or 4 bytes. It becomes the sum of all ranks' x.
+// Replaces x, `count` elements of `dtype`, a float of 2 or 4 bytes, by the sum of all ranks' x.
 VLLM_LITE_API int64_t vllm_lite_all_reduce(RankGroup* group, int32_t dtype, int64_t count, char* x) {
   const int64_t element_bytes = dtype == kFloat32 ? 4 : 2;
   return in_pieces(*group, count * element_bytes, [&](int64_t from, int64_t bytes) {
@@ -133,7 +134,7 @@ VLLM_LITE_API int64_t vllm_lite_all_reduce(RankGroup* group, int32_t dtype, int6
 }
 VLLM_LITE_RECORDABLE(vllm_lite_all_reduce)
 
-// out [world][bytes]: the `bytes` at x of every rank.
+// Writes the `bytes` at x of every rank to out, [world][bytes].
 VLLM_LITE_API int64_t vllm_lite_all_gather(RankGroup* group, int64_t bytes, const char* x, char* out) {
   return in_pieces(*group, bytes, [&](int64_t from, int64_t size) {
     const uint32_t meeting = next_meeting(*group);
@@ -149,7 +150,7 @@ VLLM_LITE_API int64_t vllm_lite_all_gather(RankGroup* group, int64_t bytes, cons
 }
 VLLM_LITE_RECORDABLE(vllm_lite_all_gather)
 
-// x becomes what it is on rank `source`.
+// Replaces the `bytes` at x by those of rank `source`.
 VLLM_LITE_API int64_t vllm_lite_broadcast(RankGroup* group, int32_t source, int64_t bytes, char* x) {
   return in_pieces(*group, bytes, [&](int64_t from, int64_t size) {
     const uint32_t meeting = next_meeting(*group);
@@ -161,7 +162,7 @@ VLLM_LITE_API int64_t vllm_lite_broadcast(RankGroup* group, int32_t source, int6
 }
 VLLM_LITE_RECORDABLE(vllm_lite_broadcast)
 
-// Waits until all ranks have come here. What they have written to shared memory before is then visible.
+// Waits until all ranks have called it. Their earlier writes to shared memory are then visible.
 VLLM_LITE_API int64_t vllm_lite_barrier(RankGroup* group) {
   return meet(*group, call_of(kBarrier, 0, 0));
 }

@@ -1,4 +1,4 @@
-// Sums over what ranks have in their slots.
+// Sums over the ranks' inputs.
 #pragma once
 
 #include <cstdint>
@@ -13,5 +13,5 @@ struct RankSum {
   void* out;
 };
 
-// Elements [first, last).
+// Computes elements [first, last).
 VLLM_LITE_DECLARE(void sum_over_ranks(const RankSum& op, int64_t first, int64_t last))

@@ -1,4 +1,4 @@
-// Deals the rows of GGUF tensors to threads, to be taken apart or packed; what blocks are made of is in isa/gguf.cpp.
+// Unpacks or packs the rows of GGUF tensors on all threads; isa/gguf.cpp knows the formats of blocks.
 #include "gguf.h"
 
 #include "common.h"
@@ -9,10 +9,10 @@
 namespace {
 
 float* behind(float* all, int64_t count) {
-  return all == nullptr ? nullptr : all + count;  // what a type has none of is nullptr
+  return all == nullptr ? nullptr : all + count;  // nullptr: the type has none
 }
 
-// Rows [first, first + count) alone.
+// The record for rows [first, first + count).
 GgufRows some(const GgufRows& all, int64_t first, int64_t count, int64_t num_inputs, int64_t num_groups) {
   GgufRows part = all;
   part.rows += first * all.stride;
@@ -25,7 +25,7 @@ GgufRows some(const GgufRows& all, int64_t first, int64_t count, int64_t num_inp
   return part;
 }
 
-// [kBlock][blocks_per_row] to every other line of a block's [blocks_per_row][2][kBlock].
+// Copies [kBlock][blocks_per_row] to every second line of a block's [blocks_per_row][2][kBlock].
 void place_supers(const float* from, int64_t num_rows, int64_t blocks_per_row, float* to) {
   for (int64_t row = 0; row < num_rows; ++row) {
     for (int64_t i = 0; i < blocks_per_row; ++i) to[2 * kBlock * i + row] = from[row * blocks_per_row + i];
@@ -34,8 +34,8 @@ void place_supers(const float* from, int64_t num_rows, int64_t blocks_per_row, f
 
 }  // namespace
 
-// Rows of `num_inputs` in `num_groups` into what the record names. Returns 0, and writes nothing, for a type that is
-// not known.
+// Unpacks rows of `num_inputs` inputs in `num_groups` groups to the memory in the record. Returns 0 and writes nothing
+// if the type is unknown.
 VLLM_LITE_API int32_t vllm_lite_take_apart(const GgufRows* rows, int64_t num_inputs, int64_t num_groups) {
   constexpr int64_t kTaskBytes = 16 << 10;  // about 5 us
   const auto take_apart = VLLM_LITE_DISPATCH(take_apart);
@@ -48,9 +48,9 @@ VLLM_LITE_API int32_t vllm_lite_take_apart(const GgufRows* rows, int64_t num_inp
   return 1;
 }
 
-// Rows into weight->data and weight->supers, which must be zero; scales are multiplied by `unit`, and codes are lowered
-// by `less`. Of `rows` only what is read counts. The weight's groups are those of the type, its scales kIntegers if it
-// has supers. Returns 0, and writes nothing, for a type that is not known.
+// Packs rows into weight->data and weight->supers, which must be zero. Scales are multiplied by `unit`, and `less` is
+// subtracted from codes. Only the input fields of `rows` are used. The weight has the groups of the type, and scales of
+// type kIntegers if it has supers. Returns 0 and writes nothing if the type is unknown.
 VLLM_LITE_API int32_t vllm_lite_pack_blocks(const PackedWeight* weight, const GgufRows* rows, float unit,
                                             int32_t less) {
   const auto take_apart = VLLM_LITE_DISPATCH(take_apart);

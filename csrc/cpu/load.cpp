@@ -1,8 +1,7 @@
-// Packs weights straight from the files of a checkpoint, on threads of its own, while its caller does something else.
-//
-// A weight is a number of blocks, a block is a task. Tasks are taken in their order, so weights become ready one after
-// the other. Files are read into a thread's scratch memory, not mapped: a file that has become shorter is an error and
-// no signal, and what has been read is not part of this process's memory.
+// Packs weights straight from the files of a checkpoint, on its own threads, while the caller does other work.
+// A weight consists of blocks, and each block is a task. Tasks are taken in order, so weights become ready in order.
+// Files are read into a thread's scratch memory, not mapped: so a file that was truncated causes an error instead of a
+// signal, and file contents do not count as memory of this process.
 #include <errno.h>
 #include <pthread.h>
 #include <signal.h>
@@ -21,30 +20,31 @@
 #include "pack.h"
 #include "quantize.h"
 
-// Rows of one tensor that follow one another in a weight; the same record as `_Piece` in
+// Rows of one tensor that become consecutive rows of a weight; the same record as `_Piece` in
 // vllm_lite/kernels/cpu/weights/file_packer.py.
 struct WeightPiece {
   int64_t offset;        // of the tensor's first byte in its file
-  int64_t row_elements;  // of the tensor
-  int64_t first_input;   // of those that are wanted
-  int64_t first_row;     // of those that are wanted, if `order` is nullptr
+  int64_t row_elements;  // elements of a row of the tensor
+  int64_t first_input;   // first element that is taken from each row
+  int64_t first_row;     // first row that is taken, if `order` is nullptr
   int64_t num_rows;
-  const int64_t* order;  // the tensor's rows, [num_rows], or nullptr
+  const int64_t* order;  // the rows that are taken, [num_rows], or nullptr
   int32_t file;          // an open descriptor
   int32_t type;          // DType of the tensor, up to kFloat16
 };
 
-// The same record as `_Job` there. Memory that it names belongs to the caller, and stays until vllm_lite_load_end.
+// The same record as `_Job` in file_packer.py. The memory it points to belongs to the caller, and must stay valid until
+// vllm_lite_load_end.
 struct WeightJob {
   const WeightPiece* pieces;
   int64_t num_pieces;
   int64_t num_outputs;
   int64_t num_inputs;
-  char* packed;        // zeros
-  float* supers;       // of weights that have some; else nullptr
-  int32_t row_type;    // DType that rows have before they are packed
-  int32_t type;        // the same, or one of quantize.h
-  int64_t group_size;  // of the last: inputs; else 0
+  char* packed;        // the output, zeros before
+  float* supers;       // an output of types with supers; else nullptr
+  int32_t row_type;    // DType to which rows are converted first
+  int32_t type;        // the same DType, or a type of quantize.h
+  int64_t group_size;  // inputs of a group for a type of quantize.h; else 0
 };
 
 namespace {
@@ -63,11 +63,11 @@ class Loading {
     }
   }
 
-  // As many as the system gives; whoever waits does the rest.
+  // Starts up to `num_threads` threads. If the system refuses some, waiting callers do the rest of the work.
   void start(int32_t num_threads) {
     sigset_t all, before;
     sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);  // inherited: signals are for the program's own threads
+    pthread_sigmask(SIG_SETMASK, &all, &before);  // inherited: signals must go to the program's own threads
     for (int32_t i = 0; i < num_threads; ++i) {
       pthread_t thread;
       if (pthread_create(&thread, nullptr, serve, this) != 0) break;
@@ -76,7 +76,7 @@ class Loading {
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
   }
 
-  // Takes tasks until the job is done or the time is over.
+  // Runs tasks until the job is done or the time is over.
   int32_t wait(size_t job, int64_t limit_ns) {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::nanoseconds(limit_ns);
     while (!is_over(job) && std::chrono::steady_clock::now() < deadline && take()) {
@@ -94,7 +94,7 @@ class Loading {
  private:
   static void* serve(void* loading) {
     Loading* self = static_cast<Loading*>(loading);
-    // On Linux it is this thread's own. Where somebody imports or computes meanwhile, that goes first.
+    // On Linux this changes the priority of this thread only. Other work of the process then has priority.
     setpriority(PRIO_PROCESS, 0, getpriority(PRIO_PROCESS, 0) + self->niceness_);
     while (self->take()) {
     }
@@ -158,7 +158,7 @@ class Loading {
     return kDone;
   }
 
-  // Rows [first, first + count) of a piece, in the job's row type. What lies together in the file is read at once.
+  // Reads rows [first, first + count) of a piece, in the job's row type. Contiguous rows are read at once.
   static int32_t read_rows(const WeightJob& job, const WeightPiece& piece, int64_t first, int64_t count, char* to) {
     static thread_local Scratch scratch;
     const int64_t stored = element_size(piece.type), width = job.num_inputs;
@@ -188,8 +188,8 @@ class Loading {
   }
 
   std::vector<WeightJob> jobs_;
-  std::vector<int64_t> left_;  // tasks of each job that are not finished
-  std::vector<int64_t> ends_;  // the number of tasks up to and with each job
+  std::vector<int64_t> left_;  // unfinished tasks of each job
+  std::vector<int64_t> ends_;  // number of tasks of all jobs up to and including each job
   std::atomic<int64_t> next_{0};
   std::mutex mutex_;  // for left_ and error_
   std::condition_variable changed_;
@@ -200,9 +200,9 @@ class Loading {
 
 }  // namespace
 
-// Begins to pack the jobs, in their order, on `num_threads` threads, which are nicer than their caller by `niceness`;
-// with none, whoever waits packs.
-// Returns what the other functions take, to be given to vllm_lite_load_end; nullptr without memory.
+// Begins to pack the jobs in order, on `num_threads` threads whose nice value is higher than the caller's by
+// `niceness`; without threads, waiting callers pack. Returns a handle for the other functions, which vllm_lite_load_end
+// frees; nullptr if memory is exhausted.
 VLLM_LITE_API void* vllm_lite_load_begin(const WeightJob* jobs, int64_t num_jobs, int32_t num_threads,
                                          int32_t niceness) {
   Loading* loading = new (std::nothrow) Loading(jobs, num_jobs, niceness);
@@ -210,13 +210,13 @@ VLLM_LITE_API void* vllm_lite_load_begin(const WeightJob* jobs, int64_t num_jobs
   return loading;
 }
 
-// Waits for a job at most `limit_ns`, and helps meanwhile. Returns 0 when it is done, -2 if the time is over. If a file
-// cannot be read, all that is not done remains undone: an errno, -1 where a file ends too soon.
+// Waits for a job up to `limit_ns`, and packs meanwhile. Returns 0 if it is done, -2 if the time is over. If a file
+// cannot be read, all unfinished jobs fail: it then returns an errno, or -1 if a file ends too soon.
 VLLM_LITE_API int32_t vllm_lite_load_wait(void* loading, int64_t job, int64_t limit_ns) {
   return static_cast<Loading*>(loading)->wait(static_cast<size_t>(job), limit_ns);
 }
 
-// Ends what is not done, after the blocks that are being packed.
+// Waits for the blocks that are being packed, stops, and frees the handle.
 VLLM_LITE_API void vllm_lite_load_end(void* loading) {
   static_cast<Loading*>(loading)->end();
   delete static_cast<Loading*>(loading);

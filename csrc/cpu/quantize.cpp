@@ -1,4 +1,4 @@
-// Rows of a dense weight into codes, scales and minima; the searches are in isa/quantize.cpp.
+// Quantizes rows of dense weights to codes, scales and minima; the searches are in isa/quantize.cpp.
 #include "quantize.h"
 
 #include <algorithm>
@@ -10,13 +10,13 @@
 
 namespace {
 
-constexpr float kMostInteger = 127;  // of scales and minima that are integers
+constexpr float kMostInteger = 127;  // maximum of scales and minima that are integers
 
 int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-// One row, as float32, and what becomes of it: all of a block's rows lie below each other.
+// One row, as float32, and its results; the rows of a block are stored below each other.
 struct Row {
   const float* x;
   int64_t num_inputs, group_size;
@@ -34,14 +34,14 @@ float as_type(float x, int32_t type) {
   return x;
 }
 
-// The float16 that is nearest to x of those that are not less.
+// The smallest float16 that is not less than x.
 float float16_above(float x) {
   const float nearest = as_type(x, kFloat16);
   return nearest < x ? as_type(x + std::fabs(x) * 0x1p-10f + 0x1p-24f, kFloat16) : nearest;
 }
 
-// The numbers [count] as integers times one float, which is returned; the integers are left in them. NaN is no integer:
-// the float is NaN then.
+// Replaces the numbers [count] by integers, and returns the float by which these are multiplied; NaN if a number is
+// NaN.
 float as_integers(float* numbers, int64_t count) {
   float most = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -56,13 +56,14 @@ float as_integers(float* numbers, int64_t count) {
   return super;
 }
 
-// The codes from 0 to `most` of one group that are nearest with its scale and minimum.
+// Sets the codes of one group, from 0 to `most`, to the nearest ones for its scale and minimum.
 void encode(const Row& row, int64_t group, float scale, float minimum, float most) {
   const int64_t input = group * row.group_size;
   VLLM_LITE_DISPATCH(encode_group)(row.x + input, row.count(group), {scale, minimum, most}, row.codes + input);
 }
 
-// Scales and minima become what is stored of them before codes are chosen, so that codes make up for some of that.
+// Rounds scales and minima as they will be stored before it chooses codes, so that the codes compensate for a part of
+// the rounding.
 void quantize_few_bits(const Row& row, float most, float* supers) {
   const auto search = VLLM_LITE_DISPATCH(search_line);
   const auto refine = VLLM_LITE_DISPATCH(refine_line);
@@ -88,8 +89,8 @@ void quantize_few_bits(const Row& row, float most, float* supers) {
   }
 }
 
-// The range of each group in 255 steps. What is stored may make it wider, never narrower: with steps as small as these
-// what is cut off costs more than it saves.
+// Divides the range of each group into 255 steps. Rounding for storage may widen the range but never narrow it: with
+// steps this small, clipping costs more than it saves.
 void quantize8(const Row& row) {
   const auto find_range = VLLM_LITE_DISPATCH(find_range);
   for (int64_t group = 0; group < row.groups(); ++group) {
@@ -157,8 +158,8 @@ void pack_quantized(const RowsToPack& rows, int32_t type, int64_t group_size, ch
   pack_cells(weight, {codes, num_inputs, scales, weight.minima_type == kNoMinima ? nullptr : minima}, 0, block);
 }
 
-// rows [num_outputs][num_inputs] of DType `row_type` into `packed`, which must be zero, and `supers`, which may be
-// nullptr where there are none. `type` as in quantize.h; groups have up to kQuantGroup inputs.
+// Packs rows [num_outputs][num_inputs] of DType `row_type` into `packed`, which must be zero, and `supers`, nullptr for
+// types without them. `type` as in quantize.h; groups have up to kQuantGroup inputs.
 VLLM_LITE_API void vllm_lite_pack_quantized(const void* rows, int64_t stride, int32_t row_type, int64_t num_outputs,
                                             int64_t num_inputs, int32_t type, int64_t group_size, void* packed,
                                             float* supers) {
@@ -173,8 +174,8 @@ VLLM_LITE_API void vllm_lite_pack_quantized(const void* rows, int64_t stride, in
   });
 }
 
-// rows [num_outputs][num_inputs] of DType `type` into symmetric codes [num_outputs][num_inputs] and scales
-// [num_outputs] [groups]: groups of `group_size` inputs, which is at most kQuantGroup; the last one may be cut off.
+// Quantizes rows [num_outputs][num_inputs] of DType `type` to symmetric codes [num_outputs][num_inputs] and scales
+// [num_outputs][groups]. Groups have `group_size` inputs, at most kQuantGroup; the last one may be shorter.
 VLLM_LITE_API void vllm_lite_quantize4(const void* rows, int64_t stride, int32_t type, int64_t num_outputs,
                                        int64_t num_inputs, int64_t group_size, uint8_t* codes, float* scales) {
   const auto quantize = VLLM_LITE_DISPATCH(quantize_symmetric4);
@@ -191,8 +192,8 @@ VLLM_LITE_API void vllm_lite_quantize4(const void* rows, int64_t stride, int32_t
   });
 }
 
-// Fills *weight with what such a weight's record has beside memory and values. Returns how many bytes it takes, and
-// *supers gets the number of those.
+// Fills *weight, except for memory, bias and values. Returns the number of bytes of the packed weight, and sets *supers
+// to its number of supers.
 VLLM_LITE_API int64_t vllm_lite_quantized_weight(int64_t num_outputs, int64_t num_inputs, int32_t type,
                                                  int64_t group_size, PackedWeight* weight, int64_t* supers) {
   *weight = quantized_weight(type, num_outputs, num_inputs, group_size);

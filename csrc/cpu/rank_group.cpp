@@ -1,5 +1,5 @@
-// Waits in three steps: spinning, which ends the soonest; yielding the core, which another rank may need to come at
-// all; sleeping in a futex, until the rank that comes wakes who sleeps. Each looks at the word that ends the group.
+// Waits in three phases: first spinning, which reacts fastest; then yielding the core, which the awaited rank may need;
+// then sleeping in a futex, from which the arriving rank wakes sleepers. Each phase checks whether the group has ended.
 #include "rank_group.h"
 
 #include <sched.h>
@@ -14,8 +14,8 @@
 namespace vllm_lite {
 namespace {
 
-constexpr int64_t kLookNs = 10'000'000;  // the engine ends a group without waking anyone: sleepers look this often
-constexpr uint64_t kJoin = 1;            // as a call; those of collectives.cpp begin behind it
+constexpr int64_t kLookNs = 10'000'000;  // the engine ends a group without waking sleepers, so they check this often
+constexpr uint64_t kJoin = 1;            // word of a call that joins; the words in collectives.cpp begin after it
 
 // Numbers wrap around; ranks are at most one meeting apart.
 bool has_come(uint32_t come, uint32_t meeting) {
@@ -23,24 +23,24 @@ bool has_come(uint32_t come, uint32_t meeting) {
 }
 
 void sleep(RankLine& line, uint32_t meeting, int64_t limit_ns) {
-  // The rank that comes stores `come` and then reads `sleepers`, here it is the other way round, and all four are in
-  // one order (seq_cst): it sees that somebody sleeps, or we see that it has come. If it comes between the load and the
-  // system call, that one returns at once because the word has changed.
+  // The arriving rank stores `come` and then reads `sleepers`; this thread writes `sleepers` and then reads `come`. All
+  // four accesses are sequentially consistent: either it sees a sleeper, or this thread sees that it has arrived. If it
+  // arrives between the load and the system call, the system call returns at once because the word has changed.
   line.sleepers.fetch_add(1, std::memory_order_seq_cst);
   const uint32_t come = line.come.load(std::memory_order_seq_cst);
   if (!has_come(come, meeting)) futex_wait(&line.come, come, Futex::kShared, limit_ns);
-  line.sleepers.fetch_sub(1, std::memory_order_relaxed);  // a wake too many does no harm
+  line.sleepers.fetch_sub(1, std::memory_order_relaxed);  // a superfluous wake does no harm
 }
 
 Status wait_until_come(const RankGroup& group, RankLine& line, uint32_t meeting) {
   const int64_t begin_ns = now_ns();
   for (;;) {
     for (int i = 0; i < 16; ++i) {
-      // Acquire, with the release of its store: what the rank wrote to its slot before it came is there to be read.
+      // Acquire, paired with the release of its store: the rank's writes to its slot before it arrived are visible.
       if (has_come(line.come.load(std::memory_order_acquire), meeting)) return kDone;
       pause_cpu();
     }
-    // Nothing is read because of this word, so it needs no order.
+    // No other data depends on this word, so relaxed order is enough.
     if (group.control->ended_by.load(std::memory_order_relaxed) != 0) return kEnded;
     const int64_t waited_ns = now_ns() - begin_ns;
     if (waited_ns >= group.timeout_ns) return kTimedOut;
@@ -55,8 +55,8 @@ Status wait_until_come(const RankGroup& group, RankLine& line, uint32_t meeting)
 
 void come(RankLine& line, uint32_t meeting, uint64_t call) {
   line.call[meeting & 1].store(call, std::memory_order_relaxed);
-  // A release, so that all this rank has written is there for who sees the number, and all that it has read of earlier
-  // meetings was read before others may write there again. Beyond that seq_cst, because of `sleep`.
+  // Release order: a rank that sees this number also sees everything that this rank wrote, and this rank has finished
+  // its reads of earlier meetings before others may write there again. `sleep` even requires seq_cst.
   line.come.store(meeting, std::memory_order_seq_cst);
   if (line.sleepers.load(std::memory_order_seq_cst) > 0) futex_wake(&line.come, INT_MAX, Futex::kShared);
 }
@@ -72,7 +72,7 @@ Status wait_for(RankGroup& group, int rank, uint32_t meeting, uint64_t call) {
       return status;
     }
   }
-  // The rank may be at the next meeting by now; this one's call is then still there, at its parity.
+  // The rank may already be at the next meeting; the word of this meeting is still stored under its parity.
   return line.call[meeting & 1].load(std::memory_order_relaxed) == call ? kDone : kDiffers;
 }
 

@@ -1,10 +1,10 @@
 // Rows of logits to tokens. vllm_lite/worker/sampling/sampler.py defines the result: the filters bit for bit, the noise
 // to a few units in the last place. All sums are of integers and all ties go to the first token, so neither the number
 // of threads nor how the work is cut can change it.
-//
-// A filtered row is never sorted. The largest of each group of 16 tokens tell how far from the best the k-th can be at
-// most; the few tokens within that reach are listed, and what follows works on the list. A limit is found in the list
-// by its bits, 11 of them, then 10, then 10: each time, the one bin is searched in which the wanted sum is reached.
+// A filtered row is never sorted. The largest logits of groups of 16 tokens give an upper bound for the distance of the
+// k-th best token from the best one. The few tokens within this distance are listed, and all later work is on the list.
+// A limit is found by radix selection over the bits of distances, 11 bits, then 10, then 10: each pass continues with
+// the one bin in which the wanted sum is reached.
 #include "sampler.h"
 
 #include <cmath>
@@ -20,17 +20,17 @@ using vllm_lite::num_threads;
 using vllm_lite::parallel_for;
 using vllm_lite::parallel_for_indexed;
 
-// The lowest bit of each digit of a distance, whose sign is 0: for long lists, and for those that are shorter than the
-// bins of the first.
+// The lowest bit of each digit of a distance, whose sign bit is 0: for long lists, and for lists with fewer entries
+// than kBins.
 constexpr int kLongShifts[] = {20, 10, 0}, kShortShifts[] = {23, 15, 7, 0};
 constexpr int kBins = 2048;
 constexpr uint32_t kInfinity = 0x7f800000;
-constexpr float kNoMass = 28.0f;  // the least distance without mass
-// Work is counted in logits of greedy rows, 0.12 ns each; those of other rows cost kDrawWork times as much, or more.
+constexpr float kNoMass = 28.0f;  // smallest distance at which a token's mass is 0
+// The unit of work is a logit of a greedy row, 0.12 ns. Logits of other rows cost kDrawWork times as much, or more.
 constexpr int64_t kDrawWork = 8;
 constexpr int64_t kTaskWork = 1 << 15;    // 5 us or more
-constexpr int64_t kSharedWork = 1 << 17;  // less is done sooner by the calling thread alone
-constexpr int32_t kPartTokens = 1 << 13;  // at least, in each part of a row
+constexpr int64_t kSharedWork = 1 << 17;  // less work is faster on the calling thread alone
+constexpr int32_t kPartTokens = 1 << 13;  // minimum tokens of a part of a row
 
 uint32_t rotl(uint32_t x, int bits) {
   return x << bits | x >> (32 - bits);
@@ -58,13 +58,13 @@ float float_of(uint32_t bits) {
   return x;
 }
 
-// A part of a row, and what one thread needs to work on it: all of it lies in the scratch memory.
+// A part of a row, and the data of the thread that works on it, all in scratch memory.
 struct Part {
   const float* logits;
   int32_t first_token, size;
   int32_t count;  // entries of the lists, in the order of the tokens
   int32_t* tokens;
-  float* distances;  // of the listed; before, of the groups
+  float* distances;  // of the listed tokens; before that, of the groups
   float* weights;
   float* maxima;   // of the groups
   uint64_t* bins;  // [kBins]
@@ -99,7 +99,7 @@ Part carve(char* memory, const float* logits, int32_t first_token, int32_t size)
   return part;
 }
 
-// At least `bytes` of memory, aligned to 64, which belongs to the calling thread until it asks again.
+// At least `bytes` of memory, aligned to 64 bytes, which the calling thread may use until its next call.
 char* scratch(int64_t bytes) {
   thread_local std::unique_ptr<char[]> memory;
   thread_local int64_t size = 0;
@@ -111,7 +111,7 @@ char* scratch(int64_t bytes) {
   return memory.get() + (64 - address % 64);
 }
 
-// One row, whose parts are worked on in parallel if there are several.
+// One row. If it has several parts, threads work on them in parallel.
 struct Row {
   Part* parts;
   int32_t num_parts;
@@ -155,12 +155,12 @@ struct Row {
     });
   }
 
-  // The least listed distance such that amount(part, i), summed over all at it or nearer, is at least wanted(sum of
-  // all). The sum of all must suffice.
+  // The smallest listed distance d such that amount(part, i), summed over all entries with a distance of at most d, is
+  // at least wanted(total sum). The total must be enough for this.
   template <class Amount, class Wanted>
   float least(const Amount& amount, const Wanted& wanted) {
     uint32_t prefix = 0;
-    uint64_t target = 0, below = 0;  // the sum of those nearer than the bin
+    uint64_t target = 0, below = 0;  // below: sum of the entries nearer than the bin
     const bool few = listed() < kBins;
     const int* shifts = few ? kShortShifts : kLongShifts;
     for (int digit = 0; digit < (few ? 4 : 3); ++digit) {
@@ -197,7 +197,7 @@ struct Row {
     return least([](const Part&, int32_t) { return uint64_t{1}; }, [k](uint64_t) { return static_cast<uint64_t>(k); });
   }
 
-  // A distance within which there are at least k tokens: that of the k-th best group, or infinity.
+  // A distance within which there are at least k tokens: the distance of the k-th best group, or infinity.
   float reach_of(int32_t k) {
     each([&](Part& part) {
       part.count = num_groups(part.size);
@@ -206,7 +206,8 @@ struct Row {
     return k > listed() ? INFINITY : kth_smallest(k);
   }
 
-  // within_p of the listed, which are the k best and `surplus` equals of the last one.
+  // The distance of the top_p filter. The list has the k best tokens and `surplus` more that are equal to the last of
+  // them.
   float nucleus(float top_p, float within_k, uint64_t surplus) {
     each([](Part& part) { VLLM_LITE_DISPATCH(weigh)(part.distances, part.count, part.weights); });
     float last_weight = 0;
@@ -266,8 +267,9 @@ struct Row {
 
 }  // namespace
 
-// One token for each row of logits [num_rows, vocab], whose distance is `stride` floats; also its best logit, NaN if it
-// has a NaN, and the greatest distance that its filters kept. A token is in the vocabulary whatever the logits are.
+// Draws one token for each row of logits [num_rows, vocab]; `stride`: floats from row to row. Also returns the row's
+// best logit, NaN if it has a NaN, and the greatest distance that its filters kept. The token is in the vocabulary,
+// whatever the logits are.
 VLLM_LITE_API void vllm_lite_sample(const float* logits, int64_t stride, int32_t vocab, int64_t num_rows,
                                     const Draw* draws, int64_t* tokens, float* best, float* limits) {
   int64_t work = 0;
@@ -311,7 +313,8 @@ VLLM_LITE_API void vllm_lite_noise(uint64_t seed, uint32_t sample, uint32_t posi
   VLLM_LITE_DISPATCH(noise_of)(row_state(seed, sample, position), vocab, hashes, noise);
 }
 
-// Raised with every change of a signature in this folder; vllm_lite/kernels/cpu/library.py refuses another one.
+// Must be raised with every change of a signature in this folder; vllm_lite/kernels/cpu/library.py refuses other
+// numbers.
 VLLM_LITE_API int32_t vllm_lite_abi() {
   return 29;
 }

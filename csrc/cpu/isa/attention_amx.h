@@ -1,7 +1,7 @@
-// Attention by AMX, of any number of rows: packs 64 tokens once, as attention_tile.h does, for products of tiles.
+// Attention by AMX, for any number of rows: packs 64 tokens once, as attention_tile.h does, for products of tiles.
 //
-// 32 rows at a time meet the 64 keys: products, softmax, products. One order of additions for all: 32 inputs of a head
-// or 32 tokens are a product of tiles, and its results join the sum one after the other.
+// 32 rows at a time attend to the 64 keys: products, softmax, products. The order of additions is the same for all
+// rows: 32 inputs of a head, or 32 tokens, are one product of tiles, and these products are added in order.
 #pragma once
 
 #include "attention_tile.h"
@@ -10,13 +10,13 @@
 namespace VLLM_LITE_ISA {
 namespace {
 
-constexpr int kUnit = 32;  // rows, keys, or elements of V that two tiles have
+constexpr int kUnit = 32;  // rows, keys, or elements of V in two tiles
 
-// The softmax of the rows of a unit, which computes products of other units meanwhile.
+// The softmax of the rows of a unit. Products of other units are computed meanwhile.
 struct UnitSoftmax : Softmax {
-  static constexpr float kSlack = 8;  // weights may be up to 2^kSlack before sums are brought to a new largest score
+  static constexpr float kSlack = 8;  // weights may be up to 2^kSlack before sums are rescaled to a new largest score
 
-  // 2^x to 1e-4 relative, and exactly for x = 0.
+  // 2^x with a relative error of 1e-4, exact for x = 0.
   inline __attribute__((always_inline)) static Vec weight(Vec x) {
     const Vec f = reinterpret_cast<Vec>(_mm512_reduce_ps(reinterpret_cast<__m512>(x), 1));  // x - floor(x)
     Vec p = multiply_add(splat(7.7067353e-2f), f, splat(2.2764465e-1f));
@@ -83,7 +83,7 @@ struct UnitSoftmax : Softmax {
 };
 
 constexpr int kTile = 256;           // words
-constexpr int kMostBatch = 512;      // keys that are packed before rows meet them
+constexpr int kMostBatch = 512;      // maximum keys that are packed at a time
 constexpr int kBatchSize = 1 << 16;  // elements of K, or those of 64 keys
 
 struct AmxScratch {
@@ -95,7 +95,7 @@ struct AmxScratch {
   alignas(64) BFloat16 query[kRows];  // [rows][padded head_size], filled up with zeros
   alignas(64) float acc[kRows];       // [rows][padded value_size]
   alignas(64) float all[kRows];       // the same for the sections before
-  alignas(64) float scores[2][kUnit][kKeys];  // of one unit, and of the next
+  alignas(64) float scores[2][kUnit][kKeys];  // of a unit, and of the next one
   alignas(64) BFloat16 weights[2][kUnit][kKeys];
   alignas(64) BFloat16 converted[kGroup * kMaxHeadSize];
   const char* rows[2][kMostBatch];  // of K in the cache: of this batch and of the next
@@ -103,7 +103,7 @@ struct AmxScratch {
 
 // ---- packing
 
-// K of 16 tokens.
+// Packs K of 16 tokens.
 VLLM_LITE_INLINE void pack_keys(const char* const* rows, const Sizes& sizes, float* to) {
   for (int word = 0; word < sizes.query; word += kGroup, to += 2 * kTile) {
     Vec words[16];
@@ -113,7 +113,7 @@ VLLM_LITE_INLINE void pack_keys(const char* const* rows, const Sizes& sizes, flo
   }
 }
 
-// V of 16 tokens.
+// Packs V of 16 tokens.
 VLLM_LITE_INLINE void pack_values(const char* const* rows, const Sizes& sizes, float* to) {
   for (int d = 0; d < sizes.padded; d += kUnit, to += 4 * kTile) {
     for (int t = 0; t < kGroup; t += 2) {
@@ -125,7 +125,7 @@ VLLM_LITE_INLINE void pack_values(const char* const* rows, const Sizes& sizes, f
   }
 }
 
-// K and V of `count` tokens, filled up to whole units. Meanwhile fetches the first num_next of `next`.
+// Packs K and V of `count` tokens, padded to whole units. Meanwhile prefetches the first num_next of `next`.
 static void pack_tokens(AmxScratch& s, const AttentionCall& call, const char* const* keys, const Sizes& sizes,
                         int count, const char* const* next, int num_next) {
   const int kv_dtype = call.shape->kv_dtype;
@@ -150,7 +150,7 @@ VLLM_LITE_INLINE void shape_tiles_fully() {
   TILES_SHAPE(&shapes);
 }
 
-// Sums += x times y: 16 words of the rows, stride in words, and two tiles of K or V.
+// Adds x times y to the sums: 16 words of the rows, stride in words, times two tiles of K or V.
 template <bool kTwo>
 VLLM_LITE_INLINE void add_product(const float* x, int stride, const float* y) {
   TILE_LOAD(4, x, stride * 4);
@@ -165,12 +165,12 @@ VLLM_LITE_INLINE void add_product(const float* x, int stride, const float* y) {
   }
 }
 
-// Up to 32 rows that meet up to 64 keys.
+// Up to 32 rows that attend to up to 64 keys.
 struct Unit {
   int row, num_rows;
-  int first, end;  // of the keys, and of those that a row sees
-  int packed;      // the first one's place
-  int slot;        // of its scores and weights
+  int first, end;  // first key, and end of the keys that a row sees
+  int packed;      // index of the first key among the packed ones
+  int slot;        // index of its scores and weights
 
   bool two() const { return num_rows > kTileRows; }
   int num_products() const { return (end - first + kUnit - 1) / kUnit; }  // of 32 keys
@@ -199,7 +199,7 @@ VLLM_LITE_INLINE void add_values(AmxScratch& s, const Sizes& sizes, const Unit& 
   if (key + 1 == num_keys) store_sums<kTwo>(acc, sizes.padded);
 }
 
-// The products that are computed along with the softmax of the unit between them.
+// Products that are computed during the softmax of the unit between them.
 struct Products {
   AmxScratch& s;
   const Sizes& sizes;
@@ -228,7 +228,7 @@ struct Products {
   }
 };
 
-// What rows have is brought to their new largest scores.
+// Rescales the accumulators of rows to their new largest scores.
 VLLM_LITE_INLINE void rescale_rows(AmxScratch& s, const Sizes& sizes, const Unit& unit) {
   for (int i = unit.row; i < unit.row + unit.num_rows; ++i) {
     const float factor = s.softmax.rescale[i];
@@ -238,7 +238,7 @@ VLLM_LITE_INLINE void rescale_rows(AmxScratch& s, const Sizes& sizes, const Unit
   }
 }
 
-// One unit after the other: its softmax, along with the products of the one before and of the one behind.
+// A pipeline over units: the softmax of each runs together with the products of the previous and of the next one.
 struct Pipeline {
   AmxScratch& s;
   const Sizes& sizes;
@@ -279,7 +279,7 @@ struct Pipeline {
   }
 };
 
-// All rows of the item meet the packed keys [first, end).
+// All rows of the item attend to the packed keys [first, end).
 static void attend_units(AmxScratch& s, const Sizes& sizes, int num_rows, int first, int end, const NextRows& next) {
   const Softmax& softmax = s.softmax;
   Pipeline pipeline(s, sizes);
@@ -308,7 +308,7 @@ static void attend_by_tiles(const AttentionCall& call, const AttentionItem& item
   const int head = round_up(call.shape->head_size, kUnit), value = call.shape->value_size;
   const Sizes sizes = {call.shape->head_size, value, head / 2, round_up(value, kUnit)};
   const Cached cache = cached(call, item, kv_head);
-  const bool few = item.num_rows <= kFewRows;  // then it is mostly the packing that takes time
+  const bool few = item.num_rows <= kFewRows;  // then packing takes most of the time
   const int many = kBatchSize / head / kKeys * kKeys, batch = few || many == 0 ? kKeys : least(many, kMostBatch);
   s.softmax.template init<Pairs>(call, item, kv_head);
   for (int i = 0; i < item.num_rows; ++i) load_query(call, item, kv_head, i, s.query + i * head, head);

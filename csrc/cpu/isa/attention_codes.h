@@ -1,9 +1,8 @@
-// Attention over an int8 cache, in integers: its codes are multiplied as they are, four in one instruction. Any number
-// of rows takes this one way: 64 keys are packed, and all rows of the item meet them.
-//
-// A query row becomes integers of 15 bits, and so do a row's weights, times the scales of V, for each step of 64 keys:
-// 16 bits. Both are taken in two bytes, and sums of integers are exact. So what is rounded is finer than in bfloat16,
-// and a row has the same bits whatever rows it is computed with.
+// Attention over an int8 cache with integer products: four codes are multiplied by one instruction, without conversion.
+// The method is the same for any number of rows: 64 keys are packed, then multiplied with all rows of the item.
+// A query row is quantized to integers of 15 bits. The weights of a row, times the scales of V, are quantized to 16
+// bits for each step of 64 keys. Both are split into two bytes, and sums of integers are exact. So rounding is finer
+// than in bfloat16, and the bits of a row do not depend on the rows that are computed with it.
 #pragma once
 
 #include "attention_words.h"
@@ -12,10 +11,10 @@
 namespace VLLM_LITE_ISA {
 namespace {
 
-constexpr int kCodeRows = 6;  // whose sums, two for each of two vectors, leave registers for operands
+constexpr int kCodeRows = 6;  // rows of a block: their sums, two for each of two vectors, leave registers for operands
 constexpr int kLargestQuery = 127 * 128;
 constexpr int kLargestWeight = 65535;
-constexpr float kLeastWeight = 1e-30f;  // rows whose weights are all below add nothing
+constexpr float kLeastWeight = 1e-30f;  // a row whose weights are all smaller adds nothing
 
 struct CodeScratch {
   static constexpr int kSize = kMaxHeadSize;
@@ -33,7 +32,7 @@ struct CodeScratch {
   alignas(64) uint8_t parts[2][kCodeRows][kKeys];  // weight = 256 * the first + the second
   float part_scales[kCodeRows];
   float query_scales[kMaxRows];
-  int32_t biases[kMaxRows];    // what the 128 of the keys add to a row's products
+  int32_t biases[kMaxRows];    // amount that the 128 of the keys' bytes adds to a row's products
   const char* rows[2][kKeys];  // of K in the cache: of these tokens and of the next
 };
 
@@ -42,12 +41,12 @@ struct CodeSizes {
   int padded;       // of V, filled up to 16
 };
 
-// x - x is 0, or NaN where x is none or infinite: added to a scale it has NaN come out.
+// x - x: 0, or NaN if x is NaN or infinite. Added to a scale, it makes the result NaN.
 VLLM_LITE_INLINE Vec zero_or_nan(Vec x) {
   return x - x;
 }
 
-// Row i of the item's queries as integers.
+// Quantizes row i of the item's queries.
 VLLM_LITE_INLINE void quantize_query(CodeScratch& s, const AttentionCall& call, const AttentionItem& item, int kv_head,
                                      int i) {
   const int size = call.shape->head_size;
@@ -74,8 +73,8 @@ VLLM_LITE_INLINE void quantize_query(CodeScratch& s, const AttentionCall& call, 
   s.biases[i] = 128 * _mm512_reduce_add_epi32(reinterpret_cast<__m512i>(sum));
 }
 
-// total += four bytes without sign times four with, or the four that lie at `integers` for all. As instructions, as
-// GCC 12 makes copies of the sums otherwise.
+// total += the products of four unsigned bytes and four signed ones; the second form has the same four signed bytes, at
+// `integers`, in all lanes. Written as assembly, because GCC 12 copies the sums otherwise.
 VLLM_LITE_INLINE void add_products(__m512i& total, __m512i bytes, __m512i integers) {
   asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(bytes), "v"(integers));
 }
@@ -83,7 +82,7 @@ VLLM_LITE_INLINE void add_products(__m512i& total, __m512i bytes, const int32_t*
   asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(total) : "v"(bytes), "m"(*integers));
 }
 
-// products [R][kKeys] of rows from `row` on with the keys [0, count).
+// Computes products [R][kKeys] of R rows, from `row` on, with the keys [0, count).
 template <int R>
 VLLM_LITE_INLINE void multiply_codes(CodeScratch& s, int row, int head, int count) {
   const int words = head / 4;
@@ -115,7 +114,7 @@ VLLM_LITE_INLINE void multiply_codes(CodeScratch& s, int row, int head, int coun
   }
 }
 
-// Row i's products as scores before the softmax's factor.
+// Turns row i's products into floats, to which the softmax applies its factor.
 VLLM_LITE_INLINE void scale_products(CodeScratch& s, int i, float scale) {
   for (int j = 0; j < kKeys; j += kWidth) {
     const __m512 whole = _mm512_cvtepi32_ps(_mm512_load_si512(s.products[i] + j));
@@ -123,7 +122,7 @@ VLLM_LITE_INLINE void scale_products(CodeScratch& s, int i, float scale) {
   }
 }
 
-// Row i's weights, times the scales of V, as integers of 16 bits.
+// Quantizes row i's weights, times the scales of V, to 16 bits.
 VLLM_LITE_INLINE void quantize_weights(CodeScratch& s, int i) {
   constexpr int kVecs = kKeys / kWidth;
   Vec x[kVecs], largest = {}, check = {};
@@ -174,7 +173,7 @@ VLLM_LITE_INLINE void add_codes(CodeScratch& s, float* acc, const float* rescale
   }
 }
 
-// R rows of the item, from row `row` on, meet the keys at [first, end).
+// Attends with R rows of the item, from row `row` on, to the keys at [first, end).
 template <int R>
 static void attend_codes(CodeScratch& s, const CodeSizes& sizes, int row, int first, int end) {
   Softmax& softmax = s.softmax;
@@ -192,7 +191,7 @@ static void attend_codes(CodeScratch& s, const CodeSizes& sizes, int row, int fi
   if (place < sizes.padded) add_codes<R, 1>(s, acc, rescale, place, sizes.padded, end - first);
 }
 
-// For `count` rows, 1 <= count <= R.
+// The same for `count` rows, 1 <= count <= R.
 template <int R>
 VLLM_LITE_INLINE void attend_code_rows(CodeScratch& s, const CodeSizes& sizes, int row, int count, int first, int end) {
   if constexpr (R > 1) {
@@ -201,9 +200,9 @@ VLLM_LITE_INLINE void attend_code_rows(CodeScratch& s, const CodeSizes& sizes, i
   attend_codes<R>(s, sizes, row, first, end);
 }
 
-// 64 bytes of four rows as words of four tokens: out[v] has those of the elements from 16 * v on.
+// Interleaves 64 bytes of four rows to words of four tokens: out[v] has the words of the elements from 16 * v on.
 VLLM_LITE_INLINE void interleave(const __m512i (&rows)[4], __m512i (&out)[4]) {
-  // Unpacking takes its words from each group of 16 bytes: these are brought to where that puts them in order.
+  // Unpack instructions work within each group of 16 bytes; this permutation makes their results come out in order.
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   __m512i x[4];
   for (int i = 0; i < 4; ++i) x[i] = _mm512_permutexvar_epi32(order, rows[i]);
@@ -215,7 +214,7 @@ VLLM_LITE_INLINE void interleave(const __m512i (&rows)[4], __m512i (&out)[4]) {
   out[3] = _mm512_unpackhi_epi16(high, other_high);
 }
 
-// K of 16 tokens into words [head_size / 4][kKeys]. Meanwhile the lines of the next are fetched.
+// Packs K of 16 tokens into words [head_size / 4][kKeys]. Meanwhile prefetches the lines of the next tokens.
 VLLM_LITE_INLINE void pack_keys(CodeScratch& s, const char* const* rows, const char* const* next, int size, int group) {
   const __m512i half = _mm512_set1_epi8(static_cast<char>(0x80));
   for (int word = 0; word < size / 4; word += 16) {
@@ -233,7 +232,7 @@ VLLM_LITE_INLINE void pack_keys(CodeScratch& s, const char* const* rows, const c
   for (int t = 0; t < kGroup; ++t) s.k_scales[group + t] = row_scale(rows[t], size);
 }
 
-// V of four tokens into words [padded value_size]; the same.
+// Packs V of four tokens into words [padded value_size], with the same prefetch.
 VLLM_LITE_INLINE void pack_values(CodeScratch& s, const char* const* rows, const char* const* next, int64_t offset,
                                   const CodeSizes& sizes, int token) {
   int32_t* to = s.values + token / 4 * sizes.padded;
@@ -266,8 +265,8 @@ static void codes(const AttentionCall& call, const AttentionItem& item, int kv_h
   find_keys(now, cache, item.key_begin / kKeys * kKeys, item.key_begin, item.key_end);
   over_keys(call, item, kv_head, s.softmax, s.acc, s.all, sizes.padded, kKeys, [&](int first, int end) {
     const bool more = find_next_keys(next, call, item, kv_head, after, end);
-    const char* const* ahead = more ? next : now;  // these again cost nothing
-    // All 64, as scales that are not there would be anything: of keys that are not seen these are another's.
+    const char* const* ahead = more ? next : now;  // prefetching these again costs nothing
+    // All 64, because missing scales would be undefined: masked keys get the scales of another key.
     for (int t = 0; t < kKeys; t += kGroup) pack_keys(s, now + t, ahead + t, head, t);
     for (int t = 0; t < kKeys; t += 4) pack_values(s, now + t, ahead + t, cache.value_offset, sizes, t);
     for (int block = 0, row = 0; block < num_blocks; ++block) {

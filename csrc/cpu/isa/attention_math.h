@@ -1,4 +1,4 @@
-// What the two attention kernels share: addresses of cached rows, and the softmax that runs along with the keys.
+// Parts that the attention kernels share: addresses of cached rows, and the online softmax.
 #pragma once
 
 #include "../attention.h"
@@ -17,8 +17,8 @@ using vllm_lite::NextUnit;
 using vllm_lite::section_keys;
 
 constexpr int kGroup = 16;          // tokens that are gathered together
-constexpr int kKeys = 64;           // that take one step of the softmax, from a multiple of it on
-constexpr float kNothing = -1e30f;  // score of what is not seen; finite, so that a difference of two is not NaN
+constexpr int kKeys = 64;           // keys of one step of the softmax, which begins at a multiple of this
+constexpr float kNothing = -1e30f;  // score of a masked key; finite, so that the difference of two is not NaN
 
 VLLM_LITE_INLINE constexpr int least(int x, int y) {
   return x < y ? x : y;
@@ -45,10 +45,10 @@ VLLM_LITE_INLINE float largest_of(Vec x) {
 // out[i] = the largest of rows[i], for i < count <= kWidth.
 VLLM_LITE_INLINE Vec largest_of_each(Vec (&rows)[kWidth], int count) {
 #if defined(__AVX512F__)
-  if (count > 4) {  // halves of two rows become one vector of both, until there is one of all
+  if (count > 4) {  // merge halves of two rows into one vector, until there is one vector of all rows
     for (int i = count; i < kWidth; ++i) rows[i] = Vec{};
     __m512 x[16];
-    constexpr int kSlots[] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};  // bring them out in order
+    constexpr int kSlots[] = {0, 2, 1, 3, 8, 10, 9, 11, 4, 6, 5, 7, 12, 14, 13, 15};  // puts results in order
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) x[kSlots[i]] = reinterpret_cast<__m512>(rows[i]);
 #pragma GCC unroll 8
@@ -117,9 +117,9 @@ VLLM_LITE_INLINE Cached cached(const AttentionCall& call, const AttentionItem& i
           call.shape->block_size};
 }
 
-// Addresses of the K at positions [first, first + kKeys), with those of `begin` and of end - 1 in place of all that lie
-// before and behind: what is computed with these is masked, but must not come from memory that is not the sequence's,
-// where there may be NaN. first < end, begin < end.
+// Addresses of the K at positions [first, first + kKeys). Positions before `begin` get the address of `begin`,
+// positions from `end` on that of end - 1: their products are masked, but must not be read from memory outside of the
+// sequence, which may hold NaN. first < end, begin < end.
 VLLM_LITE_INLINE void find_keys(const char** rows, const Cached& cache, int first, int begin, int end) {
   const int count = least(end - first, kKeys), skipped = begin > first ? begin - first : 0;
   int n = skipped;
@@ -134,7 +134,7 @@ VLLM_LITE_INLINE void find_keys(const char** rows, const Cached& cache, int firs
   for (n = 0; n < skipped; ++n) rows[n] = rows[skipped];
 }
 
-// Addresses of the K that are read after those at positions [.., end) of an item; false if nobody knows them.
+// Addresses of the K that are read after those at positions [.., end) of an item. False if they are unknown.
 VLLM_LITE_INLINE bool find_next_keys(const char** rows, const AttentionCall& call, const AttentionItem& item,
                                      int kv_head, vllm_lite::NextUnit next, int end) {
   if (end < item.key_end) {
@@ -148,14 +148,15 @@ VLLM_LITE_INLINE bool find_next_keys(const char** rows, const AttentionCall& cal
 }
 
 VLLM_LITE_INLINE void fetch(const char* row) {
-  __builtin_prefetch(row, 0, 2);  // into L2, where there are more places for lines on their way than in L1
+  __builtin_prefetch(row, 0, 2);  // into L2, which can have more outstanding line fills than L1
 }
 
 VLLM_LITE_INLINE void fetch_row(const char* row, int64_t num_bytes) {
   for (int64_t i = 0; i < num_bytes; i += 64) fetch(row + i);
 }
 
-// Which of the step's tokens, at which position, and which head of those that share the KV head, row i of an item is.
+// Token, position and query head of row i of an item: the token's row in the step, and the head among those that share
+// the KV head.
 struct Place {
   int query_row, position, head;
 };
@@ -168,17 +169,17 @@ VLLM_LITE_INLINE Place place_of(const AttentionCall& call, const AttentionItem& 
   return {item.query_row + row, item.position + row, l - row * group};
 }
 
-// Rows of queries while they meet the keys. Everything is indexed by the row's number within the item.
+// State of the online softmax of an item's rows. Arrays are indexed by the row's number within the item.
 struct Softmax {
-  float factor;        // of the products, to scores
-  float per_score;     // Words::kPerScore: `top` is so many times as large
+  float factor;        // products times this are scores
+  float per_score;     // Words::kPerScore: `top` is a score times this
   float cap, per_cap;  // soft cap and 1 / cap; 0 = none
   bool alibi;
   int32_t seen_from[kMaxRows], seen_to[kMaxRows];  // positions [from, to)
   float slope[kMaxRows];
   float top[kMaxRows];                      // largest score so far
-  float rescale[kMaxRows];                  // what earlier sums must be multiplied by, after a new largest score
-  alignas(64) float sum[kMaxRows][kWidth];  // of the weights, lane by lane
+  float rescale[kMaxRows];                  // factor for earlier sums after a new largest score
+  alignas(64) float sum[kMaxRows][kWidth];  // sum of the weights, lane by lane
 
   template <class Words>
   void init(const AttentionCall& call, const AttentionItem& item, int kv_head) {
@@ -202,7 +203,7 @@ struct Softmax {
   }
 
   // Turns the products [count][kKeys] of the rows from `row` on with the keys [first, end) into weights, and updates
-  // the rows' states. What a row becomes does not depend on the others.
+  // the rows' states. The result of a row does not depend on other rows.
   template <class Words>
   inline void step(float (*products)[kKeys], typename Words::Element (*weights)[kKeys], int row, int count, int first,
                    int end) {
@@ -220,7 +221,7 @@ struct Softmax {
 
   float largest_score(int i) const { return top[i] / per_score; }
 
-  // Leaves at `to` how far row i is in a section, and goes on from there.
+  // `save` stores the state of row i within a section at `to`, and `resume` continues from it.
   void save(int i, float* to) const {
     to[0] = top[i];
     store(to + 1, load(sum[i]));
@@ -230,7 +231,7 @@ struct Softmax {
     store(sum[i], load(from + 1));
   }
 
-  // Starts row i anew, for the keys of another section.
+  // Resets row i, for the keys of another section.
   void restart(int i) {
     top[i] = kNothing;
     store(sum[i], Vec{});
@@ -239,7 +240,7 @@ struct Softmax {
  protected:
   bool finishes_scores() const { return cap != 0 || alibi; }
 
-  // Products become scores, where these are more than multiples of them.
+  // Turns products into scores, if these are not just multiples of them.
   void finish_scores(float* products, int i, int first) const {
     for (int j = 0; j < kKeys; j += kWidth) {
       Vec x = load(products + j) * factor;
@@ -254,12 +255,12 @@ struct Softmax {
     return (keys >= seen_from[i]) & (keys < least(seen_to[i], end));
   }
 
-  // Of up to kWidth rows, whose largest scores are one vector.
+  // One step of up to kWidth rows, whose largest scores are in one vector.
   template <class Words, bool kMasked>
   inline void step_some(const float (*products)[kKeys], typename Words::Element (*weights)[kKeys], int row, int count,
                         int first, int end, float scale) {
     Vec most[kWidth];
-    // Weights of keys from `end` on are read up to whole groups, and all of them where there are few vectors.
+    // Weights of keys from `end` on are read, up to whole groups; up to all kKeys with narrow vectors.
     const int keys = kMasked && kWidth < 16 ? round_up(end - first, kGroup) : kKeys;
     for (int i = 0; i < count; ++i) most[i] = largest<kMasked>(products[i], row + i, first, end);
     const Vec found = largest_of_each(most, count), old = load_some(top + row, count);
@@ -273,7 +274,7 @@ struct Softmax {
       for (int j = 0; j < keys; j += 2 * kWidth) {
         Vec x[2];
         for (int k = 0; k < 2; ++k) {
-          x[k] = Words::weight(load(products[i] + j + k * kWidth) * scale - most_here);  // 0 for the largest
+          x[k] = Words::weight(load(products[i] + j + k * kWidth) * scale - most_here);  // weight(0) for the largest
           if (kMasked) x[k] = sees(row + i, first + j + k * kWidth, end) ? x[k] : Vec{};
           total += x[k];
         }
@@ -283,7 +284,7 @@ struct Softmax {
     }
   }
 
-  // Lane by lane, of the keys that row i sees.
+  // The largest score of the keys that row i sees, lane by lane.
   template <bool kMasked>
   inline __attribute__((always_inline)) Vec largest(const float* products, int i, int first, int end) const {
     Vec x[kKeys / kWidth];
@@ -298,14 +299,14 @@ struct Softmax {
   }
 };
 
-// A row's result over one or more sections of its keys.
+// Result of a row over one or more sections of its keys.
 struct Result {
   float top, sum;  // largest score; sum of the weights
   float* acc;      // weighted sum of V, readable and writable in whole vectors
 };
 
-// Adds the next section's result. A row's sections are added in their order wherever they were computed. The first one
-// is added to {kNothing, 0, zeros}, which keeps its bits.
+// Adds the result of the next section. A row's sections are added in order, no matter which thread computed them. The
+// first one is added to {kNothing, 0, zeros}, which does not change its bits.
 VLLM_LITE_INLINE void add_section(Result* all, float top, float sum, const float* acc, int size) {
   const float most = top > all->top ? top : all->top;
   const float old = exp<true>(splat(all->top - most))[0], fresh = exp<true>(splat(top - most))[0];
@@ -323,8 +324,8 @@ VLLM_LITE_INLINE void put_output(char* to, const float* acc, float factor, int s
   }
 }
 
-// What a row's weighted sum of V has to be multiplied with, from the largest score and the sum of the weights of all
-// its keys. A sink joins here, once, after all keys: so bits do not depend on who summed these up.
+// Factor for a row's weighted sum of V, from the largest score and the sum of weights of all its keys. A sink is added
+// here, once, after all keys, so the bits do not depend on how the keys were divided among threads.
 VLLM_LITE_INLINE float normalizer(const AttentionCall& call, int head, float top, float sum) {
   const float v_scale = call.shape->v_scale;
   if (call.sinks == nullptr) return v_scale / sum;
@@ -333,8 +334,8 @@ VLLM_LITE_INLINE float normalizer(const AttentionCall& call, int head, float top
   return v_scale * keys / (sum * keys + rest);
 }
 
-// Row i's output from its result over all keys, which is transformed back in place where V is kept as its Hadamard
-// transform.
+// Writes the output of row i from its result over all keys. If the cache has V Hadamard-transformed, the result is
+// transformed back in place.
 VLLM_LITE_INLINE void put_row(const AttentionCall& call, const AttentionItem& item, int kv_head, int i,
                               const Result& all) {
   const AttentionShape& shape = *call.shape;
@@ -350,7 +351,7 @@ VLLM_LITE_INLINE void put_row(const AttentionCall& call, const AttentionItem& it
   if (shape.dtype == kFloat16) put_output<Float16>(line + first * 2, all.acc, factor, size);
 }
 
-// Leaves how far the rows of an item are in a section, and goes on from there.
+// `save_section` stores the states of an item's rows within a section; `resume_section` continues from them.
 VLLM_LITE_INLINE void save_section(const AttentionCall& call, const AttentionItem& item, int kv_head,
                                    const Softmax& softmax, const float* acc, int stride) {
   const int size = call.shape->value_size;
@@ -370,10 +371,9 @@ VLLM_LITE_INLINE void resume_section(const AttentionCall& call, const AttentionI
   }
 }
 
-// Runs the rows of an item through its keys: `add` is called with the first and the last + 1 of up to `batch` of
-// them at a time, a multiple of kKeys, and updates `softmax` and acc [num_rows][stride]. Where a section ends, its
-// result joins those before it in `all` [num_rows][stride], or becomes the item's partial result. Then the rows are put
-// out.
+// Computes all rows of an item. Calls `add` with the ranges of up to `batch` keys, a multiple of kKeys; it updates
+// `softmax` and acc [num_rows][stride]. At the end of a section, its result is added to `all` [num_rows][stride] or
+// becomes the item's partial result. Finally the outputs are written.
 template <class Add>
 VLLM_LITE_INLINE void over_keys(const AttentionCall& call, const AttentionItem& item, int kv_head, Softmax& softmax,
                                 float* acc, float* all, int stride, int batch, const Add& add) {

@@ -1,10 +1,9 @@
-// Attention of few rows: reads the cache as it lies, at the speed of memory. Every sum has the order that it has in
-// attention_tile.h: products one word after the other, for which 16 keys at a time are turned in registers, and V one
-// token after the other.
-//
-// The next tokens are fetched while these are worked on; their addresses come from the block table, so the processor
-// could not predict them. It has few places for lines that are on their way, and loads that miss wait for one, so lines
-// must be asked for evenly: with all of K's in the first of 4 rows, 4 rows measured 18 instead of 27 GB/s.
+// Attention of few rows: reads the cache without packing it, at the speed of memory. Every sum has the same order as in
+// attention_tile.h: products are added word by word, for which 16 keys at a time are transposed in registers, and V
+// token by token.
+// The next tokens are prefetched meanwhile; their addresses come from the block table, so the processor could not
+// predict them. It has few line fill buffers, and loads that miss wait for one, so prefetches must be spread evenly:
+// with all of K's in the first of 4 rows, 4 rows measured 18 instead of 27 GB/s.
 #pragma once
 
 #include "attention_words.h"
@@ -27,7 +26,7 @@ struct StreamScratch {
   const char* converted[kKeys];
 };
 
-// The lines of the next K or V in the cache, which are asked for one row after the other.
+// The lines of the next K or V in the cache, which are prefetched row by row.
 struct Ahead {
   const char* const* rows;  // of K at [kKeys]
   int64_t offset;           // what to add for V
@@ -44,14 +43,14 @@ struct Ahead {
   }
 };
 
-// to [num_rows] += the products of 16 words of the query rows with those of 16 keys. Strides in floats.
+// Adds to `to` [num_rows] the products of 16 words of the query rows with those of 16 keys. Strides in floats.
 template <class Words>
 VLLM_LITE_INLINE void multiply_words(const float* query, int stride, int num_rows, const char* const* keys, int word,
                                      int count, float (*to)[kKeys]) {
 #if defined(__AVX512F__)
   Vec words[16];
   turn(keys, 4 * word, count, words);
-  query += word;  // what is left to add are constants, which take no register
+  query += word;  // the remaining offsets are constants, which take no register
   for (int i = 0; i < num_rows; ++i, query += stride) {
     Vec sum = load(to[i]);
 #pragma GCC unroll 16
@@ -71,12 +70,12 @@ VLLM_LITE_INLINE void multiply_words(const float* query, int stride, int num_row
 #endif
 }
 
-// scores [num_rows][kKeys] = the products of the query rows with `count` keys. Meanwhile the next K are fetched.
+// Computes scores [num_rows][kKeys], the products of the query rows with `count` keys. Meanwhile prefetches the next K.
 template <class Words, bool kFetch>
 static void multiply_keys(StreamScratch<Words>& s, int stride, int num_rows, const char* const* keys, int count,
                           int num_words, Ahead ahead) {
   std::memset(s.scores, 0, static_cast<size_t>(num_rows) * sizeof s.scores[0]);
-  for (int pair = 0; pair < count; pair += 2 * kGroup) {  // the sums of one do not wait for those of the other
+  for (int pair = 0; pair < count; pair += 2 * kGroup) {  // two groups, whose sums do not depend on each other
     for (int word = 0; word < num_words; word += 16) {
       for (int group = pair; group < least(pair + 2 * kGroup, count); group += kGroup) {
         if (kFetch) ahead.fetch_lines(kGroup);
@@ -154,7 +153,7 @@ VLLM_LITE_INLINE void add_some(StreamScratch<Words>& s, int row, int num_rows, i
                             count, size, ahead);
 }
 
-// One step: `rows` are of K in the cache, from the key `first` on; the next ones are fetched.
+// One step of the softmax. `rows`: addresses of K in the cache, from the key `first` on. Prefetches the next rows.
 template <class Words, bool kConvert>
 static void attend_few(StreamScratch<Words>& s, const AttentionCall& call, int num_rows, const char* const* rows,
                        int first, int end, const char* const* next) {
@@ -210,7 +209,7 @@ static void stream(const AttentionCall& call, const AttentionItem& item, int kv_
   const int stride = round_up(shape.value_size, 32);
   over_keys(call, item, kv_head, s.softmax, s.acc, s.all, stride, kKeys, [&](int first, int end) {
     const bool more = find_next_keys(next, call, item, kv_head, after, end);
-    const char* const* ahead = more ? next : now;  // these again cost nothing
+    const char* const* ahead = more ? next : now;  // prefetching these again costs nothing
     if (shape.kv_dtype == Words::kElement) {
       attend_few<Words, false>(s, call, item.num_rows, now, first, end, ahead);
     } else {

@@ -1,8 +1,7 @@
 // Attention of many rows: packs 64 tokens once so that all rows of the item multiply with them at full speed.
-//
 // Blocks of kBlockRows rows and several vectors of keys, then of dimensions, have all their sums in registers. The
-// softmax runs along with the keys (Dao et al., FlashAttention, 2022), so scores exist for these 64 only: of many rows,
-// so that K stays in L1 for one product, V for the other, and the softmax's steps do not wait for each other.
+// softmax is online (Dao et al., FlashAttention, 2022), so scores exist for 64 keys at a time only, but for many rows:
+// K stays in L1 for one product and V for the other, and the softmax's steps of several rows overlap.
 #pragma once
 
 #include "attention_words.h"
@@ -12,11 +11,11 @@ namespace {
 
 constexpr int kBlockRows =
     6;                        // with 4 vectors (2 where there are 16 registers) their sums leave registers for operands
-constexpr int kFewRows = 48;  // up to here packing takes more time than computing
+constexpr int kFewRows = 48;  // up to this number of rows, packing takes more time than computing
 constexpr int kBlockVecs = kWidth == 16 ? 4 : 2;
 
-// Heads up to so many elements of K and V have both of a tile in L1 beside the scores of kRowsAtOnce rows, which meet
-// them one after the other; longer ones have one of them there, and all rows meet that first.
+// Up to this head size, K and V of a tile are both in L1 beside the scores of kRowsAtOnce rows, and each kRowsAtOnce
+// rows compute both products. With longer heads, only one of K and V is in L1, so all rows compute one product first.
 constexpr int kShortHead = 160, kRowsAtOnce = 48;
 
 template <class Words>
@@ -30,13 +29,14 @@ struct TileScratch {
   alignas(64) Element query[kRows];                        // [num_rows][head_size]
   alignas(64) float acc[kRows];                            // [num_rows][padded value_size]
   alignas(64) float all[kRows];                            // the same for the sections before
-  alignas(64) float scores[kMaxRows][kKeys];               // of the rows that meet the keys at once
+  alignas(64) float scores[kMaxRows][kKeys];               // of the rows that attend at once
   alignas(64) Element weights[kMaxRows][kKeys];            // the same
   alignas(64) Element converted[kGroup * kSize];           // [tokens][padded head_size]
   const char* rows[2][kKeys];                              // of K in the cache: of this tile and of the next
 };
 
-// out[i][j] (+)= the sum over n < count of x[i][n] * y[n][j], for kRows rows and kVecs vectors of j. Strides in words.
+// Sets out[i][j] to the sum over n < count of x[i][n] * y[n][j], with kAdd plus out[i][j] * rescale[i], for kRows rows
+// i and kVecs vectors of j. Strides in words.
 template <class Words, int kRows, int kVecs, bool kAdd>
 VLLM_LITE_INLINE void multiply(const float* x, int x_stride, const float* y, int y_stride, int count, float* out,
                                int out_stride, const float* rescale) {
@@ -70,7 +70,7 @@ static void multiply_all(const float* x, int x_stride, const float* y, int y_str
   for (; j + kBlockVecs <= num_vecs && (kBlockVecs == 2 || j + 5 != num_vecs); j += kBlockVecs) {
     next(std::integral_constant<int, kBlockVecs>(), j);
   }
-  if (kBlockVecs > 2 && j + 5 == num_vecs) {  // sums of one vector would wait for each other
+  if (kBlockVecs > 2 && j + 5 == num_vecs) {  // the sums of a single vector would wait for each other
     next(std::integral_constant<int, 3>(), j);
     j += 3;
   }
@@ -84,11 +84,11 @@ static void multiply_all(const float* x, int x_stride, const float* y, int y_str
 struct Sizes {
   int head, value;  // elements of K and V
   int query;        // words of a query row
-  int padded;       // of V, filled up to whole groups
+  int padded;       // elements of V, padded to whole groups
 };
 
-// Scores of kRows rows of the item, from `row` on, with `count` keys. Scores and weights are there of the rows from
-// `some` on.
+// Computes the scores of kRows rows of the item, from `row` on, with `count` keys. The buffers of scores and weights
+// begin with row `some`.
 template <class Words, int kRows>
 VLLM_LITE_INLINE void score_rows(TileScratch<Words>& s, const Sizes& sizes, int some, int row, int count) {
   const float* query = reinterpret_cast<const float*>(s.query) + row * sizes.query;
@@ -96,7 +96,7 @@ VLLM_LITE_INLINE void score_rows(TileScratch<Words>& s, const Sizes& sizes, int 
                                     nullptr, (count + kWidth - 1) / kWidth);
 }
 
-// Adds the values of `count` tokens, times the weights, to what kRows rows have.
+// Adds the values of `count` tokens, times the weights, to the accumulators of kRows rows.
 template <class Words, int kRows>
 VLLM_LITE_INLINE void add_rows(TileScratch<Words>& s, const Sizes& sizes, int some, int row, int count) {
   multiply_all<Words, kRows, true>(reinterpret_cast<const float*>(s.weights[row - some]), kKeys / Words::kPack,
@@ -105,7 +105,7 @@ VLLM_LITE_INLINE void add_rows(TileScratch<Words>& s, const Sizes& sizes, int so
                                    sizes.padded / kWidth);
 }
 
-// One or the other for `num_rows` rows, 1 <= num_rows <= kRows.
+// Does one of these for `num_rows` rows, 1 <= num_rows <= kRows.
 template <class Words, int kRows, bool kAdd>
 VLLM_LITE_INLINE void multiply_rows(TileScratch<Words>& s, const Sizes& sizes, int some, int row, int num_rows,
                                     int count) {
@@ -119,7 +119,7 @@ VLLM_LITE_INLINE void multiply_rows(TileScratch<Words>& s, const Sizes& sizes, i
   }
 }
 
-// Values of 16 tokens as words [16 / kPack][padded].
+// Packs the values of 16 tokens as words [16 / kPack][padded].
 VLLM_LITE_INLINE void pack_values(Floats, const char* const* rows, const Sizes& sizes, float* to) {
   for (int t = 0; t < kGroup; ++t) {
     const float* row = reinterpret_cast<const float*>(rows[t]);
@@ -141,7 +141,7 @@ VLLM_LITE_INLINE void pack_values(Pairs, const char* const* rows, const Sizes& s
 }
 #endif
 
-// Addresses of 16 rows of K or V in the cache, or of the same converted. Meanwhile fetches the first num_next of
+// Addresses of 16 rows of K or V in the cache, or of their converted copies. Meanwhile prefetches the first num_next of
 // `next`.
 template <class Words, class Scratch>
 VLLM_LITE_INLINE void find_rows(Scratch& s, int kv_dtype, int size, const char* const* keys, int64_t offset,
@@ -157,7 +157,8 @@ VLLM_LITE_INLINE void find_rows(Scratch& s, int kv_dtype, int size, const char* 
   }
 }
 
-// Packs K and V of `count` tokens from the cache; keys: addresses of K. Meanwhile fetches the first num_next of `next`.
+// Packs K and V of `count` tokens from the cache; keys: addresses of K. Meanwhile prefetches the first num_next of
+// `next`.
 template <class Words>
 static void pack(TileScratch<Words>& s, const AttentionCall& call, const char* const* keys, const Sizes& sizes,
                  int count, const char* const* next, int num_next) {
@@ -175,8 +176,7 @@ static void pack(TileScratch<Words>& s, const AttentionCall& call, const char* c
   }
 }
 
-// The rows that lines are fetched for, evenly over the time that a tile takes: of the next K and V, and where these are
-// another item's, of its query.
+// Rows to prefetch, evenly over the time of a tile: the next K and V and, if these belong to another item, its query.
 struct NextRows {
   const char* const* rows;  // of K
   int64_t value_offset, row_bytes;
@@ -197,7 +197,7 @@ struct NextRows {
   }
 };
 
-// What is fetched while the keys up to `end` of an item are worked on; addresses of K go to `rows`.
+// The rows to prefetch while the keys up to `end` of an item are computed; writes addresses of K to `rows`.
 static NextRows next_rows(const AttentionCall& call, const AttentionItem& item, int kv_head, NextUnit unit, int end,
                           const char** rows) {
   const AttentionShape& shape = *call.shape;
@@ -213,7 +213,7 @@ static NextRows next_rows(const AttentionCall& call, const AttentionItem& item, 
   const AttentionItem& other = *unit.item;
   const int group = shape.num_heads / shape.num_kv_heads;
   next.count = least(other.key_end - other.key_begin / kKeys * kKeys, kKeys);
-  if (other.shared >= 0) return next;  // its rows lie anywhere
+  if (other.shared >= 0) return next;  // its rows are not contiguous
   const int first = place_of(call, other, group, 0).query_row;
   const int last = place_of(call, other, group, other.num_rows - 1).query_row;
   next.query_bytes = group * shape.head_size * bytes_of(shape.dtype);
@@ -223,7 +223,7 @@ static NextRows next_rows(const AttentionCall& call, const AttentionItem& item, 
   return next;
 }
 
-// All rows of the item that see some of the packed keys [first, end) meet them.
+// All rows of the item that see some of the packed keys [first, end) attend to them.
 template <class Words>
 static void attend_rows(TileScratch<Words>& s, const Sizes& sizes, int num_rows, int first, int end,
                         const NextRows& next) {
@@ -259,7 +259,7 @@ static void tile(const AttentionCall& call, const AttentionItem& item, int kv_he
   find_keys(now, cache, item.key_begin / kKeys * kKeys, item.key_begin, item.key_end);
   over_keys(call, item, kv_head, s.softmax, s.acc, s.all, sizes.padded, kKeys, [&](int first, int end) {
     NextRows next = next_rows(call, item, kv_head, unit, end, ahead);
-    const bool few = item.num_rows <= kFewRows;  // then it is mostly the packing that takes time
+    const bool few = item.num_rows <= kFewRows;  // then packing takes most of the time
     pack(s, call, now, sizes, end - first, ahead, few ? next.count : 0);
     if (few) next.count = 0;
     attend_rows(s, sizes, item.num_rows, first, end, next);
