@@ -1,12 +1,12 @@
-"""Distance of each way of storing and multiplying weights from the exact model, on real models and beside others.
+"""Distance from the exact model of each way to store and multiply weights, on real models, ours and other engines'.
 
     python benchmarks/accuracy.py [--models smollm2 gemma3-270m] [--forms file dense off-grid] [--ways int8 ...]
         [--llama-python VENV/bin/python] [--openvino-python VENV/bin/python] [--work DIR] [--out FILE.json [--keep]]
 
-A page of prose, one of code and a chat (benchmarks/texts) are read by transformers in float32, by us in every mode, and
-by llama.cpp and OpenVINO if Pythons are named that have them. All compute the same weights: a file of
-scripts/fetch_real.py as it is (`file`), all its blocks as floats (`dense`: what each of us quantizes again), or these
-moved off the grid on which they lie (`off-grid`, see runners/dense_gguf.py). DIR keeps what is made of the files.
+Transformers in float32, our engine in every mode, and llama.cpp and OpenVINO, if their Pythons are given, read a page
+of prose, one of code and a chat (benchmarks/texts). All have the same weights: a file of scripts/fetch_real.py
+(`file`), its blocks converted to floats (`dense`, which every engine quantizes again), or these floats moved off their
+grid (`off-grid`, see runners/dense_gguf.py). DIR keeps the files that are derived.
 """
 
 import argparse
@@ -39,7 +39,7 @@ TOP = 10
 
 class Model(NamedTuple):
     file: str
-    """Below the folder of scripts/fetch_real.py."""
+    """Path below the folder of scripts/fetch_real.py."""
     turn: str
     """A turn of a chat."""
     assistant: str
@@ -96,7 +96,7 @@ class Figures(NamedTuple):
     next_token: float
     """Difference of the log-probability of the token that follows."""
     top: float
-    """The same of the TOP tokens that the exact model finds most likely."""
+    """The same for the TOP most likely tokens of the exact model."""
     same_greedy: float
     divergence: float
     perplexity: float
@@ -146,7 +146,7 @@ def ours(file: Path, texts: list[list[int]], way: Way) -> Scores:
 
 
 def form_of(source: Path, form: str, work: Path) -> Path:
-    """The file of a form, made where it is not there."""
+    """The file of a form; created if it is missing."""
     if form == "file":
         return source
     file = work / f"{source.stem}-{form}.gguf"
@@ -156,7 +156,8 @@ def form_of(source: Path, form: str, work: Path) -> Path:
 
 
 def exact_scores(file: Path, texts: list[list[int]], work: Path) -> Scores:
-    """transformers in float32, kept in `work`; a file has the same weights as its blocks have as floats."""
+    """Scores of transformers in float32, kept in `work`. `file` and `dense` have the same weights, and so the same
+    scores."""
     digest = hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:8]
     kept = work / f"{file.stem.removesuffix('-dense')}-exact-{digest}.npy"
     if not kept.exists():
@@ -165,7 +166,8 @@ def exact_scores(file: Path, texts: list[list[int]], work: Path) -> Scores:
 
 
 def wanted_ways(name: str, form: str, only: list[str]) -> dict[str, Way]:
-    """Ours to measure: exact products and float32 with weights that are quantized on load with one model alone."""
+    """Our ways to measure. Exact products and float32 with weights that are quantized on load are measured with one
+    model only."""
     ways = {way: how for way, how in WAYS[form].items() if not only or way.partition(",")[0] in only}
     if name == MOST_SENSITIVE:
         return ways
@@ -173,7 +175,7 @@ def wanted_ways(name: str, form: str, only: list[str]) -> dict[str, Way]:
 
 
 def measure(name: str, form: str, args: argparse.Namespace, known: dict[str, object]) -> dict[str, object]:
-    """known: figures by way, of which those that are measured now are replaced."""
+    """Measure a form. known: figures by way; those that are measured now are replaced."""
     model, found = MODELS[name], dict(known)
     file = form_of(args.real / model.file, form, args.work)
     by_name = read_texts(model, file)
@@ -209,7 +211,7 @@ def measure(name: str, form: str, args: argparse.Namespace, known: dict[str, obj
 
 
 def kept_figures(out: Path | None, revision: str) -> dict[str, Any]:
-    """Figures by model and form of an earlier run: ours only of the same commit, those of peers in any case."""
+    """Figures of an earlier run, by model and form: ours only if the commit is the same, those of peers always."""
     if out is None or not out.exists():
         return {}
     before = json.loads(out.read_text())

@@ -18,7 +18,7 @@ Scores = list[torch.Tensor]
 """float32 log-probabilities [len(text), vocabulary] of each text."""
 RUNNERS = Path(__file__).parent / "runners"
 LLAMA_TYPES = {"file": (), "dense": ("Q8_0", "Q4_K_M", "Q4_1", "Q4_0"), "off-grid": ("Q8_0", "Q4_K_M", "Q4_1", "Q4_0")}
-"""Types that llama.cpp makes of a form; of a file it computes the file."""
+"""Types to which llama.cpp quantizes a form; it computes `file` directly."""
 OPENVINO = {
     "bfloat16": (None, ()),
     "int8": ("int8", ()),
@@ -26,19 +26,19 @@ OPENVINO = {
     "int4": ("int4", ()),
     "int4, exact": ("int4", ("--exact",)),
 }
-"""The form that OpenVINO quantizes to, and flags of its runner. Without "exact" it rounds inputs as its plugin does by
-itself, which is how the race runs it."""
+"""The form to which OpenVINO quantizes, and flags of its runner. Without "exact", inputs are rounded by its plugin's
+default, as in the race."""
 
 
 def read_checkpoint(file: Path) -> Any:
-    """The model of transformers, in float32."""
+    """Load the model with transformers, in float32."""
     from transformers import AutoModelForCausalLM  # here, as it takes seconds and who measures ours alone needs none
 
     return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
 
 
 def oracle(file: Path, texts: list[list[int]], dtype: torch.dtype) -> Scores:
-    """transformers on the same weights, all of its modules in `dtype`."""
+    """Scores of transformers for the same weights, with all modules in `dtype`."""
     model = read_checkpoint(file).to(dtype)
     return [model(torch.tensor([tokens])).logits[0].float().log_softmax(-1) for tokens in texts]
 
@@ -92,7 +92,7 @@ def _llama_command(python: Path, *arguments: object) -> list[object]:
 
 
 def _logits(command: list[object], texts: list[list[int]], num_threads: int) -> Scores:
-    """Run a runner's command for logits: it gets files for tokens and logits behind the model."""
+    """Run a runner's command for logits. It gets the paths of tokens and logits after the model's."""
     with tempfile.TemporaryDirectory() as folder:
         tokens, out = Path(folder) / "tokens.json", Path(folder) / "logits.npy"
         tokens.write_text(json.dumps(texts))

@@ -1,8 +1,8 @@
-"""Tables of docs that stand on results/: python benchmarks/cpu_tables.py [--check]
+"""Write the tables of the documents that come from results/: python benchmarks/cpu_tables.py [--check]
 
-docs/quantization.md gets how far each way is from the exact model (accuracy-cpu.json), docs/performance.md how fast 8
-and 4 bits are beside the best of the others (peers-MODEL-exact-cpu.json) and README.md the ratios, both with each
-engine's own error. With --check nothing is written, and the exit status is 1 if a table is not what the figures say.
+docs/quantization.md gets the distance of each way from the exact model (accuracy-cpu.json), docs/performance.md the
+speed of 8 and 4 bits and that of the best peer (peers-MODEL-exact-cpu.json), and README.md the ratios, both with each
+engine's own error. With --check nothing is written, and the exit status is 1 if a table differs from the figures.
 """
 
 import argparse
@@ -27,13 +27,13 @@ Ways = dict[str, Any]
 
 
 class Row(NamedTuple):
-    """A row of docs/quantization.md: ours beside what the others have for it."""
+    """A row of docs/quantization.md: our figures, and those of comparable ways of the peers."""
 
     name: str
     ours: tuple[str, str, str]
-    """The way by default, with --exact-activations, in float32; "" for none."""
+    """Our ways: by default, with --exact-activations, and in float32; "" for none."""
     peers: dict[str, str]
-    """Ways of others by what they are called."""
+    """Column title -> way of a peer."""
 
 
 ROWS = {
@@ -166,7 +166,7 @@ def ratio(cells: dict[str, Any], metric: str, engine: str, peers: dict[str, str]
 
 
 def ratio_table(models: dict[str, dict[str, Ways]]) -> Iterator[str]:
-    """Only of these shapes, as README is short."""
+    """The table of README, for these shapes only, because README is short."""
     yield "| weights | one stream | 32 prompts | nats: ours/llama.cpp/OpenVINO |"
     yield "| --- | --- | --- | --- |"
     for name, (engine, peers, form, way, others) in SHORT.items():

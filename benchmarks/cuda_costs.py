@@ -5,8 +5,8 @@
     python benchmarks/cuda_costs.py --registers  # registers, spills and shared memory of kernels, by NVRTC
     python benchmarks/cuda_costs.py --compare    # those again, next to what benchmarks/results/cuda-costs.md has
 
-Kernels go to a launcher that counts and does nothing, so the time is what Python takes for one layer of 32 heads of 128
-over 8, bfloat16, beside torch's own products: the best of many.
+Kernels go to a launcher that only counts, so the time is Python's time for one layer in bfloat16, with 32 query heads
+of 128 over 8 KV heads, without torch's products: the best of many runs.
 """
 
 import argparse
@@ -88,7 +88,7 @@ class NullLauncher:
 
 
 def step_of(query_lens: list[int], seq_lens: list[int], common: int = 0) -> StepBatch:
-    """`common`: so many tokens of all sequences lie in the same blocks."""
+    """`common`: number of first tokens that all sequences have in the same blocks."""
     n, num_seqs, longest = sum(query_lens), len(query_lens), max(seq_lens)
     tables = np.arange(num_seqs * -(-longest // 16), dtype=np.int32).reshape(num_seqs, -1)
     tables[:, : common // 16] = tables[0, : common // 16]
@@ -121,7 +121,7 @@ def best_us(call: Callable[[], object], count: int = 50) -> float:
 
 
 def cost_of(name: str) -> str:
-    """A row of the table."""
+    """Measure one row of the table."""
     launcher = NullLauncher()
     shape = AttentionShape((SPEC,), 16, BF16, CPU, shares_prefixes=True, max_seq_len=131_072)
     backend, ops = CudaBackend(shape, launcher), CudaOps(launcher)
@@ -161,7 +161,7 @@ def cost_of(name: str) -> str:
 
 
 def decoded_tokens(work: SplitList) -> int:
-    """Number of tokens whose K and V decode kernels read, from wherever they come."""
+    """Number of tokens whose K and V the decode kernels read, shared or not."""
     num_splits, num_shared = work.splits[0, :2].tolist()
     entries = work.splits[1 : 1 + num_splits].numpy()[:, 2:]
     if num_shared and work.cascade is not None:
@@ -172,7 +172,7 @@ def decoded_tokens(work: SplitList) -> int:
 
 
 def kernels() -> list[tuple[str, str]]:
-    """Source and name of what most depends on, with the types that are used most."""
+    """Source and name of the most important kernels, with their most frequent types."""
     bf16, e4m3 = "__nv_bfloat16", torch.float8_e4m3fn
     small = ("rms_norm", "add_rms_norm", "silu_and_mul")
     return [
@@ -231,8 +231,8 @@ def recorded() -> dict[str, list[tuple[int, int, int]]]:
 
 
 def compare(chosen: Sequence[tuple[str, str]]) -> list[str]:
-    """List the needs of these kernels that RECORD has not, a line each: more registers, by more than two, or any more
-    bytes spilled or shared."""
+    """List kernels that need more than RECORD says, one per line: over two registers more, or any more spilled or
+    shared bytes."""
     known, said = recorded(), []
     for source, name in chosen:
         for arch, now, before in zip(ARCHES, needs(source, name), known[short(name)], strict=True):
@@ -245,7 +245,7 @@ def compare(chosen: Sequence[tuple[str, str]]) -> list[str]:
 
 
 class NullGraph:
-    """The captured launches; to replay them is one launch."""
+    """The captured launches. A replay counts as one launch."""
 
     replays = 0
 
@@ -254,7 +254,7 @@ class NullGraph:
 
 
 class NullCapture:
-    """Records nothing, so that a replay takes what Python takes."""
+    """Records nothing, so that a replay takes only Python's time."""
 
     on_demand = False
 

@@ -1,15 +1,13 @@
-"""Decisions: 64 questions over one state, beside the prefill of that state alone.
+"""Time of a decision with 64 questions over one state, relative to the prefill of the state alone.
 
     python benchmarks/decisions.py [--model MODEL] [--state 4000] [--questions 64] [--rounds 7]
 
-MODEL is a folder or GGUF file with a tokenizer, whose questions go through `LLM.decide`, or random-100m or random-500m,
-whose questions are `--own` random tokens each, behind the same state. Each round empties the prefix cache before each
-of: the state alone; as many tokens as a decision computes, in one prompt; the decision. The fourth is the decision
-again, whose state is cached. What is printed are medians of the rounds' ratios to the state alone, and the
-worst of the first decisions.
-
-The tokens of the questions are computed whatever the engine does: 64 questions of 19 tokens are 1,216, which is almost
-a third of the state. `tokens` is that floor, `same_tokens` what as many cost in one prompt.
+MODEL is a folder or GGUF file with a tokenizer, whose questions go through `LLM.decide`; or random-100m or random-500m,
+with questions of `--own` random tokens after the same state. Each round measures, with an empty prefix cache: the state
+alone; a single prompt with as many tokens as a decision computes; the decision. Fourth, it repeats the decision with a
+cached state. It prints the medians of the rounds' ratios to the state alone, and the worst ratio of the first
+decisions. The tokens of the questions must be computed by any engine: 64 questions of 19 tokens are 1,216, almost a
+third of the state. `tokens` is this lower bound, `same_tokens` the ratio of the single prompt.
 """
 
 import argparse
@@ -44,7 +42,7 @@ class Texts:
         }
 
     def decide(self) -> int:
-        """Returns how many tokens were computed."""
+        """Make a decision. Returns the number of computed tokens."""
         found = self._llm.decide(self.state, self._questions)
         return found.num_prompt_tokens - found.num_cached_tokens
 
@@ -65,7 +63,7 @@ class Ids:
         self._params = MAX_TOKENS.clone(logprob_token_ids=LABELS, detokenize=False)
 
     def decide(self) -> int:
-        """As of texts. The first prompt goes alone, as a decision's does."""
+        """Make a decision as Texts does. The first prompt is sent alone, as in a decision."""
         outputs = self._llm.generate(self._prompts[:1], self._params, use_tqdm=False)
         outputs += self._llm.generate(self._prompts[1:], self._params, use_tqdm=False)
         return sum(len(output.prompt_token_ids) - (output.num_cached_tokens or 0) for output in outputs)

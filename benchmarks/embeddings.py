@@ -3,9 +3,9 @@
     pip install sentence-transformers
     python benchmarks/embeddings.py --shape 30m --texts 300
 
-Both get the same words; each is its own process, and they take turns. sentence-transformers runs in both types and
-with two sizes of batches, of which the best counts. Beside its speed each run has the least cosine of one of its
-vectors with that of sentence-transformers in float32: what a cheaper type costs.
+Both engines get the same words; each is its own process, and they are measured alternately. sentence-transformers runs
+in both types and with two batch sizes, of which the best counts. Besides its speed, each run has the smallest cosine of
+its vectors with those of sentence-transformers in float32, which shows the cost of a cheaper type.
 """
 
 import argparse
@@ -118,7 +118,7 @@ def measure(name: str, folder: Path, count: int) -> None:
 
 
 def cosine(folder: Path, name: str) -> float:
-    """The least of any text."""
+    """The smallest cosine of any text."""
     return float((np.load(folder / f"{name}.npy") * np.load(folder / f"{ORACLE}.npy")).sum(axis=1).min())
 
 
@@ -136,7 +136,7 @@ def best_in_turn(program: str, runs: Iterable[str], folder: str, options: argpar
 
 
 def asked(description: str | None, shapes: Iterable[str], num_texts: int) -> argparse.Namespace:
-    """The command line of a program that `best_in_turn` calls; with `run` it is to do that one alone."""
+    """Parse the command line of a program that `best_in_turn` calls. With `run`, the program does only this run."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--shape", choices=list(shapes), default="30m")
     parser.add_argument("--texts", type=int, default=num_texts)

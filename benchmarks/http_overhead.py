@@ -2,9 +2,9 @@
 
     python benchmarks/http_overhead.py --out benchmarks/results/http-cpu.json
 
-Both clients ask for texts: the raw one gets token ids and makes the text itself, the other gets it from the server.
-Each is a process of its own. Beside tokens/s and first tokens stand the CPU seconds of every process, which busy
-neighbours change less.
+Both clients ask for texts: the raw one gets token ids and decodes them itself, the other one gets text from the server.
+Each client is a process. Besides tokens/s and times to the first token, it reports the CPU seconds of every process,
+which depend less on other load.
 """
 
 import argparse
@@ -59,7 +59,7 @@ async def raw(address: str, streams: int, tokens: int) -> Figures:
 
 
 async def http(address: str, streams: int, tokens: int) -> Figures:
-    """As few bytes of client as there can be: what is measured is the server."""
+    """Read streams with as little client code as possible, so that the server is measured."""
     host, port = address.removeprefix("http://").split(":")
 
     async def one(number: int) -> tuple[float, int]:
@@ -96,7 +96,7 @@ async def _timed(one: Callable[[int], Awaitable[tuple[float, int]]], streams: in
 
 
 def client(kind: str, address: str, streams: int, tokens: int) -> Figures:
-    """Run one of them."""
+    """Run one client in a process."""
     command = [sys.executable, __file__, "--client", kind, address, str(streams), str(tokens)]
     found: Figures = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     return found
@@ -122,7 +122,7 @@ class Server:
         return {name: time.user + time.system for name, time in times.items()}
 
     def memory_mib(self) -> dict[str, float]:
-        """MiB of each process's own pages: those that it shares with others are left out."""
+        """MiB of each process's private pages, without pages shared with other processes."""
         return {name: process.memory_full_info().uss / 2**20 for name, process in self._processes.items()}
 
 
@@ -180,7 +180,7 @@ def _medians(found: list[Figures], tokens: int) -> Figures:
 
 
 def memory(server: Server, requests: int) -> list[Figures]:
-    """After 100 requests, and after ten times as many each time, up to `requests`."""
+    """Memory after 100 requests, and after each tenfold number up to `requests`."""
     found, done, goal = [], 0, 100
     while done < requests:
         while done < min(goal, requests):

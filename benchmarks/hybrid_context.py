@@ -1,8 +1,8 @@
-"""Cost of a decoded token after contexts of different lengths: flat where layers keep a state, else growing.
+"""Cost of a decoded token after contexts of different lengths: constant for layers with a state, growing for others.
 
     python benchmarks/hybrid_context.py --lengths 1024 4096 16384 32768
 
-The model is that of hybrid_chat.py, with dummy weights. Each context begins with the one before, whose state is cached.
+The model is that of hybrid_chat.py, with dummy weights. Each context extends the previous one, whose state is cached.
 """
 
 import argparse

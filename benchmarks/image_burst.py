@@ -4,12 +4,12 @@
     python benchmarks/image_burst.py --max-itl-ms 100         # with a goal in milliseconds
     python benchmarks/image_burst.py --depth 27 --images 2    # all layers of the tower
 
-A text model of Qwen3-0.6B's size and a tower of Qwen3-VL's layers, few of them, so that many images are answered in a
-short time: what share of a step images take does not depend on how many layers they go through. Weights are random. The
-streams decode throughout; the images come at once, each in a request of its own, and are all different. Told are median
-and p99 of the time between tokens of the streams, and when the images had their answers. A token takes the longer, the
-more stand before it, so tokens beside images are compared with those of new streams, alone, at the same places: in
-stretches of 64, of whose ratios the median is told.
+The model is a text model of Qwen3-0.6B's size with a tower of a few of Qwen3-VL's layers, so that many images are
+answered in a short time: the share of a step that images take does not depend on the number of layers. Weights are
+random. The streams decode all the time; the images arrive at once, each in a request of its own, and all differ.
+Printed are the median and p99 of the time between tokens of the streams, and the times at which the images were
+answered. A token takes longer the more tokens are before it, so tokens beside images are compared with tokens of new
+streams, without images, at the same positions: the median of the ratios over stretches of 64 tokens.
 """
 
 import argparse
@@ -43,12 +43,12 @@ TEXT = {
 BAR = 1.3
 """Maximum of p99 beside images as a multiple of p99 alone."""
 WARM = 24
-"""Tokens of each stream before its time is taken."""
+"""Tokens of each stream that are not measured."""
 STRETCH = 64
 """Tokens of each stream that are compared at once."""
 PATIENCE_S = 300.0
 Gaps = list[tuple[float, ...]]
-"""For each place in the streams, the times to their tokens there."""
+"""For each position in the streams, the times between the tokens before and at it."""
 ROPE = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
 
 
@@ -139,13 +139,13 @@ class Streams:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def reach(self, num_tokens: int) -> None:
-        """Wait until each stream has so many tokens."""
+        """Wait until each stream has `num_tokens` tokens."""
         while min(map(len, self._came_s)) < num_tokens:
             self._has_come.clear()
             await asyncio.wait_for(self._has_come.wait(), PATIENCE_S)
 
     def gaps(self) -> Gaps:
-        """The times between tokens behind the first WARM ones."""
+        """The times between tokens, after the first WARM ones."""
         own = [[after - before for before, after in pairwise(came_s[WARM - 1 :])] for came_s in self._came_s]
         return [*zip(*own, strict=False)]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Chat:
-    """A chat of random ids, and turns that go on from it."""
+    """A chat of random ids, and further turns of it."""
 
     def __init__(self, num_tokens: int, num_new: int) -> None:
         self._draw = random.Random(0)

@@ -4,14 +4,14 @@
     python benchmarks/kv_disk.py --shape qwen3-0.6b --tokens 4000
     python benchmarks/kv_disk.py --shape hybrid --tokens 20000 --cold-once --rounds 2
 
-One engine computes the chat and answers the next turn from memory. It is stopped, or killed with SIGKILL, and another
-engine over the same directory answers that turn: one that loads when it is asked, and one that had the moment before to
-fill its cache; then one without a directory. Turns differ in their last tokens, so
-that each computes as many. With `--cold-once` the chat's own prefill counts as cold, which is all of it but for a turn:
-a long one takes minutes. kv_disk_llama.py does the same with llama.cpp's slots. `--streams` measures something else:
-the time between tokens of that many streams while chats come, and are written, as fast as they are computed, by three
-engines in turn, one with a directory and two without. Of a ratio it says what nine of ten draws of the rounds lie
-between; that of the two without shows what the machine alone makes of it:
+One engine computes the chat and answers the next turn from memory. It is stopped, or killed with SIGKILL. Then other
+engines answer that turn: one with the same directory that loads on demand, one with it that had time to fill its cache
+first, and one without a directory. Turns differ in their last tokens, so each engine computes the same number of
+tokens. With `--cold-once`, the chat's own prefill counts as the cold time, although it lacks the turn: a long chat
+takes minutes. kv_disk_llama.py does the same with llama.cpp's slots. `--streams` measures something else: the time
+between tokens of that many streams while chats arrive, are computed and written, by three engines in turn, one with a
+directory and two without. For each ratio it prints the range of nine of ten resamplings of the rounds; the ratio of the
+two engines without a directory shows the noise of the machine:
 
     python benchmarks/kv_disk.py --model FOLDER_OR_GGUF --streams 8 --rounds 30
 """
@@ -74,7 +74,7 @@ def first_token(llm: LLM, prompt: list[int]) -> dict[str, float]:
 
 
 def until_written(llm: LLM) -> float:
-    """Wait until all that has ended is on disk. Returns the seconds that took."""
+    """Wait until all ended requests are on disk. Returns the seconds."""
     began_s = time.perf_counter()
     while time.perf_counter() - began_s < WRITTEN_S:
         stats = llm.stats()
@@ -85,7 +85,7 @@ def until_written(llm: LLM) -> float:
 
 
 def until_filled(llm: LLM) -> float:
-    """Wait until nothing more is loaded that nobody asked for. Returns the seconds to the last of it."""
+    """Wait until the engine has finished filling its memory from disk. Returns the seconds up to its last load."""
     began_s = changed_s = time.perf_counter()
     num_bytes = 0
     while (now_s := time.perf_counter()) - began_s < WRITTEN_S:
@@ -145,7 +145,7 @@ def restarts(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class Arm:
-    """An engine over `folder`, or without a directory, and the time between its streams' tokens, by round."""
+    """An engine with the directory `folder`, or without one, and the times between its streams' tokens, by round."""
 
     def __init__(self, options: argparse.Namespace, folder: str | None) -> None:
         settings = {"model": options.model, "device": "cpu", "kv_cache_dir": folder}
@@ -163,8 +163,8 @@ class Arm:
 
 
 async def gaps(options: argparse.Namespace, arm: Arm, number: int) -> list[float]:
-    """Seconds between tokens of streams, while short chats end one after the other and are written. Round `number` has
-    the same prompts for all engines."""
+    """Seconds between tokens of streams, while short chats end one by one and are written. A round `number` has the
+    same prompts for all engines."""
     found: list[float] = []
     async with AsyncClient(arm.launched.address) as client:
         draw = random.Random(number)
@@ -194,7 +194,7 @@ def percentile(values: list[float], percent: int) -> float:
 
 
 def interval(one: Arm, other: Arm, percent: int) -> list[float]:
-    """The ratio of a percentile of all gaps, one : other, and what nine of ten draws of as many rounds lie between."""
+    """The ratio one : other of a percentile of all gaps, and the range of nine of ten resamplings of the rounds."""
     draw, count = random.Random(0), len(one.rounds)
     ratios = []
     for _ in range(DRAWS):
@@ -207,8 +207,8 @@ def interval(one: Arm, other: Arm, percent: int) -> list[float]:
 
 
 def streams(options: argparse.Namespace) -> dict[str, Any]:
-    """Rounds take the engines in turn: one with a directory, and two without, of which the second shows how much alike
-    equal engines are."""
+    """Measure the engines in turn, round by round: one with a directory, and two without, which show how much equal
+    engines differ."""
     with ExitStack() as stack:
         parent = stack.enter_context(tempfile.TemporaryDirectory(prefix="kv", dir=options.folder))
         arms = {

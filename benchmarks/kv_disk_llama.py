@@ -1,4 +1,4 @@
-"""llama.cpp beside kv_disk.py: a chat's next turn from memory, from a saved slot, and computed anew.
+"""kv_disk.py for llama.cpp: a chat's next turn from memory, from a saved slot, and computed again.
 
     PEER/bin/python benchmarks/kv_disk_llama.py --model SmolLM2-135M-Instruct.Q4_1.gguf --tokens 7600
 
@@ -39,7 +39,7 @@ class Slot:
         self.cut(0)
 
     def compute(self, tokens: list[int]) -> int:
-        """Go on with these tokens. Returns the likeliest next one."""
+        """Compute these tokens after the ones so far. Returns the most likely next token."""
         for start in range(0, len(tokens), BATCH):
             part = tokens[start : start + BATCH]
             batch = self._lib.llama_batch_init(len(part), 0, 1)
@@ -56,7 +56,7 @@ class Slot:
         return max(range(self._llm.n_vocab()), key=lambda token: logits[token])
 
     def cut(self, num_tokens: int) -> None:
-        """Forget what comes behind so many tokens."""
+        """Forget all tokens after the first `num_tokens`."""
         memory = self._lib.llama_get_memory(self._llm.ctx)
         if not self._lib.llama_memory_seq_rm(memory, 0, num_tokens, -1):
             raise RuntimeError("llama.cpp cannot forget the end of this sequence")
@@ -77,7 +77,7 @@ class Slot:
 
 
 def first_token(slot: Slot, chat: Chat) -> dict[str, float]:
-    """Seconds of the next turn's new tokens behind the chat, which the slot has."""
+    """Seconds for the next turn's new tokens, after the chat that the slot has."""
     new, began_s = chat.turn()[len(chat.tokens) :], time.perf_counter()
     token = slot.compute(new)
     return {"first_s": time.perf_counter() - began_s, "token": token}

@@ -1,4 +1,4 @@
-"""Distance from the exact model of KV caches in forms that are not built, 4 bits and rows as they are, beside int8.
+"""Distance from the exact model of KV cache forms: int8, and forms that the engine does not have, such as 4 bits.
 
     python benchmarks/kv_forms.py [--models smollm2 gemma3-270m] [--forms NAME ...] [--llama-python VENV/bin/python]
         [--work DIR]
@@ -28,9 +28,9 @@ from vllm_lite.attention.reference import ReferenceBackend
 from vllm_lite.runtime.machine import num_physical_cores
 
 NORMAL = (7, 20, 34, 48, 63, 80, 100, 127)
-"""Positive levels that lose least of 64 normally distributed numbers, the largest of which is the last."""
+"""Positive levels with the least error for 64 normally distributed numbers, whose largest is the last level."""
 TRIED = (1.0, 0.93, 0.86)
-"""The last level, in parts of the largest number: the one that loses least is taken."""
+"""Candidates for the last level, relative to the largest number: the one with the least error is taken."""
 
 
 class Form(NamedTuple):
@@ -43,7 +43,7 @@ class Form(NamedTuple):
     turned: bool = False
 
     def rounded(self, rows: torch.Tensor) -> torch.Tensor:
-        """`rows` [..., head_size] as they come out of a cache of this form."""
+        """`rows` [..., head_size] after storing them in a cache of this form and reading them."""
         head_size = rows.shape[-1]
         group = self.group if self.group and head_size % self.group == 0 else head_size
         wide = _turned(rows.float()) if self.turned else rows.float()
@@ -67,7 +67,7 @@ def _symmetric(groups: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _largest(groups: torch.Tensor, bits: int) -> torch.Tensor:
-    """As llama.cpp's Q4_0: the largest number takes the one level that has no counterpart."""
+    """Scales as in llama.cpp's Q4_0: the largest number gets the one level without a positive counterpart."""
     most = 2 ** (bits - 1)
     top = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
     scale = _some(-top / most)
@@ -75,7 +75,7 @@ def _largest(groups: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _range(groups: torch.Tensor, bits: int) -> torch.Tensor:
-    """As Q4_1: a minimum besides."""
+    """Scales as in Q4_1, with a minimum."""
     low, high = groups.amin(-1, keepdim=True).half().float(), groups.amax(-1, keepdim=True)
     most = 2**bits - 1
     scale = _some(((high - low) / most).half().float())

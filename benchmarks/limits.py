@@ -1,9 +1,9 @@
-"""Limits of this machine for a workload of peers.py: the figures to compare any engine's with.
+"""Limits of this machine for a workload of peers.py, with which any engine's figures can be compared.
 
-A step multiplies by weights, then attends. Each takes the time of its arithmetic, at the speed of products in
-registers, or that of its bytes, at the speed of reading memory, whichever is longer. Faster could be what a cache
-holds, what sequences have in common and is read once for all, and steps that attend for some of them while they
-multiply for others.
+A step multiplies by weights, then attends. Each part takes the time of its arithmetic, at the speed of products in
+registers, or the time of its bytes, at the speed of reading memory, whichever is longer. An engine can be faster where
+a cache holds the data, where a common prefix is read once for several sequences, and where it attends for some
+sequences while it multiplies for others.
 """
 
 import json
@@ -38,7 +38,7 @@ class Machine:
 
     @classmethod
     def measured(cls, num_threads: int) -> "Machine | None":
-        """None where the native library is missing, or knows no faster products than float32's."""
+        """Measure this machine. None if the native library is missing or has no products faster than float32's."""
         try:
             import torch  # here, as the rest of peers.py needs nothing to be installed
             from micro.kernels_timing import peak_gflop_s, read_bandwidth_gb_s
@@ -69,7 +69,8 @@ class Shape:
         self._context_s = 2 * layers * kv_heads * head * KV_BYTES / machine.bandwidth
 
     def prompts_s(self, prompts: list[list[int]]) -> float:
-        """Count arithmetic alone. A prompt of few tokens, which the weights' bytes bound, cannot be as fast."""
+        """Seconds of the prompts' arithmetic alone. A short prompt, which is limited by the weights' bytes, takes
+        longer."""
         known: set[tuple[int, ...]] = set()
         seconds = 0.0
         for prompt in prompts:
@@ -81,7 +82,7 @@ class Shape:
         return seconds
 
     def decode_s(self, contexts: list[int]) -> float:
-        """Return the seconds of one step that makes a token for each context."""
+        """Return the seconds of one step that decodes one token for each context."""
         products = max(len(contexts) * (self._token_s + self._logits_s), self._weights_s)
         return products + sum(contexts) * max(self._pair_s, self._context_s)
 
@@ -97,9 +98,9 @@ def least_seconds(shape: Shape, requests: list[dict[str, Any]]) -> tuple[float, 
 
 
 def limit(machine: Machine, model: Path, dtype: str, requests: list[dict[str, Any]], *, alone: bool) -> float | None:
-    """Tokens a second: `alone` those of one stream behind its first token, else all tokens in the time of everything.
+    """Tokens per second: with `alone`, those of one stream after its first token, else all tokens over the whole time.
 
-    None for a model whose config.json is not that of a Llama, and for one stream that ends with its first token.
+    None if config.json is not that of a Llama, or if a single stream ends with its first token.
     """
     try:
         config = json.loads((model / "config.json").read_text())

@@ -1,11 +1,11 @@
-"""Measure what it takes to be watched: a look at an engine with 1,000 live requests, and the page that draws it.
+"""Measure the cost of watching: one view of an engine with 1,000 live requests, and the page that draws it.
 
     python benchmarks/live_page.py            # both, about a minute
     python benchmarks/live_page.py --only page --rows 1000 --updates 60
 
-engine: the time of one look in the engine's loop, worst and median, and the share of a core that an engine takes which
-does nothing else while somebody watches. page: time to the first paint and to the first rows, updates drawn in a
-second, milliseconds of script for each, and how old they are when they are drawn. Needs Chromium and the extra `test`.
+engine: the time of one view in the engine's loop, worst and median, and the share of a core that an otherwise idle
+engine uses while it is watched. page: the time to the first paint and to the first rows, updates drawn per second,
+milliseconds of script for each, and their age when they are drawn. Needs Chromium and the extra `test`.
 """
 
 import argparse
@@ -37,7 +37,8 @@ BARS = {"share_of_core": 0.005, "worst_ms": 2.0, "first_paint_ms": 1000.0, "upda
 
 
 def looks() -> dict[str, float]:
-    """Milliseconds of the loop's thread for looks at a scheduler with so many running requests, between its steps."""
+    """Milliseconds of the loop's thread for views of a scheduler with NUM_REQUESTS running requests, between its
+    steps."""
     from micro.engine import _scheduler
 
     from vllm_lite.engine.observe.view import view
@@ -66,8 +67,8 @@ def busy_s(pid: int) -> float:
 
 
 def share_of_core() -> float:
-    """The share that an engine takes that is paused, with so many requests, while its server is watched; less what it
-    takes when nobody does."""
+    """The share of a core that a paused engine with live requests uses while its server is watched, minus its share
+    without a watcher."""
     from tests.http_server import children, client, serving
     from vllm_lite import AsyncClient, SamplingParams
 
@@ -104,7 +105,7 @@ def read(answer: Any) -> None:
 
 
 def spent(pid: int) -> float:
-    """Share of a core that a process takes in the next seconds."""
+    """Share of a core that a process uses in the next seconds."""
     before = busy_s(pid)
     time.sleep(WATCHED_S)
     return (busy_s(pid) - before) / WATCHED_S
@@ -214,7 +215,7 @@ TIMED = """() => {
 
 
 def page(num_rows: int, updates_per_s: float) -> dict[str, float]:
-    """Figures of the page with so many rows and updates in a second."""
+    """Figures of the page with `num_rows` rows and `updates_per_s` updates per second."""
     import psutil
     from playwright.sync_api import sync_playwright
 

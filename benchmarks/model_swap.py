@@ -1,11 +1,11 @@
-"""Two models where one is loaded at a time: seconds to the first token of the one that was swapped out.
+"""Two models, one of which is loaded at a time: seconds to the first token of the one that was swapped out.
 
     python benchmarks/model_swap.py --model PEERS/models/llama1b --chat-tokens 2000 --rounds 5
 
-`swap` is a short prompt, `turn` the next turn of a chat that the model had before, `stay` the turn behind that,
-without a swap. The files are in the page cache, and --rest-s lie between a model's swap out and the one back. With
---llama-server and --gguf, llama.cpp's server in its router mode is asked the same ids in the same rounds, in turn.
-Without --no-disk ours has its KV cache on disk as well.
+`swap` is a short prompt, `turn` the next turn of a chat that the model had before, `stay` the turn after that, without
+a swap. The files are in the page cache, and a model is swapped in again --rest-s after it was swapped out. With
+--llama-server and --gguf, llama.cpp's server in its router mode gets the same ids in the same rounds, in turn. Without
+--no-disk, our server has its KV cache on disk as well.
 """
 
 import argparse
@@ -34,7 +34,7 @@ Figures = dict[str, float]
 
 
 class Server:
-    """A server of two models at a port, and the chat with the one."""
+    """A server of two models at a port, and the chat with one of them."""
 
     def __init__(self, port: int, chat: Chat, rest_s: float) -> None:
         self._port = port
@@ -58,12 +58,12 @@ class Server:
         return time.perf_counter() - began_s, found["usage"]
 
     def begin(self) -> None:
-        """Load both once, and have the chat."""
+        """Load both models once, and compute the chat."""
         self.ask(OTHER, self._short())
         self.ask(ONE, self._chat.tokens)
 
     def round(self) -> Figures:
-        """One swap there and back, twice."""
+        """Swap to the other model and back, twice."""
         self._swap_out()
         swap_s, _ = self.ask(ONE, self._short())
         self._swap_out()

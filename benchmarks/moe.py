@@ -1,9 +1,9 @@
-"""Decode of a mixture of experts with random weights: what a layer of experts and a whole step read, and how fast.
+"""Decoding with a mixture of experts with random weights: bytes read by a layer of experts and a whole step, and speed.
 
     python benchmarks/moe.py --shape qwen3-30b-a3b --layers 4 --streams 1,8,32
 
-The shapes are those of the models, with fewer layers. The share is that of the speed at which as many threads read
-memory: of what a step has to read, the experts that its tokens chose and all that is dense.
+The shapes are those of the models, with fewer layers. A step must read the experts that its tokens chose and all dense
+weights. The share compares the speed of this with the speed at which as many threads read memory.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures vllm_lite beside other engines on a CPU: same models, same token ids, greedy, in turns.
+"""Compares vllm_lite with other engines on a CPU: same models, same token ids, greedy, measured in turn.
 
 python benchmarks/peers.py --peers DIR [--startup] [--busy 1], where runners/setup.sh made DIR. See README.md.
 """
@@ -38,7 +38,7 @@ BUSY_QUIET_WAIT_S = 5
 NOT_STARTED = 127
 """The exit status that a shell gives a command that it cannot start."""
 STARTUP_ROUNDS = 4
-"""The first one warms the page cache and counts for nothing."""
+"""Start-ups per engine. The first one warms the page cache and is not counted."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class EngineCommand:
     command: list[str]
     env: dict[str, str] = field(default_factory=dict)
     file: str = ""
-    """An end of a file's name: it runs only models that have such a file, which setup.sh does not make of others."""
+    """Suffix of a file that the engine needs: it runs only models for which setup.sh made such a file."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Pass:
 
 
 def installed_engines(peers: Path) -> dict[str, EngineCommand]:
-    """Every engine by name; a name ends with the type that it competes in, one of report.DTYPES."""
+    """Installed engines by name. A name ends with the type in which the engine competes, one of report.DTYPES."""
 
     def runner(module: str, dtype: str, python: str, *, file: str = "", **env: str) -> EngineCommand:
         return EngineCommand([python, "-m", f"runners.{module}", "--dtype", dtype], env, file)
@@ -101,7 +101,7 @@ def installed_engines(peers: Path) -> dict[str, EngineCommand]:
 
 
 class Bench:
-    """Runs passes one after the other and keeps what they gave."""
+    """Runs passes in order and keeps their results."""
 
     def __init__(self, peers: Path, engines: dict[str, EngineCommand], *, threads: int, fresh: set[str]) -> None:
         self.peers = peers
@@ -112,7 +112,8 @@ class Bench:
         (peers / "runs").mkdir(parents=True, exist_ok=True)
 
     def measure(self, wanted: Pass) -> dict[str, Any]:
-        """The result of a pass, at once if it was measured before with the same settings. `failed`: what went wrong."""
+        """The result of a pass; a known one if it was measured before with the same settings. `failed`: the reason of a
+        failure."""
         path = self.peers / "runs" / f"{wanted.name}.json"
         settings = self._settings(wanted)
         known = read_json(path)
@@ -128,7 +129,7 @@ class Bench:
         seconds = time.monotonic() - begin_s
         result |= {"settings": settings, "commit": self._commit, "memory_bytes": memory_bytes, "seconds": seconds}
         if code is None:
-            result |= {"done": True, "failed": f"not done after {wanted.limit_s} s"}  # nor would it be another time
+            result |= {"done": True, "failed": f"not done after {wanted.limit_s} s"}  # a repetition would fail as well
         elif code:
             result |= {"done": False, "failed": f"exit status {code}, see {log}"}
         path.write_text(json.dumps(result))
@@ -149,7 +150,7 @@ class Bench:
         }
 
     def _run(self, wanted: Pass, arguments: dict[str, Any], log: Path) -> tuple[int | None, int]:
-        """As wait()."""
+        """Run a pass. Returns what wait() returns."""
         engine = self._engines[wanted.engine]
         command = [*engine.command, *(f"--{name}={value}" for name, value in arguments.items())]
         env, null = {**os.environ, **engine.env}, subprocess.DEVNULL
@@ -166,7 +167,8 @@ class Bench:
 
 
 def wait(child: "subprocess.Popen[Any]", limit_s: float, *, memory: bool) -> tuple[int | None, int]:
-    """The exit status, None if it runs on at the limit, and the peak of memory in bytes, 0 if not asked for."""
+    """Wait for a runner. Returns its exit status, None if it still runs at the limit, and its peak memory in bytes, 0
+    if not asked for."""
     peak = machine.PeakMemory(child.pid)
     end_s = time.monotonic() + limit_s
     while (left_s := end_s - time.monotonic()) > 0:
@@ -178,7 +180,7 @@ def wait(child: "subprocess.Popen[Any]", limit_s: float, *, memory: bool) -> tup
 
 
 def kill(child: "subprocess.Popen[Any]") -> None:
-    """End a runner that still runs, and what it started."""
+    """Kill a running runner and its child processes."""
     if child.poll() is None:
         for pid in machine.tree(child.pid):
             with suppress(ProcessLookupError):
@@ -195,7 +197,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def covers(known: dict[str, Any], settings: dict[str, Any]) -> bool:
-    """Whether a result is complete and answers what is asked now; it may hold more workloads."""
+    """Whether a result is complete for these settings; it may have more workloads."""
     had = known.get("settings", {})
     same = had | {"only": ""} == settings | {"only": ""}
     return bool(known.get("done")) and same and set(settings["only"].split(",")) <= set(had["only"].split(","))
@@ -211,10 +213,10 @@ def engines_of(args: argparse.Namespace, model: str) -> list[str]:
 
 
 def quiet_passes(args: argparse.Namespace, model: str, num_reps: int) -> Iterator[Pass]:
-    """Round by round, all engines in turn; every repeat has its own token ids.
+    """Passes in rounds, with all engines in turn; every repeat has its own token ids.
 
-    One stream measures how fast memory is, and on a shared host that changes by the minute: its turns come first, by
-    themselves, so that engines are compared within a minute or two.
+    A single stream depends on the speed of memory, which changes by the minute on a shared host. So its passes come
+    first, separately, and engines are compared within a minute or two.
     """
     alone = [name for name in args.workloads if name == ALONE]
     for suffix, only in ((f".{ALONE}", alone), ("", [name for name in args.workloads if name != ALONE])):
@@ -236,7 +238,7 @@ def startup_passes(args: argparse.Namespace, model: str) -> Iterator[Pass]:
 
 
 def busy_passes(args: argparse.Namespace, model: str, num_reps: int) -> Iterator[Pass]:
-    """Repeats are quiet and busy in turn."""
+    """Passes whose repeats are quiet and busy in turn."""
     reps = [turn % num_reps for turn in range(2 * BUSY_REPEATS)]
     for engine in [name for name in engines_of(args, model) if name not in args.once]:
         name = f"{model}.{engine}.busy"
@@ -247,7 +249,7 @@ def busy_passes(args: argparse.Namespace, model: str, num_reps: int) -> Iterator
 
 
 def add_limits(figures: report.Figures, args: argparse.Namespace) -> None:
-    """Add the machine's limit to every cell; nothing where that is not known."""
+    """Add the machine's limit to every cell for which it is known."""
     if (speeds := limits.Machine.measured(args.threads)) is None:
         return
     dtypes = {report.dtype_of(engine) for engine in args.engines if report.is_ours(engine)}
@@ -260,7 +262,7 @@ def add_limits(figures: report.Figures, args: argparse.Namespace) -> None:
 
 
 def write_derived_workloads(folder: Path, workloads: dict[str, Any]) -> None:
-    """Write what start-up and busy passes run."""
+    """Write the workloads of start-up and busy passes."""
 
     def shorter(workload: dict[str, Any], num_tokens: int) -> dict[str, Any]:
         return workload | {

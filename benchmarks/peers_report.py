@@ -1,4 +1,4 @@
-"""Report of peers.py on the results: medians of clean repeats, rows against the best peer, tables."""
+"""The report of peers.py: medians of undisturbed repeats, comparisons with the best peer, tables."""
 
 import itertools
 import os
@@ -19,7 +19,8 @@ HARDLY_DISTURBED = 2
 
 
 def speed_metric(workload: str) -> str:
-    """W1, W6 and W7 are one stream, where the prompt's time stands by itself; "start" is the start-up pass."""
+    """Name of a workload's figure. W1, W6 and W7 are one stream, without the time of the prompt; "start" is the
+    start-up pass."""
     return {"start": "since_start_s"}.get(workload, "decode_tok_s" if workload in ONE_STREAM else "out_tok_s")
 
 
@@ -31,7 +32,7 @@ def median(runs: list[Run], metric: str) -> tuple[float, int]:
 
 
 def is_ours(engine: str) -> bool:
-    """Also ours with other forms or files of a type, as ours_g32-int4."""
+    """Whether an engine is ours, also with other forms or files of a type, such as ours_g32-int4."""
     return engine.startswith(("ours-", "ours_"))
 
 
@@ -40,7 +41,7 @@ def dtype_of(engine: str) -> str:
 
 
 class Figures:
-    """Gathers the results of all passes. `repeats` clean ones were wanted of every cell."""
+    """Gathers the results of all passes. `repeats`: undisturbed repeats that were wanted for every cell."""
 
     def __init__(self, repeats: int) -> None:
         self._repeats = repeats
@@ -69,7 +70,7 @@ class Figures:
         self._startup[model, engine] += [run["since_start_s"] for run in result.get("runs", {}).get("start", [])]
 
     def add_busy(self, model: str, engine: str, workloads: list[str], result: dict[str, Any]) -> None:
-        """Quiet and busy repeats of one run; a busy speed that never came in is None."""
+        """Add quiet and busy repeats of one run; a missing busy speed is None."""
         for workload in workloads:
             runs = result.get("runs", {}).get(workload, [])
             sides = [[run for run in runs if bool(run["busy"]) == busy] for busy in (False, True)]
@@ -83,7 +84,7 @@ class Figures:
             self._busy.setdefault(model, {}).setdefault(workload, {})[engine] = figures
 
     def summary(self) -> dict[str, Any]:
-        """Content of the JSON file beside device and date."""
+        """Content of the JSON file, without device and date."""
         everything = self._everything()
         startup = {key: statistics.median(times) for key, times in self._startup.items() if times}
         return {
@@ -117,7 +118,7 @@ class Figures:
 
 
 def rows(everything: dict[str, Any], *, higher_is_better: bool) -> list[dict[str, Any]]:
-    """Each of ours against the best peer of the same type, in every cell that both have.
+    """Compare each of our engines with the best peer of the same type, in every cell that both have.
 
     `ratio` says how many times better ours is: above 1 ours is ahead, for speeds and for times to the first token.
     """
@@ -140,7 +141,8 @@ def rows(everything: dict[str, Any], *, higher_is_better: bool) -> list[dict[str
 
 
 def spread(runs: dict[tuple[str, str, str], list[Run]], row: dict[str, Any]) -> list[float]:
-    """The least and the greatest ratio of ours to that peer in repeats with the same prompts; [] without any."""
+    """The smallest and the largest ratio of ours to that peer in repeats with the same prompts; [] if there are
+    none."""
     model, workload, metric = row["model"], row["workload"], row["metric"]
     theirs, ours = (
         {run["rep"]: run[metric] for run in runs[model, workload, engine] if metric in run}
@@ -151,10 +153,11 @@ def spread(runs: dict[tuple[str, str, str], list[Run]], row: dict[str, Any]) -> 
 
 
 def equality(runs: dict[tuple[str, str, str], list[Run]]) -> dict[str, Any]:
-    """Model -> workload -> engine: how many requests got the reference's tokens, and where the others first differ.
+    """Model -> workload -> engine: the number of requests with the reference's tokens, and the positions at which
+    others first differ.
 
-    Only bf16 engines, and repeats with the same prompts. Random weights leave small margins between the best tokens,
-    so that the last bit of a sum decides; beyond the first difference two outputs have nothing in common.
+    Only for bf16 engines, and for repeats with the same prompts. With random weights, the margins between the best
+    tokens are small, so the last bit of a sum decides; after the first difference, two outputs are unrelated.
     """
     found: dict[str, Any] = {}
     for (model, workload, engine), theirs in runs.items():

@@ -1,10 +1,10 @@
-"""Multi-turn chats over two engines: how much of their prompts is cached, by PrefixRouter and by round robin.
+"""Multi-turn chats over two engines: the share of cached prompt tokens with PrefixRouter and with round robin.
 
     python benchmarks/prefix_routing.py [--chats 16] [--turns 6] [--cache 1.2]
 
-Each chat asks again and again, each time with all that was said before; chats of all turns are mixed. The KV caches of
-both engines together hold all chats `--cache` times. PrefixRouter goes by what it sent, or by KV events as well. Also:
-what one routing decision costs.
+Each chat sends several prompts, each with the whole conversation so far; chats at different turns are mixed. The KV
+caches of both engines together hold all chats `--cache` times. PrefixRouter uses the prompts that it sent, or also KV
+events. It also measures the cost of one routing decision.
 """
 
 import argparse
@@ -48,7 +48,7 @@ class RoundRobin(PrefixRouter[int]):
 
 
 def ask(session: DataParallelSession, name: str, prompt: list[int]) -> list[int]:
-    """One turn of a chat, to its end. Returns the answer."""
+    """Run one turn of a chat to its end. Returns the answer."""
     answer: list[int] = []
     ended: list[Event] = []
 
@@ -67,7 +67,7 @@ def ask(session: DataParallelSession, name: str, prompt: list[int]) -> list[int]
 
 
 def converse(asked: Callable[[str, list[int]], list[int]], chats: int, turns: int) -> None:
-    """Have all chats, four at a time, in a mixed order. `asked` takes a name and a prompt, and returns the answer."""
+    """Run all chats, four at a time, in a mixed order. `asked` takes a name and a prompt, and returns the answer."""
     rng = random.Random(1)
     system = [rng.randrange(10, 1000) for _ in range(SYSTEM)]
     state = [list(system) for _ in range(chats)]
@@ -88,7 +88,7 @@ def cache_blocks(chats: int, turns: int, times: float = 1.2) -> int:
 
 
 def run(router: PrefixRouter[int], blocks: int, chats: int, turns: int, *, listens: bool = False) -> dict[str, Any]:
-    """All chats through two engines with so many KV blocks each; the router `listens` to their KV events or not."""
+    """Run all chats on two engines with `blocks` KV blocks each. `listens`: the router uses their KV events."""
     config = EngineConfig.load(
         {"data_parallel_size": 2, "num_gpu_blocks_override": blocks, "max_num_seqs": 8, "log_level": "error"}
     )

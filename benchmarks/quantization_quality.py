@@ -3,9 +3,9 @@
     python benchmarks/quantization_quality.py [--model DIR] [--quantization int8 int4_g32] [--kv-cache-dtype int8]
         [--text FILE] [--out FILE.json]
 
-The text is FILE, or what the unquantized model samples at temperature 1 by itself, so that any model can be measured,
-also one with random weights. Both models then read it through our layers and attention. Run it once more with
-VLLM_LITE_ISA=baseline for products that leave the rows as they are (weights alone quantized).
+The text is FILE, or a sample of the unquantized model at temperature 1, so that any model can be measured, even one
+with random weights. Both models then read it through our layers and attention. Run it again with VLLM_LITE_ISA=baseline
+for products without quantized rows (only the weights are quantized).
 """
 
 import argparse
@@ -35,7 +35,7 @@ BLOCK_SIZE = 16
 
 
 class Reader:
-    """A model that says its logits at every position of a text."""
+    """A model that returns its logits at every position of a text."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Reader:
         dtype: torch.dtype = torch.bfloat16,
         exact: bool = False,
     ) -> None:
-        """`exact`: as --exact-activations."""
+        """`exact`: the setting --exact-activations."""
         spec, device = load_spec(path), torch.device("cpu")
         sizes = Sizes(length, length, exact_activations=exact)
         self.model = build(spec, dtype, device, sizes, quantization)
@@ -82,7 +82,7 @@ class Reader:
 
 
 def sample_texts(path: str, num_texts: int, length: int) -> list[torch.Tensor]:
-    """Texts that the model writes from one token on, without a limit on how unlikely a token is."""
+    """Texts that the model samples after one token, at temperature 1 without filters."""
     with LLM(path, dtype="bfloat16", max_model_len=length) as llm:
         params = [
             SamplingParams(temperature=1.0, seed=seed, max_tokens=length - 1, ignore_eos=True, detokenize=False)

@@ -2,10 +2,9 @@
 
     python benchmarks/recovery.py --rounds 10 --out benchmarks/results/recovery-cpu.json
 
-One stream of the demo model runs, with the default settings but for those given; a process is killed when it has some
-tokens, at a random moment of a step. The next token is the first that comes when those sent before are through
-(SENT_BEFORE_S). Every stream has to come to its end; tests/acceptance/chaos.py asks whether its
-tokens are right.
+One stream of the demo model runs, with default settings except for those given. After some tokens, a process is killed
+at a random moment of a step. The next token is the first one to arrive after SENT_BEFORE_S, when tokens that were sent
+before have arrived. Every stream must complete; tests/acceptance/chaos.py checks its tokens.
 """
 
 import argparse
@@ -47,9 +46,8 @@ def victim(launched: LaunchedEngine, role: str) -> int:
 
 
 async def stream(launched: LaunchedEngine, client: AsyncClient, role: str) -> tuple[list[int], float]:
-    """A stream's tokens, and the seconds from the death of a process to the next of them; 0 for no `role`.
-
-    Raises RuntimeError for a stream that ends too early."""
+    """Run a stream. Returns its tokens, and the seconds from the kill to the next token, 0 without a `role`. Raises
+    RuntimeError if the stream ends too early."""
     died_s, resumed_s, tokens = 0.0, 0.0, []
     pid = victim(launched, role) if role else 0
     async for output in client.generate(PROMPT, PARAMS):
@@ -68,7 +66,7 @@ async def stream(launched: LaunchedEngine, client: AsyncClient, role: str) -> tu
 
 
 async def measure(launched: LaunchedEngine, role: str, rounds: int) -> list[float]:
-    """Raises RuntimeError for a stream without all of its tokens."""
+    """Measure `rounds` kills. Raises RuntimeError for an incomplete stream."""
     async with AsyncClient(launched.address) as client:
         await stream(launched, client, "")  # warms up
         found = []

@@ -1,10 +1,10 @@
-"""Measure `replay --page` on a long trace: the time until all of it is read, seeks, and memory.
+"""Measure `replay --page` on a long trace: the time to read it, the time of seeks, and memory.
 
     python benchmarks/replay_page.py                  # records 100,000 steps first: some minutes
-    python benchmarks/replay_page.py --trace FILE     # one that is there
+    python benchmarks/replay_page.py --trace FILE   # an existing trace
 
-A seek is one moment as the page gets it, JSON included, at random places; then all moments on a stretch, as when it
-plays.
+A seek makes the data of one moment for the page, JSON included: first at random positions, then at consecutive ones, as
+when the page plays.
 """
 
 import argparse
@@ -30,12 +30,12 @@ BARS = {"seek_ms": 5.0, "seek_worst_ms": 100.0, "memory_mb": 200.0}
 
 
 def record(path: Path, num_steps: int) -> None:
-    """A trace of so many steps of a scheduler that always has some requests to run and some that wait."""
+    """Record `num_steps` steps of a scheduler that always has running and waiting requests."""
     from tests.recorded import Recorded
     from vllm_lite.engine.scheduling.scheduler import Scheduler
 
     dice, recorded, number = random.Random(1), Recorded(path, NUM_BLOCKS, max_num_seqs=NUM_SEQS), 0
-    with patch.object(Scheduler, "check_integrity"):  # a test's, which takes most of the time
+    with patch.object(Scheduler, "check_integrity"):  # only for tests, and slow
         while recorded.scheduler.step < num_steps:
             while len(recorded.scheduler.requests) < NUM_LIVE:
                 prompt = [dice.randrange(VOCAB) for _ in range(dice.randrange(5, 120))]
@@ -77,7 +77,7 @@ def measure(path: Path) -> dict[str, float]:
 
 
 def _seek(shown: object, number: int) -> float:
-    """Milliseconds of the processor, so that others who compute are not counted."""
+    """Milliseconds of processor time, so that other load is not counted."""
     began_s = time.thread_time()
     msgspec.json.encode(shown.moment(number))  # type: ignore[attr-defined]
     return 1e3 * (time.thread_time() - began_s)

@@ -1,10 +1,10 @@
-"""Cost of grammars on all rows of a batch: W2 of peers.py with and without, in turn, in one engine.
+"""Cost of grammars on all rows of a batch: W2 of peers.py with and without grammars, in turn, in one engine.
 
     python benchmarks/structured_cost.py --size small --rounds 5
 
 32 requests of 16 to 512 prompt tokens, 64 output tokens each, on the random models of benchmarks/runners with their
-vocabulary of 32,000. The grammars differ from row to row, and none can end before its 64 tokens. Jump-forward is off
-where the cost of masks is measured, as it saves steps, and then on.
+vocabulary of 32,000. The grammars differ from row to row, and none can end before its 64 tokens. Jump-forward, which
+saves steps, is off for the cost of masks; a second measurement has it on.
 """
 
 import argparse
@@ -55,7 +55,7 @@ def params(constrained: bool) -> list[SamplingParams]:
 
 
 def seconds(llm: LLM, round_number: int, wanted: Sequence[SamplingParams]) -> tuple[float, int]:
-    """Seconds that one batch took, and its steps. Raises RuntimeError if an output is not as long as it has to be."""
+    """Seconds and steps of one batch. Raises RuntimeError if an output has the wrong length."""
     before, started_s = llm.stats().steps, time.perf_counter()
     outputs = llm.generate(prompts_of(round_number), list(wanted), use_tqdm=False)
     took_s = time.perf_counter() - started_s

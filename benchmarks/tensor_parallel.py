@@ -1,10 +1,10 @@
-"""One rank with N threads against N ranks with one thread each: the same requests, in turns, on one CPU machine.
+"""One rank with N threads compared with N ranks of one thread each: the same requests, in turn, on one CPU machine.
 
     python benchmarks/tensor_parallel.py --out benchmarks/results/tensor-parallel-cpu.json
 
 W1 is one stream of greedy decoding, W2 32 prompts of 16 to 512 tokens at once, "W2 drawn" the same with temperature 1
-and top_p 0.9 (see README.md). Both engines live all the time, and one idles while the other one is measured. What is
-reported is the median ratio of neighbouring rounds, and their range.
+and top_p 0.9 (see README.md). Both engines run all the time; one is idle while the other is measured. Reported are the
+median ratio of neighbouring rounds and the range of ratios.
 """
 
 import argparse
@@ -39,7 +39,7 @@ Figures = dict[str, Any]
 
 
 class Engine:
-    """One of the two that are compared."""
+    """One of the two engines."""
 
     def __init__(self, stack: ExitStack, folder: str, world: int, threads: int) -> None:
         self.llm = stack.enter_context(LLM(folder, tensor_parallel_size=world, cpu_threads=threads, **SETTINGS))

@@ -3,10 +3,10 @@
     python benchmarks/token_classes.py --shape 30m --texts 200
     python benchmarks/token_classes.py --shape privacy-filter --texts 60
 
-Both get the same words and give entities (strategy simple); each is its own process, and they take turns. The pipeline
-runs in both types and with several sizes of batches, of which the best counts. Beside its speed each run has the share
-of the pipeline's float32 entities that it finds, by label and characters. The shape privacy-filter is that of OpenAI's,
-with fewer experts: as many work for a token.
+Both engines get the same words and return entities (strategy simple); each is its own process, and they are measured
+alternately. The pipeline runs in both types and with several batch sizes, of which the best counts. Besides its speed,
+each run has the share of the pipeline's float32 entities that it finds, by label and characters. The shape
+privacy-filter is that of OpenAI's model with fewer experts, but as many experts per token.
 """
 
 import json

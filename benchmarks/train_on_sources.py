@@ -3,8 +3,8 @@
     python benchmarks/train_on_sources.py OUT [--steps 600]     # some ten minutes on two cores
     python benchmarks/quantization_quality.py --model OUT --text OUT/held_out.txt
 
-Random weights say little about what quantization costs, as their outputs hang on everything alike; the demo model is
-very small. The text is on every machine that has Python: a twentieth of the files is held out.
+Random weights say little about the cost of quantization, because their outputs depend on all inputs equally, and the
+demo model is very small. The text is on every machine with Python; a twentieth of the files is held out.
 """
 
 import argparse

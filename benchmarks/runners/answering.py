@@ -1,4 +1,4 @@
-"""Answers to one prompt at a time over pipes: what benchmarks/speculation.py asks an engine, whichever Python it is in.
+"""Answers one prompt at a time over pipes, for benchmarks/speculation.py, with an engine in any Python environment.
 
 A line of standard input is {"prompt": [token ids], "n": tokens}; its answer is {"tokens": [...], "took_s": seconds,
 "drafted": tokens, "right": tokens}. The first line that is written says what the engine is. Only the standard library
@@ -19,7 +19,7 @@ ENDS_IN_S = 20
 
 
 class Answer(NamedTuple):
-    """Tokens that an engine gave, and how many of them it had drafted, where it says so."""
+    """Tokens that an engine generated, and numbers of drafts, if it reports them."""
 
     tokens: list[int]
     drafted: int = 0
@@ -32,11 +32,11 @@ class Answering(Protocol):
     info: dict[str, Any]
 
     def answer(self, prompt: list[int], num_tokens: int) -> Answer:
-        """Continue the prompt greedily by exactly so many tokens."""
+        """Continue the prompt greedily by exactly `num_tokens` tokens."""
 
 
 def serve(engine: Answering) -> None:
-    """Answer until standard input ends. What libraries print does not get between the answers."""
+    """Answer until standard input ends. Output of libraries does not mix with the answers."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     print(json.dumps(engine.info), file=answers, flush=True)
@@ -49,7 +49,7 @@ def serve(engine: Answering) -> None:
 
 
 class Peer:
-    """An engine that answers in a process of its own."""
+    """An engine that answers in its own process."""
 
     def __init__(self, command: list[str], log: Path) -> None:
         self._log = log
@@ -62,7 +62,7 @@ class Peer:
         self.info = self._read()
 
     def ask(self, prompt: list[int], num_tokens: int) -> tuple[float, Answer]:
-        """Seconds that the answer took, and it."""
+        """Ask for an answer. Returns its seconds and the answer."""
         self._asked.write(json.dumps({"prompt": prompt, "n": num_tokens}) + "\n")
         self._asked.flush()
         answer = self._read()
@@ -75,7 +75,7 @@ class Peer:
         return dict(json.loads(line))
 
     def close(self) -> None:
-        """End it, by its standard input; kill it if that takes long."""
+        """End the process by closing its standard input; kill it if this takes too long."""
         self._asked.close()
         try:
             self._child.wait(ENDS_IN_S)

@@ -1,6 +1,6 @@
 """The checkpoint of a GGUF file of floats, as transformers reads it: python -m runners.dense_folder FILE.gguf FOLDER
 
-It is what optimum-cli exports for OpenVINO. transformers does not save what it has read from GGUF files itself.
+optimum-cli exports this folder for OpenVINO. transformers cannot save a model that it read from a GGUF file itself.
 """
 
 import argparse

@@ -1,9 +1,10 @@
-"""A GGUF file with all its blocks as floats: the dense model that quantized files are made of again.
+"""Writes a GGUF file with all blocks as floats: a dense model that engines quantize again.
 
     python -m runners.dense_gguf FILE.gguf DENSE.gguf [--off-grid]
 
-`--off-grid`: each weight moves by a random part of half a step of its own grid. A weight that lies where 4 bits once
-put it is found again by whoever cuts groups in the same way, without an error, and says nothing of how well he rounds.
+`--off-grid`: each weight moves by a random part of half a step of its grid. Weights on the grid of a 4-bit file would
+be reproduced without error by any engine that uses the same groups, which would say nothing about the quality of its
+rounding.
 """
 
 import argparse

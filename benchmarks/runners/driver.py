@@ -28,7 +28,7 @@ class Request(TypedDict):
 
 @dataclass(frozen=True)
 class Outcome:
-    """By request: its tokens, and the time.monotonic() at which the first and the last of them were there."""
+    """For each request: its tokens, and the time.monotonic() of its first and its last token."""
 
     tokens: list[list[int]]
     first_s: list[float]
@@ -57,7 +57,7 @@ class Engine(Protocol):
     info: dict[str, Any]  # versions and settings
 
     def run(self, requests: list[Request]) -> Outcome:
-        """Continue all prompts greedily by exactly n tokens, whatever they are."""
+        """Continue all prompts greedily by exactly n tokens each, without stopping at an end token."""
 
 
 def main(load: Callable[[argparse.Namespace], Engine]) -> None:
@@ -80,7 +80,7 @@ def main(load: Callable[[argparse.Namespace], Engine]) -> None:
                 _write(args.out, result)
                 if sum(run["clean"] for run in runs) >= args.need:
                     break
-        except Exception as error:  # the other workloads go on
+        except Exception as error:  # the other workloads continue
             traceback.print_exc()
             result.setdefault("errors", {})[name] = f"{type(error).__name__}: {error}"[:300]
     result["done"] = "errors" not in result

@@ -72,7 +72,7 @@ class LlamaCpp:
         return recorder.outcome()
 
     def _prepare(self, num_sequences: int, num_tokens: int) -> None:
-        """An empty cache for so many tokens, the one at hand if it fits."""
+        """Get an empty cache for `num_tokens` tokens; reuses the current one if it fits."""
         if self._shape == (num_sequences, num_tokens):
             lib.llama_memory_clear(self._memory, True)
             return
@@ -93,7 +93,7 @@ class LlamaCpp:
         return lib.llama_get_memory(self._context)
 
     def _add(self, token: int, position: int, sequence: int, *, logits: bool) -> int:
-        """Put a token into the batch; its row."""
+        """Put a token into the batch. Returns its row."""
         row = self._batch.n_tokens
         self._batch.token[row] = token
         self._batch.pos[row] = position

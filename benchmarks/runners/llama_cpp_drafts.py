@@ -16,7 +16,7 @@ from runners.answering import Answer, serve
 BATCH = 512
 CONTEXT = 4096
 P_MIN = 0.75
-"""A draft that its model finds less likely ends the drafts: what llama.cpp's commands do by default."""
+"""A draft with a lower probability ends the drafts of a step; the default of llama.cpp's commands."""
 CANDIDATES = 10
 """The best tokens among which a draft's probability counts, as in llama.cpp's draft sampler."""
 
@@ -41,7 +41,7 @@ class Model:
         """Tokens whose KV is in the cache."""
 
     def keep(self, num_tokens: int) -> None:
-        """Forget what stands behind the first tokens."""
+        """Forget all tokens after the first `num_tokens`."""
         if num_tokens < len(self.tokens):
             lib.llama_memory_seq_rm(lib.llama_get_memory(self._context), 0, num_tokens, -1)
             del self.tokens[num_tokens:]

@@ -1,4 +1,4 @@
-"""Figures of /proc on a tree of processes and on everybody else. Linux, standard library only."""
+"""Figures of /proc about a tree of processes and about all other processes. Linux, standard library only."""
 
 import os
 import subprocess
@@ -63,13 +63,13 @@ class CpuTimes(NamedTuple):
         return cls(time.monotonic(), busy, steal * _TICKS_S, sum(tree(os.getpid()).values()))
 
     def foreign_since(self, then: "CpuTimes") -> float:
-        """Cores that others took since `then`, other guests of the host included."""
+        """Cores that other processes used since `then`, including other guests of the host."""
         others_s = self.busy_s - then.busy_s - (self.own_s - then.own_s)
         return (max(0.0, others_s) + self.steal_s - then.steal_s) / (self.at_s - then.at_s)
 
 
 def wait_until_quiet(limit_s: float) -> None:
-    """Return when others leave the machine alone for half a second, at the latest after `limit_s`."""
+    """Return when no other process has used the machine for half a second, or after `limit_s`."""
     end_s = time.monotonic() + limit_s
     while time.monotonic() < end_s:
         then = CpuTimes.now()
@@ -80,7 +80,7 @@ def wait_until_quiet(limit_s: float) -> None:
 
 @contextmanager
 def busy(count: int) -> Iterator[None]:
-    """`count` processes that compute all the time, for as long as the block lasts."""
+    """Run `count` processes that compute all the time until the block ends."""
     spinning = [subprocess.Popen([sys.executable, "-c", _SPIN], stdout=subprocess.PIPE) for _ in range(count)]
     try:
         for process in spinning:
@@ -94,7 +94,8 @@ def busy(count: int) -> Iterator[None]:
 
 
 class PeakMemory:
-    """The most memory that a tree of processes was seen to hold: PSS, in which a shared page counts once; else RSS."""
+    """Samples the peak memory of a tree of processes: PSS, in which a shared page counts once, or RSS if there is no
+    PSS."""
 
     def __init__(self, root: int) -> None:
         self.bytes = 0
@@ -102,7 +103,8 @@ class PeakMemory:
         self._peak_rss = 0
 
     def sample(self) -> None:
-        """Reading PSS walks the page tables and stops the process meanwhile, so only a new peak of RSS is looked at."""
+        """Sample the memory. Reading PSS walks the page tables and stops the process meanwhile, so it is read only at a
+        new peak of RSS."""
         pids = tree(self._root)
         rss = sum(map(_rss_bytes, pids))
         if rss > self._peak_rss * 1.01:
