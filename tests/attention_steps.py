@@ -1,4 +1,4 @@
-"""Shapes and batches for tests of attention alone: no model, so token ids and positions do not matter."""
+"""Shapes and batches for tests of attention alone, without a model, so token ids and positions do not matter."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""Does every block that a prefix can be found in hold the KV of that prefix? A simulated worker knows."""
+"""Checks that every cached block has the KV of the prefix under which it is found, by the contents of a simulated
+worker."""
 
 from collections.abc import Iterable
 
@@ -12,8 +13,8 @@ from vllm_lite.engine.sequence import Sequence
 
 
 class CachedContents:
-    """Listens to what is cached, and compares it with what the worker has: a wrong block is found when it becomes
-    wrong, and not when somebody happens to need it."""
+    """Follows the events of the prefix cache and compares cached blocks with the worker's contents. So a wrong block is
+    found when it becomes wrong, and not only when a request happens to use it."""
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._wanted: dict[bytes, list[Slot | None]] = {}
@@ -32,7 +33,7 @@ class CachedContents:
             self._also(sequence, group, index)
 
     def check(self, worker: SimulatedWorker, sequences: Iterable[Sequence]) -> None:
-        """To be called when the worker has run every step that was scheduled; `sequences` are all the unfinished
+        """Check all cached blocks. Call it when the worker has run every scheduled step; `sequences`: all unfinished
         ones."""
         tiers = [(self._blocks.pool, 0)]
         if isinstance(host := self._blocks.host, HostTier):

@@ -1,4 +1,4 @@
-"""Calls as the formats of tests/response_transcripts.py write them: each writer has the literals of one."""
+"""Writers of tool calls, one for each format of tests/response_transcripts.py, with the format's literals."""
 
 import json
 import re

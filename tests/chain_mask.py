@@ -1,5 +1,5 @@
-"""A toy grammar for the worker's tests in which most tokens are forced: a choice of four, three that follow from it,
-any even token, one that is always the same, and again a choice."""
+"""A toy grammar for the worker's tests in which most tokens are forced. It repeats: a choice of four tokens, three
+tokens that follow from it, any even token, and one fixed token."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ CHOICES = (40, 41, 42, 43)
 
 
 class ChainMask(ParityMask):
-    """A MaskSource that knows what it forces."""
+    """A MaskSource that reports forced tokens."""
 
     def allowed(self) -> Sequence[int]:
         place = len(self.output) % PERIOD

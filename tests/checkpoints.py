@@ -99,14 +99,16 @@ def make_kin(model: Path, folder: Path) -> Path:
 
 
 def transformers_model(path: str | Path, architecture: str, dtype: str = "float32") -> Any:
-    """The checkpoint as transformers computes it, one expert after another: its grouped products refuse odd sizes."""
+    """Load the checkpoint with transformers, which computes experts one by one here: its grouped products refuse odd
+    sizes."""
     import transformers
 
     return getattr(transformers, architecture).from_pretrained(path, dtype=dtype, experts_implementation="eager")
 
 
 def _shake_vectors(model: Any) -> None:
-    """Random norm weights and biases: transformers leaves them 1 and 0, which would hide that one is not loaded."""
+    """Randomize norm weights and biases. transformers initializes them to 1 and 0, which would hide a weight that is
+    not loaded."""
     import torch
 
     with torch.no_grad():
@@ -119,7 +121,7 @@ def _shake_vectors(model: Any) -> None:
                 bias.normal_(0.8, 0.1)
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 bias.normal_(0.0, 0.2)
-                if bias.dim() == 2:  # nobody goes to one expert, and everybody to another
+                if bias.dim() == 2:  # one expert gets no token, and another one gets all
                     bias[0, 1:3] = torch.tensor([-10.0, 10.0])
 
 
@@ -159,7 +161,7 @@ def _write_tokenizer(path: Path) -> None:
 
 
 def load_and_see(model: Any, path: str | Path, **options: Any) -> dict[str, Any]:
-    """Load the weights of `model`; every tensor by its checkpoint name, as its layer was given it."""
+    """Load the weights of `model`. Returns every tensor that a layer was given, by its checkpoint name."""
     from vllm_lite.models.weights import load_weights
 
     seen = {}

@@ -1,4 +1,4 @@
-"""AsyncClient connected to a fake engine with the byte_level tokenizer, for tests of what it makes of messages."""
+"""AsyncClient connected to a fake engine with the byte_level tokenizer, for tests of its handling of messages."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -17,8 +17,8 @@ SIZE = TOKENIZER.vocab_size
 
 @asynccontextmanager
 async def connected(folder: Path | None, **options: Any) -> AsyncIterator[tuple[AsyncClient, FakeEngine]]:
-    """For at most DEADLINE_S. `folder` has the tokenizer, see the fixture of that name; None: the engine names none.
-    `options` are AsyncClient's."""
+    """Connect for at most DEADLINE_S. `folder` has the tokenizer, see the fixture of that name; None: the engine names
+    none. `options` are AsyncClient's."""
     tokenizer = None if folder is None else str(folder)
     with FakeEngine(answer=welcome(vocab_size=SIZE, tokenizer=tokenizer)) as engine:
         async with asyncio.timeout(DEADLINE_S), AsyncClient(engine.address, timeout_s=DEADLINE_S, **options) as client:
@@ -26,7 +26,7 @@ async def connected(folder: Path | None, **options: Any) -> AsyncIterator[tuple[
 
 
 async def expect(engine: FakeEngine, kind: type[Any]) -> Any:
-    """The next message that the engine gets."""
+    """The next message that the engine receives; it must be of this kind."""
     return await asyncio.to_thread(engine.expect, kind)
 
 

@@ -21,22 +21,23 @@ from tests.deadlines import scaled
 hypothesis.settings.register_profile("suite", deadline=None)
 hypothesis.settings.load_profile("suite")
 
-# Tiny models gain nothing from threads, and OpenMP's spinning ones lose tenfold on a busy machine. Children inherit it.
+# Tiny models gain nothing from threads, and OpenMP's spinning threads are ten times slower on a busy machine. Child
+# processes inherit the setting.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Without bytecode every process that a test starts compiles the package anew: a fifth of what a server's start costs.
+# Without bytecode, every process that a test starts compiles the package again: a fifth of a server's start.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# A shell that starts the tests in the background has them ignore Ctrl-C, and the processes they start as well.
-# A file's tests begin with it as well: one that calls `serve` in this process leaves another handler.
+# If a shell starts the tests in the background, they and their child processes ignore Ctrl-C. A file's tests begin with
+# it as well: one that calls `serve` in this process leaves another handler.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 _GPU = Path(__file__).parent / "gpu"
 
 STUCK_S = 600.0
-"""A test that even a signal cannot end prints where it stands after so long."""
+"""Seconds after which a test that no signal can end prints its stack."""
 WATCH_EVERY_S = 60.0
 
 
@@ -45,22 +46,23 @@ _watched_s = -WATCH_EVERY_S
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Only `pytest tests/gpu` sees a GPU: everything else is about the CPU, also where there is one."""
+    """Hide GPUs from all tests except those of `pytest tests/gpu`: the others test the CPU, even on a machine with a
+    GPU."""
     global _stderr
-    _stderr = os.dup(2)  # while a test runs, 2 is where its output is kept
+    _stderr = os.dup(2)  # while a test runs, descriptor 2 is pytest's capture
     if not all("tests/gpu" in arg for arg in config.args):
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Without a GPU in sight each of its hundreds of tests would be skipped, in each process."""
+    """Ignore tests/gpu without a GPU, where each process would skip each of its hundreds of tests."""
     return True if collection_path == _GPU and not any("tests/gpu" in arg for arg in config.args) else None
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Files are imported and tests made without garbage collections, which find next to nothing in what is there to
-    stay: a quarter of what collecting costs."""
+    """Turn garbage collection off while files are imported and tests created: these objects stay, so it finds next to
+    nothing, and it takes a quarter of the time."""
     gc.disable()
     try:
         return (yield)
@@ -73,20 +75,20 @@ _frozen_for: Path | None = None
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before the first test of a file: what it has imported is not to cost every test and every collection, and Ctrl-C
-    is what it was, and so are the package's logs."""
+    """Before the first test of a file: freeze imported objects, so that garbage collections skip them, and restore the
+    handler of Ctrl-C and the package's logs."""
     global _frozen_for
     _watch()
     if _frozen_for != item.path:
         _frozen_for = item.path
         signal.signal(signal.SIGINT, signal.default_int_handler)
         gc.collect()
-        gc.freeze()  # modules and thousands of tests are there to stay: half a second of every full collection
+        gc.freeze()  # modules and thousands of tests stay, and would take half a second of every full collection
         _let_loggers_propagate()
 
 
 def _watch() -> None:
-    """Once a minute: faulthandler_timeout would start a thread and wait for the end of another one for every test."""
+    """Restart the watchdog, once a minute. faulthandler_timeout would start and join a thread for every test."""
     global _watched_s
     if (now_s := time.monotonic()) - _watched_s > WATCH_EVERY_S:
         _watched_s = now_s
@@ -94,8 +96,9 @@ def _watch() -> None:
 
 
 def _let_loggers_propagate() -> None:
-    """For every test pytest adds six handlers to each logger that does not propagate. torch has 40 of those; the
-    package's own is one once a test has set it up, and a later one that has it propagate would see records twice."""
+    """Let all loggers propagate, because pytest adds six handlers per test to each logger that does not. torch has 40
+    of these. The package's own logger becomes one when a test sets it up; a later test that makes it propagate would
+    see records twice."""
     for name, logger in logging.root.manager.loggerDict.items():
         if name.startswith(("torch", "vllm_lite")) and isinstance(logger, logging.Logger):
             logger.propagate = True
@@ -107,7 +110,7 @@ _LONG = ("conversion", "cut_calls", "gpu_check", "recorded_process", "response_f
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that take long come first, so that several processes end together (with --no-loadscope-reorder)."""
+    """Run slow files first, so that several processes end at about the same time (with --no-loadscope-reorder)."""
     here = Path(__file__).parent
 
     def place(item: pytest.Item) -> tuple[int, bool]:
@@ -120,8 +123,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """The `timeout` of pyproject.toml, or of a test's own mark, is for an idle machine. scripts/gpu_check has neither
-    the setting nor the plugin."""
+    """Scale the `timeout` of pyproject.toml or of a test's own mark, which is for an idle machine. scripts/gpu_check
+    has neither the setting nor the plugin."""
     if item.config.pluginmanager.hasplugin("timeout") and item.config.getoption("timeout") is None:
         own = item.get_closest_marker("timeout")
         limit_s = own.args[0] if own else item.config.getini("timeout")
@@ -132,19 +135,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
-    """A test that is a coroutine has an asyncio loop of its own. An exception that nobody awaits fails it."""
+    """Run each coroutine test in an asyncio loop of its own. An exception that nobody awaits fails the test."""
     return "asyncio"
 
 
 _rendered: dict[bytes, dict[str, str]] = {}
-"""By template, the chats that say which token closes a message."""
+"""Template -> the rendered chats that show which token closes a message."""
 
 
 @pytest.fixture
 def images_cut_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images are cut in this process, with the same messages, and a template that was rendered for an earlier engine is
-    not rendered again. Processes of their own take a third and a tenth of a second to start, and an engine starts two
-    of the former and one of the latter."""
+    """Preprocess images in this process, with the same messages, and reuse templates that were rendered for an earlier
+    engine. Child processes would take a third and a tenth of a second to start, and an engine starts two for images and
+    one for templates."""
     from vllm_lite.client.media import image_pool, image_process
     from vllm_lite.client.text.templates import closing_token
     from vllm_lite.client.text.templates.template_source import TemplateSource

@@ -1,8 +1,8 @@
 """Processor time of the suite by folder and file, children included: `make test ARGS="-p tests.costs"`.
 
-Wall time says little of two processes that share two cores with the servers that they start, but what it has more than
-processor time is waited: the files that wait longest are listed, too, and those behind which a test process is larger
-than before. A child counts once it has been waited for: a server of a whole file does so in the last of its tests.
+Wall time says little about two processes that share two cores with the servers that they start. But the excess of wall
+time over processor time is waiting, so the files that wait longest are listed, too, and the files that make a test
+process grow. A child counts once it has been waited for: a server of a whole file does so in the last of its tests.
 """
 
 import os
@@ -35,7 +35,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
-    """Its report, which is made next, takes the cost along to the process that prints them all."""
+    """Attach a test's cost to its report, which is sent to the process that prints all costs."""
     try:
         return (yield)
     finally:

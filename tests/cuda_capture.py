@@ -1,4 +1,4 @@
-"""A fake of CUDA's graph capture: what is recorded has fixed addresses and grids, and Python does not run again.
+"""A fake of CUDA's graph capture: recorded calls have fixed addresses and grids, and Python does not run again.
 
 While `run` is recorded, launches of kernels (those of an emulated GPU, and native ones of the CPU, which stand for
 others) are kept and not made. Operations of torch are made once, for their results' shapes, and made again by every
@@ -38,7 +38,7 @@ class CaptureError(RuntimeError):
 
 
 class _Address(NamedTuple):
-    """A tensor as a launch knows it. Its storage is looked after by somebody else."""
+    """A tensor as a launch refers to it, by its address; it does not own the memory."""
 
     pointer: int
     dtype: torch.dtype
@@ -54,7 +54,7 @@ class _Address(NamedTuple):
 
 
 class CapturingLauncher:
-    """Launches at once, or while a CudaLikeCapture records, into its graph."""
+    """Runs launches at once; while a CudaLikeCapture records, stores them in its graph."""
 
     def __init__(self, launcher: EmulatorLauncher) -> None:
         self._launcher = launcher
@@ -75,7 +75,7 @@ class CapturingLauncher:
 
 
 class _Recorder:
-    """Takes down what one call does, in order."""
+    """Records what one call does, in order."""
 
     def __init__(self) -> None:
         self.actions: list[Callable[[], Any]] = []
@@ -99,7 +99,7 @@ class _Recorder:
 
     def add_native(self, called: Function, args: tuple[Any, ...]) -> int:
         self.actions.append(lambda: called(*args))
-        return -1  # as of a kernel that has done its work
+        return -1  # the status of a kernel that has succeeded
 
     def add_operation(self, func: Any, args: Any, kwargs: Any, results: Any) -> None:
         made = [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
@@ -113,7 +113,7 @@ class _Recorder:
 
 
 class _Operations(TorchDispatchMode):
-    """Gives a recorder every operation of torch."""
+    """Passes every operation of torch to a recorder."""
 
     def __init__(self, recorder: _Recorder) -> None:
         super().__init__()
@@ -130,14 +130,14 @@ class _Operations(TorchDispatchMode):
 
 
 def _selects_by_mask(func: Any, args: Sequence[Any]) -> bool:
-    """x[mask], whose size is known when the mask is."""
+    """Whether an operation is x[mask], whose size depends on the mask's contents."""
     return func._schema.name == "aten::index" and any(
         index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]
     )
 
 
 class _NoHostReads(TorchFunctionMode):
-    """Refuses what does not pass through torch's dispatcher on a CPU, and would wait on a device."""
+    """Refuses operations that would wait for a device, and that do not pass through torch's dispatcher on a CPU."""
 
     def __torch_function__(
         self, func: Any, types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -185,7 +185,7 @@ class CudaLikeCapture:
         return self.graphs[-1]
 
     def pieces(self, run: Callable[[Callable[[], None]], None]) -> Sequence[Graph]:
-        """A graph from each cut to the next. What is launched while one is cut is in none."""
+        """Record one graph from each cut to the next. Launches during a cut are in no graph."""
         global _recorder
         if gc.isenabled():
             raise CaptureError("a garbage collection could free device memory while something is captured")

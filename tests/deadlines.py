@@ -1,9 +1,9 @@
-"""Deadlines that hold on a slow or busy machine: what is generous on an idle one, times how much slower this one is.
+"""Deadlines that hold on a slow or busy machine: a generous limit for an idle machine, times this machine's slowness.
 
     subprocess.run(command, timeout=scaled(60))
 
-Every wait of a test that must not run out goes through `scaled`, as do settings of the product that would end an
-innocent (`--heartbeat-timeout-s`). A wait that is to run out is as short as it is.
+Every wait of a test that must not time out uses `scaled`, and so do settings of the product that would end a healthy
+process (`--heartbeat-timeout-s`). A wait that is meant to time out is not scaled.
 """
 
 import hashlib
@@ -21,11 +21,11 @@ LAST_S = 60.0
 """A machine is taken to be as slow as it was at any time during the last minute."""
 
 _measured: deque[tuple[float, float]] = deque()
-"""When, and how much slower; oldest first."""
+"""(time of a measurement, slowness), oldest first."""
 
 
 def scaled(limit_s: float) -> float:
-    """`limit_s`, far more than needed on an idle machine, for this one."""
+    """Scale `limit_s`, which is far more than needed on an idle machine, to this machine."""
     return limit_s * slowness()
 
 

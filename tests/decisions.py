@@ -1,4 +1,4 @@
-"""Checkpoints that answer in labels, and what transformers makes of their questions."""
+"""Checkpoints that answer in labels, and the expected probabilities of answers, by transformers."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A scheduler with a tier below memory whose transfers end when a test says so."""
+"""A scheduler with a disk tier whose transfers end when a test ends them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,23 +19,23 @@ Moving = LoadBlocks | StoreBlocks | LoadEncoded | StoreEncoded
 
 
 class DiskRig(Rig):
-    """A rig with a disk whose transfers end when a test, or `choose`, says so."""
+    """A rig with a disk whose transfers end when a test, or `choose`, ends them."""
 
     def __init__(self, num_blocks: int = 20, *, contents: dict[bytes, Any] | None = None, **options: Any) -> None:
         super().__init__(num_blocks, disk=True, **options)
         self.contents: dict[bytes, Any] = {} if contents is None else contents
         self.tier = self.kv.part(DiskTier)
         self.pending: list[Any] = []
-        """Transfers under way."""
+        """Transfers that have not ended."""
         self.loads: list[LoadBlocks] = []
         self.loads_of_media: list[LoadEncoded] = []
         self.fails: Callable[[bytes], bool] = lambda _: False
         self.holds = False
-        """Whether transfers stay under way."""
+        """Whether transfers are held back from ending."""
         self.scheduler.stored_keys(list(self.contents), [])
 
     def send(self) -> None:
-        """Take what is to be moved, as the engine does after steps were sent."""
+        """Begin the scheduler's transfers, as the engine does after it has sent steps."""
         for message in self.tier.take_messages():
             self._take(message)
 
@@ -51,14 +51,14 @@ class DiskRig(Rig):
             self.loads_of_media.append(message)
 
     def end(self, message: Moving) -> None:
-        """Move the bytes now, and say so."""
+        """Move the bytes of a transfer now, and report its end."""
         self.pending.remove(message)
         failed = self._move(message)
         self.scheduler.transferred(message.ticket, failed)
         self.scheduler.check_integrity()
 
     def _move(self, message: Moving) -> list[int]:
-        """Move the bytes. Returns the places of those that fail."""
+        """Move the bytes. Returns the positions of failed contents."""
         if isinstance(message, LoadEncoded | StoreEncoded):
             return self._move_vectors(message)
         failed = []
@@ -128,7 +128,7 @@ class DiskRig(Rig):
         raise AssertionError("requests are left that make no progress")
 
     def serve(self, name: str, prompt: list[int], max_tokens: int = 5, **params: Any) -> int:
-        """Serve a request alone, check its tokens, and return how many of its prompt were cached."""
+        """Serve a request alone and check its tokens. Returns the number of cached prompt tokens."""
         request = self.add(name, prompt, max_tokens, **params)
         self.drain()
         assert self.output(name) == expected(prompt, max_tokens)
@@ -140,12 +140,12 @@ PROMPT = list(range(1, 30))
 
 
 def restarted(rig: DiskRig, **options: Any) -> DiskRig:
-    """Another engine over the same disk."""
+    """A new engine over the same disk."""
     return DiskRig(contents=rig.contents, **options)
 
 
 def loading() -> DiskRig:
-    """Restart a rig that had served PROMPT, whose first load is under way and is held back."""
+    """A restarted rig that has served PROMPT before; its first load has begun and is held back."""
     rig = DiskRig()
     rig.serve("a", PROMPT)
     again = restarted(rig)

@@ -1,4 +1,4 @@
-"""A worker driven by hand-written steps: the engine's part in the tests of the ModelRunner."""
+"""Drives a worker with hand-written steps: it plays the engine in tests of the ModelRunner."""
 
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ WARM = Sampling(1.5, 0, 1.0, 0.0, seed=2**63 + 1)
 
 
 class Driver:
-    """Plays the engine for one worker: numbers the steps, and remembers what every sequence got."""
+    """Plays the engine for one worker: numbers the steps, and records the tokens of every sequence."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class Driver:
         communicator: Communicator | None = None,
         **settings: Any,
     ) -> None:
-        """`on`: a device made by the test, with fakes for what this machine has not. `communicator`: that of one rank
-        among several, whose drivers make the same steps."""
+        """`on`: a device made by the test, with fakes for missing hardware. `communicator`: of one rank among several,
+        whose drivers make the same steps."""
         shard = SINGLE if communicator is None else communicator.shard
         if shard.world > 1:
             settings |= {"tensor_parallel_size": shard.world, "cpu_threads": 1}
@@ -84,7 +84,7 @@ class Driver:
         return self.worker.runner.cache_engine.pool
 
     def run(self, *entries: Entry, ops: tuple[tuple[int, int, int], ...] = ()) -> ModelOutput:
-        """One step; its tokens go to the sequences that are caught up, in the order of their entries."""
+        """Run one step. Its tokens belong to the sequences that are caught up, in the order of their entries."""
         self.step += 1
         caught_up = [handle for handle in map(self.follow, entries) if handle is not None]
         output = self.worker.execute(SchedulerOutput(GENERATION, self.step, list(ops), list(entries)))
@@ -101,7 +101,7 @@ class Driver:
         return output
 
     def follow(self, entry: Entry) -> int | None:
-        """Keep count of lengths and computed tokens; the handle, if its sequence is caught up in this step."""
+        """Update lengths and computed tokens. Returns the handle if its sequence is caught up in this step."""
         if isinstance(entry, Fork):
             self.lengths[entry.child], self.computed[entry.child] = entry.num_tokens, entry.num_computed
         if isinstance(entry, NewRequest):

@@ -16,8 +16,8 @@ WIDTH, EPS, THETA = 96, 1e-5, 10000.0
 
 
 def make_eagle(model: Path, path: Path, num_tokens: int = 40, older: bool = True, **settings: Any) -> Path:
-    """Write a head for the checkpoint in `model`, all at random, which knows `num_tokens` of its tokens, and whose
-    attention is of the model's size. `older`: with the names of the paper's own checkpoints."""
+    """Write a random head for the checkpoint in `model`. It can draft `num_tokens` of the model's tokens, and its
+    attention has the model's size. `older`: use the names of the paper's own checkpoints."""
     spec = load_spec(model)
     size, vocab, heads = spec.hidden_size, spec.vocab_size, spec.layers[0].attention
     generator = torch.Generator().manual_seed(3)
@@ -75,7 +75,7 @@ class EagleTwin:
     """The head in `path` of the checkpoint in `model`, in plain torch."""
 
     def __init__(self, model: Path, path: Path, before: tuple[int, int, int]) -> None:
-        """`before`: layers of the model that the hidden states go into."""
+        """`before`: layers of the model whose inputs are the head's hidden states."""
         self.before = before
         spec = load_spec(model)
         self.model = transformers_model(model, spec.architecture).eval()
@@ -111,7 +111,8 @@ class EagleTwin:
 
     @torch.inference_mode()
     def drafts(self, tokens: list[int], count: int, unknown: tuple[int, ...] = ()) -> list[int]:
-        """The best `count` tokens behind `tokens`. `unknown`: tokens before which no hidden state was known."""
+        """The most likely `count` tokens after `tokens`. `unknown`: indexes of tokens whose preceding hidden state was
+        unknown."""
         states = self.model.model(torch.tensor([tokens]), use_cache=False, output_hidden_states=True).hidden_states
         joined = torch.cat([states[index][0] for index in self.before], 1) @ self.of["fc.weight"].T
         before = torch.cat((torch.zeros(1, joined.shape[1]), joined[:-1]))

@@ -2,7 +2,7 @@
 
     @settings(max_examples=examples(300))
 
-Every run draws others, so the suite's share adds up over runs.
+Every run draws other examples, so the coverage adds up over runs.
 """
 
 import os

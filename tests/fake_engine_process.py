@@ -1,6 +1,6 @@
-"""An engine process without an engine, for the tests of whoever starts one: its served_model_name says what it does.
+"""A fake engine process, for tests of code that starts engines. Its served_model_name names its behaviour.
 
-"dies,serves" says it for each of its lives; the last one holds for all that follow.
+"dies,serves" has a behaviour for each life; the last one also applies to all later lives.
 """
 
 import os
@@ -59,7 +59,7 @@ def main(settings: EngineSettings, stop: Wakeup) -> int:
 
 
 def respond(message: FromClient, behaviour: str, settings: EngineSettings) -> tuple[ToClient | None, int | None]:
-    """The answer to a message, and the status to end with after it."""
+    """The answer to a message, and the exit status with which the process ends after it, or None."""
     if isinstance(message, Ping):
         return Heartbeat(settings.life, 0), None
     if isinstance(message, GetStats) and behaviour == "recovers":

@@ -1,4 +1,4 @@
-"""A /sys of a machine that is not there: sockets, cores, hardware threads, and what the container may use."""
+"""A fake /sys: sockets, cores, hardware threads, and the limits of a container."""
 
 from pathlib import Path
 
@@ -8,8 +8,8 @@ from vllm_lite.runtime.machine import format_cpu_list
 def make_sys(root: Path, cores_of_nodes: list[int], threads: int = 1, cpu_max: str | None = None) -> Path:
     """Write the tree and return its root. Like Linux, number the first threads of all cores before the second ones.
 
-    `cores_of_nodes`: the physical cores of each NUMA node. `cpu_max`: what the control group grants, in version 2's
-    words.
+    `cores_of_nodes`: the physical cores of each NUMA node. `cpu_max`: the limit of the control group, in the format of
+    version 2.
     """
     total = sum(cores_of_nodes)
     cpus, nodes = root / "devices/system/cpu", root / "devices/system/node"

@@ -31,7 +31,7 @@ from vllm_lite.protocol.stats import Stats
 from vllm_lite.runtime.wakeup import Wakeup
 
 DEADLINE_S = scaled(30.0)
-"""For every wait of a test: far more than needed, so that a miss is a bug and not a slow machine."""
+"""Deadline of every wait of a test: far more than needed, so that a miss means a bug and not a slow machine."""
 
 _numbers = itertools.count()
 M = TypeVar("M")
@@ -52,7 +52,7 @@ def welcome(**changes: object) -> Welcome:
 
 
 class FakeEngine:
-    """An engine as its clients see it: it shakes hands by itself, everything else is said by the test.
+    """An engine as its clients see it: it answers handshakes by itself; the test sends everything else.
 
     `expect(Generate)` returns the next message from a client; `send`, `tokens` and `finish` answer its sender.
     """
@@ -60,8 +60,8 @@ class FakeEngine:
     def __init__(
         self, *, answer: ToClient | None = None, silent: bool = False, address: str | None = None, epoch: int = 1
     ) -> None:
-        """`answer` is the reply to Hello; if `silent` there is none until `greet()`. With the `address` of one that has
-        died it takes its place."""
+        """`answer`: the reply to Hello; if `silent`, there is no reply until `greet()`. `address`: the address of a
+        fake engine that has died, which this one replaces."""
         self.address = address or f"inproc://fake-engine-{next(_numbers)}"
         self.epoch = epoch
         self.answer: ToClient = answer or welcome(epoch=epoch)
@@ -87,7 +87,7 @@ class FakeEngine:
         self.die()
 
     def expect(self, kind: type[M]) -> M:
-        """The next message, which has to be of this kind."""
+        """The next message; it must be of this kind."""
         message = self.heard.get(timeout=DEADLINE_S)
         assert isinstance(message, kind), message
         return message
@@ -115,12 +115,12 @@ class FakeEngine:
         self.send_outputs(Finished(request_id, start, list(token_ids), reason, **fields))  # type: ignore[arg-type]
 
     def successor(self, **options: Any) -> "FakeEngine":
-        """End as a process does that is killed, and start another one at the same address."""
+        """Close the connection as a killed process does, and start another engine at the same address."""
         self.die()
         return FakeEngine(address=self.address, **({"epoch": self.epoch + 1} | options))
 
     def die(self) -> None:
-        """Close the connection, as a process does that is killed."""
+        """Close the connection as a killed process does."""
         if self._thread.is_alive():
             self._dying = True
             self._stop.set()
@@ -183,7 +183,7 @@ def start(session: Session, engine: FakeEngine, request_id: str, sink: Sink) -> 
 
 
 def settle(session: Session, engine: FakeEngine) -> None:
-    """Returns when the session has handled all that the engine sent so far."""
+    """Return when the session has handled everything that the engine has sent."""
     future = session.request_stats()
     while not isinstance(engine.heard.get(timeout=DEADLINE_S), GetStats):
         pass

@@ -1,4 +1,4 @@
-"""Prompts with images as transformers answers them with Gemma's models, and checks that hold for each family."""
+"""Answers of transformers to prompts with images for Gemma's models, and checks for each family."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,7 +42,8 @@ def as_file(kind: str, mode: str, width: int, height: int, seed: int) -> bytes:
 
 @dataclass
 class Truth:
-    """A prompt by transformers: its tokens, the log-probability of each but the first, and the answer."""
+    """Results of transformers for a prompt: its tokens, the log-probability of each except the first, and the
+    answer."""
 
     ids: list[int]
     logprobs: torch.Tensor
@@ -90,7 +91,8 @@ def masks_of(model: Any, inputs: dict[str, torch.Tensor]) -> Any:
 
 
 def check_answers(checkpoint: Path, truths: Sequence[Truth], settings: dict[str, Any]) -> None:
-    """Alone, batched, cut up where it may be, preempted and found in the cache: tokens are those of transformers."""
+    """Check that tokens equal those of transformers: alone, batched, in chunks, after preemption, and from the
+    cache."""
     preempts = "preemption_mode" in settings
     times = 3 if preempts else 1
     settings = {"num_gpu_blocks_override": 128, **SMALL, **({"kv_watermark": 0.0} if preempts else {}), **settings}
@@ -105,7 +107,7 @@ def check_answers(checkpoint: Path, truths: Sequence[Truth], settings: dict[str,
 
 
 def check_logprobs(checkpoint: Path, truths: Sequence[Truth], settings: dict[str, Any]) -> None:
-    """Every token of every prompt, those of images included, is as likely as in transformers, to 1e-4."""
+    """Check the log-probability of every prompt token, including those of images, against transformers, to 1e-4."""
     asked = msgspec.structs.replace(GREEDY, prompt_logprobs=0)
     with LLM(str(checkpoint), **{"num_gpu_blocks_override": 128, **SMALL, **settings}) as llm:
         for output, truth in zip(

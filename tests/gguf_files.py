@@ -1,4 +1,4 @@
-"""GGUF files of tiny checkpoints, written by gguf-py with what llama.cpp's converter does to names and tensors."""
+"""GGUF files of tiny checkpoints, written by gguf-py, with names and tensors converted as by llama.cpp's converter."""
 
 import json
 import math
@@ -308,7 +308,7 @@ OWN: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "qwen3next": gguf_hybrids.qwen,
     "gemma4": gguf_parts.gemma4,
 }
-"""Metadata that others have not, by architecture."""
+"""Architecture -> a function that makes its special metadata."""
 
 
 def _kv_heads(architecture: str, config: dict[str, Any]) -> int:
@@ -334,7 +334,7 @@ def _scaling(rope: dict[str, Any], max_positions: int) -> dict[str, Any]:
 
 
 def _factors(rope: dict[str, Any], architecture: str, head_size: int) -> dict[str, torch.Tensor]:
-    """The tensors for ropes whose pairs have a divisor each."""
+    """The tensors of ropes with a divisor for each pair."""
     if rope.get("rope_type") == "longrope" and architecture == "phi3":
         return {
             f"rope_factors_{name}.weight": torch.tensor(rope[f"{name}_factor"], dtype=torch.float32)
@@ -406,7 +406,8 @@ def _num_layers(config: dict[str, Any]) -> int:
 
 
 def _by_head(name: str | None, tensor: torch.Tensor, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The matrices that make K and V of latents, those of K transposed. `name`: of those of K."""
+    """The matrices that compute K and V from latents, with those of K transposed. `name`: the tensor name of those of
+    K."""
     assert name is not None
     sizes = config["qk_nope_head_dim"], config["v_head_dim"]
     keys, values = tensor.view(config["num_attention_heads"], sum(sizes), -1).split(sizes, dim=1)

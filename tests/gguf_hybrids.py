@@ -1,4 +1,4 @@
-"""Conversion of checkpoints with recurrent layers as by llama.cpp's converter: a part of tests/gguf_files.py."""
+"""Converts checkpoints with recurrent layers as llama.cpp's converter does: a part of tests/gguf_files.py."""
 
 from typing import Any
 
@@ -54,21 +54,21 @@ def qwen(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def looked_up(name: str) -> str:
-    """The name by which gguf-py knows a tensor."""
+    """The name of a tensor in gguf-py's tables."""
     if ".mixer.experts." in name:
         name = name.replace(".mixer.", ".mlp.").replace("backbone.", "model.")
     return f"{name.removesuffix('.dt_bias')}.dt_proj.bias" if name.endswith(".dt_bias") else name
 
 
 def split(name: str, tensor: torch.Tensor, *, has_experts: bool) -> dict[str, torch.Tensor]:
-    """Gate and up of an MLP that the checkpoint has as one tensor."""
+    """Split an MLP's gate and up, which are one tensor in the checkpoint."""
     layer, ending = name.split(".")[2], "_shexp" if has_experts else ""
     gate, up = tensor.chunk(2)
     return {f"blk.{layer}.ffn_gate{ending}.weight": gate, f"blk.{layer}.ffn_up{ending}.weight": up}
 
 
 def changed(tensor: torch.Tensor, part: str, architecture: str, config: dict[str, Any]) -> torch.Tensor:
-    """`part`: the name in a layer, like "ssm_a"."""
+    """Convert a tensor. `part`: its name in a layer, like "ssm_a"."""
     if part == "ssm_conv1d.weight":
         tensor = tensor.squeeze(1)
     if part == "ssm_a":
@@ -82,7 +82,7 @@ def changed(tensor: torch.Tensor, part: str, architecture: str, config: dict[str
 
 
 def _tiled(tensor: torch.Tensor, part: str, config: dict[str, Any]) -> torch.Tensor:
-    """Value head i of key head j, i + j * n before, to j + i * keys."""
+    """Reorder value heads: head i of key head j moves from i + j * n to j + i * keys."""
     keys, size = config["linear_num_key_heads"], config["linear_value_head_dim"]
     if part in ("attn_qkv.weight", "ssm_conv1d.weight"):
         before = 2 * keys * config["linear_key_head_dim"]

@@ -6,7 +6,7 @@ import torch
 
 
 def gemma4(config: dict[str, Any]) -> dict[str, Any]:
-    """Metadata that its converter writes beside the usual."""
+    """Metadata that the converter writes for this architecture in addition to the usual."""
     slides = [kind == "sliding_attention" for kind in config["layer_types"]]
     own = [(config.get("per_layer_config") or {}).get(str(layer), {}) for layer in range(len(slides))]
     full = next(each["head_dim"] for each in own if "head_dim" in each)
@@ -35,14 +35,14 @@ def gemma4(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def gemma4_factors(config: dict[str, Any]) -> torch.Tensor:
-    """Factor by which each pair of a head of full layers turns slower."""
+    """Divisor of the rotation frequency of each pair, in heads of full-attention layers."""
     size = gemma4(config)["attention.key_length"]
     turned = int(size * config["rope_parameters"]["full_attention"]["partial_rotary_factor"] / 2)
     return torch.tensor([1.0] * turned + [1e30] * (size // 2 - turned))
 
 
 def of(architecture: str, name: str, tensor: torch.Tensor, config: dict[str, Any]) -> dict[str, torch.Tensor] | None:
-    """The file's tensors of the checkpoint's tensor `name`; None for one that remains one."""
+    """The tensors of the file for the checkpoint's tensor `name`; None if it is not split."""
     if architecture == "gpt-oss" and ".experts." in name:
         return _gpt_oss(name, tensor)
     if name.startswith("pooler."):
@@ -59,7 +59,7 @@ def of(architecture: str, name: str, tensor: torch.Tensor, config: dict[str, Any
 
 
 def _qwen3_next(name: str, tensor: torch.Tensor, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """Rows of a key head are its Q, its K, and V and z of its value heads."""
+    """Split the rows of each key head, which are its Q, its K, and V and z of its value heads."""
     layer, keys, size = name.split(".")[2], config["linear_num_key_heads"], config["linear_key_head_dim"]
     values = config["linear_num_value_heads"] // keys * config["linear_value_head_dim"]
     rows = tensor.view(keys, 2 * (size + values), -1).split((size, size, values, values), dim=1)
@@ -85,7 +85,8 @@ def _gemma4(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor] | None:
 
 
 def _gpt_oss(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Matrices are [experts, inputs, outputs] in the checkpoint; columns of gate and up lie in turn."""
+    """Split and transpose matrices, [experts, inputs, outputs] in the checkpoint, in which gate and up columns
+    alternate."""
     layer, ending = name.split(".")[2], "bias" if name.endswith("_bias") else "weight"
     stored = tensor if ending == "bias" else tensor.transpose(1, 2)  # [experts, outputs, ...]
     if "down_proj" in name:

@@ -1,4 +1,4 @@
-"""Random walks over the masks of a grammar: what a model that knows nothing could write under it."""
+"""Random walks over the masks of a grammar: outputs that a random model could write under it."""
 
 import json
 import random

@@ -1,7 +1,7 @@
 """Outputs of every shipped format through the writers of four dialects, grouped into deltas in any way.
 
 A client must get the same items however many tokens the engine happens to send at once. `python -m tests.groupings
-10000` takes that many random groupings and prints how many of them made a difference.
+10000` tries that many random groupings and prints the number of those that made a difference.
 """
 
 import json
@@ -36,7 +36,7 @@ from vllm_lite.server.responses.output import Output, OutputStyle
 from vllm_lite.server.responses.toolbox import Toolbox
 
 Item = tuple[Any, ...]
-"""("reasoning", text), ("text", text), ("call", name, arguments), and how the answer ended."""
+"""("reasoning", text), ("text", text), ("call", name, arguments), and the reason for which the answer ended."""
 
 
 @dataclass
@@ -110,7 +110,7 @@ def cut(text: str, tokens: Sequence[str], rng: random.Random) -> list[str | byte
 
 
 def hostile(name: str, rng: random.Random) -> list[str]:
-    """Text between calls and behind them, calls that are none, reasoning that does not end, parts in any order."""
+    """Hostile text: text between and after calls, invalid calls, reasoning that does not end, parts in any order."""
     writer = WRITERS[name]
     one, two = writer.calls([("get_weather", {"city": "Paris"})]), writer.calls([("now", {})])
     texts = [
@@ -178,7 +178,7 @@ def random_cuts(case: Case, rng: random.Random) -> list[int]:
 
 
 def spoken(case: Case, cuts: Sequence[int], read: Callable[[Call], None], call: Call) -> None:
-    """Let the engine say the output, `cuts` being where its messages end; `read` is called behind each."""
+    """Let the engine send the output in messages that end at `cuts`; `read` is called after each."""
     made, stream = rig(case.format), call.streams[0]
     ids = [*case.ids, made.end] if case.reason == "stop" else case.ids
     scored = stream.params.logprobs is not None
@@ -196,7 +196,7 @@ def spoken(case: Case, cuts: Sequence[int], read: Callable[[Call], None], call: 
 
 
 def chat(case: Case, cuts: Sequence[int]) -> list[Item]:
-    """The chunks of a stream: their order, and what a client puts together of it."""
+    """Check the order of a stream's chunks. Returns the items that a client assembles from them."""
     made = rig(case.format)
     call = made.call(case, logprobs=True)
     writer = made.writers.of(call)
@@ -243,7 +243,7 @@ def chat_whole(case: Case, cuts: Sequence[int]) -> list[Item]:
 
 
 def responses(case: Case, cuts: Sequence[int]) -> list[Item]:
-    """The events of a stream, which have to add up to its output."""
+    """Check that the events of a stream add up to its output. Returns the items."""
     made = rig(case.format)
     call = made.call(case, logprobs=True)
     response: dict[str, Any] = {"id": "resp_1", "status": "in_progress", "output": []}
@@ -280,7 +280,7 @@ def responses(case: Case, cuts: Sequence[int]) -> list[Item]:
 
 
 def messages(case: Case, cuts: Sequence[int]) -> list[Item]:
-    """The events of a stream: one block after the other, each with deltas of its kind."""
+    """Check the events of a stream: blocks in order, each with deltas of its kind. Returns the items."""
     made = rig(case.format)
     call = made.call(case, logprobs=False)
     writer = MessageWriter(call, made.writers.message(call, call.choices[0]), "r")
@@ -395,8 +395,8 @@ DIALECTS: dict[str, Callable[[Case, Sequence[int]], list[Item]]] = {
 
 
 def in_order(items: Sequence[Item]) -> list[Item]:
-    """The items said, without what only some dialects tell of it, and without calls that were cut: only some show them,
-    between two texts or two reasonings that are one without them."""
+    """The items in order, without information that only some dialects have, and without truncated calls: only some
+    dialects show them, and without them two texts or two reasonings become one."""
     said = [item[:3] if item[0] == "call" else item[:2] for item in items if item[0] != "end"]
     whole: list[Item] = []
     for item in said:
@@ -411,14 +411,14 @@ def in_order(items: Sequence[Item]) -> list[Item]:
 
 
 def gathered(items: Sequence[Item]) -> tuple[str, str, list[Item]]:
-    """The same without the order between reasoning, text and calls."""
+    """The items without the order of reasoning, text and calls."""
     told = in_order(items)
     reasoning, text = ("".join(item[1] for item in told if item[0] == kind) for kind in ("reasoning", "text"))
     return reasoning, text, [item for item in told if item[0] == "call"]
 
 
 def disagreements(found: dict[str, list[Item]]) -> list[str]:
-    """Compare what the dialects say of one output."""
+    """Compare the items of one output in all dialects."""
     expected = in_order(found["chat"])
     names = ["responses", "messages", "messages, whole", "ollama"]
     wrong = [name for name in names if in_order(found[name]) != expected]
@@ -427,8 +427,8 @@ def disagreements(found: dict[str, list[Item]]) -> list[str]:
 
 
 def differences(rng: random.Random) -> list[str]:
-    """Take one random grouping of one random output through all dialects. Returns what is not the same as for an engine
-    that sends one token at a time."""
+    """Send one random grouping of one random output through all dialects. Returns the differences from an engine that
+    sends one token at a time."""
     case = random_case(rng)
     cuts, singly = random_cuts(case, rng), range(1, len(case.ids))
     found, all_items = [], dict[str, list[Item]]()

@@ -1,7 +1,8 @@
-"""Forms of outputs that a stranger may ask for to hurt: deep, exponential, huge, wrong, or pointing elsewhere.
+"""Hostile forms of outputs, with which a client could attack a server: deep, exponential, huge, wrong, or with external
+references.
 
-hostile_forms() makes as many as asked for, by a seed: the keyword arguments of StructuredOutputsParams. Each has
-to be refused with a sentence, or be compiled and followed, within the limits.
+hostile_forms() makes any number of them by a seed, as keyword arguments of StructuredOutputsParams. Each must be
+refused with a sentence, or compiled and followed within the limits.
 """
 
 import random
@@ -20,7 +21,7 @@ def hostile_forms(count: int, seed: int = 0) -> Iterator[tuple[str, Form]]:
 
 
 def size(rng: random.Random, most: int) -> int:
-    """Mostly small, sometimes as large as can be."""
+    """A random size up to `most`: mostly small, sometimes the maximum."""
     return max(1, int(most ** rng.random()))
 
 
@@ -36,7 +37,7 @@ def deep_schema(rng: random.Random) -> Form:
 
 
 def doubling_refs(rng: random.Random) -> Form:
-    """2 ** n places, if a reader copies them."""
+    """A schema that expands to 2 ** n parts if a reader copies references."""
     n, word = size(rng, 300), rng.choice(["allOf", "anyOf", "oneOf", "properties", "prefixItems"])
     defs: Form = {f"d{n}": {"type": "string"}}
     for i in range(n):
@@ -126,7 +127,7 @@ def hostile_pattern(rng: random.Random) -> Form:
 
 
 def hostile_look_around(rng: random.Random) -> Form:
-    """Patterns with look-around, whose automata are large or empty, each of them another."""
+    """Different patterns with look-around, whose automata are large or empty."""
 
     def pattern(place: int) -> str:
         most = size(rng, 60) + place

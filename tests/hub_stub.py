@@ -1,4 +1,4 @@
-"""A model hub on this machine, as far as huggingface_hub asks for it: names of files, files, ranges, and refusals."""
+"""A local model hub with the routes that huggingface_hub uses: names of files, files, ranges, and refusals."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ COMMIT = hashlib.sha1(b"commit", usedforsecurity=False).hexdigest()
 
 
 class Hub:
-    """`files` by name, of one repository `name`; `requests` are those it got, as "METHOD path"."""
+    """A hub with the `files` of one repository `name`. `requests`: the requests that it got, as "METHOD path"."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -23,7 +23,7 @@ class Hub:
         self.requests: list[str] = []
         self.tokens: set[str | None] = set()
         self.refuse: tuple[int, str | None] | None = None
-        """Status and X-Error-Code of every answer."""
+        """Status and X-Error-Code of every answer; None: answer normally."""
         self.stall = threading.Event()
         """While it is set, weights stop after their first half."""
         self.stalled = threading.Event()

@@ -1,4 +1,4 @@
-"""Answers about images: chats as a model's users write them, and the ways in which an answer has to be the same."""
+"""Answers about images: chats as users write them, and settings under which an answer must be the same."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ Answer = tuple[list[int], list[int]]
 
 
 def ways(chunk: int, short: int) -> dict[str, dict[str, Any]]:
-    """Settings by their names, with chunks of so many tokens."""
+    """Name -> settings, with chunks of `chunk` tokens."""
     return {
         "whole": {},
         f"chunks of {chunk}": {"max_num_batched_tokens": chunk, "max_num_seqs": 4},
@@ -44,7 +44,8 @@ def check_answers(path: Path, chats: Sequence[Any], answers: Sequence[Answer], s
 
 
 def check_another_pixel(path: Path, settings: dict[str, Any], answer: Callable[[list[Any]], Answer]) -> None:
-    """An image of which some pixels differ hits nothing from its place on, and is answered as what it is."""
+    """Check that an image with some other pixels finds no cached tokens from its position on, and gets its own
+    answer."""
     first, other = picture(64, 64, 6), picture(64, 64, 6).copy()
     other[30:40, 30:40] ^= 255
     shown = [[Image.fromarray(each), "a page of words"] for each in (first, first, other)]

@@ -1,4 +1,4 @@
-"""Chats of many turns with images, of several users at once: what of them is found, and how often the tower runs."""
+"""Chats of many turns with images, of several users at once: numbers of cached tokens and of runs of the tower."""
 
 from itertools import takewhile
 from pathlib import Path
@@ -22,9 +22,9 @@ SAID = "So it is, and so it was before, as anybody can see who looks at the page
 
 
 class Found(NamedTuple):
-    """`known`: tokens that a prompt has in common with the one before it of the same chat; `cached` of them were found.
-    `changed`: tokens found of the last prompt with one pixel of its first image changed; `before`: those before that
-    image."""
+    """Numbers of tokens. `known`: tokens that a prompt shares with the previous one of its chat; `cached` of them were
+    found. `changed`: tokens found of the last prompt with one pixel of its first image changed; `before`: those before
+    that image."""
 
     known: int
     cached: int
@@ -35,12 +35,12 @@ class Found(NamedTuple):
 
 
 def shown_to(user: int, turn: int) -> Image.Image:
-    """Every second user sees an image that others see, too."""
+    """Images of a user's turn. Every second user has an image that others have, too."""
     return Image.fromarray(picture(90, 60, turn + (0 if user % 2 else 100 * user)))
 
 
 def chat(checkpoint: Path, num_users: int, **settings: Any) -> Found:
-    """All users ask in each turn, at once."""
+    """Run the chats: in each turn, all users ask at once."""
     chats: list[list[dict[str, Any]]] = [[] for _ in range(num_users)]
     before, known, cached = [list[int]() for _ in range(num_users)], 0, 0
     images, caches = set[bytes](), list[EncoderCache]()

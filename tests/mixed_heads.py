@@ -1,5 +1,5 @@
-"""A family that no checkpoint has: Llama, whose layers differ in their heads. Its reader, a tiny checkpoint, and in
-plain torch what it computes."""
+"""An invented family: Llama with layers that have different heads. Its reader, a tiny checkpoint, and a reference in
+plain torch."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,8 @@ Heads = tuple[int, int, int, int | None]
 """num_heads, num_kv_heads, head_size, window."""
 FULL, SLIDING = (6, 2, 24, None), (3, 1, 40, 11)
 LAYERS: tuple[Heads, ...] = (FULL, SLIDING, FULL, SLIDING, SLIDING, SLIDING)
-"""Over two ranks full layers have a KV head each, and sliding ones the same one twice, for 2 heads and for 1."""
+"""Windows and heads of the layers. On two ranks, each rank has one KV head of full layers, and both have the only KV
+head of sliding layers, for 2 query heads and for 1."""
 
 
 class MixedConfig(llama.LlamaConfig, kw_only=True):
@@ -46,7 +47,7 @@ def _read(architecture: str, raw: MixedConfig) -> ModelSpec:
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let this process know the family."""
+    """Register the family in this process."""
     monkeypatch.setitem(config_json.FAMILIES, ARCHITECTURE, "llama")
     monkeypatch.setitem(llama.FAMILIES, ARCHITECTURE, Family(MixedConfig, _read))
     monkeypatch.setitem(registry.MODELS, ARCHITECTURE, "vllm_lite.models.llama:Llama")
@@ -74,10 +75,11 @@ def make_mixed(path: Path, layers: tuple[Heads, ...] = LAYERS) -> Path:
 
 
 class MixedOracle(Oracle):
-    """The checkpoint by loops over layers and heads, in float64 and without a cache, and our model loaded from it."""
+    """The checkpoint's logits by loops over layers and heads, in float64 and without a cache, and our model loaded from
+    it."""
 
     def __init__(self, path: Path, dtype: str = "float32", world: int = 1) -> None:
-        """`world`: how many ranks are to share our model."""
+        """`world`: the number of ranks that share our model."""
         self.path, self.dtype, self.max_model_len = path, dtype, 256
         self.spec = load_spec(path).shared_by(world)
         self.weights = {name: tensor.double() for name, tensor in load_file(path / SINGLE_FILE).items()}
@@ -123,6 +125,6 @@ class MixedOracle(Oracle):
 
 
 def _turn(head: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Element i with element i + head_size / 2, by the angle i. head: [num_tokens, head_size]."""
+    """Rotate head, [num_tokens, head_size]: elements i and i + head_size / 2 by the angle i."""
     low, high = head.chunk(2, -1)
     return torch.cat((low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()), -1)

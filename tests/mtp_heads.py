@@ -15,7 +15,8 @@ from vllm_lite.checkpoint.mtp_head import head_names
 
 
 def copied_layers(layers: Any, count: int) -> list[int]:
-    """The layers of a model that its head's are like: the last with attention, and the last MLP where that has none."""
+    """The layers of a model that its head copies: the last one with attention, and the last one with an MLP if that has
+    none."""
     kinds = [getattr(layer, "block_type", "full_attention" if hasattr(layer, "self_attn") else "") for layer in layers]
     attending = max(place for place, kind in enumerate(kinds) if kind == "full_attention")
     plain = [place for place, kind in enumerate(kinds) if kind in ("moe", "mlp")]
@@ -23,8 +24,8 @@ def copied_layers(layers: Any, count: int) -> list[int]:
 
 
 def add_head(path: Path, seed: int = 0) -> Path:
-    """Give the checkpoint in `path` a head: a layer as its last with attention, all at random, and copies of what the
-    head shares where the family stores some."""
+    """Add a head to the checkpoint in `path`: a random layer like its last one with attention, and copies of shared
+    tensors if the family stores them."""
     spec = load_spec(path)
     names, tensors = head_names(spec), load_file(path / "model.safetensors")
     size, generator = spec.hidden_size, torch.Generator().manual_seed(seed)
@@ -78,9 +79,10 @@ class HeadTwin:
 
     @torch.inference_mode()
     def drafts(self, tokens: list[int], count: int, unknown: tuple[int, ...] = ()) -> list[int]:
-        """The best `count` tokens behind `tokens`. `unknown`: tokens before which no hidden state was known."""
+        """The most likely `count` tokens after `tokens`. `unknown`: indexes of tokens whose preceding hidden state was
+        unknown."""
         ids = torch.tensor([tokens])
-        states = self.model.model(ids, use_cache=False).last_hidden_state[0]  # behind the last norm
+        states = self.model.model(ids, use_cache=False).last_hidden_state[0]  # after the last norm
         before = torch.cat((torch.zeros(1, states.shape[1]), states[:-1]))
         before[list(unknown)] = 0
         for _ in range(count):

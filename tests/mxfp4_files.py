@@ -23,8 +23,8 @@ CONFIG = {
 
 
 def as_mxfp4(packed: Path, dense: Path | None = None) -> None:
-    """Store the experts of the gpt-oss in the folder `packed` as 4-bit floats; and in `dense`, another copy of it, what
-    they stand for by transformers."""
+    """Store the experts of the gpt-oss in the folder `packed` as 4-bit floats, and in its copy `dense` the values that
+    transformers reads from these."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     stored, plain = dict[str, torch.Tensor](), load_file(packed / SINGLE_FILE)

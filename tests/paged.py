@@ -1,4 +1,4 @@
-"""A model over a paged KV cache without engine, runner or batch: what the parity tests of models are driven with."""
+"""Runs a model over a paged KV cache without engine, runner or batch, for the parity tests of models."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ class Oracle:
     """A checkpoint, its logits by transformers for a fixed prompt, and our model loaded from it."""
 
     def __init__(self, path: Path, dtype: str = "float32", max_model_len: int = 256, model_impl: str = "auto") -> None:
-        """`max_model_len`: how long a sequence may become, by which some kinds of rope turn."""
+        """`max_model_len`: maximum length of a sequence, on which some kinds of rope depend."""
         self.path = path
         self.max_model_len = max_model_len
         self.tokens = torch.randint(3, VOCAB_SIZE, (150,), generator=torch.Generator().manual_seed(7))
@@ -41,20 +41,20 @@ class Oracle:
         self.model = self.load()
 
     def load(self, communicator: Communicator | None = None, quantization: Quantization | None = None) -> Model:
-        """Our model, or the part of it that a rank holds."""
+        """Load our model, or a rank's part of it."""
         model = build(self.spec, self.dtype, "cpu", Sizes(self.max_model_len, 512), quantization, communicator)
         load_weights(model, self.path)
         return model
 
     def stored_as(self, path: Path, communicator: Communicator | None = None) -> Model:
-        """Our model, loaded from another checkpoint of the same one."""
+        """Load our model from another checkpoint with the same weights."""
         sizes = Sizes(self.max_model_len, 512)
         model = build(load_spec(path), self.dtype, "cpu", sizes, communicator=communicator)
         load_weights(model, path)
         return model
 
     def difference(self, logits: torch.Tensor, first: int = 0) -> float:
-        """Largest difference to transformers, for rows that stand at positions from `first` on."""
+        """Largest difference from transformers' logits, for rows at positions from `first` on."""
         return float((logits.float() - self.logits[first : first + len(logits)]).abs().max())
 
 
@@ -66,18 +66,18 @@ class Sequence:
     """Slot of its state, if the model has recurrent layers; 0: it has none yet."""
     num_computed: int = 0
     num_trimmed: list[int] = field(default_factory=list)
-    """Per group, blocks that its window has left behind; they are somebody else's."""
+    """Per group, blocks that the window has passed; other sequences may have them."""
     logits: list[torch.Tensor] = field(default_factory=list)  # each [num_tokens of a step, vocab_size]
 
 
 class Paged:
     """Runs a model over a paged cache whose block ids are shuffled and whose unwritten slots hold NaN.
 
-    Blocks that a window has left behind become NaN and free, while the tables go on naming them.
+    Blocks that the window has passed become NaN and free, while the tables still name them.
     """
 
     def __init__(self, oracle: Oracle, seed: int = 0, num_blocks: int = 128, model: Model | None = None) -> None:
-        """`model`: a rank's part of it; its results are complete when all ranks take the same steps."""
+        """`model`: a rank's part of the model; all ranks must run the same steps."""
         self.model = model = model or oracle.model
         spec = oracle.spec.per_rank(model.communicator.shard)
         self.groups = spec.kv_groups
@@ -95,7 +95,7 @@ class Paged:
         self.backend = select_backend(self.shape)
 
     def set_windows(self, windows: list[int | None]) -> None:
-        """Let the groups attend within these windows, the model's own at first."""
+        """Set the windows of the groups, which are the model's own at first."""
         self.shape = changed(self.shape, windows=windows)
         self.backend = select_backend(self.shape)
 
@@ -138,7 +138,7 @@ class Paged:
             self.trim(sequence)
 
     def segments(self, sequences: list[Sequence], starts: list[int]) -> Segments:
-        """Every state moves to a new slot, for which all others of the sequence must be read no more."""
+        """Segments that move every state to a new slot, so that reading an old slot would be an error."""
         sources = [sequence.slot for sequence in sequences]
         for sequence in sequences:
             sequence.slot = self.num_slots = self.num_slots % (NUM_SLOTS - 1) + 1
@@ -147,7 +147,7 @@ class Paged:
         return Segments(*(torch.tensor(each, dtype=torch.int32) for each in (firsts, starts, sources, targets)))
 
     def trim(self, sequence: Sequence) -> None:
-        """Give back what the next position does not see."""
+        """Free the blocks that the next position does not see."""
         for index, group in enumerate(self.groups):
             if group.window is None:
                 continue

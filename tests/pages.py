@@ -1,4 +1,4 @@
-"""Pages in a real browser: one whose errors fail the test, what axe says of it, and the texts of hostile users."""
+"""Pages in a real browser: errors of a page fail the test; checks with axe; and texts of hostile users."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -61,7 +61,7 @@ HOSTILE = [
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """Chromium as the distribution has it. Skips the test where it is missing."""
+    """Start the distribution's Chromium. Skips the test if it is missing."""
     found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if found is None:
         pytest.skip("no Chromium is installed")
@@ -110,7 +110,7 @@ def opened(
 
 
 def check_with_axe(page: Any) -> None:
-    """Fail if a screen reader or a keyboard would miss something of what is shown. Skips the test without axe."""
+    """Fail if a part of the page cannot be used with a screen reader or a keyboard. Skips the test without axe."""
     if not AXE.exists():
         pytest.skip("axe-core is not installed: make node-client")
     page.evaluate(AXE.read_text())

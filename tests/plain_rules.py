@@ -16,7 +16,7 @@ def changed(
     output: Sequence[int],
     stop_ids: Iterable[int] = (),
 ) -> NDArray[np.float32]:  # [vocab]
-    """The logits that temperature and filters get to see, when `output` has been generated behind `prompt`."""
+    """The logits before temperature and filters, when `output` has been generated after `prompt`."""
     ruled_out = set()
     if params.allowed_token_ids is not None:
         ruled_out |= set(range(len(logits))) - set(params.allowed_token_ids)

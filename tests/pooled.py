@@ -33,7 +33,7 @@ def write_pooled(path: Path, name: str, settings: dict[str, Any] | None = None, 
 
 
 def add_modules(path: Path, mode: str, *, normalize: bool = True, dense: int = 0, longest: int | None = None) -> Path:
-    """Write what sentence-transformers keeps beside a checkpoint: the pooling, a dense layer, the norm."""
+    """Write the files that sentence-transformers adds to a checkpoint: pooling, a dense layer, normalization."""
     import torch
     from safetensors.torch import save_file
 
@@ -69,7 +69,7 @@ def add_modules(path: Path, mode: str, *, normalize: bool = True, dense: int = 0
 
 
 def vectors(path: Path, prompts: Sequence[Sequence[int]], mode: str, finish: Callable[[Any], Any] | None = None) -> Any:
-    """The vectors that transformers and five lines of pooling make of token ids: float32 [len(prompts), size]."""
+    """The vectors of token ids by transformers and five lines of pooling: float32 [len(prompts), size]."""
     import torch
     from transformers import AutoModel
 

@@ -1,4 +1,4 @@
-"""Matrices as quantized checkpoints store them, each with the dense matrix that it stands for.
+"""Writers of matrices in the formats of quantized checkpoints, each with the dense matrix that it encodes.
 
 Each writer is called as write(name, weight [outputs, inputs], quantization_config) and gives tensors and that matrix.
 """
@@ -21,7 +21,8 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def words(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
-    """The codes as one stream of bits, the lowest of each first, in words of int32; without what is tested."""
+    """Pack codes to one stream of bits, the lowest bit of each first, in words of int32; without the code under
+    test."""
     moved = codes.to(torch.uint8).movedim(dim, -1).contiguous().numpy()
     stream = np.unpackbits(moved[..., None], axis=-1, count=bits, bitorder="little").reshape(*moved.shape[:-1], -1)
     packed = np.packbits(stream, axis=-1, bitorder="little").view("<i4")
@@ -29,7 +30,7 @@ def words(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
 
 
 def zeros_less_one(zeros: torch.Tensor, bits: int) -> torch.Tensor:
-    """As GPTQModel takes one away: from whole words."""
+    """Subtract one from zero points as GPTQModel does: from whole words."""
     if bits == 3:
         return words((zeros - 1) % 8, bits, 1)
     return words(zeros, bits, 1) - sum(1 << at for at in range(0, 32, bits))
@@ -95,7 +96,7 @@ def awq_tensors(name: str, weight: torch.Tensor, config: dict[str, Any]) -> tupl
 
 
 def nf4_tensors(name: str, weight: torch.Tensor, config: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
-    """By bitsandbytes itself, also fp4."""
+    """Write a matrix in nf4 or fp4, by bitsandbytes itself."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     nested = config.get("bnb_4bit_use_double_quant", False)
@@ -108,7 +109,7 @@ def nf4_tensors(name: str, weight: torch.Tensor, config: dict[str, Any]) -> tupl
 
 
 def int8_tensors(name: str, weight: torch.Tensor, _: dict[str, Any]) -> tuple[Tensors, torch.Tensor]:
-    """By bitsandbytes itself."""
+    """Write a matrix in int8, by bitsandbytes itself."""
     from bitsandbytes.functional import int8_vectorwise_dequant, int8_vectorwise_quant
 
     integers, scales, _ = int8_vectorwise_quant(weight.half())
@@ -127,7 +128,7 @@ def say_quantized(path: Path, config: dict[str, Any]) -> None:
 
 
 def gptq_config(**others: Any) -> dict[str, Any]:
-    """A quantization_config, the usual one but for `others`."""
+    """The usual quantization_config, changed by `others`."""
     usual = {"bits": 4, "group_size": 32, "desc_act": False, "sym": True, "checkpoint_format": "gptq"}
     return {"quant_method": "gptq", **usual, **others}
 

@@ -1,4 +1,4 @@
-"""One rank of a group in shared memory, and what tests let ranks do together: as threads of theirs or as processes.
+"""One rank of a group in shared memory, and the calls that tests let ranks make, as threads or as processes.
 
 python -m tests.rank_process RANK WORLD DESCRIPTOR SEED    prints a digest of all results, then sums up until killed
 """
@@ -54,7 +54,7 @@ def inputs(call: Call, seed: int, world: int) -> list[torch.Tensor]:
 
 
 def plain_sum(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """In float32, in the order of the ranks, rounded once."""
+    """The sum of all parts in float32, in the order of the ranks, rounded once."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
@@ -78,7 +78,7 @@ def _broadcast(ranks: Communicator, call: Call, parts: list[torch.Tensor]) -> tu
 
 
 def _columns(ranks: Communicator, call: Call, parts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of one column and more for each rank; rank 0 has one that the others have not."""
+    """Gather rows with one column from each rank, and two from rank 0."""
     rank, world = ranks.shard.rank, ranks.shard.world
     widths = (2,) + (1,) * (world - 1)
     num_rows = min(call.size, 300)
@@ -108,7 +108,7 @@ CALLS: dict[str, Callable[[Communicator, Call, list[torch.Tensor]], tuple[torch.
 
 
 def play(ranks: Communicator, calls: Sequence[Call], seed: int) -> str:
-    """Make the calls, hold each result against the plain one, and return a digest of all."""
+    """Make the calls and compare each result with the expected one. Returns a digest of all results."""
     digest = hashlib.sha256()
     for i, call in enumerate(calls):
         got, expected = CALLS[call.name](ranks, call, inputs(call, 1000 * seed + i, ranks.shard.world))

@@ -1,4 +1,4 @@
-"""Ranks of one worker group as threads of the test: each has a communicator of its own on the same memory."""
+"""Ranks of one worker group as threads of a test, each with its own communicator on the same memory."""
 
 import os
 import threading
@@ -28,8 +28,8 @@ def worker_group(folder: Path) -> Iterator[WorkerGroup]:
 
 
 def in_threads(world: int, body: Callable[[int], T]) -> list[T]:
-    """body(rank) of every rank, at the same time. Raises the error of the first rank that has one, that of a rank which
-    was left by another only if there is no other."""
+    """Run body(rank) for every rank at the same time. Raises the first rank's error; errors of ranks that were
+    abandoned by another rank come last."""
     results: dict[int, T] = {}
     errors: dict[int, BaseException] = {}
 

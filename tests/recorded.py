@@ -1,4 +1,4 @@
-"""A core that is recorded while everything happens to it that can: for the tests of trace, replay and why."""
+"""A recorded core with random work of every kind, for the tests of trace, replay and why."""
 
 import random
 from itertools import starmap
@@ -63,7 +63,7 @@ class OddPolicy:
 
 
 def media_of(name: str, num_tokens: int) -> tuple[tuple[Media, ...], tuple[MediaContent, ...]]:
-    """Some of few media, for a prompt of so many tokens: which, depends on the name."""
+    """Media for a prompt of `num_tokens` tokens, chosen from a few by the request's name."""
     rng, media, contents = random.Random(name), list[Media](), dict[bytes, bytes]()
     start = rng.randint(0, 4)
     while rng.random() < 0.7 and start + 1 < num_tokens:
@@ -76,7 +76,7 @@ def media_of(name: str, num_tokens: int) -> tuple[tuple[Media, ...], tuple[Media
 
 
 class Recorded:
-    """An EngineCore over a simulated worker and a clock that random work moves on."""
+    """An EngineCore over a simulated worker, with a clock that random work advances."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class Recorded:
         self.core.resume(self.worker, self.scheduler.generation + 1, 60.0)  # type: ignore[arg-type]
 
     def random_death(self, rng: random.Random, rate: float) -> None:
-        """The workers may die. If they have, others may take over."""
+        """Let the workers die at random, or be replaced if they have died."""
         if not self.scheduler.has_workers and rng.random() < 0.5:
             self.clock.now_s += rng.random()
             self.replace_workers()
@@ -166,7 +166,7 @@ class Recorded:
             self.lose_workers(f"worker {rng.randint(0, 3)} died")
 
     def _spoilt(self, output: ModelOutput) -> ModelOutput:
-        """The same result, but the logits of one sequence were not finite."""
+        """The result with one sequence whose logits were not finite."""
         handles = [sequence.handle for sequence in self.scheduler.in_flight.awaited]
         return msgspec.structs.replace(output, failed=[(handles[0], NOT_FINITE)]) if handles else output
 
@@ -242,7 +242,7 @@ class Recorded:
             pass
 
     def _send_again(self, rng: random.Random, request: Request) -> None:
-        """As a client does that has lost its connection, and lacks the last tokens of each sample."""
+        """Send a request again, as a client that has lost its connection and the last tokens of each sample."""
         prompt = request.sequences[0].tokens[: request.num_prompt].tobytes()
         samples: tuple[SampleSoFar, ...] = ()
         have = b""
@@ -284,7 +284,7 @@ class Recorded:
 
 
 def state_of(scheduler: Scheduler, hash_bytes: int = 8) -> object:
-    """Everything that later decisions depend on, with hashes as short as a trace has them."""
+    """Everything that later decisions depend on, with hashes cut as in a trace."""
 
     def short(block_hash: bytes | str | None) -> str:
         text = block_hash.hex() if isinstance(block_hash, bytes) else block_hash or ""
@@ -317,7 +317,7 @@ def state_of(scheduler: Scheduler, hash_bytes: int = 8) -> object:
 
 
 def agrees(trace: Path, recorded: Recorded) -> Replay:
-    """Replay `trace`, which `recorded` has written, and insist on the same decisions and the same final state."""
+    """Replay `trace`, which `recorded` has written, and check that decisions and final state are the same."""
     recorded.core.close()
     replay = Replay(str(trace)).run()
     assert replay.divergence is None, str(replay.divergence)
@@ -327,7 +327,7 @@ def agrees(trace: Path, recorded: Recorded) -> Replay:
 
 
 def rewritten(trace: Path, change: Any) -> tuple[str, int]:
-    """A copy of `trace` in which the first record that `change` returns another for is replaced; and its step."""
+    """A copy of `trace` in which the first record for which `change` returns another one is replaced; and its step."""
     reader, path = TraceReader(str(trace)), str(trace) + ".changed"
     writer = TraceWriter(path)
     writer.write(reader.header)

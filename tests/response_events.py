@@ -51,7 +51,8 @@ def events_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def check_stream(events: list[dict[str, Any]], first: int = 0) -> dict[str, Any]:
-    """All events parse, follow each other, and add up to the last one's response, which is returned."""
+    """Check that all events parse, are numbered consecutively, and add up to the last event's response. Returns this
+    response."""
     assert [event["sequence_number"] for event in events] == list(range(first, first + len(events)))
     for event in events:
         checked(event, _EVENT)
@@ -64,7 +65,7 @@ def check_stream(events: list[dict[str, Any]], first: int = 0) -> dict[str, Any]
 
 
 def _added_up(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The output that the events describe; each delta is a part of what its done event has."""
+    """The output that the events describe; the deltas of a part must add up to its done event."""
     done, parts = list[dict[str, Any]](), dict[int, str]()
     for event in events:
         kind = event["type"]
@@ -84,7 +85,8 @@ def _added_up(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def broken_stream(http: httpx.Client, fields: dict[str, Any], chance: random.Random, *, is_background: bool) -> int:
-    """Read one stream over connections that break again and again, and check that it is whole. Returns how often."""
+    """Read one stream over connections that break repeatedly, and check that it is complete. Returns the number of
+    breaks."""
     more = {"background": is_background, "ignore_eos": True, "max_output_tokens": chance.randint(5, 60), "stream": True}
     found, num_breaks, done = list[dict[str, Any]](), 0, False
     method, path, body = "POST", "/responses", {**fields, **more}
@@ -107,5 +109,5 @@ def broken_stream(http: httpx.Client, fields: dict[str, Any], chance: random.Ran
 
 
 def events_of(log: EventLog) -> list[dict[str, Any]]:
-    """All events that a log keeps."""
+    """All events of a log."""
     return list(events_in(zlib.decompress(log.packed()).decode().splitlines()))

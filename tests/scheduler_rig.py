@@ -1,4 +1,4 @@
-"""A scheduler, its pools and a simulated worker, stepped by hand: for the tests of scheduling."""
+"""A scheduler, its pools and a simulated worker, stepped by hand, for the tests of scheduling."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -119,7 +119,7 @@ class Rig:
         return request
 
     def lose_workers(self) -> None:
-        """The workers die with all they have; until replace_workers() none are there."""
+        """Let the workers die with all their data; there are none until replace_workers()."""
         self.worker.die()
         assert not self.scheduler.lose_workers("the workers died", 0.0)
         assert not self.scheduler.in_flight
@@ -202,7 +202,7 @@ def expected(
 
 
 def expected_beams(prompt: list[int], width: int, max_tokens: int, stop: frozenset[int]) -> list[list[int]]:
-    """The whole beam search over plain lists, with every token a candidate."""
+    """A complete beam search over plain lists, with all tokens as candidates."""
     search = BeamSearch(SamplingParams(n=width, use_beam_search=True), len(prompt), len(prompt) + max_tokens, stop)
     beams: list[tuple[list[int], float]] = [([], 0.0)]
     while True:

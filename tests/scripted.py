@@ -1,4 +1,4 @@
-"""Checkpoints that write any output you like: their next token depends on its position alone.
+"""Checkpoints with any wanted output: their next token depends on its position only.
 
 The model is a GPT-2 of one layer whose token vectors are zero and whose attention adds nothing. Its MLP is a table:
 unit p fires at position p alone, and adds the code of the token that stands there in a script. So a prompt chooses what
@@ -130,7 +130,7 @@ def tokenizer_of(
 
 
 def _write_model(path: Path, table: Sequence[int], num_positions: int, num_tokens: int) -> None:
-    """Write the weights of a model that says `table[p]` at position p, and anything behind the table."""
+    """Write the weights of a model that outputs `table[p]` at position p, and any token after the end of the table."""
     import torch
     from safetensors.torch import save_file
 

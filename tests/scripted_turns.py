@@ -1,4 +1,4 @@
-"""A checkpoint that plays the turns of an agent: it answers a request with the script that its chat template chooses.
+"""A checkpoint that plays an agent's model: it answers each request with the script that its chat template chooses.
 
 A prompt of an agent has any length, so the model's next token depends on its last token alone: each state of a script
 has a one-hot token vector, attention and MLP add nothing, and row b of the head has the vector of a where b follows a.
@@ -18,7 +18,7 @@ VOCAB_SIZE = 6000
 """Tokens of the vocabulary beside those of the scripts: prompts of 100,000 characters become 30,000 tokens."""
 BEGIN, END = "<|im_start|>", "<|im_end|>"
 NUM_PIECES = 6
-"""Tokens of a script, at least: calls and texts arrive in several deltas."""
+"""Minimum tokens of a script, so that calls and texts arrive in several deltas."""
 MAX_TOKENS = 1 << 18
 """Context of the model. No vector depends on the position, and a block has few bytes."""
 _SHARPNESS = 30.0
@@ -55,7 +55,7 @@ def make_scripted(path: Path, scripts: Mapping[str, str], choice: str) -> Path:
 
 
 def _tokenizer() -> dict[str, Any]:
-    """A byte-level vocabulary whose merges are those of this project's documents."""
+    """A byte-level vocabulary whose merges are trained on this project's documents."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -88,7 +88,8 @@ def _chains(tokenizer: dict[str, Any], scripts: Mapping[str, str]) -> list[list[
 
 
 def _pieces(text: str, known: set[str]) -> list[str]:
-    """Cut a script into words that are not `known`, and add them to these: no two states are the same token."""
+    """Cut a script into words that are not `known`, and add them to `known`, so that no two states are the same
+    token."""
     size = max(4, -(-len(text) // NUM_PIECES))
     pieces, start = list[str](), 0
     while start < len(text):
@@ -105,7 +106,7 @@ def _pieces(text: str, known: set[str]) -> list[str]:
 
 
 def _word(text: str) -> str:
-    """`text` as a byte-level vocabulary spells it."""
+    """The spelling of `text` in a byte-level vocabulary."""
     return "".join(_letters()[byte] for byte in text.encode())
 
 
@@ -149,7 +150,7 @@ def _config(num_tokens: int, width: int) -> dict[str, Any]:
 
 
 def _tensors(vectors: Any, head: Any, width: int) -> dict[str, Any]:
-    """Everything that is no vector of a token is zero, but for the norms."""
+    """The model's tensors: all zero except for token vectors, the head and norms."""
     import torch
 
     layer = "model.layers.0."

@@ -54,7 +54,7 @@ def seed_of(params: Sampling | SamplingParams) -> int:
 
 
 def candidates(tokens: abc.Sequence[int], vocab_size: int, count: int) -> tuple[tuple[int, float], ...]:
-    """The likeliest next tokens of the simulated model, with logprobs that no two tokens share."""
+    """The most likely next tokens of the simulated model, with different logprobs."""
     scores = {
         token: -int.from_bytes(blake2b(repr((token, *tokens)).encode(), digest_size=4).digest(), "little") / 2**30
         for token in range(vocab_size)
@@ -64,7 +64,7 @@ def candidates(tokens: abc.Sequence[int], vocab_size: int, count: int) -> tuple[
 
 
 class History:
-    """One sequence as a worker knows it."""
+    """A worker's data of one sequence."""
 
     def __init__(self, tokens: list[int], sampling: Sampling, num_groups: int, num_prompt: int = 0) -> None:
         self.tokens = tokens
@@ -88,13 +88,13 @@ class History:
 
 
 class FakeProfiles:
-    """The part of an executor that profiles: keeps what it is told, and answers as a test says."""
+    """The profiling part of an executor: stores calls, and answers as a test sets it."""
 
     profiles: list[str]
     profile_answers: list[Profiled] | None
 
     def check(self) -> None:
-        """Raises WorkersLostError where there are no workers any more."""
+        """Raise WorkersLostError if there are no workers."""
 
     def transfer(self, message: Transfer) -> None:
         raise AssertionError(f"no disk, and {message}")
@@ -138,15 +138,16 @@ class SimulatedWorker:
         self.ops: list[tuple[int, int, int]] = []
         self.is_dead = False
         self.is_compiling: abc.Callable[[], bool] = lambda: False
-        """Asked whenever a sequence with a grammar would get its first token; if so, it gets none."""
+        """Called when a sequence with a grammar would get its first token; if true, it gets none."""
         self.num_held_back = 0
         self.encoded: set[bytes] = set()
         self.encoded_on_host: set[bytes] = set()
         self.aside: dict[bytes, int] = {}
-        """Media that are computed aside: after how many more steps they are there."""
+        """Media that are encoded beside steps -> number of further steps until they are ready."""
         self.num_encoded = 0
         self.reads_media = self.gets_media = False
-        """Whether it checks that what is read has vectors, and whether they also come from elsewhere."""
+        """Whether it checks that media in steps have vectors, and whether vectors may also be received from
+        elsewhere."""
         self._outputs: deque[ModelOutput] = deque()
         self.adapters: set[int] = set()
         self.max_adapters = 10**9
@@ -172,11 +173,11 @@ class SimulatedWorker:
         return ()
 
     def expert_tokens(self) -> list[list[int]]:
-        """There are none."""
+        """None: no expert counts."""
         return []
 
     def die(self) -> None:
-        """Lose everything, results that nobody has fetched included."""
+        """Lose all data, including results that were not fetched."""
         self.is_dead = True
         self._outputs.clear()
 
@@ -279,7 +280,7 @@ class SimulatedWorker:
         return entry.handle, entry.num_tokens, 0
 
     def _encode_aside(self) -> list[bytes]:
-        """Go on with the media that are computed aside. Returns those that are there now."""
+        """Advance the media that are encoded beside steps. Returns those that are ready now."""
         self.aside = {digest: left - 1 for digest, left in self.aside.items()}
         done = [digest for digest, left in self.aside.items() if left <= 0]
         self.encoded.update(done)
@@ -342,9 +343,8 @@ class SimulatedWorker:
     def _advance_states(
         self, scheduled: list[tuple[Handle, int, int]], drafts: dict[Handle, list[int]]
     ) -> list[History]:
-        """All sequences read and write at once: nobody reads what another writes, and no slot is written twice.
-
-        Returns those with drafts, which leave no state yet."""
+        """Move all sequences' states at once, and check that no slot is read that another sequence writes, and none is
+        written twice. Returns the sequences with drafts, which save no state yet."""
         tentative: list[History] = []
         if self.states is None:
             return tentative
@@ -380,7 +380,7 @@ class SimulatedWorker:
         return next_token(tokens, self.vocab_size, sampling.sample, seed_of(sampling))
 
     def _draft(self, history: History, max_drafts: int) -> list[int]:
-        """Drafts that are right two times out of three."""
+        """Drafts of which two out of three are right."""
         tokens = list(history.tokens)
         for _ in range(max_drafts if history.grammar_is_ready else 0):
             right = self._next(tokens, history.sampling)
@@ -400,7 +400,8 @@ class SimulatedWorker:
             self.num_written += 1
 
     def _score(self, handle: Handle, count: int) -> tuple[Handle, PromptLogprobs] | None:
-        """The logprobs of the prompt tokens behind those that a step computes, where asked for: minus their number."""
+        """If asked for, the logprobs of the prompt tokens that follow the ones computed in a step: here, minus their
+        positions."""
         history = self.sequences[handle]
         first, end = history.num_scored, min(history.num_computed + count + 1, history.num_prompt)
         if history.sampling.prompt_logprobs is None or first >= end:
@@ -410,7 +411,8 @@ class SimulatedWorker:
         return handle, PromptLogprobs(first, [TokenLogprobs(-float(token), 1, ()) for token in range(first, end)])
 
     def _sample(self, history: History, count: int, drafts: list[int]) -> list[int] | None:
-        """Check what is read, and sample if the sequence is caught up: with drafts as long as they are right."""
+        """Check the contents that the sequence reads, and sample if it is caught up; drafts are accepted as long as
+        they are right."""
         self._check_history(history, history.tokens + drafts, history.num_computed, count + len(drafts))
         if history.pooling is not None and history.pooling.reads_all:
             assert history.num_computed <= history.num_pooled, "tokens that are to be pooled are left out"

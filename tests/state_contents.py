@@ -1,4 +1,5 @@
-"""Does every slot and host place hold the state that the scheduler believes is there? A simulated worker knows."""
+"""Checks that every state slot, on the device and the host, has the state that the scheduler expects, by the contents
+of a simulated worker."""
 
 from collections import abc
 
@@ -11,7 +12,7 @@ from vllm_lite.runtime.prefix_hash import KeyedSpan, PrefixHasher
 
 
 class RecordingHasher(PrefixHasher):
-    """Has another one hash, and knows of every digest the tokens that it stands for."""
+    """Passes calls to another hasher, and stores the tokens of every digest."""
 
     def __init__(self, other: PrefixHasher) -> None:
         self.block_size = other.block_size
@@ -66,8 +67,8 @@ class StateContents:
             self._check_own(held, sequence)
 
     def _check_own(self, held: dict[int, StateOf], sequence: Sequence) -> None:
-        """Check the state from which a running or swapped out sequence continues. What drafts in flight make of it only
-        the worker knows."""
+        """Check the state from which a running or swapped out sequence continues. The effect of drafts in flight is
+        known to the worker only."""
         state, adapter = sequence.state, sequence.request.adapter
         if state is None or state.is_ahead or sequence.num_drafted or not sequence.num_computed:
             return
@@ -82,7 +83,8 @@ class StateContents:
 
 
 def _found(states: StateSlots) -> abc.Iterable[tuple[int, bytes]]:
-    """The slots and host places of states that others can find, now or from the next step on, with their keys."""
+    """The slots, on device and host, of states that other sequences can find, now or from the next step on, with their
+    keys."""
     yield from ((block.block_id, block.block_hash) for block in states.pool.blocks if block.block_hash is not None)
     yield from ((left.slot, left.key) for left in states.store.unpublished)
     for key in states.histories.demoted:

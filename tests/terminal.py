@@ -1,4 +1,4 @@
-"""A program in a pseudo terminal, as if a person sat there: what it shows, what is typed, Ctrl-C included."""
+"""Runs a program in a pseudo terminal: reads its output, and types text and Ctrl-C."""
 
 import fcntl
 import os
@@ -22,7 +22,7 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|[\x01\x02]")
 
 
 class Typist:
-    """`shown` is all that the program has printed, without colours and with plain ends of lines."""
+    """A user at the terminal. `shown`: all output of the program, without colours and with plain line ends."""
 
     def __init__(self, *words: str, env: dict[str, str] | None = None) -> None:
         self._raw = b""
@@ -74,7 +74,7 @@ class Typist:
         self.type(CTRL_C)
 
     def say(self, line: str) -> None:
-        """And wait until the terminal has echoed it."""
+        """Type a line, and wait until the terminal has echoed it."""
         self.type(line + "\n")
         self.wait_for(re.escape(line) + "\n")
 

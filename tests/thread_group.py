@@ -1,4 +1,4 @@
-"""Ranks as threads of this process, over plain tensors: the communicator that tests of sharded models run on."""
+"""Ranks as threads of this process, which exchange plain tensors: the communicator for tests of sharded models."""
 
 import queue
 import threading
@@ -18,15 +18,15 @@ T = TypeVar("T")
 
 
 class Mail:
-    """Tensors on their way from stage to stage, in order."""
+    """Tensors that are sent from stage to stage, in order."""
 
     def __init__(self) -> None:
         self._boxes: dict[tuple[int, int, int], queue.Queue[torch.Tensor]] = {}
         self.is_lost = threading.Event()
-        """Whether a stage has ended before its time."""
+        """Set when a stage has ended too early."""
 
     def box(self, rank: int, source: int, target: int) -> "queue.Queue[torch.Tensor]":
-        """Tensors from rank `rank` of stage `source` to that of stage `target`."""
+        """The queue of tensors from rank `rank` of stage `source` to the same rank of stage `target`."""
         return self._boxes.setdefault((rank, source, target), queue.Queue())
 
     def take(self, rank: int, source: int, target: int, limit_s: float) -> torch.Tensor:
@@ -108,7 +108,7 @@ class ThreadCommunicator:
         self.num_calls[name] = self.num_calls.get(name, 0) + 1
 
     def _exchange(self, name: str, x: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's x, as it is now."""
+        """A copy of every rank's x."""
         self._count(name)
         self._waits = True
         try:
@@ -132,7 +132,7 @@ class ThreadGroup:
         stage: Stage = Stage(),  # noqa: B008  # it does not change
         mail: Mail | None = None,
     ) -> None:
-        """`mail`: that of all stages, if the ranks are one of several."""
+        """`mail`: shared by all stages, if the ranks are one stage of several."""
         self.shares_memory = shares_memory
         self.limit_s = scaled(30)
         self.lost: int | None = None
@@ -147,7 +147,7 @@ class ThreadGroup:
         self.mail = mail or Mail()
 
     def run(self, work: Callable[[ThreadCommunicator], T]) -> list[T]:
-        """Run `work` on each rank. An exception of one of them ends the others, and is raised."""
+        """Run `work` on each rank. If one raises an exception, the others end, and it is raised here."""
 
         def one(rank: int) -> T:
             try:
@@ -159,15 +159,15 @@ class ThreadGroup:
         return in_threads(len(self.communicators), one)
 
     def exchange(self, rank: int, name: str, x: torch.Tensor) -> Sequence[tuple[str, torch.Tensor]]:
-        """Bring `x` to all ranks. Returns the parts of all, in their order."""
+        """Send `x` to all ranks. Returns the tensors of all ranks, in order."""
         self._slots[rank] = (name, x)
         self._wait()
         parts = list(self._slots)
-        self._wait()  # nobody brings the next before all have taken these
+        self._wait()  # no rank sends its next tensor before all have these
         return parts
 
     def memory(self, num_rows: int, num_columns: int, dtype: torch.dtype) -> torch.Tensor:
-        """The first elements of one memory that grows; all ranks ask for the same at a time."""
+        """The first elements of shared memory that grows; all ranks ask for the same shape at the same time."""
         with self._lock:
             held, wanted = self._memory.get(dtype), num_rows * num_columns
             if held is None or held.numel() < wanted:

@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind that checkpoints come with, built here, as the bytes of a tokenizer.json."""
+"""Small tokenizers of every kind that checkpoints have, built here, as the bytes of a tokenizer.json."""
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
