@@ -1,2 +1,2 @@
-"""`vllm-lite simulate`: the real scheduler under a load, on a virtual clock, with the times of steps that a recording
-has shown."""
+"""`vllm-lite simulate`: runs the real scheduler under a load, on a virtual clock, with times of steps fitted to a
+recording."""

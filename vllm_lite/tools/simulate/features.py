@@ -1,6 +1,6 @@
-"""Features of the steps of a message: the numbers that the time depends on which workers take for it.
+"""Features of the steps in a message: the numbers on which the workers' time for the message depends.
 
-The same code reads steps that were recorded and steps that are simulated.
+The same code reads recorded and simulated steps.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,8 +20,8 @@ from vllm_lite.protocol.step import (
 )
 
 BOUNDS = (0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1 << 30)
-"""Kernels compute several rows at a time, and a few are free beside the weights that are read: each part between two
-bounds of the tokens of a step has a time of its own for a token."""
+"""Bounds of the number of tokens of a step. The time of a token differs between them, because kernels compute several
+rows at a time, and a few rows cost nothing while the weights are read."""
 NAMES = (
     "message",
     "idle",
@@ -39,10 +39,11 @@ NAMES = (
     "adapted",
     "adapter",
 )
-"""A message; that workers had nothing to do before it; its steps; the tokens of each, by BOUNDS; the tokens that
-decodes attend to, in thousands; the pairs of tokens of chunks and those that they attend to, in millions; drawn tokens;
-requests that workers have not seen; blocks that are moved; sequences that may draft; steps that have drafts, and the
-most drafts of a sequence in each of them; tokens that have an adapter, and the adapters of each step."""
+"""Names of the features of a message: the message itself; whether the workers were idle before it; its steps; the
+tokens of each step, by BOUNDS; the tokens that decodes attend to, in thousands; pairs of a token of a chunk and a token
+that it attends to, in millions; sampled tokens; requests that are new to the workers; moved blocks; sequences that may
+draft; steps with drafts, and the maximum drafts of a sequence in each; tokens with an adapter, and the adapters of each
+step."""
 PLACE = {name: place for place, name in enumerate(NAMES)}
 TOKENS = slice(PLACE["token_to_1"], PLACE["token_beyond"] + 1)
 """Features whose sum is the number of tokens."""
@@ -50,11 +51,11 @@ _FIRST_TOKEN, _DECODES, _PAIRS = PLACE["token_to_1"], PLACE["decode_kilotokens"]
 
 Features = list[float]
 Drafts = Mapping[Handle, tuple[int, int]]
-"""Sequences that could draft in a step: the number of tokens that were drafted, and of those that were right."""
+"""Sequences that could draft in a step -> the numbers of drafted and of accepted tokens."""
 
 
 class StepDone(NamedTuple):
-    """A step, the number of sequences that were given tokens in it, and its drafts."""
+    """A step, the number of sequences that got tokens in it, and its drafts."""
 
     output: SchedulerOutput
     num_sampled: int
@@ -62,16 +63,16 @@ class StepDone(NamedTuple):
 
 
 class StepReader:
-    """Follows how many tokens of each sequence are computed."""
+    """Counts the computed tokens of each sequence."""
 
     def __init__(self) -> None:
         self._computed: dict[Handle, int] = {}
         self._adapters: dict[Handle, AdapterNumber] = {}
-        """Adapters of the sequences that have one."""
+        """Sequence -> its adapter, for sequences with an adapter."""
         self._in_step: set[AdapterNumber] = set()
 
     def message(self, steps: Sequence[StepDone], *, was_idle: bool) -> Features:
-        """The features of steps that travel together."""
+        """The features of steps that are sent in one message."""
         found = [0.0] * len(NAMES)
         found[PLACE["message"]] = 1.0
         found[PLACE["idle"]] = float(was_idle)
@@ -130,5 +131,5 @@ class StepReader:
 
 
 def told(features: Features, times: Iterable[float]) -> float:
-    """The seconds that these times of one of each add up to."""
+    """The expected seconds: the sum of features times the time of one of each."""
     return sum(map(float.__mul__, features, times))

@@ -1,4 +1,4 @@
-"""Fits the times of steps to a recording: least squares of the shares by which messages differ, no time negative."""
+"""Fits the times of steps to a recording: least squares of the relative errors of messages, with no negative time."""
 
 import statistics
 import time
@@ -23,19 +23,19 @@ MIN_NOISE = 20
 PASSES = 8
 MIN_TOLD_S = 1e-6
 SAME = ("options", "policy", "block_size", "caching", "windows", "tensor_parallel_size", "has_disk", "encoder")
-"""Settings that recordings have in common if one set of times is fitted to them."""
+"""Settings that must be equal in all recordings to which one set of times is fitted."""
 HELD = 1e-6
 """Weight of the pull of each fitted time towards 0, relative to its weight in the messages."""
 
 
 def fit(recordings: Sequence[Recording], model: str, client_s: float = 0.0) -> StepTimes:
-    """Fit one set of times to recordings of the same engine. Raises ConfigError for those that show too little."""
+    """Fit one set of times to recordings of the same engine. Raises ConfigError if they have too little data."""
     messages = [each for recording in recordings for each in recording.messages if each.took_s > 0]
     _check(recordings, len(messages))
     told_s = [message.took_s for message in messages]
     ratios, times = [1.0] * len(messages), [0.0] * len(NAMES)
     for _ in range(PASSES):
-        # What was stalled counts for less: what was in its way has nothing to do with what the message held.
+        # Stalled messages get less weight, because a stall does not depend on the contents of the message.
         weights = [min(1.0, (STALLED - 1) / max(1e-9, ratio - 1)) for ratio in ratios]
         times = _solve(messages, told_s, weights)
         told_s = _told_s(messages, times)
@@ -62,8 +62,8 @@ def fit(recordings: Sequence[Recording], model: str, client_s: float = 0.0) -> S
 
 
 def as_recorded(fitted: StepTimes, recording: Recording, measured: Mapping[str, Any] | None = None) -> StepTimes:
-    """The same times on a machine that is as fast, from moment to moment, as the one that made `recording` was, with
-    clients as fast as `measured` says. Raises ConfigError."""
+    """The same times with the weather of `recording`, in its order, and with the client time of the result `measured`.
+    Raises ConfigError."""
     messages = [each for each in recording.messages if each.took_s > 0]
     told_s = _told_s(messages, fitted.values())
     weather = observe(told_s, [message.took_s for message in messages], in_pieces=False).weather
@@ -72,8 +72,8 @@ def as_recorded(fitted: StepTimes, recording: Recording, measured: Mapping[str, 
 
 
 def client_time(recording: Recording, measured: Mapping[str, Any] | None) -> float:
-    """The time that a first token takes beside the engine, as the result of `bench serve` for the same load shows it:
-    the median of what it was for each request, of a detailed result. Raises ConfigError."""
+    """The part of the time to the first token that is spent outside of the engine, from the result of `bench serve` for
+    the same load. With a detailed result, it is the median over requests. Raises ConfigError."""
     if measured is None:
         return 0.0
     seen_ms, seen_s = measured.get("median_ttft_ms"), measured.get("ttfts")
@@ -90,7 +90,7 @@ def client_time(recording: Recording, measured: Mapping[str, Any] | None) -> flo
 
 
 def describe(fitted: StepTimes) -> str:
-    """A line of what was learned."""
+    """Describe the fitted times in one line."""
     count, error = fitted.num_messages, fitted.error
     return (
         f"times of {count} messages to the workers, half of them within {error:.1%} ({fitted.machine}, {fitted.date})"
@@ -113,7 +113,7 @@ def _check(recordings: Sequence[Recording], num_messages: int) -> None:
 
 
 def _of(header: Header, name: str) -> object:
-    """A field, but for what each start of an engine has of its own."""
+    """A field of the header, without the part that differs at each start of an engine."""
     value = getattr(header, name)
     return {key: each for key, each in value.items() if key != "generation"} if name == "options" else value
 
@@ -123,7 +123,7 @@ def _told_s(messages: Sequence[TimedMessage], times: Sequence[float]) -> list[fl
 
 
 def _solve(messages: Sequence[TimedMessage], told_s: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The times that fit best, each message counted by what it differs as a share of `told_s`."""
+    """The best-fitting times. The error of each message counts relative to `told_s`."""
     size = len(NAMES)
     matrix, right = [[0.0] * size for _ in range(size)], [0.0] * size
     for (features, took_s), each_s, weight in zip(messages, told_s, weights, strict=True):

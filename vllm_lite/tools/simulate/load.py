@@ -1,4 +1,4 @@
-"""The requests of a simulation, and when each is sent: those of `bench serve`'s flags, or those that a trace holds."""
+"""The requests of a simulation and the times at which they are sent: from `bench serve`'s flags, or from a trace."""
 
 from array import array
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from vllm_lite.tools.simulate.recording import RecordedRequest, Recording
 
 TOKEN_BYTES = 3
 TOKEN_BITS = 8 * TOKEN_BYTES
-"""The vocabulary of a simulation: a digest is some tokens."""
+"""Bits of a token id in a simulation; block digests are cut into such token ids."""
 
 
 class SimulatedRequest(NamedTuple):
-    """A request that is sent at `time_s`, if as many as may run at once do not. `tokens`: u32 ids.
+    """A request that is sent at `time_s`, or later if the maximum number of requests runs then. `tokens`: u32 ids.
 
-    With `after` it goes on from the request of that place: it is sent `time_s` after that one's end, and `tokens` stand
-    behind its prompt and its answer.
+    With `after`, it continues the request with that index: it is sent `time_s` after the end of that request, and its
+    `tokens` follow the prompt and the answer of that request.
     """
 
     time_s: float
@@ -27,11 +27,11 @@ class SimulatedRequest(NamedTuple):
     output_len: int
     after: int | None = None
     adapter: int = 0
-    """The number of its adapter; 0: none."""
+    """Number of the request's adapter; 0: none."""
 
 
 class LoadOptions(NamedTuple):
-    """The flags of the same names."""
+    """Values of the flags with these names."""
 
     dataset: DatasetOptions
     request_rate: float = float("inf")
@@ -56,8 +56,8 @@ def make_load(options: LoadOptions, tokenizer: Tokenizer | None) -> list[Simulat
 
 
 def load_of(recording: Recording) -> list[SimulatedRequest]:
-    """The requests of a recording that came to their ends, with prompts that have beginnings in common where the
-    recorded ones had. Raises ConfigError if there are none."""
+    """The requests of a recording that were served to their ends. Their prompts have the same common prefixes as the
+    recorded ones. Raises ConfigError if there are none."""
     ended = [each for each in recording.requests.values() if each.outcome.output_len and not each.outcome.error]
     if not ended:
         raise ConfigError("the trace holds no request that came to its end")
@@ -74,7 +74,7 @@ def load_of(recording: Recording) -> list[SimulatedRequest]:
 
 
 def _tokens(request: RecordedRequest, number: int, block_size: int) -> "array[int]":
-    """Blocks of tokens that are equal where the digests are; the rest is of this request alone."""
+    """Tokens for a prompt: blocks with equal digests get equal tokens; the rest has the number of the request."""
     tokens = array("I", [number % (1 << TOKEN_BITS)]) * request.outcome.input_len
     for place, digest in enumerate(request.block_digests):
         parts = [int.from_bytes(digest[at : at + TOKEN_BYTES], "little") for at in range(0, len(digest), TOKEN_BYTES)]
@@ -84,7 +84,7 @@ def _tokens(request: RecordedRequest, number: int, block_size: int) -> "array[in
 
 
 def largest(load: Sequence[SimulatedRequest]) -> int:
-    """The most tokens of a request and its answer."""
+    """Maximum tokens of a request together with its answer and the conversation before it."""
     ends = list[int]()
     for each in load:
         ends.append(len(each.tokens) // 4 + each.output_len + (0 if each.after is None else ends[each.after]))

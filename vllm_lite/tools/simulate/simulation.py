@@ -1,4 +1,4 @@
-"""Simulation: engines, workers that only take time, and clients, on a virtual clock."""
+"""Simulation: engines, workers that only take time, and clients, on a virtual clock, without a model."""
 
 import heapq
 from array import array
@@ -61,7 +61,8 @@ class Simulation:
 
 
 class _Clients:
-    """Sends requests, and takes the answers. A first token has been under way for `client_s` when it is there."""
+    """Sends requests and takes answers. A request takes `client_s` to reach the engine, which stands for the whole time
+    that a first token spends outside of it."""
 
     def __init__(self, load: Sequence[SimulatedRequest], client_s: float, max_concurrency: int) -> None:
         self.outcomes = [Outcome(len(each.tokens) // 4) for each in load]
@@ -72,13 +73,13 @@ class _Clients:
         heapq.heapify(self._coming)
         self._waiting: deque[int] = deque()
         self._under_way: list[tuple[float, int]] = []
-        """When the engine has each request that was sent."""
+        """Heap of (time at which the engine gets a request, its number)."""
         self._next_turns = {each.after: number for number, each in enumerate(load) if each.after is not None}
         self._said: dict[int, bytearray] = {}
-        """The tokens of conversations that go on, by the request whose prompt, and then whose answer, they are."""
+        """Request that another one continues -> tokens of its conversation so far: its prompt, then also its answer."""
 
     def due(self, now_s: float) -> list[tuple[int, SimulatedRequest]]:
-        """The requests that come to the engine at this time, whole."""
+        """The requests that reach the engine by this time, with the tokens of their conversations."""
         while self._coming and self._coming[0][0] <= now_s:
             self._waiting.append(heapq.heappop(self._coming)[1])
         while self._waiting and self._free > 0:
@@ -94,7 +95,7 @@ class _Clients:
         return found
 
     def _whole(self, number: int) -> SimulatedRequest:
-        """A request with what its conversation begins with."""
+        """A request with the previous turns of its conversation before its own tokens."""
         request = self._load[number]
         if request.after is not None:
             request = request._replace(tokens=bytes(self._said.pop(request.after)) + request.tokens)
@@ -104,7 +105,7 @@ class _Clients:
         return request
 
     def take(self, produced: Sequence[Produced], now_s: float) -> int:
-        """Returns how many requests have ended."""
+        """Take new tokens of the engines. Returns the number of requests that have ended."""
         ended = 0
         for item in produced:
             number = int(item.request.request_id)
@@ -121,7 +122,7 @@ class _Clients:
 
     @property
     def next_s(self) -> float | None:
-        """When there is something to do next; None if that waits for an answer."""
+        """Time of the next action; None if the clients wait for an answer."""
         times = [self._under_way[0][0]] if self._under_way else []
         if self._coming:
             times.append(self._coming[0][0])

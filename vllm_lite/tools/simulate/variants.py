@@ -1,4 +1,4 @@
-"""Variants of settings and loads that are simulated in turn, and what came of each."""
+"""Variants of settings and loads that are simulated in turn, and their results."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
@@ -18,16 +18,16 @@ from vllm_lite.tools.simulate.simulation import Simulation
 PERCENTILES = (50.0, 90.0, 99.0)
 MAX_VARIANTS = 1000
 RATE_EXACTNESS = 1.02
-"""A highest rate is found to within this factor."""
+"""Factor to which the highest rate is determined."""
 SEEDS_APART = 1 << 32
-"""The seeds of two engines, whose machines have nothing to do with each other."""
+"""Distance between the seeds of two engines, whose machines are independent."""
 MOST_RATE, LEAST_RATE = 1e5, 1e-3
 
 Settings = Mapping[str, Any]
 
 
 class Simulated(NamedTuple):
-    """A variant and what came of it: figures with the names of `bench serve`, and some that only the engine knows."""
+    """A variant and its results: figures with the names of `bench serve`, and some that only the engine knows."""
 
     settings: Settings
     figures: dict[str, Any]
@@ -49,7 +49,7 @@ PLAIN = RunOptions()
 
 
 class Limit(NamedTuple):
-    """The most that a percentile of a metric may be."""
+    """Maximum of a percentile of a metric."""
 
     metric: str
     percentile: float
@@ -76,7 +76,7 @@ def variants(words: Sequence[str]) -> list[Settings]:
 
 
 def _value(name: str, text: str) -> Any:
-    """The value as EngineConfig takes it from a text."""
+    """Parse a value as EngineConfig does."""
     return getattr(EngineConfig.check({name: text}), name)
 
 
@@ -110,7 +110,8 @@ def simulate(
 
 
 def highest_rate(limits: Sequence[Limit], run: Callable[[float], Sequence[Outcome]]) -> float:
-    """The most requests a second at which all `limits` hold; 0 if they do at none. `run` simulates a rate."""
+    """The highest number of requests per second at which all `limits` hold; 0 if there is none. `run` simulates a
+    rate."""
 
     def holds(rate: float) -> bool:
         outcomes = run(rate)
@@ -173,7 +174,8 @@ COMPARED = {
 
 
 def comparison(simulated: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator[str]:
-    """Simulated figures beside measured ones, with the error of each. Raises ConfigError for a file without them."""
+    """A table of simulated and measured figures, with the error of each. Raises ConfigError for a file without
+    figures."""
     yield f"{'':<18}{'simulated':>12}{'measured':>12}{'error':>9}"
     for name, title in COMPARED.items():
         if not isinstance(measured.get(name), int | float):

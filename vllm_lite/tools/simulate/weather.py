@@ -1,14 +1,14 @@
-"""Weather: how fast the machine was from moment to moment of a recording, to be lived through again.
+"""Weather: the speed of the machine over the time of a recording, which a simulation replays.
 
-What slows a machine down lasts: a core that another program has, a clock that falls with heat, stalls that come in
-groups. Requests meet it for seconds on end, so that their tails are made by it, and not by single messages. It is
-therefore kept as it was, in order, and a simulation goes through pieces of it (a stationary bootstrap): on from a
-random moment, for a random amount of work, then from another.
+A machine is slow for longer periods: another program uses a core, the clock rate falls with heat, stalls come in
+groups. Requests are affected for seconds, so the tails of their times come from such periods and not from single
+messages. Therefore the weather is stored in its order, and a simulation replays pieces of it (a stationary bootstrap):
+from a random moment, for a random amount of work, then from another moment.
 
-Moments are counted in work: the seconds that the messages before would have taken on the machine as it usually is. A
-long message so meets as much of it as many short ones, and times without work, when nothing is seen, are left out.
-Pieces are as long in work for the same reason: of equal times, those in which the machine is slow would hold less work,
-and it would be slow for less of a busy engine's work than it was.
+The unit of time in the weather is work: the seconds that the messages so far would have taken at the machine's usual
+speed. So a long message meets as much weather as many short ones, and idle times, in which the speed is unknown, are
+left out. The length of pieces is in work for the same reason: pieces of equal time would contain less work when the
+machine is slow, and so a smaller share of the work would be slow than in the recording.
 """
 
 import math
@@ -23,13 +23,14 @@ from msgspec import Meta
 
 CELL_S = 0.05
 MAX_CELLS = 4000
-"""More are not kept: of a long recording cells are longer."""
+"""Maximum number of cells; a longer recording has longer cells."""
 NEIGHBOURS = 15
-"""Messages before and behind one which show how fast the machine is at the time."""
+"""Messages before and after a message from which the speed of the machine is taken."""
 STALLED = 2.0
-"""A message that took so many times what its neighbours did met something that has nothing to do with it."""
+"""A message that took at least this multiple of its neighbours' time was stalled by something unrelated to it."""
 MEMORY_S, MIN_PIECES = 10.0, 5
-"""Mean work of a piece that is lived through again, in a recording that is so many times as long."""
+"""Mean work of a replayed piece, in seconds, and the minimum number of such pieces in a recording; a shorter recording
+has shorter pieces."""
 DIGITS = 6
 
 Time = Annotated[float, Meta(ge=0, le=1e6)]
@@ -37,7 +38,7 @@ Length = Annotated[float, Meta(ge=1e-6, le=1e6)]
 
 
 class Stall(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A stall of `seconds` behind `work_s` of work."""
+    """A stall of `seconds` after `work_s` of work."""
 
     work_s: Time
     seconds: Time
@@ -48,27 +49,27 @@ class Weather(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slowness: Annotated[list[Annotated[float, Meta(gt=0, le=1e6)]], Meta(min_length=1)]
     """Time that each `cell_s` of work took, as a multiple of it, without stalls."""
     stalls: list[Stall]
-    """In order of `work_s`."""
+    """Stalls, in order of `work_s`."""
     memory_s: Length | None
-    """Mean work of the pieces that are lived through again; None: all of it as it was, from its beginning."""
+    """Mean work of replayed pieces; None: the weather is replayed in its order, from its beginning."""
 
     @property
     def work_s(self) -> float:
-        """The work of all of it."""
+        """Work of the whole weather."""
         return self.cell_s * len(self.slowness)
 
 
 class Observed(NamedTuple):
-    """The weather of a recording, and the time of each message as a multiple of what such a message would have taken
-    then, stalls left out."""
+    """The weather of a recording, and the ratio of each message's time, without stalls, to its expected time in this
+    weather."""
 
     weather: Weather
     ratios: list[float]
 
 
 def observe(told_s: Sequence[float], took_s: Sequence[float], *, in_pieces: bool = True) -> Observed:
-    """Messages in their order, by what each takes usually and what it took. `in_pieces`: in what order they are lived
-    through again is left to chance."""
+    """Observe the weather from messages in order: the usual and the measured time of each. `in_pieces`: it is to be
+    replayed in random pieces."""
     levels = _levels([took / told for told, took in zip(told_s, took_s, strict=True)])
     total_s = sum(told_s)
     cell_s = max(CELL_S, total_s / MAX_CELLS)
@@ -100,7 +101,7 @@ def _ratios(told_s: Sequence[float], kept_s: Sequence[float], weather: Weather) 
 
 
 def _cells(work_s: float, told_s: float, cell_s: float, count: int) -> Iterator[tuple[int, float]]:
-    """The cells of a message that begins behind `work_s`, and its seconds in each."""
+    """The cells of a message that begins after `work_s` of work, and its seconds in each."""
     end_s = work_s + told_s
     for cell in range(min(int(work_s / cell_s), count - 1), min(int(end_s / cell_s), count - 1) + 1):
         last = cell == count - 1
@@ -108,7 +109,7 @@ def _cells(work_s: float, told_s: float, cell_s: float, count: int) -> Iterator[
 
 
 def _levels(ratios: Sequence[float]) -> list[float]:
-    """The median of each and its neighbours."""
+    """For each ratio, the median of it and its neighbours."""
     found, window = list[float](), sorted(ratios[:NEIGHBOURS])
     for place in range(len(ratios)):
         if place + NEIGHBOURS < len(ratios):
@@ -120,7 +121,7 @@ def _levels(ratios: Sequence[float]) -> list[float]:
 
 
 class Walk:
-    """Goes through a weather in pieces. The same seed goes the same way."""
+    """Replays a weather in pieces. The same seed gives the same pieces."""
 
     def __init__(self, weather: Weather, rng: random.Random) -> None:
         self._weather = weather
@@ -130,10 +131,10 @@ class Walk:
         self._stalled_s = [0.0, *accumulate(stall.seconds for stall in weather.stalls)]
         self._work_s = 0.0
         self._left_s = math.inf if weather.memory_s is None else 0.0
-        """The work that is left of a piece."""
+        """Work that is left of the current piece."""
 
     def took_s(self, work_s: float) -> float:
-        """The time that `work_s` take, behind all the work before."""
+        """The time for the next `work_s` of work."""
         weather = self._weather
         total_s = weather.work_s
         if weather.memory_s is not None and self._left_s <= 0:
@@ -145,7 +146,7 @@ class Walk:
         return self._spent_s(self._work_s) - self._spent_s(begin_s) + rounds * self._spent_s(total_s)
 
     def _spent_s(self, work_s: float) -> float:
-        """The time from the beginning until behind `work_s`."""
+        """The time from the beginning of the weather until `work_s` of work is done."""
         ends_s, cell_s = self._ends_s, self._weather.cell_s
         cell = min(int(work_s / cell_s), len(ends_s) - 2)
         share = work_s / cell_s - cell

@@ -1,1 +1,1 @@
-"""Drafters with a model: how one is loaded beside the model whose tokens it drafts, and run over its own drafts."""
+"""Drafters with a model: loading it beside the model whose tokens it drafts, and running it over its own drafts."""

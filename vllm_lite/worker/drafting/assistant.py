@@ -1,7 +1,7 @@
-"""AssistantDrafter: an assistant of Gemma 4 drafts, from the model's hidden states and over its K and V.
+"""AssistantDrafter: drafts with an assistant of Gemma 4, which reads the model's hidden states and its K and V.
 
-It writes nothing: all drafts of a step are made from the place of the last token, over the K and V of those before it.
-What it keeps of a sequence is the hidden state of its last computed token.
+It writes no KV: all drafts of a step are made at the position of the last token, over the K and V of the tokens before.
+For each sequence it keeps the hidden state of the last computed token.
 """
 
 from pathlib import Path
@@ -43,7 +43,7 @@ class AssistantDrafter(HeadDrafter):
             self._model.take_kv_scales([place.kv_scales[layer] for layer in self._shared])
 
     def tables(self, place: DraftPlace) -> tuple[tuple[int, ...], tuple[LayerGroup, ...]]:
-        """As LayeredDrafter's: those of the layers whose K and V there are."""
+        """See LayeredDrafter; here, the groups of those layers of the model whose K and V the assistant reads."""
         of_model = [self._shared[group.layers[0]] for group in self.spec.kv_groups]
         found = (
             next(index for index, group in enumerate(place.spec.kv_groups) if layer in group.layers)
@@ -76,10 +76,10 @@ class AssistantDrafter(HeadDrafter):
         return EagerForward(self._model, caches, self._backend, self._place.device.torch, self._place.progress)
 
     def write_kv(self, step: ComputedStep) -> None:
-        """As HeadDrafter's: nothing."""
+        """Write nothing."""
 
     def stand_in(self, hidden: torch.Tensor) -> torch.Tensor:
-        """As HeadDrafter's: what the assistant leaves is as long as its own vectors."""
+        """See HeadDrafter; the assistant's outputs have the size of its own vectors."""
         out = torch.empty_like(self._model.given[: len(hidden)])
         self._model.post_projection.forward(hidden, out=out)
         return out

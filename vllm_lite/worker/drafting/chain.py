@@ -1,18 +1,20 @@
-"""Chain: a model runs over its own drafts, one token of each sequence at a time.
+"""Chain: runs a model over its own drafts, one token of each sequence per pass.
 
-The first of its passes takes the tokens that the model has not computed yet: the last one of the sequence, for a model
-that reads the KV of the one that verifies, or all since its own KV ended. Each pass draws a token for each sequence,
-which is the input of the next. A draft is drawn with the noise of its position and the sequence's own temperature,
-filters and rules: as the model that verifies draws there, from other logits. So sampled drafts are right nearly as
-often as greedy ones (the chance is (1 - d) / (1 + d) or more, where d is the total variation distance of the two).
+The input of the first pass is the tokens that the drafting model has not computed yet: only the last one of the
+sequence, if it reads the KV of the verifying model, or all tokens after the end of its own KV. Each pass draws one
+token for each sequence, which is the input of the next pass.
 
-Recurrent layers take up drafts in scratch slots: the first pass goes on from the state of the sequence, which it leaves
-as it is, and each later one from that of the pass before.
+A draft is drawn with the noise of its position and the sequence's own temperature, filters and rules, as the verifying
+model draws there, but from the drafting model's logits. So sampled drafts are right nearly as often as greedy ones (the
+chance is (1 - d) / (1 + d) or more, where d is the total variation distance of the two distributions).
 
-Where each sequence lacks its last token alone and follows no rules, the passes are recorded ones: recorded_chain.py.
+Recurrent layers process drafts in scratch slots: the first pass reads the state of the sequence, without changing it,
+and each later pass reads the state of the previous one.
 
-K and V of drafts are written where the sequence's next tokens will have theirs. The step that verifies the drafts
-computes the same positions again, so what the chain has written is overwritten before anybody else reads it.
+If every sequence lacks only its last token and has no rules, recorded passes are used: recorded_chain.py.
+
+K and V of drafts are written to the slots of the sequence's next tokens. The step that verifies the drafts computes the
+same positions again, so it overwrites them before anything else reads them.
 """
 
 from collections.abc import Sequence
@@ -32,7 +34,7 @@ from vllm_lite.worker.step_parts.rules import Rules
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """The tokens that one pass computes of each sequence: those from `starts` on, which are at least one."""
+    """The tokens that one pass computes for each sequence: at least one, from the position in `starts` on."""
 
     handles: list[Handle]
     rows: Int64s  # [n]
@@ -41,10 +43,10 @@ class Pass:
 
 
 class Chain:
-    """Drafts with a model: `forward` gives the logits of a pass, `sampler` draws from them.
+    """Drafts with a model: `forward` computes the logits of a pass, `sampler` draws from them.
 
-    `groups` are the KV groups of the batch's block tables that the model reads and writes, in its own order; None: all.
-    `scratch`: slots for states of its recurrent layers, one for each sequence that may draft; none: it has no such.
+    `groups`: the KV groups of the batch's block tables that the model uses, in its own order; None: all. `scratch`:
+    slots for states of its recurrent layers, one for each sequence that may draft; empty without such layers.
     """
 
     def __init__(
@@ -63,17 +65,18 @@ class Chain:
         self._groups = groups
         self._scratch = scratch
         self.by_places = False
-        """Whether the model counts positions by places alone, whatever the one that verifies does behind images."""
+        """Whether the drafting model's positions are indexes of tokens, even if the verifying model counts differently
+        after images."""
         self.stays = False
-        """Whether all drafts are made from the place of the last token, over the tokens before it, and none has a K and
-        V: those are another model's."""
+        """Whether all drafts are made at the position of the last token, over the tokens before it, and have no K and
+        V, because the drafting model reads those of the verifying model."""
         self._recorded = RecordedChain.of(forward, sampler, rows, groups, scratch)
 
     def draft(self, batch: DraftBatch, starts: Int64s | None = None) -> list[Int32s]:  # of each: [at most max_drafts]
-        """Draft `max_drafts` tokens of each sequence, or fewer where no token can be drawn.
+        """Draft `max_drafts` tokens of each sequence, or fewer if no token can be drawn.
 
-        starts: [num_seqs], the first position of each that the model has not computed; None: those that the step
-        computes, since the model reads the KV of the one that verifies.
+        starts: [num_seqs], the first position of each that the drafting model has not computed; None: the first
+        position that the step computes, because it reads the KV of the verifying model.
         """
         rows = np.array([self._rows.row_of(handle, "a draft") for handle in batch.handles], np.int64)
         lengths = np.array([len(tokens) for tokens in batch.tokens], np.int64)
@@ -112,7 +115,7 @@ class Chain:
         return [drafts[i, :count] for i, count in enumerate(counts.tolist())]
 
     def rehearse(self, step: StepInputs) -> None:
-        """Run one pass on a step that touches no KV, and draw the best tokens."""
+        """Run one pass on a step that neither reads nor writes KV, and draw the best tokens."""
         params = np.zeros(len(step.rows), self._rows.params.dtype)
         params["logprobs"] = NO_LOGPROBS
         if self._groups is not None:
@@ -126,12 +129,13 @@ class Chain:
         self._sampler.sample(self.forward.logits(step), SampleInputs(params, step.positions, plain=True))
 
     def _states(self, inputs: StepInputs, sources: Int32s, active: Int64s) -> StepStates:  # [num_seqs] each
-        """States that go from `sources` to the scratch slots of the sequences, by their places in the batch."""
+        """Segments that read states from `sources` and write them to the scratch slots of the sequences, by batch
+        index."""
         firsts = np.arange(len(active) + 1, dtype=np.int32)
         return StepStates(firsts, inputs.query_start_loc, sources, (active + self._scratch.start).astype(np.int32))
 
     def _params(self, rows: Int64s) -> np.ndarray[tuple[int], np.dtype[np.void]]:  # ROW_PARAMS [n]
-        """The sequences' own, but that nobody reads logprobs of drafts."""
+        """The sequences' own parameters, without logprobs, which drafts do not need."""
         params = self._rows.params[rows]
         params["logprobs"], params["is_named"] = NO_LOGPROBS, False
         return params
@@ -147,7 +151,7 @@ class Chain:
             positions = np.arange(starts_of[-1]) + (part.starts - starts_of[:-1]).repeat(counts)
         tables = self._rows.tables
         written, groups = np.full(len(positions), not self.stays), self._groups
-        if groups is None:  # the KV is that of the model that verifies, and may be there already
+        if groups is None:  # the KV is the verifying model's, which may have computed it already
             groups, written = range(len(tables.ids)), positions >= self._rows.num_cached[token_rows]
         all_tables = tables.of(part.rows)
         return StepInputs(

@@ -1,12 +1,12 @@
-"""Coverage: how far the KV of a model that drafts has been written, block by block.
+"""Coverage: counts the slots of each block for which a drafting model has written its KV.
 
-The engine knows where tokens are computed by the model that verifies. The one that drafts computes them when drafts
-are wanted: a sequence that drafts nothing costs it nothing, and what a prefix hit, a fork or a block from the host
-brings may lack its KV. So this counts, of each block of its groups, the leading slots whose KV it has written for the
-tokens that stand there. A block takes its count along when it is copied or swapped.
+The engine knows which tokens the verifying model has computed. The drafting model computes tokens only when drafts are
+wanted: a sequence without drafts costs it nothing, and blocks from a prefix hit, a fork or the host may lack its KV. So
+Coverage counts, for each block of its groups, the leading slots whose KV the drafting model has written for the current
+tokens. A block keeps its count when it is copied or swapped.
 
-A count may only be too low; then tokens are computed once more, with the same result. Two things keep it from being
-too high: a step that writes a token lowers it to that slot, and drafts count once they have proved right.
+A count may be too low; then tokens are computed again, with the same result. It must not be too high, so a step that
+writes a token lowers the count to that slot, and drafts count only after they were accepted.
 """
 
 from collections.abc import Sequence
@@ -31,10 +31,10 @@ class Coverage:
         self._groups = tuple(dict.fromkeys(groups))
         self._block_size = rows.tables.block_size
         self.num_written = np.zeros(rows.tables.num_blocks, np.int32)
-        """By block id, those of the host behind those of the device."""
+        """Counts by block id; host blocks follow those of the device."""
 
     def move(self, block_ops: Sequence[tuple[int, int, int]]) -> None:
-        """Follow a program of block ops. What comes from elsewhere has nothing."""
+        """Apply a program of block ops to the counts. Blocks that come from elsewhere get 0."""
         for op, source, target in block_ops:
             if op in BETWEEN_STATES:
                 continue
@@ -48,14 +48,14 @@ class Coverage:
             self.num_written = more
 
     def lower(self, rows: Int64s) -> None:
-        """The step writes tokens of these rows, from the first one on that is not computed: [num_seqs]."""
+        """Lower the counts of `rows`, [num_seqs], whose tokens a step writes from the first uncomputed one on."""
         own, size = self._rows, self._block_size
         starts = np.maximum(own.num_computed[rows], own.num_cached[rows])
         blocks, offsets = np.divmod(starts, size)
         for group in self._groups:
             table, lens = own.tables.ids[group], own.tables.lens[rows, group]
             within = blocks < lens
-            # A fork and its parent may have a block in common, of which one begins behind the other.
+            # A fork and its parent may share a block and begin at different slots of it.
             np.minimum.at(self.num_written, table[rows[within], blocks[within]], offsets[within])
             for row, block, length in zip(rows.tolist(), blocks.tolist(), lens.tolist(), strict=True):
                 if block + 1 < length:
@@ -63,7 +63,7 @@ class Coverage:
         self.num_written[NULL_BLOCK] = 0
 
     def of(self, row: int, end: int) -> int:
-        """The number of leading positions of a row, at most `end`, whose KV is there."""
+        """The number of leading positions of a row, at most `end`, whose KV is written."""
         num_blocks = -(-end // self._block_size)
         covered = end
         for group in self._groups:
@@ -74,7 +74,7 @@ class Coverage:
         return covered
 
     def raise_to(self, row: int, end: int) -> None:
-        """The KV of the first `end` positions of a row is there. Those that `of` gave were before."""
+        """Record that the KV of the first `end` positions of a row is written; `of` returned the number before."""
         last, offset = divmod(end, self._block_size)
         for group in self._groups:
             ids = self._rows.tables.ids[group][row]
@@ -83,7 +83,7 @@ class Coverage:
                 self.num_written[ids[last]] = max(int(self.num_written[ids[last]]), offset)
 
     def check(self) -> None:
-        """Raise RuntimeError if a count cannot be."""
+        """Raise RuntimeError if a count is impossible."""
         counts: NDArray[np.int32] = self.num_written
         if counts[NULL_BLOCK] or counts.min() < 0 or counts.max() > self._block_size:
             raise RuntimeError(f"blocks with {counts.min()} to {counts.max()} of {self._block_size} slots written")

@@ -1,8 +1,8 @@
-"""ModelDrafter: another, smaller model with the same vocabulary drafts.
+"""ModelDrafter: drafts with another, smaller model that has the same vocabulary.
 
-It keeps K and V of all tokens, in layers of its own in the same blocks: allocated, shared, hashed, swapped and freed
-with the model's. It computes a sequence's tokens when drafts of it are wanted, not before: at first the whole prompt,
-in pieces that fit a step, later what came since. `Coverage` knows where it is.
+It has K and V of all tokens, in its own layers of the same blocks, which are allocated, shared, hashed, swapped and
+freed together with the model's. It computes a sequence's tokens only when drafts are wanted: first the whole prompt, in
+pieces that fit into a step, later the new tokens. `Coverage` counts the tokens that it has computed.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,12 @@ from vllm_lite.worker.sampling.drafter import NO_TOKENS, DraftBatch, DrawnStep
 from vllm_lite.worker.step_parts.rules import Rules
 
 FEW_TOKENS = 16
-"""So many tokens that the model lacks are computed together with the first draft; more have passes of their own."""
+"""Maximum missing tokens of a sequence that are computed together with the first draft; more are computed by separate
+passes."""
 
 
 class ModelDrafter(LayeredDrafter):
-    """Drafts by a model of its own, one pass for each draft."""
+    """Drafts with a separate model, one pass for each draft."""
 
     follows = True
     chain: Chain  # by `attach`
@@ -44,12 +45,12 @@ class ModelDrafter(LayeredDrafter):
         self.spec = read_draft_spec(self._folder)
         self.kv_layers = kept_layers(self.spec)
         self._tentative: dict[Handle, tuple[int, int]] = {}
-        """Sequences with drafts in this step, each with its length without them and the end of what has KV."""
+        """Sequence with drafts in this step -> its length without them, and the end of the positions with KV."""
 
     def make(self, place: DraftPlace) -> Model:
         config = place.config
-        with_drafter(config, place.spec, self.spec)  # which refuses what does not go together
-        # Rope tables and learned positions end where the model's do: longer sequences have no drafts.
+        with_drafter(config, place.spec, self.spec)  # refuses models that do not fit together
+        # Rope tables and learned positions end at the draft model's own maximum: longer sequences have no drafts.
         self._max_len = min(place.limits.max_model_len, self.spec.max_position_embeddings)
         sizes = Sizes(self._max_len, place.limits.max_num_tokens, exact_activations=config.exact_activations)
         device, communicator = place.device.torch, place.model.communicator
@@ -75,8 +76,8 @@ class ModelDrafter(LayeredDrafter):
         self.coverage.lower(np.array(scheduled, np.int64))
 
     def before(self, batch: DraftBatch) -> Sequence[Int32s]:
-        """Compute what the model lacks, and draft for the sequences of which it then lacks nothing but their last
-        tokens. The others have their drafts in a later step."""
+        """Compute missing tokens, and draft for the sequences of which the draft model then lacks only the last tokens.
+        The others get their drafts in a later step."""
         drafts = [NO_TOKENS] * len(batch.handles)
         rows = [self._rows.row_of(handle, "a draft") for handle in batch.handles]
         most = [
@@ -101,8 +102,8 @@ class ModelDrafter(LayeredDrafter):
         return drafts
 
     def _catch_up(self, batch: DraftBatch, rows: list[int], most: list[int]) -> list[int | None]:
-        """Compute tokens that sequences lack, as many as a step may have. Returns the first position of each that its
-        first draft needs; None: it lacks too many."""
+        """Compute missing tokens of sequences, up to the maximum of a step. Returns the first position of each that the
+        pass of its first draft computes; None: too many are still missing."""
         room = self._place.limits.max_num_tokens
         starts: list[int | None] = [None] * len(rows)
         parts: list[tuple[int, int, int]] = []  # sequence, first position, end
@@ -136,7 +137,7 @@ class ModelDrafter(LayeredDrafter):
             self.coverage.raise_to(rows[index], min(end, int(self._rows.num_tokens[rows[index]])))
 
     def after(self, step: DrawnStep) -> None:
-        """Count the KV of drafts that proved right."""
+        """Count the KV of accepted drafts."""
         tentative, self._tentative = self._tentative, {}
         if not tentative:
             return

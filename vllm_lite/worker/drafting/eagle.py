@@ -1,7 +1,7 @@
-"""EagleDrafter: an EAGLE-3 head drafts, a checkpoint of its own that was trained on the model's hidden states.
+"""EagleDrafter: drafts with an EAGLE-3 head, a separate checkpoint that was trained on the model's hidden states.
 
-It is an MTP head in all but what it begins with: the residual stream behind three layers of the model, joined, and not
-the last hidden state. docs/speculation.md says what it cannot do.
+It differs from an MTP head only in its input: the joined residual streams after three layers of the model instead of
+the last hidden state. docs/speculation.md has its limits.
 """
 
 from dataclasses import replace
@@ -46,6 +46,6 @@ class EagleDrafter(HeadDrafter):
         return head
 
     def computed(self, step: ComputedStep) -> None:
-        """As HeadDrafter's."""
+        """See HeadDrafter."""
         hidden = None if step.hidden is None else self._model.fused(len(step.hidden))
         super().computed(replace(step, hidden=hidden))

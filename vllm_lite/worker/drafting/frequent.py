@@ -1,10 +1,10 @@
-"""FrequentWords: whether drafts are made of frequent words alone, by the tokens that there are of late.
+"""FrequentWords: decides whether drafts are made of frequent words only, by the latest tokens.
 
-Where the LM head is a large part of what a draft reads, one that scores the frequent eighth of the vocabulary makes
-drafts much faster, and those wrong whose token is another. A tokenizer knows which words are frequent, but not in every
-language. So the latest tokens of the sequences that draft are looked at, prompts among them: where one in ten or more
-is infrequent, all are scored. A prompt says so before the first draft: drafts that cannot be right would teach the
-engine that none pay.
+If the LM head is a large part of what a draft reads, scoring only the most frequent eighth of the vocabulary makes
+drafts much faster, but drafts are wrong if the right token is another one. The order of tokens in a tokenizer shows
+which words are frequent, but not for every language. So the latest tokens of drafting sequences are checked, prompts
+included: if one in ten or more is infrequent, all words are scored. Prompts count so that this is known before the
+first draft: drafts that cannot be right would teach the engine that drafts do not pay.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from vllm_lite.worker.graphs import DecodeGraphs
 LATEST = 128
 """Latest tokens of a sequence that count."""
 WEIGHTS = 0.97 ** np.arange(LATEST)[::-1]
-"""Weight of each, the latest last: four infrequent tokens in a row reach MANY."""
+"""Weight of each of them, the latest last: four infrequent tokens in a row reach MANY."""
 MANY, FEW = 0.1, 0.05
-"""Shares of infrequent tokens from which all are scored, and below which the frequent ones alone are."""
+"""Share of infrequent tokens from which all words are scored, and share below which only frequent ones are."""
 
 
 class FrequentWords:
-    """Switches the head of a model that drafts, and what is recorded of it."""
+    """Switches the head of a drafting model, and its recorded steps."""
 
     def __init__(self, head: FrequentHead, forward: Forward) -> None:
         self._head, self._forward = head, forward
@@ -35,12 +35,12 @@ class FrequentWords:
         for piece in head.words:
             self._is_frequent[piece.start : piece.stop] = True
         self.share = 0.0
-        """The share of infrequent tokens, of late."""
+        """The current weighted share of infrequent tokens."""
         self._score(all_of_them=False)
 
     @classmethod
     def of(cls, head: LMHead, forward: Forward) -> "FrequentWords | None":
-        """None for a head that is in one piece."""
+        """None if the head cannot score frequent words separately."""
         return cls(head, forward) if isinstance(head, FrequentHead) else None
 
     def follow(self, tokens: Sequence[Int32s]) -> None:

@@ -1,13 +1,13 @@
-"""HeadDrafter: a head of one layer predicts the tokens behind the next one from hidden states of the model.
+"""HeadDrafter: a head of one layer predicts tokens after the next one from hidden states of the model.
 
-The head's KV of a token is made of that token and of the hidden state of the one before it. It is written behind each
-step, for the tokens that the step has computed, into the slots of these tokens: so what a block holds depends on the
-tokens up to its end alone, as its hash says, and is shared, copied and swapped with the model's. A step computes no
-more of a prompt than K and V there.
+The head computes its KV of a token from that token and the hidden state of the previous one. It writes this KV after
+each step, for the computed tokens, to the slots of these tokens. So the contents of a block depend only on the tokens
+up to its end, as its hash requires, and are shared, copied and swapped with the model's KV. For a prompt, the head
+computes only K and V in each step.
 
-Drafts begin with the last token, whose hidden state before it is kept of the step before. The head's own output stands
-for the hidden state of the draft behind which the next is drawn. Where no hidden state is known, in front of the first
-token and behind a prefix hit, zeros stand for it: that costs a draft at most.
+Drafts begin with the last token; the hidden state before it was kept from the previous step. For later drafts, the
+head's own output replaces the hidden state of the previous draft. If a hidden state is unknown, before the first token
+and after a prefix hit, it is replaced by zeros, which makes at most one draft wrong.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,8 @@ from vllm_lite.worker.step_parts.rules import Rules
 
 
 class HeadDrafter(LayeredDrafter, Fed):
-    """Drafts with a head, one pass for each draft. A subclass makes it; it reads hidden states from its `given`."""
+    """Drafts with a head, one pass for each draft. A subclass creates the head, which reads hidden states from its
+    `given`."""
 
     reads_all = True
     _model: Any
@@ -42,9 +43,9 @@ class HeadDrafter(LayeredDrafter, Fed):
     def __init__(self, spec: ModelSpec, kv_layers: tuple[LayerSpec, ...]) -> None:
         self.spec, self.kv_layers = spec, kv_layers
         self._before: dict[Handle, tuple[int, torch.Tensor]] = {}
-        """The position of each sequence's last computed token, and its hidden state: [hidden_size]."""
+        """Sequence -> position and hidden state, [hidden_size], of its last computed token."""
         self._given: dict[Handle, int] = {}
-        """Rows of `_hidden` that the next pass of the chain computes with."""
+        """Sequence -> row of `_hidden` that the next pass of the chain uses."""
         self._hidden = torch.empty(0)
 
     def begin(self, own: KVViews, of_model: KVViews) -> None:
@@ -63,7 +64,7 @@ class HeadDrafter(LayeredDrafter, Fed):
         self.chain.rehearse(replace(step, handles=handles))
 
     def opened(self, handle: Handle, parent: Handle | None) -> None:
-        """A fork has the hidden state of its parent, if it has as many tokens."""
+        """Give a fork the hidden state of its parent, if it has the same number of tokens."""
         self._before.pop(handle, None)
         if parent in self._before:
             self._before[handle] = self._before[parent]
@@ -99,11 +100,11 @@ class HeadDrafter(LayeredDrafter, Fed):
             self._eager.hidden(own)
 
     def stand_in(self, hidden: torch.Tensor) -> torch.Tensor:  # [num_rows, hidden_size]
-        """Turn hidden states that a pass has left into what stands for the model's."""
+        """Turn the outputs of a pass into replacements of the model's hidden states."""
         return hidden
 
     def _own(self, inputs: StepInputs) -> StepInputs:
-        """The inputs of a pass over the same tokens that draws nothing."""
+        """Inputs of a pass over the same tokens that draws no tokens."""
         none = np.zeros(0, np.int64)
         return replace(
             inputs,
@@ -122,7 +123,7 @@ class HeadDrafter(LayeredDrafter, Fed):
     # ---- drafts
 
     def before(self, batch: DraftBatch) -> Sequence[Int32s]:
-        """As Drafter.before. Behind forced tokens, whose hidden states are not known, nothing is drafted."""
+        """See Drafter.before. No drafts follow forced tokens, whose hidden states are unknown."""
         drafts = [NO_TOKENS] * len(batch.handles)
         chosen, given = list[int](), list[torch.Tensor]()
         for index, (handle, tokens) in enumerate(zip(batch.handles, batch.tokens, strict=True)):
@@ -151,9 +152,9 @@ class HeadDrafter(LayeredDrafter, Fed):
         return self._eager.head(hidden) if shown is None else shown[1]
 
     def feed(self, order: Int64s) -> None:
-        """As Fed.feed: the hidden states are those of the model."""
+        """See Fed.feed; passes the model's hidden states."""
         self._model.given[: len(order)] = self._hidden[to_device(order, self._hidden.device)]
 
     def follow(self, hidden: torch.Tensor) -> None:
-        """As Fed.follow."""
+        """See Fed.follow."""
         self._model.given[: len(hidden)] = self.stand_in(hidden)

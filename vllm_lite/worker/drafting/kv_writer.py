@@ -1,7 +1,7 @@
-"""KVWriter: K and V of few tokens at a time, by a recorded pass without attention and logits, on a CPU.
+"""KVWriter: writes K and V of a few tokens by a recorded pass without attention and logits, on a CPU.
 
-A head's KV is written behind each step for the step's tokens. No token of them is attended to, so they may be of any
-sequences, and which they are makes no difference.
+A head's KV is written after each step, for the step's tokens. There is no attention, so the tokens may belong to any
+sequences.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ from vllm_lite.worker.graphs import DecodeInputs, Graph
 
 
 class KVWriter:
-    """Writes K and V of a model of few layers, whose first one alone writes any."""
+    """Writes K and V of a model with few layers, of which only the first one has KV."""
 
     def __init__(self, eager: EagerForward, place: DraftPlace) -> None:
         self._eager = eager
@@ -24,11 +24,11 @@ class KVWriter:
         self._largest = sizes[-1] if sizes and self._capture is not None else 0
         self._inputs = DecodeInputs(max(1, self._largest), 1, len(eager.model.spec.kv_groups), eager.device)
         self._graphs: dict[int, tuple[Graph, NDArray[np.int64]]] = {}
-        """By tokens, with the memory that each reads: [2 + num_groups, num_tokens]."""
+        """Number of tokens -> a recorded pass and its input memory, [2 + num_groups, num_tokens]."""
 
     def write(self, inputs: StepInputs) -> bool:
-        """Write K and V of all tokens of the step, whose slots are those of the model's own groups. False, and nothing
-        is done, if passes of so many tokens are not recorded."""
+        """Write K and V of all tokens of the step, whose slots are for the drafting model's own groups. Returns False
+        and does nothing if passes of this number of tokens are not recorded."""
         count = inputs.num_tokens
         if inputs.vectors is not None or count > self._largest:
             return False
@@ -50,7 +50,7 @@ class KVWriter:
         self._inputs.load(None, count)
         batch = self._inputs.batch(count, 1)
         batch.wanted = torch.zeros(0, dtype=torch.int64)
-        eager.backend.prepare(batch)  # for sequences without tokens: nothing is attended to
+        eager.backend.prepare(batch)  # without tokens, because there is no attention
 
         def run() -> None:
             eager.model.forward(batch, eager.kv_caches, eager.backend, eager.progress)

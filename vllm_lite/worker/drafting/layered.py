@@ -1,4 +1,5 @@
-"""LayeredDrafter: a drafter with layers of its own, whose KV lies in the sequence's blocks behind the model's."""
+"""LayeredDrafter: a drafter with its own layers, whose KV is stored in the sequence's blocks after that of the
+model."""
 
 import dataclasses
 from abc import ABC, abstractmethod
@@ -18,23 +19,23 @@ from vllm_lite.worker.sampling.ranked_sampler import sampler_of
 from vllm_lite.worker.sampling.sampler import TokenSampler
 
 FEW_TOKENS = 16
-"""Tokens of the step that warms a drafter up."""
+"""Tokens of the warm-up step of a drafter."""
 
 
 class LayeredDrafter(Drafter, ABC):
-    """A subclass says in `make` what its model is."""
+    """A drafter with layers. A subclass creates its model in `make`."""
 
     spec: ModelSpec
-    """The layers that draft, as a model."""
+    """The drafting layers as a model."""
     _place: DraftPlace  # by `load`
     _model: Model
     _groups: tuple[int, ...]
-    """The KV groups of the batch that hold its layers, one for each of its own groups."""
+    """For each KV group of the drafter, the batch's KV group that has its layers."""
     _eager: EagerForward  # by `begin`
 
     @abstractmethod
     def make(self, place: DraftPlace) -> Model:
-        """Make and load the model of `spec`, whose KV groups are there."""
+        """Create and load the model of `spec`, whose KV groups are set already."""
 
     def load(self, place: DraftPlace) -> None:
         self._place, config = place, place.config
@@ -46,7 +47,7 @@ class LayeredDrafter(Drafter, ABC):
         self._backend = select_backend(shape, config.attention_backend)
 
     def tables(self, place: DraftPlace) -> tuple[tuple[int, ...], tuple[LayerGroup, ...]]:
-        """As `local_groups` has them."""
+        """The result of `local_groups` for this drafter."""
         return local_groups(place.spec, self.spec)
 
     # ---- the KV cache and the batch
@@ -75,8 +76,8 @@ class LayeredDrafter(Drafter, ABC):
 
 
 def local_groups(spec: ModelSpec, own: ModelSpec) -> tuple[tuple[int, ...], tuple[LayerGroup, ...]]:
-    """The KV groups of a model that drafts, and for each of them that of `spec`, the model that verifies, whose tables
-    it has. Layers with different windows are groups of their own over the same tables."""
+    """The KV groups of a drafting model, and for each of them the group of `spec`, the verifying model, whose block
+    tables it uses. Layers with different windows are separate groups over the same tables."""
     tables: list[int] = []
     groups: list[LayerGroup] = []
     for index, group in enumerate(spec.kv_groups):
@@ -90,7 +91,7 @@ def local_groups(spec: ModelSpec, own: ModelSpec) -> tuple[tuple[int, ...], tupl
 
 @torch.inference_mode()
 def recorded(eager: EagerForward, place: DraftPlace) -> Forward:
-    """Recorded decode steps where they are recorded on demand; a GPU would keep the memory of each."""
+    """Recorded decode steps, if they are recorded on demand (on a CPU); a GPU would need memory for each."""
     capture, limits = place.device.capture, place.limits
     if capture is None or not place.graph_sizes or not capture.on_demand:
         return eager

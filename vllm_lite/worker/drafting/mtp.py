@@ -1,4 +1,4 @@
-"""MTPDrafter: the head that a checkpoint has for it drafts."""
+"""MTPDrafter: drafts with the MTP head of the checkpoint."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""DraftPlace: what a drafter's own model is loaded beside."""
+"""DraftPlace: the data of a worker with which a drafter loads its own model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from vllm_lite.worker.model_runner import StepLimits
 
 @dataclass(frozen=True, slots=True)
 class DraftPlace:
-    """The worker's side of a drafter: its settings, and the loaded model that verifies."""
+    """The worker's settings, and the loaded verifying model."""
 
     config: ResolvedConfig
     spec: ModelSpec
-    """The model's, with the KV groups of the drafter's layers behind its own."""
+    """Spec of the verifying model, with the KV groups of the drafter's layers after its own."""
     model: Model
     backend: AttentionBackend
     device: Device
@@ -31,7 +31,7 @@ class DraftPlace:
     kv_scales: tuple[KVScales, ...] = ()
     """KV scales of the model's layers, if the checkpoint has some and the cache uses them."""
     scratch: range = range(0)
-    """Slots of recurrent states that drafts may advance, and nobody keeps."""
+    """Slots of recurrent states for drafts, whose contents are temporary."""
     progress: Callable[[], None] = lambda: None
     """Called once a layer, as EagerForward does."""
     loaded: Callable[[int, int], None] = lambda done, total: None  # noqa: ARG005

@@ -1,10 +1,9 @@
-"""RecordedChain: the passes of a chain on a CPU, each of them a recorded step of decodes.
+"""RecordedChain: the passes of a chain on a CPU, each of which is a recorded decode step.
 
-A pass of a small model, or of a head, takes less time than its inputs take to be made. So all that is known before the
-first draft (positions, slots, lengths, block tables, the records of draws) is made for all passes at once. Between two
-passes the tokens that were drawn are copied, and nothing else is done.
-
-Sequences that may draft more come first, so that those of each pass are the first ones of the pass before.
+A pass of a small model, or of a head, takes less time than building its inputs. So everything that is known before the
+first draft (positions, slots, lengths, block tables, the records of draws) is built for all passes at once. Between two
+passes, only the drawn tokens are copied. Sequences with more drafts come first, so that the sequences of each pass are
+the first ones of the previous pass.
 """
 
 from abc import ABC, abstractmethod
@@ -26,23 +25,23 @@ from vllm_lite.worker.sampling.sampler import Sampler, TokenSampler, draw_record
 
 
 class Fed(ABC):
-    """A forward pass that computes with more than tokens: with what the pass before has left of each sequence."""
+    """A forward pass that also reads the output of the previous pass for each sequence."""
 
     graphs: Forward
-    """DecodeGraphs where its passes are recorded."""
+    """DecodeGraphs, if its passes are recorded."""
 
     @abstractmethod
     def feed(self, order: Int64s) -> None:  # [num_seqs]
-        """The first pass is about to run, over these places of the batch, in this order."""
+        """Prepare the first pass, over these batch indexes in this order."""
 
     @abstractmethod
     def follow(self, hidden: torch.Tensor) -> None:  # [num_rows, hidden_size]
-        """A pass has left these hidden states of the sequences of the next one."""
+        """Take the hidden states that a pass computed, of the sequences of the next pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRows:
-    """Sequences that draft, each of which lacks its last token."""
+    """Drafting sequences, each of which lacks only its last token."""
 
     rows: Int64s  # [n], of the batch
     lengths: Int64s  # [n], tokens of each
@@ -65,7 +64,7 @@ class DraftRows:
 
 
 class RecordedChain:
-    """Drafts greedily or with noise, for sequences that follow no rules."""
+    """Drafts greedily or with noise, for sequences without rules."""
 
     def __init__(
         self, forward: Forward, graphs: DecodeGraphs, rows: Rows, groups: Sequence[int] | None, scratch: range
@@ -76,13 +75,14 @@ class RecordedChain:
         self._groups = groups
         self._scratch = scratch
         self._best_of: dict[int, native.BestOf] = {}
-        """By rows, of the logits that passes of so many rows last had."""
+        """Number of rows -> the sampler for the logits of the latest pass with so many rows."""
 
     @classmethod
     def of(
         cls, forward: Forward, sampler: TokenSampler, rows: Rows, groups: Sequence[int] | None, scratch: range
     ) -> "RecordedChain | None":
-        """As Chain has these; None where passes are not recorded, or ranks exchange what they draw."""
+        """Create one with the parameters of Chain. Returns None if passes are not recorded, or if ranks exchange drawn
+        tokens."""
         graphs = forward.graphs if isinstance(forward, Fed) else forward
         if not isinstance(graphs, DecodeGraphs) or not graphs.capture.on_demand:
             return None
@@ -91,8 +91,8 @@ class RecordedChain:
         return cls(forward, graphs, rows, groups, scratch)
 
     def draft(self, asked: DraftRows, *, stays: bool = False) -> list[Int32s] | None:  # of each: [at most its count]
-        """Draft `counts` tokens of each sequence, or fewer where no token can be drawn. None, and nothing is done, if
-        passes of so many sequences are not recorded. `stays`: as Chain has it."""
+        """Draft `counts` tokens of each sequence, or fewer if no token can be drawn. Returns None and does nothing if
+        passes of so many sequences are not recorded. `stays`: see Chain."""
         order = np.argsort(-asked.counts, kind="stable")
         own = asked.ordered(order)
         alive = np.arange(own.counts[0])[:, None] < own.counts  # [num_passes, n]
@@ -125,13 +125,14 @@ class RecordedChain:
     def _inputs(
         self, own: DraftRows, alive: NDArray[np.bool_], *, stays: bool
     ) -> tuple[Int64s, Int32s]:  # [num_passes, 2 + num_groups, n] as OwnRows.numbers, and [num_passes, n]
-        """Make the inputs of all passes, but for the tokens that are to be drawn, and fill in the block tables."""
+        """Build the inputs of all passes, without the tokens that are still to be drawn, and fill in the block
+        tables."""
         tables, (num_passes, count) = self._rows.tables, alive.shape
         groups = range(len(tables.ids)) if self._groups is None else self._groups
         further = np.zeros(num_passes, np.int64) if stays else np.arange(num_passes)
         positions = np.where(alive, own.lengths - 1 + further[:, None], 0)
         written = alive & (not stays)
-        if self._groups is None:  # the KV is that of the model that verifies, and may be there already
+        if self._groups is None:  # the KV is the verifying model's, which may have computed it already
             written = alive & (positions >= self._rows.num_cached[own.rows])
         rows = np.broadcast_to(own.rows, alive.shape)
         slots = tables.slots(rows.ravel(), positions.ravel(), written.ravel(), self._rows.handle_of, groups)
@@ -146,13 +147,14 @@ class RecordedChain:
         return numbers, (positions + (not stays)).astype(np.int32)
 
     def _place_states(self, step: OwnRows, sources: list[int], index: int) -> None:
-        """The first pass goes on from the states of the sequences, the others from that of the pass before."""
+        """Set the state slots: the first pass reads the states of the sequences, each later pass those of the previous
+        one."""
         count = step.states.shape[1]
         step.states[1] = np.arange(self._scratch.start, self._scratch.start + count)
         step.states[0] = step.states[1] if index else sources[:count]
 
     def _draws(self, own: DraftRows, num_passes: int) -> NDArray[np.void] | None:  # DRAW [num_passes, n]
-        """The records of all draws; None where all take their best token."""
+        """The records of all draws; None if all sequences take their best token."""
         if is_plain(own.params):
             return None
         count = len(own.rows)
@@ -176,7 +178,7 @@ def _cut(
     counts: Int64s,  # [n]
     order: Int64s,  # [n], of each the place of its sequence
 ) -> list[Int32s]:
-    """The drafts of each sequence, by its place, up to the first that could not be drawn."""
+    """The drafts of each sequence, by batch index, up to the first that could not be drawn."""
     found: list[Int32s] = [drafts[0]] * len(order)
     bad = ~np.isfinite(best)
     if bad.any():

@@ -1,10 +1,9 @@
-"""SelfDrafter: the model drafts for itself, with its weights in 4 bits.
+"""SelfDrafter: drafts with a copy of the model whose weights have 4 bits.
 
-The copy reads the K and V of all tokens that the model has computed, and needs no prompt of its own. What it writes
-stands where the model's K and V of the same positions will be: the step that verifies computes them in any case. States
-of recurrent layers it takes to scratch slots, so that those of the model hold tokens alone that the model has drawn.
-
-Of a large vocabulary it drafts the frequent words alone, as long as nearly all tokens are some: frequent.py.
+The copy reads the K and V of all tokens that the model has computed, so it need not compute the prompt. It writes K and
+V of drafts to the slots of their positions; the step that verifies them overwrites these in any case. It copies states
+of recurrent layers to scratch slots, so that the model's states include only tokens that the model has drawn. Of a
+large vocabulary it drafts only the frequent words, as long as nearly all tokens are frequent: frequent.py.
 """
 
 from collections.abc import Sequence
@@ -29,11 +28,11 @@ from vllm_lite.worker.sampling.ranked_sampler import sampler_of
 from vllm_lite.worker.step_parts.rules import Rules
 
 WARM_TOKENS = 2
-"""Tokens of the step that warms the copy up: one of more than a decode step has, where there may be more."""
+"""Tokens of the warm-up step of the copy: more than in a decode step, if steps may have more."""
 
 
 class SelfDrafter(Drafter):
-    """Drafts by the copy, one pass for each draft."""
+    """Drafts with the copy, one pass for each draft."""
 
     _place: DraftPlace  # by `load`
     _copy: Decoder
@@ -44,7 +43,7 @@ class SelfDrafter(Drafter):
         config, limits = place.config, place.limits
         self._place = place
         check_copy(place.model.spec, config.quantization)
-        # A pass has the last token of each sequence, and the tokens that its grammar forces behind it.
+        # A pass has the last token of each sequence and the tokens that its grammar forces after it.
         sizes = Sizes(limits.max_model_len, limits.max_num_tokens, exact_activations=config.exact_activations)
         device = place.device.torch
         with packed_copy(config, place.model.communicator.shard, num_threads) as packed:
@@ -70,7 +69,7 @@ class SelfDrafter(Drafter):
         self.chain.rehearse(step)
 
     def before(self, batch: DraftBatch) -> Sequence[Int32s]:
-        """As Drafter.before. Of a model with recurrent layers as many sequences draft as there are scratch slots."""
+        """See Drafter.before. With recurrent layers, only as many sequences draft as there are scratch slots."""
         if self._words is not None:
             self._words.follow(batch.tokens)
         most = len(self._place.scratch)
@@ -88,7 +87,7 @@ class SelfDrafter(Drafter):
 
     @torch.inference_mode()
     def _graphs(self) -> Forward:
-        """Recorded steps where they are recorded on demand; a GPU would keep the memory of each."""
+        """Recorded steps, if they are recorded on demand (on a CPU); a GPU would need memory for each."""
         capture, limits = self._place.device.capture, self._place.limits
         if capture is None or not self._place.graph_sizes or not capture.on_demand:
             return self.eager

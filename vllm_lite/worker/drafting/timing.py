@@ -1,5 +1,5 @@
-"""Times decode steps with drafts and without when a worker starts: the engine then knows what drafts take before the
-first request. All steps read the null block and write nothing."""
+"""Times decode steps with and without drafts when a worker starts, so that the engine knows their cost before the first
+request. All steps read the null block and write nothing."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,9 +16,9 @@ from vllm_lite.worker.model_runner import ModelRunner
 from vllm_lite.worker.sampling.sampler import ROW_PARAMS, SampleInputs
 
 CROWD = 8
-"""Sequences of the steps that show what further ones take."""
+"""Sequences of the timed steps that show the cost of further sequences."""
 WORK = 4_000_000_000
-"""Multiply-adds of a row that all steps of one kind may cost: about 0.2 s. The first of them is not timed."""
+"""Maximum multiply-adds per row of all timed steps of one kind: about 0.2 s. The first step of a kind is not timed."""
 MOST_REPEATS = 5
 STRIDE = 97
 """Difference of successive token ids of a timed step: equal ids choose the same experts, so rows seem free."""
@@ -29,7 +29,7 @@ LEAST_REPEATS = 2
 def timings_of(
     runner: ModelRunner, draft: Callable[[StepInputs], None], config: ResolvedConfig
 ) -> tuple[StepTiming, ...]:
-    """Time steps as `time_steps` does, if times decide how much is drafted; else there are none."""
+    """Time steps as `time_steps` does, if times decide the number of drafts; else return none."""
     speculation = config.speculative_config
     if speculation is None or config.disable_adaptive_drafts or runner.model.spec.encoder is not None:
         return ()
@@ -37,9 +37,9 @@ def timings_of(
 
 
 def time_steps(runner: ModelRunner, draft: Callable[[StepInputs], None], most: int) -> tuple[StepTiming, ...]:
-    """Time steps of one sequence with no draft to `most`, one step for each of STEP_ROWS, and of several sequences with
-    none and one. `draft` makes one draft of each sequence of a step; it is timed by itself. All ranks call it, and run
-    the same steps: their number does not depend on the clock."""
+    """Time steps of one sequence with 0 to `most` drafts, one step for each of STEP_ROWS, and steps of several
+    sequences with 0 and 1 drafts. `draft` makes one draft for each sequence of a step, and is timed separately. All
+    ranks call it, and run the same steps: their number does not depend on the clock."""
     limits = runner.limits
     crowd = min(CROWD, limits.max_num_seqs, limits.max_num_tokens)
     alone = [(1, rows - 1) for rows in STEP_ROWS if rows <= most]
@@ -61,7 +61,7 @@ def time_steps(runner: ModelRunner, draft: Callable[[StepInputs], None], most: i
 
 
 def _verification(runner: ModelRunner, num_seqs: int, num_drafts: int) -> Callable[[], object]:
-    """A step that verifies so many drafts of each sequence."""
+    """A step that verifies `num_drafts` drafts of each of `num_seqs` sequences."""
     step, num_rows = _step(runner, num_seqs, 1 + num_drafts), num_seqs * (1 + num_drafts)
     samples = SampleInputs(np.zeros(num_rows, ROW_PARAMS), np.ones(num_rows, np.int64), plain=True)
     return lambda: runner.sampler.sample(runner.forward.logits(step), samples)
@@ -69,7 +69,8 @@ def _verification(runner: ModelRunner, num_seqs: int, num_drafts: int) -> Callab
 
 @torch.inference_mode()
 def _fastest(runs: Sequence[Callable[[], object]], repeats: int, progress: Callable[[], None]) -> list[float]:
-    """The least that each of `runs` takes, in seconds. They take turns, so that a slow moment is not all of one."""
+    """The minimum time of each of `runs`, in seconds. They run alternately, so that a slow moment does not hit only one
+    of them."""
     took_s: list[list[float]] = []
     for _ in range(1 + repeats):
         took_s.append([])
@@ -82,7 +83,7 @@ def _fastest(runs: Sequence[Callable[[], object]], repeats: int, progress: Calla
 
 
 def _step(runner: ModelRunner, num_seqs: int, each: int) -> StepInputs:
-    """Make a step of so many sequences, with so many tokens of each that draw one."""
+    """Build a step of `num_seqs` sequences with `each` tokens, after which each samples one token."""
     limits, spec = runner.limits, runner.model.spec
     step = padding_step(num_seqs * each, num_seqs, limits.num_groups, limits.block_size, num_sampling=num_seqs)
     return replace(
