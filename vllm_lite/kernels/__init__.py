@@ -1,1 +1,1 @@
-"""Native kernels behind typed functions. A leaf: it knows tensors and shapes, never models or requests."""
+"""Typed functions that call native kernels. They know tensors and shapes, never models or requests."""

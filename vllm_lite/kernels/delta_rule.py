@@ -1,13 +1,13 @@
-"""Recurrent layers of the gated delta rule in plain torch: the reference of the native kernels and of those of a GPU.
+"""Recurrent layers with the gated delta rule, in plain torch: the reference of the native and GPU kernels.
 
 For each value head, with q and k of length 1 (q also divided by the root of its size), g = exp(-decay * softplus(a +
 dt_bias)) and beta = sigmoid(b), a token changes the state S [key_size, value_size] and reads it:
 
     S = g S + k (beta (v - (g S)^T k))^T        o = S^T q
 
-Before that a short convolution over the sequence and SiLU go over q, k and v; behind it o is normed and multiplied by
-SiLU(z). `step_rule` is that formula, a token at a time; `chunk_rule` solves a chunk of tokens at once (Yang et al.
-2024), which is what long segments take.
+Before that, q, k and v pass a short convolution over the sequence and SiLU; afterwards o is normalized and multiplied
+by SiLU(z). `step_rule` computes this formula token by token; `chunk_rule` solves a chunk of tokens at once (Yang et al.
+2024), for long segments.
 """
 
 from typing import NamedTuple
@@ -23,7 +23,7 @@ EPS = 1e-6
 
 
 class DeltaNetWeights(NamedTuple):
-    """Weights of a layer beside its projections, all float32."""
+    """Weights of a layer without its projections, all float32."""
 
     conv: torch.Tensor  # [conv_size, conv_channels]
     decay: torch.Tensor  # [num_value_heads], exp(A_log)
@@ -33,12 +33,12 @@ class DeltaNetWeights(NamedTuple):
 
     @property
     def conv_bias(self) -> None:
-        """There is none."""
+        """None: the convolution has no bias."""
         return
 
 
 class Projected(NamedTuple):
-    """A token's projections, side by side in one row."""
+    """A token's projections, which are parts of one row."""
 
     mixed: torch.Tensor  # [n, conv_channels], q, k and v
     z: torch.Tensor  # [n, value_width]
@@ -47,10 +47,10 @@ class Projected(NamedTuple):
 
 
 class DeltaNetOp(SegmentedOp[DeltaNetSpec, Projected, DeltaNetWeights]):
-    """Computes on any device, segment after segment."""
+    """Computes on any device, segment by segment."""
 
     def split_projected(self, projected: torch.Tensor) -> Projected:
-        """The parts of `projected`: [n, projected_size]."""
+        """Split `projected`, [n, projected_size], into its parts."""
         spec = self.spec
         z = spec.conv_channels
         b = z + spec.value_width
@@ -59,7 +59,7 @@ class DeltaNetOp(SegmentedOp[DeltaNetSpec, Projected, DeltaNetWeights]):
 
     def scan(
         self, own: Projected, weights: DeltaNetWeights, state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # [n, value_width], and the state behind it
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # [n, value_width], and the state after it
         spec = self.spec
         query, key, value = own.mixed.split((spec.key_width, spec.key_width, spec.value_width), dim=1)
         shared = spec.num_value_heads // spec.num_key_heads
@@ -83,7 +83,7 @@ class DeltaNetOp(SegmentedOp[DeltaNetSpec, Projected, DeltaNetWeights]):
 
 
 class RuleInputs(NamedTuple):
-    """Inputs of tokens to the state of each head; float32."""
+    """Inputs of the rule for each token and head; float32."""
 
     query: torch.Tensor  # [n, num_heads, key_size]
     key: torch.Tensor  # [n, num_heads, key_size]
@@ -93,7 +93,7 @@ class RuleInputs(NamedTuple):
 
 
 def step_rule(inputs: RuleInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token after another; state: [num_heads, key_size, value_size]."""
+    """Compute token by token; state: [num_heads, key_size, value_size]."""
     outs = []
     for query, key, value, log_decay, beta in zip(*inputs, strict=True):
         state = state * log_decay.exp()[:, None, None]
@@ -104,7 +104,7 @@ def step_rule(inputs: RuleInputs, state: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def chunk_rule(inputs: RuleInputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """CHUNK tokens at a time: within a chunk the corrections solve a triangular system."""
+    """Compute CHUNK tokens at a time: within a chunk, the corrections are the solution of a triangular system."""
     outs = []
     for query, key, value, log_decay, beta in zip(*(part.split(CHUNK) for part in inputs), strict=True):
         q, k, v = (part.transpose(0, 1) for part in (query, key, value))  # [num_heads, n, ...]

@@ -1,7 +1,8 @@
-"""The blocks of GGUF files, taken apart into grouped weights; https://github.com/ggml-org/ggml has the formats.
+"""Unpacks the blocks of GGUF files to grouped weights; https://github.com/ggml-org/ggml has the formats.
 
-A block is scales, and codes of 2 to 8 bits whose parts may lie apart. Everything here is exact: a weight is the float32
-number that ggml's own dequantization gives, but for the order in which a scale of a scale is multiplied.
+A block has scales, and codes of 2 to 8 bits whose bits may be stored in separate parts. All results are exact: a weight
+equals the float32 number of ggml's own dequantization, except for the order of multiplication where a scale has a
+scale.
 """
 
 from collections.abc import Callable
@@ -15,9 +16,9 @@ from vllm_lite.kernels.gguf_small_blocks import BlockParts, half, nibbles
 from vllm_lite.kernels.grouped import INT4, INT8, UINT4, UINT8, GroupedWeight
 
 IQ4 = torch.tensor([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=torch.float32)
-"""IQ4_NL's values."""
+"""Values of IQ4_NL's codes."""
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
-"""MXFP4's values."""
+"""Values of MXFP4's codes."""
 
 
 ELEMENTS_AT_ONCE = 1 << 20
@@ -31,30 +32,31 @@ class Layout(NamedTuple):
     values: torch.Tensor
     group_size: int
     parts: Callable[[torch.Tensor], BlockParts]
-    """Called with uint8 [blocks, num_bytes]."""
+    """Unpacks blocks, uint8 [blocks, num_bytes]."""
     has_minima: bool = False
 
     @property
     def has_supers(self) -> bool:
-        """Whether scales, and minima, are integers times a number of their block."""
+        """Whether scales and minima are integers times a number of their block."""
         return self.elements > self.group_size
 
 
 class BlockRows(NamedTuple):
-    """A matrix as it lies in a file."""
+    """A matrix as it is stored in a file."""
 
     kind: str
     """ggml's name for the type."""
     blocks: torch.Tensor
     """uint8 [num_outputs, bytes of a row], whole blocks."""
     order: torch.Tensor | None = None
-    """As GroupedWeight's."""
+    """See GroupedWeight."""
     factors: torch.Tensor | None = None
     """float32 [num_outputs]: each row is multiplied by one. Only for types that are not native."""
 
 
 def take_apart(rows: BlockRows) -> GroupedWeight:
-    """Raises ModelError for a type that is not supported, by its name, and for rows that are no whole blocks."""
+    """Unpack rows to a grouped weight. Raises ModelError for an unsupported type, with its name, and for rows that are
+    not whole blocks."""
     own, blocks_per_row = layout(rows)
     num_rows, num_inputs = len(rows.blocks), blocks_per_row * own.elements
     parts = own.parts(rows.blocks.reshape(-1, own.num_bytes))
@@ -72,7 +74,7 @@ def take_apart(rows: BlockRows) -> GroupedWeight:
 
 
 def layout(rows: BlockRows) -> tuple[Layout, int]:
-    """The layout of the type, and how many blocks a row has. Raises ModelError, as `take_apart`."""
+    """The layout of the type, and the number of blocks in a row. Raises ModelError as `take_apart` does."""
     if rows.kind not in _LAYOUTS:
         raise ModelError(f"blocks of type {rows.kind} are not supported; supported: {', '.join(_LAYOUTS)}")
     own, row_bytes = _LAYOUTS[rows.kind], rows.blocks.shape[1]
@@ -84,12 +86,12 @@ def layout(rows: BlockRows) -> tuple[Layout, int]:
 
 
 def is_native(kind: str) -> bool:
-    """Whether the native library takes blocks of this type apart."""
+    """Whether the native library unpacks blocks of this type."""
     return kind not in _SMALL
 
 
 def take_apart_by_rows(rows: BlockRows) -> GroupedWeight:
-    """As `take_apart`, some rows at a time: integers between blocks and codes take dozens of bytes for each weight."""
+    """Unpack as `take_apart` does, some rows at a time: intermediate integers need dozens of bytes for each weight."""
     own, blocks_per_row = layout(rows)
     count = max(1, ELEMENTS_AT_ONCE // max(1, blocks_per_row * own.elements))
     if count >= len(rows.blocks):
@@ -127,7 +129,7 @@ def _q8_0(blocks: torch.Tensor) -> BlockParts:
 
 
 def _mxfp4(blocks: torch.Tensor) -> BlockParts:
-    """The scale is a power of two; that of 0 is the smallest there is."""
+    """Unpack MXFP4. The scale is a power of two; exponent byte 0 is the smallest one."""
     exponents = blocks[:, :1].float() - 127
     return BlockParts(nibbles(blocks[:, 1:]), torch.exp2(exponents))
 
@@ -146,7 +148,7 @@ def _q2_k(blocks: torch.Tensor) -> BlockParts:
 
 
 def _q3_k(blocks: torch.Tensor) -> BlockParts:
-    """The third bit is stored as whether 4 is not subtracted; 16 scales of 6 bits lie in 12 bytes."""
+    """Unpack Q3_K. A set third bit means that 4 is not subtracted; 16 scales of 6 bits take 12 bytes."""
     high = blocks[:, :32].unsqueeze(1) >> torch.arange(8, dtype=torch.uint8).view(1, 8, 1) & 1
     codes = _twos(blocks[:, 32:96].contiguous()) + (high.flatten(1) << 2) + 124
     packed = blocks[:, 96:108]
@@ -190,7 +192,7 @@ def _q6_k(blocks: torch.Tensor) -> BlockParts:
 
 
 def _iq4_xs(blocks: torch.Tensor) -> BlockParts:
-    """8 scales of 6 bits: high pairs in 2 bytes, low halves in 4."""
+    """Unpack IQ4_XS, with 8 scales of 6 bits: the high two bits of all in 2 bytes, the low four in 4 bytes."""
     high = blocks[:, 2:4].unsqueeze(2) >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8) & 3
     low = blocks[:, 4:8].unsqueeze(2) >> torch.tensor([0, 4], dtype=torch.uint8) & 15
     scales = (low.flatten(1) | high.flatten(1) << 4).float() - 32
@@ -225,7 +227,7 @@ _SMALL = {
     "TQ2_0": Layout(256, 66, INT4, 256, small.tq2_0),
     "NVFP4": Layout(64, 36, FP4, 16, small.nvfp4),
 }
-"""Kinds of blocks that only torch takes apart."""
+"""Types of blocks that only torch unpacks."""
 _LAYOUTS = _KINDS | _SMALL
 BLOCK = {name: (kind.elements, kind.num_bytes) for name, kind in _LAYOUTS.items()}
-"""Elements and bytes of a block of each type that is supported."""
+"""Supported type -> elements and bytes of a block."""

@@ -1,4 +1,4 @@
-"""The points of ggml's lattices: which eights, or fours, of magnitudes the codes of IQ1, IQ2 and IQ3 blocks stand for.
+"""The points of ggml's lattices: the eight, or four, magnitudes that each code of an IQ1, IQ2 or IQ3 block encodes.
 
 https://github.com/ggml-org/ggml chose them by search, so that no rule gives them: they are kept as numbers of 2 or 4
 bits, lowest first.
@@ -134,12 +134,12 @@ _POINTS = {
     "IQ3_XXS": (_IQ3_XXS, 4),
     "IQ3_S": (_IQ3_S, 4),
 }
-"""Name -> numbers, and how many make a point: eight of 2 bits each, or four of 4."""
+"""Name -> numbers, and the elements of a point: eight of 2 bits each, or four of 4 bits."""
 
 
 @cache
 def points(name: str) -> torch.Tensor:
-    """uint8 [points, 8 or 4]: which of its magnitudes each element has."""
+    """The points of a lattice, uint8 [points, 8 or 4]: for each element, the index of its magnitude."""
     text, elements = _POINTS[name]
     packed = torch.frombuffer(bytearray(base64.b85decode(text)), dtype=torch.uint8)
     bits = 16 // elements

@@ -1,7 +1,7 @@
-"""Blocks of GGUF files of 1 to 3 bits, and NVFP4, taken apart: points of lattices with signs, powers of three, floats.
+"""Unpacks blocks of GGUF files of 1 to 3 bits, and NVFP4: points of lattices with signs, powers of three, floats.
 
-All become codes of 4 bits: signs and magnitudes are looked up in a table of 16 values. No native kernel reads these
-blocks, so they are taken apart in torch, once, when a model is loaded.
+All become codes of 4 bits, which index a table of 16 values with signs. No native kernel reads these blocks, so torch
+unpacks them once, when a model is loaded.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from vllm_lite.kernels.gguf_lattices import points
 
 
 class BlockParts(NamedTuple):
-    """Blocks, taken apart."""
+    """Codes and scales of unpacked blocks."""
 
     codes: torch.Tensor
     """uint8 [blocks, elements]"""
@@ -48,11 +48,11 @@ def words(blocks: torch.Tensor, size: int) -> torch.Tensor:
 
 
 _SIGN2, _SIGN3 = 4, 8
-"""Added to codes of 2, or of 3, bits of negative elements."""
+"""Number that is added to the code of a negative element, for codes of 2 and of 3 bits."""
 
 
 def _signed(magnitudes: tuple[float, ...], room: int) -> torch.Tensor:
-    """float32 [16]: codes below `room` are the magnitudes, the next as many are their negatives."""
+    """Values of codes, float32 [16]: the first `room` are the magnitudes, the next `room` their negatives."""
     one = torch.zeros(room)
     one[: len(magnitudes)] = torch.tensor(magnitudes)
     table = torch.zeros(16)
@@ -64,17 +64,17 @@ IQ2 = _signed((8, 25, 43), _SIGN2)
 IQ3_XXS = _signed((4, 12, 20, 28, 36, 44, 52, 62), _SIGN3)
 IQ3_S = _signed((1, 3, 5, 7, 9, 11, 13, 15), _SIGN3)
 IQ1 = torch.tensor([-7.0, 1, 9, 0, -9, -1, 7, 0, *[0] * 8])
-"""Eighths: -1, 0 and 1, each with an eighth added; then those with one taken away."""
+"""Values in eighths: -1, 0 and 1, each plus one eighth; then each minus one eighth."""
 _EIGHTH = 0.125
 _UE4M3 = torch.cat(
     [torch.arange(8) / 512, *((torch.arange(8) + 8) * 2.0 ** (power - 10) for power in range(1, 16))]
 ).repeat(2)
-_UE4M3[127] = 0.0  # not a number, as ggml has it; with the bit that no scale has it is one
+_UE4M3[127] = 0.0  # NaN, which ggml reads as 0; code 255, with a bit that no scale has, stays a number
 _EIGHT_BITS, _FOUR_SEVENS = tuple(range(8)), (0, 7, 14, 21)
 
 
 def _parity(signs: torch.Tensor) -> torch.Tensor:
-    """int64 [..., n] of 7 bits -> of 8, the last of which makes the number of bits even."""
+    """Extend 7 sign bits, int64 [..., n], to 8; the last one makes the number of set bits even."""
     count = ((signs.unsqueeze(-1) >> torch.arange(7)) & 1).sum(dim=-1)
     return signs | (count & 1) << 7
 
@@ -90,7 +90,8 @@ def _halves_above(scales: torch.Tensor) -> torch.Tensor:
 
 
 def iq2_xxs(blocks: torch.Tensor) -> BlockParts:
-    """Four of 8 bytes have a point each; the others have 7 signs for each point and the scale above them."""
+    """Unpack IQ2_XXS. Of 8 bytes, four have the index of a point each; the others have 7 signs for each point, then the
+    scale."""
     pairs = blocks[:, 2:].unflatten(1, (8, 8))
     above = words(pairs[:, :, 4:].flatten(1), 4)
     signs = _parity(fields(above, _FOUR_SEVENS, 127))
@@ -99,7 +100,7 @@ def iq2_xxs(blocks: torch.Tensor) -> BlockParts:
 
 
 def iq2_xs(blocks: torch.Tensor) -> BlockParts:
-    """Words of 16 bits have a point and 7 signs."""
+    """Unpack IQ2_XS. Each word of 16 bits has the index of a point and 7 signs."""
     both = words(blocks[:, 2:66], 2)
     scales = half(blocks, 0) * _halves_above(fields(blocks[:, 66:], (0, 4), 15)) * 0.25
     return BlockParts(_lattice("IQ2_XS", both & 511, _parity(both >> 9), _SIGN2), scales)
@@ -112,7 +113,7 @@ def iq2_s(blocks: torch.Tensor) -> BlockParts:
 
 
 def iq3_xxs(blocks: torch.Tensor) -> BlockParts:
-    """As IQ2_XXS, but that the points come first, and have four elements."""
+    """Unpack IQ3_XXS: like IQ2_XXS, but all points come first and have four elements."""
     above = words(blocks[:, 66:], 4)
     signs = _parity(fields(above, _FOUR_SEVENS, 127))
     scales = half(blocks, 0) * _halves_above(above >> 28) * 0.5
@@ -126,7 +127,8 @@ def iq3_s(blocks: torch.Tensor) -> BlockParts:
 
 
 def iq1_s(blocks: torch.Tensor) -> BlockParts:
-    """Words of 16 bits have the high bits of four points, a scale, and whether an eighth is taken away."""
+    """Unpack IQ1_S. Each word of 16 bits has the high bits of four points, a scale, and a bit that subtracts an
+    eighth."""
     above = words(blocks[:, 34:], 2)
     codes = points("IQ1")[blocks[:, 2:34].long() | fields(above, (0, 3, 6, 9), 7) << 8]
     taken = (above >> 15).to(torch.uint8).repeat_interleave(4, dim=1)
@@ -135,7 +137,8 @@ def iq1_s(blocks: torch.Tensor) -> BlockParts:
 
 
 def iq1_m(blocks: torch.Tensor) -> BlockParts:
-    """The scale of all is in the high bits of the four words that have the scales of each 16."""
+    """Unpack IQ1_M. The scale of the block is in the high bits of the four words with the scales of 16 elements
+    each."""
     above, scale_words = blocks[:, 32:48], words(blocks[:, 48:], 2)
     codes = points("IQ1")[blocks[:, :32].long() | fields(above, (0, 4), 7).long() << 8]
     taken = fields(above, (3, 7), 1)
@@ -146,7 +149,7 @@ def iq1_m(blocks: torch.Tensor) -> BlockParts:
 
 
 def tq1_0(blocks: torch.Tensor) -> BlockParts:
-    """A byte has five digits of base three, as the fraction of 256 that they are of 243."""
+    """Unpack TQ1_0. A byte has five digits in base three; their number is scaled from 243 to 256."""
     runs = (blocks[:, :32], 5), (blocks[:, 32:48], 5), (blocks[:, 48:52], 4)
     digits = []
     for packed, count in runs:
@@ -163,5 +166,5 @@ def tq2_0(blocks: torch.Tensor) -> BlockParts:
 
 
 def nvfp4(blocks: torch.Tensor) -> BlockParts:
-    """Scales are floats of 4 bits of exponent and 3 of mantissa, without a sign."""
+    """Unpack NVFP4. Scales are unsigned floats with 4 bits of exponent and 3 of mantissa."""
     return BlockParts(nibbles(blocks[:, 4:].unflatten(1, (4, 8))).flatten(1), _UE4M3[blocks[:, :4].int()])

@@ -1,4 +1,5 @@
-"""A quantized weight taken apart: what every format of checkpoints is read into, and what kernels pack."""
+"""Grouped weights: unpacked quantized weights. Every format of checkpoints is converted to them, and kernels pack
+them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -11,23 +12,23 @@ from vllm_lite.checkpoint.quantization.on_load import GROUPS, SUPER_INPUTS, Form
 class GroupedWeight(NamedTuple):
     """weight[n, k] = values[codes[n, k]] * scales[n, k // group_size] - minima[n, k // group_size].
 
-    What a code stands for is up to `values`, so that integers, with and without a zero point, floats of 8 bits and
-    tables like NF4 are all the same. Nothing here is packed: it is made of one weight, and packed, and forgotten.
+    `values` has the value of each code, so integers with and without a zero point, floats of 8 bits and tables like NF4
+    have the same form. It is temporary: one weight is unpacked to it, then packed from it.
     """
 
     codes: torch.Tensor
-    """uint8 [num_outputs, num_inputs]: below len(values)."""
+    """uint8 [num_outputs, num_inputs], each less than len(values)."""
     values: torch.Tensor
-    """float32 [16], [256], or [32] of numbers that follow one another."""
+    """float32 [16], [256], or [32] consecutive numbers."""
     scales: torch.Tensor
-    """float32 [num_outputs, groups], where the last group may be cut off."""
+    """float32 [num_outputs, groups]; the last group may be shorter."""
     group_size: int
-    """Inputs that share a scale; num_inputs where an output has one scale."""
+    """Inputs that share a scale; num_inputs if an output has one scale."""
     minima: torch.Tensor | None = None
-    """float32 [num_outputs, groups]: what is subtracted, with a zero point z it is z * scale. None: zeros."""
+    """float32 [num_outputs, groups]: numbers to subtract; for a zero point z, z * scale. None: zeros."""
     order: torch.Tensor | None = None
-    """int64 [num_inputs]: column k of the codes is for input order[k], where columns were sorted by their groups.
-    None: they were not."""
+    """int64 [num_inputs]: column k of the codes is for input order[k], if columns were sorted by group. None: they were
+    not."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -41,19 +42,20 @@ class GroupedWeight(NamedTuple):
 
 
 class GroupedChunks(NamedTuple):
-    """A grouped weight that is made some rows at a time: codes of the whole would take a byte for each weight."""
+    """A grouped weight that is created some rows at a time, because the codes of the whole weight would take a byte per
+    weight."""
 
     shape: tuple[int, int]
     """[num_outputs, num_inputs]."""
     num_rows: int
-    """At a time: a multiple of 32, as so many are packed together."""
+    """Rows at a time: a multiple of 32, because 32 rows are packed together."""
     make: Callable[[slice], GroupedWeight]
-    """Called with the rows that are wanted, of which there is at least one. Where they are packed their columns have no
+    """Creates the given rows, of which there is at least one. If they are to be packed, their columns have no
     `order`."""
 
     @property
     def form(self) -> GroupedWeight:
-        """One row, which says what all have in common."""
+        """One row, for the properties that all rows share."""
         return self.make(slice(0, 1))
 
     def each(self) -> Iterator[GroupedWeight]:
@@ -61,7 +63,7 @@ class GroupedChunks(NamedTuple):
             yield self.make(slice(start, start + self.num_rows))
 
     def dense(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """As `dequantize`, in another dtype and on another device."""
+        """Dequantize to `dtype` on `device`."""
         table = torch.empty(self.shape, dtype=dtype, device=device)
         for chunk, rows in zip(self.each(), table.split(self.num_rows), strict=True):
             rows.copy_(dequantize(chunk))
@@ -83,7 +85,8 @@ E2M1 = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -
 
 
 def dequantize(weight: GroupedWeight) -> torch.Tensor:
-    """float32 [num_outputs, num_inputs], columns in the order of the inputs: the plain reference of all kernels."""
+    """Dequantize to float32 [num_outputs, num_inputs], with columns in the order of inputs: the reference of all
+    kernels."""
     dense, size = _looked_up(weight), weight.group_size
     num_whole = weight.shape[1] // size
     _apply(dense[:, : num_whole * size].unflatten(1, (num_whole, size)), weight, slice(num_whole))
@@ -95,7 +98,8 @@ def dequantize(weight: GroupedWeight) -> torch.Tensor:
 
 
 def _looked_up(weight: GroupedWeight) -> torch.Tensor:
-    """values[codes]. Where values are consecutive integers that is a sum, which takes a tenth of the time."""
+    """values[codes]. If the values are consecutive integers, computes a sum instead, which takes a tenth of the
+    time."""
     first = weight.values[0]
     if torch.equal(weight.values, torch.arange(len(weight.values)) + first):
         return weight.codes.to(torch.float32, memory_format=torch.contiguous_format).add_(first)
@@ -103,7 +107,7 @@ def _looked_up(weight: GroupedWeight) -> torch.Tensor:
 
 
 def _apply(dense: torch.Tensor, weight: GroupedWeight, groups: slice) -> None:
-    """dense: [num_outputs, groups, size], which is multiplied by the scales of these groups, less their minima."""
+    """Multiply dense, [num_outputs, groups, size], by the scales of these groups and subtract their minima."""
     dense *= weight.scales[:, groups].unsqueeze(-1)
     if weight.minima is not None:
         dense -= weight.minima[:, groups].unsqueeze(-1)
@@ -126,9 +130,9 @@ group becomes."""
 
 
 def quantize(weight: torch.Tensor, form: Form, *, group_size: int | None = None) -> GroupedWeight:
-    """weight: float [num_outputs, num_inputs] -> what `--quantization` makes of it on a CPU. Scales and minima of int8
-    are float16 numbers, of 4 bits bfloat16 ones, but in small groups integers times floats that SUPER_INPUTS inputs
-    share. `group_size`: another than GROUPS has."""
+    """Quantize a weight, float [num_outputs, num_inputs], as `--quantization` does on a CPU. Scales and minima are
+    float16 numbers for int8 and bfloat16 numbers for 4 bits; in small groups of 4 bits, they are integers times floats
+    that SUPER_INPUTS inputs share. `group_size`: None means that of GROUPS."""
     size, parts = group_size or GROUPS[form], weight.split(_ROWS_AT_A_TIME)
     if form == "fp8":
         return quantize_fp8(weight)
@@ -138,8 +142,8 @@ def quantize(weight: torch.Tensor, form: Form, *, group_size: int | None = None)
 
 
 def quantize_on_gpu(weight: torch.Tensor, form: Form) -> GroupedWeight:
-    """The same for a GPU, whose kernels know no scales that are integers, and multiply symmetric codes of 8 bits
-    faster: all scales and minima are bfloat16 numbers, and int8 has no minima."""
+    """Quantize for a GPU, whose kernels have no integer scales and multiply symmetric 8-bit codes faster: all scales
+    and minima are bfloat16 numbers, and int8 has no minima."""
     if form == "fp8":
         return quantize_fp8(weight)
     parts = weight.split(_ROWS_AT_A_TIME)
@@ -149,7 +153,7 @@ def quantize_on_gpu(weight: torch.Tensor, form: Form) -> GroupedWeight:
 
 
 def _joined(parts: Sequence[GroupedWeight]) -> GroupedWeight:
-    """Rows below each other."""
+    """Concatenate rows."""
     minima = [part.minima for part in parts if part.minima is not None]
     return parts[0]._replace(
         codes=torch.cat([part.codes for part in parts]),
@@ -159,12 +163,12 @@ def _joined(parts: Sequence[GroupedWeight]) -> GroupedWeight:
 
 
 class _Groups(NamedTuple):
-    """A weight in groups of inputs, the last of which may be cut off."""
+    """A weight in groups of inputs; the last group may be shorter."""
 
     x: torch.Tensor
-    """float32 [num_outputs, groups, size], with zeros behind the end."""
+    """float32 [num_outputs, groups, size], with zeros after the end."""
     counts: torch.Tensor
-    """float32 [groups, 1]: of inputs."""
+    """Number of inputs of each group, float32 [groups, 1]."""
     is_there: torch.Tensor
     """bool [groups, size]."""
     num_inputs: int
@@ -197,7 +201,8 @@ def _quantize_rows(weight: torch.Tensor, size: int, values: torch.Tensor, *, int
 
 
 def _quantize8_rows(weight: torch.Tensor, size: int) -> GroupedWeight:
-    """The range of each group in 255 steps, which is never narrower for what is stored of it."""
+    """Divide the range of each group into 255 steps. Rounding of the stored scale and minimum never narrows the
+    range."""
     groups = _Groups.of(weight, size)
     minima = _float16_above(-groups.least())
     scales = _float16_above((groups.most() + minima).clamp(min=0) / 255)
@@ -205,13 +210,13 @@ def _quantize8_rows(weight: torch.Tensor, size: int) -> GroupedWeight:
 
 
 def _float16_above(numbers: torch.Tensor) -> torch.Tensor:
-    """The nearest of those that are not less."""
+    """The nearest float16 numbers that are not less."""
     nearest = numbers.half().float()
     return torch.where(nearest < numbers, (numbers + numbers.abs() * 2**-10 + 2**-24).half().float(), nearest)
 
 
 def _encoded(groups: _Groups, values: torch.Tensor, scales: torch.Tensor, minima: torch.Tensor) -> GroupedWeight:
-    """The codes that are nearest. scales and minima: [num_outputs, groups, 1]."""
+    """The nearest codes. scales and minima: [num_outputs, groups, 1]."""
     most = len(values) - 1
     inverse = torch.where(scales > 0, 1 / scales, 0)
     codes = (((groups.x + minima) * inverse).clamp(0, most) + 0.5).to(torch.uint8).flatten(1)
@@ -220,9 +225,8 @@ def _encoded(groups: _Groups, values: torch.Tensor, scales: torch.Tensor, minima
 
 
 def _search_line(groups: _Groups, most_code: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[num_outputs, groups, 1] each: the scales and minima that leave the least squared error, of those that STEPS4
-    give for codes up to `most_code`. Each makes a line through the weights over their integers, and that line another
-    one."""
+    """Find scales and minima, [num_outputs, groups, 1] each, with the least squared error for codes up to `most_code`.
+    Each candidate of STEPS4 gives codes, to which a line is fitted; the codes of this line give a second one."""
     least, most = groups.least(), groups.most()
     x = torch.where(groups.is_there, groups.x - least, 0)
     total, width = x.sum(2, keepdim=True), most - least
@@ -245,18 +249,18 @@ def _search_line(groups: _Groups, most_code: int) -> tuple[torch.Tensor, torch.T
 
 
 def _where_finite(sizes: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """Scales or minima of groups, NaN where a group has numbers that are not finite: codes alone would hide them."""
+    """Set the scales or minima of groups with numbers that are not finite to NaN, because codes cannot show these."""
     return torch.where(sizes.isfinite(), numbers, torch.nan)
 
 
 class _Integers(NamedTuple):
-    """Scales or minima of groups as they are kept in small ones: integers times a number that SUPER_INPUTS inputs
-    share, the largest 127 times."""
+    """Scales or minima of small groups in the form in which they are stored: integers up to 127 times a number that
+    SUPER_INPUTS inputs share."""
 
     whole: torch.Tensor
-    """[num_outputs, groups, 1]."""
+    """The integers, [num_outputs, groups, 1]."""
     units: torch.Tensor
-    """The same."""
+    """The shared numbers, [num_outputs, groups, 1]."""
 
 
 def _as_integers(numbers: torch.Tensor, size: int) -> _Integers:
@@ -269,14 +273,14 @@ def _as_integers(numbers: torch.Tensor, size: int) -> _Integers:
 
 
 NEAR = ((0, 0), *((scale, minimum) for scale in range(-2, 3) for minimum in (-1, 0, 1)))
-"""Integers about those of a scale and a minimum that are tried in their place, the latter beside what leaves the middle
-of the group where it is; kNear."""
+"""Changes to the integers of scale and minimum that are tried. The change of the minimum is in addition to the one that
+keeps the middle of the group in place; kNear."""
 
 
 def _near_integers(
     groups: _Groups, most_code: int, scales: _Integers, minima: _Integers
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[num_outputs, groups, 1] each: the scales and minima that leave the least squared error, of those near."""
+    """Scales and minima, [num_outputs, groups, 1] each, with the least squared error of those in NEAR."""
     step = most_code / 2 * scales.units / minima.units
     best = torch.full_like(step, torch.inf)
     chosen, start = scales.whole * scales.units, minima.whole * minima.units
@@ -294,7 +298,7 @@ def _near_integers(
 
 
 def _quantize8_symmetric(weight: torch.Tensor, size: int) -> GroupedWeight:
-    """The scale of each group is the one of some that leaves the least squared error."""
+    """Quantize to symmetric 8-bit codes. Of the candidates, each group gets the scale with the least squared error."""
     groups = _Groups.of(weight, size).x
     largest = groups.abs().amax(2, keepdim=True)
     best, scales = torch.zeros_like(largest), torch.zeros_like(largest)
@@ -316,9 +320,9 @@ kEnds4 in csrc/cpu/isa/quantize.cpp."""
 
 
 def quantize4(weight: torch.Tensor, group_size: int) -> GroupedWeight:
-    """weight: float [num_outputs, num_inputs] -> symmetric integers of 4 bits, rounded to nearest with the scale that
-    leaves the least squared error of those that ENDS give. Scales are bfloat16 numbers, and may be negative. It is what
-    formats of checkpoints have, where `quantize` has minima as well."""
+    """Quantize a weight, float [num_outputs, num_inputs], to symmetric integers of 4 bits, rounded to nearest with the
+    scale of least squared error of the candidates in ENDS. Scales are bfloat16 numbers and may be negative. Formats of
+    checkpoints use this form; `quantize` has minima as well."""
     num_inputs = weight.shape[1]
     groups = torch.nn.functional.pad(weight.float(), (0, -num_inputs % group_size)).unflatten(1, (-1, group_size))
     largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
@@ -340,8 +344,9 @@ _ROWS_AT_A_TIME = 4096
 
 
 def quantize_fp8(weight: torch.Tensor) -> GroupedWeight:
-    """weight: float [num_outputs, num_inputs] -> floats of 8 bits (E4M3), none above 448 in size. Scales are bfloat16
-    numbers: of each group of inputs the one that leaves the least squared error, of some up to twice the least."""
+    """Quantize a weight, float [num_outputs, num_inputs], to floats of 8 bits (E4M3) of at most 448. Scales are
+    bfloat16 numbers: each group gets the scale of least squared error of 16 candidates from the smallest possible one
+    to almost twice that."""
     parts = [_quantize_fp8_rows(rows) for rows in weight.split(_ROWS_AT_A_TIME)]
     codes, scales = (torch.cat(each) for each in zip(*parts, strict=True))
     return GroupedWeight(codes, E4M3.to(weight.device), scales, GROUPS["fp8"])
@@ -366,8 +371,8 @@ def _as_fp8(groups: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(words: torch.Tensor, bits: int, *, dim: int) -> torch.Tensor:
-    """int32 words of 32 / bits codes each along `dim` (0 or 1), the lowest bits first -> the codes, as uint8. Those of
-    dimension 0 lie as they do of dimension 1, which is a view of the turned matrix."""
+    """Unpack int32 words of 32 / bits codes each along `dim` (0 or 1), the lowest bits first, to uint8 codes. For
+    dimension 0, the result is a transposed view."""
     if dim == 0:
         return unpack(words.t(), bits, dim=1).t()
     data = words.reshape(-1).view(torch.uint8).view(len(words), -1)
@@ -380,6 +385,6 @@ def unpack(words: torch.Tensor, bits: int, *, dim: int) -> torch.Tensor:
 
 
 def halves(data: torch.Tensor, *, high_first: bool = False) -> torch.Tensor:
-    """uint8 [..., n] -> the halves of each byte, uint8 [..., 2 n], the low one first."""
+    """Split bytes, uint8 [..., n], into halves, uint8 [..., 2 n], the low half first unless `high_first`."""
     low, high = data & 15, data >> 4
     return torch.stack((high, low) if high_first else (low, high), dim=-1).flatten(-2)

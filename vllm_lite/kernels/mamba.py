@@ -1,12 +1,12 @@
-"""Mamba-2 layers in plain torch: the reference of the native kernel and of that of a GPU.
+"""Mamba-2 layers in plain torch: the reference of the native and GPU kernels.
 
 For each head, with dt = softplus(dt + dt_bias) within limits, a token changes the state S [state_size, head_size] and
 reads it:
 
     S = exp(-decay dt) S + b (dt x)^T        y = S^T c + skip x
 
-The heads of a group have b and c in common.
-Before that a short convolution and SiLU go over x, b and c; behind it y is multiplied by SiLU(z).
+The heads of a group share b and c. Before that, x, b and c pass a short convolution and SiLU; afterwards y is
+multiplied by SiLU(z).
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from vllm_lite.kernels.recurrent import CHUNK, SegmentedOp
 
 
 class MambaWeights(NamedTuple):
-    """Weights of a layer beside its projections and its norm, all float32."""
+    """Weights of a layer without its projections and its norm, all float32."""
 
     conv: torch.Tensor  # [conv_size, conv_channels]
     conv_bias: torch.Tensor  # [conv_channels]
@@ -29,7 +29,7 @@ class MambaWeights(NamedTuple):
 
 
 class MambaInputs(NamedTuple):
-    """A token's projections, side by side in one row."""
+    """A token's projections, which are parts of one row."""
 
     z: torch.Tensor  # [n, value_width]
     mixed: torch.Tensor  # [n, conv_channels], x, b and c
@@ -37,18 +37,18 @@ class MambaInputs(NamedTuple):
 
 
 class MambaOp(SegmentedOp[MambaSpec, MambaInputs, MambaWeights]):
-    """Computes on any device, segment after segment."""
+    """Computes on any device, segment by segment."""
 
     def split_projected(self, projected: torch.Tensor) -> MambaInputs:
-        """The parts of `projected`: [n, projected_size]."""
+        """Split `projected`, [n, projected_size], into its parts."""
         mixed = self.spec.value_width
         dt = mixed + self.spec.conv_channels
         return MambaInputs(projected[:, :mixed], projected[:, mixed:dt], projected[:, dt : self.spec.projected_size])
 
     def scan(
         self, own: MambaInputs, weights: MambaWeights, state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # [n, value_width], and the state behind it
-        """CHUNK tokens at a time."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # [n, value_width], and the state after it
+        """Compute CHUNK tokens at a time."""
         spec, outs = self.spec, []
         shared, each = (spec.num_groups, spec.state_size), spec.num_heads // spec.num_groups
         x, *b_and_c = own.mixed.split((spec.value_width, *[spec.num_groups * spec.state_size] * 2), dim=1)

@@ -1,6 +1,6 @@
-"""The small operations between matrix products: what each computes, in plain torch, the reference of all others.
+"""The small operations between matrix products: their definitions in plain torch, the reference of all implementations.
 
-`select.ops_for(device)` gives the fastest implementation that a device has. All write into preallocated outputs.
+`select.ops_for(device)` returns the fastest implementation of a device. All write into preallocated outputs.
 """
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ class HeadNormWeights(NamedTuple):
 
 
 class WideNormWeights(NamedTuple):
-    """A norm that is computed in float32 to its end."""
+    """A norm that is computed completely in float32."""
 
     weight: torch.Tensor  # float32 [size]; not centered also [inner, size], for x: [num_tokens, inner, size]
     bias: torch.Tensor | None  # float32, as weight
@@ -42,7 +42,8 @@ class WideNormWeights(NamedTuple):
 
 
 class Ops(Protocol):
-    """Rows may be strided; the elements of a row are contiguous. An output may be the input of the same shape."""
+    """The operations. Rows may be strided; the elements of a row are contiguous. An output may be the same tensor as an
+    input of the same shape."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         """out = x / sqrt(mean(x^2) + eps) * weight over the last axis; x, out: [..., size], weight: [size].
@@ -59,15 +60,15 @@ class Ops(Protocol):
         ...
 
     def rotate(self, heads: torch.Tensor, rotation: Rotation) -> None:
-        """heads: [num_tokens, num_heads, head_size], turned in place."""
+        """Rotate heads, [num_tokens, num_heads, head_size], in place."""
         ...
 
     def rotate_into(self, heads: torch.Tensor, rotation: Rotation, out: torch.Tensor) -> None:
-        """The same into `out`, of the shape of `heads`."""
+        """Rotate heads into `out`, of the same shape."""
         ...
 
     def wide_norm(self, x: torch.Tensor, norm: WideNormWeights, out: torch.Tensor) -> None:
-        """out = norm of x over the last axis, computed in float32 to its end and rounded once; x, out: [..., size].
+        """out = norm of x over the last axis, computed in float32 and rounded once at the end; x, out: [..., size].
 
         Centered it is LayerNorm, (x - mean) / sqrt(variance + eps) * weight + bias; else x / sqrt(mean(x^2) + eps) *
         weight + bias.
@@ -91,7 +92,7 @@ class Ops(Protocol):
         ...
 
     def clamp(self, x: torch.Tensor, limit: float) -> None:
-        """Every element of x between -limit and limit, which is rounded to x's type; x: [num_tokens, size]."""
+        """Clamp x to -limit to limit, which is rounded to x's type; x: [num_tokens, size]."""
         ...
 
     def scale_rows(self, heads: torch.Tensor, table: torch.Tensor, positions: torch.Tensor) -> None:
@@ -109,8 +110,8 @@ class Ops(Protocol):
         ...
 
     def activate_and_mul(self, kind: Activation, gate_up: torch.Tensor, out: torch.Tensor) -> None:
-        """out = activation(gate) * up, of which the activation is rounded first, or all of "swiglu_oai" once; gate_up:
-        [num_tokens, 2 * size], out: [num_tokens, size]. May overwrite the gate."""
+        """out = activation(gate) * up. The activation is rounded before the product; "swiglu_oai" is rounded once.
+        gate_up: [num_tokens, 2 * size], out: [num_tokens, size]. May overwrite the gate."""
         ...
 
     def scale_and_cap(self, logits: torch.Tensor, factor: float, cap: float) -> None:
@@ -143,7 +144,7 @@ class Ops(Protocol):
 
 
 class TorchOps:
-    """Computes on any device, in any dtype."""
+    """The operations in plain torch, on any device and in any dtype."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)

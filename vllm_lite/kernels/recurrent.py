@@ -1,5 +1,7 @@
-"""Common parts of recurrent layers: a step's segments, what a slot keeps, the short convolution; and who computes them.
-In plain torch, one segment after another."""
+"""Common parts of recurrent layers: a step's segments, the contents of a state slot, the short convolution, and
+interfaces of implementations.
+
+In plain torch, segment by segment."""
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
@@ -12,21 +14,21 @@ if TYPE_CHECKING:
 
 
 CHUNK = 64
-"""Tokens that are computed together where there is no kernel."""
+"""Tokens that are computed together if there is no kernel."""
 
 
 class KVAndStates(NamedTuple):
-    """Cache of a layer that has attention and a recurrent block."""
+    """Cache of a layer with attention and a recurrent block."""
 
     kv: torch.Tensor  # [num_blocks, 2, num_kv_heads, block_size, head_size]
     states: torch.Tensor  # float32 [num_slots, state_elements]
 
 
 class Segments(NamedTuple):
-    """Slots that the states of a step's sequences come from and go to.
+    """State slots that the sequences of a step read and write.
 
-    A sequence's rows are cut into segments, one behind the other. Each begins with the state in slot `sources`, 0
-    being the state before the first token, and leaves its own in slot `targets`, 0 being nowhere. One without rows
+    The rows of a sequence are cut into consecutive segments. A segment starts with the state in slot `sources`, 0 for
+    the state before the first token, and writes its last state to slot `targets`, 0 for none. A segment without rows
     copies a state.
     """
 
@@ -36,7 +38,7 @@ class Segments(NamedTuple):
     targets: torch.Tensor  # int32 [num_segments]
 
     def each(self) -> "Iterator[tuple[int, int, int, int]]":
-        """The first row, the row behind the last, the source and the target of each."""
+        """First row, end row, source and target of each segment."""
         rows, sources, targets = (part.tolist() for part in self[1:])
         return zip(rows, rows[1:], sources, targets, strict=False)
 
@@ -52,7 +54,7 @@ class StateShape(Protocol):
 
 
 class ConvWeights(Protocol):
-    """Weights of the convolution, which every such layer has."""
+    """Weights of the convolution, which every recurrent layer has."""
 
     @property
     def conv(self) -> torch.Tensor: ...  # float32 [conv_size, channels]
@@ -67,8 +69,8 @@ Weights = TypeVar("Weights", bound=ConvWeights)
 
 
 def split_state(states: torch.Tensor, spec: StateShape) -> tuple[torch.Tensor, torch.Tensor]:
-    """One layer's part of the slots, float32 [num_slots, state_elements], as what the convolution keeps [num_slots,
-    conv_size - 1, conv_channels] and the matrices [num_slots, num_heads, ...]."""
+    """Split one layer's part of the slots, float32 [num_slots, state_elements], into the last inputs of the
+    convolution, [num_slots, conv_size - 1, conv_channels], and the matrices, [num_slots, num_heads, ...]."""
     size = spec.conv_shape[0] * spec.conv_shape[1]
     return states[:, :size].unflatten(1, spec.conv_shape), states[:, size:].unflatten(1, spec.matrix_shape)
 
@@ -79,18 +81,18 @@ def convolve(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 class SegmentedOp(ABC, Generic[Spec, Parts, Weights]):
-    """A layer with a matrix of state for each head. A kind of layer says how its projections are split, one part being
-    `mixed`, which passes the convolution, and how it scans them."""
+    """A layer with a state matrix for each head. A subclass defines how projections are split, where the part `mixed`
+    passes the convolution, and how they are scanned."""
 
     graph_safe = False
-    """Whether a graph can hold it: where segments begin and end is read on the host."""
+    """Whether a graph can record it; not if the ends of segments are read on the host."""
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
 
     @abstractmethod
     def split_projected(self, projected: torch.Tensor) -> Parts:
-        """The parts of `projected`: [n, projected_size]."""
+        """Split `projected`, [n, projected_size], into its parts."""
 
     @abstractmethod
     def scan(self, own: Parts, weights: Weights, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,7 +107,7 @@ class SegmentedOp(ABC, Generic[Spec, Parts, Weights]):
         mixed: torch.Tensor,  # float32 [n, conv_channels], scratch memory
         out: torch.Tensor,  # [n, value_width]
     ) -> None:
-        """Write what each token gets, and change the states."""
+        """Write the output of each token, and update the states."""
         parts = self.split_projected(projected)
         kept, matrices = split_state(states, self.spec)
         for first, last, source, target in segments.each():
@@ -130,8 +132,8 @@ class Taps(NamedTuple):
 
 
 class Convolution(Protocol):
-    """The short convolution of all sequences of a step, and SiLU, or `gates`: what x is multiplied by before, and what
-    the result is multiplied by instead of SiLU."""
+    """The short convolution of all sequences of a step, followed by SiLU. With `gates`, x is multiplied by the first
+    one before, and the result by the second one instead of SiLU."""
 
     def __call__(
         self,
@@ -145,7 +147,7 @@ class Convolution(Protocol):
 
 
 class TwoCalls(SegmentedOp[Spec, Parts, Weights]):
-    """Has kernels that go over all sequences of a step: the convolution, and the scan behind it."""
+    """An implementation with two kernels over all sequences of a step: the convolution, and then the scan."""
 
     graph_safe = True
     convolution: Convolution
@@ -157,10 +159,10 @@ class TwoCalls(SegmentedOp[Spec, Parts, Weights]):
         weights: Weights,
         matrices: torch.Tensor,  # float32 [num_slots, num_heads, ...], slots strided
         segments: Segments,
-        mixed: torch.Tensor,  # float32 [n, conv_channels], behind the convolution
+        mixed: torch.Tensor,  # float32 [n, conv_channels], after the convolution
         out: torch.Tensor,
     ) -> None:
-        """The rest of `forward`."""
+        """Scan all sequences, after the convolution."""
 
     def forward(
         self,
@@ -171,7 +173,7 @@ class TwoCalls(SegmentedOp[Spec, Parts, Weights]):
         mixed: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """As SegmentedOp's."""
+        """See SegmentedOp."""
         parts = self.split_projected(projected)
         kept, matrices = split_state(states, self.spec)
         x: torch.Tensor = parts._asdict()["mixed"]

@@ -1,10 +1,10 @@
-"""Choice of experts by tokens, in plain torch: the reference of all other implementations of `Ops.route`."""
+"""Choice of each token's experts in plain torch: the reference of all other implementations of `Ops.route`."""
 
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-if TYPE_CHECKING:  # it needs msgspec, and kernels are tried on machines that have torch only
+if TYPE_CHECKING:  # it needs msgspec, but kernels are also tested on machines that have only torch
     from vllm_lite.checkpoint.layer_specs.experts import RoutingSpec
 
 
@@ -13,20 +13,20 @@ class Routing(NamedTuple):
 
     spec: "RoutingSpec"
     bias: torch.Tensor | None
-    """float32 [num_experts], where `spec` has a choice_bias."""
+    """float32 [num_experts], if `spec` has a choice_bias."""
     factors: torch.Tensor | None = None
-    """float32 [num_experts], where `spec` has expert_factors."""
+    """float32 [num_experts], if `spec` has expert_factors."""
 
 
 class Chosen(NamedTuple):
-    """The experts of each token, the best first, and by what their outputs are multiplied."""
+    """The experts of each token, the best first, and the factors of their outputs."""
 
     experts: torch.Tensor  # int32 [num_tokens, experts_per_token]
     weights: torch.Tensor  # float32 [num_tokens, experts_per_token]
 
 
 def choose(logits: torch.Tensor, routing: Routing, chosen: Chosen) -> None:
-    """See Ops.route. Of equal scores the expert with the lower number wins, and so does the group."""
+    """Route as Ops.route does. Of equal scores, the expert, or group, with the lower number wins."""
     spec, bias, factors = routing
     scores = logits.softmax(-1) if spec.scoring == "softmax" else logits.sigmoid()
     ranked = scores if bias is None else scores + bias
@@ -48,5 +48,5 @@ def choose(logits: torch.Tensor, routing: Routing, chosen: Chosen) -> None:
 
 
 def _first(scores: torch.Tensor, count: int) -> torch.Tensor:
-    """The indices of the `count` highest of each row; of equal ones the first. torch.topk may take any of them."""
+    """Indices of the `count` highest scores of each row; of equal ones the first, where torch.topk may take any."""
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]

@@ -11,10 +11,10 @@ DRAW = np.dtype(
         ("seed", np.uint64),
         ("sample", np.uint32),
         ("position", np.uint32),
-        ("temperature", np.float32),  # 0 = greedy, and nothing else of the record counts
-        ("top_k", np.int32),  # 1 to the size of the vocabulary, which is off
+        ("temperature", np.float32),  # 0 = greedy; the rest of the record is then unused
+        ("top_k", np.int32),  # 1 to the size of the vocabulary; the latter = off
         ("top_p", np.float32),  # 1 = off
-        ("max_distance", np.float32),  # what min_p allows, infinity = off
+        ("max_distance", np.float32),  # limit of min_p, infinity = off
     ]
 )
 """One record per row of logits, 32 bytes; the same as `Draw` in csrc/cpu/sampler.h."""
@@ -23,23 +23,23 @@ DRAW = np.dtype(
 class Picked(NamedTuple):
     """Holds the result of each row."""
 
-    tokens: NDArray[np.int64]  # [num_rows], within the vocabulary, also where the row is not finite
+    tokens: NDArray[np.int64]  # [num_rows], within the vocabulary, even if the row is not finite
     best: NDArray[np.float32]  # [num_rows], the largest logit; NaN if one of them is
-    limits: NDArray[np.float32]  # [num_rows], the greatest distance kept, infinity where nothing was filtered
+    limits: NDArray[np.float32]  # [num_rows], the greatest distance kept, infinity if nothing was filtered
 
 
-# ---- Inputs of the kernels that rule tokens out, on all devices: rows of logits, and a bitmask for each
+# ---- Inputs of the mask kernels of all devices: rows of logits, and a bitmask for each
 
 
 class MaskedRows(NamedTuple):
-    """Names rows of logits, none of them twice, and says which tokens each may become."""
+    """Rows of logits, none of them twice, and a bitmask of the allowed tokens of each."""
 
     samples: NDArray[np.int64]  # [n], rows of the logits
     bitmasks: NDArray[np.uint32]  # [n, ceil(vocab / 32)]; token t has bit t % 32 of word t // 32, 1 = allowed
 
 
 def check_masked(logits: torch.Tensor, masked: MaskedRows) -> None:
-    """Raises ValueError unless `logits` are float32 [num_rows, vocab] with contiguous rows, and `masked` fits them."""
+    """Raise ValueError unless `logits` are float32 [num_rows, vocab] with contiguous rows, and `masked` fits them."""
     if logits.dtype != torch.float32 or logits.dim() != 2 or logits.stride(1) != 1:
         raise ValueError(f"logits must be contiguous float32 rows, got {logits.dtype} {list(logits.shape)}")
     samples, bitmasks = masked

@@ -1,7 +1,5 @@
-"""Choice of the implementation of each operation for a device: its own kernels where it has some, else the reference in
-torch.
-
-References and kernels do not know this module, so that none of them imports another lazily.
+"""Chooses the implementation of each operation for a device: its own kernels if it has some, else the reference in
+torch. References and kernels do not import this module, so no lazy imports are needed.
 """
 
 import torch
@@ -61,7 +59,8 @@ def short_conv_op(spec: ShortConvSpec, device: torch.device, dtype: torch.dtype)
 def is_graph_safe(
     spec: DeltaNetSpec | MambaSpec | ShortConvSpec | None, device: torch.device, dtype: torch.dtype
 ) -> bool:
-    """Whether a graph can hold such a layer on `device`; None is one with attention, of which nothing is said here."""
+    """Whether a graph can record such a layer on `device`. None is a layer with attention, for which this returns
+    True."""
     match spec:
         case DeltaNetSpec():
             return delta_net_op(spec, device, dtype).graph_safe
@@ -73,10 +72,10 @@ def is_graph_safe(
 
 
 def native_available(device: torch.device) -> bool:
-    """Whether kernels of the CPU can be called."""
+    """Whether native CPU kernels can be used for `device`."""
     return device.type == "cpu" and cpu.available()
 
 
 def launcher_of(device: torch.device) -> Launcher | None:
-    """Return what launches kernels on a GPU; None elsewhere, and where none can be compiled."""
+    """Return the launcher of kernels on a GPU; None for other devices, and if kernels cannot be compiled."""
     return default_launcher() if device.type == "cuda" else None

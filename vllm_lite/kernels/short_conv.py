@@ -1,4 +1,4 @@
-"""Gated short convolutions in plain torch: the reference of the kernels."""
+"""Gated short convolutions in plain torch: the reference of all kernels."""
 
 import torch
 
@@ -7,7 +7,7 @@ from vllm_lite.kernels.recurrent import Convolution, Segments, Taps, convolve
 
 
 class ShortConvOp:
-    """Computes on any device, segment after segment."""
+    """Computes on any device, segment by segment."""
 
     graph_safe = False
 
@@ -16,14 +16,14 @@ class ShortConvOp:
 
     def forward(
         self,
-        projected: torch.Tensor,  # [n, projected_size], side by side b, c and x
+        projected: torch.Tensor,  # [n, projected_size]: b, c and x
         weight: torch.Tensor,  # float32 [conv_size, channels]
         states: torch.Tensor,  # float32 [num_slots, state_elements]
         segments: Segments,
         mixed: torch.Tensor,  # noqa: ARG002 (other recurrent layers' scratch memory)
         out: torch.Tensor,  # [n, channels]
     ) -> None:
-        """Write what each token gets, and change the states."""
+        """Write the output of each token, and update the states."""
         kept = states.unflatten(1, self.spec.conv_shape)
         for first, last, source, target in segments.each():
             b, c, x = projected[first:last].float().chunk(3, dim=1)
@@ -35,7 +35,7 @@ class ShortConvOp:
 
 
 class ConvolvedOp(ShortConvOp):
-    """Has a kernel that goes over all sequences of a step."""
+    """An implementation with a kernel over all sequences of a step."""
 
     graph_safe = True
 
@@ -52,6 +52,6 @@ class ConvolvedOp(ShortConvOp):
         mixed: torch.Tensor,  # noqa: ARG002 (as ShortConvOp's)
         out: torch.Tensor,
     ) -> None:
-        """As ShortConvOp's."""
+        """See ShortConvOp."""
         b, c, x = projected.chunk(3, dim=1)
         self.convolution(x, (b, c), Taps(weight), states.unflatten(1, self.spec.conv_shape), segments, out)
