@@ -1,1 +1,1 @@
-"""States of recurrent layers: the slot in which each sequence goes on, and the saved states that others begin with."""
+"""States of recurrent layers: the slot of each running sequence, and saved states from which other sequences start."""
