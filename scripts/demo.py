@@ -1,6 +1,6 @@
-"""`make demo` runs this: an engine and a worker, two stories printed token by token, and what they cost.
+"""The program of `make demo`: starts an engine and a worker, prints two stories token by token, and their cost.
 
-The second prompt begins like the first, so that the engine finds most of it in its prefix cache.
+The second prompt has the beginning of the first, so the engine finds most of it in its prefix cache.
 """
 
 import argparse
@@ -20,11 +20,11 @@ BEGINNING = (
 )
 PROMPTS = (BEGINNING + " Then", BEGINNING + " Suddenly")
 MARGIN = 12
-"""Columns near the right edge where a line may break; words are printed before their length is known."""
+"""Columns at the right edge in which a line may break, because words are printed before their length is known."""
 
 
 class Page:
-    """Prints text as it comes, each line behind a mark, broken between words near the right edge."""
+    """Prints text as it arrives, each line after a mark, broken between words near the right edge."""
 
     def __init__(self, mark: str) -> None:
         self._mark = mark

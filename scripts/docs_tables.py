@@ -1,4 +1,4 @@
-"""Write what the documents count and list from the sources: make docs
+"""Write the tables and counts in the documents that come from the sources: make docs
 
 The table of folders in docs/architecture.md holds the first sentence of each folder's docstring, in the order of the
 layers; that of families in docs/models.md names each architecture with its files and its test checkpoints; the reading
@@ -22,7 +22,7 @@ FOLDERS = re.compile(r"(<!-- folders: written by `make docs` -->\n).*?(<!-- end 
 FAMILIES = re.compile(r"(<!-- families: written by `make docs` -->\n).*?(<!-- end -->)", re.DOTALL)
 COUNT = re.compile(r"\*\*\d+ files, [\d,]+ lines\*\*")
 READING = re.compile(r"^\| [a-z][^|]* \| (`[^|]+`) \|$", re.MULTILINE)
-"""A row of the reading list: where one is on the way, and the files to read there."""
+"""A row of the reading list: a stage of the request's path, and the files to read for it."""
 
 
 def layers() -> tuple[list[str], set[str]]:
@@ -34,7 +34,7 @@ def layers() -> tuple[list[str], set[str]]:
 
 
 def purpose(path: Path) -> str:
-    """The first paragraph of a module's docstring, without the point at its end."""
+    """The first paragraph of a module's docstring, without its final full stop."""
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     return " ".join(text.split("\n\n")[0].split()).removesuffix(".")
 
@@ -58,7 +58,8 @@ def architecture(text: str) -> str:
 
 
 def families() -> Iterator[str]:
-    """The rows of docs/models.md: architectures, their two files, and what the tests hold to transformers."""
+    """The rows of docs/models.md: architectures, their two files, and the variants that tests compare with
+    transformers."""
     sys.path.insert(0, str(ROOT))
     from tests.families.all import VARIANTS
     from vllm_lite.checkpoint.config_json import FAMILIES as READERS

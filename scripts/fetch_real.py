@@ -30,7 +30,7 @@ from real_packages import PACKAGES, Archive, Package
 TRIES = 3
 TIMEOUT_S = 600
 STAMP = "fetched.json"
-"""The checksums of what a package's folder was made of, and of the files in it."""
+"""File with the checksums of the archives from which a package's folder was made, and of its files."""
 
 
 class NotFetchedError(Exception):
@@ -38,7 +38,7 @@ class NotFetchedError(Exception):
 
 
 class WrongFileError(Exception):
-    """A file is not the one that the table names."""
+    """A file has another checksum than in the table."""
 
 
 def real_folder() -> Path:
@@ -49,7 +49,7 @@ def real_folder() -> Path:
 
 
 def is_there(package: Package, cache: Path) -> bool:
-    """Whether the package's folder was made of the archives in the table and none of its files has changed."""
+    """Whether the package's folder was made from the archives in the table and none of its files has changed."""
     folder = cache / package.folder
     try:
         stamp = json.loads((folder / STAMP).read_bytes())
@@ -61,7 +61,7 @@ def is_there(package: Package, cache: Path) -> bool:
 
 
 def fetch(package: Package, cache: Path, given: Path | None) -> None:
-    """Make the package's folder anew. Raises NotFetchedError and WrongFileError."""
+    """Create the package's folder again. Raises NotFetchedError and WrongFileError."""
     archives = cache / "archives"
     archives.mkdir(parents=True, exist_ok=True)
     files = [_archive(archive, archives, given) for archive in package.archives]
@@ -86,7 +86,7 @@ def fetch(package: Package, cache: Path, given: Path | None) -> None:
 
 
 def _archive(archive: Archive, folder: Path, given: Path | None) -> Path:
-    """The archive, downloaded if it is not in `given` nor left in `folder` by an earlier call."""
+    """Get the archive: from `given`, from an earlier call in `folder`, or by a download."""
     for place in (given, folder):
         if place and (file := place / archive.file).is_file() and _sha256(file) == archive.sha256:
             return file
@@ -108,7 +108,7 @@ def _archive(archive: Archive, folder: Path, given: Path | None) -> Path:
 
 
 def _download(archive: Archive, folder: Path) -> str:
-    """Have the registry's own client write the archive; returns what went wrong, or nothing."""
+    """Download the archive with the registry's own client. Returns the error, or ""."""
     with tempfile.TemporaryDirectory(dir=folder) as work:
         environment = os.environ | dict(archive.environment)
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -136,7 +136,7 @@ def _download(archive: Archive, folder: Path) -> str:
 
 
 def _run(command: Sequence[str], work: str, environment: dict[str, str]) -> str:
-    """Run a client; returns the last lines of what it says if it fails."""
+    """Run a client. Returns the last lines of its output if it fails."""
     if shutil.which(command[0]) is None:
         return f"there is no {command[0]}"
     ran = subprocess.run(
@@ -192,7 +192,7 @@ def _members(file: Path) -> Iterator[tuple[str, IO[bytes]]]:
 
 
 def _join(package: Package, folder: Path) -> None:
-    """Make one file of all parts, in the order of their names."""
+    """Join all parts to one file, in the order of their names."""
     parts = sorted(folder.iterdir())
     target = folder / package.joined
     with target.open("wb") as out:

@@ -1,6 +1,6 @@
 """`make venv` asks: which extra of this package has the CuPy for this machine's GPU? Prints nothing without a GPU.
 
-What keeps a GPU from being used is said, as the installation itself would look fine.
+It says why a GPU cannot be used, because the installation itself would look fine.
 """
 
 import sys

@@ -1,8 +1,8 @@
 """Run an engine until SIGTERM or Ctrl-C: python scripts/launch_engine.py --config configs/demo.yaml --block-size 8
 
-Flags win over VLLM_LITE_* variables, those over the file. When the engine is ready, one JSON line on stdout says where
-it is and what it holds. One that dies later is replaced at the same address, and the log says so. Exit status: 0 if it
-was stopped, 1 if it died for good, 2 if a flag or the model is at fault.
+Flags take precedence over VLLM_LITE_* variables, and these over the file. When the engine is ready, one JSON line on
+stdout has its address and capacity. An engine that dies later is replaced at the same address, with a line in the log.
+Exit status: 0 if it was stopped, 1 if it died for good, 2 if a flag or the model is at fault.
 """
 
 import argparse
@@ -22,7 +22,7 @@ _LOOK_S = 0.2
 
 
 class Parser(argparse.ArgumentParser):
-    """One line for an error, as for every other error."""
+    """Prints errors of flags as one line, as all other errors."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")

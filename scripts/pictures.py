@@ -1,5 +1,5 @@
-"""Make the pictures of docs/inspecting.md: the page of a server that has something to do, in headless Chromium, the
-page of the trace that it has written meanwhile, a figure of that, and the page of several models.
+"""Make the pictures of docs/inspecting.md: the page of a busy server, in headless Chromium, the page of the trace that
+it has written, a figure of this trace, and the page of several models.
 
     python scripts/pictures.py [FOLDER]
 
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def take_live(page: Page, url: str, place: Path) -> None:
-    """The page of a server, with requests that run and wait, and some that had to make way for others."""
+    """Take a picture of a server's page, with running, waiting and preempted requests."""
     page.goto(url)
     page.click("text=Live")
     asked = [threading.Thread(target=ask, args=(url, number)) for number in range(NUM_REQUESTS)]
@@ -79,7 +79,8 @@ def take_live(page: Page, url: str, place: Path) -> None:
 
 
 def take_models(page: Page, url: str, place: Path) -> None:
-    """The page of a router: a model that sleeps, one that answers, one that was never used, and one with a fault."""
+    """Take a picture of a router's page: a sleeping model, one that answers, one that was never used, and a faulty
+    one."""
     page.set_viewport_size({"width": 1100, "height": 760})
     ask(url, 0, model="editor", max_tokens=40)
     asked = [
@@ -98,7 +99,7 @@ def take_models(page: Page, url: str, place: Path) -> None:
 
 
 def take_trace(page: Page, url: str, place: Path) -> None:
-    """The page of a trace, in the middle of its waiting."""
+    """Take a picture of a trace's page, at a step with waiting requests."""
     page.set_viewport_size({"width": 1100, "height": 940})
     page.goto(f"{url}#step={SHOWN_STEP}")
     page.wait_for_selector("#connection:has-text('recorded')")
@@ -114,7 +115,7 @@ def ask(url: str, number: int, **more: object) -> None:
 
 @contextmanager
 def started(ready: str, *words: str) -> Iterator[str]:
-    """A command that serves, by the address in its line that looks like `ready`."""
+    """Run a serving command. Yields the address in its output line that matches `ready`."""
     with subprocess.Popen([*COMMAND, *words], stdout=subprocess.PIPE, text=True) as process:
         try:
             for line in process.stdout or ():

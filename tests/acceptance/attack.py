@@ -1,4 +1,4 @@
-"""Attack a server as a stranger would, and print what each attack took: memory, and time of the server's loop.
+"""Attack a server as a stranger would, and print the cost of each attack: memory, and time of the server's event loop.
 
     python -m tests.acceptance.attack                                        # starts a server with the demo model
     python -m tests.acceptance.attack --url http://127.0.0.1:8000 --pid 4711 --key sk-one --other-key sk-two
@@ -32,7 +32,7 @@ from vllm_lite.server.config import ServeConfig
 from vllm_lite.server.http.body import MAX_BYTES, MAX_COMMAS, MAX_NESTED
 
 MAX_MB, MAX_MS = 100.0, 100.0
-"""Memory that an attack may take, and how long it may hold up the loop."""
+"""Maximum memory that an attack may take, in MB, and maximum time for which it may block the loop, in ms."""
 MB = 1_000_000
 SETTLE_S = 30.0
 """Seconds in which the memory of a fresh server may still grow without requests."""
@@ -48,7 +48,7 @@ while time.monotonic() < end and sys.stdin.readable():
     print(longest * 1000, flush=True)
     time.sleep(0.002)
 """
-"""Asks again and again, in a process of its own, and says how long the longest answer took, in milliseconds."""
+"""A program that asks repeatedly, in its own process, and prints the time of the longest answer in milliseconds."""
 
 
 class Row(NamedTuple):
@@ -64,7 +64,7 @@ class Row(NamedTuple):
 
 @dataclass
 class Target:
-    """The server, what it is asked with, and the rows so far."""
+    """The server, its address and keys, and the rows so far."""
 
     url: str
     key: str
@@ -72,7 +72,7 @@ class Target:
     pid: int | None
     admin_key: str = ""
     largest: int = MAX_BYTES
-    """Bytes of the longest body that the server takes."""
+    """Bytes of the longest body that the server accepts."""
     rows: list[Row] = field(default_factory=list)
 
     @property
@@ -86,7 +86,7 @@ class Target:
         return httpx.Client(base_url=self.url, headers=headers, timeout=300)
 
     def memory(self) -> float:
-        """Megabytes of the server and its children; 0 where no process is known."""
+        """Megabytes of the server and its children; 0 if no process is known."""
         if self.pid is None:
             return 0.0
         total = 0
@@ -98,7 +98,7 @@ class Target:
         return total / MB
 
     def measure(self, name: str, attack: Callable[[], Counter[int]], check: Callable[[Counter[int]], str]) -> None:
-        """Run an attack and look meanwhile at the memory and at the loop."""
+        """Run an attack, and measure memory and loop meanwhile."""
         before, most, over = self.memory(), 0.0, threading.Event()
 
         def look() -> None:
@@ -150,13 +150,13 @@ Attack = Callable[[Target], None]
 
 
 def thought(num_bytes: int) -> dict[str, Any]:
-    """An item that takes room in the store, and none in the prompt."""
+    """An item that takes space in the store but none in the prompt."""
     text = {"type": "reasoning_text", "text": "x" * num_bytes}
     return {"type": "reasoning", "summary": [], "content": [text]}
 
 
 def stored(http: httpx.Client, *items: Any, **more: Any) -> tuple[str, list[str]]:
-    """Have the server keep a response. Returns its id, and those of its input items."""
+    """Store a response on the server. Returns its id, and those of its input items."""
     body = {"input": [*items, {"role": "user", "content": "Hi."}], "max_output_tokens": 1, **more}
     answer = http.post("/v1/responses", json=body)
     answer.raise_for_status()
@@ -253,9 +253,9 @@ COSTLY: dict[str, tuple[str, Callable[[int], Any]]] = {
     "of token ids": (TEXTS, lambda size: {"prompt": [1] * min(size // 3, MAX_COMMAS - 100)}),
     "of prompts": (TEXTS, lambda size: {"prompt": ["ab"] * (size // 6)}),
 }
-"""Long bodies whose content is costly: their path, and how each is made for so many bytes."""
+"""Name -> path and maker of a long body with costly content; the maker takes the number of bytes."""
 WIDE = "\N{GRINNING FACE}"
-"""One such character makes all others of a text take 4 bytes."""
+"""With one such character, all characters of a text take 4 bytes."""
 
 
 def chat(text: str, variable: Any = None, reasoning: str | None = None) -> dict[str, Any]:
@@ -265,7 +265,7 @@ def chat(text: str, variable: Any = None, reasoning: str | None = None) -> dict[
 
 
 def at_once(http: httpx.Client, body: Any, path: str = "/v1/responses") -> Counter[int]:
-    """Ask sixteen times at once."""
+    """Send sixteen equal requests at once."""
     data = json.dumps(body, ensure_ascii=False).encode()
     headers = {"content-type": "application/json"}
     with ThreadPoolExecutor(16) as pool:
@@ -284,14 +284,14 @@ def costly(name: str) -> Attack:
 
 
 def instructions(target: Target) -> None:
-    """The response object, with the instructions in it, is in three events of each stream."""
+    """Attack with long instructions: three events of each stream contain the response object with them."""
     body = {"input": "Hi.", "instructions": "x" * target.long, "stream": True, "background": True}
     with target.client() as http:
         target.measure("16 long instructions, streamed", lambda: at_once(http, body), expect(200, 429))
 
 
 def readers(target: Target) -> None:
-    """Streams are stored packed; each reader who does not read has one unpacked."""
+    """Attack with readers that do not read: streams are stored compressed, and each reader has one decompressed."""
     with target.client() as http:
         body = {"input": "Hi.", "instructions": "x" * target.long, "background": True, "stream": True}
         with http.stream("POST", "/v1/responses", json=body) as answer:
@@ -370,7 +370,7 @@ def adapters(target: Target) -> None:
 
 
 def warm_up(target: Target) -> None:
-    """Ask each API for a little: what a server loads with its first request no attack has taken."""
+    """Send a small request to each API, so that memory for the first request does not count as an attack's."""
     with target.client() as http:
         ask(http, {"input": "Hi.", "max_output_tokens": 1})
         ask(http, {"prompt": "Hi", "max_tokens": 1}, TEXTS)
@@ -424,7 +424,7 @@ def main() -> int:
         return show(target.rows)
     rows = list[Row]()
     flags = ["--enable-lora", "--api-key", "sk-one", "--api-key", "sk-two", "--admin-api-key", "sk-admin"]
-    for attack in ATTACKS:  # each on a fresh server: memory that another attack has left would be taken again unseen
+    for attack in ATTACKS:  # each on a fresh server: an attack could otherwise reuse memory of an earlier one unnoticed
         with serving(*flags, "--max-request-bytes", str(args.largest)) as server:
             target = Target(server.url, "sk-one", "sk-two", server.process.pid, "sk-admin", args.largest)
             warm_up(target)

@@ -33,7 +33,7 @@ DONE = (0, 1)
 
 
 def write_rows(path: Path, count: int, draw: random.Random, sentences: int = 1) -> set[str | None]:
-    """Write the rows in random order, every 500th of them bad. Returns the custom_ids, of which bad rows have none."""
+    """Write the rows in random order, every 500th of them bad. Returns the custom_ids of the good rows."""
     names: set[str | None] = set()
     with path.open("w") as file:
         for number in draw.sample(range(count), count):
@@ -52,7 +52,7 @@ def command(folder: Path, out: str, *flags: str) -> list[str]:
 
 
 def run(folder: Path, out: str, *flags: str) -> dict[str, Any]:
-    """Run to the end. Returns its report."""
+    """Run the command to its end. Returns its report."""
     done = subprocess.run(command(folder, out, *flags), stderr=subprocess.PIPE, text=True, timeout=scaled(3600))
     print(f"  {out}:", done.stderr.strip().splitlines()[-1], flush=True)
     if done.returncode not in DONE:
@@ -62,7 +62,7 @@ def run(folder: Path, out: str, *flags: str) -> dict[str, Any]:
 
 
 def texts(path: Path) -> Counter[tuple[str | None, str]]:
-    """Each row's id and text, as often as the output has it."""
+    """(custom_id, text or error code) of a row -> number of its lines in the output."""
     found = Counter[tuple[str | None, str]]()
     for line in path.read_text().splitlines():
         row = json.loads(line)
@@ -72,7 +72,7 @@ def texts(path: Path) -> Counter[tuple[str | None, str]]:
 
 
 class Killer:
-    """Calls the command again and again, and kills one of its processes now and then."""
+    """Calls the command repeatedly, and sometimes kills one of its processes."""
 
     def __init__(self, folder: Path, kills: int, rows: int, draw: random.Random) -> None:
         self.folder, self.rows, self.draw = folder, rows, draw
@@ -93,7 +93,7 @@ class Killer:
         raise SystemExit(f"the batch never came to its end: {(self.folder / 'errors').read_text()[-500:]}")
 
     def is_open(self) -> bool:
-        """Whether rows are left, by the report of the last call that came to its end."""
+        """Whether rows are left, according to the report of the last call that completed."""
         with suppress(OSError, ValueError):
             return bool(json.loads((self.folder / "killed.report").read_text())["num_open"])
         return True
@@ -103,7 +103,7 @@ class Killer:
         return path.stat().st_size // 32 if path.exists() else 0
 
     def disturb(self, process: subprocess.Popen[bytes]) -> None:
-        """Kill when some more rows are answered, until the command ends."""
+        """Kill a process each time some more rows are answered, until the command ends."""
         while self.kinds:
             due = self.answered() + self.draw.randrange(1, max(2 * self.step // 3, 2))
             while self.answered() < due:

@@ -1,4 +1,4 @@
-"""Break the connections of Responses streams again and again, and count lost and repeated events.
+"""Break the connections of Responses streams repeatedly, and count lost and repeated events.
 
     python -m tests.acceptance.broken_responses http://127.0.0.1:8000/v1 --breaks 1000
 

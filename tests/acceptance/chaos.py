@@ -43,13 +43,13 @@ from vllm_lite.protocol.stats import Stats
 READY_S, DRAIN_S, END_S = 60.0, 90.0, 15.0
 PROGRESS_EVERY_S, LOOK_EVERY_S = 5.0, 0.5
 RESUMED_AFTER_S = 0.1
-"""Tokens that come sooner after a death were on their way before."""
+"""Tokens that arrive sooner after a death had been sent before it."""
 NUM_CLIENTS = 3
 CLIENT = "tests.acceptance.chaos_client"
 
 
 class Chaos:
-    """One server under load and fire."""
+    """One server under load and faults."""
 
     def __init__(self, options: Options, folder: Path, references: References) -> None:
         self.options = options
@@ -64,7 +64,7 @@ class Chaos:
         self.probe_times: list[float] = []
         self.probed = asyncio.Event()
         self.stats: dict[int, Stats] = {}
-        """The last that was heard of each life of the engine."""
+        """Life of the engine -> its latest statistics."""
         self.stopping = False
         self.broken: Counter[str] = Counter()
         self.examples: list[str] = []
@@ -121,7 +121,7 @@ class Chaos:
     # ---- while it runs
 
     async def run(self) -> None:
-        """Load and faults for the time asked for, then wait for every stream's end."""
+        """Run load and faults for the given time, then wait for every stream's end."""
         began_s = time.monotonic()
         background = [asyncio.ensure_future(part()) for part in (self.follow, self.progress)]
         clients = [asyncio.ensure_future(self.keep_client(number)) for number in range(NUM_CLIENTS)]
@@ -146,7 +146,7 @@ class Chaos:
                 self.check("bad end", [f"a part of this script failed: {one!r}"])
 
     async def fire(self, until_s: float) -> None:
-        """One fault after another."""
+        """Inject one fault after another until `until_s`."""
         loop = asyncio.get_running_loop()
         await asyncio.sleep(1.0)
         while time.monotonic() < until_s:
@@ -165,7 +165,8 @@ class Chaos:
                 return
 
     async def wait_after(self, fault: Fault) -> None:
-        """Until the streams go on and a while longer, or for a moment only."""
+        """Wait until the streams continue and some time longer; or only for a moment, so that the next fault hits the
+        recovery."""
         if self.rng.random() < IN_RECOVERY:
             await asyncio.sleep(self.rng.uniform(EARLIEST_S, LATEST_S))
             return
@@ -178,7 +179,7 @@ class Chaos:
         await asyncio.sleep(self.rng.expovariate(1 / self.options.every_s))
 
     async def next_token_after(self, fault: Fault) -> float | None:
-        """Seconds from a death to the next token of the probe; None if there is none for the longest time allowed."""
+        """Seconds from a death to the next token of the probe; None if there is none within the maximum time."""
         limit_s = time.monotonic() + self.options.stream_s
         while time.monotonic() < limit_s:
             later = [at_s for at_s in self.probe_times[-1000:] if at_s > fault.at_s + RESUMED_AFTER_S]
@@ -190,7 +191,7 @@ class Chaos:
         return None
 
     def was_calm(self, fault: Fault) -> bool:
-        """Whether tokens were flowing when it happened."""
+        """Whether the probe got a token within half a second before the fault."""
         return any(fault.at_s - 0.5 < at_s < fault.at_s for at_s in self.probe_times[-1000:])
 
     def kill_client(self) -> None:
@@ -202,7 +203,7 @@ class Chaos:
                 self.clients[name].kill()
 
     async def keep_client(self, number: int) -> None:
-        """A client process; another one when it was killed, until the load ends."""
+        """Run a client process, and a new one whenever it is killed, until the load ends."""
         life = 0
         while not self.stopping:
             life += 1
@@ -249,7 +250,7 @@ class Chaos:
             self.check("bad end", [f"{name} ended with status {status}: {text}"])
 
     async def probe(self) -> None:
-        """A stream that always runs, by which recoveries are timed. Its tokens are checked as well."""
+        """Run a stream all the time, to time recoveries. Its tokens are checked as well."""
         rng = random.Random(self.options.seed + 1)
         specs = [spec for spec in self.specs if spec.kind == "greedy"]
         heartbeat_s = max(30.0, 4 * self.options.heartbeat_timeout_s)
@@ -277,7 +278,7 @@ class Chaos:
                     del self.probe_times[:50_000]
 
     async def follow(self) -> None:
-        """The statistics of every engine, and what processes use."""
+        """Collect the statistics of every engine, and the resources of processes."""
         async with AsyncClient(self.address) as client:
             while True:
                 with suppress(VllmLiteError):  # one that is being replaced does not answer
@@ -301,7 +302,7 @@ class Chaos:
             )
 
     async def at_rest(self) -> None:
-        """Everything has ended: nothing may be in use."""
+        """Check that nothing is in use when everything has ended."""
         async with AsyncClient(self.address) as client:
             deadline_s = time.monotonic() + END_S
             while True:
@@ -359,7 +360,7 @@ def judge_forks(ledger: Ledger, references: References, model: str) -> None:
 
 
 def run(options: Options, folder: Path, references: References | None = None) -> Report:
-    """A whole run. `folder` is a short path of its own, and is empty again of all but logs afterwards."""
+    """Make a whole run. `folder` has a short path, and contains only logs afterwards."""
     if references is None:
         sizes = options.per_kind, options.longest, options.tensor_parallel_size
         references = make_references(str(options.model), options.seed, *sizes)

@@ -17,20 +17,20 @@ from tests.acceptance.chaos_client import Record
 from tests.acceptance.chaos_specs import Answer
 
 CONVICTED = "killed"
-"""A word of the error by which a request ends that was in flight whenever a worker died."""
+"""A word of the error with which a request ends that was in flight at each death of a worker."""
 LOGPROB_TOLERANCE = 5e-3
 MAX_EXAMPLES = 20
 SHARED = Path("/dev/shm")
 MAX_MORE_FDS = 32
 MAX_GROWTH_MIB = 256.0
 MIN_AGE_S = 5.0
-"""Processes are measured from this age on; before, they grow because they start."""
+"""Minimum age of a process that is measured; younger ones grow because they start."""
 SETTLED = ("read", "slow")
-"""Intents whose streams must come to the reference's end."""
+"""Intents whose streams must end as the reference does."""
 
 
 def compare(expected: Sequence[int], got: Sequence[int], *, prefix: bool = False) -> str | None:
-    """Name the way in which `got` breaks the promise: "missing", "repeated" or "different"; None if it does not.
+    """Name the error of `got`: "missing", "repeated" or "different"; None if it is right.
 
     `prefix`: any part from the beginning is right.
     """
@@ -49,7 +49,8 @@ def compare(expected: Sequence[int], got: Sequence[int], *, prefix: bool = False
 
 
 class Ledger:
-    """Judges the streams. `broken` counts what must be zero, `streams` what came to which end."""
+    """Judges the streams. `broken`: counts of broken promises, which must be 0. `streams`: counts of streams by their
+    ends."""
 
     def __init__(self, expected: dict[str, Answer]) -> None:
         self.expected = expected
@@ -78,13 +79,13 @@ class Ledger:
             self.judge(record, self.expected[record.key])
 
     def vanished(self, client: str) -> None:
-        """A client was killed: nobody reads its streams any more."""
+        """Forget the streams of a killed client."""
         for stream in [stream for stream in self.open if stream.startswith(f"{client}-")]:
             del self.open[stream]
             self.streams["vanished"] += 1
 
     def lose_open(self) -> None:
-        """The time for ends is over."""
+        """Count streams that have not ended in time as lost."""
         for record in self.open.values():
             self.breaks("lost", record, "it has no end")
         self.open.clear()
@@ -100,7 +101,7 @@ class Ledger:
                 self.breaks(broken, record, f"sample {index}: {got} instead of {tokens}")
         if part:
             return
-        if record.way != "raw" and answer.reasons != expected.reasons:  # which prints none
+        if record.way != "raw" and answer.reasons != expected.reasons:  # the raw client prints none
             self.breaks("different", record, f"ended by {answer.reasons} instead of {expected.reasons}")
         if record.way == "python":
             self._judge_logprobs(record, answer, expected)
@@ -114,7 +115,7 @@ class Ledger:
     def _judge_error(self, record: Record, error: str) -> None:
         if record.intent == "deadline" and "deadline" in error:
             self.streams["past deadline"] += 1
-            self.judge(record, self.expected[record.key])  # what came before is a prefix
+            self.judge(record, self.expected[record.key])  # it must have got a prefix
         elif CONVICTED in error and "request" in error:
             self.streams["convicted"] += 1
         else:
@@ -140,7 +141,7 @@ class Process(msgspec.Struct, frozen=True):
 
 
 def processes(root: int) -> list[Process]:
-    """`root` and its descendants that run, parents first."""
+    """`root` and its running descendants, parents first."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (state := _state(int(entry.name))) is not None and state[0] not in "ZX":
@@ -185,7 +186,8 @@ def _state(pid: int) -> tuple[str, int] | None:
 
 
 class Seen(NamedTuple):
-    """When a process began, in the kernel's ticks, which tells it from a later one with its pid; and was first seen."""
+    """Start time of a process in the kernel's ticks, which distinguishes it from a later one with its pid, and the time
+    at which it was first seen."""
 
     began: int
     first_s: float
@@ -193,7 +195,7 @@ class Seen(NamedTuple):
 
 
 class Use(msgspec.Struct):
-    """Resources of a process: at the first measurement, at most, and now."""
+    """Resources of a process: at the first measurement, at the maximum, and now."""
 
     role: str
     first: tuple[float, int]
@@ -231,7 +233,7 @@ class Watch:
         known.last = use
 
     def growth(self) -> list[str]:
-        """One sentence for every process that has come to use too much more than at first. To be asked at rest."""
+        """One sentence for every process that uses far more than at first. Call it when the server is idle."""
         return [
             sentence
             for pid, use in self.uses.items()
@@ -239,7 +241,7 @@ class Watch:
         ]
 
     def left(self) -> list[str]:
-        """Name what the server left, once it has ended."""
+        """Name the processes, files and shared memory that the server left when it ended."""
         found = [
             f"process {pid} ({seen.name})"
             for pid, seen in self.seen.items()

@@ -24,15 +24,15 @@ from vllm_lite.protocol.params import RequestOutputKind
 
 RAW_CLIENT = Path(__file__).parents[2] / "scripts" / "raw_client.py"
 WEIGHTS = {"python": 6, "delta": 3, "fork": 2, "http": 2, "sse": 2, "resumed": 2, "raw": 1}
-"""The ways in which requests are sent, and how often."""
+"""Ways in which requests are sent -> their weights."""
 WAYS = list(WEIGHTS)
 FORK_TOKENS = 120
 FORKABLE = ("greedy", "seeded")
-"""Kinds that are forked: those of one sample, whose forks are Generates without logprobs."""
+"""Kinds of requests that are forked: those with one sample; forks have no logprobs."""
 
 
 class Settings(msgspec.Struct):
-    """Arguments of a client: the server's addresses, the ways to ask it, and the time limit of a stream."""
+    """Arguments of a client: the server's addresses, the ways of sending, and the time limit of a stream."""
 
     address: str
     url: str
@@ -63,7 +63,7 @@ class Record(msgspec.Struct):
 
 
 class Collected:
-    """The tokens of a stream so far, of cumulative outputs or of deltas. A token once shown must never change."""
+    """The tokens of a stream so far, from cumulative outputs or from deltas. A delivered token must never change."""
 
     def __init__(self, record: Record, *, is_delta: bool = False) -> None:
         self.record = record
@@ -159,13 +159,14 @@ class Client:
                 if enough is not None and max(map(len, collected.tokens.values()), default=0) >= enough:
                     if not by_id:
                         return
-                    await engine.abort(record.stream)  # its end comes like any other
+                    await engine.abort(record.stream)  # it ends like any other stream
                     enough = None
                 if record.intent == "slow":
                     await asyncio.sleep(0.05)
 
     async def forked(self, engine: AsyncClient, spec: Spec, record: Record, collected: Collected) -> None:
-        """Read a request for a while, fork it, and read the fork; the parent is dropped, or read to its end beside."""
+        """Read a request for a while, fork it, and read the fork; the parent is dropped, or read to its end at the same
+        time."""
         wanted = Fork(spec.key, 0, self.rng.randrange(2**40), 2 * FORK_TOKENS)
         at, keeps_parent = self.rng.randint(1, FORK_TOKENS), self.rng.random() < 0.5
         async with contextlib.aclosing(engine.generate(spec.prompt, spec.sampling(), record.stream)) as parent:
@@ -216,7 +217,7 @@ async def sse(http: httpx.AsyncClient, spec: Spec, record: Record, collected: Co
 async def resumed(
     http: httpx.AsyncClient, rng: random.Random, spec: Spec, record: Record, collected: Collected
 ) -> None:
-    """Break the connection after a few events, several times, and ask for the rest each time."""
+    """Break the connection after a few events, several times, and resume the stream each time."""
     request_id = f"{record.stream}-{spec.key}"
     fields = body(spec, stream=True, resumable=True, request_id=request_id)
     last_id = State()
@@ -262,7 +263,7 @@ async def read_events(
 
 
 async def raw(address: str, spec: Spec, _: Record, collected: Collected) -> None:
-    """scripts/raw_client.py, which prints token ids."""
+    """Send by scripts/raw_client.py, which prints token ids."""
     words = [sys.executable, str(RAW_CLIENT), address, *map(str, spec.prompt)]
     command = [*words, "--max-tokens", str(spec.params["max_tokens"])]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -22,18 +22,19 @@ KINDS: dict[str, int] = {
     "kill-both": 1,
     "kill-client": 2,
 }
-"""Every kind with its weight. To stop is SIGSTOP for ever: the silence has to be noticed. To pause is SIGSTOP and, in
-time, SIGCONT; to slow down is to pause again and again."""
+"""Kind of fault -> weight. "stop" is SIGSTOP for ever, whose silence has to be noticed. "pause" is SIGSTOP and, before
+that happens, SIGCONT; "slow" is repeated pauses."""
 DEADLY = ("kill-worker", "stop-worker", "kill-engine", "stop-engine", "kill-both")
 SLOW_S, SLOW_TURN_S = 1.0, 0.02
 IN_RECOVERY = 0.25
 """Probability that the next fault comes during the recovery from the last one."""
 EARLIEST_S, LATEST_S = 0.02, 1.5
-"""When, behind the last one."""
+"""Earliest and latest time of such a fault after the last one."""
 
 
 class Fault(NamedTuple):
-    """`role` is whose process was hit, at `at_s` of time.monotonic(); `name` is what it is called."""
+    """A fault, at `at_s` of time.monotonic(). `role`: the role of the process that was hit; `name`: the name in the
+    report."""
 
     kind: str
     role: str
@@ -55,8 +56,9 @@ def send(pid: int, number: int) -> None:
 
 
 def inject(kind: str, rng: random.Random, found: Sequence[Process], pause_s: float) -> Fault | None:
-    """Do it to one of the processes found. None if there is none of that role, as in a recovery. It takes at most
-    `pause_s`, SLOW_S for a slow one, and leaves nothing stopped but what is to stay so."""
+    """Inject a fault of this kind into one of the processes `found`. Returns None if there is none of that role, as
+    during a recovery. It takes at most `pause_s`, or SLOW_S for "slow", and leaves no process stopped, except for
+    "stop"."""
     what, _, role = kind.partition("-")
     workers = [process for process in found if process.role == "worker"]
     engines = [process for process in found if process.role == "engine"]
@@ -81,7 +83,7 @@ def inject(kind: str, rng: random.Random, found: Sequence[Process], pause_s: flo
 
 
 def stopped(pid: int, for_s: float, sleep: Callable[[float], None]) -> None:
-    """Stop a process for a time; it goes on whatever happens here."""
+    """Stop a process for some time; it continues whatever happens here."""
     send(pid, signal.SIGSTOP)
     try:
         sleep(for_s)

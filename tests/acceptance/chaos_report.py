@@ -20,13 +20,13 @@ class Options(msgspec.Struct, kw_only=True):
     max_restarts: int = 1_000_000
     heartbeat_timeout_s: float = 3.0
     every_s: float = 1.5
-    """Between a recovery and the next fault, on average."""
+    """Mean seconds between a recovery and the next fault."""
     num_streams: int = 10
     """Streams of each client."""
     per_kind: int = 6
     longest: int = 240
     stream_s: float = 120.0
-    """The longest that a stream may take, recoveries included."""
+    """Maximum seconds of a stream, recoveries included."""
     flags: list[str] = []
     """More flags for the server."""
 
@@ -41,7 +41,8 @@ class Report(msgspec.Struct):
     restarts: dict[str, int]
     """Deaths that engines noticed, by cause; "engine": engines that were replaced."""
     recovery_s: dict[str, dict[str, float]]
-    """From a death to the next token of a running stream, by whose process died; faults in a recovery left out."""
+    """Role of the process that died -> seconds from its death to the next token of a running stream, without faults
+    during a recovery."""
     num_specs: int
     seconds: float
     examples: list[str]

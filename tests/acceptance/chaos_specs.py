@@ -24,10 +24,10 @@ from vllm_lite.protocol.codec import pack_tokens
 
 MARGIN = 1e-3
 REFERENCE_S = 120.0
-"""The longest that all references together may take."""
+"""Maximum seconds for all references together."""
 LONGEST_PROMPT, STEM = 90, 48
 FIRST_TOKEN = 3
-"""Below are the special ones."""
+"""First token id that is not special."""
 
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0, "ignore_eos": True},
@@ -42,7 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """Sampling parameters of each kind of request, beside seed and length."""
 SHORT = ("beams", "stopped")
-"""Kinds of few tokens: beams cost as many rows as they are, a stop string ends its request anyway."""
+"""Kinds with few tokens: each beam takes a row, and a stop string ends its request early anyway."""
 
 
 class Spec(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ class Spec(msgspec.Struct, frozen=True):
 
 
 class Fork(msgspec.Struct, frozen=True):
-    """A branch of a request, from its first `have` tokens on, with draws and a length of its own."""
+    """A branch of a request after its first `have` tokens, with its own draws and length."""
 
     parent: str
     have: int
@@ -71,7 +71,7 @@ class Fork(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct):
-    """Answer to a request: tokens and reason of the end by sample, with logprobs where it asked for them."""
+    """Answer to a request: tokens and finish reason of each sample, and logprobs if it asked for them."""
 
     tokens: list[list[int]]
     reasons: list[str | None]
@@ -116,7 +116,7 @@ def make_specs(seed: int, vocab_size: int, per_kind: int, longest: int) -> list[
 
 @contextmanager
 def quiet_engine(settings: dict[str, Any]) -> Iterator[LaunchedEngine]:
-    """An engine that nobody disturbs."""
+    """An engine without faults."""
     launched = launch(EngineConfig.check(settings))
     try:
         yield launched
@@ -125,7 +125,7 @@ def quiet_engine(settings: dict[str, Any]) -> Iterator[LaunchedEngine]:
 
 
 async def answers(address: str, specs: Sequence[Spec]) -> dict[str, Answer]:
-    """The answers of a quiet engine, by key, without the specs that no engine promises anything of."""
+    """Key -> answer of a quiet engine, without the specs for which equal tokens are not promised."""
     async with AsyncClient(address) as client:
 
         async def one(spec: Spec, **changes: Any) -> RequestOutput:
@@ -145,20 +145,21 @@ async def answers(address: str, specs: Sequence[Spec]) -> dict[str, Answer]:
 
 
 def margin(output: RequestOutput) -> float:
-    """By how much the best logit was ahead of the second, where that was least; from the best two logprobs."""
+    """The smallest margin of the best logit over the second in an output, from the best two logprobs."""
     steps = output.outputs[0].logprobs or []
     best = [sorted((entry.logprob for entry in step.values()), reverse=True)[:2] for step in steps]
     return min((first - second for first, second in best), default=0.0)
 
 
 def quiet_settings(model: str, num_ranks: int) -> dict[str, Any]:
-    """With the ranks of the server: another number of them adds up in another order, which near ties show."""
+    """Settings of the quiet engine. It has as many ranks as the server: another number adds up in another order, which
+    shows at near ties."""
     settings = {"model": model, "device": "cpu", "dtype": "float32", "cpu_threads": 1, "log_level": "error"}
     return settings | {"num_gpu_blocks_override": 2048, "tensor_parallel_size": num_ranks}
 
 
 class References(NamedTuple):
-    """The requests of a run, and what each has to get, by key."""
+    """The requests of a run and their expected answers, by key."""
 
     specs: list[Spec]
     answers: dict[str, Answer]
@@ -173,8 +174,8 @@ def make_references(model: str, seed: int, per_kind: int, longest: int, num_rank
 
 
 def branches(model: str, references: References, forks: Collection[Fork]) -> dict[Fork, Answer]:
-    """Compute the expected answers of forks. They begin where their readers were, so this is done once they have been
-    there."""
+    """Compute the expected answers of forks. A fork begins at the position of its reader, so this is done
+    afterwards."""
     by_key = {spec.key: spec for spec in references.specs}
     with quiet_engine(quiet_settings(model, references.num_ranks)) as launched:
         return {
@@ -184,7 +185,7 @@ def branches(model: str, references: References, forks: Collection[Fork]) -> dic
 
 
 def branch(session: Session, spec: Spec, fork: Fork, parent: list[int]) -> Answer:
-    """A fork of `spec`, computed as a request that begins behind the tokens that it inherits from `parent`."""
+    """Compute a fork of `spec` as a request that begins after the tokens inherited from `parent`."""
     tokens, reasons, done = parent[: fork.have], [], threading.Event()
 
     def sink(events: list[Event]) -> None:

@@ -1,4 +1,4 @@
-"""Decisions in random batches: under `--deterministic` each probability has the bits that it has alone.
+"""Decisions in random batches: under `--deterministic`, each probability has the same bits as alone.
 
     python -m tests.acceptance.decision_batches [COUNT] [MODEL]
 
@@ -26,7 +26,7 @@ WORDS = ("the", "fox", "page", "engine", "dog", "once", "a", "fish", "was", "cha
 LENGTHS = (3, 20, 70, 150, 300)
 """Words of the states."""
 NUM_ALIKE = 2
-"""States of each length, which begin alike."""
+"""States of each length, which have a common prefix."""
 ENGINES: dict[str, dict[str, Any]] = {
     "usual": {},
     "chunks of 33": {"max_num_batched_tokens": 33},
@@ -52,7 +52,7 @@ def make_questions() -> dict[str, dict[str, Any]]:
 
 
 def bits_of(found: DecisionOutput, name: str) -> Bits:
-    """All that is read of a question, floats as they came."""
+    """All results of a question, with floats unrounded."""
     answer, diagnostics = found.answers[name], found.diagnostics[name]
     return tuple(answer.probabilities.values()), diagnostics.label_mass, diagnostics.argmax_is_label
 

@@ -39,7 +39,7 @@ from vllm_lite.trace.reader import TraceReader
 
 DEADLINE_S = scaled(300.0)
 LONGEST = 120
-"""Tokens of the longest prompt; an answer has at most 24 more."""
+"""Maximum tokens of a prompt; an answer has at most 24."""
 FEW_BLOCKS = {"num_gpu_blocks_override": 40, "max_num_seqs": 16}
 SELF = {"speculative_config": {"method": "self", "num_speculative_tokens": 3}}
 SUFFIX = {"speculative_config": {"method": "suffix", "num_speculative_tokens": 6}}
@@ -91,8 +91,8 @@ WAYS: Mapping[str, dict[str, Any]] = {
     "mtp, chunks": MTP | FIXED | {"max_num_batched_tokens": 48},
     **{way: settings | FIXED for way, settings in KILLED.items()},
 }
-"""Settings that draft. The draft model "kin" and the head "eagle" are made with the model; ways of MTP and of hybrids
-have a hybrid with a head, but for those of attention: their model has one, too."""
+"""Settings with drafts. The draft model "kin" and the head "eagle" are made together with the model. Ways of MTP and of
+hybrids use a hybrid with a head; ways of attention with MTP use a model that has a head, too."""
 TOOL: dict[str, Any] = {
     "type": "object",
     "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"enum": [1, 2, 3]}},
@@ -150,7 +150,7 @@ def ask(number: int, seed: int) -> Asked:
 
 
 def _prompt(rng: random.Random) -> list[int]:
-    """A prompt of its own, one that begins as others do, or one that repeats itself, so that drafts are found."""
+    """A unique prompt, one with the beginning of others, or one that repeats itself, so that drafts are found."""
     length, kind = rng.randrange(1, LONGEST), rng.random()
     if kind < 0.3:
         return [rng.randrange(3, VOCAB_SIZE) for _ in range(length)]
@@ -177,7 +177,7 @@ class Models(NamedTuple):
         return self.hybrid if way.startswith(("mtp", "hybrid")) and self.hybrid is not None else self
 
     def with_drafter(self, settings: dict[str, Any]) -> dict[str, Any]:
-        """The settings with the folder of the draft model or head."""
+        """The settings, with the folder of the draft model or head filled in."""
         speculation = settings.get("speculative_config")
         if not speculation or "model" not in speculation:
             return settings
@@ -211,7 +211,7 @@ def _modules(base: Path, folder: Path, targets: str = ALL_LINEAR) -> tuple[dict[
 
 
 def answers(llm: LLM, asked: list[Asked]) -> list[Answer]:
-    """The answers of an engine, which gets all requests at once."""
+    """The answers of an engine to all requests, sent at once."""
     prompts, params = [one.prompt for one in asked], [one.params for one in asked]
     adapters = [LoRARequest(one.adapter) if one.adapter else None for one in asked]
     return [answer_of(output) for output in llm.generate(prompts, params, use_tqdm=False, lora_request=adapters)]
@@ -224,7 +224,7 @@ def engine(models: Models, **settings: Any) -> Iterator[LLM]:
 
 
 async def _killed(address: str, pid: int, asked: list[Asked], num_kills: int) -> tuple[list[Answer], int]:
-    """Answers while workers are killed, and how often they were restarted."""
+    """Answers while workers are killed, and the number of restarts."""
     done = asyncio.Semaphore(0)
 
     async def one(client: AsyncClient, each: Asked) -> Answer:
@@ -234,7 +234,7 @@ async def _killed(address: str, pid: int, asked: list[Asked], num_kills: int) ->
             try:
                 async for output in client.generate(each.prompt, each.params, lora_request=adapter):
                     found = answer_of(output)
-            except RequestError as error:  # its adapter was being read when the workers died: it is to be asked again
+            except RequestError as error:  # its adapter was being read when the workers died: ask again
                 if "ask again" not in str(error):
                     raise
                 continue
@@ -253,7 +253,7 @@ async def _killed(address: str, pid: int, asked: list[Asked], num_kills: int) ->
 
 
 def killed_answers(models: Models, asked: list[Asked], num_kills: int = 2, **settings: Any) -> tuple[list[Answer], int]:
-    """As `answers`, while workers are killed; and how often they were replaced."""
+    """The results of `answers` while workers are killed, and the number of replacements."""
     given = models.with_drafter(models.settings | settings)
     launched = launch(EngineConfig.check({"model": str(models.base)} | given))
     try:
@@ -274,7 +274,7 @@ def part_of(place: int, share: int, seed: int) -> list[Asked]:
 
 
 def drafted(models: Models, way: str, asked: list[Asked], trace: Path) -> tuple[list[Answer], str]:
-    """Answers of one way to draft, and what shows that it did what it is for. Its decisions are in `trace` then."""
+    """Answers of one way to draft, and a sentence with the counts of what it did. Writes its decisions to `trace`."""
     settings = WAYS[way] | {"record": str(trace)}
     if way in KILLED:
         got, num_deaths = killed_answers(models, asked, 3, **settings)
@@ -296,7 +296,7 @@ def decided_again(trace: Path) -> list[str]:
 
 
 def plain_settings(way: str) -> dict[str, Any]:
-    """Settings of the engine whose answers are right: bits depend on the number of ranks, and on no other."""
+    """Settings of the reference engine: of all settings, bits depend only on the number of ranks."""
     return {"jump_forward": False, "tensor_parallel_size": WAYS[way].get("tensor_parallel_size", 1)}
 
 

@@ -57,7 +57,7 @@ ROOMY = ("--num-gpu-blocks-override", "2048")
 
 @dataclass
 class Answer:
-    """Result of one request; `times_s` are those of its chunks, behind the request."""
+    """Result of one request; `times_s`: the seconds from the request to each of its chunks."""
 
     text: str = ""
     logprobs: list[float] = field(default_factory=list)
@@ -68,7 +68,7 @@ class Answer:
     times_s: list[float] = field(default_factory=list)
     error: str = ""
     thought: float = 0.0
-    """The share of the prompt that the router thought was cached."""
+    """The share of the prompt that the router expected to be cached."""
 
     def take(self, event: dict[str, Any]) -> None:
         for choice in event.get("choices", ()):
@@ -84,7 +84,7 @@ class Answer:
 
 
 def ask(url: str, body: dict[str, Any], on_chunk: Callable[[Answer], None] = lambda _: None) -> Answer:
-    """One streamed completion."""
+    """Send one streamed completion."""
     answer, began_s = Answer(), time.perf_counter()
     body = {"model": MODEL, "stream": True, "stream_options": {"include_usage": True}, **body}
     with CLIENT.stream("POST", f"{url}/v1/completions", json=body) as response:
@@ -125,7 +125,7 @@ def prompt(number: int, length: int = 40) -> list[int]:
 
 
 def bodies(max_tokens: int, **more: Any) -> list[dict[str, Any]]:
-    """Half of them greedy, half with a seed."""
+    """Bodies of requests, half of them greedy, half with a seed."""
     sampled = {"temperature": 0.8, "top_p": 0.95, "top_k": 50, "repetition_penalty": 1.05}
     kinds = [{"temperature": 0.0}, sampled]
     common = {"max_tokens": max_tokens, "ignore_eos": True, **more}
@@ -153,7 +153,7 @@ def check_tokens() -> None:
 
 
 def kill_when_busy(pid: int, after: int) -> Callable[[Answer], None]:
-    """Kill a process once all streams together have had so many chunks."""
+    """Kill a process when all streams together have got `after` chunks."""
     count, lock = iter(range(after)), threading.Lock()
     done = threading.Event()
 
@@ -212,7 +212,8 @@ def check_engine() -> None:
 
 
 def check_events() -> None:
-    """Prompts have beginnings in common, and the cache holds some of them."""
+    """Check the router's knowledge of the cache, with prompts that have common prefixes and a cache that holds some of
+    them."""
     rng = random.Random(2)
     with deployment(1, "kv", ("--num-gpu-blocks-override", "96")) as made:
         blocks = partial(_thought_and_found, made.url)
@@ -240,7 +241,7 @@ def check_events() -> None:
 
 
 def _thought_and_found(url: str, number: int, salt: str | None = None, length: int = 200) -> tuple[int, int]:
-    """Return the blocks of a prompt that the router thought cached, and those that were."""
+    """Return the numbers of a prompt's blocks that the router expected to be cached, and that were."""
     time.sleep(EVENTS_S)
     tokens = [*prompt(number % 3, 47), *prompt(number, length)]
     extra = {"extra_fields": ["timing"], **({} if salt is None else {"cache_salt": salt})}
@@ -315,7 +316,7 @@ def check_prefix() -> None:
 
 
 def measure(url: str, num_streams: int) -> tuple[float, float]:
-    """Median first token and time between tokens, in ms, of so many streams at once."""
+    """Median time to the first token and median time between tokens, in ms, for `num_streams` streams at once."""
     new = time.monotonic_ns() % 9973
     body = {"max_tokens": 100, "ignore_eos": True, "temperature": 0.0}
     answers = all_at_once(url, [{"prompt": prompt(new + n), **body} for n in range(num_streams)], lambda _: None)

@@ -31,7 +31,7 @@ ENGINE_FLAGS = ("--model", "demo", "--dtype", "float32", "--cpu-threads", "1")
 
 @dataclass
 class Deployment:
-    """`url` is where the frontend listens; `workers` are its workers' processes."""
+    """A running deployment. `url`: the address of the frontend; `workers`: the processes of its workers."""
 
     url: str
     workers: list[psutil.Popen]
@@ -49,7 +49,7 @@ class Deployment:
 
 
 def wait_for(what: str, is_there: Callable[[], bool], timeout_s: float = START_S) -> None:
-    """Look until something is there. Raises TimeoutError."""
+    """Wait until `is_there` returns true. Raises TimeoutError."""
     deadline_s = time.monotonic() + timeout_s
     while not is_there():
         if time.monotonic() > deadline_s:
@@ -61,8 +61,8 @@ def wait_for(what: str, is_there: Callable[[], bool], timeout_s: float = START_S
 def deployment(
     num_workers: int, router_mode: str, flags: Sequence[str] = (), router_flags: Sequence[str] = ()
 ) -> Iterator[Deployment]:
-    """Start workers of the demo model, with `flags`, and a frontend before them. They write into files, which are shown
-    if something fails."""
+    """Start workers of the demo model with `flags`, and a frontend. Their output goes to files, which are printed if
+    something fails."""
     with TemporaryDirectory() as folder, socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         port = probe.getsockname()[1]

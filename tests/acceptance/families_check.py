@@ -1,4 +1,5 @@
-"""Hold every family of models to transformers through whole engines: prefix cache, preemption, chunks, drafts, ranks.
+"""Compare every family of models with transformers through whole engines: prefix cache, preemption, chunks, drafts,
+ranks.
 
     python -m tests.acceptance.families_check
     python -m tests.acceptance.families_check --only gemma --rows preempted
@@ -44,7 +45,8 @@ MAX_MODEL_LEN = max(LENGTHS) + NUM_TOKENS
 
 @dataclass(frozen=True)
 class Row:
-    """One engine. `must`: what has to happen to some variant at least, or the row would show nothing."""
+    """One engine. `must`: events that have to happen for at least one variant; otherwise the row would prove
+    nothing."""
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -82,8 +84,8 @@ def prompts(lengths: Sequence[int]) -> list[list[int]]:
 
 
 def comparable(spec: ModelSpec, num_tokens: int) -> bool:
-    """Whether transformers turns the heads of so long a prompt as the engine does: by its own length it chooses what
-    the engine chooses by max_model_len."""
+    """Whether transformers rotates heads as the engine does for a prompt of this length: it chooses the rope by the
+    prompt's length, the engine by max_model_len."""
     for scaling in {layer.rope.scaling for layer in spec.layers if layer.rope is not None}:
         if isinstance(scaling, Dynamic):
             return False
@@ -93,7 +95,7 @@ def comparable(spec: ModelSpec, num_tokens: int) -> bool:
 
 
 def logprob_error(cases: Sequence[Case], outputs: Sequence[RequestOutput]) -> float:
-    """The largest of the five best tokens' log-probabilities, as far as the tokens agree."""
+    """The largest error of the five best tokens' log-probabilities, as far as the tokens agree."""
     worst = 0.0
     for case, output in zip(cases, outputs, strict=True):
         theirs = case.logits.log_softmax(-1)
@@ -107,7 +109,7 @@ def logprob_error(cases: Sequence[Case], outputs: Sequence[RequestOutput]) -> fl
 
 
 def check(path: Path, cases: Sequence[Case], row: Row, happened: Counter[str]) -> list[str]:
-    """Find what is wrong with a row, in sentences; `happened` counts what the rows must see."""
+    """Return the faults of a row as sentences. `happened` counts the events that rows must see."""
     faults = []
     settings = {"max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": 512} | row.settings
     if row.tiny_pool:  # room for the longest sequence in every group, and a little more

@@ -50,12 +50,12 @@ REFUSALS = {
         "latent attention",
     ),
 }
-"""Columns that a model may not have, and what the server says then."""
+"""Column that a model may lack -> beginnings of the server's refusals."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One server, and what is asked of it."""
+    """One server, and the checks that it gets."""
 
     flags: Sequence[str]
     columns: dict[str, Check]
@@ -101,7 +101,7 @@ def subjects_of() -> list[Variant]:
 
 @contextmanager
 def made(variant: Variant) -> Iterator[Subject]:
-    """Its checkpoint, and what transformers makes of a prompt that comes to no tie."""
+    """The variant's checkpoint, and transformers' answer to a prompt without ties."""
     with tempfile.TemporaryDirectory(prefix="vl") as folder:
         path = variant.make(Path(folder) / variant.name)
         reference = Reference(path)

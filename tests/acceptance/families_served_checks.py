@@ -1,4 +1,4 @@
-"""Checks of tests/acceptance/families_served.py: of a server, and of the commands beside it.
+"""Checks of tests/acceptance/families_served.py: of a server, and of commands.
 
 A check is a function of a `Subject` and a `Server`. It returns a word for its cell, "ok" or "-" where there is nothing
 to check, and raises Unexpected with a sentence for what is wrong. Its name is that of its column.
@@ -31,7 +31,7 @@ from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.models.registry import Sizes, build
 
 LONG = 400
-"""Tokens of a stream that runs still when a process has been killed."""
+"""Tokens of a stream that is long enough to be running when a process is killed."""
 MAX_LOGPROB_ERROR = 2e-4
 MAX_EXCESS = 1.5
 """Maximum of our distance to float32 as a multiple of the distance of transformers in bfloat16, averaged over one
@@ -44,7 +44,7 @@ REGEX = "[a-f]{3}-[0-9]{2}"
 
 
 class Unexpected(Exception):
-    """Something is not as it should be."""
+    """A check has failed."""
 
 
 def must(holds: bool, says: str) -> None:
@@ -54,14 +54,14 @@ def must(holds: bool, says: str) -> None:
 
 @dataclass
 class Subject:
-    """A checkpoint, and what transformers makes of it."""
+    """A checkpoint, and transformers' results for it."""
 
     name: str
     path: Path
     case: Case
     reference: Reference
     long: list[int] = field(default_factory=list)
-    """LONG tokens, as the first server gave them undisturbed."""
+    """LONG tokens of the first server, without faults."""
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -89,7 +89,7 @@ def completion(server: Server, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def events(http: httpx.Client, route: str, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The choices of a stream."""
+    """The choices of a stream's events."""
     with http.stream("POST", route, json=asked | {"stream": True}) as answer:
         for line in answer.iter_lines():
             if line.startswith("data: {"):
@@ -112,7 +112,7 @@ def metric(server: Server, name: str) -> float:
 
 
 def prompt_scores(server: Server, subject: Subject) -> torch.Tensor:  # float64 [num_tokens - 1]
-    """Log-probabilities of the case's tokens, prompt and continuation, but for the first."""
+    """Log-probabilities of the case's tokens, prompt and continuation, except for the first one."""
     tokens = subject.case.prompt + subject.case.tokens
     asked = subject.body(prompt=tokens, echo=True, max_tokens=0, logprobs=1)
     return torch.tensor(completion(server, asked)["logprobs"]["token_logprobs"][1:], dtype=torch.float64)
@@ -130,7 +130,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def words_of(server: Server) -> list[str]:
-    """The command that it was started with."""
+    """The command with which the server was started."""
     args = server.process.args
     if not isinstance(args, list):
         raise Unexpected("the server was started otherwise")
@@ -183,7 +183,7 @@ def chat(_: Subject, server: Server) -> str:
 
 
 def samples(subject: Subject, server: Server) -> str:
-    """n=2, twice: two samples that differ, and the same both times."""
+    """Check n=2, twice: the two samples differ, and both calls give the same."""
     asked = subject.body(n=2, temperature=1, seed=4)
     one, other = ([choice["token_ids"] for choice in post(server, "/v1/completions", asked)["choices"]] for _ in "12")
     must(one == other, "a seed gives other tokens the second time")
@@ -215,7 +215,7 @@ def prefix(subject: Subject, server: Server) -> str:
 
 
 def fork(subject: Subject, server: Server) -> str:
-    """Two greedy branches of a running stream are what it is. Keeps it for the checks that follow."""
+    """Check that two greedy branches of a running stream equal it. Keeps its tokens for later checks."""
     with client(server) as http:
         running = streamed(http, subject.body(max_tokens=LONG, request_id="trunk"))
         begun = next(running)
@@ -228,7 +228,7 @@ def fork(subject: Subject, server: Server) -> str:
 
 
 def goes_on(subject: Subject, server: Server, module: str) -> str:
-    """Kill a process in a stream."""
+    """Kill a process during a stream, and check that the stream continues with the same tokens."""
     victim = children(server.process.pid)[module]
     with client(server) as http:
         running = streamed(http, subject.body(max_tokens=LONG))
@@ -250,11 +250,11 @@ def engine(subject: Subject, server: Server) -> str:
 
 
 EAGER = ("deepseek-v32", "glm-moe-dsa")
-"""Models that have a part without a native kernel: attention to what an index chooses."""
+"""Models with an operation that has no native kernel: attention to keys that an index selects."""
 
 
 def recorded(subject: Subject, server: Server) -> str:
-    """Native models' decode steps are programs."""
+    """Check that decode steps of native models are recorded programs."""
     found = "a decode step is recorded as a program of" in server.output
     reason = re.search("decode steps are not recorded: .*|decode steps run without graphs: .*", server.output)
     if reason and subject.name in EAGER and "is an operation of torch" in reason.group():
@@ -264,7 +264,7 @@ def recorded(subject: Subject, server: Server) -> str:
 
 
 def replay(_: Subject, server: Server) -> str:
-    """End the server, and decide its trace again: that of all lives of its engine."""
+    """End the server, and replay its trace with all lives of its engine."""
     must(server.stop() == 0, f"the server ended with {server.process.returncode}")
     words = words_of(server)
     done = command("replay", words[words.index("--record") + 1], "--assert")
@@ -277,7 +277,7 @@ def replay(_: Subject, server: Server) -> str:
 
 
 def same_long(subject: Subject, server: Server) -> str:
-    """The same tokens as by the first server, more of them than transformers was asked for."""
+    """Check that a long answer has the same tokens as that of the first server."""
     got = completion(server, subject.body(max_tokens=LONG))["token_ids"]
     must(got[: len(subject.case.tokens)] == subject.case.tokens, f"{got} and not transformers' {subject.case.tokens}")
     must(got == subject.long or not subject.long, f"{got} and not {subject.long}, as by the first server")
@@ -291,7 +291,7 @@ def ngram(subject: Subject, server: Server) -> str:
 
 
 def other(subject: Subject, server: Server) -> str:
-    """The native model's tokens from transformers' code."""
+    """Check that transformers' code in our engine gives the native model's tokens."""
     must("(transformers)" in server.output, "it is native")
     return tokens(subject, server)
 
@@ -306,7 +306,7 @@ def bfloat16(subject: Subject, server: Server) -> str:
 
 
 def int8(subject: Subject, server: Server) -> str:
-    """The tokens of an engine in this process, and log-probabilities not far from those of float32."""
+    """Check that int8 gives the tokens of an engine in this process, and log-probabilities near those of float32."""
     error = float((prompt_scores(server, subject) - their_scores(subject.reference, subject.case)).abs().mean())
     must(INT8_ERROR[0] < error < INT8_ERROR[1], f"log-probabilities are {error:.4f} from float32's")
     one = SamplingParams(temperature=0.0, max_tokens=len(subject.case.tokens), ignore_eos=True)
@@ -318,7 +318,7 @@ def int8(subject: Subject, server: Server) -> str:
 
 
 def plan(subject: Subject, server: Server) -> str:
-    """The blocks that the engine has, and the bytes that the loader fills."""
+    """Check that `plan` predicts the engine's number of blocks and the bytes of the weights."""
     words = words_of(server)
     done = command("plan", *words[words.index("serve") + 1 : words.index("--log-level")], "--json")
     must(done.returncode == 0, f"plan: {done.stderr[-300:]}")
@@ -341,7 +341,7 @@ def plan(subject: Subject, server: Server) -> str:
 
 
 def beyond(subject: Subject) -> str:
-    """A context beyond the model's positions is refused in one sentence."""
+    """Check that a context beyond the model's positions is refused with one sentence."""
     most = subject.spec.max_position_embeddings
     done = command("serve", str(subject.path), "--max-model-len", str(most + 1), "--port", "0")
     lines = done.stderr.splitlines()

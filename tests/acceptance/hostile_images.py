@@ -1,4 +1,4 @@
-"""Send a server thousands of images and URLs that no honest client sends, and print what became of them.
+"""Send a server thousands of hostile images and URLs, and print the results.
 
     python -m tests.acceptance.hostile_images 10000 1             # so many, made from this seed
     python -m tests.acceptance.hostile_images 10000 1 mistral3    # to another family's processor
@@ -109,7 +109,7 @@ def run(count: int, seed: int, make: Callable[[Path], Path]) -> int:
 def attack(
     http: httpx.Client, pid: int, count: int, seed: int, port: int
 ) -> tuple[Counter[int], list[str], float, float]:
-    """The answers by status, what was wrong, the longest stall in ms and the most memory in MB."""
+    """Run the attacks. Returns the answers by status, the faults, the longest stall in ms and the peak memory in MB."""
     answers, problems, done = Counter[int](), list[str](), threading.Event()
     most = megabytes(pid)
 
@@ -164,7 +164,7 @@ def url_of(data: bytes, kind: str) -> str:
 
 
 def megabytes(pid: int) -> float:
-    """Resident memory of a process and all below it."""
+    """Resident memory of a process and its descendants."""
     total = 0
     for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
         try:
@@ -176,7 +176,7 @@ def megabytes(pid: int) -> float:
 
 @contextmanager
 def listening() -> Iterator[tuple[int, list[Any]]]:
-    """A port of this machine, and who has connected to it."""
+    """A listening port, and the connections to it."""
     contacts = list[Any]()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(0.2)
@@ -248,7 +248,7 @@ def png(width: int, height: int, rows: bytes, *chunks: bytes) -> bytes:
 
 
 def bomb(chance: random.Random, _: int) -> tuple[str, Any]:
-    """Few bytes that become many: pixels, a text, a profile of colors."""
+    """A small file that expands to many bytes: pixels, a text, or a color profile."""
     zeros = zlib.compress(bytes(chance.choice([1, 8, 64]) * 1_000_000), 9)
     name, made = chance.choice(
         [
@@ -263,7 +263,7 @@ def bomb(chance: random.Random, _: int) -> tuple[str, Any]:
 
 @cache
 def large() -> list[tuple[str, bytes]]:
-    """Files whose pixels need as much memory as any that are decoded: as they are, turned, transparent, converted."""
+    """Files whose decoding needs the most memory: plain, rotated, transparent and converted images."""
     turned, made = Image.Exif(), list[tuple[str, bytes]]()
     turned[0x0112] = 6
     for kind, mode, size, more in (

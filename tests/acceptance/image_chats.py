@@ -15,7 +15,7 @@ from tests.images import make_qwen
 
 
 def main(num_users: int = 32, state_gib: float | None = None) -> int:
-    """With memory for states of so many GiB, or as much as there is by default; 0.0055 are 138 states."""
+    """Run the chats. `state_gib`: memory for states in GiB, None for the default; 0.0055 is 138 states."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = make_qwen(Path(folder) / "m")
         found = chat(

@@ -30,15 +30,15 @@ from vllm_lite.kv_disk import store
 from vllm_lite.kv_disk.usage import held_files
 
 QUOTA = "600KiB"
-"""Little more than half of what the prompts take, so that files are evicted all the time."""
+"""Quota of little more than half of the prompts' bytes, so that files are evicted all the time."""
 LIFE = 60
-"""Requests of an engine, before another one takes its place."""
+"""Requests of an engine before it is replaced."""
 DTYPES = ("float32", "bfloat16")
 SALTS = (None, "salt")
 
 
 class EngineFaults:
-    """Asks engines on one directory what was asked before, after a fault each time."""
+    """Sends earlier requests to engines on one directory, after a fault each time."""
 
     def __init__(self, folder: Path, draw: random.Random) -> None:
         self.draw = draw
@@ -66,7 +66,7 @@ class EngineFaults:
         return list(output.outputs[0].token_ids), output.num_cached_tokens or 0
 
     def learn(self) -> None:
-        """The tokens of each prompt with each adapter, by engines without a disk."""
+        """Compute the tokens of each prompt with each adapter, by engines without a disk."""
         for self.dtype in DTYPES:
             with self.open(single_process=True) as llm:
                 for adapter in self.adapters:
@@ -103,7 +103,7 @@ class EngineFaults:
 
 
 def until_there(llm: LLM) -> None:
-    """Wait until others have taken the place of workers that were killed."""
+    """Wait until killed workers have been replaced."""
     deadline_s = time.monotonic() + scaled(60.0)
     generation = 0
     while not generation:

@@ -37,7 +37,7 @@ OWNERS = ((), ("salt",), ("lora", "digest"), ("lora", "digest", "salt"), ("lora"
 
 @cache
 def keys_of(chain: int) -> list[bytes]:
-    """Keys of a chain's blocks. Six chains in a row are of one prompt, and of an owner each."""
+    """Keys of a chain's blocks. Six consecutive chains have the same prompt and different owners."""
     prompt, owner = divmod(chain, len(OWNERS))
     hasher, hashes = PrefixHasher(1, "seed"), list[bytes]()
     tokens = array("I", range(1000 * prompt, 1000 * prompt + LONGEST))
@@ -56,7 +56,7 @@ def content(key: bytes, model: bytes, place: tuple[int, int]) -> bytes:
 
 
 class Memory:
-    """Items by number, as a worker's pool has them."""
+    """Items by number, as in a worker's pool."""
 
     item_bytes = ITEM_BYTES
 
@@ -74,7 +74,7 @@ class Memory:
 
 
 class FileFaults:
-    """Faults of the files of one directory, whoever uses it; `draw` makes all choices."""
+    """Faults of the files of one directory; `draw` makes all random choices."""
 
     def __init__(self, root: Path, draw: random.Random) -> None:
         self.root = root
@@ -118,20 +118,20 @@ class FileFaults:
             data.extend(bytes(self.draw.randrange(1, 5000)))
 
     def zeroed(self) -> None:
-        """Pages that the disk had not written when the power failed."""
+        """Zero some pages, as if the disk had not written them before a power failure."""
         with self.changed() as data:
             start = self.draw.randrange(len(data) + 1) // PAGE * PAGE
             data[start : start + PAGE] = bytes(len(data[start : start + PAGE]))
 
     def moved(self) -> None:
-        """A file lies in the place of another one, maybe of another model or rank."""
+        """Replace a file by another one, possibly of another model or rank."""
         one, other = self.file(), self.file()
         if one is not None and other is not None:
             with suppress(OSError):
                 one.replace(other)
 
     def replaced(self) -> None:
-        """A folder, a pipe or a link lies in a file's place."""
+        """Replace a file by a folder, a pipe or a link."""
         path = self.file()
         if path is None:
             return
@@ -157,7 +157,7 @@ class FileFaults:
 
 
 class Faults(FileFaults):
-    """One directory with engines on it, that faults are injected into."""
+    """Injects faults into a directory that engines use."""
 
     def __init__(self, root: Path, draw: random.Random) -> None:
         super().__init__(root, draw)
@@ -257,7 +257,7 @@ class Faults(FileFaults):
         self.now_s += 20.0
 
     def killed(self) -> None:
-        """Another engine is killed while it writes; now and then a process of its own, by SIGKILL."""
+        """Kill another engine while it writes; sometimes it is a real process, killed by SIGKILL."""
         if self.draw.random() < 0.02:
             child = os.fork()
             if child == 0:
@@ -293,7 +293,7 @@ class Faults(FileFaults):
 
 
 def run(root: Path, count: int, seed: int = 0) -> Counter[str]:
-    """Inject `count` faults. Returns what was seen; "WRONG" and "OVER QUOTA" must not be in it."""
+    """Inject `count` faults. Returns counts of results; "WRONG" and "OVER QUOTA" must not be among them."""
     draw = random.Random(seed)
     faults = Faults(root, draw)
     for number in range(count):

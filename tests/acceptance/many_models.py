@@ -95,7 +95,7 @@ def requests(count: int, rng: random.Random) -> list[tuple[str, dict[str, Any]]]
 
 
 def measure(folder: Path) -> int:
-    """Memory that holds the largest model and no second one: each alone is measured."""
+    """A memory limit that fits the largest model but no second one, from measurements of each model alone."""
     with routing(folder, "models_max: 1", WRITERS) as server, http_of(server) as http:
         sizes = {}
         for name in WRITERS:
@@ -109,7 +109,7 @@ def measure(folder: Path) -> int:
 
 
 def alone(folder: Path, asked: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
-    """The texts by a server of each model alone, one request at a time."""
+    """The texts of a separate server for each model, one request at a time."""
     texts = [""] * len(asked)
     for name, path in WRITERS.items():
         flags = [path, "--port", "0", "--device", "cpu", "--served-model-name", name]
@@ -170,7 +170,7 @@ def random_requests(folder: Path, limit: int, count: int, rng: random.Random) ->
 
 
 def _watch_memory(server: Server, limit: int, stop: threading.Event, found: Counter[str]) -> None:
-    """Count the looks at which all models together take more than a tenth over their limit."""
+    """Count the samples in which all models together exceed their limit by more than a tenth."""
     with http_of(server) as http:
         while not stop.wait(1.0):
             with suppress(httpx.HTTPError):
@@ -196,7 +196,7 @@ def _counters(http: httpx.Client) -> dict[str, float]:
 
 
 def stream_and_chat(folder: Path, limit: int, chat_tokens: int) -> Counter[str]:
-    """A stream over forced swaps, and a chat that finds its KV after one."""
+    """Run a stream over forced swaps, and a chat that finds its KV after a swap."""
     failed: Counter[str] = Counter()
     kv = f"models_memory: {limit >> 20}MiB\nmodels_slice_s: 1"
     models = {name: f"{path}, kv_cache_dir: {folder / 'kv'}" for name, path in WRITERS.items()}
@@ -228,7 +228,7 @@ def stream_and_chat(folder: Path, limit: int, chat_tokens: int) -> Counter[str]:
 
 
 def kills(folder: Path, count: int, rng: random.Random) -> Counter[str]:
-    """Kill processes of one model after the other, any of them, while the others' streams go on."""
+    """Kill random processes of one model after the other, while the streams of other models continue."""
     found: Counter[str] = Counter()
     names = list(WRITERS)
     with routing(folder, "models_memory: 16GiB", WRITERS, vectors=True) as server, http_of(server) as http:
@@ -263,7 +263,7 @@ def kills(folder: Path, count: int, rng: random.Random) -> Counter[str]:
 
 
 def _until_loaded(http: httpx.Client, name: str) -> None:
-    """Wait until a model is loaded, and its processes of before are gone."""
+    """Wait until a model is loaded and its previous processes have ended."""
     deadline_s = time.monotonic() + scaled(REST_S)
     while states(http)[name] != "loaded":
         assert time.monotonic() < deadline_s, f"{name} was not loaded"

@@ -36,7 +36,8 @@ NODE_BYTES = 160 << 20
 
 @contextmanager
 def cluster(num_nodes: int, cpus: int = 1) -> Iterator[tuple[Any, list[Any]]]:
-    """A head without CPUs, and `num_nodes` with some; this process and its children find it by RAY_ADDRESS."""
+    """A cluster with a head without CPUs and `num_nodes` nodes with some; this process and its children find it by
+    RAY_ADDRESS."""
     size = {"object_store_memory": NODE_BYTES, "node_ip_address": LOOPBACK, "include_dashboard": False}
     made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **size})
     os.environ["RAY_ADDRESS"] = made.address
@@ -84,7 +85,7 @@ def check_executor() -> None:
 
 
 def kill_node(node: Any) -> None:
-    """End a node as a machine does that loses its power: the raylet, and all that it has started."""
+    """Kill a node as by a power failure: the raylet and all processes that it has started."""
     (raylet,) = [psutil.Process(info.process.pid) for info in node.all_processes["raylet"]]
     family = [raylet, *raylet.children(recursive=True)]
     print(f"kill -9 of the raylet {raylet.pid} and of {len(family) - 1} processes below it", flush=True)
@@ -107,7 +108,7 @@ def check_packed() -> None:
 
 
 def check_disk() -> None:
-    """Nodes of one machine share its file system."""
+    """Check the disk cache of two engines; nodes of one machine share its file system."""
     settings: dict[str, Any] = {"dtype": "float32", "num_gpu_blocks_override": 512, "cpu_threads": 1}
     settings |= {"tensor_parallel_size": 2, "ready_timeout_s": 300.0}
     prompt = [5 + 7 * place % 2000 for place in range(300)]

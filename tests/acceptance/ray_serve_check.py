@@ -35,8 +35,8 @@ from tests.acceptance.ray_serve_rig import LENGTH, LOOK_S, PATIENCE_S, SETTINGS,
 from vllm_lite.tools.bench.serve_http import HttpClient, HttpError
 
 SYSTEM, QUESTION, ANSWER, CHATS, TURNS, AT_ONCE = 64, 48, 32, 16, 6, 4
-"""Tokens of the system prompt, which all chats share, of each question and of each answer; chats, and how many turns
-run at a time."""
+"""Tokens of the system prompt, which all chats share, of each question and of each answer; numbers of chats, of turns,
+and of turns that run at a time."""
 
 
 def check_scale() -> None:
@@ -53,7 +53,7 @@ def check_cache() -> None:
 
 
 async def _scale(client: HttpClient, num_loops: int, length: int) -> str:
-    """Load that makes two replicas of one, and then load that makes one of two; without a pause between them."""
+    """Generate load for which one replica becomes two, and then, without a pause, load for which two become one."""
     await until(client, 1)
     answers: dict[int, set[str]] = {}
     counts = {"requests": 0, "errors": 0}
@@ -94,7 +94,7 @@ def check_routing() -> None:
 
 
 async def _chats(client: HttpClient) -> tuple[float, float]:
-    """All chats to their ends. Returns the share of prompt tokens that caches had, and the seconds."""
+    """Run all chats to their ends. Returns the share of cached prompt tokens, and the seconds."""
     await until(client, 2)
     rng = random.Random(1)
     system = [rng.randrange(10, 1000) for _ in range(SYSTEM)]
@@ -123,7 +123,7 @@ async def _chats(client: HttpClient) -> tuple[float, float]:
 
 
 LOADS = ((1, 8, 200), (16, 48, 100), (64, 128, 60), (256, 512, 30), (1000, 1000, 20))
-"""Streams at once, requests, and tokens of each."""
+"""Loads: concurrent streams, requests, and tokens of each."""
 
 
 def check_overhead() -> None:

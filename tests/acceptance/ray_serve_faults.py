@@ -66,8 +66,8 @@ async def _kill(client: HttpClient, nodes: Sequence[Any]) -> None:
 
 
 async def _raylet_dies(client: HttpClient, nodes: Sequence[Any], expected: list[str]) -> float:
-    """Kill a raylet alone, and run streams until what it had started has ended. Returns the longest pause of one. It is
-    not that of the HTTP replica, whose connections end with it."""
+    """Kill a raylet alone, and run streams until its child processes have ended. Returns the longest pause of a stream.
+    It is not the raylet of the HTTP replica, whose connections would end with it."""
     raylets = [psutil.Process(info.process.pid) for node in nodes for info in node.all_processes["raylet"]]
     trees = {raylet: raylet.children(recursive=True) for raylet in raylets}
     commands = {process: " ".join(process.cmdline())[:60] for below in trees.values() for process in below}
@@ -98,7 +98,7 @@ def check_hang(what: str) -> None:
 
 
 def family(replica: psutil.Process) -> dict[str, psutil.Process]:
-    """The processes of a replica, by what they are."""
+    """Role -> process of a replica."""
     found = {"replica": replica}
     for child in replica.children(recursive=True):
         with suppress(psutil.Error):
@@ -124,7 +124,7 @@ async def _hang(client: HttpClient, what: str) -> None:
             process.suspend()
 
     async def ask_others() -> None:
-        """New requests, all the time, and the health of the whole."""
+        """Send new requests all the time, and query the health of the application."""
         number = 100
         while streams_run:
             began_s = time.perf_counter()
@@ -220,7 +220,7 @@ async def _late(client: HttpClient, adapter: str) -> None:
 
 
 async def _another(client: HttpClient) -> float:
-    """Kill a replica, and wait until another one serves in its place. Returns the seconds."""
+    """Kill a replica, and wait until another one replaces it. Returns the seconds."""
     found = replicas()
     found[0].kill()
     began_s = time.monotonic()
@@ -236,7 +236,7 @@ async def _admin(client: HttpClient, path: str, body: dict[str, Any]) -> None:
 
 
 async def _texts_of(client: HttpClient, model: str) -> list[str]:
-    """Short texts of both replicas; their prompts are all new to the router."""
+    """Short texts from both replicas; all prompts are new to the router."""
     body = {"model": model, "max_tokens": 16, "temperature": 0.0, "ignore_eos": True}
     asked = (client.post("/v1/completions", json.dumps({**body, "prompt": f"{n} bears"}).encode()) for n in range(16))
     return [json.loads(answer)["choices"][0]["text"] for answer in await asyncio.gather(*asked)]
@@ -246,7 +246,7 @@ APPLICATION = {"model": "demo", "dtype": "float32", "cpu_threads": 1, "num_gpu_b
 
 
 def check_command() -> None:
-    """With Serve's own commands, by import path and by file, and with this package's."""
+    """Start replicas with Serve's own commands, by import path and by file, and with this package's command."""
     serve = str(Path(sys.executable).with_name("serve"))
     with cluster(2), tempfile.TemporaryDirectory() as folder:
         port = free_port()
@@ -265,7 +265,7 @@ def check_command() -> None:
 
 
 def _command(command: list[str], port: int, end: signal.Signals) -> None:
-    """Run it until two replicas answer, and end it with a signal."""
+    """Run a command until two replicas answer, and end it with a signal."""
     name = " ".join(Path(word).name for word in command[:4])
 
     async def asked() -> tuple[float, Stream]:

@@ -37,7 +37,7 @@ NUM_STREAMS, LENGTH = 8, 800
 
 @contextmanager
 def serving(num_nodes: int = 2, **settings: Any) -> Iterator[tuple[str, list[Any]]]:
-    """An application on a cluster of its own, with a CPU on each node: its URL, and the nodes."""
+    """An application on its own cluster, with a CPU on each node. Yields its URL and the nodes."""
     config = RayServeConfig.load({**SETTINGS, "port": free_port(), **settings})
     with cluster(num_nodes) as (_, nodes):
         try:
@@ -62,7 +62,7 @@ async def num_engines(client: HttpClient) -> int:
 
 
 async def until(client: HttpClient, count: int) -> float:
-    """Wait for so many replicas. Returns the seconds that it took."""
+    """Wait for `count` replicas. Returns the seconds."""
     began_s = time.monotonic()
     async with asyncio.timeout(PATIENCE_S):
         while await num_engines(client) != count:  # noqa: ASYNC110 - the server is asked
@@ -71,7 +71,7 @@ async def until(client: HttpClient, count: int) -> float:
 
 
 class Stream:
-    """A completion that is streamed."""
+    """A streamed completion."""
 
     def __init__(self, number: int, length: int = LENGTH) -> None:
         self.body = json.dumps(
@@ -123,7 +123,7 @@ async def texts(
 
 
 async def all_run(streams: list[Stream]) -> None:
-    """Wait until all have had some tokens."""
+    """Wait until all streams have got some tokens."""
     while any(len(stream.times_s) < 50 for stream in streams):  # noqa: ASYNC110 - they say nothing when it comes
         await asyncio.sleep(0.01)
 

@@ -21,10 +21,10 @@ class RoundRobin(FIFOMixin, RequestRouter):  # type: ignore[misc]
 
 
 class RaysPrefixRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]
-    """It compares texts: one character stands for each token."""
+    """Ray's own prefix router, which compares texts: each token is replaced by one character."""
 
     def _extract_text_from_request(self, pending_request: PendingRequest) -> str:
-        # Imported here because Serve carries the class as a value, with all that it refers to.
+        # Imported here because Serve serializes the class with everything that it refers to.
         from vllm_lite.protocol.api import Generate
         from vllm_lite.protocol.codec import client_to_engine, unpack_tokens
         from vllm_lite.ray.messages import Routed

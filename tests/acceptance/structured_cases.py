@@ -22,7 +22,8 @@ BEGIN, END = 2, 3
 SPELLED_END = "</so>"
 """A mark that is several ordinary tokens."""
 BIAS = 9.0
-"""The demo model tells stories: without help it would rarely end a text in JSON, so few outputs would be whole."""
+"""Bias of closing tokens. The demo model tells stories: without help it would rarely end a text in JSON, so few outputs
+would be complete."""
 THINKING_KINDS = 4
 
 
@@ -33,12 +34,12 @@ class Case(NamedTuple):
     wanted: dict[str, Any]
     """The constraint as a user writes it: {"json": schema} or {"regex": pattern}."""
     judge: Callable[[str], str | None]
-    """Says what is wrong with a whole output; None if nothing is."""
+    """Returns the fault of a complete output; None if it is right."""
     refused: bool = False
 
 
 def load_cases() -> list[Case]:
-    """All of the corpus, those to refuse included."""
+    """Load the corpus, including the cases to refuse."""
     return [*_read("schemas.jsonl", "schema"), *_read("regexes.jsonl", "regex")]
 
 
@@ -74,9 +75,8 @@ def _regex_judge(pattern: str) -> Callable[[str], str | None]:
 
 
 def closing_bias(vocabulary: dict[str, int], ends: list[int]) -> dict[int, float]:
-    """Makes the tokens likelier that close something, and the model's end tokens.
-
-    `vocabulary` maps tokens as tokenizer.json spells them, in which these characters stand for themselves.
+    """Bias that makes closing tokens and the model's end tokens more likely. `vocabulary`: tokens in the spelling of
+    tokenizer.json, in which these characters are unchanged.
     """
     closers = [token_id for text, token_id in vocabulary.items() if text in {'"', "}", "]", '"}', '",', "],", "},"}]
     return dict.fromkeys([*closers, *ends], BIAS)

@@ -1,4 +1,5 @@
-"""Hold every kind of engine to 200 JSON schemas and 50 regular expressions, and judge each output with other libraries.
+"""Test every kind of engine with 200 JSON schemas and 50 regular expressions, and judge each output with other
+libraries.
 
     python -m tests.acceptance.structured_check
     python -m tests.acceptance.structured_check --rows thinking --cases 40 --max-tokens 100
@@ -21,7 +22,7 @@ from vllm_lite.structured.compile import compile_grammar
 
 
 def check_compiling(cases: list[Case]) -> int:
-    """Every case compiles, or is refused if it is marked so. Returns how many did not do as they should."""
+    """Check that every case compiles, or is refused if it is marked so. Returns the number of failures."""
     wrong = 0
     for case in cases:
         try:
@@ -38,7 +39,7 @@ def check_compiling(cases: list[Case]) -> int:
 
 
 def chosen(cases: list[Case], most: int | None) -> list[Case]:
-    """At most so many cases, evenly out of all of them."""
+    """Choose at most `most` cases, evenly spread over all."""
     if most is None or most >= len(cases):
         return cases
     return [cases[place * len(cases) // most] for place in range(most)]

@@ -1,4 +1,4 @@
-"""Send a server a thousand hostile grammars while eight plain streams run, and see what these feel of it.
+"""Send a server a thousand hostile grammars while eight plain streams run, and measure the effect on these.
 
     python -m tests.acceptance.structured_hostile --grammars 1000
 
@@ -29,7 +29,7 @@ NUM_STREAMS = 8
 AT_ONCE = 8
 ROUNDS = 4
 LIMIT_S = 20.0
-"""For an answer, of a server that others keep busy as well."""
+"""Time limit of an answer, for a server that is busy with other requests."""
 READY_S, END_S = 120.0, 30.0
 MAX_TOKENS = 12
 SHOWN = 10
@@ -49,7 +49,7 @@ class Phase:
 
 @dataclass
 class Siege:
-    """One server, its plain streams, and what is sent beside them."""
+    """One server, its plain streams, and the requests beside them."""
 
     base_url: str
     phases: dict[str, Phase] = field(default_factory=lambda: defaultdict(Phase))
@@ -152,7 +152,7 @@ def memory_bytes(pid: int) -> dict[str, int]:
 
 
 def serve(flags: Sequence[str], besiege: Callable[[str, int], None]) -> None:
-    """Start a server and let `besiege(url, pid)` have it."""
+    """Start a server and call `besiege(url, pid)`."""
     command = [sys.executable, "-m", "vllm_lite", "serve", "--port", "0", *flags]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:

@@ -1,4 +1,4 @@
-"""Compare how often each output of a small grammar comes with what the model's own probabilities say.
+"""Compare the frequencies of a small grammar's outputs with the model's own probabilities.
 
     python -m tests.acceptance.structured_odds --draws 4000
 
@@ -27,11 +27,11 @@ from vllm_lite.structured.compile import compile_grammar
 PATTERN = r"(red|rest|great) (ox|owls|cats)"
 PROMPT = "Once upon a time there was a"
 TEMPERATURE = 2.0
-"""High, so that many of the texts come, and several ways of spelling each."""
+"""A high temperature, so that many of the texts occur, in several tokenizations each."""
 LEAST = 1e-6
-"""Paths that are less likely are not followed."""
+"""Minimum probability of a path that is followed."""
 FEW = 5.0
-"""Texts that are expected less often than this are counted together."""
+"""Texts with a smaller expected count are counted together."""
 SIGNIFICANT = 1e-3
 ENDS = (1, 4)
 ENGINES: dict[str, dict[str, Any]] = {
@@ -53,7 +53,7 @@ class Odds:
         self.paths = 0
 
     def compute(self, prompt: list[int]) -> dict[str, float]:
-        """Follow every path behind `prompt`, those of one length in one pass of the model."""
+        """Follow every path after `prompt`, with all paths of one length in one pass of the model."""
         paths: list[tuple[list[int], float]] = [([], 1.0)]
         while paths:
             tokens = torch.tensor([prompt + path for path, _ in paths])
@@ -92,7 +92,7 @@ def p_value(expected: dict[str, float], counts: Counter[str]) -> tuple[float, in
 
 
 def draw(settings: dict[str, Any], num_draws: int) -> tuple[list[str], list[int], float]:
-    """Texts of so many seeds, the prompt's tokens, and the accepted drafts of each draw."""
+    """Texts for `num_draws` seeds, the prompt's tokens, and the accepted drafts of each draw."""
     params = [
         SamplingParams(
             structured_outputs=StructuredOutputsParams(regex=PATTERN), temperature=TEMPERATURE, seed=seed, max_tokens=60

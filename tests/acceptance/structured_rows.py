@@ -1,4 +1,5 @@
-"""The rows of structured_check.py: one engine each, held to the same valid outputs as the first of its kind."""
+"""The rows of structured_check.py: each is one engine, which must give the same valid outputs as the first row of its
+kind."""
 
 import sys
 import time
@@ -22,12 +23,12 @@ BLOCK_SIZE = 8
 ALL_GREEDY, ALL_SAMPLED = "greedy", "sampled"
 SHOWN = 5
 STEM = "Once upon a time there was a small bear who lived in a house at the edge of the forest. "
-"""Every second prompt begins with it, so that prefixes are found in the cache."""
+"""Beginning of every second prompt, so that prefixes are found in the cache."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One engine, and what is asked of it. Rows of one `kind` have to give the same tokens."""
+    """One engine, and the requests that it gets. Rows of one `kind` must give the same tokens."""
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
@@ -37,11 +38,11 @@ class Row:
     rounds: int = 1
     tiny_pool: bool = False
     must: tuple[str, ...] = ()
-    """Counters of the engine that must not be 0, or the row would show nothing."""
+    """Counters of the engine that must not be 0; otherwise the row would prove nothing."""
 
 
 def make_rows(longest: int) -> list[Row]:
-    """All rows; sequences have at most `longest` tokens, which the tiny pools are measured by."""
+    """All rows. Sequences have at most `longest` tokens, which determines the size of the tiny pools."""
     tiny = {"num_gpu_blocks_override": -(-longest // BLOCK_SIZE) + 3}
     drafts, preempted = ("accepted_tokens",), ("preemptions",)
     return [
@@ -89,10 +90,10 @@ class Result:
 
 
 class Matrix:
-    """Runs rows over cases and keeps what the first row of each kind gave, which the others are held against."""
+    """Runs rows over cases, and compares them with the results of the first row of each kind."""
 
     def __init__(self, cases: Sequence[Case], *, max_tokens: int, **settings: Any) -> None:
-        """`settings` are those of every engine."""
+        """`settings`: common settings of all engines."""
         self.cases = [case for case in cases if not case.refused]
         self.max_tokens = max_tokens
         self.settings: dict[str, Any] = {
@@ -111,11 +112,11 @@ class Matrix:
 
     @property
     def longest(self) -> int:
-        """The most tokens of a prompt and its output."""
+        """Maximum tokens of a prompt with its output."""
         return max(len(self.tokenizer.encode(prompt).ids) for prompt in self.prompts) + self.max_tokens
 
     def run(self, row: Row) -> Result:
-        """One engine, all cases, greedy and sampled."""
+        """Run all cases on one engine, greedy and sampled."""
         result = Result(row)
         started_s = time.monotonic()
         try:
@@ -185,7 +186,7 @@ class Matrix:
             result.faults.append(f"something was left behind: {stats}")
 
     def _compare(self, result: Result) -> None:
-        """With the first row of the kind; the first sample of n = 2 is that of a plain row."""
+        """Compare a result with the first row of the kind; the first sample of n = 2 must equal that of a plain row."""
         first = self.first.setdefault(result.row.kind, result)
         for (way, place), tokens in result.tokens.items():
             if first is not result and tokens != first.tokens[way, place]:

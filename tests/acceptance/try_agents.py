@@ -1,4 +1,4 @@
-"""Run coding agents that nobody here wrote against a server with a scripted model, for one whole turn with a tool each.
+"""Run published coding agents against a server with a scripted model, each for one whole task with a tool.
 
     python -m tests.acceptance.try_agents                                  # all, in environments that are thrown away
     python -m tests.acceptance.try_agents --only codex,claude --environments ENVS --record FOLDER
@@ -34,13 +34,14 @@ MODEL = "scripted"
 FLAGS = ("--served-model-name", MODEL, "gpt-5.5", "--tool-call-parser", "hermes", "--reasoning-parser", "qwen3")
 TIMEOUT_S = 180.0
 NOBODY = "http://127.0.0.1:9"
-"""A proxy that is not there: no agent reaches anything but the server."""
+"""Address of a proxy that does not exist, so that agents can reach only the server."""
 BEGIN, END = "<!-- agents: written by tests/acceptance/try_agents.py -->\n", "<!-- end -->\n"
 _COLORS = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
 class Turn(NamedTuple):
-    """`error` says why it is not whole, or nothing; `warnings` what the server did not take."""
+    """The result of a task. `error`: the reason for which it is incomplete, or ""; `warnings`: fields that the server
+    ignored."""
 
     agent: Agent
     version: str
@@ -115,7 +116,7 @@ def repository(folder: Path) -> None:
 
 
 def environment(agent: Agent, place: Path, home: Path) -> dict[str, str]:
-    """Nothing of this process but where its programs are."""
+    """Environment of an agent: of this process's variables, only the path of programs."""
     programs = place / ("node_modules/.bin" if agent.registry == "npm" else "bin")
     path = f"{programs}:{os.environ['PATH']}"
     dead = dict.fromkeys(("https_proxy", "HTTPS_PROXY"), NOBODY)
@@ -124,7 +125,7 @@ def environment(agent: Agent, place: Path, home: Path) -> dict[str, str]:
 
 
 def ran(command: list[str], work: Path, env: dict[str, str]) -> tuple[str, str]:
-    """Run an agent. Returns what it printed, and why it failed, or nothing."""
+    """Run an agent. Returns its output, and the reason of a failure, or ""."""
     program = shutil.which(command[0], path=env["PATH"]) or command[0]
     try:
         done = subprocess.run(
@@ -146,7 +147,7 @@ def ran(command: list[str], work: Path, env: dict[str, str]) -> tuple[str, str]:
 
 
 def missing(output: str, work: Path, recorder: Recorder) -> str:
-    """Name the missing part of a turn that ended well; None if it is whole."""
+    """Name the missing part of a task that ended successfully; None if it is complete."""
     refused = [each for each in recorder.exchanges if each.status >= 400 and each.method == "POST"]
     if refused:
         return f"{refused[0].path} answered {refused[0].status}: {refused[0].answer[:200].decode(errors='replace')}"
@@ -159,7 +160,7 @@ def missing(output: str, work: Path, recorder: Recorder) -> str:
 
 
 def seen(recorder: Recorder) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The paths that generate, and what was warned of, each once."""
+    """The generating paths that were called, and the warnings, each once."""
     posts = [each for each in recorder.exchanges if each.method == "POST"]
     paths = dict.fromkeys(each.path.partition("?")[0] for each in posts)
     found = [warning for each in posts for warning in re.findall(r'vllm-lite "([^"]*)"', each.warning)]

@@ -1,4 +1,4 @@
-"""A proxy between an agent and the server, which notes what is asked and answered."""
+"""A proxy between an agent and the server that records requests and answers."""
 
 import http.client
 import threading
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 TIMEOUT_S = 300.0
 _OWN = ("connection", "transfer-encoding", "content-length", "host", "keep-alive")
-"""Headers that say how a body travels: the proxy writes its own."""
+"""Headers about the transfer of a body, which the proxy writes itself."""
 
 
 class Exchange(NamedTuple):
@@ -33,7 +33,7 @@ class _Handler(BaseHTTPRequestHandler):
     exchanges: ClassVar[list[Exchange]]
 
     def log_message(self, *_: object) -> None:
-        """Nothing: the exchanges are kept."""
+        """Print nothing, because the exchanges are recorded."""
 
     def do_POST(self) -> None:
         size = int(self.headers.get("content-length") or 0)
@@ -73,7 +73,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 class Recorder:
-    """`exchanges` in the order of their ends, as clients send them to `url`."""
+    """The proxy at `url`. `exchanges`: recorded exchanges, in the order of their ends."""
 
     def __init__(self, upstream: str) -> None:
         self.exchanges: list[Exchange] = []

@@ -1,4 +1,4 @@
-"""The agents of try_agents.py: how each is installed, given an address, a key and a model, and asked for one turn.
+"""The agents of try_agents.py: for each, its installation, its settings for address, key and model, and its command.
 
 Everything else is as the agent comes. `permitted` is what lets it run a tool without asking, where nobody sits at a
 terminal. In texts $url is the server, $model its model, $prompt the task, $home a folder of the agent's own and
@@ -26,7 +26,7 @@ class Agent(NamedTuple):
     files: Mapping[str, str] = _NOTHING
     more: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
-    """A command that is run before, for an agent that takes its address only so."""
+    """A command that runs first, for an agent that can only be configured in this way."""
 
 
 _CODEX = {

@@ -22,7 +22,7 @@ CALLS: dict[str, dict[str, object]] = {
     "terminal": {"command": _COMMAND},
     "run_commands": {"commands": [_COMMAND]},
 }
-"""Arguments of the first call, by the name of the tool; the first of these that a request has is called."""
+"""Tool -> arguments of the first call. The first tool in this order that a request has is called."""
 _ENDS: dict[str, tuple[str, dict[str, object]]] = {
     "COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT": (
         "bash",
@@ -35,11 +35,11 @@ TEXTS: dict[str, str] = {
     "using code blobs": f"Thought: one call.\n<code>\nwrite_greeting('{CONTENT}')\nfinal_answer('{DONE}')\n</code>",
     "gptme": f"I do it now.\n\n```shell\n{_COMMAND}\n```\n",
 }
-"""Answers to the task from agents that have no tools, by words of their prompt; later answers are DONE."""
+"""Words of the prompt -> answer to the task for agents without tools; later answers are DONE."""
 
 
 def scripts() -> dict[str, str]:
-    """The texts that are played, by their names in choice()."""
+    """Name in choice() -> text that is played."""
     calls = {name: _thought(name) + _called(name, arguments) for name, arguments in CALLS.items()}
     ends = {f"end {number}": _called(*call) for number, call in enumerate(_ENDS.values())}
     texts = {f"text {number}": text for number, text in enumerate(TEXTS.values())}
@@ -68,7 +68,7 @@ _CHOICE = """
 
 
 def choice() -> str:
-    """A Jinja template that renders the name of a script. Who asks without tools gets a title."""
+    """A Jinja template that renders the name of a script. A request without tools gets a title."""
     lists: dict[str, list[str]] = {"TEXTS": [*TEXTS], "CALLS": [*reversed(CALLS)], "ENDS": [*_ENDS]}
     text = _CHOICE.replace("TASK", json.dumps(PROMPT))
     for name, values in lists.items():

@@ -1,4 +1,4 @@
-"""Run clients that nobody here wrote against a server with the bundled model, and say which of them work.
+"""Run published clients against a server with the bundled model, and report which of them work.
 
     python -m tests.acceptance.try_clients                                 # all, in environments that are thrown away
     python -m tests.acceptance.try_clients --only openai,ollama --environments ENVS
@@ -30,7 +30,7 @@ PAGE = ROOT / "docs" / "clients.md"
 FLAGS = ("--served-model-name", "demo", "--dtype", "float32", "--convert", "embed")
 SEEING_FLAGS = ("--served-model-name", "eyes", "--dtype", "float32", "--max-model-len", "1024")
 SEEING = "images_seen.py"
-"""The program for a server that sees."""
+"""The program for a server that accepts images."""
 BEHIND = "\n## Agents\n"
 """End of this script's part of the page."""
 TIMEOUT_S = 900.0
@@ -134,7 +134,7 @@ def main() -> int:
 
 
 def install(folder: Path, packages: tuple[str, ...], *, is_node: bool) -> str:
-    """Make an environment of these packages, unless it is there. Returns why it is not, or nothing."""
+    """Create an environment with these packages if it is missing. Returns the reason of a failure, or ""."""
     if (folder / "done").exists():
         return ""
     folder.mkdir(parents=True, exist_ok=True)
@@ -171,7 +171,7 @@ def version_of(client: Client, folder: Path) -> str:
 
 
 def attempt(client: Client, folder: Path, url: str) -> Outcome:
-    """Run its program, in a folder of its own."""
+    """Run a client's program, in a folder of its own."""
     began_s = time.monotonic()
     with tempfile.TemporaryDirectory() as here:
         error = run(client, folder, url, Path(here))
@@ -182,7 +182,7 @@ def attempt(client: Client, folder: Path, url: str) -> Outcome:
 
 
 def run(client: Client, folder: Path, url: str, here: Path) -> str:
-    """Returns why it failed, or nothing."""
+    """Run a client's program. Returns the reason of a failure, or ""."""
     name, *words = client.program.split()
     command = [str(folder / "bin" / "python"), str(PROGRAMS / name), *words]
     if client.environment == NODE:

@@ -1,4 +1,4 @@
-"""Needs of all of these programs; try_clients.py gives each TRY_URL, a server, and TRY_MODEL, the folder it serves."""
+"""Common parts of these programs. try_clients.py sets TRY_URL, the server, and TRY_MODEL, the folder that it serves."""
 
 import os
 
@@ -15,6 +15,6 @@ TOOL = {"type": "function", "function": {"name": "feed", "description": "Feed a 
 
 
 def check(what: object) -> None:
-    """End the program with an error if there is nothing."""
+    """End the program with an error if `what` is empty."""
     if not what:
         raise SystemExit(f"nothing came: {what!r}")

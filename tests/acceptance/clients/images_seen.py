@@ -1,7 +1,7 @@
 """Packages for Python: a picture in a chat and in a stream; with OpenAI's package also in a response, with Anthropic's
 in a tool's result.
 
-Whether a picture was seen is told by the tokens of the prompt: as many more as the picture has.
+The number of prompt tokens shows whether a picture was seen: it grows by the tokens of the picture.
 """
 
 import base64

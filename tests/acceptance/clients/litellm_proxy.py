@@ -25,7 +25,7 @@ def free_port() -> int:
 
 
 def started(port: int) -> "subprocess.Popen[bytes]":
-    """The proxy, once it answers."""
+    """Start the proxy, and wait until it answers."""
     there = {"api_base": f"{URL}/v1", "api_key": "none"}
     models = [{"model_name": name, "litellm_params": {"model": model, **there}} for name, model in MODELS.items()]
     config = {"model_list": models, "general_settings": {"master_key": KEY}}

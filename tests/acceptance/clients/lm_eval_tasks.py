@@ -32,14 +32,14 @@ OWN = f"pretrained={MODEL},dtype=float32,add_bos_token=True"
 
 
 def rows(count: int) -> list[dict[str, Any]]:
-    """Beginnings with three continuations each, one of which counts as right."""
+    """Rows with a beginning and three continuations, one of which is the right one."""
     rng = random.Random(5)
     texts = [[" ".join(rng.choices(WORDS, k=rng.randint(1, 3))) for _ in range(3)] for _ in range(count)]
     return [{"q": rng.choice(BEGINNINGS), "choices": choices, "gold": rng.randrange(3)} for choices in texts]
 
 
 def evaluate(name: str, tasks: str, model: str, where: str, *more: str) -> dict[str, Any]:
-    """The results of each task, and what the model said to every row."""
+    """Evaluate tasks. Returns the results of each task, and the model's answers to every row."""
     command = [sys.executable, "-m", "lm_eval", "--model", model, "--model_args", where, "--tasks", tasks]
     command += ["--include_path", ".", "--output_path", name, "--log_samples", "--batch_size", "1", *more]
     subprocess.run(command, timeout=240, check=True)
