@@ -207,6 +207,8 @@ def test_pairs_are_ranked_as_transformers_ranks_them(scores: httpx.Client, reran
         ("/score", {"text_1": "a"}, "give text_1 and text_2"),
         ("/v1/embeddings", {"input": "x"}, "does not support the task 'embed': it can be asked to classify or score"),
         ("/v1/completions", {"prompt": "x"}, "generates no text"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, "generates no text"),
+        ("/v1/responses", {"input": "x"}, "generates no text"),
     ):
         assert message in post(scores, path, wrong, 400)["error"]["message"]
 

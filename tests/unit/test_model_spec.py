@@ -305,6 +305,9 @@ def test_missing_folder_and_file(tmp_path):
         load_spec(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"config\.json: no such file"):
         load_spec(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelError, match=r"model\.safetensors: no GGUF file; a checkpoint is the folder"):
+        load_spec(tmp_path / "model.safetensors")
 
 
 def test_kv_block_bytes_of_the_founding_documents(tmp_path):

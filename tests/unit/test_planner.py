@@ -64,13 +64,13 @@ def config(**given: Any) -> PlanConfig:
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
-    [("24GiB", 24 * GIB), ("24G", 24 * GIB), ("24 gb", 24 * 10**9), ("512MiB", 2**29), ("1.5T", 1536 * GIB), ("7", 7)],
+    [("24GiB", 24 * GIB), ("24G", 24 * GIB), ("24 gb", 24 * 10**9), ("512MiB", 2**29), ("1.5T", 1536 * GIB), ("1048576", 2**20)],
 )
 def test_amounts_of_memory(text: str, num_bytes: int) -> None:
     assert parse_bytes("gpu", text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["", "lots", "0GiB", "-1G", "24 GiBs"])
+@pytest.mark.parametrize("text", ["", "lots", "0GiB", "-1G", "24 GiBs", "24", "1048575"])
 def test_no_amounts_of_memory(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^gpu: expected an amount of memory like 24GiB, got "):
         parse_bytes("gpu", text)

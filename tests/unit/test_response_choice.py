@@ -125,7 +125,8 @@ def test_the_answer_says_why() -> None:
     assert "architecture is LlamaForCausalLM" not in choose(None, tokenizer, template="x").why
     tokenizer.added_tokens = {}
     assert "no known format in the chat template" in choose(None, tokenizer, template="x").why
-    assert "no chat template" in choose(None, tokenizer).why
+    why = "there is no chat template, and no known format in the vocabulary or the architecture"
+    assert choose(None, tokenizer).why == why
     assert "architecture is GptOssForCausalLM" in choose(None, tokenizer, architectures=["GptOssForCausalLM"]).why
 
 

@@ -164,6 +164,8 @@ def load_spec(path: str | Path, model_impl: str = "auto", options: PoolingOption
     folder = Path(path)
     if (gguf := GgufCheckpoint.find(folder)) is not None:
         return _gguf_spec(gguf, options)
+    if folder.is_file():
+        raise ModelError(f"{folder}: no GGUF file; a checkpoint is the folder that has the weights and a config.json")
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; a checkpoint folder with a config.json is expected")
     spec = read_json(folder / CONFIG_FILE, partial(_parse_folder, folder, model_impl, options))

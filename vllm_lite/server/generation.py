@@ -172,6 +172,7 @@ class Generation:
         """Make the call of a chat. `call_id`: a unique id that the caller has made in the form of its API. Forks of
         such a call are answered as chats."""
         request, body = asked.request, asked.body
+        self._check_generates()
         params = bodies.sampling(body, {"max_tokens": None, **self.model.defaults}, _chat_changes(body))
         tools, form = forms.tools_of(body), forms.form_of(body)
         params, notes = await self._grammars.held(_budgeted(params, body), form, tools, request)
@@ -188,6 +189,7 @@ class Generation:
     async def chats(self, asked: Asked[ChatsBody]) -> Made:
         """Make the call of several chats, with a choice for each."""
         request, body = asked.request, asked.body
+        self._check_generates()
         for name in ("stream", "tools", "use_beam_search"):
             if getattr(body, name):
                 raise ApiError(400, f"{name} is not supported for several chats at once; send each of them alone", name)
@@ -250,6 +252,14 @@ class Generation:
     def knows_thinking(self) -> bool:
         """Whether the format of the model's reasoning is known."""
         return self._formats is not None and self._formats.reasoning is not None
+
+    def _check_generates(self) -> None:
+        """Raise ApiError if the model generates no text. A chat checks this before it misses a template, as encoders
+        have none."""
+        try:
+            self._factory.check_generates()
+        except RequestError as error:
+            raise refused(error, "messages") from error
 
     def _thinking(self, params: SamplingParams, prompt: Sequence[int], *, is_forced: bool) -> SamplingParams:
         """Let the grammar and the thinking budget know where the model's reasoning ends."""

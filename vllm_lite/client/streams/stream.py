@@ -254,15 +254,19 @@ class StreamFactory:
     ) -> RequestStream:
         """Check and tokenize one prompt, and create its stream. Raises RequestError, and the errors of `check`: see
         read_prompt."""
-        if not self.limits.pooler.generates:
-            tasks = " or ".join(self.limits.pooler.tasks)
-            raise RequestError(f"the model {self.limits.model!r} generates no text; it can be asked to {tasks}")
+        self.check_generates()
         params = self._checked(SamplingParams() if params is None else params)
         checked = read_prompt(prompt, self.tokenizer, self.limits, params, check)
         params = self._with_form(params, checked)
         samples = [self._sample(params) for _ in range(wire_params(params).n)]
         scores = None if params.prompt_logprobs is None else PromptScores(self.tokenizer, checked.token_ids)
         return RequestStream(request_id, checked, with_seed(params), samples, scores)
+
+    def check_generates(self) -> None:
+        """Raise RequestError if the model generates no text."""
+        if not self.limits.pooler.generates:
+            tasks = " or ".join(self.limits.pooler.tasks)
+            raise RequestError(f"the model {self.limits.model!r} generates no text; it can be asked to {tasks}")
 
     def replayed(self, request_id: str, prompt_ids: list[int], params: SamplingParams) -> RequestStream:
         """Create a stream for recorded events of a request, which no engine will run."""

@@ -95,8 +95,9 @@ def _part(part: str, name: str | None, evidence: _Evidence) -> tuple[str | None,
         weights = {own: weight for own, item in candidates.items() if (weight := weigh(item, evidence)) is not None}
         if weights:
             return max(weights, key=lambda own: weights[own]), why
-    template = "there is no chat template" if evidence.template is None else "no known format in the chat template"
-    return None, f"{template}, the vocabulary or the architecture"
+    if evidence.template is None:
+        return None, "there is no chat template, and no known format in the vocabulary or the architecture"
+    return None, "no known format in the chat template, the vocabulary or the architecture"
 
 
 def _in_template(item: Description, evidence: _Evidence) -> _Weight | None:
