@@ -273,6 +273,11 @@ def test_what_would_be_a_copy_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
 
+def test_the_bundled_model_has_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quantize", "demo", "--scheme", "int8", "--out", str(tmp_path / "out")]) == 0
+    assert "matrices as int8" in capsys.readouterr().out
+
+
 def test_what_cannot_be_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = make_checkpoint(tmp_path / "dense", **SIZES), tmp_path / "out"
     assert main(["quantize", str(source), "--scheme", "int4", "--out", str(out)]) == 0

@@ -152,3 +152,13 @@ def test_a_table_of_what_runs_has_a_line_for_each(
         ["12345", "server", "m" * 40, "serving", "1m", "2", "3", "4", "ipc:///x"],
     ]
     assert lines[0].startswith("    7  server")
+
+
+@pytest.mark.parametrize("command", ["serve", "plan"])
+def test_ctrl_c_before_the_command_runs_says_nothing(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vllm_lite.runtime.supervise.spawn_early", interrupted)
+    monkeypatch.setattr("vllm_lite.tools.cli.import_module", interrupted)
+    assert main([command]) == 130

@@ -125,6 +125,8 @@ def test_the_exit_status_and_the_lines(monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setattr("vllm_lite.tools.cli.doctor.examine", lambda _: [fine])
     assert main(["doctor"]) == 0
     assert "1 OK, 0 to look at, 0 that do not work" in capsys.readouterr().out
+    assert main(["doctor", "demo"]) == 0
+    assert "LlamaForCausalLM: native, 2.8M parameters" in capsys.readouterr().out
     monkeypatch.setattr("vllm_lite.tools.cli.doctor.examine", lambda _: [fine, bad])
     assert main(["doctor", "--bundle", "/no/such/folder/b.tar.gz"]) == 2
     printed = capsys.readouterr()

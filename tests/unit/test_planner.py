@@ -64,7 +64,14 @@ def config(**given: Any) -> PlanConfig:
 
 @pytest.mark.parametrize(
     ("text", "num_bytes"),
-    [("24GiB", 24 * GIB), ("24G", 24 * GIB), ("24 gb", 24 * 10**9), ("512MiB", 2**29), ("1.5T", 1536 * GIB), ("1048576", 2**20)],
+    [
+        ("24GiB", 24 * GIB),
+        ("24G", 24 * GIB),
+        ("9 gb", 9 * 10**9),
+        ("512MiB", 2**29),
+        ("1.5T", 1536 * GIB),
+        ("2000000", 2_000_000),
+    ],
 )
 def test_amounts_of_memory(text: str, num_bytes: int) -> None:
     assert parse_bytes("gpu", text) == num_bytes

@@ -29,8 +29,8 @@ def memory_limit_bytes() -> int:
 
 
 def parse_bytes(name: str, text: str) -> int:
-    """ "24GiB", "24G" (both 2**30) or "24GB" (10**9) as bytes. Raises ConfigError, also for a number without a unit that
-    is less than 1 MiB, since `24` does not mean 24 bytes."""
+    """ "24GiB", "24G" (both 2**30) or "24GB" (10**9) as bytes. Raises ConfigError, also for a number without a
+    unit that is less than 1 MiB, since `24` does not mean 24 bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(iB|B|)", text.strip(), re.IGNORECASE)
     if match is None or not float(match[1]) or (not match[2] + match[3] and float(match[1]) < 1 << 20):
         raise ConfigError(f"{name}: expected an amount of memory like 24GiB, got {text!r}")

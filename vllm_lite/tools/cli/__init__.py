@@ -102,22 +102,28 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `vllm-lite` and `python -m vllm_lite`. Returns the exit status; errors are one line on stderr."""
-    words = sys.argv[1:] if argv is None else argv
+    try:
+        return _main(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        return 130
+
+
+def _main(words: Sequence[str]) -> int:
     if words[:1] != ["serve"] or not ENDS_AT_ONCE.isdisjoint(words):
-        return _main(words)
+        return _parse_and_run(words)
     gc.disable()  # until the server is up (server/processes/http_server.py): what a start makes is there to stay
     # Imported here because it takes longer than everything that a command without processes needs.
     from vllm_lite.runtime import supervise
 
-    supervise.spawn_early(ENGINE, ENGINE_EARLY)  # the engine's and worker's imports take as long as the code below
     try:
-        return _main(words)
+        supervise.spawn_early(ENGINE, ENGINE_EARLY)  # the engine's and worker's imports take as long as the code below
+        return _parse_and_run(words)
     finally:
         gc.enable()
         supervise.end_early()
 
 
-def _main(words: Sequence[str]) -> int:
+def _parse_and_run(words: Sequence[str]) -> int:
     if None in (sys.stdin, sys.stdout, sys.stderr):  # closed
         # Imported here because it takes longer than everything that a command without processes needs.
         supervise = import_module("vllm_lite.runtime.supervise")
@@ -151,8 +157,6 @@ def run_command(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     except VllmLiteError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
 
 
 def add_command(

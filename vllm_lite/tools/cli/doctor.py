@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+from vllm_lite.config import DEMO_MODEL, demo_folder
 from vllm_lite.errors import ConfigError
 from vllm_lite.tools.doctor.bundle import redactor, write_bundle
 from vllm_lite.tools.doctor.checks import Line, as_json, examine, guarded
@@ -13,7 +14,9 @@ from vllm_lite.tools.doctor.model import chats, implementation
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", nargs="?", help="a folder: also show the model's implementation, template and formats")
+    parser.add_argument(
+        "model", nargs="?", help="a folder, or demo: also show the model's implementation, template and formats"
+    )
     parser.add_argument("--port", type=int, default=8000, help="port for a server [8000]")
     parser.add_argument("--kv-cache-dir", metavar="DIR", help="also measure this disk for the KV cache")
     parser.add_argument("--json", action="store_true", help="print one list of objects")
@@ -23,8 +26,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     lines = examine(arguments.port)
     if arguments.model is not None:
-        lines += guarded("model", lambda: implementation(arguments.model))
-        lines += guarded("model", lambda: chats(arguments.model))
+        folder = demo_folder() if arguments.model == DEMO_MODEL else arguments.model
+        lines += guarded("model", lambda: implementation(folder))
+        lines += guarded("model", lambda: chats(folder))
     if arguments.kv_cache_dir is not None:
         lines += guarded("KV on disk", lambda: kv_disk(arguments.kv_cache_dir))
     if arguments.json:

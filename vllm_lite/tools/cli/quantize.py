@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from vllm_lite.checkpoint import hub
+from vllm_lite.config import DEMO_MODEL, demo_folder
 
 SCHEMES = ("int4", "int4_g32", "int8", "fp8")
 SHOWN = 5
@@ -19,7 +20,7 @@ SHOWN = 5
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="folder of a Hugging Face checkpoint, or org/model")
+    parser.add_argument("model", metavar="MODEL", help="folder of a Hugging Face checkpoint, org/model, or demo")
     parser.add_argument(
         "--scheme",
         choices=SCHEMES,
@@ -32,7 +33,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from vllm_lite.tools.quantize.checkpoint import quantize_checkpoint  # imports torch, which takes a second
 
-    source = Path(hub.local_folder(hub.HubSource(arguments.model), what="model"))
+    is_demo = arguments.model == DEMO_MODEL
+    source = Path(demo_folder() if is_demo else hub.local_folder(hub.HubSource(arguments.model), what="model"))
     bar = tqdm(desc="quantizing", unit="B", unit_scale=True, file=sys.stderr, disable=not sys.stderr.isatty())
     with bar, _ended_by_signals():
 
