@@ -5,7 +5,10 @@ or is refused. vLLM's own variables are in here, too.
 """
 
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from tests.deadlines import scaled
 from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ConfigError
 from vllm_lite.protocol.params import MAX_LOGPROBS
@@ -386,3 +390,21 @@ def test_serve_refuses_what_cannot_be(monkeypatch: pytest.MonkeyPatch, capsys: A
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
     assert main(["serve", "--print-config"]) == 2
     assert capsys.readouterr().err.startswith("vllm-lite: VLLM_USE_MODELSCOPE of vLLM is not supported: models come")
+
+
+def test_files_are_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    """In Latin-1 a name in a config would be another one, and a chat with an emoji could not be saved."""
+    config, talk = tmp_path / "config.yaml", tmp_path / "talk.json"
+    config.write_text("served_model_name: Łódź\n", encoding="utf-8")
+    program = f"""
+from pathlib import Path
+from vllm_lite.runtime.settings_sources import read_file
+from vllm_lite.tools.chat.conversation import Conversation
+assert read_file(Path({str(config)!r})) == {{"served_model_name": "\\u0141\\u00f3d\\u017a"}}
+talk, other = Conversation("\\U0001f98a"), Conversation()
+talk.save({str(talk)!r})
+other.load({str(talk)!r})
+assert other.system == talk.system
+"""
+    locale = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    subprocess.run([sys.executable, "-c", program], env={**os.environ, **locale}, check=True, timeout=scaled(30))

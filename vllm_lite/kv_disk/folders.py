@@ -44,7 +44,7 @@ class RankFolders:
         model = self.path.parent
         if _make(str(model)) or not os.path.lexists(model / ABOUT):
             with suppress(OSError):
-                (model / ABOUT).write_text(self._about)
+                (model / ABOUT).write_text(self._about, encoding="utf-8")
         _make(str(self.path))
         if name:
             _make(self.part(name))

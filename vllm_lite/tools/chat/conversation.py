@@ -119,7 +119,7 @@ class Conversation:
         text = json.dumps({"messages": self._said(), **self.sampling}, ensure_ascii=False, indent=1)
         new = f"{path}.new"
         try:
-            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
                 file.write(text + "\n")
             os.replace(new, path)
         except OSError as error:
@@ -128,7 +128,7 @@ class Conversation:
     def load(self, path: str) -> None:
         """Continue a chat written by save(). If it raises ConfigError, nothing has changed."""
         try:
-            given = json.loads(Path(path).read_text())
+            given = json.loads(Path(path).read_bytes())
         except (OSError, ValueError, RecursionError) as error:
             raise ConfigError(f"{path!r} cannot be read: {getattr(error, 'strerror', None) or error}") from error
         try:

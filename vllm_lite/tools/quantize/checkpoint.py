@@ -202,7 +202,7 @@ def _copy(source: Path, draft: Path) -> None:
 
 def _write_config(source: Path, draft: Path, quantization: dict[str, Any]) -> None:
     """Write the source's config.json with `quantization`."""
-    config = json.loads((source / "config.json").read_text())
+    config = json.loads((source / "config.json").read_bytes())
     (draft / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}, indent=2))
 
 
