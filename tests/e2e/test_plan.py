@@ -37,3 +37,5 @@ def test_blocks_and_length_are_the_engines(tmp_path: Path, family: str | None, s
     with LLM(model, device="cpu", **settings) as llm:
         assert (plan.num_blocks, plan.max_model_len) == (llm.engine.num_blocks, llm.engine.max_model_len)
         assert llm.config.max_num_seqs == plan.max_num_seqs
+        assert llm.engine.kv_tokens == plan.kv_tokens
+        assert int(llm.engine.kv_requests) >= plan.concurrent_requests  # which leaves the watermark free

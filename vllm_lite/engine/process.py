@@ -109,6 +109,7 @@ class EngineProcess:
             logger.info("KV events are published at %s", events.endpoint)
             if events.is_on_tcp:
                 logger.warning("every user of this machine can read prompts in the KV events, as they go over TCP")
+        blocks = core.kv.part(KVBlocks)
         self.port.open(
             api.Welcome(
                 version=PROTOCOL_VERSION,
@@ -125,6 +126,8 @@ class EngineProcess:
                 adapters=core.adapter_loader.infos,
                 max_loras=core.adapters.limits.in_step,
                 wants_marks=core.kv.wants_marks,
+                kv_tokens=blocks.total_tokens,
+                kv_requests=blocks.num_requests(core.max_model_len, self._config.max_num_batched_tokens),
                 placeholders=ready.placeholders,
                 kernels=ready.kernels,
             )

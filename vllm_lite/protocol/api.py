@@ -151,8 +151,10 @@ class Welcome(Message, tag="welcome"):
     `tokenizer` is the tokenizer's folder on the engine's host, for clients that know only an address. If the engine
     dies, another one replaces it if `is_supervised`; otherwise all requests end. `max_loras`: maximum number of
     different LoRA adapters in a step; 0: none are served. `wants_marks`: ends of messages are useful as marks of a
-    Generate. `placeholders`: kind of media -> placeholder token id, for each kind that the model takes. `kernels`: part
-    of the model -> the kernels that compute it, for people."""
+    Generate. `kv_tokens`: tokens whose KV the pool holds in all KV groups, 0 for a model that keeps none;
+    `kv_requests`: requests of max_model_len whose KV it holds at once. `placeholders`: kind of media -> placeholder
+    token id, for each kind that the model takes. `kernels`: part of the model -> the kernels that compute it, for
+    people."""
 
     version: int
     epoch: int
@@ -168,6 +170,8 @@ class Welcome(Message, tag="welcome"):
     adapters: tuple[AdapterInfo, ...] = ()
     max_loras: int = 0
     wants_marks: bool = False
+    kv_tokens: int = 0
+    kv_requests: float = 0.0
     placeholders: dict[str, int] = msgspec.field(default_factory=dict)
     kernels: dict[str, str] = msgspec.field(default_factory=dict)
 

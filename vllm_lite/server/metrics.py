@@ -220,18 +220,14 @@ def _space_bytes(config: EngineConfig) -> int | None:
     return None if space is None else int(space * GIB)
 
 
-def _cache_tokens(at: Scrape) -> int:
-    return (at.engine.num_blocks - 1) * at.engine.block_size  # without the null block
-
-
 _CACHE_CONFIG: dict[str, Callable[[Scrape], object]] = {
     "block_size": lambda at: at.engine.block_size,
     "cache_dtype": lambda at: at.config.kv_cache_dtype,
     "cpu_kvcache_space_bytes": lambda at: _space_bytes(at.config),
     "enable_prefix_caching": lambda at: at.config.enable_prefix_caching,
     "gpu_memory_utilization": lambda at: at.config.gpu_memory_utilization,
-    "kv_cache_max_concurrency": lambda at: f"{_cache_tokens(at) / at.engine.max_model_len:.2f}",
-    "kv_cache_size_tokens": _cache_tokens,
+    "kv_cache_max_concurrency": lambda at: f"{at.engine.kv_requests:.2f}",
+    "kv_cache_size_tokens": lambda at: at.engine.kv_tokens,
     "num_cpu_blocks": lambda at: at.stats.num_host_blocks,
     "num_gpu_blocks": lambda at: at.engine.num_blocks,
     "num_gpu_blocks_override": lambda at: at.config.num_gpu_blocks_override,

@@ -78,6 +78,16 @@ class KVBlocks(CachePart[Tables]):
 
     # ---- sizes
 
+    @property
+    def total_tokens(self) -> int:
+        """Number of tokens whose KV the pool holds in all groups."""
+        return self.pool.num_usable // len(self.groups) * self.block_size if self.groups else 0
+
+    def num_requests(self, num_tokens: int, chunk: int) -> float:
+        """Number of sequences of `num_tokens` that the pool holds at once; 0 for a model that keeps no KV."""
+        held = self.num_blocks(num_tokens, chunk)
+        return self.pool.num_usable / held if held else 0.0
+
     def max_tokens(self, limit: int, chunk: int) -> int:
         return longest_sequence(self.groups, self.pool.num_usable - self.watermark_blocks, limit, chunk)
 

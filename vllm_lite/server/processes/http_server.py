@@ -18,7 +18,6 @@ import uvloop
 from starlette.types import ASGIApp
 
 from vllm_lite import transport
-from vllm_lite.checkpoint.sizing import MIN_BLOCKS
 from vllm_lite.client.engines.data_parallel import connect
 from vllm_lite.client.engines.launch import LaunchedEngine
 from vllm_lite.client.engines.launch_engines import LaunchedEngines
@@ -171,11 +170,9 @@ class HttpServer:
         else:
             path = "/v1/completions"
             body = f'{{"model":"{name}","prompt":"Once upon a time","max_tokens":50,"stream":true}}'
-        tokens = (engine.num_blocks - 1) * engine.block_size  # one is the null block
-        has_cache = engine.pooler.generates or engine.num_blocks > MIN_BLOCKS
         count = self.engine.session.num_engines
         engines, each = (f" with {count} engines", " each") if count > 1 else ("", "")
-        cache = f"KV cache of {tokens} tokens{each}" if has_cache else "no KV cache"
+        cache = f"KV cache of {engine.kv_tokens} tokens{each}" if engine.kv_tokens else "no KV cache"
         return (
             f"vllm-lite: ready at {address}, serving {name}{engines}: {engine.max_model_len} tokens of context, "
             f"{cache}\nTry: {curl}{path} -H 'Content-Type: application/json' {auth}-d '{body}'"
