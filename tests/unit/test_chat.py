@@ -325,6 +325,9 @@ def test_other_files_are_neither_loaded_nor_replaced(rig: Rig, tmp_path: Path, t
     assert path.read_text() == text
 
 
-def test_a_file_that_cannot_be_written_is_said(rig: Rig) -> None:
+def test_a_file_that_cannot_be_written_is_said(rig: Rig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="/no/such"):
         rig.chat.conversation.save("/no/such/folder/file")
+    rig.chat.conversation.system = "\udcff"  # from the command line
+    with pytest.raises(ConfigError, match="surrogates not allowed"):
+        rig.chat.conversation.save(f"{tmp_path}/talk.json")

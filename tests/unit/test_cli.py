@@ -1,6 +1,7 @@
 """`vllm-lite` itself: --help, and the one sentence that wrong words are answered with."""
 
 import argparse
+import io
 import os
 import subprocess
 import sys
@@ -162,3 +163,13 @@ def test_ctrl_c_before_the_command_runs_says_nothing(command: str, monkeypatch: 
     monkeypatch.setattr("vllm_lite.runtime.supervise.spawn_early", interrupted)
     monkeypatch.setattr("vllm_lite.tools.cli.import_module", interrupted)
     assert main([command]) == 130
+
+
+def test_bytes_that_are_no_text_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    given, shown = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), encoding="utf-8"), io.BytesIO()
+    monkeypatch.setattr("sys.stdin", given)
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, encoding="latin-1", write_through=True))
+    assert main([]) == 2
+    assert given.read() == "caf\ufffd\n"
+    print("\u00e9\U0001f98a")
+    assert shown.getvalue() == b"\xe9?\n"

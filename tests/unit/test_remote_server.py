@@ -227,3 +227,8 @@ def test_a_server_that_does_not_answer_has_its_own_defaults() -> None:
 
     assert remote(fail, model="m").take_mild_defaults() == {}
     assert remote(lambda _: httpx.Response(404, text="<html>"), model="m").take_mild_defaults() == {}
+
+
+def test_a_text_of_the_command_line_that_is_no_utf_8() -> None:
+    with pytest.raises(RemoteError, match="not valid UTF-8 at character"):
+        list(remote(lambda _: httpx.Response(200), model="m").complete("caf\udce9", {}))

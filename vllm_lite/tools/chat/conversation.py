@@ -119,11 +119,12 @@ class Conversation:
         text = json.dumps({"messages": self._said(), **self.sampling}, ensure_ascii=False, indent=1)
         new = f"{path}.new"
         try:
-            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-                file.write(text + "\n")
+            data = f"{text}\n".encode()
+            with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+                file.write(data)
             os.replace(new, path)
-        except OSError as error:
-            raise ConfigError(f"{path!r} cannot be written: {error.strerror or error}") from error
+        except (OSError, UnicodeEncodeError) as error:
+            raise ConfigError(f"{path!r} cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
     def load(self, path: str) -> None:
         """Continue a chat written by save(). If it raises ConfigError, nothing has changed."""

@@ -158,6 +158,8 @@ class RemoteServer:
             yield
         except httpx.HTTPError as error:
             raise lost(self.address, error, self.why()) from error
+        except UnicodeEncodeError as error:  # from the command line
+            raise RemoteError(f"the text is not valid UTF-8 at character {error.start} of the request") from error
 
 
 def lines_of(response: httpx.Response) -> Iterator[str]:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Any, NoReturn
 
 from vllm_lite import __version__
@@ -128,6 +129,9 @@ def _parse_and_run(words: Sequence[str]) -> int:
         # Imported here because it takes longer than everything that a command without processes needs.
         supervise = import_module("vllm_lite.runtime.supervise")
         supervise.open_standard_files()
+    for stream in (sys.stdin, sys.stdout):  # bytes that are not UTF-8, and letters that the locale does not have
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
     parser = Parser(prog="vllm-lite", description="An LLM inference engine.")
     parser.add_argument("--version", action="version", version=__version__)
     parsers = parser.add_subparsers(metavar="COMMAND", required=True)
