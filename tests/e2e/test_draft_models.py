@@ -8,6 +8,7 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.e2e.reference import make_prompts, start
+from tests.gguf_files import write_gguf
 from vllm_lite import SamplingParams
 from vllm_lite.errors import ConfigError
 
@@ -75,6 +76,12 @@ def test_another_model_changes_no_token(
     found, stats = answers(model, **drafting(drafter, quantization="int8"), num_gpu_blocks_override=80, **SWAP)
     assert found == expected
     assert 0 <= stats.accepted_tokens < stats.draft_tokens
+
+
+def test_a_gguf_file_drafts(model: Path, expected: list[list[list[int]]], tmp_path: Path) -> None:
+    found, stats = answers(model, **drafting(write_gguf(tmp_path / "twin.gguf", model)))
+    assert found == expected
+    assert stats.accepted_tokens == stats.draft_tokens > 0
 
 
 def test_a_twin_with_windows(tmp_path: Path) -> None:

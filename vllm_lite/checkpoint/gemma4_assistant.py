@@ -17,6 +17,7 @@ import msgspec
 
 from vllm_lite.checkpoint.config_json import CONFIG_FILE
 from vllm_lite.checkpoint.families.gemma4 import FAMILIES
+from vllm_lite.checkpoint.gguf.files import gguf_files
 from vllm_lite.checkpoint.model_spec import LayerGroup, LayerSpec, ModelSpec
 from vllm_lite.checkpoint.typed_json import Size, convert, read_json
 from vllm_lite.errors import ConfigError
@@ -66,7 +67,9 @@ class AssistantSpec(NamedTuple):
 
 
 def is_assistant(folder: str) -> bool:
-    """Whether the checkpoint in `folder` is an assistant. Raises ModelError for a damaged one."""
+    """Whether the checkpoint in `folder` is an assistant; no GGUF file is. Raises ModelError for a damaged one."""
+    if gguf_files(Path(folder)):
+        return False
 
     def parse(raw: Any) -> bool:
         names = raw.get("architectures") if isinstance(raw, dict) else None
