@@ -12,6 +12,7 @@ from vllm_lite.errors import ConfigError
 from vllm_lite.runtime.settings import add_flags
 from vllm_lite.server import config as config_module
 from vllm_lite.server.config import ServeConfig
+from vllm_lite.server.processes.serve import bind
 
 
 def parsed(*arguments: str) -> dict[str, Any]:
@@ -173,3 +174,9 @@ def test_a_blank_key_opens_nothing() -> None:
     """A variable that was left blank is a mistake, not a server for everybody."""
     with pytest.raises(ConfigError, match="api_key is empty"):
         load(env={"VLLM_LITE_API_KEY": ""})
+
+
+@pytest.mark.parametrize("host", ["300.1.1.1", "192.0.2.1"])
+def test_a_host_that_is_not_this_machine(host: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^cannot listen on {host}:0: .*; choose another --host$"):
+        bind(ServeConfig.load({"host": host, "port": 0}, env={}))

@@ -84,7 +84,10 @@ def bind(config: ServeConfig) -> list[socket.socket]:
         first.close()
         return [_bound(family, kind, proto, address, shared=True) for _ in range(config.api_server_count)]
     except OSError as error:
-        where, flag = (config.uds, "--uds") if config.uds else (f"{config.host}:{config.port}", "--port")
+        is_host = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+        where, flag = f"{config.host}:{config.port}", "--host" if is_host else "--port"
+        if config.uds is not None:
+            where, flag = config.uds, "--uds"
         raise ConfigError(f"cannot listen on {where}: {error.strerror or error}; choose another {flag}") from error
 
 
