@@ -154,13 +154,17 @@ def test_a_check_that_fails_is_a_line() -> None:
 
 def test_packages_that_are_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> None:
     required = ["msgspec>=0.19", "zzz>=2", "numpy>=999.1", 'transformers>=99; extra == "hf"', 'xx>=1; extra == "x"']
-    monkeypatch.setattr("importlib.metadata.requires", lambda _: [*required, 'pytest>=1; extra == "test"'])
+    monkeypatch.setattr(
+        "importlib.metadata.requires", lambda _: [*required, 'xx>=1; extra == "y"', 'pytest>=1; extra == "test"']
+    )
     monkeypatch.setattr(checks, "probe", lambda _, *names: {"msgspec": "ImportError: bad"} if names else {})
-    found = {(line.level, line.name): line for line in checks.packages()}
+    lines = list(checks.packages())
+    found = {(line.level, line.name): line for line in lines}
+    assert len(found) == len(lines), "one line for a package of several extras"
     assert found["FAIL", "zzz"].advice == "pip install 'zzz>=2'"
     assert found["FAIL", "numpy"].text.endswith("at least 999.1 is needed")
     assert ("FAIL", "transformers") in found
-    assert found["OK", "xx"].text == "not installed (optional: vllm-lite[x])"
+    assert found["OK", "xx"].text == "not installed (optional: vllm-lite[x], vllm-lite[y])"
     assert found["FAIL", "msgspec"].text == "cannot be imported: ImportError: bad"
     assert not any(name == "pytest" for _, name in found)
 

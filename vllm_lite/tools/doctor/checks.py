@@ -99,20 +99,22 @@ def packages() -> Iterator[Line]:
         return
     yield Line("OK", PACKAGE, own)
     importable = []
+    needed: dict[tuple[str, str], list[str | None]] = {}  # name and version -> extras, which may share it
     for requirement in declared:
         name, least, extra = _parts(requirement)
-        if extra in ("test", "dev"):
-            continue
-        found = _version(name)
-        if found is None and extra:
-            yield Line("OK", name, f"not installed (optional: {PACKAGE}[{extra}])")
+        if extra not in ("test", "dev"):
+            needed.setdefault((name, least), []).append(extra)
+    for (name, least), extras in needed.items():
+        found, is_optional = _version(name), all(extras)
+        if found is None and is_optional:
+            yield Line("OK", name, f"not installed (optional: {', '.join(f'{PACKAGE}[{each}]' for each in extras)})")
         elif found is None:
             yield Line("FAIL", name, "not installed", f"pip install '{name}>={least}'")
         elif _numbers(found) < _numbers(least):
             yield Line("FAIL", name, f"{found}, at least {least} is needed", f"pip install -U '{name}>={least}'")
         else:
             yield Line("OK", name, found)
-            if name != "torch" and not extra:
+            if name != "torch" and not is_optional:
                 importable.append(MODULES.get(name, name.replace("-", "_")))
     broken = probe(
         "import importlib, json, sys\nbroken = {}\n"
