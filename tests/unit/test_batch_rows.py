@@ -58,6 +58,11 @@ def test_bad_lines_say_which_and_why_and_stop_nothing(tmp_path: Path, text: str,
     assert good == BatchRequest(3, "good", URL, {"prompt": "x"})
 
 
+def test_a_byte_order_mark_is_not_part_of_the_first_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "in", "\ufeff" + line("a"), line("b"), line("a"))
+    assert [entry.custom_id for entry in entries(path)] == ["a", "b", None]
+
+
 def test_the_first_of_two_equal_ids_counts(tmp_path: Path) -> None:
     path = write(tmp_path / "in", line("a"), line("b", url="?"), line("a"), line("b"))
     found = entries(path)

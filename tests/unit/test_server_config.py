@@ -74,7 +74,7 @@ def test_several_keys(tmp_path: Path) -> None:
 
 def test_keys_of_admins(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("three\n")
+    file.write_text("\ufeffthree\r\n")  # as editors of Windows write it
     config = load("--api-key", "one", "--admin-api-key", "two", "--admin-api-key-file", str(file))
     assert config.keys() == (("one",), ("two", "three"))
     assert "two" not in config.to_yaml()

@@ -162,6 +162,11 @@ def test_a_key_that_is_given_twice_is_an_error(text: str, tmp_path: Path) -> Non
         load(text, tmp_path)
 
 
+@pytest.mark.parametrize(("text", "suffix"), [("port: 9", "yaml"), ("port = 9", "toml")])
+def test_a_byte_order_mark_is_not_part_of_a_name(text: str, suffix: str, tmp_path: Path) -> None:
+    assert load(f"\ufeff{text}\r\n", tmp_path, suffix).port == 9
+
+
 def test_a_key_twice_in_toml(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"cannot be read: Cannot overwrite a value"):
         load("port = 1\nport = 2\n", tmp_path, "toml")

@@ -19,7 +19,7 @@ _LINK = re.compile(r"(tcp|udp|sctp)://.*")
 def read_file(path: Path) -> dict[str, Any]:
     """The keys and values of a YAML or TOML file; a key with dots is a key of an object. Raises ConfigError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         if path.suffix == ".toml":
             values: Any = tomllib.loads(text)
         elif path.suffix in (".yaml", ".yml"):

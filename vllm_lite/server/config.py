@@ -252,7 +252,7 @@ def _keys_in(name: str, path: str | None) -> list[str]:
     if path is None:
         return []
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name} {path!r} cannot be read: {error}") from error
     found = [line.strip() for line in lines if line.strip() and not line.startswith("#")]

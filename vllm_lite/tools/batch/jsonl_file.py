@@ -1,5 +1,6 @@
 """OpenAI's batch files: one JSON row per line, read one at a time."""
 
+from codecs import BOM_UTF8
 from collections.abc import Iterator
 from hashlib import blake2b
 from typing import Any
@@ -69,5 +70,7 @@ class JsonlFile:
                 while len(line) > MAX_LINE_BYTES and not rest.endswith(b"\n") and (rest := file.readline(CHUNK_BYTES)):
                     if digest is not None:
                         digest.update(rest)
+                if number == 1:
+                    line = line.removeprefix(BOM_UTF8)  # written by PowerShell and editors of Windows
                 if line.strip():
                     yield number, line
