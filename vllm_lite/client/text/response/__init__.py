@@ -1,4 +1,4 @@
-"""A model's output, parsed while it arrives: reasoning, content and tool calls.
+"""Parses a model's output while it arrives: reasoning, content and tool calls.
 
 template.py        a format as data: fields and the literals and patterns between which they stand
 marks.py           added tokens as single characters, so that text that spells one is not one

@@ -1,4 +1,4 @@
-"""The arguments of a call, once they are complete."""
+"""Reads the complete arguments of a call."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from vllm_lite.client.text.surrogates import without_halves
 
 
 def arguments_of(text: str) -> dict[str, Any] | None:
-    """Read the object that a call was given; None if `text` is no JSON object, as that of a call that was cut.
+    """Read the arguments of a call; None if `text` is not a JSON object, for example because the call was truncated.
 
     The escape of half a surrogate pair, which no other JSON may contain, is read as U+FFFD.
     """

@@ -1,4 +1,4 @@
-"""Parts that readers of tool calls share: the sink of their calls, and the interface of a reader."""
+"""Common parts of the readers of tool calls: the sink for their calls, and the interface of a reader."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -8,7 +8,7 @@ from vllm_lite.client.text.response.json_value import Malformed
 from vllm_lite.client.text.response.marks import Marks
 
 PropertiesOf = Callable[[str], Mapping[str, Any]]
-"""Finds the JSON schemas of a tool's parameters by its name; none for a tool that is not known."""
+"""Returns the JSON schemas of a tool's parameters by the tool's name; {} for an unknown tool."""
 MAX_UNSENT_CHARS = 16_384
 """Maximum characters of a call that wait for its name, or of a value that wait for its end. A longer one is content."""
 MAX_WHOLE_CHARS = 1_048_576
@@ -26,7 +26,7 @@ class CallSink:
         self._events = events
 
     def begin(self, name: str, place: int) -> None:
-        """Begin the next call. Raises Malformed at `place` for a name that is none."""
+        """Begin the next call. Raises Malformed at `place` for an invalid name."""
         name = self._marks.spell(name).strip()
         if not name or len(name) > MAX_NAME_CHARS or not name.isprintable() or self.num_calls >= MAX_CALLS:
             raise Malformed(place)
@@ -40,7 +40,7 @@ class CallSink:
 
 
 class Rejected(Exception):
-    """A call contradicts its format. What was sent of it stays; `rest` is all text that was read and not sent."""
+    """A call contradicts its format. Parts that were sent stay valid; `rest` is all text that was read and not sent."""
 
     def __init__(self, rest: str) -> None:
         super().__init__(f"not a call: {rest[:100]!r}")
@@ -48,41 +48,42 @@ class Rejected(Exception):
 
 
 class CallReader(Protocol):
-    """Reads what stands between the literals of a call, and sends it to a sink as it comes.
+    """Reads the text between the literals of a call, and sends it to a sink as it arrives.
 
     A name is sent as soon as nothing but its arguments can follow. All methods raise Rejected.
     """
 
     ends_itself: bool
-    """Whether what is read says itself that it is complete."""
+    """Whether the text itself shows that the calls are complete."""
 
     @property
     def is_done(self) -> bool:
-        """Whether it has said so."""
+        """Whether the text has shown that the calls are complete."""
 
     @property
     def is_open(self) -> bool:
         """Whether the reader is inside a text that may spell the closing literal."""
 
     def feed(self, text: str) -> int:
-        """Read `text`. Returns how much of it belongs to the calls: less than all of it once they are complete."""
+        """Read `text`. Returns the number of its characters that belong to the calls: fewer than all once they are
+        complete."""
 
     def close(self) -> None:
-        """The closing literal was seen."""
+        """Take the closing literal."""
 
     def cut(self) -> str:
-        """The output ends here. Sends what is certain and returns what was read of a call that has no name yet."""
+        """End at the end of the output: send what is certain, and return the text of a call that has no name yet."""
 
 
 class WholeReader:
-    """Keeps a call until it is complete: for kinds of content that mean something only then."""
+    """Keeps the text of a call until it is complete, for kinds of content that can only be read then."""
 
     ends_itself = False
     is_done = False
     is_open = False
 
     def __init__(self, sink: CallSink, calls_of: Callable[[str], list[tuple[str, str]]]) -> None:
-        """`calls_of` makes names and arguments of the whole text; it raises ValueError if it cannot."""
+        """`calls_of` reads names and arguments from the whole text; it raises ValueError if it cannot."""
         self._sink = sink
         self._calls_of = calls_of
         self._parts: list[str] = []

@@ -1,5 +1,5 @@
-"""Choice of the format that a model writes: its own response_template, else what the flags name, else the one whose
-literals are in its chat template, else in its vocabulary, else the one of its architecture."""
+"""Chooses the format of a model's output: its own response_template, else the format that flags name, else the one
+whose literals are in the chat template, else in the vocabulary, else the one of the architecture."""
 
 import json
 import re
@@ -20,12 +20,12 @@ from vllm_lite.protocol.structured import MAX_MARK_TOKENS, Thinking
 from vllm_lite.runtime.untrusted_files import read_bounded
 
 NONE = "none"
-"""Name of a parser that means no parser, regardless of the checkpoint."""
+"""Name of a parser that turns parsing off, regardless of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class FormatChoice:
-    """The format in force, the names of its two parts (None for a part it has not), and why it was chosen."""
+    """The chosen format, the names of its two parts (None for a missing part), and the reason of the choice."""
 
     format: Format | None
     calls: str | None
@@ -101,7 +101,7 @@ def _part(part: str, name: str | None, evidence: _Evidence) -> tuple[str | None,
 
 
 def _in_template(item: Description, evidence: _Evidence) -> _Weight | None:
-    """Weigh a format by those of its literals that the template has; None if it lacks some of each list."""
+    """Weigh a format by its literals in the template; None if the template lacks some literal of each list."""
     template = evidence.template
     if template is None:
         return None
@@ -112,7 +112,7 @@ def _in_template(item: Description, evidence: _Evidence) -> _Weight | None:
 def _in_vocabulary(item: Description, evidence: _Evidence) -> _Weight | None:
     """Weigh a format by its literals that are added tokens; None if the vocabulary lacks one that looks like one.
 
-    Several formats may have the same tokens: then the architecture's is the one.
+    If several formats have the same tokens, the architecture decides.
     """
     shaped = [[text for text in texts if _TOKEN.fullmatch(text)] for texts in item.fingerprints]
     found = [texts for texts in shaped if texts and all(text in evidence.tokens for text in texts)]
@@ -137,9 +137,8 @@ def _own(folder: str | Path) -> Any:
 
 
 def thinking_of(response_format: Format, tokenizer: Tokenizer, prefix: str) -> Thinking | None:
-    """Say how the thinking of an output behind the prompt `prefix` begins and ends, in token ids.
-
-    None if the format has none, its literals are patterns, or the prompt has closed it already.
+    """Return the token ids that begin and end the thinking of an output after the prompt `prefix`. None if the format
+    has no thinking, its literals are patterns, or the prompt has closed it already.
     """
     if response_format.thinking is None:
         return None

@@ -1,7 +1,7 @@
-"""Kinds of content: what the text between two literals means, and how a call is made of it.
+"""Kinds of content: they read the complete text between two literals, and turn it into a call.
 
-The kinds are those of transformers' response templates. They apply to a text that is complete; json_calls.py and
-tagged_calls.py read the common ones while they arrive.
+The kinds are those of transformers' response templates. json_calls.py and tagged_calls.py read the common kinds while
+the text arrives.
 """
 
 import ast
@@ -20,7 +20,7 @@ Arguments = Mapping[str, Any]
 
 
 def parse(kind: str, text: str, arguments: Arguments) -> Any:
-    """Make the value of a complete text. Raises ValueError (json's errors are some), KeyError or TimeoutError."""
+    """Parse a complete text to a value. Raises ValueError (which includes json's errors), KeyError or TimeoutError."""
     return KINDS[kind](text, arguments)
 
 
@@ -42,7 +42,7 @@ def _json(text: str, arguments: Arguments) -> Any:
 
 
 def _plain_json(text: str, arguments: Arguments) -> str:
-    """Bring strings between other delimiters, and keys that are bare words, into the form of JSON."""
+    """Convert strings between other delimiters, and keys without quotes, to JSON."""
     strings: list[str] = []
 
     def keep(found: Any) -> str:
@@ -98,7 +98,7 @@ KINDS: dict[str, Callable[[str, Arguments], Any]] = {
 }
 
 
-# ---- what a field makes of its content
+# ---- values of fields
 
 
 def is_placeholder(text: str) -> bool:
@@ -110,8 +110,8 @@ def has_placeholder(text: str) -> bool:
 
 
 def transformed(transform: Any, scope: Arguments) -> Any:
-    """Fill the placeholders of a transform: {name} is an entry of the scope, {name.key} one of its entries. Raises
-    KeyError for one that is not there."""
+    """Fill the placeholders of a transform: {name} is an entry of the scope, {name.key} an entry of that. Raises
+    KeyError for a missing one."""
     if isinstance(transform, dict):
         return {key: transformed(value, scope) for key, value in transform.items()}
     if isinstance(transform, list):
@@ -128,7 +128,7 @@ def transformed(transform: Any, scope: Arguments) -> Any:
 
 
 def field_value(text: str, field: Any, captures: Mapping[str, str]) -> Any:
-    """Make the value of a whole field (template.py). Raises as `parse` and `transformed` do."""
+    """Compute the value of a complete field (template.py). Raises what `parse` and `transformed` raise."""
     value = parse(field.kind, text, field.arguments)
     if field.transform is None:
         return value
@@ -143,7 +143,7 @@ def field_value(text: str, field: Any, captures: Mapping[str, str]) -> Any:
 
 
 def schema_types(schema: Any) -> tuple[str, ...]:
-    """List the types that a JSON schema names, in its order; () if it names none."""
+    """List the types in a JSON schema, in their order; () if it has none."""
     if not isinstance(schema, Mapping):
         return ()
     named = schema.get("type")
@@ -157,7 +157,7 @@ def schema_types(schema: Any) -> tuple[str, ...]:
 
 
 def coerced(text: str, types: Sequence[str]) -> Any:
-    """Read `text` as the first of these types that it can be; a text if none."""
+    """Convert `text` to the first of these types that fits; else return the text."""
     for name in types:
         if name in _READERS:
             try:
@@ -208,14 +208,15 @@ def _container(kind: type) -> Callable[[str], Any]:
 
 
 def _finite_json(text: str) -> Any:
-    """Read JSON whose numbers JSON can write again: 1e999 and NaN are read as none that it can. Raises ValueError."""
+    """Read JSON with finite numbers only, because JSON cannot write others. Raises ValueError, also for 1e999 and
+    NaN."""
     value = json.loads(text)
     json.dumps(value, allow_nan=False)
     return value
 
 
 def _python_literal(text: str) -> Any:
-    """Read a container as chat templates write it that print values as Python does. Raises ValueError."""
+    """Read a container in Python's notation, which some chat templates print. Raises ValueError."""
     try:
         value = ast.literal_eval(text.strip())
         json.dumps(value, allow_nan=False)
@@ -235,7 +236,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
 
 
 def loose_value(text: str, types: Sequence[str]) -> Any:
-    """Read a value that is written as text: by its types, or as JSON if it can be, where the schema names none."""
+    """Read a value that is written as text: by its types, or, if the schema has none, as JSON if possible."""
     if types:
         return coerced(text, types)
     try:

@@ -1,7 +1,7 @@
-"""Calls whose arguments are elements within elements: <city>Paris</city>, and <item>...</item> for each of a list.
+"""Reads calls whose arguments are nested elements: <city>Paris</city>, and <item>...</item> for each entry of a list.
 
-Only the schema of a tool says what an element without others in it is: a text, a number, or an empty object or list.
-So a call is read when it is complete.
+Only the schema of a tool shows whether an element without children is a text, a number, or an empty object or list. So
+a call is read when it is complete.
 """
 
 import json
@@ -15,20 +15,20 @@ from vllm_lite.client.text.response.marks import Marks
 
 MAX_DEPTH = 64
 ITEM = "item"
-"""The name of the elements of a list."""
+"""Name of elements that are the entries of a list."""
 Element = tuple[str, Any]
 """A name, and a text or a list of elements."""
 
 
 class ElementReader(WholeReader):
-    """Reads one call. A part of it is none: elements that are missing would not be seen to be missing."""
+    """Reads one call. A truncated call is rejected, because missing elements could not be noticed."""
 
     def cut(self) -> str:
         return "".join(self._parts)
 
 
 def element_reader(sink: CallSink, name: str, prefix: str, marks: Marks, properties_of: PropertiesOf) -> ElementReader:
-    """Make the reader of the call of `name`. `prefix` stands before each tag."""
+    """Create the reader of a call of `name`. `prefix`: text before the name in each tag."""
 
     def calls_of(text: str) -> list[tuple[str, str]]:
         schemas = properties_of(name)
@@ -39,7 +39,7 @@ def element_reader(sink: CallSink, name: str, prefix: str, marks: Marks, propert
 
 
 def elements(text: str, prefix: str) -> list[Element]:
-    """Take a text of elements apart. Raises ValueError for tags that do not close each other, and for text between."""
+    """Parse a text to elements. Raises ValueError for tags that are not nested, and for text between elements."""
     tag = re.compile(re.escape(prefix) + r"<(/?)([^<>/\s]{1,256})>")
     root: list[Element] = []
     open_: list[tuple[str, list[Element], int]] = [("", root, 0)]
@@ -66,7 +66,7 @@ def elements(text: str, prefix: str) -> list[Element]:
 
 
 def typed(value: str | list[Element], schema: Any) -> Any:
-    """Make the value of an element, of the type that its schema names, else of the one that it looks like."""
+    """Convert an element to the type in its schema, or to the type that it looks like."""
     types = schema_types(schema)
     schema = schema if isinstance(schema, Mapping) else {}
     if isinstance(value, str):

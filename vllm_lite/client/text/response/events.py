@@ -1,4 +1,5 @@
-"""Pieces of an output, and the events of its message: each is certain, in the order in which it was written."""
+"""Pieces of an output, and the events of its message. Events are final, and in the order in which the model wrote
+them."""
 
 from typing import NamedTuple
 
@@ -6,7 +7,7 @@ import msgspec
 
 
 class OutputPiece(NamedTuple):
-    """A part of an output: ordinary text of any length, or one added token of the vocabulary and how it is spelled.
+    """A part of an output: ordinary text of any length, or one added token of the vocabulary with its text.
 
     The text of an added token matches a literal of a format; ordinary text that only spells it does not.
     """
@@ -43,7 +44,7 @@ Event = ReasoningDelta | TextDelta | CallDelta
 
 
 class Events:
-    """Collects parts of reasoning, content and calls. Parts of the same thing that follow each other are one event."""
+    """Collects parts of reasoning, content and calls. Consecutive parts of the same kind become one event."""
 
     def __init__(self) -> None:
         self._events: list[Event] = []
@@ -72,7 +73,7 @@ class Events:
         self._parts.append(text)
 
     def take(self) -> list[Event]:
-        """Return the events since the last time."""
+        """Return the events since the last call."""
         self._flush()
         events, self._events = self._events, []
         return events
@@ -90,7 +91,7 @@ class Events:
 
 
 class Flow:
-    """The text of a field that streams, without the white space at both ends of the whole.
+    """The streamed text of a field, without the white space at both ends of the whole text.
 
     Adds the parts of one text to `events`. `is_blank` until it has something else than white space."""
 
@@ -99,15 +100,15 @@ class Flow:
         self._events = events
         self._kind = kind
         self._space = ""  # read, and added as soon as something follows it
-        self._join: str | None = None  # stands between two parts instead of the white space there
+        self._join: str | None = None  # replaces the white space between two parts
 
     def begin(self, join: str | None) -> None:
-        """A new region begins; `join` stands between it and the text before."""
+        """Begin a new region; `join` is put between it and the text before."""
         if join is not None and not self.is_blank:
             self._join, self._space = join, ""
 
     def write(self, text: str, *, strip: bool = True) -> None:
-        """Add `text`, of which white space at the end waits. Without `strip` all of it is added as it is."""
+        """Add `text`; white space at its end is held back. Without `strip`, all of it is added at once."""
         if not text:
             return
         if not strip:

@@ -1,4 +1,5 @@
-"""Calls as JSON: {"name": ..., "arguments": {...}}, a list of such objects, or the arguments alone behind a name."""
+"""Reads calls in JSON: {"name": ..., "arguments": {...}}, a list of such objects, or only the arguments after a
+name."""
 
 import json
 from collections.abc import Callable
@@ -17,11 +18,12 @@ class Envelope:
     name: str = "name"
     arguments: tuple[str, ...] = ("arguments", "parameters")
     others: tuple[str, ...] | None = None
-    """The only further keys that it may have; None for any."""
+    """Allowed further keys; None: any."""
 
 
 class _Reader:
-    """Feeds text character by character of structure to one step after another, and keeps what is not sent yet."""
+    """Passes text to the current step, which handles one structural character or value; keeps the text that is not sent
+    yet."""
 
     ends_itself = True
 
@@ -31,7 +33,7 @@ class _Reader:
         self._unsent: list[str] = []
         self._num_unsent = 0
         self._has_begun = False
-        self._is_streaming = False  # what is read is sent
+        self._is_streaming = False  # text is sent as it is read
         self._value: JsonValue | None = None
 
     @property
@@ -75,7 +77,7 @@ class _Reader:
 
 
 class ArgumentsReader(_Reader):
-    """The arguments of a call whose name stood in the opening literal."""
+    """Reads the arguments of a call whose name was in the opening literal."""
 
     def __init__(self, sink: CallSink, name: str, dialect: Dialect = JSON) -> None:
         super().__init__(sink)
@@ -103,7 +105,7 @@ class ArgumentsReader(_Reader):
     def close(self) -> None:
         if self._has_begun:
             super().close()
-        else:  # there was nothing but white space: a call without arguments
+        else:  # only white space: a call without arguments
             self._sink.begin(self._name, 0)
             self._sink.write("{}")
 
@@ -124,7 +126,7 @@ class EnvelopeReader(_Reader):
         self._name = ""
         self._part = ""  # what the current value is: a key, the name, arguments that stream, or a value to be skipped
         self._held: list[str] = []  # a value that is used once it is complete
-        self._early: list[str] = []  # arguments that stand before the name
+        self._early: list[str] = []  # arguments that came before the name
         self._has_arguments = False
 
     def _step(self, text: str, place: int) -> int:
@@ -254,7 +256,7 @@ class EnvelopeReader(_Reader):
         self._is_streaming = False
 
     def _begin_early(self, place: int) -> None:
-        """Begin the call if both its name and complete arguments are there."""
+        """Begin the call if both its name and its complete arguments are known."""
         if self._name and self._early:
             self._begin(self._name, place)
             self._sink.write("".join(self._early))
@@ -287,7 +289,7 @@ class NamedReader(EnvelopeReader):
 
 
 def _object(value: str, place: int) -> str:
-    """Read arguments that are no object: none at all, or the text of one. Raises Malformed for others."""
+    """Read arguments that are not an object: null, or the text of an object. Raises Malformed for others."""
     text = json.loads(value)
     if text is None:
         return "{}"

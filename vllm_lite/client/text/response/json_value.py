@@ -1,7 +1,7 @@
-"""One JSON value, checked while it arrives: what goes out is the beginning of a valid value at every moment.
+"""Checks one JSON value while it arrives: the text sent so far is always the beginning of a valid value.
 
-Two liberties are taken with what models write, and made right on the way: control characters inside strings are
-escaped, and a dialect may have keys without quotes or strings between other delimiters.
+Two deviations are accepted and corrected: control characters inside strings are escaped, and a dialect may have keys
+without quotes or strings between other delimiters.
 """
 
 import json
@@ -22,7 +22,7 @@ _HEX = frozenset("0123456789abcdefABCDEF")
 
 
 class Malformed(Exception):
-    """A model's output contradicts its format. `place` is the first character that does."""
+    """A model's output contradicts its format. `place`: index of the first wrong character."""
 
     def __init__(self, place: int) -> None:
         super().__init__(f"malformed at character {place}")
@@ -31,7 +31,7 @@ class Malformed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """Allowances beyond JSON: keys that are bare words, and strings between single characters of their own."""
+    """Deviations from JSON: keys without quotes, and strings between other single characters."""
 
     bare_keys: bool = False
     delimiters: tuple[tuple[str, str], ...] = ()
@@ -42,7 +42,8 @@ JSON = Dialect()
 
 
 class JsonValue:
-    """Reads one value. `is_done` once it is complete; a number is complete when something else follows it."""
+    """Reads one value. `is_done` is true once it is complete; a number is complete when another character follows
+    it."""
 
     def __init__(self, dialect: Dialect = JSON) -> None:
         self.is_done = False
@@ -61,16 +62,15 @@ class JsonValue:
         return self._step in (self._string, self._escape, self._hex, self._other_string)
 
     def feed(self, text: str, place: int, out: list[str]) -> int:
-        """Read `text` from `place` and append to `out` what it says in JSON.
-
-        Returns where it stopped: behind the value, or at the end. Raises Malformed, with `out` filled up to there.
+        """Read `text` from `place` on, and append its JSON to `out`. Returns the index after the value, or the end of
+        the text. Raises Malformed, with `out` filled up to the error.
         """
         while place < len(text) and not self.is_done:
             place = self._step(text, place, out)
         return place
 
     def end(self) -> None:
-        """The text is over. Raises Malformed if the value is not complete."""
+        """End the text. Raises Malformed if the value is not complete."""
         if self._step == self._in_scalar and not self.is_done:
             self._end_scalar(0)
         if not self.is_done:
@@ -143,7 +143,7 @@ class JsonValue:
         return place + 1
 
     def _behind(self, text: str, place: int, out: list[str]) -> int:
-        """Read on after a value inside an object or a list."""
+        """Read the text after a value inside an object or a list."""
         place = self._skip_space(text, place, out)
         if place == len(text):
             return place
@@ -189,7 +189,7 @@ class JsonValue:
             out.append(letter)
             self._complete()
         elif letter == "\\":
-            self._step = self._escape  # sent with what it escapes, so that what is sent can be cut anywhere
+            self._step = self._escape  # sent with the escaped character, so that the text can be cut anywhere
         else:
             out.append(json.dumps(letter)[1:-1])
         return place + 1

@@ -1,4 +1,4 @@
-"""Added tokens as single characters, so that text that spells one is not one.
+"""Marks: single characters that replace added tokens, so that text that only spells a token differs from the token.
 
 A parser looks for literals and patterns in text. Here every added token that a format names becomes one lone surrogate,
 a character that no decoded text contains, in the text as well as in the literals and patterns. A literal of one token
@@ -35,20 +35,21 @@ class Marks:
         self._special_ids = frozenset(special_ids)
 
     def literal(self, text: str) -> str:
-        """Replace the tokens in a literal, or in the text of a prompt, where what spells a token is one."""
+        """Replace the tokens in a literal, or in the text of a prompt, in which every spelling of a token is the
+        token."""
         for token, mark in self._mark_of.items():
             text = text.replace(token, mark)
         return text
 
     def pattern(self, source: str) -> str:
-        """Replace the tokens in a regular expression, where they may be escaped in several ways."""
+        """Replace the tokens in a regular expression, in which they may be escaped in several ways."""
         for token, mark in self._mark_of.items():
             for form in _spellings(token):
                 source = source.replace(form, mark)
         return source
 
     def text(self, pieces: Sequence[OutputPiece]) -> str:
-        """Join pieces, with a mark for each token that is named. Special tokens that are not named are dropped."""
+        """Join pieces, with a mark for each token that the format names. Other special tokens are dropped."""
         return "".join([self._one(piece) for piece in pieces])
 
     def _one(self, piece: OutputPiece) -> str:
@@ -65,16 +66,16 @@ class Marks:
         return text if text.isascii() else text.translate(self.spelled)
 
     def spell_in_json(self, text: str) -> str:
-        """Replace marks, which stand in strings of JSON only, by the texts of their tokens."""
+        """Replace marks, which must all be in JSON strings, by the texts of their tokens."""
         return text if text.isascii() else text.translate(self._escaped)
 
     def is_text(self, text: str) -> bool:
-        """Whether `text` holds no mark."""
+        """Whether `text` contains no mark."""
         return text.isascii() or _SURROGATES.search(text) is None
 
 
 def _spellings(token: str) -> list[str]:
-    """List how a regular expression may write a token; bare only if that means the same."""
+    """List the spellings of a token in a regular expression; unescaped only if that has the same meaning."""
     some = "".join(f"\\{letter}" if letter in "|[]()" else letter for letter in token)
     forms = [re.escape(token), some]
     if re.escape(token) == token or not re.search(r"[|\[\](){}.*+?^$\\]", token):

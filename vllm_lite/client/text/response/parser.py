@@ -1,9 +1,9 @@
-"""ResponseParser: the pieces of one output in, the events of its message out.
+"""ResponseParser: turns the pieces of one output into the events of its message.
 
-It goes over the text once. In every state it looks for a few delimiters: outside of fields for what opens one, inside
-a field for what closes it. Text that may be the beginning of a delimiter waits for what follows; all other text goes
-to its field at once. A call that proves to be none is text again, from where it was not sent. So what comes out, all
-events together, does not depend on how the output was cut into pieces.
+It goes over the text once. In every state it searches for a few delimiters: outside of fields for those that open one,
+inside a field for those that close it. Text that may be the beginning of a delimiter is held back; all other text goes
+to its field at once. If a call turns out to be invalid, its text that was not sent becomes text again. So all events
+together do not depend on how the output was cut into pieces.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from vllm_lite.client.text.response.template import Field, Format
 from vllm_lite.client.text.response.unclosed import MAX_TAILS, MAX_TAILS_AT_END, Tail
 
 MAX_STILL = 8
-"""Maximum number of fields that open and close without text in between, before a character is taken as text."""
+"""Maximum number of fields that open and close without text in between, after which a character is taken as text."""
 MAX_RUN_CHARS = 4096
 """Characters that are scanned at a time; text that waits for the end of a delimiter is scanned again."""
 
@@ -89,36 +89,36 @@ class ResponseParser:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether what comes next belongs to the reasoning."""
+        """Whether the next text belongs to the reasoning."""
         return self._region.field.role == "reasoning"
 
     def feed(self, pieces: Sequence[OutputPiece], *, is_last: bool = False) -> list[Event]:
-        """Take the next pieces. Returns what is certain now and was not before, in the order of the output; after the
-        last ones all of the rest."""
+        """Take the next pieces. Returns the events that are final now, in the order of the output; after the last
+        pieces, all remaining ones."""
         self._read(self._marks.text(pieces))
         if is_last:
             self._end()
         return self._events.take()
 
     def feed_text(self, text: str) -> list[Event]:
-        """Take text in which tokens are marks already."""
+        """Take text in which tokens have been replaced by marks."""
         self._read(text)
         return self._events.take()
 
     def finish(self) -> list[Event]:
-        """The output is over: what is open is closed as it is. Returns the rest."""
+        """End the output: open fields are closed. Returns the remaining events."""
         return self.feed((), is_last=True)
 
     def _read(self, text: str) -> None:
-        """Go over more of the output."""
+        """Read more of the output."""
         for start in range(0, len(text), MAX_RUN_CHARS):
             self._text += text[start : start + MAX_RUN_CHARS]
             self._run(is_last=False)
 
     def _end(self) -> None:
-        """Close what is open: nothing follows."""
+        """Close open fields at the end of the output."""
         if self._region.reader is not None and self._region.reader.is_done:
-            self._text = ""  # what waits behind complete calls is the beginning of the literal that closes them
+            self._text = ""  # the held-back text after complete calls is the beginning of the literal that closes them
         self._run(is_last=True)
         count = 0
         while self._tail is not None:
@@ -131,7 +131,7 @@ class ResponseParser:
             self._end_reader(self._region.reader)
 
     def _prime(self, prefix: str) -> None:
-        """Begin in the state in which the end of the prompt has left the message."""
+        """Begin in the state of the message at the end of the prompt."""
         begun = message_begun(self._format, prefix)
         self._read(begun)
         self._events.take()
@@ -144,16 +144,16 @@ class ResponseParser:
     # ---- one pass
 
     def _run(self, *, is_last: bool) -> None:
-        """Take all that is certain of the text that is there."""
+        """Process all text that is certain."""
         try:
             while self._step(is_last=is_last):
                 pass
-        except TimeoutError:  # a pattern of the checkpoint: from here on there are no delimiters
+        except TimeoutError:  # from a pattern of the checkpoint: ignore delimiters from here on
             self._give_up()
         self._text, self._place = self._text[self._place :], 0
 
     def _step(self, *, is_last: bool) -> bool:
-        """Take the text up to the next delimiter, and the delimiter. Returns whether to go on."""
+        """Process the text up to the next delimiter, and the delimiter. Returns whether to continue."""
         if self._place == len(self._text):
             return False
         found, end, again = None, len(self._text), False
@@ -174,8 +174,8 @@ class ResponseParser:
         return self._goes_on(is_still=end == place and self._place == found.end == place)
 
     def _goes_on(self, *, is_still: bool) -> bool:
-        """Say whether there may be more behind a delimiter. One that `is_still` took no text and left the parser where
-        it was; after MAX_STILL of them a character is taken as text."""
+        """Whether to continue after a delimiter. If it `is_still`, it took no text and did not change the parser; after
+        MAX_STILL of them a character is taken as text."""
         self._num_still = self._num_still + 1 if is_still else 0
         if self._num_still > MAX_STILL:
             self._num_still = 0
@@ -185,7 +185,7 @@ class ResponseParser:
         return True
 
     def _scanner(self) -> Scanner:
-        """Return what looks for the delimiters that would end the text of the region as it is now."""
+        """Return the scanner for the delimiters that can end the text of the current region."""
         field = self._region.field
         may_open = may_call = False
         if field is self._outside.field:
@@ -218,8 +218,8 @@ class ResponseParser:
     # ---- text and delimiters
 
     def _write(self, end: int) -> bool:
-        """Give the text up to `end` to the region. Returns False if it did not take all of it: then its rest, which
-        may be another text than before, belongs to another region."""
+        """Pass the text up to `end` to the region. Returns False if it did not take all: then the rest, which may have
+        changed, belongs to another region."""
         text = self._text[self._place : end]
         self._place = end
         region = self._region
@@ -246,7 +246,7 @@ class ResponseParser:
         flow.write(self._marks.spell(text), strip=field.arguments.get("strip", True) is not False)
 
     def _pass(self, found: Found) -> None:
-        """Take a delimiter, before which all text has been written."""
+        """Process a delimiter, after all text before it."""
         self._place = found.end
         region = self._region
         if found.opens:
@@ -273,7 +273,7 @@ class ResponseParser:
                 self._content.write(self._marks.spell(error.rest))
 
     def _enter(self, found: Found) -> None:
-        """Begin the region that a delimiter opens."""
+        """Begin the region that a delimiter has opened."""
         field = found.field
         if field.role == "reasoning":
             self._reasoning.begin(field.join)
@@ -287,16 +287,16 @@ class ResponseParser:
             self._region = _Region(field, reader, opening, self._calls.num_calls)
 
     def _leave(self) -> None:
-        """End the region: what follows is content."""
+        """End the region: the text after it is content."""
         self.has_reasoned = self.has_reasoned or self.is_reasoning
         self._region = self._outside
         self._content.begin(self._outside.field.join)
 
-    # ---- calls that are none
+    # ---- invalid calls
 
     def _reject(self, rest: str) -> None:
-        """Take `rest`, which is all that was read of a region of calls and not sent, for text, in which a call may
-        begin again. The opening literal is text as well if nothing was sent."""
+        """Treat `rest`, the text of a region of calls that was read and not sent, as text, in which a call may begin
+        again. If nothing was sent, the opening literal becomes text as well."""
         has_sent = self._calls.num_calls > self._region.num_before
         opening = "" if has_sent else self._region.opening
         self._region = self._outside
@@ -306,7 +306,7 @@ class ResponseParser:
         self._content.write(self._marks.spell(opening))
 
     def _end_reader(self, reader: CallReader) -> None:
-        """Close calls whose end is the end of the output; others stay as they are."""
+        """Close calls that the end of the output completes; others remain incomplete."""
         rest = ""
         if not reader.is_done:
             if self._region.field.close is None and not reader.ends_itself:
@@ -322,7 +322,7 @@ class ResponseParser:
         self._content.write(self._marks.spell(opening + rest))
 
     def _give_up(self) -> None:
-        """From here on all text belongs to the region that is open, or to the content."""
+        """Assign all further text to the open region, or to the content."""
         self.is_broken = True
         if self._region.reader is not None:
             self._reject(self._region.reader.cut())
@@ -331,7 +331,7 @@ class ResponseParser:
     # ---- calls at the end of reasoning
 
     def _begin_tail(self, found: Found) -> None:
-        """Keep what follows, as a delimiter inside reasoning may open the calls that the output ends with."""
+        """Hold further text back, because a delimiter inside reasoning may open the calls at the end of the output."""
         self._num_tails += 1
         self._place = max(found.end, found.start + 1)
         opening = self._text[found.start : self._place]
@@ -341,8 +341,8 @@ class ResponseParser:
             self._drop_tail(self._tail)
 
     def _drop_tail(self, tail: Tail) -> bool:
-        """Take a tail for reasoning, in which another one may begin unless it is too long. Returns False, as there is
-        other text now."""
+        """Treat a tail as reasoning, in which another tail may begin unless it is too long. Returns False, because the
+        text has changed."""
         self._tail = None
         self._num_tails = MAX_TAILS if tail.is_long else self._num_tails
         self._text, self._place = tail.text + self._text[self._place :], len(tail.opening)
@@ -350,7 +350,7 @@ class ResponseParser:
         return False
 
     def _end_tail(self, tail: Tail) -> None:
-        """The output is over: the tail is calls if all of it can be, and reasoning otherwise."""
+        """End the output: the tail becomes calls if all of it consists of calls, else reasoning."""
         calls = tail.finish()
         if calls is None:
             self._drop_tail(tail)
@@ -362,7 +362,7 @@ class ResponseParser:
 
 
 def properties_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Map the names of tools to the schemas of their parameters by name."""
+    """Tool name -> parameter name -> JSON schema."""
     found: dict[str, Mapping[str, Any]] = {}
     for tool in tools:
         function = tool.get("function", tool)

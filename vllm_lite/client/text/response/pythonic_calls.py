@@ -1,4 +1,4 @@
-"""Calls as Python: [get_weather(city="Paris", days=3), now()]. Each argument is sent when it is complete."""
+"""Reads calls in Python: [get_weather(city="Paris", days=3), now()]. Each argument is sent when it is complete."""
 
 import ast
 import json
@@ -66,7 +66,7 @@ class PythonicReader:
         return "" if self._has_begun else "".join(self._unsent)
 
     def _rejected(self, rest: str) -> Rejected:
-        """A call that has begun is completed with the arguments that it has, as the JSON is our own."""
+        """Complete a call that was begun with the arguments so far, because the sent JSON is our own."""
         if self._has_begun:
             self._sink.write("}" if self._num_arguments else "{}")
             key = f"{self._word}=" if self._value and self._word else self._word
@@ -164,12 +164,12 @@ class PythonicReader:
         return place + 1
 
     def _typed(self, value: Any) -> Any:
-        """Read a text where the schema wants none: Llama 4's template puts all values of history between quotes."""
+        """Convert a text whose schema has another type: Llama 4's template writes all values of history in quotes."""
         types = schema_types(self._properties_of(self._called).get(self._word))
         return coerced(value, types) if isinstance(value, str) and "string" not in types else value
 
     def _begin(self, place: int) -> None:
-        """Send the name, now that something was written that belongs to a call."""
+        """Send the name, after the first text that can only belong to a call."""
         if not self._has_begun:
             self._sink.begin(self._called, place)
             self._has_begun = True

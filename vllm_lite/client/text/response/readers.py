@@ -1,4 +1,4 @@
-"""Choice of the reader for the calls of a field."""
+"""Chooses the reader for the calls of a field."""
 
 import json
 import re
@@ -23,7 +23,7 @@ _ENTRY = re.compile(r"\{(?:content\.)?(\w+)\}")
 def reader_of(
     field: Field, captures: Mapping[str, str], sink: CallSink, marks: Marks, properties: Properties
 ) -> CallReader:
-    """Make the reader of one region of `field`. `captures` are the groups of its opening pattern."""
+    """Create the reader of one region of `field`. `captures`: the groups of its opening pattern."""
     name = captures.get("name") if _name_is_captured(field) else None
 
     def properties_of(called: str) -> Mapping[str, Any]:
@@ -53,7 +53,7 @@ def reader_of(
 
 
 def _function(field: Field) -> Any:
-    """Find what a transform makes of `function`, or of the whole call."""
+    """Return the part of a transform for `function`, or the whole transform."""
     made = field.transform
     if isinstance(made, list) and len(made) == 1:
         made = made[0]
@@ -66,7 +66,7 @@ def _name_is_captured(field: Field) -> bool:
 
 
 def _envelope(field: Field) -> Envelope | None:
-    """Find under which keys a call has its name and arguments; None if they are elsewhere."""
+    """Find the keys of a call's name and arguments; None if they are elsewhere."""
     if "envelope" in field.arguments:
         given = field.arguments["envelope"]
         others = given.get("others")
@@ -83,7 +83,7 @@ def _envelope(field: Field) -> Envelope | None:
 
 
 def _dialect(arguments: Mapping[str, Any], marks: Marks) -> Dialect | None:
-    """Find how this JSON differs from JSON; None if it can only be read as a whole."""
+    """Find the field's deviations from JSON; None if its text can only be read as a whole."""
     delimiters = [(marks.literal(a), marks.literal(b)) for a, b in arguments.get("string_delims", [])]
     bare = bool(arguments.get("unquoted_keys", False))
     if arguments.get("whole") or any(len(text) != 1 for pair in delimiters for text in pair):
@@ -94,7 +94,7 @@ def _dialect(arguments: Mapping[str, Any], marks: Marks) -> Dialect | None:
 
 
 def whole_calls(text: str, field: Field, captures: Mapping[str, str], properties: Properties) -> list[tuple[str, str]]:
-    """Make names and arguments of a complete text, as the field's transform says. Raises ValueError."""
+    """Read names and arguments from a complete text by the field's transform. Raises ValueError."""
     try:
         value = contents.field_value(text, field, captures)
     except (KeyError, TypeError, TimeoutError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""The search for delimiters in text that is still arriving."""
+"""Searches for delimiters in text that is still arriving."""
 
 import re
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class Found(NamedTuple):
 
 
 class Scanner:
-    """Looks for several delimiters. Nothing changes after it was made."""
+    """Searches for several delimiters. Immutable."""
 
     def __init__(self, watched: Sequence[WatchedMark]) -> None:
         self._watched = watched
@@ -80,7 +80,7 @@ class Scanner:
 
 @lru_cache(256)
 def scanner(*watched: WatchedMark) -> Scanner:
-    """Return the scanner for these delimiters, which all outputs of a format share."""
+    """Return the scanner for these delimiters; all outputs of a format share it."""
     return Scanner(watched)
 
 
@@ -108,7 +108,7 @@ def _search(text: str, place: int, each: WatchedMark, *, is_last: bool) -> Any:
     return each.delimiter.match(text, start, is_last=is_last) if start < len(text) else None
 
 
-# ---- The part of a prompt that belongs to the message already: thinking that a template opens, an answer to continue
+# ---- The part of a prompt that already belongs to the message: thinking that a template opens, an answer to continue
 
 
 MAX_PREFIX_CHARS = 65_536

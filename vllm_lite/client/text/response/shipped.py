@@ -47,13 +47,13 @@ def descriptions() -> dict[str, Description]:
 
 
 def names_of(part: str) -> list[str]:
-    """List the names that --tool-call-parser (`part` is "tool_calls") or --reasoning-parser ("reasoning") takes."""
+    """List the names that --tool-call-parser (`part` is "tool_calls") or --reasoning-parser ("reasoning") accepts."""
     found = {name: item for name, item in descriptions().items() if getattr(item, part) is not None}
     return sorted({*found, *(alias for item in found.values() for alias in item.aliases)})
 
 
 def description(name: str, part: str) -> tuple[str, Description]:
-    """Find a format by its name or an alias. Raises ConfigError that lists the names there are."""
+    """Find a format by its name or an alias. Raises ConfigError, which lists all names."""
     for own, item in descriptions().items():
         if getattr(item, part) is not None and name in (own, *item.aliases):
             return own, item
@@ -62,7 +62,7 @@ def description(name: str, part: str) -> tuple[str, Description]:
 
 
 def compose(calls: str | None, reasoning: str | None, added_tokens: Mapping[str, int], special_ids: Any = ()) -> Format:
-    """Make the Format of a model whose calls and reasoning have these names. Raises ConfigError for an unknown one."""
+    """Create the Format of a model from the names for calls and reasoning. Raises ConfigError for an unknown name."""
     parts: list[tuple[str, Description, str]] = []
     if reasoning is not None:
         parts.append((*description(reasoning, "reasoning"), "reasoning"))

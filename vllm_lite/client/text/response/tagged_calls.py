@@ -1,5 +1,5 @@
-"""Calls whose arguments stand between tags: <parameter=city>Paris</parameter>. Strings stream; other values are sent
-when they are complete, as only then their type is sure."""
+"""Reads calls whose arguments are between tags: <parameter=city>Paris</parameter>. Strings stream; other values are
+sent when they are complete, as only then their type is sure."""
 
 import json
 from collections.abc import Callable
@@ -51,14 +51,14 @@ class TaggedReader:
     def __init__(self, sink: CallSink, name: str, tags: Tags, properties_of: PropertiesOf) -> None:
         self._sink = sink
         self._name = name
-        self._opening = ""  # what was read of a call but the first before it begins
+        self._opening = ""  # text of a call other than the first, before it begins
         self._tags = tags
         self._properties_of = properties_of
         self._properties = properties_of(name)
         self._step = self._between
         self._text = ""
-        self._place = 0  # what stands before it in the text is used
-        self._seen = 0  # the search for the next literal goes on here
+        self._place = 0  # the text before it is processed
+        self._seen = 0  # the search for the next literal continues here
         self._has_begun = False
         self._num_keys = 0
         self._types: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class TaggedReader:
 
     @property
     def is_done(self) -> bool:
-        """Whether a call of several is complete, behind which there need not be another."""
+        """Whether a call is complete and no other call needs to follow."""
         return self._step == self._behind_call
 
     def feed(self, text: str) -> int:
@@ -98,7 +98,7 @@ class TaggedReader:
             self._send(self._sure_end(self._value_close), is_last=True)
         return ""
 
-    # ---- one step each: find the next literal and use what stands before it; False if there is none yet
+    # ---- one step each: find the next literal and process the text before it; False if there is none yet
 
     def _between(self) -> bool:
         call_close = self._tags.call_close
@@ -198,7 +198,7 @@ class TaggedReader:
         self._place = end
 
     def _send(self, end: int, *, is_last: bool) -> None:
-        """Send the string up to `end` but for what may turn out to be trimmed."""
+        """Send the string up to `end`, except for characters that may have to be trimmed."""
         text = self._trimmed(self._text[self._place : end], start=self._is_new, end=False)
         part = self._trimmed(text, start=False)
         if not part:
@@ -227,7 +227,7 @@ class TaggedReader:
         return found
 
     def _find_next(self, literal: str, *others: str) -> int:
-        """Find a literal before which nothing but white space may stand, or one of `others`. Raises Rejected."""
+        """Find `literal` after nothing but white space, or one of `others`. Raises Rejected."""
         found = self._find(literal)
         end = min(self._sure_end(each) for each in (literal, *others)) if found < 0 else found
         if self._text[self._place : end].strip():
@@ -235,7 +235,7 @@ class TaggedReader:
         return found
 
     def _begins_with(self, literal: str) -> bool:
-        """Whether `literal` comes next, behind white space."""
+        """Whether `literal` comes next, after white space."""
         return self._text[self._place :].lstrip().startswith(literal)
 
     def _sure_end(self, literal: str) -> int:
@@ -264,7 +264,7 @@ class TaggedReader:
         self._has_begun = False
 
     def _rejected(self) -> Rejected:
-        """Complete the arguments begun, as their JSON is our own; the rest of the text is unused."""
+        """Complete the arguments that were begun, because the sent JSON is our own; the rest of the text is unused."""
         if self._has_begun and self._step == self._between:
             self._sink.write("}" if self._num_keys else "{}")
         return Rejected(self._opening + self._text[self._place :])

@@ -1,8 +1,8 @@
-"""A format as data: which fields an output has, and the literals and patterns between which they stand.
+"""A format as data: the fields of an output, and the literals and patterns that delimit them.
 
-The data is transformers' `response_template` (a checkpoint may bring its own in tokenizer_config.json), with three keys
-more in the formats that come with this package: `at_start` for a field that can only be the beginning of the content,
-"tags" and "envelope" in content_args for calls that are read while they arrive.
+The data is transformers' `response_template` (a checkpoint may bring its own in tokenizer_config.json), with three more
+keys in the formats of this package: `at_start` for a field that can only be the beginning of the content, "tags" and
+"envelope" in content_args for calls that are read while they arrive.
 """
 
 from collections.abc import Mapping
@@ -86,14 +86,14 @@ class Field:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Format:
-    """A format for one tokenizer. Nothing changes after it was made, so all parsers share it."""
+    """A format for one tokenizer. It is immutable, so all parsers share it."""
 
     name: str
     fields: tuple[Field, ...]
     marks: Marks
     anchor: Delimiter | None = None
     starts_in: Field | None = None
-    """The field in which an output begins although nothing opened it."""
+    """The field in which an output begins without an opening literal."""
     thinking: tuple[str, str] | None = None
     """The literals that open and close the reasoning."""
     shape: Mapping[str, Any] | None = None
@@ -101,7 +101,7 @@ class Format:
 
     @property
     def content(self) -> Field:
-        """The field that text belongs to which no other field claims."""
+        """The field for text outside of all other fields."""
         return next((item for item in self.fields if item.open is None), _NOTHING)
 
     @property
@@ -117,7 +117,7 @@ _NOTHING = Field("", "content")
 
 
 def delimiter(spec: Mapping[str, Any], key: str, marks: Marks, name: str, *, is_own: bool = False) -> Delimiter | None:
-    """Read `key` (a literal or several) or `key`_pattern of a spec, which `is_own` if it is a checkpoint's. Raises
+    """Read `key` (a literal or several) or `key`_pattern of a spec. `is_own`: the spec is a checkpoint's. Raises
     ModelError."""
     literals, pattern = spec.get(key), spec.get(f"{key}_pattern")
     if literals is not None and pattern is not None:
@@ -152,8 +152,8 @@ def _pattern(source: Any, marks: Marks, name: str, seconds: float | None = None)
 
 
 def field_of(name: str, spec: Any, marks: Marks, role: str | None = None) -> Field:
-    """Read one field; one without a `role` is of a checkpoint, and has that of its name. Raises ModelError that names
-    it."""
+    """Read one field. Without a `role`, it is a checkpoint's field, whose role follows from its name. Raises ModelError
+    with the name."""
     place = f"response_template field {name!r}"
     if not isinstance(spec, Mapping):
         raise ModelError(f"{place} must be an object, got {type(spec).__name__}")
@@ -222,7 +222,7 @@ def read_template(spec: Any, added_tokens: Mapping[str, int], special_ids: Any =
 
 
 def thinking_literals(fields: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Find the literals of the reasoning; None if there is none, or it stands between patterns."""
+    """Find the literals of the reasoning; None if there is no reasoning, or patterns delimit it."""
     for name, spec in fields.items():
         if ROLES.get(name) == "reasoning":
             pair = [spec.get(key) for key in ("open", "close")]

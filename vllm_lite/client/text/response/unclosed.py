@@ -1,7 +1,7 @@
-"""Calls at the end of reasoning that nothing closes: some models write a call and stop without ending their thinking.
+"""Calls at the end of unclosed reasoning: some models write a call and stop without ending their thinking.
 
-What begins like a call inside reasoning is kept. If nothing but complete calls of known tools follows up to the end of
-the output, they are what the message says; otherwise all of it was reasoning.
+Text inside reasoning that begins like a call is held back. If only complete calls of known tools follow up to the end
+of the output, they are the calls of the message; otherwise all of it was reasoning.
 """
 
 from collections.abc import Container
@@ -19,7 +19,7 @@ MAX_TAILS_AT_END = 4
 
 
 class TailParser(Protocol):
-    """Takes a text apart as if it were content."""
+    """Parses a text as if it were content."""
 
     def feed_text(self, text: str) -> list[Event]: ...
 
@@ -27,10 +27,10 @@ class TailParser(Protocol):
 
 
 class Tail:
-    """Text behind the literal that may begin the calls, from that literal on."""
+    """The text from a literal on that may begin the calls."""
 
     def __init__(self, parser: TailParser, names: Container[str], opening: str) -> None:
-        """`names` are those of the tools that may be called."""
+        """`names`: names of the tools that may be called."""
         self.opening = opening
         self.is_long = False
         self._parser = parser
@@ -44,7 +44,7 @@ class Tail:
         return "".join(self._parts)
 
     def feed(self, text: str) -> bool:
-        """Take more text, first of all the opening. Returns whether all of it may still be calls."""
+        """Take more text; the opening comes first. Returns whether all of it may still be calls."""
         self._parts.append(text)
         room = MAX_TAIL_CHARS - self._num_chars
         self._num_chars += len(text)
@@ -53,7 +53,7 @@ class Tail:
         return is_good and not self.is_long
 
     def finish(self) -> list[tuple[str, str]] | None:
-        """The output is over. Returns names and arguments of the calls; None if it is not just complete ones."""
+        """End the output. Returns names and arguments of the calls; None unless the text is complete calls only."""
         if not self._take(self._parser.finish()) or not self._calls:
             return None
         calls = [(name, "".join(parts)) for name, parts in self._calls]

@@ -1,8 +1,8 @@
-"""A checkpoint's chat template: messages in, the text of a prompt out, the same text that transformers makes.
+"""A checkpoint's chat template: renders messages to the text of a prompt, the same text as transformers.
 
-The template comes with the model, so it runs in a sandbox that lets it change nothing it is given. A request cannot
-bring a template, only plain data for its variables. The time of a rendering is not bounded here: the server renders in
-a process whose time is (template_process.py).
+The template comes with the model, so it runs in a sandbox in which it cannot change its inputs. A request cannot
+contain a template, only plain data for its variables. The time of a rendering is not limited here: the server renders
+in a process with a time limit (template_process.py).
 """
 
 import json
@@ -32,14 +32,14 @@ RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt",
 """Variables that the server sets, besides the names of special tokens."""
 
 MAX_LOOKED_AT_S = 0.2
-"""A prompt that took longer is not rendered once more to see what is not in it."""
+"""Seconds; a prompt that took longer is not rendered again to find left-out messages."""
 
 Tool = Mapping[str, Any]
 """{"type": "function", "function": {"name": ..., "description": ..., "parameters": JSON schema}}"""
 
 
 class Rendering(NamedTuple):
-    """A prompt's text, and which of the messages are not in it."""
+    """A prompt's text, and the messages that are not in it."""
 
     text: str
     left_out: tuple[LeftOut, ...] = ()
@@ -49,7 +49,7 @@ class ChatTemplate:
     """A compiled template and the special tokens that it may name. Rendering is safe in any thread."""
 
     def __init__(self, found: TemplateSource) -> None:
-        """Raises ModelError for a text that is no Jinja."""
+        """Raises ModelError for invalid Jinja."""
         self.name = found.name
         self.special_tokens = found.special_tokens
         try:
@@ -66,7 +66,7 @@ class ChatTemplate:
         return None if found is None else cls(found)
 
     def render(self, messages: Sequence[Message], **settings: Any) -> str:
-        """Make the prompt as rendering() does, and do not look for what is left out."""
+        """Render the prompt as rendering() does, without looking for left-out messages."""
         return self.rendering(messages, **settings, looks=False).text
 
     def rendering(
@@ -107,10 +107,10 @@ class ChatTemplate:
 
 
 class _Variant:
-    """A template as chats with tools get it, or those without: compiled, and with what is known of it."""
+    """A compiled template for chats with tools, or for chats without, and the results of its trials."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], sample_tools: Sequence[Tool] | None) -> None:
-        """`sample_tools` stand for those of requests where something is tried."""
+        """`sample_tools`: the tools in trials."""
         self._compiled = _environment().from_string(source)
         self._special_tokens = special_tokens
         self._sample = {"tools": sample_tools}
@@ -123,13 +123,13 @@ class _Variant:
         known = fitted(messages, self._trials)
         try:
             return self._render(known, settings)
-        except Exception:  # it takes lists of parts, but not in this place
+        except Exception:  # it accepts lists of parts, but not here
             if not has_lists(known):
                 raise
             return self._render(plain(known), settings)
 
     def left_out(self, messages: Sequence[Message], text: str, settings: Mapping[str, Any]) -> tuple[LeftOut, ...]:
-        """Find what is not in `text`, which was made of `messages`."""
+        """Find the messages that are not in `text`, their rendering."""
         settings = {**settings, **self._sample}
         return self.finder.find(messages, text, settings, partial(self.text, settings=settings))
 
@@ -157,18 +157,19 @@ def with_read_arguments(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, An
 
 
 def _read_arguments(data: bytes) -> dict[str, Any]:
-    """Raises MsgspecError or RecursionError. A model may have written half a surrogate pair."""
+    """Decode arguments, in which a model may have written half a surrogate pair. Raises MsgspecError or
+    RecursionError."""
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
     except msgspec.DecodeError:
         return msgspec.json.decode(without_halves(data), type=dict[str, Any])
 
 
-# ---- what it may use, and how it is rendered
+# ---- the sandbox, and rendering
 
 
 class _Generation(Extension):
-    """{% generation %} marks what an assistant wrote, for training. Here it is a block like any other."""
+    """{% generation %}, which marks an assistant's text for training. Here it is a block without effect."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja declares it as an instance variable
 
@@ -178,7 +179,7 @@ class _Generation(Extension):
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """Make the sandbox: what a template may use is Jinja's own and what transformers adds to it."""
+    """Create the sandbox, in which a template may use Jinja's own functions and those that transformers adds."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -213,7 +214,7 @@ def _dict(*pairs: Any, **items: Any) -> dict[str, Any]:
 
 
 def _marked(messages: Sequence[Message], mark: str, *, add_generation_prompt: bool) -> list[Message]:
-    """Append `mark` to the last text of the last message, where the text of the prompt is to end."""
+    """Append `mark` to the last text of the last message, at which the prompt is to end."""
     if add_generation_prompt:
         raise RequestError("continue_final_message needs add_generation_prompt=false, as the answer has begun already")
     content = messages[-1].get("content") if messages else None
@@ -227,7 +228,7 @@ def _marked(messages: Sequence[Message], mark: str, *, add_generation_prompt: bo
 
 
 def _cut(text: str, mark: str) -> str:
-    """Cut `text` at `mark`. If the template trimmed the space behind it, the space before it is trimmed too."""
+    """Cut `text` at `mark`. If the template trimmed the space after it, the space before it is trimmed, too."""
     place = text.rfind(mark)
     if place < 0:
         raise RequestError("continue_final_message: the model's chat template leaves the last message out")

@@ -1,10 +1,10 @@
-"""The token behind an assistant's text in a chat template: it closes the message, so it is how a model ends an answer.
+"""Finds the token after an assistant's text in a chat template: it closes the message, so a model ends an answer with
+it.
 
-It is found by rendering chats whose texts are marks. Not every token there is an end: formats with channels close one
-part of an answer by a token, and go on with the next part (gpt-oss and Solar by <|end|>). So tokens between what an
-assistant thinks and says, or between what it says and calls, are inner ones.
-
-The template comes with the checkpoint, so it is rendered in a process with bounds of time and memory, once at a start.
+It is found by rendering chats whose texts are marks. Not every such token ends an answer: formats with channels close
+one part of an answer by a token and continue with the next part (gpt-oss and Solar by <|end|>). So tokens between the
+thinking and the text of an assistant, or between its text and its calls, are inner ones. The template comes with the
+checkpoint, so it is rendered in a process with limits of time and memory, once at a start.
 """
 
 import re
@@ -24,11 +24,11 @@ from vllm_lite.runtime import log, supervise
 from vllm_lite.runtime.frames import frame, read_frame
 
 WAIT_S = 60.0
-"""For a process that was stopped, or a machine that stands still. What a template takes itself is bounded by less."""
+"""Deadline for a process that was stopped, or on a hanging machine. The template's own time has a smaller limit."""
 MAX_CHARS = 1024 * 1024
 PREFIX_CHARS = 2
-"""A template may build the names of tokens out of parts, such as '<|' + role + '|>', so it may write each of which it
-has the beginning."""
+"""Characters of a token's beginning that a template must contain to be able to write it: it may build tokens from
+parts, such as '<|' + role + '|>'."""
 _ASKED, _THOUGHT, _SAID, _CALLED, _NEXT = "qzaskedzq", "qzthoughtzq", "qzsaidzq", "qzcalledzq", "qznextzq"
 _USER: Message = {"role": USER, "content": _ASKED}
 _SPOKEN: Message = {"role": ASSISTANT, "content": _SAID}
@@ -41,28 +41,28 @@ CHATS: dict[str, Sequence[Message]] = {
     THINKING: (_USER, _REASONED),
     CALLING: (_USER, {**_SPOKEN, "tool_calls": [_CALL]}),
 }
-"""In the first two the answer is the last message, and it is not: some templates close it in only one of them, or each
-in another way. The others show which tokens stand between the parts of an answer."""
+"""Chats to render. In the first one the answer is the last message, in the second one it is not: some templates close
+it in only one of them, or in different ways. The others show the tokens between the parts of an answer."""
 
 logger = log.get(__name__)
 
 
 class Closing(NamedTuple):
-    """The token that closes an assistant's message, None if there is none, and tokens that stand within a message."""
+    """The token that closes an assistant's message, or None, and the tokens within a message."""
 
     token: str | None = None
     inner: frozenset[str] = frozenset()
 
 
 def may_write(template: TemplateSource, tokens: Collection[str]) -> bool:
-    """Whether `template` may write one of `tokens`: it has the beginning of one, or names it by a variable."""
+    """Whether `template` may write one of `tokens`: it contains the beginning of one, or a variable with one."""
     variables = {name for name, text in template.special_tokens.items() if text in tokens}
     return any(each in template.texts for each in {token[:PREFIX_CHARS] for token in tokens} | variables)
 
 
 def find_closing(template: TemplateSource, tokens: Collection[str], known: Collection[str] = ()) -> Closing:
-    """Find which of `tokens` closes an assistant's message in chats by `template`. One that is `known` to end answers
-    counts before others. A template that takes none of the chats, or too much time, closes nothing."""
+    """Find the one of `tokens` that closes an assistant's message in chats by `template`. Tokens that are `known` to
+    end answers have priority. There is none if the template refuses all of the chats, or takes too much time."""
     spelled = sorted((token for token in tokens if token.strip()), key=len, reverse=True)
     if not spelled:
         return Closing()
@@ -96,7 +96,7 @@ def _closer(
 
 
 def _between(text: str, begin: str, end: str | None) -> str:
-    """The part of `text` between two marks, or behind the first if `end` is None; nothing where a mark is missing."""
+    """The part of `text` between two marks, or after the first if `end` is None; "" if a mark is missing."""
     _, found, behind = text.rpartition(begin)
     if end is None or not found:
         return behind if found else ""
@@ -105,7 +105,7 @@ def _between(text: str, begin: str, end: str | None) -> str:
 
 
 def rendered_by(template: TemplateSource) -> dict[str, str]:
-    """Render CHATS, and leave out those that the template refuses, with a tool as well as without."""
+    """Render CHATS, with a tool and without, and omit those that the template refuses."""
     asked = [
         Render(list(map(dict, chat)), False, False, {}, MAX_CHARS, tools)
         for name, chat in CHATS.items()
@@ -120,7 +120,7 @@ def rendered_by(template: TemplateSource) -> dict[str, str]:
 
 
 def _asked(template: TemplateSource, asked: Sequence[Render]) -> list[Answer]:
-    """Ask a process of the template's own; no answers if it cannot be read, or takes too much."""
+    """Render in a process of the template's own. Returns no answers if the template is invalid, or takes too much."""
     ours, theirs = socket.socketpair()
     with closing(ours):
         with closing(theirs):
@@ -130,7 +130,7 @@ def _asked(template: TemplateSource, asked: Sequence[Render]) -> list[Answer]:
             ours.settimeout(WAIT_S)
             ours.sendall(b"".join(map(frame, (template, *asked))))
             answers = [msgspec.msgpack.decode(read_frame(ours), type=Answer) for _ in range(1 + len(asked))]
-        except (OSError, msgspec.DecodeError):  # it has ended of its template, or that is no Jinja: chats will say so
+        except (OSError, msgspec.DecodeError):  # the template ended it, or is invalid: later chats will report it
             logger.warning("%s: it cannot be found out which token closes a message", template.name)
             return []
         finally:
@@ -139,4 +139,4 @@ def _asked(template: TemplateSource, asked: Sequence[Render]) -> list[Answer]:
 
 
 def _forget(reason: str) -> None:
-    """Its socket says when the process has ended."""
+    """Ignore the end of the process, which its socket reports."""

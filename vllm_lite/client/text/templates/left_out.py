@@ -1,13 +1,13 @@
-"""Messages of a chat that a template leaves out of the prompt, without an error: a role that it does not know, a second
-system prompt, a text beside calls.
+"""Finds messages of a chat that a template leaves out of the prompt without an error: a role that it does not know, a
+second system prompt, a text beside calls.
 
-It is seen by rendering the chat with a mark for each text and each call: one whose mark does not come out was left out.
-That costs as much as the prompt itself, so what was seen is remembered for each message in its context: its kind, those
-of its neighbours, who speaks first and last in the chat, and who at all. When all contexts of a chat are known and the
-prompt agrees with what is remembered, nothing is rendered: a chat that grows by messages like those before it is not
-looked at again.
+The chat is rendered with a mark for each text and each call: if a mark is missing in the result, its text was left out.
+This costs as much as the prompt itself, so the result is remembered for each message in its context: its kind, the
+kinds of its neighbours, the first and the last speaker of the chat, and all speakers. If all contexts of a chat are
+known and the prompt agrees with the remembered results, nothing is rendered: a chat that grows by similar messages is
+not rendered again.
 
-What was thought before an answer is left out on purpose by most templates, and not looked for.
+Most templates leave out the thinking before an answer on purpose, so it is not looked for.
 """
 
 import re
@@ -21,30 +21,30 @@ import msgspec
 from vllm_lite.client.text.templates.template_trials import Message
 
 MAX_CONTEXTS = 4096
-"""Contexts that are remembered, of 300 bytes each. Then all are forgotten."""
+"""Maximum number of remembered contexts, of 300 bytes each. When it is reached, all are forgotten."""
 MAX_SHOWN = 8
-"""Places that a sentence names."""
+"""Maximum number of messages that a sentence names."""
 MAX_LEFT_OUT = MAX_SHOWN + 1
-"""Places that are found in one chat."""
+"""Maximum number of left-out messages that are found in one chat."""
 SURE_CHARS = 16
-"""A text of fewer characters may stand in a prompt by chance."""
+"""Minimum characters of a text that cannot be in a prompt by chance."""
 MAX_ABSENT = 16
-"""Texts that are looked for where they should not be."""
+"""Maximum number of left-out texts whose absence is checked."""
 TAIL_CHARS = 128
-"""A text is looked for by its longest run of words in so much of its end, which no template writes otherwise."""
+"""Characters at the end of a text of which the longest run of words is searched for; no template changes such a run."""
 
 Part = Literal["", "content", "tool_calls"]
 
 
 class LeftOut(NamedTuple):
-    """A message that is not in the prompt, by its place in the chat; or only its content or its calls."""
+    """A message that is not in the prompt, by its index in the chat; or only its content or its calls."""
 
     place: int
     part: Part = ""
 
 
 def described(left_out: Sequence[LeftOut], name: Callable[[int], str] = "messages[{}]".format) -> str:
-    """Say what is not in a prompt, in one sentence. `name` is that of a message by its place."""
+    """Describe what is not in a prompt, in one sentence. `name` returns the name of a message by its index."""
     shown = [f"{name(place)}{'.' if part else ''}{part}" for place, part in left_out[:MAX_SHOWN]]
     if len(left_out) > MAX_SHOWN:
         shown.append("others")
@@ -54,7 +54,7 @@ def described(left_out: Sequence[LeftOut], name: Callable[[int], str] = "message
 
 
 class _Piece(NamedTuple):
-    """A text of a message that is not blank, or the name of one of its calls."""
+    """A text of a message, which is not blank, or the name of one of its calls."""
 
     part: Part
     text: str
@@ -66,7 +66,7 @@ _Context = tuple[bytes, str, str, str]
 
 
 class LeftOutFinder:
-    """Finds what one template leaves out, and remembers it."""
+    """Finds and remembers what one template leaves out."""
 
     def __init__(self) -> None:
         self._known: dict[_Context, Gone] = {}
@@ -79,12 +79,12 @@ class LeftOutFinder:
         settings: Mapping[str, Any],
         render: Callable[[Sequence[Message]], str],
     ) -> tuple[LeftOut, ...]:
-        """Return what of `messages` is not in `text`, the prompt that was made of them. `settings` are what else a
-        prompt depends on, and `render` makes another one with them. Nothing is found if the template refuses marks."""
+        """Return the parts of `messages` that are not in `text`, their prompt. `settings`: everything else that the
+        prompt depends on; `render` renders with them. Nothing is found if the template refuses marks."""
         chat = [list(_pieces(message)) for message in messages]
         try:
             contexts = _contexts(messages, chat, settings)
-        except (TypeError, OverflowError, RecursionError, UnicodeEncodeError):  # settings that no request has
+        except (TypeError, OverflowError, RecursionError, UnicodeEncodeError):  # settings that no request can have
             return ()
         known = [self._known.get(context) for context in contexts]
         gone = [each for each in known if each is not None]
@@ -98,12 +98,12 @@ class LeftOutFinder:
     def _seen(
         self, messages: Sequence[Message], chat: Sequence[Sequence[_Piece]], render: Callable[[Sequence[Message]], str]
     ) -> list[Gone]:
-        """Look for marks."""
+        """Render marks, and find the missing ones."""
         self.num_renderings += 1
         marked = _marked(messages)
         try:
             seen = set(_MARK.findall(render(marked).lower()))
-        except Exception:  # whatever the template does with texts that are not what it expects
+        except Exception:  # any error of the template for texts that it does not expect
             return [(False,) * len(pieces) for pieces in chat]
         return [tuple(piece.text not in seen for piece in _pieces(message)) for message in marked]
 
@@ -130,7 +130,7 @@ def _contexts(
 
 
 def _kind(message: Message, pieces: Sequence[_Piece]) -> str:
-    """Name what a template may look at besides the words."""
+    """The properties of a message, other than its words, on which a template may depend."""
     content = message.get("content")
     num_parts = -1 if isinstance(content, str) else len(content or ())
     num_calls = len(message.get("tool_calls") or ())
@@ -156,7 +156,7 @@ def _agrees(chat: Sequence[Sequence[_Piece]], gone: Sequence[Gone], text: str) -
 
 
 def _words(text: str) -> str:
-    """Return what is looked for of a text: words without what templates escape, trim or cut."""
+    """Return the part of a text to search for: words without characters that templates escape, trim or cut."""
     end = text[-TAIL_CHARS:]
     if not end or end.isspace():
         end = text.rstrip()[-TAIL_CHARS:]
@@ -179,7 +179,7 @@ _RUN = re.compile(r"[\w .,:/()-]+")
 
 
 def _marked(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Make messages of the same kinds, whose texts and calls are marks."""
+    """Create messages of the same kinds whose texts and calls are marks."""
     marks = (f"qz{number:06x}zq" for number in range(1 << 24))
     ids: dict[str, str] = {}
     made = []
@@ -218,5 +218,5 @@ def _call(call: Mapping[str, Any], mark: str, ids: dict[str, str]) -> dict[str, 
 
 
 def _id(given: str, ids: dict[str, str]) -> str:
-    """Make an id of nine letters and digits, which all templates take, the same for the same one."""
+    """Create an id of nine letters and digits, which all templates accept; equal ids get equal ones."""
     return ids.setdefault(given, f"call{len(ids):05d}")

@@ -1,4 +1,5 @@
-"""Messages in the forms that a chat template takes, which no template declares: template_trials.py finds them out.
+"""Converts messages to the forms that a chat template accepts. No template declares them: template_trials.py finds
+them.
 
 Where all is well a message stays as it is given, which is how transformers hands it to the template:
 
@@ -25,7 +26,7 @@ from vllm_lite.client.text.templates.template_trials import (
 
 
 def fitted(messages: Sequence[Message], trials: TemplateTrials) -> list[Message]:
-    """Return messages that get through. A template may still refuse their order, or leave some out."""
+    """Return messages in forms that the template renders. It may still refuse their order, or leave some out."""
     start = _num_instructions(messages)
     known = [_with_known_role(each, trials, is_later=place >= start) for place, each in enumerate(messages)]
     first = known[: _num_instructions(known)]
@@ -66,7 +67,7 @@ def _with_known_content(message: Message, trials: TemplateTrials) -> Message:
         return message
     if trials.takes("text", role):
         return {**message, "content": _text_of(content)} if _is_list(message) else message
-    # a template that takes neither has refused the trial for another reason: the content goes there as it is given
+    # a template that accepts neither has refused the trial for another reason: the content is passed unchanged
     return {**message, "content": [text_part(_text_of(content))]} if trials.takes("part", role) else message
 
 

@@ -1,7 +1,7 @@
-"""The parts of a message's content, as the dialects' clients send them back, as the texts that templates expect.
+"""Converts the parts of a message's content, in the formats of all APIs, to the texts that templates expect.
 
-Besides text there is what an earlier answer was made of: a refusal, which is text of its own, and what was thought
-before it, which has a field of its own.
+Besides text, a content may have parts of an earlier answer: a refusal, which is a text, and the thinking before the
+answer, which has its own field.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -11,9 +11,9 @@ from vllm_lite.client.text.templates.template_trials import TextPart
 from vllm_lite.errors import RequestError
 
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Parts with a text, and the field that it stands in."""
+"""Type of a part with text -> the field of its text."""
 THOUGHTS = {"thinking": "thinking", "reasoning": "text"}
-"""Parts with a thought: as Anthropic and Mistral name it, and others. That field may also be a list of texts."""
+"""Type of a part with thinking, of Anthropic, Mistral and others -> its field, which may also be a list of texts."""
 UNREADABLE = ("redacted_thinking",)
 """Parts that only the server that wrote them could read."""
 
@@ -21,23 +21,23 @@ IMAGES = ("image_url", "input_image", "image", "image_pil")
 """Parts with an image: OpenAI's in chats and responses, Anthropic's, and those of chats in Python."""
 
 TakeImage = Callable[[Mapping[str, Any], str], None]
-"""Is given each part with an image, and the name of the content that holds it."""
+"""Called with each image part, and the name of the content that contains it."""
 
 MAY_BE_EMPTY = ("assistant", "tool", "function")
-"""Roles whose messages may have null in the place of a content: calls alone, and tools that answer nothing."""
+"""Roles whose messages may have null as content: messages with calls only, and tools that answer nothing."""
 THOUGHT_NAMES = ("reasoning_content", "reasoning", "thinking")
-"""Names that templates know the thought before an answer by."""
+"""Names of the field with an answer's thinking in templates."""
 
 
 def reasoning_fields(thought: str, *, calls_behind_text: bool = False) -> dict[str, str]:
-    """Reasoning before an answer, under the names that templates know it by. That of gpt-oss calls it `thinking` and
-    refuses it where the answer has both a text and calls."""
+    """The reasoning before an answer, under all names in templates. The template of gpt-oss calls it `thinking`, and
+    refuses it if the answer has both text and calls."""
     names = THOUGHT_NAMES[:-1] if calls_behind_text else THOUGHT_NAMES
     return dict.fromkeys(names, thought) if thought else {}
 
 
 class Content(NamedTuple):
-    """The texts of a content's parts; one text if it was no list. `parts` are all parts, if there are images."""
+    """The texts of a content's parts; one text if it was not a list. `parts`: all parts, if there are images."""
 
     texts: str | list[str]
     reasoning: str = ""
@@ -49,16 +49,16 @@ class Content(NamedTuple):
 
     @property
     def for_template(self) -> str | list[TextPart]:
-        """The text, or parts as templates know them. A content without a word is an empty text."""
+        """The text, or the parts in the form of templates. A content without words is an empty text."""
         if self.parts is not None:
             return self.parts
         return [{"type": "text", "text": text} for text in self.texts] if isinstance(self.texts, list) else self.texts
 
 
 def read_parts(parts: Iterable[Any], where: str, take_image: TakeImage | None = None) -> Content:
-    """Take the texts of all parts, which are texts or dicts with a type, and join their thoughts. Images are given to
-    `take_image`; without it they are refused. `where` names the content in errors. Raises RequestError for a part that
-    is none of these."""
+    """Read the texts of all parts, which are texts or dicts with a type, and join their thinking. Images are passed to
+    `take_image`; without it they are refused. `where`: name of the content in errors. Raises RequestError for any other
+    part."""
     texts, thoughts, all_parts, has_images = list[str](), list[str](), list[TextPart](), False
     for place, part in enumerate(parts):
         kind = str(part.get("type")) if isinstance(part, Mapping) else ""

@@ -1,4 +1,4 @@
-"""The texts that a chat template writes or compares with, for those who look for a format's literals in them.
+"""Extracts the texts that a chat template writes or compares with, in which a format's literals are searched for.
 
 In Jinja's source a literal may be in parts, `'<' + dsml + 'invoke'` with `dsml` set to a constant before, or a part of
 a longer one, `namespace ~ '<tool_call>'`; quotes inside of it may be escaped, and comments mention what is not written.
@@ -12,14 +12,15 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
 UNKNOWN = "\0"
-"""Stands for the text of an expression that is known only when the template is rendered."""
+"""Placeholder for the text of an expression that is known only when the template is rendered."""
 MAX_FOLDED_CHARS = 65_536
-"""A constant made of others that would be longer is unknown: each could double the one before."""
+"""Maximum characters of a constant that is joined from others; a longer one is unknown, because each could double the
+previous one."""
 _CONTINUES_BEFORE, _CONTINUES_BEHIND = "[<|｜(", "]>|｜)"  # noqa: RUF001 - DeepSeek's literals have such letters
 
 
 class _Blocks(Extension):
-    """Reads {% generation %}, which is a block like any other here."""
+    """Parses {% generation %}, which is a block without effect here."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja declares it as an instance variable
 
@@ -29,7 +30,7 @@ class _Blocks(Extension):
 
 
 def template_literals(source: str) -> str:
-    """Join all texts of the template `source` with UNKNOWN between them. What is no Jinja is returned as it is."""
+    """Join all texts of the template `source` with UNKNOWN between them. Invalid Jinja is returned unchanged."""
     environment = Environment(  # noqa: S701 - nothing is rendered
         trim_blocks=True, lstrip_blocks=True, extensions=[_Blocks, loopcontrols]
     )
@@ -37,12 +38,12 @@ def template_literals(source: str) -> str:
         tree = environment.parse(source)
         constants = _constants(tree)
         return UNKNOWN.join(_texts(tree, constants))
-    except Exception:  # besides Jinja's own errors: too deep, as rendering it would find out
+    except Exception:  # besides Jinja's own errors: nested too deeply, which rendering would report
         return source
 
 
 def stands_free(literal: str, text: str) -> bool:
-    """Whether `literal` is in `text` and not only as a part of a longer word or literal."""
+    """Whether `literal` is in `text` other than as a part of a longer word or literal."""
     place = text.find(literal)
     while place >= 0:
         end = place + len(literal)
@@ -63,7 +64,7 @@ def _goes_on(neighbour: str, edge: str, brackets: str) -> bool:
 
 
 def _constants(tree: nodes.Template) -> dict[str, str]:
-    """Find the names that are only ever set to one text: a checkpoint's two templates may both set them."""
+    """Find the names that are always set to the same text; both templates of a checkpoint may set them."""
     found: dict[str, str] = {}
     for each in tree.find_all(nodes.Assign):
         if isinstance(each.target, nodes.Name):
@@ -73,7 +74,7 @@ def _constants(tree: nodes.Template) -> dict[str, str]:
 
 
 def _folded(node: nodes.Node, constants: Mapping[str, str]) -> str:
-    """Join what an expression is made of; UNKNOWN stands for the rest."""
+    """Join the constant texts of an expression, with UNKNOWN for the rest."""
     if isinstance(node, nodes.Const):
         return node.value if isinstance(node.value, str) else UNKNOWN
     if isinstance(node, nodes.TemplateData):
@@ -88,7 +89,7 @@ def _folded(node: nodes.Node, constants: Mapping[str, str]) -> str:
 
 
 def _texts(node: nodes.Node, constants: Mapping[str, str]) -> Iterator[str]:
-    """Go over a tree. Neighbours in one output are joined, as they are when they are written."""
+    """Yield the texts of a tree. Neighbours in one output are joined, as in the rendering."""
     if isinstance(node, nodes.Output):
         yield "".join(_folded(part, constants) for part in node.nodes)
         for part in node.nodes:
@@ -102,7 +103,7 @@ def _texts(node: nodes.Node, constants: Mapping[str, str]) -> Iterator[str]:
 
 
 def _inner(node: nodes.Node, constants: Mapping[str, str]) -> Iterator[str]:
-    """Go over the parts of an expression that joining it left unknown."""
+    """Yield the texts in the parts of an expression that remained unknown."""
     if isinstance(node, nodes.Add | nodes.Concat):
         for part in node.iter_child_nodes():
             yield from _inner(part, constants)

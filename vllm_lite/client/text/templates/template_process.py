@@ -1,8 +1,8 @@
-"""Renders a chat template in a process of its own, so that the kernel bounds the time and memory that it takes.
+"""Renders a chat template in a process of its own, so that the kernel limits its time and memory.
 
-A sandbox limits what a template can reach, but not how long a loop in a loop takes, or `'x' * 10**10`, or
-`10**10**10`, and the last two block every other thread. So the server renders here. Each rendering has a limit of
-processor time and memory; one that takes more time ends this process, and its owner starts another.
+A sandbox limits what a template can access, but not the time of a nested loop, of `'x' * 10**10`, or of `10**10**10`,
+and the last two block every other thread. So the server renders here. Each rendering has a limit of processor time and
+memory; one that exceeds the time ends this process, and its owner starts another.
 
 Both sides use a socket and frames (runtime/frames.py). The first frame is the template, answered with
 Rendered or RenderRefused; then each Render is answered with one of them, in order.
@@ -32,7 +32,7 @@ MAX_COMPILE_S = 3.0
 MAX_MEMORY_BYTES = 512 * 1024 * 1024
 """Address space of the process."""
 MAX_LOOKED_AT_BYTES = 1024 * 1024
-"""Longer chats are not rendered once more to see what is not in the prompt: their copies take memory."""
+"""Maximum size of a chat that is rendered again to find left-out messages, because copies take memory."""
 LIMIT = f"a rendering may take {MAX_CPU_S:g} s of processor time and {MAX_MEMORY_BYTES >> 20} MiB of memory"
 
 
@@ -57,7 +57,7 @@ class Render(msgspec.Struct, frozen=True):
     alike: dict[int, list[str]] = {}
 
     def without_copies(self) -> "Render":
-        """Leave out what complete() puts back."""
+        """Remove the copies that complete() restores."""
         alike = {place: names for place, message in enumerate(self.messages) if (names := _alike(message))}
         messages = [
             {name: value for name, value in message.items() if name not in alike.get(place, ())}
@@ -66,7 +66,7 @@ class Render(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, messages=messages, alike=alike) if alike else self
 
     def complete(self) -> list[dict[str, Any]]:
-        """Return the messages with all names of their thoughts, which share one text."""
+        """Return the messages with their thinking under all its names, which share one text."""
         for place, names in self.alike.items():
             message = self.messages[place]
             message.update(dict.fromkeys(names, message[THOUGHT_NAMES[0]]))
@@ -74,14 +74,14 @@ class Render(msgspec.Struct, frozen=True):
 
 
 class Rendered(msgspec.Struct, frozen=True, tag=True):
-    """`left_out` is what of the messages is not in the text."""
+    """A rendered prompt. `left_out`: the parts of the messages that are not in the text."""
 
     text: str
     left_out: tuple[LeftOut, ...] = ()
 
 
 class RenderRefused(msgspec.Struct, frozen=True, tag=True):
-    """`num_chars` is the length of a text that is too long."""
+    """A refused rendering. `num_chars`: the length of a text that is too long."""
 
     message: str
     num_chars: int | None = None
@@ -92,7 +92,7 @@ _TOO_MUCH = RenderRefused(f"the model's chat template takes too much: {LIMIT}")
 
 
 def _alike(message: Mapping[str, Any]) -> list[str]:
-    """Name the fields of a message that have the same thought as the first one has."""
+    """Name the fields of a message that have the same thinking as the first such field."""
     first, *others = THOUGHT_NAMES
     return [name for name in others if name in message and message[name] is message.get(first)]
 
@@ -116,7 +116,7 @@ def main(settings: RenderSettings, stop: Wakeup) -> int:
 
 
 def serve(wire: socket.socket, template: ChatTemplate) -> None:
-    """Answer one chat after another, also those for which there is no memory, until the socket is closed."""
+    """Answer one chat after another until the socket is closed, even those that exceed the memory."""
     while True:
         try:
             data = read_frame(wire)
@@ -130,7 +130,7 @@ def serve(wire: socket.socket, template: ChatTemplate) -> None:
 
 
 def _answer(template: ChatTemplate, data: bytearray) -> bytearray:
-    """Make the frame of the answer here, as encoding takes memory too. `data` is emptied once it is decoded."""
+    """Encode the answer within the limits, because encoding takes memory, too. `data` is emptied once it is decoded."""
     try:
         asked, looks = msgspec.msgpack.decode(data, type=Render), len(data) <= MAX_LOOKED_AT_BYTES
         data.clear()

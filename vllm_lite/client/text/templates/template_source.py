@@ -1,7 +1,7 @@
-"""The source of a chat template: in the checkpoint's folder, in a file, or in what the user wrote.
+"""Finds the source of a chat template: in the checkpoint's folder, in a file, or in a flag.
 
-A checkpoint has one template, or several with names. `default` is the usual one; chats with tools get `tool_use` where
-there is one. Files win over tokenizer_config.json, as in transformers:
+A checkpoint has one template, or several with names. `default` is the usual one; chats with tools use `tool_use` if
+there is one. Files take precedence over tokenizer_config.json, as in transformers:
 
 chat_template.jinja                 default
 additional_chat_templates/*.jinja   the others, by their file names
@@ -31,7 +31,7 @@ DEFAULT, TOOL_USE = "default", "tool_use"
 MAX_FILE_BYTES = 64 * 1024 * 1024
 MAX_TEMPLATE_BYTES = 1024 * 1024
 MAX_TEMPLATES = 64
-"""A checkpoint's templates beyond so many are not looked at."""
+"""Maximum number of a checkpoint's templates that are read."""
 
 _TOOLS = re.compile(r"\btools\b")
 
@@ -51,12 +51,12 @@ class TemplateSource(msgspec.Struct, frozen=True):
 
     @property
     def texts(self) -> str:
-        """Both texts, for those who look for literals in them."""
+        """Both texts, for a search for literals."""
         return self.source + (self.for_tools or "")
 
     @property
     def takes_tools(self) -> bool:
-        """Whether chats with tools get a template that names the variable `tools`, without which a model is not shown
+        """Whether the template for chats with tools uses the variable `tools`; otherwise the model would not see
         any."""
         return _TOOLS.search(self.source if self.for_tools is None else self.for_tools) is not None
 
@@ -102,7 +102,7 @@ class _Named(NamedTuple):
 
 
 def _chosen(folder: Path, named: Mapping[str, _Named], tokens: dict[str, str]) -> TemplateSource | None:
-    """The templates that are in force where the user names none."""
+    """The templates that are used if the user names none."""
     if not named:
         return None
     if DEFAULT not in named and len(named) > 1:
@@ -129,7 +129,7 @@ def _checked(found: TemplateSource | None) -> TemplateSource | None:
 
 
 def _named(folder: Path, config: Mapping[str, Any]) -> dict[str, _Named]:
-    """The templates of a folder by their names; a file wins over the config."""
+    """The templates of a folder by name; a file takes precedence over the config."""
     path = folder / CONFIG_FILE
     named = {name: _Named(text, str(path)) for name, text in _entries(config.get("chat_template"))}
     old = folder / OLD_TEMPLATE_FILE
@@ -142,7 +142,7 @@ def _named(folder: Path, config: Mapping[str, Any]) -> dict[str, _Named]:
 
 
 def _entries(given: Any) -> Iterator[tuple[str, str]]:
-    """Name and text of each template in a config: it is a text, a list of objects, or an object."""
+    """Name and text of each template in a config, which has a text, a list of objects, or an object."""
     items: Iterable[tuple[Any, Any]] = [(DEFAULT, given)]
     if isinstance(given, dict):
         items = given.items()
@@ -154,8 +154,8 @@ def _entries(given: Any) -> Iterator[tuple[str, str]]:
 
 
 def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The tokens of a tokenizer's config: texts, or objects that hold one. A special_tokens_map.json wins, unless the
-    config is of the newer kind, which lists all added tokens."""
+    """The special tokens of a tokenizer's config: texts, or objects with a text. A special_tokens_map.json takes
+    precedence, unless the config is of the newer kind, which lists all added tokens."""
     tokens = _texts(config)
     return tokens if "added_tokens_decoder" in config else tokens | _texts(read_json(folder / TOKENS_FILE))
 

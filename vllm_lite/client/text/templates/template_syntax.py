@@ -1,7 +1,7 @@
-"""The syntax tree of a chat template: the roles it names, and whether it looks into a content for parts.
+"""Analyses the syntax tree of a chat template: the roles that it names, and whether it looks for parts in a content.
 
-Both are found without rendering. The second says yes too often rather than too seldom: of a template that loops over
-the lines of a text, template_trials.py finds out that it takes no lists.
+Both are found without rendering. The second answer may be yes by mistake: if a template loops over the lines of a text,
+template_trials.py finds that it does not accept lists.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ CONTENT = "content"
 
 
 def names_role(tree: nodes.Template, role: str) -> bool:
-    """Whether `role` is written in the template as a literal of its own, as in a comparison or a list."""
+    """Whether the template contains `role` as a complete literal, as in a comparison or a list."""
     return any(const.value == role for const in tree.find_all(nodes.Const))
 
 
@@ -29,7 +29,7 @@ def looks_into_content(tree: nodes.Template) -> bool:
 
 
 def _content_names(tree: nodes.Template) -> set[str]:
-    """The variables and parameters that may hold a content, or something made of one."""
+    """The variables and parameters that may have a content, or a value derived from one."""
     flows = [*_assigned(tree), *_passed(tree)]
     names = set[str]()
     while more := {name for name, value in flows if name not in names and _has_content(value, names)}:
@@ -46,7 +46,7 @@ def _assigned(tree: nodes.Template) -> Iterator[tuple[str, nodes.Node]]:
 
 
 def _passed(tree: nodes.Template) -> Iterator[tuple[str, nodes.Node]]:
-    """Each parameter of a macro with each argument that is given for it."""
+    """Pairs of a macro's parameter and an argument that is passed for it."""
     macros = {macro.name: [param.name for param in macro.args] for macro in tree.find_all(nodes.Macro)}
     for call in tree.find_all(nodes.Call):
         params = macros.get(call.node.name, []) if isinstance(call.node, nodes.Name) else []

@@ -1,7 +1,8 @@
-"""Trials of a chat template: short conversations that show which roles it writes and which forms of a content.
+"""Trials of a chat template: short conversations that show which roles and which forms of a content it renders.
 
-A text in a trial is a mark. A trial succeeds if every mark comes out, and nothing of a part but its text: a template
-that prints a list as Python or JSON does not write its parts. Each trial is rendered once, when its result is needed.
+Each text in a trial is a mark. A trial succeeds if the result has every mark, and of a part nothing but its text: a
+template that prints a list as Python or JSON does not support parts. Each trial is rendered once, when its result is
+needed.
 """
 
 import time
@@ -18,22 +19,22 @@ Message = Mapping[str, Any]
 TextPart = dict[str, str]
 """{"type": "text", "text": ...}"""
 Try = Callable[[Sequence[Message]], str]
-"""Renders a conversation. Raises for one that the template refuses."""
+"""Renders a conversation. Raises an error if the template refuses it."""
 Form = Literal["text", "part", "parts", "empty"]
-"""A content that is a text, a list of one part, a list of several, a text without a letter."""
+"""Forms of a content: a text, a list of one part, a list of several parts, a text without letters."""
 
 DEVELOPER, SYSTEM, USER, ASSISTANT = "developer", "system", "user", "assistant"
 SAMPLE_TOOL = {
     "type": "function",
     "function": {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}},
 }
-"""A tool for conversations that are only tried."""
+"""A tool for trials."""
 MAX_TRIAL_S = 0.05
-"""Processor time of one trial. A template that takes more is not tried again, and gets messages as they are given: its
-time is limited, and what it has to render comes first."""
+"""Maximum processor time of one trial, in seconds. A template that takes more is not tried again, and gets messages
+unchanged: its time is limited, and real renderings have priority."""
 _ONE, _OTHER, _LEAK = "qzonezq", "qzotherzq", "qzleakzq"
 _CALL_ID = "call00000"
-"""Nine letters and digits, which all templates take."""
+"""Nine letters and digits, which all templates accept as an id."""
 _HELLO = {"role": USER, "content": "Hello"}
 _ANSWER = {"role": ASSISTANT, "content": "Hello"}
 _CALLING = {
@@ -44,15 +45,15 @@ _CALLING = {
 
 
 def text_part(text: str) -> TextPart:
-    """Make the part that templates know."""
+    """A text part in the form of templates."""
     return {"type": "text", "text": text}
 
 
 class TemplateTrials:
-    """Tries one template, beside tools or without."""
+    """Tries one template, with tools or without."""
 
     def __init__(self, parse: Callable[[], nodes.Template], attempt: Try) -> None:
-        """`parse` makes the template's syntax tree when it is needed, and `attempt` renders it."""
+        """`parse` creates the template's syntax tree when it is needed, and `attempt` renders a conversation."""
         self._parse = parse
         self._attempt = attempt
         self._found: dict[tuple[str, str], bool] = {}
@@ -61,11 +62,11 @@ class TemplateTrials:
 
     @cached_property
     def looks_inside(self) -> bool:
-        """Whether the template may take anything but texts: if not, contents need not be tried."""
+        """Whether the template may support contents other than texts; if not, contents need not be tried."""
         return looks_into_content(self._parse())
 
     def takes(self, form: Form, role: str) -> bool:
-        """Whether a content in this form gets through, in a message of `role`."""
+        """Whether the template renders a content in this form, in a message of `role`."""
         key = (form, role)
         if key not in self._found:
             marks = {"empty": [], "parts": [_ONE, _OTHER]}.get(form, [_ONE])
@@ -81,7 +82,7 @@ class TemplateTrials:
         return self._found[key]
 
     def takes_apart(self, role: str, other: str) -> bool:
-        """Whether two messages of these roles at the beginning are both written."""
+        """Whether two messages of these roles at the beginning are both rendered."""
         key = (role, other)
         if key not in self._found:
             chat = [{"role": role, "content": _ONE}, {"role": other, "content": _OTHER}, _HELLO]
@@ -89,7 +90,7 @@ class TemplateTrials:
         return self._found[key]
 
     def developer_role(self, *, is_later: bool) -> str:
-        """The role that gets through for a developer's message, at the beginning or later in a chat."""
+        """The role under which a developer's message is rendered, at the beginning or later in a chat."""
         if is_later not in self._roles:
             known = [DEVELOPER, SYSTEM] if names_role(self._parse(), DEVELOPER) else [SYSTEM, DEVELOPER]
             self._roles[is_later] = next(self._written(*known, USER, is_later=is_later), SYSTEM)
@@ -115,7 +116,7 @@ class TemplateTrials:
         began_s = time.thread_time()
         try:
             text = self._attempt(chat)
-        except Exception:  # whatever the template does with a conversation that is not to its liking
+        except Exception:  # any error of the template for a conversation that it refuses
             return False
         finally:
             self._is_slow = time.thread_time() - began_s > MAX_TRIAL_S
@@ -123,7 +124,7 @@ class TemplateTrials:
 
 
 def _in_parts(message: Message) -> Message:
-    """Convert the message for a template that takes only lists of parts."""
+    """Convert the message for a template that accepts only lists of parts."""
     return {**message, "content": [text_part(message["content"])]}
 
 
