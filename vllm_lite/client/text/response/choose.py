@@ -20,7 +20,7 @@ from vllm_lite.protocol.structured import MAX_MARK_TOKENS, Thinking
 from vllm_lite.runtime.untrusted_files import read_bounded
 
 NONE = "none"
-"""Name of a parser that turns parsing off, regardless of the checkpoint."""
+"""Name of a parser that disables parsing, regardless of the checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
