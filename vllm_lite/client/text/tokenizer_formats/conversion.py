@@ -1,8 +1,9 @@
-"""Tokenizers that come as anything but a tokenizer.json: each is converted once, into a folder of the user's cache.
+"""Converts tokenizers in other formats into a tokenizer.json, each once, in a folder of the user's cache.
 
-The libraries that know these formats are large, and optional (the extras `hf` and `mistral`), so they work in a process
-that ends with the conversion: client and server never load them. What is made is kept under a digest of all files that
-it depends on, complete or not at all, and found there by the next start, which then needs no library.
+The libraries that know these formats are large, and optional (the extras `hf` and `mistral`), so a separate process
+loads them and ends with the conversion: client and server never load them. The folder in the cache is named after a
+digest of all files that the conversion depends on, and it is complete or does not exist. The next start finds it, and
+then needs no library.
 """
 
 import hashlib
@@ -28,7 +29,7 @@ TOKENIZER_FILE = "tokenizer.json"
 CONVERT_S = 300.0
 """Seconds that a conversion may take. A vocabulary of 130,000 tokens takes some seconds."""
 VERSION = 1
-"""Part of every digest: a release that converts differently raises it."""
+"""Part of every digest. A release that converts differently uses a higher number."""
 MODEL_FILES = ("tokenizer.model", "tokenizer.model.v*", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model")
 PARTS = (
     *("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -42,7 +43,7 @@ logger = log.get(__name__)
 
 
 class Needs(NamedTuple):
-    """The modules without which a kind of file cannot be converted, and the extra of this package that has them."""
+    """The modules that converting a kind of file needs, and the extra of this package that installs them."""
 
     modules: tuple[str, ...]
     extra: str
@@ -65,8 +66,8 @@ class ForeignTokenizer(NamedTuple):
 
 
 def find(folder: str | Path) -> ForeignTokenizer | None:
-    """The tokenizer in `folder`, or in a GGUF file, that would have to be converted; None if there is a tokenizer.json,
-    or no tokenizer. Raises ModelError where a folder has several GGUF models, or a part of one."""
+    """The tokenizer in `folder`, or in a GGUF file, that needs a conversion. None if there is a tokenizer.json already,
+    or no tokenizer. Raises ModelError if a folder has several GGUF models, or only a part of one."""
     folder = Path(folder)
     if (_beside(folder) / TOKENIZER_FILE).is_file():
         return None
@@ -91,15 +92,15 @@ def has_tokenizer(folder: str | Path) -> bool:
 
 
 def made(folder: str | Path) -> Sequence[Path]:
-    """The folder with what was made of the tokenizer in `folder`, as a sequence of one, or of none. Raises ModelError
-    for files that cannot be read."""
+    """The folder with the converted tokenizer of `folder`, as a sequence of one path; empty if there is none yet.
+    Raises ModelError for files that cannot be read."""
     place = None if find(folder) is None else _place(Path(folder))
     return [place] if place is not None and _is_made(place) else []
 
 
 def folder_of(folder: str | Path) -> Path:
-    """The folder whose tokenizer.json stands for `folder`: itself, or one in the cache, which is made now if it has to
-    be. Raises ModelError in one sentence."""
+    """The folder with the tokenizer.json of `folder`: `folder` itself, or one in the cache, converted now if it is not
+    there yet. Raises ModelError in one sentence."""
     found = find(folder)
     if found is None:
         return _beside(Path(folder))
@@ -109,14 +110,14 @@ def folder_of(folder: str | Path) -> Path:
         with _draft(place) as draft:
             logger.info("converting %s, once, into %s", found.file, place)
             convert(found, draft)
-            with suppress(OSError):  # another process was quicker: what it made is the same
+            with suppress(OSError):  # another process was quicker, and made the same
                 draft.rename(place)
-        _is_made(place)  # or it was another user's
+        _is_made(place)  # checks that the quicker process was not another user's
     return place
 
 
 def convert(found: ForeignTokenizer, draft: Path) -> None:
-    """Write tokenizer.json and its configuration into `draft`, in a process of its own. Raises ModelError."""
+    """Write tokenizer.json and its configuration into `draft`, in a separate process. Raises ModelError."""
     ended = threading.Event()
     settings = ConversionSettings(found.kind, str(found.file), str(draft))
     child = supervise.spawn(conversion_process.__name__, settings, "tokenizer conversion", lambda _: ended.set())
@@ -151,7 +152,7 @@ def _check_installed(found: ForeignTokenizer) -> None:
 def is_installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ModuleNotFoundError:  # of a package whose module is looked for
+    except ModuleNotFoundError:  # the package of the module is missing
         return False
 
 
@@ -159,7 +160,7 @@ def is_installed(name: str) -> bool:
 
 
 def _beside(path: Path) -> Path:
-    """The folder of a GGUF file; any other path as it is."""
+    """The folder that contains a GGUF file; any other path unchanged."""
     return path.parent if path.suffix.lower() == SUFFIX and path.is_file() else path
 
 
@@ -169,7 +170,8 @@ def _files(folder: Path, patterns: Sequence[str]) -> Iterator[Path]:
 
 
 def _is_tiktoken(file: Path) -> bool:
-    """Whether a file is text in tiktoken's way, of which two kinds of file have the name tokenizer.model."""
+    """Whether a file is text in tiktoken's format. The name tokenizer.model is used by tiktoken and by
+    SentencePiece."""
     try:
         with file.open("rb") as opened:
             return _TIKTOKEN_LINE.match(opened.read(4096)) is not None
@@ -178,9 +180,9 @@ def _is_tiktoken(file: Path) -> bool:
 
 
 def _place(folder: Path) -> Path:
-    """The folder in the cache for what is made of the files in `folder`. Raises ModelError."""
+    """The folder in the cache for the tokenizer converted from the files in `folder`. Raises ModelError."""
     digest = hashlib.blake2b(f"{VERSION}".encode(), digest_size=16)
-    for file in gguf_files(folder)[:1]:  # too much to be read: a file that was changed has another time
+    for file in gguf_files(folder)[:1]:  # too large to read: its path, size and time of change do
         stat = file.stat()
         digest.update(f"{file.resolve()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
         return _cache() / digest.hexdigest()
@@ -194,8 +196,8 @@ def _place(folder: Path) -> Path:
 
 
 def _is_made(place: Path) -> bool:
-    """Whether the cache has it. Raises ModelError if another user may have put it there: it would change what the model
-    reads and answers."""
+    """Whether the cache has a tokenizer.json in `place`. Raises ModelError if another user may have written it: a
+    changed tokenizer changes what the model reads and answers."""
     if not (place / TOKENIZER_FILE).is_file():
         return False
     if (path := first_untrusted((place.parent, place, place / TOKENIZER_FILE))) is not None:
@@ -207,7 +209,7 @@ def _is_made(place: Path) -> bool:
 
 
 def _cache() -> Path:
-    """Raises ModelError where it is not known."""
+    """The folder in the user's cache for all converted tokenizers. Raises ModelError if the user has no home."""
     given = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(given) if given else Path("~/.cache").expanduser()) / "vllm-lite" / "tokenizers"
@@ -220,7 +222,7 @@ def _cache() -> Path:
 
 @contextmanager
 def _draft(place: Path) -> Iterator[Path]:
-    """A private folder beside `place` on the same disk, which is gone at the end unless it was renamed."""
+    """A private folder beside `place`, on the same disk. It is removed at the end unless it was renamed."""
     try:
         place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         draft = Path(mkdtemp(prefix=".", dir=place.parent))

@@ -1,9 +1,9 @@
-"""Converts one tokenizer and ends: the only place of the client where transformers or mistral-common is loaded.
+"""Converts one tokenizer and ends. No other part of the client loads transformers or mistral-common.
 
-A conversion that goes wrong gives other tokens without a word, and a model that reads them writes nonsense: where no
-config says how a SentencePiece file is read, transformers 5.23 puts no space before a text whose first word has one.
-So a conversion counts only if it is proved here. On plain texts it must give the ids of the library that the format
-belongs to (SentencePiece, mistral-common), and every text must come back when its ids are decoded.
+A wrong conversion gives other tokens without any error, and a model that reads them writes nonsense. For example, if no
+config says how a SentencePiece file is read, transformers 5.23 omits the space before the first word of a text. So
+every conversion is checked here. On plain texts it must give the ids that the format's own library gives
+(SentencePiece, mistral-common), and decoding the ids must give each text back.
 """
 
 import logging
@@ -24,7 +24,7 @@ from vllm_lite.runtime.wakeup import Wakeup
 Kind = Literal["sentencepiece", "tiktoken", "vocabulary", "tekken", "gguf"]
 ERROR_FILE = "error.txt"
 MAX_MEMORY_BYTES = 4 * 1024**3
-"""Address space of the process. A vocabulary of 130,000 tokens takes 0.6 GB."""
+"""Largest address space of the process, in bytes. A vocabulary of 130,000 tokens takes 0.6 GB."""
 MAX_ERROR_CHARS = 500
 TEXTS = (
     "the cat sat on the mat",
@@ -32,20 +32,22 @@ TEXTS = (
     "a = b + 12345; return x",
     "one\ntwo",
 )
-"""Texts that every tokenizer gives back. None begins with a space or has two in a row: there, libraries differ."""
+"""Texts that every tokenizer gives back. None begins with a space or has two spaces in a row, where libraries
+differ."""
 MORE_TEXTS = ("naïve café", "日本語 🙂", "Привет, мир")
-"""Texts that a vocabulary without byte tokens need not know."""
+"""Texts of which only the ids are compared: a vocabulary without byte tokens cannot give these texts back."""
 _ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",  # all files are here, and nothing else may be asked for
+    "HF_HUB_OFFLINE": "1",  # all files are here: nothing may be downloaded
     "TRANSFORMERS_VERBOSITY": "error",
-    "TOKENIZERS_PARALLELISM": "false",  # threads take address space, which is bounded
+    "TOKENIZERS_PARALLELISM": "false",  # threads take address space, which is limited
     "RAYON_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
 
 
 class ConversionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """`file` is the main file of a tokenizer; what else belongs to it is beside it. What is made goes into `out`."""
+    """`file` is the main file of a tokenizer; its other files are in the same folder. The result is written into
+    `out`."""
 
     kind: Kind
     file: str
@@ -54,7 +56,7 @@ class ConversionSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True
 
 
 _UNMAPPED = "failed to map segment"
-"""Text in the ImportError of a library for which there is no memory; the dynamic linker writes it."""
+"""Text of the dynamic linker in the ImportError of a library that does not fit into memory."""
 
 
 class _UnprovedError(Exception):
@@ -62,8 +64,8 @@ class _UnprovedError(Exception):
 
 
 def main(settings: ConversionSettings, stop: Wakeup) -> int:
-    """Write tokenizer.json and what belongs to it, or else one sentence into ERROR_FILE."""
-    del stop  # a signal ends it at once
+    """Write tokenizer.json and its configuration, or on failure one sentence into ERROR_FILE."""
+    del stop  # a signal ends this process at once
     os.environ.update(_ENVIRONMENT)
     logging.disable()
     warnings.simplefilter("ignore")
@@ -75,11 +77,11 @@ def main(settings: ConversionSettings, stop: Wakeup) -> int:
 
 
 def write(settings: ConversionSettings) -> int:
-    """Do the work of `main`, in a process that has its limits."""
+    """Convert and check the tokenizer. `main` calls this after it has limited the process."""
     try:
         _converted(settings).save_pretrained(settings.out)
         return 0
-    except Exception as error:  # whatever a library raises is about the file
+    except Exception as error:  # any exception of a library is about the file
         Path(settings.out, ERROR_FILE).write_text(_sentence(error, settings))
         return 1
 
@@ -94,7 +96,8 @@ def _sentence(error: Exception, settings: ConversionSettings) -> str:
 
 
 def _converted(settings: ConversionSettings) -> Any:
-    """The first of the libraries' ways to read the file that proves right. Raises what the last one raised."""
+    """The tokenizer from the first way of reading the file that passes the checks. If none does, raises the error of
+    the last way."""
     file = Path(settings.file)
     oracle = _ORACLES.get(settings.kind)
     ids_of = None if oracle is None else oracle(file)
@@ -110,7 +113,7 @@ def _converted(settings: ConversionSettings) -> Any:
 
 
 def _check(tokenizer: Any, ids_of: Callable[[str], list[int]] | None) -> None:
-    """Raises _UnprovedError if the tokenizer does not give texts back, or other ids than `ids_of`."""
+    """Raises _UnprovedError if the tokenizer does not give texts back, or if its ids differ from those of `ids_of`."""
     for text in TEXTS:
         ids = tokenizer.encode(text, add_special_tokens=False)
         back = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
@@ -133,7 +136,7 @@ def _folded(text: str) -> str:
 
 
 def _declared(file: Path) -> Any:
-    """The way that config.json and tokenizer_config.json say."""
+    """The tokenizer as config.json and tokenizer_config.json declare it."""
     from transformers import AutoTokenizer
 
     try:
@@ -145,7 +148,8 @@ def _declared(file: Path) -> Any:
 
 
 def _tiktoken(file: Path) -> Any:
-    """A file of tiktoken holds neither special tokens nor how texts are split into words: others have to say so."""
+    """The tokenizer of a tiktoken file. The file has neither special tokens nor the pattern that splits texts into
+    words: tokenizer_config.json must have them."""
     if file.suffix == ".tiktoken":
         raise _UnprovedError(
             "its special tokens and its pattern are in Python code of the checkpoint, which is not run"
@@ -157,12 +161,13 @@ def _tiktoken(file: Path) -> Any:
 
 
 def _llama(file: Path) -> Any:
-    """SentencePiece's BPE with a space put before the text, for files beside which nothing says how they are read."""
+    """SentencePiece's BPE with a space before the text, for files without a configuration that says how to read
+    them."""
     from transformers import LlamaTokenizer
 
     config = file.parent / "tokenizer_config.json"
     says_bos = config.is_file() and "add_bos_token" in msgspec.json.decode(read_bounded(config))
-    more: dict[str, Any] = {} if says_bos else {"add_bos_token": True}  # what Llama was trained with
+    more: dict[str, Any] = {} if says_bos else {"add_bos_token": True}  # as Llama was trained
     return LlamaTokenizer.from_pretrained(file.parent, **more)
 
 
@@ -189,7 +194,7 @@ def _tekken_ids(file: Path) -> Callable[[str], list[int]]:
 
 
 class _Gguf:
-    """A tokenizer as the checks need it, read by the library that will serve it."""
+    """A GGUF file's tokenizer with the methods that the checks call. The library that will serve it reads it."""
 
     def __init__(self, file: Path) -> None:
         from tokenizers import Tokenizer

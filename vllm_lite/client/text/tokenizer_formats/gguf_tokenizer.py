@@ -1,7 +1,8 @@
-"""The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json: BPE, SentencePiece's two kinds, WordPiece.
+"""Converts the tokenizer of a GGUF file into tokenizer.json and tokenizer_config.json.
 
-Keys are `tokenizer.ggml.model`, `pre`, `tokens`, `scores`, `merges`, `token_type` and some ids and flags, as
-https://github.com/ggml-org/ggml documents them.
+The kinds are BPE, SentencePiece's BPE and unigram model, and WordPiece. The keys read are `tokenizer.ggml.model`,
+`pre`, `tokens`, `scores`, `merges`, `token_type` and some ids and flags, as https://github.com/ggml-org/ggml documents
+them.
 """
 
 import base64
@@ -38,7 +39,7 @@ SPECIAL_TOKENS = {
 
 
 class Type(IntEnum):
-    """`token_type`: what a token is."""
+    """Kinds of tokens in `token_type`, those used here."""
 
     UNKNOWN = 2
     CONTROL = 3
@@ -46,7 +47,7 @@ class Type(IntEnum):
 
 
 ADDED = (Type.UNKNOWN, Type.CONTROL, Type.USER_DEFINED)
-"""Types of tokens that are found in texts before these are cut."""
+"""Types of tokens that are searched for in a text before it is cut into words."""
 SPACES_TO_PIECES = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
 
 
@@ -76,7 +77,7 @@ class GgufTokenizer:
 
     @property
     def folds_texts(self) -> bool:
-        """Whether decoding gives texts back with other spaces and capitals than they had."""
+        """Whether decoding may change a text's spaces and capitals."""
         return self.model in ("bert", "t5", "whitespace")
 
     def write(self, folder: Path) -> None:
@@ -85,7 +86,7 @@ class GgufTokenizer:
         (folder / "tokenizer_config.json").write_bytes(msgspec.json.encode(self.config()))
 
     def config(self) -> dict[str, Any]:
-        """tokenizer_config.json: special tokens, and chat templates."""
+        """The content of tokenizer_config.json: special tokens and chat templates."""
         found: dict[str, Any] = {
             name: self.tokens[token_id]
             for name, key in SPECIAL_TOKENS.items()
@@ -104,7 +105,7 @@ class GgufTokenizer:
     # ---- the kinds
 
     def _merged(self) -> dict[str, Any]:
-        """BPE whose merges are in the file, of bytes or of characters."""
+        """BPE of bytes or of characters, with the merges of the file."""
         words = self._words()
         if words.are_bytes:
             normalizer: Any = {"type": "NFC"} if words.nfc else None
@@ -133,7 +134,7 @@ class GgufTokenizer:
         }
 
     def _words(self) -> Words:
-        """The file's way to cut texts into words; its architecture's where it names none."""
+        """The rules that cut texts into words: those that the file names, or else those of its architecture."""
         architecture = self.values.get("general.architecture")
         name = self.model if self.model in WORDS else self.values.get(f"{KEY}pre", UNNAMED.get(str(architecture)))
         if name is None:
@@ -150,7 +151,7 @@ class GgufTokenizer:
         return WORDS[str(name)]
 
     def _unknowns(self) -> dict[str, Any]:
-        """Treatment of characters without a token."""
+        """The fields of the model that say how characters without a token are encoded."""
         unknown = self._token_id("unknown_token_id")
         return {
             "unk_token": None if unknown is None else self.tokens[unknown],
@@ -177,7 +178,8 @@ class GgufTokenizer:
         }
 
     def _likeliest_pieces(self) -> dict[str, Any]:
-        """SentencePiece's unigram model: of all ways to cut a text the one whose scores have the largest sum."""
+        """SentencePiece's unigram model: it chooses the way to cut a text whose tokens have the largest sum of
+        scores."""
         unknown = self._token_id("unknown_token_id")
         if unknown is None:
             raise self.error(f"{KEY}unknown_token_id is missing, or no token; a tokenizer of model 't5' needs one")
@@ -199,7 +201,7 @@ class GgufTokenizer:
         }
 
     def _character_map(self) -> dict[str, Any] | None:
-        """SentencePiece's own table of which characters become which others, as it lies in the file."""
+        """SentencePiece's table that replaces characters by others, taken from the file unchanged."""
         found = self._array("precompiled_charsmap")
         if found is None:
             return None
@@ -210,8 +212,8 @@ class GgufTokenizer:
         return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
 
     def _word_pieces(self) -> dict[str, Any]:
-        """BERT's WordPiece. In the file a piece that begins a word has SentencePiece's space before it, and one that
-        goes on with a word has nothing; here the latter has "##"."""
+        """BERT's WordPiece. In the file, a piece that begins a word starts with SentencePiece's space, and a piece
+        within a word has no mark. In tokenizer.json the first has no mark, and the second starts with "##"."""
         unknown, lower = self._token_id("unknown_token_id"), self._flag("normalizer.lowercase", default=True)
         spellings = [self._spelling(number) for number in range(len(self.tokens))]
         first = self._token_id("cls_token_id", "bos_token_id", "[CLS]")
@@ -238,14 +240,15 @@ class GgufTokenizer:
         }
 
     def _spelling(self, number: int) -> str:
-        """A token of WordPiece as tokenizer.json spells it. Tokens in brackets are the same in both."""
+        """A token of WordPiece as tokenizer.json spells it. Tokens in brackets or of types in ADDED stay as they
+        are."""
         token = self.tokens[number]
         if self.types[number] in ADDED or (token.startswith("[") and token.endswith("]")):
             return token
         return token.removeprefix(SPACE) if token.startswith(SPACE) else f"##{token}"
 
     def _added(self, *, normalized: bool) -> Iterator[dict[str, Any]]:
-        """The tokens of the types in ADDED."""
+        """The entries of `added_tokens`: all tokens of the types in ADDED."""
         for number, kind in enumerate(self.types):
             if kind in ADDED:
                 yield {
@@ -259,7 +262,7 @@ class GgufTokenizer:
                 }
 
     def _ends(self, *, bos: bool, otherwise: Any, eos: bool = False) -> Any:
-        """The post_processor: the tokens before and behind a text."""
+        """The post_processor that adds tokens before and after a text; `otherwise` if it would add none."""
         adds = self._flag("add_bos_token", default=bos), self._flag("add_eos_token", default=eos)
         first, last = (
             self._token_id(key) if add else None
@@ -270,7 +273,7 @@ class GgufTokenizer:
         return _between(self.tokens, first, last)
 
     def _merges(self) -> list[list[str]]:
-        """Merges whose parts and result are tokens."""
+        """The merges of the file, as pairs. Raises ModelError unless both parts and the result of each are tokens."""
         found = []
         for text in self._texts("merges"):
             left = text[:1] + text[1:].partition(" ")[0]  # a part may begin with a space
@@ -281,7 +284,8 @@ class GgufTokenizer:
         return found
 
     def _merges_by_score(self) -> list[tuple[str, str]]:
-        """SentencePiece merges the pair whose result has the highest score, whatever two parts that is made of."""
+        """Merges, the highest score of the result first, for all ways to make a token of two others: SentencePiece
+        merges the pair whose result has the highest score."""
         scores, found = self._scores(), []
         for number, token in enumerate(self.tokens):
             if self.types[number] in (Type.UNKNOWN, Type.CONTROL):
@@ -323,7 +327,8 @@ class GgufTokenizer:
         return found if isinstance(found, bool) else default
 
     def _token_id(self, *keys: str) -> int | None:
-        """The token that the first of `keys` that there is names. One in brackets is a token itself."""
+        """The id of a token: that of the first of `keys` with a valid id. A key in brackets is a token itself; any
+        other is a key of the file."""
         for key in keys:
             found = self.ids.get(key) if key.startswith("[") else self.values.get(f"{KEY}{key}")
             if isinstance(found, int) and 0 <= found < len(self.tokens):
@@ -346,7 +351,7 @@ class GgufTokenizer:
 
 
 def _pieces_to_text(*, strips: bool = False) -> dict[str, Any]:
-    """The decoder of SentencePiece's BPE. `strips`: the space that was put before the text."""
+    """The decoder of SentencePiece's BPE. `strips`: whether it removes the space that was put before the text."""
     words = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
     after = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if strips else []
     return {"type": "Sequence", "decoders": [words, {"type": "ByteFallback"}, {"type": "Fuse"}, *after]}
@@ -361,7 +366,7 @@ def _between(tokens: Sequence[str], first: int | None, last: int | None) -> dict
 
 
 def _around(tokens: Sequence[str], first: int | None, last: int | None) -> dict[str, Any]:
-    """BERT's post_processor: `first`, a text, `last`, and of a pair the other text and `last` once more."""
+    """BERT's post_processor: `first`, a text and `last`; for a pair, the second text and `last` once more follow."""
     before, behind = ([] if each is None else [_part(tokens[each])] for each in (first, last))
     end = [] if last is None else [_part(tokens[last], type_id=1)]
     single = [*before, {"Sequence": {"id": "A", "type_id": 0}}, *behind]

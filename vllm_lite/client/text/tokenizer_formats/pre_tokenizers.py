@@ -1,7 +1,7 @@
-"""Cutting of texts into words before BPE merges within them: the steps behind each `tokenizer.ggml.pre` of GGUF files.
+"""The steps that cut a text into words before BPE merges within each word, for each `tokenizer.ggml.pre` of GGUF files.
 
-https://github.com/ggml-org/llama.cpp gave the names, of which many share their steps. The expressions are those of the
-models' own tokenizer.json. Where nothing says that a family composes characters (NFC) its texts stay as they are.
+The names are those of https://github.com/ggml-org/llama.cpp; many of them share their steps. The expressions are those
+of the models' own tokenizer.json. Characters are composed (NFC) only for the families that say so.
 """
 
 from typing import Any, NamedTuple
@@ -35,19 +35,19 @@ _CASED_LETTERS = (
     "\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2"
     "\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
-"""Letters of scripts with capitals, as DeepSeek's first tokenizer lists them."""
+"""Letters of scripts that have capitals, as DeepSeek's first tokenizer lists them."""
 _WIDE_SIGNS = "!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002"
 _THREES = r"(?=(\p{N}{3})+(?!\p{N}))"
-"""The places before each three digits, counted from the last."""
+"""Matches the empty text before each group of three digits; groups are counted from the last digit of a number."""
 
 
 def _gpt4(digits: str, *, contractions: str = f"{_CONTRACTIONS}|", spaces: str = _SPACES) -> str:
-    """GPT-4's expression. `digits`: how many of them are one word, as a quantifier."""
+    """GPT-4's expression. `digits` is the quantifier that says how many digits make one word."""
     return rf"{contractions}{_LETTERS}|\p{{N}}{digits}|{_SIGNS}[\r\n]*|{_AT_LINES}|{spaces}"
 
 
 def _cased(digits: str, more: str, not_these: str = "") -> str:
-    """GPT-4o's expression, which cuts before a capital. `more`: endings that stay with a word."""
+    """GPT-4o's expression, which cuts before a capital. `more` matches endings that stay with a word."""
     upper, lower = (rf"[{kinds}\p{{Lm}}\p{{Lo}}\p{{M}}{not_these}]" for kinds in (r"\p{Lu}\p{Lt}", r"\p{Ll}"))
     before = r"[^\r\n\p{L}\p{N}]?"
     words = f"{before}{upper}*{lower}+{more}|{before}{upper}+{lower}*{more}"
@@ -55,7 +55,7 @@ def _cased(digits: str, more: str, not_these: str = "") -> str:
 
 
 def _cut(expression: str) -> dict[str, Any]:
-    """The step that makes each match, and each text between two, a word."""
+    """The step that makes a word of each match of `expression`, and of each text between two matches."""
     return {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
 
 
@@ -68,27 +68,27 @@ BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, 
 """Every byte becomes a character of its own."""
 _DIGITS = {"type": "Digits", "individual_digits": True}
 _GPT2_BYTES = {**BYTES, "use_regex": True}
-"""BYTES, with words split as in GPT-2."""
+"""The step of BYTES that also splits words as GPT-2 does."""
 
 
 class Words(NamedTuple):
     """Rules by which one family cuts texts into words."""
 
     steps: tuple[dict[str, Any], ...]
-    """The steps of tokenizer.json's pre_tokenizer. Each cuts every word that the one before left."""
+    """The steps of tokenizer.json's pre_tokenizer. Each step cuts every word that the step before it made."""
     whole_words: bool = False
-    """Whether a word that the vocabulary has is not merged of its parts (ignore_merges)."""
+    """Whether a word in the vocabulary becomes its token at once, without merges (ignore_merges)."""
     adds_bos: bool = False
-    """Whether a text begins with the first token where the file does not say it."""
+    """Whether the BOS token is put before a text, for files that do not say so themselves."""
     nfc: bool = False
     are_bytes: bool = True
-    """Whether tokens are spelled in characters that stand for bytes; otherwise in those of texts."""
+    """Whether each character of a token represents one byte; otherwise it is a character of the text."""
     spaces_are_pieces: bool = False
-    """Whether a space is written as SentencePiece does."""
+    """Whether a space is written as SentencePiece writes it."""
 
 
 def _words(*expressions: str) -> Words:
-    """Words that the expressions cut, one after another, of which then come the bytes."""
+    """Rules that cut a text by each expression in turn, and then write the words as bytes."""
     return Words((*(_cut(each) for each in expressions), BYTES))
 
 
@@ -133,7 +133,7 @@ _ALIKE: tuple[tuple[str, Words], ...] = (
     ("sarvam-moe", _PIECES),
     ("whitespace", Words(({"type": "WhitespaceSplit"},), are_bytes=False)),
 )
-"""Names, and the words of all of these."""
+"""Pairs of names, separated by spaces, and the rules that all of these share."""
 WORDS: dict[str, Words] = {name: words for names, words in _ALIKE for name in names.split()} | {
     "qwen35": _words(
         rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|"
@@ -173,7 +173,7 @@ WORDS: dict[str, Words] = {name: words for names, words in _ALIKE for name in na
     ),
     "default": _words(r"[\p{P}\$\+<=>\^~\|]+", _GPT2_CUTS, r"\p{N}+", "[0-9][0-9][0-9]"),
 }
-"""Name -> how words are cut."""
+"""Name -> rules by which words are cut."""
 UNNAMED = {
     "bloom": "bloom",
     "command-r": "command-r",
@@ -189,5 +189,5 @@ UNNAMED = {
     "starcoder": "starcoder",
     "starcoder2": "starcoder",
 }
-"""Architecture -> name, for files that have none: converters did not write it before May 2024. These architectures have
-one tokenizer; the words of any other are those called "default"."""
+"""Architecture -> name, for files without a name: converters did not write it before May 2024. All models of these
+architectures use the same rules. Any other architecture gets the rules named "default"."""
