@@ -1,4 +1,4 @@
-"""Benchmarks of single parts of the engine, for those who work on it: `python benchmarks COMMAND`.
+"""Benchmarks of single parts of the engine, for its developers: `python benchmarks COMMAND`.
 
 commands.py               the commands and their flags
 engine.py                 scheduler, messages and processes, without a model

@@ -47,8 +47,9 @@ def _startup_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _startup(arguments: argparse.Namespace) -> int:
-    """Measure how long `vllm-lite serve`, or a script with LLM(), takes from the command to its first token, and where
-    the time goes. What stands behind `--` goes to it: benchmarks startup --num-iters 5 -- MODEL --dtype bfloat16"""
+    """Measure how long `vllm-lite serve`, or a script with LLM(), takes from the command to its first token, and which
+    parts take how much of it. Words after `--` are passed to it: benchmarks startup --num-iters 5 -- MODEL --dtype
+    bfloat16"""
     from micro import startup
 
     check_positive(arguments, "num_iters")
@@ -65,7 +66,7 @@ def _startup(arguments: argparse.Namespace) -> int:
 
 
 def _llm_settings(words: Sequence[str]) -> dict[str, Any]:
-    """Keywords of LLM that are the same as these words of a command line."""
+    """Keyword arguments of LLM with the meaning of these words of a command line."""
     usage = "benchmarks startup --llm -- [MODEL] [FLAGS of the engine]"
     parser = argparse.ArgumentParser(usage=usage, add_help=False)
     parser.add_argument("folder", metavar="MODEL", nargs="?", default=DEMO_MODEL)
@@ -129,7 +130,7 @@ def _step_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _step(arguments: argparse.Namespace) -> int:
-    """Measure where the time of one decode step goes, in all processes."""
+    """Measure how much time each part of one decode step takes, in all processes."""
     from micro import step
 
     lengths = arguments.streams, arguments.context, arguments.steps
@@ -142,7 +143,7 @@ def _simulated_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _simulated(arguments: argparse.Namespace) -> int:
-    """Measure how many requests a second the scheduler decides on, with simulated workers and a virtual clock."""
+    """Measure how many requests a second the scheduler serves with simulated workers and a virtual clock."""
     from micro import simulated
 
     check_positive(arguments, "num_requests")

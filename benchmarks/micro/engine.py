@@ -1,4 +1,4 @@
-"""`python benchmarks engine`: what the engine itself costs, without any model. Figures are medians on this machine."""
+"""`python benchmarks engine`: the cost of the engine itself, without any model. Figures are medians on this machine."""
 
 import gc
 import os
@@ -44,7 +44,7 @@ BLOCK_SIZE = 16
 
 
 def run(report: Callable[[str], None] = lambda _line: None) -> dict[str, Any]:
-    """Measure everything; `report` is called with the name of what is being measured."""
+    """Measure all figures; `report` is called with a line that names the next one."""
     figures: dict[str, Any] = {}
     for name, measure in (
         ("import_s", import_s),
@@ -68,7 +68,8 @@ def run(report: Callable[[str], None] = lambda _line: None) -> dict[str, Any]:
 
 
 def _median_us(action: Callable[..., object], repeats: int, prepare: Callable[[], tuple[object, ...]] = tuple) -> float:
-    """Median of one call, in microseconds; each gets what `prepare` makes for it, whose time does not count."""
+    """Median time of one call of `action`, in microseconds. `prepare` makes the arguments of each call; its time does
+    not count."""
     times = []
     for _ in range(repeats):
         arguments = prepare()
@@ -84,7 +85,7 @@ def _python(code: str) -> str:
 
 
 def import_s() -> float:
-    """`import vllm_lite` and its public names in a fresh interpreter, without the interpreter's own start."""
+    """Seconds of `import vllm_lite` and its public names in a new interpreter, without the start of the interpreter."""
     code = (
         "from time import perf_counter as now; t = now(); import vllm_lite; vllm_lite.SamplingParams; print(now() - t)"
     )
@@ -92,7 +93,7 @@ def import_s() -> float:
 
 
 def client_rss_mb() -> float:
-    """Resident memory of a fresh process with the client imported, in MB."""
+    """Resident memory of a new process that has imported the client, in MB."""
     code = (
         "import vllm_lite, resource; vllm_lite.LLM, vllm_lite.AsyncClient; "
         "print(int(open('/proc/self/statm').read().split()[1]) * resource.getpagesize() / 1e6)"
@@ -106,7 +107,7 @@ def _stub_config() -> ResolvedConfig:
 
 
 def engine_ready_s() -> float:
-    """Time from the start of an engine process, with a worker that has no model, to its answer to Hello."""
+    """Seconds from the start of an engine process, whose worker has no model, to its answer to Hello."""
     times = []
     for _ in range(5):
         with tempfile.TemporaryDirectory(prefix="vl-") as run_dir:
@@ -122,7 +123,7 @@ def engine_ready_s() -> float:
 
 
 def round_trip_us() -> float:
-    """A step of one sequence from the engine to a worker process without a model and back."""
+    """Microseconds for a step of one sequence to go from the engine to a worker process without a model, and back."""
     with tempfile.TemporaryDirectory(prefix="vl-") as run_dir:
         executor = MultiprocExecutor(_stub_config(), f"ipc://{run_dir}/workers", 1, STUB_WORKER)
         try:
@@ -159,7 +160,7 @@ def _scheduler(num_requests: int, *, disk: bool = False) -> Scheduler:
 
 
 def schedule_update_us(num_requests: int) -> float:
-    """schedule() and update() together, per step of `num_requests` decodes."""
+    """Microseconds of schedule() and update() together, for a step of `num_requests` decodes."""
     with made_to_last():
         scheduler = _scheduler(num_requests)
     tokens = pack_tokens([1] * num_requests)
@@ -170,8 +171,8 @@ def schedule_update_us(num_requests: int) -> float:
 
 
 def schedule_update_with_disk(num_requests: int) -> float:
-    """The same with a KV cache on disk, over that without. Steps of both are taken in turn; between them what the
-    prompts left is written."""
+    """Ratio of the same time with a KV cache on disk to that without. Steps with and without it alternate; the blocks
+    that are due are reported as written between steps."""
     with made_to_last():
         schedulers = [_scheduler(num_requests, disk=disk) for disk in (False, True)]
     tokens = pack_tokens([1] * num_requests)
@@ -189,7 +190,7 @@ def schedule_update_with_disk(num_requests: int) -> float:
 
 
 def _step_s(scheduler: Scheduler, tokens: bytes) -> float:
-    """Seconds of schedule() and update() of one step."""
+    """Seconds that schedule() and update() of one step take."""
     start = time.perf_counter()
     plan = scheduler.schedule()
     middle = time.perf_counter()
@@ -202,7 +203,8 @@ def _step_s(scheduler: Scheduler, tokens: bytes) -> float:
 
 
 def schedule_waiting_us(policy: str, num_waiting: int) -> float:
-    """schedule() of a step with one decode, while `num_waiting` requests of 100 users wait for blocks."""
+    """Microseconds of schedule() for a step with one decode, while `num_waiting` requests of 100 users wait for
+    blocks."""
     options = Options(max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=1000)
     scheduler = Scheduler(_manager(64), options, load(policy))
 
@@ -214,7 +216,7 @@ def schedule_waiting_us(policy: str, num_waiting: int) -> float:
         scheduler.add(request)
 
     with made_to_last():
-        add(0, 600)  # before all others under every policy
+        add(0, 600)  # first in the queue under every policy
         scheduler.schedule()
         scheduler.update(ModelOutput(0, 1, pack_tokens([1])))
         for number in range(1, num_waiting + 1):
@@ -243,24 +245,24 @@ def _decode_step(num_requests: int) -> SchedulerOutput:
 
 
 def message_bytes(num_requests: int) -> int:
-    """Length of the SchedulerOutput of one step of decodes."""
+    """Length of the encoded SchedulerOutput of one step of `num_requests` decodes."""
     return len(engine_to_worker.encode(_decode_step(num_requests)))
 
 
 def codec_us(num_requests: int) -> float:
-    """Encoding and decoding that message."""
+    """Microseconds to encode and decode that message."""
     plan = _decode_step(num_requests)
     return _median_us(lambda: engine_to_worker.decode(engine_to_worker.encode(plan)), 500)
 
 
 def block_alloc_free_us() -> float:
-    """get_new_blocks + free, per block, 64 blocks at a time."""
+    """Microseconds of get_new_blocks() and free() per block, 64 blocks at a time."""
     pool = BlockPool(10_000)
     return round(_median_us(lambda: pool.free(reversed(pool.get_new_blocks(64))), 2000) / 64, 4)
 
 
 def block_touch_free_us() -> float:
-    """touch + free of evictable blocks, per block, 64 blocks at a time."""
+    """Microseconds of touch() and free() per evictable block, 64 blocks at a time."""
     pool = BlockPool(10_000)
     ids = pool.get_new_blocks(64)
     pool.free(ids)
@@ -281,7 +283,7 @@ def _sequence(kv: KVCacheManager) -> Sequence:
 
 
 def _admitted() -> tuple[KVCacheManager, Sequence]:
-    """A manager, and a prompt that has its blocks."""
+    """A manager, and a prompt of 4096 tokens whose blocks are allocated."""
     kv = _manager(1000)
     sequence = _sequence(kv)
     kv.admit(sequence, kv.no_hit(), 4096)
@@ -289,12 +291,12 @@ def _admitted() -> tuple[KVCacheManager, Sequence]:
 
 
 def block_cache_us() -> float:
-    """Hashing and indexing the full blocks of a prompt of 4096 tokens, per block."""
+    """Microseconds per block to hash and index the full blocks of a prompt of 4096 tokens."""
     return round(_median_us(KVCacheManager.cache_blocks, 100, lambda: (*_admitted(), 4096)) / (4096 / BLOCK_SIZE), 4)
 
 
 def lookup_4096_us() -> float:
-    """Finding all blocks of a cached prompt of 4096 tokens that has not been hashed yet."""
+    """Microseconds to hash a prompt of 4096 tokens and find all of its blocks in the cache."""
     kv, first = _admitted()
     kv.cache_blocks(first, 4096)
     return round(_median_us(kv.find_cached, 100, lambda: (_sequence(kv),)), 1)
@@ -311,9 +313,9 @@ BUDGETS: tuple[tuple[str, str, float], ...] = (
     ("block_alloc_free_us", "", 0.4),
     ("block_touch_free_us", "", 0.24),
 )
-"""Each entry is a figure, its size and the most it may be."""
+"""Each entry has a figure's name, its size ("" if it has none) and its upper bound."""
 MOST_WITH_DISK = 1.05
-"""schedule_update_with_disk, of any size."""
+"""Upper bound of schedule_update_with_disk at every size."""
 
 
 def table(figures: dict[str, Any]) -> str:

@@ -1,8 +1,9 @@
-"""`python benchmarks kernels`: the native CPU kernels, held against the machine's memory and against torch.
+"""`python benchmarks kernels`: compares the native CPU kernels with the machine's limits and with torch.
 
-`rows` are what memory bounds: `gb_s` against `limit`, the speed at which as many threads read it, and `share` of it.
-Chunks of prompts are among them, which arithmetic bounds: `gflop_s` against what threads multiply in registers.
-`against_torch` is the rest, held against the same work in plain torch alone, or by torch's gloo.
+`rows` has the kernels with a limit. For most it is memory: they have their speed `gb_s`, `limit`, which is the speed at
+which the same number of threads reads memory, and `share`, the ratio of both. For chunks of prompts it is arithmetic:
+`gflop_s`, and as `limit` the speed at which the threads multiply in registers. `against_torch` has all other kernels,
+which are compared only with the same work in plain torch, or in torch's gloo.
 """
 
 import subprocess
@@ -35,9 +36,9 @@ def run(
     products: kernels_linear.LinearSelection = kernels_linear.ALL,
     cases: Sequence[kernels_attention.AttentionSelection] = (),
 ) -> dict[str, Any]:
-    """Measure `parts` of PARTS with each number of threads, of linear layers `products`, of attention `cases` in the
-    types of `products`, or what it has without any; `report` is called with what is being measured. Raises ValueError
-    for an instruction set that the machine does not have."""
+    """Measure `parts`, some of PARTS, with each number of threads: for linear layers the `products`, for attention the
+    `cases` in the types of `products`, or without `cases` those that kernels_attention chooses. `report` is called with
+    a line that names the next measurement. Raises ValueError for an instruction set that the machine does not have."""
     if not cpu.available():
         raise RuntimeError("there are no native CPU kernels to measure")
     rows: list[Row] = []
@@ -98,7 +99,8 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str:
-    """The commit of the checkout that this file lies in, with a + where it has been changed; "" without one."""
+    """The commit of the checkout that contains this file, with a + if files have changed since; "" outside of a
+    checkout."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
     try:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()

@@ -1,10 +1,10 @@
-"""Paged attention and cache writes on a CPU, ours and plain torch in turn in the same run.
+"""Paged attention and cache writes on a CPU: our kernels and plain torch take turns in the same run.
 
-Decoding is held against the speed at which as many threads read memory, since each byte of the cache is used once, and
-chunks of prompts against what they multiply in registers. The cache lies as the engine lays it out, on huge pages and
-in blocks of random order, and is larger than the processor's caches. With one thread time is CPU time, which a busy
-machine does not lengthen much. Torch gathers a sequence's blocks and calls its fused attention, for all sequences at
-once.
+Decoding is compared with the speed at which the same number of threads reads memory, since it uses each byte of the
+cache once. Chunks of prompts are compared with the speed at which the threads multiply in registers. The cache has the
+engine's layout, huge pages and blocks in random order, and is larger than the processor's caches. With one thread the
+measured time is CPU time, which a busy machine hardly lengthens. Torch gathers the blocks of all sequences and calls
+its fused attention once.
 """
 
 import itertools
@@ -30,17 +30,19 @@ from vllm_lite.kernels.ops import Rotation
 NUM_SEQS, CONTEXT = 32, 1024
 NUM_KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 8, 128, 16
 NUM_LAYERS = 2
-"""Layers of the pool: a block's bytes are contiguous over them, and a call reads those of one."""
+"""Layers of the pool. The bytes of a block are contiguous over all layers, and a call reads those of one layer."""
 GROUPS = (1, 4, 8)
-"""Heads that share a KV head."""
+"""Query heads per KV head."""
 CHUNK, CONTEXTS = 512, (512, 2048, 8192)
 PREFILL_HEAD_SIZES = (64, 128)
 NUM_WRITTEN = (1, 32, 512)
-WORKING_SET_BYTES = 128 << 20  # of a chosen case's caches, above any cache that one socket's cores share
+WORKING_SET_BYTES = 128 << 20  # all caches of a chosen case together: more than the last-level cache of a socket
 BYTE_GROUPS, BYTE_LENGTHS = (1, 2, 4, 8), ((NUM_SEQS, 1, CONTEXT), (1, 1, 8192), (1, CHUNK, 2048))
-"""Over caches of a byte an element: heads that share a KV head; sequences, new tokens of each, context."""
+"""Cases for caches with one byte per element: query heads per KV head; and the number of sequences, the new tokens of
+each and the context."""
 SHARED = ((32, 1, 64, 4096), (63, 4, 4, 4000), (63, 19, 19, 4000), (32, 1, 64, 0))
-"""Sequences, new tokens of each, tokens of its own, and tokens before these that are those of all."""
+"""Cases of a shared prefix: the number of sequences, the new tokens of each, the tokens that only this sequence has,
+and the tokens before them that all sequences share."""
 MIN_TIME_S = 0.5  # for each kernel
 
 
@@ -51,12 +53,12 @@ class HeadCounts(NamedTuple):
 
 
 def sharing(group: int, head_size: int = HEAD_SIZE) -> HeadCounts:
-    """NUM_KV_HEADS, each with `group` heads."""
+    """Numbers of heads with NUM_KV_HEADS KV heads, each shared by `group` query heads."""
     return HeadCounts(NUM_KV_HEADS * group, NUM_KV_HEADS, head_size)
 
 
 class AttentionSelection(NamedTuple):
-    """Sequences to attend for, all alike."""
+    """A batch of equal sequences for attention."""
 
     num_seqs: int
     query_len: int
@@ -65,8 +67,8 @@ class AttentionSelection(NamedTuple):
 
 
 def chosen(text: str) -> AttentionSelection:
-    """From sequences x new tokens @ context : heads / KV heads x head size, such as 32x1@1024:24/8x64. Raises
-    ValueError for what is no such case."""
+    """Parse a case: sequences x new tokens @ context : heads / KV heads x head size, such as 32x1@1024:24/8x64. Raises
+    ValueError if `text` does not have this form or its numbers do not fit."""
     found = re.fullmatch(r"(\d+)x(\d+)@(\d+):(\d+)/(\d+)x(\d+)", text, re.ASCII)
     numbers = [int(number) for number in found.groups()] if found else [0]
     if 0 in numbers:
@@ -84,7 +86,7 @@ def chosen(text: str) -> AttentionSelection:
 
 
 class AttentionCase:
-    """Sequences of (query_len, seq_len) with a filled cache, and everything that attention over it takes."""
+    """A batch of sequences of (query_len, seq_len), with a filled cache and all inputs of attention over it."""
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class AttentionCase:
         kv_dtype: torch.dtype | None = None,
         common: int = 0,
     ) -> None:
-        """The first `common` tokens of all are in the blocks of the first sequence."""
+        """All sequences share the blocks with the first `common` tokens of the first sequence."""
         device = torch.device("cpu")
         self.spec = AttentionSpec(*heads, scale=heads.head_size**-0.5)
         self.shape = AttentionShape((self.spec,), BLOCK_SIZE, dtype, device, kv_dtype)
@@ -133,7 +135,7 @@ class AttentionCase:
         self.backend.attend(self.query, self.kv, self.step, 0, self.out)
 
     def attend_in_torch(self) -> torch.Tensor:
-        """All sequences have the same lengths."""
+        """Compute the same in plain torch. All sequences must have the same lengths."""
         blocks = self.kv[self.step.block_tables[0].flatten()]
         sequences = blocks.unflatten(0, (len(self.lengths), -1)).permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
         key, value = sequences  # [num_seqs, num_kv_heads, seq_len, head_size]
@@ -143,7 +145,8 @@ class AttentionCase:
 
 
 def cache(num_blocks: int, dtype: torch.dtype, layout: str, heads: HeadCounts) -> torch.Tensor:
-    """One layer's cache [num_blocks, 2, num_kv_heads, block_size, head_size] as a view of memory laid out by name."""
+    """One layer's cache [num_blocks, 2, num_kv_heads, block_size, head_size], a view of memory in the named
+    `layout`."""
     _, num_kv_heads, head_size = heads
     num_layers = 1 if layout == "layer by layer" else NUM_LAYERS
     inside = (BLOCK_SIZE, num_kv_heads) if layout == "heads inside tokens" else (num_kv_heads, BLOCK_SIZE)
@@ -153,7 +156,7 @@ def cache(num_blocks: int, dtype: torch.dtype, layout: str, heads: HeadCounts) -
 
 
 def _fill(block: torch.Tensor, head_size: int) -> None:
-    """Random K and V into one block of a cache of any type."""
+    """Write random K and V into one block of a cache of any type."""
     if block.dtype.itemsize > 1:
         block.normal_()
         return
@@ -165,7 +168,8 @@ def _fill(block: torch.Tensor, head_size: int) -> None:
 def measure(
     num_threads: int, cases: Sequence[AttentionSelection] = (), dtypes: Sequence[torch.dtype] = ()
 ) -> Iterator[Row]:
-    """`cases` in each of `dtypes`. Without any: decoding, chunks of prompts, cache writes, layouts of the cache."""
+    """Measure `cases` in each of `dtypes`. Without cases: decoding, chunks of prompts, cache writes, layouts of the
+    cache, caches with one byte per element, and shared prefixes."""
     if cases:
         yield from (row for dtype in dtypes for row in _chosen_cases(num_threads, cases, dtype))
         return
@@ -179,8 +183,9 @@ def measure(
 
 
 def _chosen_cases(num_threads: int, cases: Sequence[AttentionSelection], dtype: torch.dtype) -> Iterator[Row]:
-    """One new token a sequence is held against memory's speed, with as many caches in turn as no processor keeps, and
-    several against multiplications in registers."""
+    """Cases with one new token per sequence are compared with the speed of memory, and use several caches in turn,
+    which no processor cache can hold together. Cases with more new tokens are compared with the speed of
+    multiplications in registers."""
     for case in cases:
         batches = [AttentionCase([(case.query_len, case.seq_len)] * case.num_seqs, case.heads, dtype)]
         kv_bytes = _kv_bytes(batches[0])
@@ -213,7 +218,7 @@ def decoding(num_threads: int) -> Iterator[Row]:
 
 
 def prefill(num_threads: int, dtype: torch.dtype) -> Iterator[Row]:
-    """The last CHUNK tokens of contexts, four heads to a KV head."""
+    """The last CHUNK tokens of each of CONTEXTS, with four query heads per KV head."""
     limit = peak_gflop_s(num_threads, dtype)
     for head_size in PREFILL_HEAD_SIZES:
         for context in CONTEXTS:
@@ -224,7 +229,7 @@ def prefill(num_threads: int, dtype: torch.dtype) -> Iterator[Row]:
 
 
 def writes(num_threads: int) -> Iterator[Row]:
-    """Rotation of Q and K and the write of K and V, four heads to a KV head."""
+    """Rotation of Q and K, and the write of K and V, with four query heads per KV head."""
     for num_tokens in NUM_WRITTEN:
         batch = AttentionCase([(num_tokens, max(num_tokens, CONTEXT))], sharing(4), torch.bfloat16)
         batch.step.slot_mapping = (torch.randperm(len(batch.kv) * BLOCK_SIZE)[:num_tokens],)
@@ -239,14 +244,14 @@ def writes(num_threads: int) -> Iterator[Row]:
 def _writer(
     backend_type: type[CpuBackend | ReferenceBackend], batch: AttentionCase, heads: Heads
 ) -> Callable[[], object]:
-    """One write of `heads`, with a plan of its own."""
+    """A function that writes `heads` to the cache, with a plan that is made once."""
     backend, step = backend_type(batch.shape), replace(batch.step)
     backend.prepare(step)
     return lambda: backend.write_kv(heads, batch.kv, step, 0)
 
 
 def layouts(num_threads: int) -> Iterator[Row]:
-    """The same decoding over caches that are laid out differently; the engine's is block-major."""
+    """Decoding over caches of different layouts; the engine's layout is block-major."""
     names = ("block-major", "layer by layer", "heads inside tokens")
     batches = [AttentionCase([(1, CONTEXT)] * NUM_SEQS, sharing(4), torch.bfloat16, name) for name in names]
     times = best_times(clock_for(num_threads), [batch.attend for batch in batches], MIN_TIME_S)
@@ -255,7 +260,7 @@ def layouts(num_threads: int) -> Iterator[Row]:
 
 
 def caches_of_a_byte(num_threads: int) -> Iterator[Row]:
-    """Attention over caches in bfloat16, int8 and float8, in turn; `ratio`: of the time over bfloat16."""
+    """Attention over caches in bfloat16, int8 and float8, in turn. `ratio` is the time over that with bfloat16."""
     types = (torch.bfloat16, torch.int8, torch.float8_e4m3fn)
     for (num_seqs, query_len, seq_len), group in itertools.product(BYTE_LENGTHS, BYTE_GROUPS):
         lengths = [(query_len, seq_len)] * num_seqs
@@ -266,8 +271,8 @@ def caches_of_a_byte(num_threads: int) -> Iterator[Row]:
 
 
 def shared_prefixes(num_threads: int) -> Iterator[Row]:
-    """Sequences behind one prompt, which is read for each and once for all, in turn; and others, who have nothing in
-    common and are looked through for it in vain."""
+    """Sequences after one common prompt, whose blocks are read once for each sequence (`apart_us`) or once for all
+    (`us`), in turn. The last case of SHARED has no common prompt, so it shows the cost of searching for one."""
     for num_seqs, query_len, own, common in SHARED:
         for kv_dtype in (torch.bfloat16, torch.int8):
             lengths = [(query_len, max(common, CONTEXT) + own)] * num_seqs
@@ -292,7 +297,7 @@ def _kv_bytes(batch: AttentionCase) -> int:
 
 
 def _flops(batch: AttentionCase) -> float:
-    """Floating-point operations of both products, over the keys that each row sees."""
+    """Floating-point operations of both products of attention, over the keys that each row sees."""
     seen = sum(query_len * (seq_len - (query_len - 1) / 2) for query_len, seq_len in batch.lengths)
     return 4 * batch.spec.head_size * batch.spec.num_heads * seen
 

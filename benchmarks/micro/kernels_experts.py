@@ -1,8 +1,8 @@
 """A layer's experts on a CPU as one native operation, in every form of their weights.
 
-A step reads the experts that its tokens chose, so few tokens run at the speed of memory, and that is the limit that
-they are held against. Choices change from call to call, and there are layers enough that no cache holds what the next
-one reads.
+A step reads the experts that its tokens chose, so with few tokens the speed of memory is the limit, with which the
+kernels are compared. Choices change from call to call, and there are so many layers that no cache holds the experts of
+the next call.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,14 +27,15 @@ LEAST_BYTES = 600 << 20
 """Minimum bytes of all experts together: more than a large cache holds."""
 NUM_TOKENS = (1, 8, 32)
 Form = Quantization | Literal["mxfp4", "q4_k"] | None
-"""MXFP4 as gpt-oss has its experts, Q4_K as GGUF files; no dense weight becomes either."""
+"""Ways to store weights. gpt-oss has experts in MXFP4, GGUF files in Q4_K; dense weights are never converted to these
+two."""
 FORMS: tuple[Form, ...] = (None, "int8", "fp8", "int4", "int4_g32", "mxfp4", "q4_k")
-Q4_K_INPUTS, Q4_K_BYTES = 256, 144  # of a block
+Q4_K_INPUTS, Q4_K_BYTES = 256, 144  # inputs and bytes of a block
 MIN_TIME_S = 0.3  # for each form and number of tokens
 
 
 class Shape(NamedTuple):
-    """Sizes of a layer, those of Qwen3-30B-A3B if nothing is said."""
+    """Sizes of a layer of experts, by default those of Qwen3-30B-A3B."""
 
     hidden: int = 2048
     inner: int = 768
@@ -46,7 +47,7 @@ QWEN3_30B = Shape()
 
 
 class ExpertsCase(NamedTuple):
-    """The experts of several layers, as one."""
+    """The experts of several layers, as if they were one layer's."""
 
     experts: ExpertMatmul
     expert_bytes: int
@@ -59,7 +60,8 @@ def measure(
     forms: Sequence[Form] = FORMS,
     shape: Shape = QWEN3_30B,
 ) -> Iterator[Row]:
-    """`gb_s` is of the weights of the experts that were chosen, `limit` the speed at which as many threads read."""
+    """Measure each form. `gb_s` is the speed at which the weights of the chosen experts are read, `limit` the speed at
+    which the same number of threads reads memory."""
     limit = read_bandwidth_gb_s(num_threads, LEAST_BYTES)
     both, down = torch.randn(2 * shape.inner, shape.hidden).to(dtype), torch.randn(shape.hidden, shape.inner).to(dtype)
     for form in forms:
@@ -82,7 +84,7 @@ def measure(
 
 
 def _case(both: torch.Tensor, down: torch.Tensor, form: Form, shape: Shape) -> ExpertsCase:
-    """Experts that are alike, each in memory of its own."""
+    """Experts with equal weights, each in separate memory."""
     first = _matmul(both, form), _matmul(down, form)
     expert_bytes = sum(part.packed.num_bytes for part in first if isinstance(part, NativeMatmul))
     num_layers = max(1, -(-LEAST_BYTES // (expert_bytes * shape.num_experts)))
@@ -108,7 +110,8 @@ def _matmul(weight: torch.Tensor, form: Form) -> Matmul:
 
 
 def _choices(num_tokens: int, shape: Shape, num_layers: int) -> list[Chosen]:
-    """Choices for several steps, one layer after the other, and of each the experts that were left out first."""
+    """Choices of experts for several steps, layer by layer. Each token chooses all experts of a layer once before any
+    of them again."""
     weights, steps = torch.full((num_tokens, shape.top), 1 / shape.top), shape.num_experts // shape.top
     order = torch.stack([torch.randperm(shape.num_experts) for _ in range(num_tokens)]).int()
     return [

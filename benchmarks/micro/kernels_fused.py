@@ -1,6 +1,6 @@
-"""The small operations and the sampler on a CPU, ours and plain torch by turns in the same run.
+"""The small operations and the sampler on a CPU: our kernels and plain torch take turns in the same run.
 
-Each figure is the shortest of many calls, from Python and back, on data that lies in the processor's caches.
+Each figure is the shortest time of many calls, as seen by Python, on data in the processor's caches.
 """
 
 import time
@@ -19,7 +19,7 @@ from vllm_lite.layers.attention.rope import RotaryEmbedding
 from vllm_lite.worker.sampling.sampler import ROW_PARAMS, Sampler, draw_records
 
 HIDDEN, INTERMEDIATE, NUM_HEADS, HEAD_SIZE = 1024, 2816, 24, 64
-"""Sizes of a model with 0.5 G parameters; the heads are those of Q and K."""
+"""Sizes of a model with 0.5 billion parameters. NUM_HEADS counts the heads of Q and K together."""
 NUM_ROWS = (1, 32, 512)
 DTYPES = (torch.bfloat16, torch.float32)
 FILTERS: dict[str, dict[str, float]] = {
@@ -35,7 +35,7 @@ MIN_TIME_S = 0.1  # for each kernel
 
 
 def measure() -> Iterator[Row]:
-    """Measure everything; `ratio` is torch's time over ours."""
+    """Measure all operations; `ratio` is torch's time over ours."""
     yield from _ops()
     yield from _rotations()
     yield from _caps()
@@ -51,7 +51,7 @@ def _ops() -> Iterator[Row]:
 
 
 def _op_calls(num_rows: int, dtype: torch.dtype) -> list[tuple[str, str, Callable[[Ops], None]]]:
-    """Name, size of a row, and the call itself."""
+    """For each operation: its name, the size of a row as text, and a function that calls it."""
     zeros, x, out = torch.zeros(3, num_rows, HIDDEN, dtype=dtype)
     x.normal_()
     weight = torch.randn(HIDDEN).to(dtype)
@@ -72,7 +72,7 @@ def _op_calls(num_rows: int, dtype: torch.dtype) -> list[tuple[str, str, Callabl
         ("RoPE", by_head, lambda ops: ops.rotate(heads, rotation)),
         ("silu and mul", str(INTERMEDIATE), lambda ops: ops.activate_and_mul("silu", gate_up, activated)),
         ("gelu_tanh and mul", str(INTERMEDIATE), lambda ops: ops.activate_and_mul("gelu_tanh", gate_up, activated)),
-        ("gelu", str(INTERMEDIATE), lambda ops: ops.activate("gelu", large)),  # which stay as they are
+        ("gelu", str(INTERMEDIATE), lambda ops: ops.activate("gelu", large)),  # leaves large values unchanged
         ("add + LayerNorm", str(HIDDEN), lambda ops: ops.add_wide_norm(zeros, zeros, layer, out)),
         ("wide RMSNorm", str(HIDDEN), lambda ops: ops.wide_norm(x, rms, out)),
         ("add", str(HIDDEN), lambda ops: ops.add(zeros, zeros)),

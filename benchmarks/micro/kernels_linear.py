@@ -1,7 +1,8 @@
-"""Linear layers on a CPU: ours, torch's and oneDNN's prepacked, one after the other in the same run.
+"""Linear layers on a CPU: our kernels, torch's, and oneDNN's with packed weights take turns in the same run.
 
-Weights are taken in turn from more copies than the caches hold, so few rows run at the speed of memory, and that is the
-limit that they are held against. With one thread time is CPU time, which a busy machine does not lengthen much.
+Each call uses another copy of the weight, and the copies do not fit into the caches together. So with few rows the
+speed of memory is the limit, with which the kernels are compared. With one thread the measured time is CPU time, which
+a busy machine hardly lengthens.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,10 +19,10 @@ from vllm_lite.kernels.cpu.weights.linear import PackedWeight, linear
 from vllm_lite.kernels.grouped import E4M3, INT4, INT8, GroupedWeight
 from vllm_lite.layers.weights import onednn
 
-WORKING_SET_BYTES = 128 << 20  # of weights, above any cache that one socket's cores share with two threads
+WORKING_SET_BYTES = 128 << 20  # all copies of a weight together: more than two threads can cache
 MIN_TIME_S = 0.3  # for each kernel
 TABLE = torch.linspace(-1, 1, 16).pow(3)
-"""16 floats that are no whole numbers, as those of NF4."""
+"""16 values that are not integers, like those of NF4."""
 
 Product = Callable[[torch.Tensor, torch.Tensor], None]
 """out = x W^T: product(x [num_rows, inputs], out [num_rows, outputs])."""
@@ -38,7 +39,7 @@ FORMS: dict[str, Callable[[torch.Tensor], PackedWeight]] = {
     "fp8_g128": lambda weight: PackedWeight(_grouped(weight, E4M3, 128)),
     "table_g64": lambda weight: PackedWeight(_grouped(weight, TABLE, 64)),
 }
-"""Our own weights: what they are stored as. `torch` and `onednn` are the others that are measured."""
+"""Name -> function that packs a weight for our kernels. `torch` and `onednn` are measured beside them."""
 OTHERS = ("torch", "onednn")
 
 
@@ -51,15 +52,15 @@ class LinearSelection(NamedTuple):
     dtypes: Sequence[torch.dtype] = (torch.bfloat16, torch.float32)
     forms: Sequence[str] = (*FORMS, *OTHERS)
     isas: Sequence[str] = ()
-    """Instruction sets to take in turn for our own; none: the one that is chosen."""
+    """Instruction sets of our kernels, measured in turn; if empty, only the one in use."""
 
 
 ALL = LinearSelection()
 
 
 def choose(texts: Mapping[str, str]) -> LinearSelection:
-    """From lists such as `shapes` 6144x1024,1024x3072 and `rows` 1,32; what is not there is as in Choice. Raises
-    ValueError for what cannot be measured."""
+    """Parse lists such as `shapes` 6144x1024,1024x3072 and `rows` 1,32; missing lists are those of ALL. Raises
+    ValueError for anything that cannot be measured."""
     lists = {name: text.split(",") for name, text in texts.items()}
     choice = ALL
     if shapes := lists.get("shapes"):
@@ -108,7 +109,8 @@ def _set_isa(name: str) -> None:
 
 
 def _measure(num_threads: int, dtype: torch.dtype, choice: LinearSelection) -> Iterator[Row]:
-    """All shapes and numbers of rows. `gb_s` is of weights, `limit` the speed at which as many threads read memory."""
+    """Measure all shapes and numbers of rows. `gb_s` is the speed at which weights are read, `limit` the speed at which
+    the same number of threads reads memory."""
     limit = 0.0
     for num_outputs, num_inputs in choice.shapes:
         limit = max(limit, read_bandwidth_gb_s(num_threads))
@@ -129,7 +131,7 @@ def _measure(num_threads: int, dtype: torch.dtype, choice: LinearSelection) -> I
 
 
 def _kernels(weight: torch.Tensor, num_copies: int, choice: LinearSelection) -> dict[str, tuple[int, list[Product]]]:
-    """By name: bytes of one weight, and a product for each of its copies."""
+    """Name -> the bytes of one weight, and a product for each of its copies."""
     dense = [weight.clone() for _ in range(num_copies)]
     kernels: dict[str, tuple[int, list[Product]]] = {}
     for form in [name for name in FORMS if name in choice.forms]:
@@ -149,8 +151,8 @@ def _kernels(weight: torch.Tensor, num_copies: int, choice: LinearSelection) -> 
 
 
 def _grouped(weight: torch.Tensor, values: torch.Tensor, group_size: int) -> GroupedWeight:
-    """A weight of this shape; what its numbers are has no influence on times."""
-    codes = torch.randint(len(values) // 2 - 1, weight.shape, dtype=torch.uint8)  # fp8's NaN comes after
+    """A weight of this shape with random codes: their values do not change the times."""
+    codes = torch.randint(len(values) // 2 - 1, weight.shape, dtype=torch.uint8)  # all codes below that of fp8's NaN
     return GroupedWeight(codes, values, torch.ones(len(weight), weight.shape[1] // group_size), group_size)
 
 
@@ -165,7 +167,7 @@ def _mm(weight: torch.Tensor, x: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _onednn(weight: torch.Tensor, x: torch.Tensor, _: torch.Tensor) -> None:
-    onednn.packed_linear(x, weight, None)  # into a tensor of its own: it has no `out`
+    onednn.packed_linear(x, weight, None)  # allocates its result: it takes no `out`
 
 
 def _multiply(products: list[Product], x: torch.Tensor, out: torch.Tensor) -> None:

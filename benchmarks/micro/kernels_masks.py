@@ -1,4 +1,4 @@
-"""Applying bitmasks to logits on a CPU, ours and plain torch by turns in the same run."""
+"""Bitmasks applied to logits on a CPU: our kernel and plain torch take turns in the same run."""
 
 import time
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ MIN_TIME_S = 0.1  # for each kernel
 
 
 def measure() -> Iterator[Row]:
-    """Measure everything; `ratio` is torch's time over ours."""
+    """Measure all sizes; `ratio` is torch's time over ours."""
     random = np.random.default_rng(0)
     for vocab_size in VOCAB_SIZES:
         for num_rows in NUM_ROWS:

@@ -1,7 +1,7 @@
-"""The all-reduce of two ranks on one host, ours and gloo's by turns in the same two processes.
+"""The all-reduce of two ranks on one host: ours and gloo's take turns in the same two processes.
 
-Each rank is pinned to cores of its own. Times are medians, since what a call takes depends on when
-the other rank comes; the ranks begin each round together.
+Each rank is bound to separate cores. The ranks begin each round together. Times are medians, since the time of a call
+depends on when the other rank calls.
 
     python -m micro.kernels_ranks RANK THREADS DESCRIPTOR FOLDER     one of the ranks; 0 prints the rows
 """
@@ -34,7 +34,7 @@ LIMIT_S = 120.0
 
 
 def measure(num_threads: int) -> Iterator[Row]:
-    """With `num_threads` for each rank; nothing if there are fewer cores. `ratio` is gloo's time over ours."""
+    """Measure with `num_threads` in each rank; nothing if there are too few cores. `ratio` is gloo's time over ours."""
     if WORLD * num_threads > len(os.sched_getaffinity(0)):
         return
     memory = create_group_memory()

@@ -1,6 +1,6 @@
-"""Clocks of the kernel benches, and the speed of memory to compare with.
+"""Clocks of the kernel benchmarks, and the speeds of memory and arithmetic to compare with.
 
-The shortest of many calls counts: that is what a call costs when nothing else needs the machine.
+The shortest of many calls counts, because it is the one that other processes disturbed least.
 """
 
 import time
@@ -25,15 +25,15 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def clock_for(num_threads: int) -> Callable[[], float]:
-    """With one thread time is CPU time, which a busy machine does not lengthen much."""
+    """The clock to measure with: CPU time with one thread, which a busy machine hardly lengthens, else wall time."""
     return time.process_time if num_threads == 1 else time.perf_counter
 
 
 def best_times(
     clock: Callable[[], float], calls: Sequence[Callable[[], object]], min_time_s: float, min_rounds: int = 3
 ) -> list[float]:
-    """Seconds of the shortest call of each, measured for `min_time_s` a call. All are called in every round, quick ones
-    several times."""
+    """Seconds of the shortest call of each of `calls`, measured for `min_time_s` each. Every round calls all of them,
+    and quick ones several times."""
     best = [float("inf")] * len(calls)
     deadline_s, rounds = time.monotonic() + min_time_s * len(calls), 0
     while rounds < min_rounds or time.monotonic() < deadline_s:
@@ -59,13 +59,13 @@ def read_bandwidth_gb_s(num_threads: int, num_bytes: int = 512 << 20) -> float:
 
 
 def multiply_registers(dtype: torch.dtype, rounds: int) -> int:
-    """Multiply and add what lies in registers, with all threads; the number of operations. int8 is VNNI's; where there
-    is none it is float32."""
+    """Multiply and add values in registers, with all threads. Returns the number of operations. int8 uses VNNI, or
+    float32 on a machine without it."""
     return int(function("vllm_lite_multiply", (int32, int64), int64)(DTYPES[dtype], rounds))
 
 
 def peak_gflop_s(num_threads: int, dtype: torch.dtype, rounds: int = 100_000) -> float:
-    """GFLOP/s of `num_threads` of our threads that multiply and add in registers."""
+    """GFLOP/s at which `num_threads` of our threads multiply and add in registers."""
     cpu.set_num_threads(num_threads)
     (seconds,) = best_times(clock_for(num_threads), [lambda: multiply_registers(dtype, rounds)], 0, min_rounds=8)
     return multiply_registers(dtype, rounds) / seconds / 1e9

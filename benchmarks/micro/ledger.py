@@ -1,4 +1,5 @@
-"""A ledger charges the time of a process to parts, step by step. It wraps functions from outside, unknown to them."""
+"""A ledger sums up the time of each part of a process, step by step. It wraps functions, which need no change for
+it."""
 
 import json
 import os
@@ -22,12 +23,12 @@ class Ledger:
         self.steps: list[Step] = []
         self._parts: set[str] = set()
         self._step: Step = {}
-        self._inside = [0]  # for each wrapped call that runs, time spent in wrapped calls inside it
+        self._inside = [0]  # for each running wrapped call: the time of wrapped calls inside it
         self._began_ns = time.perf_counter_ns()
         self._cpu_ns = time.process_time_ns()
 
     def timed(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `function` so that its time is charged to `part`."""
+        """Wrap `function` so that its time is added to `part`, without the time of wrapped calls inside it."""
         self._parts.add(part)
 
         def wrapped(*args: Any, **named: Any) -> Any:

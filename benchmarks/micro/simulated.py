@@ -33,7 +33,8 @@ class Simulation:
         self.core = EngineCore(config, ready, self.executor, PoolSizes(num_blocks), Lives(), self.clock)
 
     def run(self, arrivals: Iterator[tuple[float, Generate]]) -> Iterator[Produced]:
-        """Serve `arrivals`, (time, request) in order of time, until all have ended. Yields what each step produced."""
+        """Serve `arrivals`, pairs (time, request) in order of time, until all have ended. Yields the output of each
+        step."""
         core, clock = self.core, self.clock
         coming = next(arrivals, None)
         while True:
@@ -53,7 +54,8 @@ class Simulation:
 
 
 def short_requests(count: int, per_s: float) -> Iterator[tuple[float, Generate]]:
-    """Yield requests with prompts of 24 tokens, the first 16 being one of 100 prefixes, and 4 tokens of output."""
+    """Yield requests with prompts of 24 tokens and 4 tokens of output. The first 16 tokens of a prompt are one of 100
+    prefixes."""
     params = SamplingParams(max_tokens=4, temperature=0.0, seed=0)
     heads = [pack_tokens([head + 1] * 16) for head in range(100)]
     for index in range(count):
@@ -62,7 +64,7 @@ def short_requests(count: int, per_s: float) -> Iterator[tuple[float, Generate]]
 
 
 def run(num_requests: int) -> dict[str, float]:
-    """Measure requests per second of real time, and return counts of the simulation too."""
+    """Measure requests per second of real time. The result also has counts of the simulation."""
     simulation = Simulation()
     start = time.perf_counter()
     ended = sum(item.reason is not None for item in simulation.run(short_requests(num_requests, per_s=3_000.0)))

@@ -1,6 +1,7 @@
-"""`python benchmarks startup`: from a command, `serve` or a script with `LLM`, to the first token, and where time goes.
+"""`python benchmarks startup`: the time from a command, `serve` or a script with `LLM`, to the first token, by parts.
 
-Server, engine and workers write what they have done into a file (`runtime.log.moment`), by the machine's common clock.
+Server, engine and workers write the end of each part into a file (`runtime.log.moment`), with the time of the machine's
+common clock.
 """
 
 import asyncio
@@ -48,15 +49,16 @@ with LLM(**settings) as llm:
         times += [output.metrics.arrival_time, output.metrics.first_token_time]
     print(json.dumps(times))
 """
-"""A script as a user would write it, measured in place of a server. It prints when it was ready and, for two requests,
-when they began and had their first token."""
+"""A user's script that is measured instead of a server. It prints the time at which it was ready, and the times at
+which two requests arrived and had their first tokens."""
 SPAWNED_BY = {"engine": ("server", SPAWNS_ENGINE), "worker": ("engine", SPAWNS_WORKERS)}
-"""The first part of a process begins where this part of its parent ends."""
+"""Process -> its parent, and the parent's part at whose end the first part of the process begins."""
 _BAR = 40
 
 
 class StartupPart(msgspec.Struct, frozen=True):
-    """One thing that a process did: its end, in seconds since the command, and its duration. Processes overlap."""
+    """One part of a process's start: its end, in seconds since the command, and its duration. Parts of several
+    processes overlap."""
 
     process: str
     what: str
@@ -65,7 +67,8 @@ class StartupPart(msgspec.Struct, frozen=True):
 
 
 class StartTimes(msgspec.Struct, frozen=True):
-    """One start, in seconds since the command; `again_s` is the time to first token of the same request sent again."""
+    """Times of one start, in seconds since the command. `again_s` is the time to first token of the same request sent
+    again."""
 
     ready_s: float
     first_token_s: float
@@ -81,9 +84,9 @@ def run(
     idle_s: float = 0.0,
     show_progress: bool = False,
 ) -> dict[str, Any]:
-    """Measure `num_iters` starts, each after `idle_s` of nothing. The parts are those of the median start.
+    """Measure `num_iters` starts, each after `idle_s` of idleness. The parts are those of the median start.
 
-    Raises EngineError for one that does not come up, or does not answer.
+    Raises EngineError if a start fails, or a server does not answer.
     """
     starts, processor_s = list[StartTimes](), list[float]()
     for _ in tqdm(range(num_iters), desc="starts", disable=None if show_progress else True):
@@ -107,13 +110,13 @@ def run(
 
 
 def _processor_s() -> float:
-    """Processor time of all processes that have come to their end below this one."""
+    """Processor time, in seconds, of all ended child processes of this one."""
     spent = resource.getrusage(resource.RUSAGE_CHILDREN)
     return spent.ru_utime + spent.ru_stime
 
 
 def serve_start(serve_words: Sequence[str]) -> StartTimes:
-    """Start a server on a free port, send two requests, end it."""
+    """Start a server on a free port, send two requests to it, and end it."""
     with tempfile.TemporaryDirectory(prefix="vl-") as folder:
         moments = Path(folder, "moments")
         with open(Path(folder, "log"), "w+") as errors:
@@ -183,7 +186,7 @@ def _last_line(said: str) -> str:
 
 
 async def _ask(url: str) -> tuple[Outcome, Outcome]:
-    """Send the same request twice: the server's first, and a later one."""
+    """Send the same request twice: once as the server's first request, and once more."""
     keys = os.environ.get("VLLM_LITE_API_KEY", "").split(",")
     client = HttpClient(url, {"Authorization": f"Bearer {keys[0]}"} if keys[0] else {}, check_tls=False)
     api = Endpoint(client, "/v1/completions", {"temperature": 0.0, "ignore_eos": True}, timeout_s=ANSWER_S)
@@ -209,15 +212,17 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 
 def with_ready(parts: Sequence[StartupPart], ready_s: float) -> list[StartupPart]:
-    """The parts with that in which the ready line was read, in order of time: processes may note moments after it."""
+    """The parts in order of time, with one added that ends when the ready line is read. Processes may write later
+    parts."""
     said_s = max((part.end_s for part in parts if part.end_s < ready_s), default=0.0)
     reads = StartupPart("client", "reads the ready line", ready_s, ready_s - said_s)
     return sorted([*parts, reads], key=lambda part: part.end_s)
 
 
 def read_parts(text: str, begin_s: float) -> list[StartupPart]:
-    """Parse the moments of all processes, in order of time, each with the time since the process's previous one, or
-    since its parent had started it. The parent may note that a little late: then the first part took no time."""
+    """Parse the moments of all processes into parts, in order of time. A part takes the time since the previous moment
+    of its process, or, if it is the first one, since the parent's moment in SPAWNED_BY. If the parent wrote that moment
+    too late, the first part took no time."""
     lines = (line.split("\t") for line in text.splitlines())
     moments = sorted((float(time_s) - begin_s, process, what) for time_s, process, what in lines)
     ends = {(process, what): time_s for time_s, process, what in moments}

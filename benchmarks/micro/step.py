@@ -1,7 +1,7 @@
-"""`python benchmarks step`: where the time of one decode step goes, in the worker, the engine and the client.
+"""`python benchmarks step`: the time of each part of one decode step, in the worker, the engine and the client.
 
-The processes are the product's own, each with a ledger (ledger.py) around what it does, and recorded programs measure
-each kernel. Shown are means over the steps in which all streams decode.
+The processes are the product's own. A ledger (ledger.py) measures the parts of each, and recorded programs measure
+their kernels. All figures are means over steps in which all streams decode.
 """
 
 import os
@@ -45,7 +45,8 @@ LARGEST_READ = 1 << 30
 
 
 def run(model: str, num_streams: int, context: int, num_steps: int, settings: dict[str, Any]) -> dict[str, Any]:
-    """Decode `num_steps` tokens of each of `num_streams` prompts, whose context is `context` tokens in the middle.
+    """Decode `num_steps` tokens of each of `num_streams` prompts. Halfway through, the context of each has `context`
+    tokens.
 
     `settings` are fields of EngineConfig. Raises ConfigError for numbers that do not fit the model.
     """
@@ -85,7 +86,7 @@ def run(model: str, num_streams: int, context: int, num_steps: int, settings: di
 
 
 def tensors(config: ResolvedConfig, spec: ModelSpec) -> Mapping[str, Tensor]:
-    """Return the checkpoint's, or where weights are drawn at random those that the model asks for."""
+    """Return the tensors of the checkpoint, or, if weights are random, those that the model would load."""
     if config.load_format != "dummy":
         return read_headers(Path(config.model))
     model = build(spec, getattr(torch, config.dtype), "cpu", Sizes(1, 1))
@@ -94,15 +95,17 @@ def tensors(config: ResolvedConfig, spec: ModelSpec) -> Mapping[str, Tensor]:
 
 
 def _bytes_of_many_steps(config: ResolvedConfig, checkpoint: Checkpoint, num_bytes: int) -> int:
-    """Return what steps read before they read the same again: with experts, which change, more than one step does."""
+    """Return the bytes that steps read until they read the same ones again. With experts, which change from step to
+    step, these are all weights; else those of one step."""
     if checkpoint.spec.experts is None:
         return num_bytes
     return weights_bytes(checkpoint, KV_DTYPE_BYTES[config.dtype], config.quantization)
 
 
 def step_bytes(config: ResolvedConfig, checkpoint: Checkpoint, num_streams: int, context: int) -> int:
-    """Bytes that a decode step has to read: KV of the contexts, states of recurrent layers and all weights, as they are
-    stored in memory, but of the embedding some rows, and no expert that no sequence is likely to be sent to."""
+    """Bytes that a decode step has to read, as they are stored in memory: KV of the contexts, states of recurrent
+    layers, and weights. Of the embedding only the rows of the tokens count, and of the experts as many as the sequences
+    are likely to choose."""
     weights = active_bytes(checkpoint, KV_DTYPE_BYTES[config.dtype], config.quantization, num_tokens=num_streams)
     element_bytes = KV_DTYPE_BYTES[config.kv_cache_dtype]
     scale = KV_SCALE_BYTES.get(config.kv_cache_dtype, 0) // element_bytes
@@ -114,7 +117,7 @@ def step_bytes(config: ResolvedConfig, checkpoint: Checkpoint, num_streams: int,
 def _decode(
     config: ResolvedConfig, spec: ModelSpec, num_streams: int, prompt_len: int, num_steps: int
 ) -> tuple[list[Step], list[Step], dict[str, float]]:
-    """The steps of the worker and the engine, and the client's part of one."""
+    """Return the steps of the worker and of the engine, and the client's figures for one step."""
     with (
         tempfile.TemporaryDirectory(prefix="vl-") as folder,
         patch.dict(os.environ, child_path() | {FOLDER: folder, "GOMP_SPINCOUNT": "0"}),
@@ -139,7 +142,8 @@ def _prompts(count: int, length: int, vocab_size: int) -> list[bytes]:
 
 
 def _generate(session: Session, prompts: list[bytes], num_steps: int) -> dict[str, float]:
-    """Generate `num_steps` tokens for each prompt. Returns what this process does meanwhile, per step."""
+    """Generate `num_steps` tokens for each prompt. Returns CPU time, messages and wall time of this process per step;
+    times are in microseconds."""
     inbox: queue.SimpleQueue[list[Event]] = queue.SimpleQueue()
     params = SamplingParams(max_tokens=num_steps, temperature=0.0, ignore_eos=True, detokenize=False)
     cpu_ns, start_ns, left, num_messages = time.process_time_ns(), time.perf_counter_ns(), len(prompts), 0
@@ -159,8 +163,8 @@ def _generate(session: Session, prompts: list[bytes], num_steps: int) -> dict[st
 
 
 def _mean(steps: list[Step], num_streams: int) -> dict[str, float]:
-    """Compute the microseconds of each part of a step, and its numbers of calls. They are means over the later half of
-    the steps in which all streams decoded, without those that took three times as long as usual."""
+    """Compute the mean microseconds of each part of a step, and the mean numbers of calls. The means are over the later
+    half of the steps in which all streams decoded, without steps that took more than three times the median."""
     full = [step for step in steps if step["streams"] == num_streams]
     full = full[len(full) // 2 + 1 : -2]
     if not full:
@@ -176,7 +180,7 @@ def _mean(steps: list[Step], num_streams: int) -> dict[str, float]:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """The figures, one part a line, with its share of the step."""
+    """Format the figures: a line for each part, with its share of the step."""
     step_us, bound = figures["step_us"], figures["bound"]
     what = f"streams: {figures['streams']}, context: {figures['context']}, threads: {figures['threads']}"
     lines = [f"{figures['model']}, {what}: {step_us:.0f} us a step, {figures['tokens_per_s']:.0f} tokens/s"]

@@ -1,4 +1,4 @@
-"""The worker's process with a ledger, in which recorded programs measure each call. Entry point of a child."""
+"""The worker's process with a ledger; recorded programs measure each of their calls. Entry point of a child."""
 
 from collections.abc import Callable
 
@@ -39,14 +39,14 @@ def _process_main(settings: WorkerSettings, stop: Wakeup) -> int:
     try:
         return process.process_main(settings, stop)
     finally:
-        if settings.rank == 0:  # which answers the engine, so that its step is the whole one
+        if settings.rank == 0:  # only rank 0 answers the engine, so its steps include the answers
             profiles.enter()
             ledger.save("worker")
 
 
 class _Profiles:
-    """Keeps the times of the calls of recorded programs as they come, and sorts them only after the last step, so that
-    no step takes longer for it. Names are read when a program is recorded: at the end, the model may be gone."""
+    """Collects the times of the calls of recorded programs, and adds them up by name only after the last step, so that
+    steps take no longer. Names are read when a program is recorded, because the model may be gone at the end."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -74,7 +74,8 @@ class _Profiles:
 
 
 def _end_steps(ledger: Ledger) -> None:
-    """End the ledger's step when the worker has executed one. The time to send its results counts for the next."""
+    """End the ledger's step when the worker has executed a step. The time to send its results counts towards the next
+    step."""
     execute = Worker.execute
 
     def execute_and_end_step(worker: Worker, step: SchedulerOutput) -> ModelOutput:
@@ -86,8 +87,8 @@ def _end_steps(ledger: Ledger) -> None:
 
 
 def call_names(functions: list[str], first_arguments: list[int]) -> list[str]:
-    """Name what each call of a program is for. Linear layers are known by their order in a decoder layer; beside
-    experts by outputs and inputs."""
+    """Name each call of a program. Linear layers are named by their order in a decoder layer, in models with experts by
+    their numbers of outputs and inputs; the last one is the LM head."""
     names = [function.removeprefix("vllm_lite_") for function in functions]
     linears = [index for index, name in enumerate(names) if name == "linear"]
     for number, index in enumerate(linears):
