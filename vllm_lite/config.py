@@ -37,9 +37,8 @@ logger = log.get(__name__)
 
 
 FULL_LOADS, LEAST_DEFAULT_BLOCKS = 4, 8192
-"""A KV cache whose size the user did not set holds at most this many times what the largest batch holds; what is beyond
-one batch keeps prefixes. A small batch gets a pool of the second number of blocks all the same, which costs the engine
-a megabyte."""
+"""Bounds of a KV cache whose size the user did not set: at most FULL_LOADS times the blocks of the largest batch, where
+all beyond one batch keep prefixes, or LEAST_DEFAULT_BLOCKS blocks if that is more, which cost the engine a megabyte."""
 
 
 class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -347,8 +346,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     ) -> "ResolvedConfig":
         """Choose every default that depends on the model or the machine. Raises ConfigError.
 
-        `machine` is another one than this: its device and the bytes of its memory. Without `kv` the default size of
-        the KV cache is not limited to what the model can use.
+        `machine` describes another machine than this one: its device and the bytes of its memory. Without `kv` the
+        default size of the KV cache is not limited to the blocks that the model can use.
         """
         max_model_len = self.max_model_len or max_position_embeddings
         if max_model_len > max_position_embeddings:
@@ -444,8 +443,8 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 class ResolvedConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An EngineConfig whose defaults have been chosen for one model on one machine; `EngineConfig.resolve()` makes it.
 
-    The fields repeated here are those that had to be chosen. `model` is a folder, `dtype` and `kv_cache_dtype` are
-    never "auto". What is still None means that the thing is not wanted, or that only the worker can choose it.
+    The fields repeated here have defaults that had to be chosen. `model` is a folder, `dtype` and `kv_cache_dtype` are
+    never "auto". A field that is still None is not wanted, or can be chosen only by the worker.
     """
 
     tokenizer: str
@@ -460,8 +459,8 @@ class ResolvedConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
     media_aside: bool = False  # beside the steps of streams, in pieces: on a CPU
     num_stages: int = 1  # that share out the layers; no setting makes it more, as pipelines are not served
     end_token_ids: tuple[int, ...] = ()
-    """Tokens that end an answer besides those that the model's own files name: what its tokenizer and its chat template
-    say, which workers do not read."""
+    """Tokens that end an answer besides those that the model's own files name. They come from the tokenizer and the
+    chat template, which workers do not read."""
 
     @property
     def ranks_on_machine(self) -> int:
@@ -479,7 +478,7 @@ class ResolvedConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
         return "engine" if self.data_parallel_size == 1 else f"engine {self.data_parallel_rank}"
 
     def of_engine(self, rank: int) -> "ResolvedConfig":
-        """The config of one of the engines: what it writes is its own."""
+        """The config of one of several engines. It writes its own record and publishes its own KV events."""
         changes: dict[str, Any] = {"data_parallel_rank": rank}
         if self.record is not None:
             changes["record"] = f"{self.record}.{rank}"
@@ -488,7 +487,7 @@ class ResolvedConfig(EngineConfig, frozen=True, kw_only=True, forbid_unknown_fie
         return msgspec.structs.replace(self, **changes)
 
     def enough_blocks(self, num_groups: int) -> int:
-        """The most KV blocks that a cache has whose size the user did not set."""
+        """Maximum number of KV blocks of a cache whose size the user did not set."""
         whole = -(-self.max_model_len // self.block_size) * num_groups
         return max(FULL_LOADS * self.max_num_seqs * whole, LEAST_DEFAULT_BLOCKS)
 

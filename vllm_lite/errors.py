@@ -13,7 +13,7 @@ VllmLiteError
  +-- EngineError        the engine could not be started or reached
       +-- EngineDeadError   the engine (or a worker of it) died while requests were running
       +-- RankLostError     in a worker: another rank of its group has ended, or has not come in time
-      +-- DeviceHungError   in a worker: its GPU has not done what was launched in time
+      +-- DeviceHungError   in a worker: its GPU has not finished the launched kernels in time
 """
 
 
@@ -51,12 +51,12 @@ class ContextLengthError(RequestError):
 
 
 class PooledLengthError(ContextLengthError):
-    """A text that is to be pooled is longer than the context; nothing is generated behind it. The message begins as
-    that of ContextLengthError does."""
+    """A text to pool is longer than the context. The message begins like that of ContextLengthError, but names no
+    output tokens."""
 
     def __init__(self, max_model_len: int, num_tokens: int | None, where: str = "", *, may_cut: bool = True) -> None:
-        """`num_tokens` is None if they were not counted to the end; `where` says which of several texts it is. Without
-        `may_cut` the request has to have all of the text."""
+        """`num_tokens` is None if they were not counted to the end. `where` says which of several texts it is. Without
+        `may_cut` the request does not allow truncating the text."""
         count = f"{num_tokens} tokens" if num_tokens is not None else "more"
         cut = "give truncate_prompt_tokens to keep some of them, -1 as many as fit"
         RequestError.__init__(
@@ -98,4 +98,4 @@ class RankLostError(EngineError):
 
 
 class DeviceHungError(EngineError):
-    """In a worker: its GPU has not done what was launched in time."""
+    """In a worker: its GPU has not finished the launched kernels in time."""

@@ -30,13 +30,14 @@ class Spread(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Meeting place of one worker group's ranks. If it spans hosts, it is `spread`, and each rank has a memory and a
-    folder of its own: what one says in them the others learn from the engine, which ends them all."""
+    """Shared memory and folder of one worker group's ranks. A group that spans hosts has `spread`. Each of its ranks
+    then has a separate memory and folder, and learns from the engine that another rank has ended: the engine ends all
+    of them."""
 
     memory: int
     """The open file of their common memory (runtime/group_memory.py), which has no name and ends with its processes."""
     folder: str
-    """A private folder, for what torch.distributed has to exchange."""
+    """A private folder, in which ranks exchange the addresses of torch.distributed."""
     spread: Spread | None = None
 
 

@@ -79,9 +79,9 @@ def _is_local(step: dict[str, Any], fused: bool) -> bool:
             return True
         case "ByteFallback" | "WordPiece":
             return not fused
-        case "Replace":  # behind Fuse the pattern could span tokens, unless it is one character
+        case "Replace":  # after Fuse the pattern could span tokens, unless it is one character
             return not fused or len(step["pattern"].get("String", "??")) == 1
-        case "Strip":  # strips every token or, behind Fuse, the beginning of the text
+        case "Strip":  # strips every token or, after Fuse, the beginning of the text
             return not fused or step["stop"] == 0
     return False
 

@@ -7,7 +7,7 @@ max_tokens, so each of these sources counts:
 the files                config.json and generation_config.json, or the named ids of a GGUF file
 the tokenizer            its eos_token
 the vocabulary           special tokens whose spelling is known to end a text; with a chat template, or a message
-the chat template        the token behind an assistant's text
+the chat template        the token after an assistant's text
 """
 
 from collections.abc import Iterable, Mapping

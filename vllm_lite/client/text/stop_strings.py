@@ -19,7 +19,7 @@ class StopStrings:
         self._held = ""
 
     def feed(self, text: str, armed: bool = True) -> str:
-        """Take text and return what is certain to stand before any stop string. If not `armed`, no stop string that
+        """Take text, and return all held text that cannot be part of a stop string. If not `armed`, no stop string that
         ends in `text` counts."""
         held = self._held + text
         for place, character in enumerate(text, len(self._held) + 1):
@@ -33,7 +33,7 @@ class StopStrings:
         return held[: len(held) - keep]
 
     def flush(self) -> str:
-        """Return what was held back, after the last text."""
+        """Return the text that was held back. Call it after the last text."""
         held, self._held = self._held, ""
         return held
 

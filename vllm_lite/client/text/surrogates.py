@@ -11,7 +11,8 @@ PIECE_BYTES = 256 * 1024
 MAX_HALVES = 1 << 16
 _BACKSLASH = b"\\\\"
 _MARK = b"\xff\xff"
-"""Stands for an escaped backslash meanwhile, so that every other one begins an escape. It is in no valid UTF-8."""
+"""Temporary replacement for an escaped backslash, so that every other backslash begins an escape. No valid UTF-8
+contains it."""
 _PAIR_BYTES = 12
 _HEX = rb"[0-9a-fA-F]"
 _HIGH, _LOW = (rb"\\u[dD][%b]%b%b" % (third, _HEX, _HEX) for third in (b"89abAB", b"c-fC-F"))
@@ -23,7 +24,8 @@ _REPLACEMENT = rb"\\ufffd"
 
 
 def without_halves(data: bytes) -> bytes:
-    """Return JSON with each escape of half a pair replaced, of MAX_HALVES at most. What is no UTF-8 stays as it is."""
+    """Return JSON with each escape of half a pair replaced, of MAX_HALVES at most. Bytes that are not UTF-8 stay as
+    they are."""
     if b"\xff" in data:
         return data
     whole, carried, left = [], b"", MAX_HALVES
@@ -38,7 +40,8 @@ def without_halves(data: bytes) -> bytes:
 
 
 def _end_of_whole(piece: bytes) -> int:
-    """Return where the last escapes of `piece` begin, of which the next piece may have more."""
+    """Return the place in `piece` of an escape at its end that may continue in the next piece; its length if there is
+    none."""
     cut = piece.find(b"\\", max(0, len(piece) - _PAIR_BYTES + 1))
     if cut < 0:
         return len(piece)

@@ -27,8 +27,8 @@ SLICE_CHARS = 65_536
 CHARS_PER_TOKEN = 8
 MAX_ERROR_CHARS = 500
 CUT_TOKENS = 256
-"""A cut through a text changes tokens only near it: a slice has at most so many tokens more than its part of the
-whole."""
+"""A cut through a text changes only the tokens near it. This is the maximum number of tokens that a slice has more than
+its part of the uncut text."""
 _BYTE_NAMES = {f"<0x{value:{case}}>": value for value in range(256) for case in ("02X", "02x")}
 _MAX_U32 = 2**32 - 1
 

@@ -43,7 +43,8 @@ def elements(text: str, prefix: str) -> list[Element]:
     tag = re.compile(re.escape(prefix) + r"<(/?)([^<>/\s]{1,256})>")
     root: list[Element] = []
     open_: list[tuple[str, list[Element], int]] = [("", root, 0)]
-    """Name, the elements in it, and where its text begins; behind an element in it: the place behind that."""
+    """Open elements: name, the elements inside, and the place in `text` after the opening tag or after the last element
+    inside."""
     for found in tag.finditer(text):
         name, inner, place = open_[-1]
         between = text[place : found.start()]

@@ -42,9 +42,9 @@ class _Region:
 class ResponseParser:
     """Takes one output apart. One per sample; it is fed everything in order and then finished once.
 
-    _text, _place  text that has been read and not given to a field: what stands behind `_place`
-    _region        what it belongs to, if no delimiter stands before it
-    _tail          inside reasoning: text from `_region` on that may be calls which the output ends with
+    _text, _place  text that was read; the part from `_place` on was not given to a field yet
+    _region        the field that this part belongs to, up to the next delimiter
+    _tail          inside reasoning: text from `_region` on that may be calls at the end of the output
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class ResponseParser:
         is_tail: bool = False,
     ) -> None:
         """`prefix` is the rendered prompt, whose end may have begun the message. `tools` are those of the request
-        ({"type": "function", "function": {...}}); without any, what looks like a call is content. `is_tail`: what is
-        read is the end of reasoning that was not closed, taken for content."""
+        ({"type": "function", "function": {...}}); without tools, text that looks like a call is content. `is_tail`: the
+        text is the end of reasoning that was not closed, and is parsed as content."""
         self._format = response_format
         self._marks = response_format.marks
         self._tools = tools

@@ -42,9 +42,9 @@ class Scanner:
     def scan(self, text: str, place: int, *, is_last: bool) -> tuple[Found | None, int, bool]:
         """Find the first delimiter from `place` on, the longest of those that begin there.
 
-        Returns it; where the text ends that stands before it or, without one, that is certainly no part of one; and
-        whether to look again behind that, as what begins there is too long for a delimiter. With `is_last` nothing
-        follows the text. Raises TimeoutError for a pattern that takes too long.
+        Returns the delimiter or None; the end of the text before it, or without a delimiter the end of the text that
+        cannot be part of one; and whether to search again from that end, because the text there is too long for a
+        delimiter. With `is_last` nothing follows the text. Raises TimeoutError for a pattern that takes too long.
         """
         end, may_begin = len(text), place
         if self._first is not None:
@@ -116,8 +116,9 @@ MAX_PREFIX_CHARS = 65_536
 
 
 def message_begun(response_format: Format, prefix: str) -> str:
-    """Return the text of the prompt `prefix` behind its last anchor, with marks for tokens; where there is no anchor, a
-    literal of the reasoning at its very end."""
+    """Return the text of the prompt `prefix` after its last anchor, with marks for tokens. Without an anchor, return
+    the literals of the reasoning that the prompt ends with: the opening one, or both if it ends with the closing
+    one."""
     marks = response_format.marks
     text = marks.literal(prefix[-MAX_PREFIX_CHARS:])
     anchor = response_format.anchor

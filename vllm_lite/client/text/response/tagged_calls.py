@@ -21,10 +21,9 @@ from vllm_lite.client.text.response.json_value import Malformed
 class Tags:
     """The literals around a key and its value.
 
-    trim        what is no part of a value: "line" takes one line break from each end, "space" all white space, ""
-                nothing
-    kind_mark   stands behind a key, and behind it `text_kind` if its value is a string, something else if it is JSON
-    wrap_open   may stand before a value that is a text with any letters, which ends with wrap_close
+    trim        white space that is removed from both ends of a value: "line" one line break, "space" all, "" none
+    kind_mark   follows a key; after it comes `text_kind` if the value is a string, another word if it is JSON
+    wrap_open   may come before a value that is any text, which ends with wrap_close
     call_open   begins another call in the same region. Its name ends with name_close, and each call with call_close
     """
 
