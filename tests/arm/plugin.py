@@ -1,4 +1,4 @@
-"""Plugin of pytest: kernels are those of the emulated process (remote.py), in all of a run's tests."""
+"""Plugin of pytest: all tests of a run use the kernels of an emulated process (remote.py)."""
 
 import os
 

@@ -1,11 +1,11 @@
-"""The library of csrc/cpu for another architecture, in an emulated process that sees this one's memory.
+"""The library of csrc/cpu for another architecture, in an emulated process that reads and writes this one's memory.
 
-With the plugin beside it, it stands for the library of this machine, so that tests of kernels run as they are:
+The plugin beside this file puts it in place of this machine's library, so that tests of kernels run unchanged:
 
     make arm
     VLLM_LITE_GUEST_CPU=cortex-a72 python -m pytest -p tests.arm.plugin tests/cpu/test_native_linear.py
 
-What takes descriptors, or memory that processes share, cannot be called.
+Functions that take file descriptors, or memory that processes share, cannot be called.
 """
 
 import ctypes
@@ -27,7 +27,7 @@ MASKS = {ctypes.c_int32: 0xFFFF_FFFF, ctypes.c_int64: -1, ctypes.c_void_p: -1}
 
 
 def missing() -> str | None:
-    """A sentence about the first thing that it lacks to run here."""
+    """A sentence that names the first thing missing on this machine; None if the library can run."""
     if shutil.which(EMULATOR) is None:
         return f"needs {EMULATOR} (Debian: qemu-user)"
     if not (LIBRARY.exists() and GUEST.exists()):
@@ -36,7 +36,7 @@ def missing() -> str | None:
 
 
 class Remote:
-    """The library as ctypes would have it."""
+    """The library, with the interface of a ctypes library."""
 
     def __init__(self, cpu: str) -> None:
         self._lock = Lock()
@@ -54,7 +54,7 @@ class Remote:
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=[memory])
         finally:
             os.close(memory)
-        self._send_to(process, _name("vllm_lite_abi"))  # it runs now, and has what memory it takes
+        self._send_to(process, _name("vllm_lite_abi"))  # after the answer it has mapped all of its memory
         return process
 
     def close(self) -> None:
@@ -104,7 +104,8 @@ def _name(name: str) -> bytes:
 
 
 def _overlap(process: int) -> bool:
-    """Whether its memory, the emulator's own included, lies where some of ours is: it would be taken for that."""
+    """Whether its memory, the emulator's own included, has addresses that our memory has, too: they could not be told
+    apart."""
     ours, its = _mapped(os.getpid()), _mapped(process)
     return any(a < d and c < b for a, b in ours for c, d in its)
 

@@ -1,4 +1,4 @@
-"""Batches that the CUDA attention kernels are tested with: random Q, K and V in a paged cache, and what is right."""
+"""Batches for tests of the CUDA attention kernels: random Q, K and V in a paged cache, and the right results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from vllm_lite.kernels.cuda.attention.attention_inputs import PagedKV, Scoring
 UNTOUCHED = 7.0
 """Value that `out` holds before the call; rows outside the batch must keep it."""
 NO_BLOCK = 10**6
-"""Block id in those entries of the table that no kernel may read."""
+"""Block id in the entries of the table that no kernel may read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSetup:
-    """Setup that all kernels are tried with; each adds the lengths of its sequences."""
+    """Fields of a setup that all kernels share; each kernel's setup adds the lengths of its sequences."""
 
     num_heads: int = 2
     num_kv_heads: int = 1
@@ -35,7 +35,8 @@ class AttentionSetup:
     fused_rows: bool = False  # query is a part of wider rows, and out too
     query_scale: float = 1.0
     sharpness: float = 1.0
-    """At 100 one token takes nearly all of a row, and scores differ by more than what exponents of floats hold."""
+    """Factor of the scores. At 100 one token has nearly all of a row's weight, and the exponentials of scores exceed
+    the range of floats."""
 
     @property
     def cache_dtype(self) -> torch.dtype:
@@ -51,7 +52,7 @@ AnySetup = TypeVar("AnySetup", bound=AttentionSetup)
 
 @dataclass
 class Batch(Generic[AnySetup]):
-    """The tensors of a setup, on the device; K and V of each sequence in float64 on the CPU besides."""
+    """The tensors of a setup on the device, and K and V of each sequence in float64 on the CPU."""
 
     setup: AnySetup
     query: torch.Tensor
@@ -119,7 +120,7 @@ def make_batch(setup: AnySetup, device: torch.device, seed: int = 0) -> Batch[An
         table[: len(blocks)] = blocks
         shape = (2, setup.num_kv_heads, seq_len, setup.head_size)
         values = torch.randn(shape, generator=random).to(setup.cache_dtype)
-        # What no row sees is not in the cache, and its blocks are not in the table.
+        # Tokens that no row sees are not in the cache, and their blocks are not in the table.
         first = 0 if setup.window is None else max(0, seq_len - query_len - setup.window + 1)
         store(storage, table, values, first)
         table[: first // setup.block_size] = NO_BLOCK
@@ -141,14 +142,14 @@ def make_batch(setup: AnySetup, device: torch.device, seed: int = 0) -> Batch[An
 
 
 def to_device(view: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`view` with its strides: what lies between its elements goes along."""
+    """Copy `view` to the device with its strides and all bytes between its elements."""
     base = view._base if view._base is not None else view
     flat = base.as_strided((base.untyped_storage().nbytes() // base.itemsize,), (1,), 0).to(device)
     return flat.view(view.dtype).as_strided(view.shape, view.stride(), view.storage_offset())
 
 
 def reference(batch: Batch[AnySetup], sequence: int) -> torch.Tensor:
-    """[query_len, num_heads, head_size] in float64, from the definition."""
+    """The right output [query_len, num_heads, head_size] of one sequence, in float64 by the definition of attention."""
     setup = batch.setup
     start, end = batch.query_start_loc[sequence : sequence + 2].tolist()
     query = batch.query[start:end].cpu().double()

@@ -1,6 +1,6 @@
-"""Cases of the cache operations, as named functions of a launcher and a device; no pytest in here.
+"""Cases of the cache operations, as named functions of a launcher and a device, without pytest.
 
-Caches start with random bytes, and all of their bytes are compared afterwards: also what must not have changed.
+Caches start with random bytes, and all of their bytes are compared afterwards, also those that must not change.
 """
 
 import torch
@@ -48,7 +48,7 @@ def write(
 
 
 def whole(kv: torch.Tensor) -> torch.Tensor:
-    """All bytes that lie under a view, gaps included."""
+    """All bytes from the first to the last element of a view, gaps included."""
     return torch.as_strided(kv, (kv.untyped_storage().nbytes() // kv.element_size(),), (1,), 0).view(torch.uint8)
 
 

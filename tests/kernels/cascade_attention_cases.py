@@ -1,5 +1,5 @@
-"""Cases of splits that rows have in common: what cascade_attention and decode_attention give together has the bits of
-decode_attention alone, and is right.
+"""Cases of splits that several rows share: cascade_attention and decode_attention together give the same bits as
+decode_attention alone, and the right result.
 
 `CASES` holds (name, case); a case raises AssertionError. The emulator runs them in the tests, a GPU in a script.
 """
@@ -23,7 +23,8 @@ from vllm_lite.kernels.cuda.launcher import Launcher
 @dataclass(frozen=True)
 class Sharing(Setup):
     common: tuple[tuple[int, int, int], ...] = ()
-    """(sequence, another, tokens): the first one begins with so many tokens, whole blocks, of the other one's."""
+    """Triples (sequence, other, tokens): the sequence shares its first `tokens`, which are whole blocks, with the other
+    one."""
 
     @property
     def cascade_kernel(self) -> str:
@@ -65,7 +66,7 @@ def run(batch: Batch[Sharing], launcher: Launcher) -> torch.Tensor:
     workspace = decode.Workspace.for_splits(out.device, given.most_splits, setup.num_heads, setup.head_size)
     workspace.parts.fill_(torch.nan)
     cache = batch.cache._replace(query_start_loc=None)
-    for _ in range(2):  # what the first launches leave behind is what the next ones find
+    for _ in range(2):  # the second launches find the workspace that the first ones left
         out.fill_(7.0)
         decode.decode_attention(
             *(launcher, out, batch.query, cache, given, batch.scoring),
@@ -133,7 +134,7 @@ def several_splits_to_a_block(launcher: Launcher, device: torch.device) -> None:
 
 
 def nothing_is_shared(launcher: Launcher, device: torch.device) -> None:
-    """As most steps of a graph: an empty list of shared splits, and room."""
+    """Most steps of a graph are like this: the list of shared splits is empty but has room."""
     setup = Sharing(LENS, num_heads=4, split_tokens=32)
     batch = shared_batch(setup, device)
     assert lists_of(batch) is None

@@ -19,16 +19,16 @@ from vllm_lite.kernels.cuda.launcher import Launcher
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TOLERANCES = {BF16: 6e-3, FP16: 1e-3, FP32: 1e-5}
-"""Largest error of a row, relative to its length. One key too many or too few of 100 makes 0.1."""
+"""Largest error of a row, relative to its norm. One key too many or too few among 100 causes an error of 0.1."""
 
 
 @dataclass(frozen=True)
 class Setup(AttentionSetup):
     lens: tuple[int, ...]
     query_lens: tuple[int, ...] | None = None  # None: 1 each
-    max_query_len: int = 1  # sequences with more rows are another kernel's
+    max_query_len: int = 1  # sequences with more rows belong to another kernel
     split_tokens: int = 0
-    room: int = 0  # of the lists, beyond what there is to do
+    room: int = 0  # unused entries at the end of the lists
 
     def lengths(self) -> list[tuple[int, int]]:
         return list(zip(self.query_lens or (1,) * len(self.lens), self.lens, strict=True))
@@ -44,7 +44,7 @@ def run(batch: Batch[Setup], launcher: Launcher) -> torch.Tensor:
     query_lens, seq_lens = (np.array(lens) for lens in zip(*setup.lengths(), strict=True))
     rows = work.rows_of(query_lens, seq_lens, len(out), query_lens <= setup.max_query_len)
     given = work.SplitList.on(out.device, rows, setup.window, setup.split_tokens)
-    if setup.room:  # as a graph has it: behind the work there are entries that are none
+    if setup.room:  # like a graph's list: unused entries follow the used ones
         nothing = torch.full((setup.room, 4), NO_BLOCK, dtype=torch.int32, device=out.device)
         given = work.SplitList(torch.cat((given.splits, nothing)), several=True)
     workspace = decode.Workspace.for_splits(out.device, given.most_splits, setup.num_heads, setup.head_size)
@@ -66,7 +66,8 @@ def run_simple(batch: Batch[Setup], launcher: Launcher) -> torch.Tensor:
 
 
 def check_rows(batch: Batch[Setup], out: torch.Tensor, *, decodes_only: bool = True) -> None:
-    """Every row of `out` is right: zero where there is nothing to see, untouched where it is not the kernel's."""
+    """Check every row of `out`: it is right, zero if its context is empty, or untouched if it belongs to another
+    kernel."""
     setup, out = batch.setup, out.cpu()
     starts = batch.query_start_loc.tolist()
     for i, seq_len in enumerate(setup.lens):
@@ -87,7 +88,7 @@ def check_rows(batch: Batch[Setup], out: torch.Tensor, *, decodes_only: bool = T
 
 RAGGED = (0, 1, 15, 16, 17, 513)
 SHORT = (17, 40, 5)
-MIXED = (1, 3, 1, 0, 1, 1, 2)  # query lengths that go with:
+MIXED = (1, 3, 1, 0, 1, 1, 2)  # query lengths for the contexts in
 MIXED_LENS = (33, 9, 0, 0, 70, 1, 0)
 
 SETUPS: dict[str, Setup] = {
@@ -170,7 +171,7 @@ def simple_matches(setup: Setup) -> Callable[[Launcher, torch.device], None]:
 
 
 def same_bits_in_any_batch(launcher: Launcher, device: torch.device) -> None:
-    """Alone, in company, in a list with room for more, as one of several rows: the same bits."""
+    """A row has the same bits alone, with others, in a list with unused entries, and as one of a sequence's rows."""
     for window in (None, 70):
         setup = Setup((530, 16, 77, 33), num_heads=6, num_kv_heads=2, window=window, sinks=True)
         batch = make_batch(setup, device)
@@ -188,7 +189,7 @@ def same_bits_in_any_batch(launcher: Launcher, device: torch.device) -> None:
 
 
 def drafts_have_the_bits_of_decodes(launcher: Launcher, device: torch.device) -> None:
-    """Each row of a few is what it would be if it had come alone, with the rows behind it not there yet."""
+    """Each of several rows of a sequence has the bits that it has alone, before the later rows exist."""
     setup = Setup((530,), (4,), max_query_len=4, num_heads=6, num_kv_heads=2, sinks=True)
     batch = make_batch(setup, device)
     together = run(batch, launcher)
@@ -200,7 +201,7 @@ def drafts_have_the_bits_of_decodes(launcher: Launcher, device: torch.device) ->
 
 
 def several_splits_to_a_block(launcher: Launcher, device: torch.device) -> None:
-    """As in a large batch: blocks take splits in turn, which changes no bit."""
+    """In a large batch each block computes several splits in turn, which changes no bit."""
     for setup in (
         Setup((513, 40, 0, 300), num_heads=4, split_tokens=16),
         Setup((513, 65), head_size=256, split_tokens=48, window=450),
@@ -215,7 +216,7 @@ def several_splits_to_a_block(launcher: Launcher, device: torch.device) -> None:
 
 
 def tiles_fetched_ahead_have_the_same_bits(launcher: Launcher, device: torch.device) -> None:
-    """The variant that brings them to L2 first, which reads nothing that is not there."""
+    """The variant that prefetches tiles into L2 gives the same bits, and prefetches no memory outside of the cache."""
     for setup in (
         Setup((513, 40, 0, 300), num_heads=4, split_tokens=16),
         Setup((150, 16, 5), window=17, split_tokens=32, block_size=4),
@@ -233,7 +234,7 @@ def tiles_fetched_ahead_have_the_same_bits(launcher: Launcher, device: torch.dev
 
 
 def offsets_beyond_32_bits(launcher: Launcher, device: torch.device) -> None:
-    """A cache of more than 2^31 elements, of which only the blocks in use are ever touched."""
+    """A cache of more than 2^31 elements; only the blocks in use take memory."""
     batch = make_batch(Setup((36,), kv_dtype=E4M3), device)
     far = 2**31 // batch.kv[0].numel() + 2
     kv = torch.empty((far + 4, *batch.kv.shape[1:]), dtype=torch.uint8, device=device)
@@ -245,7 +246,7 @@ def offsets_beyond_32_bits(launcher: Launcher, device: torch.device) -> None:
 
 
 def one_token_more_would_show(launcher: Launcher, device: torch.device) -> None:
-    """That the tolerance tells a window of 100 tokens from one of 101."""
+    """The tolerance distinguishes a window of 100 tokens from one of 101."""
     batch = make_batch(Setup((513,), window=100), device)
     want = reference(batch, 0)
     other = reference(replace(batch, setup=replace(batch.setup, window=101)), 0)

@@ -1,4 +1,5 @@
-"""`EmulatorLauncher`: the sources of csrc/cuda compiled by g++ and run on the CPU, behind the product's launcher.
+"""`EmulatorLauncher`: runs the sources of csrc/cuda on the CPU, compiled by g++, with the interface of the product's
+launcher.
 
 A shared object is built for each instantiation, or for several at once after `preload`; it is kept in a cache folder
 (VLLM_LITE_EMULATOR_CACHE, else one in the system's temporary folder) under a hash of the sources and the compiler.
@@ -48,17 +49,17 @@ _SCALARS = {
     np.float32: {"float"},
 }
 _stacks: list[int] = []
-"""Stacks of launches that have ended: as many as have run at once, in any threads."""
+"""Addresses of stacks that ended launches used and the next ones can use; as many as launches have run at once."""
 _KNOWN = set().union(*_ELEMENTS.values())  # a pointer to anything else takes any tensor
 
 
 def available() -> str | None:
-    """The compiler, or None: then the tests of the emulator cannot run."""
+    """The path of the compiler; None if there is none, so that the tests of the emulator cannot run."""
     return shutil.which(os.environ.get("CXX") or "g++")
 
 
 def fits(parameter: str, arg: Arg) -> bool:
-    """Whether `arg` is what a parameter of this C++ type expects. ("const float*", "long long int", ...)"""
+    """Whether `arg` fits a parameter of this C++ type, such as "const float*" or "long long int"."""
     if parameter.endswith("*"):
         element = parameter.removesuffix("*").replace("const ", "").strip()
         if arg is None or element in ("void", "const void") or element not in _KNOWN:
@@ -68,7 +69,7 @@ def fits(parameter: str, arg: Arg) -> bool:
 
 
 class EmulatedKernel:
-    """One instantiation. Launches run to their end before the call returns."""
+    """One instantiation of a kernel. A call returns when the launch has ended."""
 
     def __init__(self, library: ctypes.CDLL, index: int, name: str, launcher: "EmulatorLauncher") -> None:
         self._run = getattr(library, f"run_k{index}")
@@ -89,7 +90,7 @@ class EmulatedKernel:
         self.parameters.append(found.group(1).strip())
 
     def prefetched(self) -> list[int]:
-        """The addresses that kernels of the same library have prefetched since this was last asked."""
+        """The addresses that kernels of the same library have prefetched since the last call."""
         room = (ctypes.c_size_t * (1 << 16))()
         count: int = self._prefetched(room, ctypes.c_size_t(len(room)))
         return room[:count]
@@ -115,7 +116,7 @@ class EmulatedKernel:
         seed = ctypes.c_uint(self._launcher.order_seed)
         try:
             stacks = _stacks.pop()
-        except IndexError:  # no look beforehand: another thread may take the last ones
+        except IndexError:  # not checked before: another thread may take the last one meanwhile
             stacks = self._make_stacks()
         sizes = three(*grid), three(*block), ctypes.c_size_t(shared_bytes)
         failed = self._run(*sizes, pointers, seed, ctypes.c_void_p(stacks))
@@ -132,7 +133,8 @@ def _box(arg: Arg) -> ctypes.c_void_p | ctypes.Array[ctypes.c_char]:
 
 
 class EmulatorLauncher:
-    """Runs kernels on CPU tensors. Each `order_seed` is another order of warps, lanes and blocks; 0 is ascending."""
+    """Runs kernels on CPU tensors. `order_seed` determines the order in which warps, lanes and blocks run; 0 is
+    ascending."""
 
     def __init__(
         self, order_seed: int = 0, sources: Path | None = None, multiprocessor_bytes: int = 228 * 1024
@@ -152,7 +154,7 @@ class EmulatorLauncher:
         return self._kernels[source, name]
 
     def preload(self, source: str, names: Iterable[str]) -> None:
-        """Build what is missing of these instantiations with one run of the compiler."""
+        """Build those of these instantiations that are not in the cache, with one run of the compiler."""
         missing = [name for name in dict.fromkeys(names) if (self._sources, source, name) not in _loaded]
         if missing:
             library = ctypes.CDLL(str(_build(source, missing, self._sources)))
@@ -164,7 +166,7 @@ _loaded: dict[tuple[Path | None, str, str], tuple[ctypes.CDLL, int]] = {}
 
 @cache
 def _compiler() -> tuple[str, str]:
-    """The compiler and a line that changes when it does."""
+    """The path of the compiler, and a line that differs between versions of it."""
     path = available()
     if path is None:
         raise RuntimeError("the emulator needs a C++ compiler: install g++ or set CXX")
@@ -207,7 +209,7 @@ def _build(source: str, names: Sequence[str], sources: Path | None) -> Path:
 
 
 def source_in(text: str, folder: Path) -> Path:
-    """`folder` as a folder of sources: "test.cuh" with kernels written in a test, beside a copy of common.cuh."""
+    """Make `folder` a folder of sources: "test.cuh" with the kernels in `text`, and a copy of common.cuh."""
     (folder / "test.cuh").write_text('#include "common.cuh"\n' + text)
     shutil.copy(compiler.source_folder() / "common.cuh", folder)
     return folder

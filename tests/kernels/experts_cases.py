@@ -1,4 +1,4 @@
-"""Cases of a layer's experts, as named functions of a launcher and a device; no pytest in here."""
+"""Cases of a layer's experts, as named functions of a launcher and a device, without pytest."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +26,7 @@ ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Sizes(NamedTuple):
-    """A layer, of whose experts a rank holds some."""
+    """Sizes of a layer; a rank holds some of its experts."""
 
     num_experts: int = 5
     top: int = 3
@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
 
 
 def weights(sizes: Sizes, dtype: torch.dtype, device: torch.device, *, biases: bool = False) -> Stacks:
-    """Weights of the experts that are held; no two are alike."""
+    """Different weights for each of the experts that the rank holds."""
     whole = Stacks(
         draw((sizes.num_experts, 2 * sizes.inner, sizes.hidden), dtype, device, sizes.hidden**-0.5),
         draw((sizes.num_experts, sizes.hidden, sizes.inner), dtype, device, sizes.inner**-0.5),
@@ -59,7 +59,7 @@ def pick(num_tokens: int, sizes: Sizes, device: torch.device) -> Chosen:
 
 
 def expected(x: torch.Tensor, chosen: Chosen, stacks: Stacks, first: int, activation: Activation) -> torch.Tensor:
-    """In float64, with the roundings between the products."""
+    """The right output in float64, with the roundings between the products."""
     gate_up, down = (part.double().cpu() for part in stacks[:2])
     on_both, on_down = (
         of_none if bias is None else bias.double().cpu()
@@ -121,7 +121,7 @@ def activation(kind: Activation) -> Case:
 
 
 def biases(dtype: torch.dtype, *counts: int) -> Case:
-    """gpt-oss's experts, in small tiles and in large ones; some elements are beyond its limits."""
+    """gpt-oss's experts in small and in large tiles; some elements exceed the limits of its activation."""
 
     def run(launcher: Launcher, device: torch.device) -> None:
         sizes = Sizes(num_experts=4, top=2, hidden=40, inner=24, first=1, held=3)
@@ -137,7 +137,7 @@ def biases(dtype: torch.dtype, *counts: int) -> Case:
 
 
 def roundings(dtype: torch.dtype) -> Case:
-    """Gate and up are rounded, then the activation, then its product with up. Down gives what it gets."""
+    """Gate and up are rounded, then the activation, then its product with up. The down projection is the identity."""
 
     def run(launcher: Launcher, device: torch.device) -> None:
         one = torch.eye(64, dtype=dtype, device=device)
@@ -153,7 +153,8 @@ def roundings(dtype: torch.dtype) -> Case:
 
 
 def in_the_order_of_experts(launcher: Launcher, device: torch.device) -> None:
-    """Two experts of three cancel out, and leave what the third gave only if they are added up first."""
+    """The results of two of three experts cancel out. The third one's result remains only if results are added in the
+    order of experts."""
     gate_up, down = (part[:1].expand(3, -1, -1).contiguous() for part in weights(Sizes(), F32, device)[:2])
     x = draw((1, Sizes().hidden), F32, device)
     alone, together = torch.empty_like(x), torch.empty_like(x)
@@ -165,7 +166,7 @@ def in_the_order_of_experts(launcher: Launcher, device: torch.device) -> None:
 
 
 def one_expert_for_all(dtype: torch.dtype, num_tokens: int) -> Case:
-    """More rows than tiles that are computed at once have; nobody chooses the other experts."""
+    """All tokens choose the same expert, so it has more rows than the tiles that are computed at once."""
 
     def run(launcher: Launcher, device: torch.device) -> None:
         sizes = Sizes(top=1)
@@ -181,7 +182,7 @@ def one_expert_for_all(dtype: torch.dtype, num_tokens: int) -> Case:
 
 
 def others_add_nothing(launcher: Launcher, device: torch.device) -> None:
-    """A token whose experts are all elsewhere gets zeros, whatever lies in the memory of its pairs."""
+    """A token whose experts are all on other ranks gets zeros, whatever the memory of its pairs contains."""
     for first, held in ((0, 2), (2, 3), (4, 1)):
         sizes = Sizes(top=2, first=first, held=held)
         stacks, chosen = weights(sizes, torch.bfloat16, device), pick(9, sizes, device)
@@ -194,7 +195,8 @@ def others_add_nothing(launcher: Launcher, device: torch.device) -> None:
 
 
 def a_row_by_itself(launcher: Launcher, device: torch.device) -> None:
-    """Its bits do not depend on the other rows: not on their number, and so on tiles, nor on who they go to."""
+    """A row's bits do not depend on the other rows: neither on their number, which decides the tiles, nor on their
+    experts."""
     sizes, dtype = Sizes(), torch.bfloat16
     experts = StackedExperts(launcher, weights(sizes, dtype, device), 0, "silu")
     x, chosen = draw((60, sizes.hidden), dtype, device), pick(60, sizes, device)
@@ -211,14 +213,15 @@ def in_place_and_strided(launcher: Launcher, device: torch.device) -> None:
     stacks, chosen = weights(sizes, dtype, device), pick(6, sizes, device)
     x = draw((6, sizes.hidden), dtype, device)
     out = check(launcher, x, chosen, stacks)
-    for gap in (8, 3):  # a multiple of 16 bytes, and not
+    for gap in (8, 3):  # one is a multiple of 16 bytes, one is not
         rows = with_gaps(x, gap)
         StackedExperts(launcher, stacks, 0, "silu").forward(rows, chosen, rows)
         assert torch.equal(rows, out)
 
 
 def by_torch(launcher: Launcher, device: torch.device) -> None:
-    """Large steps by torch's grouped product, which rounds once more; smaller ones by the kernels, to their bits."""
+    """Large steps use torch's grouped product, which rounds once more. Smaller steps use the kernels and have their
+    bits."""
     sizes = Sizes(3, 2, 64, 16, first=1, held=2)
     stacks, num_tokens = weights(sizes, BF16, device), FOR_MANY
     both = StackedExperts(launcher, stacks, 1, "silu", TorchProducts(launcher))
@@ -236,7 +239,7 @@ def by_torch(launcher: Launcher, device: torch.device) -> None:
 
 
 def more_pairs_than_at_once(launcher: Launcher, device: torch.device) -> None:
-    """They are computed in parts, whose rows are those of the whole."""
+    """More pairs than are computed at once are computed in parts, with the same bits for each row."""
     sizes = Sizes(1, 1, 8, 8, held=1)
     num_tokens, stacks = 2 * MAX_PAIRS + 3, weights(sizes, BF16, device)
     x, chosen = draw((num_tokens, sizes.hidden), BF16, device), pick(num_tokens, sizes, device)

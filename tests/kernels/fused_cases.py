@@ -1,4 +1,4 @@
-"""Cases of the fused operations, as named functions of a launcher and a device; no pytest in here."""
+"""Cases of the fused operations, as named functions of a launcher and a device, without pytest."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -39,16 +39,16 @@ def draw(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, scale
 
 
 def with_gaps(x: torch.Tensor, gap: int) -> torch.Tensor:
-    """`x` as a view of rows that lie further apart, with NaN between them."""
+    """A copy of `x` whose rows have gaps between them, filled with NaN."""
     wide = torch.full((*x.shape[:-1], x.shape[-1] + gap), torch.nan, dtype=x.dtype, device=x.device)
     wide[..., : x.shape[-1]] = x
     return wide[..., : x.shape[-1]]
 
 
 def assert_rounded(out: torch.Tensor, expected: torch.Tensor) -> None:
-    """`out` is `expected`, float64 with all roundings but the last, up to float32's errors.
+    """Check that `out` is `expected`, which is float64 with all roundings but the last, up to float32's errors.
 
-    Those may turn a rounding over, by one unit, but seldom.
+    These errors may change a rounding by one unit, but only rarely.
     """
     unit = torch.finfo(out.dtype).eps
     exact = expected.cpu()
@@ -78,7 +78,7 @@ def rms_norm(dtype: torch.dtype, size: int, gap: int = 0) -> Case:
         assert torch.equal(x, before)
         alone = torch.empty_like(out[2:3])
         CudaOps(launcher).rms_norm(x[2:3].contiguous(), weight, EPS, alone)
-        if gap % 8 == 0:  # a row's length and alignment decide how its threads share it, and nothing else
+        if gap % 8 == 0:  # only a row's length and alignment decide how threads divide it
             assert torch.equal(alone, out[2:3])
         CudaOps(launcher).rms_norm(x, weight, EPS, x)
         assert torch.equal(x, out)
@@ -104,7 +104,7 @@ def norm_of_heads(launcher: Launcher, device: torch.device) -> None:
 
 
 def norm_of_extremes(launcher: Launcher, device: torch.device) -> None:
-    """Zeros, numbers whose squares overflow half, and a NaN that must stay in its row."""
+    """Rows of zeros, of numbers whose squares overflow float16, and with a NaN, which must not change other rows."""
     x = torch.zeros(4, 64, dtype=torch.float16, device=device)
     x[1], x[2], x[3, 5] = 60000.0, 6e-5, torch.nan
     out = torch.empty_like(x)

@@ -1,4 +1,4 @@
-"""Every kernel that production code can ask for, one entry per template with the choices that cost most registers.
+"""Every kernel that production code can launch: for each template the choices of arguments that take most registers.
 
 `max_registers` is a ceiling: above it fewer blocks share a multiprocessor than the kernel's design counts on. Raise one
 only with a reason. tests/kernels/test_nvrtc.py compiles them all.
@@ -59,8 +59,9 @@ def _small_operations() -> list[Instantiation]:
 
 
 def _experts() -> list[Instantiation]:
-    """Ceilings: what lets as many blocks of 128 threads share the 65 536 registers of a multiprocessor as share its
-    memory, 4 with tiles of 16 rows and 5 with tiles of 64. With float32, and by single elements, there are fewer."""
+    """Ceilings: registers per thread with which as many blocks of 128 threads fit on a multiprocessor, which has 65 536
+    registers, as fit by its shared memory: 4 with tiles of 16 rows and 5 with tiles of 64. Fewer blocks fit with
+    float32 and if single elements are loaded."""
     half, bf16 = "__half", "__nv_bfloat16"
     kernels = [("sort_pairs", 64)]
     kernels += [(f"sum_experts<{types}>", 40) for types in ("float, float", f"{half}, float", f"{bf16}, {bf16}")]
@@ -76,9 +77,9 @@ def _experts() -> list[Instantiation]:
 
 
 def _packed_linear() -> list[Instantiation]:
-    """Ceilings: what lets as many blocks of 256 threads share the 65 536 registers of a multiprocessor as it takes to
-    have 32 KB of codes on their way: 2 for up to 8 rows, 3 with 16 outputs a block; with more rows there is one, which
-    computes as long as it loads."""
+    """Ceilings: registers per thread with which enough blocks of 256 threads fit on a multiprocessor, which has 65 536
+    registers, to load 32 KB of codes at a time: 2 blocks for up to 8 rows, 3 with 16 outputs a block. With more rows
+    one block is enough, since it computes as long as it loads."""
     half, bf16 = "__half", "__nv_bfloat16"
     shapes = (("1, 2", 128), ("4, 4", 255))
     found = [("plain_codes", 40), *((f"sum_parts<{scalar}>", 40) for scalar in (half, bf16, "float"))]
@@ -104,7 +105,8 @@ def _packed_linear() -> list[Instantiation]:
 
 
 def _packed_tiles() -> list[Instantiation]:
-    """Ceilings: one block of 256 threads on a multiprocessor, of which three steps on their way are 36 KB or more."""
+    """Ceilings: registers per thread with which one block of 256 threads fits on a multiprocessor. It loads three steps
+    ahead, 36 KB or more."""
     half, bf16 = "__half", "__nv_bfloat16"
     kinds = (
         (f"{bf16}, {bf16}, {half}", "INT4, packed::NOTHING, 2"),
@@ -123,8 +125,8 @@ def _packed_tiles() -> list[Instantiation]:
 
 
 def _packed_experts() -> list[Instantiation]:
-    """Ceilings: as those of packed_linear.cuh, whose products they are; two float32 numbers for a scale leave room for
-    one block less."""
+    """Ceilings: those of packed_linear.cuh, whose products these kernels compute. With two float32 numbers for each
+    scale one block less fits."""
     half, bf16 = "__half", "__nv_bfloat16"
     kinds = (
         (bf16, "SWIGLU_OAI", bf16, "E2M1", "NOTHING", 1),
@@ -157,8 +159,8 @@ _IN_CHUNKS = (
 
 
 def _recurrent() -> list[Instantiation]:
-    """Ceilings: what lets a block of 512 threads, or as many blocks as have so many, be on a multiprocessor; in chunks
-    256 threads."""
+    """Ceilings: registers per thread with which 512 threads, of one block or several, fit on a multiprocessor; for
+    kernels of chunks 256 threads."""
     half, bf16 = "__half", "__nv_bfloat16"
     found = [(f"short_conv<{kind}>", 64) for kind in (f"{bf16}, 4, false", "float, 4, false", f"{half}, 3, true")]
     found += [(f"delta_rule<{kind}>", 128) for kind in (f"{bf16}, 128, 128", "float, 128, 128", f"{half}, 24, 20")]
@@ -168,7 +170,8 @@ def _recurrent() -> list[Instantiation]:
 
 
 def _prefill() -> list[Instantiation]:
-    """Ceilings: what lets `Shape::BLOCKS` blocks of 128 threads share the 65 536 registers of a multiprocessor."""
+    """Ceilings: registers per thread with which `Shape::BLOCKS` blocks of 128 threads fit on a multiprocessor, which
+    has 65 536 registers."""
     half, bf16, e4m3 = "__half", "__nv_bfloat16", "fp8_e4m3"
     found = [Instantiation("gather_kv.cuh", f"gather_kv<{bf16}, {cache}>", 64) for cache in (bf16, e4m3)]
     for scalar, cache in ((bf16, bf16), (half, e4m3), (bf16, e4m3)):
@@ -181,9 +184,11 @@ def _prefill() -> list[Instantiation]:
 
 
 def _decode() -> list[Instantiation]:
-    """Ceilings: what lets `decode_blocks` blocks of 128 threads share the 65 536 registers of a multiprocessor.
+    """Ceilings: registers per thread with which `decode_blocks` blocks of 128 threads fit on a multiprocessor, which
+    has 65 536 registers.
 
-    Template arguments behind the head size: eights of query heads, blocks of less than 16 tokens, warps.
+    Template arguments after the head size: the number of groups of eight query heads, whether blocks have less than 16
+    tokens, and the number of warps.
     """
     half, bf16 = "__half", "__nv_bfloat16"
     found = [
@@ -192,7 +197,7 @@ def _decode() -> list[Instantiation]:
     ]
     shapes = [("64, 1, false", 128), ("112, 1, true", 255), ("128, 1, false", 168), ("192, 1, false", 255)]
     shapes += [("256, 1, false", 255), ("256, 1, true", 255), ("64, 2, false", 168), ("128, 2, true", 255)]
-    of_half = (shapes[0], shapes[5], shapes[7])  # as bfloat16 with the others
+    of_half = (shapes[0], shapes[5], shapes[7])  # the other shapes cost as much as with bfloat16
     for scalar, cache, some in (
         (bf16, bf16, shapes),
         (bf16, "fp8_e4m3", shapes),
@@ -216,8 +221,9 @@ def _decode() -> list[Instantiation]:
 
 
 def _latent() -> list[Instantiation]:
-    """Ceilings: what lets 2 blocks of 128 threads share a multiprocessor, as many as its memory has room for; with up
-    to 16 heads a third would have room on some, which 168 leave registers for."""
+    """Ceilings: registers per thread with which 2 blocks of 128 threads fit on a multiprocessor, as many as fit by its
+    shared memory. With up to 16 heads a third block fits on some GPUs, for which 168 registers per thread leave
+    room."""
     return [
         Instantiation("latent_attention.cuh", f"latent_attention<{scalar}, 576, 512, {tiles}>", most)
         for scalar in ("__nv_bfloat16", "__half")

@@ -19,7 +19,7 @@ from vllm_lite.kernels.cuda.launcher import Launcher
 
 BF16, FP16 = torch.bfloat16, torch.float16
 TOLERANCES = {BF16: 6e-3, FP16: 1e-3}
-"""Largest error of a row, relative to its length. One token too many or too few of 100 makes 0.1."""
+"""Largest error of a row, relative to its norm. One token too many or too few among 100 causes an error of 0.1."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Setup:
     block_size: int = 16
     dtype: torch.dtype = BF16
     split_tokens: int = 0
-    room: int = 0  # of the list, beyond what there is to do
+    room: int = 0  # unused entries at the end of the list
     padding: int = 0  # rows after the last sequence's
-    wide: int = 0  # elements between the rows of a cache, and heads between those of a step
+    wide: int = 0  # gap between rows of the cache, in elements, and between rows of a step, in heads
     sharpness: float = 1.0
 
     @property
@@ -44,7 +44,7 @@ class Setup:
 
 @dataclass
 class Batch:
-    """A step on the device; the latents of each sequence in float64 on the CPU besides."""
+    """A step on the device, and the latents of each sequence in float64 on the CPU."""
 
     setup: Setup
     query: torch.Tensor
@@ -88,7 +88,7 @@ def run(batch: Batch, launcher: Launcher) -> torch.Tensor:
     query_lens, seq_lens = np.array(batch.query_lens), np.array(setup.lens)
     rows = work.rows_of(query_lens, seq_lens, len(out), query_lens > 0)
     given = work.SplitList.on(device, rows, None, setup.split_tokens)
-    if setup.room:  # as a graph has it: behind the work there are entries that are none
+    if setup.room:  # like a graph's list: unused entries follow the used ones
         nothing = torch.full((setup.room, 4), NO_BLOCK, dtype=torch.int32, device=device)
         given = work.SplitList(torch.cat((given.splits, nothing)), several=True)
     workspace = decode.Workspace.for_splits(device, given.most_splits, setup.num_heads, setup.value_size)

@@ -15,7 +15,7 @@ RANKS = (16, 3, 0, 8)
 def filled(
     inputs: int, sizes: list[int], matrix: list[int], dtype: torch.dtype, device: torch.device
 ) -> lora.LoraStack:
-    """Slots with adapters of RANKS, and NaN in what none of them fills."""
+    """Slots with adapters of RANKS; elements that no adapter fills are NaN."""
     like = torch.empty(0, dtype=dtype, device=device)
     stack = lora.LoraStack.empty(len(RANKS), 16, inputs, sizes, matrix, like)
     stack.down.fill_(torch.nan)

@@ -22,7 +22,7 @@ def draw_masked(num_rows: int, vocab: int, num_masked: int, seed: int = 0) -> Ma
 
 
 def draw_logits(num_rows: int, vocab: int, gap: int = 0, seed: int = 0) -> torch.Tensor:  # [num_rows, vocab]
-    """Rows that stand `gap` floats apart, with faults of a model among them."""
+    """Random logits whose rows have `gap` floats between them; some contain values of a faulty model."""
     logits = torch.randn(num_rows, vocab + gap, generator=torch.Generator().manual_seed(seed))
     faults = torch.tensor([float("nan"), INF, -INF, -0.0])
     for row in range(num_rows):

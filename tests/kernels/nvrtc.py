@@ -1,4 +1,5 @@
-"""NVRTC without a GPU, through cuda.bindings: what `CupyLauncher` compiles, with ptxas's report of what it costs."""
+"""NVRTC without a GPU, through cuda.bindings: compiles the kernels of `CupyLauncher`, with ptxas's report of registers
+and memory."""
 
 import os
 import re
@@ -61,7 +62,7 @@ class BindingsNvrtc:
             options = [option.encode() for option in (*program.options, f"--gpu-architecture={program.arch}")]
             (status,) = nvrtc.nvrtcCompileProgram(handle, len(options), options)
             _, size = nvrtc.nvrtcGetProgramLogSize(handle)
-            log = bytearray(size)  # never bytes: those of one character are shared by the whole process
+            log = bytearray(size)  # never bytes: bytes objects of one character are shared in the whole process
             nvrtc.nvrtcGetProgramLog(handle, log)
             if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
                 raise compile_error(program, log.decode())

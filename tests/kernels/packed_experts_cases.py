@@ -22,11 +22,11 @@ from vllm_lite.kernels.grouped import E2M1, E4M3, INT4, INT8, UINT4, GroupedWeig
 from vllm_lite.kernels.routing import Chosen
 
 SIZES = Sizes(num_experts=5, top=3, hidden=104, inner=80, held=5)
-"""Inputs and outputs that are filled up: 104 are no whole chunks, and 160 and 104 no multiple of 64."""
+"""Sizes that need padding: 104 inputs are not whole chunks, and 160 and 104 outputs are not multiples of 64."""
 
 
 class Layer(NamedTuple):
-    """Packed weights, and what they stand for."""
+    """The packed weights of a layer's experts, and the same weights dequantized."""
 
     stacks: PackedStacks
     dense: Stacks
@@ -132,7 +132,7 @@ def every_code(dtype: torch.dtype) -> Case:
 
 
 def some_experts(launcher: Launcher, device: torch.device) -> None:
-    """A rank's own, of many, few of which have rows: what the others give is not added."""
+    """A rank holds some of many experts, and few of these have rows. Results of other ranks' experts are not added."""
     sizes = Sizes(num_experts=90, top=2, hidden=64, inner=32, first=10, held=70)
     own = layer(device, BF16, INT4, 32, sizes=sizes)
     for num_tokens in (1, 3, 40):
@@ -208,7 +208,7 @@ def in_place_and_strided(launcher: Launcher, device: torch.device) -> None:
 
 
 def zeros_of_some(launcher: Launcher, device: torch.device) -> None:
-    """Experts of which some have no zero points, or minima beside zero points, or scales of another type."""
+    """Some experts have no zero points, or minima where others have zero points, or scales of another type."""
     sizes = Sizes(num_experts=3, top=3, hidden=64, inner=32, held=3)
 
     def made(kind: str, shape: Matrix) -> GroupedWeight:

@@ -21,13 +21,13 @@ TOLERANCE = 4e-6
 """Maximum error relative to the sum of the addends' magnitudes: float32 sums, which tensor cores truncate instead of
 rounding."""
 CHANNEL = 1 << 20
-"""A group that has all inputs."""
+"""Group size of a scale for all inputs of an output."""
 BY_CODES = 128
-"""So many rows the kernels are to multiply, whether or not a layer has them do so."""
+"""Maximum number of rows that the kernels multiply in these cases, more than layers let them."""
 
 
 class Sizes(NamedTuple):
-    """Odd ones: outputs and inputs that are filled up, and a last group that is cut off."""
+    """Sizes that need padding, with an incomplete last group."""
 
     outputs: int = 75
     inputs: int = 200
@@ -36,7 +36,8 @@ class Sizes(NamedTuple):
 def weight(
     values: torch.Tensor, group_size: int, less: str = "nothing", sizes: Sizes | None = None, scale: torch.dtype = F16
 ) -> GroupedWeight:
-    """less: "nothing"; "zeros", which are codes; "minima", which are any numbers; "integers" of scales that are 0."""
+    """A random weight. `less` is what is subtracted: "nothing", "zeros" (codes), or "minima" (any numbers), with which
+    the scales of every third output are 0."""
     sizes = sizes or Sizes()
     generator = torch.Generator().manual_seed(sum(sizes) + group_size + len(values))
     codes = torch.randint(len(values), sizes, generator=generator, dtype=torch.uint8)
@@ -53,7 +54,7 @@ def weight(
 
 
 def check(out: torch.Tensor, x: torch.Tensor, stored: GroupedWeight, bias: torch.Tensor | None = None) -> None:
-    """`out` is what float64 gives, up to float32's errors in the sum and one rounding to its type."""
+    """Check that `out` is the result in float64, up to float32's errors in the sum and one rounding to its type."""
     dense, wide = dequantize(stored).double(), x.double().cpu()
     expected = wide @ dense.t()
     largest = dense.abs().amax(1) * 2  # with minima numbers of this size cancel out
@@ -89,7 +90,7 @@ def computes(stored: GroupedWeight, dtype: torch.dtype, *counts: int, by: Produc
 
 
 def every_code(values: torch.Tensor, dtype: torch.dtype, num_outputs: int = 64, by: Product = product) -> Case:
-    """Each code at each input alone: the scaled value to the last bit, wherever it lies in a chunk and a tile."""
+    """Each input alone gives the scaled values of its codes to the last bit, at every place in a chunk and a tile."""
 
     def run(launcher: Launcher, device: torch.device) -> None:
         codes = torch.arange(num_outputs * 128).view(num_outputs, 128) * 37 % len(values)
@@ -103,7 +104,7 @@ def every_code(values: torch.Tensor, dtype: torch.dtype, num_outputs: int = 64, 
 
 
 def a_row_by_itself(launcher: Launcher, device: torch.device) -> None:
-    """Its bits depend neither on the other rows nor on their number, which decides what blocks compute."""
+    """A row's bits depend neither on the other rows nor on their number, which decides how blocks divide the work."""
     stored = weight(UINT4, 64, "zeros", Sizes(64, 2100))
     assert num_parts(PackedWeight.of(stored, device)) == 2
     x = draw((70, 2100), BF16, device)
@@ -114,7 +115,7 @@ def a_row_by_itself(launcher: Launcher, device: torch.device) -> None:
 
 
 def more_rows(dtype: torch.dtype) -> Case:
-    """Weights are rounded to the type of the rows then."""
+    """More rows than the kernels multiply: weights are rounded to the rows' type, and torch multiplies."""
 
     def run(launcher: Launcher, device: torch.device) -> None:
         for stored in (weight(UINT4, 64, "zeros"), weight(INT8, CHANNEL), weight(UINT4, 32, "minima", scale=F32)):
@@ -131,7 +132,7 @@ def more_rows(dtype: torch.dtype) -> Case:
 
 
 def in_slabs(launcher: Launcher, device: torch.device) -> None:
-    """Outputs that do not fit into the memory at once."""
+    """Weights of which only some outputs at a time fit into the memory for widened weights."""
     stored, before = weight(INT4, 32, sizes=Sizes(200, 64)), many_rows.SLAB_BYTES
     x, bias = draw((TILED_ROWS + 5, 64), F16, device), draw((200,), F16, device)
     outs = [torch.empty(len(x), 200, dtype=F16, device=device) for _ in range(2)]
@@ -188,7 +189,7 @@ def with_a_bias(launcher: Launcher, device: torch.device) -> None:
 
 
 def strided(launcher: Launcher, device: torch.device) -> None:
-    """Rows that lie apart, aligned and not, and outputs among others, which keep what they have."""
+    """Rows with gaps between them, aligned and not. The columns beside the outputs keep their values."""
     for stored in (weight(INT8, CHANNEL, sizes=Sizes(75, 192)), weight(INT4, 32, sizes=Sizes(70, 2048))):
         linear = PackedLinear(launcher, PackedWeight.of(stored, device), None)
         x = draw((5, stored.shape[1]), F16, device)

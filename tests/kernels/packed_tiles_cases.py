@@ -46,7 +46,7 @@ every_code = partial(packed_linear_cases.every_code, num_outputs=320, by=product
 
 
 def a_row_by_itself(launcher: Launcher, device: torch.device) -> None:
-    """Its bits depend neither on the other rows nor on their number, which decides what blocks compute."""
+    """A row's bits depend neither on the other rows nor on their number, which decides how blocks divide the work."""
     for stored in (weight(UINT4, 64, "zeros", Sizes(64, 2100)), weight(INT8, 96, sizes=Sizes(64, 2100))):
         assert num_tiled_parts(PackedWeight.of(stored, device)) == 4
         x = draw((130, 2100), BF16, device)
@@ -66,7 +66,7 @@ def with_a_bias(launcher: Launcher, device: torch.device) -> None:
 
 
 def nan_stays_in_its_output(launcher: Launcher, device: torch.device) -> None:
-    """A last step that is half there takes nothing of the tile behind, nor one of a part of the part behind."""
+    """An incomplete last step reads nothing of the next tile, and the last step of a part nothing of the next part."""
     for inputs in (96, 1056):
         stored = weight(E4M3, CHANNEL, sizes=Sizes(40, inputs), scale=BF16)
         stored.codes[16:, :] = 0x7F
@@ -75,7 +75,7 @@ def nan_stays_in_its_output(launcher: Launcher, device: torch.device) -> None:
 
 
 def strided(launcher: Launcher, device: torch.device) -> None:
-    """Rows that lie apart, and outputs among others, which keep what they have."""
+    """Rows with gaps between them. The columns beside the outputs keep their values."""
     stored = weight(INT8, CHANNEL, sizes=Sizes(75, 192))
     linear = PackedLinear(launcher, PackedWeight.of(stored, device), None)
     x = draw((18, 192), F16, device)

@@ -175,7 +175,7 @@ def same_bits_in_any_chunks(launcher: Launcher, device: torch.device) -> None:
 
 
 def offsets_beyond_32_bits(launcher: Launcher, device: torch.device) -> None:
-    """A cache of more than 2^31 elements, of which only the blocks in use are ever touched."""
+    """A cache of more than 2^31 elements; only the blocks in use take memory."""
     setup = Setup(((6, 30),), kv_dtype=E4M3)
     batch = make_batch(setup, device)
     block = batch.kv[0].numel()
@@ -193,7 +193,7 @@ def offsets_beyond_32_bits(launcher: Launcher, device: torch.device) -> None:
 
 
 def gather_takes_the_last_rows(launcher: Launcher, device: torch.device) -> None:
-    """Any number of rows of a sequence, none too; what is not asked for is not read."""
+    """Any number of rows of a sequence, also none; other rows are not read."""
     setup = Setup(((5, 60), (2, 7), (1, 39)), num_heads=3, num_kv_heads=3, head_size=24, kv_dtype=E5M2, v_scale=0.5)
     batch = make_batch(setup, device)
     wanted = (37, 0, 40)

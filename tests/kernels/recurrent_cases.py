@@ -27,7 +27,8 @@ ALONE = segments([0, 1], [0, 24], [0], [3])
 CUT = segments([0, 4], [0, 1, 20, 24, 24], [0, 5, 6, 7], [5, 6, 7, 3])
 """The same rows: a step in which a state is saved at 1, 20 and 24."""
 MIXED = segments([0, 1, 2, 3, 5], [0, 1, 2, 3, 5, 24], [1, 2, 0, 4, 8], [1, 9, 0, 8, 4])
-"""A decode in place, one that goes on elsewhere, padding, and a prompt that saves a state."""
+"""A decode that updates its state in place, one that writes it to another slot, padding, and a prompt that saves a
+state."""
 
 
 class Layer(NamedTuple):
@@ -40,7 +41,7 @@ class Layer(NamedTuple):
     width: int
 
     def run(self, op: Any, of: Segments, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output of the rows, and the states after it; rows and slots lie in wider ones."""
+        """Return the output of the rows, and the states after the step. Rows and states are views of wider tensors."""
         states = torch.full((NUM_SLOTS, 2 * self.states.shape[1]), torch.nan, device=device)[:, self.states.shape[1] :]
         states.copy_(self.states)
         num_rows, size = self.projected.shape
@@ -98,7 +99,7 @@ def launched(spec: DeltaNetSpec | MambaSpec | ShortConvSpec, launcher: Launcher)
 
 
 def layer_of(spec: DeltaNetSpec | MambaSpec | ShortConvSpec, dtype: torch.dtype) -> tuple[Layer, Any]:
-    """A layer, and what computes it in plain torch."""
+    """A layer, and the operation that computes it in plain torch."""
     if isinstance(spec, DeltaNetSpec):
         return delta_layer(spec, dtype), DeltaNetOp(spec)
     if isinstance(spec, MambaSpec):

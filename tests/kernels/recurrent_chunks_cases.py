@@ -1,5 +1,5 @@
-"""Cases of the kernels that take prompts of recurrent layers in chunks, as named functions of a launcher and a device;
-no pytest in here. The reference goes token by token, in plain torch."""
+"""Cases of the kernels that compute prompts of recurrent layers in chunks, as named functions of a launcher and a
+device, without pytest. The reference computes token by token, in plain torch."""
 
 import torch
 
@@ -13,16 +13,16 @@ from vllm_lite.kernels.mamba import MambaInputs, MambaOp, MambaWeights
 from vllm_lite.kernels.recurrent import Segments
 
 SLOW = 0.02
-"""Factor of decays, so that a chunk still sees what the one before has left."""
+"""Factor of decays. It is so small that a chunk still depends on the state before it."""
 
 ALONE = segments([0, 1], [0, 150], [0], [3])
 EDGE = segments([0, 2], [0, 128, 128], [2, 3], [3, 4])
-"""Two whole chunks behind a state, which is copied at the end."""
+"""Two whole chunks that continue a state, which is copied at the end."""
 SAVED = segments([0, 4], [0, 16, 80, 144, 150], [0, 5, 6, 7], [5, 6, 7, 0])
-"""A prompt of which a state is saved behind 16, 80 and 144 tokens, ends of blocks; nobody wants its last."""
+"""A prompt whose state is saved after 16, 80 and 144 tokens, at ends of blocks; its last state is not kept."""
 MIXED = segments([0, 1, 2, 4, 5, 6], [0, 1, 64, 80, 129, 130, 194], [1, 2, 4, 8, 0, 0], [1, 9, 8, 4, 0, 5])
-"""A decode, 63 rows that go token by token, a prompt of 65 rows that goes on and saves a state on its way, padding, and
-one of 64 rows."""
+"""A decode, 63 rows that are computed token by token, a prompt of 65 rows that continues a state and saves one after 16
+rows, padding, and a prompt of 64 rows."""
 
 
 class DeltaByToken(DeltaNetOp):
@@ -50,7 +50,7 @@ class MambaByToken(MambaOp):
 def layer_of(
     spec: DeltaNetSpec | MambaSpec, dtype: torch.dtype, num_rows: int, slow: float
 ) -> tuple[Layer, DeltaNetOp | MambaOp]:
-    """A layer, and what computes it token by token."""
+    """A layer, and the operation that computes it token by token."""
     op: DeltaNetOp | MambaOp
     if isinstance(spec, DeltaNetSpec):
         layer, op = delta_layer(spec, dtype, num_rows), DeltaByToken(spec)
@@ -62,7 +62,8 @@ def layer_of(
 def like_tokens(
     spec: DeltaNetSpec | MambaSpec, of: Segments, dtype: torch.dtype = torch.float32, slow: float = SLOW
 ) -> Case:
-    """A value differs by 1e-4 of the largest at most, where operands are two bfloat16; by 1e-2 where they are one."""
+    """Values differ from the reference by at most 1e-4 of the largest if operands are split into two bfloat16, and by
+    at most 1e-2 if they are one bfloat16."""
 
     def run(launcher: Launcher, device: torch.device) -> None:
         layer, by_token = layer_of(spec, dtype, int(of.rows[-1]), slow)
@@ -77,7 +78,8 @@ def like_tokens(
 
 
 def own_rows_only(spec: DeltaNetSpec | MambaSpec) -> Case:
-    """A prompt's bits do not depend on the sequences beside it, and a decode's not on whether some go in chunks."""
+    """A prompt's bits do not depend on the other sequences, and a decode's bits not on whether others are computed in
+    chunks."""
 
     def run(launcher: Launcher, device: torch.device) -> None:
         layer = layer_of(spec, torch.float32, int(MIXED.rows[-1]), SLOW)[0]
