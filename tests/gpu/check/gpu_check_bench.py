@@ -1,8 +1,8 @@
-"""Part of `gpu_check`: how fast the kernels are, and next to what.
+"""Part of `gpu_check`: measures the kernels, beside limits of the device and other implementations.
 
-What reads memory is held against the copy bandwidth measured here; prefill has a part of its own, gpu_check_prefill.py.
-Times are medians of graph replays (a decode's launches go through several sets of blocks, so that no cache of
-the device holds them), except where something cannot be captured.
+Kernels that are limited by memory are compared with the copy bandwidth, which is measured here. gpu_check_prefill.py
+measures prefill. Times are medians of graph replays, except for operations that cannot be captured. The launches of a
+decode use several sets of blocks in turn, so that no cache of the device holds them.
 """
 
 import argparse
@@ -35,7 +35,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 class Bench:
-    """Measures one thing after the other and reports each at once."""
+    """Runs measurements one after the other, and reports each at once."""
 
     def __init__(self, launcher: Launcher, device: torch.device) -> None:
         self.launcher = launcher
@@ -55,7 +55,7 @@ class Bench:
         self.row(kernel, shape, seconds, gb_s=gb_s, limit=self.copy_gb_s, share=gb_s / self.copy_gb_s)
 
     def checks(self, chosen: str) -> dict[str, Callable[[], None]]:
-        """Measurements by name: `first` are those that have to be known first, `second` the rest."""
+        """Measurements by name: `first` selects those that other measurements need, `second` all others."""
         first: list[Callable[[], None]] = [self.launch, self.decode, self.linear, self.experts]
         second: list[Callable[[], None]] = [
             *(self.layers, self.few_rows, self.long_graphs, self.decode_fetch, self.shared_prefix),
@@ -74,8 +74,8 @@ class Bench:
     # ---- the limits
 
     def copy(self) -> None:
-        """Measure the bytes that a copy of large tensors reads and writes in a second: the limit of all that
-        streams."""
+        """Measure the bytes per second that a copy of large tensors reads and writes: the limit of kernels that read
+        memory in order."""
         size = 1 << 20 if self.small else 1 << 30
         source = torch.ones(size, dtype=torch.uint8, device=self.device)
         target = torch.empty_like(source)
@@ -84,7 +84,7 @@ class Bench:
         self.row("copy", f"{size >> 20} MiB", seconds, gb_s=self.copy_gb_s, limit=self.copy_gb_s, share=1.0)
 
     def launch(self) -> None:
-        """Python's time for one call, the device not waited for: what a graph saves for each kernel."""
+        """Time of one call in Python, without waiting for the device. A graph saves this time for each kernel."""
         x = torch.zeros(1, 64, dtype=torch.bfloat16, device=self.device)
         ops, weight = fused.CudaOps(self.launcher), torch.ones(64, dtype=torch.bfloat16, device=self.device)
         problem = paged(Shape(1, 16, 1), self.device, 0)
@@ -147,7 +147,7 @@ class Bench:
                 self.decode_row(self.shape(batch, context, 4), split_tokens, name)
 
     def decode_fetch(self) -> None:
-        """Tiles that are brought to L2 ahead of their use."""
+        """Decode attention that prefetches tiles into L2."""
         kept = decode.FETCH
         decode.FETCH = True
         try:
@@ -158,7 +158,7 @@ class Bench:
             decode.FETCH = kept
 
     def shared_prefix(self) -> None:
-        """Decodes whose sequences begin alike: what they have in common read once for several rows, or by each."""
+        """Decodes of sequences with a common prefix, which is read once for several rows, or by each row."""
         points = ((8, 4096, 4), (16, 4096, 4), (64, 4096, 4), (64, 4096, 8), (64, 1024, 4))
         for batch, common, group in points if not self.small else ((3, 32, 2),):
             self.shared_point(self.shape(batch, common + 256, group), common)
@@ -191,7 +191,8 @@ class Bench:
         return Shape(batch, context, group, **(sizes | fields))  # type: ignore[arg-type]
 
     def few_rows(self) -> None:
-        """Drafts and short chunks behind a long context: by the decode kernel, each row by itself, and by prefill's."""
+        """Drafts and short chunks after a long context: with the decode kernel, which computes each row separately, and
+        with the prefill kernel."""
         for query_len in (2, 5, 16, 64) if not self.small else (3,):
             for batch, context in ((1, 32768), (8, 8192), (64, 4096)) if not self.small else ((1, 40),):
                 self.few_rows_point(query_len, self.shape(batch, context, 4))
@@ -219,7 +220,8 @@ class Bench:
             self.bytes_row(name, f"{batch} x {query_len} of {shape.context}", self.timer.seconds(way), shape.kv_bytes)
 
     def long_graphs(self) -> None:
-        """Decodes launched for lists with room for 131,072 tokens each, as in a graph, and for exact lists."""
+        """Decodes with lists that have room for 131,072 tokens of each sequence, as in a graph, and with lists of the
+        exact size."""
         for batch, context in ((1, 2048), (64, 1024), (256, 512)) if not self.small else ((1, 40),):
             problem = paged(self.shape(batch, context, 4), self.device, self.cold_bytes)
             exact, workspace = lists_for(problem, [context] * batch)
@@ -232,7 +234,8 @@ class Bench:
                 self.bytes_row(f"decode, list {name}", problem.shape, seconds, problem.shape.kv_bytes)
 
     def layers(self) -> None:
-        """The engine's pool, where the layers of a block lie side by side, next to a pool of one layer."""
+        """Decodes over the engine's pool, in which all layers of a block are contiguous, and over a pool of one
+        layer."""
         for batch, context in ((64, 1024), (8, 8192)) if not self.small else ((1, 40),):
             for num_layers in (1, 32) if not self.small else (1, 2):
                 self.layers_point(paged(self.shape(batch, context, 4), self.device, 0), num_layers)
@@ -249,7 +252,7 @@ class Bench:
     # ---- the rest
 
     def fused(self) -> None:
-        """Bytes that must be read and written, ours and plain torch's."""
+        """Speed at which our fused operations and plain torch read and write the bytes that they must."""
         hidden, inner = (4096, 14336) if not self.small else (64, 64)
         for rows in (1, 64, 2048) if not self.small else (2,):
             for name, ops in (("", fused.CudaOps(self.launcher)), ("torch: ", TorchOps())):
@@ -282,7 +285,7 @@ class Bench:
         self.bytes_row("rope_and_cache", f"{rows} x {heads}/{kv_heads} x {size}", seconds, num_bytes)
 
     def sampler(self) -> None:
-        """One token per row with top-k and top-p, ours in one kernel and torch's by sorting."""
+        """One token per row with top-k and top-p: our single kernel, and sorting in torch."""
         vocab = 128256 if not self.small else 1000
         for rows in (1, 64, 256) if not self.small else (2,):
             logits = torch.randn(rows, vocab, device=self.device).mul_(4)
@@ -295,7 +298,7 @@ class Bench:
             self.bytes_row("torch: sort and multinomial", f"{rows} x {vocab}", seconds, logits.nbytes)
 
     def masks(self) -> None:
-        """Rows of which a mask allows one token of a hundred, as a grammar's does inside a structure."""
+        """Masks that allow one token in a hundred, like those of a grammar inside a structure."""
         vocab = 151936 if not self.small else 1000
         for rows in (1, 32, 256) if not self.small else (2,):
             logits = torch.randn(rows, vocab, device=self.device)

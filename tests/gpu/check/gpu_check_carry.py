@@ -1,4 +1,4 @@
-"""Fill a folder with what `gpu_check` takes along to a machine that has no network: gpu_check_carry.py [FOLDER]
+"""Fill a folder with the files that `gpu_check` needs on a machine without a network: gpu_check_carry.py [FOLDER]
 
 - wheels of what this package needs and such a machine's Python lacks
 - kernels.tar.xz: the kernels compiled ahead (gpu_check_kernels.py), which the stage `kernels` puts into the cache
@@ -28,7 +28,7 @@ MOST_BYTES = 60_000_000
 
 
 def download_wheels(folder: Path, python: str) -> None:
-    """The wheels for this version of Python on x86-64; those that are there are not fetched again."""
+    """Download the wheels for this version of Python on x86-64, except those that `folder` already has."""
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(folder)]
     command += ["--python-version", python, "--implementation", "cp"]
     command += [part for platform in PLATFORMS for part in ("--platform", f"{platform}_x86_64")]
@@ -63,7 +63,7 @@ def main() -> int:
     count = pack_kernels(built, folder / KERNELS)
     print(f"{count} kernels for {arguments.arch}, {made} of them compiled now")
     native = files("vllm_lite") / "_native" / LIBRARY.name
-    if cpu.available():  # one of another ABI would be built anew there
+    if cpu.available():  # a library of another ABI would be rebuilt there
         (folder / LIBRARY.name).write_bytes(native.read_bytes())
     else:
         print("no native library of this ABI is built here: call make -B venv first", file=sys.stderr)

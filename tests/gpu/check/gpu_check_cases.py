@@ -30,7 +30,7 @@ def open_launcher(emulate: bool) -> "tuple[Launcher, torch.device]":
 
 
 def usable(device: "torch.device") -> bool:
-    """Whether the device still does anything: after an illegal access it does not, until the process ends."""
+    """Whether the device still works. After an illegal access it fails every call until the process ends."""
     import torch
 
     if device.type == "cpu":

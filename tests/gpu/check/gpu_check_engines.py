@@ -1,8 +1,8 @@
 """The same prompts through one engine: gpu_check_engines.py ours|vllm FOLDER [--emulate]
 
-`gpu_check` runs it once in its own Python, and once in one that has vLLM, if there is such a one. FOLDER holds the
-config.json of a model; weights are random, prompts are tokens, and every output has the same length, so both engines
-do the same work. Prints one line of JSON. Nothing of this project is imported for vLLM.
+`gpu_check` runs it once in its own Python, and once in a Python that has vLLM, if there is one. FOLDER has the
+config.json of a model. Weights are random, prompts are token ids, and every output has the same length, so both engines
+do the same work. It prints one line of JSON. For vLLM it imports nothing of this project.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any
 
 Prompts = list[list[int]]
 Generate = Callable[[Prompts, int], int]
-"""Continues all prompts by so many tokens each; returns how many tokens came."""
+"""Continues each prompt by the given number of tokens. Returns the number of all generated tokens."""
 LIMITS = {"max_model_len": 4096, "gpu_memory_utilization": 0.8}
 
 
@@ -49,7 +49,7 @@ def vllm(folder: str, emulate: bool) -> Generate:
 
 
 def prompts_of(count: int, length: int, seed: int) -> Prompts:
-    """Random tokens, without a common prefix that a cache could find."""
+    """Prompts of random tokens without a common prefix, so that a cache finds nothing."""
     drawn = random.Random(seed)
     return [[drawn.randrange(3, 500) for _ in range(length)] for _ in range(count)]
 
@@ -71,7 +71,7 @@ def main() -> int:
         tokens = generate(prompts, new)
         seconds = time.perf_counter() - start_s
         found[f"{count} x {length} + {new}, tokens/s"] = round(tokens / seconds, 1)
-        print(json.dumps(found), flush=True)  # a later line has all that an earlier one has
+        print(json.dumps(found), flush=True)  # a later line has all entries of the earlier ones
     return 0
 
 

@@ -1,5 +1,5 @@
-"""Part of `gpu_check_bench`: a layer of experts by kernels of ours, by torch's grouped product, and by a loop; and one
-that stays packed."""
+"""Part of `gpu_check_bench`: a layer of experts with our kernels, with torch's grouped product, and with a loop; and a
+layer whose weights stay packed."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ LOOP = "experts, loop"
 
 
 class Layer(NamedTuple):
-    """Sizes of a layer; those of Qwen3-30B-A3B unless others are given."""
+    """Sizes of a layer, by default those of Qwen3-30B-A3B."""
 
     num_experts: int = 128
     top: int = 8
@@ -38,7 +38,7 @@ class Problem(NamedTuple):
     choices: list[Chosen]
 
     def num_bytes(self, expert_bytes: float) -> float:
-        """The weights of all experts that a step has chosen, read once, on average over the choices."""
+        """Bytes of the weights of all experts that a step chooses, on average over the choices."""
         return sum(expert_bytes * len(chosen.experts.unique()) for chosen in self.choices) / len(self.choices)
 
 
@@ -52,7 +52,7 @@ def problem(layer: Layer, rows: int, device: torch.device) -> Problem:
 
 
 def looped(stacks: Stacks) -> Any:
-    """The loop over experts that other devices have; None where it needs packages that are missing."""
+    """The loop over experts that other devices use; None if packages for it are missing."""
     try:
         from vllm_lite.checkpoint.shard import Split
         from vllm_lite.layers.moe.expert_matmul import ExpertSizes, LoopedExperts
@@ -64,9 +64,8 @@ def looped(stacks: Stacks) -> Any:
 
 
 def measure(bench: Any, launcher: Launcher, device: torch.device) -> None:
-    """Report each way for several numbers of rows: bytes a second, of the weights that have to be read, and products.
-
-    `bench` is a Bench of gpu_check_bench.
+    """Report each way for several numbers of rows: the bytes per second of the weights that must be read, and products
+    per second. `bench` is a Bench of gpu_check_bench.
     """
     layer = Layer(8, 2, 64, 32) if bench.small else Layer()
     gate_up = torch.empty(layer.num_experts, 2 * layer.inner, layer.hidden, dtype=torch.bfloat16, device=device)
@@ -87,7 +86,7 @@ def measure(bench: Any, launcher: Launcher, device: torch.device) -> None:
 
 
 def report(bench: Any, name: str, way: Any, given: Problem, layer: Layer, expert_bytes: float) -> None:
-    """One way at one number of rows."""
+    """Report one way with one number of rows."""
     rows, launch = len(given.x), partial(_launch, way, given)
     seconds = bench.timer.eager_seconds(launch) if name == LOOP else bench.timer.seconds(launch, len(given.choices))
     bench.bytes_row(name, f"{rows} rows, {layer}", seconds, given.num_bytes(expert_bytes))
@@ -108,7 +107,7 @@ def mxfp4_experts(launcher: Launcher, layer: Layer, device: torch.device) -> Pac
 
 
 def ways(launcher: Launcher, stacks: Stacks, num_pairs: int) -> dict[str, Any]:
-    """Functions that can compute a step of so many pairs of tokens and experts."""
+    """Ways to compute a step with `num_pairs` pairs of tokens and experts."""
     found: dict[str, Any] = {"experts": StackedExperts(launcher, stacks, 0, "silu")}
     grouped = for_weights(launcher, stacks)
     if grouped is not None and num_pairs >= FOR_MANY * len(stacks.down):

@@ -1,4 +1,5 @@
-"""Part of `gpu_check`: kernels captured in a CUDA graph give the bits of eager launches, with other lengths as well."""
+"""Part of `gpu_check`: kernels captured in a CUDA graph give the same bits as eager launches, also with other lengths
+than at the capture."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -29,14 +30,14 @@ Work = tuple[SplitList, decode.Workspace]
 
 
 def lists_for(problem: Paged, lens: Sequence[int], split_tokens: int = 0) -> Work:
-    """Decode attention's work for sequences of these lengths, and its scratch."""
+    """Work lists of decode attention for sequences of these lengths, and its workspace."""
     shape, places, device = problem.shape, np.arange(len(lens)), problem.query.device
     work = SplitList.on(device, RowWork(places, places, np.array(lens)), None, split_tokens)
     return work, decode.Workspace.for_splits(device, work.most_splits, shape.num_heads, shape.head_size)
 
 
 def decode_attention(launcher: Launcher, device: torch.device, context: int) -> str | None:
-    """Captured once with padding only; then replayed with lists, queries and tables that the capture never saw."""
+    """Captured once with padding only, and replayed with other lists, queries and tables."""
     shape = Shape(batch=8, context=context, group=4, num_kv_heads=2)
     problem = paged(shape, device, at_least_bytes=3 * shape.kv_bytes)
     table = problem.tables[0].clone()
@@ -67,7 +68,7 @@ def decode_attention(launcher: Launcher, device: torch.device, context: int) -> 
 
 
 def shared_prefix(launcher: Launcher, device: torch.device) -> str | None:
-    """Captured with empty lists; replayed with and without something in common, next to each sequence by itself."""
+    """Captured with empty lists; replayed with and without a common prefix, and compared with each sequence alone."""
     shape = Shape(batch=9, context=1400, group=4, num_kv_heads=2)
     problem = paged(shape, device, at_least_bytes=0)
     table, (longest, workspace) = problem.tables[0].clone(), lists_for(problem, [shape.context] * shape.batch)
@@ -105,7 +106,7 @@ def shared_prefix(launcher: Launcher, device: torch.device) -> str | None:
 
 
 def rope_and_cache(launcher: Launcher, device: torch.device) -> str | None:
-    """Slots are read from memory: a replay writes where they say by then, and nowhere for -1."""
+    """Slots are read from memory: a replay writes to the slots of that time, and nowhere for -1."""
     tokens, heads, kv_heads, size, blocks = 8, 8, 2, 64, 16
     kv = torch.zeros(2, blocks, 2, kv_heads, 16, size, dtype=torch.bfloat16, device=device)  # captured, eager
     qkv = torch.zeros(2, tokens, heads + 2 * kv_heads, size, dtype=torch.bfloat16, device=device)
@@ -137,7 +138,7 @@ def rope_and_cache(launcher: Launcher, device: torch.device) -> str | None:
 
 
 def experts(launcher: Launcher, device: torch.device, rows: int) -> str | None:
-    """Captured while all rows go to one expert; replayed with others, so that tiles lie where none were."""
+    """Captured while all rows choose one expert; replayed with other choices, so that other experts have tiles."""
     hidden, inner, num_experts, top = 64, 32, 12, 3
     gate_up = torch.randn(num_experts, 2 * inner, hidden, dtype=torch.bfloat16, device=device) / 8
     down = torch.randn(num_experts, hidden, inner, dtype=torch.bfloat16, device=device) / 4
@@ -145,14 +146,14 @@ def experts(launcher: Launcher, device: torch.device, rows: int) -> str | None:
 
 
 def packed_experts(launcher: Launcher, device: torch.device, rows: int) -> str | None:
-    """The same of experts that stay packed."""
+    """The same with experts whose weights stay packed."""
     sizes = Sizes(num_experts=12, top=3, hidden=64, inner=32, held=12)
     packed = packed_layer(device, torch.bfloat16, E2M1, 32, sizes=sizes)
     return replayed_experts(packed.experts(launcher), device, rows, sizes.top)
 
 
 def replayed_experts(layer: SortedExperts, device: torch.device, rows: int, top: int) -> str | None:
-    """Compare replays with launches, each with other rows and other experts."""
+    """Compare replays with eager launches, each time with other rows and other experts."""
     num_experts, hidden, _ = layer.shape
     x = torch.randn(rows, hidden, dtype=torch.bfloat16, device=device)
     ids, factors = (torch.zeros(rows, top, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32))
@@ -172,8 +173,8 @@ def replayed_experts(layer: SortedExperts, device: torch.device, rows: int, top:
 
 
 def packed_linear(launcher: Launcher, device: torch.device, rows: int) -> str | None:
-    """Rows are read from memory; the inputs are so many that parts of them are summed up apart. A row has the same bits
-    among the fewest rows that are multiplied in the same way; another way rounds in another order."""
+    """Rows are read from memory. There are so many inputs that several parts of the sum are computed separately. A row
+    has the same bits among the fewest rows that are multiplied in the same way; another way rounds in another order."""
     weight = random_weight(KINDS[0], (64, 4096), device)
     layer = PackedLinear(launcher, weight, torch.randn(64, device=device))
     x = torch.zeros(rows, 4096, dtype=torch.bfloat16, device=device)

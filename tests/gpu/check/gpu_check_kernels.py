@@ -1,9 +1,9 @@
-"""The compiled kernels that `gpu_check` takes along: gpu_check_kernels.py FOLDER [--arch sm_90] compiles them into one.
+"""Compiles the kernels that `gpu_check` needs, ahead of time: gpu_check_kernels.py FOLDER [--arch sm_90].
 
-No GPU is needed, and a cache's key does not depend on the machine: what is compiled here is found there, where NVRTC
-has the same version. The list has what the tests name, what the cases launch, and what workers and measurements ask for
-at the sizes that they have on a GPU, taken down by a launcher that launches nothing. What is missing in it is compiled
-there; `gpu_check` counts those.
+It needs no GPU. The keys of the cache do not depend on the machine, so a machine with the same version of NVRTC finds
+these kernels. The list has the kernels that the tests name, that the cases launch, and that workers and measurements
+request with the sizes of a GPU; a launcher that launches nothing records these. Kernels that are not in the list are
+compiled on the other machine, and `gpu_check` counts them.
 """
 
 import argparse
@@ -35,7 +35,7 @@ Name = tuple[str, str]
 """A file of csrc/cuda and an instantiation."""
 BF16 = torch.bfloat16
 HEADS = ((128, 1), (128, 4), (128, 8), (64, 1), (64, 4), (64, 8))
-"""Head size, query heads of a KV head: those of measurements and models."""
+"""Head size, and query heads per KV head, in measurements and models."""
 WORKERS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("1b", "bfloat16", {}),
     ("8b", "bfloat16", {}),
@@ -44,7 +44,7 @@ WORKERS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 
 
 class Recorder:
-    """A launcher that takes down what it is asked for."""
+    """A launcher that records the requested kernels and launches nothing."""
 
     multiprocessor_bytes = 228 * 1024
 
@@ -57,7 +57,7 @@ class Recorder:
 
 
 def wanted() -> list[Name]:
-    """All kernels that a run of `gpu_check` is known to ask for."""
+    """All kernels that a run of `gpu_check` is known to request."""
     names = dict.fromkeys((one.source, one.name) for one in INSTANTIATIONS)
     for source in (of_cases(), of_measurements(), of_workers()):
         names |= dict.fromkeys(source)
@@ -105,7 +105,8 @@ def of_linear_layers() -> Iterable[Name]:
 
 
 def of_workers() -> Iterable[Name]:
-    """Whole workers of few layers: prompts and decodes, greedy and at random, of few sequences and of many."""
+    """Kernels that whole workers with few layers request: for prompts and decodes, greedy and sampled, with few and
+    many sequences."""
     import gpu_check_models as models
 
     recorder = Recorder()
@@ -166,7 +167,8 @@ def compile_one(arch: str, folder: str, name: Name) -> bool:
 
 
 def fill(folder: Path, arch: str, names: Iterable[Name]) -> int:
-    """Compile what is missing in a cache folder, and remove what nobody wants any more. Returns how many were."""
+    """Compile the kernels that a cache folder lacks, and remove those that are not in the list. Returns the number of
+    compiled kernels."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     named = list(names)
     with ProcessPoolExecutor(min(8, os.cpu_count() or 1), get_context("spawn")) as pool:

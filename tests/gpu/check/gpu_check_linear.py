@@ -23,20 +23,20 @@ from vllm_lite.kernels.cuda.weights.packed_weight import (
 DENSE = "torch mm, bfloat16"
 ROWS = (1, 8, 32, 64, 128, 512)
 OTHER_WAYS = (32, 64, 128)
-"""Rows that tiles of 256 outputs multiply; these are measured in all ways: by codes, as few rows are, and with what
-torch multiplies, as many are. That says where to change FEW_ROWS and TILED_ROWS."""
+"""Numbers of rows that tiles of 256 outputs multiply. They are also measured with the kernel for few rows and with
+torch's products for many rows, which shows whether to change FEW_ROWS and TILED_ROWS."""
 
 
 Ways = Sequence[Callable[[], None]]
 
 
 class Kind(NamedTuple):
-    """A form of weights: codes and what scales are."""
+    """A form of weights: its codes and scales."""
 
     name: str
     codes: str
     group_size: int | None
-    """None: one scale for each output."""
+    """Inputs per scale; None: one scale for each output."""
     less: str
     scales: torch.dtype
 
@@ -52,8 +52,8 @@ KINDS = (
 
 
 def random_weight(kind: Kind, sizes: tuple[int, int], device: torch.device) -> PackedWeight:
-    """A weight of random codes, which is never packed: that would take longer than what is measured. sizes: outputs, a
-    multiple of 64, and inputs, whole chunks."""
+    """A weight of random codes in the packed layout. It is not made by packing, which would take longer than the
+    measurement. `sizes`: outputs, a multiple of 64, and inputs, a multiple of a chunk."""
     outputs, inputs = sizes
     shape = outputs // TILE, inputs // chunk_inputs(kind.codes), TILE_BYTES
     most = 0x78 if kind.codes == "E4M3" else 256  # float8 has NaN
@@ -65,7 +65,7 @@ def random_weight(kind: Kind, sizes: tuple[int, int], device: torch.device) -> P
 
 
 class Problem(NamedTuple):
-    """Some rows times a weight."""
+    """Sizes of a product of rows and a weight."""
 
     rows: int
     outputs: int
@@ -80,8 +80,8 @@ class Problem(NamedTuple):
 
 
 def measure(bench: Any, launcher: Launcher, device: torch.device) -> None:
-    """Report each form and number of rows: bytes of weights a second up to 8 rows, and above products a second, next to
-    torch's of dense weights. `bench` is a Bench of gpu_check_bench."""
+    """Report each form and number of rows: bytes of weights per second for up to 8 rows, products per second for more,
+    and torch's with dense weights. `bench` is a Bench of gpu_check_bench."""
     sizes, counts = (((OUTPUTS, 128),), (1, 64)) if bench.small else (((4096, 4096), (28672, 8192)), ROWS)
     for problem in (Problem(rows, *size) for size in sizes for rows in counts):
         x, out, weight = (
@@ -107,7 +107,7 @@ def measure(bench: Any, launcher: Launcher, device: torch.device) -> None:
 
 @contextmanager
 def bounds(few: int, tiled: int) -> Iterator[None]:
-    """Up to so many rows are multiplied as few are, and up to so many in tiles."""
+    """Change the bounds: up to `few` rows use the kernel for few rows, up to `tiled` rows use tiles."""
     names = ("FEW_ROWS", "TILED_ROWS", "TILED_ROWS_BEFORE_FLOAT8")
     kept = [getattr(packed_linear, name) for name in names]
     try:
@@ -124,13 +124,14 @@ def _dense(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _cold(bench: Any, weight: torch.Tensor) -> list[torch.Tensor]:
-    """The weight so many times that no cache of the device holds them."""
+    """Copies of the weight, so many that no cache of the device holds them."""
     count = min(64, -(-bench.cold_bytes // weight.nbytes))
     return [weight, *(weight.clone() for _ in range(count - 1))]
 
 
 def _measure_one(bench: Any, what: tuple[Problem, str], ways: Ways, num_bytes: int, against: float = 0.0) -> float:
-    """Products a second. `against`: what there is to reach."""
+    """Measure and report one product. Returns 10^12 operations per second; `against` is the limit to compare them
+    with."""
     problem, name = what
     seconds = bench.timer.seconds(lambda which: ways[which](), len(ways))
     rate = float(problem.flops / seconds / 1e12)

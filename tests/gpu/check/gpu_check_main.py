@@ -1,17 +1,17 @@
-"""`scripts/gpu_check`: what needs a GPU to be checked or measured, in ten minutes, from a bare checkout.
+"""`scripts/gpu_check`: all checks and measurements that need a GPU, in ten minutes, from a bare checkout.
 
-It needs numpy, torch and cupy. What an engine needs beside them, compiled kernels and the native library lie in a
-folder .carry of the checkout, which gpu_check_carry.py fills on a machine with a network; without it wheels may lie in
-.whl or wheels, and the rest is compiled here. Stages, in this order (gpu_check_stages.py):
+It needs numpy, torch and cupy. The other packages of an engine, compiled kernels and the native library are taken from
+the folder .carry of the checkout, which gpu_check_carry.py fills on a machine with a network. Without that folder,
+wheels may be in .whl or wheels, and the rest is compiled here. Stages, in this order (gpu_check_stages.py):
 
 {stages}
 
-`--call first`, second or third runs what fits into ten minutes. Nothing runs behind a smoke stage that fails. A stage
-that exceeds its time is stopped, says where it was, and what it had found is kept: each row and problem is a line of
-gpu_check.jsonl as soon as it is there, to which later runs add. The table of all figures is a file; printed are the
-problems, the rules of gpu_check_rules.py that hold (what to change by what was found), the rows that most depends on,
-and the time of each stage. `--emulate` runs stages with the emulator on the CPU, to test
-this script; its figures mean nothing.
+`--call first`, second or third runs stages that fit into ten minutes. If the smoke stage fails, no later stage runs. A
+stage that exceeds its time is stopped and reports where it was; its findings so far are kept, since each row and
+problem is written to gpu_check.jsonl at once. Later runs append to this file. A file has the table of all figures. The
+script prints the problems, the rules of gpu_check_rules.py that apply (what to change because of the findings), the
+most important rows, and the time of each stage. `--emulate` runs stages with the emulator on the CPU, to test this
+script; its figures mean nothing.
 """
 
 import argparse
@@ -45,7 +45,7 @@ KEYS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0 if everything that ran was right, 1 if something failed, 2 if nothing can be checked here."""
+    """Run the stages. Returns 0 if all of them succeeded, 1 if something failed, 2 if nothing can be checked here."""
     arguments = parse(argv)
     check = Check(arguments)
     try:
@@ -91,7 +91,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def report(check: Check) -> None:
-    """Write the files, and print what matters of them."""
+    """Write the files, and print the most important findings."""
     advice = rules.said(check.rows)
     check.found["rules"] = [text for text in advice if text.startswith("->")]
     folder = Path(check.arguments.out)
@@ -111,7 +111,7 @@ def report(check: Check) -> None:
 
 
 def summary(check: Check) -> str:
-    """All that whoever reads the end of a long output has to see, in less than MOST_CHARACTERS."""
+    """All important findings in less than MOST_CHARACTERS, for a reader who sees only the end of a long output."""
     lines = [f"{len(check.problems)} problems" if check.problems else "no problems"]
     shortest = max(80, 5000 // max(1, len(check.problems)))
     lines += [f"FAILED {problem[:shortest]}" for problem in check.problems]
@@ -129,7 +129,7 @@ def summary(check: Check) -> str:
 
 
 def key_rows(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows that most depends on, at most MOST_ROWS."""
+    """The most important rows, at most MOST_ROWS."""
     found = [row for row in rows if any(re.search(key, f"{row['kernel']}: {row['shape']}") for key in KEYS)]
     return (found or rows)[:MOST_ROWS]
 

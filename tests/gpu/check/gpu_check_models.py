@@ -1,4 +1,4 @@
-"""Models of `gpu_check` with random weights: their configurations, and workers that run them alone."""
+"""Models of `gpu_check` with random weights: their configurations, and workers that run them without an engine."""
 
 import json
 import tempfile
@@ -50,7 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 GENERATION = 1
 PATIENT_S = 120.0
-"""heartbeat_timeout_s while something is checked: a kernel that has to be compiled is no device that hangs."""
+"""heartbeat_timeout_s during checks: so long that compiling a kernel is not taken for a device that hangs."""
 
 
 def write_model(name: str, folder: str) -> None:
@@ -59,7 +59,7 @@ def write_model(name: str, folder: str) -> None:
 
 
 class HostMemory:
-    """Stands for a device's memory where the script is tried without one: what is there, and tensors as if of 1 MiB."""
+    """Replaces a device's memory when the script is tested without a GPU. Its sizes are constants."""
 
     def total_bytes(self) -> int:
         return 4 << 30
@@ -80,8 +80,8 @@ class HostMemory:
 
 
 def emulated_device() -> Device:
-    """A CPU whose kernels are those of a GPU, as far as this process asks for some: with the emulator, and with a fake
-    of CUDA's capture."""
+    """A CPU device whose workers in this process run the kernels of a GPU, with the emulator and a fake of CUDA's
+    capture."""
     from tests.cuda_capture import CapturingLauncher, CudaLikeCapture
     from tests.kernels.emulator import EmulatorLauncher
 
@@ -90,7 +90,8 @@ def emulated_device() -> Device:
 
 
 def launch_with(launcher: Any) -> Callable[[], None]:
-    """Have this process's workers give a CPU's kernels, as a GPU's, to `launcher`. Returns a call that ends that."""
+    """Make workers of this process that run on a CPU launch the kernels of a GPU through `launcher`. Returns a function
+    that ends this."""
     replaced: dict[str, tuple[Any, Any]] = {
         "select_backend": (worker_module, lambda shape, _: CudaBackend(shape, launcher)),
         "TorchOps": (select, lambda: CudaOps(launcher)),
@@ -113,7 +114,7 @@ class RandomWorker:
     """A worker with a model of `MODELS` and all the memory that its profile promises, ready to run steps."""
 
     def __init__(self, name: str, device: Device | None, **settings: Any) -> None:
-        """`device`: that of a test; None: the GPU."""
+        """`device` is that of a test; None selects the GPU."""
         self.profile: MemoryProfile | None = None
         self.graph_bytes = 0
         self._keep_measurements()
@@ -125,18 +126,19 @@ class RandomWorker:
         self.config = config.resolve(max_position_embeddings=longest, dtype="bfloat16", model_path=self._folder.name)
         self.worker = Worker(self.config, 0, Progress(), device)
         self.ready = self.worker.load()
-        if device is not None:  # a CPU's memory is not measured by itself
+        if device is not None:  # load() does not measure a CPU's memory
             self.worker.determine_num_available_blocks(0, 1 << 20)
         self.worker.start(Start(GENERATION, self.ready.num_blocks, 0))
         self._number = 0
 
     def run(self, entries: Sequence[Entry]) -> ModelOutput:
-        """One step; it returns when its tokens are there."""
+        """Run one step, and return its tokens when they have been computed."""
         self._number += 1
         return self.worker.execute(SchedulerOutput(GENERATION, self._number, [], list(entries)))
 
     def run_together(self, steps: Sequence[Sequence[Entry]]) -> list[ModelOutput]:
-        """Steps that are known before the first one's tokens are, as the engine sends them with async_scheduling."""
+        """Run several steps that are sent before the first one's tokens are known, like the engine's with
+        async_scheduling."""
         made = []
         for entries in steps:
             self._number += 1
@@ -147,7 +149,7 @@ class RandomWorker:
         self._folder.cleanup()
 
     def _keep_measurements(self) -> None:
-        """Have what the worker measures by the way, and keeps for its log, kept here as well."""
+        """Keep the memory profile and the memory of graphs, which the worker otherwise only logs."""
         capture_graphs = model_runner.ModelRunner.capture_graphs
 
         def measured(*args: Any) -> MemoryProfile:

@@ -1,4 +1,4 @@
-"""Launch the kernels that most depends on, each twice: for a profiler, which looks at the second of each.
+"""Launch the most important kernels for a profiler, each twice: it measures the second launch of each.
 
 gpu_check_once.py [--emulate]; `gpu_check` runs it under ncu, where that is installed.
 """

@@ -46,17 +46,17 @@ def worker_group() -> Iterator[WorkerGroup]:
         os.close(memory)
 
 
-# ---- what every communicator must do
+# ---- calls of every communicator
 
 
 def parts_of(world: int, shape: tuple[int, int], dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
-    """One part for each rank: whole numbers, whose sums are exact in every order and type."""
+    """One part for each rank, of whole numbers, so that sums are exact in every order and type."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(-8, 9, shape, generator=generator).to(dtype) for _ in range(world)]
 
 
 def check_calls(rank: Communicator, device: torch.device) -> str | None:
-    """Find the first call that gives a wrong result. To be called by all ranks."""
+    """Find the first call with a wrong result. All ranks must call this."""
     own, world = rank.shard.rank, rank.shard.world
     for seed, dtype in enumerate(DTYPES):
         for rows in (1, 7, 300):
@@ -163,7 +163,7 @@ def as_rank(own: int, group: WorkerGroup, device: torch.device) -> str | None:
 
 
 def greedy_tokens(device: torch.device, size: int) -> list[list[int]]:
-    """Tokens of the demo model on `size` ranks. Float32, so that no rounding of a sum decides for another token."""
+    """Tokens of the demo model on `size` ranks, in float32, so that rounding does not change a token."""
     from vllm_lite import LLM, SamplingParams
 
     settings: dict[str, Any] = {"tensor_parallel_size": size, "tensor_parallel_backend": "gloo", "device": device.type}

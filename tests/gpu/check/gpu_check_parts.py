@@ -17,9 +17,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[3]
 FOLDER = Path(__file__).resolve().parent
 QUIET_S = 90.0
-"""A process that says nothing for so long hangs: no case and no compilation takes a third of it."""
+"""A process without output for this many seconds hangs: no case and no compilation takes a third of that."""
 PATIENCE = {"VLLM_LITE_HEARTBEAT_TIMEOUT_S": "120"}
-"""Settings of engines while something is checked: a kernel that has to be compiled is no device that hangs."""
+"""Settings of engines during checks: so long a timeout that compiling a kernel is not taken for a device that hangs."""
 MAX_RESTARTS = 8
 LAST_LINES = 3
 
@@ -32,8 +32,8 @@ def emit(**event: Any) -> None:
 
 
 def run_checks(checks: Mapping[str, Callable[[], str | None]], first: int, usable: Callable[[], bool]) -> None:
-    """Called in a part: run checks from number `first` on, each of which returns its problem, or raises it. Behind one
-    that leaves the device useless the process ends, and `run_restarted` goes on in another."""
+    """Called in a part: run the checks from number `first` on. Each returns or raises its problem. If a check leaves
+    the device unusable the process ends, and `run_restarted` continues in another process."""
     for number, (name, check) in enumerate(checks.items()):
         if number < first:
             continue
@@ -56,23 +56,24 @@ def run_checks(checks: Mapping[str, Callable[[], str | None]], first: int, usabl
 
 @dataclass
 class Part:
-    """One process to run: a script with its arguments. `problems` list what went wrong with the process itself."""
+    """One process to run: a script with its arguments. `problems` lists failures of the process itself."""
 
     name: str
     command: list[str]
     quiet_s: float = QUIET_S
     problems: list[str] = field(default_factory=list)
     finished: bool = False
-    """It came to its end, as its last event says."""
+    """Whether it ended normally, as its last event says."""
 
 
 def python_path(*folders: Path) -> str:
-    """`folders`, then what is there already: packages may be installed in a folder of their own."""
+    """PYTHONPATH with `folders` before its present entries: packages may be installed in a separate folder."""
     return os.pathsep.join([*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def run_part(part: Part, deadline_s: float) -> Iterator[Event]:
-    """Run it, yield its events as they come and print other lines. Ends it at the deadline, or when it is quiet."""
+    """Run it, yield its events as they arrive, and print other lines. Ends the process at the deadline, or if it is
+    quiet for too long."""
     environment = os.environ | PATIENCE | {"PYTHONPATH": python_path(ROOT, FOLDER), "PYTHONFAULTHANDLER": "1"}
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -94,7 +95,7 @@ def run_part(part: Part, deadline_s: float) -> Iterator[Event]:
         lines = [line.strip() for line in errors.read().splitlines() if line.strip()]
         if part.problems:  # it was stopped, and says where it was
             heads = [i for i, line in enumerate(lines) if "(most recent call first)" in line]
-            where = heads[-1] if heads else len(lines)  # the main thread stands last
+            where = heads[-1] if heads else len(lines)  # the main thread is the last one
             part.problems[-1] = " | ".join([part.problems[-1], *lines[where + 1 :][:LAST_LINES]])
         else:
             last = " | ".join(lines[-LAST_LINES:])
@@ -157,8 +158,8 @@ class CaseResults:
 
 
 def run_restarted(part: Part, deadline_s: float) -> Iterator[Event]:
-    """The events of a part whose checks have numbers; behind a check that ended its process, or left it a useless
-    device, a new process goes on with `--first`."""
+    """The events of a part with numbered checks. After a check that ended its process, or made the device unusable, a
+    new process continues with `--first`."""
     command, first = part.command, 0
     for _ in range(MAX_RESTARTS):
         once = Part(part.name, [*command, "--first", str(first)], part.quiet_s)

@@ -1,8 +1,8 @@
 """Part of `gpu_check`: our prefill over pages next to torch's FlashAttention.
 
-Prompts go the faster way of a table (vllm_lite/kernels/cuda/attention/prefill_table.py), which is measured here and
-kept where workers on this device find it: those that come whole by K and V as a layer makes them, slices of rows that
-Q, K and V share; chunks behind a prefix by a copy of their pages.
+Workers compute a prompt in the faster way by a table (vllm_lite/kernels/cuda/attention/prefill_table.py), which is
+measured here and kept where workers on this device find it. torch computes whole prompts from the K and V of the layer,
+which are slices of rows with Q, K and V, and chunks after a prefix from a copy of their pages.
 """
 
 import argparse
@@ -48,13 +48,13 @@ TABLE_LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 TABLE_TOKENS = 2048
 """Minimum tokens of a measurement: shorter prompts are measured in batches."""
 TABLE_CHUNKS = tuple((length, before) for length in (512, 2048) for before in (2048, 8192, 30720))
-"""Tokens of a chunk, and those before it."""
+"""Pairs: the tokens of a chunk, and the tokens before it."""
 LONG = 2048
-"""Prompts of so many tokens keep the device busy for longer than launching takes."""
+"""With prompts of this many tokens a launch takes the device longer than the host."""
 
 
 class Prefill:
-    """One shape by every way."""
+    """Prefill of one shape, in every way."""
 
     def __init__(self, bench: Bench, batch: int, query_len: int, shape: Shape) -> None:
         self.bench, self.batch, self.query_len, self.shape = bench, batch, query_len, shape
@@ -165,7 +165,8 @@ def measure(bench: Bench, batch: int, query_len: int, context: int) -> None:
 
 
 def measure_table(bench: Bench) -> list[prefill_table.Measured]:
-    """Whole prompts and chunks by our kernel and torch's; what a device cannot do is no way of its table."""
+    """Measure whole prompts and chunks with our kernel and torch's. The table has only ways that the device
+    supports."""
     shapes: Sequence[tuple[int, int, int]] = TABLE_SHAPES if not bench.small else ((64, 2, 1),)
     lengths: Sequence[int] = TABLE_LENGTHS if not bench.small else (20,)
     chunks: Sequence[tuple[int, int]] = TABLE_CHUNKS if not bench.small else ((20, 30),)
@@ -177,7 +178,7 @@ def measure_table(bench: Bench) -> list[prefill_table.Measured]:
 def measure_point(
     bench: Bench, sizes: tuple[int, int, int], batch: int, chunk: tuple[int, int]
 ) -> prefill_table.Measured:
-    """One line of the table. chunk: tokens, and those before them."""
+    """Measure one line of the table. `chunk`: its tokens, and the tokens before it."""
     (head_size, group, num_kv_heads), (length, before) = sizes, chunk
     one = Prefill(bench, batch, length, Shape(batch, length + before, group, num_kv_heads, head_size))
     ways: dict[str, Callable[[], Launch]] = {prefill_table.GATHERED: one.gathered}
@@ -199,7 +200,7 @@ def measure_point(
 
 
 def keep(measured: list[prefill_table.Measured], device: str, folder: Path | None) -> None:
-    """Write it to the place where workers on such a device look for it, and read it as they do."""
+    """Write the table to the file that workers on such a device read, and check that it can be read back."""
     path = prefill_table.path_for(device, folder)
     prefill_table.save(path, measured)
     kept = prefill_table.load(path)
@@ -213,7 +214,7 @@ def keep(measured: list[prefill_table.Measured], device: str, folder: Path | Non
 
 
 def make_table(bench: Bench) -> None:
-    """Measure and keep it, on a GPU for the workers."""
+    """Measure the table and keep it; on a GPU in the place where workers find it."""
     measured = measure_table(bench)
     if not bench.small:
         keep(measured, torch.cuda.get_device_name(), None)

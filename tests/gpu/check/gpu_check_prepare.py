@@ -1,8 +1,8 @@
 """Preparation of `gpu_check` in a bare checkout: wheels, compiled kernels and the native library.
 
-Nothing is installed. Wheels are unpacked into a folder that every part finds in PYTHONPATH, kernels into the cache
-where every worker looks for them. The library is that which was carried along, or it is built beside the checkout's
-own, by CMake or by what CMakeLists.txt would call, and put into its place when it is whole.
+Nothing is installed. Wheels are unpacked into a folder that is in every part's PYTHONPATH, kernels into the cache that
+every worker reads. The native library is taken from CARRIED. If it is not there it is built, by CMake or with the
+commands of CMakeLists.txt, and moved to its place when it is complete.
 """
 
 import os
@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[3]
 LIBRARY = Path("vllm_lite", "_native", "libvllm_lite_cpu.so")
 CARRIED = ".carry"
-"""The folder of a checkout with what gpu_check_carry.py puts there."""
+"""The folder of a checkout that gpu_check_carry.py fills."""
 KERNELS = "kernels.tar.xz"
 WHEEL_FOLDERS = (CARRIED, ".whl", "wheels", "../wheels")
 ASK = "from vllm_lite.kernels import cpu; print(cpu.available())"
@@ -33,9 +33,8 @@ def wheel_folder(given: str | None) -> Path | None:
 
 
 def unpack_wheels(folder: Path, into: Path) -> tuple[list[str], list[str]]:
-    """Unpack those of `folder` that this Python can load. Returns their names, and the names of the others.
-
-    A wheel is an archive of what belongs into site-packages, so pip is not needed, which some images lack.
+    """Unpack the wheels of `folder` that this Python can load. Returns their names, and the names of the others. A
+    wheel is an archive of files for site-packages, so this needs no pip, which some images lack.
     """
     taken, left = [], []
     for wheel in sorted(folder.glob("*.whl")):
@@ -63,7 +62,8 @@ def fits(name: str) -> bool:
 
 
 def unpack_kernels(archive: Path, into: Path) -> int:
-    """Put compiled kernels into the cache, for this user alone, as the cache wants them. Returns how many there are."""
+    """Unpack compiled kernels into the cache, readable only by this user, as the cache requires. Returns the number of
+    kernels."""
     into.mkdir(parents=True, exist_ok=True, mode=0o700)
     with tarfile.open(archive, "r:xz") as opened:
         names = [member for member in opened if member.isfile() and member.name.endswith(".cubin")]
@@ -74,8 +74,8 @@ def unpack_kernels(archive: Path, into: Path) -> int:
 
 
 class NativeBuild:
-    """The native library, which is built while something else runs: without it a step's inputs are made ten times more
-    slowly, and the GPU waits."""
+    """The build of the native library, while other stages run. Without the library a step's inputs take ten times as
+    long, and the GPU waits."""
 
     def __init__(self, root: Path = ROOT) -> None:
         self.root = root
@@ -83,7 +83,7 @@ class NativeBuild:
         self._result: Future[str] | None = None
 
     def start(self, seconds: float) -> str:
-        """Start the build, unless a library is there. Returns what is done, as a sentence."""
+        """Start the build, unless there is a library. Returns a sentence that says what is done."""
         if self._answers():
             return "the native library is there"
         carried = self.root / CARRIED / LIBRARY.name

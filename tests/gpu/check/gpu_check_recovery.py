@@ -1,8 +1,8 @@
-"""Part of `gpu_check`: processes of a GPU's engine are killed, others take their place, and streams go on.
+"""Part of `gpu_check`: processes of a GPU's engine are killed and replaced, and streams continue.
 
-The demo model serves some streams; then its worker is killed while they run, then its engine. All tokens must be those
-of the streams that nobody disturbed. In float32, so that no rounding decides for another token when KV is computed
-again. With `--emulate` everything runs on the CPU.
+The demo model serves the same streams undisturbed, while its worker is killed, and while its engine is killed. The
+tokens must be the same each time. It runs in float32, so that rounding does not change a token when KV is recomputed.
+With `--emulate` everything runs on the CPU.
 """
 
 import argparse

@@ -23,8 +23,8 @@ class Prompts(NamedTuple):
 
 
 def measure(bench: Any, launcher: Launcher, device: torch.device) -> None:
-    """Report both ways for several lengths of prompts: products a second of the formula, token by token, whatever a way
-    makes of them. `bench` is a Bench of gpu_check_bench."""
+    """Report both ways for several lengths of prompts, in products per second. For both the products of the
+    token-by-token formula are counted. `bench` is a Bench of gpu_check_bench."""
     try:
         from vllm_lite.checkpoint.layer_specs.delta_net import DeltaNetSpec
         from vllm_lite.checkpoint.layer_specs.mamba import MambaSpec

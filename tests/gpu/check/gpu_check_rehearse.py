@@ -1,9 +1,9 @@
-"""The whole of `gpu_check` as on a machine that is lent for minutes, but on this one's CPU: gpu_check_rehearse.py
+"""Rehearses all of `gpu_check` for a machine that is lent for minutes, on this machine's CPU: gpu_check_rehearse.py
 
-An environment gets what such a machine's Python has, and no more (torch is this Python's own CPU build); a clean clone
-of the commit gets the folder .carry (gpu_check_carry.py); then `scripts/gpu_check --emulate` runs in it, with an empty
-cache of kernels. Nothing of this checkout's environment is used. Printed are the time of each stage and the bytes that
-were carried.
+It makes an environment with only the packages that such a machine's Python has (torch is this Python's own CPU build),
+and a clean clone of the commit with the folder .carry (gpu_check_carry.py). Then it runs `scripts/gpu_check --emulate`
+there, with an empty cache of kernels. It uses nothing of this checkout's environment, and prints the time of each stage
+and the bytes of .carry.
 """
 
 import argparse
@@ -33,7 +33,7 @@ LIMIT_S = 7200.0
 
 
 def make_environment(folder: Path, python: str) -> Path:
-    """A virtual environment, unless it is there. Returns its Python."""
+    """Make a virtual environment, unless it exists. Returns its Python."""
     own = folder / "bin" / "python"
     if not own.exists():
         if "+cpu" not in torch.__version__:
@@ -45,7 +45,7 @@ def make_environment(folder: Path, python: str) -> Path:
 
 
 def clone(into: Path) -> None:
-    """The tracked files of the commit, and what is carried."""
+    """Clone the tracked files of the commit, and fill the folder .carry."""
     subprocess.run(["git", "clone", "-q", "--no-hardlinks", str(ROOT), str(into)], check=True)
     shutil.copytree(ROOT / CARRIED, into / CARRIED)
 

@@ -1,8 +1,8 @@
-"""Rules on what to change by the findings of `gpu_check`: rules that it prints beside its results. Run by itself: all
-rules.
+"""Rules that say what to change because of the findings of `gpu_check`, which prints them with its results. Run alone,
+this script prints all rules.
 
-For whoever has a GPU for ten minutes. "share" is the part of the copy bandwidth that was measured in the same run; for
-prefill, of torch's best attention; for steps, the device's time in the wall time.
+They are for people who have a GPU for ten minutes. "share" is the share of the copy bandwidth measured in the same run;
+for prefill the speed relative to torch's best attention; for steps the device's time over the wall time.
 """
 
 import re
@@ -37,7 +37,7 @@ Measure = Callable[[Rows], float | None]
 
 @dataclass(frozen=True)
 class Rule:
-    """If what `measure` gives is above (or, with a sign in front, below) the bound, `then` is to be done."""
+    """If the result of `measure` is above the bound (or, with a minus sign, below it), `then` says what to do."""
 
     when: str
     measure: Measure
@@ -240,7 +240,7 @@ RULES = (
 
 
 def said(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Apply every rule to these rows: first those that hold, last those that nothing was measured for."""
+    """Apply every rule to these rows: first the rules that apply, last those without a measurement."""
     found = [rule.said(Rows(rows)) for rule in RULES]
     return sorted(found, key=lambda text: ("->", "ok", "? ").index(text[:2]))
 

@@ -1,4 +1,4 @@
-"""Parts of `gpu_check` share this: paged caches with random contents, graphs, and timing on either kind of device."""
+"""Shared by parts of `gpu_check`: paged caches with random contents, graphs, and timing on both kinds of device."""
 
 import statistics
 import time
@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 MANY = 20
-"""Launches that are measured together where one is shorter than what the host does for it."""
+"""Number of launches that are measured together if one takes the device less time than the host."""
 Launch = Callable[[int], Any]
 """One launch; the argument selects one of several equal problems."""
 
@@ -44,7 +44,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Paged:
-    """Tensors of a Shape, with `len(tables)` sets of blocks: more than a cache of the device holds."""
+    """Tensors of a Shape, with `len(tables)` sets of blocks, more than the caches of the device hold."""
 
     shape: Shape
     kv: torch.Tensor  # [num_blocks, 2, num_kv_heads, block_size, head_size]
@@ -55,7 +55,7 @@ class Paged:
 
 
 def paged(shape: Shape, device: torch.device, at_least_bytes: int, seed: int = 0) -> Paged:
-    """Blocks in random order; as many sets of them as make up `at_least_bytes`."""
+    """Make the tensors of a Shape: blocks in random order, in as many sets as make up `at_least_bytes`."""
     generator = torch.Generator().manual_seed(seed)
     num_sets = max(1, min(64, -(-at_least_bytes // shape.kv_bytes)))
     width = -(-shape.context // shape.block_size)
@@ -74,7 +74,8 @@ def paged(shape: Shape, device: torch.device, at_least_bytes: int, seed: int = 0
 
 
 class DeviceTimer:
-    """Seconds of one launch on a GPU: many are captured in a graph, so that launching does not count. Median."""
+    """Measures the median seconds of a launch on a GPU. Many launches are captured in a graph, so that the host's time
+    does not count."""
 
     def __init__(self, repeats: int = 15) -> None:
         self.repeats = repeats
@@ -93,8 +94,8 @@ class DeviceTimer:
         return float(statistics.median(times[2:]))
 
     def eager_seconds(self, launch: Launch, count: int = 1) -> float:
-        """The same for what cannot be captured; `count` launches between two events, which must take longer than
-        launching them does."""
+        """The same for launches that cannot be captured: `count` of them between two events. They must take the device
+        longer than the host."""
         times = []
         for i in range(self.repeats):
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -107,8 +108,8 @@ class DeviceTimer:
         return float(statistics.median(times[2:]))
 
     def device_seconds(self, launch: Launch) -> float:
-        """Measure the device's time of a launch that takes the host longer: by torch's profiler, or, if that says
-        nothing, many launches between two events."""
+        """Measure the device's time of a launch that takes the host longer than the device: with torch's profiler, or,
+        if that reports nothing, with many launches between two events."""
         launch(0)
         torch.cuda.synchronize()
         try:

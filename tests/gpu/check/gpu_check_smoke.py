@@ -1,12 +1,12 @@
-"""Part of `gpu_check`: half a minute in which everything that must work runs once; if it fails, the rest does not run.
+"""Part of `gpu_check`: runs everything that must work once, in half a minute. If it fails, later stages do not run.
 
 - one launch of each file of csrc/cuda, held against plain torch in float64 (a case of tests/kernels)
 - one kernel captured in a CUDA graph, and replayed with other lengths
 - the demo model's greedy tokens by five roads: on the CPU, and on the GPU eagerly, with graphs of decode steps, with
   steps in pieces as well, and with steps launched ahead; in float32 and in bfloat16
 
-In float32 all roads must give the CPU's tokens. In bfloat16 a token may be another one only where the CPU's float32
-logprobs of its two best are nearly equal.
+In float32 all roads must give the CPU's tokens. In bfloat16 a token may differ only if the CPU's float32 logprobs of
+the two best tokens are nearly equal.
 """
 
 import argparse
@@ -40,7 +40,7 @@ CASES = {
     "routing.cuh": ("routing_cases", ""),
     "sampler.cuh": ("sampler_cases", ""),
 }
-"""File of csrc/cuda -> a file of cases, and what the name of the first that launches it contains."""
+"""File of csrc/cuda -> a file of cases, and a part of the name of its first case that launches the kernel."""
 PROMPTS = ("The", "Once upon a time", "Every rank", "1, 2, 3, 4")
 NEAR_TIE = 0.1
 """Logprobs that differ by less may change their order in bfloat16."""
@@ -54,7 +54,7 @@ ROADS: dict[str, dict[str, Any]] = {
 
 
 def case_of(source: str) -> Callable[..., None]:
-    """The case that stands for a file of csrc/cuda."""
+    """The case that represents a file of csrc/cuda."""
     module, part = CASES[source]
     cases = import_module(f"tests.kernels.{module}").CASES
     return next(case for name, case in cases if part in name)  # type: ignore[no-any-return]
@@ -65,11 +65,11 @@ class Road(NamedTuple):
 
     tokens: list[list[int]]
     gaps: list[list[float]]
-    """By how much the best token's logprob exceeds the second's; only of the CPU's road in float32."""
+    """Difference of the logprobs of the best and the second-best token; only for the CPU's road in float32."""
 
 
 class Roads:
-    """The demo model by all roads, each with an engine of its own in this process."""
+    """Runs the demo model by all roads, each with a separate engine in this process."""
 
     def __init__(self, *, emulate: bool) -> None:
         self.emulate = emulate
@@ -80,7 +80,7 @@ class Roads:
 
     @staticmethod
     def _use_emulator() -> None:
-        """Workers of a GPU's roads get a device of the emulator."""
+        """Give workers of a GPU's roads a device of the emulator."""
         from dataclasses import replace
 
         from gpu_check_models import emulated_device

@@ -1,4 +1,4 @@
-"""The stages of `gpu_check`, each of which runs in processes of its own and leaves what it found in one place."""
+"""The stages of `gpu_check`. Each runs in separate processes, and its findings are collected in one place."""
 
 import argparse
 import json
@@ -26,14 +26,14 @@ END_TO_END_MODEL = "random-500m"
 NEEDED = ("msgspec", "zmq", "llguidance", "xxhash", "regex", "tokenizers", "safetensors", "tqdm", "jinja2", "yaml")
 """Modules that serving needs beside torch and numpy."""
 IMPORTS = "import vllm_lite.worker.worker, vllm_lite.client.llm, vllm_lite.engine.process"
-"""Imports that succeed if no package is missing: `wheels` tries them."""
+"""Imports that succeed if no package is missing; the stage `wheels` tries them."""
 TOKENS_S = "together_tok_s"
 """Name that `bench throughput` gives to the tokens per second of all requests together."""
 VLLM_FOLDERS = ("../vllm-venv", "../vllm/.venv", ".vllm")
 
 
 class Stage(NamedTuple):
-    """`seconds`: the most that it may take; it is less when the time left is less."""
+    """One stage. `seconds` is the maximum time of the stage; it is shorter if less time is left."""
 
     seconds: float
     what: str
@@ -59,9 +59,9 @@ STAGES = {
     "sanitize": Stage(90, "memcheck and racecheck on four cases of a file: those that failed, or of three files"),
     "engines": Stage(150, "the same prompts through this engine and through a vLLM installation beside it"),
 }
-"""By what has never run, then by what they tell."""
+"""Stages in their order: first those that have never run on a GPU, then the most informative ones."""
 SMOKE = "smoke"
-"""If this stage fails, none behind it runs."""
+"""If this stage fails, no later stage runs."""
 PREPARING = ("wheels", "kernels", "native")
 CALLS = {
     "first": (*PREPARING, SMOKE, "worker", "graphs", "step_1b", "speed"),
@@ -97,11 +97,11 @@ class Check:
 
     @property
     def seconds(self) -> float:
-        """Time that is left to the stage."""
+        """Seconds that are left for the stage."""
         return float(min(self.stage_deadline_s, self.deadline_s) - time.monotonic())
 
     def run(self, names: Iterable[str]) -> None:
-        """Run these stages. One that breaks is a problem of its own, and the next one runs."""
+        """Run these stages. An exception in one is reported as a problem, and the next one runs."""
         waiting = list(names)
         while waiting:
             name = waiting.pop(0)
@@ -109,7 +109,7 @@ class Check:
                 self.skip(name, "no time left")
                 continue
             start_s, before, problems = time.monotonic(), num_kernels(), len(self.problems)
-            # The emulator takes the time of the machine that it is on.
+            # The emulator's time depends on this machine.
             self.stage_deadline_s = self.deadline_s if self.arguments.emulate else start_s + STAGES[name].seconds
             print(f"== {name}: {STAGES[name].what}", flush=True)
             try:
@@ -196,7 +196,7 @@ class Check:
         print(f"native: {said}", flush=True)
 
     def cases(self) -> None:
-        """Several files at a time: compiling takes longer than running."""
+        """Run the cases of several files at a time, because compiling takes longer than running."""
         names = sorted(path.stem for path in (ROOT / "tests" / "kernels").glob("*_cases.py"))
         names = [name for name in names if self.arguments.cases in name]
         deadline_s = time.monotonic() + self.seconds
@@ -318,7 +318,7 @@ class Check:
             self.found["vllm"] = f"not found: no module vllm here, and none in {', '.join(VLLM_FOLDERS)} or --vllm"
         model = "tiny" if self.arguments.emulate else "1b"
         with tempfile.TemporaryDirectory() as folder:
-            # Written by a process of its own: the configuration stands beside code that needs torch.
+            # A separate process writes it, because the module with the configuration imports torch.
             code = f"import gpu_check_models; gpu_check_models.write_model({model!r}, {folder!r})"
             if self._engineless("") or self._command([sys.executable, "-c", code], 60)["status"] != 0:
                 self.skip("engines", self._engineless("an engine") or "no model could be written")
@@ -350,7 +350,8 @@ class Check:
         return ", ".join({"zmq": "pyzmq"}.get(name, name) for name in lacking)
 
     def _engineless(self, what: str) -> str:
-        """Why there is no engine here, if there is none; before the first, the native library's build is waited for."""
+        """A sentence that says why no engine can run here, or "". Before the first engine it waits for the build of the
+        native library."""
         if failed := self.build.wait():
             self.problem(f"native: {failed}")
             self.build = NativeBuild()
@@ -365,7 +366,7 @@ class Check:
             self.problem(f"{name}: {problem}")
 
     def take(self, name: str, events: Iterable[Event]) -> None:
-        """Keep what a part says, as it comes."""
+        """Store the events of a part as they arrive."""
         for event in events:
             if "row" in event:
                 self.rows.append(event["row"])
@@ -404,7 +405,7 @@ class Check:
         return {"status": status, "out": text, "tail": tail}
 
     def note(self, **found: Any) -> None:
-        """Add a line to what all runs have found."""
+        """Append a line to the file with the findings of all runs."""
         folder = Path(self.arguments.out)
         folder.mkdir(parents=True, exist_ok=True)
         header = {name: self.found.get(name) for name in ("date", "commit", "device")}
@@ -429,7 +430,7 @@ def kernel_cache() -> Path:
 
 
 def num_kernels() -> int:
-    """Number of kernels in the cache: a stage has compiled those that it adds."""
+    """Number of kernels in the cache. The increase during a stage is the number that it compiled."""
     return sum(1 for _ in kernel_cache().glob("*.cubin"))
 
 
@@ -451,7 +452,7 @@ def _version(module: str) -> str:
 
 
 def last_json(text: str) -> dict[str, Any] | None:
-    """The last JSON object that stands on lines of its own."""
+    """The last JSON object in `text` that has lines to itself."""
     start = text.rfind("\n{") + 1 if "\n{" in text else text.find("{")
     try:
         value = json.loads(text[start:]) if start >= 0 else None

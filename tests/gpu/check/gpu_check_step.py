@@ -1,8 +1,8 @@
 """Part of `gpu_check`: steps of a worker alone, with random weights: gpu_check_step.py 1b|8b|tiny [--emulate]
 
-Wall time is what a caller of the worker waits; the device's time is the sum over its kernels, by torch's profiler. What
-the first exceeds the second by is the gap that a better loop would close. Last, the memory that the profile promised is
-held against what is in use.
+Wall time is the time that a caller of the worker waits; the device's time is the sum over its kernels, by torch's
+profiler. A better loop could save the difference. At the end, the memory that the profile predicted is compared with
+the memory in use.
 """
 
 import argparse
@@ -30,11 +30,11 @@ RANDOM = Sampling(0.8, 50, 0.9, 0.0, 1)
 TOP_KERNELS = 10
 AHEAD_STEPS = 32
 MOST_STEPS = 150
-"""More than any measurement runs with the same sequences."""
+"""More steps than any measurement runs with the same sequences."""
 
 
 class Steps:
-    """Measures one kind of step after the other, each with new sequences."""
+    """Measures several kinds of steps in turn, each with new sequences."""
 
     def __init__(self, model: str, worker: RandomWorker) -> None:
         self.model = model
@@ -48,7 +48,7 @@ class Steps:
         pool[0] = 0  # the null block
 
     def request(self, num_computed: int, num_tokens: int, first_block: int, sampling: Sampling = GREEDY) -> NewRequest:
-        """A sequence of which `num_computed` tokens are in the cache, as it seems."""
+        """A new sequence that claims to have `num_computed` tokens in the cache."""
         self.handle += 1
         length = num_computed + num_tokens
         tokens = pack_tokens(np.random.default_rng(self.handle).integers(3, 500, length).tolist())
@@ -61,7 +61,7 @@ class Steps:
 
     @contextmanager
     def decoding(self, batch: int, context: int, sampling: Sampling = GREEDY) -> Iterator[list[Entry]]:
-        """The entries of a step in which so many sequences decode; nothing if the cache has no room for them."""
+        """The entries of a step in which `batch` sequences decode; none if the cache has no room for them."""
         width = self.num_blocks(context)
         if batch * width >= self.worker.ready.num_blocks:
             emit(say=f"batch {batch} ctx {context}: no room in {self.worker.ready.num_blocks} blocks")
@@ -89,8 +89,8 @@ class Steps:
                     runner.forward = kept
 
     def ahead(self, batch: int, context: int) -> None:
-        """Decode steps as they serve people: they come together, and each is launched before the last one's tokens are
-        on the host."""
+        """Decode steps as in a server: several are sent together, and each is launched before the previous one's tokens
+        are on the host."""
         with self.decoding(batch, context) as entries:
             if not entries:
                 return
@@ -106,7 +106,7 @@ class Steps:
             emit(row=values)
 
     def mixed(self, decodes: int, context: int, chunk: int) -> None:
-        """Decodes beside the first chunk of a prompt, which is another one each time."""
+        """Decodes beside the first chunk of a prompt, each time of a new one."""
         last: list[int] = []
 
         def entries() -> list[Entry]:
@@ -143,7 +143,7 @@ class Steps:
         emit(row=values)
 
     def device_time(self, entries: Callable[[], Sequence[Entry]]) -> dict[str, Any]:
-        """Measure the device's work in a step: microseconds, launches, and the kernels that take most of it."""
+        """Measure the device's work in a step: microseconds, launches, and the kernels that take most of the time."""
         from torch.profiler import ProfilerActivity, profile
 
         count = 1 if self.small else 8
@@ -163,7 +163,8 @@ class Steps:
         return {"device_us": device_us, "launches": launches, "top": top[:TOP_KERNELS]}
 
     def memory(self) -> None:
-        """The largest step once more, beside the cache and the graphs; then what is in use, and what was allowed."""
+        """Run the largest step while cache and graphs are allocated, and report the memory in use beside the allowed
+        memory."""
         worker, profile = self.worker.worker, self.worker.profile
         device_memory = worker.device.memory
         if profile is None or device_memory is None:

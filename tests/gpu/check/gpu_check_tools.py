@@ -1,6 +1,6 @@
-"""NVIDIA's tools around parts of `gpu_check`: the sanitizer on cases that failed, the profiler on what must be fast.
+"""NVIDIA's tools for parts of `gpu_check`: the sanitizer for failed cases, the profiler for kernels that must be fast.
 
-Both are external programs, which may be missing, refuse the machine or hang. What they say becomes a few lines.
+Both are external programs that may be missing, refuse the machine or hang. Their output is condensed to a few lines.
 """
 
 import csv
@@ -81,7 +81,7 @@ def sanitize(name: str, cases: Sequence[int], seconds: float, options: Sequence[
 
 
 def profile(seconds: float, options: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """A row for each launch of gpu_check_once.py, with what the profiler measured."""
+    """A row for each launch of gpu_check_once.py, with the profiler's metrics."""
     command = [PROFILER, "--csv", "--clock-control", "none", "-k", f"regex:{KERNELS}"]
     for section in SECTIONS:
         command += ["--section", section]
@@ -96,7 +96,7 @@ def profile(seconds: float, options: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def metrics_of(text: str) -> list[tuple[str, dict[str, float]]]:
-    """(kernel, METRICS) of each launch in the CSV that stands somewhere in a profiler's output."""
+    """(kernel, METRICS) of each launch in the CSV that the profiler's output contains."""
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     found: dict[str, tuple[str, dict[str, float]]] = {}

@@ -1,6 +1,7 @@
-"""Tests of a file in processes of their own, as far as that is needed: behind one that fails a new process goes on.
+"""Runs the tests of a file in as many processes as needed: after a test that fails, a new process continues.
 
-An illegal access leaves a device that refuses everything until the process ends, and tests behind it would all fail.
+After an illegal access the device fails every call until the process ends, so all later tests in the process would
+fail.
 """
 
 import os
@@ -16,7 +17,7 @@ WORKER_TESTS = "tests/gpu/test_worker_on_device.py"
 MAX_PROCESSES = 6
 SAID = re.compile(r"^(\S+\.py::.+?) (PASSED|FAILED|ERROR|SKIPPED)\b", re.MULTILINE)
 Command = Callable[[list[str], float], dict[str, Any]]
-"""Runs a command for so many seconds at most; see Check._command."""
+"""Runs a command for at most the given seconds; see Check._command."""
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Tests:
 
 
 def run_tests(file: str, run: Command, seconds: float, root: Path = ROOT) -> Tests:
-    """Every test of a file, by pytest without the project's configuration, whose plug-ins may not be here."""
+    """Run every test of a file with pytest, without the project's configuration, whose plugins may be missing here."""
     found, failed = Tests(), list[str]()
     for _ in range(MAX_PROCESSES):
         command = [sys.executable, "-m", "pytest", "-vx", "--tb=short", "-c", os.devnull, "--rootdir", str(root)]
