@@ -1,4 +1,5 @@
-"""A worker process of which one rank fails as a test wants: FAILURE="RANK WHEN HOW", for example "1 step raise".
+"""A worker process for tests, one rank of which fails in a given way: FAILURE="RANK WHEN HOW", for example "1 step
+raise".
 
 WHEN is "start", before it meets the others, or "step", inside the third message of steps. Without FAILURE it serves
 like any other worker. So do the workers of every group but the first.

@@ -1,8 +1,9 @@
-"""Places where processes kill themselves: a file with a line for every death to come, "WHO|WHERE|TIMES", the next one
+"""Places where processes kill themselves: a file with a line for every future death, "WHO|WHERE|TIMES", the next one
 first.
 
-WHO is "engine" or "worker RANK", WHERE the name of a point, TIMES how often one process has to come there for it to
-die. Only the first line counts. A process that dies by it removes it, so that the next one waits for the line behind.
+WHO is "engine" or "worker RANK", WHERE the name of a point, and TIMES the number of times that one process has to reach
+this point to die. Only the first line counts. A process removes the line before it dies, so that the next line applies
+then.
 """
 
 import os

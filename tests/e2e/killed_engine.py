@@ -1,4 +1,4 @@
-"""An engine process that kills itself where a plan says so, see kill_plan.py, and whose workers do so as well."""
+"""An engine process that kills itself at points of a plan (kill_plan.py); so do its workers."""
 
 import msgspec
 

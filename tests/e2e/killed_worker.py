@@ -29,7 +29,7 @@ def add_points_of_the_loop(points: Points) -> None:
 
 
 def add_points_between_steps(points: Points, worker: Any) -> None:
-    """In messages of several steps. `worker` is the class whose steps they are."""
+    """Add points between the steps of one message. `worker` is the class that runs the steps."""
     num_done = 0
 
     def begin(_: Any) -> None:
@@ -49,7 +49,7 @@ def add_points_between_steps(points: Points, worker: Any) -> None:
 
 
 def add_points_of_a_step(points: Points) -> None:
-    """In what is imported with torch."""
+    """Add points within a step, in modules that import torch."""
     from vllm_lite.worker import model_runner
     from vllm_lite.worker.memory.cache_engine import CacheEngine
     from vllm_lite.worker.step_parts import prompt_scores

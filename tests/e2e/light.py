@@ -1,7 +1,7 @@
 """Runs a program of this package whose engines have light workers: `python -m tests.e2e.light PROGRAM ARGUMENTS...`,
 where PROGRAM is a module or a file.
 
-For tests of what stands around a model: ports, signals, limits, who notices what.
+For tests of everything around a model: ports, signals, limits, and which process notices which failure.
 """
 
 import runpy

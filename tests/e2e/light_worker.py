@@ -80,7 +80,7 @@ class LightWorker:
 
 
 def install() -> Callable[[], type[LightWorker]]:
-    """Make the import that replaces a real worker's in this process, whose worker is alone."""
+    """Return the function that replaces the import of a real worker in this process, whose worker is the only rank."""
     Membership.connect = lambda *_: None  # type: ignore[assignment, method-assign]
     return lambda: LightWorker
 

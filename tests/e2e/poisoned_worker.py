@@ -58,7 +58,7 @@ def poison(worker: Any) -> Any:
 
 
 def poison_all(folder: Path, file: Path) -> dict[str, str]:
-    """The environment of a process whose descendants' workers are poisoned while `file` is there."""
+    """The environment of a process: workers that descend from it are poisoned while `file` exists."""
     (folder / "sitecustomize.py").write_text(AT_START)
     return {VARIABLE: str(file), "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
 

@@ -1,4 +1,4 @@
-"""A server with keys and tight limits, for tests of what only raw HTTP can show."""
+"""A server with keys and tight limits, for tests that need raw HTTP."""
 
 import socket
 import tempfile
@@ -20,7 +20,8 @@ LONG: Any = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True}
 MAX_BYTES = 100_000
 SLOW_S = 1.0
 FLOOD_BYTES, FLOOD_MEMORY_BYTES = 3_000_000, 20_000_000
-"""Sent, and what the server may take for it: each request would be 3 kB of objects, and answered with 300 bytes."""
+"""Bytes that a test sends, and the memory that the server may take for them. Each request takes 3 kB of objects, and
+its answer has 300 bytes."""
 CHUNKED = (
     b"POST /tokenize HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %b\r\nContent-Type: application/json\r\n"
     b"Transfer-Encoding: chunked\r\n\r\n" % KEY.encode()

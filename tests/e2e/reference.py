@@ -80,7 +80,7 @@ class Reference:
 
     @torch.inference_mode()
     def logits(self, prompt: list[int], tokens: list[int]) -> torch.Tensor:  # float32 [len(tokens), vocab]
-        """The logits that predict each of `tokens`, given the prompt and those before it."""
+        """The logits that predict each of `tokens`, given the prompt and the tokens before it."""
         logits: torch.Tensor = self.model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].float()
         return logits
 
@@ -90,14 +90,15 @@ class Reference:
 
 
 class Comparison(NamedTuple):
-    """Outputs that differ from the reference, and those of them that do so from a tie on."""
+    """Outputs that differ from the reference, and those of them whose first difference is at a tie."""
 
     wrong: list[int]
     excused: list[int]
 
 
 def compare(cases: Sequence[Case], outputs: Sequence[RequestOutput]) -> Comparison:
-    """Token by token. Behind a tie that went the other way the contexts differ, and nothing can be said."""
+    """Compare token by token. After a tie that was decided the other way the contexts differ, so the comparison ends
+    there."""
     comparison = Comparison([], [])
     for index, (case, output) in enumerate(zip(cases, outputs, strict=True)):
         assert output.prompt_token_ids == case.prompt

@@ -1,4 +1,4 @@
-"""A model none of whose layers attends is served without a KV cache; its prefix cache is its states alone."""
+"""A model without attention layers is served without a KV cache; its prefix cache has only recurrent states."""
 
 from pathlib import Path
 

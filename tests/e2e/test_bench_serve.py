@@ -75,7 +75,7 @@ def test_texts(server: Server, backend: str, tmp_path: Path) -> None:
 
 
 def test_chats_of_random_tokens_need_no_tokenizer(server: Server, tmp_path: Path) -> None:
-    """The server says what text they are."""
+    """The server converts the tokens to a text."""
     flags = ["--backend", "openai-chat", "--num-prompts", "3", "--random-input-len", "20", "--random-output-len", "4"]
     assert bench(server, *flags, "--ignore-eos", "--save-result", "--result-dir", str(tmp_path)) == 0
     (file,) = tmp_path.iterdir()

@@ -1,7 +1,7 @@
-"""In bfloat16, position by position: the engine's token is that of transformers wherever rounding cannot decide it.
+"""In bfloat16, position by position: the engine's token is that of transformers, except where rounding decides it.
 
-Both are given the same tokens, so that one difference does not lead to others. Rounding may decide where the best two
-float32 logits are closer than twice what bfloat16 moves any logit in transformers itself.
+Both get the same tokens, so that one difference does not cause others. Rounding may decide a token if the best two
+float32 logits differ by less than twice the largest change of a logit by bfloat16 in transformers itself.
 """
 
 from dataclasses import dataclass
@@ -58,8 +58,8 @@ def llm(checkpoint, request):
 
 
 def test_every_position_given_the_same_tokens(llm, forced):
-    """One request for one token at every third position, others of each prompt; what comes before it is mostly in the
-    prefix cache."""
+    """One request for one token at every third position, at other positions in each prompt. The prefix is mostly
+    cached."""
     places = [(index, at) for index in range(len(forced)) for at in range(index % 3, NUM_TOKENS, 3)]
     prompts = [forced[index].prompt + forced[index].tokens[:at] for index, at in places]
     one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=1)

@@ -1,5 +1,5 @@
-"""Whatever happens to the blocks, the tokens are those of transformers: swaps, recomputing, the host tier, windows,
-overlapped steps, drafts. Through the real processes, in float32; the engine's counters show that it did happen."""
+"""The tokens are those of transformers with swaps, recomputing, the host tier, windows, overlapped steps and drafts.
+The tests use the real processes, in float32; the engine's counters show that these events happened."""
 
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,8 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "loops": {"family": "llama", "initializer_range": 0.02},
 }
-"""A window is no multiple of a block and much shorter than some prompts. Weights as small as those of "loops" make a
-model that soon says the same again and again."""
+"""A window is not a multiple of a block, and much shorter than some prompts. The small weights of "loops" make a model
+that soon repeats itself."""
 SWAP: dict[str, Any] = {"swap_space": 1e-3, "preemption_mode": "swap"}
 NGRAM: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}
 SUFFIX: dict[str, Any] = {"method": "suffix", "num_speculative_tokens": 8}
@@ -37,7 +37,7 @@ SMALL_POOL = {"llama": 22, "mistral": 16, "mixed": 44}
 
 
 class Truth:
-    """Checkpoints, and what transformers continues PROMPTS with; each is computed when first asked for."""
+    """Checkpoints, and transformers' continuations of PROMPTS. Each is computed at its first use."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -63,7 +63,7 @@ def truth(tmp_path_factory: pytest.TempPathFactory) -> Truth:
 
 
 def check(truth: Truth, model: str, *, rounds: int = 1, **settings: Any) -> Stats:
-    """All prompts at once, so many times: every token must be right, and nothing may be left behind."""
+    """Run all prompts at once, several times: every token must be right, and at the end no block is in use."""
     cases = truth.cases(model)
     small: dict[str, Any] = {"block_size": 8, "max_num_batched_tokens": 48}
     with start(truth.reference(model).path, **(small | settings)) as llm:
@@ -122,7 +122,7 @@ def test_a_roomy_pool(truth, model, overlap):
 
 
 def test_a_window_holds_few_blocks(truth):
-    """The longest sequence has 131 computed tokens in 17 blocks; within the window and a chunk lie 7 of them."""
+    """The longest sequence has 131 computed tokens in 17 blocks; 7 of them are within the window and a chunk."""
     longest = truth.cases("mistral")[-1]
     with start(truth.reference("mistral").path, block_size=8, max_num_batched_tokens=16) as llm:
         (output,) = llm.generate(longest.prompt, GREEDY, use_tqdm=False)
@@ -176,7 +176,7 @@ def test_drafts_save_steps_and_change_no_seeded_token(truth):
 
 
 def test_stops_and_banned_stops_hold_within_drafts(truth):
-    """A stop token in the middle of what proved right ends the request there, and not before min_tokens."""
+    """A stop token among accepted drafts ends the request at this token, but not before min_tokens."""
     reference = truth.reference("loops")
     case = reference.generate(repetitive_prompts()[0])
     stop = case.tokens[8]

@@ -1,5 +1,5 @@
-"""One prompt, several continuations, through a whole engine: beams are those of transformers, samples do not depend on
-who else is served, forks leave their parent alone, deadlines and priorities hold. In float32."""
+"""Several continuations of one prompt, in a whole engine: beams are those of transformers, samples do not depend on
+other requests, forks do not change their parent, deadlines and priorities are kept. In float32."""
 
 import asyncio
 import json
@@ -22,7 +22,7 @@ from vllm_lite.protocol.stats import Stats
 
 BLOCK = 8
 TIE = 1e-4
-"""Beams whose scores are closer than this may change places."""
+"""Beams may be in another order if their scores differ by less than this."""
 TOKENIZERS_EOS = 2
 """The id of `</s>` in the tokenizer of tests.checkpoints."""
 PROMPTS = make_prompts([1, 7, 8, 9, 40], seed=3)
@@ -155,7 +155,8 @@ TINY = {"num_gpu_blocks_override": 20, "block_size": BLOCK}
 def test_a_tiny_pool_changes_nothing(
     llm: LLM, llama: Reference, stop_tokens: tuple[int, ...], settings: dict[str, Any]
 ) -> None:
-    # The last one's beams have more blocks together than there are, and none can go on before all have come as far.
+    # The last one's beams need more blocks together than exist, and no beam can continue before all have reached the
+    # same length.
     wide = SamplingParams(use_beam_search=True, n=8, max_tokens=22, ignore_eos=True)
     beams, samples = [*searches(stop_tokens, 4)[::2], (PROMPTS[-1], wide)], seeded(4)
     expected = tokens_of_samples(generate(llm, samples))

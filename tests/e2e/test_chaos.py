@@ -1,6 +1,6 @@
 """tests/acceptance/chaos.py for a few seconds: processes die and hang under a mixed load; every stream gets its tokens.
 
-Longer runs are for the command line. What the script would find is shown in tests/unit/test_chaos.py.
+Run it from the command line for longer. tests/unit/test_chaos.py shows that the script finds errors.
 """
 
 import shutil

@@ -1,4 +1,4 @@
-"""`serve -dp 2`: two engines behind one address, and what is seen of them when one is killed under load."""
+"""`serve -dp 2`: two engines behind one address, also when one is killed under load."""
 
 import os
 import re
@@ -50,7 +50,7 @@ def values(http: httpx.Client, name: str) -> dict[str, float]:
 
 
 def adapter(folder: Path) -> Path:
-    """One that changes what the demo model says."""
+    """An adapter that changes the output of the demo model."""
     path = write_adapters(str(demo_folder()), folder, 1, 4)[0]
     file = path / WEIGHTS_FILE
     save_file({name: tensor * 20 for name, tensor in load_file(file).items()}, file)

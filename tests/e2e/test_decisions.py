@@ -40,7 +40,7 @@ def oracle(decider: Path) -> Oracle:
 def worst_difference(
     oracle: Oracle, found: Any, state: Any, questions: dict[str, Any], instructions: str = ""
 ) -> float:
-    """The largest distance of a probability, or of a label mass, from what transformers says."""
+    """The largest difference of a probability, or of a label mass, from that of transformers."""
     worst = 0.0
     for question in read_questions(questions):
         expected = oracle.ask(read_state(state), question, instructions)

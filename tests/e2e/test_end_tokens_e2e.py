@@ -16,7 +16,7 @@ TEXT = "Hello, world."
 
 
 def write(path: Path, token: str, *, special: bool, **changes: Any) -> Path:
-    """Write a checkpoint that says TEXT and `token`, and goes on. `changes` are keys of its config.json."""
+    """Write a checkpoint that outputs TEXT and `token`, and then continues. `changes` are keys of its config.json."""
     folder = write_scripted(path, [f"{TEXT}{token}What nobody asked."], [token], max_model_len=256)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))

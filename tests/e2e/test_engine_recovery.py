@@ -1,6 +1,7 @@
-"""An engine is killed, frozen, and killed again under load: every stream goes on with the tokens it would have had.
+"""An engine is killed, frozen, and killed again under load: every stream continues with the tokens that it would have
+had.
 
-All in float32, where a token does not depend on what is computed beside it.
+All tests use float32, where a token does not depend on the other requests of a step.
 """
 
 import asyncio
@@ -65,7 +66,7 @@ async def load(address: str, disturb: Any = None) -> list[Tokens]:
 
 
 def engine_of(pid: int) -> int | None:
-    """The engine's process among those of a launcher; None while there is none."""
+    """The process of a launcher's engine; None while there is none."""
     for member in family(pid)[1:]:
         if "vllm_lite.engine.process" in command(member):
             return member
@@ -92,7 +93,7 @@ def another(launcher: int, dead: int) -> int:
 
 
 class Trouble:
-    """Disturbs the processes of a launcher, and remembers those that were hit."""
+    """Disturbs the processes of a launcher, and records which ones it hit."""
 
     def __init__(self, engine: Engine) -> None:
         self.launcher, self.pids = engine.process.pid, family(engine.process.pid)

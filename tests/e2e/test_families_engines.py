@@ -7,7 +7,7 @@ from tests.acceptance.families_check import ROWS, check_variant
 from tests.families.all import VARIANTS
 
 NAMES = ("phi3-window", "gemma3", "olmo3", "cohere2", "gpt2", "falcon-alibi", "deepseek-v3")
-"""A window, windows beside full attention, norms behind blocks, layers without rope, learned positions, ALiBi,
+"""A window, windows beside full attention, norms after blocks, layers without rope, learned positions, ALiBi,
 latents."""
 LENGTHS = (31, 65, 129, 160, 200)
 

@@ -29,7 +29,7 @@ LONG = 400
 
 
 def made(folder: Path, name: str) -> tuple[Path, Case]:
-    """The checkpoint of a variant, and what transformers makes of a prompt that comes to no tie."""
+    """The checkpoint of a variant, and transformers' output for a prompt whose tokens are no ties."""
     path = BY_NAME[name].make(folder / name)
     cases = map(Reference(path).generate, make_prompts([45] * 10))
     return path, next(case for case in cases if min(case.margins) > TIE)

@@ -46,7 +46,7 @@ def test_results_are_in_the_order_of_the_prompts_not_of_their_ends(llm, llama):
 
 
 def test_greedy_and_random_requests_side_by_side(llm, llama):
-    """Each gets what it gets alone: a list of parameters is one for each prompt."""
+    """A list of parameters has one for each prompt, and each prompt gets the same output as alone."""
     cases = llama.cases[5:11]
     params = [
         GREEDY,
@@ -163,7 +163,7 @@ def test_stop_strings(llm, llama, include):
     assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
     assert len(completion.token_ids) < NUM_TOKENS
     assert completion.token_ids == case.tokens[: len(completion.token_ids)]
-    stats = llm.stats()  # asked behind the abort, on the same connection
+    stats = llm.stats()  # sent after the abort, on the same connection
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
 
 
@@ -183,7 +183,7 @@ def test_a_stop_string_ends_one_request_of_many(llm, llama):
 
 @pytest.mark.parametrize("length", [BLOCK_SIZE - 1, BLOCK_SIZE, 3 * BLOCK_SIZE, 3 * BLOCK_SIZE + 2])
 def test_a_repeated_prompt_is_cached(llm, length):
-    """All its full blocks, but for the last token, whose logits are wanted."""
+    """All full blocks are cached, except for the last token, whose logits are needed."""
     (prompt,) = make_prompts([length], seed=1000 + length)
     first, second = run(llm, prompt), run(llm, prompt)
     assert first.num_cached_tokens == 0
@@ -204,7 +204,7 @@ def test_a_common_beginning_is_cached_and_so_is_what_was_generated(llm, llama):
 
 
 def test_a_block_is_cached_behind_its_own_beginning_only(llm, llama):
-    """Equal tokens behind other tokens have another KV."""
+    """Equal tokens after other tokens have different KV."""
     one, two, three, four = (make_prompts([BLOCK_SIZE], seed=seed)[0] for seed in range(3000, 3004))
     for prompt in (one + two, three + four):
         run(llm, prompt)

@@ -1,6 +1,6 @@
-"""Greedy tokens in float32 are those of transformers, however the scheduler cuts up and mixes the requests.
+"""Greedy tokens in float32 are those of transformers, however the scheduler splits and mixes the requests.
 
-The last tests break the KV cache and the positions on purpose: a test that cannot see that would see nothing.
+The last tests break the KV cache and the positions on purpose, to show that the other tests would notice it.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,9 +34,8 @@ UNLIMITED = 8192
 
 @dataclass(frozen=True)
 class Row:
-    """One engine. The rows of Llama hold every pair of values, those of Qwen3 every value; a tiny pool preempts.
-
-    With a budget of one token a single sequence is under way at a time, so that nothing can be preempted.
+    """Settings of one engine. The rows of Llama contain every pair of values, those of Qwen3 every value. A tiny pool
+    causes preemptions. With a budget of one token only one sequence runs at a time, so nothing can be preempted.
     """
 
     family: str
@@ -44,7 +43,7 @@ class Row:
     caching: bool
     block_size: int
     tiny_pool: bool = False
-    alone: bool = False  # every prompt by itself as well
+    alone: bool = False  # also run every prompt alone
     chunked: bool = True
     world: int = 1  # ranks that share the model
 
@@ -123,7 +122,7 @@ def test_tokens_are_those_of_transformers(references, row):
     print(f"{row}: {stats}")
     assert (stats.preemptions > 0) == row.tiny_pool
     assert (stats.cached_tokens > 0) == row.caching
-    # What a preempted request finds again of its own is no hit.
+    # Blocks that a preempted request finds again are not hits.
     assert stats.cached_tokens == sum(output.num_cached_tokens or 0 for output in outputs)
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
     if row.budget == 1:
@@ -223,7 +222,7 @@ def test_a_spoiled_block_shows(monkeypatch, llama, middle, spoil):
 
 @pytest.mark.usefixtures("one_thread")
 def test_blocks_of_nobody_do_not_matter(monkeypatch, llama, middle):
-    """Not even NaN in them: so what the tests above see is what a sequence reads, all of it and nothing else."""
+    """Not even NaN in unused blocks changes a token, so sequences read only their own blocks."""
     steps = spoil_after_prefill(monkeypatch, lose_every_other_block)
     assert run_here(llama, middle) == [case.tokens for case in middle]
     assert len(steps) == len(middle)

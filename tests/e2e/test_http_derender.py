@@ -1,4 +1,4 @@
-"""/derender: what was generated as token ids is shown as the whole route shows it."""
+"""/derender: gives for generated token ids the same answer as the route of chats or completions."""
 
 import json
 from collections.abc import Iterator
@@ -69,7 +69,7 @@ def test_completions_are_shown_prompt_by_prompt(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 7])
 def test_calls_and_characters_in_chunks(http: httpx.Client, size: int) -> None:
-    """Each chunk is a request of its own, with the state that came back from the one before."""
+    """Each chunk is a separate request, with the state from the previous answer."""
     ids = post(http, "/tokenize", {"prompt": CALL})["tokens"]
     chat = {"messages": STORY, "tools": TOOLS}
     parts = [ids[start : start + size] for start in range(0, len(ids), size)]

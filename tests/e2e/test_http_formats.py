@@ -1,7 +1,7 @@
-"""Whole chats in the formats of gpt-oss and Gemma 4: from a template's literals to a call, and with its result on.
+"""Whole chats in the formats of gpt-oss and Gemma 4: from a template's literals to a call, and on with its result.
 
-The demo model knows neither, so that a grammar makes the calls. The templates are short ones with the literals, fields
-and order of those that come with the models.
+The demo model knows neither format, so a grammar makes the calls. The templates are short, with the literals, fields
+and order of the models' own templates.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Hostile or merely large input against a running server: it goes on, and what it may not take is refused."""
+"""Hostile or merely large input to a running server: it continues to serve, and refuses input beyond its limits."""
 
 import json
 import re
@@ -91,7 +91,7 @@ def test_a_text_that_is_far_too_long_is_refused_unread(server: Server, route: st
 
 
 def test_bodies_that_are_never_whole_take_a_bounded_sum(server: Server) -> None:
-    """Twelve clients send 4 MB each; the server's memory may grow by six bodies, and what a few copies take."""
+    """Twelve clients send 4 MB each; the server's memory may grow by six bodies and a few copies."""
     host, port = server.url.removeprefix("http://").split(":")
     process = psutil.Process(server.process.pid)
     before = process.memory_info().rss

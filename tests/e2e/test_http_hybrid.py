@@ -52,7 +52,7 @@ def chat(api: OpenAI, messages: list[dict[str, str]], **others: Any) -> tuple[st
 
 
 def asked(system: str, *rest: str) -> list[dict[str, str]]:
-    """A chat: a system prompt, and what user and assistant say in turn."""
+    """A chat: a system prompt, and texts of user and assistant in turn."""
     roles = ("user", "assistant") * len(rest)
     said = ({"role": role, "content": content} for role, content in zip(roles, rest, strict=False))
     return [{"role": "system", "content": system}, *said]

@@ -263,7 +263,7 @@ def test_ollamas_client_sends_images(server: Server) -> None:
 
 
 def test_responses_take_images(server: Server) -> None:
-    """In messages and in outputs of calls; the conversation goes on with them."""
+    """Images are accepted in messages and in outputs of calls, and the conversation continues with them."""
     api = client(server)
     same = ask(api, part(url_of(90, 60, 1)), "a page", extra_body={})
     image = {"type": "input_image", "image_url": url_of(90, 60, 1), "detail": "auto"}
@@ -316,7 +316,7 @@ def test_metrics_count_images(server: Server) -> None:
 
 
 def counted(server: Server) -> list[float]:
-    """Images of prompts, and those of them that were cut before."""
+    """Counters: the images of prompts, and those of them that were preprocessed before."""
     lines = httpx.get(f"{server.url}/metrics", timeout=scaled(30.0)).text.splitlines()
     names = "vllm:mm_cache_queries_total{", "vllm:mm_cache_hits_total{"
     return [float(line.split()[-1]) for name in names for line in lines if line.startswith(name)]

@@ -1,4 +1,4 @@
-"""GET /v1/live of a really running server: numbers are those of /metrics, and strangers see nothing."""
+"""GET /v1/live of a running server: its numbers are those of /metrics, and clients without a key see nothing."""
 
 import json
 import os
@@ -84,7 +84,7 @@ def test_numbers_are_those_of_metrics(server: Server) -> None:
 
 @contextmanager
 def paused(server: Server, http: httpx.Client, count: int) -> Iterator[list[str]]:
-    """So many requests, some of which run and some of which wait, while nothing moves. Yields their ids."""
+    """A number of requests, some running and some waiting, in a paused server. Yields their ids."""
     body = {"prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True}
     names = [f"cmpl-p{number}" for number in range(count)]
 

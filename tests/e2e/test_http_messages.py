@@ -1,6 +1,6 @@
-"""Anthropic's API on a real server: what is sent and answered, field by field and event by event.
+"""Anthropic's API on a real server: checks requests and answers, field by field and event by event.
 
-The demo model knows no tools and no thinking, so only the grammar makes its answers what they have to be.
+The demo model knows neither tools nor thinking, so only the grammar gives its answers the right form.
 """
 
 import json
@@ -106,7 +106,7 @@ def put_together(events: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def told(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without what differs between two that say the same."""
+    """A message without the fields that differ between two equal answers."""
     message = {**message, "id": "", "usage": {**message["usage"], "input_tokens": 0, "cache_read_input_tokens": 0}}
     for block in message["content"]:
         block.update({name: "" for name in ("signature", "id") if name in block})

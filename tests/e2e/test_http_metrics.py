@@ -25,7 +25,7 @@ KEY = "a-key-of-the-tests"
 NAME = 'org/a"name\\of-ours'
 BLOCK_SIZE, NUM_BLOCKS = 16, 200
 LONG = 1900
-"""Output tokens: whoever asks for so many is still there when the test looks."""
+"""Output tokens of a request that is still running when the test reads the metrics."""
 BOTH = {"model_name", "engine"}
 GAUGES = {
     "vllm:num_requests_running": BOTH,
@@ -191,7 +191,7 @@ def test_values_move_as_the_requests_say(server: Server, http: httpx.Client) -> 
     assert moved(before, after, "vllm:request_params_max_tokens_sum") == 15
     steps = moved(before, after, "vllm_lite:steps_total")
     assert moved(before, after, "vllm_lite:iteration_tokens_count") == steps >= 7 + 5 + 3
-    # What is not cached is computed once, and every token but the last of a sample; a step sent ahead may add one.
+    # Uncached prompt tokens are computed once, and all tokens of a sample but the last; a step sent ahead may add one.
     computed = 101 - sum(cached) + 6 + 4 + 2 * 2
     assert computed <= moved(before, after, "vllm_lite:iteration_tokens_sum") <= computed + 8
     assert 7 + 5 + 3 <= moved(before, after, "vllm:iteration_tokens_total_count") <= steps

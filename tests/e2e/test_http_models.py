@@ -41,8 +41,8 @@ def routing(file: str, *flags: str, env: dict[str, str] | None = None) -> Iterat
 
 @pytest.fixture(scope="module")
 def swapping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two models, of which one is loaded at a time, and an entry with a fault. Steps are small, so that to compute a
-    prompt takes longer than to load it, which is what decides."""
+    """Two models, of which one is loaded at a time, and an entry with a fault. Steps are small, so that computing a
+    prompt takes longer than loading its KV, and KV is loaded."""
     folder = tmp_path_factory.mktemp("swapping")
     text = f"""
     models_max: 1
@@ -156,7 +156,7 @@ def test_a_stream_goes_on_over_a_swap_with_the_same_tokens(swapping: Server) -> 
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A model that writes, one that embeds, and one behind a key of its own."""
+    """A model that generates, one that makes embeddings, and one with a separate key."""
     text = """
     models:
       writer: {model: demo, dtype: float32, pin: true}

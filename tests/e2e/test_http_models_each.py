@@ -1,5 +1,5 @@
-"""Each model behind one address has what it has alone: ranks, adapters, vectors, limits; and the requests of those who
-come from llama-swap and Open WebUI."""
+"""Each of several models behind one address has the features of a single model: ranks, adapters, vectors, limits.
+Requests of clients of llama-swap and Open WebUI are answered."""
 
 import json
 from collections.abc import Iterator
@@ -156,8 +156,8 @@ def test_who_comes_from_llama_swap(each: Server) -> None:
 
 
 def test_what_open_webui_asks(each: Server) -> None:
-    """As Ollama: version, tags, what runs, a description, a chat in pieces, vectors, and unloading; as OpenAI: models
-    and a chat."""
+    """With Ollama's API: version, tags, running models, a description, a streamed chat, vectors, and unloading. With
+    OpenAI's: models and a chat."""
     with client(each) as http, closing(ollama.Client(host=each.url, timeout=scaled(60))) as ours:
         assert http.get("/api/version").json()["version"]
         tags = [model["model"] for model in http.get("/api/tags").json()["models"]]

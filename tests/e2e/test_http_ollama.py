@@ -64,7 +64,8 @@ def as_chat(http: httpx.Client, **fields: Any) -> str:
 
 @pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded"])
 def test_a_body_needs_no_type_unless_a_web_page_sends_it(http: httpx.Client, kind: str | None) -> None:
-    """As `curl -d` and litellm send them. A page may send those kinds to any server unasked, with such a header."""
+    """`curl -d` and litellm send such bodies. A web page may send them to any server without permission, but then a
+    header of the browser shows that it is a page."""
     headers = {} if kind is None else {"Content-Type": kind}
     content = json.dumps({**PROMPT, "stream": False}).encode()
     assert http.post("/api/generate", content=content, headers=headers).json()["done"]

@@ -102,7 +102,7 @@ def test_a_chat_goes_on_from_its_last_message_and_tells_it_again(api: OpenAI) ->
     assert whole == "Once upon a time" + (plain.choices[0].message.content or "")
     with api.chat.completions.create(**settings, extra_body=extra, stream=True) as stream:
         assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == whole
-    settings["messages"] = MESSAGES  # an answer does not go on from a question
+    settings["messages"] = MESSAGES  # a question cannot be continued as an answer
     assert api.chat.completions.create(**settings, extra_body={"echo": True}).choices[0].message.content == (
         api.chat.completions.create(**settings).choices[0].message.content
     )

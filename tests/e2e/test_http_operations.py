@@ -1,5 +1,5 @@
 """Pause, sleep and other weights over HTTP, in real processes: two API servers, an engine and two ranks, any of which
-may die at any moment. Nothing of a stream is lost, and a replay of the trace decides the same."""
+may die at any moment. No token of a stream is lost, and a replay of the trace makes the same decisions."""
 
 import gzip
 import json
@@ -75,7 +75,7 @@ def http(server: Server) -> Iterator[httpx.Client]:
 
 
 class Stream:
-    """A stream that a thread of its own reads."""
+    """A stream that a separate thread reads."""
 
     def __init__(self, server: Server, num_tokens: int = NUM_TOKENS) -> None:
         self.tokens: list[int] = []
@@ -104,7 +104,7 @@ class Stream:
 
 @pytest.fixture(scope="module")
 def expected(server: Server) -> list[int]:
-    """Tokens of the first weights, equal to those of transformers at least in the beginning."""
+    """Tokens with the first weights; at least the first ones equal those of transformers."""
     return Stream(server).all()
 
 

@@ -176,7 +176,8 @@ GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/m
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 @pytest.mark.parametrize("label", OPERATIONS)
 def test_whatever_is_asked_is_answered(server: Server, label: str, mode: GenerationMode) -> None:
-    """By what the document allows, and by what it does not: no fault, no hang; statuses and bodies as it says."""
+    """Requests that the document allows, and others: the server never fails or hangs, and statuses and bodies follow
+    the document."""
 
     num_examples = examples(20 if label.endswith(GENERATING) else 7)
 
@@ -197,4 +198,4 @@ def test_whatever_is_asked_is_answered(server: Server, label: str, mode: Generat
     try:
         ask()
     except Unsatisfiable:
-        assert mode is GenerationMode.NEGATIVE  # nothing can be wrong where nothing is asked
+        assert mode is GenerationMode.NEGATIVE  # a route without parameters has no wrong requests

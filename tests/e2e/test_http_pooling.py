@@ -1,6 +1,6 @@
-"""Vectors and scores over HTTP, as official clients ask for them: two servers, of tiny random models.
+"""Vectors and scores over HTTP, with official clients: two servers of tiny random models.
 
-The first makes vectors and generates, in the same steps; the second scores pairs. transformers says what is right.
+The first makes vectors and generates, in the same steps; the second scores pairs. The reference is transformers.
 """
 
 import base64
@@ -138,7 +138,8 @@ def test_other_forms_of_vectors(http: httpx.Client, embedder: Path) -> None:
 
 
 def test_vectors_in_coheres_form(http: httpx.Client, embedder: Path) -> None:
-    """Vectors are those of texts as they are, behind a prompt of the model's folder, cut at either end, and as bits."""
+    """Vectors of unchanged texts, of texts after a prompt from the model's folder, of texts cut at either end, and
+    vectors as bits."""
     prompts = ids_of(embedder, TEXTS)
     want = vectors(embedder, prompts, "last").numpy()
     found = post(http, "/v2/embed", {"texts": TEXTS, "input_type": "query", "embedding_types": ["float", "ubinary"]})

@@ -252,7 +252,7 @@ def test_wrong_routes_have_the_shape_of_errors(http: httpx.Client, method: str, 
 
 @pytest.mark.parametrize("kind", [None, "", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
 def test_a_body_that_is_not_declared_as_json_is_refused(http: httpx.Client, kind: str | None) -> None:
-    """A web page may send those kinds, and none, to any server unasked."""
+    """A web page may send bodies of these types, and without a type, to any server without permission."""
     headers = {} if kind is None else {"Content-Type": kind}
     for path in ("/v1/completions", "/tokenize", "/v1/requests/none/fork"):
         error = error_of(http.post(path, content=b'{"prompt": "x", "max_tokens": 1}', headers=headers), 415)

@@ -1,4 +1,5 @@
-"""Requests that run, seen and branched over HTTP; what waits says why; what admins may do."""
+"""Running requests are described and forked over HTTP, waiting requests say why they wait, and admins have their
+routes."""
 
 import asyncio
 import json
@@ -24,7 +25,7 @@ DEADLINE_S = scaled(30.0)
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """Slow, so that what is to be seen while it runs can be seen."""
+    """A slow server, so that tests can look at requests while they run."""
     with tempfile.TemporaryDirectory(prefix="vl") as folder:
         flags = ["--address", short_socket(Path(folder)), "--num-gpu-blocks-override", str(NUM_BLOCKS)]
         flags += ["--dtype", "float32", "--max-num-queued-tokens", "1500", "--max-num-seqs", "8"]
@@ -181,7 +182,8 @@ def test_greedy_forks_of_a_chat_go_on_like_it(server: Server, http: httpx.Client
 
 
 def test_forks_of_a_completion_in_a_stream(http: httpx.Client, session: Session) -> None:
-    """With a seed of its own each goes another way; every choice begins with what the trunk had."""
+    """Each fork has another seed and continues differently; every choice begins with the output of the forked
+    request."""
     body = {
         "prompt": "Once upon a time",
         "max_tokens": 300,
