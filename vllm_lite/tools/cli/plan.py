@@ -33,7 +33,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     flags = {name: getattr(arguments, name) for name in PlanConfig.__struct_fields__}
-    flags["model"] = arguments.folder or arguments.model
+    flags["model"] = arguments.model if arguments.folder is None else arguments.folder
     config = PlanConfig.load(flags, file=arguments.config)
     plan = make_plan(config, load(config))
     of_all_ranks = plan.kv_bytes_per_token * (plan.tensor_parallel_size if plan.device == "cuda" else 1)

@@ -25,7 +25,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     flags = {name: getattr(arguments, name) for name in RayServeConfig.__struct_fields__}
-    flags["model"] = arguments.folder or arguments.model
+    flags["model"] = arguments.model if arguments.folder is None else arguments.folder
     config = RayServeConfig.load(flags, file=arguments.config, of_vllm=arguments.of_vllm, notice=vllm_flags.say)
     if arguments.print_config:
         print(config.to_yaml(), end="")

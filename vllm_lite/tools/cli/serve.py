@@ -22,7 +22,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     log.moment("server", "python, command line")
     flags = {name: getattr(arguments, name) for name in RouterConfig.__struct_fields__}
-    flags["model"] = arguments.folder or arguments.model
+    flags["model"] = arguments.model if arguments.folder is None else arguments.folder
     last_name = (arguments.served_model_name or [""])[-1]
     if flags["model"] is None and last_name and Path(last_name, "config.json").is_file():
         raise ConfigError(f"{last_name!r} was read as a name of --served-model-name; give MODEL before the flags")
