@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from tests import fork_server
 from tests.deadlines import scaled
 from vllm_lite.client.engines.session import Session
 
@@ -24,13 +25,17 @@ DEADLINE_S = scaled(60.0)
 
 class Server:
     """A started server. `output` is all it has printed. A `light` one has workers without a model, which start at
-    once."""
+    once. The processes of a `fresh` one are new interpreters, others are forked (fork_server.py)."""
 
-    def __init__(self, *flags: str, env: dict[str, str] | None = None, light: bool = False) -> None:
+    def __init__(
+        self, *flags: str, env: dict[str, str] | None = None, light: bool = False, fresh: bool = False
+    ) -> None:
         self.output = ""
         module = ["-m", *(["tests.e2e.light"] if light else []), "vllm_lite"]
         self._lines = threading.Condition()
-        self.process = subprocess.Popen(
+        fork_server.begin()
+        popen = subprocess.Popen if fresh else fork_server.Popen
+        self.process = popen(
             [sys.executable, *module, "serve", *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -91,10 +96,10 @@ class Server:
 
 @contextmanager
 def serving(
-    *flags: str, env: dict[str, str] | None = None, ready: bool = True, light: bool = False
+    *flags: str, env: dict[str, str] | None = None, ready: bool = True, light: bool = False, fresh: bool = False
 ) -> Iterator[Server]:
     """A server of the demo model on a free port, ended with the block."""
-    server = Server(*flags, "--port", "0", env=env, light=light)
+    server = Server(*flags, "--port", "0", env=env, light=light, fresh=fresh)
     try:
         if ready:
             server.wait_for("ready at")

@@ -8,11 +8,22 @@ import httpx
 import pytest
 from openai import OpenAI
 
+from tests import fork_server
 from tests.deadlines import scaled
 from tests.e2e.reference import Reference, make_reference
 from tests.http_server import Server, client, engine_of
 from tests.pages import chromium
 from vllm_lite.client.engines.session import Session
+from vllm_lite.runtime import supervise
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forked_children() -> Iterator[None]:
+    """Engines that tests launch in this process, and their workers, are forked."""
+    fork_server.begin()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supervise, "Popen", fork_server.Popen)
+        yield
 
 
 @pytest.fixture(scope="session")

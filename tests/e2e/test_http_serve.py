@@ -100,7 +100,7 @@ def test_of_two_that_start_at_once_one_starts_an_engine(count: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
     flags = ["--port", port, "--api-server-count", count]
-    servers = [Server(*flags, light=True) for _ in range(2)]
+    servers = [Server(*flags, light=True, fresh=True) for _ in range(2)]
     try:
         until(lambda: any(server.process.poll() is not None for server in servers), "the end of one", READY_S)
         (loser,) = (server for server in servers if server.process.poll() is not None)
@@ -112,7 +112,7 @@ def test_of_two_that_start_at_once_one_starts_an_engine(count: str) -> None:
         with client(winner) as http:
             assert http.get("/health").status_code == 200
             assert winner.stop() == 0
-        servers.append(Server(*flags, light=True))
+        servers.append(Server(*flags, light=True, fresh=True))
         servers[-1].wait_for("Try:")  # though connections linger
     finally:
         for server in servers:
@@ -171,7 +171,7 @@ def test_help_and_print_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "worker 0"])
 def test_sigterm_while_it_starts(text: str) -> None:
-    with serving(ready=False) as server:
+    with serving(ready=False, fresh=True) as server:
         server.wait_for(text)
         server.stop()
         assert "Traceback" not in server.output
@@ -179,7 +179,9 @@ def test_sigterm_while_it_starts(text: str) -> None:
 
 def test_it_drains(tmp_path: Path) -> None:
     """SIGTERM: not ready at once, what runs goes on to its end, the exit is clean and leaves nothing."""
-    with serving("--shutdown-timeout", str(scaled(30)), env={"TMPDIR": str(tmp_path)}, light=True) as server:
+    with serving(
+        "--shutdown-timeout", str(scaled(30)), env={"TMPDIR": str(tmp_path)}, light=True, fresh=True
+    ) as server:
         answers: list[httpx.Response] = []
 
         def ask() -> None:
@@ -203,7 +205,7 @@ def test_it_drains(tmp_path: Path) -> None:
 
 
 def test_what_takes_too_long_is_aborted() -> None:
-    with serving("--shutdown-timeout", "0", light=True) as server:
+    with serving("--shutdown-timeout", "0", light=True, fresh=True) as server:
         with client(server) as http, http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
             lines = answer.iter_lines()
             next(lines)
@@ -217,7 +219,7 @@ def test_what_takes_too_long_is_aborted() -> None:
 @pytest.mark.parametrize("module", ["vllm_lite.engine.process", "vllm_lite.worker.process"])
 def test_a_dead_child_is_told_and_ends_it(module: str) -> None:
     """Waiting callers are informed, and so is the exit status."""
-    with serving("--max-restarts", "0", light=True) as server, client(server) as http:
+    with serving("--max-restarts", "0", light=True, fresh=True) as server, client(server) as http:
         with http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
             lines = answer.iter_lines()
             next(lines)
@@ -232,7 +234,7 @@ def test_a_dead_child_is_told_and_ends_it(module: str) -> None:
 
 
 def test_health_knows_of_a_dead_engine() -> None:
-    with serving("--max-restarts", "0", light=True) as server, client(server) as http:
+    with serving("--max-restarts", "0", light=True, fresh=True) as server, client(server) as http:
         assert http.get("/health").status_code == 200
         os.kill(children(server.process.pid)["vllm_lite.engine.process"], signal.SIGKILL)
         codes = []
@@ -259,7 +261,7 @@ def test_https(tmp_path: Path) -> None:
     subprocess.run([*made, *name], check=True, capture_output=True, timeout=scaled(60))
     cipher = "ECDHE-ECDSA-AES256-GCM-SHA384"
     flags = ["--ssl-keyfile", key, "--ssl-certfile", certificate, "--ssl-ciphers", cipher, "--disable-fastapi-docs"]
-    with serving(*flags, light=True) as server:
+    with serving(*flags, light=True, fresh=True) as server:
         assert server.url.startswith("https://")
         trust = ssl.create_default_context(cafile=certificate)
         for path, status in {"/docs": 404, "/redoc": 404, "/openapi.json": 404, "/": 200}.items():
@@ -308,7 +310,7 @@ def test_what_the_greeting_says_works(tiny_checkpoint: Path, tmp_path: Path, lef
     """The greeting fits a model without a chat template, and of one that speaks token ids only."""
     model = tmp_path / "plain"
     shutil.copytree(tiny_checkpoint, model, ignore=shutil.ignore_patterns(left_out))
-    with serving(str(model)) as server:
+    with serving(str(model), fresh=True) as server:
         words = shlex.split(server.output.split("Try: ", 1)[1].splitlines()[0])
         name, _, kind = words[words.index("-H") + 1].partition(": ")
         answer = httpx.post(words[1], content=words[words.index("-d") + 1], headers={name: kind}, timeout=scaled(30))
@@ -321,7 +323,7 @@ def test_a_unix_socket_and_a_model_path(tiny_checkpoint: Path, tmp_path: Path) -
     uds = str(tmp_path / "s")
     model = tmp_path / "plain"
     shutil.copytree(tiny_checkpoint, model, ignore=shutil.ignore_patterns("tokenizer_config.json"))
-    server = Server(str(model), "--uds", uds)
+    server = Server(str(model), "--uds", uds, fresh=True)
     try:
         server.wait_for("Try:")
         assert f"unix:{uds}" in server.output

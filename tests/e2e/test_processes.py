@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests import fork_server
 from tests.deadlines import scaled
 from vllm_lite import AsyncClient, RequestOutput, SamplingParams
 from vllm_lite.errors import EngineDeadError
@@ -74,14 +75,17 @@ def engine(run_root: Path, tiny_checkpoint: Path) -> Iterator[Engine]:
 
 
 def family(pid: int) -> list[int]:
-    """`pid` and its descendants, oldest first."""
+    """`pid` and its descendants, oldest first, without those that only fork others."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                name, _, rest = (entry / "stat").read_text().rpartition(")")
             except OSError:
                 continue
+            if name.endswith(f"({fork_server.NAME}"):
+                continue
+            parent = int(rest.split()[1])
             children.setdefault(parent, []).append(int(entry.name))
     found = [pid]
     for member in found:

@@ -34,7 +34,7 @@ def run(env: dict[str, str], *words: str) -> str:
 
 
 def test_a_server_is_listed_with_what_it_does_and_ended(place: dict[str, str]) -> None:
-    with serving(env=place) as server:
+    with serving(env=place, fresh=True) as server:
         (row,) = json.loads(run(place, "ps", "--json"))
         assert row["pid"] == server.process.pid
         assert (row["kind"], row["model"], row["state"]) == ("server", "demo_model", "serving")
@@ -59,7 +59,7 @@ def test_a_server_is_listed_with_what_it_does_and_ended(place: dict[str, str]) -
 
 
 def test_ranks_are_listed_and_have_cores_of_their_own(place: dict[str, str]) -> None:
-    with serving("--tensor-parallel-size", "2", env=place) as server:
+    with serving("--tensor-parallel-size", "2", env=place, fresh=True) as server:
         (row,) = json.loads(run(place, "ps", "--json"))
         assert [worker["rank"] for worker in row["workers"]] == [0, 1]
         for rank, worker in enumerate(row["workers"]):
@@ -75,7 +75,7 @@ def test_ranks_are_listed_and_have_cores_of_their_own(place: dict[str, str]) -> 
 
 
 def test_force_ends_a_server_that_is_stopped(place: dict[str, str]) -> None:
-    with serving(env=place, light=True) as server:
+    with serving(env=place, light=True, fresh=True) as server:
         server.process.send_signal(signal.SIGSTOP)
         words = ("kill", "all", "--force", "--timeout", "0.2")
         assert run(place, *words) == f"{server.process.pid} demo_model: killed\n"

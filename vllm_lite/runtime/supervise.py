@@ -12,7 +12,6 @@ import gc
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import sysconfig
 import threading
@@ -21,6 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from subprocess import DEVNULL, Popen
 from typing import TypeVar
 
 import msgspec
@@ -98,11 +98,11 @@ class ChildProcess(Child):
         try:
             read_end, write_end = os.pipe()
             try:
-                process = subprocess.Popen(
+                process = Popen(
                     [sys.executable, "-P", "-m", module, str(read_end), str(os.getpid())],
                     pass_fds=(read_end, *self._fds),
                     env=_environment(),
-                    stdin=subprocess.DEVNULL,
+                    stdin=DEVNULL,
                     stdout=2,  # so that a script's stdout has only what the script prints
                     process_group=0,  # Ctrl-C reaches the parent only, which ends its children in order
                 )
