@@ -1,7 +1,7 @@
 """/v1/responses on a real server, as OpenAI's package sees it.
 
-The demo model's template is replaced by one with the literals of hermes and of Qwen's reasoning; only grammars make its
-answers what they have to be.
+The demo model's template is replaced by one with the literals of hermes and of Qwen's reasoning; only grammars give its
+answers the right form.
 """
 
 import json
@@ -446,7 +446,7 @@ def test_random_bodies_are_answered_or_refused(http: httpx.Client) -> None:
 
 
 def test_what_waits_holds_the_bytes_of_its_body() -> None:
-    """Otherwise thousands of queued responses keep bodies of any size; what is over no longer counts."""
+    """Otherwise thousands of queued responses could hold bodies of any size. Ended responses no longer count."""
     thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "x" * 280_000}]}
     body: dict[str, Any] = {"model": "demo", "input": [thought, {"role": "user", "content": "Hi."}], "background": True}
     with serving(*SMALL_BODIES, light=True) as server, httpx.Client(base_url=server.url, timeout=scaled(60)) as http:

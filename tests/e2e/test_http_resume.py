@@ -1,4 +1,4 @@
-"""Streams over HTTP whose connections break, and go on over others: two API servers, real sockets."""
+"""Streams over HTTP whose connections break and that continue over other connections: two API servers, real sockets."""
 
 import json
 import os
@@ -60,7 +60,7 @@ class Wire:
         stack.callback(self.close)
         self._headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         host, port = server.url.removeprefix("http://").split(":")
-        for _ in range(200):  # the kernel chooses whose a connection is
+        for _ in range(200):  # the kernel chooses the server of a connection
             self._http = HTTPConnection(host, int(port), timeout=DEADLINE_S)
             answer = self.ask("GET", "/load")
             if number in (None, json.loads(answer.read()).get("server")):
@@ -116,7 +116,7 @@ def shown(*pieces: bytes) -> dict[Any, Any]:
 
 @pytest.fixture(scope="module")
 def expected(server: Server) -> Expected:
-    """Contents of streams that are not cut. Each is asked for once: the server is slow on purpose."""
+    """Contents of uninterrupted streams. Each is requested only once, because the server is slow on purpose."""
     known: dict[str, bytes] = {}
 
     def find(**changes: Any) -> dict[Any, Any]:
@@ -132,8 +132,8 @@ def expected(server: Server) -> Expected:
 
 
 def broken(connect: Connect, name: str, numbers: list[int], end: Callable[[Wire], None], **changes: Any) -> Any:
-    """Read a stream over one connection to each of these servers, one after the other. What it has shown, cut in the
-    middle of events."""
+    """Read a stream over one connection to each of these servers in turn, each cut in the middle of an event. Returns
+    the text of all connections."""
     wires: list[Wire] = []
     last = ""
     for place, number in enumerate(numbers):

@@ -1,4 +1,4 @@
-"""Scripted outputs through the whole product: what a model writes, and what the clients of each dialect get."""
+"""Scripted outputs in the whole product: a model writes given texts, and clients of each API get the right answers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_a_model_writes_its_script(http: httpx.Client, number: int, temperature:
 
 
 def test_a_script_follows_the_results_of_tools(http: httpx.Client) -> None:
-    """As an agent's turns do: script 0, and behind one result script 1."""
+    """An agent's turns: script 0, and after the result of a tool script 1."""
     user: dict[str, Any] = {"role": "user", "content": "Hi"}
     assert answer(http, user)["message"]["content"] == SAID[0][0]
     call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}

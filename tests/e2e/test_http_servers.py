@@ -1,4 +1,4 @@
-"""Several API servers behind one address: one engine, one port, and every request found from each of them."""
+"""Several API servers behind one address: one engine, one port, and each server finds every request."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ MODULE = "vllm_lite.server.processes.http_server"
 KEY = {"Authorization": "Bearer key"}
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 SLOW = ["--attention-backend", "reference", "--enforce-eager"]
-"""So that what is to be seen while requests run can be seen."""
+"""Flags of a slow server, so that tests can look at requests while they run."""
 DEADLINE_S = scaled(30.0)
 
 
@@ -35,8 +35,8 @@ def server() -> Iterator[Server]:
 
 
 class Both:
-    """A connection to each of two servers. The kernel chooses whose a connection is, so they are made until there are
-    both."""
+    """A connection to each of two servers. The kernel chooses the server of a connection, so connections are opened
+    until both servers have one."""
 
     def __init__(self, server: Server) -> None:
         self._stack = ExitStack()
@@ -84,7 +84,7 @@ def test_the_engine_logs_its_statistics_and_nobody_else_does(server: Server) -> 
 
 
 async def test_requests_are_spread_over_both(server: Server) -> None:
-    """Each of 30 requests has a connection of its own; /load counts what each server runs."""
+    """Each of 30 requests has a separate connection; /load counts the requests of each server."""
     asking = httpx.AsyncClient(base_url=server.url, headers=KEY, timeout=DEADLINE_S)
     async with asyncio.timeout(DEADLINE_S), asking as http:
 
@@ -151,7 +151,7 @@ def numbers(value: Any) -> Iterator[float]:
 
 @pytest.mark.parametrize("call_id", FORKED)
 def test_forks_are_the_same_from_both(server: Server, call_id: str) -> None:
-    """Greedy forks go on like the request itself, with its logprobs from the first token on."""
+    """Greedy forks continue like the request itself, with its logprobs from the first token on."""
     path, body = FORKED[call_id]
     params = {"max_tokens": 600, "ignore_eos": True, "temperature": 0}
     body = {**body, "request_id": call_id[-1], **({"sampling_params": params} if call_id == "gen-d" else params)}
@@ -233,7 +233,7 @@ def test_one_that_is_killed_is_replaced_and_the_others_go_on(server: Server) -> 
     assert '"finish_reason":"length"' in text
     assert text.endswith("data: [DONE]")
     server.wait_for("API server 1 ended (killed by SIGKILL); it is started again")
-    with Both(server) as both:  # those who come meanwhile wait, and are not refused
+    with Both(server) as both:  # connections that arrive meanwhile wait, and are not refused
         for http in both.of.values():
             assert http.post("/v1/completions", json={**LONG, "max_tokens": 3}).status_code == 200
     until(lambda: load_of(server)["server_load"] == 0, "the end of all requests")

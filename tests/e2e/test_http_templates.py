@@ -1,5 +1,5 @@
-"""Chats in every dialect through the chat template: a developer's message is in the prompt, lists of parts come to a
-template that writes them, and what it leaves out is named in the Warning header."""
+"""Chats in every dialect through the chat template: a developer's message is in the prompt, a template that writes
+lists of parts gets them, and the Warning header names messages that it leaves out."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -42,7 +42,7 @@ def warned(answer: httpx.Response) -> str:
 
 
 def prompt_of(http: httpx.Client, path: str, **body: Any) -> str:
-    """The text of what a /render route tokenizes."""
+    """The text that a /render route tokenizes."""
     ids = posted(http, path, **body).json()["token_ids"]
     return str(posted(http, "/detokenize", tokens=ids).json()["prompt"])
 

@@ -1,7 +1,7 @@
 """Structured output and tools over HTTP, as OpenAI's package sees them.
 
-The demo model knows no JSON and no tools, so only the grammar makes its answers what they have to be. Its template is
-replaced by one with the literals of hermes, as Qwen's has them.
+The demo model knows neither JSON nor tools, so only the grammar gives its answers the right form. Its template is
+replaced by one with the literals of hermes, like Qwen's.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Whole turns of agents on a real server, whose model plays them: a call, its result, a text.
+"""Whole turns of agents on a real server with scripted outputs: a call, its result, a text.
 
-The requests have what Codex and Claude Code send at their defaults; tests/acceptance/try_agents.py runs the
-agents themselves.
+The requests have the fields that Codex and Claude Code send by default; tests/acceptance/try_agents.py runs the agents
+themselves.
 """
 
 import json
@@ -187,7 +187,8 @@ def test_twenty_turns_find_their_prefix_in_the_cache(http: httpx.Client, form: s
 
 
 def test_every_door_is_steady(http: httpx.Client) -> None:
-    """The same number of tokens with the header and the count as without; what a user says is not touched."""
+    """Prompts have the same number of tokens with and without the agent's header and count. Texts of users are not
+    changed."""
     user = [{"role": "user", "content": f"Say {left(0)}"}, {"role": "user", "content": header(0)}]
 
     def counts(system: str, later: str) -> list[int]:

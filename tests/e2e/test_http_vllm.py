@@ -194,7 +194,8 @@ def test_tokenizer_info(http: httpx.Client) -> None:
 
 
 def test_what_flags_of_vllm_make_of_answers() -> None:
-    """Below a proxy's path and without it; tokens by their ids; usage in every chunk; the load, if it is asked for."""
+    """Answers below a proxy's path and without it; tokens by their ids; usage in every chunk; the load, if a request
+    asks for it."""
     flags = ("--root-path", "/llm", "--return-tokens-as-token-ids", "--enable-force-include-usage")
     with serving(*flags, "--log-level", "error") as server, client(server) as http:
         body = {"prompt": "Once upon a", "max_tokens": 4, "temperature": 0, "logprobs": 1, "ignore_eos": True}

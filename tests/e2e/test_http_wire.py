@@ -1,4 +1,4 @@
-"""HTTP as bytes: what is none, sizes and times of its parts, requests one behind another on one connection."""
+"""HTTP as bytes: invalid HTTP, limits of size and time for its parts, and several requests on one connection."""
 
 import json
 import re
@@ -78,7 +78,7 @@ def test_a_trailer_is_no_header(server: Server) -> None:
 
 @pytest.mark.parametrize("rest", [b"", b"Content-Length: 9\r\n\r\n1234567"])
 def test_requests_without_end_take_little_memory(server: Server, rest: bytes) -> None:
-    """A client without a key sends as many as are taken, and reads nothing."""
+    """A client without a key sends as many requests as the server reads, and reads no answer."""
     process = psutil.Process(server.process.pid)
     with connected(server) as connection:
         before = process.memory_info().rss

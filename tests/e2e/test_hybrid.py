@@ -20,7 +20,7 @@ from vllm_lite.protocol.stats import Stats
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SLOTS = 24
 END = 2
-"""The checkpoints' end token, which templates write behind each message."""
+"""The checkpoints' end token, which templates write after each message."""
 
 
 class Chats:
@@ -35,7 +35,7 @@ class Chats:
         self.reference.generation_config.eos_token_id = None
         space = slots * spec.state_bytes() / GIB
         usual = {"max_model_len": 512, "max_num_batched_tokens": 40, "max_num_seqs": 6, "block_size": 16}
-        usual["single_process"] = True  # what is computed is the same
+        usual["single_process"] = True  # computes the same
         swap = 2.001 * host_states * spec.state_bytes() / GIB
         self.llm = LLM(str(self.path), state_cache_space=space, swap_space=swap, **(usual | settings))  # type: ignore[arg-type]
         self.params = GREEDY
@@ -46,8 +46,8 @@ class Chats:
         return self._expected[tuple(prompt)]
 
     def check_tokens(self, prompt: list[int], tokens: list[int]) -> None:
-        """They are what transformers goes on with: each is the best behind those before it. That takes one pass over
-        all of them, where generating takes one a token."""
+        """Check that transformers would generate these tokens: each has the largest logit after the tokens before it.
+        This takes one forward pass, while generating takes one for each token."""
         assert len(tokens) == self.params.max_tokens
         ids, allowed = torch.tensor([[*prompt, *tokens]]), self.params.allowed_token_ids
         with torch.inference_mode():

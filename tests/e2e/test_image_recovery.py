@@ -43,7 +43,7 @@ class Killed:
         self.expected = self.serve()
 
     def serve(self) -> list[list[int]]:
-        """The tokens of all prompts at once, nothing of which is cached."""
+        """The tokens of all prompts, computed together with empty caches."""
         return asyncio.run(asyncio.wait_for(self._serve(), scaled(60.0)))
 
     async def _serve(self) -> list[list[int]]:

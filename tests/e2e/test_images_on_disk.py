@@ -91,7 +91,7 @@ Shown = tuple[Path, list[int], list[int]]
 
 @pytest.fixture
 def shown(checkpoint: Path, tmp_path: Path) -> Shown:
-    """A directory with the vectors of two images, whose KV is lost, and the answers of an engine without one."""
+    """A directory with the vectors of two images but not their KV, and the answers of an engine without a directory."""
     with closing(open_llm(checkpoint, None)) as llm:
         expected = ask(llm, PARTS), ask(llm, ELSEWHERE)
     folder = tmp_path / "kv"

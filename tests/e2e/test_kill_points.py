@@ -1,8 +1,8 @@
-"""Processes are killed at each of the moments that matter: every stream gets the tokens it would have had, and nothing
-is left in the end.
+"""Processes are killed at each critical moment: every stream gets the tokens that it would have had, and no process or
+file is left at the end.
 
-One engine lives through death after death. Where it does not matter what a worker computes it is a simulated one in a
-real process, which starts fast and checks that every block it reads holds the history of the sequence that reads it.
+One engine survives many deaths of its workers. If a test does not depend on the tokens, the worker is a simulated one
+in a real process. It starts fast, and checks that every block that a sequence reads has the history of this sequence.
 """
 
 import asyncio
@@ -97,7 +97,7 @@ BRANCH = SamplingParams(temperature=0.0, max_tokens=200)  # more than its parent
 
 
 class Killed:
-    """An engine, its plan of deaths, and what its load got when nobody died."""
+    """An engine, its plan of deaths, and the outputs of its load without deaths."""
 
     def __init__(self, launched: LaunchedEngine, plan: Plan, load: dict[str, tuple[list[int], SamplingParams]]) -> None:
         self.launched = launched

@@ -1,5 +1,5 @@
-"""A KV cache on disk through whole engines: after a restart, a kill or beside another engine the same tokens come, and
-the prompt is not computed again; of what does not fit nothing is found."""
+"""A KV cache on disk in whole engines: after a restart or a kill, and in another engine, the tokens are the same and
+the prompt is not recomputed. Files of another model or format are not used."""
 
 import errno
 import os
@@ -47,7 +47,7 @@ def ask(llm: LLM, prompt: list[int], params: SamplingParams = SHORT) -> tuple[li
 
 
 def until_written(llm: LLM, num_keys: int) -> None:
-    """Wait until so many blocks and states can be found on disk, and none is on its way."""
+    """Wait until this number of blocks and states is on disk, and no write is in progress."""
     deadline_s = time.monotonic() + scaled(20.0)
     while (stats := llm.stats()).num_stored_keys < num_keys or stats.num_writing_blocks:
         assert time.monotonic() < deadline_s, f"{stats.num_stored_keys} are written, {stats.num_writing_blocks} are not"
@@ -55,7 +55,7 @@ def until_written(llm: LLM, num_keys: int) -> None:
 
 
 def has_others(llm: LLM) -> bool:
-    """Whether others have taken the place of an engine or workers that died, and know what is on disk."""
+    """Whether a dead engine, or dead workers, have been replaced, and the new ones have listed the files on disk."""
     try:
         stats = llm.stats()
     except EngineDeadError:
@@ -213,7 +213,7 @@ def test_sleep_and_wake_keep_the_kv(written: tuple[Path, list[int]]) -> None:
 def test_who_waited_for_the_workers_finds_what_a_slow_directory_holds(
     written: tuple[Path, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A start ends when it is known what there is: a chat over a swap is scheduled in that moment."""
+    """A start ends when the files on disk are listed; a chat that waited during it is scheduled at that moment."""
     folder, tokens = written
     look = DiskStore.look
 

@@ -1,4 +1,4 @@
-"""One directory of KV for several engines behind one address, and for engines on the nodes of a Ray cluster."""
+"""One KV directory shared by several engines behind one address, and by engines on the nodes of a Ray cluster."""
 
 import os
 import signal

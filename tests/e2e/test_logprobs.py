@@ -1,4 +1,4 @@
-"""Logprobs and ranks in float32 are those of transformers, whatever was cached, cut up or preempted before them."""
+"""Logprobs and ranks in float32 are those of transformers, also after cache hits, chunks and preemptions."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ SETTINGS = {"max_num_batched_tokens": 64, "block_size": 8, "num_gpu_blocks_overr
 
 
 def worst_difference(completion: CompletionOutput, logits: torch.Tensor) -> float:
-    """The largest distance of a continuation's logprobs from those of `logits`; checks ranks and sums, too."""
+    """The largest difference between a continuation's logprobs and those of `logits`. It also checks ranks and sums."""
     assert completion.logprobs is not None
     worst = total = 0.0
     expected = logits.log_softmax(-1)
@@ -72,7 +72,8 @@ def test_tokens_that_are_named_have_theirs_in_every_step(llama):
 
 
 def test_logprobs_of_random_tokens_are_those_of_the_raw_logits(llama):
-    """Temperature and filters decide what is drawn, not what is reported; a rare token is reported beside the best."""
+    """Temperature and filters change the sampled token, not the reported logprobs. A rare token is reported beside the
+    best ones."""
     prompts = [case.prompt for case in llama.cases[:12]]
     params = [
         SamplingParams(temperature=2.0, seed=place, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=NUM_TOP)

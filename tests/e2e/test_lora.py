@@ -175,7 +175,7 @@ def test_only_admins_load_and_unload(server: Server, adapted: Adapted) -> None:
 
 
 def test_every_dialect_takes_an_adapter_as_its_model(http: httpx.Client) -> None:
-    """Their answers are those of the adapter, and carry its name."""
+    """Answers in every API are those of the adapter, and have its name."""
     chat = [{"role": "user", "content": "The quick brown fox"}]
     few, options = {"max_tokens": 6, "temperature": 0}, {"num_predict": 6, "temperature": 0}
     bodies: dict[str, dict[str, Any]] = {
@@ -217,8 +217,8 @@ def test_vectors_are_those_of_the_adapter(http: httpx.Client) -> None:
 def test_an_adapter_unloaded_while_it_runs_and_deaths_of_processes(
     server: Server, http: httpx.Client, adapted: Adapted, tmp_path: Path
 ) -> None:
-    """A worker is killed while two adapters run, then the engine: streams go on with their tokens, and an adapter that
-    was loaded over HTTP is there again, read once more."""
+    """A worker is killed while two adapters run, then the engine: streams continue with the same tokens, and an adapter
+    that was loaded over HTTP is loaded again."""
     folder = Path(shutil.copytree(adapted.adapters["poems"], tmp_path / "poems"))
     load(http, "poems", folder)
     long = {"max_tokens": 440}

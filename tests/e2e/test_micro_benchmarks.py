@@ -1,4 +1,4 @@
-"""`python benchmarks step|startup` on the demo model: that their figures are there and add up, not what they are."""
+"""`python benchmarks step|startup` on the demo model: their figures exist and add up; the values are not checked."""
 
 import json
 from pathlib import Path
@@ -17,8 +17,9 @@ from vllm_lite.kernels import cpu
 @pytest.mark.skipif(not cpu.available(), reason="no native library")
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_parts_of_a_step_add_up(tp: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """The first of several workers is shown, which answers and samples like the others. So many steps that the streams
-    decode together for most of them also where their requests come apart, on a busy machine."""
+    """Of several workers the first one is shown, which answers and samples like the others. There are so many steps
+    that the streams decode together for most of them, even if their requests arrive at different times on a busy
+    machine."""
     arguments = ["step", "--streams", "3", "--context", "140", "--steps", "200"]
     assert commands.main([*arguments, "-tp", str(tp), "--cpu-threads", str(2 // tp), "--json"]) == 0
     figures = json.loads(capsys.readouterr().out)

@@ -85,7 +85,7 @@ def test_other_families(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_chat_of_twenty_turns(hybrid: Path, method: str) -> None:
-    """Each prompt is the one before with its answer and what follows."""
+    """Each prompt is the previous one with its answer and a new message."""
 
     def chat(**settings: Any) -> tuple[list[list[int]], list[int | None]]:
         params, prompt = SamplingParams(temperature=0.0, max_tokens=7, allowed_token_ids=ALLOWED), [1, 9, 30]

@@ -1,4 +1,4 @@
-"""The wheel holds what a user needs, works where there is no source tree, and is built without a compiler too."""
+"""The wheel has all files that a user needs, works without the source tree, and can be built without a compiler."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ NO_COMPILER = {"CXX": "/nonexistent/c++", "CC": "/nonexistent/cc"}
 @dataclass(frozen=True)
 class Wheel:
     name: str
-    folder: Path  # what it unpacks to
+    folder: Path  # the unpacked wheel
     output: str  # of the build
 
     @property
@@ -31,7 +31,7 @@ class Wheel:
 
 
 def build(folder: Path, env: dict[str, str], objects: Path | None = None) -> Wheel:
-    """Build this tree's wheel without network and unpack it. `objects` keeps what was compiled, for the next time."""
+    """Build this tree's wheel without a network, and unpack it. `objects` keeps compiled files for the next build."""
     command = [sys.executable, "-m", "pip", "wheel", "--verbose", "--no-deps", "--no-build-isolation", "--no-index"]
     if objects is not None:
         command += ["--config-settings", f"build-dir={objects}"]
@@ -53,8 +53,8 @@ def build(folder: Path, env: dict[str, str], objects: Path | None = None) -> Whe
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Wheel:
-    """Compiling takes minutes of CPU time, so only what has changed since the last run is compiled, for one instruction
-    set and unoptimized."""
+    """Compiling everything takes minutes of CPU time. So only files that have changed since the last run are compiled,
+    without optimization and for one instruction set."""
     cache: pytest.Cache | None = getattr(request.config, "cache", None)  # None with -p no:cacheprovider
     env = {"CMAKE_ARGS": "-DVLLM_LITE_OPTIMIZE=-O0 -DVLLM_LITE_BASELINE=ON"}
     return build(tmp_path_factory.mktemp("wheel"), env, cache and cache.mkdir("wheel-build"))
@@ -66,7 +66,8 @@ def plain_wheel(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
 
 
 def run_with(wheel: Wheel, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Python with `wheel` in place of this environment's own install, whose import hooks -S leaves out."""
+    """Run Python with `wheel` instead of this environment's own install; -S disables the import hooks of that
+    install."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(wheel.folder), sysconfig.get_path("platlib")])}
     return subprocess.run(
         [sys.executable, "-S", *arguments],
@@ -154,7 +155,7 @@ def test_command_line_of_the_wheel(wheel: Wheel) -> None:
 
 
 def test_this_install_finds_its_files() -> None:
-    """The suite runs on an editable install, whose sources and library lie in two folders."""
+    """Tests run with an editable install, whose sources and library are in two folders."""
     package = files("vllm_lite")
     assert (package / "csrc" / "cpu" / "sampler.cpp").is_file()
     assert (package / "demo_model" / "config.json").is_file()

@@ -45,7 +45,7 @@ ENGINE_COUNTS = {
 
 @pytest.fixture(scope="module")
 def router(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Two models, of which one is loaded at a time, one behind a key of its own, and entries with faults and hostile
+    """Two models, of which one is loaded at a time, one with a separate key, and entries with faults and hostile
     names."""
     hostile = "".join(f"  {json.dumps(name)}: {{model: demo}}\n" for name in HOSTILE[:150])
     faulty = "".join(f"  bad{number}: {json.dumps({'model': text})}\n" for number, text in enumerate(HOSTILE[150:]))

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(emulator.available() is None, reason="no C++ com
 
 
 class EmulatedBackend(PagedBackend):
-    """On a CPU, which stands for the GPU."""
+    """The paged backend on a CPU, with kernels in the emulator of a GPU."""
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape, emulator.EmulatorLauncher())

@@ -24,14 +24,15 @@ Tokens = list[list[int]]
 
 
 class Poisonable:
-    """An engine whose workers die of marked requests while `file` is there."""
+    """An engine whose workers die of marked requests while `file` exists."""
 
     def __init__(self, launched: LaunchedEngine, file: Path) -> None:
         self.launched = launched
         self.file = file
 
     def serve(self, num: int, *bad: SamplingParams, forked: bool = False) -> tuple[list[Tokens], list[str], Stats]:
-        """The tokens of `num` good requests, the errors of bad ones with these parameters, and what is counted."""
+        """The tokens of `num` good requests, the errors of bad ones with these parameters, and the engine's
+        counters."""
         return asyncio.run(asyncio.wait_for(self._serve(num, bad, forked), PATIENCE_S))
 
     async def _serve(

@@ -58,7 +58,7 @@ def oracle() -> Any:
 
 
 def test_an_engine_in_this_process_is_freed_with_all_that_it_made() -> None:
-    """Its threads stand in for processes, whose objects are kept from collections for good."""
+    """Its threads replace processes, whose objects are excluded from garbage collection for good."""
     frozen = gc.get_freeze_count()
     with start("demo", single_process=True) as llm:
         llm.generate("Once", GREEDY, use_tqdm=False)

@@ -1,4 +1,4 @@
-"""`vllm-lite run-batch`, killed in the middle, run again, and with a server of its own."""
+"""`vllm-lite run-batch`: killed in the middle and run again, and with a server that it starts itself."""
 
 import itertools
 import json

@@ -1,5 +1,5 @@
-"""Outputs that have to have a form, through all of the engine, in a model that knows no JSON: a slice of what
-tests/acceptance/structured_check.py runs. The judges are jsonschema and a regex engine."""
+"""Structured outputs in a whole engine with a model that knows no JSON: a part of the cases of
+tests/acceptance/structured_check.py. jsonschema and a regex engine check the outputs."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ ROWS = (
 
 @pytest.fixture(scope="module")
 def matrix() -> Matrix:
-    """20 schemas and 10 regular expressions, and what the first row of each kind gave."""
+    """20 schemas and 10 regular expressions, and the results of the first row of each kind."""
     cases = [case for case in load_cases() if not case.refused]
     schemas, regexes = ([case for case in cases if key in case.wanted] for key in ("json", "regex"))
     few = [*chosen(schemas, 20), *chosen(regexes, 10)]

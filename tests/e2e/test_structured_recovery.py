@@ -1,5 +1,5 @@
-"""A worker and an engine are killed in the middle of outputs that follow a grammar: they go on with the same tokens,
-and the grammars with them. All in float32."""
+"""A worker and an engine are killed in the middle of outputs that follow a grammar. The outputs continue with the same
+tokens and still follow it. All in float32."""
 
 import asyncio
 import json

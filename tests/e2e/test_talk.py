@@ -86,7 +86,7 @@ def test_a_chat(server: Server, env: dict[str, str], tmp_path: Path) -> None:
 
 
 def interrupted(user: Typist) -> str:
-    """Ask for a long answer and stop it after its first words. Returns what was said of it."""
+    """Ask for a long answer and stop it after its first words. Returns the word that the program prints for it."""
     for _ in range(5):  # on a starved machine the whole answer may be there before the key is pressed
         user.say("Tell me a story.")
         user.wait_for(r"\w+ \w+")

@@ -1,8 +1,8 @@
 """One model over several ranks gives the tokens that one rank gives, and those of transformers, in float32.
 
-One engine serves a mixture of everything at once: prompts in chunks, prefixes from the cache, a pool so small that
-sequences are preempted, samples, beams, penalties, logprobs. Ranks are threads here; test_tensor_parallel_failures.py
-and the last test below have processes.
+One engine serves a mixture of many features at once: prompts in chunks, cached prefixes, a pool so small that sequences
+are preempted, samples, beams, penalties, logprobs. Ranks are threads here, but processes in
+test_tensor_parallel_failures.py and in the last test below.
 """
 
 from pathlib import Path
@@ -75,7 +75,7 @@ def generate(llm: LLM) -> list[RequestOutput]:
 
 
 class Served:
-    """A shape's checkpoint: what transformers makes of its prompts, and what one rank makes of the mixture."""
+    """A shape's checkpoint, transformers' outputs for its prompts, and the outputs of one rank for the mixture."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -140,7 +140,8 @@ def test_drafts_change_nothing_on_ranks(served: Any, settings: dict[str, Any]) -
 
 
 def test_quantized_weights_are_sharded_too(served: Any) -> None:
-    """A rank's part of a row may begin within a group of 32, whose scale is then another one: close, not equal."""
+    """A rank's part of a row may begin within a group of 32 and then has other scales, so results are close but not
+    equal."""
     one = served("llama")
     scores = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
     found = []

@@ -22,14 +22,14 @@ __all__ = ["run_root"]
 
 WORLD, NUM_STREAMS = 2, 12
 SILENCE_S = 1.5
-"""On an idle machine. How busy this one is is asked when an engine starts, not when this file is imported."""
+"""Seconds on an idle machine. They are scaled for a busy one when an engine starts, not when this file is imported."""
 
 Launch = Callable[..., LaunchedEngine]
 
 
 @pytest.fixture
 def launch(run_root: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
-    """Starts an engine whose workers are tests/e2e/failing_worker.py. When it has ended, nothing of it is left."""
+    """Starts an engine whose workers are tests/e2e/failing_worker.py. Checks that nothing is left when it has ended."""
     module = "tests.e2e.failing_worker"
     monkeypatch.setattr(launching, "EngineSettings", partial(EngineSettings, worker_module=module))
     launched: list[LaunchedEngine] = []

@@ -23,7 +23,7 @@ SIZES = [(80, 24), (40, 12), (20, 6), (250, 70)]
 
 
 class Terminal:
-    """A terminal of so many columns and lines that runs a command."""
+    """A terminal of a given size that runs a command."""
 
     def __init__(self, command: list[str], columns: int, lines: int, **env: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="vl-")

@@ -1,9 +1,9 @@
 """Streams and answers of the demo model, as the official clients see them, against transcripts in tests/transcripts.
 
-A transcript has each event's name and fields: numbers and texts are left out, names, roles, reasons, flags and nulls
-stay. How many tokens come in one event depends on the machine, so that events which only go on with a text are left
-out, and a chunk that brings several things is several. Whatever else changes of a dialect is a changed line.
-`python -m tests.e2e.test_transcripts` writes them anew.
+A transcript has each event's name and fields: without numbers and texts, but with names, roles, reasons, flags and
+nulls. The number of tokens in an event depends on the machine. So events that only continue a text are left out, and a
+chunk with several things counts as several chunks. Any other change of an API changes a line. `python -m
+tests.e2e.test_transcripts` writes them anew.
 """
 
 import json
@@ -43,7 +43,7 @@ TELLING = {
     "name",
     "param",
 }
-"""Fields whose texts are words of the dialect."""
+"""Fields whose texts are fixed words of the API; they are kept."""
 PIECES = {"arguments", "partial_json"}
 """Fields whose texts may be empty in the first event or not."""
 PLACES = {"index", "output_index", "content_index", "code"}
@@ -168,7 +168,7 @@ def without_repeats(values: Iterable[Any]) -> list[Any]:
 
 
 def without_pieces(seen: list[Any]) -> list[Any]:
-    """Leave out events that only go on with the text of the one before, or whose text the end might have brought."""
+    """Leave out events that only continue the text of the previous one, or whose text may also arrive with the end."""
     kept: list[Any] = []
     for event in seen:
         if kept and is_part(event, kept[-1]):
@@ -180,7 +180,7 @@ def without_pieces(seen: list[Any]) -> list[Any]:
 
 
 def apart(event: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A chunk of a chat, one thing at a time: what was thought, what is said, calls, and the end."""
+    """Split a chunk of a chat into several, with one thing each: reasoning, content, calls, and the end."""
     if event.get("object") != "chat.completion.chunk" or not event["choices"]:
         yield event
         return

@@ -161,7 +161,7 @@ def test_a_text_where_there_is_a_tokenizer(engine: LaunchedEngine, tiny_checkpoi
 
 
 def documented_commands(program: str) -> list[list[str]]:
-    """The words behind `program` and the address in each line of docs/connecting.md that runs it."""
+    """The words after `program` and the address, for each line of docs/connecting.md that runs the program."""
     page = (SCRIPTS.parent / "docs" / "connecting.md").read_text()
     lines = re.findall(rf"^    \S+ ?\S*{program} (.*)$", page, re.MULTILINE)
     found = [shlex.split(line, comments=True) for line in lines]

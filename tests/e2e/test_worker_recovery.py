@@ -1,5 +1,5 @@
-"""Workers die in every way they can, under a mixed load: every stream goes on, with the tokens that it has when nothing
-dies. In float32."""
+"""Workers die in every possible way under a mixed load: every stream continues, with the same tokens as without deaths.
+In float32."""
 
 import asyncio
 import os
@@ -23,7 +23,7 @@ from vllm_lite.protocol.stats import Stats
 from vllm_lite.worker import process
 
 SILENCE_S = 1.5
-"""On an idle machine. How busy this one is is asked when an engine starts, not when this file is imported."""
+"""Seconds on an idle machine. They are scaled for a busy one when an engine starts, not when this file is imported."""
 NUM_TOKENS = 120
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, seed=11, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -44,7 +44,7 @@ Tokens = list[list[int]]
 
 @pytest.fixture
 def launch(tiny_checkpoint: Path) -> Iterator[Launch]:
-    """Starts an engine whose first workers fail as tests/e2e/failing_worker.py is asked to."""
+    """Starts an engine whose first workers fail as tests/e2e/failing_worker.py describes."""
     with ExitStack() as stack:
 
         def start(world: int, failure: str | None = None, **settings: Any) -> LaunchedEngine:
