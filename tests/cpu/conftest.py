@@ -103,7 +103,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 @pytest.fixture
 def ops(monkeypatch: pytest.MonkeyPatch) -> CpuOps:
-    """It may not fall back on what it is compared with."""
+    """Native operations that may not fall back on plain torch, with which they are compared."""
     for name in vars(TorchOps):
         if not name.startswith("_"):
             monkeypatch.setattr(TorchOps, name, None)

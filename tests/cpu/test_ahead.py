@@ -72,7 +72,7 @@ def bytes_of(packed: PackedWeight) -> tuple[bytes | None, ...]:
 
 
 def keys_of(model: Model) -> list[Any]:
-    """In the order in which they are loaded; what other ranks have is not."""
+    """Keys in the order in which they are loaded, without those of other ranks."""
     groups = (group for group in model.weight_groups() if any(slot.num_elements for slot in group.slots))
     return [part.packing_key for group in groups for part in group.stacks if part.packed_as is not None]
 

@@ -70,7 +70,7 @@ def test_products_of_integers_have_the_bits_of_other_processors(num_rows: int) -
 
 
 def test_memory_of_nobody_ends_the_emulated_process() -> None:
-    """So that a test fails whose kernel reads too far."""
+    """So a test fails if its kernel reads too far."""
     with emulated("max"):
         read = library.function("vllm_lite_read", (library.pointer, library.int64), library.int64)
         with pytest.raises(RuntimeError, match="the emulated process ended with 1"):

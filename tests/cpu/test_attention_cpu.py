@@ -64,8 +64,8 @@ def exact(batch):
 
 
 def assert_exact(lengths, isas=PRODUCTS, tolerance=None, sharpness=1, **options):
-    """On each instruction set, against what is computed once. With two heads to a KV head, if not told otherwise, and
-    in bfloat16 with four, which AMX takes."""
+    """Check attention on each instruction set against the exact result. By default there are two query heads per KV
+    head, and in bfloat16 also four, which AMX supports."""
     if "group" not in options and options.get("dtype") == torch.bfloat16:
         assert_exact(lengths, isas, tolerance, sharpness, group=4, num_kv_heads=1, **options)
     batch = Batch(lengths, backend=CpuBackend, **options)
@@ -178,7 +178,7 @@ def test_a_sequence_is_the_same_alone_and_in_any_batch_on_any_number_of_threads(
 
 
 def one_of(batch, i, first, query_len):
-    """Make a batch of sequence i of `batch` alone, whose KV is written."""
+    """Make a batch with only sequence i of `batch`, whose KV is already written."""
     seq_len = batch.lengths[i][1]
     table = torch.tensor([batch.blocks[i]], dtype=torch.int32)
     step = step_batch([(query_len, seq_len)], [table], [torch.full((query_len,), -1)])
@@ -200,7 +200,7 @@ def test_large_scores_do_not_overflow():
 
 
 def test_sums_are_brought_to_new_largest_scores():
-    """Scores differ by dozens, so that many a row finds a far larger one behind its first 64 keys."""
+    """Scores differ by dozens, so that many rows find a far larger score after their first 64 keys."""
     for dtype in (torch.float32, torch.bfloat16):
         lengths = [(1, 513), (40, 200), (2, 1100)]
         assert_exact(lengths, isas_for(dtype), tolerance=2e-2, sharpness=16, dtype=dtype, head_size=64)

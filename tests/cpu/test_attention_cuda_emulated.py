@@ -219,7 +219,7 @@ def test_a_few_rows_behind_a_long_context_are_decoded(windows: tuple[int | None,
 
 
 class CountingLauncher(EmulatorLauncher):
-    """Counts how often a kernel is asked for, which a repeated launch does not do."""
+    """Counts how often a kernel is requested. A repeated launch does not request it again."""
 
     count = 0
 
@@ -262,7 +262,7 @@ def test_the_other_layers_of_a_step_launch_what_the_first_did(dtype: torch.dtype
     assert asked == [asked[0], asked[0], asked[0], 2 * asked[0]], "other scales are another launch"
 
 
-# ---- what the host decides
+# ---- decisions of the host
 
 
 def plan_of(backend: CudaBackend, lengths: list[tuple[int, int]], **changes: Any) -> Any:

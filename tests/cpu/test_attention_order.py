@@ -22,7 +22,8 @@ PIECES = [
 
 
 def attend(batch, pieces):
-    """The rows of each range of positions of the only sequence, whose KV is written, all in one step."""
+    """Attention of the rows of each range of positions, all in one step. There is one sequence, whose KV is already
+    written."""
     table = torch.tensor([batch.blocks[0]] * len(pieces), dtype=torch.int32)
     lengths = [(end - begin, end) for begin, end in pieces]
     num_tokens = sum(query_len for query_len, _ in lengths)
@@ -93,7 +94,7 @@ def test_long_ones_have_larger_sections(each_isa, window):
     batch = Batch([(500, length)], backend=CpuBackend, dtype=torch.bfloat16, head_size=16, windows=(window,), group=4)
     batch.run()
     batch.query = torch.randn(length, batch.num_heads, 16, generator=torch.Generator().manual_seed(2)).bfloat16()
-    # With a window the cache holds what rows from 9,500 on see.
+    # With a window the cache has only the tokens that rows from 9,500 on see.
     for begin, end in [(9595, 9605), (9550, 9750), *([] if window else [(7600, 7800), (8630, 8650)])]:
         whole = attend(batch, [(begin, end)])
         alone = [(position, position + 1) for position in range(begin, end)]

@@ -48,7 +48,7 @@ def as_bytes(kv: torch.Tensor) -> torch.Tensor:
 
 
 def to_split_in_place(kv: torch.Tensor) -> None:
-    """Lay the blocks of a cache out as the kernels want them."""
+    """Reorder the blocks of a cache into the layout of the kernels."""
     for view, part in zip(split_views(as_bytes(kv)), kv_layouts.to_split(as_bytes(kv).clone()), strict=True):
         view.copy_(part)
 

@@ -63,7 +63,7 @@ def make_sinks(num_heads):
 
 
 class Batch:
-    """Sequences of (query_len, seq_len) with random Q, K and V, in a pool whose other slots hold `filler`."""
+    """Sequences of (query_len, seq_len) with random Q, K and V, in a pool whose other slots contain `filler`."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Batch:
         self.blocks = [list(map(int, part)) for part in ids.split(counts)]
         pool = torch.full((sum(counts) + 1, NUM_LAYERS, 2, num_kv_heads, block_size, head_size), filler)
         self.pool = pool.to(self.shape.cache_dtype)
-        if self.shape.cache_dtype == torch.int8:  # with a scale behind each row
+        if self.shape.cache_dtype == torch.int8:  # with a scale after each row
             self.pool = torch.full((*pool.shape[:-1], head_size + 4), 0x7F, dtype=torch.int8)
         self.kv = self.pool[:, LAYER]
         self.fill()
@@ -159,9 +159,9 @@ class Batch:
         return x if x.dtype.itemsize > 1 else x.float() * (self.shape.k_scale, self.shape.v_scale)[which]
 
     def step(self, extra_rows=0):
-        longest = max(map(len, self.blocks)) + 1  # at least one entry of each row lies past its blocks
+        longest = max(map(len, self.blocks)) + 1  # each row has at least one entry after its blocks
         table = [blocks + [0] * (longest - len(blocks)) for blocks in self.blocks]
-        for i, row in enumerate(table):  # what a window has left behind is not even looked up
+        for i, row in enumerate(table):  # blocks that left the window are not even looked up
             unseen = self.first_seen(i) // self.block_size
             row[:unseen] = [NO_BLOCK] * unseen
         slots = torch.tensor(self.slots + [PAD_SLOT] * extra_rows)

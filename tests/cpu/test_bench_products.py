@@ -92,7 +92,8 @@ def test_what_is_no_case_of_attention_is_said(text: str, said: str) -> None:
 
 @pytest.mark.skipif(not cpu.available(), reason="no native library")
 def test_cases_of_attention_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decoding by the bytes of its cache, chunks by what they multiply: row i of 3 sees 6 + i of 8 keys."""
+    """Decoding is measured by the bytes of its cache, chunks by their multiplications: row i of 3 sees 6 + i of 8
+    keys."""
     monkeypatch.setattr(kernels_attention, "WORKING_SET_BYTES", 5 * 2 * 8 * 2 * 2 * 16 * 2)  # 5 caches of two sequences
     monkeypatch.setattr(kernels_attention, "read_bandwidth_gb_s", lambda _threads: 1.0)
     monkeypatch.setattr(kernels_attention, "peak_gflop_s", lambda _threads, _dtype: 1.0)

@@ -30,7 +30,7 @@ SKIPPED = "model.layers.1.self_attn"
 
 
 def checkpoints(folder: Path, config: dict[str, Any]) -> tuple[Path, Path]:
-    """One with what its weights stand for, and the same one quantized but for a part of a layer."""
+    """A checkpoint with dequantized weights, and the same one quantized, except for a part of a layer."""
     dense, packed = make_checkpoint(folder / "dense"), make_checkpoint(folder / "packed")
     weights, stored = load_file(dense / SINGLE_FILE), {}
     write = int8_tensors if "load_in_8bit" in config else nf4_tensors
@@ -49,7 +49,7 @@ def checkpoints(folder: Path, config: dict[str, Any]) -> tuple[Path, Path]:
 @pytest.mark.usefixtures("float_products")
 @pytest.mark.parametrize("config", [NF4, FP4, INT8], ids=["nf4 nested", "fp4", "int8"])
 def test_they_are_the_dense_models_that_they_stand_for(tmp_path: Path, config: dict[str, Any]) -> None:
-    """Blocks of 64 go on from row to row where rows have 96 inputs, of which two ranks have 48 each."""
+    """Blocks of 64 continue from row to row if rows have 96 inputs, of which each of two ranks has 48."""
     dense, packed = checkpoints(tmp_path, config)
     oracle = Oracle(dense)
     assert oracle.difference(Paged(oracle, model=oracle.stored_as(packed)).run(oracle.tokens, 64)) < 3e-4

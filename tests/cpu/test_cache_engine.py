@@ -53,7 +53,7 @@ def make_engine(num_blocks=N, num_host_blocks=M, dtype=torch.float32, block_size
 
 
 class FakeStream:
-    """Knows what it runs behind, as events on a GPU would have it."""
+    """Knows which work runs before it, as events of a GPU order it."""
 
     def __init__(self, behind=()):
         self.behind = set(behind)
@@ -82,7 +82,7 @@ class FakeStreams:
 
 
 class TracedMover(CudaMover):
-    """Records what every op runs behind: (op, src, dst), set of the indices of ops in `trace`."""
+    """Records every op and the ops that run before it: (op, src, dst), and the set of their indices in `trace`."""
 
     def __init__(self, pools):
         self.streams = FakeStreams()
@@ -160,7 +160,7 @@ any_op = st.one_of(
 
 @st.composite
 def runs(draw):
-    """Consecutive ids, as the engine sends them when it swaps a whole sequence: what merging is for."""
+    """Consecutive ids, as the engine sends them when it swaps a whole sequence; merging is made for these."""
     op, src, dst = draw(any_op)
     length = draw(st.integers(1, 5))
     sources = range(N, N + M) if op == SWAP_IN else range(N)

@@ -118,7 +118,7 @@ def test_every_float8_is_loaded_as_torch_does(each_vector_isa, kv_dtype):
 @pytest.mark.parametrize("kv_dtype", FLOAT8)
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_float8_is_rounded_as_torch_does_but_saturates(each_vector_isa, dtype, kv_dtype):
-    """Every bfloat16 or float16 there is, and what lies halfway between two float8, or next to that."""
+    """All values of bfloat16 or float16, and values halfway between two float8 or next to halfway."""
     codes = torch.arange(256, dtype=torch.uint8).view(kv_dtype).float()
     codes = codes[codes.isfinite()].sort().values
     between = (codes[1:] + codes[:-1]) / 2
@@ -148,7 +148,7 @@ def test_many_tokens_on_several_threads(each_vector_isa, threads):  # noqa: F811
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("elements", [3, 5000, 400_000])
 def test_copies_of_blocks(threads, count, elements):  # noqa: F811
-    """Blocks smaller and larger than what one task copies, within a pool and from one to another."""
+    """Blocks that are smaller and larger than the bytes that one task copies, within a pool and between pools."""
     threads(count)
     pairs = torch.tensor([[1, 9], [1, 8], [3, 7], [0, 0]])
     source, other = random(10, elements), random(12, elements, seed=1)

@@ -1,4 +1,4 @@
-"""Shared prefixes through the CUDA backend on the emulator: the bits that each sequence would have by itself."""
+"""Shared prefixes in the CUDA backend on the emulator: each sequence has the bits that it has alone."""
 
 from dataclasses import replace
 from typing import Any
@@ -66,7 +66,7 @@ def test_a_step_has_the_bits_of_its_rows(lengths: list[tuple[int, int]], changes
 
 
 def test_a_graph_takes_lists_of_either_kind() -> None:
-    """Steps that share nothing, and much, in turn; those of few sequences have no second launch."""
+    """Steps with and without shared prefixes in turn; steps of few sequences have no second launch."""
     step = sharing(make_step(SHAPE, LENGTHS))
     lens = step.batch.host
     assert lens is not None

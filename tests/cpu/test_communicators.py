@@ -29,7 +29,7 @@ SHARED_BYTES = 1 << 20
 
 
 class WaitingGroup:
-    """Calls of gloo that have ended when they return, as those on one stream of a GPU seem to have."""
+    """Calls of gloo that have ended when they return, like calls on one stream of a GPU for later calls."""
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -222,7 +222,7 @@ def test_no_call_begins_once_the_group_has_ended(connect: Connect, tmp_path: Pat
                 ranks[rank].all_gather(torch.zeros(4))
             except RankLostError:
                 return False
-            except RuntimeError:  # rank 1 may also be refused for what it did itself
+            except RuntimeError:  # rank 1 may also fail because of its own call
                 return rank != 1
             return True
 

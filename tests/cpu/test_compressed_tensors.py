@@ -1,4 +1,4 @@
-"""compressed-tensors and float8 checkpoints: multiplied as the dense weights that they stand for."""
+"""compressed-tensors and float8 checkpoints give the same products as their dequantized weights."""
 
 from collections.abc import Callable
 from functools import partial
@@ -59,7 +59,7 @@ def scales_of(weight: torch.Tensor, scheme: Scheme) -> tuple[Tensors, torch.Tens
 
 
 def write(form: str, scheme: Scheme, name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    """The tensors of a matrix by the library, and what it makes of them again."""
+    """The tensors that the library writes for a matrix, and the matrix that it reads back."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
@@ -91,7 +91,7 @@ def numbers(ending: str, activation: str, shape: tuple[int, ...], name: str, wei
 
 
 def checkpoints(folder: Path, write: Writer, config: dict[str, Any], chosen: str = "_proj.weight") -> tuple[Path, Path]:
-    """One with what its weights stand for, and the same one quantized."""
+    """A checkpoint with dequantized weights, and the same one quantized."""
     dense, packed = (make_checkpoint(folder / name, intermediate_size=96) for name in ("dense", "packed"))
     weights = load_file(dense / SINGLE_FILE)
     stored: Tensors = {}
@@ -195,14 +195,14 @@ def test_layers_of_several_kinds(tmp_path: Path) -> None:
 
 
 def test_zero_points_of_projections_whose_outputs_fill_no_words() -> None:
-    """Each tensor begins with a word of its own."""
+    """Each tensor begins with a new word."""
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
     shape = LinearShape(Split.whole(8), (Split.whole(5), Split(12, 4, 8)), torch.float32, torch.device("cpu"))
     weight = packed_ints.stored(PackedInts(bits=4, group_size=8, zeros=True), ["a", "b"], shape)
     zeros = torch.arange(-8, 8, dtype=torch.int8)[:, None]
     stored = torch.cat([pack_to_int32(part, 4, packed_dim=0) for part in (zeros[:5], zeros[4:16])])
-    words = torch.zeros(13, 1, dtype=torch.int32)  # codes of 0 stand for -8
+    words = torch.zeros(13, 1, dtype=torch.int32)  # a code of 0 means -8
     made = weight.take(words, torch.ones(13, 1), torch.zeros(4, dtype=torch.int64), stored)
     assert dequantize(made)[:, 0].tolist() == [*(-8.0 - zero for zero in range(-8, -3)), *range(-8, -16, -1)]
 

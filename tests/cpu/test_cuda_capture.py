@@ -46,7 +46,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dense products rounded once, at the end: their bits depend neither on other rows nor on where they lie."""
+    """Dense products that are rounded once, at the end, so their bits depend neither on other rows nor on addresses."""
 
     def forward(self: DenseMatmul, x: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(torch.nn.functional.linear(x.double(), self.weight.double()))
@@ -213,7 +213,7 @@ def shared_in_graph(driver: Driver) -> int:
 def test_what_sequences_have_in_common_is_read_once(
     tmp_path: Path, serve_by: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a graph, eagerly, and each by itself: the same tokens."""
+    """Tokens are the same in a graph, eagerly, and for each sequence alone."""
     serve_by("cuda")
     monkeypatch.setattr(shared_prefix, "WORTH", Worth(saved_blocks=1))
     sizes: dict[str, Any] = {"num_hidden_layers": 1, "max_position_embeddings": 2048, "head_dim": 32}
@@ -236,7 +236,7 @@ def test_recurrent_layers_are_in_graphs(
     serve_by: Callable[[str], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With kernels of their own, they give the bits of eager steps, tokens and states, and those of plain torch."""
+    """With their kernels they give the same tokens and states as eager steps and plain torch, bit for bit."""
     serve_by("cuda")
     path = next(each for each in HYBRIDS if each.name == name).make(tmp_path / "model")
     arrivals = [
@@ -283,7 +283,7 @@ def test_a_backend_that_is_not_graph_safe_is_not_captured(
 def test_its_tokens_would_be_wrong(
     model: Path, backend: type[Any], serve_by: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: what Python prepared for another step, or read from the device, does not do."""
+    """The control: with values that Python prepared for another step, or read from the device, tokens are wrong."""
     serve_by(backend.__name__.removesuffix("Backend").lower())
     monkeypatch.setattr(backend, "graph_safe", True)
     monkeypatch.setattr(worker_module, "piece_sizes", lambda *_: ())  # decode graphs alone

@@ -26,7 +26,8 @@ ALONE = Segments(int32s(0, 1), int32s(0, 70), int32s(0), int32s(3))
 CUT = Segments(int32s(0, 4), int32s(0, 1, 40, 70, 70), int32s(0, 5, 6, 7), int32s(5, 6, 7, 3))
 """The same rows: a step in which a state is saved at 1, 40 and 70."""
 MIXED = Segments(int32s(0, 1, 2, 3, 5), int32s(0, 1, 2, 3, 20, 70), int32s(1, 2, 0, 4, 8), int32s(1, 9, 0, 8, 4))
-"""A decode in place, one that goes on elsewhere, padding, and a prompt that saves a state."""
+"""A decode that updates its state in place, one that writes it to another slot, padding, and a prompt that saves a
+state."""
 
 
 class Layer:

@@ -86,7 +86,7 @@ def test_the_chat_template_writes_what_training_showed(hf_tokenizer):
 
 
 def test_training_learns_and_saves(tokenizer, tmp_path):
-    """A few steps of the real loop: the loss falls, and what is saved loads again."""
+    """A few steps of the real loop: the loss falls, and the saved model can be loaded."""
     options = demo.Options(tmp_path, 9, 1, 1, batch_tokens=256, learning_rate=4e-3, save_every=0, autocast=False)
     torch.manual_seed(0)
     model = demo.build_model(tokenizer)

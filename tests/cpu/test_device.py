@@ -43,7 +43,7 @@ def test_a_cpu_has_no_memory_to_profile_and_records_native_calls(
 
 
 def see_devices(count: int, monkeypatch: pytest.MonkeyPatch) -> list[object]:
-    """Let torch see so many GPUs. Returns the devices that are made current."""
+    """Make torch report this number of GPUs. Returns the list of devices that the code makes current."""
     made: list[object] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)

@@ -1,4 +1,4 @@
-"""Blocks on their way between a pool and files: used where they lie on a CPU, and by way of a buffer on a device."""
+"""Blocks that move between a pool and files: in place on a CPU, and through a buffer on a device."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Adapters with DoRA give the logits of PEFT, and over quantized weights those of what these stand for."""
+"""Adapters with DoRA give the logits of PEFT; with quantized weights those of the dequantized weights."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""A draft model: with the model itself as its own draft model every draft is right as long as its KV is, so that any
-fault in what it has computed shows as a draft refused; with another model tokens are those of a run without."""
+"""A draft model: if a model drafts for itself, every draft is right as long as the KV of drafts is right, so any fault
+shows as a rejected draft. With another draft model the tokens are those of a run without drafts."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -52,18 +52,18 @@ def plain(model: Path, prompt: list[int], count: int, sampling: Sampling = GREED
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "programs"])
 def test_a_twin_is_always_right(model: Path, sampling: Sampling, eager: bool) -> None:
-    """Also where all drafts are right, so that the last of them and the token behind it are computed together."""
+    """Also if all drafts are right, so that the last one and the token after it are computed together."""
     driver = drafting(model, model, enforce_eager=eager)
     driver.run(new_request(0, PROMPT, list(range(1, 9)), sampling=sampling))
     assert draft(driver, 0, 8) == [1 + DRAFTS] * 8
     assert driver.got[0] == plain(model, PROMPT, 41, sampling)
 
 
-# ---- what is proposed is what the draft model would say, whatever its KV went through
+# ---- drafts are the draft model's own tokens, whatever happened to its KV
 
 
 class Watched:
-    """Drafts of a model that is like the one that verifies, but for its last layer, each beside what it should be."""
+    """Drafts of a model that differs from the verifying one in its last layer, each with the right draft."""
 
     def __init__(self, model: Path, drafter: Path, **settings: Any) -> None:
         self.model, self.driver = model, drafting(model, drafter, **settings)
@@ -195,7 +195,7 @@ def test_what_is_made_up_for_ends_with_a_block(model: Path, kin: Path) -> None:
 
 
 def test_forks(watched: Watched) -> None:
-    """At the end, and behind a token that the parent has gone past, in a block that the child gets a copy of."""
+    """Forks at the end, and at an earlier token of the parent, in a block that is copied for the child."""
     driver = watched.driver
     watched.prompts |= {1: PROMPT, 2: PROMPT}
     watched.new(0, PROMPT, 1)

@@ -72,8 +72,8 @@ def test_every_method_is_timed(method: str, model: Path, model_with_head: Path) 
 
 
 def test_steps_recorded_then_serve_adapters(tmp_path: Path) -> None:
-    """The steps that are tried are the first that are recorded. Their programs read the adapters of later rows, and not
-    those that a step which only warms up has gathered."""
+    """The timed steps are the first recorded ones. Their programs read the adapters of later rows, and not those of the
+    step that only warms up."""
     model = make_checkpoint(tmp_path / "model")
     adapter = str(make_adapter(model, tmp_path / "adapter"))
     got = []

@@ -1,4 +1,4 @@
-"""The two halves of a drafter: drafts that stay on the device, steps that it follows, KV of its own."""
+"""The two halves of a drafter: drafts that stay on the device, steps that it follows, and its own KV."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,7 +100,7 @@ def test_prompts_in_chunks_are_followed_when_they_draw(tiny_checkpoint: Path) ->
 
 
 class Keeping(Drafter):
-    """Keeps KV in a layer of its own, and spoils all of it all the time."""
+    """Keeps KV in a separate layer, and overwrites all of it in every step."""
 
     blocks = slice(1, None)
 
@@ -121,7 +121,7 @@ class Keeping(Drafter):
 
 
 def test_a_drafter_has_kv_of_its_own(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a group of its own, or beside layers of the model; the model does not notice."""
+    """In a separate group, or beside layers of the model, whose results do not change."""
     plain = Driver(tiny_checkpoint)
     expected = generate(plain, None, GREEDY)
     layer = plain.worker.spec.layers[0]

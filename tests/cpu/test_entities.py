@@ -1,4 +1,5 @@
-"""Entities of texts are those of transformers' pipeline, also through engines; long texts as if they fitted."""
+"""Entities of texts are those of transformers' pipeline, also in engines; long texts have the same entities as if they
+fitted."""
 
 from array import array
 from pathlib import Path
@@ -32,7 +33,8 @@ def same(found: list[Entity], wanted: list[tuple[str, int, int, float]], text: s
 @pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")
 @pytest.mark.parametrize("name", ["BertForTokenClassification", "RobertaForTokenClassification"])
 def test_texts_have_the_pipelines_entities(tmp_path: Path, name: str) -> None:
-    """From the same logits: what is compared is how tokens become entities, by pieces of words and by bytes."""
+    """From the same logits: the test compares how tokens become entities, for tokenizers of word pieces and of
+    bytes."""
     path = write_classifier(tmp_path / "m", name, max_position_embeddings=600)
     pipeline, tokenizer = pipeline_of(path), Tokenizer.load(path)
     pooler = PoolerInfo(("token_classify",), labels=LABELS)
@@ -129,7 +131,7 @@ def test_windows_of_a_long_text_give_what_the_whole_gives(tmp_path: Path) -> Non
 
 
 def test_windows_have_the_special_tokens_of_a_text(tmp_path: Path) -> None:
-    """Each is a text of its own to the model: the rows are those that transformers gives for it."""
+    """The model gets each window as a separate text: its rows are those of transformers for that text."""
     from tests.pooled import token_logits
 
     path = write_classifier(tmp_path / "m", "BertForTokenClassification")

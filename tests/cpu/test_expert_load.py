@@ -1,4 +1,4 @@
-"""Tokens of each expert, as they are counted for the metric: those that the routers chose."""
+"""The metric's counts of tokens for each expert are those that the routers chose."""
 
 from collections import Counter
 from types import SimpleNamespace

@@ -1,4 +1,5 @@
-"""Experts and routing of csrc/cpu against the plain loop and plain torch, and what does not change a row's results."""
+"""Experts and routing of csrc/cpu against the plain loop and plain torch; a row's results do not depend on other
+rows."""
 
 from typing import Any
 
@@ -137,7 +138,7 @@ def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, quantization: Q
 def test_the_output_may_be_the_input() -> None:
     weights, x, chosen = make(5), random(6, HIDDEN), pick(6, 5, 3)
     expected, _ = compare(weights, Split.whole(5), x, chosen)
-    rows = torch.full((6, HIDDEN + 5), 7.0)  # with a gap behind each
+    rows = torch.full((6, HIDDEN + 5), 7.0)  # with a gap after each
     rows[:, :HIDDEN] = x
     make_expert_matmul(*weights, ExpertSizes(Split.whole(5), INNER, "silu")).forward(
         rows[:, :HIDDEN], chosen, rows[:, :HIDDEN]

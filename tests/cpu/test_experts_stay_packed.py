@@ -49,14 +49,14 @@ def made(model: Any) -> list[Any]:
 
 @pytest.fixture
 def published(tmp_path: Path) -> tuple[Path, Path]:
-    """gpt-oss as it is published, with experts in MXFP4, and the dense one of what they stand for."""
+    """gpt-oss as it is published, with experts in MXFP4, and the same model with dequantized experts."""
     dense, packed = (GPT_OSS.make(tmp_path / name) for name in ("dense", "packed"))
     as_mxfp4(packed, dense)
     return packed, dense
 
 
 def test_gpt_oss_keeps_its_bytes_and_answers_as_transformers(published: tuple[Path, Path]) -> None:
-    """4.5 bits a weight, which is what the plan says; with steps of few rows and of many."""
+    """Weights have 4.5 bits, as in the plan; steps have few rows or many."""
     packed, dense = published
     oracle = Oracle(dense)
     oracle.dtype = "bfloat16"
@@ -115,7 +115,8 @@ def test_experts_of_separate_tensors(writer: Any, config: dict[str, Any], stays:
 def test_of_a_layer_all_or_none_stay_packed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One whose shape or kind is another, or that is dense, has the others become dense, too: to their values."""
+    """If one expert has another shape or form, or is dense, the others of the layer become dense, too, with the same
+    values."""
     matmul.say_dense.cache_clear()
     dense, packed = quantized(tmp_path, QWEN3, gptq_tensors, GPTQ)
     oracle = Oracle(dense)

@@ -63,7 +63,8 @@ def checkpoint(oracle: Oracle) -> Path:
 
 
 def difference(oracle: Oracle, logits: torch.Tensor, expected: torch.Tensor | None = None) -> float:
-    """The largest of the log-probabilities of the five best tokens at every position; by default to `oracle.logits`."""
+    """The largest difference in the log-probabilities of the five best tokens at every position, by default from
+    `oracle.logits`."""
     theirs = (oracle.logits if expected is None else expected)[: len(logits)].log_softmax(-1)
     best = theirs.topk(5).indices
     ours = logits.float().log_softmax(-1)
@@ -71,18 +72,18 @@ def difference(oracle: Oracle, logits: torch.Tensor, expected: torch.Tensor | No
 
 
 ONE_BY_ONE = (*[1] * 18, 116, *[1] * 16)
-"""The prompt in single tokens, but for its middle, which is like its end and would take two thirds of the time."""
+"""The prompt in single tokens, except for its middle, which is like its end and would take two thirds of the time."""
 
 
 def give_its_logits(oracle: Oracle, chunk: int) -> None:
-    """In steps of so many tokens."""
+    """Check the logits of prompts that are computed in steps of the given number of tokens."""
     logits = Paged(oracle).run(oracle.tokens, ONE_BY_ONE if chunk == 1 else chunk)
     assert difference(oracle, logits) < MAX_DIFFERENCE
     assert torch.equal(logits.argmax(-1), oracle.logits.argmax(-1))
 
 
 def share_steps(oracle: Oracle) -> Paged:
-    """Three sequences of different lengths, in steps of several."""
+    """Run three sequences of different lengths together, and check their logits."""
     paged = Paged(oracle, seed=3)
     long, short, late = (paged.sequence(oracle.tokens[:length]) for length in (150, 9, 33))
     paged.step((long, 50), (short, 8))
@@ -118,7 +119,8 @@ def test_the_last_layers_attend_for_the_rows_alone_that_are_wanted(oracle: Oracl
 
 
 def ways_to_share(oracle: Oracle) -> list[bool]:
-    """Values of expert_parallel: every layer split and, where there are experts, those whole."""
+    """Values of expert_parallel: with every layer split, and, for models with experts, also with whole experts on each
+    rank."""
     return [False] if oracle.spec.experts is None else [False, True]
 
 
@@ -136,7 +138,7 @@ NOT_STAGED = {"deepseek-v32", "gemma4-per-layer", "gemma4-unified-shared", "glm-
 
 
 def test_stages_give_the_same_bits(oracle: Oracle, variant: Variant) -> None:
-    """Each layer is a stage of its own: between any two of them hidden states are handed on."""
+    """Each layer is a separate stage, and passes its hidden states to the next one."""
     count = oracle.spec.num_layers
 
     def run(rank: ThreadCommunicator) -> torch.Tensor:
@@ -169,7 +171,7 @@ def test_a_plan_knows_what_each_rank_takes(oracle: Oracle, checkpoint: Path) -> 
     ):
         held = Counter(dict.fromkeys(shapes, 0))
         for group in build(oracle.spec, "float32", "cpu", Sizes(8, 8), None, communicator).weight_groups():
-            for slot in group.slots:  # of which several may take parts of one tensor
+            for slot in group.slots:  # several slots may take parts of one tensor
                 held[slot.name] += slot.num_elements
         planned = {name: prod(rank_shape(name, shapes[name], oracle.spec, communicator.shard)) for name in held}
         assert planned == held, communicator.shard
@@ -187,7 +189,7 @@ NEVER_ROUNDED = (".mlp.gate", ".mlp.shared_expert_gate", ".router", ".router.pro
 
 
 def rounded_logits(oracle: Oracle, checkpoint: Path) -> torch.Tensor:
-    """Logits of transformers with every matrix rounded to int8; a head that was tied has a matrix of its own then."""
+    """Logits of transformers with every matrix rounded to int8; a tied head then has a separate matrix."""
     reference = transformers_model(checkpoint, oracle.spec.architecture)
     head = reference.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.detach().clone())
@@ -213,7 +215,7 @@ def rounded_logits(oracle: Oracle, checkpoint: Path) -> torch.Tensor:
 
 
 def rounded(weight: torch.Tensor) -> torch.Tensor:
-    """The numbers that a weight stands for once it is quantized."""
+    """The values of a weight after it is quantized and dequantized."""
     out = torch.empty(weight.shape)
     PackedWeight(weight.detach().float().contiguous(), form="int8").rows(torch.arange(len(weight)), out)
     return out

@@ -34,7 +34,7 @@ def test_head_13_of_32_reads_kv_head_3_of_8() -> None:
 
 
 def test_blocks_from_memory() -> None:
-    """24 GiB of which 90 % may be used, 15 GiB at the peak, blocks of 2 MiB; swap space of 4 GiB."""
+    """A device of 24 GiB, of which 90 % may be used; a peak of 15 GiB; blocks of 2 MiB; swap space of 4 GiB."""
     sizes = {"total_bytes": 24 * GIB, "block_bytes": 2 * 1024 * 1024, "peak_framework_bytes": 15 * GIB}
     used = {"used_at_step_bytes": 15 * GIB, "used_bytes": 13 * GIB, "framework_bytes": 13 * GIB}
     profile = MemoryProfile(utilization=0.9, initial_used_bytes=0, weights_bytes=13 * GIB, **sizes, **used)

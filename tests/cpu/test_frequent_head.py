@@ -88,7 +88,8 @@ def test_drafts_are_those_of_a_head_that_gives_others_no_chance(
 def test_a_prompt_decides_before_the_first_draft_whether_all_are_scored(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Drafts of frequent words alone behind one of others are wrong, and the engine then makes none."""
+    """After a prompt of infrequent words, drafts that score only frequent words are wrong, and the engine then makes
+    none."""
     driver = Driver(model, **SELF)
     head = drafter_of(driver)._copy.lm_head
     monkeypatch.setattr(four_bit_copy, "frequent_words", lambda *_: ())

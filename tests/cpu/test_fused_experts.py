@@ -1,4 +1,4 @@
-"""A checkpoint whose experts are in one tensor is the model that it is with each of them by itself."""
+"""A checkpoint with all experts in one tensor gives the same model as one with a tensor for each expert."""
 
 from pathlib import Path
 
@@ -60,7 +60,7 @@ def test_a_stack_of_another_number_is_refused(tmp_path: Path) -> None:
 
 
 def test_matrices_of_all_experts_may_be_stored_transposed(tmp_path: Path) -> None:
-    """As Qwen3-VL's are published; transformers takes both, and writes what it has in memory."""
+    """Qwen3-VL's are published like this; transformers reads both forms, and writes the one that it has in memory."""
     made = next(variant for variant in VARIANTS if variant.name == "qwen3-vl-moe").make(tmp_path / "made")
     usual = Oracle(made)
     tensors = load_file(made / "model.safetensors")

@@ -1,5 +1,5 @@
-"""Gemma 3's images: pixels, texts, vectors and tokens are those of transformers. Its tokens of an image see each other
-both ways in all layers."""
+"""Gemma 3's images: pixels, texts, vectors and tokens are those of transformers. The tokens of an image attend to each
+other in both directions in all layers."""
 
 import random
 from io import BytesIO
@@ -218,8 +218,8 @@ def test_samples_of_a_prompt_are_forks_of_it(checkpoint: Path, truths: list[Trut
 
 
 def test_a_hit_may_end_inside_an_image(checkpoint: Path, truths: list[Truth]) -> None:
-    """The blocks of its beginning were made while all of it was seen; what is left of it is computed in one step, which
-    sees them."""
+    """The cached blocks of the image's beginning were computed with the whole image. The rest is computed in one step
+    that reads these blocks."""
     ids, other = truths[0].ids, truths[4].ids
     first = ids.index(GEMMA_IDS["image"])
     with LLM(str(checkpoint), **{**SMALL, "num_gpu_blocks_override": 64, "block_size": 16}) as llm:

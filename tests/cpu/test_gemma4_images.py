@@ -1,5 +1,5 @@
 """Images of Gemma 4 and Gemma 4 Unified: pixels, texts, vectors and tokens are those of transformers. The tokens of an
-image see each other both ways in sliding layers, or in none."""
+image attend to each other in both directions in sliding layers, or in no layer."""
 
 import ast
 import math
@@ -298,7 +298,7 @@ def test_samples_of_a_prompt_are_forks_of_it(checkpoint: Path, truths: list[Trut
 
 
 def test_small_models_cut_images_anywhere(tmp_path: Path) -> None:
-    """Steps may end inside an image whose tokens see only those before them."""
+    """Steps may end inside an image whose tokens attend only to earlier tokens."""
     small, large = FAMILIES["small"].make(tmp_path / "s"), make_gemma4(tmp_path / "l")
     assert [layer.attention.whole_images for layer in load_spec(small).layers] == [0] * 4
     assert [layer.attention.whole_images for layer in load_spec(large).layers] == [1120, 0, 1120, 0]

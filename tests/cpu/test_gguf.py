@@ -1,4 +1,4 @@
-"""Models in GGUF files: their logits against transformers', and blocks against the floats that they stand for."""
+"""Models in GGUF files: their logits against transformers', and blocks against their dequantized values."""
 
 from dataclasses import replace
 from math import prod
@@ -72,8 +72,8 @@ OWN = {"layers", "norm", "quantization", "qkv_layout", "splits_gate_up"}
 
 
 def usual(variant: Variant) -> Variant:
-    """With what files cannot say otherwise: the scale of scores, which layers have experts, one magnitude of YaRN, the
-    size of MLPs where there are none."""
+    """Set the fields that GGUF files cannot express to the usual values: the scale of scores, the layers with experts,
+    YaRN's single magnitude, and the size of MLPs in models without them."""
     settings = dict(variant.settings)
     if "query_pre_attn_scalar" in settings:
         settings["query_pre_attn_scalar"] = settings["head_dim"]
@@ -272,7 +272,7 @@ def test_an_architecture_that_is_not_supported_is_named(name: Any) -> None:
 
 
 def test_random_weights_are_for_floats(tmp_path: Path) -> None:
-    """Also for those of a GGUF file, but not for blocks, nor for the codes of any other format."""
+    """Also for floats in a GGUF file, but not for blocks, nor for codes of any other format."""
     folder = make_checkpoint(tmp_path / "checkpoint", "qwen3", num_hidden_layers=1)
     floats = write_gguf(tmp_path / "floats.gguf", folder)
     blocks = write_gguf(tmp_path / "blocks.gguf", folder, lambda _: "Q8_0")

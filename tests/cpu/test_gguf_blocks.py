@@ -27,7 +27,7 @@ needs_native = pytest.mark.skipif(not cpu.available(), reason="no native library
 
 
 def blocks(kind: str, num_rows: int, per_row: int) -> torch.Tensor:
-    """Random bytes with finite scales, of which some are zero and some are negative."""
+    """Random bytes with finite scales, some of them zero and some negative."""
     rng, num_bytes = np.random.default_rng(3), BLOCK[kind][1]
     found = rng.integers(0, 256, (num_rows, per_row * num_bytes), dtype=np.uint8)
     each = found.reshape(-1, num_bytes)
@@ -52,7 +52,7 @@ def test_blocks_are_taken_apart_as_gguf_py_does_it(kind: str) -> None:
 
 
 def test_every_scale_of_nvfp4_is_that_of_gguf_py() -> None:
-    """Among them the one that is not a number, and those with the bit that no scale has."""
+    """All bytes, also the one for NaN and those with the sign bit, which scales never have."""
     some = torch.full((64, 36), 0x11, dtype=torch.uint8)
     some[:, :4] = torch.arange(256, dtype=torch.uint8).view(64, 4)
     expected = gguf.quants.dequantize(some.numpy(), gguf.GGMLQuantizationType.NVFP4)

@@ -1,4 +1,4 @@
-"""GGUF files of encoders, and of decoders that pool: their vectors against transformers', and what is refused."""
+"""GGUF files of encoders, and of decoders that pool: their vectors against transformers', and refused files."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ NAMES = {MEAN: "mean", CLS: "cls", LAST: "last"}
 
 
 def write(path: Path, name: str, pooling: int | None, kind: str = "F32", *, dense: bool = False, **more: Any) -> Path:
-    """A file of a tiny checkpoint, which lies beside it; matrices of layers are of the type `kind`."""
+    """Write a GGUF file of a tiny checkpoint beside it, with matrices of layers in the type `kind`."""
     folder = path / "checkpoint"
     if not folder.exists():
         write_pooled(folder, name, {"hidden_size": 64})

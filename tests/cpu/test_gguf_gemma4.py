@@ -22,14 +22,14 @@ WIDE = {"hidden_size": 128, "intermediate_size": 128, "hidden_size_per_layer_inp
 
 
 def wide(path: Path, **text: Any) -> Path:
-    """A model whose rows are whole blocks, and with vectors for each layer."""
+    """A model with rows of whole blocks, and with vectors for each layer."""
     settings = {**PER_LAYER.settings["text_config"], **WIDE, "global_head_dim": 64, **text}
     return replace(PER_LAYER, settings={**PER_LAYER.settings, "text_config": settings}).make(path)
 
 
 @pytest.mark.usefixtures("float_products")
 def test_blocks_are_the_floats_they_stand_for(tmp_path: Path) -> None:
-    """Also those of the table with vectors for each layer, of which two ranks have half each."""
+    """Also blocks of the table with vectors for each layer, of which each of two ranks has half."""
     oracle = Oracle(wide(tmp_path / "checkpoint"))
     blocks, floats = (
         write_gguf(tmp_path / f"{dense}.gguf", oracle.path, lambda _: "Q8_0", dense=dense) for dense in (False, True)

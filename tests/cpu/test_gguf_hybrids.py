@@ -1,4 +1,5 @@
-"""GGUF files of hybrid models: what converters do to tensors beside their names, also where these are in blocks."""
+"""GGUF files of hybrid models: the changes that converters make to tensors besides their names, also to tensors in
+blocks."""
 
 from pathlib import Path
 from typing import Any
@@ -57,8 +58,8 @@ def kinds_with(output: str) -> Any:
 @pytest.mark.usefixtures("float_products")
 @pytest.mark.parametrize("output", ["Q4_K", "Q6_K", "Q8_0"])
 def test_heads_of_blocks_are_those_of_the_floats_they_stand_for(tmp_path: Path, output: str) -> None:
-    """Rows of blocks are moved as rows of floats are. Inputs of floats are moved, and those of blocks taken as they
-    lie."""
+    """Rows of blocks are reordered like rows of floats. Inputs of floats are reordered, but those of blocks stay in the
+    file's order."""
     oracle = Oracle(checkpoint(tmp_path / "checkpoint"))
     blocks = write_gguf(tmp_path / "blocks.gguf", oracle.path, kinds_with(output))
     floats = write_gguf(tmp_path / "floats.gguf", oracle.path, kinds_with(output), dense=True)
