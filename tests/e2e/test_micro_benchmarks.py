@@ -17,7 +17,7 @@ from vllm_lite.kernels import cpu
 @pytest.mark.skipif(not cpu.available(), reason="no native library")
 @pytest.mark.parametrize("tp", [1, 2])
 def test_the_parts_of_a_step_add_up(tp: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of several workers the first one is shown, which answers and samples like the others. There are so many steps
+    """The first of several workers is shown. It answers and samples like the others. There are so many steps
     that the streams decode together for most of them, even if their requests arrive at different times on a busy
     machine."""
     arguments = ["step", "--streams", "3", "--context", "140", "--steps", "200"]
