@@ -95,13 +95,14 @@ struct ColumnParts {
 };
 
 bool by_thread(const LinearCall& call) {
-  return call.num_rows <= kFewRows;
+  return call.num_rows <= kFewRows || call.panel != nullptr;
 }
 
 // Wide tasks read x once for many blocks, which takes a fifth of a narrow one's time where there are many rows; several
 // for each thread, so that all finish at about the same time.
 ColumnParts column_parts(const LinearCall& call, const RowParts& rows) {
-  const int64_t num_blocks = ceil_div(call.weight->num_outputs, kBlock), unit = call.num_rows < kManyRows ? 1 : 2;
+  const int64_t num_blocks = ceil_div(call.weight->num_outputs, kBlock),
+                unit = call.num_rows < kManyRows || call.panel != nullptr ? 1 : 2;
   const int64_t num_units = ceil_div(num_blocks, unit), each = by_thread(call) ? 8 : 4;
   const int64_t wanted = vllm_lite::num_threads() == 1 ? 1 : each * vllm_lite::num_threads();
   const int64_t least = ceil_div(by_thread(call) ? kMinOwnTask : kMinTask,
@@ -146,6 +147,30 @@ void fill_quantized(const LinearCall& call, const RowParts& parts) {
     const int64_t first_group = number % group_parts * width, left = num_groups - first_group;
     quantize_rows(call, {first_row, rows, first_group, left < width ? left : width, false});
   });
+}
+
+// Whether multiplying takes about as long as reading the weights: such rows are copied into a panel.
+bool are_streamed(const LinearCall& call) {
+  const bool are_pairs = call.x_type == kBFloat16 && call.weight->type == kBFloat16 && call.weight->num_inputs % 2 == 0;
+  return isa() == Isa::kAvx512Bf16 && are_pairs && call.num_rows >= kManyRows && call.num_rows <= kStreamedRows;
+}
+
+// Copies the rows of `call` into a panel, in memory that is valid until this thread's next call. In place, rows whose
+// distance is a power of two would evict one another from L1.
+const void* panel_of(const LinearCall& call) {
+  static thread_local Scratch scratch;
+  const int64_t num_inputs = call.weight->num_inputs, num_tiles = ceil_div(num_inputs, kPanelInputs);
+  char* panel = scratch.get(num_tiles * call.num_rows * kPanelInputs * 2 + kLine);
+  panel += -reinterpret_cast<uintptr_t>(panel) % kLine;
+  char* to = panel;
+  for (int64_t input = 0; input < num_inputs; input += kPanelInputs) {
+    const int64_t left = num_inputs - input, count = left < kPanelInputs ? left : kPanelInputs;
+    for (int64_t row = 0; row < call.num_rows; ++row, to += kPanelInputs * 2) {
+      const char* from = static_cast<const char*>(call.x) + (row * call.x_stride + input) * 2;
+      std::memcpy(to, from, static_cast<size_t>(count * 2));
+    }
+  }
+  return panel;
 }
 
 // The words of one output of a packed weight that is not grouped.
@@ -231,6 +256,8 @@ VLLM_LITE_API void vllm_lite_linear(const PackedWeight* weight, const void* x, i
     call.quantized = &quantized;
     fill_quantized(call, parts);
   }
+  if (are_streamed(call)) call.panel = panel_of(call);
+  const auto multiply_task = call.panel != nullptr ? VLLM_LITE_DISPATCH(linear_streamed) : linear;
   const ColumnParts columns = are_wide ? tile_column_parts(call, parts) : column_parts(call, parts);
   // Rows change fastest: the weights of one part of the columns are in the cache for all of them. Where there are few,
   // a thread's blocks follow one another: what it asks for ahead is what it takes next, and what it has fetched itself.
@@ -238,7 +265,7 @@ VLLM_LITE_API void vllm_lite_linear(const PackedWeight* weight, const void* x, i
   const auto multiply = [&](int64_t number) {
     const int64_t part = number / parts.count, rows = number % parts.count;
     const int64_t first_row = parts.first(rows), end_row = parts.first(rows + 1), first = columns.first(part);
-    linear(call, {first_row, end_row - first_row, first, columns.first(part + 1) - first});
+    multiply_task(call, {first_row, end_row - first_row, first, columns.first(part + 1) - first});
   };
   vllm_lite::parallel_for(columns.count * parts.count, multiply, order);
 }

@@ -44,7 +44,9 @@ constexpr int64_t kMaxBlocks = 8;         // of one task; any number where tiles
 constexpr int64_t kMaxGroupedRows = 256;  // the most of a task where tiles multiply grouped weights
 constexpr int64_t kTileGroup = 32;        // rows that tiles take at a time,
 constexpr int64_t kLongRows = 16;         // and of integers in groups of kQuantGroup
-constexpr int64_t kManyRows = 13;         // which meet two blocks at a time
+constexpr int64_t kManyRows = 13;         // which meet two blocks at a time, but for
+constexpr int64_t kStreamedRows = 32;     // rows or fewer that linear_streamed takes, of a panel
+constexpr int64_t kPanelInputs = 256;     // adjacent inputs of a row in LinearCall::panel
 constexpr int64_t kQuantGroup = 128;      // the most inputs that share a scale
 constexpr int64_t kOnePlane = 32;         // the most that share one where rows have 8 bits
 constexpr float kUneven = 4;              // of a group's sizes, the largest by the mean: too much for 8 bits
@@ -202,6 +204,7 @@ struct LinearCall {
   int32_t x_type;
   int32_t out_type;
   const QuantizedRows* quantized;  // of x, or nullptr
+  const void* panel = nullptr;     // x as [inputs / kPanelInputs][num_rows][kPanelInputs], or nullptr
 };
 
 // Part of the output: at most kMaxRows and kMaxBlocks, or what tiles take.
@@ -235,6 +238,8 @@ struct QuantizeTask {
 VLLM_LITE_DECLARE_TILES(void linear(const LinearCall& call, const LinearTask& task))
 // The same on call.quantized, for grouped weights; only where multiplies_bytes().
 VLLM_LITE_DECLARE(void linear_grouped(const LinearCall& call, const LinearTask& task))
+// The same for all rows of call.panel; only with AVX512-BF16.
+VLLM_LITE_DECLARE(void linear_streamed(const LinearCall& call, const LinearTask& task))
 // The same for many rows of bfloat16 and weights of bfloat16. False, and nothing is done, where it has no way.
 VLLM_LITE_DECLARE(bool linear_dense(const LinearCall& call, const LinearTask& task))
 // The same on rows of bfloat16, for grouped weights that are floats. False, and nothing is done, where it has no way.

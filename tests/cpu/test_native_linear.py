@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
 # outputs, inputs, rows: whole blocks and parts of them, odd numbers of inputs, several tiles, groups and tasks
 SHAPES = [
     *((1, 1, 1), (32, 2, 3), (40, 48, 12), (33, 257, 13), (300, 512, 4), (70, 1025, 97), (600, 130, 200)),
-    *((100, 2050, 31), (40, 70, 600)),
+    *((100, 2050, 31), (40, 70, 600), (300, 514, 14), (130, 256, 28), (33, 1300, 32)),
 ]
 
 
@@ -59,7 +59,7 @@ def test_results_do_not_depend_on_other_rows_or_threads(each_product_isa: str, w
         x = random(200, 1300, dtype=dtype)
         whole, before = torch.empty(200, 100), cpu.num_threads()
         linear(x, packed, whole)
-        for num_rows in (1, 2, 3, 4, 5, 8, 11, 12, 13, 25, 97, 200):
+        for num_rows in (1, 2, 3, 4, 5, 8, 11, 12, 13, 14, 15, 25, 29, 32, 33, 97, 200):
             cpu.set_num_threads(1 + num_rows % 3)
             part = torch.empty(num_rows, 100)
             linear(x[-num_rows:], packed, part)
@@ -79,7 +79,7 @@ def test_an_odd_number_of_inputs_is_filled_up_with_zeros(dtype: torch.dtype, num
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("num_rows", [9, 40])
+@pytest.mark.parametrize("num_rows", [9, 20, 40])
 @pytest.mark.parametrize("form", ["dense", "grouped"])
 def test_rows_may_be_strided_and_outputs_are_rounded(
     each_product_isa: str, form: str, num_rows: int, dtype: torch.dtype

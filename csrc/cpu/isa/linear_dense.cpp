@@ -16,21 +16,29 @@ constexpr int64_t kPairElements = 2 * kBlock;
 struct Weights {
   const BFloat16* blocks[2];
   int64_t num_pairs;
-  const char* next;  // what is needed next is asked for meanwhile
+  const BFloat16* next;    // prefetched meanwhile: the same number of pairs of the next block, and
+  int64_t block_elements;  // of the one so far behind it
 
-  Ahead ahead(int64_t group, int64_t num_groups) const {
-    const int64_t bytes = num_pairs * 4 * kPairElements;
-    return {next + group * bytes / num_groups, bytes / num_groups / num_pairs};
+  Ahead ahead(int64_t block, int64_t group, int64_t num_groups) const {
+    const int64_t bytes = num_pairs * 2 * kPairElements;
+    const char* from = reinterpret_cast<const char*>(next + block * block_elements);
+    return {from + group * bytes / num_groups, bytes / num_groups / num_pairs};
   }
+};
+
+struct Aheads {
+  Ahead blocks[2];
 };
 
 // The sums of R rows and V / 2 blocks go on with x [R][x_stride].
 template <int R, int V>
-void multiply(const BFloat16* x, int64_t x_stride, const Weights& weights, Ahead ahead, const Sums& sums, At at) {
+void multiply(const BFloat16* x, int64_t x_stride, const Weights& weights, const Aheads& ahead, const Sums& sums,
+              At at) {
   Vec total[R][V];
   sums.begin(at, total);
   for (int64_t pair = 0; pair < weights.num_pairs; ++pair) {
-    prefetch_l2<128>(ahead, pair);
+    prefetch_l2<64>(ahead.blocks[0], pair);
+    prefetch_l2<64>(ahead.blocks[1], pair);
     __m512bh words[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
@@ -52,7 +60,7 @@ void multiply(const BFloat16* x, int64_t x_stride, const Weights& weights, Ahead
 
 // For `rows` rows, 1 <= rows <= R.
 template <int R, int V>
-void multiply_group(int64_t rows, const BFloat16* x, int64_t x_stride, const Weights& weights, Ahead ahead,
+void multiply_group(int64_t rows, const BFloat16* x, int64_t x_stride, const Weights& weights, const Aheads& ahead,
                     const Sums& sums, At at) {
   if constexpr (R > 1) {
     if (rows < R) return multiply_group<R - 1, V>(rows, x, x_stride, weights, ahead, sums, at);
@@ -66,8 +74,8 @@ void multiply_rows(const LinearTask& task, const BFloat16* x, const Weights& wei
   const int64_t num_groups = (task.num_rows + kRows - 1) / kRows, x_stride = sums.call->x_stride;
   for (int64_t group = 0, row = 0; group < num_groups; ++group) {
     const int64_t end = (group + 1) * task.num_rows / num_groups;
-    multiply_group<kRows, V>(end - row, x + row * x_stride, x_stride, weights, weights.ahead(group, num_groups), sums,
-                             {row, 0});
+    const Aheads ahead = {{weights.ahead(0, group, num_groups), weights.ahead(1, group, num_groups)}};
+    multiply_group<kRows, V>(end - row, x + row * x_stride, x_stride, weights, ahead, sums, {row, 0});
     row = end;
   }
 }
@@ -86,7 +94,7 @@ void run(const LinearCall& call, const LinearTask& task) {
       const BFloat16* next = !is_last  ? first + 2 * block_elements
                              : goes_on ? blocks + (input + kDepth) * kBlock
                                        : first;
-      const Weights weights = {{first, first + block_elements}, count / 2, reinterpret_cast<const char*>(next)};
+      const Weights weights = {{first, first + block_elements}, count / 2, next, block_elements};
       const Sums sums = {memory + block * kBlock, task.num_blocks * kBlock,           input > 0, !goes_on, &call,
                          task.first_row,          (task.first_block + block) * kBlock};
       if (block + 1 < task.num_blocks) {
