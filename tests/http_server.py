@@ -25,7 +25,7 @@ DEADLINE_S = scaled(60.0)
 
 class Server:
     """A started server. `output` is all it has printed. A `light` one has workers without a model, which start at
-    once. The processes of a `fresh` one are new interpreters, others are forked (fork_server.py)."""
+    once. The processes of a `fresh` one are new interpreters, others are forked in tests/e2e (fork_server.py)."""
 
     def __init__(
         self, *flags: str, env: dict[str, str] | None = None, light: bool = False, fresh: bool = False
@@ -33,7 +33,6 @@ class Server:
         self.output = ""
         module = ["-m", *(["tests.e2e.light"] if light else []), "vllm_lite"]
         self._lines = threading.Condition()
-        fork_server.begin()
         popen = subprocess.Popen if fresh else fork_server.Popen
         self.process = popen(
             [sys.executable, *module, "serve", *flags],
