@@ -148,14 +148,17 @@ def begin() -> None:
     _environment.update(os.environ)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(ANSWER_S)
+    unread, output = os.pipe()  # not /dev/null: sys.stdout of a fork would seek in what takes its place
     with theirs:
         server = subprocess.Popen(
             [sys.executable, "-P", "-m", "tests.fork_server", str(theirs.fileno()), "-" * ROOM],
             env={**os.environ, "PYTHONPATH": ROOT},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=output,
             pass_fds=[theirs.fileno()],
         )
+    os.close(unread)
+    os.close(output)
     _wire = ours
     atexit.register(_end, server)  # which would end by itself, a moment later
 
