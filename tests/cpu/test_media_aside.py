@@ -62,7 +62,7 @@ def nothing() -> Any:
 
 
 def step(part: MediaVectors) -> list[bytes]:
-    """Make a step that reads no medium. Returns those of which it says that they are there."""
+    """Run a step that reads no medium. Returns the media that it reports as computed."""
     inputs = nothing()
     fields: dict[str, Any] = {}
     part.build(inputs)
@@ -110,7 +110,7 @@ def test_a_step_has_as_many_pieces_as_the_goal_leaves_time_for(
 
 @pytest.mark.parametrize("ask", ["store", "move"])
 def test_who_asks_for_vectors_has_the_rest_computed_at_once(part: MediaVectors, ask: str) -> None:
-    """Ranks differ in how far they are: what one has said to be there another may still compute."""
+    """Ranks progress at different speeds: a rank may still compute a medium that another one has reported."""
     first, second = DIGESTS
     step(part)
     assert not part.can_run_ahead([])

@@ -47,7 +47,8 @@ MIB = 2**20
 
 
 class FakeMemory:
-    """A device whose framework allocates what the test says; `others` is used outside of it, `kept` without need."""
+    """A device whose framework allocates the bytes that the test sets. `others` are bytes used outside of the
+    framework, `kept` bytes that it holds without need."""
 
     def __init__(self, total: int, allocated: int = 0, others: int = 0) -> None:
         self.total, self.allocated, self.others = total, allocated, others
@@ -329,7 +330,8 @@ def test_the_largest_step_is_the_largest(tiny_checkpoint: Path, monkeypatch: pyt
 def test_the_largest_step_sees_images(
     make: Callable[[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As many as a step may compute, while room is held for all vectors that the engine lets workers keep."""
+    """The largest step has as many images as a step may compute, while memory is reserved for all vectors that workers
+    may keep."""
     device, _ = fake_gpu()
     worker = worker_on(device, make(tmp_path / "m"), max_num_batched_tokens=96, max_num_seqs=5)
     seen, held = list[int](), list[torch.Size]()

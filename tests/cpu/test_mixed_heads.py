@@ -82,7 +82,7 @@ def test_each_layer_has_its_shape_and_place_in_a_block(oracle: MixedOracle) -> N
 
 
 def test_a_block_of_one_group_is_none_of_anothers_business(oracle: MixedOracle) -> None:
-    """All that the layers of a group write to their own blocks stays in these; what is padded is not written."""
+    """Layers of a group write only to the blocks of this group, and never to padding."""
     cache = CacheEngine(oracle.spec, BLOCK_SIZE, 7, 0, *FLOAT32)
     views = cache.layer_views()
     for index, group in enumerate(oracle.spec.kv_groups):

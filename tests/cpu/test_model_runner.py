@@ -273,7 +273,7 @@ def test_progress_grows_in_every_layer(driver: Driver) -> None:
 
 
 def test_progress_grows_while_a_large_head_works(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts are scored, and rows sampled, so many at a time that a heartbeat has something to say."""
+    """Prompts are scored, and rows sampled, in such small parts that progress is visible in each heartbeat."""
     prompt = make_prompt(41, seed=6)
     scored = msgspec.structs.replace(GREEDY, prompt_logprobs=0)
     monkeypatch.setattr(prompt_scores, "LOGITS_AT_ONCE", 4 * driver.worker.runner.model.spec.vocab_size)

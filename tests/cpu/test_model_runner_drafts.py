@@ -145,7 +145,7 @@ def test_what_is_not_finite_behind_a_draft_fails_in_the_step_that_reaches_it(
 
 
 def test_min_tokens_hold_at_every_drafted_position(driver: Driver, oracle: Any) -> None:
-    """A stop id that the model wants is banned up to a position that lies behind drafts."""
+    """A stop id that the model would sample is banned up to a position after the drafts."""
     prompt = make_prompt(20, seed=8)
     free = expected(oracle, prompt, 4)
     ruled = msgspec.structs.replace(GREEDY, min_tokens_until=23, stop_ids=(free[2], free[3]))
@@ -161,7 +161,7 @@ def test_min_tokens_hold_at_every_drafted_position(driver: Driver, oracle: Any) 
 
 
 class Keeper(Drafter):
-    """Writes down the answers that ended, and the groups of the sequences that it is asked for."""
+    """Records the ended answers, and the groups of sequences that it is asked about."""
 
     def __init__(self) -> None:
         self.answers: list[tuple[bytes, list[int]]] = []

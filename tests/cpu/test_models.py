@@ -1,4 +1,5 @@
-"""Every family gives the logits of transformers at every position, however its prompt is cut up and its blocks lie."""
+"""Every family gives the logits of transformers at every position, however its prompt is split and its blocks are
+placed."""
 
 from dataclasses import replace
 from pathlib import Path

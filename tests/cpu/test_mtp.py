@@ -1,4 +1,4 @@
-"""MTP heads: drafts are those of the head in plain torch, whatever became of its KV."""
+"""MTP heads: drafts are those of the head in plain torch, whatever happened to its KV."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +24,7 @@ PROMPT = make_prompt(30, seed=11)
 
 VARIANTS = {each.name: each for each in (*MIXTURES, *LATENT, *HYBRIDS)}
 OTHERS = {f"{each.name} ({each.model})": each for each in VARIANTS.values() if each.model in FAMILIES}
-"""Every variant of a checkpoint of which heads are served."""
+"""All variants of checkpoints with supported heads."""
 GLM = next(name for name, each in VARIANTS.items() if each.model == "Glm4MoeForCausalLM")
 
 
@@ -89,7 +89,7 @@ def test_drafts_are_the_heads(watched: Watched) -> None:
 
 
 def test_steps_with_a_head_are_recorded(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that verify and that decode, the passes of the head, and what it writes behind each step."""
+    """Verifying steps, decode steps, the passes of the head, and its KV writes after each step are recorded."""
 
     def play() -> None:
         watched.draft(0, 1)

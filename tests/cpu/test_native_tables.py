@@ -28,7 +28,7 @@ def each_code(values: torch.Tensor) -> GroupedWeight:
 @pytest.mark.parametrize("values", [E4M3, E5M2, LOPSIDED], ids=["e4m3", "e5m2", "lopsided"])
 @pytest.mark.parametrize("num_rows", [1, 13])
 def test_each_code_of_8_bits_is_exact(values: torch.Tensor, num_rows: int) -> None:
-    """Denormals of fp8, both zeros, infinities and NaN are what they stand for, at each place of a group."""
+    """Denormals of fp8, both zeros, infinities and NaN have their exact values at each place of a group."""
     packed, out = PackedWeight(each_code(values)), torch.full((num_rows, 256), math.nan)
     for column in range(0, 64, 7):
         x = torch.zeros(num_rows, 64, dtype=torch.bfloat16)
@@ -66,7 +66,7 @@ def test_columns_of_every_place_count_once() -> None:
 
 @pytest.mark.parametrize("values", [E4M3, NF4], ids=["e4m3", "nf4"])
 def test_columns_may_be_in_any_order(values: torch.Tensor) -> None:
-    """The same bits as of rows whose elements are in that order."""
+    """The result has the same bits as with rows whose elements are in that order."""
     generator = torch.Generator().manual_seed(5)
     codes = torch.randint(len(values) // 2 - 1, (70, 300), generator=generator, dtype=torch.uint8)
     plain = GroupedWeight(codes, values, torch.rand(70, 10, generator=generator), 32)
@@ -82,7 +82,7 @@ def test_columns_may_be_in_any_order(values: torch.Tensor) -> None:
 @pytest.mark.parametrize("values", [E4M3, NF4], ids=["e4m3", "nf4"])
 @pytest.mark.parametrize("num_inputs", [64, 576, 700, 12288 + 320])
 def test_few_rows_have_the_bits_of_many(values: torch.Tensor, num_inputs: int) -> None:
-    """One and two rows take several groups at a time, and far more inputs; what is left of both is there, too."""
+    """One and two rows use several groups, and many inputs, at a time. The sizes also leave remainders of both."""
     generator = torch.Generator().manual_seed(7)
     codes = torch.randint(len(values) // 2 - 1, (70, num_inputs), generator=generator, dtype=torch.uint8)
     packed = PackedWeight(GroupedWeight(codes, values, torch.rand(70, -(-num_inputs // 64), generator=generator), 64))

@@ -33,8 +33,8 @@ from vllm_lite.parallel.communicator import Communicator, SingleRank
 
 
 class Mixed(Oracle):
-    """A random model, two of whose layers have few wide heads and two many narrow ones, in a window, with sinks, and in
-    one of them not rotated."""
+    """A random model: two layers have few wide heads; two have many narrow ones, with a window and sinks, and one of
+    these without rotation."""
 
     def __init__(self, path: Path) -> None:
         spec = load_spec(path)
@@ -151,7 +151,7 @@ class PackedWeights:
 
 @pytest.fixture
 def packed(tmp_path: Path) -> tuple[Path, Path]:
-    """A checkpoint whose matrices are small integers times a scale, and the same one packed."""
+    """A checkpoint with matrices of small integers times a scale, and the same one with packed matrices."""
     plain, packed = make_checkpoint(tmp_path / "plain", attention_bias=True), make_checkpoint(tmp_path / "packed")
     dense, small = load_file(plain / SINGLE_FILE), {}
     for name, tensor in list(dense.items()):

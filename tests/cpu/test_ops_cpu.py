@@ -35,7 +35,7 @@ class Operands:
         self.outs = [torch.empty_like(self.x) for _ in range(8)]
 
     def apply(self, ops: Ops) -> None:
-        """Run every operation, each on what the ones before it have left."""
+        """Run every operation, each on the results of those before it."""
         outs = self.outs
         ops.add_rms_norm(self.residual, self.x, self.weight, EPS, outs[0])
         ops.add_wide_norm(self.residual, self.x, WideNormWeights(self.wide, self.wide, EPS, True), outs[1])

@@ -1,4 +1,4 @@
-"""Steps that are launched before the host has the tokens of those before them give the tokens of steps that wait."""
+"""Steps that are launched before the host has the previous tokens give the same tokens as steps that wait for them."""
 
 import random
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def driver_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Driver]:
-    """Drivers whose workers have what a GPU has; with `ahead` also a sampler that leaves tokens on the device."""
+    """Drivers whose workers behave like those of a GPU; with `ahead` their sampler leaves tokens on the device."""
     launcher = CapturingLauncher(emulator.EmulatorLauncher())
     monkeypatch.setattr(worker_module, "select_backend", lambda shape, _: CudaBackend(shape, launcher))
 
@@ -204,7 +204,7 @@ def test_warming_up_compiles_what_few_and_many_samples_need(
 
 
 class ScriptedConnection:
-    """Messages that come when the worker has made so many launches; keeps what is sent."""
+    """A connection whose messages arrive after a given number of launches; it keeps all sent messages."""
 
     def __init__(self, messages: list[ToWorker]) -> None:
         self.messages = messages
@@ -308,7 +308,7 @@ def test_a_device_that_hangs_is_said_by_steps_that_wait(driver_of: Callable[...,
 
 
 def test_the_end_of_a_wait_that_was_short() -> None:
-    """An event that is done after some looks, and one whose device has an error."""
+    """An event that is complete after some checks, and one whose device has an error."""
     answers = iter([False] * 3 + [True])
     Wait(cast("Any", SimpleNamespace(query=lambda: next(answers))), "it", 60).wait()
     assert next(answers, None) is None

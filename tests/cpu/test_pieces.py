@@ -39,7 +39,8 @@ NUM_LAYERS = 2
 
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> CapturingLauncher:
-    """Launcher as on a GPU; and dense products rounded once, at the end, whose bits do not depend on other rows."""
+    """A launcher like that of a GPU, and dense products that are rounded once, at the end, so their bits do not depend
+    on other rows."""
     launcher = CapturingLauncher(emulator.EmulatorLauncher())
 
     def forward(self: DenseMatmul, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -152,7 +153,7 @@ def count_launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_padding_is_not_kept(model: Path, launcher: CapturingLauncher) -> None:
-    """A small step behind a large one: rows of the large one are where padding is now."""
+    """A small step after a large one: its padding has the place of rows of the large step."""
     driver = Driver(model, on=Device(CPU, capture=CudaLikeCapture()), dtype="bfloat16", enforce_eager=False)
     driver.run(new_request(0, make_prompt(30), [1, 2]))
     before = driver.pool.clone()
@@ -189,7 +190,7 @@ def test_a_step_is_not_padded_by_more_than_it_has(model: Path, launcher: Capturi
 def test_a_start_does_not_wait_long_for_captures(
     model: Path, launcher: CapturingLauncher, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The captures made first, the largest, serve; small steps go on eagerly if they would be padded too much."""
+    """The largest captures are made first and are used; small steps run eagerly if they would need too much padding."""
     monkeypatch.setattr(pieces_module, "MOST_S", 0.0)
     capture = CudaLikeCapture()
     with caplog.at_level("INFO", logger=pieces_module.logger.name):
@@ -218,7 +219,8 @@ def test_with_adapters_there_are_no_pieces(model: Path, launcher: CapturingLaunc
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
 def test_what_is_counted_of_the_last_layer(model: Path, launcher: CapturingLauncher, eager: bool) -> None:
-    """Graphs pass all rows through it, eager steps those that are wanted: that many choices of experts are there."""
+    """Graphs pass all rows through the last layer, eager steps only the wanted ones; as many choices of experts are
+    counted."""
     counted: list[tuple[int, int]] = []
     capture = None if eager else CudaLikeCapture()
     driver = Driver(model, on=Device(CPU, capture=capture), dtype="bfloat16", cudagraph_capture_sizes=[2])

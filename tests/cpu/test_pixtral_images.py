@@ -1,4 +1,4 @@
-"""Images of Mistral 3 and Pixtral: pixels, vectors and tokens are those of transformers, also where rows end."""
+"""Images of Mistral 3 and Pixtral: pixels, vectors and tokens are those of transformers, also at ends of rows."""
 
 import random
 from collections.abc import Callable

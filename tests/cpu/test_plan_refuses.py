@@ -1,4 +1,4 @@
-"""`plan` refuses what `serve` would, in the same words: it does not say of such a model that it fits."""
+"""`plan` refuses the models that `serve` refuses, with the same words, and never says that such a model fits."""
 
 import io
 import json

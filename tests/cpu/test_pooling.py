@@ -44,7 +44,7 @@ PROMPTS = prompts_of(1, 7, 64, 65, 33, 20, 150)
 
 
 class PoolingWorker:
-    """A worker that is handed steps; `got` has what it pooled, by handle."""
+    """A worker that executes steps; `got` has the pooled results by handle."""
 
     def __init__(self, path: Path, **settings: Any) -> None:
         plain = {
@@ -258,7 +258,7 @@ def test_other_poolers_are_refused_by_name(tmp_path: Path, change: dict[str, Any
 
 
 def test_settings_of_the_pooler(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A model made to generate makes vectors if it is asked to; its pooling is as the files say, or the user."""
+    """A model for generation makes vectors if configured; its files or the user determine the pooling."""
     path = write_pooled(tmp_path / "plain", "Qwen3ForCausalLM")
     assert load_spec(path).pooling is None
     for settings in ({"runner": "pooling"}, {"convert": "embed"}):

@@ -79,7 +79,7 @@ def test_prompts_through_a_library_like_the_reference(rotate: bool, padding: int
 
 
 def test_layers_of_a_step_that_hand_over_and_that_do_not(handed: list[int]) -> None:
-    """As where some layers attend to another one's K and V: each launches what it needs, whichever came first."""
+    """Some layers attend to another layer's K and V: each launches the work that it needs, whichever comes first."""
     step = make_step(SHAPE, FRESH)
     want, _ = step.run(ReferenceBackend(SHAPE))
     for order in ((True, False), (False, True)):
@@ -152,11 +152,12 @@ def test_a_table_is_kept_for_its_device_and_torch(
         assert "is no table of prefill times" in caplog.text
 
 
-# ---- chunks behind a prefix
+# ---- chunks after a prefix
 
 
 def chunk_table(*points: tuple[int, int, str]) -> PrefillTable:
-    """As if so many tokens behind so many had been faster gathered, or not: "ours"."""
+    """A table that says whether chunks of this many tokens after this many others are faster with gathered pages or
+    with our kernel ("ours")."""
     shape: dict[str, Any] = {"dtype": "bfloat16", "head_size": 64, "group": 2}
     return PrefillTable(
         Measured(**shape, num_tokens=n, us={"ours": 10.0, way: 9.0}, num_before=before) for n, before, way in points

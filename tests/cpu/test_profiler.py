@@ -1,4 +1,4 @@
-"""Profiles of a worker's steps, by torch's profiler on a CPU: which steps are in one, and what is written."""
+"""Profiles of a worker's steps with torch's profiler on a CPU: the steps that they contain, and the written files."""
 
 import gzip
 import json

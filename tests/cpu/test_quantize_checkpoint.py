@@ -1,4 +1,4 @@
-"""`vllm-lite quantize`: what it writes is read by compressed-tensors, by transformers, and here."""
+"""`vllm-lite quantize`: compressed-tensors, transformers and this package read its files."""
 
 import json
 import os
@@ -190,7 +190,7 @@ def test_what_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """safetensors has an error of its own for it."""
+    """safetensors raises its own error type for this."""
     source = make_checkpoint(tmp_path / "dense", **SIZES)
 
     def fail(*_: Any, **__: Any) -> None:

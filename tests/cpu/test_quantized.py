@@ -30,7 +30,7 @@ def test_codes_are_unpacked_along_either_dimension() -> None:
 
 
 def packed_checkpoint(folder: Path, bits: int, group_size: int | None) -> tuple[Path, Path]:
-    """A checkpoint in the packed form, and the same one with what its weights stand for."""
+    """A checkpoint in the packed form, and the same one with dequantized weights."""
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
     dense, packed = make_checkpoint(folder / "dense"), make_checkpoint(folder / "packed")

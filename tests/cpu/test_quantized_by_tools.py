@@ -1,4 +1,5 @@
-"""Weights that tools wrote, and what they make of them: GPTQModel 7.7, AutoRound 0.16 and AutoAWQ 0.2.9.
+"""Weights that tools wrote, and the same weights dequantized by these tools: GPTQModel 7.7, AutoRound 0.16 and AutoAWQ
+0.2.9.
 
 `fixtures/quantized/written_by_tools.safetensors` has for each case the tensors of a few outputs of one layer, which a
 tool quantized, and `expected`, float32 [outputs, inputs], by that tool's own dequantization.

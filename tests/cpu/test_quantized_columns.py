@@ -1,4 +1,4 @@
-"""GPTQ and AWQ checkpoints: written here by their formulas, multiplied as the dense weights they stand for."""
+"""GPTQ and AWQ checkpoints, written here by their formulas, give the same products as their dequantized weights."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -32,7 +32,7 @@ from vllm_lite.layers.weights.weight_form import LinearShape
 
 
 def checkpoints(folder: Path, write: Callable[..., Any], config: dict[str, Any], inner: int = 128) -> tuple[Path, Path]:
-    """One with what its weights stand for, and the same one quantized."""
+    """A checkpoint with dequantized weights, and the same one quantized."""
     dense, packed = (make_checkpoint(folder / name, intermediate_size=inner) for name in ("dense", "packed"))
     weights = load_file(dense / SINGLE_FILE)
     stored: Tensors = {}

@@ -1,5 +1,5 @@
-"""Quantized checkpoints of families whose weights are not taken as they lie: rows in another order, or in one tensor
-with others, matrices that are stored with their axes exchanged, experts under several names."""
+"""Quantized checkpoints of families whose stored tensors are changed when they are loaded: rows in another order,
+several matrices in one tensor, matrices stored transposed, experts under several names."""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -48,8 +48,8 @@ WRITERS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 def quantized(
     folder: Path, variant: Variant, write: Callable[..., Any], config: dict[str, Any], dense_part: str = "none"
 ) -> tuple[Path, Path]:
-    """A checkpoint of the family with what its weights stand for, and the same one quantized but for what has
-    `dense_part` in its name."""
+    """A checkpoint of the family with dequantized weights, and the same one quantized, except for tensors with
+    `dense_part` in their names."""
     dense, packed = variant.make(folder / "dense"), variant.make(folder / "packed")
     weights = load_file(dense / SINGLE_FILE)
     stored: Tensors = {}

@@ -135,7 +135,7 @@ def test_what_a_gpu_keeps(spec: QuantizationSpec, kept: bool) -> None:
 
 
 def test_experts_whose_columns_were_sorted_become_dense() -> None:
-    """Each has an order of its own, in which a step would have to gather the rows once more."""
+    """Each expert has its own order of columns, for which a step would have to gather the rows once more."""
     for spec in (
         Gptq(bits=4, group_size=32, sorted_columns=True),
         PackedInts(bits=4, group_size=32, sorted_columns=True),

@@ -211,8 +211,8 @@ def answer(model: Any, checkpoint: Path, parts: list[Any], num_tokens: int = 10)
 
 
 def answer_by_forward(model: Any, checkpoint: Path, parts: list[Any]) -> tuple[list[int], list[int]]:
-    """As `answer`, by a forward pass over all for each token. Behind a prompt that ends with an image `generate` counts
-    other positions than that."""
+    """The same as `answer`, but with a forward pass over all tokens for each new one. After a prompt that ends with an
+    image, `generate` counts positions differently."""
     ids, _ = answer(model, checkpoint, parts)
     inputs = processor(**COLORS)([part for part in parts if not isinstance(part, str)], return_tensors="pt")
     tokens = list[int]()
@@ -340,7 +340,8 @@ LAST: list[list[Any]] = [
 def test_prompts_may_end_with_an_image(
     checkpoint: Path, model: Any, monkeypatch: pytest.MonkeyPatch, chunk: int, room: int | None
 ) -> None:
-    """Cut anywhere (7 tokens leave an image of one token by itself); found in the cache; sampled twice."""
+    """Such prompts are split anywhere (steps of 7 tokens leave one token of an image alone), found in the cache, and
+    sampled twice."""
     if room is not None:
         monkeypatch.setattr(core, "encoder_sizes", lambda *_: EncoderSizes(room, room, 3 * room))
     sizes: dict[str, Any] = {"max_num_batched_tokens": chunk, "max_num_seqs": 3}
@@ -387,7 +388,7 @@ def test_a_hit_that_ends_inside_an_image_reads_the_rest_of_it(
 def test_steps_behind_images_are_steady(
     checkpoint: Path, answers: list[tuple[list[int], list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their inputs are made as those of text are, by two native calls and one addition."""
+    """Inputs of such steps are prepared like those of text, by two native calls and one addition."""
     if not cpu.available():
         pytest.skip("steady steps are native")
     steps = list[bool]()

@@ -135,7 +135,7 @@ def test_the_first_rank_takes_what_the_plan_says_and_no_other_more(
 
 
 def weights_of(model: Model, quantization: Quantization | None) -> int:
-    """Bytes of the tensors that the layers take, and of the groups of what is quantized."""
+    """Bytes of the tensors that the layers use, and of the groups of quantized ones."""
     mixed = MixedForm.of(model.spec, quantization, "cpu")
     total = 0
     for group in model.weight_groups():
@@ -154,7 +154,7 @@ def weights_of(model: Model, quantization: Quantization | None) -> int:
 
 
 CELLS = {"int4_g32": (16 + 2, 8), "int5_g32": (20 + 2, 8)}
-"""Bytes of 32 inputs, and those that 256 share."""
+"""Bytes for 32 inputs, and bytes that 256 inputs share."""
 
 
 def row_bytes(num_inputs: int, form: str) -> int:

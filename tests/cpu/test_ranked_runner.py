@@ -1,7 +1,7 @@
 """ModelRunners of several ranks against the one of a single rank: the same steps give the same answers.
 
-A Driver plays a story for a worker that has the whole model, and its messages are kept. Then each rank runs these
-messages by itself, as workers do: nothing but the communicator holds the ranks together.
+A Driver plays a story for a worker with the whole model, and its messages are kept. Then each rank runs these messages
+separately, as workers do; only the communicator connects the ranks.
 """
 
 import os
@@ -92,7 +92,7 @@ def make_runner(checkpoint: Path, communicator: Communicator, capture: Capture |
 
 
 def record(checkpoint: Path, story: Story) -> Recorded:
-    """Play the story for one worker. Returns what it was sent and what it answered."""
+    """Play the story for one worker. Returns its messages and its answers."""
     driver = Driver(checkpoint, num_host_blocks=HOST_BLOCKS, enforce_eager=True)
     driver.drafts.drafter = NgramDrafter(Speculation(prompt_lookup_max=3, prompt_lookup_min=1))
     recorded: Recorded = []
@@ -213,7 +213,7 @@ def forked(driver: Driver) -> None:
 
 
 def drafted(driver: Driver) -> None:
-    """N-gram drafts for a prompt that repeats itself, of which some are kept, beside sequences without."""
+    """N-gram drafts for a prompt that repeats itself, some of which are accepted, beside sequences without drafts."""
     phrase = make_prompt(6, seed=4)
     rules = LogitRules(bias=tuple((token, 30.0) for token in phrase))
     for handle, sampling in enumerate(
@@ -258,7 +258,8 @@ def test_ranks_answer_as_one(
 
 
 def decoding(driver: Driver) -> None:
-    """A prompt whose next to last token comes by itself, before others that decode; then random steps."""
+    """A prompt whose last token but one is computed in its own step, before other sequences decode; then random
+    steps."""
     prompt, play = make_prompt(4), Play(3, 1)
     for handle in (101, 102, 103):
         driver.run(new_request(handle, prompt[: handle - 100], [handle - 100], sampling=WARM))

@@ -60,7 +60,7 @@ class Rank:
         )
 
     def fill(self, whole: torch.Tensor) -> torch.Tensor:
-        """Logits of which this rank has made its columns."""
+        """Logits in which only this rank's columns are filled."""
         out = self.communicator.shared_rows(len(whole), whole.shape[1], torch.float32)
         out[:, self.own_columns] = whole[:, self.own_columns]
         return out
@@ -68,7 +68,7 @@ class Rank:
 
 @dataclass
 class Step:
-    """One step's logits and what is wanted of them."""
+    """One step's logits, and the requested results."""
 
     logits: torch.Tensor
     params: np.ndarray[Any, Any]

@@ -53,7 +53,7 @@ def drafter_of(driver: Driver) -> SelfDrafter:
 
 
 def draft_by(driver: Driver, forward: Any) -> None:
-    """Have another model draft, whose passes are not recorded."""
+    """Replace the drafting model by another one, whose passes are not recorded."""
     chain: Any = drafter_of(driver).chain
     chain.forward, chain._recorded = forward, None
 
@@ -122,7 +122,7 @@ def watch_drafts(driver: Driver) -> Drafts:
 
 
 def of_four(driver: Driver, sampling: Sampling, states: tuple[States, ...] = ()) -> None:
-    """Four sequences, of which not all draft, or not as many tokens, and not in the same order."""
+    """Four sequences: not all of them draft, or they draft different numbers of tokens, and in another order."""
     for handle in range(4):
         blocks = [1 + 4 * handle + each for each in range(4)]
         driver.run(
@@ -286,7 +286,7 @@ def test_each_sequence_gets_as_many_drafts_as_it_may(tiny_checkpoint: Path) -> N
 
 
 def test_nothing_is_written_that_the_cache_holds(tiny_checkpoint: Path) -> None:
-    """A position below `num_cached` lies in a block that others may read."""
+    """A position below `num_cached` is in a block that other sequences may read."""
     driver = Driver(tiny_checkpoint, **SELF)
     driver.run(new_request(0, PROMPT, [1, 2, 3, 4]))
     rows, seen = driver.worker.runner.batch.rows, list[tuple[int, ...]]()

@@ -135,7 +135,8 @@ def test_any_calls(calls: list[Call]) -> None:
 
 
 def test_no_slot_is_written_before_all_have_read_it(memory: int) -> None:
-    """Sums whose bits depend on the latest values only: a rank that reads what its neighbour wrote later shows."""
+    """Bits of the sums depend only on the latest values, so a rank that reads a later value of its neighbour is
+    noticed."""
     ranks = connect(memory, 3, waits=Waits(LONG_S, 0) if (os.cpu_count() or 1) > 2 else Waits(0, 0))
 
     def run(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Blocks that sequences begin with alike are read once for all of them: the bits that each would have by itself."""
+"""Blocks of a common prefix are read once for all sequences, which have the same bits as alone."""
 
 import random
 

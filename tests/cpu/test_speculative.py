@@ -75,7 +75,7 @@ def test_every_sequence_of_a_batch_gets_drafts_of_its_own():
         ([5], [NO_DRAFT], [1]),
         ([5, 6, 7], [5, 6, NO_DRAFT], [3]),
         ([5, 6, 7], [5, 0, NO_DRAFT], [2]),
-        ([5, 6, 7], [0, 6, NO_DRAFT], [1]),  # right again behind a wrong one does not count
+        ([5, 6, 7], [0, 6, NO_DRAFT], [1]),  # a right draft after a wrong one does not count
         ([5, 6, 7, 8, 9, 1], [5, NO_DRAFT, NO_DRAFT, 8, 9, NO_DRAFT], [2, 1, 3]),
     ],
 )

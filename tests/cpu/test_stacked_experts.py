@@ -33,7 +33,7 @@ def launcher() -> emulator.EmulatorLauncher:
 
 
 def sparse_layers(path: Path, quantization: Quantization | None = None) -> tuple[Any, list[SparseMLP]]:
-    """A model that has no bytes, whose tensors have views all the same, and its experts."""
+    """A model on the meta device, whose tensors can still have views, and its experts."""
     model: Any = build(load_spec(path), "bfloat16", "meta", Sizes(8, 8), quantization=quantization)
     sparse = [layer.mlp for layer in model.layers if isinstance(layer.mlp, SparseMLP)]
     assert sparse
@@ -45,7 +45,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def make(num_experts: int, dtype: torch.dtype = torch.float32) -> tuple[list[DenseMatmul], list[DenseMatmul]]:
-    """gate_up and down of each expert, each in memory of its own; no two are alike."""
+    """Different gate_up and down matrices for each expert, each in separate memory."""
     both = random(num_experts, 2 * INNER, HIDDEN, dtype=dtype).mul_(HIDDEN**-0.5)
     down = random(num_experts, HIDDEN, INNER, dtype=dtype).mul_(INNER**-0.5)
     return [DenseMatmul(w.clone(), None) for w in both], [DenseMatmul(w.clone(), None) for w in down]
@@ -86,7 +86,7 @@ def test_other_weights_are_left_to_the_loop(launcher: emulator.EmulatorLauncher)
 
 
 class OnGpu(torch.Tensor):
-    """Says that it lies on a GPU."""
+    """A tensor that claims to be on a GPU."""
 
     is_cuda = True
 

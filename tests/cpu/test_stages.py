@@ -134,7 +134,7 @@ def drafts_that_are_partly_right(checkpoint: Path) -> Callable[[], Parrot]:
 def test_workers_on_stages_answer_as_one(
     checkpoint_of: Callable[[str], Path], name: str, num_stages: int, world: int
 ) -> None:
-    """Drafts of which some are right among them; all ranks of all stages keep the same sequences."""
+    """Steps include drafts, some of them right; all ranks of all stages keep the same sequences."""
     checkpoint = checkpoint_of(name)
     make_parrot = drafts_that_are_partly_right(checkpoint)
     recorded = record(checkpoint, lambda driver: chunks_and_drafts(driver, make_parrot()))
@@ -232,7 +232,8 @@ def test_a_stage_has_its_layers_alone(checkpoint_of: Callable[[str], Path], name
 def test_stages_keep_less_than_the_whole_model_and_count_with_the_largest(
     checkpoint_of: Callable[[str], Path], name: str
 ) -> None:
-    """Block and state bytes are those of the stage that keeps most, so that all have room for equally many."""
+    """Bytes of blocks and states are those of the stage that keeps most, so all stages have room for the same
+    number."""
     checkpoint = checkpoint_of(name)
     whole = Driver(checkpoint).worker
     workers = on_stages(2, 1, lambda communicator: Driver(checkpoint, communicator=communicator).worker)

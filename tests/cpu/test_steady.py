@@ -1,4 +1,4 @@
-"""Steps that are like the one before: prepared by native calls, equal to those made in full."""
+"""Steps like the previous one are prepared by native calls, and equal steps that are prepared in full."""
 
 from collections.abc import Sequence
 from dataclasses import fields
@@ -62,7 +62,7 @@ def decode(*handles: int, blocks: dict[int, list[list[int]]] | None = None) -> l
 @pytest.mark.parametrize("second", [RANDOM, RULED, REPORTED])
 def test_decodes_have_the_inputs_of_steps_made_in_full(num_groups: int, second: Sampling) -> None:
     batches = both(num_groups)
-    # Rows in another order than the step's, blocks that come later, and a first token whose KV lies in the cache.
+    # Rows in another order than the step's, blocks that are added later, and a first token whose KV is cached.
     blocks = [[7 + 10 * group] for group in range(num_groups)]
     step(batches, [new_request(4, [11, 12], block_ids=[[1]] * num_groups)], 20)
     known: dict[str, Any] = {"num_computed": 3, "num_cached": 4, "num_tokens": 1, "block_ids": blocks}

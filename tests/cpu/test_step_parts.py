@@ -1,4 +1,4 @@
-"""Parts of a step where they meet: rows that move, chunks, answers of one step that are not those of the next."""
+"""Several parts of a step together: rows that move, chunks, and answers that belong to one step only."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def test_a_prompt_in_chunks_is_scored_once(tiny_checkpoint: Path) -> None:
 
 
 def test_steps_of_tokens_follow_a_step_that_pools(tmp_path: Path) -> None:
-    """In one worker that does both, an answer has what its own step pooled."""
+    """In a worker that generates and pools, an answer has only the results of its own step."""
     worker = PoolingWorker(make_checkpoint(tmp_path / "both"), convert="embed")
     prompt = make_prompt(6, seed=2)
     both = worker.new(0, prompt, Pooling("embed")), new_request(1, prompt, [70])

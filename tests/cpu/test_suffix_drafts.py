@@ -114,7 +114,7 @@ def test_recent_answers_of_the_group_are_searched() -> None:
     assert propose(by, [1, 7, 8, 9], group=b"other adapter") == []
     assert propose(by, [9, 5, 3, 9]) == [5]  # own tokens win where both match alike
     assert propose(by, [9, 5, 8, 9]) == [10, 11]
-    assert propose(by, [10, 11]) == []  # nothing behind it, and the next answer is another text
+    assert propose(by, [10, 11]) == []  # nothing follows, and the next answer is another text
 
 
 def test_answers_are_bounded() -> None:

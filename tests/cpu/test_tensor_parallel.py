@@ -159,7 +159,7 @@ def test_bfloat16_is_no_further_from_the_truth_than_one_rank(oracles: dict[str, 
 
 @pytest.mark.parametrize("name", ["llama-tied-biases", "llama-odd"])
 def test_int8_is_no_further_from_the_truth_than_one_rank(oracles: dict[str, Oracle], name: str) -> None:
-    """Not equal to one rank: what is split by inputs has scales on each rank, and they are finer."""
+    """Not equal to one rank: matrices split by inputs have separate, finer scales on each rank."""
     oracle = oracles[name]
 
     def work(communicator: ThreadCommunicator | None) -> torch.Tensor:
@@ -219,7 +219,7 @@ def assert_wrong(oracle: Oracle) -> None:
     assert not torch.equal(logits.argmax(-1), expected.argmax(-1))
 
 
-# ---- what ends it
+# ---- failures
 
 
 def test_a_token_outside_of_the_vocabulary_is_an_error_on_all_ranks(oracles: dict[str, Oracle]) -> None:

@@ -1,4 +1,4 @@
-"""AMX in plain C++ against the processor's, bit for bit: what runs with the one may be tested with the other."""
+"""AMX in plain C++ against the processor's AMX, bit for bit, so kernels for one may be tested with the other."""
 
 import pytest
 import torch

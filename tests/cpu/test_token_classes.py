@@ -72,7 +72,7 @@ def test_chunks_of_a_decoder_change_nothing(tmp_path: Path) -> None:
 def test_the_band_and_the_sinks_of_the_privacy_filter(
     tmp_path: Path, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tokens see so many to each side and no more, in the kernels and in plain torch."""
+    """Tokens see exactly the given number of tokens to each side, in the kernels and in plain torch."""
     path = write_pooled(tmp_path / "m", "OpenAIPrivacyFilterForTokenClassification", OSS | {"num_hidden_layers": 1})
     if native and not available():
         pytest.skip("there are no native kernels")

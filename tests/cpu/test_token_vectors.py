@@ -1,4 +1,4 @@
-"""Vectors and positions that a step part gives to the model in place of what tokens have."""
+"""Vectors and positions that a step part gives to the model instead of those of the tokens."""
 
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ def with_part(monkeypatch: pytest.MonkeyPatch, make: Any, checkpoint: Path, **se
 def test_vectors_stand_for_the_tokens_whose_they_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, chunk: int
 ) -> None:
-    """Bit for bit: the prompt of placeholders goes on as the text whose vectors it is given."""
+    """A prompt of placeholders with the vectors of a text continues like that text, bit for bit."""
     checkpoint = make_checkpoint(tmp_path / model_type, model_type=model_type)
     text = make_prompt(30, seed=5)
     prompt = [*text[:4], *[PLACEHOLDER] * 12, *text[16:]]

@@ -1,7 +1,7 @@
-"""gloo and NCCL through torch.distributed: processes that come, go and are killed, and how NCCL is called.
+"""gloo and NCCL through torch.distributed: processes that join, leave and are killed, and the calls of NCCL.
 
-What all communicators have in common is in test_communicators.py. There is no GPU here: torch's ProcessGroupNCCL is
-replaced by a fake that keeps what it was called with.
+test_communicators.py tests the common part of all communicators. There is no GPU here: a fake replaces torch's
+ProcessGroupNCCL, and records its calls.
 """
 
 import os
@@ -71,7 +71,7 @@ def test_ranks_on_several_hosts_meet_at_rank_0_and_have_no_memory_in_common(tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- a process of its own
+# ---- a separate process
 
 
 @contextmanager
@@ -218,7 +218,7 @@ def test_closing_with_a_call_that_nobody_answers(tmp_path: Path, monkeypatch: py
 
 
 class FakeNccl:
-    """Keeps what it is called with. With `error` set, its calls fail."""
+    """Records its calls. With `error` set, they fail."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -344,7 +344,7 @@ def test_an_abort_that_hangs_or_fails_holds_nobody_up(
 
 
 class FakeProcessGroupNCCL(FakeNccl):
-    """Stands for torch's class, which a torch without CUDA does not have."""
+    """Replaces torch's class, which a torch without CUDA does not have."""
 
     made: "FakeProcessGroupNCCL"
 
