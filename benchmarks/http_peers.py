@@ -69,9 +69,10 @@ def commands(peers: Path, model: Path) -> dict[str, tuple[list[str], dict[str, s
 
 @contextmanager
 def serving(command: list[str], env: dict[str, str], log: Path, port: int = PORT) -> Iterator[str]:
-    """The address of a server that answers /health. Raises RuntimeError if it never does."""
+    """The address of a server that answers /health, and that ends with the block or with this process, if SIGTERM ends
+    it. Raises RuntimeError if it never answers."""
     url = f"http://127.0.0.1:{port}"
-    with log.open("w") as output:
+    with log.open("w") as output, ended_by_sigterm():
         process = subprocess.Popen(
             command, env={**os.environ, **env}, stdout=output, stderr=output, start_new_session=True
         )
@@ -86,6 +87,21 @@ def serving(command: list[str], env: dict[str, str], log: Path, port: int = PORT
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM raises SystemExit in the block, once: `timeout` sends it a second time, to the whole group."""
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(143)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 async def ready(url: str, process: "subprocess.Popen[Any]") -> None:
