@@ -21,10 +21,9 @@ from vllm_lite.tools.bench.serve_result import percentile
 from vllm_lite.tools.cli import main
 from vllm_lite.tools.simulate import cost, fit
 from vllm_lite.tools.simulate.cost import StepTimer, StepTimes, kind_of
-from vllm_lite.tools.simulate.features import NAMES, PLACE, StepDone, StepReader
+from vllm_lite.tools.simulate.features import NAMES, PLACE, StepDone, StepReader, told
 from vllm_lite.tools.simulate.load import LoadOptions, SimulatedRequest, load_of, make_load
 from vllm_lite.tools.simulate.recording import RecordedRequest, Recording
-from vllm_lite.tools.simulate.simulation import Simulation
 from vllm_lite.tools.simulate.variants import (
     Limit,
     RunOptions,
@@ -132,7 +131,9 @@ def test_features_count_what_a_message_computes() -> None:
     found = dict(zip(NAMES, reader.message(steps, was_idle=False), strict=True))
     assert (found["step"], found["sampled"], found["block_op"], found["request"], found["idle"]) == (3, 8, 2, 0, 0)
     assert (found["lookup"], found["verify"], found["draft"]) == (2, 1, 3)
-    assert found["decode_kilotokens"] == pytest.approx((101 + 102 + 103 + 45) / 1e3), "42 tokens, and 2 that were right"
+    assert found["decode_kilotokens"] == pytest.approx((101 + 102 + 103 + 42 + 45) / 1e3), (
+        "42 tokens, and 2 that were right"
+    )
     assert found["chunk_megapairs"] == pytest.approx(4 * 44.5 / 1e6)
     assert found["token_to_1"] == 3
     assert found["token_to_8"] == 1, "a draft that is made is a token"
@@ -191,6 +192,21 @@ def test_the_times_of_a_recording_are_found_again(share: float, tmp_path: Path) 
         assert again.figures[name] == pytest.approx(expected.figures[name], rel=0.01), name
 
 
+def test_what_delays_some_prompts_is_no_time_of_their_own(
+    run: tuple[Simulated, Recording], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every third message with a new request takes 1.7 times as long."""
+    _, recording = run
+    prompts = itertools.count()
+    delays = [1.7 if m.features[PLACE["request"]] and next(prompts) % 3 == 0 else 1.0 for m in recording.messages]
+    delayed = [m._replace(took_s=m.took_s * delay) for m, delay in zip(recording.messages, delays, strict=True)]
+    monkeypatch.setattr(recording, "messages", delayed)
+    fitted = fit.fit([recording], "delayed")
+    assert fitted.times["request"] == pytest.approx(TIMES["request"], rel=0.05), "three times that by least squares"
+    others = [m for m, delay in zip(delayed, delays, strict=True) if delay == 1.0]
+    assert all(told(m.features, fitted.values()) == pytest.approx(m.took_s, rel=0.1) for m in others)
+
+
 def test_the_engines_own_time_counts_where_nothing_is_under_way_meanwhile() -> None:
     times = [
         simulate(made_up(engine_s=engine_s), {"async_scheduling": ahead}, load_at(2.0, 20)).figures["median_tpot_ms"]
@@ -219,11 +235,11 @@ def test_the_load_of_a_recording_finds_the_same_prefixes(run: tuple[Simulated, R
 def test_a_first_token_takes_the_clients_time_too(run: tuple[Simulated, Recording]) -> None:
     _, recording = run
     seen_ms = 1000 * percentile(sorted(each.outcome.ttft_s for each in recording.requests.values()), 50)
-    assert fit.client_time(recording, {"median_ttft_ms": seen_ms + 12}) == pytest.approx(0.012)
+    assert fit.client_time([recording], {"median_ttft_ms": seen_ms + 12}) == pytest.approx(0.012)
     each_s = [each.outcome.ttft_s + 0.008 for each in recording.requests.values()]
     detailed = {"median_ttft_ms": seen_ms + 12, "ttfts": [each_s[0] + 10, *each_s[1:]]}
-    assert fit.client_time(recording, detailed) == pytest.approx(0.008)
-    assert fit.client_time(recording, detailed | {"ttfts": each_s[1:]}) == pytest.approx(0.012), "not of this load"
+    assert fit.client_time([recording], detailed) == pytest.approx(0.008)
+    assert fit.client_time([recording], detailed | {"ttfts": each_s[1:]}) == pytest.approx(0.012), "not of this load"
     plain, late = (simulate(made_up(client_s=seconds), {}, load_at(2.0, 30)) for seconds in (0.0, 0.012))
     assert late.figures["median_ttft_ms"] - plain.figures["median_ttft_ms"] == pytest.approx(12, abs=0.5)
 
@@ -237,12 +253,12 @@ def test_who_failed_has_no_first_token() -> None:
     failed.outcome.error = "aborted"
     requests = {"served": served, "failed": failed, "silent": silent, "cut": cut}
     recording: Any = SimpleNamespace(requests=requests)
-    assert fit.client_time(recording, {"median_ttft_ms": 112}) == pytest.approx(0.012)
+    assert fit.client_time([recording], {"median_ttft_ms": 112}) == pytest.approx(0.012)
     del requests["served"]
     with pytest.raises(ConfigError, match="no request of the trace was served to its end"):
-        fit.client_time(recording, {"median_ttft_ms": 112})
+        fit.client_time([recording], {"median_ttft_ms": 112})
     with pytest.raises(ConfigError, match="the measured result has no median_ttft_ms"):
-        fit.client_time(recording, {})
+        fit.client_time([recording], {})
 
 
 def test_few_messages_are_refused(tmp_path: Path) -> None:
@@ -307,36 +323,6 @@ def test_settings_change_what_is_simulated() -> None:
     small = simulate(made_up(), {"num_gpu_blocks_override": 60}, load)
     assert small.figures["preemptions"] > 0 == many.figures["preemptions"]
     assert small.figures["peak_kv_usage"] > 0.9 > many.figures["peak_kv_usage"]
-
-
-def test_several_engines_are_sent_what_they_have_the_beginning_of() -> None:
-    """Four beginnings of many blocks: with two engines each computes about half of them, and first tokens come sooner
-    than from one. A pool that holds one beginning only has each engine keep to its own."""
-    names = ("prefix_len", "suffix_len", "num_prefixes", "output_len")
-    sizes: dict[str, Any] = {f"prefix_repetition_{name}": n for name, n in zip(names, (640, 20, 4, 8), strict=True)}
-    dataset = DatasetOptions(dataset_name="prefix_repetition", num_prompts=120, **sizes)
-    load = make_load(LoadOptions(dataset, 40.0), None)
-    one, two = (simulate(made_up(), each, load) for each in variants(["data_parallel_size=1,2"]))
-    assert two.figures["completed"] == 120
-    assert two.figures["mean_ttft_ms"] < 0.9 * one.figures["mean_ttft_ms"]
-    assert two.figures["prefix_hit_rate"] > one.figures["prefix_hit_rate"] - 0.05
-    tight = {"num_gpu_blocks_override": 110}
-    one, two = (simulate(made_up(), {**tight, **each}, load) for each in variants(["data_parallel_size=1,2"]))
-    assert two.figures["prefix_hit_rate"] > one.figures["prefix_hit_rate"] + 0.1, "what was evicted is known"
-    assert simulate(made_up(), tight | {"data_parallel_size": 2}, load).figures == two.figures
-
-
-def test_a_router_knows_what_its_engines_have_in_the_end() -> None:
-    settings = {"data_parallel_size": 2, "num_gpu_blocks_override": 60}
-    simulation = Simulation(made_up(), settings, lambda number: StepTimer(made_up(), number))
-    simulation.run(load_at(20.0, 60))
-    router = simulation.engines.router
-    assert router is not None
-    router.check_integrity()
-    for number, engine in enumerate(simulation.engines.all):
-        blocks = engine.core.kv.pool.blocks
-        assert router.cached[number] == {each.block_hash[:-1] for each in blocks if each.block_hash}
-        assert engine.core.scheduler.counters.cached_tokens
 
 
 def test_variants_are_all_combinations() -> None:

@@ -142,11 +142,11 @@ def test_each_request_meets_what_it_met_if_the_machine_is_as_recorded(
         pairs = zip(again.outcomes, real.outcomes, strict=True)
         return percentile(sorted(abs(ours.latency_s / theirs.latency_s - 1) for ours, theirs in pairs), 50)
 
-    again = fit.as_recorded(fitted, recording)
+    (again,) = fit.as_recorded(fitted, [recording])
     assert misses(again) < 0.02
     assert misses(fitted) > 0.08
     cost.write(fitted, times := str(tmp_path / "times.json"))
     assert main(["simulate", times, "--load", path, "--as-recorded", "--json"]) == 0
     assert capsys.readouterr().out.encode() == encoded([simulate(again, {}, load_of(recording))])
     detailed = real.figures | {"ttfts": [outcome.ttft_s + 0.25 for outcome in real.outcomes]}
-    assert fit.as_recorded(fitted, recording, detailed).client_s == pytest.approx(0.25)
+    assert fit.as_recorded(fitted, [recording], detailed)[0].client_s == pytest.approx(0.25)

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _search(arguments, fitted, settings)
     load = load_of_flags(arguments, arguments.request_rate)
     if arguments.as_recorded:
-        fitted = fit.as_recorded(fitted, Recording(arguments.load).read(), measured)
+        fitted = fit.as_recorded(fitted, [Recording(arguments.load).read()], measured)[0]
     if arguments.record is not None and len(settings) > 1:
         raise ConfigError(f"--record writes the trace of one simulation, and --vary makes {len(settings)}")
     runs = [_simulate(arguments, fitted, each, load, arguments.record) for each in settings]
@@ -108,7 +108,7 @@ def _times(arguments: argparse.Namespace, measured: dict[str, Any] | None) -> "S
     if arguments.fit is None:
         return cost.read(arguments.fitted)
     recordings = [Recording(path).read() for path in arguments.fit]
-    fitted = fit.fit(recordings, arguments.fit[0], fit.client_time(recordings[0], measured))
+    fitted = fit.fit(recordings, arguments.fit[0], fit.client_time(recordings[:1], measured))
     if arguments.save is not None:
         cost.write(fitted, arguments.save)
     if not arguments.json:

@@ -20,6 +20,7 @@ SHIPPED = Path(__file__).parent / "fitted"
 """Fitted files that come with the program, each of a machine and a model: MODEL_MACHINE.json."""
 NUM_QUANTILES = 101
 
+Count = Annotated[int, Meta(ge=1, le=1 << 20)]
 Time = Annotated[float, Meta(ge=0, le=1e6)]
 Quantiles = Annotated[list[Time], Meta(min_length=2)]
 
@@ -42,7 +43,9 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     weather: Weather | None
     """Speed of the machine over time; None: constant, as the times say."""
     drafts: list[History]
-    """Numbers of drafts made and accepted, for each of some requests."""
+    """Histories of the drafts of some answers."""
+    timings: list[tuple[Count, Annotated[int, Meta(ge=0, le=1 << 20)], Annotated[float, Meta(gt=0, le=1e6)]]] = []
+    """StepTimings of the start, if they decide how much is drafted."""
     load_blocks_per_s: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
     """KV blocks, or states, that were loaded from the disk; 0: the engine kept none there."""
     engine_s: Time
@@ -66,7 +69,8 @@ class StepTimer:
         self._noise = fitted.noise if has_noise else {}
         noise, drafts, weather = (random.Random(f"{seed} {what}") for what in ("noise", "drafts", "weather"))
         self._random = noise.random
-        self.drafts = DraftDraws(fitted.drafts, drafts)
+        as_recorded = fitted.weather is not None and fitted.weather.memory_s is None
+        self.drafts = DraftDraws(fitted.drafts, drafts, in_order=as_recorded)
         self._walk = None if fitted.weather is None or not has_noise else Walk(fitted.weather, weather)
 
     def took_s(self, features: Features) -> float:

@@ -19,9 +19,9 @@ from vllm_lite.engine.sequence import Sequence
 from vllm_lite.errors import ConfigError, RequestError
 from vllm_lite.executor.simulated import SimulatedExecutor, SimulatedSequence, VirtualClock
 from vllm_lite.protocol.api import Generate
-from vllm_lite.protocol.control import KVGroupInfo, Ready
+from vllm_lite.protocol.control import KVGroupInfo, Ready, StepTiming
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.protocol.step import Draft, Handle, ModelOutput, NewRequest, Resume, SchedulerOutput
+from vllm_lite.protocol.step import Draft, Fork, Handle, ModelOutput, NewRequest, Resume, SchedulerOutput
 from vllm_lite.protocol.transfers import (
     ForgetStored,
     LoadBlocks,
@@ -107,7 +107,11 @@ class TimedExecutor(SimulatedExecutor):
         self._draws = timer.drafts
         self._drafts: dict[Handle, tuple[int, int]] = {}
         """Drafts of the step that is being run."""
+        self._timings = tuple(StepTiming(*each) for each in fitted.timings)
         self.disk = SimulatedDisk(fitted.load_blocks_per_s or inf) if fitted.header.has_disk else None
+
+    def timings(self) -> tuple[StepTiming, ...]:
+        return self._timings
 
     def transfer(self, message: Transfer) -> None:
         if self.disk is not None:
@@ -123,13 +127,19 @@ class TimedExecutor(SimulatedExecutor):
         return min((time_s for time_s in times if time_s is not None), default=None)
 
     def _draft(self, entry: Draft) -> tuple[int, int]:
-        made, right = self._drafts[entry.handle] = self._draws.draw(entry.handle, entry.max_drafts)
+        num_tokens = self._sequences[entry.handle].num_tokens
+        made, right = self._drafts[entry.handle] = self._draws.draw(entry.handle, num_tokens, entry.max_drafts)
         return made, right
 
     def _place(self, entry: NewRequest | Resume) -> tuple[SimulatedSequence, int]:
         if isinstance(entry, NewRequest):
-            self._draws.begin(entry.handle)
+            self._draws.begin(entry.handle, entry.num_prompt_tokens)
         return super()._place(entry)
+
+    def _change(self, entry: object) -> None:
+        if isinstance(entry, Fork):
+            self._draws.fork(entry.child, entry.parent)
+        super()._change(entry)
 
     def submit(self, *steps: SchedulerOutput) -> None:
         results, done = list[ModelOutput](), list[StepDone]()

@@ -40,10 +40,10 @@ NAMES = (
     "adapter",
 )
 """Names of the features of a message: the message itself; whether the workers were idle before it; its steps; the
-tokens of each step, by BOUNDS; the tokens that decodes attend to, in thousands; pairs of a token of a chunk and a token
-that it attends to, in millions; sampled tokens; requests that are new to the workers; moved blocks; sequences that may
-draft; steps with drafts, and the maximum drafts of a sequence in each; tokens with an adapter, and the adapters of each
-step."""
+tokens of each step, by BOUNDS; the tokens that decodes and drafts attend to, in thousands; pairs of a token of a chunk
+and a token that it attends to, in millions; sampled tokens; requests that are new to the workers; moved blocks;
+sequences that may draft; steps with drafts, and the maximum drafts of a sequence in each; tokens with an adapter, and
+the adapters of each step."""
 PLACE = {name: place for place, name in enumerate(NAMES)}
 TOKENS = slice(PLACE["token_to_1"], PLACE["token_beyond"] + 1)
 """Features whose sum is the number of tokens."""
@@ -94,6 +94,8 @@ class StepReader:
                 total += self._compute(found, entry.handle, entry.num_tokens)
             elif isinstance(entry, Draft):
                 made, right = drafts.get(entry.handle, (0, 0))
+                if made:
+                    found[_DECODES] += self._computed.get(entry.handle, 0) / 1e3
                 total += self._compute(found, entry.handle, 1 + made)
                 self._computed[entry.handle] -= made - right
                 num_sampled += made

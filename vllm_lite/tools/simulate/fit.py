@@ -1,5 +1,6 @@
-"""Fits the times of steps to a recording: least squares of the relative errors of messages, with no negative time."""
+"""Fits the times of steps to a recording: small relative errors of most messages, with no negative time."""
 
+import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -14,13 +15,17 @@ from vllm_lite.tools.simulate.cost import NUM_QUANTILES, VERSION, StepTimes, kin
 from vllm_lite.tools.simulate.drafts import kept
 from vllm_lite.tools.simulate.features import NAMES, told
 from vllm_lite.tools.simulate.recording import Recording, TimedMessage
-from vllm_lite.tools.simulate.weather import STALLED, observe
+from vllm_lite.tools.simulate.weather import observe
 from vllm_lite.trace.records import Header
 
 MIN_MESSAGES = 200
 MIN_NOISE = 20
 """Messages of a kind below which their noise is not known."""
-PASSES = 8
+PASSES = 10
+NEAR = 0.05
+"""A message that differs from its time by more than this share counts for less: what delayed it has nothing to do with
+what it held. The times are so those of the messages in the middle. The mean of all that have something in common, such
+as the few with a new request, would have the delays of these as a time of their own."""
 MIN_TOLD_S = 1e-6
 SAME = ("options", "policy", "block_size", "caching", "windows", "tensor_parallel_size", "has_disk", "encoder")
 """Settings that must be equal in all recordings to which one set of times is fitted."""
@@ -35,8 +40,7 @@ def fit(recordings: Sequence[Recording], model: str, client_s: float = 0.0) -> S
     told_s = [message.took_s for message in messages]
     ratios, times = [1.0] * len(messages), [0.0] * len(NAMES)
     for _ in range(PASSES):
-        # Stalled messages get less weight, because a stall does not depend on the contents of the message.
-        weights = [min(1.0, (STALLED - 1) / max(1e-9, ratio - 1)) for ratio in ratios]
+        weights = [min(1.0, NEAR / max(1e-9, abs(math.log(ratio)))) for ratio in ratios]
         times = _solve(messages, told_s, weights)
         told_s = _told_s(messages, times)
         ratios = [message.took_s / each_s for message, each_s in zip(messages, told_s, strict=True)]
@@ -52,7 +56,8 @@ def fit(recordings: Sequence[Recording], model: str, client_s: float = 0.0) -> S
         times={name: seconds for name, seconds in zip(NAMES, times, strict=True) if seconds},
         noise=_noise(messages, observed.ratios),
         weather=observed.weather,
-        drafts=kept([steps for recording in recordings for steps in recording.drafts.values()]),
+        drafts=kept(each for recording in recordings for each in recording.histories()),
+        timings=recordings[0].timings,
         load_blocks_per_s=max(recording.scheduler.rates.load_blocks_per_s for recording in recordings),
         engine_s=max(0.0, statistics.median(gaps_s)) if gaps_s else 0.0,
         client_s=client_s,
@@ -61,23 +66,31 @@ def fit(recordings: Sequence[Recording], model: str, client_s: float = 0.0) -> S
     )
 
 
-def as_recorded(fitted: StepTimes, recording: Recording, measured: Mapping[str, Any] | None = None) -> StepTimes:
-    """The same times with the weather of `recording`, in its order, and with the client time of the result `measured`.
-    Raises ConfigError."""
-    messages = [each for each in recording.messages if each.took_s > 0]
-    told_s = _told_s(messages, fitted.values())
-    weather = observe(told_s, [message.took_s for message in messages], in_pieces=False).weather
-    client_s = fitted.client_s if measured is None else client_time(recording, measured)
-    return msgspec.structs.replace(fitted, weather=weather, client_s=client_s)
+def as_recorded(
+    fitted: StepTimes, recordings: Sequence[Recording], measured: Mapping[str, Any] | None = None
+) -> list[StepTimes]:
+    """For the engine of each recording: the same times with its weather in its order, the drafts of its answers, and
+    the client time of the result `measured`. Raises ConfigError."""
+    client_s = fitted.client_s if measured is None else client_time(recordings, measured)
+    found = list[StepTimes]()
+    for recording in recordings:
+        messages = [each for each in recording.messages if each.took_s > 0]
+        told_s = _told_s(messages, fitted.values())
+        weather = observe(told_s, [message.took_s for message in messages], in_pieces=False).weather
+        drafts, timings = recording.histories(), recording.timings
+        machine = msgspec.structs.replace(fitted, weather=weather, client_s=client_s, drafts=drafts, timings=timings)
+        found.append(machine)
+    return found
 
 
-def client_time(recording: Recording, measured: Mapping[str, Any] | None) -> float:
-    """The part of the time to the first token that is spent outside of the engine, from the result of `bench serve` for
-    the same load. With a detailed result, it is the median over requests. Raises ConfigError."""
+def client_time(recordings: Sequence[Recording], measured: Mapping[str, Any] | None) -> float:
+    """The part of the time to the first token that is spent outside of the engines, from the result of `bench serve`
+    for the same load. With a detailed result, it is the median over requests. Raises ConfigError."""
     if measured is None:
         return 0.0
     seen_ms, seen_s = measured.get("median_ttft_ms"), measured.get("ttfts")
-    ended = [each.outcome for each in recording.requests.values() if each.outcome.is_complete]
+    outcomes = sorted((o.outcome for each in recordings for o in each.requests.values()), key=lambda o: o.start_s)
+    ended = [outcome for outcome in outcomes if outcome.is_complete]
     own_s = [outcome.ttft_s for outcome in ended if outcome.output_len and not outcome.error]
     if not isinstance(seen_ms, int | float):
         raise ConfigError("the measured result has no median_ttft_ms; `bench serve --save-result` writes it")

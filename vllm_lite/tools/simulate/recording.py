@@ -3,17 +3,24 @@
 from array import array
 from collections import deque
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import msgspec
 
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.engine.request import Produced
 from vllm_lite.engine.scheduling.in_flight import MessageLength, StepInFlight
+from vllm_lite.engine.scheduling.rates import Rates
 from vllm_lite.errors import ConfigError
+from vllm_lite.protocol.control import STEP_ROWS
 from vllm_lite.protocol.step import Draft, Handle, SchedulerOutput
 from vllm_lite.tools.bench.serve_client import Outcome
-from vllm_lite.tools.simulate.drafts import DraftStep
+from vllm_lite.tools.simulate.drafts import DraftStep, history
 from vllm_lite.tools.simulate.features import Features, StepDone, StepReader
 from vllm_lite.trace import records
+
+CROWD = 8
+"""Sequences of the steps that workers try to see what further ones take."""
 
 
 class TimedMessage(NamedTuple):
@@ -56,7 +63,12 @@ class Recording(Replay):
         """Seconds from a result to the next message, where nothing was under way meanwhile and requests were there."""
         self.requests: dict[str, RecordedRequest] = {}
         self.drafts: dict[tuple[int, int], list[DraftStep]] = {}
-        """The drafts of each sequence that could make some."""
+        """The steps in which each sequence could draft, by its request and its index."""
+        self.timings: list[tuple[int, int, float]] = []
+        """StepTimings of the start, where they decide how much is drafted."""
+        self._method: str = self.reader.header.options["draft_method"]
+        self._answers: dict[tuple[int, int], list[int]] = {}
+        """The tokens of each sequence, where it may draft."""
         self.on_produced = self._take
         self._block_size = self.reader.header.block_size
         self._length = MessageLength()
@@ -86,6 +98,8 @@ class Recording(Replay):
         else:
             if isinstance(record, records.Arrival):
                 self._has_come(record)
+            elif isinstance(record, records.RatesMeasured) and record.row_s and not self.messages:
+                self.timings = _timings(Rates(*msgspec.structs.astuple(record)), self.reader.header.options)
             elif isinstance(record, records.WorkersLost):
                 self._unsent.clear()
                 self._sent.clear()
@@ -139,8 +153,13 @@ class Recording(Replay):
                 handle, most = may[sequence]
                 found[handle] = made, right
                 of_request = self.drafts.setdefault((sequence.request.arrival, sequence.index), [])
-                of_request.append(DraftStep(made, right, made >= most))
+                of_request.append(DraftStep(sequence.num_output, made, right, made >= most))
         return found
+
+    def histories(self) -> list[str]:
+        """The history of the drafts of each answer that did not fail, in the order in which requests came."""
+        answers = sorted(self._answers.items())
+        return [history(self.drafts.get(key, ()), tokens, self._method) for key, tokens in answers]
 
     def _has_come(self, record: records.Arrival) -> None:
         outcome = Outcome(record.num_prompt)
@@ -151,6 +170,26 @@ class Recording(Replay):
     def _take(self, produced: list[Produced]) -> None:
         for item in produced:
             take(self.requests[item.request.request_id].outcome, item, self._clock_s)
+            if self._method:
+                self._keep(item)
+
+    def _keep(self, item: Produced) -> None:
+        """Keep the tokens of an answer until it fails. Unknown ones, from before the trace, are all different."""
+        key = item.request.arrival, item.sample
+        if item.error is not None:
+            self._answers.pop(key, None)
+            return
+        tokens = self._answers.setdefault(key, [])
+        tokens.extend(-place for place in range(len(tokens) + 1, item.start + 1))
+        tokens.extend(item.token_ids)
+
+
+def _timings(rates: Rates, options: dict[str, Any]) -> list[tuple[int, int, float]]:
+    """The times of the steps that workers try when they start, as the first rates of a trace tell them."""
+    most, crowd = options["num_drafts"], min(CROWD, options["max_num_seqs"])
+    shapes = [(1, rows - 1) for rows in STEP_ROWS if rows <= most] + [(1, most), (crowd, 0), (crowd, 1)]
+    rows = [(count * (1 + length), length) for count, length in dict.fromkeys(shapes)]
+    return [(num_rows, length, rates.decode_s(num_rows, length)) for num_rows, length in rows]
 
 
 def take(outcome: Outcome, item: Produced, now_s: float) -> None:

@@ -81,14 +81,19 @@ def _value(name: str, text: str) -> Any:
 
 
 def simulate(
-    fitted: StepTimes, settings: Settings, load: Sequence[SimulatedRequest], options: RunOptions = PLAIN
+    fitted: StepTimes | Sequence[StepTimes],
+    settings: Settings,
+    load: Sequence[SimulatedRequest],
+    options: RunOptions = PLAIN,
 ) -> Simulated:
-    """Simulate one variant. Raises ConfigError."""
+    """Simulate one variant. `fitted`: the times of all engines, or those of each. Raises ConfigError."""
+    machines = [fitted] if isinstance(fitted, StepTimes) else fitted
 
     def timer(engine: int) -> StepTimer:
-        return StepTimer(fitted, options.seed + SEEDS_APART * engine, has_noise=options.has_noise)
+        machine = machines[engine % len(machines)]
+        return StepTimer(machine, options.seed + SEEDS_APART * engine, has_noise=options.has_noise)
 
-    simulation = Simulation(fitted, settings, timer, options.max_concurrency, options.record)
+    simulation = Simulation(machines[0], settings, timer, options.max_concurrency, options.record)
     outcomes = simulation.run(load, options.report)
     ends_s = [outcome.chunks_s[-1] for outcome in outcomes if len(outcome.chunks_s)]
     figures = summarize(outcomes, max(ends_s, default=0.0), PERCENTILES, {})

@@ -143,7 +143,8 @@ class Walk:
         self._left_s -= work_s
         begin_s, end_s = self._work_s, self._work_s + work_s
         rounds, self._work_s = divmod(end_s, total_s)
-        return self._spent_s(self._work_s) - self._spent_s(begin_s) + rounds * self._spent_s(total_s)
+        took_s = self._spent_s(self._work_s) - self._spent_s(begin_s)
+        return took_s + rounds * self._spent_s(total_s) if rounds else took_s
 
     def _spent_s(self, work_s: float) -> float:
         """The time from the beginning of the weather until `work_s` of work is done."""
