@@ -22,8 +22,8 @@
 // which are coarser themselves, they have one plane, with a scale for kOnePlane inputs or fewer; but for tiles of
 // larger groups, two. With codes of 5 or 8 bits a group of kOnePlane inputs or fewer has 8 bits, unless its largest
 // is kUneven times the mean: then two of its fours, those with the largest numbers, have 15, and the scale is one for
-// the others. Where values are no whole numbers, and elsewhere, rows stay as they are, and weights become floats, a
-// tile at a time.
+// the others. With VNNI alone so have larger groups of weights with `byte_rows`. Where values are no whole numbers, and
+// elsewhere, rows stay as they are, and weights become floats, a tile at a time.
 //
 // Every output is one chain of additions over its inputs in their order, however many rows there are: a row's results
 // do not depend on the rows beside it nor on the number of threads, bit for bit. They do depend on the instruction set.
@@ -50,6 +50,7 @@ constexpr int64_t kPanelInputs = 256;     // adjacent inputs of a row in LinearC
 constexpr int64_t kQuantGroup = 128;      // the most inputs that share a scale
 constexpr int64_t kOnePlane = 32;         // the most that share one where rows have 8 bits
 constexpr float kUneven = 4;              // of a group's sizes, the largest by the mean: too much for 8 bits
+constexpr float kUnevenLong = 6;          // the same of groups of more than kOnePlane inputs, by chance often 4
 constexpr int kNumLarge = 2;              // fours of inputs of a group that may have 15 bits where it has not one plane
 constexpr int32_t kGrouped4 = 101;        // beside the DTypes: codes of 4 bits, and
 constexpr int32_t kGrouped8 = 102;        // of 8 bits, with scales for groups of inputs
@@ -83,6 +84,7 @@ struct PackedWeight {
   const float* supers;   // [blocks][inputs / kSuperInputs][2][kBlock]: what kIntegers are multiplied by, or nullptr
   // Of all weights again.
   int32_t exact_rows;  // whether products take rows as they are, where they could quantize them
+  int32_t byte_rows;   // whether rows may have 8 bits in groups of more than kOnePlane inputs; of codes of 8 bits
 
   // Those of a group: of its scales, then of its minima.
   const float* supers_of(int64_t block, int64_t group) const {
@@ -141,14 +143,17 @@ struct RowLayout {
   int64_t num_groups;
   int64_t num_planes;
   int64_t item_bytes;  // there is room for, of an integer: tiles take those of short groups as bfloat16
+  bool has_fours;      // LargeFours in place of a second plane
 
   static RowLayout of(const PackedWeight& weight) {
     const int64_t size = weight.group_size, count = (weight.num_inputs + size - 1) / size;
-    const bool has_tiles = is_amx(isa());
+    const bool has_tiles = is_amx(isa()), is_long = size > kOnePlane;
     const int64_t item = has_tiles && has_short_groups(weight) ? 2 : 1;
-    if (weight.type != kGrouped4 || (size > kOnePlane && has_tiles)) return {size, count, 2, item};
-    const int64_t own = size < kOnePlane ? size : kOnePlane;
-    return {own, count * (size / own), 1, item};
+    const bool has_vnni = has_tiles || isa() == Isa::kAvx512Bf16;
+    const bool has_fours = has_vnni && (!is_long || (weight.byte_rows != 0 && !has_tiles));
+    if (weight.type != kGrouped4 || (is_long && has_tiles)) return {size, count, 2, item, has_fours};
+    const int64_t own = is_long ? kOnePlane : size;
+    return {own, count * (size / own), 1, item, false};
   }
   int64_t width() const { return num_groups * group_size; }                  // integers of a plane
   int64_t value_bytes() const { return item_bytes * num_planes * width(); }  // of a row
@@ -163,11 +168,12 @@ struct RowLayout {
 // Rows as integers, one panel for the rows of each task, which begins at values + its first row * value_bytes(). A
 // panel is groups of rows (isa/byte_products.h), each [groups of inputs][planes][inputs / 4][rows][4], so that a
 // product reads its rows from the first byte to the last; the upper plane comes first. With VNNI groups of kOnePlane
-// inputs or fewer have one plane for all inputs, and behind the last of them LargeFours, [groups of inputs][rows]:
-// integers are numbers of the plane plus 128 times theirs. With AVX2, and AVX-512 without VNNI, two planes are words of
-// 16 bits, [4] of them. For products by AMX the panel is, by kLongRows rows, [groups of inputs][planes] [inputs /
-// 64][rows][64], or in short groups, by kTileGroup rows, [groups of inputs][planes][rows][inputs] of bfloat16: whole
-// numbers, those of the upper plane times 128, and of four inputs the second and the third in each other's place.
+// inputs or fewer, and those of `byte_rows`, have one plane for all inputs, and behind the last of them LargeFours,
+// [groups of inputs][rows]: integers are numbers of the plane plus 128 times theirs. With AVX2, and AVX-512 without
+// VNNI, two planes are words of 16 bits, [4] of them. For products by AMX the panel is, by kLongRows rows, [groups of
+// inputs][planes] [inputs / 64][rows][64], or in short groups, by kTileGroup rows, [groups of
+// inputs][planes][rows][inputs] of bfloat16: whole numbers, those of the upper plane times 128, and of four inputs the
+// second and the third in each other's place.
 struct QuantizedRows {
   int8_t* values;
   float* scales;    // of a panel's group of rows [num_groups][rows], as those below

@@ -124,6 +124,7 @@ PackedWeight quantized_weight(int32_t type, int64_t num_outputs, int64_t num_inp
   const bool few = type == kGrouped4 || type == kGrouped5;
   weight.scale_type = few && group_size < kQuantGroup ? kIntegers : type == kGrouped8 ? kFloat16 : kBFloat16;
   weight.minima_type = type == kFloats8 ? kNoMinima : weight.scale_type;
+  weight.byte_rows = type == kGrouped8 ? 1 : 0;
   return weight;
 }
 

@@ -18,7 +18,7 @@ from vllm_lite.layers.weights.matmul import NativeMatmul, make_matmul
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
 
-FORMS: tuple[Form, ...] = ("int8", "fp8", "int4", "int4_g32", "int5_g32")
+FORMS: tuple[Form, ...] = ("int8", "int8_g128", "fp8", "int4", "int4_g32", "int5_g32")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 BAD = (float("nan"), float("inf"), float("-inf"))
 
@@ -66,7 +66,14 @@ def check_against_the_plain_twin(weight: torch.Tensor, form: Form) -> None:
 
 @pytest.mark.parametrize(
     ("form", "most"),
-    [("int8", 0.0061), ("fp8", 0.0253), ("int4", 0.1155), ("int4_g32", 0.0791), ("int5_g32", 0.0385)],
+    [
+        ("int8", 0.0061),
+        ("int8_g128", 0.0083),
+        ("fp8", 0.0253),
+        ("int4", 0.1155),
+        ("int4_g32", 0.0791),
+        ("int5_g32", 0.0385),
+    ],
 )
 def test_the_error_of_a_form(form: Form, most: float) -> None:
     """Errors of normal weights, and of products of two. With the range of a group in 15 steps 4 bits would give 0.125
@@ -115,7 +122,7 @@ def test_one_weight_that_is_no_number_is_not_lost_in_its_group(each_isa: str, fo
         assert out[:, [*range(7), *range(8, 40)]].isfinite().all()
 
 
-@pytest.mark.parametrize("form", ["int8", "int4", "int4_g32", "int5_g32"])
+@pytest.mark.parametrize("form", ["int8", "int8_g128", "int4", "int4_g32", "int5_g32"])
 def test_a_range_that_no_float_holds_is_no_number_either(each_isa: str, form: Form) -> None:
     weight = random(40, 256)
     weight[7, 3], weight[7, 4] = 3e38, -3e38

@@ -123,6 +123,30 @@ def test_groups_of_8_and_of_15_bits_lie_side_by_side(each_isa: str, num_rows: in
         assert torch.equal(together, alone)
 
 
+@pytest.mark.parametrize("num_rows", [1, 4, 8, 9, 40, 200])
+@pytest.mark.parametrize(("num_outputs", "num_inputs"), [(40, 200), (33, 128), (70, 1100)])
+def test_rows_have_8_bits_in_groups_of_128_too(each_isa: str, num_rows: int, num_outputs: int, num_inputs: int) -> None:
+    """With weights that became int8 when they were loaded, and VNNI; elsewhere 15 bits. Each row has the bits that it
+    has alone."""
+    packed = PackedWeight(random(num_outputs, num_inputs), form="int8_g128")
+    x = random(num_rows, num_inputs, dtype=torch.bfloat16)
+    x[::3, 40] *= 1000
+    x[1::4, 90:] *= 1e-20
+    x[2::4, 10:30:3] = 50  # several are the largest
+    x[3::5] = 0
+    weight, together = torch.empty(num_outputs, num_inputs), torch.empty(num_rows, num_outputs)
+    packed.rows(torch.arange(num_outputs), weight)
+    linear(x, packed, together)
+    rounded = rounded_rows(x, QUANT_GROUP, byte_rows=True) if multiplies_bytes() else x
+    expected = rounded.double() @ weight.double().t()
+    sizes = (rounded.double().abs() @ (weight.double().abs() + 4).t()).amax(1, keepdim=True)
+    assert ((together - expected).abs() <= 1e-6 * sizes).all(), each_isa
+    alone = torch.empty(num_rows, num_outputs)
+    for row in range(num_rows):
+        linear(x[row : row + 1], packed, alone[row : row + 1])
+    assert torch.equal(together, alone)
+
+
 @pytest.mark.parametrize(
     ("values", "minima"), [(INT4, False), (MXFP4, True), (INT5, True), (INT8, True), (NORMAL, False), (E4M3, False)]
 )

@@ -119,6 +119,7 @@ VALUES: Mapping[Form, torch.Tensor] = {
     "int4": UINT4,
     "int4_g32": UINT4,
     "int5_g32": UINT5,
+    "int8_g128": UINT8,
 }
 """Values of the codes of each form that dense weights take when they are loaded."""
 STEPS4 = tuple(13 + i / 4 for i in range(16))
@@ -136,7 +137,7 @@ def quantize(weight: torch.Tensor, form: Form, *, group_size: int | None = None)
     size, parts = group_size or GROUPS[form], weight.split(_ROWS_AT_A_TIME)
     if form == "fp8":
         return quantize_fp8(weight)
-    if form == "int8":
+    if form in ("int8", "int8_g128"):
         return _joined([_quantize8_rows(rows, size) for rows in parts])
     return _joined([_quantize_rows(rows, size, VALUES[form], integers=size < GROUPS["int4"]) for rows in parts])
 
@@ -147,7 +148,7 @@ def quantize_on_gpu(weight: torch.Tensor, form: Form) -> GroupedWeight:
     if form == "fp8":
         return quantize_fp8(weight)
     parts = weight.split(_ROWS_AT_A_TIME)
-    if form == "int8":
+    if form in ("int8", "int8_g128"):
         return _joined([_quantize8_symmetric(rows, GROUPS[form]) for rows in parts])
     return _joined([_quantize_rows(rows, GROUPS[form], VALUES[form], integers=False) for rows in parts])
 

@@ -28,7 +28,8 @@ constexpr bool kPlanesApart = true;
 constexpr bool kPlanesApart = false;
 #endif
 
-// Whether LargeFours take the place of a second plane in groups of kOnePlane inputs or fewer.
+// Whether LargeFours take the place of a second plane where RowLayout::has_fours says so: always in groups of kOnePlane
+// inputs or fewer.
 #if defined(__AVX512VNNI__)
 #define VLLM_LITE_LARGE_FOURS
 constexpr bool kLargeFours = true;

@@ -30,6 +30,7 @@ struct Rows {
   const int32_t* biases;
   const float* sums;
   const uint8_t* lower;  // [groups]: whether any of these rows has a lower plane
+  bool have_fours;
 };
 
 // Cells of one block that follow one another.
@@ -255,7 +256,7 @@ VLLM_LITE_INLINE void multiply_fours(const Codes& codes, const RowsOfGroup& rows
   } else if constexpr (Codes::kBytes == 2 * kOctetBytes) {
     begin_fours(rows.fours, stretch.from, rows.biases, total);
   } else {
-    alignas(64) char bytes[kOnePlane / 4 * kLargeStep];
+    alignas(64) char bytes[kOnePlane / 4 * kLargeStep];  // larger groups are bytes as they lie
     unpack_group<V>(codes, stretch, bytes);
     begin_fours(rows.fours, bytes, rows.biases, total);
   }
@@ -304,7 +305,7 @@ VLLM_LITE_INLINE float multiply_part(const Codes& codes, const Rows& rows, int64
     return 1;
   } else {
 #if defined(VLLM_LITE_LARGE_FOURS)
-    if (kOctets > 0 || 8 * stretch.num_octets <= kOnePlane) {
+    if (kOctets > 0 || rows.have_fours) {
       const int8_t* fours = rows.fours + R * group * static_cast<int64_t>(sizeof(LargeFours));
       multiply_fours<kAlone, kOctets>(codes, {rows.values + plane * group, fours, biases, rows.lower[group] != 0},
                                       stretch, part);

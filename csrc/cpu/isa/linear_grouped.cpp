@@ -14,6 +14,7 @@ namespace {
 template <int R>
 constexpr int kVectors = kWidth == 16 || (kWidth == 8 && R > 2) ? 2 : 4;
 constexpr int64_t kDepth = kWidth == 16 ? 1024 : 512;  // inputs: a block's weights stay in L1 for all groups of rows
+constexpr int64_t kLongDepth = 1152;  // the same of weights of 8 bits in long groups, whose rows are bytes
 // A weight of so many numbers is likely to be of a model that no cache holds. From a cache it takes 1.05 to 1.08 as
 // long.
 constexpr int64_t kWeightsOfMemory = 1 << 21;
@@ -142,13 +143,13 @@ struct Panel {
     const int64_t at = task.first_row + row, group = input / layout.group_size;
     const int64_t place = at * layout.num_groups + group * count;
     const int8_t* first = all.values + at * layout.value_bytes();
-    const bool have_fours = kLargeFours && layout.num_planes == 2 && layout.group_size <= kOnePlane;
-    return {first + input * (have_fours ? 1 : layout.num_planes) * count,
+    return {first + input * (layout.has_fours ? 1 : layout.num_planes) * count,
             first + layout.fours(group, count),
             all.scales + place,
             all.biases + place,
             all.sums + place,
-            all.lower + at * layout.num_groups + group};
+            all.lower + at * layout.num_groups + group,
+            layout.has_fours};
   }
 };
 
@@ -209,8 +210,11 @@ void run(const LinearCall& call, const LinearTask& task) {
   const CellLayout layout = CellLayout::of(weight);
   const int64_t num_groups = layout.groups(weight.num_inputs), block_bytes = num_groups * layout.bytes();
   const int64_t parts = layout.group_size / call.quantized->layout.group_size;
-  const int64_t depth = weight.type == kGrouped8 ? kDepth / 2 : kDepth;
-  const int64_t length = task.num_rows <= kAloneRows<kPlanes> ? num_groups : depth / layout.group_size;
+  const bool are_long = call.quantized->layout.has_fours && layout.group_size > kOnePlane;
+  const int64_t depth = weight.type != kGrouped8 ? kDepth : are_long ? kLongDepth : kDepth / 2;
+  const int64_t num_tiles =
+      task.num_rows <= kAloneRows<kPlanes> ? 1 : (num_groups * layout.group_size + depth - 1) / depth;
+  const int64_t length = (num_groups + num_tiles - 1) / num_tiles;
   const int64_t octet_bytes = layout.bytes() * 8 / layout.group_size;
   const bool into_l2 = is_amx(isa()) && weight.num_outputs * weight.num_inputs >= kWeightsOfMemory;
   const char* blocks = static_cast<const char*>(weight.data) + task.first_block * block_bytes;

@@ -26,7 +26,9 @@ struct Sizes {
 
   // Whether 8 bits with one scale are too few for so many of them. Few groups are where numbers are spread by chance;
   // in real models those of channels that are larger than others by far.
-  bool are_uneven(int64_t count) const { return largest * static_cast<float>(count) > kUneven * sum; }
+  bool are_uneven(int64_t count) const {
+    return largest * static_cast<float>(count) > (count > kOnePlane ? kUnevenLong : kUneven) * sum;
+  }
 };
 
 template <class T>
@@ -48,23 +50,37 @@ struct Range {
   int shift = 0;
 };
 
+// x times `inverse` as integers, at most 2^22 in size.
+VLLM_LITE_INLINE VecI whole_of(Vec x, Vec inverse) {
+  const Vec magic = splat(0x1.8p23f);  // adding it rounds to a whole number, which then is in the lowest bits
+  return reinterpret_cast<VecI>(x * inverse + magic) - reinterpret_cast<VecI>(magic);
+}
+
+VLLM_LITE_INLINE Vec inverse_of(float size, float limit) {
+  return splat(size > 0 ? limit / size : 0);
+}
+
 // x, whose largest is of this size, as integers times *scale; NaN or infinity in x make the scale that. put(i,
 // integers, count) is called for each vector. Returns the sum of the integers.
 template <class T, class Put>
 VLLM_LITE_INLINE int32_t quantize_to(const T* x, int64_t count, float size, Range range, float* scale, const Put& put) {
   const float limit = static_cast<float>(range.most);
   *scale = size / limit / static_cast<float>(1 << range.shift);
-  const Vec inverse = splat(size > 0 ? limit / size : 0);
-  const Vec magic = splat(0x1.8p23f);  // adding it rounds to a whole number, which then is in the lowest bits
+  const Vec inverse = inverse_of(size, limit);
   VecI total = {};
   for (int64_t i = 0; i < count; i += kWidth) {
     const int left = static_cast<int>(count - i < kWidth ? count - i : kWidth);
-    const Vec shifted = load_some(x + i, left) * inverse + magic;
-    const VecI whole = (reinterpret_cast<VecI>(shifted) - reinterpret_cast<VecI>(magic)) << range.shift;
+    const VecI whole = whole_of(load_some(x + i, left), inverse) << range.shift;
     put(i, whole, left);
     total = total + whole;
   }
   return sum_of(total);
+}
+
+// The lowest bytes of `count` integers.
+VLLM_LITE_INLINE void put_bytes(int8_t* to, VecI whole, int64_t count) {
+  const Bytes bytes = __builtin_convertvector(whole, Bytes);
+  std::memcpy(to, &bytes, static_cast<size_t>(count));
 }
 
 // One plane of integers, to [count].
@@ -72,50 +88,58 @@ template <class T>
 VLLM_LITE_INLINE int32_t quantize_row(const T* x, int64_t count, int8_t* to, float* scale) {
   const float size = sizes_of(x, count).largest;
   return quantize_to(x, count, size, {kLargest}, scale,
-                     [to](int64_t i, VecI whole, int left) __attribute__((always_inline)) {
-                       const Bytes bytes = __builtin_convertvector(whole, Bytes);
-                       std::memcpy(to + i, &bytes, static_cast<size_t>(left));
-                     });
+                     [to](int64_t i, VecI whole, int left)
+                         __attribute__((always_inline)) { put_bytes(to + i, whole, left); });
 }
 
-// The sizes of up to kOnePlane inputs by fours: in each lane that of its four's largest, as integers.
+// The fours of up to kSize inputs that have the largest numbers, from the largest on, and the size of the largest
+// number of the others. Sizes are integers, and each is told apart by its four, in the lowest bits: of fours whose
+// sizes differ by 2^-18 any may come first.
+template <int64_t kSize>
 struct FourSizes {
-  static constexpr int kVectors = static_cast<int>(kOnePlane) / kWidth;
-  VecI largest[kVectors];
-  int32_t next = 0;  // the largest but for kNumLarge fours
+  static constexpr int kVectors = static_cast<int>(kSize + kWidth - 1) / kWidth;
+  static constexpr int32_t kPlaces = kQuantGroup / 4 - 1;
+  int32_t places[kNumLarge], next;
 
   template <class T>
   inline __attribute__((always_inline)) FourSizes(const T* x, int64_t count) {
-    VecI pairs = {}, fours = {};  // the lanes beside it in pairs, and in fours
-    for (int i = 0; i < kWidth; ++i) pairs[i] = i ^ 1, fours[i] = i ^ 2;
-    int32_t most[kNumLarge] = {};
-#pragma GCC unroll 4
+    VecI pairs = {}, fours = {}, own = {};  // the lanes beside it in pairs, and in fours; its four
+    for (int i = 0; i < kWidth; ++i) pairs[i] = i ^ 1, fours[i] = i ^ 2, own[i] = i / 4;
+    VecI sizes[kVectors];  // in each lane that of its four's largest
+#pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) {
       const int64_t left = count - v * kWidth, num = left < kWidth ? left : kWidth;
       VecI size = {};
       if (left > 0) size = reinterpret_cast<VecI>(load_some(x + v * kWidth, static_cast<int>(num))) & 0x7fffffff;
       const VecI beside = __builtin_shuffle(size, pairs), two = beside > size ? beside : size;
       const VecI others = __builtin_shuffle(two, fours);
-      largest[v] = others > two ? others : two;
-#pragma GCC unroll 4
-      for (int i = 0; i < kWidth; i += 4) {
-        int32_t own = largest[v][i];
-#pragma GCC unroll 4
-        for (int32_t& more : most) {
-          const int32_t less = own < more ? own : more;
-          more = own < more ? more : own;
-          own = less;
-        }
-        next = own > next ? own : next;
-      }
+      sizes[v] = others > two ? others : two;
     }
+    for (int32_t& place : places) {
+      place = largest(sizes, own, ~kPlaces, kPlaces) & kPlaces;
+#pragma GCC unroll 16
+      for (int v = 0; v < kVectors; ++v) sizes[v] = own + v * kWidth / 4 == place ? VecI{} : sizes[v];
+    }
+    next = largest(sizes, own, ~0, 0);
   }
-  // All bits of the lanes of those fours, or of fewer: one as large as the next is none.
-  VecI large(int v) const { return largest[v] > next; }
+
+ private:
+  // The largest of sizes & size_bits | fours & four_bits.
+  inline __attribute__((always_inline)) static int32_t largest(const VecI (&sizes)[kVectors], VecI own,
+                                                               int32_t size_bits, int32_t four_bits) {
+    VecI most = {};
+#pragma GCC unroll 16
+    for (int v = 0; v < kVectors; ++v) {
+      const VecI size = (sizes[v] & size_bits) | ((own + v * kWidth / 4) & four_bits);
+      most = size > most ? size : most;
+    }
+    return max_of(most);
+  }
 };
 
 // What kLargest stands for where some fours have 15 bits: the largest of the others, or more where 15 bits are too few.
-VLLM_LITE_INLINE float size_without_fours(const Sizes& sizes, const FourSizes& fours) {
+template <int64_t kSize>
+VLLM_LITE_INLINE float size_without_fours(const Sizes& sizes, const FourSizes<kSize>& fours) {
   const float next = float_of(static_cast<uint32_t>(fours.next)), least = sizes.largest / 128;
   return next > least ? next : least;
 }
@@ -123,37 +147,32 @@ VLLM_LITE_INLINE float size_without_fours(const Sizes& sizes, const FourSizes& f
 #if defined(VLLM_LITE_LARGE_FOURS)
 // The same integers: the plane that all inputs have, to [count], and what large ones lack there. *large says whether
 // there are some.
-template <class T>
-VLLM_LITE_INLINE int32_t quantize_row_fours(const T* x, int64_t count, int64_t group, int8_t* to, float* scale,
-                                            bool* large, LargeFours* fours) {
+template <int64_t kSize, class T>
+VLLM_LITE_INLINE int32_t quantize_row_fours(const T* x, int64_t count, int8_t* to, float* scale, bool* large,
+                                            LargeFours* fours) {
   const Sizes sizes = sizes_of(x, count);
-  *large = sizes.are_uneven(group);
+  const auto put = [to](int64_t i, VecI whole, int left)
+                       __attribute__((always_inline)) { put_bytes(to + i, whole, left); };
+  *large = sizes.are_uneven(kSize);
   *fours = {};
-  const auto put_bytes = [](int8_t* to, VecI whole, int left) __attribute__((always_inline)) {
-    const Bytes bytes = __builtin_convertvector(whole, Bytes);
-    std::memcpy(to, &bytes, static_cast<size_t>(left));
-  };
-  if (!*large) {
-    return quantize_to(x, count, sizes.largest, {kLargest}, scale,
-                       [=](int64_t i, VecI whole, int left)
-                           __attribute__((always_inline)) { put_bytes(to + i, whole, left); });
-  }
-  const FourSizes by_four(x, count);
-  alignas(64) int8_t upper[kOnePlane];
-  uint32_t lanes = 0;  // that have upper bytes
+  if (!*large) return quantize_to(x, count, sizes.largest, {kLargest}, scale, put);
+  const FourSizes<kSize> by_four(x, count);
   const float size = size_without_fours(sizes, by_four);
-  const int32_t sum = quantize_to(
-      x, count, size, {kLargest}, scale, [&](int64_t i, VecI whole, int left) __attribute__((always_inline)) {
-        const VecI are_large = by_four.large(static_cast<int>(i / kWidth)), own = (whole + 64) >> 7 & are_large;
-        lanes |= static_cast<uint32_t>(_mm512_movepi32_mask(reinterpret_cast<__m512i>(are_large))) << i;
-        put_bytes(to + i, whole - (own << 7), left);
-        put_bytes(upper + i, own, kWidth);
-      });
-  lanes &= 0x11111111;
-  for (int k = 0; lanes != 0; ++k, lanes &= lanes - 1) {
-    const int first = __builtin_ctz(lanes);
-    fours->places[k] = static_cast<uint8_t>(first / 4);
-    std::memcpy(fours->upper[k], upper + first, 4);
+  const int32_t sum = quantize_to(x, count, size, {kLargest}, scale, put);
+  const Vec inverse = inverse_of(size, kLargest);
+  for (int k = 0; k < kNumLarge; ++k) {  // what has just been put of those is anything
+    const int64_t first = 4 * by_four.places[k], left = count - first;
+    const auto put_four = [&](int num) __attribute__((always_inline)) {
+      const VecI whole = whole_of(load_some(x + first, num), inverse), upper = (whole + 64) >> 7;
+      fours->places[k] = static_cast<uint8_t>(by_four.places[k]);
+      put_bytes(fours->upper[k], upper, 4);
+      put_bytes(to + first, whole - (upper << 7), num);
+    };
+    if (left >= 4) {
+      put_four(4);
+    } else if (left > 0) {  // else all others are 0
+      put_four(static_cast<int>(left));
+    }
   }
   return sum;
 }
@@ -173,7 +192,7 @@ VLLM_LITE_INLINE int32_t quantize_row_twice(const T* x, int64_t count, int64_t p
     range = {kLargestOfTwo};
   } else if (*lower) {
     range = {kLargest};
-    size = size_without_fours(sizes, FourSizes(x, count));
+    size = size_without_fours(sizes, FourSizes<kOnePlane>(x, count));
   }
   return quantize_to(x, count, size, range, scale, [=](int64_t i, VecI whole, int left) __attribute__((always_inline)) {
     const size_t num_bytes = static_cast<size_t>(left);
@@ -215,6 +234,9 @@ struct RowQuantizer {
     if (left < kSize) std::memset(integers, 0, kPlanes * kSize);
     const T* whole = static_cast<const T*>(call.x) + row * call.x_stride;
     const T* x = columns(whole, order, input, left < kSize ? left : kSize, buffer);
+    // What comes next of the row: several are read in turn, a little of each, which the machine does not foresee.
+    const char* next = reinterpret_cast<const char*>(whole + input + kSize);
+    for (int64_t i = 0; i < kSize * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(next + i);
     float* scale = rows.scales + at;
     bool lower = false;
     const int32_t sum = left < kSize ? quantize<kSize, kPlanes>(x, left, integers, scale, &lower, fours)
@@ -232,7 +254,7 @@ struct RowQuantizer {
       return quantize_row(x, count, to, scale);
     } else {
 #if defined(VLLM_LITE_LARGE_FOURS)
-      if (fours != nullptr) return quantize_row_fours(x, count, kSize, to, scale, lower, fours);
+      if (fours != nullptr) return quantize_row_fours<kSize>(x, count, to, scale, lower, fours);
 #endif
       return quantize_row_twice(x, count, kSize, to, scale, lower);
     }
@@ -240,16 +262,29 @@ struct RowQuantizer {
 };
 
 // kBytes of each of `count` rows after the other, then those behind them; kSize of a row, and rows are `stride` apart.
-template <int kBytes, int64_t kSize>
+// kCount is how many, or 0 where the compiler does not know.
+template <int kBytes, int64_t kSize, int kCount = 0>
 VLLM_LITE_INLINE void interleave(const int8_t* rows, int64_t stride, int64_t count, int8_t* to) {
+  if constexpr (kCount == 0 && kWidth == 16) {
+    if (count == 6) return interleave<kBytes, kSize, 6>(rows, stride, count, to);
+    if (count == 5) return interleave<kBytes, kSize, 5>(rows, stride, count, to);
+  }
+  if constexpr (kCount > 0) {
+    for (int64_t i = 0; i < kSize; i += kBytes, to += kCount * kBytes) {
+#pragma GCC unroll 8
+      for (int row = 0; row < kCount; ++row) std::memcpy(to + row * kBytes, rows + row * stride + i, kBytes);
+    }
+    return;
+  }
   for (int64_t row = 0; row < count; ++row, rows += stride, to += kBytes) {
 #pragma GCC unroll 32
     for (int64_t i = 0; i < kSize; i += kBytes) std::memcpy(to + i * count, rows + i, kBytes);
   }
 }
 
-// Group after group of rows, as each writes its part of the panel from the first byte to the last.
-template <class T, int64_t kSize, int kPlanes>
+// Group after group of rows, as each writes its part of the panel from the first byte to the last. kFours: rows have
+// LargeFours.
+template <class T, int64_t kSize, int kPlanes, bool kFours>
 void quantize_groups(const LinearCall& call, const QuantizeTask& task) {
   const RowQuantizer<T> quantizer{call};
   const RowLayout& layout = call.quantized->layout;
@@ -257,7 +292,6 @@ void quantize_groups(const LinearCall& call, const QuantizeTask& task) {
   int8_t* panel = call.quantized->values + task.first_row * layout.value_bytes();
   constexpr int kTogether = kPlanesApart ? 1 : kPlanes;
   constexpr int64_t kPlane = kSize * kTogether;
-  constexpr bool kFours = kLargeFours && kPlanes == 2 && kSize <= kOnePlane;
   alignas(64) int8_t integers[kAloneRows<kPlanes>][kPlanes * kSize];
   LargeFours fours[kAloneRows<kPlanes>];
   for (int64_t part = 0; part < groups.count; ++part) {
@@ -361,10 +395,17 @@ void quantize_panel(const LinearCall& call, const QuantizeTask& task) {
   if (task.for_tiles) return quantize_panel_for_tiles<T>(call, task);
 #endif
   if (layout.group_size == 16)
-    return two ? quantize_groups<T, 16, 2>(call, task) : quantize_groups<T, 16, 1>(call, task);
+    return two ? quantize_groups<T, 16, 2, kLargeFours>(call, task) : quantize_groups<T, 16, 1, false>(call, task);
   if (layout.group_size == 32)
-    return two ? quantize_groups<T, 32, 2>(call, task) : quantize_groups<T, 32, 1>(call, task);
-  layout.group_size == 64 ? quantize_groups<T, 64, 2>(call, task) : quantize_groups<T, 128, 2>(call, task);
+    return two ? quantize_groups<T, 32, 2, kLargeFours>(call, task) : quantize_groups<T, 32, 1, false>(call, task);
+#if defined(VLLM_LITE_LARGE_FOURS)
+  if (layout.has_fours) {
+    return layout.group_size == 64 ? quantize_groups<T, 64, 2, true>(call, task)
+                                   : quantize_groups<T, 128, 2, true>(call, task);
+  }
+#endif
+  layout.group_size == 64 ? quantize_groups<T, 64, 2, false>(call, task)
+                          : quantize_groups<T, 128, 2, false>(call, task);
 }
 #endif
 

@@ -8,12 +8,13 @@ Quantization = Literal["int8", "fp8", "int4", "int4_g32"]
 """int8: 8-bit integers with a scale and a minimum per 32 inputs of an output. fp8: E4M3 with a scale per 128. int4 and
 int4_g32: 4-bit integers with a scale and a minimum per 128 or 32."""
 
-Form = Quantization | Literal["int5_g32"]
-"""Form of one matrix. int5_g32: as int4_g32, with 5-bit integers, for single matrices on a CPU."""
+Form = Quantization | Literal["int5_g32", "int8_g128"]
+"""Form of one matrix, the last two on a CPU alone. int5_g32: as int4_g32, with 5-bit integers, for single matrices.
+int8_g128: as int8, with a scale and a minimum per 128 inputs, for matrices that always have many rows."""
 
 INT4_GROUPS = {"int4": 128, "int4_g32": 32}
 """Number of inputs that share a scale, in 4-bit forms."""
-GROUPS = {"int8": 32, "fp8": 128, "int5_g32": 32, **INT4_GROUPS}
+GROUPS = {"int8": 32, "fp8": 128, "int5_g32": 32, "int8_g128": 128, **INT4_GROUPS}
 """The same for all forms."""
 TILE_GROUP = 128
 """kQuantGroup: the group size for which tile kernels are fastest. On CPUs with tiles, int8 has such groups."""

@@ -12,6 +12,7 @@ from vllm_lite.checkpoint.layer_specs.vision import Activation, VisionSpec
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weights.linear import Linear
+from vllm_lite.layers.weights.matmul import form_for_many_rows
 from vllm_lite.layers.weights.weight_form import DenseForm, LinearShape
 from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightSlot, WeightStack, whole_slot
 
@@ -52,7 +53,7 @@ class VisionTower(ABC, Generic[S]):
         self.device = parts.device
         self._weights: dict[str, Weighted] = {}
         self._matrices: dict[str, Linear] = {}
-        self._form = DenseForm(parts.head_quantization)
+        self._form = DenseForm(form_for_many_rows(parts.head_quantization, parts.dtype, parts.device))
         color = torch.tensor([spec.mean, spec.std], dtype=torch.float32, device=parts.device)
         self._mean, self._std = color[0], color[1]
 

@@ -22,7 +22,14 @@ FLOATS = {"float32": 0, "bfloat16": 1, "float16": 2}
 """Codes of dtypes.py, by name of the type."""
 GROUPED4, GROUPED5, GROUPED8 = 101, 106, 102
 """kGrouped4, kGrouped5 and kGrouped8."""
-FORMS = {"int8": GROUPED8, "fp8": 105, "int4": GROUPED4, "int4_g32": GROUPED4, "int5_g32": GROUPED5}
+FORMS = {
+    "int8": GROUPED8,
+    "fp8": 105,
+    "int4": GROUPED4,
+    "int4_g32": GROUPED4,
+    "int5_g32": GROUPED5,
+    "int8_g128": GROUPED8,
+}
 """Type code of each form of --quantization, as in csrc/cpu/quantize.h."""
 NICENESS = 5
 """Nice value that the packing threads add to their own, so that the other work of a starting process has priority."""

@@ -24,8 +24,8 @@ QUANT_GROUP = 128
 ONE_PLANE = 32
 """Maximum inputs of a quantized row that share a scale and have 8 bits; kOnePlane. With weights of 5 or 8 bits, if one
 input of such a group is far larger than the others, a quarter or half of the inputs have 15 bits. Larger groups have 15
-bits throughout. With weights of 4 bits all inputs have 8 bits, in groups of at most this size; with AMX, larger groups
-have 15 bits here, too."""
+bits throughout, except with VNNI and no AMX for weights that became int8 during loading. With weights of 4 bits all
+inputs have 8 bits, in groups of at most this size; with AMX, larger groups have 15 bits here, too."""
 
 _WIDTHS = {GROUPED4: "4 bits", GROUPED5: "5 bits", GROUPED8: "8 bits"}
 _PACK_TYPES = (pointer, int64, int32, int64, int64, pointer)

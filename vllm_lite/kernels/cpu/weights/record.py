@@ -27,4 +27,5 @@ class Record(ctypes.Structure):
         ("order", pointer),
         ("supers", pointer),
         ("exact_rows", int32),
+        ("byte_rows", int32),
     )
