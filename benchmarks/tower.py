@@ -5,10 +5,12 @@
     python benchmarks/tower.py --openvino-python PYTHON            # beside OpenVINO, in bf16 and with int8 weights
     python benchmarks/tower.py --llama-python PYTHON --llama-text MODEL.gguf   # beside llama.cpp's mtmd, in three types
 
-Weights are random. Each round runs every way once; told are the best milliseconds of each, and what part that is of the
-speed of products in registers, measured just before. OpenVINO has an environment of its own (openvino, nncf, torch and
-transformers) and runs the tower that transformers' code makes, as its GenAI pipelines do. llama.cpp has one with
-llama-cpp-python and gguf; its tower makes vectors of the text model's size, which changes a hundredth of the work.
+Weights are random, the same ones for all but llama.cpp, with some inputs and channels larger than others, as trained
+towers have. Each round runs every way once; told are the best milliseconds of each, what part that is of the speed of
+products in registers, measured just before, and how far the vectors are from ours in float32: the norm of the
+difference by the vectors' own. OpenVINO has an environment of its own (openvino, nncf, torch and transformers) and runs
+the tower that transformers' code makes, as its GenAI pipelines do. llama.cpp has one with llama-cpp-python and gguf;
+its tower makes vectors of the text model's size, which changes a hundredth of the work.
 """
 
 import argparse
@@ -36,7 +38,9 @@ VISION: dict[str, Any] = {
 }
 TEXT_SIZE = 2048
 RUNNERS = Path(__file__).parent / "runners"
-Encode = Callable[[], object]
+ROOT = "model.visual."
+Encode = Callable[[], Any]
+"""An image through a tower: its vectors, float [num_vectors, TEXT_SIZE], or None where they are unknown."""
 
 
 def flop(num_patches: int, num_images: int) -> float:
@@ -49,12 +53,10 @@ def flop(num_patches: int, num_images: int) -> float:
     return 2.0 * num_images * num_patches * (depth * per_patch + merger + patches)
 
 
-def ours(form: str, images: list[Any]) -> Encode:
+def write_checkpoint(folder: Path) -> None:
+    """A checkpoint of random weights of the tower, and a text model of one small layer."""
     import torch
-
-    from vllm_lite.checkpoint.config_json import load_spec
-    from vllm_lite.models.registry import Sizes, build
-    from vllm_lite.models.weights import load_weights
+    from safetensors.torch import save_file
 
     rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [11, 11, 10], "mrope_interleaved": True}
     text = {
@@ -73,43 +75,104 @@ def ours(form: str, images: list[Any]) -> Encode:
     }
     config = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": text, "image_token_id": 3}
     config["vision_config"] = VISION | {"out_hidden_size": TEXT_SIZE}
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "config.json").write_text(json.dumps(config))
-        dtype = {"f32": "float32"}.get(form, "bfloat16")
-        quantization: Any = form if form == "int8" else None
-        model: Any = build(load_spec(folder), dtype, "cpu", Sizes(64, 64), quantization)
-        load_weights(model, folder, load_format="dummy")
+    (folder / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    model = built("bf16", folder)
+    slots = {slot.name: slot for group in model.weight_groups() for slot in group.slots}
+    save_file(
+        {slot.name: weight(slot.name, slot.shape, generator) for slot in slots.values()}, folder / "model.safetensors"
+    )
 
-    def encode() -> object:
+
+def weight(name: str, shape: tuple[int, ...], generator: Any) -> Any:
+    """Random: norms whose channels differ, one in a hundred by far, biases, and matrices whose inputs differ."""
+    import torch
+
+    made = torch.randn(shape, generator=generator)
+    if len(shape) > 1:
+        made = made.flatten(1)
+        made *= (torch.randn(made.shape[1], generator=generator) * 0.3).exp() * made.shape[1] ** -0.5
+    elif "norm" in name and name.endswith("weight"):
+        made = (made * 0.3).exp()
+        made[torch.randint(0, len(made), (max(1, len(made) // 100),), generator=generator)] *= 8
+    else:
+        made *= 0.02
+    return made.view(shape).to(torch.bfloat16)
+
+
+def built(form: str, folder: Path) -> Any:
+    from vllm_lite.checkpoint.config_json import load_spec
+    from vllm_lite.models.registry import Sizes, build
+
+    dtype = {"f32": "float32"}.get(form, "bfloat16")
+    quantization: Any = form if form == "int8" else None
+    return build(load_spec(folder), dtype, "cpu", Sizes(64, 64), quantization)
+
+
+def ours(form: str, images: list[Any], folder: Path) -> Encode:
+    import torch
+
+    from vllm_lite.models.weights import load_weights
+
+    model = built(form, folder)
+    load_weights(model, folder)
+
+    def encode() -> Any:
         with torch.inference_mode():
-            return model.tower.encode(images)
+            return torch.cat(model.tower.encode(images)).float()
 
     return encode
 
 
-def transformers(images: list[Any]) -> Encode:
+def pixels_of(images: list[Any]) -> Any:
+    """Patches as transformers' processor makes them: float32 [num_patches, 3 * 2 * 16 * 16]."""
     import torch
+
+    patch, parts = VISION["patch_size"], []
+    for image in images:
+        rows, cols = image.shape[0] // patch // 2, image.shape[1] // patch // 2
+        by_place = ((image.float() / 255 - 0.5) / 0.5).view(rows, 2, patch, cols, 2, patch, 3)
+        patches = by_place.permute(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, 1, patch, patch)
+        parts.append(patches.expand(-1, -1, 2, -1, -1).flatten(1))
+    return torch.cat(parts)
+
+
+def transformers(images: list[Any], folder: Path) -> Encode:
+    import torch
+    from safetensors.torch import load_file
     from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 
     config = Qwen3_5VisionConfig(**VISION, out_hidden_size=TEXT_SIZE)
     model: Any = Qwen3_5VisionModel(config).eval()
+    stored = load_file(folder / "model.safetensors")
+    model.load_state_dict({name.removeprefix(ROOT): own for name, own in stored.items() if name.startswith(ROOT)})
     model.to(torch.bfloat16)
     rows, cols = images[0].shape[0] // 16, images[0].shape[1] // 16
     grid = torch.tensor([[1, rows, cols]] * len(images))
-    pixels = torch.randn(len(images) * rows * cols, 3 * 2 * 16 * 16, dtype=torch.bfloat16)
+    pixels = pixels_of(images).bfloat16()
 
-    def encode() -> object:
+    def encode() -> Any:
         with torch.inference_mode():
-            return model(pixels, grid_thw=grid)
+            return model(pixels, grid_thw=grid).pooler_output.float()
 
     return encode
 
 
-def openvino(python: str, kind: str, options: argparse.Namespace) -> Encode:
+def openvino(python: str, kind: str, options: argparse.Namespace, folder: Path) -> Encode:
+    import numpy as np
+    import torch
+
     side = str(options.side // VISION["patch_size"])
     sizes = [side, side, str(options.images), str(options.threads), json.dumps(VISION | {"out_hidden_size": TEXT_SIZE})]
-    return elsewhere("OpenVINO", [python, "-P", str(RUNNERS / "openvino_tower.py"), kind, *sizes])
+    ask = elsewhere("OpenVINO", [python, "-P", str(RUNNERS / "openvino_tower.py"), kind, *sizes, str(folder)])
+    vectors = torch.from_numpy(np.load(folder / f"{kind}.npy"))
+
+    def encode() -> Any:
+        ask()
+        return vectors
+
+    return encode
 
 
 def mtmd(python: str, kind: str, options: argparse.Namespace) -> Encode:
@@ -126,11 +189,22 @@ def elsewhere(name: str, command: list[str]) -> Encode:
     if not any(line.strip() == "ready" for line in got):
         raise SystemExit(f"{name} cannot run the tower")
 
-    def encode() -> object:
+    def encode() -> None:
         print("go", file=sent, flush=True)
-        return got.readline()
+        got.readline()
 
     return encode
+
+
+def ways_of(options: argparse.Namespace, images: list[Any], folder: Path) -> dict[str, Encode]:
+    ways = {form: ours(form, images, folder) for form in options.forms}
+    if not options.no_transformers:
+        ways["transformers bf16"] = transformers(images, folder)
+    for kind in ("bf16", "int8") if options.openvino_python else ():
+        ways[f"OpenVINO {kind}"] = openvino(options.openvino_python, kind, options, folder)
+    for kind in ("bf16", "f16", "q8_0") if options.llama_python else ():
+        ways[f"llama.cpp {kind}"] = mtmd(options.llama_python, kind, options)
+    return ways
 
 
 def main() -> None:
@@ -147,6 +221,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.llama_python and not options.llama_text:
         parser.error("--llama-python wants --llama-text, the file of a text model")
+    import numpy as np
     import torch
 
     from vllm_lite.kernels import cpu
@@ -155,17 +230,16 @@ def main() -> None:
     if cpu.available():
         cpu.set_num_threads(options.threads)
     images = [torch.randint(0, 256, (options.side, options.side, 3), dtype=torch.uint8) for _ in range(options.images)]
-    ways = {form: ours(form, images) for form in options.forms}
-    if not options.no_transformers:
-        ways["transformers bf16"] = transformers(images)
-    for kind in ("bf16", "int8") if options.openvino_python else ():
-        ways[f"OpenVINO {kind}"] = openvino(options.openvino_python, kind, options)
-    for kind in ("bf16", "f16", "q8_0") if options.llama_python else ():
-        ways[f"llama.cpp {kind}"] = mtmd(options.llama_python, kind, options)
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        write_checkpoint(folder)
+        np.save(folder / "pixels.npy", pixels_of(images).numpy())
+        exact = ours("f32", images, folder)()
+        ways = ways_of(options, images, folder)
     machine = Machine.measured(options.threads)
     times: dict[str, list[float]] = {name: [] for name in ways}
-    for encode in ways.values():
-        encode()
+    vectors = {name: encode() for name, encode in ways.items()}
+    errors = {name: float((own - exact).norm() / exact.norm()) for name, own in vectors.items() if own is not None}
     for _ in range(options.rounds):
         for name, encode in ways.items():
             start_s = time.perf_counter()
@@ -176,7 +250,8 @@ def main() -> None:
     print(f"{options.images} x {options.side} x {options.side}, {options.threads} threads, {work / 1e9:.0f} GFLOP")
     for name, taken in times.items():
         share = f", {work / min(taken) / machine.bfloat16:5.1%} of bfloat16 in registers" if machine else ""
-        print(f"{name:18} {1000 * min(taken):8.1f} ms, {min(taken) / first:5.2f} x {options.forms[0]}{share}")
+        error = f", error {errors[name]:.4f}" if name in errors else ""
+        print(f"{name:18} {1000 * min(taken):8.1f} ms, {min(taken) / first:5.2f} x {options.forms[0]}{share}{error}")
 
 
 if __name__ == "__main__":

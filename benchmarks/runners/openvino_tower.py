@@ -1,11 +1,17 @@
-"""The tower of tower.py in OpenVINO: `python openvino_tower.py KIND ROWS COLS IMAGES THREADS VISION`, once for each
-line of stdin. KIND is bf16, or int8 for weights that NNCF has made so, as optimum's export does."""
+"""The tower of tower.py in OpenVINO: `python openvino_tower.py KIND ROWS COLS IMAGES THREADS VISION FOLDER`, once for
+each line of stdin. KIND is bf16, or int8 for weights that NNCF has made so, as optimum's export does. FOLDER has the
+weights, and the images' patches in pixels.npy; the vectors become KIND.npy there."""
 
 import json
 import sys
+from pathlib import Path
 
+import numpy as np
 import openvino
 import torch
+from safetensors.torch import load_file
+
+ROOT = "model.visual."
 
 
 class Tower(torch.nn.Module):
@@ -26,10 +32,12 @@ def main() -> None:
     from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 
     kind, rows, cols, images, threads = sys.argv[1], *map(int, sys.argv[2:6])
-    config = Qwen3_5VisionConfig(**json.loads(sys.argv[6]))
+    config, folder = Qwen3_5VisionConfig(**json.loads(sys.argv[6])), Path(sys.argv[7])
     grid = torch.tensor([[1, rows, cols]] * images)
     tower = Tower(Qwen3_5VisionModel(config).eval(), grid)
-    pixels = torch.randn(images * rows * cols, 3 * 2 * 16 * 16)
+    stored = load_file(folder / "model.safetensors")
+    tower.model.load_state_dict({name.removeprefix(ROOT): own for name, own in stored.items() if name.startswith(ROOT)})
+    pixels = torch.from_numpy(np.load(folder / "pixels.npy"))
     with torch.inference_mode():
         converted = openvino.convert_model(tower, example_input=pixels)
     if kind == "int8":
@@ -40,7 +48,7 @@ def main() -> None:
     compiled = openvino.Core().compile_model(converted, "CPU", settings)
     request = compiled.create_infer_request()
     given = pixels.numpy()
-    request.infer([given])
+    np.save(folder / f"{kind}.npy", np.array(request.infer([given])[0]))
     print("ready", flush=True)
     for _ in sys.stdin:
         request.infer([given])
