@@ -16,6 +16,7 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.deadlines import scaled
+from tests.few_reports import FewReports
 
 # No example is late on a busy machine; how long something takes is a benchmark's matter.
 hypothesis.settings.register_profile("suite", deadline=None)
@@ -52,6 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
     _stderr = os.dup(2)  # while a test runs, descriptor 2 is pytest's capture
     if not all("tests/gpu" in arg for arg in config.args):
         os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+    if hasattr(config, "workerinput") and not config.getoption("xmlpath"):  # its file needs every report
+        config.pluginmanager.register(FewReports())
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
