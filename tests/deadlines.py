@@ -2,11 +2,13 @@
 
     subprocess.run(command, timeout=scaled(60))
 
-Every wait of a test that must not time out uses `scaled`, and so do settings of the product that would end a healthy
-process (`--heartbeat-timeout-s`). A wait that is meant to time out is not scaled.
+Every wait of a test that must not time out uses `scaled`. A setting of the product that a test lets run out, and that
+would end a healthy process if it were too short (`--heartbeat-timeout-s`), uses `patience`. A wait that is meant to
+time out, and ends nobody, is not scaled.
 """
 
 import hashlib
+import math
 import os
 import threading
 import time
@@ -27,6 +29,14 @@ _measured: deque[tuple[float, float]] = deque()
 def scaled(limit_s: float) -> float:
     """Scale `limit_s`, which is far more than needed on an idle machine, to this machine."""
     return limit_s * slowness()
+
+
+def patience(limit_s: float) -> float:
+    """Scale `limit_s`, which is at least ten times what a healthy process needs on an idle machine, to this machine.
+
+    A test waits for all of it, so it grows with the root of the slowness only. What needs a tenth of the limit on an
+    idle machine needs less than all of it on one that is up to a hundred times slower."""
+    return limit_s * math.sqrt(slowness())
 
 
 def slowness() -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 
-from tests.deadlines import scaled
+from tests.deadlines import patience, scaled
 from tests.http_server import Server, client, serving, short_socket
 
 KEY = "a-key-of-the-tests"
@@ -34,7 +34,7 @@ def raw_server() -> Iterator[Server]:
         keys = Path(folder) / "keys"
         keys.write_text(f"# keys\n{OTHER_KEY}\n")
         flags = ["--address", short_socket(Path(folder)), "--api-key-file", str(keys), "--max-num-seqs", "4"]
-        slow_s = str(scaled(SLOW_S))
+        slow_s = str(patience(SLOW_S))
         limits = ["--max-num-queued-reqs", "2", "--max-request-bytes", str(MAX_BYTES), "--header-timeout-s", slow_s]
         flags += ["--body-timeout-s", slow_s, "--allowed-origins", "https://example.org"]
         with serving(*flags, *limits, env={"VLLM_LITE_API_KEY": KEY}) as server:

@@ -18,14 +18,14 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.deadlines import scaled
+from tests.deadlines import patience
 from tests.e2e.test_processes import START_S, Engine, assert_nothing_left, family, run_root, running, seconds_until
 from tests.http_server import READY_S, Server, client, serving, until
 from vllm_lite import AsyncClient, SamplingParams
 
 __all__ = ["run_root"]
 
-SILENCE_S = 2.0
+SILENCE_S = 1.5
 LONG: dict[str, Any] = {"max_tokens": 150, "ignore_eos": True}
 MIX = (
     SamplingParams(temperature=0.0, **LONG),
@@ -128,28 +128,39 @@ class Trouble:
 
 @pytest.fixture
 def engine(run_root: Path, tiny_checkpoint: Path) -> Iterator[Engine]:
-    started = Engine(tiny_checkpoint, "--heartbeat-timeout-s", str(scaled(SILENCE_S)), "--dtype", "float32")
+    started = Engine(tiny_checkpoint, "--dtype", "float32")
     yield started
     started.end()
 
 
-async def test_streams_go_on_when_their_engine_is(engine: Engine, run_root: Path) -> None:
-    """One after the other, in one launcher: six engines die."""
+@pytest.fixture
+def frozen(run_root: Path, tiny_checkpoint: Path) -> Iterator[Engine]:
+    """An engine whose launcher notices soon that it is silent."""
+    started = Engine(tiny_checkpoint, "--heartbeat-timeout-s", str(patience(SILENCE_S)), "--dtype", "float32")
+    yield started
+    started.end()
+
+
+async def test_streams_go_on_when_their_engine_is(engine: Engine, frozen: Engine, run_root: Path) -> None:
+    """Five engines of one launcher die, one after the other. Meanwhile a launcher of its own waits for a frozen one."""
     whole = await load(engine.address)
-    trouble, seen = Trouble(engine), set[int]()
+    trouble, seen = Trouble(engine), set(family(frozen.process.pid))
+    waiting = asyncio.ensure_future(load(frozen.address, Trouble(frozen).frozen))
     for disturb in (
         trouble.killed,
-        trouble.frozen,
         trouble.with_its_worker_stopped,
         trouble.killed_while_workers_are_replaced,
         trouble.killed_again_while_it_starts,
     ):
         seen |= set(family(engine.process.pid))
         assert await load(engine.address, disturb) == whole, disturb.__name__
-    seen |= set(family(engine.process.pid))
-    assert len(seen) >= 1 + 2 * 6  # the launcher, and engines with a worker each
-    engine.process.send_signal(signal.SIGTERM)
-    assert engine.process.wait(START_S) == 0
+    assert await waiting == whole, "frozen"
+    for each in (engine, frozen):
+        seen |= set(family(each.process.pid))
+    assert len(seen) >= 2 + 2 * (5 + 2)  # the launchers, and engines with a worker each
+    for each in (engine, frozen):
+        each.process.send_signal(signal.SIGTERM)
+        assert each.process.wait(START_S) == 0
     assert_nothing_left(list(seen), run_root)
 
 

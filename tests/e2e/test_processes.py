@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from tests import fork_server
-from tests.deadlines import scaled
+from tests.deadlines import patience, scaled
 from vllm_lite import AsyncClient, RequestOutput, SamplingParams
 from vllm_lite.errors import EngineDeadError
 
@@ -66,7 +66,7 @@ class Engine:
 
 @pytest.fixture
 def engine(run_root: Path, tiny_checkpoint: Path) -> Iterator[Engine]:
-    silence_s = scaled(SILENCE_S)
+    silence_s = patience(SILENCE_S)
     flags = "--heartbeat-timeout-s", str(silence_s), "--max-restarts", "0"
     started = Engine(tiny_checkpoint, *flags, light=True)
     started.silence_s = silence_s

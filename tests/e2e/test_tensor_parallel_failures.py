@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.deadlines import scaled
+from tests.deadlines import patience, scaled
 from tests.e2e.test_processes import START_S, TOLD_S, assert_nothing_left, consume, family, run_root
 from vllm_lite import AsyncClient, EngineConfig
 from vllm_lite.client.engines import launch as launching
@@ -41,7 +41,7 @@ def launch(run_root: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatc
         settings = {
             "model": str(tiny_checkpoint),
             "tensor_parallel_size": WORLD,
-            "heartbeat_timeout_s": scaled(SILENCE_S),
+            "heartbeat_timeout_s": patience(SILENCE_S),
         }
         settings["max_restarts"] = 0
         launched.append(launching.launch(EngineConfig.check(settings | {"device": "cpu", "cpu_threads": 1})))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.deadlines import scaled
+from tests.deadlines import patience
 from tests.e2e.failing_worker import VARIABLE
 from tests.e2e.launched import launched
 from tests.e2e.test_processes import START_S, family, seconds_until
@@ -50,7 +50,7 @@ def launch(tiny_checkpoint: Path) -> Iterator[Launch]:
         def start(world: int, failure: str | None = None, **settings: Any) -> LaunchedEngine:
             environment = {} if failure is None else {VARIABLE: failure}
             usual: dict[str, Any] = {"model": tiny_checkpoint, "worker_module": "tests.e2e.failing_worker"}
-            usual |= {"tensor_parallel_size": world, "heartbeat_timeout_s": scaled(SILENCE_S)}
+            usual |= {"tensor_parallel_size": world, "heartbeat_timeout_s": patience(SILENCE_S)}
             return stack.enter_context(launched(environment=environment, **(usual | settings)))
 
         yield start

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import deadlines
-from tests.deadlines import scaled
+from tests.deadlines import patience, scaled
 
 
 class Machine:
@@ -55,6 +55,13 @@ def test_a_busy_machine_is_remembered_for_a_minute(machine: Machine) -> None:
     machine.now_s += 2 * deadlines.EVERY_S
     assert scaled(7.0) == 7.0
     assert machine.num_measured == 7
+
+
+def test_patience_grows_with_the_root(machine: Machine) -> None:
+    assert patience(1.5) == 1.5
+    machine.now_s += 100
+    machine.work_s *= 9
+    assert patience(1.5) == pytest.approx(4.5)
 
 
 def test_the_work_is_done_on_all_cores_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +121,7 @@ def early_limits(tree: ast.Module) -> list[str]:
     for node in tree.body:
         value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
         calls = [each for each in ast.walk(value) if isinstance(each, ast.Call)] if value is not None else []
-        limits = [call.args[0] for call in calls if ast.unparse(call.func) == "scaled"]
+        limits = [call.args[0] for call in calls if ast.unparse(call.func) in ("scaled", "patience")]
         if any(is_short(limit) for limit in limits):
             found.append(f"line {node.lineno}: {ast.unparse(node)}")
     return found
@@ -148,8 +155,8 @@ def test_plain_deadlines_are_seen(source: str) -> None:
 
 
 def test_short_limits_that_are_scaled_at_the_import_are_seen() -> None:
-    source = "GONE_S = scaled(5.0)\nSLOW_S: str = str(scaled(1))\nLONG_S = scaled(20)\ndef f(): x = scaled(2)"
-    assert early_limits(ast.parse(source)) == ["line 1: GONE_S = scaled(5.0)", "line 2: SLOW_S: str = str(scaled(1))"]
+    source = "GONE_S = scaled(5.0)\nSLOW_S: str = str(patience(1))\nLONG_S = scaled(20)\ndef f(): x = scaled(2)"
+    assert early_limits(ast.parse(source)) == ["line 1: GONE_S = scaled(5.0)", "line 2: SLOW_S: str = str(patience(1))"]
 
 
 def test_scaled_and_short_ones_are_not() -> None:

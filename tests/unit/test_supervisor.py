@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests import fake_engine_process
-from tests.deadlines import scaled
+from tests.deadlines import patience, scaled
 from tests.fakes import DEADLINE_S
 from tests.http_server import until
 from vllm_lite.client.engines import instances, supervisor
@@ -137,7 +137,7 @@ def test_one_that_fails_is_replaced_and_the_log_says_what_it_said(
 
 
 def test_one_that_hangs_is_killed_and_replaced(start: Callable[..., LaunchedEngine]) -> None:
-    launched = start("freezes,serves", heartbeat_timeout_s=scaled(0.6))
+    launched = start("freezes,serves", heartbeat_timeout_s=patience(0.6))
     first = launched.pid
     ask(launched)
     next_life(launched, first)
@@ -146,7 +146,7 @@ def test_one_that_hangs_is_killed_and_replaced(start: Callable[..., LaunchedEngi
 
 
 def test_one_that_hangs_while_it_starts_again_is_killed_and_replaced(start: Callable[..., LaunchedEngine]) -> None:
-    launched = start("dies,hangs,serves", ready_timeout_s=scaled(1.5))
+    launched = start("dies,hangs,serves", ready_timeout_s=patience(2.0))
     ask(launched)
     until(lambda: life(launched) == 3, "the third life")
 
