@@ -27,6 +27,12 @@ LOOPS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% en
 FILTERS = LOOPS.replace("{% endfor %}", "{% if messages | map(attribute='content') | join %}{% endif %}{% endfor %}", 1)
 
 
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten the time limits, which most tests here use up."""
+    monkeypatch.setattr(template_process, "__name__", "tests.unit.hasty_template_process")
+
+
 @contextmanager
 def rendering(source: str) -> Iterator[Renderer]:
     renderer = Renderer(TemplateSource(source, TOKENS))
