@@ -20,7 +20,7 @@ from tests.ranks import connected, in_threads
 from vllm_lite.parallel.gloo import GlooCommunicator
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "gpu_check"
+SCRIPT = Path(__file__).parent / "gpu_check_forked.py"
 CPU = torch.device("cpu")
 CHECK = ROOT / "tests" / "gpu" / "check"
 sys.path.insert(0, str(CHECK))

@@ -119,7 +119,7 @@ def test_emulated_steps_engines_and_prefill(tmp_path: Path) -> None:
     (site / "vllm.py").write_text(FAKE_VLLM)
     flags = ["--emulate", "--parts", "step_1b,prefill,engines", "--out", str(tmp_path), "--limit-s", str(scaled(150))]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "gpu_check"), *flags],
+        [sys.executable, str(ROOT / "tests" / "unit" / "gpu_check_forked.py"), *flags],
         capture_output=True,
         text=True,
         timeout=scaled(160),
