@@ -1,9 +1,12 @@
 """The simulated worker in a real worker's process, with its conversation: it starts fast, without torch.
 
 Its tokens are a function of the whole history that its fake KV cache holds, which it checks position by position. As an
-entry point of its own it checks nothing, and its steps take as long for a long history as for a short one.
+entry point of its own it checks nothing, and its steps take as long for a long history as for a short one: no time, or
+as long as STEP_S says, without using the processor.
 """
 
+import os
+import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +15,7 @@ from tests.simulated_worker import History, SimulatedWorker, next_token
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.process_settings import WorkerSettings
+from vllm_lite.protocol.api import TokenLogprobs
 from vllm_lite.protocol.control import KVGroupInfo, Ready, Start, Started
 from vllm_lite.protocol.params import Sampling
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
@@ -23,13 +27,30 @@ from vllm_lite.worker.progress import Progress
 
 BLOCK_BYTES = 8192
 LAST_TOKENS = 8
+STEP_S = "LIGHT_STEP_S"
+"""Environment variable: seconds that a step takes, so that tests can look at running requests."""
 
 
 class UncheckedWorker(SimulatedWorker):
-    """Its tokens follow from the last few and their place."""
+    """Derives a token from the last few and their position, and if it is sampled at random, from sample and seed."""
+
+    step_s = 0.0
+
+    def execute(self, output: SchedulerOutput) -> ModelOutput:
+        time.sleep(self.step_s)
+        return super().execute(output)
 
     def _next(self, tokens: list[int], sampling: Sampling) -> int:
-        return next_token([len(tokens), *tokens[-LAST_TOKENS:]], self.vocab_size, sampling.sample)
+        drawn = (sampling.sample, sampling.seed % 2**32) if sampling.temperature else ()
+        return next_token([len(tokens), *tokens[-LAST_TOKENS:]], self.vocab_size, *drawn)
+
+    def _logprobs(self, history: History, num_sampled: int) -> TokenLogprobs | None:
+        count = history.sampling.logprobs
+        if count is None:
+            return None
+        token = history.tokens[-num_sampled]
+        best = tuple(((token + rank) % self.vocab_size, -1.0 - rank) for rank in range(count))
+        return TokenLogprobs(-1.0, 1, best)
 
     def _write(self, history: History, count: int, drafts: list[int]) -> None: ...
 
@@ -87,6 +108,7 @@ def install() -> Callable[[], type[LightWorker]]:
 
 def main(settings: WorkerSettings, stop: Wakeup) -> int:
     LightWorker.kind = UncheckedWorker
+    UncheckedWorker.step_s = float(os.environ.get(STEP_S, "0"))
     process.import_worker = install()  # type: ignore[assignment]
     return process.process_main(settings, stop)
 

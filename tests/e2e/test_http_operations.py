@@ -25,9 +25,9 @@ from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.trace.segments import segment_paths
 
 PROMPT = [11, 12, 13, 14, 15]
-NUM_TOKENS = 400
+NUM_TOKENS = 280
 FEW = 60
-"""Tokens where nothing happens beside a stream. A profile of 400 would have a million events."""
+"""Tokens where nothing happens beside a stream. A profile of all would have a million events."""
 LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0}
 LONG |= {"return_token_ids": True, "stream": True}
 DEADLINE_S = scaled(100.0)

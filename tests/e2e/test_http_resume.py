@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 from openai import OpenAI
 
-from tests.deadlines import scaled
+from tests.deadlines import patience, scaled
+from tests.e2e.light_worker import STEP_S
 from tests.http_server import Server, children, serving, short_socket, until
 from tests.unit.resumable_stage import content, events_in
 from vllm_lite.client.engines.session import Session
 
-SLOW = ["--attention-backend", "reference", "--enforce-eager", "--dtype", "float32"]
+PACED: dict[str, Any] = {"env": {STEP_S: "0.005"}, "light": True}
 DEADLINE_S = scaled(60.0)
 RESUME_S = 1.5
 CHAT: dict[str, Any] = {
@@ -39,8 +40,8 @@ CHAT: dict[str, Any] = {
 def server() -> Iterator[Server]:
     with tempfile.TemporaryDirectory(prefix="vl") as folder:
         flags = ["--address", short_socket(Path(folder)), "--api-server-count", "2"]
-        flags += ["--stream-resume-s", str(scaled(RESUME_S))]
-        with serving(*flags, "--api-key", "mine", "--api-key", "another", *SLOW) as server:
+        flags += ["--num-gpu-blocks-override", "4096", "--stream-resume-s", str(patience(RESUME_S))]
+        with serving(*flags, "--api-key", "mine", "--api-key", "another", **PACED) as server:
             yield server
 
 
@@ -123,7 +124,7 @@ def expected(server: Server) -> Expected:
         if (key := json.dumps(changes)) not in known:
             with ExitStack() as stack:
                 wire = Wire(stack, server)
-                wire.start({**CHAT, "resumable": False, **changes}, "whole")
+                wire.start({**CHAT, "resumable": False, **changes}, f"whole-{len(known)}")
                 known[key] = wire.read()
         assert b"id: " not in known[key]
         return shown(known[key])
@@ -263,7 +264,7 @@ def test_streams_go_on_when_a_process_is_killed(
 
 
 def test_the_end_of_the_server_waits_for_no_reader_to_come_back() -> None:
-    with serving("--shutdown-timeout", "1", *SLOW) as server, ExitStack() as stack:
+    with serving("--shutdown-timeout", "1", **PACED) as server, ExitStack() as stack:
         running, ended = Wire(stack, server), Wire(stack, server)
         running.start({**CHAT, "max_tokens": 2000}, "running")
         running.read(500)

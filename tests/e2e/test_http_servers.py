@@ -16,21 +16,22 @@ import httpx
 import psutil
 import pytest
 
-from tests.deadlines import scaled
+from tests.deadlines import patience, scaled
+from tests.e2e.light_worker import STEP_S
 from tests.http_server import READY_S, Server, children, client, serving, until
 
 MODULE = "vllm_lite.server.processes.http_server"
 KEY = {"Authorization": "Bearer key"}
 LONG: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
-SLOW = ["--attention-backend", "reference", "--enforce-eager"]
-"""Flags of a slow server, so that tests can look at requests while they run."""
+PACED: dict[str, Any] = {"env": {STEP_S: "0.005"}, "light": True}
+"""A server whose steps take time, so that tests can look at requests while they run."""
 DEADLINE_S = scaled(30.0)
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    settings = ["--api-key", "key", "--dtype", "float32", "--log-stats-interval-s", "0.2"]
-    with serving("--api-server-count", "2", *settings, *SLOW) as server:
+    settings = ["--api-key", "key", "--num-gpu-blocks-override", "4096", "--log-stats-interval-s", "0.2"]
+    with serving("--api-server-count", "2", *settings, **PACED) as server:
         yield server
 
 
@@ -153,7 +154,7 @@ def numbers(value: Any) -> Iterator[float]:
 def test_forks_are_the_same_from_both(server: Server, call_id: str) -> None:
     """Greedy forks continue like the request itself, with its logprobs from the first token on."""
     path, body = FORKED[call_id]
-    params = {"max_tokens": 600, "ignore_eos": True, "temperature": 0}
+    params = {"max_tokens": 400, "ignore_eos": True, "temperature": 0}
     body = {**body, "request_id": call_id[-1], **({"sampling_params": params} if call_id == "gen-d" else params)}
     with Both(server) as both, client(server, headers=KEY) as third:
         running = threading.Thread(target=both.of[0].post, args=(path,), kwargs={"json": body})
@@ -165,7 +166,7 @@ def test_forks_are_the_same_from_both(server: Server, call_id: str) -> None:
             return "usage" in state and state["usage"]["completion_tokens"] > 2
 
         until(has_begun, "tokens of the request")
-        fork = partial(httpx.Client.post, url=f"/v1/requests/{call_id}/fork", json={"max_tokens": 550})
+        fork = partial(httpx.Client.post, url=f"/v1/requests/{call_id}/fork", json={"max_tokens": 350})
         with ThreadPoolExecutor() as threads:
             answers = [answer.json() for answer in threads.map(fork, (both.of[0], both.of[1]))]
         running.join(DEADLINE_S)
@@ -174,14 +175,14 @@ def test_forks_are_the_same_from_both(server: Server, call_id: str) -> None:
     assert scores[0] == pytest.approx(scores[1], abs=1e-3)  # the two were not in the same steps
     for name in ("text", "message", "token_ids", "finish_reason"):
         assert choice.get(name) == other.get(name), answers
-    assert (choice["finish_reason"], answers[0]["usage"]["completion_tokens"]) == ("length", 550)
+    assert (choice["finish_reason"], answers[0]["usage"]["completion_tokens"]) == ("length", 350)
     if call_id == "cmpl-a":
         assert choice["text"].startswith(LONG["prompt"])
         assert len(choice["logprobs"]["token_logprobs"]) == answers[0]["usage"]["total_tokens"]
     if call_id == "cmpl-b":
         assert len(choice["prompt_logprobs"]) == answers[0]["usage"]["prompt_tokens"]
     if call_id == "chatcmpl-c":
-        assert len(choice["logprobs"]["content"]) == 550
+        assert len(choice["logprobs"]["content"]) == 350
 
 
 def test_both_know_the_prompts_of_a_list_that_have_ended(server: Server) -> None:
@@ -241,7 +242,7 @@ def test_one_that_is_killed_is_replaced_and_the_others_go_on(server: Server) -> 
 
 
 def test_one_that_hangs_is_replaced_and_the_others_go_on() -> None:
-    silence = f"{scaled(3.0):.1f}"  # the others are not to be taken for hung
+    silence = f"{patience(2.0):.1f}"  # the others are not to be taken for hung
     keys, admin = ["--api-key", "key", "--admin-api-key", "admin"], {"Authorization": "Bearer admin"}
     flags = ["--api-server-count", "2", "--heartbeat-timeout-s", silence, *keys]
     with serving(*flags, light=True) as server:
@@ -271,8 +272,9 @@ def test_one_that_hangs_is_replaced_and_the_others_go_on() -> None:
 def test_sigterm_drains_all(tmp_path: Path) -> None:
     """The first one has done its part long before the other."""
     num_tokens = {0: 100, 1: 400}
-    flags = ["--api-server-count", "2", "--shutdown-timeout", str(scaled(60)), "--api-key", "key", *SLOW]
-    with serving(*flags, env={"TMPDIR": str(tmp_path)}) as server, Both(server) as both:
+    flags = ["--api-server-count", "2", "--shutdown-timeout", str(scaled(60)), "--api-key", "key"]
+    env = PACED["env"] | {"TMPDIR": str(tmp_path)}
+    with serving(*flags, env=env, light=True) as server, Both(server) as both:
         answers: dict[int, httpx.Response] = {}
 
         def ask(number: int) -> None:

@@ -163,16 +163,17 @@ def test_invocations(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("path", ["/abort_requests", "/inference/v1/abort_requests"])
 def test_requests_end_by_the_names_that_clients_gave_them(http: httpx.Client, path: str) -> None:
-    body = {"prompt": "Once upon", "max_tokens": 1900, "ignore_eos": True, "stream": True, "request_id": "mine"}
+    name = f"mine-{len(path)}"
+    body = {"prompt": "Once upon", "max_tokens": 1900, "ignore_eos": True, "stream": True, "request_id": name}
     with http.stream("POST", "/v1/completions", json=body, timeout=scaled(60)) as answer:
         lines = answer.iter_lines()
         next(lines)  # it runs
-        ended = threading.Thread(target=post, args=(http, path, {"request_ids": ["nobody", "mine"]}))
+        ended = threading.Thread(target=post, args=(http, path, {"request_ids": ["nobody", name]}))
         ended.start()
         rest = list(lines)
         ended.join(scaled(60))
     assert '"finish_reason":"abort"' in "".join(rest)
-    post(http, path, {"request_ids": ["mine"]})
+    post(http, path, {"request_ids": [name]})
     assert "request_ids" in post(http, path, {}, 400)["error"]["message"]
 
 
