@@ -8,7 +8,9 @@ rounding.
 """
 
 import argparse
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from gguf import GGUFReader, GGUFValueType, GGUFWriter, ReaderTensor
@@ -21,21 +23,29 @@ SEED = 47
 
 def write_dense(source: Path, target: Path, *, off_grid: bool) -> None:
     """Write all tensors of `source` as float32, with its metadata."""
-    reader = GGUFReader(source)
-    architecture = reader.fields["general.architecture"].contents()
+    tensors, architecture, metadata = _parsed(source)
     writer = GGUFWriter(target, architecture)
-    for name, field in reader.fields.items():
-        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
-            continue
-        inner = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
-        writer.add_key_value(name, field.contents(), field.types[0], inner)
+    for entry in metadata:
+        writer.add_key_value(*entry)
     generator = torch.Generator().manual_seed(SEED)
-    for tensor in reader.tensors:
+    for tensor in tensors:
         writer.add_tensor(tensor.name, _floats(tensor, generator if off_grid else None).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+@lru_cache(1)  # a vocabulary takes seconds, and a file is written in two forms
+def _parsed(source: Path) -> tuple[list[ReaderTensor], str, list[tuple[str, Any, GGUFValueType, GGUFValueType | None]]]:
+    """Parse a file: its tensors, its architecture, and its other metadata as arguments of add_key_value."""
+    reader = GGUFReader(source)
+    metadata = [
+        (name, field.contents(), field.types[0], field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None)
+        for name, field in reader.fields.items()
+        if not name.startswith("GGUF.") and name not in ("general.architecture", "general.file_type")
+    ]
+    return reader.tensors, reader.fields["general.architecture"].contents(), metadata
 
 
 def _floats(tensor: ReaderTensor, generator: torch.Generator | None) -> torch.Tensor:
