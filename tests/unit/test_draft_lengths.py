@@ -10,7 +10,7 @@ from msgspec.structs import astuple
 
 from tests.examples import examples
 from tests.scheduler_rig import Rig
-from vllm_lite.engine.scheduling.drafts import EARLY_PROBES, PROBE_SHARE, PROBE_STEPS, DraftLengths
+from vllm_lite.engine.scheduling.drafts import EARLY_PROBES, FIRST_LOOKS, PROBE_SHARE, PROBE_STEPS, DraftLengths
 from vllm_lite.engine.scheduling.queues import Options
 from vllm_lite.engine.scheduling.rates import Rates, factor_place
 from vllm_lite.engine.scheduling.step_cost import RowFactors, StepCost
@@ -29,6 +29,12 @@ def sequence(right: float = 0.0, wrong: float = 0.0, num_output: int = 0) -> Seq
     return cast(
         Sequence, SimpleNamespace(drafts_hold=False, drafts_right=right, drafts_wrong=wrong, num_output=num_output)
     )
+
+
+def look(lengths: DraftLengths, num_rows: int) -> None:
+    """Make the first steps of so many rows, whose time without drafts is then known."""
+    for _ in range(FIRST_LOOKS):
+        assert lengths.choose([sequence()] * num_rows, num_rows, Rates(step_s=1.0, row_s=1e-6), 3) == [0] * num_rows
 
 
 def chosen(lengths: DraftLengths, sequences: list[Sequence], rates: Rates, num_rows: int | None = None) -> list[int]:
@@ -156,6 +162,7 @@ def test_rows_that_are_free_are_all_taken_and_dear_ones_only_by_sure_drafts() ->
 def test_beside_many_rows_fewer_drafts_pay() -> None:
     """A draft's row takes time from all streams of the step."""
     lengths, rates = lengths_of(), Rates(step_s=0.008, row_s=0.001)
+    look(lengths, 32)
     alone = chosen(lengths, [sequence(8, 4)], rates)[0]
     crowd = chosen(lengths, [sequence(8, 4)] * 32, rates)
     assert alone > crowd[0]
@@ -225,11 +232,45 @@ def test_where_drafts_pay_a_longer_length_is_tried_unless_it_loses_much() -> Non
 
 def test_only_the_longest_are_tried_longer_and_looks_without_drafts_take_no_trial() -> None:
     lengths, mixed = lengths_of(), [sequence(50, 5.0), sequence(14, 6)]
-    rates = Rates(step_s=0.02, row_s=0.008)
+    rates = Rates(step_s=0.02, row_s=0.008, known_rows=MOST * 2)
+    look(lengths, 2)
     found = [tuple(lengths.choose(mixed, 2, rates, step)) for step in range(64)]
     (longest, other), (longer, beside) = chosen(lengths, mixed, rates), found[16]
     assert 0 < other == beside < longest < longer
     assert (found.count((longest, other)), found.count((longer, other)), found.count((0, 0))) == (60, 2, 2)
+
+
+def test_several_sequences_draft_more_only_once_steps_of_nearly_as_many_rows_were_served() -> None:
+    """Rows seem free; what the start has of so many of them is of one sequence, or nothing."""
+    lengths, sure, free = lengths_of(), [sequence(50, 0.01)] * 8, Rates(step_s=0.01, row_s=1e-6)
+    look(lengths, 8)
+    taken = [sum(chosen(lengths, sure, free._replace(known_rows=rows))) for rows in (0, 16, 24, 32, 48)]
+    assert taken == [8, 16, 24, 40, 6 * 8]
+    assert chosen(lengths, sure[:1], free) == [MOST], "one sequence has few rows, and the start timed them"
+
+
+def test_while_drafts_lose_time_only_probes_are_made() -> None:
+    lengths, sure, free = lengths_of(), [sequence(50, 0.01, place) for place in range(8)], Rates(step_s=0.01, row_s=1e-6)
+    look(lengths, 8)
+    assert all(chosen(lengths, sure, free))
+    paused = free._replace(only_probes=True)
+    assert chosen(lengths, sure, paused) == [0] * 8
+    sure[3].drafts_hold = True
+    assert chosen(lengths, sure, paused) == [0, 0, 0, 1, 0, 0, 0, 0], "its last one was right"
+
+
+def test_times_that_the_start_has_wrong_are_wrong_of_all_steps_with_drafts() -> None:
+    """Otherwise each number of rows would be tried before it is known to be as dear as the others."""
+    cost = StepCost([StepTiming(rows, rows - 1, took(rows, rows - 1)) for rows in (1, 2, 4, 8, 16)])
+    assert cost.measure(8, 7, 2 * took(8, 7)), "a step that takes so much more is learned from at once"
+    for _ in range(3):
+        cost.measure(8, 7, 2 * took(8, 7))
+        cost.measure(1, 0, took(1, 0))
+    rates = cost.rates(Rates())
+    assert rates.known_rows == 8
+    for rows in (2, 4, 16):
+        assert rates.decode_s(rows, rows - 1) == pytest.approx(2 * took(rows, rows - 1), rel=0.35)
+    assert rates.decode_s(1) == pytest.approx(took(1, 0), rel=0.1)
 
 
 @pytest.mark.parametrize(("method", "most"), [("self", 3), ("mtp", 1)])

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from vllm_lite.engine.scheduling.drafts import DraftLengths
+from vllm_lite.engine.scheduling.draft_balance import DraftBalance
+from vllm_lite.engine.scheduling.drafts import FIRST_LOOKS, DraftLengths
 from vllm_lite.engine.scheduling.queues import Options
 from vllm_lite.engine.scheduling.rates import Rates
 from vllm_lite.engine.scheduling.step_cost import StepCost
@@ -67,7 +68,7 @@ class Machine:
             for each in [*alone, (CROWD, 0), (2 * CROWD, 1)]
         ]
 
-    def answer(self, lengths: DraftLengths, cost: StepCost) -> None:
+    def answer(self, lengths: DraftLengths, cost: StepCost, balance: DraftBalance) -> None:
         """Generate an answer of each sequence."""
         case = self.case
         sequences: list[Any] = [
@@ -79,14 +80,18 @@ class Machine:
         step = 0
         while live := [each for each in sequences if each.num_output < NUM_TOKENS]:
             step += 1
-            allowed = lengths.choose(live, len(live), cost.rates(Rates()), step)
+            rates = balance.rates(cost.rates(Rates()))
+            allowed = lengths.choose(live, len(live), rates, step)
             drafted = [self._make(*each) for each in zip(live, allowed, strict=True)]
             lengths.learn_share(sum(allowed), sum(drafted))
             given = sum(self._verify(lengths, *each) for each in zip(live, drafted, strict=True))
             shape = len(live) + sum(drafted), max(drafted)
             self.took += self.time(*shape)
             self.plain += given * self.time(len(live), 0) / len(live)
-            cost.measure(*shape, self.time(*shape) * (1 + abs(self.random.gauss(0, NOISE))))
+            took_s = self.time(*shape) * (1 + abs(self.random.gauss(0, NOISE)))
+            balance.measure(len(live), given, took_s, is_drafting=any(allowed))
+            if any(drafted) or not any(allowed):
+                cost.measure(*shape, took_s)
 
     def _make(self, sequence: Any, allowed: int) -> int:
         return min(allowed, NUM_TOKENS - sequence.num_output - 1) if self.random.random() < self.case.found else 0
@@ -104,9 +109,9 @@ def gain(case: Case) -> float:
     """Tokens a second, as a multiple of those without drafts."""
     machine = Machine(case)
     options = Options(64, 512, num_drafts=case.most, draft_method=case.method)
-    lengths, cost = DraftLengths(options), StepCost(machine.timings())
+    lengths, cost, balance = DraftLengths(options), StepCost(machine.timings()), DraftBalance()
     for _ in range(NUM_ANSWERS):
-        machine.answer(lengths, cost)
+        machine.answer(lengths, cost, balance)
     return machine.plain / machine.took
 
 
@@ -121,6 +126,17 @@ CASES = (
     Case("jump at 33", 32, (0.7,), most=4, found=0.6, least=0.97),
     Case("experts", 1, (0.9, 0.05)),
     Case("experts", 8, (0.6,), most=3, draft=0.3),
+    Case("line", 8, (0.5,), told=0.5, least=0.985),
+    Case("line", 8, (0.6,), found=0.5, told=0.5, least=0.985),
+    Case("stairs", 8, (0.3,), told=0.5, least=0.985),
+    Case("stairs", 8, (0.6,), found=0.5, told=0.5, least=0.985),
+    Case("some are free", 8, (0.3,), told=0.5, least=0.985),
+    Case("jump at 9", 8, (0.6,), found=0.5, told=0.5, least=0.985),
+    Case("jump at 33", 32, (0.3,), told=0.5, least=0.985),
+    Case("experts", 8, (0.6,), found=0.5, told=0.5, least=0.985),
+    Case("jump at 33", 8, (0.6,), found=0.5, told=2.0, least=1.15),
+    Case("jump at 33", 8, (0.5,), told=0.5, least=1.2),
+    Case("jump at 13", 32, (0.6,), found=0.5, told=0.5, least=1.05),
     Case("some are free", 1, (0.95,), least=3.0),
     Case("jump at 13", 1, (1.0,), most=15, draft=0.28, least=2.5, method="self"),
     Case("jump at 13", 1, (1.0,), most=15, draft=0.28, least=2.2, method="self", told=2.0),
@@ -142,6 +158,8 @@ def test_a_drafter_that_finds_little_is_expected_to() -> None:
     sequences: list[Any] = [
         SimpleNamespace(drafts_hold=False, drafts_right=6.0, drafts_wrong=4.0, num_output=5) for _ in range(8)
     ]
+    for _ in range(FIRST_LOOKS):
+        lengths.choose(sequences, 8, Rates(step_s=0.01, row_s=1e-5), 3)
     dear = Rates(step_s=0.01, row_s=1e-5, row_factors=tuple([1.0] * 14 + [1.0] * 6 + [3.0] * 8))  # from 9 rows on
     assert not any(lengths.choose(sequences, 8, dear, 3))
     cheap = dear._replace(row_factors=tuple([1.0] * 14 + [1.0] * 7 + [3.0] * 7))  # from 13 rows on

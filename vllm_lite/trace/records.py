@@ -206,6 +206,8 @@ class RatesMeasured(_Record, frozen=True, tag=5):
     row_factors: tuple[float, ...] = ()
     alone_s: float = 0.0
     token_s: float = 0.0
+    known_rows: int = 0
+    only_probes: bool = False
 
 
 class Step(_Record, frozen=True, tag=6):

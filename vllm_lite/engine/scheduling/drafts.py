@@ -16,7 +16,7 @@ from math import ceil, log
 
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.scheduling.queues import Options
-from vllm_lite.engine.scheduling.rates import Rates
+from vllm_lite.engine.scheduling.rates import Rates, factor_place
 from vllm_lite.engine.scheduling.step_plan import StepPlan, joined
 from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.protocol.step import Continue, Draft
@@ -39,6 +39,8 @@ EARLY_PROBES = 3
 """Number of first probes that are not bound by PROBE_SHARE, as the times of the start may be wrong."""
 LOOK_STEPS = 32
 """Period in steps in which one step has no drafts, if these bring less than SURE, to measure its time again."""
+FIRST_LOOKS = 4
+"""First steps of about as many rows, none of which has drafts if there are several sequences."""
 SURE = 1.5
 """Gain from which on no step goes without drafts."""
 GAIN = 1.02
@@ -62,6 +64,7 @@ class DraftLengths:
         self._right, self._wrong = first  # of all sequences, with a weight that falls with every step
         self._allowed = self._made = ASKED
         self._early_probes = EARLY_PROBES
+        self._looks: dict[int, int] = {}
 
     def odds(self, sequence: Sequence) -> float:
         """Estimate the chance that a draft is right where those before it were."""
@@ -93,14 +96,22 @@ class DraftLengths:
         if self._is_fixed:
             return [self._most] * len(sequences)
         if not rates.row_s:  # the time by rows shows only in steps of different ones
-            return [step % (self._most + 1)] * len(sequences)
+            return [step % ((self._most if len(sequences) == 1 else 1) + 1)] * len(sequences)
+        if self._is_new(num_rows):
+            return [0] * len(sequences)
         odds = [self.odds(sequence) for sequence in sequences]
-        lengths, gain = self._paying(odds, num_rows, rates)
+        lengths, gain = ([0] * len(odds), 1.0) if rates.only_probes else self._paying(odds, num_rows, rates)
         if gain < SURE and step % LOOK_STEPS == 0:
             return [0] * len(sequences)
         if not all(lengths):
             return self._with_probes(sequences, lengths, num_rows, rates)
         return self._with_longer(odds, lengths, num_rows, rates) if step % TRY_STEPS == TRY_STEPS // 2 else lengths
+
+    def _is_new(self, num_rows: int) -> bool:
+        """Whether few steps of about as many rows were made, so that nobody knows what they take without drafts."""
+        place = factor_place(num_rows, 0)
+        self._looks[place] = self._looks.get(place, 0) + 1
+        return num_rows > 1 and self._looks[place] <= FIRST_LOOKS
 
     def _with_longer(self, odds: list[float], lengths: list[int], num_rows: int, rates: Rates) -> list[int]:
         """`lengths` with the next longer cap, unless that is expected to lose much."""
@@ -130,9 +141,12 @@ class DraftLengths:
         found, best = [0] * len(odds), GAIN * plain
         if not self._may_pay(max(odds), len(odds), num_rows, rates):
             return found, 1.0
+        most_rows = max(2 * num_rows, rates.next_rows()) if len(odds) > 1 else num_rows + self._most
         for cap in self._caps:
             # What a row brings must make up for its time at the rate that there is without it.
             lengths = [min(cap, self._length(each, rates.row_s * best)) for each in odds]
+            if num_rows + self._share() * sum(lengths) > most_rows:
+                break
             rate = self._rate(odds, lengths, num_rows, rates)
             if rate > best:
                 found, best = lengths, rate
@@ -140,9 +154,13 @@ class DraftLengths:
                 break
         return found, best / plain
 
+    def _share(self) -> float:
+        """Share of the drafts allowed that the drafter makes."""
+        return self._made / self._allowed
+
     def _rate(self, odds: list[float], lengths: list[int], num_rows: int, rates: Rates) -> float:
         """Tokens a second that a step of these lengths is expected to bring."""
-        share = self._made / self._allowed
+        share = self._share()
         gained = share * sum(_expected(*each) for each in zip(odds, lengths, strict=True))
         return (num_rows + gained) / rates.decode_s(num_rows + ceil(share * sum(lengths)), max(lengths))
 

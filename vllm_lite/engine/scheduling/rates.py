@@ -6,7 +6,7 @@ took the time since that one's result; the steps of one message are answered, an
 report for media does not count.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
 from vllm_lite.engine.scheduling.in_flight import StepMessage
@@ -50,12 +50,20 @@ class Rates(NamedTuple):
     """Moving mean of the time of steps that only decode."""
     token_s: float = 0.0
     """Time that each prompt token adds to a step that decodes."""
+    known_rows: int = 0
+    """Most rows of a served step with drafts: times of more are known from steps of one sequence at best."""
+    only_probes: bool = False
+    """Whether drafts have lost time lately, so that only probes are made."""
 
     def decode_s(self, num_rows: int, most_drafts: int = 0) -> float:
         """Time of a decode step of `num_rows` rows, drafts included, with at most `most_drafts` per sequence."""
         drafting_s = self.verify_s + self.draft_s * most_drafts if most_drafts else 0.0
         factor = self.row_factors[factor_place(num_rows, most_drafts)] if self.row_factors else 1.0
         return (self.step_s + self.row_s * num_rows + drafting_s) * factor
+
+    def next_rows(self) -> int:
+        """Most rows of a step with drafts that has not many more than those that were served."""
+        return STEP_ROWS[min(bisect_right(STEP_ROWS, self.known_rows), len(STEP_ROWS) - 1)]
 
     def tokens_within(self, seconds: float, num_decoding: int, most: int, share: float = 1.0) -> int:
         """Number of tokens, at most `most`, that a step can compute in `seconds`: one of each of `num_decoding`

@@ -38,6 +38,8 @@ FACTOR_HELD = 1.0
 """As so many steps that took what they did at the start."""
 FACTOR_CHANGE = 0.03
 """As CHANGE, of factors."""
+SURPRISE = 1.25
+"""A step with drafts that takes so many times what was expected is learned from at once."""
 SIZE = 4
 
 Numbers = tuple[float, float, float, float]
@@ -52,6 +54,8 @@ class RowFactors:
         """`timings`: of the start, and `numbers` that fit them."""
         size = 2 * len(STEP_ROWS)
         self._sums, self._counts = [0.0] * size, [0.0] * size
+        self._shifts, self._num_shifts = [0.0, 0.0], [0.0, 0.0]  # of steps without drafts, and with
+        self._latest_of: list[Numbers | None] = [None, None]
         of_place: dict[int, list[float]] = {}
         for each in timings:
             expected_s = _predict(numbers, _features(each.num_rows, each.most_drafts))
@@ -62,9 +66,14 @@ class RowFactors:
     def learn(self, features: Numbers, took_s: float, numbers: Numbers) -> None:
         """A step took so long; `numbers` say what was expected."""
         place = factor_place(int(features[1]), int(features[3]))
-        self._sums[place] = FACTOR_DECAY * self._sums[place] + took_s / _predict(numbers, features)
+        ratio = took_s / _predict(numbers, features)
+        self._sums[place] = FACTOR_DECAY * self._sums[place] + ratio
         self._counts[place] = FACTOR_DECAY * self._counts[place] + 1.0
         self._latest[place] = features
+        half = place // len(STEP_ROWS)
+        self._shifts[half] = FACTOR_DECAY * self._shifts[half] + ratio / self._start[place]
+        self._num_shifts[half] = FACTOR_DECAY * self._num_shifts[half] + 1.0
+        self._latest_of[half] = features
 
     def of_start(self, features: Numbers) -> float:
         """The factor that such steps had at the start."""
@@ -74,11 +83,20 @@ class RowFactors:
         """Have the means be multiples of what `new` say, and no longer `old`."""
         for place, features in self._latest.items():
             self._sums[place] *= _predict(old, features) / _predict(new, features)
+        for half, latest in enumerate(self._latest_of):
+            if latest is not None:
+                self._shifts[half] *= _predict(old, latest) / _predict(new, latest)
 
     def means(self) -> tuple[float, ...]:
+        """The factors. Those of steps that were not served are those of the start times what the others became."""
+        shifts = [
+            (total + FACTOR_HELD) / (count + FACTOR_HELD)
+            for total, count in zip(self._shifts, self._num_shifts, strict=True)
+            for _ in STEP_ROWS
+        ]
         return tuple(
-            (total + FACTOR_HELD * start) / (count + FACTOR_HELD)
-            for total, count, start in zip(self._sums, self._counts, self._start, strict=True)
+            (total + FACTOR_HELD * start * shift) / (count + FACTOR_HELD)
+            for total, count, start, shift in zip(self._sums, self._counts, self._start, shifts, strict=True)
         )
 
 
@@ -98,6 +116,7 @@ class StepCost:
         self._by_rows = RowFactors()
         self.factors = self._by_rows.means()
         """By `factor_place`."""
+        self._known_rows = 0
         if timings:
             for each in timings:
                 self._add(_features(each.num_rows, each.most_drafts), each.took_s)
@@ -112,7 +131,8 @@ class StepCost:
         """`rates` with these numbers."""
         step_s, row_s, verify_s, draft_s = self.numbers
         factors = self.factors if row_s else ()
-        return rates._replace(step_s=step_s, row_s=row_s, verify_s=verify_s, draft_s=draft_s, row_factors=factors)
+        of_step = {"step_s": step_s, "row_s": row_s, "verify_s": verify_s, "draft_s": draft_s}
+        return rates._replace(**of_step, row_factors=factors, known_rows=self._known_rows)
 
     def measure(self, num_rows: int, most_drafts: int, took_s: float) -> bool:
         """Learn from a step that computed so many rows and nothing else. True if the numbers changed. One without rows,
@@ -120,18 +140,27 @@ class StepCost:
         if took_s <= 0 or num_rows <= 0:
             return False
         features = _features(num_rows, most_drafts)
+        is_news = False
         if self.numbers[1]:  # a step that something else delayed counts for no more than thrice its time
-            expected_s = _predict(self.numbers, features) * self._by_rows.of_start(features)
-            took_s = min(took_s, 3 * expected_s)
+            formula_s, place = _predict(self.numbers, features), factor_place(num_rows, most_drafts)
+            is_news = most_drafts > 0 and took_s > SURPRISE * formula_s * self.factors[place]
+            took_s = min(took_s, 3 * formula_s * self._by_rows.of_start(features))
             self._by_rows.learn(features, took_s, self.numbers)
         self._forget()
         self._add(features, took_s / self._by_rows.of_start(features))
         self._count, self._rows = self._count + 1, self._rows + num_rows
         self._squares += num_rows * num_rows
         self._num_steps += 1
-        if self._num_steps % EVERY or not self._is_shown():
+        is_news |= self._has_more_rows(num_rows if most_drafts else 0)
+        if (self._num_steps % EVERY and not is_news) or not self._is_shown():
             return False
-        return self._is_changed()
+        return self._is_changed() or is_news
+
+    def _has_more_rows(self, num_rows: int) -> bool:
+        """Note a step with drafts, and whether it had more rows than any before."""
+        has_more = num_rows > self._known_rows
+        self._known_rows = max(self._known_rows, num_rows)
+        return has_more
 
     def _is_changed(self) -> bool:
         """Take over what is known now, if it differs from what was."""
