@@ -146,6 +146,18 @@ def test_steps_with_drafts_are_replayed(tiny_checkpoint: Path) -> None:
     assert graphs_of(driver).num_replays == tried + 2
 
 
+def test_steps_with_more_rows_than_sequences_may_run_are_replayed(tiny_checkpoint: Path) -> None:
+    drafts = {"method": "ngram", "num_speculative_tokens": 4}
+    driver = Driver(tiny_checkpoint, max_num_seqs=2, speculative_config=drafts)
+    for handle in range(2):
+        driver.run(new_request(handle, [5, 6, 7, 5, 6, 7, 5, 6], [1 + handle]))
+        driver.worker.runner.batch.tokens_of(handle)[-1] = 7
+    tried = graphs_of(driver).num_replays
+    driver.run(*(Draft(handle, 4, []) for handle in range(2)))
+    assert graphs_of(driver).num_replays == tried + 1
+    assert 10 in graphs_of(driver).buckets
+
+
 def test_what_cannot_be_recorded_stays_eager(
     tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -250,7 +250,11 @@ def test_several_sequences_draft_more_only_once_steps_of_nearly_as_many_rows_wer
 
 
 def test_while_drafts_lose_time_only_probes_are_made() -> None:
-    lengths, sure, free = lengths_of(), [sequence(50, 0.01, place) for place in range(8)], Rates(step_s=0.01, row_s=1e-6)
+    lengths, sure, free = (
+        lengths_of(),
+        [sequence(50, 0.01, place) for place in range(8)],
+        Rates(step_s=0.01, row_s=1e-6),
+    )
     look(lengths, 8)
     assert all(chosen(lengths, sure, free))
     paused = free._replace(only_probes=True)

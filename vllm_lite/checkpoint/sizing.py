@@ -9,6 +9,7 @@ from math import ceil
 from vllm_lite.checkpoint.shard import num_ranks
 from vllm_lite.config import GIB, ResolvedConfig
 from vllm_lite.errors import ConfigError
+from vllm_lite.runtime.nested_settings import Speculation
 
 MIN_BLOCKS = 2
 """The null block, and one for tokens."""
@@ -130,6 +131,16 @@ def check_pool(num_blocks: int, block_bytes: int, tp: int) -> None:
             f"no memory for KV blocks: {num_blocks} of {block_bytes} bytes fit, at least {MIN_BLOCKS} are needed; give "
             f"--cpu-kvcache-space {gib:.3f} or more, or a smaller --block-size"
         )
+
+
+MOST_VERIFIED = 128
+"""Maximum rows, beyond the maximum number of sequences, of steps with drafts that are replayed on a CPU."""
+
+
+def verified_rows(num_seqs: int, drafts: Speculation | None) -> int:
+    """Most rows of a step that is replayed where drafts are verified as decodes of further sequences."""
+    most_drafts = 0 if drafts is None else drafts.num_speculative_tokens
+    return max(num_seqs, min(num_seqs * (1 + most_drafts), MOST_VERIFIED))
 
 
 def bucket_sizes(

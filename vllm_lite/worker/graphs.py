@@ -6,7 +6,8 @@ rounded up to one of a few sizes ("buckets"), and a graph is captured for each.
 - On CUDA all are captured at the start, the largest first, so that the others reuse its memory pool. (A backend that
   enlarges its scratch memory when `prepare` needs more then allocates it once.)
 - On a CPU a graph is a program of native calls. Padding would cost as much as a sequence there, and capturing takes a
-  millisecond, so every number of sequences is a bucket, captured when a step first has that many.
+  millisecond, so every number of sequences is a bucket, captured when a step first has that many. With drafts there
+  are buckets of up to MOST_VERIFIED rows, of which a sequence may have several.
 
 Inside a graph: `model.forward` with the attention backend's `write_kv` and `attend`, and the logits of all rows. All
 addresses and grids are fixed at capture, so everything that changes from step to step is read from memory that all

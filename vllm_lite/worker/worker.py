@@ -24,6 +24,7 @@ from vllm_lite.checkpoint.sizing import (
     pool_flag,
     reserved_bytes,
     scratch_slots,
+    verified_rows,
 )
 from vllm_lite.checkpoint.tensors.kv_scales import KVScales, has_kv_scales, read_kv_scales
 from vllm_lite.checkpoint.tensors.lora import is_lora
@@ -457,9 +458,9 @@ class Worker:
         if self.spec.experts is not None and config.quantization is not None and not packs:
             logger.warning("decode steps run without graphs: a loop over experts of %s waits", config.quantization)
             return ()
-        max_rows = min(limits.max_num_seqs, limits.max_num_tokens)
+        rows = verified_rows(limits.max_num_seqs, config.speculative_config if capture.on_demand else None)
         sizes, largest = config.cudagraph_capture_sizes, config.max_cudagraph_capture_size
-        return bucket_sizes(max_rows, sizes, largest, every=capture.on_demand)
+        return bucket_sizes(min(rows, limits.max_num_tokens), sizes, largest, every=capture.on_demand)
 
     def _memory(self) -> DeviceMemory:
         if self.device.memory is None:
