@@ -19,6 +19,8 @@ from vllm_lite.engine.scheduling.step_cost import StepCost
 from vllm_lite.protocol.control import STEP_ROWS, StepTiming
 
 NUM_TOKENS, NUM_ANSWERS, CROWD, NOISE = 160, 3, 8, 0.05
+SURE = 0.97
+"""The odds of drafts that their drafter knows to be sure."""
 
 CURVES: dict[str, Callable[[int], float]] = {
     "line": lambda rows: 0.6 + 0.4 * rows,
@@ -27,6 +29,7 @@ CURVES: dict[str, Callable[[int], float]] = {
     "jump at 9": lambda rows: 1.0 + 0.02 * rows + 0.8 * (rows > 8),
     "jump at 13": lambda rows: 1.0 + 0.015 * rows + 0.7 * (rows > 12),
     "jump at 33": lambda rows: 1.0 + 0.02 * rows + 1.0 * (rows > 32),
+    "dear up to 8": lambda rows: 1.06 * min(rows, 8) + 0.65 * max(0, rows - 8),
     "experts": lambda rows: 16.0 * (1.0 - 0.94**rows),
 }
 
@@ -45,6 +48,8 @@ class Case(NamedTuple):
     told: float = 1.0
     """Time of steps with drafts as the start has it, a multiple of what they take."""
     method: str = ""
+    sure: float = 0.0
+    """The share of sure drafts. Drafters with a score make the others only if their odds are asked for."""
 
 
 class Machine:
@@ -82,7 +87,7 @@ class Machine:
             step += 1
             rates = balance.rates(cost.rates(Rates()))
             allowed = lengths.choose(live, len(live), rates, step)
-            drafted = [self._make(*each) for each in zip(live, allowed, strict=True)]
+            drafted = [self._make(*each, lengths.least) for each in zip(live, allowed, strict=True)]
             lengths.learn_share(sum(allowed), sum(drafted))
             given = sum(self._verify(lengths, *each) for each in zip(live, drafted, strict=True))
             shape = len(live) + sum(drafted), max(drafted)
@@ -93,11 +98,17 @@ class Machine:
             if any(drafted) or not any(allowed):
                 cost.measure(*shape, took_s)
 
-    def _make(self, sequence: Any, allowed: int) -> int:
-        return min(allowed, NUM_TOKENS - sequence.num_output - 1) if self.random.random() < self.case.found else 0
+    def _make(self, sequence: Any, allowed: int, least: float) -> int:
+        is_found, sequence.is_sure = (self.random.random() < share for share in (self.case.found, self.case.sure))
+        if not is_found or (least > self._odds(sequence) and not sequence.is_sure):
+            return 0
+        return min(allowed, NUM_TOKENS - sequence.num_output - 1)
+
+    def _odds(self, sequence: Any) -> float:
+        return self.case.odds[sequence.num_output // 40 % len(self.case.odds)]
 
     def _verify(self, lengths: DraftLengths, sequence: Any, drafted: int) -> int:
-        odds, num_right = self.case.odds[sequence.num_output // 40 % len(self.case.odds)], 0
+        odds, num_right = SURE if sequence.is_sure else self._odds(sequence), 0
         while num_right < drafted and self.random.random() < odds:
             num_right += 1
         lengths.learn(sequence, drafted, 1 + num_right)
@@ -134,6 +145,15 @@ CASES = (
     Case("jump at 9", 8, (0.6,), found=0.5, told=0.5, least=0.985),
     Case("jump at 33", 32, (0.3,), told=0.5, least=0.985),
     Case("experts", 8, (0.6,), found=0.5, told=0.5, least=0.985),
+    Case("dear up to 8", 8, (0.3,), found=0.7, sure=0.05, least=0.985, method="suffix"),
+    Case("dear up to 8", 8, (0.3,), found=0.7, sure=0.05, least=0.985, method="suffix", told=0.5),
+    Case("dear up to 8", 8, (0.3,), found=0.7, sure=0.4, least=1.02, method="suffix"),
+    Case("dear up to 8", 8, (0.3,), found=0.98, sure=0.95, least=1.1, method="suffix"),
+    Case("dear up to 8", 32, (0.3,), found=0.7, sure=0.4, least=0.985, method="suffix"),
+    Case("line", 8, (0.3,), found=0.7, sure=0.4, least=0.985, method="suffix"),
+    Case("experts", 8, (0.3,), found=0.7, sure=0.4, least=0.985, method="suffix"),
+    Case("experts", 1, (0.3,), found=0.7, sure=0.4, least=0.985, method="suffix"),
+    Case("some are free", 1, (0.5,), found=0.7, sure=0.4, least=1.3, method="suffix"),
     Case("jump at 33", 8, (0.6,), found=0.5, told=2.0, least=1.15),
     Case("jump at 33", 8, (0.5,), told=0.5, least=1.2),
     Case("jump at 13", 32, (0.6,), found=0.5, told=0.5, least=1.05),
@@ -150,6 +170,23 @@ CASES = (
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.curve}, {case.num_seqs}, {case.odds}, {case.told}")
 def test_steps_bring_no_fewer_tokens_than_without_drafts(case: Case) -> None:
     assert gain(case) >= case.least
+
+
+def test_sure_drafts_are_found_again_where_others_have_lost() -> None:
+    """A question that is asked again, after others that few drafts were right for."""
+    case = Case("dear up to 8", 8, (0.3,), found=0.7, sure=0.05, method="suffix")
+    machine = Machine(case)
+    own = (
+        DraftLengths(Options(64, 512, num_drafts=8, draft_method="suffix")),
+        StepCost(machine.timings()),
+        DraftBalance(),
+    )
+    for _ in range(NUM_ANSWERS):
+        machine.answer(*own)
+    machine.case, machine.took, machine.plain = case._replace(found=0.98, sure=0.95), 0.0, 0.0
+    for _ in range(2):
+        machine.answer(*own)
+    assert machine.plain / machine.took > 1.1
 
 
 def test_a_drafter_that_finds_little_is_expected_to() -> None:

@@ -104,11 +104,13 @@ class Finish(Message, tag=6):
 
 class Draft(Message, tag=7):
     """Like a Continue of one token, but the worker may draft up to `max_drafts` tokens after it, and keeps those that
-    are accepted. Blocks for all of them are allocated."""
+    are accepted. Blocks for all of them are allocated. A drafter that can tell how sure its drafts are proposes those
+    that are right with a chance of `least` or more."""
 
     handle: Handle
     max_drafts: int
     new_block_ids: BlockIds
+    least: float = 0.0
 
 
 class ReplaceBlock(Message, tag=8):

@@ -49,8 +49,16 @@ TRY_STEPS = 32
 """Period in steps in which one step tries the next longer length of CAPS, if drafts pay."""
 TRY_LEAST = 0.75
 """Minimum rate expected of that length, as a share of the best one's."""
+MOST_ODDS = 0.95
+"""Maximum chance of being right that a drafter is asked for; sure drafts are taken to have it."""
 CAPS = 1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63
 """Lengths that are compared: with the row of its last token one sequence has STEP_ROWS then."""
+
+
+SCORED = "ngram", "suffix"
+"""Methods whose drafter knows how sure its drafts are, and proposes only those that pay."""
+SCORED_PROBE = 4
+"""Length of their probes, which cost a search if nothing is sure."""
 
 
 class DraftLengths:
@@ -64,6 +72,10 @@ class DraftLengths:
         self._right, self._wrong = first  # of all sequences, with a weight that falls with every step
         self._allowed = self._made = ASKED
         self._early_probes = EARLY_PROBES
+        self._is_scored = options.draft_method in SCORED
+        self._probe = min(self._most, SCORED_PROBE) if self._is_scored else 1
+        self.least = 0.0
+        """The chance of being right that drafts of the latest step must have, if the drafter knows it."""
         self._looks: dict[int, int] = {}
 
     def odds(self, sequence: Sequence) -> float:
@@ -99,6 +111,7 @@ class DraftLengths:
             return [step % ((self._most if len(sequences) == 1 else 1) + 1)] * len(sequences)
         if self._is_new(num_rows):
             return [0] * len(sequences)
+        self.least = self._price(len(sequences), num_rows, rates) if self._is_scored else 0.0
         odds = [self.odds(sequence) for sequence in sequences]
         lengths, gain = ([0] * len(odds), 1.0) if rates.only_probes else self._paying(odds, num_rows, rates)
         if gain < SURE and step % LOOK_STEPS == 0:
@@ -106,6 +119,19 @@ class DraftLengths:
         if not all(lengths):
             return self._with_probes(sequences, lengths, num_rows, rates)
         return self._with_longer(odds, lengths, num_rows, rates) if step % TRY_STEPS == TRY_STEPS // 2 else lengths
+
+    def _price(self, count: int, num_rows: int, rates: Rates) -> float:
+        """Tokens that a step without drafts makes in the time of one more row, if there are at least twice as many:
+        differences of single rows are mostly noise, and where a few cost a lot further ones may cost little."""
+        plain_s = rates.decode_s(num_rows)
+        most = min(count * self._most, self._most_rows(count, num_rows, rates) - num_rows)
+        extra = [num_rows << place for place in range((most // num_rows).bit_length())] or [num_rows]
+        row_s = min((rates.decode_s(num_rows + rows, min(rows, self._most)) - plain_s) / rows for rows in extra)
+        return min(max(row_s * num_rows / plain_s, 0.0), MOST_ODDS)
+
+    def _most_rows(self, count: int, num_rows: int, rates: Rates) -> int:
+        """Most rows of a step in which `count` sequences draft: nearly as many as have been served."""
+        return max(2 * num_rows, rates.next_rows()) if count > 1 else num_rows + self._most
 
     def _is_new(self, num_rows: int) -> bool:
         """Whether few steps of about as many rows were made, so that nobody knows what they take without drafts."""
@@ -130,10 +156,11 @@ class DraftLengths:
         due = [each.num_output % every == every - 1 for each in sequences]
         self._early_probes -= any(is_due and not length for is_due, length in zip(due, lengths, strict=True))
         again = [each.drafts_hold for each in sequences]
-        count = num_rows + sum(again)
-        if count / rates.decode_s(count, 1) < GAIN * num_rows / rates.decode_s(num_rows):
+        probe = self._probe
+        count = num_rows + probe * sum(again)
+        if count / rates.decode_s(count, probe) < GAIN * num_rows / rates.decode_s(num_rows):
             again = [False] * len(sequences)
-        return [length or int(any(why)) for length, *why in zip(lengths, due, again, strict=True)]
+        return [length or probe * any(why) for length, *why in zip(lengths, due, again, strict=True)]
 
     def _paying(self, odds: list[float], num_rows: int, rates: Rates) -> tuple[list[int], float]:
         """The lengths that bring most for their time, zeros where none does, and how many times as much they bring."""
@@ -141,7 +168,7 @@ class DraftLengths:
         found, best = [0] * len(odds), GAIN * plain
         if not self._may_pay(max(odds), len(odds), num_rows, rates):
             return found, 1.0
-        most_rows = max(2 * num_rows, rates.next_rows()) if len(odds) > 1 else num_rows + self._most
+        most_rows = self._most_rows(len(odds), num_rows, rates)
         for cap in self._caps:
             # What a row brings must make up for its time at the rate that there is without it.
             lengths = [min(cap, self._length(each, rates.row_s * best)) for each in odds]
@@ -173,8 +200,15 @@ class DraftLengths:
 
     def _probe_every(self, count: int, num_rows: int, rates: Rates) -> int:
         """Number of tokens, one of which is drafted for although that does not pay; the sequences do so together."""
-        plain_s = rates.decode_s(num_rows)
-        return max(PROBE_STEPS, int((rates.decode_s(num_rows + count, 1) / plain_s - 1) / PROBE_SHARE))
+        together, alone = (self._probe_loss(many, num_rows, rates) for many in (count, 1))
+        return max(PROBE_STEPS, int(max(together, count * alone) / PROBE_SHARE))
+
+    def _probe_loss(self, count: int, num_rows: int, rates: Rates) -> float:
+        """What probes of `count` sequences lose in one step, as a share of its time without. One that its drafter is
+        sure of is expected to be right, others to be wrong."""
+        rows, plain_s = count * self._probe, rates.decode_s(num_rows)
+        right = rows if self._is_scored else 0
+        return rates.decode_s(num_rows + rows, self._probe) / plain_s - 1 - MOST_ODDS * right / num_rows
 
     def _length(self, odds: float, least: float) -> int:
         """Number of drafts whose chance, that all up to it are right, is `least` or more."""
@@ -188,8 +222,9 @@ def _expected(odds: float, length: int) -> float:
     return float(length) if odds >= 1 else odds * (1 - odds**length) / (1 - odds)
 
 
-def add_drafts(plan: StepPlan, kv: KVCacheManager, lengths: abc.Sequence[int]) -> None:
-    """Let decoding sequences draft, at most `lengths`, with the tokens that are left. None is preempted for it."""
+def add_drafts(plan: StepPlan, kv: KVCacheManager, lengths: abc.Sequence[int], least: float) -> None:
+    """Let decoding sequences draft, at most `lengths`, with the tokens that are left, drafts that are right with a
+    chance of `least`. None is preempted for it."""
     share = plan.budget // len(plan.draftable)
     for (place, sequence), most in zip(plan.draftable, lengths, strict=True):
         end = sequence.num_tokens + sequence.num_pending  # with the token that this step samples
@@ -206,7 +241,7 @@ def add_drafts(plan: StepPlan, kv: KVCacheManager, lengths: abc.Sequence[int]) -
                 continue
             new_ids = joined(new_ids, growth.new_ids)
             plan.entries += growth.entries
-        plan.entries[place] = Draft(sequence.handle, count, new_ids)
+        plan.entries[place] = Draft(sequence.handle, count, new_ids, least)
         plan.drafted.append((sequence, count))
         sequence.drafts(count)
         plan.take(count)

@@ -20,6 +20,7 @@ from vllm_lite.worker.batch.rows import Rows
 from vllm_lite.worker.batch.step_inputs import StepInputs
 from vllm_lite.worker.drafting.place import DraftPlace
 from vllm_lite.worker.sampling.masks import SequenceMask
+from vllm_lite.worker.sampling.match_odds import MatchOdds
 from vllm_lite.worker.step_parts.rules import Rules
 
 Int32s = NDArray[np.int32]
@@ -43,6 +44,7 @@ class DraftBatch:
     masks: list[SequenceMask | None]  # of each, None if it follows no grammar
     groups: list[bytes] | None = None  # of each, the group of requests that may share answers; None: no groups
     states: list[int] | None = None  # of each, the slot of its state before its last token; None: no recurrent layers
+    least: float = 0.0  # the chance below which a drafter that knows its drafts' proposes none
 
     def some(self, chosen: Sequence[int]) -> "DraftBatch":
         """Select the sequences at the indices `chosen` of the batch."""
@@ -53,6 +55,7 @@ class DraftBatch:
             [self.masks[index] for index in chosen],
             None if self.groups is None else [self.groups[index] for index in chosen],
             None if self.states is None else [self.states[index] for index in chosen],
+            self.least,
         )
 
 
@@ -235,16 +238,24 @@ class NgramDrafter(Drafter):
     def __init__(self, config: Speculation) -> None:
         self.longest = config.prompt_lookup_max
         self.shortest = config.prompt_lookup_min
+        self.odds = MatchOdds()
+
+    def opened(self, handle: Handle, parent: Handle | None) -> None:  # noqa: ARG002
+        """See Drafter.opened."""
+        self.odds.forget(handle)
 
     def before(self, batch: DraftBatch) -> list[Int32s]:
         """See Drafter.before."""
-        return [self._follow(*pair) for pair in zip(batch.tokens, batch.max_drafts, strict=True)]
+        each = zip(batch.handles, batch.tokens, batch.max_drafts, strict=True)
+        return [self._follow(*own, batch.least) for own in each]
 
     def _follow(
         self,
+        handle: Handle,
         tokens: Int32s,  # [num_tokens]
         max_drafts: int,
-    ) -> Int32s:  # [max_drafts], or [0] if nothing is found
+        least: float,
+    ) -> Int32s:  # [at most max_drafts], or [0] if nothing is found
         """Return the tokens after the most recent earlier occurrence of the longest suffix that has one.
 
         If too few tokens follow that occurrence, the draft continues from itself: a sequence that repeats p tokens is
@@ -259,9 +270,12 @@ class NgramDrafter(Drafter):
             if not len(longer):
                 break
             ends, length = longer, length + 1
+        self.odds.learn(handle, tokens)
         if not len(ends) or length < self.shortest:
             return tokens[:0]
-        return np.resize(tokens[ends[-1] + 1 :][:max_drafts], max_drafts)
+        self.odds.tell(handle, len(tokens), int(tokens[ends[-1] + 1]), length)
+        count = self.odds.most(length, max_drafts, least)
+        return np.resize(tokens[ends[-1] + 1 :][:count], count)
 
 
 def on_host(drafted: Drafted) -> Int32s:

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from vllm_lite.protocol.step import Handle
 from vllm_lite.runtime.nested_settings import Speculation
 from vllm_lite.worker.sampling.drafter import DraftBatch, Drafter
+from vllm_lite.worker.sampling.match_odds import MatchOdds
 
 Int32s = NDArray[np.int32]
 
@@ -36,18 +38,26 @@ class SuffixDrafter(Drafter):
         self.factor = config.suffix_decoding_max_spec_factor
         self.least_share = config.suffix_decoding_min_token_prob
         self.answers = RecentAnswers(config.suffix_decoding_max_cached_requests)
+        self.odds = MatchOdds()
+
+    def opened(self, handle: Handle, parent: Handle | None) -> None:  # noqa: ARG002
+        """See Drafter.opened."""
+        self.odds.forget(handle)
 
     def before(self, batch: DraftBatch) -> Sequence[Int32s]:
         """See Drafter.before."""
         groups = batch.groups or [b""] * len(batch.handles)
-        return [self._draft(*each) for each in zip(batch.tokens, batch.max_drafts, groups, strict=True)]
+        each = zip(batch.handles, batch.tokens, batch.max_drafts, groups, strict=True)
+        return [self._draft(*own, batch.least) for own in each]
 
     def ended(self, group: bytes, answer: Int32s) -> None:
         """See Drafter.ended."""
         if group:
             self.answers.add(group, answer)
 
-    def _draft(self, tokens: Int32s, max_drafts: int, group: bytes) -> Int32s:  # [at most max_drafts]
+    def _draft(
+        self, handle: Handle, tokens: Int32s, max_drafts: int, group: bytes, least: float
+    ) -> Int32s:  # [at most max_drafts]
         suffix = tokens[len(tokens) - self.longest :] if len(tokens) > self.longest else tokens
         best, length = occurrences(tokens[:-1], suffix)
         source = tokens
@@ -57,10 +67,14 @@ class SuffixDrafter(Drafter):
             others, longer = occurrences(answers, suffix)
             if longer > length:
                 best, length, source = others, longer, answers
+        self.odds.learn(handle, tokens)
         if not length:
             return tokens[:0]
         count = min(max_drafts, max(1, int(self.factor * length)))
-        return follow(source, best[-MAX_OCCURRENCES:], count, self.least_share)
+        drafts = follow(source, best[-MAX_OCCURRENCES:], count, self.least_share)
+        if len(drafts):
+            self.odds.tell(handle, len(tokens), int(drafts[0]), length)
+        return drafts[: self.odds.most(length, len(drafts), least)]
 
 
 class RecentAnswers:

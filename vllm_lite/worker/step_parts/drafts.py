@@ -49,6 +49,7 @@ class Drafts(StepPart):
         self._rules = rules
         self._states = states
         self._max_drafts: dict[Handle, int] = {}  # of the sequences that take drafts in this step
+        self._least = 0.0  # the chance of being right that drafts of this step must have
         self._on_device: dict[Handle, torch.Tensor] = {}
         """Drafts of this step that are only on the device: int64 [num_drafts]. The rows have token 0 instead."""
         self._forced: Mapping[Handle, int] = {}  # number of each sequence's drafts that its grammar forced
@@ -99,7 +100,7 @@ class Drafts(StepPart):
         rows.tables.append(row, entry.handle, entry.new_block_ids)
         rows.schedule(entry.handle, 1)
         if not self._rules.penalises(entry.handle):  # penalties are against tokens that would be drafted
-            self._max_drafts[entry.handle] = entry.max_drafts
+            self._max_drafts[entry.handle], self._least = entry.max_drafts, entry.least
 
     def moves(self, block_ops: Sequence[tuple[int, int, int]]) -> None:
         if self.drafter is not None:
@@ -119,7 +120,8 @@ class Drafts(StepPart):
         states = None
         if self._states is not None:
             states = [int(self._states.sources[self.rows.row_of(handle, "a draft")]) for handle in handles]
-        drafts = self.drafter.before(DraftBatch(handles, tokens, list(asked.values()), masks, groups, states))
+        batch = DraftBatch(handles, tokens, list(asked.values()), masks, groups, states, self._least)
+        drafts = self.drafter.before(batch)
         self._forced = self.drafter.forced
         for handle, drafted in zip(handles, drafts, strict=True):
             if isinstance(drafted, torch.Tensor) and len(drafted) and not self._rules.is_ruled(handle):
