@@ -102,10 +102,10 @@ class Machine:
         is_found, sequence.is_sure = (self.random.random() < share for share in (self.case.found, self.case.sure))
         if not is_found or (least > self._odds(sequence) and not sequence.is_sure):
             return 0
-        return min(allowed, NUM_TOKENS - sequence.num_output - 1)
+        return min(allowed, NUM_TOKENS - int(sequence.num_output) - 1)
 
     def _odds(self, sequence: Any) -> float:
-        return self.case.odds[sequence.num_output // 40 % len(self.case.odds)]
+        return self.case.odds[int(sequence.num_output) // 40 % len(self.case.odds)]
 
     def _verify(self, lengths: DraftLengths, sequence: Any, drafted: int) -> int:
         odds, num_right = SURE if sequence.is_sure else self._odds(sequence), 0

@@ -131,8 +131,8 @@ class StepCost:
         """`rates` with these numbers."""
         step_s, row_s, verify_s, draft_s = self.numbers
         factors = self.factors if row_s else ()
-        of_step = {"step_s": step_s, "row_s": row_s, "verify_s": verify_s, "draft_s": draft_s}
-        return rates._replace(**of_step, row_factors=factors, known_rows=self._known_rows)
+        found = rates._replace(step_s=step_s, row_s=row_s, verify_s=verify_s, draft_s=draft_s)
+        return found._replace(row_factors=factors, known_rows=self._known_rows)
 
     def measure(self, num_rows: int, most_drafts: int, took_s: float) -> bool:
         """Learn from a step that computed so many rows and nothing else. True if the numbers changed. One without rows,
