@@ -10,7 +10,14 @@ from msgspec.structs import astuple
 
 from tests.examples import examples
 from tests.scheduler_rig import Rig
-from vllm_lite.engine.scheduling.drafts import EARLY_PROBES, FIRST_LOOKS, PROBE_SHARE, PROBE_STEPS, DraftLengths
+from vllm_lite.engine.scheduling.drafts import (
+    EARLY_PROBES,
+    FIRST_LOOKS,
+    MOST_ODDS,
+    PROBE_SHARE,
+    PROBE_STEPS,
+    DraftLengths,
+)
 from vllm_lite.engine.scheduling.queues import Options
 from vllm_lite.engine.scheduling.rates import Rates, factor_place
 from vllm_lite.engine.scheduling.step_cost import RowFactors, StepCost
@@ -275,6 +282,35 @@ def test_times_that_the_start_has_wrong_are_wrong_of_all_steps_with_drafts() -> 
     for rows in (2, 4, 16):
         assert rates.decode_s(rows, rows - 1) == pytest.approx(2 * took(rows, rows - 1), rel=0.35)
     assert rates.decode_s(1) == pytest.approx(took(1, 0), rel=0.1)
+
+
+def test_where_little_is_found_several_sequences_search_now_and_then_and_go_on_where_drafts_were_right() -> None:
+    lengths, sure = lengths_of(draft_method="suffix"), [sequence(50, 0.01, place) for place in range(4)]
+    free = Rates(step_s=0.01, row_s=1e-6)
+    look(lengths, 4)
+    assert all(all(lengths.choose(sure, 4, free, step)) for step in range(1, 5))
+    for _ in range(300):
+        lengths.learn_share(100, 5)
+    sure[2].drafts_hold = True
+    asked = [[length > 0 for length in lengths.choose(sure, 4, free, step)] for step in range(1, 5)]
+    assert asked == [[False, False, True, False]] * 3 + [[True] * 4]
+    assert all(lengths.choose(sure[:1], 1, free, step)[0] for step in range(1, 5)), "a single search takes little"
+
+
+def test_the_price_of_a_row_is_what_a_step_without_drafts_makes_of_its_time() -> None:
+    dear, cheap = Rates(step_s=0.004, row_s=0.001), Rates(step_s=0.004, row_s=1e-6)
+    lengths = lengths_of(draft_method="suffix")
+    assert lengths.least == 0.0
+    chosen(lengths, [sequence()], cheap)
+    assert lengths.least < 0.001
+    look(lengths, 8)
+    chosen(lengths, [sequence()] * 8, dear)
+    assert lengths.least == pytest.approx(8 * 0.001 / 0.012)
+    chosen(lengths, [sequence()], Rates(step_s=0.0, row_s=0.01))
+    assert lengths.least == MOST_ODDS, "more than a token: nothing is as sure"
+    other = lengths_of(draft_method="self")
+    chosen(other, [sequence()], dear)
+    assert other.least == 0.0, "it cannot tell"
 
 
 @pytest.mark.parametrize(("method", "most"), [("self", 3), ("mtp", 1)])

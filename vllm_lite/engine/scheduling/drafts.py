@@ -60,6 +60,10 @@ SCORED = "ngram", "suffix"
 SCORED_PROBE = 4
 """Length of their probes, which cost a search if nothing is sure."""
 
+RARE, RARE_STEPS = 0.1, 4
+"""Share of the drafts allowed that such a drafter makes, below which several sequences search in one of so many steps,
+but those whose latest drafts were right in each: searches take a few percent of a step, and a copy goes on."""
+
 
 class DraftLengths:
     """Chooses how many tokens each sequence may draft in a step."""
@@ -116,6 +120,8 @@ class DraftLengths:
         lengths, gain = ([0] * len(odds), 1.0) if rates.only_probes else self._paying(odds, num_rows, rates)
         if gain < SURE and step % LOOK_STEPS == 0:
             return [0] * len(sequences)
+        if self._is_scored and len(sequences) > 1 and self._share() < RARE and step % RARE_STEPS:
+            lengths = [length * each.drafts_hold for length, each in zip(lengths, sequences, strict=True)]
         if not all(lengths):
             return self._with_probes(sequences, lengths, num_rows, rates)
         return self._with_longer(odds, lengths, num_rows, rates) if step % TRY_STEPS == TRY_STEPS // 2 else lengths
