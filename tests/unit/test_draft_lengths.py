@@ -273,7 +273,7 @@ def test_while_drafts_lose_time_only_probes_are_made() -> None:
 def test_times_that_the_start_has_wrong_are_wrong_of_all_steps_with_drafts() -> None:
     """Otherwise each number of rows would be tried before it is known to be as dear as the others."""
     cost = StepCost([StepTiming(rows, rows - 1, took(rows, rows - 1)) for rows in (1, 2, 4, 8, 16)])
-    assert cost.measure(8, 7, 2 * took(8, 7)), "a step that takes so much more is learned from at once"
+    assert cost.measure(8, 7, 2 * took(8, 7)), "a step of more rows than any before is learned from at once"
     for _ in range(3):
         cost.measure(8, 7, 2 * took(8, 7))
         cost.measure(1, 0, took(1, 0))

@@ -48,6 +48,8 @@ class Case(NamedTuple):
     told: float = 1.0
     """Time of steps with drafts as the start has it, a multiple of what they take."""
     method: str = ""
+    search: float = 0.0
+    """The time of a search for drafts, whether some are found or not, as a share of that of a step."""
     sure: float = 0.0
     """The share of sure drafts. Drafters with a score make the others only if their odds are asked for."""
 
@@ -88,12 +90,15 @@ class Machine:
             rates = balance.rates(cost.rates(Rates()))
             allowed = lengths.choose(live, len(live), rates, step)
             drafted = [self._make(*each, lengths.least) for each in zip(live, allowed, strict=True)]
+            for sequence, most in zip(live, allowed, strict=True):
+                sequence.drafts_hold &= not most  # learn() sets it again if all of its drafts were right
             lengths.learn_share(sum(allowed), sum(drafted))
             given = sum(self._verify(lengths, *each) for each in zip(live, drafted, strict=True))
             shape = len(live) + sum(drafted), max(drafted)
-            self.took += self.time(*shape)
+            step_s = self.time(*shape) + any(allowed) * case.search * self.time(len(live), 0)
+            self.took += step_s
             self.plain += given * self.time(len(live), 0) / len(live)
-            took_s = self.time(*shape) * (1 + abs(self.random.gauss(0, NOISE)))
+            took_s = step_s * (1 + abs(self.random.gauss(0, NOISE)))
             balance.measure(len(live), given, took_s, is_drafting=any(allowed))
             if any(drafted) or not any(allowed):
                 cost.measure(*shape, took_s)
@@ -154,6 +159,7 @@ CASES = (
     Case("experts", 8, (0.3,), found=0.7, sure=0.4, least=0.985, method="suffix"),
     Case("experts", 1, (0.3,), found=0.7, sure=0.4, least=0.985, method="suffix"),
     Case("some are free", 1, (0.5,), found=0.7, sure=0.4, least=1.3, method="suffix"),
+    Case("jump at 33", 8, (0.9,), found=0.01, search=0.1, least=0.985),
     Case("jump at 33", 8, (0.6,), found=0.5, told=2.0, least=1.15),
     Case("jump at 33", 8, (0.5,), told=0.5, least=1.2),
     Case("jump at 13", 32, (0.6,), found=0.5, told=0.5, least=1.05),

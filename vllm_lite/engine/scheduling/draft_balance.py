@@ -10,7 +10,7 @@ from vllm_lite.engine.scheduling.rates import Rates, factor_place
 FIRST_STEPS = 2.0
 """Credit at the start, in steps without drafts: what drafts may lose before they have ever gained."""
 MOST_STEPS = 3.0
-"""Maximum credit: gains of the past do not pay for losses of today."""
+"""Maximum credit, and debt: neither gains nor losses of long ago decide."""
 RESUME_STEPS = 1.0
 """Credit with which drafts begin again after they had none."""
 SHARE = 0.004
@@ -49,7 +49,7 @@ class DraftBalance:
             saved = max(num_tokens / num_seqs - took, -MOST_LOSS)
         else:
             self._plain_s[place] = plain_s * (1 + WEIGHT * (took - 1))
-        self._credit = min(self._credit + SHARE * took + saved, MOST_STEPS)
+        self._credit = max(min(self._credit + SHARE * took + saved, MOST_STEPS), -MOST_STEPS)
         was_spent, least = self.is_spent, RESUME_STEPS if self.is_spent else 0.0
         self.is_spent = self._credit < least
         return self.is_spent != was_spent

@@ -38,8 +38,6 @@ FACTOR_HELD = 1.0
 """As so many steps that took what they did at the start."""
 FACTOR_CHANGE = 0.03
 """As CHANGE, of factors."""
-SURPRISE = 1.25
-"""A step with drafts that takes so many times what was expected is learned from at once."""
 SIZE = 4
 
 Numbers = tuple[float, float, float, float]
@@ -140,18 +138,16 @@ class StepCost:
         if took_s <= 0 or num_rows <= 0:
             return False
         features = _features(num_rows, most_drafts)
-        is_news = False
         if self.numbers[1]:  # a step that something else delayed counts for no more than thrice its time
-            formula_s, place = _predict(self.numbers, features), factor_place(num_rows, most_drafts)
-            is_news = most_drafts > 0 and took_s > SURPRISE * formula_s * self.factors[place]
-            took_s = min(took_s, 3 * formula_s * self._by_rows.of_start(features))
+            expected_s = _predict(self.numbers, features) * self._by_rows.of_start(features)
+            took_s = min(took_s, 3 * expected_s)
             self._by_rows.learn(features, took_s, self.numbers)
         self._forget()
         self._add(features, took_s / self._by_rows.of_start(features))
         self._count, self._rows = self._count + 1, self._rows + num_rows
         self._squares += num_rows * num_rows
         self._num_steps += 1
-        is_news |= self._has_more_rows(num_rows if most_drafts else 0)
+        is_news = self._has_more_rows(num_rows if most_drafts else 0)
         if (self._num_steps % EVERY and not is_news) or not self._is_shown():
             return False
         return self._is_changed() or is_news
