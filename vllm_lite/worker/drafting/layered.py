@@ -96,4 +96,4 @@ def recorded(eager: EagerForward, place: DraftPlace) -> Forward:
     if capture is None or not place.graph_sizes or not capture.on_demand:
         return eager
     sizes = {"max_model_len": limits.max_model_len, "block_size": limits.block_size}
-    return DecodeGraphs(eager, capture, place.graph_sizes, **sizes)
+    return DecodeGraphs(eager, capture, place.pass_sizes, **sizes)

@@ -1,5 +1,6 @@
 """DraftPlace: the data of a worker with which a drafter loads its own model."""
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,3 +37,8 @@ class DraftPlace:
     """Called once a layer, as EagerForward does."""
     loaded: Callable[[int, int], None] = lambda done, total: None  # noqa: ARG005
     """Called with the bytes loaded, as load_weights does."""
+
+    @property
+    def pass_sizes(self) -> tuple[int, ...]:
+        """The `graph_sizes` of drafting passes, which have a row for each sequence."""
+        return self.graph_sizes[: bisect_left(self.graph_sizes, self.limits.max_num_seqs) + 1]

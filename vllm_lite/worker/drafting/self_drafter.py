@@ -92,4 +92,4 @@ class SelfDrafter(Drafter):
         if capture is None or not self._place.graph_sizes or not capture.on_demand:
             return self.eager
         sizes = {"max_model_len": limits.max_model_len, "block_size": limits.block_size}
-        return DecodeGraphs(self.eager, capture, self._place.graph_sizes, **sizes)
+        return DecodeGraphs(self.eager, capture, self._place.pass_sizes, **sizes)
