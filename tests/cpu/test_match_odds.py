@@ -1,4 +1,4 @@
-"""How sure a copied draft is, by the length of its match, and what drafters propose by it."""
+"""Odds of copied drafts by the length of their match, and the drafts that are proposed by them."""
 
 from typing import Any
 
@@ -13,8 +13,8 @@ from vllm_lite.worker.sampling.suffix import SuffixDrafter
 REPEATED = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3]
 
 
-def told(odds: MatchOdds, length: int, *, is_right: bool, handle: int = 0) -> None:
-    odds.tell(handle, 2, 7, length)
+def reported(odds: MatchOdds, length: int, *, is_right: bool, handle: int = 0) -> None:
+    odds.report(handle, 2, 7, length)
     odds.learn(handle, np.array([5, 6, 7 if is_right else 8], np.int32))
 
 
@@ -24,8 +24,8 @@ def test_longer_matches_are_surer_until_their_drafts_say_otherwise() -> None:
     assert first == sorted(first)
     assert 0.3 < first[0] < 0.5 < first[3] < 0.9 < first[-1] < 1.0
     for _ in range(100):
-        told(odds, 1, is_right=True)
-        told(odds, 9, is_right=False)
+        reported(odds, 1, is_right=True)
+        reported(odds, 9, is_right=False)
     assert odds.of(1) > 0.9
     assert odds.of(8) == odds.of(11) < 0.1
     assert odds.of(12) == first[11], "of such matches nothing was learned"
@@ -34,14 +34,14 @@ def test_longer_matches_are_surer_until_their_drafts_say_otherwise() -> None:
 def test_a_draft_is_compared_once_and_only_with_its_own_sequence() -> None:
     odds = MatchOdds()
     first = odds.of(4)
-    odds.tell(0, 3, 7, 4)
+    odds.report(0, 3, 7, 4)
     odds.learn(0, np.array([5, 6, 9], np.int32))  # the next token is not there: another step failed
     assert odds.of(4) == first
-    odds.tell(0, 3, 7, 4)
+    odds.report(0, 3, 7, 4)
     odds.forget(0)
     odds.learn(0, np.array([5, 6, 9, 7], np.int32))
     assert odds.of(4) == first
-    told(odds, 4, is_right=True)
+    reported(odds, 4, is_right=True)
     once = odds.of(4)
     odds.learn(0, np.array([5, 6, 7], np.int32))
     assert odds.of(4) == once > first

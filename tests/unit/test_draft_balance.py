@@ -1,7 +1,7 @@
 """The balance of drafts: when it is spent, and when drafts have credit again."""
 
-from vllm_lite.engine.scheduling.draft_balance import FIRST_STEPS, MOST_STEPS, RESUME_STEPS, SHARE, DraftBalance
 from vllm_lite.engine.scheduling.rates import Rates
+from vllm_lite.engine.scheduling.step_cost import FIRST_STEPS, MOST_STEPS, RESUME_STEPS, SHARE, DraftBalance
 
 NUM_SEQS, PLAIN_S = 8, 0.01
 

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from vllm_lite.engine.scheduling.draft_balance import DraftBalance
 from vllm_lite.engine.scheduling.drafts import FIRST_LOOKS, DraftLengths
 from vllm_lite.engine.scheduling.queues import Options
 from vllm_lite.engine.scheduling.rates import Rates
-from vllm_lite.engine.scheduling.step_cost import StepCost
+from vllm_lite.engine.scheduling.step_cost import DraftBalance, StepCost
 from vllm_lite.protocol.control import STEP_ROWS, StepTiming
 
 NUM_TOKENS, NUM_ANSWERS, CROWD, NOISE = 160, 3, 8, 0.05

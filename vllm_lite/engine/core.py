@@ -25,12 +25,11 @@ from vllm_lite.engine.observe.residency import Residency
 from vllm_lite.engine.observe.view import block_content, view
 from vllm_lite.engine.request import Produced, Request
 from vllm_lite.engine.scheduling import policy
-from vllm_lite.engine.scheduling.draft_balance import DraftBalance
 from vllm_lite.engine.scheduling.in_flight import MessageLength, StepInFlight
 from vllm_lite.engine.scheduling.queues import Options
 from vllm_lite.engine.scheduling.rates import SHARE_BESIDE, PrefillRate, Rates
 from vllm_lite.engine.scheduling.scheduler import Scheduler
-from vllm_lite.engine.scheduling.step_cost import StepCost
+from vllm_lite.engine.scheduling.step_cost import DraftBalance, StepCost
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.engine.states.slots import StateSlots
 from vllm_lite.engine.stored_media import StoredMedia

@@ -210,7 +210,7 @@ class DraftLengths:
         return max(PROBE_STEPS, int(max(together, count * alone) / PROBE_SHARE))
 
     def _probe_loss(self, count: int, num_rows: int, rates: Rates) -> float:
-        """What probes of `count` sequences lose in one step, as a share of its time without. One that its drafter is
+        """Share of a step's time that probes of `count` sequences lose in it. One that its drafter is
         sure of is expected to be right, others to be wrong."""
         rows, plain_s = count * self._probe, rates.decode_s(num_rows)
         right = rows if self._is_scored else 0

@@ -273,7 +273,7 @@ class NgramDrafter(Drafter):
         self.odds.learn(handle, tokens)
         if not len(ends) or length < self.shortest:
             return tokens[:0]
-        self.odds.tell(handle, len(tokens), int(tokens[ends[-1] + 1]), length)
+        self.odds.report(handle, len(tokens), int(tokens[ends[-1] + 1]), length)
         count = self.odds.most(length, max_drafts, least)
         return np.resize(tokens[ends[-1] + 1 :][:count], count)
 

@@ -1,6 +1,6 @@
 """The chance that a copied draft is right: the longer the match that it follows, the surer it is.
 
-A drafter without a model tells each draft that it would make, also those that it does not propose. Once the sequence
+A drafter without a model reports each draft that it would make, also those that it does not propose. Once the sequence
 has its next token, it is known whether the draft was right, at no cost but the comparison.
 """
 
@@ -25,8 +25,8 @@ class MatchOdds:
     def __init__(self) -> None:
         self._counts = [0.0] * len(LENGTHS)
         self._right = [0.0] * len(LENGTHS)
-        self._told: dict[Handle, tuple[int, int, int]] = {}
-        """Of each sequence the number of its tokens when the latest draft was told, that draft, and its place."""
+        self._latest: dict[Handle, tuple[int, int, int]] = {}
+        """The latest draft of each sequence: the number of tokens before it, its token, and its place in LENGTHS."""
 
     def of(self, length: int) -> float:
         """The chance of a draft behind a match of `length` tokens."""
@@ -46,20 +46,20 @@ class MatchOdds:
                 return number
         return count
 
-    def tell(self, handle: Handle, num_tokens: int, draft: int, length: int) -> None:
+    def report(self, handle: Handle, num_tokens: int, draft: int, length: int) -> None:
         """Remember the first draft behind the `num_tokens` tokens of a sequence, and the length of its match."""
-        self._told[handle] = num_tokens, draft, _place(length)
+        self._latest[handle] = num_tokens, draft, _place(length)
 
     def learn(self, handle: Handle, tokens: NDArray[np.int32]) -> None:
         """Compare the latest draft of a sequence with its `tokens`."""
-        num_tokens, draft, place = self._told.pop(handle, (len(tokens), 0, 0))
+        num_tokens, draft, place = self._latest.pop(handle, (len(tokens), 0, 0))
         if num_tokens < len(tokens):
             self._counts[place] = DECAY * self._counts[place] + 1.0
             self._right[place] = DECAY * self._right[place] + float(tokens[num_tokens] == draft)
 
     def forget(self, handle: Handle) -> None:
         """Forget the latest draft of a sequence whose handle another one has now."""
-        self._told.pop(handle, None)
+        self._latest.pop(handle, None)
 
 
 def _place(length: int) -> int:

@@ -73,7 +73,7 @@ class SuffixDrafter(Drafter):
         count = min(max_drafts, max(1, int(self.factor * length)))
         drafts = follow(source, best[-MAX_OCCURRENCES:], count, self.least_share)
         if len(drafts):
-            self.odds.tell(handle, len(tokens), int(drafts[0]), length)
+            self.odds.report(handle, len(tokens), int(drafts[0]), length)
         return drafts[: self.odds.most(length, len(drafts), least)]
 
 
