@@ -46,7 +46,7 @@ def ready_line(launched: LaunchedEngine) -> str:
             "max_model_len": engine.max_model_len,
             "num_blocks": engine.num_blocks,
             "block_size": engine.block_size,
-            "capacity_tokens": (engine.num_blocks - 1) * engine.block_size,  # one is the null block
+            "capacity_tokens": engine.kv_tokens,
         }
     )
 

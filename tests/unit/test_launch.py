@@ -1,18 +1,22 @@
 """Starting an engine process: what is checked before, how a failed start is told, and that nothing is left behind."""
 
+import json
 import queue
 import socket
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from tests import fake_engine_process
-from tests.fakes import DEADLINE_S
+from tests.fakes import DEADLINE_S, welcome
 from vllm_lite.client.engines import launch as launching
 from vllm_lite.client.engines.launch import LaunchedEngine, launch
 from vllm_lite.client.streams.stream import Event, StreamFailure
@@ -20,6 +24,10 @@ from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError, EngineDeadError, EngineError, ModelError
 from vllm_lite.protocol.api import Generate
 from vllm_lite.protocol.params import SamplingParams
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+
+import launch_engine  # found only once scripts/ is on the path
 
 
 @pytest.fixture(autouse=True)
@@ -185,3 +193,10 @@ def test_a_long_tmpdir_is_refused(place: Path, monkeypatch: pytest.MonkeyPatch) 
         launch(config("serves"))
     assert list(deep.iterdir()) == []
     deep.rmdir()
+
+
+def test_the_launcher_prints_the_tokens_that_the_engine_holds() -> None:
+    """With KV groups these are fewer than its blocks have places."""
+    engine = welcome(num_blocks=32, block_size=4, kv_tokens=40)
+    launched: Any = SimpleNamespace(address="ipc://x", config=EngineConfig(), pid=1, engine=engine)
+    assert json.loads(launch_engine.ready_line(launched))["capacity_tokens"] == 40
