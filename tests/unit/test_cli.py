@@ -13,7 +13,7 @@ from msgspec import Meta
 from tests.deadlines import scaled
 from vllm_lite.runtime.settings import Section, Settings, add_flags
 from vllm_lite.server.config import ServeConfig
-from vllm_lite.tools.cli import CLOSED_PIPE, COMMANDS, main
+from vllm_lite.tools.cli import CLOSED_PIPE, COMMANDS, INTERRUPTED, main, run_command
 from vllm_lite.tools.cli.ps import COLUMNS, NUMBERS
 from vllm_lite.tools.cli.ps import run as ps
 from vllm_lite.tools.plan import PlanConfig
@@ -162,7 +162,18 @@ def test_ctrl_c_before_the_command_runs_says_nothing(command: str, monkeypatch: 
 
     monkeypatch.setattr("vllm_lite.runtime.supervise.spawn_early", interrupted)
     monkeypatch.setattr("vllm_lite.tools.cli.import_module", interrupted)
-    assert main([command]) == 130
+    assert main([command]) == INTERRUPTED
+
+
+def test_ctrl_c_while_a_benchmark_runs_says_nothing() -> None:
+    """`python benchmarks` has a parser of its own, and main() is not around it."""
+
+    def interrupted(_: argparse.Namespace) -> int:
+        raise KeyboardInterrupt
+
+    parser = argparse.ArgumentParser()
+    parser.set_defaults(run=interrupted)
+    assert run_command(parser, []) == INTERRUPTED
 
 
 def test_bytes_that_are_no_text_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +186,16 @@ def test_bytes_that_are_no_text_are_replaced(monkeypatch: pytest.MonkeyPatch) ->
     assert shown.getvalue() == b"\xe9?\n"
 
 
-@pytest.mark.parametrize("words", [("serve", "", "--print-config"), ("plan", ""), ("plan", "--model", " ")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("serve", "", "--print-config"),
+        ("plan", ""),
+        ("plan", "--model", " "),
+        ("bench", "latency", "--model", ""),
+        ("bench", "throughput", "--model="),
+    ],
+)
 def test_an_empty_model_is_not_the_bundled_one(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     """As of `serve "$MODEL"` where the variable is not set."""
     assert main(words) == 2

@@ -50,6 +50,8 @@ ENDS_AT_ONCE = frozenset({"-h", "--help", "--print-config"})
 """Flags with which `serve` starts no engine."""
 CLOSED_PIPE = 141
 """The exit status, by the shell's convention, of a process whose reader has gone: 128 + SIGPIPE."""
+INTERRUPTED = 130
+"""The same after Ctrl-C: 128 + SIGINT."""
 
 
 class _Formatter(argparse.HelpFormatter):
@@ -105,8 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of `vllm-lite` and `python -m vllm_lite`. Returns the exit status; errors are one line on stderr."""
     try:
         return _main(sys.argv[1:] if argv is None else argv)
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt:  # before the command runs
+        return INTERRUPTED
 
 
 def _main(words: Sequence[str]) -> int:
@@ -161,6 +163,8 @@ def run_command(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     except VllmLiteError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def add_command(

@@ -95,7 +95,7 @@ def _latency(arguments: argparse.Namespace) -> int:
 
     check_positive(arguments, "input_len", "output_len", "batch_size", "n", "num_iters")
     figures = latency.run(
-        arguments.model or DEMO_MODEL,
+        DEMO_MODEL if arguments.model is None else arguments.model,
         (arguments.batch_size, arguments.input_len, arguments.output_len),
         (max(arguments.num_iters_warmup, 0), arguments.num_iters),
         engine_settings(arguments),
@@ -123,7 +123,7 @@ def _throughput(arguments: argparse.Namespace) -> int:
     if min(arguments.num_prompts, arguments.input_len, arguments.output_len, arguments.repeats) < 1:
         raise ConfigError("--num-prompts, --input-len, --output-len and --repeats must be at least 1")
     figures = throughput.run(
-        arguments.model or DEMO_MODEL,
+        DEMO_MODEL if arguments.model is None else arguments.model,
         (arguments.num_prompts, arguments.input_len, arguments.output_len),
         engine_settings(arguments),
         compare=arguments.compare,
