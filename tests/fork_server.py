@@ -127,13 +127,15 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
 def _ask(wire: socket.socket, start: Start, fds: list[int]) -> int | None:
     """The pid of a child, which answers itself once it is what it should be; None if the fork server has ended."""
+    global _wire
     with _lock, suppress(BrokenPipeError, ConnectionResetError):
         socket.send_fds(wire, [json.dumps(start).encode()], fds)
         try:
             if answer := wire.recv(MAX_BYTES):
                 return int(answer)
         except TimeoutError:
-            wire.close()  # the next to ask is not to get this answer
+            _wire = None  # the next child is a new interpreter: nobody else is to get this answer
+            wire.close()
             raise
     return None
 
@@ -164,8 +166,8 @@ def begin() -> None:
 
 
 def _end(server: "subprocess.Popen[bytes]") -> None:
-    assert _wire is not None
-    _wire.close()
+    if _wire is not None:
+        _wire.close()
     server.kill()
     server.wait()
 

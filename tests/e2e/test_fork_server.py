@@ -2,7 +2,9 @@
 
 import json
 import os
+import platform
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +17,8 @@ from tests import fork_server
 from tests.deadlines import scaled
 from tests.e2e.test_processes import running
 from tests.http_server import children, serving, until
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="processes are forked on x86-64 only")
 
 END_S = scaled(60.0)
 
@@ -120,3 +124,15 @@ def test_what_an_import_may_read_takes_a_new_interpreter(tmp_path: Path, name: s
             assert is_forked(process.pid) == forks
             process.communicate(b"\n", timeout=END_S)
         assert process.returncode == 0
+
+
+def test_after_an_answer_that_never_came_children_are_new_interpreters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, silent = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    ours.settimeout(0.01)
+    monkeypatch.setattr(fork_server, "_wire", ours)
+    words = command(tmp_path, "print('fresh')")
+    with silent, pytest.raises(TimeoutError):
+        run(fork_server.Popen, words)
+    assert run(fork_server.Popen, words)[:2] == (0, "fresh\n")
