@@ -17,6 +17,7 @@ from tests import fork_server
 from tests.deadlines import scaled
 from tests.e2e.test_processes import running
 from tests.http_server import children, serving, until
+from vllm_lite.runtime import orphans
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="processes are forked on x86-64 only")
 
@@ -108,6 +109,7 @@ def test_children_of_forks_are_forks(*, fresh: bool) -> None:
         engine, worker = (psutil.Process(found[f"vllm_lite.{name}.process"]) for name in ("engine", "worker"))
         assert [engine.ppid(), worker.ppid()] == [server.process.pid, engine.pid]
         assert [is_forked(pid) for pid in (server.process.pid, engine.pid, worker.pid)] == [not fresh] * 3
+        assert list(orphans.children_of(engine.pid)) == [worker.pid]
         everyone = [server.process.pid, *(each.pid for each in psutil.Process(server.process.pid).children(True))]
         server.process.kill()
         until(lambda: not any(map(running, everyone)), "their end", END_S)

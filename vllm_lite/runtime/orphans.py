@@ -19,7 +19,7 @@ def end_children_of(pid: int, timeout_s: float = GONE_S) -> int:
     """Kill the children that the dead process `pid` had started with supervise.spawn(), and wait until they have ended
     and their memory is free. Returns the number that still exist after `timeout_s`."""
     watch = select.poll()
-    fds = [fd for child in _children_of(pid) if (fd := _killed(child, pid)) is not None]
+    fds = [fd for child in children_of(pid) if (fd := _killed(child, pid)) is not None]
     try:
         for fd in fds:
             watch.register(fd, select.POLLIN)
@@ -34,7 +34,8 @@ def end_children_of(pid: int, timeout_s: float = GONE_S) -> int:
             os.close(fd)
 
 
-def _children_of(pid: int) -> Iterator[int]:
+def children_of(pid: int) -> Iterator[int]:
+    """Pids of the running children that the process `pid`, dead or alive, had started with supervise.spawn()."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and _is_child(int(entry.name), pid):
             yield int(entry.name)
@@ -45,10 +46,10 @@ def _is_child(child: int, pid: int) -> bool:
     try:
         if os.stat(f"/proc/{child}").st_uid != os.getuid():
             return False
-        arguments = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+        arguments = Path(f"/proc/{child}/cmdline").read_bytes().rstrip(b"\0").split(b"\0")
     except OSError:
         return False
-    return len(arguments) == 7 and arguments[1:3] == [b"-P", b"-m"] and arguments[5:] == [b"%d" % pid, b""]
+    return len(arguments) == 6 and arguments[1:3] == [b"-P", b"-m"] and arguments[5] == b"%d" % pid
 
 
 def _killed(child: int, pid: int) -> int | None:
