@@ -229,6 +229,15 @@ def test_a_server_that_does_not_answer_has_its_own_defaults() -> None:
     assert remote(lambda _: httpx.Response(404, text="<html>"), model="m").take_mild_defaults() == {}
 
 
+@pytest.mark.parametrize(
+    ("key", "sent"), [("key", b"key"), ("schl\u00fcssel", b"schl\xc3\xbcssel"), ("\udcff", b"\xff")]
+)
+def test_a_key_is_sent_in_utf_8(key: str, sent: bytes) -> None:
+    """As the server reads its own."""
+    headers = httpx.Headers(client_settings(Address.parse("http://server"), key)["headers"])
+    assert headers.raw == [(b"Authorization", b"Bearer " + sent)]
+
+
 def test_a_text_of_the_command_line_that_is_no_utf_8() -> None:
     with pytest.raises(RemoteError, match="not valid UTF-8 at character"):
         list(remote(lambda _: httpx.Response(200), model="m").complete("caf\udce9", {}))

@@ -72,7 +72,7 @@ def client_settings(address: Address, api_key: str | None, silence_s: float = SI
         # a bare context trusts no certificate, and is cheap without TLS
         "verify": ssl.create_default_context() if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
         "trust_env": not address.is_local,  # no proxy for this machine
-        "headers": {"Authorization": f"Bearer {api_key}"} if api_key else {},
+        "headers": {"Authorization": f"Bearer {api_key}".encode(errors="surrogateescape")} if api_key else {},
     }
 
 
