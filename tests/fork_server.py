@@ -16,6 +16,7 @@ import atexit
 import ctypes
 import fcntl
 import gc
+import io
 import json
 import os
 import platform
@@ -259,6 +260,11 @@ def _become(start: Start, fds: list[int]) -> None:
     for fd, number in zip([_moved(fd) for fd in fds], start.fds, strict=True):
         os.dup2(fd, number)
         os.close(fd)
+    for number, (name, mode) in enumerate((("stdin", "rb"), ("stdout", "wb"), ("stderr", "wb"))):
+        old, new = getattr(sys, name), open(number, mode, closefd=False)  # noqa: SIM115 - stays open
+        text = io.TextIOWrapper(new, old.encoding, old.errors, line_buffering=old.line_buffering)
+        setattr(sys, name, text)
+        setattr(sys, f"__{name}__", text)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     options = start.words.index("-m")
     sys.orig_argv[:], sys.argv[:] = start.words, start.words[options + 1 :]

@@ -34,7 +34,7 @@ print(json.dumps({
     "signals": [str(signal.getsignal(number)) for number in numbers],
     "files": sorted(int(fd) for fd in os.listdir("/proc/self/fd") if int(fd) < 500)[:-1],
     "inheritable": os.get_inheritable(int(sys.argv[1])), "given": os.read(int(sys.argv[1]), 9).decode(),
-    "standard files": [[file.isatty(), file.line_buffering, file.encoding, file.errors]
+    "standard files": [[file.isatty(), file.seekable(), file.line_buffering, file.encoding, file.errors]
                        for file in (sys.stdin, sys.stdout, sys.stderr)],
     "command": open("/proc/self/cmdline").read().rstrip(chr(0)), "comm": open("/proc/self/comm").read(),
     "threads": len(os.listdir("/proc/self/task")), "collects": gc.isenabled(), "temporary": tempfile.gettempdir(),
