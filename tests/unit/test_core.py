@@ -474,5 +474,5 @@ def test_a_step_that_found_no_drafts_is_like_no_other(
     core, seen = make_core(speculative_config={"method": "suffix"}), list[tuple[int, int]]()
     monkeypatch.setattr(core._step_cost, "measure", lambda rows, drafts, _: seen.append((rows, drafts)))
     step: Any = SimpleNamespace(drafted=allowed, sampling=[0, 1], message=SimpleNamespace(num_steps=1))
-    core._learn_cost(step, SimpleNamespace(drafted=drafted, counts=None))  # type: ignore[arg-type]
+    core._learn_cost(step, SimpleNamespace(drafted=drafted))  # type: ignore[arg-type]
     assert seen == learned

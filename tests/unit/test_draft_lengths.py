@@ -256,20 +256,6 @@ def test_several_sequences_draft_more_only_once_steps_of_nearly_as_many_rows_wer
     assert chosen(lengths, sure[:1], free) == [MOST], "one sequence has few rows, and the start timed them"
 
 
-def test_while_drafts_lose_time_only_probes_are_made() -> None:
-    lengths, sure, free = (
-        lengths_of(),
-        [sequence(50, 0.01, place) for place in range(8)],
-        Rates(step_s=0.01, row_s=1e-6),
-    )
-    look(lengths, 8)
-    assert all(chosen(lengths, sure, free))
-    paused = free._replace(only_probes=True)
-    assert chosen(lengths, sure, paused) == [0] * 8
-    sure[3].drafts_hold = True
-    assert chosen(lengths, sure, paused) == [0, 0, 0, 1, 0, 0, 0, 0], "its last one was right"
-
-
 def test_times_that_the_start_has_wrong_are_wrong_of_all_steps_with_drafts() -> None:
     """Otherwise each number of rows would be tried before it is known to be as dear as the others."""
     cost = StepCost([StepTiming(rows, rows - 1, took(rows, rows - 1)) for rows in (1, 2, 4, 8, 16)])

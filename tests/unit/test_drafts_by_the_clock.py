@@ -14,7 +14,7 @@ import pytest
 from vllm_lite.engine.scheduling.drafts import FIRST_LOOKS, DraftLengths
 from vllm_lite.engine.scheduling.queues import Options
 from vllm_lite.engine.scheduling.rates import Rates
-from vllm_lite.engine.scheduling.step_cost import DraftBalance, StepCost
+from vllm_lite.engine.scheduling.step_cost import StepCost
 from vllm_lite.protocol.control import STEP_ROWS, StepTiming
 
 NUM_TOKENS, NUM_ANSWERS, CROWD, NOISE = 160, 3, 8, 0.05
@@ -74,7 +74,7 @@ class Machine:
             for each in [*alone, (CROWD, 0), (2 * CROWD, 1)]
         ]
 
-    def answer(self, lengths: DraftLengths, cost: StepCost, balance: DraftBalance) -> None:
+    def answer(self, lengths: DraftLengths, cost: StepCost) -> None:
         """Generate an answer of each sequence."""
         case = self.case
         sequences: list[Any] = [
@@ -86,8 +86,7 @@ class Machine:
         step = 0
         while live := [each for each in sequences if each.num_output < NUM_TOKENS]:
             step += 1
-            rates = balance.rates(cost.rates(Rates()))
-            allowed = lengths.choose(live, len(live), rates, step)
+            allowed = lengths.choose(live, len(live), cost.rates(Rates()), step)
             drafted = [self._make(*each, lengths.least) for each in zip(live, allowed, strict=True)]
             for sequence, most in zip(live, allowed, strict=True):
                 sequence.drafts_hold &= not most  # learn() sets it again if all of its drafts were right
@@ -98,7 +97,6 @@ class Machine:
             self.took += step_s
             self.plain += given * self.time(len(live), 0) / len(live)
             took_s = step_s * (1 + abs(self.random.gauss(0, NOISE)))
-            balance.measure(len(live), given, took_s, is_drafting=any(allowed))
             if any(drafted) or not any(allowed):
                 cost.measure(*shape, took_s)
 
@@ -124,9 +122,9 @@ def gain(case: Case) -> float:
     """Tokens a second, as a multiple of those without drafts."""
     machine = Machine(case)
     options = Options(64, 512, num_drafts=case.most, draft_method=case.method)
-    lengths, cost, balance = DraftLengths(options), StepCost(machine.timings()), DraftBalance()
+    lengths, cost = DraftLengths(options), StepCost(machine.timings())
     for _ in range(NUM_ANSWERS):
-        machine.answer(lengths, cost, balance)
+        machine.answer(lengths, cost)
     return machine.plain / machine.took
 
 
@@ -181,11 +179,7 @@ def test_sure_drafts_are_found_again_where_others_have_lost() -> None:
     """A question that is asked again, after others that few drafts were right for."""
     case = Case("dear up to 8", 8, (0.3,), found=0.7, sure=0.05, method="suffix")
     machine = Machine(case)
-    own = (
-        DraftLengths(Options(64, 512, num_drafts=8, draft_method="suffix")),
-        StepCost(machine.timings()),
-        DraftBalance(),
-    )
+    own = DraftLengths(Options(64, 512, num_drafts=8, draft_method="suffix")), StepCost(machine.timings())
     for _ in range(NUM_ANSWERS):
         machine.answer(*own)
     machine.case, machine.took, machine.plain = case._replace(found=0.98, sure=0.95), 0.0, 0.0

@@ -29,7 +29,7 @@ from vllm_lite.engine.scheduling.in_flight import MessageLength, StepInFlight
 from vllm_lite.engine.scheduling.queues import Options
 from vllm_lite.engine.scheduling.rates import SHARE_BESIDE, PrefillRate, Rates
 from vllm_lite.engine.scheduling.scheduler import Scheduler
-from vllm_lite.engine.scheduling.step_cost import DraftBalance, StepCost
+from vllm_lite.engine.scheduling.step_cost import StepCost
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.engine.states.slots import StateSlots
 from vllm_lite.engine.stored_media import StoredMedia
@@ -104,7 +104,6 @@ class EngineCore:
             self.meter.counters.blocks = Residency(self.kv.pool, clock, one_in).histograms
         self.adapter_loader = AdapterLoader(self.scheduler, config, self.end_adapter, clock)
         self._step_cost = StepCost(executor.timings() if self._is_drafting else ())
-        self._draft_balance = DraftBalance()
         if self._step_cost.numbers[1]:
             self.scheduler.measured(self._step_cost.rates(self.scheduler.rates))
         self._counts_experts = config.expert_load_metrics
@@ -223,16 +222,13 @@ class EngineCore:
         return self.scheduler.update(output)
 
     def _learn_cost(self, step: StepInFlight, output: ModelOutput) -> None:
-        """Learn from the time of a decode step. If its drafter found nothing, it fits no kind of step, but what the
-        search took is on the balance."""
-        num_seqs, drafted = len(step.sampling), output.drafted or ()
-        took_s, most_drafts = self._prefill_rate.took_s / step.message.num_steps, max(drafted, default=0)
-        num_tokens = num_seqs if output.counts is None else sum(output.counts)
-        is_changed = self._draft_balance.measure(num_seqs, num_tokens, took_s, is_drafting=bool(step.drafted))
-        if (most_drafts or not step.drafted) and self._step_cost.measure(num_seqs + sum(drafted), most_drafts, took_s):
-            is_changed = True
-        if is_changed:
-            self.scheduler.measured(self._draft_balance.rates(self._step_cost.rates(self.scheduler.rates)))
+        """Learn from the time of a decode step, except one whose drafter found nothing: it fits no kind of step."""
+        drafted = output.drafted or ()
+        num_rows, most_drafts = len(step.sampling) + sum(drafted), max(drafted, default=0)
+        if step.drafted and not most_drafts:
+            return
+        if self._step_cost.measure(num_rows, most_drafts, self._prefill_rate.took_s / step.message.num_steps):
+            self.scheduler.measured(self._step_cost.rates(self.scheduler.rates))
 
     def lose_workers(self, cause: str, *, are_ended: bool = False) -> list[Produced]:
         """Drop the steps in flight: the workers died of `cause`, or the engine ended them for it (`are_ended`).

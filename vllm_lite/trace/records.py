@@ -207,7 +207,6 @@ class RatesMeasured(_Record, frozen=True, tag=5):
     alone_s: float = 0.0
     token_s: float = 0.0
     known_rows: int = 0
-    only_probes: bool = False
 
 
 class Step(_Record, frozen=True, tag=6):

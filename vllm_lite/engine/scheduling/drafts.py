@@ -117,7 +117,7 @@ class DraftLengths:
             return [0] * len(sequences)
         self.least = self._price(len(sequences), num_rows, rates) if self._is_scored else 0.0
         odds = [self.odds(sequence) for sequence in sequences]
-        lengths, gain = ([0] * len(odds), 1.0) if rates.only_probes else self._paying(odds, num_rows, rates)
+        lengths, gain = self._paying(odds, num_rows, rates)
         if gain < SURE and step % LOOK_STEPS == 0:
             return [0] * len(sequences)
         if self._is_scored and len(sequences) > 1 and self._share() < RARE and step % RARE_STEPS:

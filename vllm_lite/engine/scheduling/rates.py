@@ -52,8 +52,6 @@ class Rates(NamedTuple):
     """Time that each prompt token adds to a step that decodes."""
     known_rows: int = 0
     """Most rows of a served step with drafts: times of more are known from steps of one sequence at best."""
-    only_probes: bool = False
-    """Whether drafts have lost time lately, so that only probes are made."""
 
     def decode_s(self, num_rows: int, most_drafts: int = 0) -> float:
         """Time of a decode step of `num_rows` rows, drafts included, with at most `most_drafts` per sequence."""
