@@ -64,7 +64,7 @@ HEADER = Header("", 0.0, 0.0, OPTIONS, "fcfs", 400, 0, 16, True, (None,), 0.01, 
 
 def made_up(**changes: Any) -> StepTimes:
     values: dict[str, Any] = {"times": TIMES, "noise": {}, "weather": None, "drafts": [], "header": HEADER}
-    values |= {"engine_s": 0.0, "client_s": 0.0}
+    values |= {"timings": [], "engine_s": 0.0, "client_s": 0.0}
     values |= {"version": cost.VERSION, "machine": "", "date": "", "model": "", "num_messages": 1, "error": 0.0}
     return StepTimes(**values | changes)
 
@@ -459,6 +459,9 @@ def test_the_file_of_another_version_is_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "times.json")
     cost.write(made_up(version=99), path)
     with pytest.raises(ConfigError, match="is of version 99, this program reads"):
+        cost.read(path)
+    Path(path).write_text('{"version": 2, "drafts": [[[1, 1, false]]]}')  # in its form
+    with pytest.raises(ConfigError, match="is of version 2, this program reads"):
         cost.read(path)
     cost.write(made_up(times={"pizza": 1.0}), path)
     with pytest.raises(ConfigError, match="has times of pizza, no features"):

@@ -15,7 +15,7 @@ from vllm_lite.tools.simulate.features import NAMES, PLACE, TOKENS, Features, to
 from vllm_lite.tools.simulate.weather import Walk, Weather
 from vllm_lite.trace.records import Header
 
-VERSION = 2
+VERSION = 3
 SHIPPED = Path(__file__).parent / "fitted"
 """Fitted files that come with the program, each of a machine and a model: MODEL_MACHINE.json."""
 NUM_QUANTILES = 101
@@ -44,7 +44,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Speed of the machine over time; None: constant, as the times say."""
     drafts: list[History]
     """Histories of the drafts of some answers."""
-    timings: list[tuple[Count, Annotated[int, Meta(ge=0, le=1 << 20)], Annotated[float, Meta(gt=0, le=1e6)]]] = []
+    timings: list[tuple[Count, Annotated[int, Meta(ge=0, le=1 << 20)], Annotated[float, Meta(gt=0, le=1e6)]]]
     """StepTimings of the start, if they decide how much is drafted."""
     load_blocks_per_s: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
     """KV blocks, or states, that were loaded from the disk; 0: the engine kept none there."""
@@ -58,6 +58,12 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def values(self) -> list[float]:
         return [self.times.get(name, 0.0) for name in NAMES]
+
+
+class _Version(msgspec.Struct):
+    """The field that all versions of a fitted file have."""
+
+    version: int
 
 
 class StepTimer:
@@ -118,7 +124,11 @@ def read(path: str) -> StepTimes:
     """Read a file, or one that comes with the program, by its name. Raises ConfigError."""
     known = shipped()
     try:
-        found = msgspec.json.decode(known.get(path, Path(path)).read_bytes(), type=StepTimes)
+        data = known.get(path, Path(path)).read_bytes()
+        version = msgspec.json.decode(data, type=_Version).version
+        if version != VERSION:
+            raise ConfigError(f"{path} is of version {version}, this program reads {VERSION}; fit the trace again")
+        found = msgspec.json.decode(data, type=StepTimes)
     except OSError as error:
         names = f"; with the program come {', '.join(known)}" if known else ""
         raise ConfigError(f"{path} cannot be read ({error.strerror}){names}") from error
@@ -126,8 +136,6 @@ def read(path: str) -> StepTimes:
         raise ConfigError(
             f"{path} holds no fitted times ({error}); `simulate --fit TRACE --save FILE` writes some"
         ) from error
-    if found.version != VERSION:
-        raise ConfigError(f"{path} is of version {found.version}, this program reads {VERSION}; fit the trace again")
     if unknown := found.times.keys() - set(NAMES):
         raise ConfigError(f"{path} has times of {', '.join(sorted(unknown))}, no features; fit the trace again")
     return found
