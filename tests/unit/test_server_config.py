@@ -180,3 +180,10 @@ def test_a_blank_key_opens_nothing() -> None:
 def test_a_host_that_is_not_this_machine(host: str) -> None:
     with pytest.raises(ConfigError, match=rf"^cannot listen on {host}:0: .*; choose another --host$"):
         bind(ServeConfig.load({"host": host, "port": 0}, env={}))
+
+
+@pytest.mark.parametrize("flag", ["--served-model-name", "--api-key", "--chat-template", "--model"])
+def test_bytes_that_are_no_text_are_refused(flag: str) -> None:
+    name = flag.removeprefix("--").replace("-", "_")
+    with pytest.raises(ConfigError, match=rf"^{name} must be valid UTF-8, got 'a.udcff'$"):
+        load(flag, "a\udcff")

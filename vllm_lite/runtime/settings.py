@@ -261,6 +261,8 @@ def _plain(name: str, value: Any, hint: Any) -> Any:
         value = " ".join(map(str, value))
     if not isinstance(value, str):
         return value
+    if any("\ud800" <= letter <= "\udfff" for letter in value):  # bytes of the command line or the environment
+        raise ConfigError(f"{name} must be valid UTF-8, got {value[:100]!r}")
     is_unset = value.lower() in ("none", "null") and kinds != (str,)
     if is_unset or (name == "max_model_len" and value == "auto"):
         return None  # auto: the engine serves what its KV cache holds
