@@ -261,8 +261,10 @@ def _become(start: Start, fds: list[int]) -> None:
         os.dup2(fd, number)
         os.close(fd)
     for number, (name, mode) in enumerate((("stdin", "rb"), ("stdout", "wb"), ("stderr", "wb"))):
-        old, new = getattr(sys, name), open(number, mode, closefd=False)  # noqa: SIM115 - stays open
-        text = io.TextIOWrapper(new, old.encoding, old.errors, line_buffering=old.line_buffering)
+        old = getattr(sys, name)
+        new = open(number, mode, 0 if old.write_through else -1, closefd=False)  # noqa: SIM115 - stays open
+        how = {"line_buffering": old.line_buffering, "write_through": old.write_through}
+        text = io.TextIOWrapper(new, old.encoding, old.errors, **how)
         setattr(sys, name, text)
         setattr(sys, f"__{name}__", text)
     signal.signal(signal.SIGINT, signal.default_int_handler)
