@@ -58,7 +58,8 @@ models:
   blue: {{model: demo, max_model_len: 600}}
   locked: {{model: demo, api_key: [its-own]}}
 {hostile}{faulty}"""
-    with routing(write(tmp_path_factory.mktemp("live"), text)) as server:
+    # Fresh, so that a swap takes long enough to be seen.
+    with routing(write(tmp_path_factory.mktemp("live"), text), fresh=True) as server:
         yield server
 
 
