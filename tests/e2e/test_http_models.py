@@ -30,8 +30,8 @@ def write(folder: Path, text: str) -> str:
 
 
 @contextmanager
-def routing(file: str, *flags: str, env: dict[str, str] | None = None, fresh: bool = False) -> Iterator[Server]:
-    server = Server("--models", file, "--port", "0", "--device", "cpu", *flags, env=env, fresh=fresh)
+def routing(file: str, *flags: str, env: dict[str, str] | None = None) -> Iterator[Server]:
+    server = Server("--models", file, "--port", "0", "--device", "cpu", *flags, env=env)
     try:
         server.wait_for("Try:")
         yield server
@@ -53,7 +53,7 @@ def swapping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
       blue: {{model: demo, max_model_len: 600}}
       bad: {{model: demo, max_modell_len: 5}}
     """
-    with routing(write(folder, text), fresh=True) as server:  # a swap takes as long as for users
+    with routing(write(folder, text)) as server:
         yield server
 
 

@@ -58,8 +58,7 @@ models:
   blue: {{model: demo, max_model_len: 600}}
   locked: {{model: demo, api_key: [its-own]}}
 {hostile}{faulty}"""
-    # Fresh, so that a swap takes long enough to be seen.
-    with routing(write(tmp_path_factory.mktemp("live"), text), fresh=True) as server:
+    with routing(write(tmp_path_factory.mktemp("live"), text)) as server:
         yield server
 
 
