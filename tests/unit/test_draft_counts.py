@@ -16,7 +16,7 @@ from vllm_lite.trace.records import METHODS
 
 
 def test_drafts_are_counted_as_the_worker_made_them() -> None:
-    bench = Bench(speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    bench = Bench(speculative_config={"method": "ngram", "num_speculative_tokens": 3}, disable_adaptive_drafts=True)
     for name in range(3):
         bench.add(f"r{name}", [name, 2, 3], 12)
     bench.drain()

@@ -31,7 +31,7 @@ MARKER = "VLLM_LITE_TEST_MARKER"
 HELD = """
 import sys, time
 from vllm_lite.tools import cli
-cli._main = lambda words: time.sleep(600)
+cli._parse_and_run = lambda words: time.sleep(600)
 cli.main(["serve"])
 """
 """A server that never comes to send settings."""
@@ -98,7 +98,7 @@ def test_the_names_of_what_is_started_early() -> None:
 def test_nothing_starts_where_no_engine_will(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
     monkeypatch.setattr(supervise, "spawn_early", lambda module, _entry: started.append(module))
-    monkeypatch.setattr(cli, "_main", lambda _words: 0)
+    monkeypatch.setattr(cli, "_parse_and_run", lambda _words: 0)
     assert cli.main(words) == 0
     assert not started
     assert cli.main(["serve", "folder"]) == 0

@@ -214,7 +214,9 @@ void run(const LinearCall& call, const LinearTask& task) {
   const int64_t depth = weight.type != kGrouped8 ? kDepth : are_long ? kLongDepth : kDepth / 2;
   const int64_t num_tiles =
       task.num_rows <= kAloneRows<kPlanes> ? 1 : (num_groups * layout.group_size + depth - 1) / depth;
-  const int64_t length = (num_groups + num_tiles - 1) / num_tiles;
+  // Groups of a tile. Integers that share a number are not parted.
+  const int64_t unit = weight.supers != nullptr ? kSuperInputs / layout.group_size : 1;
+  const int64_t length = (num_groups + num_tiles * unit - 1) / (num_tiles * unit) * unit;
   const int64_t octet_bytes = layout.bytes() * 8 / layout.group_size;
   const bool into_l2 = is_amx(isa()) && weight.num_outputs * weight.num_inputs >= kWeightsOfMemory;
   const char* blocks = static_cast<const char*>(weight.data) + task.first_block * block_bytes;

@@ -5,7 +5,6 @@ import json
 import sys
 from pathlib import Path
 
-from vllm_lite.config import DEMO_MODEL, demo_folder
 from vllm_lite.errors import ConfigError
 from vllm_lite.tools.doctor.bundle import redactor, write_bundle
 from vllm_lite.tools.doctor.checks import Line, as_json, examine, guarded
@@ -26,9 +25,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     lines = examine(arguments.port)
     if arguments.model is not None:
-        folder = demo_folder() if arguments.model == DEMO_MODEL else arguments.model
-        lines += guarded("model", lambda: implementation(folder))
-        lines += guarded("model", lambda: chats(folder))
+        lines += guarded("model", lambda: implementation(_folder(arguments.model)))
+        lines += guarded("model", lambda: chats(_folder(arguments.model)))
     if arguments.kv_cache_dir is not None:
         lines += guarded("KV on disk", lambda: kv_disk(arguments.kv_cache_dir))
     if arguments.json:
@@ -42,6 +40,12 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"the archive {arguments.bundle!r} cannot be written: {error.strerror}") from error
         print(f"wrote {arguments.bundle}; look at it before you send it to anybody", file=sys.stderr)
     return int(any(line.level == "FAIL" for line in lines))
+
+
+def _folder(model: str) -> str:
+    from vllm_lite.config import DEMO_MODEL, demo_folder  # imports msgspec, which may be what is missing
+
+    return demo_folder() if model == DEMO_MODEL else model
 
 
 def _print(lines: list[Line]) -> None:
