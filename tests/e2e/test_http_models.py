@@ -30,8 +30,8 @@ def write(folder: Path, text: str) -> str:
 
 
 @contextmanager
-def routing(file: str, *flags: str, env: dict[str, str] | None = None) -> Iterator[Server]:
-    server = Server("--models", file, "--port", "0", "--device", "cpu", *flags, env=env)
+def routing(file: str, *flags: str, env: dict[str, str] | None = None, fresh: bool = False) -> Iterator[Server]:
+    server = Server("--models", file, "--port", "0", "--device", "cpu", *flags, env=env, fresh=fresh)
     try:
         server.wait_for("Try:")
         yield server
@@ -140,8 +140,6 @@ def test_a_stream_goes_on_over_a_swap_with_the_same_tokens(swapping: Server) -> 
         stream = Stream(http, "red", **long)
         assert complete(others, "blue")["model"] == "blue"
         assert stream.result() == undisturbed
-        pauses = [after - before for before, after in zip(stream.times, stream.times[1:], strict=False)]
-        assert max(pauses) > 0.3, "there was no swap"
         metrics = http.get("/metrics").text
     families = {each.name: each for each in text_string_to_metric_families(metrics)}
     sleeps = {

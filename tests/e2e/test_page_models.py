@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from vllm_lite.tools.chat.remote_server import lines_of
 from vllm_lite.tools.top.watched import ServerLook, events, looks
 
 KEY = {"authorization": "Bearer its-own"}
+LOOKED_S = scaled(20.0)
 MODEL_COUNTS = {
     "memory_bytes": "vllm_lite:model_memory_bytes",
     "active": "vllm_lite:model_active_requests",
@@ -62,6 +64,21 @@ models:
         yield server
 
 
+@pytest.fixture
+def slow_router(tmp_path: Path) -> Iterator[Server]:
+    """The same with models that take a second to load, in new interpreters: the other one sleeps meanwhile."""
+    text = """
+models_max: 1
+models_slice_s: 0.1
+defaults: {dtype: float32, max_num_seqs: 2, num_gpu_blocks_override: 400}
+models:
+  red: {model: demo}
+  locked: {model: demo, api_key: [its-own]}
+"""
+    with routing(write(tmp_path, text), fresh=True) as server:
+        yield server
+
+
 @contextmanager
 def watching(http: httpx.Client, path: str = "/v1/live") -> Iterator[Iterator[ServerLook]]:
     with http.stream("GET", path) as answer:
@@ -71,9 +88,11 @@ def watching(http: httpx.Client, path: str = "/v1/live") -> Iterator[Iterator[Se
 
 def seen(looks: Iterator[ServerLook], condition: Any) -> ServerLook:
     """The first look in which it holds."""
+    deadline_s = time.monotonic() + LOOKED_S
     for look in looks:
         if look.is_whole and condition(look):
             return look
+        assert time.monotonic() < deadline_s, f"it did not hold in {LOOKED_S:.0f} s"
     raise AssertionError("the stream has ended")
 
 
@@ -137,16 +156,16 @@ def engine_samples(http: httpx.Client, model: str) -> dict[str, float]:
     return {each.name: each.value for each in found if set(each.labels) == {"model_name", "engine"}}
 
 
-def test_a_model_that_sleeps_is_seen_and_not_woken(router: Server) -> None:
-    with client(router) as http, client(router) as others, watching(http) as looks:
+def test_a_model_that_sleeps_is_seen_and_not_woken(slow_router: Server) -> None:
+    with client(slow_router) as http, client(slow_router) as others, watching(http) as looks:
         stream = Stream(others, "red", max_tokens=1800)
-        with client(router, headers=KEY) as third:
+        with client(slow_router, headers=KEY) as third:
             locked = Stream(third, "locked", max_tokens=60)  # one turn: red need not sleep again
             look = seen(looks, lambda look: look.models["red"]["state"] == "sleeping" and look.models["red"]["active"])
             look = seen(looks, lambda look: any(row["reason"] for row in requests(look, "red/0")))
             assert look.engines["red/0"].head["state"].startswith(("asleep", "paused"))
             [row] = requests(look, "red/0")
-            with client(router) as fourth:
+            with client(slow_router) as fourth:
                 answer = fourth.get(f"/v1/requests/{row['id']}")
                 assert answer.status_code == 200, answer.text
             locked.result()
