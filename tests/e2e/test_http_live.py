@@ -1,5 +1,6 @@
 """GET /v1/live of a running server: its numbers are those of /metrics, and clients without a key see nothing."""
 
+import itertools
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import httpx
 import pytest
 
 from tests.deadlines import scaled
-from tests.http_server import Server, client, serving
+from tests.http_server import Server, client, serving, until
 from tests.live_numbers import COUNTS, TIMES, counts_of, mean_ms, metrics_of
 from vllm_lite.errors import RemoteError
 from vllm_lite.kernels.cpu import library
@@ -25,9 +26,12 @@ from vllm_lite.tools.top.watched import ServerLook, events, looks
 ADMIN, USER = "an-admins-key", "a-users-key"
 
 
+NUMBERS = itertools.count()
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving("--num-gpu-blocks-override", "200", "--max-num-seqs", "2") as running:
+    with serving("--num-gpu-blocks-override", "200", "--max-num-seqs", "2", fresh=True) as running:
         yield running
 
 
@@ -86,7 +90,7 @@ def test_numbers_are_those_of_metrics(server: Server) -> None:
 def paused(server: Server, http: httpx.Client, count: int) -> Iterator[list[str]]:
     """A number of requests, some running and some waiting, in a paused server. Yields their ids."""
     body = {"prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True}
-    names = [f"cmpl-p{number}" for number in range(count)]
+    names = [f"cmpl-p{next(NUMBERS)}" for _ in range(count)]  # those of the test before may be in use for a moment
 
     def ask(name: str) -> None:
         with client(server) as one:
@@ -95,9 +99,7 @@ def paused(server: Server, http: httpx.Client, count: int) -> Iterator[list[str]
     asked = [threading.Thread(target=ask, args=(name,)) for name in names]
     for thread in asked:
         thread.start()
-    with watching(http) as looks:
-        while ids(next(looks)) != set(names):
-            pass
+    until(lambda: all(http.get(f"/v1/requests/{name}").is_success for name in names), "all requests")
     http.post("/pause?mode=keep").raise_for_status()
     try:
         yield names

@@ -174,11 +174,15 @@ class KVBlocks(CachePart[Tables]):
     def _copy_tail(self, sequence: Sequence, number: int, sources: Many[int | None]) -> None:
         """Copy a cached tail into logical block `number`, from one source block per group. Sources are unreferenced, so
         one may be the very block that the sequence has just got: its contents stay until a step writes to it, after
-        all copies."""
+        all copies. A source that another group has just got is exchanged, so that no copy is written over it."""
         for table, source in zip(sequence.tables, sources, strict=False):
             if source is None:
                 raise RuntimeError("the cached tail from which a sequence continues is gone")
-            if source != table.ids[number]:
+            for other in sequence.tables:
+                if other.ids[number] == source:
+                    table.ids[number], other.ids[number] = source, table.ids[number]
+        for table, source in zip(sequence.tables, sources, strict=False):
+            if source is not None and source != table.ids[number]:
                 self.swapping.copy(source, table.ids[number])
 
     def note_admission(self, hit: PrefixHit, found: Tables) -> list[tuple[str, dict[str, int]]]:  # noqa: ARG002
