@@ -5,6 +5,7 @@ in the test's. Those whose libraries are not installed are skipped.
 """
 
 import base64
+import errno
 import io
 import json
 import os
@@ -24,7 +25,7 @@ from vllm_lite.client.streams.stream import load_tokenizer
 from vllm_lite.client.text.detokenizer import Detokenizer, vocabulary
 from vllm_lite.client.text.templates.template_source import TemplateSource
 from vllm_lite.client.text.tokenizer import Tokenizer
-from vllm_lite.client.text.tokenizer_formats import conversion
+from vllm_lite.client.text.tokenizer_formats import conversion, conversion_process
 from vllm_lite.client.text.tokenizer_formats.conversion_process import MORE_TEXTS, TEXTS, ConversionSettings, write
 from vllm_lite.errors import ModelError
 
@@ -351,6 +352,32 @@ def test_time_and_memory_are_bounded(
     with pytest.raises(ModelError, match=says):
         Tokenizer.load(folder)
     assert list(cache.iterdir()) == []
+
+
+LACKS_MEMORY = "it takes more than 64 MiB of memory"
+
+
+@pytest.mark.parametrize(
+    ("failed", "says"),
+    [
+        (MemoryError(), LACKS_MEMORY),
+        (OSError(errno.ENOMEM, "Cannot allocate memory", "site-packages"), LACKS_MEMORY),
+        (ImportError("libtoken.so: failed to map segment from shared object"), LACKS_MEMORY),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "merges.txt"), "No such file"),
+    ],
+)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_lack_of_memory_is_called_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: Exception, says: str, wrapped: bool
+) -> None:
+    def reads(file: Path) -> NoReturn:
+        if not wrapped:
+            raise failed
+        raise RuntimeError(f"{file} cannot be read: {failed}") from failed
+
+    monkeypatch.setitem(conversion_process._WAYS, "vocabulary", [reads])
+    assert write(ConversionSettings("vocabulary", "vocab.json", str(tmp_path), max_memory_bytes=64 << 20)) == 1
+    assert says in (tmp_path / conversion_process.ERROR_FILE).read_text()
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ every conversion is checked here. On plain texts it must give the ids that the f
 (SentencePiece, mistral-common), and decoding the ids must give each text back.
 """
 
+import errno
 import logging
 import os
 import resource
@@ -89,10 +90,19 @@ def write(settings: ConversionSettings) -> int:
 def _sentence(error: Exception, settings: ConversionSettings) -> str:
     if isinstance(error, _UnprovedError):
         return str(error)
-    if isinstance(error, MemoryError) or _UNMAPPED in str(error):
+    if _lacks_memory(error):
         return f"it takes more than {settings.max_memory_bytes >> 20} MiB of memory"
     text = " ".join(str(error).split())[:MAX_ERROR_CHARS]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _lacks_memory(error: BaseException | None) -> bool:
+    """Whether the error, or one that it was raised from, is that the process has no memory left."""
+    while error is not None:
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM or _UNMAPPED in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _converted(settings: ConversionSettings) -> Any:
