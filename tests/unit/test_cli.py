@@ -104,21 +104,38 @@ def test_usage_of_many_flags_is_one_line(capsys: pytest.CaptureFixture[str]) -> 
     assert "--preemption-mode {auto,recompute,swap}" in shown
 
 
-@pytest.mark.parametrize("command", ["plan demo", "plan demo --json", "serve --print-config"])
-def test_a_reader_that_has_gone(command: str) -> None:
-    reader, writer = os.pipe()
-    os.close(reader)  # before the command can write anything
-    try:
+PRINTING = ["plan demo", "plan demo --json", "serve --print-config", "serve --help", "--version"]
+
+
+def printed_to(writer: int, command: str, *, buffered: bool) -> tuple[int, str]:
+    """Exit status and stderr of a command whose standard output is `writer`, which is closed."""
+    with open(writer, "wb") as stdout:
         done = subprocess.run(
             [sys.executable, "-m", "vllm_lite", *command.split()],
-            stdout=writer,
+            env={**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"},
+            stdout=stdout,
             stderr=subprocess.PIPE,
+            text=True,
             timeout=scaled(60),
             check=False,
         )
-    finally:
-        os.close(writer)
-    assert (done.returncode, done.stderr) == (CLOSED_PIPE, b"")
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("command", PRINTING)
+def test_a_reader_that_has_gone(command: str, buffered: bool) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # before the command can write anything
+    assert printed_to(writer, command, buffered=buffered) == (CLOSED_PIPE, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("command", PRINTING)
+def test_a_full_disk_under_the_output(command: str, buffered: bool) -> None:
+    said = "vllm-lite: standard output cannot be written: No space left on device\n"
+    assert printed_to(os.open("/dev/full", os.O_WRONLY), command, buffered=buffered) == (1, said)
 
 
 def test_a_table_of_what_runs_has_a_line_for_each(

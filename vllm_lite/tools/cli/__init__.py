@@ -91,6 +91,13 @@ class Parser(argparse.ArgumentParser):
             self.error(str(error))
         return super().parse_known_args(words, namespace)
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Override argparse's writing, which ignores errors: --help and --version."""
+        if file is sys.stdout:
+            file.write(message)
+        else:
+            super()._print_message(message, file)
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
 
@@ -152,19 +159,44 @@ def _parse_and_run(words: Sequence[str]) -> int:
 
 def run_command(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     """Run the command of `words`. Returns its exit status; an error of the package is one line on stderr."""
-    arguments = _parse(parser, words)
     try:
-        status = int(arguments.run(arguments))
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit must not write to the pipe
-        return CLOSED_PIPE
+        return _flushed(parser, words)
     except VllmLiteError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return INTERRUPTED
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):
+            status = CLOSED_PIPE
+        elif (problem := _problem_of_output()) is not None:
+            print(f"{parser.prog}: standard output cannot be written: {problem}", file=sys.stderr)
+            status = 1
+        else:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return status
+
+
+def _flushed(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
+    """Parse and run, and write all output."""
+    try:
+        arguments = _parse(parser, words)
+        status = int(arguments.run(arguments))
+    except SystemExit:  # --help, --version
+        sys.stdout.flush()
+        raise
+    sys.stdout.flush()
+    return status
+
+
+def _problem_of_output() -> str | None:
+    """Why standard output refuses what is written to it; None if it takes a line."""
+    try:
+        print(flush=True)
+    except OSError as error:
+        return error.strerror
+    return None
 
 
 def add_command(
