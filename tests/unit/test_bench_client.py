@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import ssl
 import subprocess
@@ -432,6 +433,13 @@ def test_addresses() -> None:
     for url in ("ftp://h", "h:8000", "http://", "http://h:x"):
         with pytest.raises(ConfigError):
             HttpClient(url, {})
+
+
+def test_keys_are_sent_as_the_bytes_of_the_environment() -> None:
+    """As `chat` sends them, and as the server compares them."""
+    key = os.fsdecode("zażółć ✓".encode() + b"\xff")
+    headers = HttpClient("http://h", {"Authorization": f"Bearer {key}"}).headers
+    assert b"Authorization: Bearer " + os.fsencode(key) + b"\r\n" in headers
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,8 @@ class HttpClient:
         self._port = port or (443 if parts.scheme == "https" else 80)
         self._tls = _tls(check=check_tls) if parts.scheme == "https" else None
         lines = {"Host": parts.netloc.rpartition("@")[2], "Accept": "text/event-stream", **headers}
-        self.headers = "".join(f"{name}: {value}\r\n" for name, value in lines.items()).encode("latin-1", "replace")
+        text = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+        self.headers = text.encode(errors="surrogateescape")  # bytes of the environment that are not UTF-8 stay
         self._idle: list[_Connection] = []
 
     async def get(self, path: str) -> bytes:
