@@ -61,6 +61,15 @@ SYSTEM_IS_TEXT += "{% else %}{% set rest = messages %}{% endif %}" + EITHER.repl
 LINES = EACH + "{% for line in message.content.split('\\n') %}{{ line }};{% endfor %}{% endfor %}"
 ONCE_ONLY = EITHER.replace("{% else %}", "{% elif loop.length > 2 %}{{ 'x' + message.content }}{% else %}", 1)
 
+TURNS = """{%- for message in messages MINUS -%}
+{%- if (message.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Roles must alternate') }}{% endif -%}
+{%- endfor -%}"""
+CALLS = "{% for call in message.tool_calls or [] %}({{ call.function.name }}){% endfor %}"
+ECHO_CALLS = ECHO.replace("{% endfor %}", CALLS + "{% endfor %}")
+TURNS_WITHOUT_TOOLS = TURNS.replace("MINUS", "") + ECHO
+BESIDE_TOOLS = "| rejectattr('role', 'equalto', 'tool') | selectattr('tool_calls', 'undefined')"
+TURNS_BESIDE_TOOLS = TURNS.replace("MINUS", BESIDE_TOOLS) + ECHO_CALLS
+
 
 def parts(*texts: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts]
@@ -146,6 +155,45 @@ def test_what_a_template_refuses_stays_refused() -> None:
         rendered(FIRST_OR_ERROR, SYSTEM, USER, SYSTEM, USER)
     with pytest.raises(RequestError, match="no system"):
         rendered(NO_SYSTEM, SYSTEM, USER)
+
+
+# ---- results of tools
+
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "tool_call_id": "call00001", "content": "a fox"}
+LATER_USER = {"role": "user", "content": "Go on."}
+
+
+@pytest.mark.parametrize("form", [str, list])
+def test_a_text_after_a_result_is_a_part_of_it_where_the_template_refuses_the_two(form: type) -> None:
+    """As Mistral's templates and vLLM's for Gemma 3 do; clients of /v1/messages send both in one message."""
+    text = LATER_USER if form is str else said("Go on.")
+    chat = [USER, CALLING, RESULT, text, text, ANSWER, USER]
+    before = "<user>Who is there?<assistant>(look)<tool>a fox\n\nGo on.\n\nGo on."
+    before = before if form is str else before.replace("\n\n", "\n")
+    assert rendered(TURNS_BESIDE_TOOLS, *chat) == f"{before}<assistant>A fox.<user>Who is there?"
+    several = rendered(TURNS_BESIDE_TOOLS, USER, CALLING, RESULT, RESULT, LATER_USER)
+    assert several.endswith("(look)<tool>a fox<tool>a fox\n\nGo on.")
+
+
+def test_results_are_a_users_where_the_template_refuses_tools() -> None:
+    """As Gemma's own does."""
+    chat: list[Any] = [USER, CALLING, RESULT, {**RESULT, "content": "an owl"}, LATER_USER, ANSWER, USER]
+    after = "<user>a fox\n\nan owl\n\nGo on.<assistant>A fox.<user>Who is there?"
+    assert rendered(TURNS_WITHOUT_TOOLS, *chat) == f"<user>Who is there?<assistant>{after}"
+    found = ChatTemplate(TemplateSource(TURNS_WITHOUT_TOOLS)).rendering(chat)
+    assert [each.place for each in found.left_out] == [1]
+    lists = ONLY_LISTS.replace("{% for message", TURNS.replace("MINUS", "") + "{% for message", 1)
+    assert rendered(lists, *chat).endswith("<user>[a fox\n\nan owl\n\nGo on.]<assistant>[A fox.]<user>[Who is there?]")
+
+
+def test_results_stay_as_they_are_where_the_template_writes_or_drops_them(oracle: Any) -> None:
+    chat = [USER, CALLING, RESULT, RESULT, LATER_USER]
+    no_tool = DROPS.replace(", 'tool'", "")
+    for source in (ECHO_CALLS, DROPS, no_tool, EITHER):
+        assert rendered(source, *chat) == oracle(source, chat)
+    with pytest.raises(RequestError, match="Roles must alternate"):
+        rendered(TURNS_BESIDE_TOOLS, USER, USER)
 
 
 # ---- contents

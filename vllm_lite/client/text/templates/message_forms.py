@@ -5,6 +5,8 @@ Where all is well a message stays as it is given, which is how transformers hand
 
 role `developer`    stays for a template that names it; otherwise it becomes `system`. Where a template writes no system
                     message, as many do in the middle of a chat, it stays if it comes out, or becomes `user`
+a tool's result     becomes a user's text for a template that refuses tools. A user's text after a result becomes a part
+                    of it where the template refuses the two
 instructions        of a system or developer at the beginning stay apart if the template writes each of them; otherwise
                     they become one message
 a list of parts     stays a list where the template writes every part of it for that role; otherwise the texts are
@@ -18,6 +20,8 @@ from itertools import pairwise
 from vllm_lite.client.text.templates.template_trials import (
     DEVELOPER,
     SYSTEM,
+    TOOL,
+    USER,
     Message,
     TemplateTrials,
     TextPart,
@@ -33,7 +37,7 @@ def fitted(messages: Sequence[Message], trials: TemplateTrials) -> list[Message]
     pairs = {(one["role"], other["role"]) for one, other in pairwise(first)}
     if all(map(_has_text, first)) and not all(trials.takes_apart(*pair) for pair in pairs):
         known[: len(first)] = [_as_one(first)]
-    return [_with_known_content(each, trials) for each in known]
+    return [_with_known_content(each, trials) for each in _with_known_results(known, trials)]
 
 
 def plain(messages: Sequence[Message]) -> list[Message]:
@@ -53,6 +57,21 @@ def _with_known_role(message: Message, trials: TemplateTrials, *, is_later: bool
     if message.get("role") != DEVELOPER:
         return message
     return {**message, "role": trials.developer_role(is_later=is_later)}
+
+
+def _with_known_results(messages: Sequence[Message], trials: TemplateTrials) -> Sequence[Message]:
+    if not any(each.get("role") == TOOL for each in messages):
+        return messages
+    are_users = trials.result_role == USER
+    joins = are_users or trials.refuses_user_after_result
+    made, is_after_result = list[Message](), False
+    for message in messages:
+        is_result = message.get("role") == TOOL and _has_text(message)
+        new = {"role": USER, "content": message["content"]} if is_result and are_users else message
+        is_joined = joins and is_after_result and new.get("role") == USER and _has_text(new)
+        made[-1:] = [_as_one([made[-1], new])] if is_joined else [*made[-1:], new]
+        is_after_result = is_result or is_joined
+    return made
 
 
 def _with_known_content(message: Message, trials: TemplateTrials) -> Message:
@@ -82,7 +101,7 @@ def _num_instructions(messages: Sequence[Message]) -> int:
 
 
 def _as_one(messages: Sequence[Message]) -> Message:
-    """Join instructions into one: texts by an empty line, lists of parts into one list."""
+    """Join messages into one: texts by an empty line, lists of parts into one list."""
     if has_lists(messages):
         lists = [each["content"] if _is_list(each) else [text_part(each["content"])] for each in messages]
         return {**messages[0], "content": [part for parts in lists for part in parts]}

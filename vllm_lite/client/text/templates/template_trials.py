@@ -23,7 +23,7 @@ Try = Callable[[Sequence[Message]], str]
 Form = Literal["text", "part", "parts", "empty"]
 """Forms of a content: a text, a list of one part, a list of several parts, a text without letters."""
 
-DEVELOPER, SYSTEM, USER, ASSISTANT = "developer", "system", "user", "assistant"
+DEVELOPER, SYSTEM, USER, ASSISTANT, TOOL = "developer", "system", "user", "assistant", "tool"
 SAMPLE_TOOL = {
     "type": "function",
     "function": {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}},
@@ -41,6 +41,12 @@ _CALLING = {
     "role": ASSISTANT,
     "content": "",
     "tool_calls": [{"id": _CALL_ID, "type": "function", "function": {"name": "f", "arguments": {}}}],
+}
+
+_RESULT = {"role": TOOL, "content": _ONE, "tool_call_id": _CALL_ID, "name": "f"}
+_AFTER_CALL: dict[str, list[Message]] = {
+    TOOL: [_HELLO, _CALLING, _RESULT],
+    USER: [_HELLO, _CALLING, {"role": USER, "content": _ONE}],
 }
 
 
@@ -74,7 +80,7 @@ class TemplateTrials:
             before, after = list[Message](), [_HELLO]
             if role in (USER, ASSISTANT):
                 before, after = [_HELLO] if role == ASSISTANT else [], []
-            elif role in ("tool", "function"):
+            elif role in (TOOL, "function"):
                 before, after = [_HELLO, _CALLING], []
                 message |= {"tool_call_id": _CALL_ID, "name": "f"}
             chats = [[*before, message, *after], [*map(_in_parts, before), message, *map(_in_parts, after)]]
@@ -96,6 +102,20 @@ class TemplateTrials:
             self._roles[is_later] = next(self._written(*known, USER, is_later=is_later), SYSTEM)
         return self._roles[is_later]
 
+    @cached_property
+    def result_role(self) -> str:
+        """The role under which a tool's result is rendered: its own, or a user's for a template that refuses tools."""
+        if any(self._attempted(chat) is not None for chat in _forms(_AFTER_CALL[TOOL])):
+            return TOOL
+        return USER if self._takes_chat(_AFTER_CALL[USER], [_ONE]) else TOOL
+
+    @cached_property
+    def refuses_user_after_result(self) -> bool:
+        """Whether a tool's result is rendered, but not with a user's message after it."""
+        chat = _AFTER_CALL[TOOL]
+        both = [*chat, {"role": USER, "content": _OTHER}]
+        return not self._takes_chat(both, [_ONE, _OTHER]) and self._takes_chat(chat, [_ONE])
+
     # ---- inside
 
     def _written(self, *roles: str, is_later: bool) -> Iterator[str]:
@@ -110,17 +130,29 @@ class TemplateTrials:
                 if any(self._comes_out([*start, message, _HELLO], marks) for message in messages):
                     yield role
 
+    def _takes_chat(self, chat: Sequence[Message], marks: Sequence[str]) -> bool:
+        return any(self._comes_out(form, marks) for form in _forms(chat))
+
     def _comes_out(self, chat: Sequence[Message], marks: Sequence[str]) -> bool:
+        text = self._attempted(chat)
+        return text is not None and all(mark in text for mark in marks) and _LEAK not in text
+
+    def _attempted(self, chat: Sequence[Message]) -> str | None:
+        """The rendered conversation; None if the template refuses it, or is slow."""
         if self._is_slow:
-            return False
+            return None
         began_s = time.thread_time()
         try:
-            text = self._attempt(chat)
+            return self._attempt(chat)
         except Exception:  # any error of the template for a conversation that it refuses
-            return False
+            return None
         finally:
             self._is_slow = time.thread_time() - began_s > MAX_TRIAL_S
-        return all(mark in text for mark in marks) and _LEAK not in text
+
+
+def _forms(chat: Sequence[Message]) -> tuple[Sequence[Message], Sequence[Message]]:
+    """The conversation in texts, and in lists of parts."""
+    return chat, [*map(_in_parts, chat)]
 
 
 def _in_parts(message: Message) -> Message:
