@@ -152,7 +152,7 @@ def write_gguf(
             writer.add_array(key, value)
         else:
             writer.add_float32(key, value)
-    writer.add_token_list([f"t{index}".encode() for index in range(config["vocab_size"])])
+    writer.add_token_list(_tokens_of(checkpoint, config["vocab_size"]))
     tensors = tensors_of(checkpoint, architecture, config, joins=joins)
     for gate in [name for name in tensors if joins and "ffn_gate_exps" in name]:
         parts = tensors.pop(gate), tensors.pop(gate.replace("gate", "up"))
@@ -167,6 +167,14 @@ def write_gguf(
         add_tensor(writer, name, torch.zeros(size), "F32")
     write(writer)
     return file
+
+
+def _tokens_of(checkpoint: Path, vocab_size: int) -> list[str]:
+    """The tokens of its tokenizer.json, filled up as by llama.cpp's converter."""
+    file = checkpoint / "tokenizer.json"
+    known: dict[str, int] = json.loads(file.read_text())["model"]["vocab"] if file.is_file() else {}
+    names = {number: token for token, number in known.items()}
+    return [names.get(number, f"[PAD{number}]") for number in range(vocab_size)]
 
 
 def _architecture(config: dict[str, Any]) -> str:

@@ -1,16 +1,20 @@
 """Draft models through whole engines. One that is the model itself is right in every draft, whatever happens to its KV:
 shared prefixes, samples of one prompt, preemption, chunks, ranks. One of another shape changes no token."""
 
+import json
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.e2e.reference import make_prompts, start
-from tests.gguf_files import write_gguf
+from tests.gguf_files import write, write_gguf
 from vllm_lite import SamplingParams
+from vllm_lite.checkpoint.draft_model import check_vocabulary
 from vllm_lite.errors import ConfigError
+from vllm_lite.runtime.nested_settings import Speculation
 
 NUM_TOKENS = 24
 PROMPTS = make_prompts((1, 3, 16, 17, 40, 64, 65, 96, 111, 129), seed=5)
@@ -103,3 +107,35 @@ def test_a_model_that_cannot_draft_is_refused(model: Path, tmp_path: Path) -> No
         ConfigError, match="has another vocabulary: 1 tokens differ, the first is 0, '<huh>' and not '<unk>';"
     ):
         start(model, **drafting(other))
+
+
+def test_tokens_are_compared_whatever_files_have_them(model: Path, tmp_path: Path) -> None:
+    other = make_checkpoint(tmp_path / "other")
+    file = other / "tokenizer.json"
+    own = write_gguf(tmp_path / "own.gguf", other)
+    file.write_text(file.read_text().replace('"<unk>"', '"<huh>"'))
+    differing = write_gguf(tmp_path / "differing.gguf", other)
+    for tokenizer, drafter in ((model, differing), (own, differing), (differing, model), (own, other)):
+        with pytest.raises(ConfigError, match=r"another vocabulary: 1 tokens differ, the first is 0, '<...>' and not"):
+            check_vocabulary(Speculation(model=str(drafter)), str(tokenizer))
+    for tokenizer, drafter in ((model, own), (own, model), (own, own), (other, differing)):
+        check_vocabulary(Speculation(model=str(drafter)), str(tokenizer))
+
+
+def test_names_that_converters_change_are_the_same_tokens(tmp_path: Path) -> None:
+    """Spaces, and names that fill a vocabulary up."""
+    tokens = ["<unk>", "▁a", "▁▁", "b"]
+    folder = tmp_path / "model"
+    folder.mkdir()
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": {"vocab": vocabulary}}))
+
+    def gguf_with(*tokens: str) -> Speculation:
+        writer = gguf.GGUFWriter(tmp_path / f"{len(tokens)}.gguf", "llama")
+        writer.add_token_list([*tokens])
+        write(writer)
+        return Speculation(model=str(tmp_path / f"{len(tokens)}.gguf"))
+
+    check_vocabulary(gguf_with("<unk>", "▁a", "  ", "[PAD3]", "[PAD4]"), str(folder))
+    with pytest.raises(ConfigError, match="2 tokens differ, the first is 3, 'c' and not 'b'"):
+        check_vocabulary(gguf_with("<unk>", "▁a", "  ", "c", "[PAD4]", "b"), str(folder))

@@ -9,6 +9,8 @@ import msgspec
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.eagle_head import check_eagle, read_eagle
 from vllm_lite.checkpoint.gemma4_assistant import is_assistant, read_assistant
+from vllm_lite.checkpoint.gguf.files import gguf_files, read_files
+from vllm_lite.checkpoint.gguf.header import Array
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 from vllm_lite.checkpoint.mtp_head import head_layers, head_names, head_tensors
 from vllm_lite.checkpoint.shard import Shard
@@ -20,6 +22,8 @@ from vllm_lite.runtime.nested_settings import Speculation
 from vllm_lite.runtime.untrusted_files import MAX_TOKENIZER_BYTES, read_bounded
 
 TOKENIZER_FILE = "tokenizer.json"
+SPACE = "▁"
+"""SentencePiece's character for a space."""
 
 
 def read_draft_spec(folder: str) -> ModelSpec:
@@ -85,34 +89,49 @@ def with_drafter(config: EngineConfig, spec: ModelSpec, drafter: ModelSpec | Non
 
 def check_vocabulary(speculation: Speculation | None, tokenizer: str) -> None:
     """Raise ConfigError if the draft model's tokenizer has another token for an id than that of the folder `tokenizer`.
-    Tokens that only one has are ignored. Tokenizers without a tokenizer.json are not compared."""
+    Ids that only one has are ignored. Tokenizers in other formats than tokenizer.json and GGUF are not compared."""
     if speculation is None or speculation.method != "draft_model" or speculation.model is None:
         return
-    own, other = (_tokens(Path(folder)) for folder in (tokenizer, speculation.model))
-    named = {number: token for token, number in own.items()}
+    own, other = (_tokens(Path(path)) for path in (tokenizer, speculation.model))
+    known = set(own.values())
     differing = [
         (number, token)
-        for token, number in other.items()
-        if own.get(token, number) != number or named.get(number, token) != token
+        for number, token in other.items()
+        if (own[number] != token if number in own else token in known)
     ]
     if differing:
         number, token = min(differing)
         raise ConfigError(
             f"the draft model {speculation.model} has another vocabulary: {len(differing)} tokens differ, the first is "
-            f"{number}, {token[:50]!r} and not {named.get(number, '')[:50]!r}; a draft model must have the model's own"
+            f"{number}, {token[:50]!r} and not {own.get(number, '')[:50]!r}; a draft model must have the model's own"
         )
 
 
-def _tokens(folder: Path) -> dict[str, int]:
-    """Map all tokens, including added ones, to ids; empty if the files do not say."""
-    path = folder / TOKENIZER_FILE
-    if not path.is_file():
-        return {}
+def _tokens(path: Path) -> dict[int, str]:
+    """Map ids to tokens, including added ones; empty if the files do not say.
+
+    Converters to GGUF fill vocabularies up with names of their own, which are left out. They write the spaces of some
+    tokens as SentencePiece's character and of others as spaces, so here all are spaces."""
+    if (path / TOKENIZER_FILE).is_file():
+        found = _tokens_of_json(path / TOKENIZER_FILE)
+    else:
+        found = _tokens_of_gguf(files) if (files := gguf_files(path)) else {}
+    return {number: token.replace(SPACE, " ") for number, token in found.items() if token != f"[PAD{number}]"}
+
+
+def _tokens_of_json(file: Path) -> dict[int, str]:
     try:
-        raw: Any = json.loads(read_bounded(path, MAX_TOKENIZER_BYTES))
+        raw: Any = json.loads(read_bounded(file, MAX_TOKENIZER_BYTES))
         vocabulary = raw["model"]["vocab"]
         if isinstance(vocabulary, list):  # a unigram model: [token, score] by id
             vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
-        return dict(vocabulary) | {added["content"]: added["id"] for added in raw.get("added_tokens", [])}
-    except (OSError, ValueError, KeyError, TypeError):  # a damaged file is reported by its own reader
+        added = {entry["id"]: entry["content"] for entry in raw.get("added_tokens", [])}
+        return {number: token for token, number in vocabulary.items()} | added
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # a damaged file is reported by its own reader
         return {}
+
+
+def _tokens_of_gguf(files: list[Path]) -> dict[int, str]:
+    """Raises ModelError for a damaged file."""
+    tokens = read_files(files).metadata.get("tokenizer.ggml.tokens")
+    return dict(enumerate(tokens.texts())) if isinstance(tokens, Array) and tokens.is_text else {}
