@@ -9,9 +9,10 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
 
+from vllm_lite.config import demo_folder
 from vllm_lite.structured.limits import parser_limits
 
-DEMO_TOKENIZER = Path(__file__).parents[1] / "vllm_lite" / "demo_model" / "tokenizer.json"
+DEMO_TOKENIZER = Path(demo_folder()) / "tokenizer.json"
 EOS = 0
 CLOSING = frozenset(text.encode() for text in "\"'}]<\n")
 

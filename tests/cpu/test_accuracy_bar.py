@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.isas import isa_in_use
 from vllm_lite.checkpoint.quantization.mixed import MixedForm
 from vllm_lite.client.text.tokenizer import Tokenizer
+from vllm_lite.config import demo_folder
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.weights.linear import multiplies_bytes
 
@@ -73,7 +74,7 @@ def enlarge(weights: dict[str, torch.Tensor]) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    source = ROOT / "vllm_lite" / "demo_model"
+    source = Path(demo_folder())
     folder = tmp_path_factory.mktemp("large") / "model"
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors"))
     weights = {name: weight.float() for name, weight in load_file(source / "model.safetensors").items()}

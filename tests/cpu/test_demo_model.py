@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from tests.driver import Driver, new_request
+from vllm_lite.config import demo_folder
 from vllm_lite.protocol.step import Draft
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +21,7 @@ import train as demo  # noqa: E402 - found only once the example is on the path
 import train_head  # noqa: E402 - as above
 from grammar import ASSISTANT, BOS, END, USER, check_text  # noqa: E402
 
-MODEL = ROOT / "vllm_lite" / "demo_model"
+MODEL = Path(demo_folder())
 PLAIN = ["Once upon a time", "How to make tea:", "Hello, my name is", "There once was", "The capital of France is"]
 CHATS = [
     "Tell me a story about a fox.",

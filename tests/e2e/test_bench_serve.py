@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.http_server import Server, serving
+from vllm_lite.config import demo_folder
 from vllm_lite.tools import cli
 
-DEMO = str(Path(__file__).parents[2] / "vllm_lite" / "demo_model")
+DEMO = demo_folder()
 RUN = {"date", "backend", "model_id", "tokenizer_id", "num_prompts", "request_rate", "burstiness", "max_concurrency"}
 COUNTS = {"duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "total_token_throughput"}
 RATES = {"request_throughput", "request_goodput", "output_throughput"}

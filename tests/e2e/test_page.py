@@ -14,6 +14,7 @@ from tests.deadlines import scaled
 from tests.http_server import Server, client, serving
 from tests.live_numbers import counts_of, mean_ms
 from tests.pages import HOSTILE, check_with_axe, opened
+from vllm_lite.server.pages import pages
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +271,7 @@ def fulfil(body: Any, route: Any) -> None:
 
 SAID = """text => [{role: "user", content: text}, {
     role: "assistant", content: text, reasoning: text, tool_calls: [{function: {name: text, arguments: text}}]}]"""
-PAGE_JS = Path(__file__).parents[2] / "vllm_lite" / "server" / "pages" / "page.js"
+PAGE_JS = Path(pages.__file__).with_name("page.js")
 
 
 def test_hostile_texts_stay_texts(browser: Any, server: Server) -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from vllm_lite.client.text.tokenizer import Tokenizer
+from vllm_lite.config import demo_folder
 from vllm_lite.errors import ConfigError
 from vllm_lite.tools.bench.serve import arrivals
 from vllm_lite.tools.bench.serve_datasets import DatasetOptions, RandomPrompts, make_requests
 
-DEMO = Path(__file__).parents[2] / "vllm_lite" / "demo_model"
+DEMO = Path(demo_folder())
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import vllm_lite
 from tests.scheduler_rig import Rig, expected
 from vllm_lite.engine.blocks.kv_blocks import KVBlocks
 from vllm_lite.engine.blocks.part import CachePart, Forgotten, Growth, PrefixHit
@@ -17,7 +18,7 @@ from vllm_lite.engine.states.slots import StateSlots
 from vllm_lite.protocol.stats import Stats
 from vllm_lite.protocol.step import Entry
 
-PACKAGE = Path(__file__).parents[2] / "vllm_lite"
+PACKAGE = Path(vllm_lite.__file__).parent
 HEARTS = (
     "engine/scheduling/scheduler.py",
     "engine/blocks/manager.py",

@@ -5,14 +5,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+import vllm_lite
+
+PACKAGE = Path(vllm_lite.__file__).parent
 
 
 def modules() -> dict[str, str]:
     """The sources of all modules of the package, by name."""
     found = {}
-    for path in sorted((ROOT / "vllm_lite").rglob("*.py")):
-        parts = path.relative_to(ROOT).with_suffix("").parts
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
     return found
 

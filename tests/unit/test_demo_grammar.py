@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from vllm_lite.config import demo_folder
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "examples" / "demo_model"))
 import grammar  # noqa: E402 - found only once the example is on the path
 
-MODEL = ROOT / "vllm_lite" / "demo_model"
+MODEL = Path(demo_folder())
 STORY = (
     "Once upon a time there was a clever fox named Mila. She loved berry pie more than anything else. "
     "One morning, Mila could not find her red kite. “Where is my red kite?” asked Mila. "

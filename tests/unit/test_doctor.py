@@ -17,6 +17,7 @@ import pytest
 from tests.deadlines import scaled
 from tests.fake_sys import make_sys
 from tests.unit.test_import_time import loaded_by
+from vllm_lite.config import demo_folder
 from vllm_lite.errors import ConfigError, ModelError, VllmLiteError
 from vllm_lite.runtime import cpu_binding, machine
 from vllm_lite.runtime.cpu_binding import read_topology
@@ -310,7 +311,7 @@ def test_settings_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_model_is_asked_for_its_template_and_formats(tmp_path: Path) -> None:
-    demo = Path(__file__).parents[2] / "vllm_lite" / "demo_model"
+    demo = Path(demo_folder())
     for name in ("tokenizer.json", "config.json"):
         (tmp_path / name).write_bytes((demo / name).read_bytes())
     (line, *others, _, ends, defaults) = chats(str(tmp_path))
@@ -349,7 +350,7 @@ def test_a_model_is_asked_for_what_computes_it(tmp_path: Path, monkeypatch: pyte
         return found.level, found.text
 
     path = tmp_path / "config.json"
-    path.write_bytes((Path(__file__).parents[2] / "vllm_lite" / "demo_model" / "config.json").read_bytes())
+    path.write_bytes(Path(demo_folder(), "config.json").read_bytes())
     assert line() == ("OK", "LlamaForCausalLM: native, 2.8M parameters")
     config = json.loads(path.read_text(encoding="utf-8"))
     path.write_text(json.dumps(config | {"architectures": ["StableLmForCausalLM"], "model_type": "stablelm"}))

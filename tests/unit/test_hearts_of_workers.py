@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-WORKER = Path(__file__).parents[2] / "vllm_lite/worker"
+import vllm_lite
+
+WORKER = Path(vllm_lite.__file__).parent / "worker"
 HEARTS = {"model_runner.py": 250, "batch/input_batch.py": 350, "batch/rows.py": 250, "batch/block_tables.py": 200}
 """Files, and the most lines that each may have."""
 FEATURES = re.compile(

@@ -27,10 +27,10 @@ from vllm_lite.checkpoint.tensors.headers import INDEX_FILE, Tensor, read_header
 from vllm_lite.client.engines.launch import resolve
 from vllm_lite.client.streams.stream import load_tokenizer
 from vllm_lite.client.text.tokenizer import Tokenizer
-from vllm_lite.config import EngineConfig
+from vllm_lite.config import EngineConfig, demo_folder
 from vllm_lite.errors import EngineError, ModelError
 
-DEMO = Path(__file__).parents[2] / "vllm_lite" / "demo_model"
+DEMO = Path(demo_folder())
 SOURCE = HubSource("org/model")
 NEVER_FETCHED = {"pytorch_model.bin": b"x", "model.pt": b"x", "modeling_evil.py": b"x", "README.md": b"x"}
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.deadlines import scaled
+from vllm_lite.config import demo_folder
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -467,7 +468,7 @@ def test_peak_memory_sees_the_whole_tree():
 
 
 def test_our_runner_measures_the_bundled_model(tmp_path, monkeypatch):
-    folder = make_peers(tmp_path, model=ROOT / "vllm_lite" / "demo_model", num_tokens=6)
+    folder = make_peers(tmp_path, model=Path(demo_folder()), num_tokens=6)
     out = tmp_path / "out.json"
     flags = ["--models=tiny", "--engines=ours-bf16", "--workloads=W1", "--repeats=1", "--threads=1", "--quiet-wait=0"]
     monkeypatch.setattr(sys, "argv", ["peers.py", f"--peers={folder}", f"--out={out}", *flags])

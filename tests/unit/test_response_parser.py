@@ -16,6 +16,7 @@ from vllm_lite.client.text.response.parser import ResponseParser
 from vllm_lite.client.text.response.shipped import compose, descriptions, names_of
 from vllm_lite.client.text.response.template import read_template
 from vllm_lite.client.text.tokenizer import Tokenizer
+from vllm_lite.config import demo_folder
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.structured.calls.call_shape import CallShape
 
@@ -358,7 +359,7 @@ def test_a_wrong_template_is_refused_with_its_place(change: dict[str, Any], says
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.load("vllm_lite/demo_model")
+    return Tokenizer.load(demo_folder())
 
 
 def test_how_a_format_is_chosen(tokenizer: Tokenizer, tmp_path: Any) -> None:

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 
+from vllm_lite.config import demo_folder
 from vllm_lite.errors import ConfigError
 from vllm_lite.server.config import Keys, ServeConfig
 from vllm_lite.server.processes.serve_models import keys_of
 from vllm_lite.server.router.catalog import Catalog, read_catalog
 from vllm_lite.server.router.config import RouterConfig
 
-DEMO = Path(__file__).parents[2] / "vllm_lite" / "demo_model"
+DEMO = Path(demo_folder())
 
 
 def read(tmp_path: Path, text: str, **front: Any) -> tuple[Catalog, dict[str, Any]]:

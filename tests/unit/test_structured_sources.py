@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.deadlines import scaled
+from vllm_lite.config import demo_folder
 from vllm_lite.errors import GrammarError, ModelError
 from vllm_lite.protocol.params import Sampling, SamplingParams
 from vllm_lite.protocol.structured import Thinking
@@ -22,7 +23,7 @@ from vllm_lite.structured.sources.source import ALL_BITS, MaskSource
 from vllm_lite.structured.sources.thinking import ThinkingSource
 from vllm_lite.structured.sources.vocabulary import Vocabulary, load_vocabulary
 
-FOLDER = Path(__file__).parents[2] / "vllm_lite" / "demo_model"
+FOLDER = Path(demo_folder())
 WIDTH = 2100
 """Wider than the tokenizer's 2048 tokens."""
 ENDS = (1, 0)
