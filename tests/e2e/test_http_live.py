@@ -7,9 +7,11 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
 import httpx
@@ -31,7 +33,7 @@ NUMBERS = itertools.count()
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with serving("--num-gpu-blocks-override", "200", "--max-num-seqs", "2", fresh=True) as running:
+    with serving("--num-gpu-blocks-override", "200", "--max-num-seqs", "2") as running:
         yield running
 
 
@@ -48,23 +50,49 @@ def rows(looks: Iterator[ServerLook]) -> dict[str, dict[str, Any]]:
     return {row["id"]: row for row in next(looks).engines["0"].requests.values()}
 
 
+def rows_once(looks: Iterator[ServerLook], holds: Callable[[dict[str, dict[str, Any]]], bool]) -> dict[str, Any]:
+    """The requests of the first look of which this holds."""
+    deadline_s = time.monotonic() + scaled(60)
+    while not holds(seen := rows(looks)):
+        assert time.monotonic() < deadline_s, seen
+    return seen
+
+
+@contextmanager
+def busy(server: Server, count: int) -> Iterator[None]:
+    """So many requests at any time: a new one for each that ends, until all are aborted."""
+    body = {"prompt": "Once upon a time", "max_tokens": 1000, "ignore_eos": True, "stream": True}
+    is_over = threading.Event()
+
+    def ask() -> None:
+        with client(server) as one:
+            while not is_over.is_set():
+                asked = body | {"request_id": f"b{next(NUMBERS)}"}
+                with one.stream("POST", "/v1/completions", json=asked) as answer:
+                    deque(takewhile(lambda _: not is_over.is_set(), answer.iter_lines()), maxlen=0)
+
+    asking = [threading.Thread(target=ask) for _ in range(count)]
+    for thread in asking:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        for thread in asking:
+            thread.join(scaled(60))
+
+
 def test_requests_are_seen_and_why_they_wait(server: Server) -> None:
-    body = {"prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True, "stream": True, "n": 2}
     with client(server) as http, watching(http) as looks:
-        with ExitStack() as streams:
-            for number in range(4):
-                streams.enter_context(http.stream("POST", "/v1/completions", json=body | {"request_id": f"s{number}"}))
-            seen = rows(looks)
-            while not any(row["reason"] == "waits_for_row" for row in seen.values()):
-                seen = rows(looks)
+        with busy(server, 4):
+            seen = rows_once(looks, lambda seen: any(row["reason"] == "waits_for_row" for row in seen.values()))
             waiting = next(row for row in seen.values() if row["reason"] == "waits_for_row")
             assert waiting["why"] == "all rows of the batch are taken (--max-num-seqs)"
             running = next(row for row in seen.values() if row["state"] == "running")
             assert running["reason"] is None
             assert len(running["table"]) == running["blocks"] > 0
-            assert set(seen) <= {f"cmpl-s{number}" for number in range(4)}
-        while rows(looks):
-            pass
+            assert all(name.startswith("cmpl-b") for name in seen)
+        rows_once(looks, lambda seen: not seen)
 
 
 def test_numbers_are_those_of_metrics(server: Server) -> None:
