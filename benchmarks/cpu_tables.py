@@ -1,8 +1,9 @@
 """Write the tables of the documents that come from results/: python benchmarks/cpu_tables.py [--check]
 
-docs/quantization.md gets the distance of each way from the exact model (accuracy-cpu.json), docs/performance.md the
-speed of 8 and 4 bits and that of the best peer (peers-MODEL-exact-cpu.json), and README.md the ratios, both with each
-engine's own error. With --check nothing is written, and the exit status is 1 if a table differs from the figures.
+docs/quantization.md gets the distance of each way from the exact model (accuracy-cpu.json), docs/performance.md our
+speed and that of the best peer (peers-MODEL-bf16-cpu.json, peers-MODEL-exact-cpu.json), and README.md the ratios, both
+with each engine's own error. With --check nothing is written, and the exit status is 1 if a table differs from the
+figures.
 """
 
 import argparse
@@ -95,14 +96,23 @@ def accuracy_table(models: dict[str, dict[str, Ways]]) -> Iterator[str]:
 
 MODELS = {
     "small": "34 M",
+    "smollm2": "SmolLM2-135M itself",
     "medium": "506 M",
     "llama1b": "Llama-3.2-1B's shape",
-    "group6": "Qwen2.5-1.5B's layers",
-    "smollm2": "SmolLM2-135M itself",
 }
-SPEEDS = {"W1": ("one stream", "decode_tok_s"), "W2": ("32 prompts", "out_tok_s")}
-ENGINES = {"llama": "llama.cpp", "llama_k": "llama.cpp", "llama_file": "llama.cpp", "ov": "OpenVINO"}
+SPEEDS = {
+    "W1": ("one stream", "decode_tok_s"),
+    "W2": ("32 prompts of 16-512", "out_tok_s"),
+    "W4": ("4 prompts of 2048", "out_tok_s"),
+}
+ENGINES = {"llama": "llama.cpp", "llama_k": "llama.cpp", "llama_file": "llama.cpp", "ov": "OpenVINO", "vllm": "vLLM"}
 RACED = {
+    "bfloat16": (
+        "ours-bf16",
+        {"vllm-bf16": "", "llama-bf16": "", "ov-bf16": "OpenVINO bfloat16"},
+        "dense",
+        "bfloat16",
+    ),
     "int8": ("ours-int8", {"llama-int8": "llama.cpp Q8_0", "ov-int8": "OpenVINO int8"}, "off-grid", "int8"),
     "`int4_g32`": (
         "ours_g32-int4",
@@ -114,20 +124,22 @@ RACED = {
     "the same Q4_1 file": ("ours_file-int4", {"llama_file-int4": "llama.cpp"}, "file", "bfloat16"),
 }
 """Ours, the peers that it is raced with and their ways in accuracy-cpu.json, the form there, and our way."""
-BFLOAT16 = ("ours-bf16", {"llama-bf16": "", "ov-bf16": "OpenVINO bfloat16"}, "dense", "bfloat16")
 SHORT = {
-    "bfloat16": (*BFLOAT16, ("", "OpenVINO bfloat16")),
-    "int8": (*RACED["int8"], ("llama.cpp Q8_0", "OpenVINO int8")),
-    "`int4_g32`": (*RACED["`int4_g32`"], ("llama.cpp Q4_K_M", "OpenVINO int4")),
-    "a 4-bit file": (*RACED["the same Q4_0 file"], ("llama.cpp", "")),
+    "bfloat16": ("bfloat16", ("", "OpenVINO bfloat16")),
+    "int8": ("int8", ("llama.cpp Q8_0", "OpenVINO int8")),
+    "`int4_g32`": ("`int4_g32`", ("llama.cpp Q4_K_M", "OpenVINO int4")),
+    "a 4-bit file": ("the same Q4_0 file", ("llama.cpp", "")),
 }
-"""The same and the ways of llama.cpp and OpenVINO whose errors stand beside ours."""
+"""Rows of README: the key in RACED, and the ways of llama.cpp and OpenVINO whose errors follow ours."""
 
 
-def raced(model: str, end: str) -> dict[str, Any]:
+def raced(model: str) -> dict[str, Any]:
     """Figures by workload and engine, {} if there are none."""
-    path = RESULTS / f"peers-{model}{end}.json"
-    return dict(json.loads(path.read_text())["all"][model]) if path.exists() else {}
+    found: dict[str, Any] = {}
+    for path in (RESULTS / f"peers-{model}-bf16-cpu.json", RESULTS / f"peers-{model}-exact-cpu.json"):
+        for work, cells in json.loads(path.read_text())["all"][model].items() if path.exists() else ():
+            found.setdefault(work, {}).update(cells)
+    return found
 
 
 def speed(cells: dict[str, Any], metric: str, engine: str, peers: dict[str, str], ways: Ways) -> str:
@@ -146,10 +158,10 @@ def speed(cells: dict[str, Any], metric: str, engine: str, peers: dict[str, str]
 
 
 def speed_table(models: dict[str, dict[str, Ways]]) -> Iterator[str]:
-    yield "| Llama of | weights | our error | one stream | 32 prompts of 16-512 |"
-    yield "| --- | --- | --- | --- | --- |"
+    yield f"| Llama of | weights | our error | {' | '.join(title for title, _ in SPEEDS.values())} |"
+    yield "| --- " * (3 + len(SPEEDS)) + "|"
     for model, title in MODELS.items():
-        cells = raced(model, "-exact-cpu")
+        cells = raced(model)
         for name, (engine, peers, form, way) in RACED.items():
             ways = models["smollm2"][form]
             found = [speed(cells.get(work, {}), metric, engine, peers, ways) for work, (_, metric) in SPEEDS.items()]
@@ -169,12 +181,12 @@ def ratio_table(models: dict[str, dict[str, Ways]]) -> Iterator[str]:
     """The table of README, for these shapes only, because README is short."""
     yield "| weights | one stream | 32 prompts | nats: ours/llama.cpp/OpenVINO |"
     yield "| --- | --- | --- | --- |"
-    for name, (engine, peers, form, way, others) in SHORT.items():
-        end = "-cpu" if engine == "ours-bf16" else "-exact-cpu"
-        cells = [raced(model, end) for model in ("small", "medium", "llama1b")]
+    shapes = [raced(model) for model in ("small", "medium", "llama1b")]
+    for name, (raced_as, others) in SHORT.items():
+        engine, peers, form, way = RACED[raced_as]
         columns = [
-            "/".join(ratio(each.get(work, {}), metric, engine, peers) for each in cells)
-            for work, (_, metric) in SPEEDS.items()
+            "/".join(ratio(cells.get(work, {}), SPEEDS[work][1], engine, peers) for cells in shapes)
+            for work in ("W1", "W2")
         ]
         ways = models["smollm2"][form]
         errors = [f"{ways[each]['next_token']:.3f}" if each in ways else "-" for each in (way, *others)]
