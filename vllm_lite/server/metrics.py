@@ -363,8 +363,16 @@ _DISK_ERRORS = "Failed reads and writes of the disk cache, and removed files, by
 _LOAD = "Running HTTP requests that generate."
 _RESPONSES = "HTTP responses."
 
+
+def _fields(
+    kind: Literal["gauge", "counter", "histogram"], source: str, rows: Iterable[tuple[str, str, str]]
+) -> Iterator[Definition]:
+    """Metrics that are fields of `source`, a dotted name in a Scrape, as rows of name, field and text."""
+    return (Definition(name, kind, text, attrgetter(f"{source}.{field}")) for name, field, text in rows)
+
+
 METRICS: tuple[Definition, ...] = (
-    *(Definition(name, "gauge", text, attrgetter(f"stats.{field}")) for name, field, text in _GAUGES),
+    *_fields("gauge", "stats", _GAUGES),
     Definition("vllm:kv_cache_usage_perc", "gauge", _USAGE, _usage),
     Definition("vllm:gpu_cache_usage_perc", "gauge", "Deprecated: vllm:kv_cache_usage_perc.", _usage),
     Definition(
@@ -376,7 +384,7 @@ METRICS: tuple[Definition, ...] = (
     ),
     Definition("vllm_lite:workers", "gauge", _WORKERS, attrgetter("config.tensor_parallel_size")),
     Definition("vllm:lora_requests_info", "gauge", _ADAPTERS, _adapters, _LORA_LABELS),
-    *(Definition(name, "counter", text, attrgetter(f"stats.{field}")) for name, field, text in _COUNTERS),
+    *_fields("counter", "stats", _COUNTERS),
     Definition(
         "vllm:prefix_cache_hits", "counter", "Prompt tokens found in the prefix cache, on the device.", _device_hits
     ),
@@ -401,7 +409,7 @@ METRICS: tuple[Definition, ...] = (
     Definition("vllm_lite:disk_queue", "gauge", _DISK_QUEUE, _disk("num_queued"), ("what",)),
     Definition("vllm_lite:disk_errors", "counter", _DISK_ERRORS, _disk_errors, ("reason",)),
     Definition("vllm_lite:expert_tokens", "counter", _EXPERTS, _expert_tokens, ("layer", "expert")),
-    *(Definition(name, "histogram", text, attrgetter(f"stats.requests.{field}")) for name, field, text in _HISTOGRAMS),
+    *_fields("histogram", "stats.requests", _HISTOGRAMS),
     *(Definition(name, "histogram", text, _of_blocks(field)) for name, field, text in _BLOCK_HISTOGRAMS),
     Definition("vllm_lite:server_load", "gauge", _LOAD, lambda at: {(at.server,): at.load}, (SERVER,), is_servers=True),
     Definition(

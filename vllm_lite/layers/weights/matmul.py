@@ -1,9 +1,7 @@
 """Weights in memory, each with its matrix product; `make_matmul` chooses the fastest for the device.
 
-On a CPU that is `NativeMatmul` for every dtype and number of rows, and no second copy is kept. `vllm-lite bench
-kernels` gave on one core of an EPYC (avx512_bf16), for 4096 x 4096 in bfloat16, microseconds of torch.mm, of oneDNN
-prepacked, and of ours: 1 row 1975, 961, 906; 8 rows 2086, 1412, 983; 32 rows 3857, 3085, 2353; 512 rows 37780, 36520,
-37910.
+On a CPU that is `NativeMatmul` for every dtype and number of rows, and no second copy is kept; `python benchmarks
+kernels --parts linear` compares it with torch.mm and with oneDNN's packed weights.
 """
 
 from functools import cache

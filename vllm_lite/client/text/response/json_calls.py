@@ -2,6 +2,7 @@
 name."""
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,7 +22,7 @@ class Envelope:
     """Allowed further keys; None: any."""
 
 
-class _Reader:
+class _Reader(ABC):
     """Passes text to the current step, which handles one structural character or value; keeps the text that is not sent
     yet."""
 
@@ -64,8 +65,10 @@ class _Reader:
     def cut(self) -> str:
         return "".join(self._unsent)
 
+    @abstractmethod
     def _step(self, text: str, place: int) -> int:
-        raise NotImplementedError
+        """Handle one structural character or value at `place`, and return the position after what was read. Raises
+        Malformed."""
 
     def _begin(self, name: str, place: int) -> None:
         self._sink.begin(name, place)
