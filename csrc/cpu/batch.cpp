@@ -1,5 +1,5 @@
-// The persistent batch's part of a decode step: vllm_lite/worker/batch/steady.py says when. What is computed here for
-// one token of each sequence, vllm_lite/worker/batch/input_batch.py computes for any step.
+// The persistent batch's part of a decode step in which each sequence computes one token.
+// vllm_lite/worker/batch/steady.py chooses the steps; vllm_lite/worker/batch/input_batch.py does the same for any step.
 #include <algorithm>
 #include <cstdint>
 
@@ -8,7 +8,7 @@
 // The same record as _Record in vllm_lite/kernels/cpu/batch.py. Arrays of the batch have one element or row for each of
 // its rows, arrays of the step one for each of the step's sequences.
 struct DecodeRows {
-  // of the batch
+  // Arrays of the batch.
   int32_t* token_ids;  // [..][token_stride]
   int64_t token_stride;
   int64_t* num_tokens;
@@ -19,12 +19,12 @@ struct DecodeRows {
   int64_t num_groups;
   int64_t table_stride;
   int64_t block_size;
-  // of the step
+  // Arrays of the step.
   const int64_t* rows;
   int64_t* input_ids;
   int64_t* positions;
-  int64_t* lengths;   // the sequences', and where in them the sampled tokens will stand
-  int32_t* seq_lens;  // the same
+  int64_t* lengths;   // of the sequences with this token, so also the place of the sampled token in token_ids
+  int32_t* seq_lens;  // the same as int32
   int64_t* slots;     // [num_groups][slot_stride]
   int64_t slot_stride;
   int32_t* const* step_tables;  // for each group [..][table_stride]
@@ -34,7 +34,7 @@ namespace {
 
 constexpr int64_t kPadSlot = -1;
 
-// What the sequence in `row` needs as sequence i of the step. False if it cannot decode.
+// Fills in the inputs of the sequence in `row`, which is number i of the step. Returns false if it cannot decode.
 bool fill(const DecodeRows& batch, int64_t i, int64_t row) {
   const int64_t position = batch.num_computed[row], block = position / batch.block_size;
   if (position + 1 != batch.num_tokens[row]) return false;
@@ -57,8 +57,9 @@ bool fill(const DecodeRows& batch, int64_t i, int64_t row) {
 
 }  // namespace
 
-// The inputs of a step in which each of `count` sequences computes its last token. Returns the length of the longest
-// block table; or -1 if a sequence has more to compute, or no block for it, and then the arrays mean nothing.
+// Fills in the inputs of a step in which each of `count` sequences computes its last token. Returns the length of the
+// longest block table; or -1 if a sequence has more tokens to compute or lacks a block, and then the arrays of the step
+// are undefined.
 VLLM_LITE_API int64_t vllm_lite_decode_inputs(const DecodeRows* batch, int64_t count) {
   int32_t longest = 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -70,7 +71,7 @@ VLLM_LITE_API int64_t vllm_lite_decode_inputs(const DecodeRows* batch, int64_t c
   return longest;
 }
 
-// The step has run, and gave each sequence one token.
+// Appends the token that the step has sampled for each sequence, and counts its input token as computed.
 VLLM_LITE_API void vllm_lite_decode_commit(const DecodeRows* batch, int64_t count, const int64_t* sampled) {
   for (int64_t i = 0; i < count; ++i) {
     const int64_t row = batch->rows[i];

@@ -1,4 +1,4 @@
-// What is done to the paged cache besides attention: writes of new tokens, copies of whole blocks.
+// The paged cache's operations other than attention: writes of new tokens, copies of whole blocks.
 #include "cache_ops.h"
 
 #include <algorithm>
@@ -13,13 +13,13 @@ using namespace vllm_lite;
 
 namespace {
 
-constexpr int64_t kTaskBytes = 128 << 10;  // what a task moves: about 10 us
+constexpr int64_t kTaskBytes = 128 << 10;  // bytes moved by a task: about 10 us
 
 }  // namespace
 
-// Turns Q and K in place by cos and sin, unless these are null, and stores K and V at their slots; a negative slot is
-// not stored. Strides count elements; kv_strides [4] are those of the first axes of `kv`, the second
-// 0 where V is a part of K.
+// Rotates Q and K in place by cos and sin, unless these are null, and stores K and V at their slots; tokens with a
+// negative slot are not stored. Strides are in elements; kv_strides [4] are those of the first axes of `kv`, and
+// kv_strides[1] is 0 if V is a part of K.
 VLLM_LITE_API void vllm_lite_write_kv(const AttentionShape* shape, void* query, int64_t query_stride, void* key,
                                       int64_t key_stride, const void* value, int64_t value_stride, const void* cos,
                                       const void* sin, int64_t rotation_stride, const int64_t* slots,
@@ -56,8 +56,8 @@ VLLM_LITE_API void vllm_lite_write_kv(const AttentionShape* shape, void* query, 
 }
 VLLM_LITE_RECORDABLE(vllm_lite_write_kv)
 
-// Copies block pairs[i][0] of `source` to block pairs[i][1] of `destination`, all i in any order: no block that is
-// written may be another pair's source or destination. source and destination may be one pool.
+// Copies block pairs[i][0] of `source` to block pairs[i][1] of `destination` for all i, in any order: a block that is
+// written must not be another pair's source or destination. Both pools may be the same.
 VLLM_LITE_API void vllm_lite_copy_blocks(const char* source, char* destination, int64_t block_bytes,
                                          const int64_t* pairs, int64_t num_pairs) {
   const auto copy = [&](int64_t pair, int64_t from, int64_t to) {

@@ -1,4 +1,4 @@
-// What every kernel file needs. Kernels see raw pointers and strides only: no Python, no torch.
+// Definitions that all kernel files share. Kernels see raw pointers and strides only: no Python, no torch.
 #pragma once
 
 #include <cstdint>

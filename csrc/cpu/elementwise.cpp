@@ -33,7 +33,7 @@ VLLM_LITE_API void vllm_lite_add(int32_t dtype, int64_t num_rows, int64_t size, 
 VLLM_LITE_RECORDABLE(vllm_lite_add)
 
 // x: [num_rows, size], table: [max_position, size]. Returns the index of the first position outside of [0,
-// max_position), and then does nothing; otherwise -1.
+// max_position), and then changes nothing; otherwise -1.
 VLLM_LITE_API int64_t vllm_lite_add_rows(int32_t dtype, int64_t num_rows, int64_t size, void* x, int64_t x_stride,
                                          const void* table, int64_t table_stride, int64_t max_position,
                                          const int64_t* positions) {
@@ -73,7 +73,7 @@ VLLM_LITE_API void vllm_lite_clamp(int32_t dtype, int64_t num_rows, int64_t size
 }
 VLLM_LITE_RECORDABLE(vllm_lite_clamp)
 
-// logits: float32 [num_rows, size], in place; a cap of 0 is none.
+// logits: float32 [num_rows, size], in place; cap 0: no cap.
 VLLM_LITE_API void vllm_lite_scale_and_cap(int64_t num_rows, int64_t size, float* logits, int64_t stride, float factor,
                                            float cap) {
   const ScaleAndCap op = {factor, cap, size, logits, stride};

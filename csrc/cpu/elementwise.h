@@ -6,7 +6,7 @@
 
 #include "isa.h"
 
-// kSwigluOai: with a gate alone.
+// kSwigluOai is for gated activations only.
 enum Activation : int32_t { kSilu = 0, kGeluTanh = 1, kGelu = 2, kRelu = 3, kSwigluOai = 4, kRelu2 = 5 };
 
 struct Activate {
@@ -18,13 +18,13 @@ struct Activate {
 
 struct GatedActivation {
   int32_t dtype, activation;
-  int64_t size;  // of the gate, behind which lies `up`
+  int64_t size;  // of the gate; `up` follows it
   const void* gate_up;
   void* out;
   int64_t in_stride, out_stride;
 };
 
-// Row i of x gets row positions[i] of `added`, or row i where there are no positions.
+// Adds row positions[i] of `added` to row i of x, or row i if there are no positions.
 struct AddRows {
   int32_t dtype;
   int64_t size;
@@ -63,7 +63,7 @@ struct GateHeads {
   int64_t x_stride, gate_stride;
 };
 
-// factors: a, c, beta and eps. Above 0 x becomes a x^2 + beta x, elsewhere c (e^min(x, eps) - 1 - x) + beta x.
+// factors: a, c, beta and eps. x becomes a x^2 + beta x above 0, else c (e^min(x, eps) - 1 - x) + beta x.
 struct Xielu {
   int32_t dtype;
   int64_t size;
@@ -72,7 +72,7 @@ struct Xielu {
   const float* factors;
 };
 
-// Every element of x is brought between -limit and limit. NaN stays.
+// Limits every element of x to [-limit, limit]. NaN stays NaN.
 struct Clamp {
   int32_t dtype;
   float limit;
@@ -88,7 +88,7 @@ struct ScaleAndCap {
   int64_t stride;
 };
 
-// Each does rows [first, last) of its first axis.
+// Each computes rows [first, last) of its first axis.
 VLLM_LITE_DECLARE(void activate(const Activate& op, int64_t first, int64_t last))
 VLLM_LITE_DECLARE(void gated_activation(const GatedActivation& op, int64_t first, int64_t last))
 VLLM_LITE_DECLARE(void add_rows(const AddRows& op, int64_t first, int64_t last))

@@ -34,8 +34,8 @@ VLLM_LITE_API void vllm_lite_add_rms_norm(int32_t dtype, int64_t num_rows, int64
 }
 VLLM_LITE_RECORDABLE(vllm_lite_add_rms_norm)
 
-// x, out: [num_outer, num_inner, size], each with the strides of its two outer axes; weight: [size], for each inner row
-// or, `weight_inner` apart, of its own; bias: as weight, or null.
+// x, out: [num_outer, num_inner, size], each with the strides of its two outer axes; weight and bias: [size], for inner
+// row j at weight + j * weight_inner; bias may be null.
 VLLM_LITE_API void vllm_lite_wide_norm(int32_t dtype, int32_t centered, int64_t num_outer, int64_t num_inner,
                                        int64_t size, float eps, const void* x, int64_t x_outer, int64_t x_inner,
                                        const float* weight, const float* bias, int64_t weight_inner, void* out,
@@ -56,8 +56,8 @@ VLLM_LITE_API void vllm_lite_add_wide_norm(int32_t dtype, int32_t centered, int6
 }
 VLLM_LITE_RECORDABLE(vllm_lite_add_wide_norm)
 
-// heads, out: [num_tokens, num_heads, head_size], which may be the same; cos, sin: [num_tokens, head_size], both with
-// one stride.
+// heads, out: [num_tokens, num_heads, head_size], possibly the same memory; cos, sin: [num_tokens, head_size], with one
+// stride.
 VLLM_LITE_API void vllm_lite_rotate(int32_t dtype, int64_t num_tokens, int64_t num_heads, int64_t head_size,
                                     const void* heads, int64_t token_stride, int64_t head_stride, void* out,
                                     int64_t out_token_stride, int64_t out_head_stride, const void* cos, const void* sin,
@@ -68,7 +68,7 @@ VLLM_LITE_API void vllm_lite_rotate(int32_t dtype, int64_t num_tokens, int64_t n
 }
 VLLM_LITE_RECORDABLE(vllm_lite_rotate)
 
-// Returns the index of the first position outside of [0, max_position), and then does nothing; otherwise -1.
+// Returns the index of the first position outside of [0, max_position), and then changes nothing; otherwise -1.
 VLLM_LITE_API int64_t vllm_lite_select_rotation(int32_t dtype, int64_t num_tokens, int64_t half, const float* table,
                                                 int64_t max_position, const int64_t* positions, void* cos, void* sin,
                                                 int64_t stride) {
@@ -80,9 +80,9 @@ VLLM_LITE_API int64_t vllm_lite_select_rotation(int32_t dtype, int64_t num_token
 }
 VLLM_LITE_RECORDABLE(vllm_lite_select_rotation)
 
-// The rows of ids [count] to `out`, whose rows are `out_stride` bytes apart: an embedding. The table [num_rows]
-// [row_bytes] has those of the ids from first_id on, of num_ids that there are; the rows of all others become zero.
-// Returns -1; or the index of the first id that there is not, and nothing is written.
+// An embedding: copies the rows of ids [count] to `out`, whose rows are `out_stride` bytes apart. `table`
+// [num_rows][row_bytes] has the rows of the ids from first_id on; valid ids without a row there get zeros. Ids are in
+// [0, num_ids). Returns -1; or the index of the first invalid id, and writes nothing.
 VLLM_LITE_API int64_t vllm_lite_look_up(const char* table, int64_t first_id, int64_t num_rows, int64_t num_ids,
                                         int64_t row_bytes, const int64_t* ids, int64_t count, char* out,
                                         int64_t out_stride) {

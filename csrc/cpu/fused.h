@@ -1,12 +1,12 @@
-// Norms and rotary embedding on rows of elements; vllm_lite/kernels/ops.py says what each computes.
-// All strides are in elements. Sizes need not be multiples of a vector.
+// Norms and rotary embedding on rows of elements; vllm_lite/kernels/ops.py defines the results. All strides are in
+// elements. Sizes need not be multiples of a vector.
 #pragma once
 
 #include <cstdint>
 
 #include "isa.h"
 
-// Row (i, j) begins at x + i * x_outer + j * x_inner. `dtype` is a DType, as everywhere below.
+// Row (i, j) begins at x + i * x_outer + j * x_inner. `dtype` is a DType, here and below.
 struct RmsNorm {
   int32_t dtype;
   float eps;
@@ -25,14 +25,14 @@ struct AddRmsNorm {
   int64_t residual_stride, x_stride, out_stride;
 };
 
-// bias: null, or as weight [size].
+// bias: [size], or null.
 struct WideWeights {
   int32_t centered;
   float eps;
   const float *weight, *bias;
 };
 
-// The weights of inner row j begin j * weight_inner behind those of the first.
+// The weights of inner row j begin at weight + j * weight_inner.
 struct WideNorm {
   int32_t dtype;
   WideWeights norm;
@@ -72,7 +72,7 @@ struct SelectRotation {
   int64_t stride;
 };
 
-// Each does rows or tokens [first, last) of its first axis.
+// Each computes rows or tokens [first, last) of its first axis.
 VLLM_LITE_DECLARE(void rms_norm(const RmsNorm& op, int64_t first, int64_t last))
 VLLM_LITE_DECLARE(void add_rms_norm(const AddRmsNorm& op, int64_t first, int64_t last))
 VLLM_LITE_DECLARE(void wide_norm(const WideNorm& op, int64_t first, int64_t last))

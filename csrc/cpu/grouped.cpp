@@ -9,8 +9,8 @@
 
 namespace {
 
-// The lower 4 bits of codes, which are bytes, of one output into the words of linear.h; `count` inputs, and zeros
-// behind them.
+// Packs the lower 4 bits of one output's codes, a byte each, into the words of linear.h: `count` inputs, padded with
+// zeros.
 void pack_nibbles(const uint8_t* codes, int64_t count, char* to) {
   constexpr uint32_t kLower = 0x0f0f0f0f;
   for (; count > 0; count -= 8, codes += 8, to += 4) {
@@ -21,20 +21,21 @@ void pack_nibbles(const uint8_t* codes, int64_t count, char* to) {
   }
 }
 
-// The fifth bits of one output's codes, all `count` of a cell, into `to`, which must be zero before the first output.
+// Packs the fifth bits of one output's codes, all `count` of a cell, into `to`, which must be zero before the first
+// output.
 void pack_fifth_bits(const uint8_t* codes, int64_t count, int64_t output, char* to) {
   const int64_t shift = 4 * (output % 2);
   for (int64_t i = 0; i < count; i += 8, to += kBlock) {
     uint64_t eight = 0;
     std::memcpy(&eight, codes + i, static_cast<size_t>(count - i < 8 ? count - i : 8));
-    // One bit of each byte, side by side.
+    // Gathers one bit of each byte.
     const uint64_t bits = (eight >> 4 & 0x0101010101010101) * 0x0102040810204080 >> 56;
     to[output / 2] = static_cast<char>(to[output / 2] | (bits & 15) << shift);
     to[(kBlock + output) / 2] = static_cast<char>(to[(kBlock + output) / 2] | bits >> 4 << shift);
   }
 }
 
-// What `count` outputs have of one group, side by side.
+// Packs the scales (or minima) that `count` outputs have for one group, side by side.
 void pack_scales(const float* scales, int64_t stride, int64_t count, int32_t type, char* to) {
   float side_by_side[kBlock] = {};
   for (int64_t i = 0; i < count; ++i) side_by_side[i] = scales[i * stride];
@@ -78,15 +79,15 @@ void pack_cells(const PackedWeight& weight, const GroupedRows& rows, int64_t blo
   }
 }
 
-// Bytes that a grouped weight takes.
+// Bytes of a grouped weight.
 VLLM_LITE_API int64_t vllm_lite_grouped_size(const PackedWeight* weight) {
   const CellLayout layout = CellLayout::of(*weight);
   return (weight->num_outputs + kBlock - 1) / kBlock * layout.groups(weight->num_inputs) * layout.bytes();
 }
 
-// codes [num_outputs][num_inputs], scales and minima [num_outputs][groups] into weight->data, which must be zero.
-// Minima are nullptr where weight->minima_type is kNoMinima, and whole numbers up to 255 where it is kShifts;
-// whole numbers from -128 to 127 where the type is kIntegers.
+// Packs codes [num_outputs][num_inputs], scales and minima [num_outputs][groups] into weight->data, which must be zero.
+// Minima are nullptr if weight->minima_type is kNoMinima, whole numbers up to 255 if it is kShifts; scales and minima
+// of type kIntegers are whole numbers from -128 to 127.
 VLLM_LITE_API void vllm_lite_pack_grouped(const PackedWeight* weight, const uint8_t* codes, int64_t stride,
                                           const float* scales, const float* minima) {
   const GroupedRows rows = {codes, stride, scales, minima};

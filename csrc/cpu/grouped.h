@@ -12,5 +12,5 @@ struct GroupedRows {
   const float* minima;  // the same, or nullptr
 };
 
-// One block of a weight into `to`, which must be zero.
+// Packs one block of a weight into `to`, which must be zero.
 void pack_cells(const PackedWeight& weight, const GroupedRows& rows, int64_t block, char* to);

@@ -1,4 +1,4 @@
-// Small linear layers, one for each head, as one call: their weights lie apart, their rows side by side.
+// Small linear layers, one for each head, in one call: their weights are separate, their rows adjacent.
 #include <algorithm>
 
 #include "common.h"
@@ -8,7 +8,7 @@
 
 namespace {
 
-// A task shorter than this is not worth handing out, in weights times rows; about 5 us.
+// Minimum size of a task, in weights times rows; about 5 us.
 constexpr int64_t kMinTask = 64 << 10;
 
 int64_t ceil_div(int64_t a, int64_t b) {
@@ -22,8 +22,8 @@ char* moved(const void* from, int64_t elements, int32_t dtype) {
 }  // namespace
 
 // out[:, head] = x[:, head] W[head]^T + bias[head]; x: [num_rows, num_heads, inputs], out: [num_rows, num_heads,
-// outputs], of DType `dtype` up to kFloat16. Strides count elements; a head's are dense. All weights have one shape and
-// type. Rows stay as they are with grouped weights, too.
+// outputs], of DType `dtype` up to kFloat16. Strides are in elements; the elements of a head are dense. All weights
+// have one shape and type. Rows are not quantized, even with grouped weights.
 VLLM_LITE_API void vllm_lite_head_linear(const PackedWeight* const* weights, int64_t num_heads, int32_t dtype,
                                          const void* x, int64_t x_stride, int64_t x_head_stride, void* out,
                                          int64_t out_stride, int64_t out_head_stride, int64_t num_rows) {

@@ -1,4 +1,5 @@
-// Picks the instruction set when the library is opened: the best that the machine has, or VLLM_LITE_ISA names.
+// Chooses the instruction set when the library is loaded: the one that VLLM_LITE_ISA names, or the best that the
+// machine supports.
 #include "isa.h"
 
 #include <cstdlib>
@@ -26,8 +27,8 @@ constexpr bool kHasAmx = false;  // of this library, whatever the machine has
 #endif
 constexpr Isa kNone = static_cast<Isa>(-1);
 
-// Whether the processor has tiles, and the system lets this process use them. It has to be asked before the first use;
-// the answer holds for all threads.
+// Whether the processor has tile registers, and the system lets this process use them. Linux requires a request before
+// the first use; its answer holds for all threads.
 [[maybe_unused]] bool has_tiles() {
 #ifdef VLLM_LITE_AMX
   constexpr unsigned kBf16 = 1u << 22, kTiles = 1u << 24, kInt8 = 1u << 25;  // of leaf 7, EDX
@@ -41,7 +42,7 @@ constexpr Isa kNone = static_cast<Isa>(-1);
 #endif
 }
 
-// Whether this library has the set.
+// Whether this library was compiled with the set.
 bool built(Isa set) {
 #ifdef VLLM_LITE_ONLY
 #define VLLM_LITE_TEXT_OF(name) #name
@@ -54,11 +55,11 @@ bool built(Isa set) {
 }
 
 #ifdef VLLM_LITE_ARM
-// Bits of Linux's auxiliary vector, whose names older systems lack.
+// Tests bits of Linux's auxiliary vector. Literals, because older systems lack names for some.
 bool has_all(unsigned long vector, unsigned long bits) {
   return (getauxval(vector) & bits) == bits;
 }
-bool has_dot_products() {  // and what comes with Armv8.1, which compilers use
+bool has_dot_products() {  // and the extensions of Armv8.1, which compilers then use as well
   constexpr unsigned long kAtomics = 1ul << 8, kDoubling = 1ul << 12, kDots = 1ul << 20;
   return has_all(AT_HWCAP, kAtomics | kDoubling | kDots);
 }
@@ -87,7 +88,7 @@ bool supported(Isa set) {
 #endif
 }
 
-// The set to use; kNone if this library has none of the machine's.
+// The set to use; kNone if the machine supports none of this library's.
 Isa choose() {
   Isa best = kNone;
   const char* wanted = std::getenv("VLLM_LITE_ISA");
@@ -108,12 +109,12 @@ Isa isa() {
   return chosen;
 }
 
-// -1: the library was built for another processor and no kernel may be called.
+// The number of the set in use; -1 if the library was built for another processor, and no kernel may be called.
 VLLM_LITE_API int32_t vllm_lite_isa() {
   return static_cast<int32_t>(chosen);
 }
 
-// For tests, between kernels. Returns 0 and changes nothing where the machine does not have the set.
+// For tests; no kernel may be running. Returns 0 and changes nothing if the machine does not support the set.
 VLLM_LITE_API int32_t vllm_lite_set_isa(int32_t set) {
   if (set < 0 || set >= kNumIsas || !supported(static_cast<Isa>(set))) return 0;
   chosen = static_cast<Isa>(set);

@@ -1,14 +1,13 @@
-// The scan of Mamba-2 layers: one matrix of state for each head. vllm_lite/kernels/mamba.py says what is computed.
+// The scan of Mamba-2 layers: one matrix of state for each head. vllm_lite/kernels/mamba.py defines the results.
 #pragma once
 
 #include "delta_rule.h"
 
 constexpr int64_t kMaxStateSize = 256;
 
-// mixed: what the convolution gave, [num_rows][x | b of each group | c of each group], the heads of a group lying side
-// by side; z, dt: columns of rows that are `projected_stride` apart;
-// states: [num_slots][num_heads, state_size, head_size]. Task i does head i % num_heads of sequence i / num_heads. No
-// state is larger than kMaxStateSize.
+// mixed: output of the convolution, [num_rows][x | b of each group | c of each group], where the heads of a group are
+// adjacent; z, dt: columns of rows that are `projected_stride` apart; states: [num_slots][num_heads, state_size,
+// head_size]. Task i computes head i % num_heads of sequence i / num_heads. state_size is at most kMaxStateSize.
 struct Mamba {
   int32_t dtype;
   int64_t num_heads, num_groups, head_size, state_size;

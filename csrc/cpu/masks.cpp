@@ -6,13 +6,13 @@
 
 namespace {
 
-constexpr int32_t kPartTokens = 1 << 15;    // of a task, a multiple of a word's 32: 5 us or more
-constexpr int64_t kSharedTokens = 1 << 17;  // fewer are done sooner by the calling thread alone
+constexpr int32_t kPartTokens = 1 << 15;    // tokens of a task, a multiple of a word's 32: 5 us or more
+constexpr int64_t kSharedTokens = 1 << 17;  // less work is faster on the calling thread alone
 
 }  // namespace
 
-// For each i of [0, num_samples): rules out what bitmasks [i, words] does not allow from row samples[i] of logits
-// [.., vocab], whose rows are `stride` floats apart. No row comes twice.
+// For each i of [0, num_samples): rules out the tokens that bitmasks [i, words] does not allow, in row samples[i] of
+// logits [.., vocab]. Rows are `stride` floats apart; no two samples have the same row.
 VLLM_LITE_API void vllm_lite_rule_out(float* logits, int64_t stride, int32_t vocab, const int64_t* samples,
                                       int64_t num_samples, const uint32_t* bitmasks, int64_t words) {
   const auto rule_out = VLLM_LITE_DISPATCH(rule_out);

@@ -1,4 +1,4 @@
-// One block of a packed weight from its rows; the layout is in linear.h.
+// Packs the rows of one block of a weight; linear.h describes the layout.
 #include "pack.h"
 
 #include "common.h"

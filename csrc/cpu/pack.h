@@ -1,4 +1,4 @@
-// What becomes of rows of weights on their way into the packed layout of linear.h.
+// Converts rows of weights to the packed layout of linear.h.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 #include "isa.h"
 
-// Memory of one thread that grows to what its largest call needs and is kept for the next one.
+// Memory of one thread, which grows to the size of its largest call and is kept for the next one.
 class Scratch {
  public:
   char* get(int64_t num_bytes) {
@@ -22,7 +22,7 @@ class Scratch {
   int64_t size_ = 0;
 };
 
-// Up to kBlock rows of a weight, side by side at a distance of `stride` elements of DType `row_type`.
+// Up to kBlock rows of a weight, `stride` elements of DType `row_type` apart.
 struct RowsToPack {
   const void* rows;
   int64_t stride;
@@ -31,19 +31,19 @@ struct RowsToPack {
   int32_t row_type;
 };
 
-// The bytes of an element of DType `type`, up to kFloat16.
+// Bytes of an element of DType `type`, up to kFloat16.
 int64_t element_size(int32_t type);
 
-// The bytes of one block of a packed weight that is not grouped.
+// Bytes of one block of a packed weight that is not grouped.
 int64_t packed_block_bytes(int64_t num_inputs, int32_t type);
 
-// The rows into `block`, which must be zero.
+// Packs the rows into `block`, which must be zero.
 void pack_rows(const RowsToPack& rows, char* block);
 
 // Copies rows [num_rows][row_bytes] into the columns of a block, word by word of 2 or 4 bytes; a row's last word may be
-// cut off. `stride` counts bytes.
+// incomplete. `stride` is in bytes.
 VLLM_LITE_DECLARE(void pack_words(const char* rows, int64_t stride, int64_t num_rows, int64_t row_bytes,
                                   int64_t word_bytes, char* block))
-// Elements [count] of DType `from_type` into those of `to_type`; both are up to kFloat16. Rounds to nearest, ties to
-// even, denormals as well.
+// Converts `count` elements from one DType up to kFloat16 to another. Rounds to nearest, ties to even, denormals as
+// well.
 VLLM_LITE_DECLARE(void convert(const void* from, int32_t from_type, void* to, int32_t to_type, int64_t count))

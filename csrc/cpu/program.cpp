@@ -1,4 +1,4 @@
-// Runs programs.
+// Runs the recorded calls of a program.
 #include "program.h"
 
 #include <atomic>
@@ -16,11 +16,10 @@ using vllm_lite::RecordedCall;
 
 namespace {
 
-std::atomic<uint32_t> num_read{0};  // products of all programs that have begun
+std::atomic<uint32_t> num_read{0};  // number of products of all programs so far
 
-// The weights that the calls of a program will multiply, a few of them ahead of the calls; behind its last one come
-// those of its first, as the next step is likely to be the same. Calls are made by one thread at a time that has
-// others.
+// Announces the weights that the next products of a program will read, for waiting threads to prefetch (read_ahead.h).
+// After the last product follow the first ones of the same program, because the next step is likely to run it again.
 class Weights {
  public:
   Weights(const uint64_t* program, int64_t num_calls) : program_(program), num_calls_(num_calls), at_(program) {
@@ -31,7 +30,7 @@ class Weights {
 
   ~Weights() { num_read.store(next_, std::memory_order_relaxed); }
 
-  // Before each call.
+  // To be called before each call.
   void begin(RecordedCall call) {
     if (number_ == next_ || call != &vllm_lite_linear_recorded) return;
     vllm_lite::begin_read(++next_);
@@ -63,8 +62,8 @@ class Weights {
 
 }  // namespace
 
-// Makes the calls of a program one after the other: for each the address of its `_recorded` function, the number of its
-// words, and these. Returns -1; or the index of the first call that could not do its work, and no later one is made.
+// Makes the calls of a program in order. A call is the address of its `_recorded` function, the number of its words,
+// and these words. Returns -1, or the index of the first call that failed; later ones are not made.
 VLLM_LITE_API int64_t vllm_lite_run_program(const uint64_t* program, int64_t num_calls) {
   Weights weights(program, num_calls);
   for (int64_t i = 0; i < num_calls; ++i) {
@@ -76,8 +75,8 @@ VLLM_LITE_API int64_t vllm_lite_run_program(const uint64_t* program, int64_t num
   return -1;
 }
 
-// The same, with the times at which each call began and the last one ended, in nanoseconds of the monotonic clock:
-// times_ns [num_calls + 1].
+// The same, and writes the times at which each call began and the last one ended, in nanoseconds of the monotonic
+// clock, to times_ns [num_calls + 1].
 VLLM_LITE_API int64_t vllm_lite_profile_program(const uint64_t* program, int64_t num_calls, int64_t* times_ns) {
   *times_ns = now_ns();
   Weights weights(program, num_calls);

@@ -1,5 +1,5 @@
-// Functions of the interface that can be part of a program: calls that were recorded once and are made again by one
-// call, the CPU twin of a CUDA graph. vllm_lite/kernels/cpu/program.py records them.
+// Functions that can be part of a program: calls that are recorded once and repeated together by one call, like a CUDA
+// graph. vllm_lite/kernels/cpu/program.py records them.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace vllm_lite {
 
-// An argument as it stands in a program: integers as 64 bits in two's complement, a float as its 32 bits.
+// Decodes an argument of a recorded call: integers are 64 bits in two's complement, a float is its 32 bits.
 template <class T>
 T from_word(uint64_t word) {
   if constexpr (std::is_pointer_v<T>) {
@@ -46,8 +46,8 @@ using RecordedCall = int64_t (*)(const uint64_t* words);
 
 }  // namespace vllm_lite
 
-// Makes `name` recordable, through a second function that takes its arguments from words. Such a function returns
-// nothing, or -1 when it has done its work: anything else ends the program that it is part of.
+// Makes `name` recordable by defining a second function, which takes its arguments from words. A recordable function
+// returns nothing, or -1 for success; any other result ends the program.
 #define VLLM_LITE_RECORDABLE(name)                               \
   VLLM_LITE_API int64_t name##_recorded(const uint64_t* words) { \
     return vllm_lite::call_with(&name, words);                   \

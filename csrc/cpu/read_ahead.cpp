@@ -1,4 +1,5 @@
-// Fetches ahead. What is expected changes while waiting threads look at it: mixed up, it is a wrong address at worst.
+// Prefetching for later calls. The expected reads may change while waiting threads read them: a mix of old and new
+// fields is at worst a useless address.
 #include "read_ahead.h"
 
 #include <algorithm>
@@ -9,7 +10,7 @@
 namespace vllm_lite {
 namespace {
 
-constexpr int64_t kAheadBytes = 512 << 10;  // of a thread: half of a small L2
+constexpr int64_t kAheadBytes = 512 << 10;  // bytes that a thread prefetches: half of a small L2
 constexpr int64_t kPieceBytes = 1024, kLineBytes = 64;
 
 struct Expected {
@@ -56,7 +57,8 @@ bool Fetcher::step(int num_threads) {
   return true;
 }
 
-// Goes on to the first read from `next` on that it has fetched nothing of. False if there is none yet, or no room.
+// Continues with the first read from `next` on that this thread has not begun. Returns false if there is none yet, or
+// if the thread has prefetched as much as it may.
 bool Fetcher::next_part(uint32_t next, int num_threads) {
   const uint32_t number = number_ - next < kReadsKnown ? number_ + 1 : next;
   if (number - next >= kReadsKnown) return false;
@@ -72,8 +74,8 @@ bool Fetcher::next_part(uint32_t next, int num_threads) {
 
 }  // namespace vllm_lite
 
-// For tests: how many pieces a thread fetches of reads [count], which begin at number `first`, until none is left, when
-// that of number `next` is the next one.
+// For tests: the number of pieces that a thread prefetches of `reads` [count], whose first has the number `first`, if
+// the read with the number `next` is the next one.
 VLLM_LITE_API int64_t vllm_lite_count_fetches(const vllm_lite::Read* reads, int64_t count, int64_t first, int64_t next,
                                               int64_t thread, int64_t num_threads) {
   for (int64_t i = 0; i < count; ++i) vllm_lite::expect_read(static_cast<uint32_t>(first + i), reads[i]);

@@ -1,4 +1,4 @@
-// How tokens choose their experts; vllm_lite/kernels/routing.py has it in plain torch, and says what each number means.
+// The choice of each token's experts. vllm_lite/kernels/routing.py is the plain twin, and explains the fields.
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -18,9 +18,9 @@ struct RoutingRules {
   int64_t groups_per_token;
   float epsilon;
   float scale;
-  int32_t sigmoid;  // or softmax
+  int32_t sigmoid;  // 0: softmax
   int32_t renormalize;
-  int32_t two_of_group;  // a group's score is the sum of its two best, not the best
+  int32_t two_of_group;  // whether a group's score is the sum of its two best scores instead of the best one
   int32_t unused;
 };
 
@@ -36,8 +36,8 @@ struct RouteRows {
   float* weights;   // [num_rows][top]
 };
 
-// The index of the highest of `scores` that is not taken, the first of equal ones; NaN counts as the lowest. One that
-// is not taken is found whatever the scores are.
+// The index of the highest score that is not taken, the first of equal ones; NaN counts as the lowest. Finds one
+// whatever the scores are, unless all are taken.
 int64_t best(const float* scores, const char* taken, int64_t count) {
   int64_t found = -1;
   for (int64_t i = 0; i < count; ++i) {
@@ -72,7 +72,7 @@ float group_score(const RoutingRules& rules, const float* ranked, int64_t size) 
   return rules.two_of_group && size > 1 ? first + second : first;
 }
 
-// Marks the experts of all groups but the best as taken. `marks` and `scores` have room for all groups.
+// Marks the experts of all but the best groups as taken. `marks` and `scores` have an element for each group.
 void leave_out(const RoutingRules& rules, const float* ranked, char* taken, float* scores, char* marks) {
   const int64_t size = rules.num_experts / rules.num_groups;
   for (int64_t group = 0; group < rules.num_groups; ++group) {
@@ -120,8 +120,8 @@ void route_rows(const RouteRows& op, int64_t first, int64_t last) {
 
 }  // namespace
 
-// logits: float32 [num_rows, num_experts]; chosen: int32, weights: float32, both [num_rows, top]. The caller has seen
-// to it that top experts are left in the groups of a token.
+// logits: float32 [num_rows, num_experts]; chosen: int32, weights: float32, both [num_rows, top]. The chosen groups of
+// a token must have at least `top` experts.
 VLLM_LITE_API void vllm_lite_route(const RoutingRules* rules, const float* logits, int64_t logits_stride,
                                    int32_t* chosen, float* weights, int64_t num_rows) {
   const RouteRows op = {rules, logits, logits_stride, chosen, weights};

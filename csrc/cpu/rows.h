@@ -1,4 +1,4 @@
-// How the rows of small operations are handed to threads, and what is looked at before.
+// Distributes the rows of small operations over the threads, and checks their indexes.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +7,11 @@
 
 namespace vllm_lite {
 
-// kernel(op, first, last) for all of [0, num_rows), in parts that threads take.
+// Calls kernel(op, first, last) for parts of [0, num_rows), as tasks on all threads if there is enough work.
 template <class Op>
 void over_rows(int64_t num_rows, int64_t row_elements, void (*kernel)(const Op&, int64_t, int64_t), const Op& op) {
   constexpr int64_t kTaskElements = 1 << 15;    // 5 us or so
-  constexpr int64_t kSharedElements = 1 << 17;  // less is done sooner by the calling thread alone
+  constexpr int64_t kSharedElements = 1 << 17;  // less work is faster on the calling thread alone
   if (num_rows * row_elements < kSharedElements || num_threads() == 1) return kernel(op, 0, num_rows);
   const int64_t rows = row_elements < kTaskElements ? kTaskElements / row_elements : 1;
   parallel_for((num_rows + rows - 1) / rows, [&](int64_t task) {
@@ -19,7 +19,7 @@ void over_rows(int64_t num_rows, int64_t row_elements, void (*kernel)(const Op&,
   });
 }
 
-// The index of the first of `count` numbers outside of [0, end); -1 if there is none.
+// The position of the first of `count` numbers outside of [0, end), or -1.
 inline int64_t first_outside(const int64_t* numbers, int64_t count, int64_t end) {
   for (int64_t i = 0; i < count; ++i) {
     if (numbers[i] < 0 || numbers[i] >= end) return i;

@@ -1,4 +1,4 @@
-// What a wait is made of: a look at the clock, a pause of the processor, a sleep until a word changes.
+// Primitives of waits: the clock, a pause of the processor, a sleep until a word changes.
 #pragma once
 
 #include <linux/futex.h>
@@ -11,10 +11,9 @@
 
 namespace vllm_lite {
 
-// Who may wake a sleeper: threads of this process, which is quicker, or those of every process that maps the word.
+// The threads that may wake a sleeper: those of this process (faster), or of all processes that map the word.
 enum class Futex : int { kPrivate = FUTEX_PRIVATE_FLAG, kShared = 0 };
 
-// The monotonic clock.
 inline int64_t now_ns() {
   timespec time;
   clock_gettime(CLOCK_MONOTONIC, &time);

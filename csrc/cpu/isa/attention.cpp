@@ -1,4 +1,4 @@
-// Which kernel computes an item, and how the results of its splits become one.
+// Chooses the kernel for an item, and merges the results of its splits.
 #include "attention_codes.h"
 #include "attention_stream.h"
 #include "attention_tile.h"

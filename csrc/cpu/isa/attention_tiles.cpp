@@ -1,14 +1,13 @@
-// Attention in bfloat16 by AMX, where that pays; all else as without it.
+// Attention in bfloat16 by AMX if that is faster, else by AVX512-BF16.
 #include "attention_amx.h"
 
 namespace VLLM_LITE_ISA {
 namespace {
 
-constexpr int kLeastGroup = 2;  // heads that share a KV head: with one packing a decode's keys takes too long
-constexpr int kShortText = 16;  // of an encoder
+constexpr int kLeastGroup = 2;  // minimum heads per KV head: with one, packing a decode's keys takes too long
+constexpr int kShortText = 16;  // tokens of an encoder's text up to which AMX is slower
 
-// A row must not change its bits with the rows beside it, so this asks for nothing that differs between the items that
-// it may be computed in.
+// A row must have the same bits in every item, so this depends only on properties that all items of a row share.
 bool by_tiles(const AttentionCall& call, const AttentionItem& item) {
   const AttentionShape& shape = *call.shape;
   if (shape.dtype != kBFloat16) return false;

@@ -1,6 +1,6 @@
-// The two kinds of arithmetic that attention is computed in. Both see vectors of 4-byte words: one float, or a pair of
-// bfloat16 that one instruction multiplies and adds up. A word of K and Q holds neighbours of a row, a word of the
-// weights and of V neighbouring tokens.
+// The two kinds of arithmetic that attention is computed in. Both use vectors of 4-byte words: one float, or a pair of
+// bfloat16 that one instruction multiplies and adds up. A word of K and Q has adjacent elements of a row, a word of the
+// weights and of V adjacent tokens.
 #pragma once
 
 #include <type_traits>
@@ -18,12 +18,13 @@ VLLM_LITE_INLINE void convert_row(const void* from, To* to, int size) {
 }
 
 #if defined(__AVX512BF16__)
-// All numbers of float8 are numbers of bfloat16: the upper halves of their floats, for the codes without sign.
+// Upper halves of the floats of all float8 codes without sign, which are exact in bfloat16.
 struct Fp8Table {
   alignas(64) uint16_t upper[128];
 };
 template <class From>
-static const Fp8Table& fp8_table() {  // made when first used: nothing in here may run where the machine cannot
+static const Fp8Table& fp8_table() {  // made at its first use: nothing in this file may run at load time on a machine
+                                      // that lacks the instructions
   static const Fp8Table table = [] {
     Fp8Table made;
     for (int i = 0; i < 128; ++i) made.upper[i] = static_cast<uint16_t>(bits_of(to_float(From{uint8_t(i)})) >> 16);
@@ -39,7 +40,7 @@ static void convert_row(const Fp8Table& table, const void* from, BFloat16* to, i
     const __mmask32 mask = size - d >= 32 ? ~0u : (1u << (size - d)) - 1;
     const char* bytes = static_cast<const char*>(from) + d;
     const __m512i code = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(mask, bytes));
-    const __m512i low = _mm512_permutex2var_epi16(part[0], code, part[1]);  // by the code's last 6 bits
+    const __m512i low = _mm512_permutex2var_epi16(part[0], code, part[1]);  // the index is the code's last 6 bits
     const __m512i high = _mm512_permutex2var_epi16(part[2], code, part[3]);
     const __m512i size_bits = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(code, _mm512_set1_epi16(64)), low, high);
     const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(128)), 8);
@@ -70,7 +71,7 @@ static void convert_scaled(const void* from, float* to, int size) {
   }
 }
 
-// `size` elements of type `dtype` as floats.
+// Converts `size` elements of type `dtype` to floats.
 [[maybe_unused]] static void convert_row(int dtype, const void* from, float* to, int size) {
   if (dtype == kFloat32) convert_row<float>(from, to, size);
   if (dtype == kBFloat16) convert_row<BFloat16>(from, to, size);
@@ -87,7 +88,7 @@ struct Floats {
 
   VLLM_LITE_INLINE Vec add_product(Vec sum, float x, Vec y) { return multiply_add(splat(x), y, sum); }
   static constexpr float kPerScore = 1;
-  // From the score times kPerScore, less the largest one.
+  // Weight of a score; x is the score times kPerScore, less the largest one.
   VLLM_LITE_INLINE Vec weight(Vec x) { return exp<true>(x); }
   VLLM_LITE_INLINE void put_weights(float* to, Vec x, Vec y) {
     store(to, x);
@@ -106,7 +107,7 @@ struct Pairs {
     return reinterpret_cast<Vec>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(pair),
                                                   reinterpret_cast<__m512bh>(y)));
   }
-  // 2^x to 1e-4 relative, and exactly for x = 0, the largest weight: it will have 8 bits.
+  // 2^x with a relative error of 1e-4, which is enough for the 8 bits of bfloat16; exact for x = 0, the largest weight.
   static constexpr float kPerScore = 1.44269504f;
   VLLM_LITE_INLINE Vec weight(Vec x) {
     const __m512 whole = _mm512_roundscale_ps(reinterpret_cast<__m512>(x), 0);
@@ -122,7 +123,7 @@ struct Pairs {
   }
 };
 
-// Words of two rows of bfloat16: x[0], y[0], x[1], y[1] and so on; the first 16 words and the next 16.
+// Interleaves two rows of bfloat16 to words x[0], y[0], x[1], y[1] and so on: the first 16 words, and the next 16.
 VLLM_LITE_INLINE __m512i pairs_low(__m512i x, __m512i y) {
   const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37,
                                          5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -149,7 +150,8 @@ struct Pairs {
     const bfloat16x8_t words = vreinterpretq_bf16_f32(reinterpret_cast<float32x4_t>(y));
     return reinterpret_cast<Vec>(vbfdotq_f32(reinterpret_cast<float32x4_t>(sum), pair, words));
   }
-  // 2^x to 1e-4 relative, and exactly for x = 0, the largest weight: it will have 8 bits. Below 2^-126 it is 0.
+  // 2^x with a relative error of 1e-4, which is enough for the 8 bits of bfloat16; exact for x = 0, the largest weight.
+  // 0 below 2^-126.
   static constexpr float kPerScore = 1.44269504f;
   VLLM_LITE_INLINE Vec weight(Vec x) {
     const Vec whole = reinterpret_cast<Vec>(vrndnq_f32(reinterpret_cast<float32x4_t>(x)));
@@ -181,8 +183,8 @@ VLLM_LITE_INLINE uint16x8_t load_halves(const void* from, int count) {
 }
 #endif
 
-// Row i of the item's queries as `to`, filled up with zeros to `padded` elements. Where K is kept as its Hadamard
-// transform the query is transformed as well, which leaves their product as it was.
+// Row i of the item's queries, padded with zeros to `padded` elements. If the cache has Hadamard-transformed K, the
+// query is transformed as well, which leaves their product unchanged.
 template <class Element>
 VLLM_LITE_INLINE void load_query(const AttentionCall& call, const AttentionItem& item, int kv_head, int i, Element* to,
                                  int padded) {

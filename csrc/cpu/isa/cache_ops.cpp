@@ -9,7 +9,7 @@ namespace {
 
 using vllm_lite::kMaxHeadSize;
 
-// Turns one head in place: elements i and i + size / 2 by the angle i.
+// Rotates one head in place: elements i and i + size / 2 by angle i.
 template <class T>
 VLLM_LITE_INLINE void rotate(T* head, const float* cos, const float* sin, int size) {
   const int half = size / 2;
@@ -42,20 +42,20 @@ VLLM_LITE_INLINE void put(const float* from, float* to, float, int size) {
   std::memcpy(to, from, static_cast<size_t>(size) * 4);
 }
 
-// A row of int8 and its scale, see vllm_lite/attention/int8_rows.py. It divides, as that does, for the same codes. A
-// number that is none makes the scale NaN, and so the row.
+// Writes a row of int8 and its scale, as in vllm_lite/attention/int8_rows.py; it divides as that file does, for the
+// same codes. If an element is NaN or infinite, the scale is NaN, and so are all elements read back.
 template <class T>
 VLLM_LITE_INLINE void put(const T* from, Int8* to, float, int size) {
   alignas(64) float row[kMaxHeadSize + kWidth];
   for (int d = 0; d < size; d += kWidth) store(row + d, load_some(from + d, size - d));
   hadamard(row, size);
-  VecI largest = {};  // as integers the sizes of floats are in order, NaN above all
+  VecI largest = {};  // magnitudes of floats, as integers, have the order of the floats, and NaN is above all
   for (int d = 0; d < size; d += kWidth) {
     const VecI x = reinterpret_cast<VecI>(load(row + d)) & 0x7fffffff;
     largest = x > largest ? x : largest;
   }
   float scale = float_of(static_cast<uint32_t>(max_of(largest))) / 127.0f;
-  scale += scale - scale;  // 0, or NaN
+  scale += scale - scale;  // adds 0, or NaN if the scale is not finite
   if (scale < 0x1p-126f) scale = 0;
   const float divisor = scale == 0 ? __builtin_inff() : scale;
   for (int d = 0; d < size; d += kWidth) store_some(to + d, load(row + d) / divisor, size - d);
@@ -65,7 +65,7 @@ VLLM_LITE_INLINE void put(const T* from, Int8* to, float, int size) {
 template <class T>
 static void rotate_token(const vllm_lite::CacheWrite& w, int64_t token) {
   const int size = w.head_size;
-  float cos[kMaxHeadSize + kWidth], sin[kMaxHeadSize + kWidth];  // read in whole vectors
+  float cos[kMaxHeadSize + kWidth], sin[kMaxHeadSize + kWidth];  // padded, because they are read in whole vectors
   for (int d = 0; d < size; d += kWidth) {
     store(cos + d, load_some(static_cast<const T*>(w.cos) + token * w.rotation_stride + d, size - d));
     store(sin + d, load_some(static_cast<const T*>(w.sin) + token * w.rotation_stride + d, size - d));

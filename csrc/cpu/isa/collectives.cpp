@@ -1,5 +1,5 @@
-// Sums over ranks. Each element's sum is its own, so its bits depend on neither the vector's width nor the part that a
-// thread or a rank computes.
+// Sums over ranks. Each element is summed by itself, so its bits depend neither on the vector's width nor on the part
+// that a thread or a rank computes.
 #include "../collectives.h"
 
 #include "convert.h"

@@ -1,4 +1,4 @@
-// Vectors to and from float8, which simd.h takes element by element, and rows of int8; parts of vectors.
+// Conversions of vectors from and to float8 (simd.h has those of single elements) and rows of int8; incomplete vectors.
 #pragma once
 
 #include "simd.h"
@@ -16,8 +16,8 @@ VLLM_LITE_INLINE Vec vec_of(VecU bits) {
   return reinterpret_cast<Vec>(bits);
 }
 
-// ---- from float8. kBias is the format's exponent bias. Denormal codes are converted as whole numbers: as denormal
-// floats they would take some machines a hundred cycles each.
+// ---- from float8. kBias is the format's exponent bias. Denormal codes are converted as whole numbers, because
+// denormal floats take a hundred cycles each on some machines.
 
 template <int kMantissa, int kBias>
 VLLM_LITE_INLINE Vec from_fp8(VecU code) {
@@ -48,7 +48,7 @@ VLLM_LITE_INLINE Vec load(const Fp8E5M2* from) {
   return vec_of((code & 0x7f) >= 0x7c ? finite | 0x7f800000 : finite);
 }
 
-// ---- to float8: to nearest, ties to even; what is too large becomes the largest number, NaN stays NaN.
+// ---- to float8: to nearest, ties to even; numbers out of range become the largest number, NaN stays NaN.
 
 template <int kMantissa, int kBias>
 VLLM_LITE_INLINE void store_fp8(void* to, Vec x, float largest) {
@@ -57,7 +57,7 @@ VLLM_LITE_INLINE void store_fp8(void* to, Vec x, float largest) {
   const VecU size = given > limit ? limit : given;
   const VecU rounded = size + (size >> kCut & 1) + ((1 << (kCut - 1)) - 1);
   const VecU normal = (rounded - ((127 - kBias) << 23)) >> kCut;
-  // Codes below the smallest normal number count units; adding 2^23 rounds to whole ones.
+  // Codes below the smallest normal number are multiples of a unit; adding 2^23 rounds to whole ones.
   const Vec units = vec_of(size) * float_of((126 + kBias + kMantissa) << 23) + 0x1p23f;
   const VecU denormal = bits_of_vec(units) - bits_of(0x1p23f);
   VecU code = size < ((128 - kBias) << 23) ? denormal : normal;
@@ -80,7 +80,8 @@ struct Int8 {
 VLLM_LITE_INLINE Vec load(const Int8* from) {
   return __builtin_convertvector(reinterpret_cast<VecI>(load_bytes(from) << 24) >> 24, Vec);
 }
-// To nearest, ties to even; |x| is at most about 127, which 1.5 * 2^23 leaves in the low byte. NaN becomes some code.
+// To nearest, ties to even. |x| is at most about 127, so that adding 1.5 * 2^23 leaves the code in the low byte. NaN
+// gets an arbitrary code.
 VLLM_LITE_INLINE void store(Int8* to, Vec x) {
   const Vec8 bytes = __builtin_convertvector(bits_of_vec(x + 0x1.8p23f) & 0xff, Vec8);
   std::memcpy(static_cast<void*>(to), &bytes, sizeof bytes);
@@ -91,7 +92,7 @@ VLLM_LITE_INLINE float row_scale(const void* row, int size) {
   return scale;
 }
 
-// ---- the first `count` elements; the others are zero, or are not stored
+// ---- the first `count` elements; loads set the others to zero, stores leave them out
 
 #if defined(__AVX512F__)
 VLLM_LITE_INLINE __mmask16 first_lanes(int count) {

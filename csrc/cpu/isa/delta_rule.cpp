@@ -1,9 +1,9 @@
-// The gated delta rule, token by token. A part of a head's matrix, kColumns wide, stays in the first level of cache
-// while the tokens of a segment pass it. The order of all sums depends on sizes only: a token gets the same bits
-// however its prompt is cut up.
+// The gated delta rule, token by token. kColumns columns of a head's matrix stay in the first-level cache for kTile
+// tokens of a segment. The order of sums depends only on sizes: a token has the same bits however its prompt is
+// divided.
 //
-// The chunked form, with matrix products of float32 over 32 tokens, was built and is no faster (AVX2: 0.91,
-// AVX-512: 1.0 of this one's time for 512 tokens of 16 heads of 128 x 128): it takes 1.2 times as many operations.
+// The chunked form, with matrix products of float32 over 32 tokens, was tried and is no faster, because it takes 1.2
+// times as many operations.
 #include "../delta_rule.h"
 
 #include <cmath>
@@ -13,20 +13,20 @@
 namespace VLLM_LITE_ISA {
 namespace {
 
-constexpr int64_t kTile = 16;  // tokens whose q and k are normed together
+constexpr int64_t kTile = 16;  // tokens whose q and k are normalized together
 constexpr int kVectors = 2;
 constexpr int64_t kColumns = kVectors * kWidth;
 constexpr int kChains = 4;
 
-// The convolution's inputs of kWidth channels, or `count`: those of a segment's rows, and of the state before them.
+// Inputs of the convolution for kWidth channels, or `count`: first those in the state, then a segment's rows.
 template <class T>
 struct ConvInputs {
   const T* rows;       // [num_rows], `stride` apart
-  const T* gates;      // likewise, what these are multiplied by; nullptr: nothing
+  const T* gates;      // factors of these, laid out the same way; nullptr: none
   const float* state;  // [kept], `channels` apart; nullptr: zeros
   int64_t stride, channels, kept;
 
-  // Input `n`, which the state has while it is less than `kept`.
+  // Input `n`: from the state if n < kept, else from the rows.
   VLLM_LITE_INLINE Vec at(const ConvInputs& self, int64_t n, int64_t i, int64_t count) {
     if (n >= self.kept) {
       const int64_t row = (n - self.kept) * self.stride;
@@ -63,7 +63,8 @@ void conv_segment(const ShortConv& op, int64_t begin, int64_t size, int64_t segm
     });
   }
   if (target == 0) return;
-  float* to = op.states + target * op.slot_stride + begin;  // perhaps the state that is read, but ahead of it
+  float* to = op.states + target * op.slot_stride +
+              begin;  // may be the state that is read: each input is read before it is overwritten
   for (int64_t n = 0; n < kept; ++n) {
     each_vector(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
       store_at(to + n * op.channels, i, inputs.at(inputs, num_rows + n, i, count), count);
@@ -83,7 +84,7 @@ void conv_tasks(const ShortConv& op, int64_t first, int64_t last) {
   }
 }
 
-// What one token brings to a head.
+// One token's inputs to a head, and its output.
 struct Token {
   const float *q, *k, *v;
   float decay, beta;
@@ -166,7 +167,7 @@ VLLM_LITE_INLINE void gated_norm(const DeltaRule& op, const float* x, const T* z
   });
 }
 
-// Up to kTile tokens of a head, from row `row` on.
+// Computes up to kTile tokens of a head, from `row` on.
 template <class T>
 void delta_tile(const DeltaRule& op, int64_t head, int64_t row, int64_t count, const float* from, float* to) {
   alignas(64) float q[kTile][kMaxHeadSize], k[kTile][kMaxHeadSize], out[kTile][kMaxHeadSize];
@@ -189,7 +190,7 @@ void delta_tile(const DeltaRule& op, int64_t head, int64_t row, int64_t count, c
   for (int64_t column = 0; column < op.value_size; column += kColumns) {
     const int64_t left = op.value_size - column;
     for (int64_t t = 0; t < count; ++t) {
-      // The first token reads the state where it lies, the last writes it where it is to lie.
+      // The first token reads the state in place, and the last one writes it to its destination.
       const bool is_first = t == 0 && from != nullptr, is_last = t == count - 1;
       if (t == 0 && !is_first) std::memset(block, 0, sizeof(float) * static_cast<size_t>(op.key_size * kColumns));
       const float* source = is_first ? from + column : block;
@@ -215,7 +216,7 @@ void delta_tile(const DeltaRule& op, int64_t head, int64_t row, int64_t count, c
 template <class T>
 void delta_tasks(const DeltaRule& op, int64_t first, int64_t last) {
   const int64_t matrix = op.key_size * op.value_size;
-  alignas(64) static thread_local float kept[kMaxHeadSize * kMaxHeadSize];  // of a state that goes nowhere
+  alignas(64) static thread_local float kept[kMaxHeadSize * kMaxHeadSize];  // for a state that is discarded
   for (int64_t task = first; task < last; ++task) {
     const int64_t seq = task / op.num_value_heads, head = task % op.num_value_heads;
     for (int64_t segment = op.segments.firsts[seq]; segment < op.segments.firsts[seq + 1]; ++segment) {

@@ -27,7 +27,7 @@ VLLM_LITE_INLINE Vec activated(Vec x) {
   return x * (x < 0.0f ? tail : 1 - tail);
 }
 
-// gpt-oss's. NaN stays.
+// gpt-oss's activation. NaN stays NaN.
 VLLM_LITE_INLINE Vec swiglu_oai(Vec x, Vec up) {
   const Vec limit = splat(7);
   x = x > limit ? limit : x;
@@ -103,7 +103,7 @@ void scale_rows_at(const ScaleRows& op, int64_t first, int64_t last) {
   }
 }
 
-// 1 + e^-x, by which what is gated is divided.
+// 1 + e^-x. The gated value is divided by it.
 VLLM_LITE_INLINE Vec inverse_sigmoid(Vec x) {
   const Vec negative = 0.0f - x;
   return 1.0f + exp(negative > 87.0f ? splat(87.0f) : negative);
@@ -134,7 +134,7 @@ void gate_heads_at(const GateHeads& op, int64_t first, int64_t last) {
   }
 }
 
-// e^x - 1 for x up to 0, by its series where little is left of e^x - 1.
+// e^x - 1 for x <= 0; by its series near 0, where subtraction would cancel most digits.
 VLLM_LITE_INLINE Vec exp_minus_one(Vec x) {
   const Vec series =
       x * (1 + x / 2 * (1 + x / 3 * (1 + x / 4 * (1 + x / 5 * (1 + x / 6 * (1 + x / 7 * (1 + x / 8)))))));

@@ -1,5 +1,4 @@
-// Norms and rotary embedding over rows. Sums run in an order that depends on the row's size and the instruction set
-// only.
+// Norms and rotary embedding over rows. The order of sums depends only on the row's size and the instruction set.
 #include "../fused.h"
 
 #include <cmath>
@@ -9,7 +8,7 @@
 namespace VLLM_LITE_ISA {
 namespace {
 
-// The sum of what `next` gives for each vector, in four chains.
+// The sum of next(i, count) over all vectors, in four chains.
 template <class Next>
 VLLM_LITE_INLINE float sum_over(int64_t size, const Next& next) {
   Vec sums[4] = {};
@@ -65,7 +64,7 @@ void add_rms_norm_rows(const AddRmsNorm& op, int64_t first, int64_t last) {
   }
 }
 
-// Nothing is rounded before the end; x - mean is computed again for each sum rather than kept.
+// Rounds at the end only. x - mean is computed again for each sum instead of being stored.
 template <class T>
 VLLM_LITE_INLINE void wide_norm_row(const WideWeights& norm, const T* x, T* out, int64_t size) {
   const float elements = static_cast<float>(size);

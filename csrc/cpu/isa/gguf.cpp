@@ -1,8 +1,7 @@
-// Each type of GGUF's blocks: where in a block its codes, scales and minima lie. The plain twin, bit for bit, is
-// vllm_lite/kernels/gguf_blocks.py.
+// The layouts of GGUF's types of blocks. The plain twin, equal bit for bit, is vllm_lite/kernels/gguf_blocks.py.
 //
-// A type is a struct with the elements, bytes and groups of a block, and `take`, which fills what belongs to one block.
-// The loops have constant ends and no branches, so that the compiler makes vectors of them.
+// A type is a struct with the elements, bytes and groups of a block, and `take`, which unpacks one block. The loops
+// have constant bounds and no branches, so that the compiler vectorises them.
 #include "../gguf.h"
 
 #include "simd.h"
@@ -10,7 +9,7 @@
 namespace VLLM_LITE_ISA {
 namespace {
 
-// What one block becomes.
+// The outputs of one block.
 struct Parts {
   uint8_t* codes;
   float* scales;
@@ -19,7 +18,7 @@ struct Parts {
   float* minima_super;
   bool as_integers;
 
-  // What the integers are multiplied by, where the block's number is `super`.
+  // Factor of the integer scales or minima: their super, or 1 if they are left as integers.
   inline __attribute__((always_inline)) float unit(float super) const { return as_integers ? 1.0f : super; }
 };
 
@@ -31,7 +30,7 @@ VLLM_LITE_INLINE float half(const uint8_t* from) {
 
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 
-// Bytes of two codes each, a multiple of 16: first all low halves, then all high ones.
+// Splits bytes of two codes each: first all low halves, then all high ones. kBytes is a multiple of 16.
 template <int kBytes>
 VLLM_LITE_INLINE void nibbles(const uint8_t* from, uint8_t* to) {
   for (int i = 0; i < kBytes; i += 16) {
@@ -43,7 +42,7 @@ VLLM_LITE_INLINE void nibbles(const uint8_t* from, uint8_t* to) {
   }
 }
 
-// 32 bits, of which each raises its code by 16; and all codes are raised by kMore.
+// Adds 16 to the codes whose bits at `from` are set, of 32, and kMore to all.
 template <uint8_t kMore>
 VLLM_LITE_INLINE void add_fifth_bits(const uint8_t* from, uint8_t* codes) {
   constexpr Bytes kBits = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
@@ -57,7 +56,7 @@ VLLM_LITE_INLINE void add_fifth_bits(const uint8_t* from, uint8_t* codes) {
   }
 }
 
-// 64 bytes of four codes each: of every 32 bytes all lowest pairs of bits, then the next, and so on.
+// Splits 64 bytes of four codes each: of every 32 bytes first all lowest pairs of bits, then the next ones, and so on.
 VLLM_LITE_INLINE void pairs(const uint8_t* from, uint8_t* to) {
   for (int part = 0; part < 2; ++part) {
     for (int shift = 0; shift < 4; ++shift) {
@@ -67,7 +66,7 @@ VLLM_LITE_INLINE void pairs(const uint8_t* from, uint8_t* to) {
   }
 }
 
-// Types of 32 elements with one scale: what differs is where the minimum, the fifth bits and the nibbles lie.
+// Types of 32 elements with one scale. They differ in the places of the minimum, the fifth bits and the nibbles.
 struct Q4_0 {
   static constexpr int kElements = 32, kBytes = 18, kGroups = 1;
   static void take(const uint8_t* block, const Parts& to) {
@@ -110,13 +109,13 @@ struct Q8_0 {
 struct Mxfp4 {
   static constexpr int kElements = 32, kBytes = 17, kGroups = 1;
   static void take(const uint8_t* block, const Parts& to) {
-    const uint32_t exponent = block[0];  // of 2, plus 127: that of 0 is a denormal number
+    const uint32_t exponent = block[0];  // exponent of 2, plus 127; 2^-127 is a denormal float
     to.scales[0] = float_of(exponent == 0 ? 1u << 22 : exponent << 23);
     nibbles<16>(block + 1, to.codes);
   }
 };
 
-// Types of 256 elements, whose scales are integers times a number of the block.
+// Types of 256 elements. Their scales are integers times a number of the block.
 struct Q2K {
   static constexpr int kElements = 256, kBytes = 84, kGroups = 16;
   static void take(const uint8_t* block, const Parts& to) {
@@ -133,20 +132,20 @@ struct Q3K {
   static constexpr int kElements = 256, kBytes = 110, kGroups = 16;
   static void take(const uint8_t* block, const Parts& to) {
     const float scale = to.unit(*to.scale_super = half(block + 108));
-    const uint8_t* packed = block + 96;  // 16 scales: low halves in 8 bytes, high pairs in 4
+    const uint8_t* packed = block + 96;  // 16 scales: low halves in 8 bytes, high pairs of bits in 4
     for (int i = 0; i < kGroups; ++i) {
       const int low = packed[i % 8] >> (i / 8 * 4) & 15, high = packed[8 + i % 4] >> (i / 4 * 2) & 3;
       to.scales[i] = scale * static_cast<float>((low | high << 4) - 32);
     }
     pairs(block + 32, to.codes);
-    for (int bit = 0; bit < 8; ++bit) {  // one that is not set stands for 4 less
+    for (int bit = 0; bit < 8; ++bit) {  // a clear bit subtracts 4
       uint8_t* codes = to.codes + 32 * bit;
       for (int i = 0; i < 32; ++i) codes[i] = static_cast<uint8_t>(codes[i] + ((block[i] >> bit & 1) << 2) + 124);
     }
   }
 };
 
-// Two numbers, then 8 scales and 8 minima of 6 bits in 12 bytes, at the beginning of a block.
+// Unpacks the beginning of a block: two numbers, then 8 scales and 8 minima of 6 bits in 12 bytes.
 VLLM_LITE_INLINE void six_bits(const uint8_t* block, const Parts& to) {
   const float scale = to.unit(*to.scale_super = half(block));
   const float minimum = to.unit(*to.minima_super = half(block + 2));
@@ -184,7 +183,7 @@ struct Q6K {
     for (int i = 0; i < kGroups; ++i) {
       to.scales[i] = scale * static_cast<float>(static_cast<int8_t>(block[192 + i]));
     }
-    for (int part = 0; part < 2; ++part) {  // low halves in 64 bytes, high pairs in 32
+    for (int part = 0; part < 2; ++part) {  // low halves in 64 bytes, high pairs of bits in 32
       nibbles<64>(block + 64 * part, to.codes + 128 * part);
     }
     for (int part = 0; part < 8; ++part) {
@@ -199,7 +198,7 @@ struct Iq4Xs {
   static constexpr int kElements = 256, kBytes = 136, kGroups = 8;
   static void take(const uint8_t* block, const Parts& to) {
     const float scale = to.unit(*to.scale_super = half(block));
-    for (int i = 0; i < kGroups; ++i) {  // high pairs in 2 bytes, low halves in 4
+    for (int i = 0; i < kGroups; ++i) {  // high pairs of bits in 2 bytes, low halves in 4
       const int high = block[2 + i / 4] >> (i % 4 * 2) & 3, low = block[4 + i / 2] >> (i % 2 * 4) & 15;
       to.scales[i] = scale * static_cast<float>((low | high << 4) - 32);
     }
@@ -207,7 +206,7 @@ struct Iq4Xs {
   }
 };
 
-// Where a type has none, neither has the call.
+// nullptr if the call has none of these.
 VLLM_LITE_INLINE float* at(float* all, int64_t index) {
   return all == nullptr ? nullptr : all + index;
 }
@@ -229,7 +228,7 @@ void take_rows(const GgufRows& all) {
 bool take_apart(const GgufRows& rows) {
   switch (rows.type) {
     case 2:   // Q4_0
-    case 20:  // IQ4_NL, whose codes stand for something else
+    case 20:  // IQ4_NL: the same layout, but codes index a table
       return take_rows<Q4_0>(rows), true;
     case 3:
       return take_rows<Q4_1>(rows), true;

@@ -1,4 +1,4 @@
-// The Hadamard transform of rows of an int8 KV cache: vllm_lite/attention/int8_rows.py says what for.
+// The Hadamard transform of rows of an int8 KV cache; vllm_lite/attention/int8_rows.py says why.
 #pragma once
 
 #include "convert.h"
@@ -25,7 +25,7 @@ VLLM_LITE_INLINE Vec exchange_lanes(Vec x) {
 #endif
 }
 
-// Of each two lanes i and i + kHalf their sum and their difference.
+// Replaces lanes i and i + kHalf by their sum and difference.
 template <int kHalf>
 VLLM_LITE_INLINE Vec add_and_subtract_lanes(Vec x) {
   Vec signs;
@@ -38,7 +38,7 @@ VLLM_LITE_INLINE float root_of_power(int exponent) {
   return float_of(static_cast<uint32_t>(127 - exponent / 2) << 23) * (exponent % 2 != 0 ? 0x1.6a09e6p-1f : 1.0f);
 }
 
-// The first steps of the transform, within vectors of a block of `block` elements.
+// The first steps of the transform: those within vectors, for blocks of `block` elements.
 VLLM_LITE_INLINE Vec transform_lanes(Vec x, int block) {
   x = add_and_subtract_lanes<2>(add_and_subtract_lanes<1>(x));
   if constexpr (kWidth > 4) x = add_and_subtract_lanes<4>(x);
@@ -46,7 +46,7 @@ VLLM_LITE_INLINE Vec transform_lanes(Vec x, int block) {
   return x;
 }
 
-// Those within each kVecs vectors of a row of whole blocks of as many or more.
+// The steps within each kVecs vectors of a row, for blocks of at least so many.
 template <int kVecs>
 VLLM_LITE_INLINE void transform_vectors(float* row, int size, float factor) {
   for (float* from = row; from < row + size; from += kVecs * kWidth) {
@@ -68,8 +68,9 @@ VLLM_LITE_INLINE void transform_vectors(float* row, int size, float factor) {
   }
 }
 
-// Multiplies a row by an orthonormal Hadamard matrix in place, in blocks of the largest power of two in `size`, which
-// is a multiple of 8. Doing it again gives the row back. Its sums have one order on all machines, for the same codes.
+// Multiplies a row by an orthonormal Hadamard matrix in place, in blocks of the largest power of two that divides
+// `size`, a multiple of 8. The transform is its own inverse. Its sums have one order on all machines, for the same
+// codes.
 VLLM_LITE_INLINE void hadamard(float* row, int size) {
   constexpr int kMost = 8 * kWidth;
   const int block = size & -size;

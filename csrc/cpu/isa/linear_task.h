@@ -1,4 +1,4 @@
-// What tasks of all types share: asking for memory ahead of its use, and writing what they have summed up.
+// Code that tasks of all types share: prefetches, and the conversion of sums to outputs.
 #pragma once
 
 #include "../linear.h"
@@ -7,8 +7,8 @@
 namespace VLLM_LITE_ISA {
 namespace {
 
-// What is asked for while a tile is worked on, as the processor by itself looks ahead within 4 KiB only: for each pair
-// of inputs `step` bytes more. Anything may lie there, or nothing.
+// Memory to prefetch during a tile, because the processor itself looks ahead within 4 KiB only: `step` bytes for each
+// pair of inputs. The address need not be valid.
 struct Ahead {
   const char* from;
   int64_t step;
@@ -19,7 +19,7 @@ VLLM_LITE_INLINE void prefetch(Ahead ahead, int64_t pair) {
   for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(ahead.from + pair * ahead.step + i);
 }
 
-// The same into L2, for more than L1 holds.
+// The same into L2, which holds more than L1.
 template <int64_t kBytes>
 VLLM_LITE_INLINE void prefetch_l2(Ahead ahead, int64_t pair) {
   for (int64_t i = 0; i < kBytes; i += 64) __builtin_prefetch(ahead.from + pair * ahead.step + i, 0, 2);

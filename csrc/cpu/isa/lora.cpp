@@ -1,4 +1,4 @@
-// The arithmetic of low-rank adapters: see ../lora.h for the layout.
+// The arithmetic of low-rank adapters; ../lora.h describes the layout.
 #include "../lora.h"
 
 #include <type_traits>
@@ -9,17 +9,17 @@ namespace VLLM_LITE_ISA {
 namespace {
 
 constexpr int kVectors = kLoraBlock / kWidth;
-constexpr int64_t kAhead = 2048;                   // bytes
-constexpr int kShrinkRows = 4;                     // at a time
-constexpr int kExpandRows = kWidth == 16 ? 8 : 2;  // whose sums stay in registers
+constexpr int64_t kAhead = 2048;                   // distance of prefetches, in bytes
+constexpr int kShrinkRows = 4;                     // rows at a time
+constexpr int kExpandRows = kWidth == 16 ? 8 : 2;  // rows at a time, so that their sums stay in registers
 
-// One of `num_rows` rows by its number: the caller's are not one behind the other.
+// Row `row` of the adapter. Its rows are not adjacent in the caller's tensor.
 template <class T>
 VLLM_LITE_INLINE T* row_of(const void* rows, int64_t stride, const LoraCall& call, int64_t row) {
   return static_cast<T*>(const_cast<void*>(rows)) + call.rows[row] * stride;
 }
 
-// body(row, R), R a constant, for all rows, `R` of them at a time and the last ones as they are left.
+// Calls body(row, R), with a constant R, for all rows: `R` at a time, then once for the rest.
 template <int R, class Body>
 VLLM_LITE_INLINE void last_rows(int64_t row, int64_t left, const Body& body) {
   if constexpr (R > 0) {
@@ -34,7 +34,7 @@ VLLM_LITE_INLINE void each_rows(int64_t num_rows, const Body& body) {
   last_rows<R - 1>(row, num_rows - row, body);
 }
 
-// Has memory fetch weights that are read soon: they come from there but for those of many rows.
+// Prefetches weights, which come from memory unless there are many rows.
 template <class T>
 VLLM_LITE_INLINE void fetch(const T* weights) {
   __builtin_prefetch(weights + kAhead / static_cast<int64_t>(sizeof(T)));
@@ -57,7 +57,7 @@ VLLM_LITE_INLINE void store_sums(const Vec (&x)[kLoraRanks], float* to) {
 }
 #endif
 
-// hidden [R][stride] = the products of R rows of x with a block of kLoraRanks rows of A, see ../lora.h.
+// hidden [R][stride] = the products of R rows of x with a block of kLoraRanks rows of A.
 template <int R, class T>
 VLLM_LITE_INLINE void shrink_block(const T* const* x, const T* down, int64_t num_inputs, float* hidden,
                                    int64_t stride) {
@@ -119,13 +119,13 @@ void shrink(const LoraCall& call, int64_t first, int64_t last) {
   });
 }
 
-// What the outputs of one projection are multiplied by, and what is added; null: nothing is.
+// Factors and summands of the outputs of one projection (DoRA); null: none.
 struct Lengths {
   const float* gain;
   const float* shift;
 };
 
-// `count` outputs from `start` on, for R rows: out += hidden [R][stride] times `up` [rank][kLoraBlock].
+// For R rows and the `count` outputs from `start` on: out += hidden [R][stride] times `up` [rank][kLoraBlock].
 template <int R, class T, class Out>
 VLLM_LITE_INLINE void expand_block(const T* up, int64_t rank, const float* hidden, int64_t stride, Out* const* out,
                                    int64_t start, int64_t count, Lengths lengths) {
@@ -155,8 +155,8 @@ VLLM_LITE_INLINE void expand_block(const T* up, int64_t rank, const float* hidde
   }
 }
 
-// Blocks [first, last) of one projection, whose outputs begin at `column`. Rows are the outer loop, as their outputs
-// lie far from each other.
+// Blocks [first, last) of one projection, whose outputs begin at `column`. Rows are the outer loop, because their
+// outputs are far apart in memory.
 template <class T, class Out>
 void expand_projection(const LoraCall& call, int32_t number, const T* up, int64_t column, int64_t first, int64_t last) {
   const LoraSlot& slot = *call.slot;
@@ -181,7 +181,7 @@ template <class T, class Out>
 void expand(const LoraCall& call, int64_t first, int64_t last) {
   const LoraLayer& layer = *call.layer;
   const T* up = static_cast<const T*>(call.slot->up);
-  int64_t column = 0, begin = 0;  // in outputs, and in blocks
+  int64_t column = 0, begin = 0;  // position of the projection, in outputs and in blocks
   for (int32_t number = 0; number < layer.num_projections; ++number) {
     const int64_t rank = call.slot->ranks[layer.matrix[number]];
     const int64_t num_blocks = (layer.sizes[number] + kLoraBlock - 1) / kLoraBlock, end = begin + num_blocks;

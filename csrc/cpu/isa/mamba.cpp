@@ -1,6 +1,6 @@
-// The scan of Mamba-2 layers, token by token. A part of a head's matrix, kColumns wide, stays in the first level of
-// cache while the tokens of a segment pass it. The order of all sums depends on sizes only: a token gets the same bits
-// however its prompt is cut up.
+// The scan of Mamba-2 layers, token by token. kColumns columns of a head's matrix stay in the first-level cache for all
+// tokens of a segment. The order of sums depends only on sizes: a token has the same bits however its prompt is
+// divided.
 #include "../mamba.h"
 
 #include <cmath>
@@ -19,7 +19,7 @@ struct Columns {
   int64_t head, column, width;
 };
 
-// How many elements vector `i` of them has.
+// Number of elements in vector `i` of the columns.
 VLLM_LITE_INLINE int64_t size_of(const Columns& own, int i) {
   const int64_t left = own.width - i * kWidth;
   return left > kWidth ? static_cast<int64_t>(kWidth) : left < 0 ? 0 : left;

@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kWordBits = 32;
 
-// The tokens of one whole word of the bitmask. `ruled` has the bits of those that are ruled out.
+// Adds minus infinity to the logits of one word of the bitmask whose bits are set in `ruled`.
 VLLM_LITE_INLINE void rule_out_word(float* logits, uint32_t ruled) {
   for (int i = 0; i < kWordBits; i += kWidth) {
 #if defined(__AVX512F__)

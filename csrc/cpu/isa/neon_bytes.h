@@ -1,5 +1,5 @@
-// Bytes times integers by NEON: dot products of four, and of eight with two rows at a time where the machine multiplies
-// matrices (i8mm). What byte_products.h has of instructions of x86, for Arm.
+// Products of bytes and integers by NEON: dot products of four, or of eight with two rows at a time on machines that
+// multiply matrices (i8mm). The Arm version of x86_bytes.h.
 #pragma once
 
 #include "../linear.h"
@@ -34,7 +34,7 @@ VLLM_LITE_INLINE Ints add_bytes(Ints x, Ints y) {
 VLLM_LITE_INLINE Ints shuffle_bytes(Ints x, Ints places) {
   return vqtbl1q_s8(x, vreinterpretq_u8_s8(places));
 }
-// x with 16 added to the bytes whose bits at `from` are set.
+// x, with 16 added to the bytes whose bits at `from` are set.
 VLLM_LITE_INLINE Ints add_fifth_bits(Ints x, const char* from) {
   static constexpr uint8_t kPlaces[] = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
   static constexpr uint8_t kOwn[] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
@@ -62,7 +62,7 @@ VLLM_LITE_INLINE void add_products(Ints& total, Ints bytes, Ints integers) {
   total = vreinterpretq_s8_s32(vusdotq_s32(vreinterpretq_s32_s8(total), vreinterpretq_u8_s8(bytes), integers));
 }
 
-// What kernels take off each byte: nothing, as bytes are unsigned.
+// Amount that kernels subtract from each byte: 0, because the instruction takes unsigned bytes.
 VLLM_LITE_INLINE int32_t taken_off(const PackedWeight&) {
   return 0;
 }
@@ -75,7 +75,7 @@ VLLM_LITE_INLINE void add_products(Ints& total, Ints bytes, Ints integers) {
   total = vreinterpretq_s8_s32(vdotq_s32(vreinterpretq_s32_s8(total), bytes, integers));
 }
 
-// What kernels take off each byte, so that it is signed: of codes that may be larger than 127.
+// Amount that kernels subtract from each byte to make it signed: 128 for codes that may exceed 127.
 VLLM_LITE_INLINE int32_t taken_off(const PackedWeight& weight) {
   int32_t largest = weight.type == kGrouped8 ? 255 : 15;  // shifts add 48 at most, and fifth bits 16
   for (int i = 0; i < 16 && weight.bytes != nullptr; ++i)
@@ -85,8 +85,8 @@ VLLM_LITE_INLINE int32_t taken_off(const PackedWeight& weight) {
 
 #endif
 
-// Sums of two rows that follow one another as matrices of two outputs and both rows, in the same two vectors, and back.
-// An odd row remains as it is; and so do all where nothing multiplies matrices.
+// Rearranges the sums of two consecutive rows as matrices of two outputs and both rows, in the same two vectors, and
+// back. An odd last row stays as it is, and so do all rows on machines that do not multiply matrices.
 template <int R, int V>
 VLLM_LITE_INLINE void pair_rows([[maybe_unused]] Ints (&total)[R][V]) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)
@@ -122,8 +122,8 @@ VLLM_LITE_INLINE uint32_t four_bytes(const int8_t* x) {
   return four;
 }
 
-// total[..][v], as pair_rows() leaves them, += the bytes of four inputs of kWidth outputs and those of the next four,
-// times rows; place(r, half) is where row r has its four integers for each.
+// total[..][v], as pair_rows() leaves it, += the bytes of four inputs for kWidth outputs and of the next four inputs,
+// times rows; place(r, half) is the address of row r's four integers.
 template <int R, int V, class Place>
 VLLM_LITE_INLINE void add_octet(Ints first, Ints second, const Place& place, int v, Ints (&total)[R][V]) {
 #if defined(__ARM_FEATURE_MATMUL_INT8)

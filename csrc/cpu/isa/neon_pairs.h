@@ -1,6 +1,6 @@
-// Pairs of bfloat16 by NEON. A product of matrices (BFMMLA) is two dot products (BFDOT) after each other, with the same
-// roundings, by the architecture's definition of both: so rows may be multiplied two at a time, and one that is alone
-// has the same bits. Both round to odd and take denormals as zero.
+// Pairs of bfloat16 by NEON. By the architecture's definition a product of matrices (BFMMLA) is two successive dot
+// products (BFDOT), roundings included. So rows may be multiplied two at a time, and a single row has the same bits.
+// Both round to odd and treat denormals as zero.
 #pragma once
 
 #include "simd.h"
@@ -8,7 +8,7 @@
 namespace VLLM_LITE_ISA {
 namespace {
 
-typedef bfloat16x8_t Dots;  // pairs of kWidth outputs, or four inputs of two
+typedef bfloat16x8_t Dots;  // pairs of inputs for kWidth outputs, or four inputs for two outputs
 
 VLLM_LITE_INLINE Dots load_dots(const BFloat16* from) {
   return vreinterpretq_bf16_u16(vld1q_u16(&from->bits));
@@ -29,7 +29,7 @@ VLLM_LITE_INLINE Vec add_matrices(Vec sum, Dots x, Dots y) {
   return reinterpret_cast<Vec>(vbfmmlaq_f32(reinterpret_cast<float32x4_t>(sum), x, y));
 }
 
-// Sums of two rows that follow one another as matrices of two outputs and both rows, or back.
+// Rearranges the sums of two consecutive rows as matrices of two outputs and both rows, or back.
 template <bool kBack, int R, int V>
 VLLM_LITE_INLINE void pair_rows(Vec (&total)[R][V]) {
 #pragma GCC unroll 16
@@ -44,7 +44,7 @@ VLLM_LITE_INLINE void pair_rows(Vec (&total)[R][V]) {
   }
 }
 
-// total += the products of two pairs of inputs of R rows, which pair_rows() has paired.
+// total += the products of two pairs of inputs of R rows, where total is as pair_rows() leaves it.
 template <int64_t kStride, int R, int V>
 VLLM_LITE_INLINE void add_two_pairs(const BFloat16* x, const BFloat16* weights, Vec (&total)[R][V]) {
 #pragma GCC unroll 4
@@ -66,7 +66,7 @@ VLLM_LITE_INLINE void add_two_pairs(const BFloat16* x, const BFloat16* weights, 
 }
 
 // total += the products of num_pairs pairs of inputs, of R rows at x [R][kStride] and kWidth * V outputs of a block;
-// `meanwhile` is called with each pair's number.
+// calls meanwhile(pair) for each pair.
 template <int64_t kStride, int R, int V, class Meanwhile>
 VLLM_LITE_INLINE void multiply_pairs(const BFloat16* x, const BFloat16* weights, int64_t num_pairs, Vec (&total)[R][V],
                                      const Meanwhile& meanwhile) {

@@ -1,4 +1,4 @@
-// Rows into columns, in tiles that stay in registers, and elements of one type into those of another.
+// Transposes rows to columns, in tiles that stay in registers, and converts elements between types.
 #include "../pack.h"
 
 #include "../linear.h"
@@ -7,13 +7,13 @@
 namespace VLLM_LITE_ISA {
 namespace {
 
-constexpr int64_t kTile = 8;  // words of a row, and rows
+constexpr int64_t kTile = 8;  // words of a row, and rows, of a tile
 
 typedef uint32_t Words __attribute__((vector_size(kTile * 4)));
 
 #define VLLM_LITE_MIX(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
 
-// Eight words of eight rows, as eight rows of each word.
+// Transposes eight words of eight rows.
 VLLM_LITE_INLINE void transpose(const char* rows, int64_t stride, char* columns, int64_t column_bytes) {
   Words row[kTile], pair[kTile], quad[kTile];
   for (int64_t i = 0; i < kTile; ++i) std::memcpy(&row[i], rows + i * stride, sizeof(Words));
@@ -35,12 +35,12 @@ VLLM_LITE_INLINE void transpose(const char* rows, int64_t stride, char* columns,
   }
 }
 
-// The rows' words from `first` on, and what is left of a last one.
+// Copies the rows' words from `first` on, and an incomplete last word.
 template <class Word>
 void pack_rest(const char* rows, int64_t stride, int64_t num_rows, int64_t row_bytes, int64_t first, char* block) {
   constexpr int64_t kSize = sizeof(Word), kLine = 64 / kSize;
   const int64_t num_words = row_bytes / kSize, rest = row_bytes % kSize;
-  for (; first < num_words; first += kLine) {  // a cache line of each row: read once, not once a word
+  for (; first < num_words; first += kLine) {  // a cache line of each row at a time, so that each line is read once
     const int64_t end = first + kLine < num_words ? first + kLine : num_words;
     for (int64_t row = 0; row < num_rows; ++row) {
       for (int64_t i = first; i < end; ++i) {

@@ -1,5 +1,5 @@
-// The scale of a group of weights by trying some at a time: those that are tried lie in a vector, not the weights, so
-// that there are no sums over a vector's elements.
+// Searches the scale of a group of weights. Candidates are the elements of a vector, and weights are read one by one,
+// so that no sum over a vector's elements is needed.
 #include "../quantize.h"
 
 #include "convert.h"
@@ -7,25 +7,26 @@
 namespace VLLM_LITE_ISA {
 namespace {
 
-// What the range of a group may become in steps, of 15: as many as there are steps, less (what is far
-// out is then cut off), or more. The same as STEPS4 in vllm_lite/kernels/grouped.py.
+// Candidates for the number of steps, for codes up to 15, into which a group's range is divided at first; with more
+// than 15 the last ones are cut off. The same as STEPS4 in vllm_lite/kernels/grouped.py.
 constexpr int kNumTried = 16;
 constexpr float kMost4 = 15;
 constexpr float kSteps4[] = {13,    13.25f, 13.5f, 13.75f, 14,    14.25f, 14.5f, 14.75f,
                              15.0f, 15.25f, 15.5f, 15.75f, 16.0f, 16.25f, 16.5f, 16.75f};
-// Integers, and what lies between them, that the largest of symmetric integers of 4 bits may become. As there are more
-// negative ones than positive ones, a scale may be negative, too. The same as ENDS there.
+// Candidates for the value that a group's largest magnitude gets on the scale of symmetric 4-bit integers, -8 to 7.
+// Because there are more negative than positive integers, a scale may be negative as well. The same as ENDS in
+// grouped.py.
 constexpr float kEnds4[] = {-9,    -8.75f, -8.5f, -8.25f, -8,   -7.75f, -7.5f, -7.25f,
                             -7.0f, -6.75f, 6.5f,  6.75f,  7.0f, 7.25f,  7.5f,  8};
-// Integers about those of a scale and a minimum that are tried instead, the latter beside what leaves the middle of the
-// group where it is. The same as NEAR there.
+// Candidates of refine_line: small changes of an integer scale, and changes of the integer minimum around the one that
+// keeps the middle of the group in place. The same as NEAR in grouped.py.
 constexpr int kMostLess = 2, kMostBeside = 1, kNumNear = kNumTried;
 constexpr float kMostInteger = 127;
 struct Near {
   float scales[kNumNear] = {}, minima[kNumNear] = {};
 
   constexpr Near() {
-    int number = 1;  // as they are comes first, as what is as good must not replace it
+    int number = 1;  // no change is the first candidate, so that equally good ones do not replace it
     for (int scale = -kMostLess; scale <= kMostLess; ++scale) {
       for (int minimum = -kMostBeside; minimum <= kMostBeside; ++minimum, ++number) {
         scales[number] = static_cast<float>(scale);
@@ -35,9 +36,9 @@ struct Near {
   }
 };
 constexpr Near kNear;
-constexpr float kMagic = 0x1.8p23f;  // adding it rounds to a whole number, which then is in the lowest bits
+constexpr float kMagic = 0x1.8p23f;  // adding it rounds to a whole number, which is then in the lowest bits
 
-// A whole number plus kMagic, kept between two others: as bits they are in order.
+// Limits a whole number plus kMagic to a range. Such floats have the same order as their bits.
 VLLM_LITE_INLINE Vec within(Vec shifted, float least, float most) {
   const VecI low = reinterpret_cast<VecI>(splat(kMagic + least)), high = reinterpret_cast<VecI>(splat(kMagic + most));
   const VecI bits = reinterpret_cast<VecI>(shifted), above = bits < low ? low : bits;
@@ -49,7 +50,7 @@ VLLM_LITE_INLINE Vec within_floats(Vec x, Vec least, Vec most) {
   return above > most ? most : above;
 }
 
-VLLM_LITE_INLINE Vec round_all(Vec x) {  // up to 2^22
+VLLM_LITE_INLINE Vec round_all(Vec x) {  // |x| up to 2^22
   return x + kMagic - kMagic;
 }
 
@@ -59,8 +60,7 @@ VLLM_LITE_INLINE float to_bfloat16(float x) {
   return to_float(narrow);
 }
 
-// NaN is the range of numbers that are not all finite: it must not be lost, as a group of codes would hide a model that
-// is broken.
+// The range of a group, NaN if a number is not finite: codes would hide that, and with it a broken model.
 struct Range {
   float least = 0, most = 0;
 
@@ -68,7 +68,7 @@ struct Range {
     constexpr int32_t kInfinity = 0x7f800000;
     Range range;
     range.least = range.most = x[0];
-    int32_t size = 0;  // as integers the sizes of floats are in order
+    int32_t size = 0;  // magnitudes of floats, as integers, have the order of the floats
     for (int64_t i = 0; i < count; ++i) {
       range.least = x[i] < range.least ? x[i] : range.least;
       range.most = x[i] > range.most ? x[i] : range.most;
@@ -79,7 +79,7 @@ struct Range {
   }
 };
 
-// The number of the largest size, of two the first.
+// The number with the largest magnitude, the first of equal ones.
 float largest_of(const float* x, int64_t count) {
   const Range range = Range::of(x, count);
   if (-range.least != range.most) return -range.least > range.most ? range.least : range.most;
@@ -87,8 +87,8 @@ float largest_of(const float* x, int64_t count) {
   return *x;
 }
 
-// The scale for integers from `least` to `most` times it, if the largest number becomes one of `ends` [kNumTried]. NaN
-// where not all numbers are finite.
+// The scale for integers from `least` to `most` with the smallest squared error, if the number with the largest
+// magnitude becomes one of `ends` [kNumTried]. NaN if a number is not finite.
 float search(const float* x, int64_t count, const float* ends, float least, float most) {
   const float largest = largest_of(x, count);
   if (largest != largest) return NAN;
@@ -111,7 +111,7 @@ float search(const float* x, int64_t count, const float* ends, float least, floa
   return to_bfloat16(chosen);
 }
 
-// The integers next to x * inverse from `least` to `most`, counted from the least.
+// Sets codes to the integers nearest to x / scale, limited to [least, most], minus `least`.
 void encode(const float* x, int64_t count, float scale, float least, float most, uint8_t* codes) {
   const float inverse = scale != 0 ? 1 / scale : 0;
   for (int64_t i = 0; i < count; ++i) {
@@ -120,7 +120,7 @@ void encode(const float* x, int64_t count, float scale, float least, float most,
   }
 }
 
-// What integers and the numbers that they stand for add up to, for kWidth ways to choose them.
+// Sums over a group's integers and numbers, for kWidth candidates.
 struct Sums {
   Vec integers = {}, squares = {}, products = {};
 
@@ -131,9 +131,10 @@ struct Sums {
   }
 };
 
-// The line through `count` numbers, which add up to `total`, over their integers: number ~ scale * integer + start.
+// The least-squares line through `count` numbers, whose sum is `total`, as a function of their integers: number ~ scale
+// * integer + start.
 struct Line {
-  Vec scale, start, gain;  // gain: by how much the squared error is less than all the numbers squared
+  Vec scale, start, gain;  // gain: reduction of the squared error, from the sum of squared numbers
 
   static inline __attribute__((always_inline)) Line through(const Sums& sums, float total, int64_t count) {
     const Vec n = splat(static_cast<float>(count)), all = splat(total);
@@ -144,7 +145,7 @@ struct Line {
   }
 };
 
-// The codes of x with (x - start) * inverse, summed up. x counts from `least`.
+// Sums for the integers of (x - least - start) * inverse.
 VLLM_LITE_INLINE Sums sum_codes(const float* x, int64_t count, float least, Vec start, Vec inverse, float most) {
   Sums sums;
   for (int64_t i = 0; i < count; ++i) {
@@ -158,7 +159,7 @@ VLLM_LITE_INLINE float inverse_for_fp8(float scale) {
   return scale >= 0x1p-126f ? 1 / scale : 0;
 }
 
-// The squared error of x, zeros behind `count`, as E4M3 times a scale.
+// The squared error of x [count], padded with zeros, as E4M3 times a scale.
 float error_as_fp8(const float* x, int64_t count, float scale) {
   const float inverse = inverse_for_fp8(scale);
   Vec squares = {};
@@ -178,12 +179,12 @@ void search_line(const float* x, int64_t count, float most, float* scale, float*
   const float least = range.least, width = range.most - range.least;
   *scale = 0;
   *minimum = width < 3e38f ? -least : NAN;
-  if (!(width > 0) || *minimum != *minimum) return;  // all are alike, or they are no numbers
+  if (!(width > 0) || *minimum != *minimum) return;  // all numbers are equal, or not all are finite
   float total = 0, best = 0, chosen = 0, start = 0;
   for (int64_t i = 0; i < count; ++i) total += x[i] - least;
   for (int first = 0; first < kNumTried; first += kWidth) {
     const Vec inverse = load(kSteps4 + first) * (most / kMost4) / width;
-    // Twice: what the line makes of the integers may be nearer to others.
+    // Twice, because the numbers may be nearest to other integers on the new line.
     Line line = Line::through(sum_codes(x, count, least, splat(0), inverse, most), total, count);
     const Vec again = line.scale > 0 ? splat(1) / line.scale : splat(0);
     line = Line::through(sum_codes(x, count, least, line.start, again, most), total, count);
@@ -241,7 +242,7 @@ void quantize_symmetric4(const float* x, int64_t count, uint8_t* codes, float* s
   encode(x, count, *scale, -8, 7, codes);
 }
 
-// As _quantize_fp8_rows in vllm_lite/kernels/grouped.py.
+// The same as _quantize_fp8_rows in vllm_lite/kernels/grouped.py.
 void quantize_group_fp8(const float* from, int64_t count, uint8_t* codes, float* scale) {
   alignas(64) float x[kQuantGroup] = {};
   std::memcpy(x, from, static_cast<size_t>(count) * sizeof *x);

@@ -1,4 +1,4 @@
-// Where products begin with the sums of a group of rows, and where they end: in memory, or as outputs.
+// Loads and stores of the sums of a group of rows: from and to memory, or as outputs.
 #pragma once
 
 #include "../linear.h"
@@ -7,21 +7,21 @@
 namespace VLLM_LITE_ISA {
 namespace {
 
-// Of a task's, which sums are meant. It is passed on beside them: a copy of Sums with other numbers would be loaded in
-// vectors from words just stored, which has to wait until all stores before are done, those of outputs among them.
+// Position of a group's sums within a task's. It is passed separately: a copy of Sums with another position would be
+// loaded in vectors from words just stored, and that has to wait for all earlier stores, including those of outputs.
 struct At {
   int64_t row, output;
 };
 
-// The sums of a task's rows and some of its outputs. Those of inputs before and behind are in memory, [rows][stride].
-// Sums are addressed by constants alone, so that they stay in registers: stores of them to the stack would stand in
-// line with the outputs', which wait for their cache lines.
+// The sums of a task's rows and some of its outputs. Between parts of the inputs they are in memory, [rows][stride].
+// Registers are indexed by constants only, because sums on the stack would be stored behind the outputs, and those wait
+// for their cache lines.
 struct Sums {
   float* memory;
   int64_t stride;
   bool are_begun, are_done;
   const LinearCall* call;
-  int64_t row, output;  // of the call's
+  int64_t row, output;  // of the call
 
   template <int R, int V>
   inline __attribute__((always_inline)) void begin(At at, Vec (&total)[R][V]) const {
@@ -67,7 +67,7 @@ struct Sums {
     Vec bias[V];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
-      bias[v] = splat(-0.0f);  // which changes nothing, not even -0
+      bias[v] = splat(-0.0f);  // adding it changes nothing, not even -0
       if (call->weight->bias != nullptr) bias[v] = load(call->weight->bias + first + v * kWidth);
     }
     const int64_t step = call->out_stride;
@@ -79,7 +79,7 @@ struct Sums {
     }
   }
 
-  // The first `left` outputs of rows in memory; there may be none.
+  // Writes the first `left` outputs of rows in memory; `left` may be 0 or less.
   template <class Out>
   void put_part(At at, const float* sums, int64_t stride, int64_t left, int rows) const {
     const PackedWeight& weight = *call->weight;

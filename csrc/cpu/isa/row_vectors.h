@@ -1,4 +1,4 @@
-// Rows of any length in vectors of simd.h: their parts, and how elements of one type become float32 and back.
+// Rows of any length as vectors of simd.h: incomplete vectors, and conversions of element types.
 #pragma once
 
 #include "simd.h"
@@ -6,7 +6,7 @@
 namespace VLLM_LITE_ISA {
 namespace {
 
-// x with zeros behind the first `count` elements.
+// x, with zeros after the first `count` elements.
 VLLM_LITE_INLINE Vec first_of(Vec x, int64_t count) {
   if (count == kWidth) return x;
   float elements[kWidth];
@@ -14,7 +14,7 @@ VLLM_LITE_INLINE Vec first_of(Vec x, int64_t count) {
   return load_part(elements, count);
 }
 
-// x as it comes back from a T.
+// x rounded to a T and converted back.
 VLLM_LITE_INLINE Vec rounded(Vec x, float) {
   return x;
 }
@@ -34,7 +34,7 @@ VLLM_LITE_INLINE Vec rounded(Vec x, Float16) {
   return load(stored);
 }
 
-// body(i, count) for each vector of [0, size): count is kWidth, a constant, but for the last one.
+// Calls body(i, count) for each vector of [0, size). count is the constant kWidth except for an incomplete last vector.
 template <class Body>
 VLLM_LITE_INLINE void each_vector(int64_t size, const Body& body) {
   int64_t i = 0;
@@ -53,7 +53,7 @@ VLLM_LITE_INLINE void store_at(T* to, int64_t i, Vec x, int64_t count) {
   store_part(to + i, x, count);
 }
 
-// row += x, rounded.
+// row += x, rounded to T.
 template <class T>
 VLLM_LITE_INLINE void add_row(T* row, const T* x, int64_t size) {
   each_vector(size, [&](int64_t i, int64_t count) __attribute__((always_inline)) {
@@ -70,7 +70,7 @@ VLLM_LITE_INLINE Vec silu(Vec x) {
 }  // namespace
 }  // namespace VLLM_LITE_ISA
 
-// Each picks the element type. The caller has seen to it that there is one.
+// Defines `name` as `function` for the element type op.dtype, which must be one of these.
 #define VLLM_LITE_BY_DTYPE(name, function, Op)                      \
   void name(const Op& op, int64_t first, int64_t last) {            \
     if (op.dtype == kFloat32) function<float>(op, first, last);     \

@@ -1,5 +1,5 @@
-// Vectors of float32, as wide as the instruction set, and how elements of other types become float32 and back. Include
-// it in the files of isa/ only, outside of every namespace; it opens namespace VLLM_LITE_ISA itself.
+// Vectors of float32 as wide as the instruction set, and conversions of elements from and to other types. Include this
+// file in the files of isa/ only, outside of every namespace; it opens namespace VLLM_LITE_ISA itself.
 #pragma once
 
 #include <cmath>
@@ -7,14 +7,14 @@
 #include <cstring>
 #if defined(__x86_64__)
 #pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns of the header's own undefined vectors
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns of undefined vectors in its own header
 #include <immintrin.h>
 #pragma GCC diagnostic pop
 #elif defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 
-// Where an instruction multiplies pairs of bfloat16 and adds them to a float.
+// Defined if an instruction multiplies pairs of bfloat16 and adds them to a float.
 #if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 #define VLLM_LITE_MULTIPLIES_PAIRS
 #endif
@@ -49,7 +49,7 @@ struct Fp8E5M2 {  // the upper half of a Float16
   uint8_t bits;
 };
 
-// Not Vec{} + x, which would have to be added: 0 + -0 is 0.
+// Not Vec{} + x: the addition would stay in the code, because 0 + -0 is 0.
 VLLM_LITE_INLINE Vec splat(float x) {
 #if defined(__AVX512F__)
   return reinterpret_cast<Vec>(_mm512_set1_ps(x));
@@ -115,12 +115,13 @@ VLLM_LITE_INLINE void from_float(float x, BFloat16* out) {
   const uint32_t bits = bits_of(x);
   out->bits = x != x ? 0x7fc0 : static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
-// To a format of `mantissa` bits whose smallest normal number is 2^least; `overflow` is the code for what is too large.
+// Rounds to a format with `mantissa` bits whose smallest normal number is 2^least. Numbers beyond the code `largest`
+// become `overflow`.
 VLLM_LITE_INLINE uint32_t round_to(float x, int mantissa, int least, uint32_t largest, uint32_t overflow) {
   const float size = std::fabs(x);
   if (!(size < 0x1p30f)) return overflow;
-  // Adding and subtracting a power of two rounds to its last place, in the current mode: to nearest even. The last
-  // place is that of the number itself, or of the smallest normal one.
+  // Adding and subtracting a power of two rounds to its last place, to nearest even: the last place of the number
+  // itself, or of the smallest normal one.
   const float least_normal = float_of(static_cast<uint32_t>(least + 127) << 23);
   const float scale = float_of((bits_of(size < least_normal ? least_normal : size) & 0x7f800000));
   const float magic = scale * float_of(static_cast<uint32_t>(23 - mantissa + 127) << 23);
@@ -148,8 +149,8 @@ VLLM_LITE_INLINE void from_float(float x, Float16* out) {
   out->bits = static_cast<uint16_t>(x != x ? 0x7e00 : sign | round_to(x, 10, -14, 0x7bff, 0x7c00));
 #endif
 }
-// Too large for fp8 becomes the largest number: KV scales are chosen so that this is rare, and infinity would spoil
-// all.
+// Numbers out of the range of fp8 become the largest number: KV scales are chosen so that this is rare, and infinity
+// would make the whole row NaN.
 VLLM_LITE_INLINE void from_float(float x, Fp8E4M3* out) {
   const uint32_t sign = bits_of(x) >> 24 & 0x80;
   out->bits = static_cast<uint8_t>(sign | (x != x ? 0x7f : round_to(x, 3, -6, 0x7e, 0x7e)));
@@ -186,7 +187,7 @@ VLLM_LITE_INLINE Vec load(const BFloat16* from) {
 }
 VLLM_LITE_INLINE Vec load(const Float16* from) {
   const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-  return reinterpret_cast<Vec>(_mm512_maskz_cvtph_ps(0xffff, halves));  // GCC 12 warns of its own plain one
+  return reinterpret_cast<Vec>(_mm512_maskz_cvtph_ps(0xffff, halves));  // GCC 12 warns of the one without a mask
 }
 VLLM_LITE_INLINE void store(Float16* to, Vec x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(reinterpret_cast<__m512>(x), 0));
@@ -228,7 +229,7 @@ VLLM_LITE_INLINE void store(BFloat16* to, Vec x) {  // denormals become zero
 }
 #endif
 
-// ---- the first `count` elements, fewer than kWidth; the others of the vector are 0, or are not stored
+// ---- the first `count` elements, fewer than kWidth; loads set the others to 0, stores leave them out
 
 template <class T>
 VLLM_LITE_INLINE Vec load_part(const T* from, int64_t count) {
@@ -255,7 +256,7 @@ VLLM_LITE_INLINE void store_part(T* to, Vec x, int64_t count) {
 #if defined(__AVX512F__)
   const __mmask16 lanes = static_cast<__mmask16>((1u << count) - 1);
   if constexpr (sizeof(T) == 2) {
-    // Not by a mask: what is loaded next from behind these elements would wait for the whole store.
+    // Not a masked store: a following load of the elements after these would wait for it.
     __m128i rest = _mm_loadu_si128(reinterpret_cast<const __m128i*>(padded));
     if (count & 8) {
       _mm_storeu_si128(reinterpret_cast<__m128i*>(to), rest);
@@ -302,7 +303,7 @@ VLLM_LITE_INLINE int32_t max_of(VecI x) {
   return most;
 #endif
 }
-// x > y ? x : y, so y where one of them is NaN.
+// x > y ? x : y, so y if one of them is NaN.
 VLLM_LITE_INLINE Vec max(Vec x, Vec y) {
 #if defined(__AVX512F__)
   return reinterpret_cast<Vec>(_mm512_maskz_max_ps(0xffff, reinterpret_cast<__m512>(x), reinterpret_cast<__m512>(y)));
@@ -313,7 +314,7 @@ VLLM_LITE_INLINE Vec max(Vec x, Vec y) {
 #endif
 }
 
-// a * b + c, rounded once where the machine can.
+// a * b + c, rounded once if the machine has such an instruction.
 VLLM_LITE_INLINE Vec multiply_add(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
   return reinterpret_cast<Vec>(
@@ -329,7 +330,7 @@ VLLM_LITE_INLINE Vec multiply_add(Vec a, Vec b, Vec c) {
 #endif
 }
 
-// c - a * b, likewise.
+// c - a * b, in the same way.
 VLLM_LITE_INLINE Vec subtract_product(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
   return reinterpret_cast<Vec>(
@@ -345,8 +346,8 @@ VLLM_LITE_INLINE Vec subtract_product(Vec a, Vec b, Vec c) {
 #endif
 }
 
-// e^x to 2e-7 relative, for x <= 88; below -87 it is 0. kFused: the series' terms by multiply_add, whatever a compiler
-// would make of them.
+// e^x with a relative error of 2e-7, for x <= 88; 0 below -87. kFused: uses multiply_add for the series, so that its
+// rounding does not depend on the compiler.
 template <bool kFused = false>
 VLLM_LITE_INLINE Vec exp(Vec x) {
   const Vec scaled = max(x, splat(-87.33f)) * 1.44269504f;
@@ -370,15 +371,15 @@ VLLM_LITE_INLINE Vec exp(Vec x) {
   const VecI exponent = (__builtin_convertvector(whole, VecI) + 127) << 23;
   const Vec power = p * reinterpret_cast<Vec>(exponent);
 #else
-  // The number stands in the low bits of `shifted`. Added to the exponent it multiplies exactly, as no result is
+  // The integer is in the low bits of `shifted`. Adding it to the exponent multiplies exactly, as no result is
   // denormal.
   const Vec power = reinterpret_cast<Vec>(reinterpret_cast<VecI>(p) + (reinterpret_cast<VecI>(shifted) << 23));
 #endif
   return x < -87.33f ? splat(0) : power;
 }
 
-// The chance that a normal variable exceeds x >= 0, erfc(x / sqrt(2)) / 2, to (2 + x^2 / 2) 1.2e-7 relative. It is
-// e^(-x^2 / 2) times what falls slowly: a polynomial of 1 / (1 + 0.35 x), times that.
+// The probability that a standard normal variable exceeds x >= 0, erfc(x / sqrt(2)) / 2, with a relative error of (2 +
+// x^2 / 2) 1.2e-7. It is e^(-x^2 / 2) times a slowly falling function: t = 1 / (1 + 0.35 x) times a polynomial of t.
 VLLM_LITE_INLINE Vec normal_tail(Vec x) {
   const Vec t = 1 / (1 + 0.35f * x), y = 2 * t - 1;
   Vec p = splat(-1.1385137e-4f);
@@ -388,7 +389,7 @@ VLLM_LITE_INLINE Vec normal_tail(Vec x) {
   return exp(-0.5f * x * x) * t * p;
 }
 
-// To 5e-7 relative; NaN stays NaN.
+// With a relative error of 5e-7; NaN stays NaN.
 VLLM_LITE_INLINE Vec tanh(Vec x) {
   const Vec size = reinterpret_cast<Vec>(reinterpret_cast<VecI>(x) & INT32_MAX);
   const Vec e = exp<true>((size > 20.0f ? splat(20.0f) : size) * 2.0f);

@@ -1,4 +1,4 @@
-// Groups of rows times a part of a block of weights in tile registers.
+// Products of groups of rows and a part of a block of weights, in tile registers.
 #pragma once
 
 #include "tiles.h"
@@ -7,39 +7,40 @@ namespace VLLM_LITE_ISA {
 namespace {
 
 constexpr int64_t kWeightStride = 4 * kBlock;                // bytes from one group of inputs to the next
-constexpr int64_t kStepWeights = kTileRows * kWeightStride;  // of a block
+constexpr int64_t kStepWeights = kTileRows * kWeightStride;  // bytes that one step reads of a block
 constexpr int64_t kGroup = 2 * kTileRows;                    // rows at a time
 constexpr int64_t kGroupSums = kGroup * kBlock;
 constexpr int64_t kAheadBytes = 4096;
 
-// Some inputs of one of a task's blocks, in bytes of a row, and what comes next.
+// A range of inputs of one of a task's blocks, in bytes of a row, and the next range.
 struct Part {
   int64_t block, begin, num_bytes;
   int64_t next_block, next_begin;
 };
 
-// Bytes of a block for so many of a row.
+// Bytes of a block for `row_bytes` bytes of a row.
 constexpr int64_t packed_bytes(int64_t row_bytes) {
   return (row_bytes + 3) / 4 * kWeightStride;
 }
 
-// A part of one block's weights. The last step's lie at `last`: a copy with zeros where the inputs end within it.
+// A part of one block's weights. The last step reads `last`: a copy, padded with zeros if the inputs end within the
+// step.
 struct Weights {
   const char* data;
   int64_t num_steps;
   const char* last;
-  const char* next;   // needed next, asked for meanwhile:
-  int64_t next_step;  // bytes of it for each step
+  const char* next;   // the next part, which is prefetched
+  int64_t next_step;  // bytes of it to prefetch in each step
 
   const char* at(int64_t step) const { return step + 1 < num_steps ? data + step * kStepWeights : last; }
 };
 
-// Rows of x, from the first input of the weights on: where they lie, or copied in the order in which tiles take them.
+// Rows of x, from the first input of the weights on: in place, or copied in the order in which tiles read them.
 struct Rows {
   const char* data;
-  int64_t stride;  // bytes from one row of a group to the next,
-  int64_t step;    // from what one step takes of it to the next,
-  int64_t group;   // and from one group to the next
+  int64_t stride;  // bytes between two rows of a group,
+  int64_t step;    // between the data of two steps,
+  int64_t group;   // and between two groups
 
   Rows behind(int64_t bytes) const { return {data + bytes, stride, step, group}; }
 };
@@ -49,26 +50,26 @@ struct Group {
   Rows x;
   int64_t num_rows;
   float* sums;        // [kGroupSums], as tiles
-  bool are_begun;     // whether sums are those of the inputs before, or anything
-  int64_t first_row;  // of the call's
+  bool are_begun;     // whether `sums` has the sums of earlier inputs; else it is uninitialised
+  int64_t first_row;  // row of the call
   int64_t number, num_groups;
 
-  // What the weights ask for in each step.
+  // The memory to prefetch in each step.
   struct Ahead {
     const char* from;
     int64_t begin, end, step;
     bool alone;
   };
 
-  // Groups share the work, so that memory is kept busy all the time and not by the first one only: into L2 then, as L1
-  // is full of what is used now.
+  // The groups of rows divide this work, so that memory is busy all the time. Several groups prefetch into L2, because
+  // L1 is full.
   Ahead ahead(const Weights& weights) const {
     const int64_t step = weights.next_step;
     return {weights.next, number * step / num_groups, (number + 1) * step / num_groups, step, num_groups == 1};
   }
 };
 
-// Trap: GCC takes calls out of what only asks for memory, if it is not inlined before it looks.
+// Trap: GCC removes calls that only prefetch, if it has not inlined them before.
 VLLM_LITE_INLINE void prefetch(const Group::Ahead& ahead, int64_t step) {
   const char* at = ahead.from + step * ahead.step;
   if (ahead.alone) {

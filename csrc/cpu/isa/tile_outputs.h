@@ -1,4 +1,4 @@
-// Where the sums of groups of rows go: outputs of one block.
+// Writes the sums of groups of rows as outputs of one block.
 #pragma once
 
 #include "linear_task.h"
@@ -9,11 +9,12 @@ namespace {
 
 constexpr int64_t kStreamBytes = 1 << 20;
 
-// A group's sums on their way: row by row, so that they can go while others are summed up.
+// The sums of a group that are still to be written: row by row, so that this can be done during the products of the
+// next group.
 struct Outputs {
   const LinearCall* call = nullptr;
   const float* sums = nullptr;
-  int64_t first_row = 0, num_rows = 0;  // of the call's
+  int64_t first_row = 0, num_rows = 0;  // rows of the call
   int64_t block = 0;
 
   bool are_whole() const { return call->weight->num_outputs - block * kBlock >= kBlock; }
@@ -22,14 +23,14 @@ struct Outputs {
     return static_cast<char*>(call->out) + ((first_row + row) * call->out_stride + block * kBlock) * size;
   }
 
-  // Of a whole block. Without biases -0, which changes nothing, not even -0.
+  // Outputs of a whole block. Without biases adds -0, which changes nothing, not even -0.
   Vec output(int64_t row, int64_t v) const {
     const float* biases = call->weight->bias;
     return load(sums + sums_at(row, v)) +
            (biases == nullptr ? splat(-0.0f) : load(biases + block * kBlock + v * kWidth));
   }
 
-  // Rows [begin, end) of kGroup; those that there are not are left out.
+  // Writes rows [begin, end) of the group's kGroup; only num_rows of them exist.
   void write(int64_t begin, int64_t end) const {
     end = end < num_rows ? end : num_rows;
     if (begin >= end) return;
@@ -61,15 +62,15 @@ struct Outputs {
   }
 };
 
-// Whether outputs leave the caches at once: so many that others would have to go, each row of a block a whole line.
-// Else a line would be read from memory to be overwritten.
+// Whether outputs are written past the caches: if they are so many that they would evict other data, and each row of a
+// block is a whole cache line. Partial lines would first be read from memory.
 bool are_streamed(const LinearCall& call) {
   const int64_t row_bytes = call.out_stride * 2, lines = reinterpret_cast<int64_t>(call.out) | row_bytes;
   const bool are_many = call.num_rows * call.weight->num_outputs * 2 > kStreamBytes;
   return call.out_type == kBFloat16 && lines % 64 == 0 && call.weight->num_outputs % kBlock == 0 && are_many;
 }
 
-// The same as write(), where they are.
+// Like write(), past the caches.
 VLLM_LITE_INLINE void stream(const Outputs& outputs, int64_t begin, int64_t end) {
   end = end < outputs.num_rows ? end : outputs.num_rows;
   for (int64_t row = begin; row < end; ++row) {

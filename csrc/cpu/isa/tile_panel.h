@@ -1,4 +1,4 @@
-// Rows of a task in the order in which tiles take them.
+// Copies the rows of a task in the order in which tiles read them.
 #pragma once
 
 #include <sys/mman.h>
@@ -8,9 +8,9 @@
 namespace VLLM_LITE_ISA {
 namespace {
 
-constexpr int64_t kStepRows = kGroup * kTileRowBytes;  // of a group
+constexpr int64_t kStepRows = kGroup * kTileRowBytes;  // bytes that one step reads of a group
 
-// A thread's memory for what its tasks copy and sum up, kept from one task to the next.
+// A thread's memory for copied rows and sums, kept from one task to the next.
 class TileMemory {
  public:
   TileMemory() = default;
@@ -36,15 +36,15 @@ class TileMemory {
   int64_t size_ = 0;
 };
 
-// One for all kinds of products.
+// One memory for all kinds of products.
 TileMemory& tile_memory() {
   static thread_local TileMemory memory;
   return memory;
 }
 
-// Copies num_bytes of each row, filled up with zeros, to [groups][steps][kGroup][kTileRowBytes]. Read where they lie,
-// rows at a distance of a multiple of 4096 bytes share few places in the caches, and one of 16 KiB fewer than they
-// need.
+// Copies num_bytes of each row, padded with zeros, to [groups][steps][kGroup][kTileRowBytes]. In place, rows whose
+// distance is a multiple of 4096 bytes would share few sets of the caches, and with a distance of 16 KiB fewer than
+// they need.
 void copy_rows(const char* from, int64_t stride, int64_t num_rows, int64_t num_bytes, char* to) {
   const int64_t num_steps = (num_bytes + kTileRowBytes - 1) / kTileRowBytes, rest = num_bytes % kTileRowBytes;
   for (int64_t row = 0; row < num_rows; ++row, from += stride) {

@@ -1,9 +1,10 @@
-// The tile registers of AMX: 8 matrices of up to 16 rows of 64 bytes, and products of them that add to a third.
+// The tile registers of AMX: 8 matrices of up to 16 rows of 64 bytes, and instructions that add the product of two to a
+// third.
 //
-// With VLLM_LITE_EMULATED_TILES the same operations are plain C++ that does what Intel's manual says they do (Software
-// Developer's Manual, volume 2, TDPBF16PS and TDPBSUD; the order of additions, denormals as zeros), so that kernels are
-// tested on machines without AMX. All results were the processor's, bit for bit, in which of several NaN comes out
-// aside. A tile's number must be a literal. What TILE_LOAD_ONCE takes from L2 leaves L1 to what is used again.
+// With VLLM_LITE_EMULATED_TILES the same operations are plain C++ that follows Intel's manual (Software Developer's
+// Manual, volume 2, TDPBF16PS and TDPBSUD; the order of additions, denormals as zeros), so that kernels are tested on
+// machines without AMX. In a comparison with a processor all results had the same bits, except for the kind of NaN. A
+// tile's number must be a literal. TILE_LOAD_ONCE reads from L2 without evicting data from L1.
 #pragma once
 
 #include <cmath>
@@ -19,7 +20,7 @@ namespace {
 constexpr int64_t kTileRows = 16;
 constexpr int64_t kTileRowBytes = 64;
 
-// What LDTILECFG reads. Loading it makes all tiles zero.
+// The operand of LDTILECFG, which also sets all tiles to zero.
 struct alignas(64) TileShapes {
   uint8_t palette = 1;
   uint8_t start_row = 0;
@@ -42,7 +43,7 @@ struct EmulatedTile {
 };
 thread_local EmulatedTile tiles[8];
 
-// What a processor answers with an invalid instruction: a tile that has no rows here.
+// A tile that must have rows; a processor would raise an invalid-instruction fault.
 inline EmulatedTile& shaped(int number) {
   if (tiles[number].num_rows == 0) std::abort();
   return tiles[number];
@@ -69,8 +70,8 @@ inline float without_denormals(float x) {
   return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x;
 }
 
-// sum + x * w, and zero if that is smaller than normal numbers once it is rounded as if there were no smallest
-// exponent: fma() rounds to fewer bits there, which may bring it up to the smallest normal number.
+// sum + x * w, with denormal results as zero. A result is denormal if it is below 2^-126 when it is rounded with an
+// unlimited exponent; fma() rounds it to fewer bits, which may round it up to 2^-126.
 inline float add_product(float sum, float x, float w) {
   const float total = std::fma(x, w, sum);
   if (std::fabs(total) == 0x1p-126f && std::fabs(std::fma(x * 0x1p24f, w, sum * 0x1p24f)) < 0x1p-102f) {
@@ -79,8 +80,8 @@ inline float add_product(float sum, float x, float w) {
   return without_denormals(total);
 }
 
-// total [rows][16] of float += a [rows][16 pairs] of bfloat16 times b [16 pairs][16]; even and odd inputs are added up
-// by themselves.
+// total [rows][16] of float += a [rows][16 pairs] of bfloat16 times b [16 pairs][16]; even and odd inputs are summed up
+// separately.
 inline void dot_tiles_bf16(EmulatedTile& total, const EmulatedTile& a, const EmulatedTile& b) {
   for (int64_t row = 0; row < total.num_rows; ++row) {
     float sums[2][kTileRows] = {}, all[kTileRows];
@@ -135,13 +136,12 @@ inline void dot_tiles_int8(EmulatedTile& total, const EmulatedTile& a, const Emu
 #define TILE_STORE(tile, to, stride) _tile_stored(tile, to, stride)
 #define TILE_DOT_BF16(total, a, b) _tile_dpbf16ps(total, a, b)
 #define TILE_DOT_INT8(total, a, b) _tile_dpbsud(total, a, b)
-// Trap: GCC does not know that a tile load reads memory. Between what writes it and the loads there must be one of
-// these.
+// Trap: GCC does not know that a tile load reads memory, so this must stand between writes of that memory and the load.
 #define TILES_FENCE() asm volatile("" ::: "memory")
 
 #endif
 
-// ---- tiles 0 to 3 as sums: [32 or 16 rows][32], of which 0 and 1 are the first 16 rows. Strides count elements.
+// ---- tiles 0 to 3 as sums: [32 or 16 rows][32], with the first 16 rows in 0 and 1. Strides are in elements.
 
 template <bool kTwo>
 VLLM_LITE_INLINE void load_sums(const float* from, int64_t stride) {
@@ -163,7 +163,7 @@ VLLM_LITE_INLINE void store_sums(T* to, int64_t stride) {
   }
 }
 
-// The same as tiles side by side, [2 or 4][16][16], which is stored and loaded faster.
+// The same sums tile by tile, [2 or 4][16][16], which is faster to store and load.
 constexpr int64_t kTileSums = kTileRows * kTileRows;
 
 template <bool kTwo>
@@ -186,12 +186,12 @@ VLLM_LITE_INLINE void store_tile_sums(T* to) {
   }
 }
 
-// Where kTileRows of a row's sums begin there.
+// Index at which kTileRows sums of a row begin in that layout.
 VLLM_LITE_INLINE int64_t sums_at(int64_t row, int64_t half) {
   return (row / kTileRows * 2 + half) * kTileSums + row % kTileRows * kTileRows;
 }
 
-// Trap: a tile that is shaped to no rows must not be touched, not even made zero.
+// Trap: a tile that has no rows must not be used, not even set to zero.
 template <bool kTwo>
 VLLM_LITE_INLINE void zero_sums() {
   TILE_ZERO(0);
