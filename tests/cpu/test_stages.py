@@ -30,8 +30,8 @@ from vllm_lite.parallel.select import connect
 from vllm_lite.protocol.params import LogitRules
 from vllm_lite.protocol.step import Continue, Draft, Finish, ModelOutput, States
 from vllm_lite.worker.memory.cache_engine import CacheEngine
+from vllm_lite.worker.sampling.ranked_sampler import StagedSampler
 from vllm_lite.worker.sampling.sampler import ROW_PARAMS, Sampled, SampleInputs
-from vllm_lite.worker.sampling.staged_sampler import StagedSampler
 from vllm_lite.worker.step_parts.drafts import Drafts
 from vllm_lite.worker.worker import Worker
 

@@ -1,5 +1,7 @@
-"""Sampling with tensor parallelism: each rank has the logits of its own vocabulary columns, and each needs all sampled
-tokens, because each keeps the sequences.
+"""Sampling over several ranks and stages.
+
+With tensor parallelism each rank has the logits of its own vocabulary columns, and each needs all sampled tokens,
+because each keeps the sequences.
 
 - If all rows take their best token, each rank finds the best of its columns, and the ranks exchange these, 8 bytes per
   row, without the logits. Few logits in shared memory are read in full by all ranks instead.
@@ -30,6 +32,7 @@ from numpy.typing import NDArray
 from vllm_lite.kernels.cuda.patience import PATIENCE_S
 from vllm_lite.models.registry import Model
 from vllm_lite.parallel.communicator import Communicator
+from vllm_lite.parallel.stages import take_from_last
 from vllm_lite.worker.sampling.logit_rules import LogitEdits
 from vllm_lite.worker.sampling.row_share import RowShare, exchange
 from vllm_lite.worker.sampling.sampler import (
@@ -43,7 +46,6 @@ from vllm_lite.worker.sampling.sampler import (
     listed,
     wants_logprobs,
 )
-from vllm_lite.worker.sampling.staged_sampler import StagedSampler
 
 FOUND = np.dtype([("best", np.float32), ("token", np.int32)])
 """Record that ranks exchange per row: its largest logit (NaN if any is NaN), and the picked token."""
@@ -136,6 +138,28 @@ class RankedSampler:
             edits.apply(logits)
         if shares_memory:
             self._communicator.barrier()
+
+
+class StagedSampler:
+    """Samples by `last` in the last stage, and broadcasts the tokens to the other stages, token t of a failed row as
+    -1 - t. Only the last stage, whose first rank answers, has logprobs and the reasons of failures."""
+
+    def __init__(self, last: TokenSampler, communicator: Communicator) -> None:
+        self._last = last
+        self._communicator = communicator
+
+    def sample(self, logits: torch.Tensor, inputs: SampleInputs) -> Sampled:
+        """See TokenSampler.sample. `logits` have no columns except in the last stage."""
+        if not self._communicator.shard.stage.is_last:
+            sent = np.empty(len(inputs.params), np.int64)
+            take_from_last(torch.from_numpy(sent), self._communicator)
+            failed = dict.fromkeys(np.flatnonzero(sent < 0).tolist(), "it failed in the last stage")
+            return Sampled(np.maximum(sent, -1 - sent), failed, None)
+        sampled = self._last.sample(logits, inputs)
+        sent = np.array(sampled.tokens, np.int64)
+        sent[list(sampled.failed)] = -1 - sent[list(sampled.failed)]
+        take_from_last(torch.from_numpy(sent), self._communicator)
+        return sampled
 
 
 def _founds(tokens: NDArray[np.int64], best: NDArray[np.float32]) -> Founds:  # all [num_rows]
