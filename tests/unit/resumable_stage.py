@@ -38,7 +38,7 @@ COMPLETION: dict[str, Any] = {"prompt": "Say: ", "stream": True, "resumable": Tr
 
 
 class StageSession(FakeSession):
-    """Answers what is asked about requests with what the test has put into `known`."""
+    """A session that answers questions about requests with `known`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def _answered(value: Any) -> "Future[Any]":
 
 
 class Client:
-    """One connection, and what it has received. `go()` breaks it; a write waits until `may_write`."""
+    """One connection and the data that it has received. `go()` breaks it; writes wait until `may_write` is set."""
 
     def __init__(self) -> None:
         self.status = 0

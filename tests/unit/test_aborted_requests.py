@@ -1,4 +1,4 @@
-"""/abort_requests: many ids at once, of calls that run here, of those of other servers, and of none."""
+"""/abort_requests with many ids: of calls on this server, of calls on other servers, and unknown ones."""
 
 from typing import Any
 

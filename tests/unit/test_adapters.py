@@ -23,7 +23,7 @@ VOCAB = 50
 
 
 class Engine:
-    """A core, its loader and a simulated worker, in passes as those of the engine's loop."""
+    """An engine core, its adapter loader and a simulated worker, stepped by hand like the engine's loop."""
 
     def __init__(self, num_blocks: int = 40, **settings: Any) -> None:
         settings = {"block_size": 4, "enable_lora": True, "max_loras": 2, "max_num_seqs": 8, **settings}
@@ -291,13 +291,14 @@ def test_new_workers_get_the_adapters_that_are_wanted() -> None:
 
 
 def test_an_adapter_that_was_being_read_when_workers_died_is_not_sent_again() -> None:
-    """Its files may be what ended them: the next ones would end as well, and after the allowed deaths the engine."""
+    """The files of an adapter may have killed the workers. If it were sent again, the next workers would die as well,
+    and after the allowed restarts the engine."""
     engine = Engine()
     question = engine.load("deadly")
     engine.add("r", [1], "deadly")
     engine.add("s", [1])
     engine.loader.send(engine.worker)  # type: ignore[arg-type]
-    engine.worker.adapters_read()  # nobody is told: the workers die first
+    engine.worker.adapters_read()  # the engine does not get the answer: the workers die first
     engine.lose_workers()
     engine.drain()
     assert engine.answers[question] == engine.ends["r"].error

@@ -1,4 +1,4 @@
-"""AsyncClient with a fake engine: what users see of text, ends, aborts and errors."""
+"""AsyncClient over a fake engine: texts, ends, aborts and errors as a user sees them."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""A batch's output and journal: after any end of a run the next one goes on, and each row has one line."""
+"""A batch's output and journal: however a run ends, the next one continues it, and each row has one line."""
 
 import errno
 import fcntl
@@ -22,7 +22,7 @@ NUM = 12
 
 
 class _Killed(BaseException):
-    """The death of a process in the middle of what it does."""
+    """Simulates a process that is killed during a write."""
 
 
 def fill(results: BatchResults, first: int = 1, last: int = NUM) -> None:
@@ -44,7 +44,7 @@ def written(path: Path) -> tuple[bytes, bytes, int]:
 
 
 def expect_each_once(path: Path) -> None:
-    """Also by the journal: the next run has nothing to do."""
+    """Check the output and the journal: each row has one line, and the next run has nothing to do."""
     assert Counter(ids(path)) == Counter(f"r{number}" for number in range(1, NUM + 1))
     with BatchResults(str(path), HEADER) as results:
         assert [number for number in range(1, NUM + 1) if number not in results.done] == []
@@ -52,7 +52,7 @@ def expect_each_once(path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_marks_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor real flushes, which take most of the time."""
+    """Switch off time-based flushes, and fsync, which would take most of the time."""
     monkeypatch.setattr(batch_results, "SYNC_S", 1e9)
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
@@ -87,7 +87,7 @@ def test_any_torn_end_of_the_journal_is_gone_on_from(tmp_path: Path) -> None:
 
 
 def test_any_torn_end_of_the_output_behind_the_mark_is_gone_on_from(tmp_path: Path) -> None:
-    """A machine that dies may leave records whose lines are not there, or are zeros."""
+    """After a machine crash the journal may have records whose lines are missing in the output, or are zeros."""
     path, log = tmp_path / "out", tmp_path / "out.journal"
     whole, records, marked = written(path)
     for end in range(marked, len(whole), 7):

@@ -1,4 +1,4 @@
-"""Rows of a batch: what lines and tables say, which of them are bad, and in which order they are sent."""
+"""Rows of a batch, read from lines and tables: their requests, errors for invalid rows, and their order."""
 
 import json
 import random

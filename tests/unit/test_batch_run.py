@@ -302,7 +302,7 @@ def test_a_table_from_in_to_out(tmp_path: Path, answering: list[dict[str, Any]])
 def test_a_server_of_its_own_that_dies_is_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One that answers nothing before it dies is the last."""
+    """A private server that dies without having answered anything is not started again."""
     started, left = 0, 0
 
     class Remote:

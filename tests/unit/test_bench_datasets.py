@@ -98,7 +98,9 @@ def test_sharegpt(tmp_path: Path, words: Tokenizer) -> None:
     assert request.output_len == len(words.encode(answer, add_special_tokens=False))
     given = DatasetOptions(dataset_name="sharegpt", dataset_path=str(file), sharegpt_output_len=7)
     assert [one.output_len for one in make_requests(given, words)] == [7, 7]
-    assert len(make_requests(given, None)) == 4  # nobody can count, so nothing is left out but the lonely one
+    assert (
+        len(make_requests(given, None)) == 4
+    )  # without a tokenizer no conversation is too long, so only the one without an answer is left out
 
 
 def test_custom(tmp_path: Path, words: Tokenizer) -> None:

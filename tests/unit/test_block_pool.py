@@ -129,7 +129,7 @@ def test_reset_forgets_what_is_referenced_as_well() -> None:
     assert pool.reset_cache() == 3
     assert pool.num_cached == 0
     assert pool.get_cached_block(b"h") is pool.get_cached_block(b"left") is None
-    pool.check_integrity([held])  # who holds a block keeps it
+    pool.check_integrity([held])  # the holder of a block still has it
     pool.cache_block(1, b"again")
     assert pool.get_cached_block(b"again") == 1
     assert pool.reset_cache() == 1
@@ -157,7 +157,7 @@ def test_an_id_that_no_block_has_is_refused_by_name(block_id: int) -> None:
     for call in calls:
         with pytest.raises(ValueError, match=error):
             call()
-    pool.check_integrity([held, [1]])  # freed once and touched twice; what stood behind the unknown id is as it was
+    pool.check_integrity([held, [1]])  # freed once and touched twice; the ids after the unknown one are unchanged
 
 
 def test_counting_cached_blocks_looks_at_none_of_them() -> None:

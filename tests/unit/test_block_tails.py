@@ -1,4 +1,5 @@
-"""Prompts go on in the middle of a block, at the mark where an earlier one parted from them, with a copy of it."""
+"""A prompt that shares a prefix up to a mark in the middle of a block continues there, on a copy of the block's
+tail."""
 
 import random
 from pathlib import Path
@@ -98,7 +99,7 @@ def test_only_the_same_tokens_are_found(state: list[int], params: dict[str, Any]
 
 @pytest.mark.parametrize(("state", "found"), [(STATE, 6), ([1, 2, 3, 4, 5, 9], 4)])
 def test_every_part_has_to_have_a_tail(state: list[int], found: int) -> None:
-    """The second part can go on anywhere."""
+    """The second part of the cache can continue at any position, so the first one decides."""
     rig = Rig(more_parts=(AnywherePart(),))
     ask(rig, "first", [7, 8])
     rig.drain()
@@ -194,7 +195,8 @@ def test_what_is_forgotten_is_not_found() -> None:
 
 
 def test_what_began_before_a_reset_is_not_found_behind_it() -> None:
-    """Its first chunk was computed by what the reset made stale, so the tail that its second one reaches is, too."""
+    """The first chunk of the prompt was computed before the reset, so the tail that the second chunk completes is stale
+    as well."""
     rig = Rig(max_num_batched_tokens=5)
     ask(rig, "first", [7, 8, 9])
     rig.step()
@@ -285,7 +287,8 @@ def test_a_replay_finds_the_tails_that_were_found(tmp_path: Path, num_before: in
 
 
 def test_any_marks_in_a_small_pool() -> None:
-    """The worker checks that it reads what the tokens say; some are preempted, and some of them swapped."""
+    """The simulated worker checks the history behind each slot that it reads. Some sequences are preempted, by both
+    modes."""
     draw = random.Random(3)
     found = 0
     for preemption in ("recompute", "swap"):

@@ -1,4 +1,5 @@
-"""Bodies that are heavier than long: what of them is taken, and that reading them leaves the loop its turns."""
+"""Bodies that take much more memory than their length: how many are read at once; reading them does not block the
+loop."""
 
 import asyncio
 import json
@@ -28,7 +29,8 @@ async def test_texts_may_hold_what_looks_like_structure() -> None:
 
 
 async def test_one_that_is_heavier_than_all_room_is_taken_alone() -> None:
-    """One wide character, at the end, makes it four times as large: a long one is then too much, a small one not."""
+    """One wide character at the end makes the body's text four times as large: a second long body then has to wait, a
+    small one does not."""
 
     read = BodyReader(ServeConfig(max_request_bytes=1 << 18))
     held = asyncio.Event()

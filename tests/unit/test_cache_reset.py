@@ -1,4 +1,4 @@
-"""Resetting the prefix cache: nothing computed before is found again, and what runs goes on as if nothing was."""
+"""Reset of the prefix cache: nothing computed before is found again, and running requests are not affected."""
 
 import random
 from pathlib import Path

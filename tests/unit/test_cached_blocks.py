@@ -22,7 +22,7 @@ DEADLINE_S = scaled(20.0)
 
 
 class Rig:
-    """Two engines, a router, and what tells it of their caches."""
+    """Two engines, a router, and the events by which the router knows their caches."""
 
     def __init__(self, folder: Path, event_format: str) -> None:
         self.cores = [Recorded(None, 18), Recorded(None, 18)]

@@ -62,7 +62,7 @@ EXPECTED = {
 
 
 def told(key: str, got: Answer | None, **fields: Any) -> tuple[Ledger, dict[str, int]]:
-    """A ledger that saw one stream begin and end, and what it counts as broken."""
+    """A ledger that has recorded the start and end of one stream, and its counts of broken promises."""
     ledger = Ledger(EXPECTED)
     values = {"way": "python"} | fields
     ledger.take(Record("a-1", key, values["way"]))

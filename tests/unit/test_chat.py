@@ -17,7 +17,7 @@ USAGE = {"prompt_tokens": 7, "completion_tokens": 3, "prompt_tokens_details": {"
 
 
 class FakeAnswers:
-    """Says what it is given, an exception by raising it, and remembers what it was asked."""
+    """Streams the texts of `script`, raises its exceptions, and records the questions."""
 
     def __init__(self) -> None:
         self.script: list[str | BaseException] = ["one ", "two"]
@@ -261,7 +261,7 @@ def test_many_lines_are_one_message(rig: Rig) -> None:
 
 
 def test_the_next_question_shows_images(rig: Rig, tmp_path: Path) -> None:
-    """They stand before its words, are undone and kept with it, and no other question shows them."""
+    """Images precede the text of one question only, and are undone and saved with it."""
     for name, data in (("a b.png", b"png"), ("c.jpg", b"jpeg"), ("none", b"")):
         (tmp_path / name).write_bytes(data)
     rig.say(f"/image '{tmp_path}/a b.png'")

@@ -13,7 +13,7 @@ from vllm_lite.errors import ModelError, RequestError
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
-# In the manner of six families: what each of them does differently is what can go wrong.
+# Templates like those of six families, each with the feature in which it differs from the others.
 LLAMA2 = """{%- if messages[0]['role'] == 'system' %}
     {%- set system = '<<SYS>>\\n' + messages[0]['content'] | trim + '\\n<</SYS>>\\n\\n' %}
     {%- set rest = messages[1:] %}

@@ -65,7 +65,7 @@ def test_starcoder2_says_little_of_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({"num_kv_heads": 6}, (1, True, 1)),  # as Falcon 7B, whose num_kv_heads nobody reads
+        ({"num_kv_heads": 6}, (1, True, 1)),  # Falcon 7B's configuration, whose num_kv_heads transformers ignores
         ({"multi_query": False}, (6, True, 1)),
         ({"parallel_attn": False}, (1, False, 2)),
         (NEW, (2, True, 2)),

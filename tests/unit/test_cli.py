@@ -214,6 +214,6 @@ def test_bytes_that_are_no_text_are_replaced(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_an_empty_model_is_not_the_bundled_one(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    """As of `serve "$MODEL"` where the variable is not set."""
+    """`serve "$MODEL"` passes an empty name if the variable is not set."""
     assert main(words) == 2
     assert capsys.readouterr().err == "vllm-lite: model is empty; give a value, or leave it out\n"

@@ -1,4 +1,4 @@
-"""`vllm-lite replay` and `vllm-lite why`: what a person reads."""
+"""The output of `vllm-lite replay` and `vllm-lite why`."""
 
 import random
 import re

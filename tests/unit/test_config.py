@@ -1,4 +1,4 @@
-"""EngineConfig: layers, conversions, bounds; every error names the setting, the value and what would be right."""
+"""EngineConfig: layers, conversions and bounds; every error names the setting, the value and valid ones."""
 
 import argparse
 from pathlib import Path
@@ -311,7 +311,7 @@ def test_flags_reach_the_config() -> None:
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the machine has that these tests run on."""
+    """Hide the GPUs of the machine that runs the tests."""
     monkeypatch.setattr(machine, "GPU_FILES", ())
 
 
@@ -380,7 +380,7 @@ class TinyModel:
     ],
 )
 def test_a_tiny_model_gets_no_more_kv_cache_than_it_can_use(given: dict[str, Any], num_blocks: int | None) -> None:
-    """Unless it is asked for."""
+    """A tiny model gets no more blocks than its longest sequences can fill, unless the space is given."""
     config = resolved(kv=TinyModel(), device="cpu", **given)
     block_bytes = 10 * config.block_size * (1 if given.get("kv_cache_dtype") else 4)
     wanted = 2**29 // block_bytes if num_blocks is None else num_blocks

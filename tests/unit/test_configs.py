@@ -1,4 +1,4 @@
-"""Every file in configs/ loads, says what it is for, and names files and flags that exist."""
+"""Every file in configs/ loads, begins with its purpose, and names files and flags that exist."""
 
 import re
 from pathlib import Path

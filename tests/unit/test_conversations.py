@@ -20,7 +20,7 @@ from vllm_lite.tools.simulate.variants import simulate
 
 
 def talking(*, has_ids: bool) -> Script:
-    """Answers three tokens, whose ids follow the last of the prompt."""
+    """A script that answers with three tokens, whose ids follow the prompt's last id."""
 
     async def script(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         last = body["prompt"][-1]

@@ -1,7 +1,8 @@
-"""Tokenizers that are no tokenizer.json: the ids are those of their own libraries, and one sentence says what fails.
+"""Tokenizers in other formats than tokenizer.json: the ids equal those of their own libraries, and each error is one
+sentence.
 
 One conversion of each kind runs in a real process, which imports transformers for seconds, without torch; the others
-in the test's. Those whose libraries are not installed are skipped.
+run in the test's process. Tests whose libraries are not installed are skipped.
 """
 
 import base64
@@ -40,7 +41,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def folder_with(path: Path, **files: Any) -> Path:
-    """A folder with these files; a dict is written as JSON. `__` in a name stands for a point."""
+    """Make a folder with these files; a dict is written as JSON. `__` in a name becomes a point."""
     path.mkdir()
     for name, content in files.items():
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
@@ -220,7 +221,8 @@ def test_sentencepiece(tmp_path: Path, case: str, request: pytest.FixtureRequest
 
 @pytest.mark.usefixtures("in_this_process")
 def test_what_differs_from_sentencepiece_is_refused(tmp_path: Path) -> None:
-    """From 5.24 on transformers makes the same of this model, which it took for one of byte pairs before."""
+    """Since 5.24 transformers reads this model as sentencepiece does; before it took it for byte pairs, and the result
+    is refused."""
     model = sentencepiece_file("unigram")
     folder = folder_with(tmp_path / "model", tokenizer__model=model, config__json={"model_type": "llama"})
     if Version(version("transformers")) < Version("5.24"):
@@ -255,7 +257,7 @@ def test_tekken(tmp_path: Path) -> None:
     assert (found.source, found.special_tokens["bos_token"]) == ("{{ bos_token }}own", "<s>")
 
 
-# ---- what goes wrong
+# ---- failures
 
 
 @pytest.mark.parametrize(
@@ -270,7 +272,7 @@ def test_tekken(tmp_path: Path) -> None:
 )
 @pytest.mark.usefixtures("in_this_process")
 def test_what_cannot_be_proved_is_refused(tmp_path: Path, config: Any, says: str) -> None:
-    """Letters that stand for bytes, of which nothing or the wrong thing says how they are read."""
+    """The letters of the vocabulary encode bytes, but no file, or a wrong one, says which pre-tokenizer maps them."""
     files = {**vocabulary_files(), "config__json": {"model_type": "unknown"}, "tokenizer_config__json": config}
     folder = folder_with(tmp_path / "model", **files)
     with pytest.raises(ModelError, match=says):
@@ -305,7 +307,7 @@ def test_what_a_missing_library_is_needed_for(
     assert found == conversion.ForeignTokenizer(kind, tmp_path / name)  # type: ignore[arg-type]
     needs = conversion.NEEDS[found.kind]
     with pytest.raises(ModelError) as caught:
-        load_tokenizer(None, str(tmp_path))  # it has a tokenizer: to go on without one would be no help
+        load_tokenizer(None, str(tmp_path))  # the folder has a tokenizer, so continuing without one would be wrong
     assert f"converting its {name} needs {' and '.join(needs.modules)}, which are not installed" in str(caught.value)
     assert f"pip install 'vllm-lite[{needs.extra}]'" in str(caught.value)
 
@@ -432,7 +434,7 @@ def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_two_may_convert_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The one that comes second finds the folder there, and takes it."""
+    """The second of two concurrent conversions finds the folder of the first, and uses it."""
     folder = folder_with(tmp_path / "model", **vocabulary_files())
 
     def convert(_: Any, draft: Path) -> None:

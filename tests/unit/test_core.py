@@ -144,7 +144,7 @@ def test_the_max_tokens_of_a_fork_is_cut_so_too() -> None:
 
 
 def prompt_that_ends_at(position: int) -> list[int]:
-    """A prompt whose continuation has EOS first at `position`."""
+    """A prompt whose continuation has its first EOS at `position`."""
     for start in range(10_000):
         prompt = [start % VOCAB, start // VOCAB % VOCAB, 1]
         if EOS in (tokens := continuation(prompt, 12)) and tokens.index(EOS) == position:
@@ -470,7 +470,7 @@ def test_an_id_used_again_does_not_swallow_the_end_that_is_still_owed() -> None:
 def test_a_step_that_found_no_drafts_is_like_no_other(
     allowed: tuple[int, ...], drafted: list[int] | None, learned: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The time in which they were looked for would count as that of steps without drafts."""
+    """Such a step took time for a search for drafts, so it must not count as a step without drafts."""
     core, seen = make_core(speculative_config={"method": "suffix"}), list[tuple[int, int]]()
     monkeypatch.setattr(core._step_cost, "measure", lambda rows, drafts, _: seen.append((rows, drafts)))
     step: Any = SimpleNamespace(drafted=allowed, sampling=[0, 1], message=SimpleNamespace(num_steps=1))

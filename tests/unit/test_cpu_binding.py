@@ -32,7 +32,7 @@ from vllm_lite.worker import process
 
 @pytest.fixture
 def small(tmp_path: Path) -> Topology:
-    """One node of four cores, without hyper-threads."""
+    """The topology of one node of four cores, without hyper-threads."""
     return read_topology(make_sys(tmp_path, [4]), range(4))
 
 
@@ -259,7 +259,7 @@ def test_the_setting_none_is_a_word() -> None:
 
 
 def in_thread(*bindings: Binding) -> set[int]:
-    """Apply them in a thread of their own, whose mask ends with it. Returns the mask it then had."""
+    """Apply bindings in a thread of their own, so that they end with it. Returns the thread's final CPU mask."""
     seen: set[int] = set()
 
     def bind() -> None:
@@ -334,7 +334,7 @@ def test_a_refusal_is_only_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytes
 
 
 def test_memory_comes_from_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """get_mempolicy of the thread says what set_mempolicy did; a machine that forbids the call cannot show it."""
+    """get_mempolicy in the same thread returns the policy. Skipped on machines that forbid the call."""
     found: dict[str, Any] = {}
 
     def ask() -> None:

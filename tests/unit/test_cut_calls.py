@@ -12,7 +12,7 @@ from tests.response_transcripts import WRITERS
 PARIS: Any = ("get_weather", {"city": "Paris"})
 NOW: Any = ("now", {})
 REASONS = {"stop": ("stop", "end_turn"), "length": ("length", "max_tokens")}
-"""The engine's reason: that of chats and of Ollama, and that of messages."""
+"""The engine's finish reason -> those of chats and of Ollama, and of messages."""
 
 
 def case(name: str, text: str, reason: str = "stop", **fields: Any) -> tuple[Case, list[int]]:
@@ -23,7 +23,7 @@ def case(name: str, text: str, reason: str = "stop", **fields: Any) -> tuple[Cas
 
 
 Answers = dict[Callable[..., list[Item]], list[Item]]
-"""By who writes them."""
+"""Items by the function that makes them."""
 
 
 def answers(*how: Any) -> Answers:
@@ -90,7 +90,7 @@ def test_the_last_call_counts() -> None:
 
 
 def test_a_call_whose_first_argument_is_cut() -> None:
-    """Its name was sent, and nothing of its arguments: that is not a call without any."""
+    """The call's name was sent, and none of its arguments. This must not become a call without arguments."""
     how = case("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=ci")
     assert ends(answers(*how)) == ("stop", "end_turn", None, "stop")
     assert calls(messages_whole(*how)) == calls(ollama(*how)) == []

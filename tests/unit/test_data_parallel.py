@@ -1,4 +1,4 @@
-"""DataParallelSession over engines that the test plays: who gets a request, and what becomes of it when one dies."""
+"""DataParallelSession over fake engines: which engine gets a request, and the fate of requests when an engine dies."""
 
 import queue
 from collections.abc import Iterator
@@ -180,7 +180,8 @@ def test_questions_go_to_all_and_one_answer_comes_back(rig: Rig) -> None:
 
 
 def test_an_operation_is_for_all_engines(rig: Rig) -> None:
-    """One that comes back later would compute while the others are paused, or with other weights."""
+    """An operation fails while an engine is being replaced: the new engine would compute while the others are paused,
+    or with other weights."""
     asked = rig.session.operate(PauseGeneration())
     for engine in rig.engines:
         engine.expect(PauseGeneration)

@@ -1,4 +1,4 @@
-"""Deadlines of the tests: they grow with what the machine is slower by, and none is a plain number."""
+"""Deadlines in tests are scaled by the speed of the machine; none is a plain number."""
 
 import ast
 import os
@@ -95,11 +95,11 @@ CONSTANT = re.compile(r"^_?[A-Z_]*(DEADLINE|TIMEOUT|READY|START|END|WAIT|PATIENC
 LONG_S = 2
 """Shorter waits are meant to run out, or are the time between two polls."""
 SCALED_EARLY_S = 20
-"""A limit that is at least as long has room for what a machine's speed changes by during a run."""
+"""Limits of at least this many seconds allow for changes of the machine's speed during a run."""
 
 
 def plain_deadlines(tree: ast.AST) -> list[str]:
-    """Waits whose limit is a number, constants of that meaning among them."""
+    """Find waits, and constants that look like limits, whose limit is a plain number."""
     found: list[tuple[int, str]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):

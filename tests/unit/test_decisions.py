@@ -130,7 +130,7 @@ def each_alone(state: str, questions: list[Question], render: Any) -> list[str]:
         ("a state", lambda said: f"<user>{said}</user>{said}", 5),
         ("a state", lambda said: f"<user>{said.strip()}</user>", 2),
         ("a state", lambda said: f'{{"said": {json.dumps(said)}}}', 5),  # the lines of a question are escaped
-        ("a state", lambda said: f"<{len(said)}>{said}", 5),  # what stands before a question depends on it
+        ("a state", lambda said: f"<{len(said)}>{said}", 5),  # the text before a question depends on the question
         ("a state", lambda _: "<user>", 5),
     ],
 )

@@ -1,4 +1,5 @@
-"""The demo model's grammar writes what it accepts and refuses the rest; the model's files are complete and small."""
+"""The demo model's grammar accepts the texts that it writes and rejects others; the model's files are complete and
+small."""
 
 import json
 import math
@@ -58,7 +59,7 @@ def test_text_is_accepted_without_its_special_tokens():
 
 
 def test_every_template_is_accepted():
-    """Also those that a document seldom uses."""
+    """Includes templates that documents rarely use."""
     for name, plot in grammar.PLOTS.items():
         for template in {*plot.asks, *(template for stage in plot.stages for template in stage.templates)}:
             for seed in range(5):
@@ -77,8 +78,8 @@ def test_examples_are_accepted():
     [
         (STORY, "She loved", "He loved"),  # the pronoun of the hero
         (STORY, "her red kite", "his red kite"),
-        (STORY, "asked Mila", "asked Nora"),  # nobody of that name
-        (STORY, "my red kite", "my blue scarf"),  # not what was lost
+        (STORY, "asked Mila", "asked Nora"),  # an unknown name
+        (STORY, "my red kite", "my blue scarf"),  # another object than the lost one
         (STORY, "🦊", "🦉"),  # the emoji of the other animal
         (STORY, "a clever fox", "an clever fox"),
         (STORY, "Otto the owl", "Mila the owl"),  # two of one name

@@ -196,7 +196,8 @@ def test_the_room_of_the_host_is_all_that_is_demoted_in_exchange() -> None:
 
 
 def test_nobody_comes_in_at_a_loss_behind_one_that_lacks_blocks() -> None:
-    """It would load three blocks and take two more, in the place of five cached ones, and the step moves five."""
+    """Admission would load three blocks and demote more cached ones than the step's five moves allow, so only a first
+    sequence, which may load in parts, is admitted."""
     rig = Rig(13, 1, num_host_blocks=50, max_swap_blocks=5, max_num_batched_tokens=64)
     old, new = prompts(6, 11)
     ask(rig, "old", old)
@@ -238,7 +239,7 @@ def test_places_are_counted_as_they_are_found(
 
 
 def test_what_is_about_to_be_loaded_is_not_dropped_for_what_is_demoted() -> None:
-    """The host is full; the oldest that it has is what the waiting sequence begins with."""
+    """The host is full, and its oldest blocks are the waiting sequence's prefix; demotions must not evict them."""
     rig = Rig(26, 1, num_host_blocks=10, max_swap_blocks=6, max_num_batched_tokens=64)
     host = rig.host
     assert host is not None

@@ -1,4 +1,4 @@
-"""The files in configs/deploy: what they name is there, and what they say is taken. No container is built."""
+"""The files in configs/deploy name existing files and flags. No container is built."""
 
 import configparser
 import json
@@ -80,7 +80,8 @@ def test_images_are_linted(file: Path) -> None:
 
 
 def test_a_client_takes_what_its_image_has() -> None:
-    """The packages of pyproject.toml without those of servers and workers; and no module asks for one of these."""
+    """The client's image has pyproject.toml's packages without those of servers and workers, and a client imports none
+    of the latter."""
     project = (ROOT / "pyproject.toml").read_text()
     listed = project.split("\ndependencies = [", 1)[1].split("\n]", 1)[0]
     names = set(re.findall(r'^\s*"([\w-]+)', listed, flags=re.MULTILINE))

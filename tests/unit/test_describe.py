@@ -137,7 +137,8 @@ def test_never_is_said_at_once_with_numbers() -> None:
 
 
 def test_the_cost_of_a_look_does_not_grow_with_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One lookup in the cache, for the head of the queue, however many ids are named, and however often."""
+    """Describing requests looks up the cache once, for the head of the queue, however many ids are given and however
+    often."""
     rig = Rig(num_blocks=200, max_num_seqs=1)
     rig.add("running", [1, 2, 3], max_tokens=20)
     rig.step()

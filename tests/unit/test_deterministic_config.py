@@ -1,4 +1,4 @@
-"""`--deterministic` is the native CPU kernels or a refusal that says what does not fit."""
+"""`--deterministic` uses the native CPU kernels, or is refused with the reason."""
 
 from typing import Any, Literal
 

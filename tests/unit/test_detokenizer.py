@@ -35,7 +35,7 @@ def fallback_ids(data: bytes) -> list[int]:
 
 
 def level_ids(text: str) -> list[int]:
-    """One token for each byte, however many merges there are."""
+    """Ids of the tokens of single bytes, without merges."""
     alphabet = {value: letter for letter, value in BYTE_OF_LETTER.items()}
     return [BYTE_LEVEL.token_id(alphabet[value]) or 0 for value in text.encode()]
 
@@ -137,7 +137,7 @@ def test_a_decoder_that_looks_at_the_last_token_is_refused() -> None:
 
 
 def test_time_per_token_does_not_grow() -> None:
-    """Amortised O(1): the last thousand of 30 thousand tokens cost what the first cost (with room for noise)."""
+    """Amortised O(1): the last thousands of 30,000 tokens take as long as the first ones, within noise."""
     generator = random.Random(1)
     for kind, tokenizer in TOKENIZERS.items():
         detokenizer = Detokenizer(VOCABULARIES[kind], stop=["never seen", "nor this"])
@@ -199,7 +199,8 @@ def test_stop_strings_follow_the_definition(pieces: list[str], stops: list[str],
 
 
 def test_a_stop_string_that_begins_again_inside_itself() -> None:
-    """Each of up to seven letters, behind each of its own beginnings: what was half a match ends in a whole one."""
+    """All stop strings of up to seven letters, each after each of its own prefixes: the partial match must not hide the
+    full one."""
     for letters in chain.from_iterable(product("abc", repeat=size) for size in range(1, 8)):
         stop = "".join(letters)
         for place in range(len(stop)):

@@ -12,7 +12,7 @@ NUM_BLOCKS = 14
 
 
 def rig_with_host(num_host_blocks: int = 40) -> DiskRig:
-    """A pool that holds one of the two prompts."""
+    """A rig whose device pool has room for one of the two prompts."""
     return DiskRig(NUM_BLOCKS, num_host_blocks=num_host_blocks, max_num_batched_tokens=64)
 
 

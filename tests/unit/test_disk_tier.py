@@ -1,5 +1,5 @@
-"""The disk tier as the scheduler sees it: what ended is written, found again by others and by later lives, and loaded
-while the request waits; whatever fails or is late is computed."""
+"""The disk tier in the scheduler: blocks of ended requests are written, found by other requests and later engines, and
+loaded while the request waits. Whatever fails or is late is computed."""
 
 import random
 from typing import Any

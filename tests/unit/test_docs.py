@@ -30,7 +30,7 @@ from vllm_lite.server.config import ServeConfig  # noqa: E402
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"])
 EXPLAINED = ("architecture.md", "life-of-a-request.md")
-"""Pages whose names of classes and functions are checked as well."""
+"""Pages in which names of classes and functions are checked as well."""
 MAX_TERMS = 60
 
 NOT_OURS = {
@@ -212,7 +212,7 @@ def test_every_page_is_in_the_index() -> None:
 
 
 def test_what_was_measured_is_cited() -> None:
-    """A result that no page links to is read by nobody, and goes stale unseen."""
+    """A result that no page cites is read by nobody, and becomes outdated unnoticed."""
     text = "\n".join(page.read_text() for page in PAGES)
     results = sorted(path.name for path in (ROOT / "benchmarks/results").iterdir())
     assert len(results) > 10

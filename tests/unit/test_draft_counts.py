@@ -59,7 +59,7 @@ def test_every_method_has_its_number_in_a_trace() -> None:
 
 
 class _Drafting:
-    """In the place of a sequence: what the meter reads of it."""
+    """A fake sequence with the fields that the meter reads."""
 
     def __init__(self, index: int) -> None:
         self.index, self.request = index, SimpleNamespace(drafts_by={})

@@ -1,4 +1,4 @@
-"""Lengths of drafts: the time of a row as steps show it, the odds of a sequence's drafts, and what pays."""
+"""Lengths of drafts: measured times of rows, acceptance odds of a sequence's drafts, and lengths that save time."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -39,7 +39,7 @@ def sequence(right: float = 0.0, wrong: float = 0.0, num_output: int = 0) -> Seq
 
 
 def look(lengths: DraftLengths, num_rows: int) -> None:
-    """Make the first steps of so many rows, whose time without drafts is then known."""
+    """Choose lengths for the first steps of `num_rows` sequences, so that their time without drafts is known."""
     for _ in range(FIRST_LOOKS):
         assert lengths.choose([sequence()] * num_rows, num_rows, Rates(step_s=1.0, row_s=1e-6), 3) == [0] * num_rows
 
@@ -151,7 +151,7 @@ def test_drafts_behind_a_wrong_one_say_nothing() -> None:
     assert each.drafts_wrong == pytest.approx(0.9)
 
 
-# ---- what pays
+# ---- lengths that save time
 
 
 def test_rows_that_are_free_are_all_taken_and_dear_ones_only_by_sure_drafts() -> None:
@@ -225,7 +225,7 @@ def test_behind_a_right_probe_comes_another_if_right_ones_pay() -> None:
 
 
 def test_where_drafts_pay_a_longer_length_is_tried_unless_it_loses_much() -> None:
-    """Its time as the start has it may be wrong."""
+    """The time measured at startup may be wrong, so a longer length is tried now and then."""
     lengths, sure = lengths_of(), [sequence(50, 0.01)]
     place = factor_place(1 + 5 + 1, MOST)
     assert place > factor_place(1 + 5, 5)
@@ -248,7 +248,7 @@ def test_only_the_longest_are_tried_longer_and_looks_without_drafts_take_no_tria
 
 
 def test_several_sequences_draft_more_only_once_steps_of_nearly_as_many_rows_were_served() -> None:
-    """Rows seem free; what the start has of so many of them is of one sequence, or nothing."""
+    """Rows seem free, but times measured at startup for so many rows are of one sequence, or missing."""
     lengths, sure, free = lengths_of(), [sequence(50, 0.01)] * 8, Rates(step_s=0.01, row_s=1e-6)
     look(lengths, 8)
     taken = [sum(chosen(lengths, sure, free._replace(known_rows=rows))) for rows in (0, 16, 24, 32, 48)]
@@ -388,7 +388,7 @@ def test_without_adaption_every_entry_takes_the_most() -> None:
 
 
 def test_a_step_without_rows_says_nothing() -> None:
-    """It is expected to take no time, where a step costs nothing beside its rows."""
+    """Such a step is expected to take no time if a step has no fixed cost."""
     cost = StepCost()
     cost.numbers = (0.0, 0.01, 0.0, 0.0)
     assert not cost.measure(0, 0, 0.5)

@@ -42,13 +42,13 @@ class Case(NamedTuple):
     found: float = 1.0
     """The share of the steps in which the drafter has drafts at all."""
     draft: float = 0.0
-    """The time of a draft, as a share of that of a step."""
+    """Time of a draft, as a share of a step's time."""
     least: float = 0.98
     told: float = 1.0
-    """Time of steps with drafts as the start has it, a multiple of what they take."""
+    """Factor by which the times measured at startup for steps with drafts are wrong."""
     method: str = ""
     search: float = 0.0
-    """The time of a search for drafts, whether some are found or not, as a share of that of a step."""
+    """Time of a search for drafts, successful or not, as a share of a step's time."""
     sure: float = 0.0
     """The share of sure drafts. Drafters with a score make the others only if their odds are asked for."""
 

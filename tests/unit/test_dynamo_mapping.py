@@ -16,7 +16,7 @@ NOTHING = dict.fromkeys(("n", "temperature", "top_p", "top_k", "seed", "guided_d
 
 
 def request(**parts: Any) -> dict[str, Any]:
-    """A request as it comes: everything is there, and None if nobody asked for it."""
+    """A request as Dynamo sends it: with all keys, and None for unset ones."""
     stop = {"max_tokens": None, "min_tokens": None, "ignore_eos": None, "stop": None, "stop_token_ids": None}
     return {
         "model": "demo",
@@ -86,7 +86,7 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(parts: dict[str, Any], s
         params(**parts)
 
 
-# ---- what comes back
+# ---- answers
 
 
 def output(*samples: CompletionOutput, finished: bool = False, **more: Any) -> RequestOutput:

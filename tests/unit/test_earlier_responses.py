@@ -30,7 +30,7 @@ def record(name: str, own: list[Any], output: list[Any], previous: str | None = 
 
 
 class Kept:
-    """Records, who asked for them, and what was counted."""
+    """A store of responses that counts look-ups and held bytes."""
 
     def __init__(self, *records: StoredResponse) -> None:
         self.records = {each.id: each for each in records}
@@ -191,6 +191,6 @@ async def test_what_is_kept_has_room_of_its_own() -> None:
         limits.keep(another)
     assert error.value.status == 429
     with pytest.raises(ApiError):
-        limits.keep(request(), SMALL_BYTES + 1)  # what is made of a small one counts as well
+        limits.keep(request(), SMALL_BYTES + 1)  # decoded small responses count as well
     limits.release(kept.pop())
     limits.keep(another)

@@ -34,7 +34,7 @@ from vllm_lite.tools import cli
 cli._parse_and_run = lambda words: time.sleep(600)
 cli.main(["serve"])
 """
-"""A server that never comes to send settings."""
+"""Program of a server that never sends settings."""
 
 
 class Tree(NamedTuple):
@@ -51,7 +51,7 @@ class Tree(NamedTuple):
                 if entry.name.isdigit() and self.marker.encode() in (entry / "environ").read_bytes():
                     words = (entry / "cmdline").read_bytes().split(b"\0")
                     found += [int(entry.name)] if not module or module.encode() in words else []
-            except OSError:  # it has ended; what a zombie had is empty
+            except OSError:  # the process has ended; a zombie's file is empty
                 pass
         return found
 
@@ -128,7 +128,8 @@ def test_an_engine_with_one_worker_here_starts_it_early_in_every_life(
 
 
 def test_an_engine_that_begins_asleep_keeps_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor one that its entry point had started: others may have the memory."""
+    """A sleeping engine also ends the worker that its entry point has started early: other processes may need the
+    memory."""
     calls: list[str] = []
     monkeypatch.setattr(supervise, "end_early", lambda: calls.append("end"))
     before = SimpleNamespace(ready="ready", num_blocks=1, num_host_blocks=2)

@@ -1,4 +1,4 @@
-"""The encoder cache by itself: what workers hold, what a step may have computed, and who waits for it."""
+"""The encoder cache: vectors that workers hold, media that a step may compute, and sequences that wait for them."""
 
 from typing import Any, cast
 
@@ -39,7 +39,7 @@ class Workers:
         self.held: dict[bytes, int] = {}
         self.on_host: dict[bytes, int] = {}
         self.aside: set[bytes] = set()
-        """Digests whose vectors are still being computed."""
+        """Digests of media whose vectors are still being computed."""
         self.num_encoded = 0
 
     def follow(self, entries: list[Any], sizes: EncoderSizes) -> None:
@@ -94,7 +94,7 @@ def step(cache: EncoderCache, workers: Workers, readers: list[Reader]) -> int:
                 assert medium.digest in workers.held, "read without its vectors"
                 assert not cache.whole_media or medium.end <= end, "a step ends inside a medium"
                 assert medium.digest not in workers.aside or not cache.others_decode(), "read before it is there"
-                workers.aside.discard(medium.digest)  # what a step reads is completed first
+                workers.aside.discard(medium.digest)  # vectors that a step reads are completed first
         reader.num_computed = end
     cache.check_integrity([as_seq(reader) for reader in readers])
     if cache.most_beside is not None and cache.others_decode() and not cache.whole_media:
@@ -175,7 +175,7 @@ def test_steps_have_what_they_read_and_all_prompts_end(
 
 
 def test_images_of_a_chat_are_computed_once() -> None:
-    """Also where every turn reads the prompt from its beginning."""
+    """Also if every pass reads the prompt from its beginning."""
     cache, workers = cache_of(8, 30), Workers()
     for _ in range(20):
         reader = Reader([0, 1, 2, 0], 2)
@@ -220,7 +220,8 @@ def test_a_medium_larger_than_the_budget_is_computed_alone() -> None:
 
 
 def test_media_are_computed_aside_while_others_decode() -> None:
-    """One at a time; who waits for one gets it when the workers say so, or when nobody decodes any more."""
+    """One medium at a time. A waiting sequence gets it when the workers report it, or when no sequence decodes any
+    more."""
     cache, decoding = cache_of(100, 100), [True]
     cache.others_decode = lambda: decoding[0]
     one, other = Reader([2], 2), Reader([1], 0)
@@ -247,7 +248,8 @@ def test_media_are_computed_aside_while_others_decode() -> None:
 
 
 def test_tokens_of_media_are_limited_while_others_decode() -> None:
-    """All of them together; who is asked twice in a step has the tokens once, and who comes in has one in any case."""
+    """The limit is for all media of a step together. Tokens that were counted in the step are not counted again, and a
+    sequence that is being admitted gets at least one."""
     cache, decoding = cache_of(100, 100), [False]
     cache.others_decode, cache.most_beside = (lambda: decoding[0]), lambda: 3
     first, second, words = Reader([2], 8), Reader([2], 8), Reader([], 20)

@@ -1,4 +1,5 @@
-"""The tokens that end an answer: what files, tokenizer, vocabulary and chat template say, and who is believed."""
+"""The tokens that end an answer, from files, tokenizer, vocabulary and chat template, and the precedence among
+these."""
 
 import json
 from collections.abc import Sequence
@@ -60,14 +61,14 @@ PARTS = (
     "{% for m in messages %}{% if m.reasoning %}<|begin|>think{{ m.reasoning }}<|end|>{% endif %}"
     "<|begin|>{{ m.role }}<|content|>{{ m.content }}<|end|>{% endfor %}"
 )
-"""As Solar's: `<|end|>` closes the reasoning, behind which the answer begins."""
+"""A template like Solar's: `<|end|>` closes the reasoning, after which the answer begins."""
 USER_ENDS = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
-"""As GLM's: what closes an answer is the beginning of the next message."""
+"""A template like GLM's: the beginning of the next message ends an answer."""
 HARMONY_TOKENS = ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|return|>", "<|call|>", "<|endoftext|>")
 
 
 class Written:
-    """A checkpoint of a few files. `ids` are those of its special tokens."""
+    """A small checkpoint. `ids` has the ids of its special tokens."""
 
     def __init__(self, path: Path, tokens: Sequence[str] = (), *, special: bool = True, **config: Any) -> None:
         """`config` are keys of its config.json."""
@@ -210,7 +211,8 @@ def test_the_ids_of_a_gguf_file(architecture: str, expected: list[int]) -> None:
 
 
 def test_a_gguf_file_that_names_one_id(tmp_path: Path, never_rendered: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As converters write it: eos is the end of a text, and messages end by another control token."""
+    """A file as converters write it: its EOS token is the end of a text, and messages end with another control
+    token."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tokens = [*pre_tokenizers.ByteLevel.alphabet(), "<|im_start|>", "<|im_end|>", "<|begin|>", "<|endoftext|>"]
     kinds = [1] * (len(tokens) - 4) + [3] * 4
@@ -279,7 +281,7 @@ def test_gpt_oss_with_a_template_that_writes_no_channels(tmp_path: Path, in_proc
 
 
 def test_one_sure_end_does_not_make_others_so(tmp_path: Path, in_process: None) -> None:
-    """As in the template of Muse: a message has parts, each with `<|eom|>` behind it, and ends with `<|eot|>`."""
+    """A template like Muse's: a message has parts, each followed by `<|eom|>`, and ends with `<|eot|>`."""
     it = Written(tmp_path, ["<|eot|>", "<|eom|>"])
     parts = "{% if m.reasoning %}{{ m.reasoning }}<|eom|>{% endif %}{{ m.content }}<|eot|>"
     it.tokenizer(f"{{% for m in messages %}}{parts}{{% endfor %}}", eos_token=END)
@@ -380,7 +382,7 @@ def test_the_first_token_closes_whatever_follows(row: list[str], blank: str) -> 
         assert closing("", "<|a|>", "<|ab|>", "[/B]", "</s>", "<|go|>").token == row[0]
 
 
-# ---- who asks
+# ---- programs that use the tokens
 
 
 def test_an_engine_is_told_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""The engine process and its clients, pass by pass: whose stream it is, how it ends, and what one client may take."""
+"""The engine process and its clients, stepped by hand: the owners and ends of streams, and the limits of a client."""
 
 import itertools
 from collections import deque
@@ -69,7 +69,7 @@ class Client:
 
 
 class Engine:
-    """An engine process whose worker is simulated, and whose clock stands still unless a test moves it."""
+    """An engine process with a simulated worker, and a clock that only tests advance."""
 
     def __init__(self) -> None:
         self.stop = Wakeup()
@@ -154,7 +154,7 @@ def test_first_tokens_wait_for_no_step_but_that_of_workers_without_one(
     assert order == (["tokens", "step"] if overlap else ["step", "tokens"])
 
 
-# ---- whose stream it is
+# ---- owners of streams
 
 
 def test_a_stream_that_another_client_takes_over_ends_once_for_the_first(engine: Engine) -> None:
@@ -222,7 +222,7 @@ def test_samples_that_never_came_into_being_end_as_well(engine: Engine) -> None:
     assert [(end.index, end.reason) for end in client.ends] == [(index, "abort") for index in range(3)]
 
 
-# ---- what one client may take
+# ---- limits of a client
 
 
 def test_a_flood_is_read_in_turns_and_the_others_are_served_between(engine: Engine) -> None:

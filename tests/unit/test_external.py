@@ -18,7 +18,7 @@ def named(core: EngineCore, client: bytes, name: str, context: bytes, **params: 
 
 
 def test_requests_are_found_by_their_external_id() -> None:
-    """Until the last of them ends, by any client, with what another client needs to fork them."""
+    """Requests of any client are found until the last of them ends, with the data that a client needs to fork them."""
     core = make_core()
 
     def look(external_id: str) -> Descriptions:
@@ -106,7 +106,7 @@ def test_only_so_many_ended_requests_are_remembered(monkeypatch: pytest.MonkeyPa
 
 
 def test_only_a_single_request_is_described_with_its_content() -> None:
-    """The prompts of many would be more than a message holds."""
+    """The prompts of many requests would exceed the size of a message."""
     core = make_core()
     for name in ("r", "s"):
         named(core, b"a", name, b"", max_tokens=9)

@@ -74,7 +74,7 @@ def test_an_address_that_is_not_public_is_never_contacted(server: http.server.Th
 
 
 def test_one_private_address_among_others_is_enough_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a name with two addresses would lead inside, whenever the first does not answer."""
+    """Otherwise a name with two addresses would give access to the inner network whenever the first does not answer."""
     both = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (each, 80)) for each in ("93.184.216.34", "10.0.0.1")]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: both)
     monkeypatch.setattr(socket, "create_connection", lambda *_: pytest.fail("contacted"))

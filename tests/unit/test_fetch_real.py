@@ -83,7 +83,7 @@ def test_a_registry_that_cannot_be_reached_is_said_in_capitals(
 def test_a_file_that_is_another_one_is_refused(
     given: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also where CI would go on."""
+    """--go-on, which CI uses, does not change this."""
 
     def write(command: list[str], *, cwd: str, **_: object) -> subprocess.CompletedProcess[str]:
         (Path(cwd) / "one-1.whl").write_bytes((given / "two-1.whl").read_bytes())

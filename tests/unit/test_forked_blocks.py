@@ -35,7 +35,8 @@ def fork(rig: Rig, parent: Request, name: str, have: int) -> Sequence:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_forks", [1, 2])
 def test_a_block_that_can_be_found_is_not_written_by_the_fork_that_is_left_with_it(num_forks: int, depth: int) -> None:
-    """The parent has filled the block and ended. Whoever comes with its tokens must find its KV there."""
+    """The parent has filled the block and ended. A later prompt with the same tokens must find the parent's KV
+    there."""
     rig = Rig(30, depth=depth)
     parent = parent_of(rig, 14)
     tokens = parent.sequences[0].tokens[:13].tolist()
@@ -85,7 +86,8 @@ def test_the_shared_blocks_that_a_sequence_writes_next_are_swapped_in_all_groups
 def test_a_parent_whose_drafts_in_flight_were_wrong_writes_to_no_block_of_its_fork(
     num_tokens: int, block_size: int
 ) -> None:
-    """They counted as computed when it was forked. The parent gets a copy of what it writes anew, and is told so."""
+    """The drafts counted as computed when the parent was forked. The parent then writes to a copy of the shared
+    block."""
     rig = Rig(60, block_size, depth=2, num_drafts=5, max_num_batched_tokens=64)
     parent = parent_of(rig, num_tokens)
     tokens = parent.sequences[0].tokens.tolist()
@@ -93,7 +95,7 @@ def test_a_parent_whose_drafts_in_flight_were_wrong_writes_to_no_block_of_its_fo
     have = parent.num_tokens - len(PROMPT)
     fork(rig, parent, "fork", have)
     fork(rig, parent, "early", have - 2)
-    while (result := rig.worker.poll()) is not None:  # it comes before the next step is made
+    while (result := rig.worker.poll()) is not None:  # before the next step is scheduled
         for item in rig.scheduler.update(result):
             rig.record(item)
         rig.scheduler.check_integrity()

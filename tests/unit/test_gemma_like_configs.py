@@ -41,7 +41,7 @@ def load(folder: Path, raw: dict[str, Any]) -> ModelSpec:
     ],
 )
 def test_known_models_have_their_weights(tmp_path: Path, raw: dict[str, Any], num_parameters: int) -> None:
-    """As transformers counts them, without what sees images."""
+    """The same numbers as transformers', without vision towers."""
     assert load(tmp_path, raw).num_parameters() == num_parameters
 
 
@@ -61,7 +61,7 @@ def test_gemma_2_alternates(tmp_path: Path) -> None:
 
 
 def test_gemma_3_turns_by_layer_type(tmp_path: Path) -> None:
-    """A text part leaves out what is usual, and what the whole model says of the end holds for it."""
+    """The text part leaves out default values, and inherits the whole model's end tokens."""
     spec = load(tmp_path, GEMMA_3_4B)
     assert [layer.attention.window for layer in spec.layers[:7]] == [1024] * 5 + [None] + [1024]
     assert {layer.rope for layer in spec.layers if layer.attention.window} == {Rope(1e4)}

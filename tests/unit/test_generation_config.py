@@ -1,4 +1,4 @@
-"""Sampling defaults: the checkpoint's file, another one, what the user says above them, and what becomes a limit."""
+"""Sampling defaults: the checkpoint's file, another file, the user's values over both, and those that become limits."""
 
 import json
 from pathlib import Path

@@ -103,7 +103,7 @@ def test_numbers_of_every_type_are_read(tmp_path: Path, kind: int) -> None:
 
 
 def test_tensors_begin_at_the_alignment_that_the_file_says(tmp_path: Path) -> None:
-    """They have up to four dimensions."""
+    """Alignment and shapes of tensors, which have up to four dimensions."""
     file, alignment = tmp_path / "model.gguf", value("general.alignment", I32, struct.pack("<i", 4096))
     head = header([alignment], [tensor("w", (2, 3, 4, 5), 0, 4096)], data=0)
     file.write_bytes(head + bytes(3 * 4096))

@@ -219,7 +219,8 @@ def test_characters_are_merged_as_gemma_does_it(tmp_path: Path, keys: dict[str, 
 
 
 def test_words_between_spaces_are_whole_texts(tmp_path: Path) -> None:
-    """Jina's Chinese embeddings: no bytes, words are what stands between spaces, in lower case if the file says so."""
+    """Jina's Chinese embeddings: words are separated by white space and have no byte fallback; lower case if the file
+    says so."""
     tokens, merges = ["<unk>", "a", "b", "ab", "B", "\u4e2d", "<s>", "</s>"], ["a b"]
     keys: dict[str, Any] = {"ggml.model": "whitespace", "ggml.pre": "whitespace", "ggml.merges": merges}
     keys |= {"ggml.unknown_token_id": 0}

@@ -45,10 +45,8 @@ PARTS = "cases,graphs,speed,bench"
 
 @pytest.fixture(scope="module")
 def emulated(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The parts that nothing else runs without a GPU, one after another as on one: the files, and what is printed.
-
-    Ranks and processes that are killed are those of tests/e2e; gpu_check_rehearse.py runs these parts as well.
-    """
+    """Run the parts that no other test runs without a GPU, in one process, and return the folder of files and the
+    output. Ranks and killed processes are tested in tests/e2e; gpu_check_rehearse.py runs these parts as well."""
     if emulator.available() is None:
         pytest.skip("no C++ compiler for the emulator")
     folder = tmp_path_factory.mktemp("emulated")
@@ -140,7 +138,7 @@ def test_unknown_parts_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_kernel_parts_need_neither_messages_nor_sockets_nor_pytest() -> None:
-    """As on a machine with python3, numpy, torch and cupy only; without cupy as well until a kernel is launched."""
+    """Kernels run on a machine with only python3, numpy, torch and cupy, and without cupy until one is launched."""
     cases = [path.stem for path in (ROOT / "tests" / "kernels").glob("*_cases.py")]
     code = f"""
         import importlib, sys

@@ -63,7 +63,7 @@ def test_wheels_that_are_carried_are_those_that_are_looked_for() -> None:
 
 
 def test_what_the_package_needs_is_there_or_carried() -> None:
-    """Else a new dependency ends every stage that imports a worker, on a machine without a network."""
+    """Otherwise a new dependency would break every stage that imports a worker, on a machine without a network."""
 
     def names(wanted: Iterable[str]) -> set[str]:
         return {re.split("[<>=]", each)[0] for each in wanted}

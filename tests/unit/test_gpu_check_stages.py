@@ -35,7 +35,7 @@ def put_tool(folder: Path, name: str, script: str) -> None:
 
 @pytest.fixture
 def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose programs are found before all others."""
+    """A folder that precedes all others in PATH."""
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     return tmp_path / "bin"
 

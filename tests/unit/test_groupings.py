@@ -1,4 +1,4 @@
-"""However the tokens of an output are grouped into deltas, a client of each dialect gets the same items."""
+"""A client of each API gets the same items, however the tokens of an output are grouped into deltas."""
 
 import random
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def parts(case: Case, cuts: Sequence[int]) -> list[CompletionOutput]:
 
 
 def test_a_delta_is_cut_as_if_its_tokens_had_come_singly() -> None:
-    """Also with stop strings, which hold back text, and with added tokens inside of them."""
+    """Includes stop strings, which hold back text, and added tokens."""
     for seed in range(150):
         rng = random.Random(f"singly {seed}")
         case = random_case(rng)

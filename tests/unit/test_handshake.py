@@ -58,7 +58,7 @@ def test_an_engine_that_dies_while_loading_is_reported_at_once() -> None:
 
 @pytest.mark.parametrize("words", [None, Dying("worker 0 died", is_final=False)])
 def test_an_engine_that_dies_while_loading_may_be_replaced(words: Dying | None) -> None:
-    """As life 2 of an engine is, by its supervisor. Only the last engine has to answer."""
+    """The supervisor replaces such an engine by the next life. Only the last engine has to answer."""
     first = FakeEngine(silent=True)
     others: list[FakeEngine] = []
 

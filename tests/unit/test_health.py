@@ -33,7 +33,7 @@ def judge(ranks: list[RankHealth], *, has_work: bool = True, first_to_abort: int
     return first_failure(ranks, NOW_S, LIMIT_S, has_work=has_work, first_to_abort=first_to_abort)
 
 
-# ---- what can happen to a rank
+# ---- states of a rank
 
 
 def well(_rank: RankHealth) -> None:
@@ -65,7 +65,7 @@ def stuck(rank: RankHealth) -> None:
 
 
 def waiting(rank: RankHealth) -> None:
-    """It stands still since it waits, and says so."""
+    """Make a rank stuck in a wait, which its heartbeats report."""
     stuck(rank)
     rank.is_waiting = True
 
@@ -158,7 +158,7 @@ def test_the_stronger_evidence_is_believed(stronger: Change, weaker: Change, rev
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 @pytest.mark.parametrize("evidence", [failed, died, unreachable], ids=lambda change: change.__name__)
 def test_those_that_only_waited_are_not_blamed(evidence: Change, culprit: int) -> None:
-    """They have reported and ended, which alone would be stronger evidence."""
+    """The waiting ranks have reported and ended, which by itself would be stronger evidence."""
     for named in (culprit, None, (culprit + 1) % 3):
         changes: list[Change] = [waited_for(named)] * 3
         changes[culprit] = evidence
@@ -188,7 +188,7 @@ def test_a_rank_that_ran_ahead_is_well() -> None:
 
 
 def test_a_rank_stopped_while_it_waited_is_found_by_its_silence() -> None:
-    """Both said that they waited, and the limits of both are not over at the same moment."""
+    """Both ranks report that they wait, and their limits end at different moments."""
     ranks = group(waiting, waiting)
     ranks[1].last_heard_s = NOW_S - LIMIT_S + 0.4
     failure = judge(ranks)
@@ -266,7 +266,7 @@ def test_a_wait_that_ran_out_is_reported_as_it_is() -> None:
 
 
 def test_a_process_that_is_stopped_before_it_loads_is_silent() -> None:
-    """Its import of torch may take any time; while it is stopped it takes none."""
+    """The import of torch may take any time, but a stopped process does not import."""
     rank = RankHealth(0)
     rank.last_heard_s = rank.last_progress_s = NOW_S - 10 * LIMIT_S
     rank.on_looked_at(NOW_S - 9 * LIMIT_S, is_stopped=True)

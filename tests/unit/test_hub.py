@@ -47,7 +47,7 @@ class _Impatient:
 
 @pytest.fixture
 def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    """A hub with the demo model and with files that nobody needs, an empty cache, no token."""
+    """A hub with the demo model and with files that are never needed, an empty cache, no token."""
     from huggingface_hub import constants
 
     with hub() as running:

@@ -19,7 +19,8 @@ from vllm_lite.server.openai.errors import ApiError
 
 
 async def test_two_keys_may_choose_one_id() -> None:
-    """Nobody learns from a refusal which ids others use: each has its own call, and reads, sees and ends that alone."""
+    """Each key has a call of its own under the id, and reads, sees and ends only that one. So no error reveals the ids
+    of other keys."""
 
     stage, keys = Stage(), (b"a" * 32, b"b" * 32)
     clients = [await begun(stage, 2 + place, key=key) for place, key in enumerate(keys)]
@@ -81,7 +82,8 @@ async def reach(keys: Keys, key: str) -> list[str]:
 
 
 async def test_who_reaches_which_names() -> None:
-    """A user its own; an admin all, also those that were started without a key; all who have no key the same."""
+    """A user's key has its own names; an admin key reaches all, and those of calls without a key; without keys all
+    share one."""
     keys = Keys(user=("one", "two"), admin=("admin",))
     (one,), (two,), admin = await reach(keys, "one"), await reach(keys, "two"), await reach(keys, "admin")
     assert len({"a", one, two, admin[0]}) == 4

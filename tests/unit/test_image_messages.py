@@ -1,4 +1,4 @@
-"""Images in messages of Anthropic's and the Responses API: where they come to stand in the chat."""
+"""Images in messages of Anthropic's API and the Responses API, and their places in the chat."""
 
 from typing import Any
 

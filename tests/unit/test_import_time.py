@@ -53,7 +53,7 @@ def test_nothing_of_http_or_tls_is_loaded_before_the_engine_starts() -> None:
 
 
 def test_a_worker_loads_no_more_of_torch_than_torch_itself() -> None:
-    """One module too many (torch.nn.attention.bias, with torch._dynamo) has tripled what a worker's start costs,
+    """A single further module, torch.nn.attention.bias with torch._dynamo, once tripled the time of a worker's start,
     and left a folder in its TMPDIR."""
     loaded_by(
         """

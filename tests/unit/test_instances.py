@@ -162,7 +162,7 @@ def test_what_a_killed_one_leaves_is_removed(
 def test_a_stranger_is_never_signalled(
     place: Path, stranger: "subprocess.Popen[bytes]", change: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its pid was an engine's once."""
+    """The recorded pid was an engine's, and another process has it now."""
     process = msgspec.structs.replace(Process.of(stranger.pid), **change)
     folder = leave(place, process)
     (instance,) = instances.find()

@@ -254,7 +254,9 @@ def test_what_was_not_used_for_longest_goes_first_also_that_of_other_models(tmp_
 
 def test_a_full_quota_has_room_before_more_is_written(tmp_path: Path) -> None:
     size = PAGE + 4 * ITEM_BYTES
-    store = open_store(tmp_path, quota=128 * size)  # one run is less than what makes it count again behind a write
+    store = open_store(
+        tmp_path, quota=128 * size
+    )  # one run is smaller than the amount after which a write counts the directory again
     for number in range(120):
         write(open_store(tmp_path), chain(4, number))
     store.sweep()

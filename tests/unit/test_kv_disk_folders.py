@@ -1,4 +1,4 @@
-"""A KV cache's directory that has other things in it, or is removed under an engine, and others who use it."""
+"""A KV cache's directory that has other contents, is removed under an engine, or is shared with other users."""
 
 import errno
 import os
@@ -93,7 +93,7 @@ def test_a_files_folder_keeps_what_no_store_has_put_there(tmp_path: Path) -> Non
 
 
 def test_a_directory_that_was_removed_is_not_made_anew(tmp_path: Path) -> None:
-    """It would have no seed, and be open to others."""
+    """A new directory would have no seed, and be readable by others."""
     (root := tmp_path / "kv").mkdir(mode=0o700)
     store = open_store(root)
     write(store, chain(3))
@@ -109,7 +109,7 @@ def test_a_directory_that_was_removed_is_not_made_anew(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_link", [False, True])
 def test_nothing_is_written_to_another_directory_of_the_same_name(tmp_path: Path, is_link: bool) -> None:
-    """As where a file system is not mounted any more."""
+    """As after the unmounting of a file system."""
     (root := tmp_path / "kv").mkdir(mode=0o700)
     store = open_store(root)
     away = root.rename(tmp_path / "away")

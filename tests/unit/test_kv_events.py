@@ -75,7 +75,7 @@ def cached_in(recorded: Recorded) -> set[tuple[Any, int]]:
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
 @pytest.mark.parametrize("num_host_blocks", [0, 12])
 def test_a_consumer_knows_what_is_cached(windows: tuple[int | None, ...], num_host_blocks: int) -> None:
-    """At every pass of a run with evictions, duplicates, swaps, promotions, failures and a reset."""
+    """Compared after every pass of a run with evictions, duplicates, swaps, promotions, failures and a reset."""
     batches: list[bytes] = []
     recorded = Recorded(None, 18, windows, num_host_blocks, preemption_mode="swap")
     events = KVEvents(KVEventsConfig(), recorded.core.kv.part(KVBlocks), batches.append)
@@ -187,7 +187,7 @@ def test_maps_tell_cache_salts() -> None:
 
 
 def test_an_engine_in_anothers_place_first_says_that_nothing_is_cached(tmp_path: Path) -> None:
-    """And waits with it until the other's consumers have found it."""
+    """The new engine waits until the subscribers of the old one have connected to it."""
     endpoint = f"ipc://{tmp_path}/events"
     recorded = Recorded(None, 40)
     stream = KVEventStream(KVEventsConfig(endpoint=endpoint), recorded.core.kv.part(KVBlocks), rejoins_s=10.0)
@@ -240,7 +240,7 @@ class Wire:
         self.client.connect(endpoints[1])
 
     def subscribe(self) -> None:
-        """Publish until the subscription has arrived, then read what came."""
+        """Publish until the subscription has arrived, then discard the received messages."""
         for _ in range(500):
             self.recorded.core.kv.pool.reset_cache()
             self.stream.serve(1.0)
@@ -260,7 +260,7 @@ class Wire:
         return found
 
     def replayed(self, start: int) -> list[tuple[int, bytes]]:
-        """One request, several replies, an end marker."""
+        """Send one request, and return its replies up to the end marker."""
         self.client.send_multipart([b"", start.to_bytes(8, "big")])
         deadline_s = time.monotonic() + PATIENCE_MS / 1000
         while not self.client.poll(10):

@@ -1,4 +1,4 @@
-"""KV events of the tiers below the device: a consumer that looks at the medium knows what each of them has."""
+"""KV events of the host and disk tiers: a consumer that reads `medium` knows the contents of each."""
 
 import random
 from typing import Any

@@ -1,4 +1,4 @@
-"""Leak audit: thousands of random requests over every feature at once; afterwards nothing is held by nobody.
+"""Leak audit: thousands of random requests over all features; afterwards no resource is held.
 
 `VLLM_LITE_SOAK_REQUESTS=100000 pytest tests/unit/test_leaks.py` is the long version.
 """
@@ -20,7 +20,7 @@ BATCH = 50
 
 
 def submit(rig: Rig, rng: random.Random, name: str, prefixes: list[list[int]]) -> None:
-    """One request of a random kind: plain, several samples, or a beam search; half of them share a beginning."""
+    """Add one request of a random kind: plain, several samples, or a beam search; half of them share a prefix."""
     prompt = [*rng.choice(prefixes), *(rng.randrange(VOCAB) for _ in range(rng.randint(0, 6)))]
     kind = rng.random()
     params: dict[str, Any] = {}

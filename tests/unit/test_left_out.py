@@ -95,7 +95,7 @@ def test_a_list_of_which_a_part_is_lost_is_given_as_a_text() -> None:
 
 
 def test_a_text_that_stands_there_by_chance_is_missed_all_the_same() -> None:
-    """Seven, which the function said, is also what the user asks about."""
+    """The text left out, "7", is in the user's next message as well, so the rendering does not lack it."""
     chat = [USER, FUNCTION, {**USER, "content": "Is it 7? If 7, why 7?"}]
     one = template(DROPS)
     for _ in range(2):
@@ -133,7 +133,7 @@ def test_a_continued_message_is_there() -> None:
     assert found(DROPS, USER, FUNCTION, ANSWER, **settings) == [(1, "")]
 
 
-# ---- what it costs
+# ---- costs
 
 
 class Counting:
@@ -160,7 +160,7 @@ class Counting:
 
 @pytest.mark.parametrize("source", [WITH_CALLS, CALLS_OR_TEXT, CALLS_FIRST], ids=["all", "no text", "calls first"])
 def test_a_chat_that_grows_is_rendered_once_each_time(source: str) -> None:
-    """Also if something of it is left out each time."""
+    """A chat that has grown is rendered once, even if a part of it is left out each time."""
     render, chat = Counting(source), [SYSTEM, USER]
     counts = []
     for turn in range(12):
@@ -218,7 +218,7 @@ def test_python_logs_it(caplog: pytest.LogCaptureFixture) -> None:
     assert "messages[1] is not in the prompt" in caplog.text
 
 
-# ---- what is remembered is what marks show
+# ---- remembered results equal those of marks
 
 
 TEXTS = st.sampled_from(["ok", "5", "a text of more words than five", '{"x": "a\\nb"}', "line\nanother line", " "])

@@ -113,7 +113,7 @@ def test_blocks_of_the_host_follow_those_of_the_device() -> None:
 
 
 class Engine:
-    """In the place of a session; `outputs` is how far its one request is."""
+    """A fake session; `num_asked` is the number of output tokens of its one request."""
 
     def __init__(self) -> None:
         self.num_asked = 0

@@ -35,7 +35,7 @@ def test_qwen2_has_biases_that_its_config_does_not_mention(tmp_path: Path) -> No
 
 
 def test_qwen2_with_yarn_is_as_long_as_it_was_extended_to(tmp_path: Path) -> None:
-    """As its model card asks users to set it: max_position_embeddings stays what it was."""
+    """Its model card tells users to leave max_position_embeddings as it is."""
     yarn = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
     changes = {"max_position_embeddings": 32768, "rope_theta": 1e6, "rope_scaling": yarn}
     spec = load(tmp_path, "Qwen2ForCausalLM", changes, ("rope_parameters",))

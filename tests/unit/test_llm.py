@@ -293,7 +293,7 @@ def test_settings_of_other_engines_that_cannot_be(settings: dict[str, Any], mess
 def test_settings_of_other_engines_that_change_nothing(
     engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are those of the command line."""
+    """The same settings as on the command line."""
     fake_launch(engine, monkeypatch)
     of_vllm: dict[str, Any] = {
         "trust_remote_code": True,

@@ -60,7 +60,8 @@ def counting() -> Counting:
 @pytest.mark.parametrize("text", KINDS_OF_TEXT)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_longer_is_longer(kind: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever cutting does to its tokens; and unless its tokens are few, half of them are seen to be too many."""
+    """The lower bound on a text's tokens holds wherever it is cut; and for long texts the bound exceeds half of the
+    tokens."""
     monkeypatch.setattr(tokenizers, "SLICE_CHARS", 4096)
     tokenizer = Tokenizer(KINDS[kind]())
     long = KINDS_OF_TEXT[text](40_000)
@@ -94,7 +95,7 @@ def test_a_text_of_a_usual_length_is_tokenized_once(num_chars: int, context: int
 
 
 def test_a_text_of_long_tokens_fits() -> None:
-    """One that has more bytes than usual for its tokens is counted first, and then tokenized."""
+    """A text with more bytes than usual for its tokens is counted first, and then tokenized."""
     library = counting()
     text = "two words" * 10_000  # one token each
     limits = Welcome(1, 1, "x", 10_001, 2048, (1, 4), 100, 16)
@@ -219,7 +220,7 @@ async def test_nothing_is_begun_for_who_has_gone_and_what_is_begun_stops() -> No
 
 @pytest.mark.parametrize("num_chars", [tokenizers.SHORT_TEXT_CHARS + 1, 4000])
 def test_all_but_short_texts_are_tokenized_without_the_interpreters_lock(num_chars: int) -> None:
-    """encode() keeps the lock, so a thread that tokenizes a thousand texts by it holds up the loop of a server."""
+    """encode() keeps the interpreter's lock, so tokenizing a long text with it would block the loop of a server."""
     library = counting()
     library.encode = None  # type: ignore[assignment, method-assign]
     assert library.tokenizer.encode("a b " * (num_chars // 4 + 1))

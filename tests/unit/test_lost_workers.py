@@ -1,5 +1,8 @@
-"""The workers die and others take over: what becomes of each kind of sequence. Every stream goes on as if nothing had
-happened; the simulated workers check each position that they read, and know nothing of what the dead ones had."""
+"""Loss of all workers, and their replacement, for each kind of sequence.
+
+Every stream continues without a difference. The simulated workers check each position that they read, and have nothing
+of the dead workers' KV.
+"""
 
 from typing import Any
 
@@ -77,7 +80,8 @@ def test_the_policy_sorts_in_those_that_ran(policy: object, first: list[str]) ->
 
 
 def test_nothing_is_passed_by_others_that_had_begun() -> None:
-    """One that ran has a stream that stands still, so no newcomer that fits is admitted before it."""
+    """A sequence that ran before has a client that waits, so no new request is admitted before it, even if only the new
+    one fits."""
     rig = Rig(num_blocks=10, max_num_batched_tokens=40)
     rig.add("long", list(range(24)), 8)
     rig.step()
@@ -329,7 +333,7 @@ def test_drafts_are_lost_with_their_step(num_steps: int) -> None:
     rig.add("b", [5], 20)
     for _ in range(num_steps):
         rig.step()
-    rig.scheduler.schedule()  # a step with drafts, of which nobody hears
+    rig.scheduler.schedule()  # a step with drafts, whose result is lost
     rig.restart_workers()
     assert not any(sequence.num_drafted or sequence.num_computed for sequence in rig.scheduler.waiting)
     rig.drain()

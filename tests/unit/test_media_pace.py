@@ -1,5 +1,5 @@
-"""The pace of streams beside images, from the engine's core to the workers' steps: what a step computes of images keeps
-to a share of what next tokens take, by the times that steps have now."""
+"""The rate of streams beside images, from the engine's core to the workers' steps: the time that a step spends on
+images is limited to a share of a decode step's time, as measured lately."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -131,7 +131,7 @@ def test_two_images_share_what_a_step_computes_of_them() -> None:
 
 
 def test_the_pace_is_measured_while_towers_compute() -> None:
-    """In a long burst no step is without one; all come to take four times as long."""
+    """In a long burst every step has image work. When all steps take four times as long, the estimate follows."""
     bench = Images()
     bench.executor.pieces = 1000
     bench.show(0)

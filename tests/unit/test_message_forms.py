@@ -320,8 +320,8 @@ def test_a_role_is_named_by_a_literal() -> None:
 
 
 def test_templates_that_read_the_first_part_of_all_messages() -> None:
-    """SmolVLM's looks at the kind of the first part, also of a call without a text, and of what comes before a tool's
-    result."""
+    """SmolVLM's template reads the type of the first part of every message, including calls without text and tools'
+    results."""
     source = EACH + "{% if message.content[0].type == 'text' %}" + WORDS + "{% endif %}{% endfor %}"
     calling = {"role": "assistant", "content": "", "tool_calls": [CALL]}
     assert rendered(source, USER, calling, {"role": "tool", "content": "a fox"}) == "[Who is there?][][a fox]"

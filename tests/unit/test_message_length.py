@@ -17,7 +17,7 @@ VOCAB, EOS = 50, 7
 
 
 class Rig:
-    """A core whose steps take `step_s` each, and what it sends."""
+    """A core whose steps take `step_s` each, and the steps of each message that it sends."""
 
     def __init__(self, step_s: float, **settings: object) -> None:
         self.step_s = step_s
@@ -116,7 +116,7 @@ def test_an_arrival_comes_in_behind_what_is_under_way() -> None:
 
 
 def test_an_end_that_is_noticed_late_changes_nothing() -> None:
-    """Steps behind it were sent already; what they compute is dropped, and the blocks serve others."""
+    """Steps after it have been sent already. Their results are dropped, and the blocks are reused."""
     prompt = next(
         [first, 3, 1]
         for first in range(VOCAB)

@@ -26,7 +26,7 @@ VOCAB = 50
 
 
 class Bench:
-    """A core with a simulated worker, whose clock is `now_s`; whatever it produced is in `got`."""
+    """A core with a simulated worker and the clock `now_s`; `got` has the outputs by time."""
 
     def __init__(self, num_blocks: int = 50, num_host_blocks: int = 0, **settings: Any) -> None:
         settings = {"block_size": 4, "async_scheduling": False, "device": "cpu", **settings}
@@ -286,7 +286,7 @@ def test_a_fork_and_what_goes_on_elsewhere_are_counted_from_here_on() -> None:
 
 @pytest.mark.parametrize("preempted", [False, True])
 def test_a_fork_that_runs_at_once_has_not_waited(preempted: bool) -> None:
-    """Though it may come in from the queue later, with tokens."""
+    """The fork counts no waiting time, even if it is preempted and later admitted from the queue."""
     bench = Bench(num_blocks=12, preemption_mode="recompute")
     bench.add("parent", [1] * 9, 8 if not preempted else 26)
     for bench.now_s in (1.0, 2.0):
@@ -372,7 +372,8 @@ def test_steps_that_come_together_share_their_time() -> None:
 
 @pytest.mark.parametrize("before", ["nothing", "a part of the prompt"])
 def test_steps_that_come_together_share_no_time_from_before_they_ran(before: str) -> None:
-    """Nobody had tokens for 100 s. Then the first two of a request come at once, 2 s after their steps could begin."""
+    """After 100 s without tokens, the first two tokens of a request arrive at once, 2 s after their steps could
+    begin."""
     bench = Bench(async_scheduling=True, max_num_batched_tokens=8)
     if before == "nothing":
         bench.now_s = 100.0

@@ -88,7 +88,7 @@ def test_names_may_be_of_a_layer_or_of_its_tensor(name: str) -> None:
     ],
 )
 def test_all_else_has_4_bits(name: str) -> None:
-    """In layers whose own down projection has 8."""
+    """Includes the other weights of layers whose own down projection has 8 bits."""
     assert Sizes(num_layers=4, hidden_size=100, kv_size=1, inner_size=1).mixed.form(name) == "int4_g32"
 
 

@@ -48,7 +48,7 @@ def beat(progress: int, *, waiting: bool = False) -> WorkerHeartbeat:
 
 
 class FakeWorker(supervise.Child):
-    """A process that says what the test has it say. `death` is how it ended."""
+    """A fake process that sends the messages of the test. `death`: the reason of its end, or None."""
 
     def __init__(self, rank: int, address: str) -> None:
         super().__init__(f"worker {rank}", lambda _: None)
@@ -130,7 +130,7 @@ class Host:
             worker.say(*messages)
 
     def begin(self) -> None:
-        """All workers say what they say at a start."""
+        """Start up, with the messages that workers send at a start."""
         self.at(1.0, lambda: self.all_say(HELLO, READY))
         self.start()
         self.at(1.0, lambda: self.all_say(Started(0, GENERATION, 9.0)))

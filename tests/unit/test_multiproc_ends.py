@@ -35,7 +35,7 @@ __all__ = ["host"]
 
 DEADLINE_S = scaled(20.0)
 NEARLY_S = LIMIT_S / 3
-"""Within the limit for silence, and two looks at the workers are no further apart than those of an engine that runs."""
+"""Less than the limit for silence, and an interval between looks at the workers that a running engine keeps."""
 
 
 def start_up(host: Host) -> None:
@@ -255,7 +255,7 @@ def test_the_memory_names_the_rank_that_could_not_speak(host: Host, culprit: int
 
 @two_workers
 def test_all_ranks_that_speak_of_each_other_alone_are_heard_at_once(host: Host) -> None:
-    """Nobody is left who could say more."""
+    """No other worker is left that could report a cause."""
     start_up(host)
     host.workers[0].say(waited(None))
     host.workers[1].say(msgspec.structs.replace(waited(None), rank=1))

@@ -1,6 +1,7 @@
-"""Pause, sleep and other weights: what is computed meanwhile, what becomes of requests, what the next engine knows.
+"""Pause, sleep and new weights: steps during these, the fate of requests, and the state that the next engine gets.
 
-The engine's loop is stepped by hand, and the workers are fakes."""
+The engine's loop is stepped by hand, and the workers are fakes.
+"""
 
 import shutil
 import time
@@ -386,14 +387,14 @@ def test_weights_that_are_told_to_one_that_sleeps_are_loaded_when_it_wakes(
 ) -> None:
     do(host, client, Sleep(1))
     do(host, client, WakeUp(("weights",)))
-    shutil.rmtree(folders[0])  # nobody needs them any more
+    shutil.rmtree(folders[0])  # the folder is not needed any more
     do(host, client, UpdateWeights(str(folders[1])))
     assert model_of(host.current) is None
     do(host, client, WakeUp(("kv_cache",)))
     assert model_of(host.current) == "other"
 
 
-# ---- the engine that comes after
+# ---- the next engine
 
 
 def test_what_cannot_be_read_of_it_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -431,7 +432,7 @@ def test_the_next_engine_is_as_this_one_was(host: Host, client: Client, tmp_path
 
 
 def take_over(host: Host, state: KeptState) -> None:
-    """Be the engine that comes after one that has kept this."""
+    """Act as the next engine, which starts from `state`."""
     config, clock = host.process._config, lambda: host.now_s
     host.operations = Operations(host.core, host.groups, host.port, config, host.kept.append, clock)
     host.operations.restore(state)

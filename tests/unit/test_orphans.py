@@ -1,4 +1,4 @@
-"""The children of a process that was killed are ended, even stopped ones; those of others are left alone."""
+"""The children of a killed process are ended, even stopped ones; those of other processes are left alone."""
 
 import os
 import signal

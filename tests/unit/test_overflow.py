@@ -42,7 +42,7 @@ def test_the_message_has_the_phrases_that_clients_look_for(whose: str) -> None:
 
 
 def test_no_phrase_makes_clients_think_of_something_else() -> None:
-    """They try again, or look for another key, where a message says this."""
+    """Clients search for such phrases in errors, and then try again or ask for another key."""
     text = str(ContextLengthError(2048, 3000, None)) + str(ContextLengthError(2048, 20, 5000))
     assert not re.search(r"(?i)rate.?limit|quota|too large|api.?key|timed? ?out|string too long", text)
 

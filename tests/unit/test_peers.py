@@ -146,7 +146,7 @@ def test_equality_is_counted_over_the_same_repeats():
     assert report.equality(runs) == {"m": {"W1": {"ours-bf16": expected}}}
 
 
-# ---- what the machine could do
+# ---- the machine's limits
 
 
 LLAMA = {
@@ -376,7 +376,7 @@ def test_the_time_limit_ends_a_runner_and_what_it_started(tmp_path):
 
 
 def ended(pid: int) -> bool:
-    """Nobody waits for an orphan but init, so a zombie counts as ended."""
+    """Wait for the end of an orphan. Only init reaps it, so a zombie counts as ended."""
     end_s = time.monotonic() + scaled(30)
     while time.monotonic() < end_s:
         try:

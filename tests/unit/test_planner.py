@@ -1,4 +1,4 @@
-"""`vllm-lite plan`: sizes from headers, what is said when nothing fits, and that its advice holds."""
+"""`vllm-lite plan`: sizes from headers, advice if nothing fits, and a check that the advice holds."""
 
 import json
 import re

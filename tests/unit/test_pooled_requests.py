@@ -52,7 +52,7 @@ def run(rig: Rig) -> dict[str, bytes]:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("windows", [(None,), (6,), ()], ids=["full", "window", "no cache"])
 def test_prompts_are_pooled_beside_streams(depth: int, windows: tuple[int | None, ...]) -> None:
-    """In chunks where they are long, also where a chunk leaves a single token."""
+    """Long prompts are computed in chunks, some with a last chunk of one token."""
     rig = Rig(num_blocks=60, depth=depth, windows=windows)
     prompts = {f"p{length}": prompt_of(length, length) for length in (1, 4, 15, 16, 17, 33, 40)}
     rig.add("stream", prompt_of(5), max_tokens=9)

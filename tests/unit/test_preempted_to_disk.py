@@ -1,4 +1,4 @@
-"""Preempted sequences whose blocks go to disk: where the host has no room, they come back from there."""
+"""Preempted sequences whose blocks are written to disk: they resume from there if the host tier has no room."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ OTHER = [40 + index % 5 for index in range(29)]
 
 
 def crowded(**options: Any) -> DiskRig:
-    """Two sequences in a pool that holds one and a half of them: one is preempted."""
+    """A pool for one and a half of two sequences, so that one is preempted."""
     return DiskRig(num_blocks=21, max_num_batched_tokens=64, **options)
 
 

@@ -1,5 +1,5 @@
-"""Contents that a start finds below memory are loaded before anybody asks: the latest first, into blocks nobody has
-used, while there is no sequence."""
+"""KV that a start finds on disk is loaded before any request arrives: the latest first, into unused blocks, while there
+is no sequence."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ def written(num_chats: int = 1, **options: Any) -> DiskRig:
 
 
 def filled(rig: DiskRig, **options: Any) -> DiskRig:
-    """Another engine over the same disk, which nobody has asked yet."""
+    """Another engine over the same disk, after it has loaded ahead and before any request."""
     again = restarted(rig, **{"num_blocks": 100, "preload": 0.5, **options})
     again.send()
     again.end_all()

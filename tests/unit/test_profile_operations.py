@@ -1,4 +1,4 @@
-"""Profiles as operations of the engine: what workers are told, and what is answered where none is possible."""
+"""Profiles as operations of the engine: the messages to workers, and the errors if profiling is impossible."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Logprobs of prompts in the engine: what may be taken from the cache, and whose scores are whose."""
+"""Logprobs of prompts in the engine: the permitted use of the cache, and the assignment of scores to requests."""
 
 from typing import Any
 
@@ -101,7 +101,7 @@ def test_scores_go_to_the_sequence_that_had_the_handle_when_they_were_made() -> 
     assert produced.request is second
 
 
-# ---- what the engine refuses
+# ---- refusals
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_more_prompt_logprobs_than_a_message_holds_are_refused(monkeypatch: pyte
 
 
 def test_each_score_is_sent_once() -> None:
-    """However often a prompt is computed, and whatever its client says that it has."""
+    """However often a prompt is computed, and whichever scores its client has already."""
     rig = Rig()
     request = rig.add("a", [1, 2, 3, 4], 3, prompt_logprobs=0)
     request.num_scored = 2  # it was sent again by a client that has the first two

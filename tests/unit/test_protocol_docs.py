@@ -1,4 +1,4 @@
-"""docs/protocol.md says what the messages are, now."""
+"""docs/protocol.md agrees with the messages."""
 
 import json
 import sys
@@ -38,7 +38,7 @@ def test_every_message_and_every_field_is_there() -> None:
 
 @pytest.mark.parametrize(("of", "message"), MESSAGES, ids=lambda value: type(value).__name__)
 def test_the_schema_knows_every_message(of: object, message: msgspec.Struct) -> None:
-    """As far as one can see without a validator: tag, number and names of the fields."""
+    """Compares tag, number and names of the fields; there is no validator."""
     definitions = json.loads((ROOT / "docs/protocol.schema.json").read_text())["$defs"]
     schema = definitions[type(message).__name__]
     sent = msgspec.json.decode(msgspec.json.encode(message))

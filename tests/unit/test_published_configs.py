@@ -11,8 +11,8 @@ from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.errors import ModelError
 
 PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "fixtures" / "published.json").read_text())
-"""Name -> its config.json, without the keys that are for training only, and how many parameters transformers counts,
-without what sees images."""
+"""Name -> its config.json without keys for training, and the number of parameters that transformers counts without
+vision towers."""
 WINDOWS = {"phi-4-mini": 262144, "phi-3.5-mini": 262144, "mistral-7b-v0.1": 4096, "starcoder2-3b": 4096}
 HEADS_OF_64 = (
     *("qwen2.5-0.5b", "granite-3.3-2b", "llama-3.2-1b", "tinyllama", "gpt2", "pythia-160m", "falcon-7b", "falcon-40b"),
@@ -36,7 +36,7 @@ def test_a_published_model_is_read(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_as_transformers_writes_it_it_means_the_same(name: str, tmp_path: Path) -> None:
-    """But for what it adds: defaults of a wrapper's text part."""
+    """Except for transformers' additions: defaults in a wrapper's text part."""
     from transformers import AutoConfig
 
     spec = load(tmp_path, PUBLISHED[name]["config"])

@@ -46,7 +46,7 @@ def test_thousands_of_patterns_are_made_ready_once(monkeypatch: pytest.MonkeyPat
     patterns = tuple(f"re:.*{index}$" for index in range(600))
     patterns += tuple(f"model.layers.{index}.mlp" for index in range(20_000))
     assert [first_fit(patterns, f"model.layers.{index}.mlp") for index in (700, 19_999)] == [1300, 20_599]
-    assert first_fit(patterns, "599") == 9  # 9 comes before
+    assert first_fit(patterns, "599") == 9  # the pattern for 9 is the first that matches
     assert len(made) == 600
 
 

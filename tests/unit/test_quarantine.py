@@ -51,7 +51,7 @@ class MortalWorker(SimulatedWorker):
 
 
 class Mortal(Recorded):
-    """A core whose workers are replaced when they die."""
+    """A core whose workers die of some requests, and are replaced."""
 
     def __init__(self, trace: Path | None = None, kills_at: int = 1, num_blocks: int = 400, **settings: Any) -> None:
         values = {"max_num_seqs": 100, "max_num_batched_tokens": 200} | settings
@@ -108,7 +108,7 @@ class Mortal(Recorded):
         return output is not None
 
     def check(self, name: str, prompt: list[int], max_tokens: int, sample: int = 0) -> None:
-        """Its client has all tokens, each once."""
+        """Assert that the client has all tokens, each once."""
         assert self.outputs[name, sample] == expected(prompt, max_tokens, frozenset(), sample)
 
 
@@ -144,7 +144,7 @@ def test_one_of_64_is_found_in_four_deaths(begins: str, kills_at: int, async_sch
 
 
 def test_two_among_64() -> None:
-    """In how many deaths both are found depends on whether they share a group."""
+    """The number of deaths depends on whether both requests are in one group."""
     for seed in range(6):
         rng = random.Random(seed)
         mortal = Mortal()

@@ -106,7 +106,7 @@ class Latencies(Bench):
         self.budgets: list[int] = []
 
     def run(self, num_steps: int = 10**9) -> None:
-        """Until so many steps are made, or nothing is left to compute."""
+        """Run until `num_steps` steps are made or no requests are left."""
         while self.core.scheduler.requests and len(self.budgets) < num_steps:
             while self.core.begin():
                 self.budgets.append(self.core.scheduler.num_scheduled_tokens)
@@ -274,7 +274,8 @@ def test_vision_beside_a_prompt_says_nothing_of_prompts() -> None:
 
 
 def test_next_tokens_take_less_where_steps_with_prompts_do() -> None:
-    """Many streams took long, and all but one have ended: no step is without prompts, to show what it takes alone."""
+    """Many streams took long, and all but one have ended. Every step has a prompt as well, so none shows the time of
+    the stream alone."""
     steps = Steps()
     plain = [Continue(0, 1, [])]
     chunk = [*plain, Continue(1, 32, [])]

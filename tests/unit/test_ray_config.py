@@ -1,4 +1,4 @@
-"""RayServeConfig: what replicas can be set to, and the part of it that HTTP replicas and engines get."""
+"""RayServeConfig: the settings of replicas, and the parts of it that HTTP replicas and engines get."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Places: what a router of Ray Serve knows of the replicas' caches, from what it sent and from what they report."""
+"""Places: a Ray Serve router's knowledge of the replicas' caches, from sent requests and from reports."""
 
 import pickle
 import socket
@@ -110,7 +110,7 @@ def test_a_summary_survives_its_way() -> None:
     assert Summary.from_stats({}) is None
 
 
-# ---- what a replica reports
+# ---- reports of replicas
 
 
 def batch(*events: object) -> bytes:

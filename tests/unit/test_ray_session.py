@@ -53,7 +53,7 @@ class FakeReplicas:
         self.is_full = False
         """Whether requests wait for a place, for ever."""
         self.pauses_after = NUM_TOKENS
-        """After so many tokens a stream stands still."""
+        """Number of tokens after which a stream pauses."""
 
     async def generate(self, payload: bytes, route: Route) -> AsyncGenerator[bytes, None]:
         request = client_to_engine.decode(payload)
@@ -145,7 +145,7 @@ async def test_a_stream_of_one_replica() -> None:
 async def test_a_stream_goes_on_behind_its_tokens_when_its_replica_dies(
     dies_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "FIRST_PAUSE_S", 3600.0)  # it goes on at once
+    monkeypatch.setattr(module, "FIRST_PAUSE_S", 3600.0)  # resuming must not wait for this pause
     rig = await play(one, dies_after)
     assert rig.tokens == [token(position) for position in range(NUM_TOKENS)]
     first, second = rig.replicas.requests

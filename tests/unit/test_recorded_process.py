@@ -58,7 +58,7 @@ def started(settings: EngineSettings, request: pytest.FixtureRequest) -> tuple[s
 
 
 def stop_worker(engine: supervise.Child) -> psutil.Process:
-    """Have an engine's worker stand still, so that what comes now is in flight until it dies."""
+    """Suspend an engine's worker, so that new requests are in flight until it dies."""
     (worker,) = psutil.Process(engine.pid).children()
     worker.suspend()
     return worker

@@ -1,6 +1,6 @@
-"""Whatever runs when the workers die, and however often: every stream gets the tokens of a run in which nobody dies,
-each once; every block that can be found holds what its hash says, every block is free at last; and a replay of the
-trace decides the same."""
+"""Deaths of workers at any time and any number of times: every stream gets the tokens of an undisturbed run, each once;
+every findable block has the contents of its hash; every block is free at the end; and a replay of the trace makes the
+same decisions."""
 
 import random
 import tempfile
@@ -39,7 +39,7 @@ class FixedLength(MessageLength):
 
 
 class WatchedCore(EngineCore):
-    """Passes on what it is asked and what it answers. A message has up to `steps_at_once` steps."""
+    """Reports added requests to the watcher. A message has up to `steps_at_once` steps."""
 
     watcher: "Watched"
     steps_at_once: int
@@ -67,7 +67,7 @@ class WatchedCore(EngineCore):
 
 
 class Watched(Recorded):
-    """Is the client of every request: keeps its streams, and insists that no token comes twice or is left out."""
+    """The client of every request: collects its stream, and asserts that no token is repeated or missing."""
 
     def __init__(self, trace: Path | None, steps_at_once: int = 1, **configuration: Any) -> None:
         super().__init__(trace, **configuration)
@@ -96,7 +96,7 @@ class Watched(Recorded):
         name = message.request_id
         if name not in self.requests:
             self.begin(attached.request, unpack_tokens(message.prompt), unpack_tokens(message.output))
-        else:  # it was sent again, by a client that has what the message says
+        else:  # it was sent again by a client that has the tokens in the message
             for sample in message.samples:
                 self.streams[name, sample.index] = unpack_tokens(sample.output)
             if not message.samples:
@@ -133,7 +133,7 @@ class Watched(Recorded):
         return [kv.pool, host.pool] if isinstance(host, HostTier) else [kv.pool]
 
     def check_streams(self) -> None:
-        """Compare every stream with what the model says of its prompt, or with a beam search that nothing disturbs."""
+        """Compare every stream with the model's continuation of its prompt, or with an undisturbed beam search."""
         for name, request in self.requests.items():
             beams = self._beams(name, request) if request.beam is not None else None
             for index in range(request.params.n):

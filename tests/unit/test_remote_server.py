@@ -233,7 +233,7 @@ def test_a_server_that_does_not_answer_has_its_own_defaults() -> None:
     ("key", "sent"), [("key", b"key"), ("schl\u00fcssel", b"schl\xc3\xbcssel"), ("\udcff", b"\xff")]
 )
 def test_a_key_is_sent_in_utf_8(key: str, sent: bytes) -> None:
-    """As the server reads its own."""
+    """The server reads its own keys as UTF-8, too."""
     headers = httpx.Headers(client_settings(Address.parse("http://server"), key)["headers"])
     assert headers.raw == [(b"Authorization", b"Bearer " + sent)]
 

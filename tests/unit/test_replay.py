@@ -1,4 +1,5 @@
-"""Whatever happens to a recorded core, replay decides the same; and it finds the step where a trace was changed."""
+"""Replay makes the same decisions as a recorded core under any events, and finds the step at which a trace was
+changed."""
 
 import random
 import tempfile

@@ -30,7 +30,8 @@ class Stage:
             self.publisher.publish(number.to_bytes(4, "big") + bytes(size - 4))
 
     def peer(self, start: int | None = 0) -> "zmq.Socket[bytes]":
-        """One that asks for the batches from `start` on, and takes in little that it does not read."""
+        """Connect a peer that asks for the batches from `start` on, and whose buffers are small, so that unread replies
+        queue up at the publisher."""
         made: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         made.setsockopt(zmq.LINGER, 0)
         made.setsockopt(zmq.RCVHWM, 1)

@@ -140,7 +140,7 @@ def test_each_fingerprint_chooses_its_format(name: str) -> None:
         assert item.tool_calls is None or calls == name
 
 
-# ---- templates of the writers, which stand for the real ones
+# ---- templates made of the writers' formats, in place of the real ones
 
 OTHERS = {
     "deepseek_v3": "<think>",
@@ -148,10 +148,10 @@ OTHERS = {
     "gigachat3": "<|role_sep|><|message_sep|>",
     "openai": "<|start|>",
 }
-"""Literals of a format that stand elsewhere in its templates."""
+"""Literals of a format that are elsewhere in its models' templates."""
 ASKED_FOR = {"hermes, text", "llama3_json", "pythonic", "xlam", "xlam, fenced", "phi4_mini", "hunyuan", "ernie45"}
 ASKED_FOR |= {"functionary_v31", "functionary_v32", "command_r"}
-"""Writers whose calls have not all literals of their format: the instructions of its templates have the others."""
+"""Writers that do not write all literals of their format; the instructions in its templates have the others."""
 
 
 @pytest.mark.parametrize("name", [name for name in WRITERS if name not in ASKED_FOR])

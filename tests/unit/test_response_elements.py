@@ -1,4 +1,4 @@
-"""Calls whose arguments are elements within elements, as MiniMax M3 writes them."""
+"""Calls whose arguments are nested elements, as MiniMax M3 writes them."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from vllm_lite.client.text.response.element_calls import MAX_DEPTH, elements, ty
 
 
 def xml(text: str) -> str:
-    """`text` with the letter that stands before each tag."""
+    """`text` with the character that precedes each tag."""
     return text.replace("<", "#<")
 
 

@@ -1,4 +1,4 @@
-"""Every shipped format: what its models write comes out as the same message, however it is cut."""
+"""Every shipped format: its models' output is parsed to the same message, however it is divided into deltas."""
 
 import json
 import random
@@ -56,7 +56,8 @@ def test_the_message_is_the_same_however_it_is_cut(name: str, title: str, text: 
 @pytest.mark.parametrize("name", WRITERS)
 @pytest.mark.parametrize("title", ["reasoning, text, calls", "parallel", "unicode call"])
 def test_truncated_output_is_closed_as_it_is(name: str, title: str) -> None:
-    """At every place: nothing fails, arguments are the beginning of the complete ones, all cuts agree."""
+    """Truncated anywhere, an output causes no error, its arguments are a prefix of the complete ones, and all divisions
+    agree."""
     text = WRITERS[name].write(MESSAGES[title])
     if text is None:
         pytest.skip("the format has no reasoning")
@@ -76,7 +77,7 @@ def test_truncated_output_is_closed_as_it_is(name: str, title: str) -> None:
 
 
 def test_arguments_stream() -> None:
-    """A long string comes in many deltas, not at the end of its call."""
+    """A long string is streamed in many deltas, not sent at the end of its call."""
     waits = {"pythonic", "lfm2", "functiongemma", "minimax_m3"}  # they send a value, or a call, when it is complete
     for name in WRITERS.keys() - waits:
         text = WRITERS[name].write(MESSAGES["long string"])
@@ -89,13 +90,13 @@ def test_arguments_stream() -> None:
 
 @pytest.mark.parametrize("name", [name for name, writer in WRITERS.items() if writer.tokens])
 def test_text_that_spells_a_token_is_content(name: str) -> None:
-    """Only if the token is what opens: text beside it is content, whatever it spells."""
+    """In formats whose calls open with a token, the same text made of other tokens is content."""
     writer = WRITERS[name]
     response_format, _ = format_of(name)
     if name in ("llama3_json", "muse_glimmer"):
         pytest.skip("calls need no token")
     if name in ("granite", "deepseek_v3", "kimi_k2", "nemotron"):
-        message: list[tuple[str, Any]] = [("calls", [("now", {})])]  # their reasoning stands between texts
+        message: list[tuple[str, Any]] = [("calls", [("now", {})])]  # their reasoning may be between texts
     else:
         message = MESSAGES["reasoning, text, calls"] if writer.think else MESSAGES["one call"]
     text = writer.write(message)

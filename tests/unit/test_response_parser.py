@@ -1,4 +1,5 @@
-"""The parser by itself: calls that are none, prompts that begin the message, patterns, what waits and what does not."""
+"""The parser alone: texts that only look like calls, prompts that begin the message, patterns, and the text that is
+held back."""
 
 import json
 import random
@@ -88,7 +89,7 @@ def test_a_call_that_was_sent_ends_and_the_rest_is_content(body: str, arguments:
 
 @pytest.mark.parametrize("end", ["", "\n", "\n<", "\n</tool_", "\n</tool_call"])
 def test_an_output_that_ends_in_a_closing_literal(end: str) -> None:
-    """The call is complete, and what there is of the literal behind it is nobody's text."""
+    """The call is complete, and the incomplete literal after it is dropped."""
     call = '<tool_call>\n{"name": "f", "arguments": {}}'
     assert whole(call + end, compose("hermes", None, {})) == ("", "", [["f", "{}"]])
 
@@ -310,7 +311,8 @@ def test_a_pattern_waits_for_so_long_only() -> None:
 
 
 def test_what_is_too_long_hides_no_other_delimiter() -> None:
-    """However much of the text is there at once: what begins like a delimiter is text, and behind it may be one."""
+    """A text that begins like a delimiter but is too long is content, and a delimiter may follow it; the size of the
+    pieces does not matter."""
     spec = {**OWN, "fields": {"content": {}, "thinking": {"open_pattern": r"<a[^>]*>", "close": "</a>"}}}
     own = read_template(spec, {})
     text = f"1<a{'b' * 1500}<a>in</a>2"

@@ -108,7 +108,7 @@ def test_a_block_is_bounded() -> None:
     assert (len(calls), content.startswith('<invoke name="nnn')) == (1, True)
 
 
-# ---- values that say what they are
+# ---- values with a type
 
 
 def dsml(name: str, is_string: str, value: str) -> str:
@@ -240,7 +240,7 @@ def test_the_word_before_phi_s_calls_is_a_word() -> None:
 
 
 def test_a_kind_beside_a_value_counts_for_more_than_how_it_looks() -> None:
-    """Also where the schema says something else."""
+    """The written type also takes precedence over the schema."""
     tags = "".join(
         f'<|open|>argument key="{key}" type="{kind}"<|sep|>3<|close|>argument<|sep|>'
         for key, kind in (("a", "string"), ("b", "number"), ("text", "number"))

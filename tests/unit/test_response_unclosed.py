@@ -108,7 +108,7 @@ def test_a_call_behind_some_that_are_none() -> None:
 
 
 def streamed(text: str) -> tuple[list[str], str]:
-    """The reasoning that comes letter by letter, and what comes at the end."""
+    """The deltas of reasoning when the text arrives letter by letter, and those at the end."""
     response_format, ids, _ = formed("hermes")
     parser = ResponseParser(response_format, "", TOOLS)
     events = [event for piece in pieces_of(text, ids, random.Random(1), 1) for event in parser.feed([piece])]

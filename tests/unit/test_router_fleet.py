@@ -21,7 +21,7 @@ SIZES = {"unloaded": 0, "loaded": 2 * GIB, "sleeping": GIB // 4}
 
 
 class FakeBackend:
-    """Processes that take no time and two GiB; `rig` has what happens to them."""
+    """Fake processes, which start at once and use two GiB; `rig` records them."""
 
     def __init__(self, rig: "Rig", entry: Entry, on_end: Callable[[], None]) -> None:
         self.rig, self.name, self.on_end = rig, entry.name, on_end

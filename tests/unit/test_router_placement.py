@@ -1,4 +1,4 @@
-"""Decisions which models are loaded, and what holds of every one."""
+"""Decisions on the models to load, and properties of all decisions."""
 
 from dataclasses import replace
 
@@ -48,7 +48,7 @@ def test_models_that_sleep_are_ended_before_requests_are_paused() -> None:
 
 
 def test_a_model_that_has_just_gone_to_sleep_is_counted_with_the_worker_that_is_to_wait() -> None:
-    """It is measured before that has begun, and would grow into what was given to another."""
+    """Its memory is measured before the waiting worker starts, and would grow into that of another model."""
     asleep = ModelStatus("a", "sleeping", level=1, held_bytes=100 << 20, asleep_bytes=GIB // 2)
     assert actions([asleep, wanted("b", 2)], 2.3) == [("stop", "a", 0)]
     assert actions([asleep, wanted("b", 2)], 2.6) == [("load", "b", 0)]

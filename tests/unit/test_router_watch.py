@@ -1,4 +1,4 @@
-"""Watchers of a router get its models and their engines, and nobody is loaded, woken or kept for them."""
+"""Watchers of a router receive its models and their engines; no model is loaded, woken or kept in memory for them."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ class Answer:
 
 
 class Watched:
-    """A watcher of a rig's fleet, what it has seen, and the answers that its models give it."""
+    """A watcher of a rig's fleet, its events, and the models' answers to it."""
 
     def __init__(self, rig: Rig, monkeypatch: pytest.MonkeyPatch, only: str | None = None) -> None:
         monkeypatch.setattr(watch, "INTERVAL_S", 0.005)

@@ -8,7 +8,7 @@ from vllm_lite.client.engines.routing import EVICTION, EXCESS, SLACK, PrefixRout
 ENGINES = ("a", "b", "c")
 LOADS = st.dictionaries(st.sampled_from(ENGINES), st.integers(0, 200), min_size=1)
 PROMPTS = st.lists(st.integers(0, 3), max_size=6).map(lambda path: [tuple(path[: n + 1]) for n in range(len(path))])
-"""Chains of hashes: each stands for all before it."""
+"""Chains of hashes, each of which identifies its whole prefix."""
 
 
 def router(num_blocks: int = 64) -> PrefixRouter[str]:
@@ -27,7 +27,7 @@ def test_the_most_cached_wins_as_long_as_it_has_not_much_more_to_do() -> None:
     assert made.choose([1, 2, 3, 4], idle | {"b": SLACK // 2 - 1}) == ("b", 4)
     assert made.choose([1, 2, 3, 4], idle | {"b": SLACK // 2 + 1}) == ("a", 2)  # which has half of it
     assert made.choose([1, 2, 3, 4], idle | {"b": SLACK, "a": SLACK // 2 + 1}) == ("c", 0)
-    assert made.choose([9], {"a": 1, "b": 2, "c": 0}) == ("c", 0)  # nobody knows it
+    assert made.choose([9], {"a": 1, "b": 2, "c": 0}) == ("c", 0)  # no engine has this block
     assert made.choose([1, 2, 3, 4], {"a": 100, "b": 110, "c": 100}) == ("b", 4)  # a tenth more is not much
     made.dropped("b", [2])
     assert made.choose([1, 2, 3, 4], idle) == ("a", 2)  # 3 is of no use without 2
@@ -37,7 +37,8 @@ def test_the_most_cached_wins_as_long_as_it_has_not_much_more_to_do() -> None:
 
 
 def test_what_an_engine_says_counts_until_it_says_otherwise() -> None:
-    """However much it is sent; what it was sent and says nothing of is forgotten when there is more of it."""
+    """Announced blocks count until the engine drops them, whatever is sent there. Blocks that were only sent are
+    forgotten when there are too many."""
     made = router(4)
     made.announced("a", [1, 2])
     made.stored("a", [1, 2, 3, 4])

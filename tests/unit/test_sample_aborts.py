@@ -1,4 +1,4 @@
-"""Ending some samples of a request while the others go on: in the engine, and in the trace that it writes."""
+"""Ending some samples of a request while others continue: in the engine, and in the trace."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10]
 
 
 class Bench(Recorded):
-    """A recorded core that keeps what each sample got, and how each ended."""
+    """A recorded core that collects each sample's tokens, and its end."""
 
     def __init__(self, trace: Path, **settings: object) -> None:
         super().__init__(trace, num_blocks=40, **settings)  # type: ignore[arg-type]
@@ -90,7 +90,7 @@ def test_samples_that_are_still_to_come_do_not_come(bench: Bench) -> None:
 
 @pytest.mark.parametrize("num_steps", [0, 1])
 def test_the_next_sample_computes_the_prompt_if_the_first_is_not_wanted(bench: Bench, num_steps: int) -> None:
-    """And finds what was computed of it before."""
+    """The next sample also finds the blocks that the first has computed."""
     bench.add("r", PROMPT * 3, max_tokens=3, n=3, ignore_eos=True)
     bench.add("other", PROMPT[::-1] * 2, max_tokens=3)
     for _ in range(num_steps):

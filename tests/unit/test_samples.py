@@ -197,7 +197,7 @@ async def test_beams_have_no_stop_strings_and_no_logprobs(folder: Path, options:
 
 
 async def reading(client: AsyncClient, engine: FakeEngine, params: SamplingParams, text: str) -> Any:
-    """A stream whose reader has seen `text`."""
+    """A stream whose reader has received `text`."""
     stream = client.generate([1, 2], params, "r")
     first = asyncio.ensure_future(anext(stream))
     asked = (await expect(engine, Generate)).params
@@ -238,7 +238,8 @@ async def test_a_fork_begins_with_what_its_parent_has(folder: Path) -> None:
 async def test_forks_have_parameters_of_their_own(folder: Path) -> None:
     async with connected(folder) as (client, engine):
         await reading(client, engine, SamplingParams(seed=5), "one END")
-        # A stop string in what a fork begins with has not ended it, but one that ends in its own first token does.
+        # A stop string within a fork's initial output has not ended it, but one that ends in the fork's first own token
+        # does.
         forks = await client.fork("r", 2, SamplingParams(seed=2**64 - 1, temperature=0.5, stop=("END", "D.")))
         asked = [await expect(engine, ForkRequest) for _ in forks]
         assert [(one.params.seed, one.params.temperature) for one in asked] == [(2**64 - 1, 0.5), (0, 0.5)]

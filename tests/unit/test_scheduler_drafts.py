@@ -1,5 +1,8 @@
-"""Drafts of what follows a grammar, beside sequences that draft nothing. Drafts of all sequences, and whatever else can
-happen to them, are in test_scheduler_features.py, test_scheduler_fairness.py and test_scheduler_properties.py."""
+"""Drafts of forced tokens beside sequences without drafts.
+
+Drafts of all sequences under all other events are in test_scheduler_features.py, test_scheduler_fairness.py and
+test_scheduler_properties.py.
+"""
 
 import pytest
 
@@ -50,7 +53,7 @@ def test_only_what_follows_a_grammar_drafts_without_speculation(depth: int) -> N
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
 def test_drafts_in_flight_are_computed_again_if_their_sequence_has_to_go(preemption: str, window: int | None) -> None:
-    """The workers alone know these drafts then, and nobody knows how many were right."""
+    """Only the workers know these drafts, and the number of accepted ones is unknown at that time."""
     options = {"depth": 3, "num_forced": 4, "max_num_batched_tokens": 64, "preemption": preemption}
     rig = Rig(14, windows=(None, window), num_host_blocks=40, **options)  # type: ignore[arg-type]
     lost = []

@@ -1,4 +1,5 @@
-"""The scheduler where a slip shows late: who is remembered, how far drafts reach, what a fork says it found."""
+"""Edge cases of the scheduler whose faults would show late: memory of tenants, ends of drafts, cached tokens of
+forks."""
 
 import itertools
 
@@ -29,7 +30,8 @@ class Counting(Fair):
 
 
 def test_a_tenant_who_takes_a_breath_is_not_forgiven() -> None:
-    """One tenant sends a long request a step after its last one has ended, the other always has short ones waiting."""
+    """One tenant sends a long request one step after its last one has ended; the other always has short ones
+    waiting."""
     policy = Counting()
     rig = Rig(200, policy=policy, max_num_seqs=1)
     names = (f"light-{number}" for number in itertools.count())
@@ -66,8 +68,9 @@ def test_no_draft_reaches_behind_the_end_of_its_sequence(depth: int) -> None:
 
 
 def test_a_fork_found_its_whole_prompt() -> None:
-    """Its parent computed it: that is what its end tells its client, and no prompt is counted for it."""
-    for num_slots in (8, 1):  # it runs at once, or comes in from the queue
+    """The parent computed the prompt: the fork's end reports it as cached, and it does not count as prompt tokens
+    again."""
+    for num_slots in (8, 1):  # the fork runs at once, or waits in the queue first
         bench = Bench(max_num_seqs=num_slots)
         bench.add("parent", [1, 2, 3, 4, 5, 6], 6)
         for _ in range(3):
@@ -82,7 +85,8 @@ def test_a_fork_found_its_whole_prompt() -> None:
 
 
 def test_short_prompts_pass_a_long_one_that_waits_for_its_share_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It loses nothing by them, so nobody counts them, and it is not looked up in every step."""
+    """The long prompt loses nothing by being passed, so this is not counted, and the cache is not looked up for it in
+    every step."""
     monkeypatch.setattr(admission, "MAX_LOOKED_UP_TOKENS", 1000)
     rig = Rig(3000, max_num_batched_tokens=64, max_num_seqs=8)
     for number in range(3):

@@ -165,7 +165,7 @@ def test_a_step_without_room_for_drafts_still_decodes() -> None:
 
 
 def blocked_head(**settings: Any) -> tuple[Rig, Request]:
-    """A rig whose pool is taken by a stream, and a request that needs more than is left."""
+    """A rig whose pool is mostly taken by a stream, and a waiting request that needs more than is left."""
     rig = Rig(40, max_num_batched_tokens=256, max_num_seqs=16, caching=False, **settings)
     rig.add("stream", prompt(1, 80), max_tokens=60)
     rig.step()
@@ -233,7 +233,7 @@ def test_a_blocked_request_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_blocked_request_is_looked_up_again_when_more_of_it_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of two equal prompts fits once the first has computed what both need."""
+    """The second of two equal prompts fits as soon as the first has computed the blocks that both need."""
     rig = Rig(50, max_num_batched_tokens=16)
     rig.add("one", prompt(1, 120), max_tokens=30)
     rig.step()
@@ -248,7 +248,7 @@ def test_a_blocked_request_is_looked_up_again_when_more_of_it_is_cached(monkeypa
 
 
 def test_a_blocked_request_gains_by_who_holds_its_prefix() -> None:
-    """Blocks of its prefix that another request holds cost it nothing any more, though as many fewer are free."""
+    """Blocks of its prefix that another request uses cost it nothing any more, although fewer blocks are free."""
     rig = Rig(60, max_num_batched_tokens=256)
     rig.add("first", prompt(1, 160), max_tokens=1)
     rig.drain()

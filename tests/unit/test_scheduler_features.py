@@ -200,7 +200,7 @@ def test_a_model_without_kv_needs_no_blocks() -> None:
 
 
 def served_by_tenant(slots: int) -> dict[str, int]:
-    """Tokens computed for a tenant with long requests and one with short ones, who both always have six open."""
+    """Tokens computed for a tenant with long requests and for one with short ones. Both always have six requests."""
     policy = Fair()
     served = {"heavy": 0, "light": 0}
     charged = policy.charged
@@ -287,7 +287,7 @@ def test_a_fork_behind_a_window_that_has_moved_on_is_computed_again() -> None:
 
 @pytest.mark.parametrize("num_host_blocks", [0, 20])
 def test_a_sample_that_gives_way_in_the_step_of_its_birth_is_told_in_that_order(num_host_blocks: int) -> None:
-    """And it is not swapped: the step that would move its blocks is the one that computes them."""
+    """The new sample is not swapped, because the step that would move its blocks is the one that computes them."""
 
     class ByName:
         def order(self, waiting: list[Sequence], view: object) -> list[Sequence]:  # noqa: ARG002

@@ -42,7 +42,7 @@ configurations = st.fixed_dictionaries(
 
 
 class Random:
-    """Arrivals, forks, aborts, resets and deaths on a rig, and what each sample should get of them."""
+    """Random arrivals, forks, aborts, resets and deaths on a rig, and the expected tokens of each sample."""
 
     def __init__(self, seed: int, configuration: dict[str, object]) -> None:
         self.rng = random.Random(seed)
@@ -78,7 +78,8 @@ class Random:
         self.wanted |= {(name, sample): expected(prompt, max_tokens, stop, sample) for sample in range(samples)}
 
     def fork(self, name: str) -> None:
-        """One of a live request with one sample, from where it is or a little before; it may take its place."""
+        """Fork a live request with one sample, at its current position or a little before; the fork may replace its
+        parent."""
         rng, rig = self.rng, self.rig
         parent = rng.choice(list(rig.scheduler.requests.values()))
         if parent.beam is not None or parent.num_samples > 1 or not parent.sequences:
@@ -157,9 +158,9 @@ TAILS_IN_TURN: dict[str, object] = {
 @given(seed=st.integers(0, 2**32), configuration=configurations)
 @example(seed=0, configuration=TAILS_IN_TURN)
 def test_any_schedule_gives_the_same_tokens(seed: int, configuration: dict[str, object]) -> None:
-    """Random arrivals, aborts, samples, beams, forks, shared prefixes, resets and deaths on tiny pools: every slot read
-    is the reader's own history, every block and every state that can be found holds what its hash says, every sample
-    gets exactly its tokens and one end, and at last every block is free."""
+    """Random arrivals, aborts, samples, beams, forks, shared prefixes, resets and deaths on tiny pools. Every slot read
+    is of the reader's own history, every findable block and state has the contents of its hash, every sample gets
+    exactly its tokens and one end, and in the end every block is free."""
     work = Random(seed, configuration)
     work.go(25)
     rig = work.rig

@@ -1,4 +1,5 @@
-"""A trace that goes on when processes die: deaths of workers within a file, and the files of one launch."""
+"""A trace that continues after deaths of processes: deaths of workers within a file, and the files of successive
+engines."""
 
 import logging
 import random
@@ -115,14 +116,17 @@ def test_another_death_is_another_trace(tmp_path: Path, kind: type, changes: dic
 
 
 def test_scores_that_were_known_decide_what_is_taken_from_the_cache(tmp_path: Path) -> None:
-    """A trace holds no scores, but how many there were when the workers died: with another number the replay parts."""
+    """A trace has no scores, only the number of known ones when the workers died. With another number the replay
+    differs."""
     recorded = Recorded(tmp_path / "trace", scheduling_policy="priority", max_num_batched_tokens=40)
     recorded.add("scored", PROMPT, max_tokens=9, ignore_eos=True, prompt_logprobs=1)
     for _ in range(4):
         recorded.loop()
     recorded.lose_workers()
     recorded.replace_workers()
-    recorded.add("first", PROMPT, max_tokens=3, priority=-1)  # its blocks are there when the other comes in
+    recorded.add(
+        "first", PROMPT, max_tokens=3, priority=-1
+    )  # its blocks are cached when the other one is admitted again
     recorded.drain()
     agrees(tmp_path / "trace", recorded)
 
@@ -212,7 +216,8 @@ def test_replay_takes_each_segment_for_itself(tmp_path: Path, capsys: pytest.Cap
 
 
 def lives(path: Path) -> list[str]:
-    """`kept` and `samples` run through three lives, `lost` does not come back, `new` comes in the second."""
+    """Record three lives: `kept` and `samples` run through all, `lost` is not sent again, `new` arrives in the
+    second."""
     first = life(path, 1)
     first.add("lost", PROMPT, max_tokens=9, ignore_eos=True)
     first.add("done", [5], max_tokens=1, ignore_eos=True)

@@ -55,7 +55,7 @@ def test_samples_go_on_behind_the_tokens_of_each(engine: Engine, without: int) -
     engine.loop(7)
     samples = so_far(first, without=without)
     assert [sample.index for sample in samples] == [0, 1, 2]
-    for sample in samples:  # what it holds itself
+    for sample in samples:  # its own earlier tokens
         again.got["r", sample.index] = WHOLE[sample.index][: len(sample.output) // 4]
     again.say(Generate("r", PROMPT, SEVERAL, samples=samples))
     engine.drain()
@@ -269,7 +269,7 @@ def test_one_that_lacked_only_its_end_has_a_story(tmp_path: Path) -> None:
 
 
 def test_a_client_that_is_gone_for_good_disturbs_nobody(engine: Engine) -> None:
-    """Both lost their connection; one of them comes back."""
+    """Two clients have lost their connections; one of them comes back."""
     gone, lost = engine.client(b"gone"), engine.client(b"lost")
     for client, names in ((gone, ("a", "b")), (lost, ("r", "s"))):
         client.say(*(Generate(name, PROMPT, SEVERAL) for name in names))

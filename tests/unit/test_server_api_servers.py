@@ -1,4 +1,4 @@
-"""The API servers beside the first: what is done when they die or hang, and what when they die too often."""
+"""The API servers beside the first one: they are replaced if they die or hang, unless that happens too often."""
 
 import asyncio
 import os
@@ -175,7 +175,7 @@ async def test_the_end_is_not_a_death(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_only_a_second_signal_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It cuts off the requests that they still serve."""
+    """The second signal cuts off the requests that they still serve."""
     rig = Rig(monkeypatch)
     monkeypatch.setattr(FakeChild, "stop", lambda _self, _grace_s: None)
 

@@ -47,7 +47,7 @@ async def status(
 
 
 async def test_no_web_page_changes_a_server_without_keys() -> None:
-    """Any page can post to this machine from a browser on it; the browser then says whose page it is."""
+    """Any page can post to this machine from a browser on it; the browser sends the page's origin."""
     page = [(b"origin", b"https://example.org")]
     assert (await status(Keys(), None, more=page))[0] == 403
     assert (await status(Keys((), (ADMIN,)), ADMIN, more=page))[0] == 200
@@ -123,7 +123,7 @@ async def test_what_is_no_key_is_answered_by_one_sentence(path: str, value: str)
 
 @pytest.mark.parametrize("name", [b"authorization", b"x-api-key"])
 async def test_two_keys_in_one_place_are_none(name: bytes) -> None:
-    """In either order: what a proxy checked may be the other one."""
+    """In either order, because a proxy may have checked the other one."""
     start = b"Bearer " if name == b"authorization" else b""
     two = [(name, start + USER.encode()), (name, start + b"wrong")]
     for given in (two, two[::-1]):
@@ -161,7 +161,7 @@ async def test_a_server_that_trusts_its_machine_answers_to_its_names(name: str) 
 
 @pytest.mark.parametrize("name", OTHER_NAMES)
 async def test_no_page_reaches_it_by_a_name_that_resolves_to_it(name: str) -> None:
-    """DNS rebinding: the browser takes the page for the server's own, but says what it has resolved."""
+    """DNS rebinding: the browser takes the page for the server's own, but sends the name that it has resolved."""
     for path in ("/v1/models", "/health", "/metrics", "/"):
         code, text = await called({"Host": name, "Origin": f"http://{name}", "Sec-Fetch-Site": "same-origin"}, path)
         assert code == 403
@@ -276,7 +276,7 @@ FORWARDED = ("Forwarded", "X-Forwarded-For", "X-Forwarded-Host", "X-Forwarded-Pr
 
 @pytest.mark.parametrize("name", FORWARDED)
 async def test_a_proxy_does_not_lend_its_machine_to_strangers(name: str) -> None:
-    """It may be on this machine, and the client anywhere."""
+    """The proxy may run on this machine, and the client anywhere."""
     for settings in ({}, {"uds": "/tmp/socket"}, {"allowed_hosts": ("*",)}):
         code, text = await called({"Host": "localhost", name: "203.0.113.7"}, "/reset_prefix_cache", **settings)
         assert (code, "closed to what comes through a proxy" in text) == (403, True)
@@ -310,6 +310,6 @@ async def test_who_is_at_this_machine() -> None:
     ],
 )
 async def test_pages_show_by_what_their_browser_sends(headers: dict[str, str], expected: int) -> None:
-    """An image or a script of a page has no Origin; what somebody typed has no site."""
+    """Requests for images and scripts of a page have no Origin header; a typed address has no Sec-Fetch-Site."""
     code, text = await called({"Host": "localhost", **headers}, "/reset_prefix_cache")
     assert (code, "closed to web pages" in text) == (expected, expected == 403)

@@ -73,7 +73,7 @@ def test_what_would_change_vectors_and_responses_is_refused() -> None:
 
 
 def test_what_an_answer_must_be_is_not_said_of_a_fork() -> None:
-    """It goes on as the request that it was made of."""
+    """A fork continues under its parent's constraints."""
     for name, value in (("response_format", {"type": "json_object"}), ("guided_regex", "a"), ("tools", [{"a": 1}])):
         with pytest.raises(ApiError, match=f"^{name} is not supported here"):
             bodies.read(msgspec.json.encode({name: value}), ForkBody)
@@ -153,7 +153,7 @@ TEXTS = ['"a"', '"16"', '"null"', '"true"', "16", "1.0", "true", "null", "[]"]
     ],
 )
 def test_values_are_taken_as_pydantic_takes_them(field: str, kind: Any, value: str) -> None:
-    """Servers built on it are what clients were tried with."""
+    """Clients have been tried with servers built on pydantic."""
     body = f'{{"prompt": "x", "{field}": {value}}}'.encode()
     try:
         expected = TypeAdapter(kind).validate_json(value)

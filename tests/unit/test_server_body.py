@@ -60,7 +60,7 @@ class Sender:
         return {"type": "http.request", "body": self.pieces[self.num_sent - 1], "more_body": more}
 
     async def sends(self, count: int) -> None:
-        """So many pieces more, all of which have been read."""
+        """Send `count` more pieces, and wait until all have been read."""
         for _ in range(count):
             self.may_send.release()
         async with asyncio.timeout(DEADLINE_S):
@@ -213,7 +213,8 @@ async def prompt_in(data: bytes) -> Any:
 async def test_a_body_is_read_in_whatever_encoding_it_begins(
     text: str, encoding: str, escapes: bool, size: int
 ) -> None:
-    """As PowerShell 5 writes files, and `[Text.Encoding]::Unicode.GetBytes` a body; in pieces of any size."""
+    """PowerShell 5 writes files in UTF-16, and `[Text.Encoding]::Unicode.GetBytes` makes such bodies; in pieces of any
+    size."""
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(charsets, "PIECE_BYTES", size)

@@ -201,7 +201,7 @@ def test_whatever_items_hold_is_taken_or_named(data: st.DataObject) -> None:
 
 
 class Spoken:
-    """A parser whose events the test has made, one for each delta."""
+    """A fake parser that returns given events, one for each delta."""
 
     num_reasoning = 0
 

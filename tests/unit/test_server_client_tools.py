@@ -1,4 +1,4 @@
-"""Tools and items of /v1/responses beside plain functions: what becomes of each type that OpenAI's package knows."""
+"""Tools and items of /v1/responses other than plain functions: the treatment of each type that OpenAI's package has."""
 
 from collections.abc import Iterator
 from types import UnionType
@@ -22,7 +22,7 @@ from vllm_lite.server.responses.toolbox import TREATMENTS, Toolbox
 
 
 def flat(kind: Any) -> Iterator[Any]:
-    """The models that a union is made of."""
+    """The models of which a union consists."""
     origin = get_origin(kind)
     if origin is Annotated:
         yield from flat(get_args(kind)[0])

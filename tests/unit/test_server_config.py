@@ -34,7 +34,7 @@ def test_flags_of_both_kinds() -> None:
 
 
 def test_none_is_the_name_of_no_parser(tmp_path: Path) -> None:
-    """As a flag, in the environment and in a file; where nothing is said the parser is found out."""
+    """As a flag, in the environment and in a file. Without the setting the parser is detected."""
     file = tmp_path / "serve.yaml"
     file.write_text("tool-call-parser: none\nreasoning-parser: none\n")
     flags = ["--tool-call-parser", "none", "--reasoning-parser", "none"]

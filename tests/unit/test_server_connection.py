@@ -28,7 +28,7 @@ WRITE_TIMEOUT_S = scaled(20.0)
 READ_BYTES = 256 * 1024
 """Maximum bytes that uvloop reads at once."""
 BIG, PART_BYTES = 64 << 20, 8 << 20
-"""Both are more than the kernel holds for a connection."""
+"""Both exceed the kernel's buffers of a connection."""
 GET = b"GET /%d HTTP/1.1\r\n\r\n"
 
 
@@ -191,7 +191,7 @@ async def test_a_client_that_does_not_read_a_whole_answer_is_cut_off() -> None:
 
 
 async def test_a_client_that_reads_slowly_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes more than half of the time for each part of an answer that has many."""
+    """The client takes more than half of the limit for each of many parts of an answer."""
     monkeypatch.setattr(service_module, "TICKS_TO_LOOK", 10**9)
 
     async with Bench(App(b"x" * BIG)) as bench:
@@ -305,7 +305,8 @@ GARBAGE = (
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=["bytes", "version", "tunnel", "headers"])
 async def test_what_is_wrong_behind_a_request_does_not_answer_it(garbage: bytes) -> None:
-    """Its own answer comes whole, the one behind it as well, and then the end; what follows is not kept."""
+    """Both requests before the invalid data are answered completely, then the connection ends; later data is not
+    kept."""
 
     app = Streaming(b"x")
     app.may_answer.clear()

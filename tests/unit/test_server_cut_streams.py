@@ -1,4 +1,4 @@
-"""Streams that are cut anywhere go on without a token repeated or missing."""
+"""Streams cut at any place are resumed without a repeated or missing token."""
 
 from typing import Any
 
@@ -70,7 +70,8 @@ async def test_cut_at_every_byte_and_resumed_when_all_is_there(case: str) -> Non
 
 @pytest.mark.parametrize("case", CASES)
 async def test_cut_after_every_token_and_resumed_while_it_runs(case: str) -> None:
-    """Tokens that arrive while nobody reads are one chunk later, and so are all after them: the events are others."""
+    """Tokens that arrive without a reader are merged into one chunk, so the following events differ from those of an
+    uncut stream."""
 
     _, client, _ = await uncut(case)
     expected = content([data for _, data in events_in(client.data)])

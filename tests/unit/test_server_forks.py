@@ -43,7 +43,7 @@ REFUSED = "request 'parent' is not running"
 
 
 class Session2(FakeSession):
-    """Remembers the messages as well; what the test has ended is not live."""
+    """A session that records messages; ids in `ended` are not live."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,7 +107,8 @@ async def test_a_fork_is_sent_as_one() -> None:
 
 @pytest.mark.parametrize("parent_ended", [True, False])
 async def test_a_parent_that_ended_meanwhile_is_made_up_for(parent_ended: bool) -> None:
-    """The engine refuses the fork of what it has ended; the tokens are sent instead. Any other refusal stands."""
+    """The engine refuses to fork a request that has ended; its tokens are then sent as a new request. Other refusals
+    are errors."""
 
     desk = Desk()
     parent = desk.call("parent")
@@ -132,7 +133,8 @@ async def test_a_parent_that_ended_meanwhile_is_made_up_for(parent_ended: bool) 
 
 
 async def test_what_the_engine_refuses_is_the_forks_fault() -> None:
-    """Its first tokens are its parent's."""
+    """A refusal after the parent's tokens only is the client's error; after tokens of the fork itself it is the
+    server's."""
 
     desk = Desk()
     parent = desk.call("parent")
@@ -214,7 +216,7 @@ async def test_a_fork_with_logprobs_of_its_prompt_computes_them() -> None:
 
 @pytest.mark.parametrize(("max_tokens", "status"), [(2048, None), (2049, 400), (10**9, 400)])
 async def test_a_fork_may_ask_for_the_context_and_no_more(max_tokens: int, status: int | None) -> None:
-    """Like any request; what does not fit behind the prompt is cut by the engine."""
+    """As for any request; tokens that do not fit after the prompt are cut off by the engine."""
 
     parent = known(WORDS[:2], [])
     if status is None:
@@ -237,7 +239,7 @@ async def test_a_fork_without_all_logprobs_is_refused(num_kept: int) -> None:
 
 
 async def test_a_call_of_this_server_is_known_until_its_answer_is_sent() -> None:
-    """Also when the engine has ended it: it has finished, and cannot be forked."""
+    """Also after the engine has ended the call; it is then finished and cannot be forked."""
 
     desk = Desk()
     live = LiveRequests(desk.calls, ResumableCalls(desk.calls, 30.0), FACTORY, cast(BodyReader, None))

@@ -44,12 +44,12 @@ async def error_of(**fields: Any) -> ApiError:
 
 
 async def held(formats: Formats | None = FORMATS, level: StrictLevel = "auto", **fields: Any) -> str | None:
-    """The grammar that holds the answer of such a chat."""
+    """The grammar that constrains the answer to such a chat."""
     return (await held_with_notes(formats, level, **fields)).params.grammar
 
 
 async def held_with_notes(formats: Formats | None = FORMATS, level: StrictLevel = "auto", **fields: Any) -> HeldParams:
-    """The same, with what of the schemas is not held."""
+    """The sampling params with that grammar, and the parts of the schemas that it does not enforce."""
 
     body = chat(**fields)
     request = Request({"type": "http", "method": "POST", "headers": []}, asyncio.Event().wait)  # type: ignore[arg-type]
@@ -326,7 +326,7 @@ def accepts(grammar: str, text: str) -> bool:
 
 @pytest.mark.parametrize("tool", [TOOL, STRICT])
 async def test_an_answer_has_its_form_or_is_calls(tool: dict[str, Any]) -> None:
-    """As OpenAI's: `response_format` holds the content, and tools may be called instead."""
+    """As with OpenAI: `response_format` constrains the content, and the model may call tools instead."""
     schema = {"type": "object", "properties": {"b": {"type": "boolean"}}, "required": ["b"]}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
     grammar = await held(tools=[tool], response_format=form)

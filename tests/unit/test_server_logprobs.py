@@ -1,4 +1,5 @@
-"""Log-probabilities as OpenAI tells them: tokens that are parts of characters, offsets, what JSON cannot say."""
+"""Log-probabilities in OpenAI's format: tokens that are parts of characters, offsets, and numbers that JSON cannot
+express."""
 
 import math
 from typing import Any

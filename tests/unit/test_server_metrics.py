@@ -36,7 +36,7 @@ BLOCKS = BlockHistograms(*(Histogram((1.0,), [1, 0], total) for total in (1.0, 2
 
 
 class Engine:
-    """In the place of a session."""
+    """A fake session."""
 
     def __init__(self, stats: Stats | None, *others: Stats | None) -> None:
         self.stats = stats
@@ -153,7 +153,7 @@ async def test_the_ranks_of_the_engine() -> None:
 
 
 def test_a_set_of_adapters_is_bounded() -> None:
-    """Each set is a series of its own in a monitor. Those who send requests make no long ones, and order makes none."""
+    """Each set is a separate series in a monitor. So its length is bounded, and order does not matter."""
     (adapters,) = (each for each in METRICS if each.name == "vllm:lora_requests_info")
     names = [f"a{number:03}" for number in range(200)]
     stats = full(running_adapters=names[2:0:-1], waiting_adapters=names[::-1])

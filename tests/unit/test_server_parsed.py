@@ -1,4 +1,4 @@
-"""Chats that are taken apart: what a client gets of content, reasoning and calls, streamed, whole and gone on with."""
+"""Parsed chats: content, reasoning and calls as a client gets them, streamed, whole and resumed."""
 
 import json
 import random
@@ -144,7 +144,7 @@ async def streamed(
     return message_of(await on_stage(play))
 
 
-# ---- what a client gets
+# ---- deltas that a client gets
 
 
 async def test_an_answer_is_taken_apart() -> None:
@@ -324,7 +324,7 @@ async def test_a_stop_string_is_looked_for_in_what_is_generated_but_special_toke
 
 
 async def test_a_tag_that_could_begin_a_stop_string_is_still_one() -> None:
-    """It is held back whole: half of it would be text."""
+    """A tag that may begin a stop string is held back until it is decided: half of the tag would be text."""
     expected = await streamed()
     assert await streamed(stop=["<tool_call>never"]) == expected
     assert await streamed(stop=["ll>\nnever", "call>never"]) == expected
@@ -335,7 +335,7 @@ async def test_a_tag_that_could_begin_a_stop_string_is_still_one() -> None:
 
 @pytest.mark.parametrize(("logprobs", "count"), [(None, None), (1, None), (None, 2), (1, 3)])
 async def test_a_stream_goes_on_behind_any_of_its_events(logprobs: int | None, count: int | None) -> None:
-    """Also where one of `count` deltas has reasoning, text and calls: each event has a place of its own."""
+    """Also if one of `count` deltas has reasoning, text and calls: each event has an id of its own."""
     ids = tokens(TRANSCRIPT)
     cuts = range(1, len(ids)) if count is None else range(len(ids) // count, len(ids), len(ids) // count)
     fields: dict[str, Any] = {} if logprobs is None else {"logprobs": logprobs}
@@ -362,7 +362,7 @@ async def test_a_stream_goes_on_behind_any_of_its_events(logprobs: int | None, c
 
 
 def test_another_server_takes_the_same_apart() -> None:
-    """It knows the call from its context."""
+    """Another server gets the parsing of a call from its context."""
     style = msgspec.structs.replace(
         AnswerStyle.of(ChatBody(**BODY), "demo"), parsing=Parsing(TOOLS, num_calls_before=3)
     )

@@ -1,4 +1,4 @@
-"""Answers with vectors and scores: what they say, in which pieces they are made, and how much one request may get."""
+"""Answers with vectors and scores: their format, the pieces in which they are built, and the limits of a request."""
 
 import base64
 import json

@@ -1,5 +1,5 @@
-"""Bodies to prompts and back: who may speak in a chat, what the template is told, what is too long, and many tokens
-that leave the loop its turn."""
+"""Bodies to prompts and back: roles of a chat, arguments of the template, limits of length, and many tokens that are
+read without blocking the loop."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -214,7 +214,7 @@ async def test_variables_of_a_template_may_be_nested_but_not_deeply() -> None:
 @pytest.mark.parametrize("kind", [ChatBody, TokenizeBody])
 @pytest.mark.parametrize("cut", [None, -1, 5])
 async def test_a_chat_that_exceeds_the_context_is_an_overflow(kind: Any, cut: int | None) -> None:
-    """Unless it need not fit: it is cut, or only tokenized. Then there is no more than it may have."""
+    """Except for prompts that are truncated or only tokenized, which are limited by bytes alone."""
     num_bytes = max_text_bytes(LIMITS.max_model_len) + 32
     message = {"role": "user", "content": "x" * (num_bytes - len("user:;"))}
     body = bodies.read(msgspec.json.encode({"messages": [message]}), kind)[0]
@@ -241,7 +241,7 @@ async def test_texts_that_exceed_the_context_are_an_overflow(texts: list[str]) -
     assert caught.value.code == "context_length_exceeded"
 
 
-# ---- what one answer takes
+# ---- memory of one answer
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -336,7 +336,7 @@ def test_an_answer_has_only_so_many_candidates() -> None:
 
 
 class Seen:
-    """PromptImages that remembers what it is given."""
+    """A fake PromptImages that records the images."""
 
     def __init__(self) -> None:
         self.given: list[tuple[list[GivenImage], Any]] = []
@@ -350,7 +350,7 @@ class Seen:
 
 
 async def test_a_uuid_is_the_senders_own() -> None:
-    """Uuids of one key are not those of another, and the key cannot be read from what the server keeps."""
+    """The uuids of one key are not those of another, and the stored name does not reveal the key."""
     seen = Seen()
     prompts = PromptRenderer(None, cast(Renderer, Here()), 100, images=cast(PromptImages, seen))
     part = {"type": "image_url", "image_url": None, "uuid": "cat"}

@@ -101,7 +101,7 @@ async def test_variables_and_what_the_template_says_is_wrong() -> None:
     ids=["loops", "macros", "filters", "power"],
 )
 async def test_a_template_has_only_so_much_time(source: str) -> None:
-    """While it takes that the loop goes on; then the next chat is rendered by a new process."""
+    """The loop continues meanwhile. The process is killed, and a new one renders the next chat."""
 
     with rendering("{% if messages[0].role == 'bad' %}" + source + "{% endif %}ok") as renderer:
         bad = asyncio.create_task(text_of(renderer, chat([{"role": "bad", "content": "x"}])))
@@ -136,7 +136,7 @@ async def test_a_template_has_only_so_much_memory(source: str) -> None:
 
 
 def test_a_chat_that_memory_has_no_room_for_is_the_only_one_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process goes on: its end would be a 503 for others, too."""
+    """The process continues, because its end would be a 503 for other requests, too."""
     large = "x" * 3_000_000
 
     def bounded(size: int = 0) -> bytearray:

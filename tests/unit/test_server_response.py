@@ -40,7 +40,7 @@ WORDS = TOKENIZER.encode("Once upon a time there was a bear", add_special_tokens
 
 
 class FakeSession:
-    """Remembers what it is asked; the test is the engine."""
+    """A fake session that records requests; the test plays the engine."""
 
     def __init__(self) -> None:
         self.dead: EngineError | None = None
@@ -77,7 +77,7 @@ class FakeSession:
 
 
 class Talk:
-    """One streamed or whole answer, with the wire in the test's hands."""
+    """One streamed or whole answer, sent and received by the test."""
 
     def __init__(
         self, *, n: int = 1, stream: bool = True, usage: bool = False, max_queued: int = 10, logprobs: int | None = None
@@ -270,7 +270,7 @@ async def test_the_queue_has_an_end() -> None:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("begun", [True, False])
 async def test_what_has_not_begun_when_the_server_ends_is_refused(stream: bool, begun: bool) -> None:
-    """Before the engine says anything; what has begun gets what there is."""
+    """An answer without a token is refused; one that has begun ends with its tokens so far."""
 
     talk = await started_talk(stream=stream, begun=begun)
     if begun:
@@ -389,7 +389,7 @@ async def test_a_stream_that_cannot_be_applied_harms_only_itself(monkeypatch: py
 
 
 async def test_the_engine_is_asked_how_many_wait() -> None:
-    """Its batch may have room for what its KV cache has not."""
+    """The engine counts waiting sequences, because the batch may have room where the KV cache has none."""
 
     talk = Talk(max_queued=0)
     await talk.started()

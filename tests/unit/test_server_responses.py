@@ -111,7 +111,7 @@ async def test_bytes_are_bounded(make: Make) -> None:
 
 
 async def test_the_holder_of_the_most_loses_its_own(make: Make) -> None:
-    """However much one key puts there, what others keep stays, in bytes and in number."""
+    """A key that stores more than the others displaces only its own responses, in bytes and in number."""
 
     store = make(22_000, 13)
     kept = [f"{name}{number}" for name in "abcd" for number in range(2)]
@@ -259,7 +259,7 @@ def test_an_output_without_its_call() -> None:
 
 
 class Spoken:
-    """A parser whose events the test has made, some for each delta."""
+    """A fake parser that returns given events, some for each delta."""
 
     num_reasoning = 3
 

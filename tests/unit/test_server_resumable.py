@@ -1,4 +1,4 @@
-"""Streams that outlive their connections: who reads them, how long they are kept, and how many."""
+"""Streams that outlive their connections: their readers, how long they are kept, and how many."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ async def test_other_streams_are_as_they_were() -> None:
     assert caught.value.status == 404
 
 
-# ---- who reads
+# ---- readers
 
 
 async def begun(stage: Stage, count: int = 2, **settings: Any) -> Client:
@@ -163,7 +163,8 @@ async def test_it_is_aborted_when_nobody_comes_back() -> None:
 
 @pytest.mark.parametrize("is_sent", [True, False])
 async def test_one_that_has_ended_is_kept_as_long(is_sent: bool) -> None:
-    """Also if all was sent: to a client that was not there any more, perhaps. It runs no more."""
+    """Also if everything was sent, because the client may not have received it. The call no longer counts as
+    running."""
 
     stage = Stage()
     client = await begun(stage)
@@ -255,7 +256,7 @@ async def test_what_runs_without_a_reader_counts_as_what_runs() -> None:
 
 @pytest.mark.parametrize(("limit", "most"), [("MAX_ENDED", 2), ("MAX_ENDED_TOKENS", 2 * (3 + len(WORDS)))])
 async def test_of_those_that_have_ended_the_oldest_go(limit: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First those whose client was sent all."""
+    """Among streams that have ended, those that were sent completely go first, then the oldest."""
 
     monkeypatch.setattr(resumable_module, limit, most)
     stage = Stage()

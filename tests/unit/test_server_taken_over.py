@@ -1,5 +1,5 @@
-"""A resumable stream that is asked for at another API server than its own: what that one makes of what the engine
-knows."""
+"""A resumable stream that is requested at another API server than its own. That server restores it from the engine's
+state."""
 
 import asyncio
 from collections.abc import Sequence
@@ -94,7 +94,7 @@ async def test_it_goes_on_with_what_the_engine_knows(with_logprobs: bool) -> Non
 
 
 async def test_the_first_server_takes_it_back() -> None:
-    """The engine has ended its stream. What that had to say of it is nobody's business."""
+    """The engine has ended the first server's stream, and its error is not shown to anybody."""
 
     pair = Pair()
     client = await pair.begin()
@@ -137,7 +137,7 @@ async def test_a_stop_string_in_what_is_known_ends_it() -> None:
 
 
 async def test_a_deadline_stays_where_it_is() -> None:
-    """It counts from the arrival, which is now at the second server."""
+    """The deadline counts from the arrival, which is then at the second server."""
 
     pair = Pair()
     client = await pair.begin(deadline_ms=60_000)

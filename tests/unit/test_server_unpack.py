@@ -1,4 +1,4 @@
-"""Packed bodies: what they hold, and what of them is refused before it fills the memory."""
+"""Compressed bodies are decompressed, and refused before they fill the memory."""
 
 import asyncio
 import gzip
@@ -70,7 +70,8 @@ def test_what_is_wrong_is_said(encoding: str, data: bytes, status: int, says: st
 
 
 def test_a_bomb_is_refused_when_it_has_become_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gigabyte in a megabyte: no more of it is unpacked than a body may have, and the rest is read as it comes."""
+    """A gigabyte compressed to a megabyte: at most the permitted size is decompressed, and the rest is read and
+    discarded."""
     made = 0
     unpacked = unpack.unpacked
 

@@ -76,7 +76,7 @@ def test_the_widest_character_counts_for_all(text: str, width: int) -> None:
     ["[]", "{}", '""', "12345", '"ab"', '{"a":0}', '{"a":{}}', "[[[]]]", '{"a":"b","c":"d"}', '{"abcdefgh":[1,2,3]}'],
 )
 def test_no_value_takes_more_than_it_weighs(value: str) -> None:
-    """Measured: what decoding makes of many of them, with keys that no other one has where there are keys."""
+    """Compares with the measured memory of many decoded values; objects have distinct keys."""
     many = [value.replace('"a"', f'"{number:x}"') for number in range(20_000)]
     data = f"[{','.join(many)}]".encode()
     tracemalloc.start()

@@ -277,7 +277,7 @@ def test_what_was_sent_before_the_end_counts() -> None:
 
 
 class LastWords:
-    """A connection whose message arrives together with its end."""
+    """A connection whose last message arrives together with its end."""
 
     def __init__(self, message: ToClient) -> None:
         self._arriving = [engine_to_client.encode(message)]
@@ -313,7 +313,7 @@ def test_last_words_win_over_the_end_of_the_connection() -> None:
 
 def test_silence_is_death_only_while_something_is_asked() -> None:
     with FakeEngine() as engine, session_with(engine, recovery_timeout_s=0, heartbeat_timeout_s=scaled(0.2)) as session:
-        threading.Event().wait(scaled(0.4))  # longer than the timeout, but nobody waits for tokens
+        threading.Event().wait(scaled(0.4))  # longer than the timeout, but no stream waits for tokens
         for _ in range(2):  # the second is sent after a look at the clock
             session.request_stats()
             engine.expect(GetStats)
@@ -326,7 +326,8 @@ def test_silence_is_death_only_while_something_is_asked() -> None:
 
 
 def test_time_in_which_the_client_did_not_run_is_no_silence() -> None:
-    """A container that was paused, its engine with it: what the engine did not say then is no sign of anything."""
+    """As with a container that was paused together with its engine: the engine's silence in that time does not
+    count."""
 
     def look(after_s: float) -> None:
         now[0] += after_s

@@ -1,4 +1,4 @@
-"""A session whose engine's launcher has ended: nobody starts another engine, and the session knows without a wait."""
+"""A session whose engine's launcher has ended: no other engine will start, and the session knows that at once."""
 
 import shutil
 import tempfile

@@ -1,4 +1,5 @@
-"""A session whose engine dies and comes back: nothing is delivered twice, nothing is missing, all ends once."""
+"""A session whose engine dies and is replaced: nothing is delivered twice, nothing is missing, every stream ends
+once."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -68,7 +69,7 @@ class Play:
         return self.back()
 
     def heard_no_more(self) -> None:
-        """Nothing but what the test has expected was sent to this engine."""
+        """Assert that this engine was sent nothing else than the test has expected."""
         answer = self.session.request_stats()
         self.engine.expect(GetStats)
         self.engine.send(STATS)
@@ -267,7 +268,7 @@ def test_what_is_left_of_a_deadline(play: Play, monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_an_engine_that_is_another_one_is_greeted_again(play: Play, say: Callable[[FakeEngine], None]) -> None:
-    """It may be there already, at the same address."""
+    """The new engine may be there already, at the same address."""
     sink = play.submit(Generate("a", PROMPT, GREEDY))
     say(play.engine)
     assert play.engine.expect(Generate).request_id == "a"

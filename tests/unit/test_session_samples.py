@@ -22,7 +22,7 @@ def test_each_sample_has_its_own_place_and_its_own_end() -> None:
         engine.send_outputs(Tokens("a", 0, [1, 2]), Tokens("a", 0, [3], index=1), Tokens("a", 0, [4], index=2))
         engine.finish("a", 2, 5)
         engine.tokens("a", 3, 9)  # of a sample that has ended
-        engine.send_outputs(Tokens("a", 0, [9], index=3))  # of a sample that nobody asked for
+        engine.send_outputs(Tokens("a", 0, [9], index=3))  # of a sample that was not requested
         engine.send_outputs(Tokens("a", 0, [3, 6], index=1))
         engine.finish("a", 1, index=2)
         assert session.is_live("a")

@@ -1,7 +1,7 @@
-"""Every door takes what the others take: flags, the file of --config, the environment, and keywords of LLM.
+"""All sources of settings accept the same: flags, the file of --config, the environment, and keywords of LLM.
 
-Each flag that `serve` accepts is given through all of them and means the same, whether it is a setting, changes nothing
-or is refused. vLLM's own variables are in here, too.
+Each flag that `serve` accepts is given through all of them and has the same effect, whether it is a setting, has no
+effect or is refused. vLLM's own variables are included.
 """
 
 import json
@@ -64,7 +64,7 @@ VALUES = {
 class Flag(NamedTuple):
     name: str
     value: str | None
-    """None: it is a switch."""
+    """None: a flag without value."""
 
     @property
     def words(self) -> list[str]:
@@ -358,7 +358,7 @@ def test_how_many_logprobs_may_be_asked_for() -> None:
 
 
 def test_how_blocks_are_hashed() -> None:
-    """As runtime/prefix_hash.py does it."""
+    """The hash of runtime/prefix_hash.py."""
     text = answer(parser_of_serve().parse_args(["--prefix-caching-hash-algo", "sha256"]).of_vllm)
     assert "BLAKE2b, 256 bits over the raw token ids" in text
 
@@ -398,7 +398,7 @@ def test_serve_refuses_what_cannot_be(monkeypatch: pytest.MonkeyPatch, capsys: A
 
 
 def test_files_are_utf_8_whatever_the_locale(tmp_path: Path) -> None:
-    """In Latin-1 a name in a config would be another one, and a chat with an emoji could not be saved."""
+    """Read as Latin-1, a name in a config would be another one, and a chat with an emoji could not be saved."""
     config, talk = tmp_path / "config.yaml", tmp_path / "talk.json"
     config.write_text("served_model_name: Łódź\n", encoding="utf-8")
     program = f"""

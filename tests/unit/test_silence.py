@@ -33,7 +33,7 @@ def test_of_a_time_without_a_look_little_counts() -> None:
 
 
 def test_nobody_was_heard_in_the_future() -> None:
-    """As it would be after end() by another thread, between the look at the clock and what follows from it."""
+    """Another thread may call end() between the look at the clock and the computation."""
     clock = Clock()
     silence = Silence(3.0, clock)
     clock.now_s += 3600

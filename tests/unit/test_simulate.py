@@ -165,7 +165,7 @@ def test_least_squares_are_the_best_without_a_negative_number(rows: list[list[in
     """Karush, Kuhn and Tucker: no number that is 0 would help, and none that is more would help by a change."""
     matrix = [
         [sum(r[i] * r[j] for r in rows) + (1e-3 if i == j else 0.0) for j in range(4)] for i in range(4)
-    ]  # what keeps it positive
+    ]  # limited to stay positive
     right = [float(sum(r[i] * goal for r, goal in zip(rows, goals, strict=False))) for i in range(4)]
     found = nonnegative(matrix, right)
     for place, number in enumerate(found):

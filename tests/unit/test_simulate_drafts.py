@@ -26,13 +26,13 @@ from vllm_lite.tools.simulate.recording import Recording
 from vllm_lite.tools.simulate.variants import RunOptions, simulate
 
 ODDS = 0.7
-"""That a draft is right where those before it were."""
+"""Probability that a draft is right after right ones."""
 LATE = "w-w-w" + "r" * 35
 """An answer whose drafts are wrong at first, and right later."""
 
 
 def answer(rng: random.Random) -> str:
-    """An answer for one in five of whose tokens the drafter finds nothing."""
+    """A random answer; the drafter finds nothing for one in five tokens."""
     return "".join("-" if rng.random() < 0.2 else "r" if rng.random() < ODDS else "w" for _ in range(60))
 
 

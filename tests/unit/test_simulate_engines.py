@@ -17,8 +17,8 @@ from vllm_lite.tools.simulate.variants import simulate, variants
 
 
 def test_several_engines_are_sent_what_they_have_the_beginning_of() -> None:
-    """Four beginnings of many blocks: with two engines each computes about half of them, and first tokens come sooner
-    than from one. A pool that holds one beginning only has each engine keep to its own."""
+    """Four long prefixes. With two engines each computes about half of them, and first tokens come sooner than from
+    one. If a pool holds one prefix only, each engine keeps its own."""
     names = ("prefix_len", "suffix_len", "num_prefixes", "output_len")
     sizes: dict[str, Any] = {f"prefix_repetition_{name}": n for name, n in zip(names, (640, 20, 4, 8), strict=True)}
     dataset = DatasetOptions(dataset_name="prefix_repetition", num_prompts=120, **sizes)

@@ -137,7 +137,7 @@ def test_each_request_meets_what_it_met_if_the_machine_is_as_recorded(
     fitted = fit.fit([recording], "slow at times")
 
     def misses(times: StepTimes) -> float:
-        """Median of how far requests are from what they took."""
+        """Median relative error of the requests' simulated latencies."""
         again = simulate(times, {}, load_of(recording))
         pairs = zip(again.outcomes, real.outcomes, strict=True)
         return percentile(sorted(abs(ours.latency_s / theirs.latency_s - 1) for ours, theirs in pairs), 50)

@@ -1,4 +1,4 @@
-"""The simulated executor drives the real core, on time that nobody waits for."""
+"""The simulated executor runs the real core on a virtual clock."""
 
 import random
 

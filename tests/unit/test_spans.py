@@ -1,4 +1,4 @@
-"""Media among a prompt's tokens: what hashes depend on them, who may send them, and where they arrive."""
+"""Media within a prompt's tokens: hashes that depend on them, limits, and their way to the workers."""
 
 from contextlib import nullcontext
 from hashlib import blake2b
@@ -195,7 +195,7 @@ def test_media_that_cannot_be_are_refused(media: list[Media], kinds: list[str], 
     ],
 )
 def test_contents_have_as_many_bytes_as_their_tokens(num_bytes: int, vary: bool, problem: str | None) -> None:
-    """Or fewer, for a tower whose images have tokens without a part of the image."""
+    """Fewer bytes are allowed for a tower whose images have tokens without a part of the image."""
     rig, image = Rig(), picture("cat", 2, 1)
     facts = ModelFacts(VOCAB, frozenset(), PoolerInfo(), frozenset(["image"]), 10, vary)
     asked = message("r", [IMAGE] * 4, (image,), contents=(MediaContent(image.digest, bytes(num_bytes)),))
@@ -205,7 +205,7 @@ def test_contents_have_as_many_bytes_as_their_tokens(num_bytes: int, vary: bool,
 
 
 def test_a_medium_may_have_tokens_of_its_own() -> None:
-    """As the ends of rows in Pixtral's images; others are placeholders."""
+    """Such as the row ends in Pixtral's images; the other tokens are placeholders."""
     one, other = picture("cat", 3), picture("dog", 2)
     given = spans(ShownMedia(one, b"c", [IMAGE, 7, IMAGE]), Text([1]), ShownMedia(other, b"d"))
     prompt = read_prompt(given, None, LIMITS, PARAMS)

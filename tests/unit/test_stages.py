@@ -1,4 +1,4 @@
-"""Positions of ranks on two axes, the layers of a stage, and who answers."""
+"""Positions of ranks on two axes, the layers of a stage, and the rank that answers."""
 
 from collections.abc import Callable
 from pathlib import Path

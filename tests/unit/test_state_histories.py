@@ -9,7 +9,7 @@ from vllm_lite.engine.states.histories import History, StateHistories
 
 
 class Chats:
-    """Chats whose turns each leave a state, of which `room` are kept at a time."""
+    """Chats that leave a state after each prompt; `room` states are kept."""
 
     def __init__(self, room: int) -> None:
         self.histories = StateHistories(room)
@@ -98,7 +98,7 @@ def test_of_a_chat_that_repeats_no_answer_the_state_of_its_prompt_stays() -> Non
 
 
 def test_a_prompt_may_part_from_the_next_one_before_its_last_state() -> None:
-    """As where the template ends a prompt with words that it drops from the next."""
+    """As with a template that ends a prompt with words that it drops from the next one."""
     histories = StateHistories(10)
     found, history = None, None
     for name in (b"1", b"2", b"3"):

@@ -1,4 +1,5 @@
-"""States of recurrent layers: where they are saved, what a later prompt finds, and what it costs when one is gone."""
+"""States of recurrent layers: the positions at which they are saved, the state from which a later prompt continues, and
+the cost of an evicted one."""
 
 from typing import Any
 
@@ -84,7 +85,7 @@ def test_many_marks_do_not_push_out_what_others_have_saved() -> None:
     run(rig, "first", PROMPT, marks=tuple(range(2, 31, 2)))
     assert rig.states is not None
     rig.states.begin_step()
-    assert rig.states.pool.num_cached == 2 + LAST_MARKS  # the first mark, the last ones, and that of the answer
+    assert rig.states.pool.num_cached == 2 + LAST_MARKS  # the first mark, the last ones, and the state after the answer
 
 
 def test_chats_that_take_turns_keep_as_many_states_as_there_is_room_for() -> None:
@@ -204,7 +205,7 @@ def test_after_a_reset_nothing_is_found_and_after_a_death_neither() -> None:
 
 @pytest.mark.parametrize("num_steps", range(1, 10))
 def test_the_states_of_dead_workers_are_not_found(num_steps: int) -> None:
-    """Wherever they die: what ran then leaves nothing for the next ones."""
+    """Wherever the workers die, nothing that they computed is found afterwards."""
     rig = rig_with(20)
     rig.add("hurt", PROMPT, 10)
     for _ in range(num_steps):

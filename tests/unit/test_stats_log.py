@@ -28,7 +28,7 @@ def seen(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 class Logged:
-    """A bench whose log is looked at after every step, as the engine's loop does."""
+    """A bench that calls its log after every step, as the engine's loop does."""
 
     def __init__(self, seen: pytest.LogCaptureFixture, **settings: Any) -> None:
         self.bench = Bench(**settings)

@@ -69,7 +69,7 @@ BERT: dict[str, Any] = LLAMA | {"architectures": ["BertModel"], "hidden_act": "g
 def test_steps_are_larger_where_no_next_token_waits(
     tmp_path: Path, config: dict[str, Any], settings: dict[str, Any], tokens: int
 ) -> None:
-    """As far as a layer takes no long time, and nobody asks for something else."""
+    """Up to the size at which a layer takes long, and unless the size is set."""
     assert step_tokens(tmp_path, LLAMA | config, **settings) == tokens
 
 

@@ -1,5 +1,5 @@
-"""Vectors of media below memory: written once computed, found by whoever may share them, sent for while a request is
-waiting; whatever fails, is late or has no room is computed, and no step reads what its workers do not have."""
+"""Vectors of media on disk: written once they are computed, found by requests that may share them, and loaded while a
+request waits. Whatever fails, is late or has no room is computed, and no step reads vectors that its workers lack."""
 
 import random
 from typing import Any
@@ -33,7 +33,7 @@ def shown(parts: list[int | list[int]]) -> tuple[list[int], tuple[Media, ...]]:
 
 
 class MediaRig(DiskRig):
-    """A rig whose model sees images, over a disk."""
+    """A rig whose model takes images, with a disk tier."""
 
     def __init__(self, room: int = 12, host_room: int = 0, **options: Any) -> None:
         super().__init__(encoder=EncoderSizes(8, room, host_room), **options)
@@ -59,7 +59,7 @@ class MediaRig(DiskRig):
         return self.worker.num_encoded - before
 
     def compute_aside(self) -> None:
-        """From now on no image holds up those that decode."""
+        """Have images computed without delaying sequences that decode."""
         assert self.encoder is not None
         self.encoder.others_decode = self.scheduler.queues.any_decodes
 
@@ -113,7 +113,7 @@ def test_salts_are_apart_and_scored_prompts_leave_nothing(params: dict[str, Any]
 
 
 def held(rig: MediaRig) -> MediaRig:
-    """Another engine with a request whose image is on its way."""
+    """Another engine, with a request whose image is being loaded."""
     again = rig.vectors_alone()
     again.holds = True
     again.show("waits", [TEXT, 0, OTHER])
@@ -167,7 +167,7 @@ def test_what_is_late_is_computed_and_freed_when_it_arrives_for_nobody(seen: Med
     while again.scheduler.requests:
         again.step()
     assert again.worker.num_encoded == 1
-    again.scheduler.reset_prefix_cache()  # it is freed, and then comes
+    again.scheduler.reset_prefix_cache()  # the image is dropped before it arrives
     again.add("more", [5, 6], 2)
     while again.scheduler.requests:
         again.step()
@@ -262,7 +262,7 @@ def test_what_is_computed_aside_is_written_when_it_is_there() -> None:
 
 
 def test_what_has_still_to_be_computed_aside_is_not_moved_to_the_host() -> None:
-    """Nobody reads it any more, and another image needs the room."""
+    """The image of the aborted request is not needed any more, and another image needs the room."""
     rig = MediaRig(room=5, host_room=9)
     rig.compute_aside()
     rig.add("runs", [40] * 5, 30)

@@ -1,4 +1,4 @@
-"""Grammars of what users ask for: what they let through is what was asked for, and a refusal names the place."""
+"""Grammars of users' formats: they accept exactly what was asked for, and an error names the place."""
 
 import json
 import random
@@ -345,7 +345,7 @@ def test_repeats_are_multiplied(pattern: str, column: int | None) -> None:
 
 
 def test_hostile_forms_are_refused_or_compiled() -> None:
-    """Each attack twice; what else they raise, or how long they take, is not what a stranger may cause."""
+    """Each attack twice. Other exceptions and long times count as faults of the library."""
     outcomes = dict.fromkeys(("refused", "compiled"), 0)
     for name, form in hostile_forms(2 * len(ATTACKS), seed=7):
         try:

@@ -155,7 +155,7 @@ def test_schemas_that_are_too_large_together_leave_the_names() -> None:
 
 
 def test_what_was_written_of_a_schema_that_fails_is_dropped() -> None:
-    """The rule of `self` names that of `p`, which is never written: the reader of the format gives up at `far`."""
+    """The rule of `self` refers to that of `p`, which is never written, because writing `far` fails."""
     chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(30)} | {"d30": {"type": "string"}}
     inner = {"type": "object", "properties": {"self": {"$ref": "#/properties/p"}}}
     p = {"type": "object", "properties": {"a": inner, "far": {"$ref": "#/$defs/d0"}}}

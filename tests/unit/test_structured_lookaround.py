@@ -134,7 +134,7 @@ def _json(text: str) -> str:
     return '"' + "".join(f"\\u{ord(char):04x}" if char < " " else char for char in text) + '"'
 
 
-# ---- what cannot be written otherwise
+# ---- patterns that cannot be rewritten
 
 
 @pytest.mark.parametrize(

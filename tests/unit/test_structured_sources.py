@@ -1,4 +1,4 @@
-"""Sources of masks: of grammars and of thinking around them, against what a plain replay of the tokens allows."""
+"""Sources of masks, of grammars and of the thinking around them, compared with a plain replay of the tokens."""
 
 import random
 import time
@@ -125,7 +125,8 @@ THINKINGS = {
 def test_any_way_forth_and_back_is_the_same_as_a_replay(
     vocabulary: Vocabulary, token_of: dict[str, int], thinking: Thinking, with_grammar: bool, seed: int
 ) -> None:
-    """Tokens come and are taken back over every boundary; the masks are those of a new source with the same output."""
+    """Tokens are accepted and rolled back over every boundary; masks equal those of a new source with the same
+    output."""
 
     def new() -> ThinkingSource:
         inner = grammar_source(vocabulary) if with_grammar else None

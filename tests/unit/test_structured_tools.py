@@ -1,4 +1,4 @@
-"""Grammars of tool calls: what they let through, each format's own reader reads back as calls of these tools."""
+"""Grammars of tool calls: each text that they accept is parsed by the format's own parser as calls of these tools."""
 
 import json
 import random
@@ -140,7 +140,7 @@ OTHER_FORMS = (
     *("mistral, list", "openai", "cohere", "gigachat3, role", "phi4_mini, tokens", "xlam, fenced"),
     *("solar_open", "muse_glimmer"),
 )
-"""Forms in which calls are read, but not those of their format's shape."""
+"""Forms of calls that parsers accept, but that are not of their format's shape."""
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in OTHER_FORMS])

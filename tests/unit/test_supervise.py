@@ -49,7 +49,7 @@ def wait_for(path: Path) -> str:
 
 
 def wait_gone(pid: int) -> None:
-    """Until `pid` is no running process any more."""
+    """Wait until `pid` is no running process any more."""
     start = time.monotonic()
     while time.monotonic() - start < DEADLINE_S:
         try:
@@ -156,7 +156,7 @@ def test_a_stopped_child_is_ended_without_being_killed(tmp_path: Path) -> None:
 
 
 class MeetingChild(supervise.Child):
-    """Its stop() returns when those of all others have been called."""
+    """A child whose stop() returns only after stop() of all others has been called."""
 
     def __init__(self, meeting: threading.Barrier) -> None:
         super().__init__("child", lambda _reason: None)

@@ -47,7 +47,7 @@ def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def start() -> Iterator[Callable[..., LaunchedEngine]]:
-    """Launch an engine that does in each life what its name says."""
+    """Launch an engine; its name scripts each of its lives."""
     launched: list[LaunchedEngine] = []
 
     def start(lives: str, **settings: Any) -> LaunchedEngine:

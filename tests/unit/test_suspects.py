@@ -34,7 +34,7 @@ class Engine:
         self.gained: dict[str, int] = {}
 
     def step(self) -> None:
-        """One step for those that may run; the workers die in it, or all of them get a token."""
+        """Make one step of the sequences that may run: either the workers die, or each of these gets a token."""
         self.now_s += self.step_s
         batch = self.suspects.proceed(self.progress.get) or list(self.progress)
         if any(self.gained.get(name, 0) + 1 >= self.kills_at.get(name, inf) for name in batch):

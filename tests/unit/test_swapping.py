@@ -1,4 +1,4 @@
-"""Moves between the tiers: the bound of a step, what waits its turn, and who comes first."""
+"""Moves between the tiers: the limit of a step, moves that wait, and their order."""
 
 from typing import Any
 
@@ -73,7 +73,7 @@ def test_without_room_on_the_host_for_the_rest_it_is_computed_again() -> None:
 
 
 def test_nobody_runs_and_the_first_takes_from_those_behind() -> None:
-    """One that waits holds a part of the pool, without which the one before it does not fit."""
+    """A waiting sequence has a part of the pool, without which the one before it does not fit."""
     rig = pressed(3, policy=Priority())
     sequence = first_swapped(rig)
     held = len(sequence.tables[0].ids) - 3
@@ -112,7 +112,7 @@ def test_demotions_do_not_starve_who_comes_back() -> None:
 
 @pytest.mark.parametrize("max_swap_blocks", [1, 100])
 def test_beams_do_not_give_way_to_one_that_is_being_loaded(max_swap_blocks: int) -> None:
-    """They wait for it, and in its steps nothing is computed."""
+    """They wait for it, and nothing is computed in its steps."""
     rig = Rig(10, num_host_blocks=30, max_swap_blocks=max_swap_blocks, preemption="swap", caching=False)
     rig.add("other", [2, 7, 1, 8], max_tokens=12)
     rig.add("a", [3, 1, 4, 1, 5, 9, 2], 10, frozenset((7, 8, 9, 10)), n=4, use_beam_search=True)
@@ -121,7 +121,8 @@ def test_beams_do_not_give_way_to_one_that_is_being_loaded(max_swap_blocks: int)
 
 
 def test_nobody_is_loaded_in_parts_behind_one_that_lacks_blocks() -> None:
-    """It would hold what that one waits for; and what that one takes from it, it would take again in the same step."""
+    """A second one would take the blocks for which the first waits, and would give them back and take them again in the
+    same step."""
     rig = Rig(30, num_host_blocks=100, max_num_batched_tokens=200)
     rig.add("first", PROMPT, max_tokens=1)
     rig.drain()

@@ -39,7 +39,7 @@ def score_of(path: Sequence[str], rows: Sequence[Sequence[float]], biases: Seque
 
 
 def path_of(spans: Sequence[Span], num_tokens: int) -> list[str]:
-    """The labels that spans stand for; those of two that share a token are none."""
+    """The labels of spans, which must not overlap."""
     path = ["O"] * num_tokens
     for kind, start, end in spans:
         assert path[start:end] == ["O"] * (end - start)
@@ -70,7 +70,7 @@ def test_no_other_path_is_better(data: st.DataObject) -> None:
 
 
 def test_labels_that_contradict_each_other_never_come_out() -> None:
-    """The likeliest label of each token alone would go on in a span that nothing begins."""
+    """The most likely label of each token alone would continue a span that has no beginning."""
     tags = SpanTags.of(LABELS)
     assert tags is not None
     rows = [[1.0 if label == wanted else 0.0 for label in LABELS] for wanted in ("O", "I-x", "E-x", "O", "B-y")]

@@ -1,4 +1,4 @@
-"""tcp beside the ipc socket: who gets in, what those hear who do not, and that nobody else notices."""
+"""tcp beside the ipc socket: access, the errors of clients without access, and that no other client notices."""
 
 import logging
 import queue
@@ -35,7 +35,7 @@ ANY = "tcp://127.0.0.1:*"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Keys of an engine with the clients alice and bob, whose key the engine has forgotten; and of another engine."""
+    """Keys of an engine with the clients alice and bob, where bob's key has been removed; and of another engine."""
     made = tmp_path_factory.mktemp("keys")
     for engine in ("mine", "other"):
         make_engine_keys(made / engine)
@@ -51,7 +51,7 @@ def alice(folder: Path) -> Path:
 
 
 class Engine:
-    """As much of one as shakes hands, on a thread of its own."""
+    """The part of an engine that shakes hands, on a thread of its own."""
 
     def __init__(self, path: Path, keys: Path | None) -> None:
         self.ipc_address = f"ipc://{path}/s"
@@ -101,7 +101,7 @@ def connect(engine: Engine, keys: "transport.KeysOption", address: str | None = 
     return Session.connect(address or engine.address, keys=keys, timeout_s=DEADLINE_S)
 
 
-# ---- who gets in
+# ---- access
 
 
 def test_a_client_with_keys_and_one_on_this_machine(engine: Engine, alice: Path) -> None:
@@ -233,7 +233,8 @@ def test_strangers_on_the_port_disturb_nobody(engine: Engine, alice: Path) -> No
 
 
 def test_ten_thousand_malformed_messages(engine: Engine, alice: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """From a client that is let in. All are dropped and counted but those that happen to say something."""
+    """Malformed messages of a client with access. They are dropped and counted, except for those that are valid by
+    chance."""
     rng = random.Random(2)
     messages = [message for codec, message in MESSAGES if codec is client_to_engine]
     connection = transport.connect(engine.address, b"bad", alice)
@@ -347,7 +348,7 @@ def test_listeners_of_one_process_check_the_keys_of_their_own_clients(
         with closing(ZmqConnection(engine.address, b"x", load_client_keys(engine.address, mixed))) as stranger:
             while stranger.refused() is None:
                 assert transport.wait(DEADLINE_S, stranger)
-        engine.end()  # those of the other one are still let in
+        engine.end()  # clients of the other engine still have access
         address = str(second.tcp_address)
         with closing(ZmqConnection(address, b"y", load_client_keys(address, theirs))) as client:
             client.send(b"hello")

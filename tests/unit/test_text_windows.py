@@ -1,4 +1,4 @@
-"""Windows of long texts: each token counts in one of them, and what they give is made one again."""
+"""Windows of long texts: each token counts in one window, and the results of windows are joined."""
 
 import random
 from array import array

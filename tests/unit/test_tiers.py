@@ -1,4 +1,4 @@
-"""A tier whose blocks are not at hand: what waits for them is parked, and comes in when they are."""
+"""A slow tier: sequences whose blocks are being loaded are parked, and admitted when these have arrived."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
@@ -42,7 +42,7 @@ class SlowTier(HostTier):
 
 
 class Slow:
-    """A rig whose host tier is slow, stepped also while nothing runs: what arrives wakes the engine up."""
+    """A rig with a slow host tier. It is stepped while nothing runs, too, because arriving blocks wake the engine."""
 
     def __init__(self, num_blocks: int, **options: int | str) -> None:
         self.rig = Rig(num_blocks, host_tier=SlowTier, preemption="swap", **options)  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ def test_round_trip() -> None:
 
 
 def test_a_long_text_lets_other_threads_go_on() -> None:
-    """Its ids are those that the library gives otherwise."""
+    """Its ids equal those of a plain call of the library."""
     tokenizer = Tokenizer(made.byte_level())
     text = "the cat sat on naïve 🙂 猫 " * 20_000
     found: list[list[int]] = []
@@ -53,7 +53,7 @@ def test_a_long_text_lets_other_threads_go_on() -> None:
 
 
 def test_the_beginning_of_a_text() -> None:
-    """It has the tokens that are asked for, or one less where a character has several."""
+    """It has the requested number of tokens, or a few less if a character has several."""
     tokenizer = Tokenizer(made.byte_level())
     for text in ("the cat sat on na\u00efve \N{CAT} mats", "\N{CAT}" * 9, "the cat " * 40_000):
         ids = tokenizer.encode(text, add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""`vllm-lite top`: events become what it shows, and that fits the terminal."""
+"""`vllm-lite top`: its screen shows the events and fits the terminal."""
 
 import io
 import json

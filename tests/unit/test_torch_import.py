@@ -59,7 +59,7 @@ if importlib.util.find_spec("cuda") and importlib.util.find_spec("cuda.bindings"
 torch_import.complete()
 """,
     "something in it is used": "assert callable(torch._meta_registrations.register_meta)",
-    # It imports this itself, while it waits for it; that runs once all the same.
+    # The delayed module imports this one itself; it is executed only once all the same.
     "torch._decomp is imported": IMPORTED.format(name="torch._decomp"),
     "something is profiled": """
 with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
@@ -73,10 +73,10 @@ assert is_put_off()
 assert _random(0, whole_slot('a.weight', 2, 3)).shape == (2, 3)
 """,
 }
-"""One for each way by which it is found that it is needed."""
+"""Programs that need the delayed import, one for each way in which that is detected."""
 WHOLE = {"torch._decomp is imported", "transformers is imported"}
-"""They run it to its end, which takes two seconds of processor time. Of the others it is seen that it begins; a worker
-that profiles is in tests/e2e/test_http_operations.py."""
+"""Those that run the import to its end, which takes two seconds of processor time. For the others the test checks that
+it begins; a worker that profiles is in tests/e2e/test_http_operations.py."""
 
 
 def run(uses: dict[str, str]) -> "subprocess.CompletedProcess[str]":

@@ -1,4 +1,4 @@
-"""The file: what is in it, what is not, how large it is, and what happens when it cannot be written."""
+"""The trace file: its contents, its size, and errors when it cannot be written."""
 
 import logging
 import os

@@ -1,4 +1,4 @@
-"""The page of `vllm-lite replay --page` shows what the engine was like at each step, however the trace ends."""
+"""The page of `vllm-lite replay --page` shows the engine at each step, however the trace ends."""
 
 import json
 import random
@@ -279,7 +279,7 @@ def test_a_piece_is_read_once_for_moments_that_follow(whole: ShownTrace, monkeyp
 
 
 def test_the_length_counts_no_moment_twice() -> None:
-    """It is read without the lock, so also while a piece is put away."""
+    """The length is read without the lock, so also while a piece is compressed."""
     kept, seen = Moments(), list[int]()
 
     class Starts(array):  # type: ignore[type-arg]

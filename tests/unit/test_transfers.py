@@ -25,7 +25,7 @@ class Silent:
 
 
 class Stage:
-    """A scheduler that waits for a load, behind transfers whose clock the test sets."""
+    """A scheduler that waits for a load, with transfers whose clock the test sets."""
 
     def __init__(self, rates: Rates) -> None:
         self.now_s = 0.0

@@ -1,4 +1,4 @@
-"""Both transports against one contract."""
+"""The contract that both transports keep."""
 
 import os
 import stat
@@ -71,7 +71,7 @@ def test_nothing_sent_while_the_listener_comes_is_lost() -> None:
 
 
 def test_what_is_left_unread_ends_the_next_wait(address: str) -> None:
-    """A loop that reads a part of what has come must not sleep over the rest."""
+    """A loop that reads a part of the messages must not sleep while others are left."""
     listener = transport.bind(address)
     connections = [transport.connect(address, name) for name in (b"me", b"other")]
     poller = interface.poller(listener)
@@ -220,7 +220,7 @@ os._exit(0)
 
 
 def test_last_words_of_a_process_arrive(tmp_path: Path) -> None:
-    """More than a socket's buffer holds: what finish() had not waited for would be lost."""
+    """The messages exceed a socket's buffer; without the wait in finish() they would be lost."""
     address = f"ipc://{tmp_path}/s"
     connection = transport.connect(address, b"me")
     connection.send(b"hello")

@@ -58,10 +58,10 @@ def test_the_page_has_every_agent() -> None:
 
 
 class Upstream(BaseHTTPRequestHandler):
-    """Answers with what it is sent, in two pieces and without a length."""
+    """Echoes the request in two pieces, without a length."""
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["content-length"]))

@@ -1,4 +1,4 @@
-"""Files that a stranger may have written: no reader of checkpoints waits, fills the memory, or repeats what it read."""
+"""Files from strangers: no reader of checkpoints hangs, fills the memory, or repeats their contents in errors."""
 
 import json
 import os
@@ -121,7 +121,7 @@ def test_a_kernel_of_another_user_is_not_loaded(tmp_path: Path) -> None:
     assert read_entry(path) is not None
 
 
-# ---- what stands in them
+# ---- contents
 
 
 def write_header(path: Path, header: bytes, num_bytes: int = 0) -> Path:

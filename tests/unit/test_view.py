@@ -1,4 +1,4 @@
-"""Views of the engine: the rows and the bytes are those of the scheduler, bounded, and looking changes nothing."""
+"""Views of the engine: rows and bytes equal the scheduler's, they are bounded, and viewing changes nothing."""
 
 from array import array
 

@@ -1,4 +1,4 @@
-"""A command line that was written for `vllm serve`: what changes nothing is taken and said, the rest is refused."""
+"""Command lines written for `vllm serve`: flags without effect are accepted with a message, others are refused."""
 
 import argparse
 from functools import cache
@@ -98,7 +98,7 @@ def test_a_switch_that_is_switched_off_asks_for_nothing() -> None:
 
 
 def test_every_flag_has_an_answer() -> None:
-    """And stands once: argparse refuses a second one."""
+    """Each name is in one table only: argparse refuses a second one."""
     for table, is_refused in ((vllm_settings.WITHOUT_EFFECT, False), (vllm_settings.REFUSED, True)):
         for row in table:
             for name in row.names.split():

@@ -30,7 +30,7 @@ class SmallSteps:
 
 
 class WholeRig(Rig):
-    """A rig whose media are whole. `ended_inside` counts steps that ended inside one."""
+    """A rig whose media must be computed whole. `ended_inside` counts steps that ended inside one."""
 
     def __init__(self, **options: Any) -> None:
         encoder = EncoderCache(cast(BlockPool, None), encoder_sizes(BUDGET), whole_media=True)
@@ -61,7 +61,7 @@ class WholeRig(Rig):
 
 
 def test_the_first_prompt_may_take_more_than_its_half_for_a_medium() -> None:
-    """Else it would wait for ever: half of the budget is kept for those behind it."""
+    """Otherwise it would wait for ever, because half of the budget is reserved for later prompts."""
     rig = WholeRig()
     rig.show("a", [4, 10, 20])
     rig.add("b", list(range(14)), max_tokens=2)
@@ -117,7 +117,8 @@ def test_no_step_ends_inside_a_medium(seed: int) -> None:
 
 
 def test_where_blocks_run_out_the_first_prompt_ends_before_a_medium(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the slots of a block that the medium begins in, and gets no more for what is left of the budget."""
+    """The prompt has the slots of the block in which the medium begins, and gets no further ones for the rest of the
+    budget."""
     rig, grow = WholeRig(windows=(8,)), KVCacheManager.grow
 
     def short(self: KVCacheManager, sequence: Sequence, num_tokens: int) -> Growth | None:

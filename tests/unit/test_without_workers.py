@@ -1,4 +1,5 @@
-"""While there are no workers: requests come and go, nothing is scheduled; and what the next workers begin with."""
+"""While there are no workers, requests arrive and end and nothing is scheduled; the next workers get every sequence
+anew."""
 
 import pytest
 
@@ -156,7 +157,7 @@ class Counting:
 
 
 def test_resume_is_an_entry_of_the_same_generation_only() -> None:
-    """A sequence that is preempted after the death is known to the new workers, and comes back as ever."""
+    """A sequence that is preempted after the death is known to the new workers, and resumed as usual."""
     rig = Rig(num_blocks=9)
     rig.add("a", PROMPT, 15)
     rig.add("b", PROMPT[::-1], 15)

@@ -1,7 +1,7 @@
-"""The words of docstrings, comments and documents are the field's, and no docstring begins with 'Of'.
+"""Docstrings, comments and documents use the field's words, and docstrings begin with their noun or verb.
 
-docs/architecture.md has the glossary. A word is banned where the field has another one, or where it is a riddle for who
-does not know the neighbours; each rule shows in a test what it sees and what it lets pass.
+docs/architecture.md has the glossary. A word is banned if the field has another one, or if it is unclear without its
+context; each rule is tested with texts that it rejects and accepts.
 """
 
 import ast
@@ -31,7 +31,7 @@ BANNED = {
     r"guess(?:es|ed|ing)?": "draft",
     r"heirs?|trunks?|hurr(?:y|ied)": "the field's word",
 }
-"""Patterns of words, and what to write instead."""
+"""Banned patterns, and replacements."""
 CODE = ("vllm_lite", "scripts", "tests", "benchmarks", "examples")
 ASKS = re.compile(r"(?:What|Which|Those|Where|Whose|How|Behind|Of)\b")
 """A docstring says the noun or the verb first: "Token budget of the step", not "How many tokens a step may have"."""

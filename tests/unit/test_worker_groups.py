@@ -1,5 +1,8 @@
-"""Groups of workers that die in every phase: requests go on with the tokens they would have had, or end with the words
-that say why not. The engine's loop is stepped by hand, and the workers are fakes."""
+"""Groups of workers that die in every phase: requests continue with the same tokens, or end with an error that says why
+not.
+
+The engine's loop is stepped by hand, and the workers are fakes.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -233,7 +236,7 @@ def notices(client: Client) -> list[Recovering | Recovered]:
     return [message for message in client.other if isinstance(message, Recovering | Recovered)]
 
 
-# ---- what goes on
+# ---- requests that continue
 
 
 def test_requests_go_on_with_the_next_group(host: Host) -> None:
