@@ -1,7 +1,6 @@
-"""Every way of storing and multiplying weights on a small model with a few far larger channels: none gets less exact.
-
-tests/real/test_accuracy.py holds the same of real models, where they are in the cache.
-"""
+"""Accuracy of every way to store and multiply weights, on a small model in which a few channels are far larger than
+others: none may become less exact. tests/real/test_accuracy.py does the same with real models, if they are in the
+cache."""
 
 import json
 import shutil

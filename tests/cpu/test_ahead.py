@@ -72,7 +72,7 @@ def bytes_of(packed: PackedWeight) -> tuple[bytes | None, ...]:
 
 
 def keys_of(model: Model) -> list[Any]:
-    """Keys in the order in which they are loaded, without those of other ranks."""
+    """Keys of the weights that this rank packs, in the order of loading."""
     groups = (group for group in model.weight_groups() if any(slot.num_elements for slot in group.slots))
     return [part.packing_key for group in groups for part in group.stacks if part.packed_as is not None]
 
@@ -114,7 +114,7 @@ def test_a_model_takes_all_that_was_packed(
             if config.quantization and overrides.get("tie_word_embeddings"):
                 patch.undo()  # the head is made of the embedding, which is kept
             load_weights(model, config.model, ahead=ahead)
-        gc.collect()  # what was taken lasts
+        gc.collect()  # the weights outlive the object that packed them
         packed = [bytes_of(weight) for weight in packed_weights(model)]
         assert packed == [bytes_of(weight) for weight in packed_weights(plain)]
         assert len(packed) >= 2 * 4 + 1

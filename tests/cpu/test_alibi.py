@@ -1,4 +1,4 @@
-"""ALiBi's slopes against those of transformers."""
+"""ALiBi's slopes compared with transformers'."""
 
 import pytest
 import torch

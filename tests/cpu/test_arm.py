@@ -27,7 +27,7 @@ CASES = [(INT4, 32, False), (UINT5, 32, True), (IQ4_NL, 128, False), (INT8, 128,
 
 @contextmanager
 def emulated(processor: str) -> Iterator[Remote]:
-    """Its kernels are the library within."""
+    """Within the block, kernels are those of an emulated Arm processor."""
     remote = Remote(processor)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(library, "library", lambda: remote)
@@ -70,7 +70,7 @@ def test_products_of_integers_have_the_bits_of_other_processors(num_rows: int) -
 
 
 def test_memory_of_nobody_ends_the_emulated_process() -> None:
-    """So a test fails if its kernel reads too far."""
+    """A test with a kernel that reads outside of any memory therefore fails."""
     with emulated("max"):
         read = library.function("vllm_lite_read", (library.pointer, library.int64), library.int64)
         with pytest.raises(RuntimeError, match="the emulated process ended with 1"):

@@ -178,7 +178,7 @@ def test_a_sequence_is_the_same_alone_and_in_any_batch_on_any_number_of_threads(
 
 
 def one_of(batch, i, first, query_len):
-    """Make a batch with only sequence i of `batch`, whose KV is already written."""
+    """Attend with sequence i of `batch` alone, whose KV is already written."""
     seq_len = batch.lengths[i][1]
     table = torch.tensor([batch.blocks[i]], dtype=torch.int32)
     step = step_batch([(query_len, seq_len)], [table], [torch.full((query_len,), -1)])

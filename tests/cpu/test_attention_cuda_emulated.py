@@ -191,7 +191,7 @@ def run_as_a_graph(step: Step, backend: CudaBackend, max_seq_len: int) -> torch.
 
 @pytest.mark.parametrize("windows", [(None,), (None, 40)], ids=str)
 def test_a_row_has_the_bits_of_a_padded_bucket(windows: tuple[int | None, ...]) -> None:
-    """As graphs run it: more sequences, of length 0, and room for a longer context."""
+    """As in a graph: with further sequences of length 0, and room for a longer context."""
     shape = changed(SHAPE, windows=windows)
     step = make_step(shape, [(1, 40), (1, 600)])
     bucket = make_step(shape, [(1, 40), (1, 600), (1, 0), (1, 0)], padding=0)

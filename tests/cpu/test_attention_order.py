@@ -1,4 +1,5 @@
-"""A row of attention has the same bits however it comes to be computed: its position decides how it is added up."""
+"""A row of attention has the same bits however it is computed, because its position alone decides the order of its
+sums."""
 
 import pytest
 import torch
@@ -22,8 +23,7 @@ PIECES = [
 
 
 def attend(batch, pieces):
-    """Attention of the rows of each range of positions, all in one step. There is one sequence, whose KV is already
-    written."""
+    """Attend with the rows of each range of positions, all in one step, of one sequence whose KV is already written."""
     table = torch.tensor([batch.blocks[0]] * len(pieces), dtype=torch.int32)
     lengths = [(end - begin, end) for begin, end in pieces]
     num_tokens = sum(query_len for query_len, _ in lengths)
@@ -82,14 +82,15 @@ def test_with_soft_cap_and_alibi(each_product_isa):
 
 @pytest.mark.parametrize("options", [{"group": 4, "head_size": 64}, {"windows": (600,), "soft_cap": 2.0}])
 def test_with_sinks(each_isa, options):
-    """They join once a row, wherever that is: after the only section, after the last one, or where splits merge."""
+    """Sinks are added once per row: after the only section, after the last one, or where splits are merged."""
     for dtype in (torch.float32, torch.bfloat16):
         assert_one_order(dtype=dtype, sinks=True, **options)
 
 
 @pytest.mark.parametrize("window", [None, 9000])
 def test_long_ones_have_larger_sections(each_isa, window):
-    """From position 7,680 on sections grow, every 960 positions; some rows of a piece have larger ones than others."""
+    """From position 7,680 on the size of sections grows every 960 positions, so rows of one piece have sections of
+    different sizes."""
     length = 10_000
     batch = Batch([(500, length)], backend=CpuBackend, dtype=torch.bfloat16, head_size=16, windows=(window,), group=4)
     batch.run()

@@ -132,7 +132,8 @@ class Batch:
             row += query_len
 
     def _fill_part(self, i, which, x):
-        """K (0) or V (1) of sequence i, x: [seq_len, num_kv_heads, head_size], which becomes what the cache gives."""
+        """Write K (0) or V (1) of sequence i, x: [seq_len, num_kv_heads, head_size], and set x to the values read from
+        the cache."""
         first, (query_len, seq_len) = self.first_seen(i), self.lengths[i]
         x[:first] = math.nan  # and `filler` in the cache
         stored = self.stored(x[first:], which)

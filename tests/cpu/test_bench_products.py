@@ -57,7 +57,7 @@ def test_what_registers_multiply_is_counted(isa: str, dtype: torch.dtype) -> Non
 
 @pytest.mark.skipif(not cpu.available(), reason="no native library")
 def test_instruction_sets_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the one that was chosen is chosen again."""
+    """Afterwards the instruction set is again the one that was set before."""
     monkeypatch.setattr("micro.kernels_linear.WORKING_SET_BYTES", 1)
     monkeypatch.setattr("micro.kernels_linear.MIN_TIME_S", 0)
     monkeypatch.setattr("micro.kernels_linear.read_bandwidth_gb_s", lambda _threads: 1.0)

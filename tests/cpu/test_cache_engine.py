@@ -192,7 +192,7 @@ ORDERED = [
     [(COPY, 1, 2), (COPY, 2, 3), (COPY, 3, 4)],  # a chain carries 1 all the way
     [(COPY, 3, 2), (COPY, 2, 1), (COPY, 1, 4)],
     [(COPY, 1, 3), (COPY, 2, 4), (COPY, 3, 5), (COPY, 4, 6)],  # overlaps from the third on
-    [(COPY, 3, 1), (COPY, 4, 2), (COPY, 5, 3), (COPY, 6, 4)],  # later ones overwrite what earlier ones read
+    [(COPY, 3, 1), (COPY, 4, 2), (COPY, 5, 3), (COPY, 6, 4)],  # later ops overwrite blocks that earlier ones read
     [(SWAP_OUT, 1, 7), (COPY, 2, 1), (SWAP_IN, 7, 2)],  # exchange of 1 and 2 through the host
     [(SWAP_OUT, 1, 7), (SWAP_OUT, 2, 7), (SWAP_IN, 7, 3)],  # the later write to 7 counts
     [(SWAP_IN, 7, 1), (SWAP_OUT, 1, 8), (SWAP_IN, 8, 2), (SWAP_OUT, 2, 9)],
@@ -319,7 +319,9 @@ def test_a_stage_ends_only_where_results_would_change():
         [BlockRun(COPY, 1, 2), BlockRun(COPY, 1, 4)],
         [BlockRun(COPY, 2, 3)],
     ]
-    assert len(run_lists([(COPY, 1, 2), (COPY, 3, 1)])) == 2  # the second overwrites what the first reads
+    assert (
+        len(run_lists([(COPY, 1, 2), (COPY, 3, 1)])) == 2
+    )  # the second op overwrites the block that the first one reads
     assert len(run_lists([(COPY, 1, 2), (COPY, 3, 2)])) == 2
     assert len(run_lists([(COPY, 1, 2), (SWAP_OUT, 1, 7), (COPY, 1, 3)])) == 1  # three readers of one block
     assert len(run_lists([(SWAP_OUT, 1, 7), (SWAP_IN, 8, 0 + 2)])) == 1  # block 1 of the host is not block 1

@@ -28,7 +28,7 @@ def rotation_of(num_tokens, head_size, dtype):
 
 
 def rotated(heads, rotation):
-    """In float32, rounded once."""
+    """Rotate in float32, and round once."""
     half = heads.shape[-1] // 2
     swapped = torch.cat((heads[..., half:], heads[..., :half]), dim=-1).float()
     return (heads.float() * rotation.cos[:, None].float() + swapped * rotation.sin[:, None].float()).to(heads.dtype)

@@ -77,7 +77,7 @@ def random(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def summed(parts: list[torch.Tensor]) -> torch.Tensor:
-    """In float32, in the order of the ranks, rounded once."""
+    """Sum in float32, in the order of the ranks, and round once."""
     total = parts[0].float()
     for part in parts[1:]:
         total = total + part.float()
@@ -137,7 +137,7 @@ def test_columns_of_different_widths(connect: Connect, widths: tuple[int, ...], 
             expected = random(num_rows, total, dtype=torch.float32, seed=num_rows)
 
             def gather(rank: int, num_rows: int = num_rows, expected: torch.Tensor = expected) -> torch.Tensor:
-                ranks[rank].barrier()  # nobody fills memory that another one still reads
+                ranks[rank].barrier()  # no rank may overwrite memory that another one still reads
                 x = ranks[rank].shared_rows(num_rows, total, torch.float32)
                 own = slice(sum(widths[:rank]), sum(widths[: rank + 1]))
                 x[:, own] = expected[:, own]

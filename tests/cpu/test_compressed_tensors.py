@@ -50,7 +50,7 @@ def scales_of(weight: torch.Tensor, scheme: Scheme) -> tuple[Tensors, torch.Tens
             parts = weight.view(1, 1, -1)
     most = 448.0 if scheme["type"] == "float" else 2 ** (scheme["num_bits"] - 1) - 1
     if scheme.get("symmetric", True):
-        scales = (parts.abs().amax(-1) / most).to(torch.bfloat16).float()  # in whose type the library computes
+        scales = (parts.abs().amax(-1) / most).to(torch.bfloat16).float()  # the library computes in this type
         return {"weight_scale": scales.view(-1) if scheme.get("strategy") == "tensor" else scales}, groups
     low, high = parts.amin(-1), parts.amax(-1)
     scales = ((high - low) / (2 * most + 1)).to(torch.bfloat16).float()
@@ -74,7 +74,7 @@ def write(form: str, scheme: Scheme, name: str, weight: torch.Tensor) -> tuple[T
 
 
 def blocks(name: str, weight: torch.Tensor, ending: str = "weight_scale_inv") -> tuple[Tensors, torch.Tensor]:
-    """As DeepSeek's."""
+    """Quantize in blocks, like DeepSeek's checkpoints."""
     scheme = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [32, 48]}
     scales = scales_of(weight, scheme)[0]["weight_scale"]
     spread = scales.repeat_interleave(32, 0).repeat_interleave(48, 1)[: len(weight), : weight.shape[1]]
@@ -83,7 +83,7 @@ def blocks(name: str, weight: torch.Tensor, ending: str = "weight_scale_inv") ->
 
 
 def numbers(ending: str, activation: str, shape: tuple[int, ...], name: str, weight: torch.Tensor) -> Any:
-    """One scale for each matrix, and one for its inputs, as transformers or AutoFP8 write them."""
+    """Quantize with one scale for each matrix and one for its inputs, like transformers and AutoFP8."""
     scale = (weight.abs().amax() / 448).to(torch.bfloat16)
     codes = (weight / scale.float()).to(torch.float8_e4m3fn)
     others = {f"{name}.{ending}": scale.view(shape), f"{name}.{activation}": torch.full(shape, 0.5)}

@@ -88,7 +88,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_backend_for_a_gpu_is_here(backends: dict[str, Any]) -> None:
-    others = {"cpu", "encoder"}  # whose programs tests/cpu/test_program.py has; which decodes nothing
+    others = {"cpu", "encoder"}  # tests/cpu/test_program.py has the programs of a CPU; encoders do not decode
     assert set(backends) == set(BACKENDS) - others
 
 
@@ -120,7 +120,7 @@ def test_a_replay_has_the_bits_of_an_eager_step(
 def test_experts_that_stay_packed_are_in_graphs(
     dtype: str, tmp_path: Path, serve_by: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They wait for nothing on the host. Without kernels, as for rows of 32 bits, they are a loop that does."""
+    """Packed experts do not wait on the host. Without kernels, as for rows of 32 bits, they are a loop that does."""
     monkeypatch.setattr(packed_linear, "FEW_ROWS", 1 << 20)
     said: list[str] = []
     monkeypatch.setattr(worker_module.logger, "warning", lambda text, *values: said.append(text % values))
@@ -142,7 +142,7 @@ def test_experts_that_stay_packed_are_in_graphs(
 def test_the_norms_of_heads_go_with_their_rotation(
     tmp_path: Path, launcher: CapturingLauncher, serve_by: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One launch in place of three, in every layer with its own weights, and the same bits."""
+    """One launch instead of three, in every layer with its own weights, and the same bits."""
     serve_by("cuda")
     model = make_checkpoint(tmp_path / "model", "qwen3", dtype="bfloat16", num_hidden_layers=2)
     tokens: list[tuple[dict[int, list[int]], torch.Tensor]] = []

@@ -1,4 +1,4 @@
-"""The bundled model speaks its grammar: the checker accepts what transformers samples from the shipped weights."""
+"""The bundled model writes texts of its grammar: the checker accepts samples of the shipped weights by transformers."""
 
 import argparse
 import shutil

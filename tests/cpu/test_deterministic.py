@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 class Truth:
-    """One sequence alone: its tokens, and the logits that follow each of them from the prompt's last one on."""
+    """The tokens of one sequence alone, and the logits after each of them, from the prompt's last one on."""
 
     def __init__(self, model: Path, seed: int, **settings: Any) -> None:
         prompt = make_prompt(5, seed=seed)

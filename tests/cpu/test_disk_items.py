@@ -179,7 +179,7 @@ def test_room_is_made_for_blocks_that_another_engine_writes_later(
 
 
 def test_vectors_go_from_one_shelf_to_another(tmp_path: Path) -> None:
-    """Also those that the step's part forgets meanwhile; others than were asked for are none."""
+    """Vectors that the step's part drops meanwhile are still written. Vectors of another size are not loaded."""
     first, second, key = Worker(tmp_path, 1), Worker(tmp_path, 2), b"x" * 32 + MEDIUM
     shelves = Shelf(), Shelf()
     for worker, shelf in zip((first, second), shelves, strict=True):

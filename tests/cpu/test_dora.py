@@ -1,4 +1,4 @@
-"""Adapters with DoRA give the logits of PEFT; with quantized weights those of the dequantized weights."""
+"""Adapters with DoRA give PEFT's logits, and with quantized weights those of the dequantized weights."""
 
 from pathlib import Path
 

@@ -52,7 +52,8 @@ def plain(model: Path, prompt: list[int], count: int, sampling: Sampling = GREED
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "programs"])
 def test_a_twin_is_always_right(model: Path, sampling: Sampling, eager: bool) -> None:
-    """Also if all drafts are right, so that the last one and the token after it are computed together."""
+    """Includes steps in which all drafts are right, so that the last one and the token after it are computed
+    together."""
     driver = drafting(model, model, enforce_eager=eager)
     driver.run(new_request(0, PROMPT, list(range(1, 9)), sampling=sampling))
     assert draft(driver, 0, 8) == [1 + DRAFTS] * 8
@@ -102,7 +103,7 @@ class Watched:
         self.driver.run(new_request(handle, prompt, list(range(first, first + 8)), **fields))
 
     def check(self) -> None:
-        """All tokens are those of a run without drafts."""
+        """Assert that all tokens are those of a run without drafts."""
         assert 0 < sum(self.num_right) < self.num_tokens, "all right or all wrong proves little"
         for handle, tokens in self.driver.got.items():
             assert tokens == plain(self.model, self.prompts[handle], len(tokens)), handle
@@ -167,7 +168,7 @@ def test_blocks_that_were_others(watched: Watched) -> None:
 
 
 def test_a_prompt_is_made_up_for_in_several_steps(model: Path, kin: Path) -> None:
-    """As many tokens as a step may have, in blocks that hold another sequence's KV; then no drafts are wanted."""
+    """As many tokens as a step may have, in blocks that had another sequence's KV; then no drafts are requested."""
     watched = Watched(model, kin, max_num_batched_tokens=16)
     prompt = make_prompt(60, seed=2)
     for handle, tokens in ((0, prompt), (1, prompt[::-1])):
@@ -221,7 +222,7 @@ def test_forks(watched: Watched) -> None:
 
 
 def test_a_block_that_parent_and_child_begin_at_different_places(watched: Watched) -> None:
-    """It was another sequence's. The parent writes a token there, and the child, in the same step, none."""
+    """The block had another sequence's KV. In the same step the parent writes a token there, and the child none."""
     driver, prompt = watched.driver, [*PROMPT[:16], PROMPT[0]]
     watched.new(0, PROMPT, 1)
     watched.draft(0)

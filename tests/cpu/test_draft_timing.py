@@ -1,4 +1,4 @@
-"""A worker whose drafts follow from their gain tries steps with drafts and without when it starts."""
+"""A worker that drafts as much as saves time measures steps with drafts and without at its start."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -72,8 +72,8 @@ def test_every_method_is_timed(method: str, model: Path, model_with_head: Path) 
 
 
 def test_steps_recorded_then_serve_adapters(tmp_path: Path) -> None:
-    """The timed steps are the first recorded ones. Their programs read the adapters of later rows, and not those of the
-    step that only warms up."""
+    """The timed steps are the first recorded ones. Their programs must read the adapters of later rows, not those of
+    the warm-up step."""
     model = make_checkpoint(tmp_path / "model")
     adapter = str(make_adapter(model, tmp_path / "adapter"))
     got = []

@@ -72,7 +72,7 @@ class Following(Parrot):
 
 @pytest.mark.parametrize("eager", [True, False], ids=["eager", "programs"])
 def test_a_drafter_follows_each_step(tiny_checkpoint: Path, eager: bool) -> None:
-    """It gets the last token of each sequence, and the hidden state from which the model makes just this token."""
+    """A drafter gets the last token of each sequence, and the hidden state from which the model makes this token."""
     driver = Driver(tiny_checkpoint, enforce_eager=eager)
     plain = [token for step in generate(driver, None, GREEDY) for token in step]
     first = driver.got[0][0]
@@ -121,7 +121,7 @@ class Keeping(Drafter):
 
 
 def test_a_drafter_has_kv_of_its_own(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a separate group, or beside layers of the model, whose results do not change."""
+    """In a separate group, or in a group with layers of the model, whose results do not change."""
     plain = Driver(tiny_checkpoint)
     expected = generate(plain, None, GREEDY)
     layer = plain.worker.spec.layers[0]

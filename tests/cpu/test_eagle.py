@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: drafts are those of the head in plain torch, and no token changes."""
+"""EAGLE-3 heads: drafts equal those of the head in plain torch, and no token changes."""
 
 from pathlib import Path
 from typing import Any

@@ -25,7 +25,7 @@ PLAIN: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def exact_activation(kind: Activation, x: torch.Tensor) -> torch.Tensor:
-    """In float64, without the cancellations of the plain formulas."""
+    """The activation in float64, without the cancellations of the plain formulas."""
     wide = x.double()
     if kind == "gelu":
         return wide * (torch.erfc(wide * -math.sqrt(0.5)) / 2)
@@ -115,7 +115,7 @@ def test_extreme_gates(kind: Activation, dtype: torch.dtype, ops: CpuOps) -> Non
 @pytest.mark.usefixtures("each_vector_isa")
 @pytest.mark.parametrize(("kind", "reach"), [("silu", 87.0), ("gelu", 12.9)])
 def test_activations_over_their_whole_range(kind: Activation, reach: float, ops: CpuOps) -> None:
-    """Also where a result is tiny: beyond that float32 holds nothing more, or less than a whole number of digits."""
+    """Includes tiny results, down to the smallest numbers of float32."""
     x = torch.linspace(-reach, reach, 200_000)
     out = x[None].clone()
     ops.activate(kind, out)
@@ -131,7 +131,7 @@ def test_gelu_is_that_of_torch(ops: CpuOps) -> None:
 
 @pytest.mark.usefixtures("each_vector_isa")
 def test_xielu(dtype: torch.dtype, ops: CpuOps) -> None:
-    """Also where e^x - 1 - x is small beside its parts."""
+    """Includes inputs for which e^x - 1 - x is small compared with its terms."""
     for factors in ((0.8, 1.3, 0.5, -1e-6), (2.0, 0.6, 0.1, -0.3)):
         above, below, beta, eps = (float(torch.tensor(each)) for each in factors)
         for size, scale in [*((size, 4.0) for size in SIZES), (37, 0.3), (37, 1e-3), (37, 30.0)]:

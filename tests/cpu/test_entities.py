@@ -1,5 +1,5 @@
-"""Entities of texts are those of transformers' pipeline, also in engines; long texts have the same entities as if they
-fitted."""
+"""Entities in texts equal those of transformers' pipeline, also through engines; long texts have the same entities as
+short ones."""
 
 from array import array
 from pathlib import Path
@@ -33,8 +33,7 @@ def same(found: list[Entity], wanted: list[tuple[str, int, int, float]], text: s
 @pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")
 @pytest.mark.parametrize("name", ["BertForTokenClassification", "RobertaForTokenClassification"])
 def test_texts_have_the_pipelines_entities(tmp_path: Path, name: str) -> None:
-    """From the same logits: the test compares how tokens become entities, for tokenizers of word pieces and of
-    bytes."""
+    """Given the same logits: compares how tokens become entities, for tokenizers of word pieces and of bytes."""
     path = write_classifier(tmp_path / "m", name, max_position_embeddings=600)
     pipeline, tokenizer = pipeline_of(path), Tokenizer.load(path)
     pooler = PoolerInfo(("token_classify",), labels=LABELS)
@@ -131,7 +130,7 @@ def test_windows_of_a_long_text_give_what_the_whole_gives(tmp_path: Path) -> Non
 
 
 def test_windows_have_the_special_tokens_of_a_text(tmp_path: Path) -> None:
-    """The model gets each window as a separate text: its rows are those of transformers for that text."""
+    """The model gets each window as a separate text, whose rows equal transformers' for that text."""
     from tests.pooled import token_logits
 
     path = write_classifier(tmp_path / "m", "BertForTokenClassification")

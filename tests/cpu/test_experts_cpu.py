@@ -120,7 +120,7 @@ def test_experts_of_other_ranks_add_nothing(held: Split) -> None:
 @pytest.mark.usefixtures("each_product_isa")
 @pytest.mark.parametrize("quantization", [None, "int8", "int4_g32"])
 def test_a_row_does_not_depend_on_the_others(dtype: torch.dtype, quantization: Quantization | None) -> None:
-    """Nor on threads, nor on how many rows its experts have, nor on where a window ends."""
+    """Neither on threads, nor on the number of rows of its experts, nor on the ends of windows."""
     sizes = ExpertSizes(Split.whole(20), INNER, "silu")
     native = make_expert_matmul(*make(20, dtype, quantization), sizes)
     x, chosen = random(300, HIDDEN, dtype=dtype), pick(300, 20, 8)
@@ -204,7 +204,7 @@ def test_experts_with_zero_points_and_columns_in_any_order(values: torch.Tensor)
 
 
 def test_experts_of_several_kinds_are_computed_one_by_one() -> None:
-    """As what is shared of their rows follows from the kind."""
+    """Rows can be prepared once only for experts of one kind."""
     gate_up, down = make(4)
     for other in (make(4, quantization="int8"), make(4, quantization="int4"), (grouped(gate_up, UINT4), down)):
         mixed = [*gate_up[:2], *other[0][2:]]

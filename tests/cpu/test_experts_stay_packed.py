@@ -147,8 +147,8 @@ def test_of_a_layer_all_or_none_stay_packed(
 def test_dense_experts_that_are_quantized_on_load_are_packed_together(
     quantization: Quantization, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a kernel they are a loop, which waits for the device at each expert. Of int8 and int4_g32 the loop keeps
-    what a CPU does, other scales and minima than a GPU."""
+    """Without a kernel they are a loop, which waits for the device at each expert. For int8 and int4_g32 the loop has
+    the scales and minima of a CPU, which differ from a GPU's."""
     oracle = Oracle(QWEN3.make(tmp_path / "dense"))
     oracle.dtype = "bfloat16"
     model = oracle.load(quantization=quantization)

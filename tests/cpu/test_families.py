@@ -108,7 +108,7 @@ def test_sequences_of_one_batch_do_not_disturb_each_other(oracle: Oracle) -> Non
 
 
 def test_the_last_layers_attend_for_the_rows_alone_that_are_wanted(oracle: Oracle) -> None:
-    """They only write in a step that has no such row."""
+    """In a step that wants no rows, the last layers only write KV."""
     paged = Paged(oracle, seed=4)
     long, short = paged.sequence(oracle.tokens), paged.sequence(oracle.tokens[:41])
     paged.step((long, 60), ends=[0])

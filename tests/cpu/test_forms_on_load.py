@@ -87,7 +87,7 @@ def test_the_error_of_a_form(form: Form, most: float) -> None:
 
 
 def test_weights_on_a_grid_of_their_own_are_found(each_isa: str) -> None:
-    """Each group of 32 has 16 levels, as blocks of Q4_1 have; scales and minima are what bytes hold exactly."""
+    """Each group of 32 has 16 levels, like blocks of Q4_1; bytes represent scales and minima exactly."""
     generator = torch.Generator().manual_seed(2)
     codes = torch.randint(0, 16, (64, 8, 32), generator=generator)
     codes[:, :, 0], codes[:, :, 1] = 0, 15
@@ -156,7 +156,7 @@ def test_symmetric_codes_for_checkpoints_do_not_lose_it_either(each_isa: str) ->
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_input_that_is_no_number_makes_its_row_none(each_isa: str, form: Form, dtype: torch.dtype) -> None:
-    """And no other row that the product takes together with it."""
+    """And no other row of the same product."""
     packed = PackedWeight(random(40, 328), form=form)
     places = ((1, 0), (1, 5), (3, 31), (7, 150), (14, 255), (14, 300), (14, 327))
     for bad, (num_rows, place) in product(BAD, places):

@@ -19,7 +19,7 @@ NAMES = ["mixtral", "qwen2-moe", "glm4-moe", "granite-moe-shared"]
 
 @pytest.fixture(params=NAMES)
 def both(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
-    """As transformers writes it by default, and as it has it in memory."""
+    """A checkpoint as transformers writes it by default, and one with the tensors that it has in memory."""
     import transformers
 
     made = next(variant for variant in VARIANTS if variant.name == request.param).make(tmp_path / "made")

@@ -149,7 +149,7 @@ def load(path: Path) -> Any:
 
 
 def test_published_names_are_understood(tmp_path: Path, checkpoint: Path) -> None:
-    """Files may have the names of transformers' modules, or that of the tower's class in them."""
+    """Names may be those of transformers' modules, or contain the tower's class."""
     import shutil
 
     from safetensors.torch import load_file, save_file

@@ -1,4 +1,4 @@
-"""Assistants of Gemma 4: drafts are those of transformers' assistant, and no token changes."""
+"""Assistants of Gemma 4: drafts equal those of transformers' assistant, and no token changes."""
 
 from pathlib import Path
 from typing import Any

@@ -61,7 +61,7 @@ def cutter(**settings: Any) -> Any:
 
 
 def unified_function(name: str) -> Any:
-    """A function of the Unified model's processor in transformers, whose module cannot be imported without
+    """Take a function from the Unified model's processor in transformers, whose module cannot be imported without
     torchvision."""
     import transformers
 
@@ -74,7 +74,7 @@ def unified_function(name: str) -> Any:
 
 
 def inputs_of(images: list[Image.Image], *, unified: bool, **settings: Any) -> dict[str, Any]:
-    """As transformers' processors of images make them."""
+    """Inputs made by transformers' image processors."""
     made = dict(cutter(**settings)(images, return_tensors="pt"))
     if unified:
         merge = unified_function("patches_merge")
@@ -298,7 +298,7 @@ def test_samples_of_a_prompt_are_forks_of_it(checkpoint: Path, truths: list[Trut
 
 
 def test_small_models_cut_images_anywhere(tmp_path: Path) -> None:
-    """Steps may end inside an image whose tokens attend only to earlier tokens."""
+    """With attention to earlier tokens only, steps may end inside an image."""
     small, large = FAMILIES["small"].make(tmp_path / "s"), make_gemma4(tmp_path / "l")
     assert [layer.attention.whole_images for layer in load_spec(small).layers] == [0] * 4
     assert [layer.attention.whole_images for layer in load_spec(large).layers] == [1120, 0, 1120, 0]

@@ -68,7 +68,7 @@ def test_gemma_rounds_the_scale_of_its_token_vectors(dtype: str, tmp_path: Path)
 
 
 def test_a_nested_checkpoint_may_have_the_names_of_its_modules(tmp_path: Path) -> None:
-    """The published names begin with the text part, those of transformers' modules with the whole model."""
+    """Published names begin with the text part, those of transformers' modules with the whole model."""
     oracle = Oracle(variant("gemma3-nested").make(tmp_path / "nested"))
     tensors, renamed = load_file(oracle.path / SINGLE_FILE), {}
     assert any(name.startswith("language_model.model.") for name in tensors)

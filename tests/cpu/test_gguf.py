@@ -102,7 +102,7 @@ def test_a_family_is_the_same_in_a_gguf_file(tmp_path: Path, variant: Variant) -
     )  # one for all of the family, and towers are in files of their own
     own = OWN | ({"architecture", "vision", "extra_parameters"} if is_gemma4 else set())
     assert {key for key in spec.__struct_fields__ if getattr(spec, key) != getattr(oracle.spec, key)} <= own
-    oracle.spec = spec  # the attention is that of the file
+    oracle.spec = spec  # attention by the file's config
     assert oracle.difference(Paged(oracle, model=model).run(oracle.tokens, 64)) < MAX_DIFFERENCE
 
 
@@ -272,7 +272,7 @@ def test_an_architecture_that_is_not_supported_is_named(name: Any) -> None:
 
 
 def test_random_weights_are_for_floats(tmp_path: Path) -> None:
-    """Also for floats in a GGUF file, but not for blocks, nor for codes of any other format."""
+    """Also for floats in a GGUF file, but not for blocks, nor for codes of other formats."""
     folder = make_checkpoint(tmp_path / "checkpoint", "qwen3", num_hidden_layers=1)
     floats = write_gguf(tmp_path / "floats.gguf", folder)
     blocks = write_gguf(tmp_path / "blocks.gguf", folder, lambda _: "Q8_0")
@@ -300,7 +300,7 @@ def test_a_file_says_which_layers_of_lfm2_attend(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("float_products")
 def test_experts_of_gpt_oss_are_blocks_with_biases(tmp_path: Path) -> None:
-    """As its own files have them: MXFP4, a bias for each matrix, and ranks that share each expert."""
+    """Like the original files: MXFP4, a bias for each matrix, and ranks that divide each expert."""
     variant = next(one for one in VARIANTS if one.name == "gpt-oss")
     settings = {**variant.settings, "hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
     oracle = Oracle(replace(variant, settings=settings).make(tmp_path / "checkpoint"))

@@ -107,7 +107,7 @@ def test_packed_blocks_are_the_floats_that_they_stand_for(each_isa: str, kind: s
 
 @needs_native
 def test_the_smallest_scale_and_the_largest_are_kept() -> None:
-    """The powers of two of MXFP4 are beyond float16, and that of 0 is a denormal number."""
+    """MXFP4's powers of two exceed float16, and the scale for byte 0 is a denormal number."""
     some = blocks("MXFP4", 254, 1)
     some[:, 0] = torch.arange(254, dtype=torch.uint8)
     rows = BlockRows("MXFP4", some)

@@ -1,4 +1,4 @@
-"""Gemma 4 beyond its logits: tables in blocks, K and V that nobody needs, files that say something else."""
+"""Gemma 4 from GGUF beyond its logits: tables in blocks, unused K and V, and files whose metadata differ."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ def wide(path: Path, **text: Any) -> Path:
 
 @pytest.mark.usefixtures("float_products")
 def test_blocks_are_the_floats_they_stand_for(tmp_path: Path) -> None:
-    """Also blocks of the table with vectors for each layer, of which each of two ranks has half."""
+    """Includes the table of vectors for each layer in blocks, of which each of two ranks has half."""
     oracle = Oracle(wide(tmp_path / "checkpoint"))
     blocks, floats = (
         write_gguf(tmp_path / f"{dense}.gguf", oracle.path, lambda _: "Q8_0", dense=dense) for dense in (False, True)
@@ -43,7 +43,7 @@ def test_blocks_are_the_floats_they_stand_for(tmp_path: Path) -> None:
 
 
 def test_layers_that_share_k_and_v_may_have_their_own_in_the_files(tmp_path: Path) -> None:
-    """Published checkpoints do. They are read by nobody, and no plan counts them."""
+    """Published checkpoints have such tensors. They are not read, and not counted by a plan."""
     oracle = Oracle(PER_LAYER.make(tmp_path / "checkpoint"))
     expected, planned = Paged(oracle).run(oracle.tokens, 64), shapes(oracle.path)
     (file,) = oracle.path.glob("*.safetensors")

@@ -31,7 +31,7 @@ WIDE: dict[str, Any] = {
     "linear_value_head_dim": 128,
     "initializer_range": 0.05,
 }
-"""A block of 256 elements holds parts of two value heads."""
+"""A block of 256 elements has parts of two value heads."""
 KINDS = {
     "attn_qkv": "Q4_K",
     "attn_gate": "Q6_K",
@@ -124,7 +124,7 @@ def test_projections_of_qwen3_next_are_two_tensors_or_three(tmp_path: Path, join
 
 @pytest.mark.usefixtures("float_products")
 def test_gate_and_up_of_experts_may_be_one_tensor(tmp_path: Path) -> None:
-    """Converters can join them; that of an expert has gate before up."""
+    """Converters may join them; in an expert's tensor gate precedes up."""
     oracle = Oracle(
         qwen("mixture", "Qwen3_5Moe", {}, EXPERTS | {"moe_intermediate_size": 32}).make(tmp_path / "checkpoint")
     )
@@ -141,7 +141,7 @@ def test_gate_and_up_of_experts_may_be_one_tensor(tmp_path: Path) -> None:
 
 
 def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None:
-    """They count as layers in the file, and lie behind the others."""
+    """They count as layers in the file, after the others."""
     oracle = Oracle(checkpoint(tmp_path / "checkpoint"))
     more = {"qwen35.block_count": 6, "qwen35.nextn_predict_layers": 1}
     file = write_gguf(tmp_path / "model.gguf", oracle.path, more=more, rows={"blk.5.nextn.eh_proj.weight": 4})
@@ -183,7 +183,7 @@ def test_changes_undo_what_they_name() -> None:
 
 
 def test_columns_of_blocks_have_an_order() -> None:
-    """The plain twin of what the native library does."""
+    """The plain twin of the native library's order of columns."""
     matrix = torch.randn(4, 64, generator=torch.Generator().manual_seed(1))
     blocks = torch.from_numpy(gguf.quants.quantize(matrix.numpy(), gguf.GGMLQuantizationType.Q8_0))
     order = torch.randperm(64, generator=torch.Generator().manual_seed(2))

@@ -24,7 +24,7 @@ def nvfp4(name: str) -> str:
 
 
 def both(path: Path, folder: Path, kind_of: KindOf, factors: dict[str, list[float]]) -> list[Path]:
-    """The file with blocks, and one with the floats that they stand for."""
+    """Write the file with blocks, and one with the same values as floats."""
     return [
         write_gguf(path / f"{dense}.gguf", folder, kind_of, dense=dense, factors=factors) for dense in (False, True)
     ]

@@ -1,4 +1,4 @@
-"""Quantized weights as a GPU has them, by its kernels in the emulator: which stay packed, and what models answer."""
+"""Quantized weights on a GPU, with kernels in the emulator: formats that stay packed, and models' outputs."""
 
 import logging
 from collections.abc import Callable
@@ -118,7 +118,7 @@ def test_dense_weights_are_packed_some_rows_after_others(
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_a_weight_without_outputs_gives_none() -> None:
-    """As a rank has of experts that others hold."""
+    """As on a rank that has none of the experts."""
     kinds: tuple[Quantization, ...] = ("int8", "int4", "fp8")
     for quantization in kinds:
         made = make_matmul(torch.empty(0, 64, dtype=BF16), None, quantization)
@@ -147,7 +147,7 @@ def test_experts_become_dense_but_for_those_that_are_to_be_quantized(caplog: pyt
 
 
 def write(folder: Path, writer: Callable[..., tuple[Tensors, torch.Tensor]], config: dict[str, Any]) -> Path:
-    """A quantized checkpoint, and beside it the dense one of what its weights stand for."""
+    """Write a quantized checkpoint, and a dense one with the same values."""
     path, exact = (make_checkpoint(folder / name, **SIZES) for name in ("quantized", "exact"))
     stored: Tensors = {}
     dense = load_file(path / SINGLE_FILE)

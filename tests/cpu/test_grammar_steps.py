@@ -44,7 +44,7 @@ def guided(sampling: Sampling = GREEDY, **rules: Any) -> Sampling:
 
 @pytest.fixture
 def driver(tiny_checkpoint: Path, vocabulary: Vocabulary) -> Driver:
-    """A worker whose grammars are there at once, as if they had been used before."""
+    """A worker whose grammars are compiled already."""
     driver = Driver(tiny_checkpoint, max_num_batched_tokens=256)
     use(driver, vocabulary)
     return driver
@@ -212,7 +212,8 @@ class OnlyEight(ParityMask):
 
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_step_of_states_waits_for_a_grammar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes: bool) -> None:
-    """A state cannot take up a token twice, so nobody gets a token before the grammar is there or has failed."""
+    """A recurrent state cannot take a token twice, so no sequence gets a token before the grammar is compiled or has
+    failed."""
     path, prompt = HYBRIDS[0].make(tmp_path / "hybrid"), [token % VOCAB_SIZE for token in PROMPT]
     driver, future = Driver(path), Future[OnlyEight]()
     waited: list[int] = []

@@ -33,7 +33,7 @@ from vllm_lite.worker.graphs import DecodeGraphs, DecodeInputs, Graph
 
 class FakeGraph:
     def __init__(self, prepare: Callable[[], None], run: Callable[[], None]) -> None:
-        self.prepare = prepare  # stands for what kernels read from memory while they run
+        self.prepare = prepare  # in place of kernels' reads from memory while they run
         self.run = run
         self.count = 0
 
@@ -100,7 +100,7 @@ def model(request: pytest.FixtureRequest, tiny_checkpoint: Path, tmp_path_factor
 def run_both(
     model: Path, seed: int, num_steps: int, on: Device | None = None, **settings: Any
 ) -> tuple[Driver, Driver]:
-    """As plays.run_both, with a fake capture."""
+    """plays.run_both with a fake capture."""
     return plays.run_both(model, seed, num_steps, on or with_graphs(), **settings)
 
 
@@ -118,7 +118,7 @@ def test_replayed_steps_have_the_bits_of_eager_ones(model: Path, sizes: list[int
 def test_memory_that_is_not_brought_up_to_date_shows(
     tiny_checkpoint: Path, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: each part of what a graph reads matters."""
+    """A control: the test fails for each part of a graph's inputs that is not updated."""
     load = DecodeInputs.load
 
     def forgetful(self: DecodeInputs, inputs: StepInputs | None, size: int) -> None:
@@ -136,7 +136,7 @@ def test_memory_that_is_not_brought_up_to_date_shows(
 
 @pytest.mark.usefixtures("by_row")
 def test_padding_of_a_larger_step_before_is_overwritten(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it the rows of sequences that have gone would go on writing to blocks that others own by now."""
+    """Otherwise rows of ended sequences would still write to blocks that others have by now."""
     driver = Driver(tiny_checkpoint, on=with_graphs(), cudagraph_capture_sizes=[8])
     for handle in range(6):
         driver.run(new_request(handle, make_prompt(5, seed=handle), [1 + handle]))
@@ -177,7 +177,7 @@ def test_a_step_with_drafts_is_not_replayed(tiny_checkpoint: Path) -> None:
     driver = Driver(tiny_checkpoint, on=with_graphs(), cudagraph_capture_sizes=[4], **settings)
     driver.run(new_request(0, [5, 6, 7, 5, 6, 7, 5, 6], [1]))
     driver.worker.runner.batch.tokens_of(0)[-1] = 7  # follows its own pattern, so that there is something to draft
-    tried = counts(driver)[4]  # at the start, for what drafts cost
+    tried = counts(driver)[4]  # the timed steps at the start
     driver.run(Draft(0, 2, []))
     assert counts(driver) == {4: tried}
     driver.run(Continue(0, 1, []))
@@ -299,7 +299,7 @@ def test_inputs_are_where_the_views_say() -> None:
 
 
 def test_a_bucket_keeps_its_addresses() -> None:
-    """A graph knows addresses; `load` must never make new tensors of what it reads."""
+    """A graph has fixed addresses, so `load` must not make new tensors."""
     inputs = DecodeInputs(8, 5, 1, torch.device("cpu"))
     before = inputs.batch(4, 9)
     inputs.load(padding_step(3, 3, 1, 16, num_sampling=3), 4)

@@ -1,4 +1,5 @@
-"""Images on a hybrid, whose prefix cache needs states: chats find what was said, also from the end of an image on.
+"""Images on a hybrid model, whose prefix cache needs states: chats continue from earlier messages, and from the end of
+an image.
 
 `python -m tests.acceptance.image_chats 32` has 32 chats at once.
 """
@@ -32,7 +33,7 @@ def test_a_long_chat_computes_each_image_once_and_finds_the_rest(checkpoint: Pat
 
 
 def test_another_question_about_an_image_begins_at_its_end(checkpoint: Path) -> None:
-    """At the last end of a block in it, of the last two images."""
+    """From the last block boundary within an image, for the last two images."""
     images = [Image.fromarray(picture(64, 64, seed)) for seed in range(3)]
     shown = "".join(f"{number}: <|image_pad|> " for number in range(3))
     with LLM(str(checkpoint), num_gpu_blocks_override=64, **SMALL) as llm:

@@ -1,4 +1,5 @@
-"""Memory of decoders: what a pixel takes is known before it is decoded, and images that take much go one at a time."""
+"""Memory of image decoders: an image's bytes per pixel are known before it is decoded, and large images are decoded one
+at a time."""
 
 import fcntl
 import json
@@ -77,7 +78,7 @@ print(json.dumps(found))
 
 @pytest.mark.parametrize("name", FILES)
 def test_pixels_count_by_the_memory_that_they_take(tmp_path: Path, name: str) -> None:
-    """As much as they really take, upright or not."""
+    """As much as decoding really takes, with and without rotation."""
     how, pixel_bytes = FILES[name]
     (small := tmp_path / "small").write_bytes(file_of(how, (8, 8)))
     files = [tmp_path / "upright"]
@@ -138,7 +139,7 @@ def waits_for(fd: int) -> bool:
 
 
 def test_one_big_image_is_decoded_at_a_time() -> None:
-    """Small ones go on beside it."""
+    """Small images are decoded meanwhile."""
     pool, deadline_s = ImagePool(SETTINGS), time.monotonic() + scaled(60.0)
     big, small = file_of(("PNG", "1"), (3000, BIG_PIXELS // 3000 + 1)), as_file("PNG", "RGB", 60, 50, 1)
     with ThreadPoolExecutor(1) as threads:

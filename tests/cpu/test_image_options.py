@@ -59,7 +59,7 @@ def test_a_uuid_is_known_to_those_who_gave_it(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_programs_name_images_and_change_sizes(tmp_path: Path) -> None:
-    """As in vLLM: an image that was sent with its uuid may be None from then on."""
+    """As in vLLM, an image that was sent with its uuid may be None afterwards."""
     checkpoint = make_smolvlm(tmp_path / "m")
     image = Image.fromarray(picture(60, 40, 3))
     text = "User:<image>a page<end_of_utterance>\nAssistant:"

@@ -26,11 +26,11 @@ IMAGE = Media("image", b"i" * 32, ROWS * COLS, 3, grid=(1, 2 * ROWS, 2 * COLS))
 COUNTS = [5, 4, 1, 3, 7, 6, 1, 1]
 """Tokens of the prompt that each step computes: three words and two of the image, then the rest of it, and a word."""
 ALONE = 3
-"""The step in which the stream has no token, so that nobody draws one."""
+"""A step without a token of the stream, so without sampling."""
 
 
 def steps() -> list[list[Entry]]:
-    """A stream of words, and beside it a prompt with an image, and what follows it."""
+    """A stream of text beside a prompt with an image, step by step."""
     colors = np.random.default_rng(1).integers(0, 256, ROWS * COLS * 4 * PATCH**2 * 3, dtype=np.uint8).tobytes()
     prompt = [7, 8, 9] + [PLACEHOLDER] * IMAGE.num_tokens + [10]
     shown = msgspec.structs.replace(

@@ -193,7 +193,7 @@ def prompt(parts: Sequence[Part]) -> PromptLike:
 
 
 def answer(model: Any, parts: Sequence[Part], allowed: Callable[[list[int]], list[int]] | None = None) -> list[int]:
-    """By transformers. `allowed`: tokens that may come next, behind those of the answer so far."""
+    """An answer by transformers. `allowed` returns the permitted next tokens, given those of the answer so far."""
     ids, tiles = list[int](), []
     for part in parts:
         ids += part if isinstance(part, list) else [IMAGE_TOKEN] * 4
@@ -259,8 +259,8 @@ def test_answers_are_those_of_transformers(
 
 
 def test_adapters_and_schemas(checkpoint: Path, model: Any, answers: list[list[int]], tmp_path: Path) -> None:
-    """Beside requests with neither, with drafts, cut up, and found in the cache: as of a model with the adapter, whose
-    tokens are those that the schema leaves."""
+    """Adapters, schemas, plain requests, drafts, chunks and cache hits together: the answers equal transformers' with
+    the adapter and masked tokens."""
     tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
     written = {token: tokenizer.decode([token]) for token in range(3, 384)}
 
@@ -301,7 +301,7 @@ def test_little_room_for_vectors_changes_nothing(
 
 
 def test_a_pixel_makes_another_image(checkpoint: Path, model: Any) -> None:
-    """It hits nothing from its place on, and is answered as what it is."""
+    """The image with another pixel hits nothing from its position on, and gets its own answer."""
     first, other = colors(6), colors(6)
     other[3, 4, 1] ^= 255
     parts: list[list[Part]] = [[words(16, 3), each, words(30, 4)] for each in (first, first, other)]
@@ -372,8 +372,8 @@ def test_chats_are_those_of_transformers(checkpoint: Path, model: Any, llm: LLM,
 def test_a_long_chat_computes_each_image_once_and_finds_the_rest(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """20 turns with five images, of two users at once who show the same: what was said before is found, to the last
-    whole block, and towers run for the different tiles alone."""
+    """20 turns with five images, of two concurrent users with the same images: earlier tokens are found to the last
+    whole block, and towers run once for each different tile."""
     seen = list[bytes]()
     encode = SiglipTower.encode
 

@@ -53,7 +53,7 @@ def new_request(handle: int, tokens: list[int], *, sampling: Sampling = GREEDY, 
 
 
 def run(batch: InputBatch, *entries: Entry, sampled: int = 9) -> StepInputs:
-    """One step in which every sequence that is caught up samples the token `sampled`."""
+    """Run one step in which every sequence without uncomputed tokens samples `sampled`."""
     batch.apply(entries)
     inputs = batch.build()
     batch.commit(inputs, np.full(len(inputs.sampling), sampled))

@@ -228,12 +228,12 @@ class Stream:
 
 
 def expect(stream: Stream, scheduled: list[tuple[int, int]], inputs: StepInputs, batch: InputBatch) -> None:
-    """Compare a step's arrays with what the naive model says, token by token."""
+    """Compare a step's arrays with the naive model's, token by token."""
     ids: list[int] = []
     positions: list[int] = []
     starts, caught_up = [0], []
     slots: list[list[int]] = [[] for _ in range(stream.num_groups)]
-    samples: list[tuple[int, Naive, int]] = []  # where in the tokens, whose, the length before it
+    samples: list[tuple[int, Naive, int]] = []  # place among the tokens, sequence, length before it
     for i, (handle, count) in enumerate(scheduled):
         sequence = stream.sequences[handle]
         tokens = sequence.tokens + sequence.drafts
@@ -266,7 +266,7 @@ def expect(stream: Stream, scheduled: list[tuple[int, int]], inputs: StepInputs,
 
 
 def expect_samples(samples: list[tuple[Naive, int]], got: SampleInputs) -> None:
-    """`samples`: whose, and the length before it."""
+    """Compare the sampler's inputs. `samples`: sequence, and its length before the token."""
     assert got.params["seed"].tolist() == [sequence.sampling.seed for sequence, _ in samples]
     assert got.params["sample"].tolist() == [sequence.sampling.sample for sequence, _ in samples]
     assert got.params["top_k"].tolist() == [max(sequence.sampling.top_k, 0) for sequence, _ in samples]
@@ -313,7 +313,7 @@ def new_batch(num_groups: int) -> InputBatch:
 
 
 class OfStream(Drafter):
-    """Drafts what the stream has drawn for its sequences."""
+    """A drafter that proposes the stream's random drafts."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream

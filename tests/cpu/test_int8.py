@@ -1,4 +1,4 @@
-"""--quantization int8 and int4: how far weights are from the checkpoint, and what a model takes and answers."""
+"""--quantization int8 and int4: rounding of weights, and a model's memory and outputs."""
 
 from pathlib import Path
 
@@ -77,7 +77,7 @@ def rounded(weight: torch.Tensor, form: Form) -> torch.Tensor:
 
 
 def mixture(folder: Path, kind: Quantization) -> tuple[Path, Path]:
-    """A checkpoint with experts, and the same one with what its weights become."""
+    """A checkpoint with experts, and the same one with the rounded weights."""
     made = [qwen3("mixture", {}, mlp_only_layers=[1]).make(folder / name) for name in ("dense", "rounded")]
     weights = load_file(made[1] / SINGLE_FILE)
     mixed = MixedForm.of(load_spec(made[0]), kind, "cpu")
@@ -90,7 +90,7 @@ def mixture(folder: Path, kind: Quantization) -> tuple[Path, Path]:
 
 
 def answers(folder: Path, kind: Quantization) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of such a model at 150 positions, and transformers' of what its weights stand for."""
+    """Logits of such a model at 150 positions, and transformers' logits with the rounded weights."""
     dense, same = mixture(folder, kind)
     oracle = Oracle(same)
     model = build(load_spec(dense), torch.float32, CPU, Sizes(oracle.max_model_len, 512), kind)

@@ -1,4 +1,4 @@
-"""A KV cache in int8: what its rows hold, attention over them, what a block's bytes are, and a model with one."""
+"""A KV cache in int8: its rows, attention over them, bytes of a block, and a model with such a cache."""
 
 import math
 from hashlib import blake2b
@@ -84,7 +84,7 @@ def test_rows_of_zeros_and_of_next_to_nothing_are_zeros():
 
 
 def test_files_of_rows_with_other_bytes_are_those_of_another_layout():
-    """KV on disk is found again by its layout's number: who changes these bytes raises it, and the digest here."""
+    """KV on disk is identified by its layout's number: a change of these bytes must raise it, and the digest here."""
     kept = quantized(torch.arange(-48.0, 48.0).view(1, 96))
     digest = blake2b(kept.numpy().tobytes(), digest_size=4).hexdigest()
     assert (LAYOUT_VERSION, digest) == (2, "b57e9c12")
@@ -107,7 +107,7 @@ def test_native_writes_keep_the_same_bytes(each_isa, dtype, head_size):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_number_that_is_none_makes_its_row_none(backend, bad):  # noqa: F811
-    """And no other: no code may stand for it, and hide a broken model."""
+    """And no other: a code in its place would hide a broken model."""
     batch = Batch([(1, 1), (1, 1)], backend=backend, kv_dtype=INT8)
     batch.value[0, 0, 5] = bad
     out = batch.run()
@@ -119,7 +119,7 @@ def test_a_number_that_is_none_makes_its_row_none(backend, bad):  # noqa: F811
 @pytest.mark.parametrize("head_size", [64, 80])
 @needs_library
 def test_attention_over_keys_with_large_channels_is_closer_than_over_plain_rows(each_isa, head_size):
-    """In bfloat16 and float32, of one token and of a chunk: against attention over K and V as they were."""
+    """In bfloat16 and float32, for one token and for a chunk, compared with attention over the unquantized K and V."""
     lengths = [(1, 300), (40, 40)]
     for dtype in (torch.float32, torch.bfloat16):
         source = Batch(lengths, dtype=dtype, head_size=head_size)
@@ -196,7 +196,7 @@ def test_latent_attention_is_refused_by_name():
 
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, INT8])
 def test_sparse_attention_is_refused_by_name(kv_dtype: torch.dtype):
-    """Its index's keys would need scales of their own."""
+    """The keys of its index would need separate scales."""
     shape = attention_shape((4, 1, 16), 16, torch.float32, kv_dtype=kv_dtype, index_size=8)
     with pytest.raises(ConfigError, match="a KV cache of 8 bits does not go with sparse attention"):
         select_backend(shape)
@@ -217,7 +217,7 @@ LOGITS_ERROR = 0.05
 
 
 def last_logits(model, **settings):
-    """Logits after each of some prompts, whose tokens attend to each other through the cache."""
+    """Logits after each of several prompts, whose tokens read the cache."""
     driver = Driver(model, **settings)
     recorder = Recorder(driver)
     for handle in range(8):

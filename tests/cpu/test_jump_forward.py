@@ -26,7 +26,7 @@ def guided(sampling: Sampling) -> Sampling:
 
 @pytest.fixture
 def chained(tiny_checkpoint: Path) -> Driver:
-    """A worker all of whose sequences with rules follow a ChainMask."""
+    """A worker in which all sequences with rules follow a ChainMask."""
     driver = Driver(tiny_checkpoint, max_num_batched_tokens=256)
     driver.rules.mask_source_of = lambda _: ChainMask(384)
     return driver
@@ -56,13 +56,13 @@ def test_forced_tokens_take_fewer_steps_and_are_the_same(
     for max_drafts in (1, 2, 8):
         drafted, num_steps = generate(chained, sampling, 5 * PERIOD, max_drafts)
         assert drafted == plain
-        # What a choice forces is known in the step behind it, which ends with the next choice: two choices a period.
+        # Tokens forced by a choice are known in the next step, which ends with the next choice: two choices a period.
         steps = {1: 16, 2: 16, 8: 11}[max_drafts]
         assert num_steps == steps if other is None else num_steps <= steps
 
 
 def test_a_draft_that_forces_nothing_is_a_plain_decode(chained: Driver) -> None:
-    """The step stays a steady one, whose inputs are not made anew."""
+    """The step is a steady one, whose inputs are not built anew."""
     runner = chained.worker.runner
     chained.run(new_request(0, PROMPT, [1, 2, 3]))
     made = runner.batch.build

@@ -1,4 +1,4 @@
-"""The scales of a float8 KV cache that a checkpoint brings: how they are called, what is refused, what they do."""
+"""The scales of a float8 KV cache in a checkpoint: their names, errors and effects."""
 
 from pathlib import Path
 from typing import Any
@@ -108,8 +108,8 @@ def test_layers_have_both_or_none_has_any(model: Path) -> None:
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
 def test_attention_takes_those_of_its_layer(model: Path, implementation: str) -> None:
-    """By the kernels and the reference alike. One layer's scales are so small that nearly all of its K and V are cut
-    off, which is seen; swapped with the other layer's, something else comes out."""
+    """In the kernels and in the reference. One layer's scales are so small that nearly all of its K and V are clipped;
+    swapped with the other layer's, they give another result."""
     options = {"model_impl": implementation, "kv_cache_dtype": "fp8"}
     plain = last_logits(model, **options)
     add_scales(model, (0.01, 0.02), (1e-5, 2e-5))

@@ -1,4 +1,4 @@
-"""Attention whose V is a part of K: kernels against float64, the products around it, and steps that are recorded."""
+"""Attention whose V is a part of K: kernels compared with float64, the products around it, and recorded steps."""
 
 import json
 from dataclasses import replace
@@ -51,7 +51,7 @@ BLOCK_SIZE = 16
 
 
 class Step:
-    """Sequences of (query_len, seq_len), whose older tokens were written by steps before; other slots hold NaN."""
+    """Sequences of (query_len, seq_len) whose older tokens were written by earlier steps; other slots have NaN."""
 
     def __init__(self, backend, heads, lengths=MIXED, dtype=torch.float32, kv_dtype=None, k_scale=1.0):
         num_heads, size, value_size = heads
@@ -376,7 +376,7 @@ def test_the_cache_keeps_one_vector_a_token(tmp_path: Path):
 
 
 def test_a_gpu_is_planned_with_dense_heads(tmp_path: Path):
-    """As it has them, whatever else is quantized."""
+    """A GPU keeps these heads dense, whatever else is quantized."""
     spec = load_spec(VARIANTS[0].make(tmp_path / "model"))
     names = [f"model.layers.0.self_attn.{layer}.weight" for layer in ("kv_b_proj", "k_b_proj.1", "v_b_proj.1")]
     heads = Checkpoint(spec, dict.fromkeys(names, Tensor("BF16", (64, 128))))

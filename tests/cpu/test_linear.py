@@ -130,7 +130,7 @@ def test_lm_head(monkeypatch, tied, kind, quantization):
 
 
 class Codes:
-    """A stored weight whose product keeps no rows that could be looked up."""
+    """A stored weight whose product has no rows that could be looked up."""
 
     stacks = ()
 

@@ -1,6 +1,6 @@
-"""Rules for logits: their order, each of them against transformers, and the distributions that they leave.
+"""Rules for logits: their order, each one compared with transformers, and the resulting distributions.
 
-tests/cpu/test_input_batch_streams.py holds them against a plain model for whatever happens to sequences.
+tests/cpu/test_input_batch_streams.py compares them with a plain model under all events of sequences.
 """
 
 import math
@@ -52,7 +52,7 @@ def inputs_of(
 
 
 def after_rules(logits: torch.Tensor, prompt: list[int], output: list[int], **fields: Any) -> torch.Tensor:
-    """One row of logits, [vocab]."""
+    """Apply rules to one row of logits, [vocab], and compare it with the plain twin."""
     params = SamplingParams(**fields)
     inputs = inputs_of(prompt, output, params, len(logits), 1)
     row = logits.clone()[None]
@@ -70,7 +70,7 @@ PROMPT, OUTPUT = [3, 4, 5, 5, 6], [7, 8, 7, 3, 9]
 
 
 def test_the_order_of_the_rules() -> None:
-    """Bias comes before penalties, the repetition penalty before what is subtracted; what is ruled out stays so."""
+    """Bias, then the repetition penalty, then the other penalties; excluded tokens stay excluded."""
     logits = torch.tensor([1.0, -1.0, 2.0, -2.0, 0.5, 0.0])
     got = after_rules(
         logits,
@@ -117,7 +117,7 @@ def test_bias_is_that_of_transformers() -> None:
 
 @pytest.mark.parametrize("output", [[], [7], [7, 8], [9, 7, 8], [8, 8], [7, 8, 9]])
 def test_bad_words_are_those_of_transformers(output: list[int]) -> None:
-    """The prompt holds no beginning of a word: unlike transformers, words are looked for in the output only."""
+    """Unlike transformers, words are searched in the output only. So the prompt here has no beginning of a word."""
     from transformers import NoBadWordsLogitsProcessor
 
     words = [[7, 8, 9], [8, 8], [12], [9, 10], [7, 13]]
@@ -180,7 +180,7 @@ def test_draws_follow_the_softmax_that_rules_and_filters_leave(rules: dict[str, 
 
 
 def test_an_entry_has_the_rules_of_its_last_sequence() -> None:
-    """A sequence that comes in the step in which another leaves gets its entry as well."""
+    """A sequence that joins in the step in which another leaves gets the same entry."""
     book, tokens = RuleBook(1, VOCAB, 100), np.array([PROMPT], np.int32)
     for token in (3, 4, 5):
         rules: list[dict[str, Any]] = [{"logit_bias": {token: 1.0}}, {"frequency_penalty": 1.0}, {"min_tokens": 2}]
@@ -200,7 +200,7 @@ def test_an_entry_has_the_rules_of_its_last_sequence() -> None:
 
 
 def test_a_rule_hides_no_fault_of_the_model() -> None:
-    """Not even where a token is not allowed: what else the model says of such a row is not to be trusted."""
+    """Also if the faulty token is excluded, because the other logits of such a row are not reliable."""
     logits = random_logits().expand(2, -1).clone()
     logits[1, 30] = math.nan
     inputs = inputs_of(PROMPT, OUTPUT, SamplingParams(allowed_token_ids=[3, 4]), VOCAB, 2)

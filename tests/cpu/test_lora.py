@@ -145,7 +145,7 @@ def test_the_base_may_be_a_gguf_file(
     expected = reference(merged, oracle.spec.architecture, oracle.tokens[:40])
     file = write_gguf(tmp_path / "model.gguf", oracle.path)
     oracle = copy(oracle)
-    oracle.spec = load_spec(file)  # the attention is that of the file
+    oracle.spec = load_spec(file)  # attention by the file's config
     found: list[list[torch.Tensor]] = [run_mixed(load(oracle, [path, path], stored_as=file), oracle)]
     if name in {"llama-yarn", "neox"}:
         found += on_ranks(2, lambda rank: run_mixed(load(oracle, [path, path], rank, file), oracle))
@@ -180,7 +180,7 @@ def test_patterns_of_ranks_and_alphas(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Oracle, Path]:
-    """A model of whose sizes quantized checkpoints are, and an adapter of it."""
+    """A model as large as those of quantized checkpoints, and an adapter for it."""
     folder = tmp_path_factory.mktemp("large")
     oracle = Oracle(make_checkpoint(folder / "base", **LARGE))
     return oracle, make_adapter(oracle.path, folder / "adapter", ["q_proj", "k_proj", "v_proj"])
@@ -193,7 +193,7 @@ QUANTIZED = [*FORMATS, "bitsandbytes int8", "gguf Q4_K", *SCHEMES, "--quantizati
 def test_quantized_weights_keep_theirs_and_the_difference_is_exact(
     kind: str, large: tuple[Oracle, Path], tmp_path: Path
 ) -> None:
-    """Held at the layer: what an adapter adds to a quantized product is what A and B give, in float32."""
+    """Compared at the layer: the adapter's part of a quantized product equals that of A and B in float32."""
     oracle, path = large
     stored, option = None, None
     if kind in FORMATS:

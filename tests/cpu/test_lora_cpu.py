@@ -24,7 +24,7 @@ LAYERS = {
     "three matrices": (100, [96, 32, 40], [0, 1, 2]),
     "three of one": (64, [48, 16, 16], [0, 0, 0]),
 }
-"""Inputs, outputs of each projection, and the matrix in which each lies."""
+"""Inputs, outputs of each projection, and index of each projection's matrix A."""
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -96,7 +96,7 @@ def test_logits_are_those_of_merged_weights(name: str, tmp_path: Path) -> None:
 
 
 def test_names_of_single_experts(tmp_path: Path) -> None:
-    """As adapters have them that were made where experts were modules; PEFT puts them together."""
+    """Names in adapters made for experts that are separate modules; PEFT joins these."""
     oracle = make_oracle("qwen3-moe", tmp_path / "base")
     together = fused(oracle, tmp_path / "together", seed=1)
     single = one_by_one(together, tmp_path / "single", 5)
@@ -178,14 +178,14 @@ def adapted_experts(dtype: torch.dtype, num_experts: int) -> tuple[Adapters, Exp
 @pytest.mark.skipif(not cpu.available(), reason="no native library")
 @pytest.mark.usefixtures("each_product_isa", "two_threads")
 def test_the_kernel_computes_what_the_loop_does(dtype: torch.dtype) -> None:
-    """One row, rows of several adapters and of none, and more pairs than are computed at once."""
+    """One row, rows of several adapters and without one, and more pairs than one window."""
     sizes, weights = ExpertSizes(Split.whole(20), INNER, "silu"), make(20, dtype)
     made, experts = adapted_experts(dtype, 20)
     native = experts.over(make_expert_matmul(*weights, sizes))
     looped = experts.over(LoopedExperts(*weights, sizes))
     for num_tokens in (1, 40, 300):
         x, chosen = random(num_tokens, HIDDEN, dtype=dtype), pick(num_tokens, 20, 8)
-        made.rows.begin_step(np.arange(num_tokens) % 5 - 1)  # slot 3 holds nothing
+        made.rows.begin_step(np.arange(num_tokens) % 5 - 1)  # slot 3 is empty
         ours, theirs, plain = torch.full_like(x, torch.nan), torch.empty_like(x), torch.empty_like(x)
         native.forward(x, chosen, ours)
         looped.forward(x, chosen, theirs)

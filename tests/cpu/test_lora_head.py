@@ -1,4 +1,4 @@
-"""Adapters of LM heads, alone and beside those of token vectors, give what PEFT computes with them, row by row."""
+"""Adapters of LM heads, alone and with those of token vectors: logits equal PEFT's, row by row."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from vllm_lite.layers.weights.adapted_head import AdaptedHead
 from vllm_lite.worker import forward
 
 FAMILIES = ("gemma2", "llama-yarn")
-"""Variants of tests/families: a tied head, whose table stays as it is, with a soft cap; a head of its own."""
+"""Variants of tests/families: a tied head, whose table is not changed, with a soft cap; and a separate head."""
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -37,8 +37,8 @@ def test_logits_are_those_of_peft(name: str, tmp_path: Path) -> None:
 def test_rows_are_selected_where_logits_are_wanted_of_some(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str
 ) -> None:
-    """Through an engine: prompts whose tokens are scored stand beside others in steps that want logits of some rows,
-    some of them at a time."""
+    """Through an engine: prompts with scored tokens beside others, in steps that compute logits of some rows only, a
+    few at a time."""
     monkeypatch.setattr(forward, "HEAD_ROWS", 2)
     if kernels == "torch":
         monkeypatch.setattr("vllm_lite.layers.weights.lora.copies", lambda *_: False)

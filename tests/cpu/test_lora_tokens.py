@@ -145,7 +145,7 @@ def test_tables_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.
 
 @quiet
 def test_an_encoder_has_an_adapted_table_too(tmp_path: Path) -> None:
-    """Vectors of texts are those of PEFT's model; its table stands before types, positions and a norm."""
+    """Vectors of texts equal those of PEFT's model; the adapted table precedes types, positions and a norm."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModel
 

@@ -1,6 +1,6 @@
-"""Masks that change with each token, of a toy source: through forks, preemption, resumption and drafts.
+"""Masks that change with each token, from a toy source, through forks, preemption, resumption and drafts.
 
-tests/cpu/test_input_batch_streams.py holds them against a plain model for whatever happens to sequences.
+tests/cpu/test_input_batch_streams.py compares them with a plain model under all events of sequences.
 """
 
 import math

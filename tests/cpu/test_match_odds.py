@@ -75,7 +75,7 @@ def test_drafters_propose_what_is_sure_enough_and_learn_from_the_rest(make: Any)
     assert propose(REPEATED, 0.5) == whole[:1]
     assert propose(REPEATED, 0.9) == []
     tokens = list(REPEATED)
-    for _ in range(40):  # three tokens match, and what follows them is right
+    for _ in range(40):  # three tokens match, and the next one is right
         assert propose(tokens, 0.99) == []
         propose([*tokens, 4], 0.99)
     assert propose(REPEATED, 0.9)[:1] == [4]

@@ -47,8 +47,8 @@ MIB = 2**20
 
 
 class FakeMemory:
-    """A device whose framework allocates the bytes that the test sets. `others` are bytes used outside of the
-    framework, `kept` bytes that it holds without need."""
+    """A fake device with set numbers of bytes. `others` are used outside of the framework, `kept` are reserved by it
+    without need."""
 
     def __init__(self, total: int, allocated: int = 0, others: int = 0) -> None:
         self.total, self.allocated, self.others = total, allocated, others
@@ -218,7 +218,7 @@ def test_a_device_that_others_use_is_an_error_at_once() -> None:
         check_free(FakeMemory(24 * GIB, others=24 * GIB), 0.9)
 
 
-# ---- what the configuration says
+# ---- configured sizes
 
 
 def config_of(device: str = "cpu", **values: Any) -> ResolvedConfig:
@@ -354,7 +354,7 @@ def test_the_largest_step_sees_images(
 @pytest.mark.parametrize("settings", [{"num_gpu_blocks_override": 30}, {"kv_cache_memory_bytes": 30 * 8192}], ids=str)
 def test_no_profile_where_the_size_is_given(tiny_checkpoint: Path, settings: dict[str, Any]) -> None:
     device, memory = fake_gpu(total=MIB)
-    memory.others = memory.total  # nothing is free, and nobody looks
+    memory.others = memory.total  # no memory is free, but the amount is not read
     worker = worker_on(device, tiny_checkpoint, **settings)
     worker.run_largest_step = lambda: pytest.fail("profiled")  # type: ignore[method-assign]
     assert worker.load().num_blocks == 30

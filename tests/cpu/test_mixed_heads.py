@@ -116,7 +116,7 @@ def _shared_memory(views: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _in_its_own_keys(views: list[torch.Tensor]) -> list[torch.Tensor]:
-    """A sliding layer whose V begins in the last token of its K."""
+    """Give a sliding layer a V that begins in the last token of its K."""
     view = views[3]
     strides = (view.stride(0), view.stride(1) - view.stride(3), *view.stride()[2:])
     views[3] = view.as_strided(view.shape, strides, view.storage_offset())
@@ -159,7 +159,8 @@ def test_heads_of_512_beside_heads_of_256(tmp_path: Path, num_heads: int) -> Non
 def test_two_ranks(
     tmp_path: Path, layers: tuple[mixed_heads.Heads, ...], groups: list[tuple[int, ...]], elements: int
 ) -> None:
-    """Each holds one of 2 KV heads of the full layers, 24 elements, and of the others the only one, 40, or 2 of 4."""
+    """Each rank has one of 2 KV heads of the full layers, 24 elements; of the others the only one, 40 elements, or 2 of
+    4."""
     oracle = MixedOracle(make_mixed(tmp_path / "model", layers), world=2)
     assert [group.layers for group in oracle.spec.kv_groups] == groups
     ranks = [oracle.spec.per_rank(Shard(rank, 2)) for rank in range(2)]

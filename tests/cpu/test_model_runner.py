@@ -93,7 +93,7 @@ def test_a_fork_with_a_copy_of_the_shared_tail(driver: Driver, oracle: Any, copi
 
 
 def test_samples_of_one_prompt_share_it_in_the_step_that_computes_it(driver: Driver, oracle: Any) -> None:
-    """As the engine sends it: the parent writes the tail that the child reads in the same step."""
+    """As the engine does it: the parent writes the tail that the child reads in the same step."""
     prompt = make_prompt(20, seed=3)
     driver.run(new_request(0, prompt, [1, 2]), Fork(0, 1, GREEDY, 20, 19, 20), Continue(1, 1, []))
     driver.run(ReplaceBlock(0, 0, 1, 5), Continue(0, 1, []), Continue(1, 1, []), ops=((int(BlockOp.COPY), 2, 5),))

@@ -176,7 +176,7 @@ class Keeper(Drafter):
 
 
 def test_answers_of_a_group_reach_the_drafter(driver: Driver) -> None:
-    """Also of a sequence that is preempted when it ends, and of a fork; not of one without a group."""
+    """Also of a sequence that ends preempted, and of a fork; not of a sequence without a group."""
     driver.drafts.drafter = keeper = Keeper()
     requests = [
         msgspec.structs.replace(

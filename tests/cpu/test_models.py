@@ -130,7 +130,7 @@ def test_bfloat16_is_no_further_from_the_truth_than_transformers(checkpoints, na
 
 
 def test_the_tokens_of_a_prompt_give_many_different_answers(oracle):
-    """Else the parity above could not see the context."""
+    """Otherwise the tests of parity could not detect a wrong context."""
     assert len(oracle.logits.argmax(-1).unique()) > 40
 
 

@@ -1,4 +1,4 @@
-"""MTP heads: drafts are those of the head in plain torch, whatever happened to its KV."""
+"""MTP heads: drafts equal those of the head in plain torch, whatever happened to its KV."""
 
 from collections.abc import Sequence
 from pathlib import Path

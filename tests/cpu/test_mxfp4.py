@@ -90,7 +90,7 @@ def of_one_block() -> QuantizedWeight:
 
 
 def test_worked_example() -> None:
-    """The low half of a byte comes first, and the scale 124 means 1/8."""
+    """The low half of a byte is the first value, and the scale 124 means 1/8."""
     blocks = torch.full((1, 1, 16), 0xA3, dtype=torch.uint8)
     dense = of_one_block().dense([blocks, torch.tensor([[124]], dtype=torch.uint8)])
     assert dense[0, :4].tolist() == [0.1875, -0.125, 0.1875, -0.125]

@@ -26,7 +26,7 @@ E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 IQ4_NL = torch.tensor([-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
 """Whole numbers whose bytes are too large for sums of four products in 16 bits."""
 FROM_100 = torch.arange(256.0) - 100
-"""Whole numbers whose bytes lack no multiple of 128."""
+"""Whole numbers that differ from bytes by an amount that is no multiple of 128."""
 WHOLE = (INT4, UINT4, MXFP4, IQ4_NL, INT5, UINT5, INT8, FROM_100)
 
 # outputs, inputs, group size, rows: whole blocks and parts of them, parts of groups, several tiles, groups and tasks
@@ -85,7 +85,7 @@ def check_packed(
     rounded = rounded_as_for(weight, x) if whole and multiplies_bytes() else x
     dense = dequantize(weight).double()
     expected = rounded.double() @ dense.t() + (0 if bias is None else bias.double())
-    size = (rounded.double().abs() @ (dense.abs() + 20).t()).max()  # what minima take away counts, too
+    size = (rounded.double().abs() @ (dense.abs() + 20).t()).max()  # the part of the minima counts, too
     assert (out - expected).abs().max() < 1e-6 * size, label
 
 
@@ -106,8 +106,8 @@ def test_equals_float64(each_isa: str, values: torch.Tensor, minima: bool) -> No
 @pytest.mark.parametrize("group_size", [16, 32])
 @pytest.mark.parametrize("num_rows", [1, 4, 6, 11, 40])
 def test_groups_of_8_and_of_15_bits_lie_side_by_side(each_isa: str, num_rows: int, group_size: int) -> None:
-    """A group whose largest is far larger than others has some of its numbers in 15 bits, and leaves the rows beside it
-    as they are: each has the bits that it has alone."""
+    """A group whose largest value is far larger than the others has some numbers in 15 bits, and does not change other
+    rows: each has the bits that it has alone."""
     x = random(num_rows, 200)
     x[::3, 40] *= 1000
     x[1::4, 90:] *= 1e-20
@@ -265,7 +265,8 @@ def test_tiles_add_groups_with_scales_of_bytes_up_as_vectors_do(form: Form) -> N
 
 
 def uneven_rows(num_rows: int, num_inputs: int) -> torch.Tensor:
-    """In some groups of inputs, of some rows or of all, 8 bits are too few; and there is a row of no numbers."""
+    """Rows with groups, some of one row and some of all, for which 8 bits are too few; and one row with infinity and
+    NaN."""
     x = random(num_rows, num_inputs)
     x[:, 40], x[5:7, 300] = 90, -50
     x[-1, 3], x[-1, 400] = math.inf, math.nan
@@ -273,7 +274,7 @@ def uneven_rows(num_rows: int, num_inputs: int) -> torch.Tensor:
 
 
 def check_rows_as_alone(weight: PackedWeight, x: torch.Tensor) -> None:
-    """By tiles, those of the processor and those in plain C++, as vectors multiply them a few at a time."""
+    """Compare tiles, the processor's and those in plain C++, with products of a few rows by vectors."""
     for isa in ("amx_emulated", *(["amx"] if has_amx() else [])):
         for _ in using_isa(isa):
             together, alone = torch.full((2, len(x), weight.num_outputs), math.nan)
@@ -295,7 +296,7 @@ def test_tiles_equal_float64_as_vectors_do() -> None:
 @pytest.mark.parametrize(("values", "group_size"), [(INT4, 32), (INT4, 128), (INT5, 32), (INT8, 16), (INT8, 128)])
 @pytest.mark.usefixtures("each_isa")
 def test_channels_far_larger_than_others_leave_them_as_they_are(values: torch.Tensor, group_size: int) -> None:
-    """With 4 bits they take those of their own 32 inputs away and no others, with 8 bits none."""
+    """With 4 bits, large channels affect only their own 32 inputs; with 8 bits, none."""
     weight, x = grouped(64, 384, group_size, values), random(14, 384)
     weight.codes[:, [5, 200]] = values.tolist().index(0)
     if values is INT4:
@@ -345,7 +346,7 @@ def with_zero_points(weight: GroupedWeight, zeros: torch.Tensor) -> GroupedWeigh
 @pytest.mark.parametrize(("group_size", "bits"), [(128, 4 + 24 / 128), (32, 4 + 24 / 32)])
 @pytest.mark.parametrize("values", [UINT4, INT4], ids=["uint4", "int4"])
 def test_zero_points_take_a_byte(each_isa: str, values: torch.Tensor, group_size: int, bits: float) -> None:
-    """And are as exact as the symmetric integers that they amount to."""
+    """The result is as exact as with the equivalent symmetric integers."""
     for num_rows in (1, 5, 40):
         plain = grouped(96, 640, group_size, values, scales=torch.bfloat16)
         zeros = torch.randint(-3, 17, plain.scales.shape, generator=torch.Generator().manual_seed(5)).float()
@@ -371,7 +372,7 @@ def test_minima_that_are_no_zero_points_stay_floats() -> None:
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.usefixtures("each_isa")
 def test_columns_may_be_in_any_order(values: torch.Tensor, dtype: torch.dtype) -> None:
-    """The same bits as of rows whose elements are in that order."""
+    """The same bits as with rows whose elements are in that order."""
     for num_rows in (1, 14):
         plain, x = grouped(70, 300, 32, values, minima=True), random(num_rows, 300, dtype=dtype)
         order = torch.randperm(300, generator=torch.Generator().manual_seed(7))
@@ -398,7 +399,7 @@ def test_rows_can_be_looked_up(values: torch.Tensor, dtype: torch.dtype) -> None
 
 
 def test_scales_are_kept_exactly_and_as_short_as_they_are() -> None:
-    """Bits of a weight: 4, and those of its scale and minimum, shared by a group."""
+    """Bits of a weight: 4, and the group's scale and minimum divided by its size."""
     bits = []
     for scales in (torch.bfloat16, torch.float16, torch.float32):
         for group_size in (32, 128):
@@ -421,7 +422,7 @@ def test_codes_of_5_bits_are_read_by_products_with_exact_rows(
 
 
 def test_codes_of_5_bits_have_no_table() -> None:
-    """And take 5 bits: a nibble, and a bit beside."""
+    """They take 5 bits: a nibble, and a separate fifth bit."""
     weight = grouped(64, 1024, 32, INT5, scales=torch.float16)
     assert PackedWeight(weight).num_bytes * 8 == 64 * 1024 * 5.5 + 32 * 32
     assert not PackedWeight.takes(weight._replace(values=torch.linspace(-1, 1, 32)))

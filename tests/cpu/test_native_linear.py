@@ -1,4 +1,4 @@
-"""The native linear layer on every instruction set against float64, and what does not change its results."""
+"""The native linear layer on every instruction set, compared with float64, and the independence of its results."""
 
 import math
 
@@ -52,8 +52,7 @@ def test_equals_float64(each_product_isa: str, dtype: torch.dtype, weight_dtype:
 
 @pytest.mark.parametrize("weight_dtype", FLOATS)
 def test_results_do_not_depend_on_other_rows_or_threads(each_product_isa: str, weight_dtype: torch.dtype) -> None:
-    """Bit for bit: each output is one chain of additions, whatever is computed beside it. Behind 1024 inputs it goes on
-    from memory."""
+    """Bit for bit, because each output is one chain of additions. After 1024 inputs the sums go through memory."""
     packed = PackedWeight(random(100, 1300, dtype=weight_dtype))
     for dtype in FLOATS:
         x = random(200, 1300, dtype=dtype)
@@ -71,7 +70,7 @@ def test_results_do_not_depend_on_other_rows_or_threads(each_product_isa: str, w
 @pytest.mark.parametrize("num_rows", [1, 13])
 @pytest.mark.usefixtures("each_product_isa")
 def test_an_odd_number_of_inputs_is_filled_up_with_zeros(dtype: torch.dtype, num_rows: int) -> None:
-    """Not with what the call before has left on the stack."""
+    """Not with data that the previous call has left on the stack."""
     out = torch.empty(num_rows, 32)
     linear(torch.full((num_rows, 258), math.nan, dtype=dtype), PackedWeight(random(32, 258, dtype=dtype)), out)
     linear(random(num_rows, 257, dtype=dtype), PackedWeight(random(32, 257, dtype=dtype)), out)

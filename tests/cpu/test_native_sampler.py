@@ -127,7 +127,7 @@ def test_hash_is_equal_bit_for_bit(seed: int, sample: int, position: int) -> Non
 def test_noise_is_precise(seed: int, sample: int, position: int) -> None:
     hashes, noise = noise_of_row(seed, sample, position, 1_000_000)
     exact = exact_noise(hashes)
-    assert exact.max() > 12  # the million holds values of v next to 0, whose noise decides most draws
+    assert exact.max() > 12  # the million includes values of v near 0, whose noise decides most draws
     assert np.abs(noise - exact).max() < 2e-6
 
 
@@ -253,7 +253,7 @@ def test_limits_are_those_of_a_sort(
     limit = float(found.limits[0])
     with np.errstate(over="ignore"):
         distances = (np.abs(row.max() - row) / np.float32(temperature)).astype(np.float64)
-    # Where the exact sum misses top_p by less than the masses' error, its neighbours are right, too.
+    # If the exact sum misses top_p by less than the masses' error, the adjacent limits are right, too.
     p = float(np.float32(top_p))
     least = exact_limit(distances, k, p * (1 - 2e-6) if p < 1 else p, max_distance)
     most = exact_limit(distances, k, min(p * (1 + 2e-6), 1 - 1e-9) if p < 1 else p, max_distance)

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.skipif(not cpu.available(), reason="no native library"
 
 E5M2 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e5m2).float()
 LOPSIDED = torch.linspace(-3, 5, 256)
-"""Neither signs and sizes, nor exact in bfloat16."""
+"""A table that is neither symmetric nor exact in bfloat16."""
 NF4 = torch.erfinv(torch.linspace(-0.96, 0.96, 16))
 
 
@@ -82,7 +82,7 @@ def test_columns_may_be_in_any_order(values: torch.Tensor) -> None:
 @pytest.mark.parametrize("values", [E4M3, NF4], ids=["e4m3", "nf4"])
 @pytest.mark.parametrize("num_inputs", [64, 576, 700, 12288 + 320])
 def test_few_rows_have_the_bits_of_many(values: torch.Tensor, num_inputs: int) -> None:
-    """One and two rows use several groups, and many inputs, at a time. The sizes also leave remainders of both."""
+    """One and two rows use several groups, and many inputs, at a time. The sizes leave remainders of both."""
     generator = torch.Generator().manual_seed(7)
     codes = torch.randint(len(values) // 2 - 1, (70, num_inputs), generator=generator, dtype=torch.uint8)
     packed = PackedWeight(GroupedWeight(codes, values, torch.rand(70, -(-num_inputs // 64), generator=generator), 64))

@@ -29,7 +29,7 @@ from vllm_lite.models.registry import Model, Sizes, build
 from vllm_lite.models.weights import load_weights
 from vllm_lite.parallel.communicator import Communicator, SingleRank
 
-# ---- layers whose heads differ
+# ---- layers with different heads
 
 
 class Mixed(Oracle):
@@ -59,7 +59,7 @@ def mixed(tmp_path: Path) -> Mixed:
 
 
 def test_groups_may_differ_in_heads(mixed: Mixed) -> None:
-    """However the prompt is cut up and whatever backend computes it, the logits are the same."""
+    """The logits are the same however the prompt is divided, and with every backend."""
     assert [group.layers for group in mixed.spec.kv_groups] == [(0, 2), (1, 3)]
     assert [group.kv_shape(8) for group in mixed.spec.kv_groups] == [(2, 2, 2, 8, 32), (2, 2, 8, 8, 8)]
     assert mixed.spec.kv_block_bytes(8, 4) == 2 * 2 * 64 * 8 * 4
@@ -103,7 +103,7 @@ def test_sinks_take_part_of_the_weights(mixed: Mixed) -> None:
 
 
 def test_layers_with_more_bytes_make_smaller_groups() -> None:
-    """Blocks have the same bytes: two layers with 4 KV heads take what four with 2 do."""
+    """Blocks have equal bytes: two layers with 4 KV heads take as many as four layers with 2."""
     big, small = (LayerSpec(AttentionSpec(8, n, 16, 1.0, window), None) for n, window in ((4, None), (2, 9)))
     groups = make_kv_groups((big, small, small) * 4)
     assert [len(group.layers) for group in groups] == [4, 8]
@@ -118,7 +118,7 @@ def test_what_kernels_cannot_do_is_refused_by_name(mixed: Mixed) -> None:
         select_backend(type(paged.shape)(groups, 8, paged.dtype, torch.device("cpu")))
 
 
-# ---- a checkpoint whose matrices are packed
+# ---- a checkpoint with packed matrices
 
 
 class PackedForm:

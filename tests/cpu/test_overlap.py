@@ -55,7 +55,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def driver_of(model: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Driver]:
-    """Drivers whose workers behave like those of a GPU; with `ahead` their sampler leaves tokens on the device."""
+    """Make drivers whose workers behave like a GPU's; with `ahead` their sampler leaves tokens on the device."""
     launcher = CapturingLauncher(emulator.EmulatorLauncher())
     monkeypatch.setattr(worker_module, "select_backend", lambda shape, _: CudaBackend(shape, launcher))
 
@@ -204,7 +204,7 @@ def test_warming_up_compiles_what_few_and_many_samples_need(
 
 
 class ScriptedConnection:
-    """A connection whose messages arrive after a given number of launches; it keeps all sent messages."""
+    """A connection that delivers given messages, and records all sent ones."""
 
     def __init__(self, messages: list[ToWorker]) -> None:
         self.messages = messages
@@ -308,7 +308,7 @@ def test_a_device_that_hangs_is_said_by_steps_that_wait(driver_of: Callable[...,
 
 
 def test_the_end_of_a_wait_that_was_short() -> None:
-    """An event that is complete after some checks, and one whose device has an error."""
+    """An event that completes after some polls, and one whose device has an error."""
     answers = iter([False] * 3 + [True])
     Wait(cast("Any", SimpleNamespace(query=lambda: next(answers))), "it", 60).wait()
     assert next(answers, None) is None

@@ -39,8 +39,8 @@ NUM_LAYERS = 2
 
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch) -> CapturingLauncher:
-    """A launcher like that of a GPU, and dense products that are rounded once, at the end, so their bits do not depend
-    on other rows."""
+    """A launcher like a GPU's, and dense products that are rounded once at the end, so that their bits do not depend on
+    other rows."""
     launcher = CapturingLauncher(emulator.EmulatorLauncher())
 
     def forward(self: DenseMatmul, x: torch.Tensor, out: torch.Tensor) -> None:
@@ -87,8 +87,8 @@ class Everything(PrefillTable):
 def test_prompts_in_pieces_go_through_a_library_as_in_eager_steps(
     model: Path, launcher: CapturingLauncher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The K and V that a piece writes are there when the library reads them. The last layer of an eager step attends
-    for nobody if no row is wanted."""
+    """The library reads K and V that a piece has just written. The last layer of an eager step attends for no row if
+    none is wanted."""
     counts: list[int] = []
     expected: list[int] = []
 

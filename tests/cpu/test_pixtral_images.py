@@ -1,4 +1,4 @@
-"""Images of Mistral 3 and Pixtral: pixels, vectors and tokens are those of transformers, also at ends of rows."""
+"""Images of Mistral 3 and Pixtral: pixels, vectors and tokens equal transformers', including row ends."""
 
 import random
 from collections.abc import Callable

@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(emulator.available() is None, reason="no C++ com
 
 
 def table_of(*lengths: tuple[int, str], **changes: Any) -> PrefillTable:
-    """As if a library had been faster from these lengths on; "ours": it had not."""
+    """A table of measurements in which a library was faster from these lengths on; "ours": it was not."""
     shape: dict[str, Any] = {"dtype": "bfloat16", "head_size": 64, "group": 2} | changes
     return PrefillTable(Measured(**shape, num_tokens=n, us={"ours": 10.0, way: 9.0}) for n, way in lengths)
 
@@ -79,7 +79,7 @@ def test_prompts_through_a_library_like_the_reference(rotate: bool, padding: int
 
 
 def test_layers_of_a_step_that_hand_over_and_that_do_not(handed: list[int]) -> None:
-    """Some layers attend to another layer's K and V: each launches the work that it needs, whichever comes first."""
+    """Some layers attend to another layer's K and V: each launches the work that it needs, in either order."""
     step = make_step(SHAPE, FRESH)
     want, _ = step.run(ReferenceBackend(SHAPE))
     for order in ((True, False), (False, True)):

@@ -84,7 +84,7 @@ def test_replayed_steps_have_the_bits_of_eager_ones(name: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("variant", HYBRIDS, ids=lambda one: one.name)
 def test_decode_steps_with_states_are_replayed(variant: Variant, tmp_path: Path) -> None:
-    """They have the bits of eager steps, tokens and states."""
+    """Tokens and states have the bits of eager steps."""
     model, drivers = variant.make(tmp_path / "model"), []
     num_groups = len(load_spec(model).kv_groups)
     for enforce_eager in (True, False):
@@ -139,7 +139,7 @@ def test_steps_with_drafts_are_replayed(tiny_checkpoint: Path) -> None:
     driver = Driver(tiny_checkpoint, speculative_config={"method": "ngram", "num_speculative_tokens": 2})
     driver.run(new_request(0, [5, 6, 7, 5, 6, 7, 5, 6], [1]))
     driver.worker.runner.batch.tokens_of(0)[-1] = 7
-    tried = graphs_of(driver).num_replays  # at the start, for what drafts cost
+    tried = graphs_of(driver).num_replays  # the timed steps at the start
     driver.run(Draft(0, 2, []))
     assert graphs_of(driver).num_replays == tried + 1
     driver.run(Continue(0, 1, []))
@@ -240,7 +240,7 @@ def test_lengths_may_grow_to_the_longest_after_recording() -> None:
 
 
 def test_memory_of_a_program_outlives_its_replacement() -> None:
-    """A larger step makes the backend take new scratch memory; a program goes on with its own."""
+    """For a larger step the backend allocates new scratch memory; a program keeps its old one."""
     batch = Batch([(1, 2000), (1, 1500)], backend=CpuBackend)
     expected = batch.run()
     program, step, out = attention(batch, max_seq_len=2048)
@@ -377,7 +377,7 @@ def test_views_are_not_refused() -> None:
 
 
 def test_other_threads_are_not_recorded() -> None:
-    """They may be other ranks of the model, whose steps go on, and may record programs of their own."""
+    """They may be other ranks of the model, which run steps and record programs at the same time."""
     table, ids, out, others = torch.randn(5, 8), torch.tensor([4, 0]), torch.zeros(2, 8), torch.zeros(2, 8)
     programs: list[Program] = []
 
@@ -413,7 +413,7 @@ def test_what_is_no_part_of_a_program() -> None:
 
 
 def test_recording_loads_nothing_of_torch() -> None:
-    """Its compiler, for instance, which would take a second out of the first request."""
+    """Loading torch's compiler, for instance, would delay the first request by a second."""
     script = (
         "import sys, torch\n"
         "from vllm_lite.kernels.cpu.program import Program\n"

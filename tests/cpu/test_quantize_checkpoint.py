@@ -83,7 +83,7 @@ def test_inputs_that_are_no_whole_groups_stay_dense(tmp_path: Path, capsys: pyte
 
 @pytest.mark.parametrize("name", ["int8", "fp8"])
 def test_rows_of_eight_bits_use_their_whole_range(name: str) -> None:
-    """Also rows of zeros, and of numbers so small that their scale is rounded."""
+    """Includes rows of zeros, and rows so small that their scale is rounded."""
     rows = torch.randn(6, 64, generator=torch.Generator().manual_seed(1))
     rows[1], rows[2], rows[3] = 0, rows[2] * 1e-42, rows[3] * 1e37
     made = SCHEMES[name].make(rows)

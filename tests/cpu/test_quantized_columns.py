@@ -96,7 +96,7 @@ def test_worked_examples() -> None:
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_a_zero_of_0_has_borrowed_from_the_next(bits: int) -> None:
-    """One was subtracted from whole words, so a zero of 0 borrows."""
+    """The format subtracts one from whole words, so that a zero point of 0 borrows from the next."""
     zeros = torch.tensor([[0, 2, 0, 0, 3, 1, 2, 0]]).repeat(1, 4)
     weight = gptq.stored(Gptq(bits=bits, group_size=32, has_indices=False), ["w"], shape_of(32, 32))
     made = weight.take(words(torch.zeros(32, 32), bits, 0), zeros_less_one(zeros, bits), torch.ones(1, 32))

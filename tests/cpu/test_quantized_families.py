@@ -1,5 +1,5 @@
-"""Quantized checkpoints of families whose stored tensors are changed when they are loaded: rows in another order,
-several matrices in one tensor, matrices stored transposed, experts under several names."""
+"""Quantized checkpoints of families whose stored tensors are converted at loading: rows in another order, several
+matrices in one tensor, transposed matrices, experts under several names."""
 
 from collections.abc import Callable
 from fractions import Fraction
@@ -89,7 +89,8 @@ def test_they_are_the_dense_models_that_they_stand_for(tmp_path: Path, variant: 
 @pytest.mark.usefixtures("float_products")
 @pytest.mark.parametrize("variant", VARIANTS[-2:], ids=lambda variant: variant.name)
 def test_bitsandbytes_may_have_left_experts_dense(tmp_path: Path, variant: Variant) -> None:
-    """As with transformers 5, which has them in one tensor in memory. Its config.json is as that of transformers 4."""
+    """As with transformers 5, which has experts in one tensor in memory; config.json is the same as that of
+    transformers 4."""
     oracle = Oracle((paths := quantized(tmp_path, variant, nf4_tensors, NF4, ".experts."))[0])
     assert oracle.difference(Paged(oracle, model=oracle.stored_as(paths[1])).run(oracle.tokens, 64)) < 1e-3
 
@@ -97,7 +98,7 @@ def test_bitsandbytes_may_have_left_experts_dense(tmp_path: Path, variant: Varia
 @pytest.mark.usefixtures("float_products")
 @pytest.mark.parametrize("expert_parallel", [False, True], ids=["split", "expert parallel"])
 def test_gpt_oss_is_the_dense_model_that_it_stands_for(tmp_path: Path, *, expert_parallel: bool) -> None:
-    """As it is published: experts in MXFP4, all else dense."""
+    """As published: experts in MXFP4, all else dense."""
     made, published = (GPT_OSS.make(tmp_path / name) for name in ("dense", "packed"))
     as_mxfp4(published, made)
     oracle = Oracle(made)

@@ -167,7 +167,7 @@ def test_stored_floats_are_of_the_dtype(tmp_path: Path) -> None:
 
 
 def test_ranks_share_experts_by_their_own_size(tmp_path: Path) -> None:
-    """A plan counts what each of two ranks holds of experts, whose width is not that of a dense MLP."""
+    """A plan counts each of two ranks' part of experts, whose width differs from that of a dense MLP."""
     variant = next(one for one in VARIANTS if one.name == "qwen2-moe")
     file = write_gguf(tmp_path / "m.gguf", variant.make(tmp_path / "dense"), lambda _: "F16")
     spec = load_spec(file)

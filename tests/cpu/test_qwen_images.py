@@ -1,4 +1,4 @@
-"""Images of Qwen2-VL to Qwen3.5: pixels, vectors, positions and tokens are those of transformers, also on a hybrid."""
+"""Images of Qwen2-VL to Qwen3.5: pixels, vectors, positions and tokens equal transformers', including a hybrid."""
 
 import random
 from collections.abc import Iterator
@@ -276,7 +276,7 @@ def test_answers_are_those_of_transformers(
 def test_images_are_computed_beside_a_stream(
     checkpoint: Path, answers: list[tuple[list[int], list[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In pieces of a few patches. The stream gets a token in each step, and images the vectors they would get alone."""
+    """In pieces of a few patches. The stream gets a token in each step, and images have the same vectors as alone."""
     monkeypatch.setattr(qwen, "PIECE_ROWS", 7)
     entries, take_entries = list[Any](), EncoderCache.take_entries
 
@@ -297,7 +297,7 @@ def test_images_are_computed_beside_a_stream(
 
 
 def test_samples_of_a_prompt_count_as_it_does(checkpoint: Path, answers: list[tuple[list[int], list[int]]]) -> None:
-    """They are forks of the first."""
+    """The samples are forks of the first."""
     several = msgspec.structs.replace(GREEDY, n=3)
     with LLM(str(checkpoint), num_gpu_blocks_override=64, **SMALL) as llm:
         (output,) = llm.chat(chat_of(CHATS[3]), several, use_tqdm=False)
@@ -358,7 +358,7 @@ def test_prompts_may_end_with_an_image(
 def test_a_hit_that_ends_inside_an_image_reads_the_rest_of_it(
     checkpoint: Path, model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And one that covers it needs no tower, though the vectors are gone."""
+    """A hit that covers an image needs no tower, although its vectors are gone."""
     monkeypatch.setattr(core, "encoder_sizes", lambda *_: EncoderSizes(16, 16))
     first, other, third = (Image.fromarray(picture(64, 64, seed)) for seed in (11, 12, 13))
     words = " and the rest of the words, which go on for a while"

@@ -70,7 +70,7 @@ Recorded = list[tuple[SchedulerOutput, ModelOutput]]
 
 
 def make_runner(checkpoint: Path, communicator: Communicator, capture: Capture | None = None) -> ModelRunner:
-    """One rank's, its weights loaded."""
+    """Make one rank's runner, with loaded weights."""
     spec = load_spec(checkpoint)
     own = spec.per_rank(communicator.shard)
     model = build(spec, "float32", CPU, Sizes(LIMITS.max_model_len, LIMITS.max_num_tokens), None, communicator)
@@ -258,8 +258,8 @@ def test_ranks_answer_as_one(
 
 
 def decoding(driver: Driver) -> None:
-    """A prompt whose last token but one is computed in its own step, before other sequences decode; then random
-    steps."""
+    """Run a prompt whose second-to-last token is computed in a separate step, before other sequences decode; then
+    random steps."""
     prompt, play = make_prompt(4), Play(3, 1)
     for handle in (101, 102, 103):
         driver.run(new_request(handle, prompt[: handle - 100], [handle - 100], sampling=WARM))

@@ -77,7 +77,7 @@ class Step:
     named: dict[int, tuple[int, ...]] | None = None
 
     def inputs(self) -> SampleInputs:
-        """As each rank makes them for itself: rules keep what they have brought to the device."""
+        """Inputs made for one rank; rules keep the tensors that they have copied to the device."""
         edits = LogitEdits(**{name: make() for name, make in self.rules.items()}) if self.rules else None
         plain = edits is None and is_plain(self.params)
         return SampleInputs(self.params, self.positions, edits, plain=plain, named=self.named)
@@ -114,7 +114,7 @@ def check(steps: list[Step], columns: list[slice], *, shares_memory: bool) -> No
             assert got.tokens[fine].tolist() == expected.tokens[fine].tolist(), (number, rank)
             assert got.tokens.tolist() == by_rank[0][number].tokens.tolist(), "failed rows, too: all ranks store them"
             assert ((got.tokens >= 0) & (got.tokens < columns[-1].stop)).all()
-            # As text, in which NaN equals itself: where an infinite logit was ruled out, the raw logprobs have some.
+            # Compared as text, in which NaN equals NaN: raw logprobs of rows with excluded infinite logits have some.
             assert str(got.logprobs) == str(expected.logprobs if rank == 0 else None), (number, rank)
 
 

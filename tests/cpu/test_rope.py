@@ -70,7 +70,7 @@ def test_frequencies_are_those_of_transformers(kind: str) -> None:
 
 
 def test_each_of_these_turns_otherwise() -> None:
-    """Else the test above could not see that one is read as another."""
+    """Otherwise the test above could not detect that one kind is read as another."""
     half = Rope(10000.0, rotary_size=32)
     turned = {"default": (1.0, *inverse_frequencies(half, 64, 1500).tolist())}
     for kind in KINDS.keys() - {"yarn mscale alone"}:  # which counts with mscale_all_dim only

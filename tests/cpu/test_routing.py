@@ -35,7 +35,7 @@ def random_logits(num_experts: int, seed: int = 0) -> torch.Tensor:
 
 
 def test_a_softmax_over_the_chosen_is_one_over_all_that_is_renormalized() -> None:
-    """As Granite's and gpt-oss's, which choose by logits; a bias of the router is in its logits."""
+    """Like Granite and gpt-oss, which choose by logits; a router's bias is part of its logits."""
     logits = random_logits(32)
     best, experts = logits.topk(4)
     chosen = routed(RoutingSpec(32, 4, renormalize=True), logits)

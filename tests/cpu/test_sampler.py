@@ -315,13 +315,15 @@ def test_limits_of_the_filters() -> None:
     assert limits(logits, min_p=math.exp(-3)) == [pytest.approx(3.0)]
     # The masses are 1, 0.135, 0.135, 0.018 and 0.002: 0.775 of all, 0.88, 0.985, 0.998.
     assert [limits(logits, top_p=p)[0] for p in (0.77, 0.78, 0.98, 0.99, 0.999)] == [0.0, 2.0, 2.0, 4.0, 6.0]
-    # Of the two best the second has 0.119; its equal stays in, but does not count: with it the first had only 0.787.
+    # Of the best two, the second has 0.119. A third equal to it stays in but does not count: with it the first would
+    # have only 0.787.
     assert limits(logits, top_k=2, top_p=0.88) == [0.0]
     assert limits(logits, top_k=2, top_p=0.89) == [2.0]
 
 
 def test_the_mass_that_top_p_wants_is_rounded_up() -> None:
-    """One unit of mass decides: of 2^40 and 65537 the first falls short of (1 - 2^-24) of both by 0.996 units."""
+    """One unit of mass decides: of the masses 2^40 and 65537, the first is 0.996 units less than (1 - 2^-24) of
+    both."""
     distances = torch.linspace(16.6, 16.7, 100_000)
     distance = float(distances[masses(distances) == 65537][0])
     assert limits(torch.tensor([[0.0, -distance]]), top_p=1 - 2**-24) == [distance]
@@ -329,7 +331,7 @@ def test_the_mass_that_top_p_wants_is_rounded_up() -> None:
     assert limits(torch.tensor([[0.0, -distance]]), top_p=1 - 2**-24) == [0.0]
 
 
-# They pin the function for every other implementation of it.
+# Values that every other implementation of the function must reproduce.
 DISTANCES = [0.0, 1e-7, 0.3, 1.0, 2.7182817, 10.0, 27.7, 27.8, math.inf]
 MASSES = [2**40, 1099511496704, 814538293248, 404487733248, 72554618880, 49917752, 1, 0, 0]
 
@@ -441,7 +443,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
 
 
 def test_logprobs_of_tokens_that_are_named() -> None:
-    """In their order, beside rows that want the likeliest, and in steps of which nothing else is known."""
+    """In the given order, beside rows that report the most likely tokens, and in steps without other results."""
     logits = random_logits(4, 300)
     inputs = make_inputs(4, logprobs=[2, NO_LOGPROBS, 3, 1], is_named=[False, False, True, True])
     inputs = replace(inputs, named={2: (7, 299, 0), 3: (5,)})

@@ -215,7 +215,7 @@ def test_a_plan_counts_what_the_copy_keeps(
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_drafts_are_drawn_as_tokens_are(tiny_checkpoint: Path, sampling: Sampling) -> None:
-    """A draft model that is a copy has every draft accepted: noise, filters, rules and masks are those of its
+    """Every draft of a copy of the model is accepted, because noise, filters, rules and masks depend on the
     position."""
     driver = Driver(tiny_checkpoint, **SELF)
     draft_by(driver, driver.worker.runner.eager)

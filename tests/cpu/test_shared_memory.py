@@ -1,4 +1,4 @@
-"""Ranks that meet in shared memory: the sums' bits, every way in which a wait can end, and what remains afterwards."""
+"""Ranks that meet in shared memory: bits of sums, every way in which a wait can end, and the state afterwards."""
 
 import gc
 import os
@@ -96,7 +96,7 @@ def test_sums_on_several_threads_a_rank(memory: int) -> None:
 
 
 def test_a_sum_is_rounded_once_in_the_order_of_the_ranks(memory: int) -> None:
-    """In bfloat16 256 + 1 + 1 is 256, since it has eight bits; and in float32 1e8 - 1e8 + 1 is not 1e8 + 1 - 1e8."""
+    """In bfloat16, with its eight bits, 256 + 1 + 1 is 256; in float32, 1e8 - 1e8 + 1 differs from 1e8 + 1 - 1e8."""
     ranks = connect(memory, 3)
     x = torch.tensor([[256.0, 1.0, 1.0]]).t().bfloat16()
     y = torch.tensor([[1e8, -1e8, 1.0]]).t().contiguous()
@@ -150,7 +150,7 @@ def test_no_slot_is_written_before_all_have_read_it(memory: int) -> None:
 
 
 def test_rows_are_one_memory_for_all_ranks(memory: int) -> None:
-    """Whatever calls each has made before: one that replays a graph has made fewer than one that does not."""
+    """Whatever calls the ranks have made before: one that replays a graph has made fewer than one that does not."""
     ranks = connect(memory, 2)
     ranks[0].shared_rows(1, 1, torch.float32)
     rows = [rank.shared_rows(4, 8, torch.float32) for rank in ranks]
@@ -328,7 +328,7 @@ def test_abort_ends_every_wait(call: str, phase: str, memory: int) -> None:
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_engine_ends_every_wait(phase: str, memory: int) -> None:
-    """It wakes nobody, so sleepers look from time to time."""
+    """The engine wakes no sleeper, so ranks look from time to time."""
     ranks = connect(memory, 3, LONG_S, PHASES[phase])
     with (
         waiting(ranks[0], lambda: ranks[0].all_reduce(torch.zeros(5)), asleep=phase == "sleeps") as first,
@@ -364,7 +364,7 @@ def test_a_wait_has_a_deadline(phase: str, memory: int) -> None:
 
 
 def test_a_rank_that_comes_too_late(memory: int) -> None:
-    """It finds that the other one has come, and gone."""
+    """The late rank finds that the other one has arrived, and has given up."""
     ranks = connect(memory, 2)
     ranks[0]._group._record.timeout_ns = 20_000_000
     with pytest.raises(RankLostError, match="rank 1 did not come"):

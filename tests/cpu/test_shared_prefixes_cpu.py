@@ -35,8 +35,8 @@ def threads(request):
 
 
 def attend(batch, lengths, table, shares):
-    """The step's output, how many tokens have items with those of others, and how many items go on in a section that
-    others had in common with them."""
+    """Returns the step's output, the number of tokens that share items, and the number of items that resume a shared
+    section."""
     backend = CpuBackend(changed(batch.shape, shares_prefixes=shares))
     step = step_batch(lengths, [table], [torch.full((len(batch.query),), -1)])
     backend.prepare(step)
@@ -127,7 +127,7 @@ def test_a_window_shares_nothing():
 
 
 def test_sections_of_other_sizes_are_not_the_same():
-    """From position 7,680 on sections grow, every 960 positions."""
+    """From position 7,680 on the size of sections grows every 960 positions."""
     lengths = [(1, 7600), (1, 7700), (2, 7710), (1, 8650), (3, 7660), (30, 7700)]
     alike = all_like_the_first(lengths, 7552)
     assert_same(lengths, alike, dtype=torch.bfloat16, num_kv_heads=1, group=2, head_size=16, num_shared=7)

@@ -61,7 +61,7 @@ def test_the_kernels_are_held_to_the_loop(
     held: Split,
     launcher: emulator.EmulatorLauncher,
 ) -> None:
-    """Also with an expert that nobody chooses, and with one that all do."""
+    """Includes an expert without rows, and one with all."""
     part, sizes = slice(held.start, held.end), ExpertSizes(held, INNER, "silu")
     gate_up, down = (each[part] for each in make(5, dtype))
     x, scores = random(11, HIDDEN, dtype=dtype), torch.rand(11, 5, generator=torch.Generator().manual_seed(1))
@@ -120,7 +120,7 @@ def test_other_weights_are_copied_once(order: list[int]) -> None:
 
 
 def test_weights_of_two_memories_do_not_lie_side_by_side() -> None:
-    """Though the second begins in its memory where the first one ends in the other."""
+    """Although the second weight is at the offset in its memory that would follow the first one."""
     one, other = random(2, 3, 4), torch.zeros(2, 3, 4)
     assert torch.equal(
         stack_weights([DenseMatmul(one[0], None), DenseMatmul(other[1], None)]), torch.stack((one[0], other[1]))
@@ -138,7 +138,7 @@ def made(name: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("name", ["qwen3-moe", "granite-moe"])
 def test_weights_are_loaded_to_where_the_kernels_read_them(name: str, tmp_path: Path) -> None:
-    """One by one from separate tensors as from one that has them all."""
+    """Both from separate tensors and from one tensor with all experts."""
     path = made(name, tmp_path / "made")
     model, sparse = sparse_layers(path)
     load_weights(model, path)

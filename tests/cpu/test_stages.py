@@ -50,7 +50,7 @@ MADE: dict[str, dict[str, Any]] = {
 }
 OF_FAMILIES = {one.name: one for one in (*MIXTURES, *HYBRIDS)}
 MIXTURE, HYBRID, BESIDE = "qwen3-moe", "qwen3.5", "falcon-h1"
-"""A model with experts, one whose layers keep states or KV, and one whose layers keep both."""
+"""A model with experts, one in which layers have states or KV, and one in which layers have both."""
 
 
 @pytest.fixture(scope="module")
@@ -232,8 +232,7 @@ def test_a_stage_has_its_layers_alone(checkpoint_of: Callable[[str], Path], name
 def test_stages_keep_less_than_the_whole_model_and_count_with_the_largest(
     checkpoint_of: Callable[[str], Path], name: str
 ) -> None:
-    """Bytes of blocks and states are those of the stage that keeps most, so all stages have room for the same
-    number."""
+    """Bytes of blocks and states are those of the largest stage, so that all stages have room for the same number."""
     checkpoint = checkpoint_of(name)
     whole = Driver(checkpoint).worker
     workers = on_stages(2, 1, lambda communicator: Driver(checkpoint, communicator=communicator).worker)

@@ -41,7 +41,7 @@ def test_a_prompt_in_chunks_is_scored_once(tiny_checkpoint: Path) -> None:
 
 
 def test_steps_of_tokens_follow_a_step_that_pools(tmp_path: Path) -> None:
-    """In a worker that generates and pools, an answer has only the results of its own step."""
+    """In a worker that generates and pools, a step's output has no results of earlier steps."""
     worker = PoolingWorker(make_checkpoint(tmp_path / "both"), convert="embed")
     prompt = make_prompt(6, seed=2)
     both = worker.new(0, prompt, Pooling("embed")), new_request(1, prompt, [70])

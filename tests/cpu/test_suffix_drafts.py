@@ -172,7 +172,7 @@ def test_any_text_gives_the_drafts_of_the_search_by_hand(
 @settings(max_examples=examples(200))
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40), st.integers(1, 3), st.integers(1, 24))
 def test_the_longest_end_is_found_wherever_it_is(tokens: list[int], repeats: int, longest: int) -> None:
-    """Its length, too, which decides how much is drafted."""
+    """And its length, which decides the number of drafts."""
     text = tokens * repeats
     suffix = text[-longest:]
     ends, length = occurrences(array(text[:-1]), array(suffix))

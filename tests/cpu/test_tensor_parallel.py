@@ -105,7 +105,7 @@ def test_ranks_that_share_no_memory_exchange_their_columns(oracles: dict[str, Or
 
 @pytest.mark.parametrize("name", ["llama-odd", "llama-tied-biases"])
 def test_ranks_without_native_kernels(oracles: dict[str, Oracle], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In plain torch, as on a GPU; there oneDNN packs nothing, and a tied head keeps a dense table."""
+    """In plain torch, as on a GPU, where oneDNN packs nothing and a tied head has a dense table."""
     monkeypatch.setattr(cpu, "available", lambda: False)
     monkeypatch.setattr(onednn, "pack", lambda _: None)
     difference = by_ranks(oracles[name], 2) - of_transformers(oracles[name])

@@ -1,4 +1,4 @@
-"""The native thread pool: every task runs once, whoever else is using the machine."""
+"""The native thread pool: every task runs once, whatever else the machine does."""
 
 import subprocess
 import sys
@@ -62,7 +62,7 @@ def restore_threads() -> Iterator[None]:
 @pytest.mark.parametrize("order", [FIRST, BY_THREAD])
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 4, 16])
 def test_every_task_runs_once(num_threads: int, order: int) -> None:
-    """Also with more threads than cores, and with jobs so short that most threads come too late for them."""
+    """Includes more threads than cores, and jobs so short that most threads come too late."""
     cpu.set_num_threads(num_threads)
     assert cpu.num_threads() == num_threads
     for num_tasks in [0, 1, 2, 3, 100, *range(300), 2**16 - 1, 2**16, 2**17 + 1]:
@@ -105,7 +105,7 @@ def test_nested_jobs_run_in_their_task() -> None:
 
 
 def test_two_threads_may_call_at_once() -> None:
-    """The one that comes second works alone."""
+    """The second caller works without the pool."""
     cpu.set_num_threads(3)
     wrong: list[NDArray[np.int32]] = []
     start = threading.Barrier(3)

@@ -90,7 +90,7 @@ def test_a_plan_counts_another_head(tmp_path: Path) -> None:
 
 
 def test_a_head_of_another_type_is_one_of_its_own(tmp_path: Path) -> None:
-    """It is as right as a copy, and no more is known of it without torch."""
+    """The result is as correct as with a copy; comparing values of different types would need torch."""
     path = with_head(BY_NAME["qwen2-odd-tied"].make(tmp_path / "type"), 0.0)
     tensors = load_file(path / SINGLE_FILE)
     save_file(tensors | {HEAD: tensors[HEAD].to(torch.bfloat16)}, path / SINGLE_FILE)

@@ -40,7 +40,7 @@ def product(isa: str, x: torch.Tensor, weight: torch.Tensor | GroupedWeight) -> 
 
 
 def assert_same_bits(left: torch.Tensor, right: torch.Tensor) -> None:
-    """In which of several NaN comes out processors are free."""
+    """Compare bits, except for the kind of NaN, which is not specified for products of several."""
     assert torch.equal(left.isnan(), right.isnan())
     assert torch.equal(left.nan_to_num().view(torch.int32), right.nan_to_num().view(torch.int32))
 

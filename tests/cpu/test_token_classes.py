@@ -120,7 +120,7 @@ def test_labels_and_biases_of_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_ranks_share_the_privacy_filter(tmp_path: Path) -> None:
-    """Its heads with their sinks, and its experts, through whole engines with two ranks, as threads."""
+    """With heads, sinks and experts, through whole engines with two ranks, as threads."""
     from vllm_lite import LLM
     from vllm_lite.protocol.pooling import PoolingParams
 

@@ -53,7 +53,7 @@ def test_blocks_exist_before_they_are_used_and_only_so_many(monkeypatch):
     finish(touch)
     assert existing(pool) == [block < 18 for block in range(NUM_BLOCKS)]
     first = touch.thread
-    touch.use(8)  # more than half of what was made ahead is still there
+    touch.use(8)  # more than half of the memory allocated ahead is left
     assert touch.thread is first
     touch.use(9)
     finish(touch)

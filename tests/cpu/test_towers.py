@@ -44,7 +44,7 @@ def without_gradients() -> Iterator[None]:
 def tower_of(folder: Path, quantization: Any = None) -> Any:
     model: Any = build(load_spec(folder), "float32", "cpu", Sizes(64, 64), quantization)
     load_weights(model, folder)
-    if isinstance(model.tower, Gemma3Tower):  # whose projection is made of zeros
+    if isinstance(model.tower, Gemma3Tower):  # its projection is initialised with zeros
         model.tower.table("projection").copy_(torch.eye(*model.tower.table("projection").shape))
     return model.tower
 

@@ -96,10 +96,10 @@ def test_a_worker_serves_it(tmp_path: Path) -> None:
 
 
 def test_usual_parts_become_ours(tmp_path: Path) -> None:
-    """Norms as a trial shows what they round, MLPs as their code is the usual line."""
+    """Norms are replaced if a trial shows the same rounding, MLPs if their code is the usual line."""
     for dtype, name, num_norms, num_mlps in [
         ("bfloat16", "llama", 5, 2),
-        ("bfloat16", "helium", 0, 2),  # whose norms multiply before they round
+        ("bfloat16", "helium", 0, 2),  # its norms multiply before they round
         ("float32", "helium", 5, 2),
         ("float32", "nemotron", 0, 0),
     ]:

@@ -1,6 +1,6 @@
-"""A GPU's worker has loaded every kernel that requests launch before the first one comes: nobody waits for a compiler.
+"""A GPU's worker loads every kernel before the first request, so that no request waits for a compiler.
 
-Kernels are taken down by a launcher that launches nothing.
+A launcher that launches nothing records the kernels.
 """
 
 from collections.abc import Callable

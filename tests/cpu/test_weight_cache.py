@@ -57,7 +57,7 @@ class Loaded(NamedTuple):
 
 
 def load(config: ResolvedConfig, rank: int = 0) -> Loaded:
-    """As a worker's process does."""
+    """Load like a worker's process."""
     model = model_of(config, rank)
     source = packed_weights(config, rank, num_threads=2)
     load_weights(model, config.model, ahead=source)
@@ -102,7 +102,7 @@ def test_a_second_start_packs_nothing_and_has_the_same_bytes(
     assert len(files_in(folder)) == len(ranks)
     with monkeypatch.context() as patch:
         patch.setattr("vllm_lite.models.weight_cache.pack_ahead", lambda *_: pytest.fail("packed ahead"))
-        if not overrides.get("tie_word_embeddings"):  # or the head is made of the embedding, which is kept
+        if not overrides.get("tie_word_embeddings"):  # unless the head is made of the embedding, which is kept
             patch.setattr("vllm_lite.kernels.cpu.weights.linear.pack_quantized", lambda *_: pytest.fail("again"))
         assert [load(config, rank) for rank in ranks] == [Loaded(each, False) for each in expected]
     assert folder.stat().st_mode & 0o777 == 0o700

@@ -109,7 +109,7 @@ def test_missing_and_unexpected_tensors_are_listed_together(copy):
 
 
 def test_names_that_are_no_text_are_quoted(copy):
-    """A terminal would follow what they say."""
+    """A terminal would execute their escape sequences."""
 
     def change(tensors):
         tensors["a\n\x1b[31mb.weight"] = torch.ones(1)
@@ -219,7 +219,7 @@ def test_a_tensor_in_two_shards_is_refused(copy):
 
 
 def test_shards_behind_symlinks_are_fine(originals, tmp_path):
-    """The hub's cache is made of them."""
+    """The hub's cache consists of symlinks."""
     for file in originals["sharded"].iterdir():
         (tmp_path / file.name).symlink_to(file)
     assert load(tmp_path)

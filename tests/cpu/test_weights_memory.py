@@ -121,7 +121,9 @@ def test_memory_does_not_grow_with_the_number_of_layers(
         kept += model.norm.weight.nbytes + model.embedding.weight.nbytes
         assert live.num_bytes == kept
         peaks.append(live.most - kept)
-    assert 0 < peaks[0] <= 2 * 384 * 64 * 4  # the LM head is the largest, and what was too small for it has just gone
+    assert (
+        0 < peaks[0] <= 2 * 384 * 64 * 4
+    )  # the LM head is the largest, and the smaller buffer before it has just been freed
     assert peaks[1] == peaks[0]
 
 
@@ -222,14 +224,14 @@ MAPPED_AROUND = 4 << 20
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose tensors are many pages."""
+    """A checkpoint whose tensors have many pages."""
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4}
     options: dict[str, Any] = sizes | {"head_dim": 64, "vocab_size": 2048, "num_hidden_layers": 2}
     return make_checkpoint(tmp_path_factory.mktemp("large") / "model", dtype="bfloat16", **options)
 
 
 def test_a_rank_reads_its_boxes(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It touches the pages of its rows in a file. Where a weight is split by inputs, that is a piece of each row."""
+    """A rank touches only the pages of its rows in a file, or, of weights split by inputs, of its piece of each row."""
     tensors = load_file(large / SINGLE_FILE)
     vectors = sum(tensor.nbytes for tensor in tensors.values() if tensor.dim() == 1)
     matrices = sum(tensor.nbytes for tensor in tensors.values() if tensor.dim() == 2)

@@ -1,4 +1,4 @@
-"""Attention that sees images as a whole: the reference, and other backends, whose kernels are causal, against one dense
+"""Attention within whole images: the reference, and other backends, whose kernels are causal, compared with one dense
 formula."""
 
 import random
@@ -58,7 +58,7 @@ class Step:
             for i, (q, t) in enumerate(lengths)
         ]
         self.kv = torch.full((sum(counts) + 1, 2, 2, BLOCK, 16), torch.nan)
-        for i, (query_len, length) in enumerate(lengths):  # what was computed before
+        for i, (query_len, length) in enumerate(lengths):  # earlier tokens
             for position in range(length - query_len):
                 place = self.kv[int(table[i, position // BLOCK]), :, :, position % BLOCK]
                 place[0], place[1] = self.keys[i][position], self.values[i][position]

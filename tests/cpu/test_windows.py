@@ -1,4 +1,4 @@
-"""Sliding windows through whole models: the logits of transformers, while what the windows have left behind is NaN."""
+"""Sliding windows through whole models: transformers' logits, while KV outside of the windows is NaN."""
 
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ def test_logits_are_those_of_transformers_whatever_the_chunk(oracle: Oracle, chu
 
 
 def test_a_window_needs_few_blocks(oracle: Oracle) -> None:
-    """A pool with room for the full groups' blocks and the windows'; what windows leave is used again at once."""
+    """A pool with room for the full groups' blocks and the windows'; blocks that windows leave are reused at once."""
     total = -(-len(oracle.tokens) // BLOCK_SIZE)
     held = [
         total if group.window is None else -(-(group.window + 8) // BLOCK_SIZE) + 1 for group in oracle.spec.kv_groups

@@ -41,7 +41,7 @@ def meet(ranks: ThreadGroup, rank: int, _group: WorkerGroup) -> ThreadCommunicat
 
 
 class Group:
-    """An executor whose workers are threads; `connect` is what each of them does to meet the others of its stage."""
+    """An executor whose workers are threads; each calls `connect` to meet the others of its stage."""
 
     def __init__(
         self, checkpoint: Path, folder: Path, connect: Connect, monkeypatch: pytest.MonkeyPatch, num_stages: int = 1
@@ -127,7 +127,7 @@ def test_ranks_serve_together_and_one_answers(
 def test_two_stages_of_two_ranks_serve_as_one_stage(
     make_group: Callable[..., Group], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One rank answers, the first of the last stage, with the tokens of one stage of two ranks."""
+    """One rank answers, the first of the last stage, with the same tokens as one stage of two ranks."""
     answers = []
     for num_stages in (1, 2):
         group = make_group(num_stages=num_stages)
@@ -205,7 +205,7 @@ def test_a_rank_that_cannot_load_ends_the_start_with_its_reason(
 def test_a_rank_that_cannot_connect_does_not_leave_the_others_waiting(
     make_group: Callable[..., Group], culprit: int
 ) -> None:
-    """It has no communicator yet: the group's memory has to do."""
+    """The failed rank has no communicator yet, so it ends the group through the shared memory."""
 
     def connect(_ranks: ThreadGroup, rank: int, group: WorkerGroup) -> ThreadCommunicator:
         if rank == culprit:

@@ -75,8 +75,8 @@ assert _random(0, whole_slot('a.weight', 2, 3)).shape == (2, 3)
 }
 """Programs that need the delayed import, one for each way in which that is detected."""
 WHOLE = {"torch._decomp is imported", "transformers is imported"}
-"""Those that run the import to its end, which takes two seconds of processor time. For the others the test checks that
-it begins; a worker that profiles is in tests/e2e/test_http_operations.py."""
+"""Programs that run the import to its end, which takes two seconds of processor time. For the others the test checks
+that it begins; a worker that profiles is in tests/e2e/test_http_operations.py."""
 
 
 def run(uses: dict[str, str]) -> "subprocess.CompletedProcess[str]":
