@@ -2,9 +2,10 @@
 
     python benchmarks/http_peers.py --peers PEERS --model small --out benchmarks/results/http-peers-cpu.json
 
-runners/setup.sh makes PEERS; llama-server is measured if PEERS/llama-build/bin holds it. All get the same token ids.
-The capacity of a server is what it serves of requests that come at once. Then all get the same two rates, shares of the
-least capacity. A chat's next prompt is its last one, the answer and a new message: all but the message can be cached.
+runners/setup.sh makes PEERS; llama-server is measured if it is in PEERS/llama-build/bin. All get the same token ids.
+The capacity of a server is its rate when all requests arrive at once. Then all get the same two rates, shares of the
+least capacity. A chat's next prompt is its last one, the answer and a new message, so all but the message can be
+cached.
 """
 
 import argparse
@@ -46,7 +47,7 @@ Figures = dict[str, Any]
 
 
 def commands(peers: Path, model: Path) -> dict[str, tuple[list[str], dict[str, str]]]:
-    """Every server that is installed: its command and its environment."""
+    """Command and environment of every installed server."""
     allocator = sorted(Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"))
     preload = ":".join(map(str, [*allocator, *(peers / "venvs/vllm/lib").glob("libiomp5.so")]))
     common = ["--port", str(PORT), "--host", "127.0.0.1"]
@@ -121,7 +122,7 @@ async def ready(url: str, process: "subprocess.Popen[Any]") -> None:
 
 
 def single_requests(count: int, seed: int) -> list[LoadItem]:
-    """Prompts with nothing in common; lengths are even between PROMPT_LENGTHS."""
+    """Prompts without common prefixes; lengths are uniform in PROMPT_LENGTHS."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(*IDS) for _ in range(rng.randint(*PROMPT_LENGTHS))] for _ in range(count)]
     return [LoadItem(prompt, len(prompt), ANSWER) for prompt in prompts]
@@ -163,7 +164,7 @@ class Chat:
             self._history += await self._answer()
 
     async def _answer(self) -> list[int]:
-        """The ids of the answer; random ones from a server that says only its text."""
+        """Ids of the answer; random ones if the server sends only the text."""
         begin_s, first_s, ids = time.perf_counter(), 0.0, list[int]()
 
         def take(events: list[bytes], now_s: float) -> None:
@@ -184,7 +185,7 @@ class Chat:
 
 
 async def chats(url: str) -> Figures:
-    """CHATS at once with the same system prompt."""
+    """Run CHATS chats at once, with the same system prompt."""
     client = HttpClient(url, {})
     try:
         model = await served(client)

@@ -1,4 +1,4 @@
-"""Output tokens per second with each way to draft, and without: the same answers, asked in turn.
+"""Output tokens per second with each drafter and without drafts, on the same questions in turn.
 
     python benchmarks/speculation.py MODEL                 # a first answer, and the same one again
     python benchmarks/speculation.py MODEL --streams 8     # all questions at once, 24 of them, 8 at a time
@@ -9,13 +9,13 @@
     python benchmarks/speculation.py MODEL --ways none draft_model --draft-model SMALL --odds 0.8 0.75 0.75 --most 3
     python benchmarks/speculation.py MODEL --peers DIR --llama MODEL.gguf SMALL.gguf --openvino FOLDER SMALL_FOLDER
 
-All engines run side by side, and each question goes to one after the other, so that a cell's speeds are measured
-within seconds; what the table has in brackets is the median of the rounds' ratios. "again" is the same question once
-more, whose first answer drafts by suffix know. Between the two the prefix cache is forgotten, so that no prompt is
-cheaper, and no round's drafts know the answers of another round. The last lines count answers whose tokens are those
-without drafts. Peers (DIR is what runners/setup.sh made) answer one stream, each alone, by its own lookup, and with
-drafts of the smaller model. With --odds drafts are made, and then replaced by others that are right with these odds
-(runners/told_worker.py): for shapes without real heads.
+All engines run at once, and each question goes to one after the other, so that a cell's speeds are measured within
+seconds; the numbers in brackets are medians of the rounds' ratios. "again" repeats the question, so that drafts by
+suffix know the first answer. The prefix cache is reset in between, so that no prompt is cheaper, and drafters do not
+know the answers of other rounds. The last lines count answers with the same tokens as without drafts. Peers (in the
+folder DIR made by runners/setup.sh) answer one stream, each with its own lookup, and with drafts of the smaller model.
+With --odds, drafts are computed and then replaced by others that are right with these odds (runners/told_worker.py),
+for shapes without real heads.
 """
 
 import argparse
@@ -57,18 +57,18 @@ WAYS: dict[str, dict[str, Any] | None] = {
 BASE = "none"
 RANDOM_LENGTH = 64
 WAVES = 3
-"""Requests for each of several streams: those that are done early make room. The end, when some are idle, does not
+"""Requests for each stream, so that a new one starts when another has ended. Time with idle streams at the end does not
 count."""
 LOOKUPS, DRAFTS = (2, 10), (4, 16)
-"""Drafts of a step that peers are tried with: llama-cpp-python's advice for CPUs and its default, and llama.cpp's
-default beside a smaller number."""
+"""Numbers of drafts that peers are tried with: llama-cpp-python's advice for CPUs and its default, and llama.cpp's
+default and a smaller number."""
 OPENVINO_DRAFTS = 4
 WARM = "Hello."
 
 
 class Engine(Protocol):
     def ask(self, prompts: list[list[int]], num_tokens: int, salt: str) -> tuple[float, list[Answer]]:
-        """Seconds that the answers to all prompts took, and they. Answers under one salt know nothing of another's."""
+        """Seconds that all prompts took, and the answers. Drafters learn only from answers with the same salt."""
 
 
 class Ours:
@@ -91,8 +91,8 @@ class Ours:
 
 
 def busy_time(outputs: list[RequestOutput], began_s: float, streams: int) -> float:
-    """Seconds that all tokens take at the speed that there was until fewer requests than streams were left: with drafts
-    some end sooner than others, and a service then has the next ones."""
+    """Seconds that all tokens take at the rate up to the time when fewer requests than streams are left. With drafts
+    some requests end sooner than others, and a server would then have new ones."""
     times = [(each.metrics.first_token_time or 0.0, each.metrics.finished_time or 0.0) for each in outputs]
     until_s = sorted(finished_s for _, finished_s in times)[len(outputs) - streams]
     shares = [(until_s - first_s) / max(finished_s - first_s, 1e-6) for first_s, finished_s in times]
@@ -109,7 +109,7 @@ class Theirs:
 
 
 class Figures:
-    """Speeds of every cell by rounds, and the answers that were the expected ones."""
+    """Speeds of every cell by rounds, and numbers of answers equal to the expected ones."""
 
     def __init__(self, ways: list[str]) -> None:
         self.ways = ways
@@ -132,7 +132,7 @@ class Figures:
         return median(own / other for own, other in pairs)
 
     def lines(self) -> Iterator[str]:
-        """The table in Markdown, and what stands below it."""
+        """The table in Markdown, and the lines below it."""
         cells = list(dict.fromkeys((name, which) for name, which, _ in self.speeds))
         yield "| question | answer | " + " | ".join(self.ways) + " |"
         yield "| --- " * (2 + len(self.ways)) + "|"
@@ -153,7 +153,7 @@ class Figures:
         return speed if way == BASE else f"{speed} ({self.ratio(name, which, way):.2f})"
 
     def _beside_peers(self, cells: list[tuple[str, str]]) -> Iterator[str]:
-        """Our best way with drafts beside the best of the peers, cell by cell."""
+        """Compares our fastest way with drafts with the fastest peer, cell by cell."""
         ours = [way for way in self.ways if way in WAYS or way == "draft_model"]
         theirs = [way for way in self.ways if way not in ours]
         for name, which in cells if theirs else ():
@@ -169,7 +169,7 @@ class Figures:
 
 
 def peer_commands(args: argparse.Namespace) -> dict[str, list[str]]:
-    """The runner of each peer and way."""
+    """Commands of the runners, by peer and way."""
     commands: dict[str, list[str]] = {}
     for kind, venv, lookups, drafts in (
         ("llama", "llamacpp", LOOKUPS, DRAFTS),
@@ -187,13 +187,13 @@ def peer_commands(args: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def tell(odds: list[float], folder: Path) -> None:
-    """Have engines that are started from here on start told workers."""
+    """Have engines start workers that know the answers (runners/told_worker.py)."""
     os.environ |= {ODDS: json.dumps(odds), TOKENS: str(folder / "told"), "PYTHONPATH": str(Path(__file__).parent)}
     launch.EngineSettings = partial(launch.EngineSettings, worker_module="runners.told_worker")  # type: ignore[attr-defined, assignment]
 
 
 def write_told(args: argparse.Namespace, engine: Engine, prompts: dict[str, list[list[int]]]) -> None:
-    """Write down the answers that there will be."""
+    """Write the expected answers to the file for these workers."""
     with Path(os.environ[TOKENS]).open("w") as file:
         for own in prompts.values():
             _, answers = engine.ask(own, args.tokens, "told")
@@ -203,7 +203,7 @@ def write_told(args: argparse.Namespace, engine: Engine, prompts: dict[str, list
 
 @contextmanager
 def engines(args: argparse.Namespace) -> Iterator[dict[str, Engine]]:
-    """All of them, by their ways."""
+    """Start all engines, by the names of their ways."""
     drafting = {"model": args.draft_model, "num_speculative_tokens": 4, "quantization": args.draft_quantization}
     by_model = {"draft_model": {name: value for name, value in drafting.items() if value is not None}}
     settings = {"max_model_len": args.max_model_len, "dtype": args.dtype, "quantization": args.quantization}
@@ -228,7 +228,7 @@ def engines(args: argparse.Namespace) -> Iterator[dict[str, Engine]]:
 
 
 def prompts_of(args: argparse.Namespace, llm: LLM) -> dict[str, list[list[int]]]:
-    """The prompts of each cell: one, or all that several streams take turns at."""
+    """The prompts of each cell: one, or all that several streams answer one after the other."""
     if args.random:
         draw, vocab_size = random.Random(50), llm.engine.vocab_size
         prompts = [[draw.randrange(3, vocab_size) for _ in range(RANDOM_LENGTH)] for _ in range(args.random)]
@@ -273,7 +273,7 @@ def measure(args: argparse.Namespace) -> Figures:
             engine.ask([[5, 6, 7, 8 + stream] for stream in range(args.streams)], 40, "warm")
         for index in range(args.rounds):
             for asked in questions(prompts, again=not args.first):
-                # What is asked after a pause is slower, whoever it is: the first one changes with the rounds.
+                # Requests after a pause are slower, so each round begins with another engine.
                 order = list(found)[index % len(found) :] + list(found)[: index % len(found)]
                 for way in order:
                     took_s, answers = found[way].ask(asked.prompts, args.tokens, f"round {index}")

@@ -5,12 +5,12 @@
     python benchmarks/tower.py --openvino-python PYTHON            # beside OpenVINO, in bf16 and with int8 weights
     python benchmarks/tower.py --llama-python PYTHON --llama-text MODEL.gguf   # beside llama.cpp's mtmd, in three types
 
-Weights are random, the same ones for all but llama.cpp, with some inputs and channels larger than others, as trained
-towers have. Each round runs every way once; told are the best milliseconds of each, what part that is of the speed of
-products in registers, measured just before, and how far the vectors are from ours in float32: the norm of the
-difference by the vectors' own. OpenVINO has an environment of its own (openvino, nncf, torch and transformers) and runs
-the tower that transformers' code makes, as its GenAI pipelines do. llama.cpp has one with llama-cpp-python and gguf;
-its tower makes vectors of the text model's size, which changes a hundredth of the work.
+Weights are random, the same for all but llama.cpp, with some inputs and channels larger than others, as in trained
+towers. Each round runs every way once. The output has the best milliseconds of each, as a share of the speed of
+products in registers, which is measured just before, and the error of the vectors: the norm of their difference to ours
+in float32, divided by the norm of these. OpenVINO runs in an environment with openvino, nncf, torch and transformers,
+on the tower of transformers' code, as its GenAI pipelines do. llama.cpp runs in one with llama-cpp-python and gguf; its
+vectors have the text model's size, which changes a hundredth of the work.
 """
 
 import argparse
@@ -40,7 +40,7 @@ TEXT_SIZE = 2048
 RUNNERS = Path(__file__).parent / "runners"
 ROOT = "model.visual."
 Encode = Callable[[], Any]
-"""An image through a tower: its vectors, float [num_vectors, TEXT_SIZE], or None where they are unknown."""
+"""Computes an image's vectors, float [num_vectors, TEXT_SIZE]; returns None for a peer that does not give them."""
 
 
 def flop(num_patches: int, num_images: int) -> float:
@@ -54,7 +54,7 @@ def flop(num_patches: int, num_images: int) -> float:
 
 
 def write_checkpoint(folder: Path) -> None:
-    """A checkpoint of random weights of the tower, and a text model of one small layer."""
+    """Write a checkpoint with random weights of the tower, and a text model of one small layer."""
     import torch
     from safetensors.torch import save_file
 
@@ -85,7 +85,8 @@ def write_checkpoint(folder: Path) -> None:
 
 
 def weight(name: str, shape: tuple[int, ...], generator: Any) -> Any:
-    """Random: norms whose channels differ, one in a hundred by far, biases, and matrices whose inputs differ."""
+    """Random weights: norms with different channels, one in a hundred far larger, biases, and matrices with different
+    inputs."""
     import torch
 
     made = torch.randn(shape, generator=generator)
@@ -125,7 +126,7 @@ def ours(form: str, images: list[Any], folder: Path) -> Encode:
 
 
 def pixels_of(images: list[Any]) -> Any:
-    """Patches as transformers' processor makes them: float32 [num_patches, 3 * 2 * 16 * 16]."""
+    """Patches like those of transformers' processor: float32 [num_patches, 3 * 2 * 16 * 16]."""
     import torch
 
     patch, parts = VISION["patch_size"], []
@@ -181,7 +182,7 @@ def mtmd(python: str, kind: str, options: argparse.Namespace) -> Encode:
 
 
 def elsewhere(name: str, command: list[str]) -> Encode:
-    """Each call asks a process that has made the tower."""
+    """Start a process that builds the tower; each call asks it for an image."""
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     if process.stdin is None or process.stdout is None:
         raise RuntimeError("pipes were asked for")
