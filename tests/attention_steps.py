@@ -29,7 +29,7 @@ def attention_shape(
 
 
 def changed(shape: AttentionShape, **changes: Any) -> AttentionShape:
-    """`shape` with other fields, of its own or of all its groups; `windows` are those of the groups."""
+    """`shape` with other fields of its own or of all its groups; `windows` has one window for each group."""
     if "windows" in changes:
         windows = changes.pop("windows")
         groups = tuple(msgspec.structs.replace(shape.groups[0], window=window) for window in windows)

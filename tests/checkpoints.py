@@ -50,8 +50,9 @@ def make_checkpoint(path: str | Path, family: str = "llama", *, dtype: str = "fl
 def write_checkpoint(
     path: str | Path, config_class: Any, model_class: Any, settings: dict[str, Any], *, dtype: str = "float32"
 ) -> Path:
-    """Write a random checkpoint of these classes of transformers to the folder `path` and return it. `settings` go to
-    the config, but for `max_shard_size` and `seed`. A model with a `text_config` is more than what writes text."""
+    """Write a random checkpoint of these transformers classes to the folder `path` and return it. `settings` are for
+    the config, except for `max_shard_size` and `seed`. With a `text_config`, the other parts of the model are written
+    as well."""
     import torch
 
     path = Path(path)
@@ -82,7 +83,7 @@ def write_checkpoint(
 
 
 def make_kin(model: Path, folder: Path) -> Path:
-    """Write a checkpoint to `folder` that says mostly what the one in `model` says: the last of its two layers and its
+    """Write a checkpoint to `folder` whose outputs mostly equal those of `model`: the last of its two layers and its
     head have noise."""
     import torch
     from safetensors.torch import load_file, save_file

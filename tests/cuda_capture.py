@@ -1,9 +1,11 @@
 """A fake of CUDA's graph capture: recorded calls have fixed addresses and grids, and Python does not run again.
 
-While `run` is recorded, launches of kernels (those of an emulated GPU, and native ones of the CPU, which stand for
-others) are kept and not made. Operations of torch are made once, for their results' shapes, and made again by every
-replay, into the memory that the first ones got. Whatever brings a value to the host ends the capture, as on a device. A
-launch keeps no tensor: if nobody else does, the replay says so, where a device would read what lies there by then.
+While `run` is recorded, launches of kernels (of an emulated GPU, or native ones of the CPU in their place) are stored
+and not made. Operations of torch are made once, for the shapes of their results, and repeated by every replay, into the
+same memory. Copying a value to the host ends the capture, as on a device.
+
+A launch keeps no tensor alive: if nothing else does, the replay raises an error, where a device would read whatever is
+in that memory then.
 """
 
 import ctypes

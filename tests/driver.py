@@ -47,8 +47,8 @@ class Driver:
         communicator: Communicator | None = None,
         **settings: Any,
     ) -> None:
-        """`on`: a device made by the test, with fakes for missing hardware. `communicator`: of one rank among several,
-        whose drivers make the same steps."""
+        """`on`: a device made by the test, with fakes for missing hardware. `communicator`: that of one of several
+        ranks, whose drivers must make the same steps."""
         shard = SINGLE if communicator is None else communicator.shard
         if shard.world > 1:
             settings |= {"tensor_parallel_size": shard.world, "cpu_threads": 1}

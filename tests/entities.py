@@ -50,7 +50,7 @@ _BLANKS = (" ", "  ", "\n", "\t", "\u00a0", "\u3000", "", "-")
 
 
 def texts(count: int, *, seed: int = 0, longest: int = 24) -> list[str]:
-    """So many texts, of up to `longest` words; the same for the same seed."""
+    """`count` random texts of up to `longest` words; the same for the same seed."""
     rng = random.Random(seed)
     found = ["", " ", "\n\n", "a", "😀", "a" * 150, "Maria lives in New York."]
     while len(found) < count:

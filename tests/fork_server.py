@@ -37,7 +37,7 @@ from tests.deadlines import scaled
 
 ROOT = str(Path(__file__).resolve().parent.parent)
 LEAVES = "vllm_lite.worker.process", "tests.e2e.light_worker"
-"""Modules whose processes start no others."""
+"""Modules whose processes do not start others."""
 MODULES = (
     "vllm_lite",
     "vllm_lite.engine.process",
@@ -83,14 +83,14 @@ class Start(NamedTuple):
 
     @property
     def module(self) -> str | None:
-        """None if it is nothing that can be forked."""
+        """The module; None if the command cannot be forked."""
         python, *words = self.words
         words = words[1:] if words[:1] == ["-P"] else words
         return words[1] if python == sys.executable and words[:1] == ["-m"] and words[1] in MODULES else None
 
     @property
     def is_imported(self) -> bool:
-        """Whether its imports would find what those of the fork server found."""
+        """Whether its imports would be the same as the fork server's."""
         changed = {name for name, _ in self.env.items() ^ _environment.items()} - {"PYTHONPATH"}
         paths = self.env.get("PYTHONPATH", ROOT).split(os.pathsep)
         return set(paths) == {ROOT} and not any(name.startswith(READ_BEFORE) for name in changed)
@@ -127,7 +127,7 @@ class Popen(subprocess.Popen):  # type: ignore[type-arg]
 
 
 def _ask(wire: socket.socket, start: Start, fds: list[int]) -> int | None:
-    """The pid of a child, which answers itself once it is what it should be; None if the fork server has ended."""
+    """Request a child and return its pid. The child answers once it is set up; None if the fork server has ended."""
     global _wire
     with _lock, suppress(BrokenPipeError, ConnectionResetError):
         socket.send_fds(wire, [json.dumps(start).encode()], fds)
@@ -135,7 +135,7 @@ def _ask(wire: socket.socket, start: Start, fds: list[int]) -> int | None:
             if answer := wire.recv(MAX_BYTES):
                 return int(answer)
         except TimeoutError:
-            _wire = None  # the next child is a new interpreter: nobody else is to get this answer
+            _wire = None  # the next child is a new interpreter: it must not get this answer
             wire.close()
             raise
     return None
@@ -151,7 +151,7 @@ def begin() -> None:
     _environment.update(os.environ)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.settimeout(ANSWER_S)
-    unread, output = os.pipe()  # not /dev/null: sys.stdout of a fork would seek in what takes its place
+    unread, output = os.pipe()  # not /dev/null: sys.stdout of a fork would seek in the file that replaces it
     with theirs:
         server = subprocess.Popen(
             [sys.executable, "-P", "-m", "tests.fork_server", str(theirs.fileno()), "-" * ROOM],
@@ -173,11 +173,11 @@ def _end(server: "subprocess.Popen[bytes]") -> None:
     server.wait()
 
 
-# ---- in the fork server and what it forks
+# ---- in the fork server and its forks
 
 
 def main() -> None:
-    """Import, fork what is asked for until nobody can ask any more, and in each fork run that."""
+    """Import the modules, and fork a child for each request until no process can send any more."""
     asking = socket.socket(fileno=_moved(int(sys.argv[1])))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _environment.update(os.environ)
@@ -193,7 +193,7 @@ def main() -> None:
     gc.freeze()
     start, fds, asking = _forks(asking)
     _become(start, fds)
-    with asking, suppress(BrokenPipeError):  # who asked may have died, which the child finds out as always
+    with asking, suppress(BrokenPipeError):  # the requesting process may have died; the child notices it as usual
         asking.send(str(os.getpid()).encode())
     status = _run(start)
     threading._shutdown()  # type: ignore[attr-defined]
@@ -233,8 +233,8 @@ def _forks(asking: socket.socket) -> tuple[Start, list[int], socket.socket]:
 
 
 def _clone() -> int:
-    """Fork a child of this process's parent. glibc, whose fork() cannot, keeps the id of the thread where the kernel
-    clears it in the end."""
+    """Fork a child of this process's parent, which glibc's fork() cannot do. Keeps the thread's id where the kernel
+    clears it at the end."""
     python, libc, place = ctypes.pythonapi, ctypes.PyDLL(None, use_errno=True), ctypes.c_void_p()
     if libc.prctl(PR_GET_TID_ADDRESS, ctypes.byref(place), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "PR_GET_TID_ADDRESS")
@@ -251,7 +251,7 @@ def _clone() -> int:
 
 
 def _become(start: Start, fds: list[int]) -> None:
-    """Take over what a new program would be given."""
+    """Take over the environment, files and arguments of a new program."""
     _name(Path(sys.executable).name)
     os.chdir(start.cwd)
     os.environ.clear()

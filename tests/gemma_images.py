@@ -51,9 +51,9 @@ class Truth:
 
     @classmethod
     def of(cls, model: Any, inputs: dict[str, torch.Tensor], *, by_masks: bool = False) -> "Truth":
-        """`inputs`: the processor's, for one prompt. `by_masks`: token by token, with the masks that transformers has
-        for a cache of fixed size. With others its Gemma 4 Unified lets the tokens of an image see each other in all
-        layers, against what it says in those, and beyond the window."""
+        """`inputs`: the processor's, for one prompt. `by_masks`: token by token, with transformers' masks for a cache
+        of fixed size. With its other masks, Gemma 4 Unified lets the tokens of an image attend to each other in all
+        layers, against its own configuration, and beyond the window."""
         ids = inputs["input_ids"]
         with torch.inference_mode():
             logits = model(**inputs | {"attention_mask": masks_of(model, inputs)}).logits[0]

@@ -114,7 +114,7 @@ NUMBERS = {
     "moe_num_shared_experts": "expert_shared_count",
     "ffn_hidden_size": "feed_forward_length",
 }
-"""Keys of config.json -> those of the file, without its architecture."""
+"""Keys of config.json -> keys of the file, without its architecture."""
 
 KindOf = Callable[[str], str]
 """The type of a matrix, by its name in the file."""
@@ -131,10 +131,10 @@ def write_gguf(
     joins: bool = False,
     factors: dict[str, list[float]] | None = None,
 ) -> Path:
-    """Write the checkpoint folder to `file`; `more`: further metadata, or another architecture. Norms and biases
-    remain float32. `dense`: as float32 what blocks stand for. `rows`: further tensors, of so many elements. `joins`:
-    what converters may leave as one tensor is one, as gate and up of experts. `factors`: numbers that matrices, or
-    those of each expert, have beside their blocks. Returns the file."""
+    """Write the checkpoint folder to `file`, and return that. Norms and biases remain float32. `more`: further
+    metadata, or another architecture. `dense`: write the blocks' values as float32. `rows`: further tensors, with
+    numbers of elements. `joins`: join tensors that converters may join, such as gate and up of experts. `factors`:
+    numbers that matrices, or those of each expert, have beside their blocks."""
     config = json.loads((checkpoint / "config.json").read_text())
     config |= config.get("text_config", {})
     more = dict(more or {})
@@ -414,8 +414,8 @@ def _num_layers(config: dict[str, Any]) -> int:
 
 
 def _by_head(name: str | None, tensor: torch.Tensor, config: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The matrices that compute K and V from latents, with those of K transposed. `name`: the tensor name of those of
-    K."""
+    """Split into the matrices that compute K and V from latents, with K's transposed. `name`: tensor name of K's
+    matrices."""
     assert name is not None
     sizes = config["qk_nope_head_dim"], config["v_head_dim"]
     keys, values = tensor.view(config["num_attention_heads"], sum(sizes), -1).split(sizes, dim=1)

@@ -57,7 +57,8 @@ class Walker:
         return matcher
 
     def walk(self, grammar: str, rng: random.Random, most: int = 300) -> tuple[str, bool]:
-        """Return what was written, and whether it has ended. Texts are ended early, so that most walks do."""
+        """Write a random text of the grammar; returns it, and whether it is complete. Prefers to end early, so that
+        most walks are complete."""
         matcher, tokens = self.matcher(grammar), list[int]()
         while len(tokens) < most and not matcher.is_stopped():
             allowed = self.allowed(matcher)

@@ -41,7 +41,7 @@ Item = tuple[Any, ...]
 
 @dataclass
 class Case:
-    """One output: tokens of the vocabulary of `format`, and why it ended."""
+    """One output: tokens of the vocabulary of `format`, and the reason of its end."""
 
     format: str
     ids: list[int]

@@ -109,7 +109,7 @@ def serving(
 
 
 def until(condition: Callable[[], bool], what: str, most_s: float = DEADLINE_S) -> None:
-    """Look until `condition()` holds; fail after a while."""
+    """Wait until `condition()` holds; fail after `most_s`."""
     deadline_s = time.monotonic() + most_s
     while not condition():
         assert time.monotonic() < deadline_s, f"{what} did not come in {most_s:.0f} s"

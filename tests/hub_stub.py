@@ -34,7 +34,7 @@ class Hub:
         self.files |= {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
 
     def fetched(self) -> set[str]:
-        """Names of the files whose bytes were asked for."""
+        """Names of the files whose bytes were requested."""
         return {path.rpartition("/")[2] for path in self.requests if path.startswith("GET") and "/resolve/" in path}
 
 

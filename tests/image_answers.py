@@ -13,7 +13,7 @@ from vllm_lite import LLM, SamplingParams
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 LONGER = msgspec.structs.replace(GREEDY, max_tokens=30)
 Answer = tuple[list[int], list[int]]
-"""The tokens of a prompt, and those of the answer."""
+"""Tokens of a prompt, and tokens of its answer."""
 
 
 def ways(chunk: int, short: int) -> dict[str, dict[str, Any]]:

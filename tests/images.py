@@ -31,7 +31,7 @@ TEMPLATE = (
     "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
-"""As SmolVLM's: it looks at the kinds of parts."""
+"""A template like SmolVLM's, which reads the types of parts."""
 
 
 def make_smolvlm(path: Path, family: str = "SmolVLM", **settings: Any) -> Path:
@@ -91,7 +91,7 @@ QWEN_TEMPLATE = (
     "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{{ '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-"""As Qwen3.5's, shorter."""
+"""A shorter template like Qwen3.5's."""
 
 
 QWEN_VISION: dict[str, dict[str, Any]] = {
@@ -151,7 +151,7 @@ MISTRAL_TEMPLATE = (
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}[/INST]{% else %}{{ message.content }}</s>{% endif %}"
     "{% endfor %}"
 )
-"""As Mistral Small's, shorter."""
+"""A shorter template like Mistral Small's."""
 CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 
 
@@ -192,7 +192,7 @@ ONEVISION_TEMPLATE = (
     "{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
     "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
 )
-"""As LLaVA-OneVision's, shorter: images stand before the words."""
+"""A shorter template like LLaVA-OneVision's: images precede the text."""
 ONEVISION_SPECIAL = ["<image>", "<video>", "<|im_start|>", "<|im_end|>"]
 SQUARE = 28
 PINPOINTS = [[height * SQUARE, width * SQUARE] for height in (1, 2, 3) for width in (1, 2, 3)]
@@ -242,7 +242,7 @@ GEMMA_TEMPLATE = (
     "{% else %}{{ part.text | trim }}{% endif %}{% endfor %}{% endif %}{{ '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}<model>{% endif %}"
 )
-"""As Gemma's, shorter."""
+"""A shorter template like Gemma's."""
 GEMMA_TEXT: dict[str, Any] = {
     "vocab_size": 387,
     "num_attention_heads": 4,
@@ -287,7 +287,7 @@ def make_gemma3(path: Path, **settings: Any) -> Path:
 
 
 def make_unified(path: Path, **text: Any) -> Path:
-    """Write a random Gemma 4 Unified, 12 x 12 of whose pixels are a token, of which an image has 70 at most."""
+    """Write a random Gemma 4 Unified, in which 12 x 12 pixels are a token, and an image has at most 70."""
     from transformers import Gemma4UnifiedConfig, Gemma4UnifiedForConditionalGeneration
 
     vision = {"patch_size": 4, "mm_embed_dim": 40, "mm_posemb_size": 70, "output_proj_dims": 40}
@@ -297,7 +297,7 @@ def make_unified(path: Path, **text: Any) -> Path:
 
 
 def make_gemma4(path: Path, vision: dict[str, Any] | None = None, **text: Any) -> Path:
-    """Write a random Gemma 4, 3 x 3 of whose patches of 4 x 4 pixels are a token, of which an image has 70 at most."""
+    """Write a random Gemma 4, in which 3 x 3 patches of 4 x 4 pixels are a token, and an image has at most 70."""
     from transformers import Gemma4Config, Gemma4ForConditionalGeneration
 
     sight: dict[str, Any] = {

@@ -31,7 +31,7 @@ def _has_it(name: str) -> bool:
 
 
 def on_each(names: Sequence[str] = ISAS) -> Iterator[str]:
-    """Yield those of `names` that this machine has; each is in use until the next one is asked for."""
+    """Set each of `names` that this machine supports, and yield it while it is set."""
     for name in names:
         if _has_it(name):
             with isa_in_use(name):

@@ -1,4 +1,4 @@
-"""Tools whose schemas a grammar cannot hold as a whole, and the forms of calls that it is written for."""
+"""Tools whose schemas a grammar cannot enforce completely, and the forms of calls in which they are tested."""
 
 import json
 from typing import Any

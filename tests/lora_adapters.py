@@ -13,7 +13,7 @@ ALL_LINEAR = "all-linear"
 
 
 def quiet(function: F) -> F:
-    """`function`, whose warnings of PEFT about transformers, and about our odd choices, are nobody's business."""
+    """`function` without PEFT's warnings about transformers and about our unusual settings."""
 
     @wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
@@ -28,8 +28,8 @@ def quiet(function: F) -> F:
 def make_adapter(
     base: Path, path: Path, targets: str | Sequence[str] = ALL_LINEAR, *, seed: int = 0, rank: int = 4, **options: Any
 ) -> Path:
-    """Write an adapter of the checkpoint `base` to the folder `path`, with random matrices, and return it. It changes
-    what the model says: B is not zero. A text is as for PEFT: "all-linear", or a regular expression."""
+    """Write an adapter for the checkpoint `base` to the folder `path`, with random matrices, and return it. B is not
+    zero, so that it changes outputs. Text as targets is read by PEFT: "all-linear", or a regular expression."""
     import torch
     from transformers import AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""Checkpoints whose experts are stored in MXFP4, as gpt-oss is published."""
+"""Checkpoints whose experts are stored in MXFP4, like the published gpt-oss."""
 
 from pathlib import Path
 

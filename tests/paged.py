@@ -71,10 +71,8 @@ class Sequence:
 
 
 class Paged:
-    """Runs a model over a paged cache whose block ids are shuffled and whose unwritten slots hold NaN.
-
-    Blocks that the window has passed become NaN and free, while the tables still name them.
-    """
+    """Runs a model over a paged cache with shuffled block ids, whose unwritten slots have NaN. Blocks outside of the
+    window become NaN and free, while the tables still have them."""
 
     def __init__(self, oracle: Oracle, seed: int = 0, num_blocks: int = 128, model: Model | None = None) -> None:
         """`model`: a rank's part of the model; all ranks must run the same steps."""

@@ -76,10 +76,8 @@ class Recorder:
 
 
 def run_both(model: Path, seed: int, num_steps: int, on: Device | None, **settings: Any) -> tuple[Driver, Driver]:
-    """The same steps eagerly and with graphs, on a device made by the test or (None) on the one that a worker opens.
-
-    The first step whose bits differ fails.
-    """
+    """Run the same steps eagerly and with graphs, on a device made by the test or (None) on the one that a worker
+    opens. Fails at the first step whose bits differ."""
     eager, graphed = Driver(model, enforce_eager=True, **settings), Driver(model, on=on, **settings)
     expected, got = Recorder(eager), Recorder(graphed)
     play = Play(seed, len(eager.ready.groups))

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of models that make vectors and scores, and what transformers computes of them."""
+"""Tiny random checkpoints of models for vectors and scores, and transformers' results for them."""
 
 import json
 from collections.abc import Callable, Sequence

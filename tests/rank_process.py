@@ -88,7 +88,7 @@ def _columns(ranks: Communicator, call: Call, parts: list[torch.Tensor]) -> tupl
     rows[:, start : start + widths[rank]] = expected[:, start : start + widths[rank]]
     ranks.gather_columns(rows, widths)
     got = rows.clone()
-    ranks.barrier()  # nobody fills them again before all have read them
+    ranks.barrier()  # no rank may overwrite them before all have read them
     return got, expected
 
 

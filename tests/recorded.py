@@ -128,7 +128,7 @@ class Recorded:
         self.core.add(b"client", asked)
 
     def loop(self, fail: bool = False) -> bool:
-        """One pass of the engine's loop. False if no step is in flight."""
+        """Make one pass of the engine's loop. Returns False if no step is in flight."""
         produced = self.core.expire()
         while self.core.begin():
             self.clock.now_s += 0.001
@@ -166,7 +166,7 @@ class Recorded:
             self.lose_workers(f"worker {rng.randint(0, 3)} died")
 
     def _spoilt(self, output: ModelOutput) -> ModelOutput:
-        """The result with one sequence whose logits were not finite."""
+        """The result, with one sequence whose logits were not finite."""
         handles = [sequence.handle for sequence in self.scheduler.in_flight.awaited]
         return msgspec.structs.replace(output, failed=[(handles[0], NOT_FINITE)]) if handles else output
 
@@ -273,7 +273,7 @@ class Recorded:
             params = SamplingParams(
                 max_tokens=have + rng.randint(1, 5),
                 ignore_eos=True,
-                temperature=rng.choice([1.0, 2.0]),  # half of them go on with other tokens than their parents
+                temperature=rng.choice([1.0, 2.0]),  # half of the forks continue with other tokens than their parents
                 seed=rng.randint(1, 9),
             )
             self.core.fork(b"client", ForkRequest(parent, child, max(0, have - rng.randint(0, 4)), params))

@@ -90,7 +90,7 @@ MESSAGES: dict[str, list[Part]] = {
 
 @dataclass(frozen=True)
 class Writer:
-    """Writer of one format. `names` are those of its parsers for calls and for reasoning."""
+    """Writer of one format. `names` are its parsers for calls and for reasoning."""
 
     names: tuple[str | None, str | None]
     tokens: tuple[str, ...]

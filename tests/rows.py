@@ -9,7 +9,7 @@ from vllm_lite.kernels.ops import TorchOps
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SIZES = [1, 3, 7, 8, 15, 16, 17, 31, 64, 100, 1024, 1025]
-"""On both sides of what a vector holds, on every instruction set."""
+"""Sizes around those of vectors, on every instruction set."""
 
 twin: Any = type("Twin", (), {name: it for name, it in vars(TorchOps).items() if not name.startswith("__")})()
 """Plain torch, the reference of `Ops`, also where a test takes it away from TorchOps."""

@@ -30,8 +30,8 @@ VOCAB = 50
 
 
 class Rig:
-    """A scheduler, its pools and a simulated worker, stepped by hand; `depth` steps may be in flight, and their results
-    may `come_together`, as those of one message do."""
+    """A scheduler, its pools and a simulated worker, stepped by hand. `depth` steps may be in flight, and their results
+    may `come_together`, like those of one message."""
 
     def __init__(
         self,

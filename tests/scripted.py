@@ -37,10 +37,8 @@ TEMPLATE = """{%- set found = namespace(number=0) -%}
 
 @dataclass(frozen=True)
 class Script:
-    """One output. Each of `parts` is one token; a text is one token for each character, and for each added token in it.
-
-    `begun` are added tokens of the answer that stand at the end of the prompt.
-    """
+    """One output. Each of `parts` is one token; text has one token for each character and each added token. `begun` are
+    added tokens of the answer that are at the end of the prompt."""
 
     parts: str | Sequence[Part]
     begun: str = ""
@@ -49,12 +47,10 @@ class Script:
 def write_scripted(
     path: str | Path, scripts: Sequence[Script | str], tokens: Sequence[str] = (), *, max_model_len: int = 0
 ) -> Path:
-    """Write a checkpoint that answers these scripts to the folder `path`, and return it.
-
-    `tokens` are added tokens of its vocabulary, those of the format that the scripts are written in. All other parts of
-    scripts are entries of its byte-level vocabulary. It has a context of at least `max_model_len` tokens, for clients
-    that ask for many; the scripts themselves may have MAX_SCRIPTED tokens in all.
-    """
+    """Write a checkpoint that answers these scripts to the folder `path`, and return it. `tokens` are added tokens of
+    its vocabulary, those of the scripts' format; all other parts of scripts are in its byte-level vocabulary. Its
+    context has at least `max_model_len` tokens, for clients that ask for many; all scripts together may have
+    MAX_SCRIPTED tokens."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     all_scripts = [each if isinstance(each, Script) else Script(each) for each in scripts]
@@ -66,7 +62,7 @@ def write_scripted(
     for script, parts in zip(all_scripts, cut, strict=True):
         prompts.append([start - len(_cut(script.begun, tokens)), script.begun])
         for place, part in enumerate([*parts, END]):
-            table[start - 1 + place] = ids[part]  # the token behind position p is what the model says there
+            table[start - 1 + place] = ids[part]  # the model writes this token after position p
         start += len(parts) + 1
     num_rows, num_tokens = -(-start // 64) * 64, max(ids.values()) + 1
     num_positions = max(num_rows, max_model_len)

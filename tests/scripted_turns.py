@@ -15,7 +15,7 @@ from typing import Any
 
 DOCS = Path(__file__).parents[1] / "docs"
 VOCAB_SIZE = 6000
-"""Tokens of the vocabulary beside those of the scripts: prompts of 100,000 characters become 30,000 tokens."""
+"""Tokens of the vocabulary other than those of the scripts: prompts of 100,000 characters become 30,000 tokens."""
 BEGIN, END = "<|im_start|>", "<|im_end|>"
 NUM_PIECES = 6
 """Minimum tokens of a script, so that calls and texts arrive in several deltas."""
@@ -112,7 +112,7 @@ def _word(text: str) -> str:
 
 @cache
 def _letters() -> dict[int, str]:
-    """The letter that stands for each byte in a byte-level vocabulary."""
+    """The character of each byte in a byte-level vocabulary."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in shown]
     return {**{byte: chr(byte) for byte in shown}, **{byte: chr(256 + place) for place, byte in enumerate(others)}}

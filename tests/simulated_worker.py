@@ -173,7 +173,7 @@ class SimulatedWorker:
         return ()
 
     def expert_tokens(self) -> list[list[int]]:
-        """None: no expert counts."""
+        """Expert counts: none."""
         return []
 
     def die(self) -> None:
@@ -232,7 +232,7 @@ class SimulatedWorker:
                 counts.append(len(sampled))
                 drafted.append(len(drafts[handle]))
                 logprobs += [self._logprobs(self.sequences[handle], len(sampled))] * len(sampled) if sampled else []
-        for history in tentative:  # what has proved right is taken up
+        for history in tentative:  # accepted drafts become part of the history
             self._states()[history.live] = StateOf(history.adapter, tuple(history.tokens[: history.num_computed]))
             history.source = history.live
         reply = ModelOutput(

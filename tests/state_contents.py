@@ -37,8 +37,8 @@ class RecordingHasher(PrefixHasher):
 
 
 class StateContents:
-    """Compares, slot by slot, what can be found and where sequences go on with what a worker left there: a wrong state
-    is seen when it becomes wrong, and not when somebody happens to read it."""
+    """Compares all findable states and all sequences' states with what a worker has in these slots, so that a wrong
+    state is detected when it is written, not when it is read."""
 
     def __init__(self, kv: KVCacheManager) -> None:
         self._states = next((part for part in kv.parts if isinstance(part, StateSlots)), None)
@@ -46,10 +46,10 @@ class StateContents:
         self.num_compared = 0
 
     def check(self, worker: SimulatedWorker, sequences: abc.Iterable[Sequence]) -> None:
-        """To be called when the worker has run every step that was scheduled; `sequences` are all the unfinished ones.
+        """Call this when the worker has run every scheduled step; `sequences` are all unfinished ones.
 
-        What is decided between two steps, as for beams, leaves its ops to the next one. That runs them before it
-        computes anything, so what counts is what is there behind them.
+        Ops of decisions between two steps, as for beams, are sent with the next step, which runs them before it
+        computes. So slots are compared as they will be after these ops.
         """
         states = self._states
         if states is None or worker.states is None:

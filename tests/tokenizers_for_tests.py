@@ -101,7 +101,7 @@ def no_decoder() -> bytes:
 
 
 def suffixes() -> bytes:
-    """The decoder of the first GPT, whose text depends on which token is the last."""
+    """The decoder of the first GPT, whose text depends on the last token."""
     tokenizer = Tokenizer(models.BPE(vocab={"a</w>": 0, "b": 1}, merges=[]))
     tokenizer.decoder = decoders.BPEDecoder()
     return _bytes_of(tokenizer)

@@ -188,10 +188,12 @@ class Client:
                 if not keeps_parent:
                     break
         if fork is None:
-            record.intent = "abort"  # what was read of the parent is a prefix
+            record.intent = "abort"  # the tokens read of the parent are a prefix of the expected ones
             return
         collected.tokens, collected.reasons = {}, {}
-        async with contextlib.aclosing(fork) as branch:  # engine.fork() has taken its first output: what it inherits
+        async with contextlib.aclosing(
+            fork
+        ) as branch:  # engine.fork() has taken its first output, the tokens it inherits
             async for output in branch:
                 collected.take(output)
 

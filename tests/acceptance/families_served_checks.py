@@ -1,7 +1,7 @@
-"""Checks of tests/acceptance/families_served.py: of a server, and of commands.
+"""Checks of tests/acceptance/families_served.py on servers and commands.
 
-A check is a function of a `Subject` and a `Server`. It returns a word for its cell, "ok" or "-" where there is nothing
-to check, and raises Unexpected with a sentence for what is wrong. Its name is that of its column.
+A check is a function of a `Subject` and a `Server`. It returns a word for its cell, "ok", or "-" if it does not apply,
+and raises Unexpected with a sentence about the failure. Its name is that of its column.
 """
 
 import json

@@ -37,8 +37,8 @@ from tests.http_server import serving
 from tests.images import make_mistral3, make_onevision, make_qwen, make_smolvlm, picture
 
 MAX_MB = 200.0
-"""Memory that the server and its children may take beyond what they had: two decode at a time, with up to five bytes a
-pixel."""
+"""Limit of the memory that the server and its children may take in addition: two images at a time, with up to five
+bytes a pixel."""
 AT_ONCE = 8
 FAMILIES: dict[str, Callable[[Path], Path]] = {
     "smolvlm": make_smolvlm,

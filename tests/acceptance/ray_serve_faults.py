@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from tests.acceptance.ray_check import cluster  # isort: skip - it sets what ray reads when it is imported
+from tests.acceptance.ray_check import cluster  # isort: skip - it sets variables that ray reads at its import
 
 import psutil
 from safetensors.torch import load_file, save_file

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tests.acceptance.ray_check import cluster  # isort: skip - it sets what ray reads when it is imported
+from tests.acceptance.ray_check import cluster  # isort: skip - it sets variables that ray reads at its import
 
 import psutil
 import ray

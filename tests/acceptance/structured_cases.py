@@ -1,7 +1,7 @@
-"""The corpus of structured_check.py: schemas and regular expressions, and for each a judge that is not our own.
+"""The corpus of structured_check.py: schemas and regular expressions, each with an independent judge of outputs.
 
-`tests/fixtures/structured/` has them as JSON lines, {"name", "schema" | "regex", "refused"?}. Those that are marked as
-refused say something that no grammar holds to, and have to be refused by name.
+`tests/fixtures/structured/` has them as JSON lines, {"name", "schema" | "regex", "refused"?}. Cases marked as refused
+have constraints that no grammar can express, and must be refused by name.
 """
 
 import json
@@ -28,7 +28,7 @@ THINKING_KINDS = 4
 
 
 class Case(NamedTuple):
-    """One form that an output must have."""
+    """One constraint on an output."""
 
     name: str
     wanted: dict[str, Any]

@@ -109,7 +109,7 @@ class Siege:
             self.faults.append(f"{attack}: {answer.status_code}: {answer.text[:200]}")
 
     async def _stream(self, number: int) -> None:
-        """One plain stream after another, until it is cancelled."""
+        """Read one plain stream after another, until cancelled."""
         while True:
             body = {"prompt": PROMPT, "max_tokens": 1000, "ignore_eos": True, "stream": True, "seed": number}
             async with self.http.stream("POST", "/v1/completions", json=body) as answer:

@@ -1,7 +1,7 @@
 """Turns that the scripted model of try_agents.py plays for each agent: one call that writes a file, then a text.
 
-tests/scripted_turns.py makes the checkpoint. Its chat template chooses by the tools of a request and by its last
-message, so that the model needs to be told nothing about who asks.
+tests/scripted_turns.py makes the checkpoint. Its chat template chooses the turn by a request's tools and last message,
+so the model need not know which agent asks.
 """
 
 import json

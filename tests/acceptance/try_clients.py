@@ -54,8 +54,8 @@ PACKAGES: dict[str, tuple[str, ...]] = {
 
 
 class Client(NamedTuple):
-    """A client: the package whose version counts, the environment it runs in, and its program. `option` is what it has
-    to be told beside the address, the model's name and a key; it is empty for nothing."""
+    """A client: the package whose version is reported, its environment, and its program. `option` is an additional
+    argument beside the address, the model's name and a key; empty: none."""
 
     name: str
     package: str

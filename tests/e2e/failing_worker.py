@@ -26,13 +26,13 @@ def fail_by_raising() -> None:
 
 
 def spin() -> None:
-    """In Python: other threads still get to run, the heartbeat's too."""
+    """Spin in Python: other threads, such as the heartbeat, still run."""
     while True:
         pass
 
 
 def hold() -> None:
-    """In native code that keeps the interpreter's lock: no other thread runs any more."""
+    """Hang in native code that keeps the interpreter's lock: no other thread runs any more."""
     ctypes.PyDLL(None).pause()
 
 
@@ -59,7 +59,7 @@ WAYS: dict[str, Callable[[], None]] = {
 
 
 def fail_in_a_step(fail: Callable[[], None]) -> None:
-    """In the middle of a step if its layers are run one by one, otherwise at its end."""
+    """Fail in the middle of a step if layers are run one by one, otherwise at its end."""
     execute, advance, num_messages = process.execute, progress.Progress.advance, 0
 
     def counting(*arguments: Any) -> Any:

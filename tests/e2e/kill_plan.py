@@ -41,7 +41,7 @@ class Plan:
         return [Death.parse(line) for line in self.path.read_text().splitlines()]
 
     def write(self, deaths: Iterable[Death]) -> None:
-        """In one operation, so that nobody reads a half."""
+        """Replace the file in one operation, so that no reader sees a part of it."""
         draft = self.path.with_suffix(f".{os.getpid()}")
         draft.write_text("".join(f"{death}\n" for death in deaths))
         draft.rename(self.path)

@@ -16,7 +16,8 @@ LIGHT = "LIGHT_WORKERS"
 
 
 def add_points_of_the_loop(points: Points) -> None:
-    """Before and after every kind of message that it sends, and after each that it gets; in a layer or after a step."""
+    """Points before and after every kind of message that a worker sends, after each that it receives, and in and after
+    steps."""
     loop: Any = process.WorkerLoop
 
     def said(when: str, arguments: tuple[Any, ...]) -> None:

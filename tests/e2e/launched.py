@@ -37,9 +37,7 @@ def launched(
 ) -> Iterator[LaunchedEngine]:
     """An engine of `model` in float32 on one thread, unless `settings` say otherwise."""
     plain: dict[str, Any] = {"model": str(model), "device": "cpu", "cpu_threads": 1, "dtype": "float32"}
-    plain["heartbeat_timeout_s"] = scaled(
-        60.0
-    )  # whoever is killed is no longer there; nobody else may be taken for hung
+    plain["heartbeat_timeout_s"] = scaled(60.0)  # killed processes are gone by then; no other one may count as hung
     run_root = Path(tempfile.mkdtemp(prefix="t", dir="/tmp"))  # short, for sockets
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tempfile.tempdir", str(run_root))

@@ -1,8 +1,8 @@
-"""The simulated worker in a real worker's process, with its conversation: it starts fast, without torch.
+"""The simulated worker in a real worker's process and protocol: it starts fast, without torch.
 
-Its tokens are a function of the whole history that its fake KV cache holds, which it checks position by position. As an
-entry point of its own it checks nothing, and its steps take as long for a long history as for a short one: no time, or
-as long as STEP_S says, without using the processor.
+Its tokens are a function of the whole history in its fake KV cache, which it checks position by position. As an entry
+point of its own it checks nothing, and its steps take the same time for long and short histories: none, or STEP_S
+without using the processor.
 """
 
 import os
@@ -101,7 +101,7 @@ class LightWorker:
 
 
 def install() -> Callable[[], type[LightWorker]]:
-    """Return the function that replaces the import of a real worker in this process, whose worker is the only rank."""
+    """Return the function that replaces the import of a real worker in this process. The worker is the only rank."""
     Membership.connect = lambda *_: None  # type: ignore[assignment, method-assign]
     return lambda: LightWorker
 

@@ -26,10 +26,8 @@ DEADLINE_S = scaled(100.0)
 
 
 def make_prompts(lengths: Sequence[int] = LENGTHS, seed: int = 14) -> list[list[int]]:
-    """Random tokens. Every second prompt begins like the others of its kind, for up to 100 tokens.
-
-    With the default seed no continuation of either family comes to a tie.
-    """
+    """Random prompts. Every second one shares a prefix of up to 100 tokens with the others of its kind. With the
+    default seed no continuation of either family has a tie."""
     source = random.Random(seed)
     stem = [source.randrange(3, VOCAB_SIZE) for _ in range(100)]
     prompts = []

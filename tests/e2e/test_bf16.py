@@ -15,7 +15,7 @@ from vllm_lite import SamplingParams
 MIN_SHARE = 0.5
 """Minimum share of positions that are compared."""
 MAX_EXCESS = 1.15
-"""Maximum of our logprobs' average distance to float32 as a multiple of that of transformers."""
+"""Bar of our logprobs' average distance to float32, as a multiple of transformers'."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def llm(checkpoint, request):
 
 
 def test_every_position_given_the_same_tokens(llm, forced):
-    """One request for one token at every third position, at other positions in each prompt. The prefix is mostly
+    """A request for one token at every third position, with other positions in each prompt. The prefix is mostly
     cached."""
     places = [(index, at) for index in range(len(forced)) for at in range(index % 3, NUM_TOKENS, 3)]
     prompts = [forced[index].prompt + forced[index].tokens[:at] for index, at in places]

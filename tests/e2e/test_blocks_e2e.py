@@ -1,5 +1,7 @@
-"""The tokens are those of transformers with swaps, recomputing, the host tier, windows, overlapped steps and drafts.
-The tests use the real processes, in float32; the engine's counters show that these events happened."""
+"""Tokens equal transformers' with swaps, recomputing, the host tier, windows, overlapped steps and drafts.
+
+The tests use real processes, in float32; the engine's counters show that these events happened.
+"""
 
 from pathlib import Path
 from typing import Any

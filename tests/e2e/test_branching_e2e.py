@@ -1,5 +1,5 @@
-"""Several continuations of one prompt, in a whole engine: beams are those of transformers, samples do not depend on
-other requests, forks do not change their parent, deadlines and priorities are kept. In float32."""
+"""Several continuations of one prompt, in a whole engine: beams equal transformers', samples do not depend on other
+requests, forks do not change their parent, deadlines and priorities are kept. In float32."""
 
 import asyncio
 import json
@@ -56,7 +56,7 @@ def expected_beams(
         early_stopping=params.early_stopping,
         max_new_tokens=params.max_tokens,
         eos_token_id=stops or None,
-        pad_token_id=0,  # no prompt and no continuation here holds it
+        pad_token_id=0,  # it is in no prompt and no continuation here
         do_sample=False,
         return_dict_in_generate=True,
         output_scores=True,

@@ -31,7 +31,7 @@ FLAGS = (
     "--enable-lora",
 )
 SLOW = ("--attention-backend", "reference", "--enforce-eager")
-"""So that an engine can be killed while requests run."""
+"""Settings that make an engine slow, so that it can be killed while requests run."""
 NUM_TOKENS = 200
 ENGINE = "vllm_lite.engine.process"
 

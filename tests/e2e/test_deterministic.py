@@ -63,7 +63,7 @@ def test_a_request_is_answered_the_same_in_any_schedule(form, tmp_path):
     settings = FORMS[form] | {"deterministic": True}
     with start(model, max_num_seqs=1, max_num_batched_tokens=256, enable_prefix_caching=False, **settings) as llm:
         expected = answers(llm, alone=True)
-    # One schedule is enough for forms that differ only in their products.
+    # One schedule is enough for weight forms that differ only in their products.
     for name in SCHEDULES if form == "bfloat16" else ["preempted"]:
         with start(model, **(settings | SCHEDULES[name])) as llm:
             got = answers(llm)

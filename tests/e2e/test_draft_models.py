@@ -89,7 +89,7 @@ def test_a_gguf_file_drafts(model: Path, expected: list[list[list[int]]], tmp_pa
 
 
 def test_a_twin_with_windows(tmp_path: Path) -> None:
-    """Its KV of tokens before a window is kept: it may be made late."""
+    """KV of tokens before a window is kept, because the draft model may compute it late."""
     model = make_checkpoint(tmp_path / "model", "mistral", sliding_window=24)
     found, stats = answers(model, **drafting(model), **FEW_BLOCKS, **SWAP)
     assert found == answers(model)[0]

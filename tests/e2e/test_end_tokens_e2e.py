@@ -36,7 +36,7 @@ def change(folder: Path, **changes: Any) -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """As trainings of a base model with ChatML leave it: the base model's end in config.json."""
+    """A base model trained with ChatML: config.json still has the base model's end token."""
     folder = write(tmp_path_factory.mktemp("trained"), "<|im_end|>", special=True)
     change(folder, eos_token="<|im_end|>")
     with serving(str(folder)) as server:

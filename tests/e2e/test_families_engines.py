@@ -1,5 +1,5 @@
-"""Two rows of tests/acceptance/families_check.py, for the families that differ most: with prefix hits, and with
-sequences that were swapped out and back, the tokens and log-probabilities are those of transformers."""
+"""Two rows of tests/acceptance/families_check.py, for the families that differ most: with prefix hits and after swaps,
+tokens and log-probabilities equal transformers'."""
 
 from collections import Counter
 

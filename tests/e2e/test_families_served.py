@@ -1,5 +1,5 @@
-"""Models of several families behind `vllm-lite serve`, as processes: OpenAI's calls, a worker that is killed in a
-stream, a trace that is decided again, ranks, drafts, and transformers' code. Tokens are those of transformers."""
+"""Models of several families behind `vllm-lite serve`, as processes: OpenAI's calls, a worker killed during a stream, a
+replayed trace, ranks, drafts, and transformers' code. Tokens equal transformers'."""
 
 import json
 import os
@@ -29,7 +29,7 @@ LONG = 400
 
 
 def made(folder: Path, name: str) -> tuple[Path, Case]:
-    """The checkpoint of a variant, and transformers' output for a prompt whose tokens are no ties."""
+    """The checkpoint of a variant, and transformers' output for a prompt without ties."""
     path = BY_NAME[name].make(folder / name)
     cases = map(Reference(path).generate, make_prompts([45] * 10))
     return path, next(case for case in cases if min(case.margins) > TIE)

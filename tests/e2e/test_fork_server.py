@@ -1,4 +1,5 @@
-"""Forked processes are what new interpreters are: for those that start them, for themselves, and in how they end."""
+"""Forked processes behave like new interpreters: towards the processes that start them, by themselves, and in how they
+end."""
 
 import json
 import os
@@ -68,7 +69,7 @@ def run(kind: type, words: Sequence[str], **settings: object) -> tuple[int, str,
 
 
 def is_forked(pid: int | str) -> bool:
-    """Its command line has the room that all have."""
+    """A forked process's command line is padded with zeros."""
     return Path(f"/proc/{pid}/cmdline").read_bytes().endswith(bytes(9))
 
 

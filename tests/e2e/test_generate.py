@@ -22,7 +22,7 @@ def llm(llama):
 
 
 def run(llm: LLM, prompt: Any, **params: Any) -> RequestOutput:
-    """One greedy request that no end token ends, unless `params` say otherwise."""
+    """Run one greedy request, which end tokens do not end unless `params` say otherwise."""
     settings = {"temperature": 0.0, "max_tokens": NUM_TOKENS, "ignore_eos": True} | params
     (output,) = llm.generate(prompt, SamplingParams(**settings), use_tqdm=False)
     return output
@@ -129,7 +129,7 @@ def test_ignore_eos(ending_llm, llama):
 
 @pytest.mark.parametrize("min_tokens", [1, 7, 14, 20])
 def test_min_tokens(ending, ending_llm, llama, min_tokens):
-    """Until then no end token is sampled, and the most likely other one is taken: as transformers does."""
+    """Until then no end token is sampled; the most likely other token is taken, as in transformers."""
     case = llama.cases[9]
     expected = ending.generate(
         case.prompt, eos_token_id=list(ending_llm.engine.eos_token_ids), min_new_tokens=min_tokens

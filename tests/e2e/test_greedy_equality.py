@@ -1,6 +1,6 @@
-"""Greedy tokens in float32 are those of transformers, however the scheduler splits and mixes the requests.
+"""Greedy tokens in float32 equal transformers', however the scheduler splits and mixes the requests.
 
-The last tests break the KV cache and the positions on purpose, to show that the other tests would notice it.
+The last tests break the KV cache and the positions on purpose, to show that the other tests would fail.
 """
 
 from collections.abc import Callable, Sequence
@@ -96,7 +96,7 @@ ROWS = [
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_the_reference_depends_on_its_context(references, family):
-    """Or equal tokens would mean little."""
+    """Otherwise equal tokens would prove little."""
     cases = references[family].cases
     assert len(cases) == 30
     distinct = [len(set(case.tokens)) for case in cases]
@@ -126,7 +126,7 @@ def test_tokens_are_those_of_transformers(references, row):
     assert stats.cached_tokens == sum(output.num_cached_tokens or 0 for output in outputs)
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
     if row.budget == 1:
-        # One position a step; that of a sequence's last token is never computed.
+        # One position a step; the position of a sequence's last token is never computed.
         assert stats.steps >= sum(len(prompt) + NUM_TOKENS - 1 for prompt in prompts) - stats.cached_tokens
 
 

@@ -40,7 +40,7 @@ def test_a_stream_to_a_client_of_http_1_0_is_not_chunked(server: Server) -> None
 
 
 def test_an_offer_of_http_2_is_answered_in_http_1_1(server: Server) -> None:
-    """As Java's HttpClient makes it with every request of a connection, until a server takes it."""
+    """Java's HttpClient sends this offer with every request of a connection, until a server accepts it."""
     chunked = b'Transfer-Encoding: chunked\r\n\r\nf\r\n{"prompt": "x"}\r\n0\r\n\r\n'
     first, last = (HEAD % (b"/tokenize", b"1") + OFFER % more + chunked for more in (b"", b"close, "))
     assert exchange(server, first + first + last).count(b'{"count":') == 3
@@ -122,7 +122,7 @@ CROSS = {"Origin": "https://evil.example", "Sec-Fetch-Site": "cross-site"}
 
 @pytest.mark.parametrize(("headers", "flag"), [(REBOUND, "--allowed-hosts"), (CROSS, "--allowed-origins")])
 def test_a_page_of_a_stranger_is_refused_everywhere(http: httpx.Client, headers: dict[str, str], flag: str) -> None:
-    """Also where its name resolves to this machine. Errors have the form of the route's dialect."""
+    """Also under a name that resolves to this machine. Errors have the format of the route's API."""
     for path, message in FORMS.items():
         answer = http.post(path, json=BODIES[path], headers=headers)
         assert answer.status_code == 403

@@ -46,7 +46,7 @@ def expected(name: str, text: str) -> list[Item]:
 
 
 class Clients:
-    """One of each. Every method returns the items of an answer, and in how many parts it came."""
+    """One client of each API. Every method returns the items of an answer, and the number of its parts."""
 
     def __init__(self, url: str) -> None:
         import anthropic  # two seconds, that every process which collects the tests would take
@@ -138,7 +138,7 @@ def _add(items: list[Item], kind: str, text: str | None) -> None:
 
 @pytest.fixture(scope="module", params=FORMATS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """The name of a format, and the URL of a server whose model writes the outputs."""
+    """The name of a format, and the URL of a server whose model writes outputs in it."""
     name = request.param
     writer, rng = WRITERS[name], random.Random(1)
     scripts = [Script(cut(text, writer.tokens, rng)) for text in outputs(name)]

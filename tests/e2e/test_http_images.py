@@ -175,7 +175,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_is_no_image_is_refused_by_its_name(server: Server, name: str) -> None:
-    """In chats, in messages of Anthropic's API and in responses."""
+    """In chats, in messages of Anthropic's API, and in responses."""
     given, kind = OTHERS[name]
     url = server.url
     message = {"role": "user", "content": [given, {"type": "text", "text": "what is it?"}]}
@@ -192,7 +192,7 @@ def test_what_is_no_image_is_refused_by_its_name(server: Server, name: str) -> N
 
 
 def test_open_webuis_requests(server: Server) -> None:
-    """As it sends a picture that somebody has dropped: to a server of OpenAI's API, and to one of Ollama's."""
+    """Open WebUI's requests with a dropped picture, to a server of OpenAI's API and to one of Ollama's."""
     content: list[Any] = [
         {"type": "text", "text": "a page"},
         {"type": "image_url", "image_url": {"url": url_of(90, 60, 1)}},
@@ -219,7 +219,7 @@ def test_open_webuis_requests(server: Server) -> None:
 
 
 def test_anthropics_client_sends_images(server: Server) -> None:
-    """In a message, and in the result of a tool, which templates show in a message of the user."""
+    """In a message, and in a tool's result, which templates render within a message of the user."""
     from anthropic import Anthropic
 
     with Anthropic(base_url=server.url, api_key="none", timeout=scaled(60.0), max_retries=0) as api:
@@ -316,7 +316,7 @@ def test_metrics_count_images(server: Server) -> None:
 
 
 def counted(server: Server) -> list[float]:
-    """Counters: the images of prompts, and those of them that were preprocessed before."""
+    """Counters of images in prompts, and of those that had been preprocessed before."""
     lines = httpx.get(f"{server.url}/metrics", timeout=scaled(30.0)).text.splitlines()
     names = "vllm:mm_cache_queries_total{", "vllm:mm_cache_hits_total{"
     return [float(line.split()[-1]) for name in names for line in lines if line.startswith(name)]

@@ -118,7 +118,7 @@ def test_numbers_are_those_of_metrics(server: Server) -> None:
 def paused(server: Server, http: httpx.Client, count: int) -> Iterator[list[str]]:
     """A number of requests, some running and some waiting, in a paused server. Yields their ids."""
     body = {"prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True}
-    names = [f"cmpl-p{next(NUMBERS)}" for _ in range(count)]  # those of the test before may be in use for a moment
+    names = [f"cmpl-p{next(NUMBERS)}" for _ in range(count)]  # ids of the previous test may be in use for a moment
 
     def ask(name: str) -> None:
         with client(server) as one:

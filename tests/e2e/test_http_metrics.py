@@ -224,7 +224,7 @@ def test_a_stop_string_counts_as_stop_and_a_client_that_goes_as_abort(server: Se
 
 
 def test_requests_of_other_clients_are_counted_and_leave_at_once(server: Server, session: Session) -> None:
-    """They come over the engine's own socket: two run, one waits, and it takes no step for their blocks to be free."""
+    """They use the engine's own socket: two run, one waits, and their blocks are free without another step."""
     before = during = settled(server)
     sinks = [Sink() for _ in range(3)]
     for number, sink in enumerate(sinks):

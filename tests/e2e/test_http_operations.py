@@ -104,7 +104,7 @@ class Stream:
 
 @pytest.fixture(scope="module")
 def expected(server: Server) -> list[int]:
-    """Tokens with the first weights; at least the first ones equal those of transformers."""
+    """Tokens with the first weights; at least the first ones equal transformers'."""
     return Stream(server).all()
 
 

@@ -82,7 +82,8 @@ def ids_of(path: Path, texts: list[str]) -> list[list[int]]:
 
 
 def test_the_openai_package_gets_vectors(server: Server, embedder: Path) -> None:
-    """In base64, which is its own choice, and as floats; texts and token ids; shorter ones; cut ones."""
+    """In base64, the package's default, and as floats; for texts and token ids, with fewer dimensions, and
+    truncated."""
     prompts = ids_of(embedder, TEXTS)
     want = vectors(embedder, prompts, "last").numpy()
     with OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=scaled(30)) as api:

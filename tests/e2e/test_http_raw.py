@@ -28,7 +28,7 @@ def http(server: Server) -> Iterator[httpx.Client]:
         yield http
 
 
-# ---- who may call
+# ---- access
 
 
 @pytest.mark.parametrize("path", ["/health", "/health/live", "/health/ready", "/ping"])
@@ -173,7 +173,7 @@ def test_tokens_in_and_text_beside_those_that_come_out(http: httpx.Client) -> No
 
 
 def test_tokens_out_are_as_many_as_the_context_holds(http: httpx.Client) -> None:
-    """As in vLLM, and other than in completions, where 16 is the default."""
+    """As in vLLM, and other than for completions, where the default is 16."""
     params = {"temperature": 0, "ignore_eos": True}
     whole = http.post("/inference/v1/generate", json={"token_ids": [3] * 2000, "sampling_params": params}).json()
     assert whole["usage"]["completion_tokens"] == 48
@@ -288,8 +288,8 @@ def test_the_prompts_of_a_list_take_no_id_of_another_request(http: httpx.Client)
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_clients_that_vanish_leave_nothing(server: Server, session: Session, stream: bool) -> None:
-    """One after the other, in the middle of their answers, or while they wait for a place in the batch. Who finds no
-    place to wait either is refused."""
+    """Clients disconnect one after the other, during their answers, or while they wait for a place in the batch. A
+    client for which the queue has no place is refused."""
     before = session.stats().generated_tokens
 
     def see_enough(place: int, request: "asyncio.Future[httpx.Response]") -> None:

@@ -93,7 +93,7 @@ async def test_one_that_waits_says_later_and_why(server: Server) -> None:
     ("body", "number"), [({"prompt": [5] * 2020}, 2020), ({"prompt": [5] * 1500, "max_tokens": 2030}, 2030)]
 )
 def test_never_is_said_at_once(http: httpx.Client, body: dict[str, Any], number: int) -> None:
-    """The context has 2048 tokens; the pool holds 2016 beside its watermark."""
+    """The context has 2048 tokens; the pool has room for 2016 without its watermark."""
     message = message_of(http.post("/v1/completions", json=body), 400)
     assert "2016" in message
     assert str(number) in message

@@ -1,4 +1,4 @@
-"""Streams over HTTP whose connections break and that continue over other connections: two API servers, real sockets."""
+"""Streams over HTTP that continue on other connections after theirs broke: two API servers, real sockets."""
 
 import json
 import os
@@ -104,7 +104,7 @@ class Wire:
         self._http.close()
 
     def stay(self) -> None:
-        """A client that is gone without a word: the connection stays, and nobody reads it."""
+        """Stay connected without reading."""
 
 
 Connect = Callable[..., Wire]

@@ -1,4 +1,4 @@
-"""`vllm-lite serve` as a process: how it starts, what it refuses, how it ends."""
+"""`vllm-lite serve` as a process: its start, its errors, its end."""
 
 import os
 import shlex
@@ -96,7 +96,7 @@ def test_a_taken_port_is_said_before_anything_starts() -> None:
 
 @pytest.mark.parametrize("count", ["1", "2"])
 def test_of_two_that_start_at_once_one_starts_an_engine(count: str) -> None:
-    """Neither listens yet when the second looks."""
+    """Both look for an engine before either listens."""
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
     flags = ["--port", port, "--api-server-count", count]
@@ -178,7 +178,7 @@ def test_sigterm_while_it_starts(text: str) -> None:
 
 
 def test_it_drains(tmp_path: Path) -> None:
-    """SIGTERM: not ready at once, what runs goes on to its end, the exit is clean and leaves nothing."""
+    """SIGTERM: not ready at once, running requests finish, and the exit is clean and leaves nothing."""
     with serving(
         "--shutdown-timeout", str(scaled(30)), env={"TMPDIR": str(tmp_path)}, light=True, fresh=True
     ) as server:

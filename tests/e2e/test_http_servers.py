@@ -252,7 +252,7 @@ def test_one_that_hangs_is_replaced_and_the_others_go_on() -> None:
             lost = stack.enter_context(both.of[1].stream("POST", "/v1/completions", json=body)).iter_lines()
             assert next(mine)
             assert next(lost)
-            # Both are to be in the middle of their streams until one of them has been replaced.
+            # Both streams have to be running until one of the servers has been replaced.
             paused = httpx.post(server.url + "/pause", params={"mode": "keep"}, headers=admin, timeout=DEADLINE_S)
             assert paused.status_code == 200
             os.kill(children(server.process.pid)[MODULE], signal.SIGSTOP)

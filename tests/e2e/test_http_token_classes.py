@@ -93,8 +93,7 @@ def test_numbers_of_each_token_in_vllms_fields(tags: httpx.Client, tagger: Path)
 
 
 def test_a_long_text_is_one_text(tags: httpx.Client, tagger: Path) -> None:
-    """Windows of the text overlap by as many tokens as a label depends on, so its entities are those of the whole
-    text."""
+    """Windows overlap by as many tokens as a label depends on, so the entities are those of the whole text."""
     want = plain(pipeline_of(tagger)(LONG, aggregation_strategy="simple"))
     body = {"input": [LONG, "x", LONG], "aggregation_strategy": "simple", "stride": 48}
     found = post(tags, "/token_classify", body)

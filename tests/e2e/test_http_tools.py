@@ -145,7 +145,7 @@ def test_a_bad_schema_names_the_place(api: OpenAI) -> None:
     ],
 )
 def test_what_contradicts_itself_is_the_fault_of_the_request(http: httpx.Client, fields: Any, says: str) -> None:
-    """Also where it shows only after some tokens."""
+    """Also if the contradiction shows only after some tokens."""
     answer = http.post(
         "/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 50, "temperature": 0, **fields}
     )
@@ -154,7 +154,7 @@ def test_what_contradicts_itself_is_the_fault_of_the_request(http: httpx.Client,
 
 
 def test_a_stream_of_calls_is_gone_on_with(http: httpx.Client) -> None:
-    """Nothing is repeated and nothing is missing, whichever event was the last."""
+    """No event is repeated or missing, whichever was the last one received."""
     body = {
         "model": "demo",
         "messages": MESSAGES,
@@ -189,7 +189,7 @@ def _arguments(events: list[tuple[str, str]]) -> str:
 
 
 def test_a_tool_with_an_odd_schema_is_called_and_named_in_a_warning(api: OpenAI) -> None:
-    """As agents' tools have them: one such schema among others made every demanded call a 400."""
+    """Agents' tools have such schemas; a single one used to make every required call a 400."""
     odd: dict[str, Any] = {
         "type": "object",
         "properties": {

@@ -148,7 +148,7 @@ def test_a_body_has_a_size(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("rest", [b"zz\r\n", b"5\r\n{}\r\n\r\n\r\nzz", b"3\r\n{} \r\nx\r\n"])
 def test_a_broken_body_behind_a_request_is_answered_behind_it(server: Server, rest: bytes) -> None:
-    """At once, and not when its time is over."""
+    """The answer comes at once, not after the timeout."""
     first = json.dumps({**LONG, "max_tokens": 8}).encode()
     length = b"Content-Length: %d" % len(first)
     head = CHUNKED.replace(b"/tokenize", b"/v1/completions").replace(b"Transfer-Encoding: chunked", length)

@@ -164,7 +164,7 @@ def test_drafts_change_no_token_and_states_are_saved_as_without(tmp_path: Path, 
     if ranks > 1:
         settings["num_gpu_blocks_override"] = 24  # preempted as well
     chats = Chats(variant, tmp_path, tensor_parallel_size=ranks, **settings)
-    # Of three tokens every third draft is right by chance.
+    # With three likely tokens, every third draft is right by chance.
     chats.params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, allowed_token_ids=[5, 6, 7])
     try:
         prompts = [words(50 + seed, 40 + 9 * seed) for seed in range(5)]

@@ -1,5 +1,5 @@
-"""Processes are killed while an image is being looked at, before its vectors are used and after: every stream has the
-tokens that it has when nobody dies."""
+"""Processes are killed while an image is encoded, before and after its vectors are used: every stream has the same
+tokens as without deaths."""
 
 import asyncio
 from collections.abc import Iterator

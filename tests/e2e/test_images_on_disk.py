@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("images_cut_here")
 PARTS: list[Part] = [words(5, 1), colors(1), words(30, 2), colors(2), words(3, 3)]
 ELSEWHERE: list[Part] = [words(9, 4), colors(2), words(3, 5), colors(1), words(8, 6)]
 NUM_BLOCKS = 3
-"""That the first prompt and its answer fill."""
+"""Blocks that the first prompt and its answer fill."""
 
 
 @pytest.fixture(scope="module")

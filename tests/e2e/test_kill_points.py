@@ -93,7 +93,7 @@ LOAD["pair"] = (prompt(4, 21), SamplingParams(n=2, seed=5, max_tokens=NUM_TOKENS
 LOAD["long"] = (prompt(6, 5), SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True))
 SCORED = {"scored": (prompt(5, 70), SamplingParams(temperature=0.0, prompt_logprobs=1, max_tokens=12))}
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
-BRANCH = SamplingParams(temperature=0.0, max_tokens=200)  # more than its parent has when a busy client comes to fork it
+BRANCH = SamplingParams(temperature=0.0, max_tokens=200)  # more tokens than the parent has when a busy client forks it
 
 
 class Killed:
@@ -154,7 +154,7 @@ async def idle(client: AsyncClient) -> None:
     while in_use:
         try:
             stats = await client.stats()
-        except EngineDeadError:  # while an engine is replaced, nobody answers
+        except EngineDeadError:  # no answer while an engine is being replaced
             await asyncio.sleep(0.01)  # before the next question
         else:
             in_use = stats.num_running + stats.num_waiting + stats.num_used_blocks
@@ -209,7 +209,7 @@ def num_held(pid: int) -> tuple[int, int]:
 
 
 def test_a_worker_dies_at_every_moment_of_its_start(light: Killed) -> None:
-    """Its engine keeps nothing of the groups that were. The connection of a client may be closing still."""
+    """The new engine has nothing of the dead groups, except that a client's connection may still be closing."""
     pid = light.launched.pid
     before = num_held(pid)
     light.check(*START)

@@ -275,7 +275,7 @@ def test_states_of_hybrids_survive(variant: Any, tmp_path: Path) -> None:
 
 @pytest.fixture
 def slow_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that is slower than a chat ends; and whoever stops an engine has time for it."""
+    """A disk that is slower than a chat; stopping the engine waits for its writes."""
     write = DiskStore.write
 
     def slowly(self: DiskStore, *run: Any) -> int:
@@ -348,7 +348,7 @@ def ask_adapter(llm: LLM, name: str | None, path: Path | None = None) -> tuple[l
 
 @pytest.fixture(scope="module")
 def adapted(adapters: tuple[Path, Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
-    """A directory with the KV of a prompt by the first adapter; its answer, and that of the second."""
+    """A directory with KV of a prompt by the first adapter, and the answers with both adapters."""
     base, one, two = adapters
     folder = tmp_path_factory.mktemp("adapted") / "kv"
     with closing(with_adapters(base, None, two=two)) as llm:

@@ -19,7 +19,7 @@ FLAGS = ("-dp", "2", "--dtype", "float32", "--num-gpu-blocks-override", "256")
 
 
 def test_a_replica_finds_what_another_one_has_written(tmp_path: Path) -> None:
-    """One of two computes a prompt, and is killed. The other one loads it, and answers the same."""
+    """One of two engines computes a prompt and is killed. The other one loads its KV, and gives the same answer."""
     with serving(*FLAGS, "--kv-cache-dir", str(tmp_path / "kv")) as server, client(server) as http:
 
         def ask() -> tuple[str, int]:

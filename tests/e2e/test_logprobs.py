@@ -1,4 +1,4 @@
-"""Logprobs and ranks in float32 are those of transformers, also after cache hits, chunks and preemptions."""
+"""Logprobs and ranks in float32 equal transformers', including after cache hits, chunks and preemptions."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ SETTINGS = {"max_num_batched_tokens": 64, "block_size": 8, "num_gpu_blocks_overr
 
 
 def worst_difference(completion: CompletionOutput, logits: torch.Tensor) -> float:
-    """The largest difference between a continuation's logprobs and those of `logits`. It also checks ranks and sums."""
+    """The largest difference between a continuation's logprobs and those of `logits`. Also checks ranks and sums."""
     assert completion.logprobs is not None
     worst = total = 0.0
     expected = logits.log_softmax(-1)
@@ -51,7 +51,7 @@ def test_top_logprobs_of_greedy_tokens(references, family):
 
 
 def test_tokens_that_are_named_have_theirs_in_every_step(llama):
-    """In steps of decoding only, too, and beside requests that want the likeliest."""
+    """Includes steps of decoding only, and steps with requests for the most likely tokens."""
     ids = (7, 3, 300)
     cases = llama.cases[:6]
     plain = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=NUM_TOP)

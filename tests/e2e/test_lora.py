@@ -175,7 +175,7 @@ def test_only_admins_load_and_unload(server: Server, adapted: Adapted) -> None:
 
 
 def test_every_dialect_takes_an_adapter_as_its_model(http: httpx.Client) -> None:
-    """Answers in every API are those of the adapter, and have its name."""
+    """Answers in every API are the adapter's, and have its name."""
     chat = [{"role": "user", "content": "The quick brown fox"}]
     few, options = {"max_tokens": 6, "temperature": 0}, {"num_predict": 6, "temperature": 0}
     bodies: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Several models, seen live: the page and /v1/live of a router, which load nobody; hostile names stay names."""
+"""The live page and /v1/live of a router with several models: they load no model, and names cannot inject HTML."""
 
 import json
 import os
@@ -87,7 +87,7 @@ def watching(http: httpx.Client, path: str = "/v1/live") -> Iterator[Iterator[Se
 
 
 def seen(looks: Iterator[ServerLook], condition: Any) -> ServerLook:
-    """The first look in which it holds."""
+    """The first look that fulfils the condition."""
     deadline_s = time.monotonic() + LOOKED_S
     for look in looks:
         if look.is_whole and condition(look):

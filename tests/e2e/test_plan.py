@@ -1,4 +1,4 @@
-"""Figures of `vllm-lite plan` are those of an engine that is started with the same settings."""
+"""Figures of `vllm-lite plan` equal those of an engine started with the same settings."""
 
 from pathlib import Path
 from typing import Any

@@ -40,7 +40,7 @@ class Poisonable:
     ) -> tuple[list[Tokens], list[str], Stats]:
         async with AsyncClient(self.launched.address) as client:
             marked = [client.generate([POISON, 5, 6], params, f"bad{index}") for index, params in enumerate(bad)]
-            if forked:  # while nobody dies yet
+            if forked:  # while no worker dies yet
                 await anext(marked[0])
                 marked += await client.fork("bad0", 1, ENDLESS)
                 await anext(marked[1])

@@ -1,8 +1,7 @@
-"""Processes die in every way they can: who notices, how fast, with which words, and what is left behind.
+"""Processes die in every way: which process notices, how fast, with which error, and that nothing is left.
 
-Nothing is restarted here; what is and how streams go on is tested in test_engine_recovery.py and others.
-
-The limits are those promised to outside tools for an idle machine: clients are told within 2 s, orphans gone within 5.
+Nothing is restarted here; restarts and recovered streams are tested in test_engine_recovery.py and others. The limits
+are those promised for an idle machine: clients get an error within 2 s, orphans are gone within 5.
 """
 
 import asyncio

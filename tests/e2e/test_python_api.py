@@ -32,7 +32,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=20)
 def test_every_example_of_the_documentation_runs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One after the other, as one script."""
+    """The examples run one after the other, in one script."""
     for name, value in {"CPU_THREADS": "1", "NUM_GPU_BLOCKS_OVERRIDE": "256", "LOG_LEVEL": "error"}.items():
         monkeypatch.setenv(f"VLLM_LITE_{name}", value)
     text = DOCS.read_text()
@@ -58,7 +58,7 @@ def oracle() -> Any:
 
 
 def test_an_engine_in_this_process_is_freed_with_all_that_it_made() -> None:
-    """Its threads replace processes, whose objects are excluded from garbage collection for good."""
+    """Its threads take the place of processes; objects of processes would be excluded from garbage collection."""
     frozen = gc.get_freeze_count()
     with start("demo", single_process=True) as llm:
         llm.generate("Once", GREEDY, use_tqdm=False)

@@ -94,7 +94,7 @@ class _Passed(BaseHTTPRequestHandler):
         self.wfile.write(found.content)
 
     def log_message(self, *_: object) -> None:
-        """Nothing is logged."""
+        """Log nothing."""
 
 
 @contextmanager

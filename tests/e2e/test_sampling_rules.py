@@ -112,7 +112,7 @@ def test_samples_of_one_prompt_count_their_own_tokens(llm: LLM, llama: Reference
 
 
 async def test_a_fork_counts_what_it_inherits(llm: LLM) -> None:
-    """It has its parent's rules and takes the best token, so that it must say the same."""
+    """The fork has its parent's rules and takes the best token, so it must continue with the same tokens."""
     params = params_of(4, max_tokens=300)
 
     async with asyncio.timeout(DEADLINE_S):
@@ -132,7 +132,7 @@ async def last(stream: AsyncIterator[RequestOutput]) -> RequestOutput:
 
 @pytest.mark.parametrize("min_tokens", [5, 12])
 def test_min_tokens_rule_stops_out_before_penalties_and_bias(llm: LLM, llama: Reference, min_tokens: int) -> None:
-    """The stop token is the one that bias makes likeliest, and comes as soon as it may."""
+    """Bias makes the stop token the most likely one, so it comes as soon as it is allowed."""
     rules: dict[str, Any] = {"logit_bias": {77: 100.0}, "presence_penalty": 0.3, "stop_token_ids": [77]}
     params = params_of(5, min_tokens=min_tokens, **rules)
     (output,) = llm.generate(PROMPTS[8], params, use_tqdm=False)

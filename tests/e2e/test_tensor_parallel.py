@@ -1,7 +1,7 @@
-"""One model over several ranks gives the tokens that one rank gives, and those of transformers, in float32.
+"""A model on several ranks gives the tokens of one rank, and those of transformers, in float32.
 
-One engine serves a mixture of many features at once: prompts in chunks, cached prefixes, a pool so small that sequences
-are preempted, samples, beams, penalties, logprobs. Ranks are threads here, but processes in
+One engine serves many features at once: prompts in chunks, cached prefixes, a pool so small that sequences are
+preempted, samples, beams, penalties, logprobs. Ranks are threads here, but processes in
 test_tensor_parallel_failures.py and in the last test below.
 """
 
@@ -158,7 +158,7 @@ def test_quantized_weights_are_sharded_too(served: Any) -> None:
 
 
 def test_a_partial_sum_that_is_lost_changes_tokens(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or equal tokens would mean little."""
+    """Otherwise equal tokens would prove little."""
     one = served("llama")
     add_up = SharedMemoryCommunicator.all_reduce
 

@@ -1,4 +1,4 @@
-"""One rank of two fails in every way it can: clients learn of it in time, with its name, and nothing is left."""
+"""One of two ranks fails in every way: clients get an error in time that names the rank, and nothing is left."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ Launch = Callable[..., LaunchedEngine]
 
 @pytest.fixture
 def launch(run_root: Path, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Launch]:
-    """Starts an engine whose workers are tests/e2e/failing_worker.py. Checks that nothing is left when it has ended."""
+    """Starts an engine with the workers of tests/e2e/failing_worker.py, and checks at its end that nothing is left."""
     module = "tests.e2e.failing_worker"
     monkeypatch.setattr(launching, "EngineSettings", partial(EngineSettings, worker_module=module))
     launched: list[LaunchedEngine] = []

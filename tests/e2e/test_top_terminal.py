@@ -45,7 +45,7 @@ class Terminal:
         return self._tmux("capture-pane", "-p", *flags)
 
     def until(self, condition: Callable[[str], object], *flags: str) -> str:
-        """Return its text, once that holds."""
+        """Wait until `condition` holds, and return the screen's text."""
         deadline_s = time.monotonic() + scaled(60)
         while not condition(text := self.text(*flags)):
             assert time.monotonic() < deadline_s, text

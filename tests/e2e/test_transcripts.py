@@ -43,11 +43,11 @@ TELLING = {
     "name",
     "param",
 }
-"""Fields whose texts are fixed words of the API; they are kept."""
+"""Fields with fixed words of the API; these are compared."""
 PIECES = {"arguments", "partial_json"}
-"""Fields whose texts may be empty in the first event or not."""
+"""Fields that may or may not be empty in the first event."""
 PLACES = {"index", "output_index", "content_index", "code"}
-"""Fields whose numbers are not measured."""
+"""Fields whose numbers do not depend on time."""
 ENDS = {"finish_reason", "stop_reason"}
 THINGS = (("reasoning", "reasoning_content"), ("content",), ("tool_calls",), ("refusal",))
 ATTEMPTS = 4
@@ -60,7 +60,7 @@ FIXED: dict[str, Any] = {"temperature": 0, "num_predict": 40}
 
 
 class Clients:
-    """One of each, for a server."""
+    """One client of each API, for a server."""
 
     def __init__(self, url: str) -> None:
         import anthropic  # two seconds, that every process which collects the tests would take
@@ -168,7 +168,7 @@ def without_repeats(values: Iterable[Any]) -> list[Any]:
 
 
 def without_pieces(seen: list[Any]) -> list[Any]:
-    """Leave out events that only continue the text of the previous one, or whose text may also arrive with the end."""
+    """Leave out events that only continue the previous one's text, or whose text may also arrive with the end."""
     kept: list[Any] = []
     for event in seen:
         if kept and is_part(event, kept[-1]):
@@ -231,7 +231,7 @@ def to() -> Iterator[Clients]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_client_sees_what_it_saw_before(name: str, to: Clients) -> None:
-    """At least once: on a very busy machine all tokens may come at once."""
+    """In at least one of several tries, because on a very busy machine all tokens may arrive at once."""
     before = (FOLDER / f"{name}.txt").read_text()
     seen = transcript(name, to)
     for _ in range(ATTEMPTS - 1):

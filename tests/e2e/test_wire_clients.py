@@ -271,7 +271,7 @@ def raw_client_of(request: pytest.FixtureRequest) -> list[str]:
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
 def test_what_cannot_be_is_one_line(raw_client_of: list[str], words: list[str], says: str) -> None:
-    """Nothing listens there, and nobody waits for it."""
+    """The address has no listener, and the client does not wait for one."""
     done = run(*raw_client_of, *words)
     assert done.returncode in (1, 2), done.stderr
     assert says in done.stderr

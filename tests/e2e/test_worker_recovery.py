@@ -94,7 +94,7 @@ async def fail_and_compare(engine: LaunchedEngine, fail: Callable[[], None] = la
 
 
 async def test_streams_go_on_when_a_rank_is_stopped(launch: Launch) -> None:
-    """One that is killed is in test_kill_points.py."""
+    """Killed ranks are tested in test_kill_points.py."""
     engine, rank = launch(2), 0
     pid = family(engine.pid)[1 + rank]
     stats = await fail_and_compare(engine, lambda: os.kill(pid, signal.SIGSTOP))

@@ -47,7 +47,7 @@ def _everywhere(layer: LayerSpec) -> LayerSpec:
 
 
 def _other_kv(spec: ModelSpec) -> ModelSpec:
-    """Layers without K and V of their own attend to those of the first layer that is like them."""
+    """A control: layers without K and V of their own attend to those of the first similar layer."""
 
     def changed(layer: LayerSpec) -> LayerSpec:
         if layer.kv_layer is None:

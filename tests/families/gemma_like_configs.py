@@ -1,4 +1,4 @@
-"""The config.json of known models, in the spelling in which they were published; keys that nobody reads left out."""
+"""The config.json of published models in their original spelling, without keys that are not read."""
 
 from typing import Any
 

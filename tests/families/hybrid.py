@@ -1,4 +1,4 @@
-"""Checkpoints of the families whose layers are recurrent but for some with attention."""
+"""Checkpoints of families with mostly recurrent layers and some attention."""
 
 from collections.abc import Callable
 from typing import Any

@@ -39,7 +39,7 @@ def scaled_plainly(layer: LayerSpec) -> LayerSpec:
 
 
 def unrotated(layer: LayerSpec) -> LayerSpec:
-    """The part of K that all heads have in common does not turn with its position, nor does that of Q."""
+    """A control: the part of K that all heads share is not rotated, nor is that of Q."""
     rope = layer.rope and msgspec.structs.replace(layer.rope, theta=1e30, scaling=None)
     return msgspec.structs.replace(layer, rope=rope)
 
@@ -94,7 +94,8 @@ def glm_lite(name: str, settings: dict[str, Any], controls: dict[str, Control]) 
 
 
 def sparse(name: str, family: str, settings: dict[str, Any], controls: dict[str, Control]) -> Variant:
-    """With an index whose sums seldom tie: heads enough that some score of a token is above 0."""
+    """A model with an index whose scores rarely tie, because it has so many heads that some score of a token is above
+    0."""
     usual = {"n_routed_experts": 5, "q_lora_rank": 20, "n_group": 1, "topk_group": 1}
     usual |= {"index_topk": 24, "index_head_dim": 16, "index_n_heads": 16}
     return Variant(name, f"{family}Config", f"{family}ForCausalLM", SIZES | usual | settings, controls)

@@ -55,7 +55,7 @@ def other_pairs(layer: LayerSpec) -> LayerSpec:
 
 
 def halves(layer: LayerSpec) -> LayerSpec:
-    """Neighbours are not what turns."""
+    """A control: rotates halves instead of adjacent elements."""
     return msgspec.structs.replace(layer, rope=layer.rope and msgspec.structs.replace(layer.rope, interleaved=False))
 
 
@@ -132,7 +132,7 @@ SIGLIP_TOWER = SQUARES | {"model_type": "siglip_vision_model", "vision_use_head"
 def qwen_vl(
     name: str, generation: str, vision: dict[str, Any], controls: dict[str, Control] | None = None, **text: Any
 ) -> Variant:
-    """A Qwen that also sees images, whose marks are no tokens of the prompt."""
+    """A Qwen that also takes images; the prompts here have none."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4]}
     rope |= {"mrope_interleaved": True} if generation.startswith("Qwen3") else {}
     heads = {"hidden_size": 72, "num_attention_heads": 3, "num_key_value_heads": 1}
@@ -147,7 +147,7 @@ def qwen_vl(
 
 
 CALM = {"initializer_range": 0.15}
-"""For wide ones, in which the rounding of float32 would grow beyond what tests allow."""
+"""Settings for wide models, in which the rounding of float32 would otherwise exceed the tests' tolerance."""
 QWEN = [
     Variant(
         "qwen2-odd-tied",

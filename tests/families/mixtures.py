@@ -1,4 +1,4 @@
-"""Checkpoints of the families whose layers have experts."""
+"""Checkpoints of families with experts."""
 
 from collections.abc import Callable
 from typing import Any

@@ -6,7 +6,7 @@ from tests.families.variant import Variant
 
 
 def variant(name: str, classes: str, **settings: Any) -> Variant:
-    """`classes`: what the names of the config's and the model's class begin with."""
+    """`classes`: prefix of the config's and the model's class names."""
     usual: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "pad_token_id": 0}
     return Variant(name, f"{classes}Config", f"{classes}ForCausalLM", usual | settings)
 

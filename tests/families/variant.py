@@ -1,4 +1,5 @@
-"""One tiny checkpoint of a family: how transformers makes it, and which switches of it must be seen."""
+"""A tiny checkpoint of a family: its classes and settings in transformers, and switches whose effect the tests must
+detect."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ class Variant:
     settings: Mapping[str, Any]
     controls: Mapping[str, Control] = field(default_factory=dict)
     max_model_len: int = 256
-    """At which it is held to transformers' logits for 150 tokens: a rope may depend on it."""
+    """Context at which it is compared with transformers' logits for 150 tokens; a rope may depend on it."""
 
     def make(self, path: Path, **others: Any) -> Path:
         """Write the checkpoint to the folder `path` and return it."""

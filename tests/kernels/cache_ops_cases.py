@@ -20,14 +20,14 @@ SLOTS = (7, -1, 0, 19, 8, -1, 13)  # not in order; two are padding
 
 
 def random_cache(dtype: torch.dtype, num_kv_heads: int, head_size: int, device: torch.device) -> torch.Tensor:
-    """One layer of a pool of three: strides with gaps."""
+    """One layer of a pool of three, so that strides have gaps."""
     generator = torch.Generator().manual_seed(head_size)
     shape = (NUM_BLOCKS, 3, 2, num_kv_heads, BLOCK, head_size * dtype.itemsize)
     return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8).view(dtype).to(device)[:, 1]
 
 
 def stored(x: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """As bytes, [..., bytes]."""
+    """The stored bytes of x, [..., bytes]."""
     if dtype.itemsize > 1:
         return x.to(dtype).contiguous().view(torch.uint8)
     limit = torch.finfo(dtype).max

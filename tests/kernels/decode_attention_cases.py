@@ -201,7 +201,7 @@ def drafts_have_the_bits_of_decodes(launcher: Launcher, device: torch.device) ->
 
 
 def several_splits_to_a_block(launcher: Launcher, device: torch.device) -> None:
-    """In a large batch each block computes several splits in turn, which changes no bit."""
+    """In a large batch each block computes several splits in turn, with the same bits."""
     for setup in (
         Setup((513, 40, 0, 300), num_heads=4, split_tokens=16),
         Setup((513, 65), head_size=256, split_tokens=48, window=450),

@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
 
 
 def weights(sizes: Sizes, dtype: torch.dtype, device: torch.device, *, biases: bool = False) -> Stacks:
-    """Different weights for each of the experts that the rank holds."""
+    """Different weights for each of the rank's experts."""
     whole = Stacks(
         draw((sizes.num_experts, 2 * sizes.inner, sizes.hidden), dtype, device, sizes.hidden**-0.5),
         draw((sizes.num_experts, sizes.hidden, sizes.inner), dtype, device, sizes.inner**-0.5),

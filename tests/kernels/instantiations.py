@@ -125,8 +125,8 @@ def _packed_tiles() -> list[Instantiation]:
 
 
 def _packed_experts() -> list[Instantiation]:
-    """Ceilings: those of packed_linear.cuh, whose products these kernels compute. With two float32 numbers for each
-    scale one block less fits."""
+    """Ceilings: those of packed_linear.cuh, whose products these kernels use. With two float32 numbers for each scale,
+    one block less fits."""
     half, bf16 = "__half", "__nv_bfloat16"
     kinds = (
         (bf16, "SWIGLU_OAI", bf16, "E2M1", "NOTHING", 1),

@@ -55,7 +55,7 @@ def attend(
     mask: torch.Tensor | None = None,  # bool, same shapes: which tokens take part
     sinks: torch.Tensor | None = None,  # [num_heads]
 ) -> torch.Tensor:  # float64 [num_heads, head_size]
-    """One query token over one sequence; zeros where no token takes part."""
+    """Attention of one query token over one sequence; zeros if no token is visible."""
     group = q.shape[0] // keys.shape[0]
     keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
     logits = torch.einsum("hd,htd->ht", q.to(torch.float64), keys) * scale

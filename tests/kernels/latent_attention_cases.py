@@ -182,7 +182,7 @@ def same_bits_in_any_batch(launcher: Launcher, device: torch.device) -> None:
 
 
 def several_splits_to_a_block(launcher: Launcher, device: torch.device) -> None:
-    """As in a large batch: blocks take splits in turn, which changes no bit."""
+    """As in a large batch: blocks compute several splits in turn, with the same bits."""
     batch = make_batch(Setup((213, 40, 0, 100), num_heads=20, split_tokens=32), device)
     one_each = run(batch, launcher)
     with patch.object(latent, "TARGET_BLOCKS", 1):
@@ -192,7 +192,7 @@ def several_splits_to_a_block(launcher: Launcher, device: torch.device) -> None:
 
 
 def one_token_more_would_show(launcher: Launcher, device: torch.device) -> None:
-    """That the tolerance tells 100 tokens from 101."""
+    """A control: the tolerance distinguishes 100 tokens from 101."""
     batch = make_batch(Setup((101, 101)), device)
     want = reference(batch, 0)
     batch.setup, batch.contents = replace(batch.setup, lens=(100, 100)), [one[:100] for one in batch.contents]

@@ -15,7 +15,7 @@ from vllm_lite.kernels.cuda.compiler import Compiled, CudaSource, compile_error
 ARCH = "sm_90"
 """For which all kernels are compiled."""
 OLDEST_ARCH = "sm_80"
-"""For which one kernel of each source is, as what a newer architecture alone has would not compile."""
+"""Architecture for which one kernel of each source is compiled: features of newer ones only would not compile."""
 OTHER_ARCHES = (OLDEST_ARCH, "sm_86", "sm_89", "sm_100", "sm_120")
 """For which those are that most depends on."""
 

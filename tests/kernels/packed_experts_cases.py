@@ -160,7 +160,7 @@ def a_row_by_itself(launcher: Launcher, device: torch.device) -> None:
 
 
 def one_expert_for_all(launcher: Launcher, device: torch.device) -> None:
-    """More rows than tiles that are computed at once have; nobody chooses the other experts."""
+    """More rows than tiles that are computed at once have; no token chooses the other experts."""
     own = layer(device, F16, E2M1, 32)
     x = draw((40, SIZES.hidden), F16, device, 0.3)
     for expert in (0, 4):

@@ -22,7 +22,7 @@ BOTH: tuple[Version, ...] = (pa.paged_attention_v1, pa.paged_attention_v2)
 RAGGED = (0, 1, 15, 16, 17, 513)
 FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
-# Of the largest output; what the rounding of the result to its dtype and of float32 sums amounts to.
+# Bar relative to the largest output: rounding of the result to its dtype, and of float32 sums.
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 6e-4, torch.bfloat16: 5e-3}
 
 

@@ -46,7 +46,7 @@ def run(batch: Batch[Setup], launcher: Launcher) -> torch.Tensor:
 
 
 def check_rows(batch: Batch[Setup], out: torch.Tensor) -> None:
-    """Every row of `out` is right, or untouched where it is nobody's or a decode's."""
+    """Check that every row of `out` is right, or untouched if it is padding or a decode's."""
     setup, out = batch.setup, out.cpu()
     end = 0
     for i, (query_len, before) in enumerate(setup.chunks):

@@ -122,7 +122,7 @@ def like_torch(
 
 
 def same_bits(spec: DeltaNetSpec | MambaSpec | ShortConvSpec) -> Case:
-    """However a prompt is cut up."""
+    """The bits are the same however a prompt is divided."""
 
     def run(launcher: Launcher, device: torch.device) -> None:
         layer, op = layer_of(spec, torch.float32)[0], launched(spec, launcher)

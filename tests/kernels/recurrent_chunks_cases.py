@@ -19,7 +19,7 @@ ALONE = segments([0, 1], [0, 150], [0], [3])
 EDGE = segments([0, 2], [0, 128, 128], [2, 3], [3, 4])
 """Two whole chunks that continue a state, which is copied at the end."""
 SAVED = segments([0, 4], [0, 16, 80, 144, 150], [0, 5, 6, 7], [5, 6, 7, 0])
-"""A prompt whose state is saved after 16, 80 and 144 tokens, at ends of blocks; its last state is not kept."""
+"""A prompt whose state is saved after 16, 80 and 144 tokens, at ends of blocks, and discarded at its end."""
 MIXED = segments([0, 1, 2, 4, 5, 6], [0, 1, 64, 80, 129, 130, 194], [1, 2, 4, 8, 0, 0], [1, 9, 8, 4, 0, 5])
 """A decode, 63 rows that are computed token by token, a prompt of 65 rows that continues a state and saves one after 16
 rows, padding, and a prompt of 64 rows."""

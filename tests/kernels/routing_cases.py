@@ -56,7 +56,7 @@ def subnormal_scores(launcher: Launcher, device: torch.device) -> None:
 
 
 def no_numbers(launcher: Launcher, device: torch.device) -> None:
-    """Whatever the logits are, each id is that of an expert, and no expert is chosen twice."""
+    """Whatever the logits are, each id is an expert's, and no expert is chosen twice."""
     for value in (torch.nan, torch.inf, -torch.inf):
         logits = draw((4, 12), torch.float32, device)
         logits[0], logits[1, ::2], logits[2, 3], logits[3, 1:] = value, value, value, value

@@ -32,7 +32,7 @@ def normal(num_rows: int, vocab: int, spread: float, seed: int = 0) -> torch.Ten
 
 
 def assert_picked(picked: Picked, logits: torch.Tensor, draws: NDArray[np.void]) -> None:
-    """As the plain twin: the largest logit, the limit bit for bit, the token up to ties."""
+    """Compare with the plain twin: the largest logit and the limit bit for bit, the token up to ties."""
     plain = Sampler(logits.shape[1], torch.device("cpu")).pick_plainly(logits, draws)
     np.testing.assert_array_equal(picked.best.view(np.uint32), plain.best.view(np.uint32))
     finite = np.isfinite(plain.best)
@@ -129,7 +129,7 @@ def all_filters(vocab: int, spread: float, temperature: float = 1.0) -> Case:
 
 
 def large(launcher: Launcher, device: torch.device) -> None:
-    """A real vocabulary, in rows that are further apart than it is large; k far behind what has any mass."""
+    """A real vocabulary, in rows with gaps between them; k is far beyond the tokens that have any mass."""
     vocab = 151936
     draws = make_draws(6, vocab, 0.8)
     draws["top_k"] = (50, vocab, 120000, vocab, vocab - 1, vocab)
@@ -242,7 +242,7 @@ def in_parts(vocab: int, parts: int) -> Case:
 
 
 def shared_rows(launcher: Launcher, device: torch.device) -> None:
-    """One row of a real vocabulary is shared by blocks without being asked to."""
+    """Blocks share one row of a real vocabulary by default."""
     vocab = 128256
     assert sampler.parts_for(1, vocab) == sampler.MAX_PARTS
     assert (sampler.parts_for(64, vocab), sampler.parts_for(1, 4000)) == (1, 1)

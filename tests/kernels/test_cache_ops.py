@@ -1,4 +1,4 @@
-"""The cache operations through the emulator, and what their Python side refuses."""
+"""The cache operations through the emulator, and the errors of their Python side."""
 
 import pytest
 import torch

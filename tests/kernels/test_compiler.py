@@ -19,7 +19,7 @@ BLOCK, GRID = (32, 1, 1), (1, 1, 1)
 
 
 class FakeNvrtc:
-    """Compiles to something that shows what it was made from."""
+    """A fake compiler whose result shows its input."""
 
     version = "13.0"
     arches = (80, 90)

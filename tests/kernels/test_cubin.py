@@ -17,7 +17,8 @@ ARCHES = (75, 80, 86, 87, 88, 89, 90, 100, 103, 110, 120, 121)
 
 
 class CupysNvrtc:
-    """`cupy.cuda.nvrtc` over cuda.bindings, with CuPy's habit: what NVRTC gives is text, whose last byte ends it."""
+    """`cupy.cuda.nvrtc` over cuda.bindings, with CuPy's property that NVRTC's result is text and loses its last
+    byte."""
 
     NVRTCError = RuntimeError
 

@@ -1,4 +1,4 @@
-"""The table of what steps cost the host: that the work is counted, whatever the time."""
+"""The table of what steps cost the host: counts of the work, without times."""
 
 import cuda_costs
 import pytest
@@ -34,7 +34,7 @@ def test_every_kernel_is_recorded_and_spills_are_few() -> None:
 
 @pytest.mark.skipif(not nvrtc.available(), reason="needs cuda-bindings and nvidia-cuda-nvrtc")
 def test_what_needs_more_than_is_recorded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole comparison takes minutes: one small kernel stands for it."""
+    """One small kernel instead of the whole comparison, which takes minutes."""
     norm = [kernel for kernel in cuda_costs.kernels() if kernel[1].startswith("rms_norm")]
     assert cuda_costs.compare(norm) == []
     ((name, cells),) = ((name, cells) for name, cells in cuda_costs.recorded().items() if name.startswith("rms_norm"))

@@ -1,4 +1,4 @@
-"""The emulator computes what a GPU would, and finds the mistakes it promises to find."""
+"""The emulator gives the results of a GPU, and detects the mistakes that it promises to detect."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(emulator.available() is None, reason="no C++ com
 
 ONE = (1, 1, 1)
 
-# One file, so that one run of the compiler builds every kernel of this module.
+# One source, so that one run of the compiler builds every kernel of this module.
 SOURCE = r"""
 template <class T> __global__ void convert(float* wide, T* narrow, const T* from, const float* values, int n) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
@@ -138,7 +138,7 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., emulator.E
     return lambda name, seed=0: emulator.EmulatorLauncher(seed, folder).kernel("test.cuh", name)
 
 
-# ---- it computes what a GPU would
+# ---- it gives the results of a GPU
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -148,7 +148,8 @@ def test_conversions(dtype: torch.dtype, kernel) -> None:
     bits = {1: torch.uint8, 2: torch.uint16, 4: torch.float32}
     narrow = codes.to(bits[size]).view(dtype)
     n = len(narrow)
-    # All that can be told apart, ties, subnormals, both zeros; without what torch turns into NaN and the GPU saturates.
+    # All distinct values, ties, subnormals and both zeros, without those that become NaN in torch and saturate on a
+    # GPU.
     limit = torch.finfo(dtype).max if size == 1 else 1e30
     exact = narrow.float().nan_to_num(0, 0, 0)
     ties = (exact + exact.roll(-1)) / 2

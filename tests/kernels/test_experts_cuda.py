@@ -1,4 +1,4 @@
-"""A layer's experts on CUDA through the emulator, and what their Python side refuses."""
+"""A layer's experts on CUDA through the emulator, and the errors of their Python side."""
 
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +34,7 @@ def test_the_order_of_threads_does_not_show(order_seed: int, emulated: EmulatorL
 
 
 def test_no_launch_depends_on_what_is_chosen(emulated: EmulatorLauncher) -> None:
-    """As a CUDA graph needs it: it repeats the launches of the capture."""
+    """A CUDA graph requires that, because it repeats the launches of the capture."""
     sizes = cases.Sizes()
     stacks, x = cases.weights(sizes, torch.bfloat16, CPU), draw((9, sizes.hidden), torch.bfloat16, CPU)
     launches: list[list[Any]] = []

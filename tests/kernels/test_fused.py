@@ -1,4 +1,4 @@
-"""The fused operations through the emulator, and what their Python side refuses."""
+"""The fused operations through the emulator, and the errors of their Python side."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The kernel of bitmasks through the emulator, and what its Python side refuses."""
+"""The kernel of bitmasks through the emulator, and the errors of its Python side."""
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ def test_a_gpu_worker_uses_it(monkeypatch: pytest.MonkeyPatch, emulated: Emulato
     monkeypatch.setattr("vllm_lite.worker.sampling.masks.launcher_for", lambda _: emulated)
     monkeypatch.setattr("vllm_lite.kernels.cpu.sampler.rule_out", None)  # so would it
     monkeypatch.setattr(token_masks, "apply_plainly", None)  # would fail if it were called
-    for _ in range(2):  # the second time with what the device has already
+    for _ in range(2):  # the second time with masks that are on the device already
         once = logits.clone()
         token_masks.apply(once)
         np.testing.assert_array_equal(once.numpy(), wanted.numpy())

@@ -1,4 +1,4 @@
-"""A layer's packed experts on CUDA through the emulator, and what their Python side refuses."""
+"""A layer's packed experts on CUDA through the emulator, and the errors of their Python side."""
 
 from collections.abc import Callable
 from typing import Any
@@ -35,7 +35,7 @@ def test_the_order_of_threads_does_not_show(order_seed: int, emulated: EmulatorL
 
 
 def test_few_pairs_have_no_more_blocks_than_there_are_pairs(emulated: EmulatorLauncher) -> None:
-    """And no launch depends on what is chosen, as a CUDA graph needs it."""
+    """And no launch depends on the chosen experts, as a CUDA graph requires."""
     sizes = Sizes(num_experts=40, top=2, hidden=64, inner=32, held=40)
     own, launches = cases.layer(CPU, BF16, INT4, 32, sizes=sizes), list[list[Any]]()
 

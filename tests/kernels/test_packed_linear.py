@@ -1,4 +1,4 @@
-"""Products with packed quantized weights on CUDA through the emulator, and what their Python side refuses."""
+"""Products with packed quantized weights on CUDA through the emulator, and the errors of their Python side."""
 
 from collections.abc import Callable
 
@@ -94,7 +94,7 @@ def test_other_tensors_are_refused(emulated: EmulatorLauncher) -> None:
 
 
 def test_no_launch_depends_on_the_rows_but_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a CUDA graph needs it, and how inputs are cut into parts does not even depend on that."""
+    """As a CUDA graph requires. The division of inputs into parts does not even depend on their number."""
     monkeypatch.setattr(packed_linear, "FEW_ROWS", 128)
     packed = PackedWeight.of(cases.weight(INT4, 64, sizes=cases.Sizes(64, 2048)), CPU)
     grids: list[tuple[str, tuple[int, int, int]]] = []

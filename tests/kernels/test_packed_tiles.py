@@ -44,7 +44,7 @@ class Recorder:
 
 
 def test_how_many_rows_a_block_has() -> None:
-    """As few blocks as a multiprocessor's memory has room for; no choice depends on more than the number of rows."""
+    """A block has as many rows as a multiprocessor's memory allows, depending only on the number of rows."""
     for multiprocessor_bytes, values, num_rows, tile, blocks in (
         (228 * 1024, INT4, 17, 4, 1),
         (228 * 1024, INT4, 33, 8, 1),

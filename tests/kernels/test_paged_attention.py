@@ -1,4 +1,4 @@
-"""paged_attention_v1 and v2 through the emulator, and what their Python side refuses."""
+"""paged_attention_v1 and v2 through the emulator, and the errors of their Python side."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Chunked prefill in the emulator: every case, every order of threads, what is refused, what torch is asked."""
+"""Chunked prefill in the emulator: every case, every order of threads, errors, and calls of torch's attention."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -39,7 +39,7 @@ def test_the_order_of_threads_changes_no_bit(name: str, built: EmulatorLauncher)
 
 
 def test_small_tiles_where_a_multiprocessor_has_little_shared_memory() -> None:
-    """As on 8.6, 8.9 and 12.0; two blocks of head size 128 fit there."""
+    """As on 8.6, 8.9 and 12.0; two blocks with heads of 128 fit there."""
     small = EmulatorLauncher(multiprocessor_bytes=100 * 1024)
     for setup in (SETUPS["head size 128"], SETUPS["head size 80"]):
         batch = make_batch(setup, CPU)
@@ -91,7 +91,7 @@ def test_refused(message: str, changes: dict[str, Any], launcher: EmulatorLaunch
     refuse(launcher, message, **changes)
 
 
-# ---- what torch's variable-length attention is asked, in any of its versions
+# ---- arguments for torch's variable-length attention, in any of its versions
 
 
 def plan_for(query_lens: list[int], seq_lens: list[int], num_tokens: int, least: int = 2) -> VarlenPlan:

@@ -1,4 +1,4 @@
-"""The routing kernel through the emulator, and what its Python side refuses."""
+"""The routing kernel through the emulator, and the errors of its Python side."""
 
 from typing import Any
 

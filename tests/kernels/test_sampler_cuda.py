@@ -1,4 +1,4 @@
-"""The sampler's kernel through the emulator, and what its Python side refuses."""
+"""The sampler's kernel through the emulator, and the errors of its Python side."""
 
 import numpy as np
 import pytest

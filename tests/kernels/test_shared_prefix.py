@@ -1,5 +1,4 @@
-"""Rows that share splits: each split of a row is computed once, and one that is shared lies in blocks that all of its
-rows name."""
+"""Rows that share splits: each split of a row is computed once, and a shared split is in blocks of all of its rows."""
 
 import numpy as np
 import pytest

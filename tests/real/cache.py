@@ -1,4 +1,4 @@
-"""Folder of real checkpoints: the cache of scripts/fetch_real.py, which also says what it holds."""
+"""Folder of real checkpoints: the cache of scripts/fetch_real.py, which lists its contents."""
 
 import sys
 from pathlib import Path

@@ -45,7 +45,7 @@ class Answers(NamedTuple):
 
 
 def answers(file: Path) -> Answers:
-    """From an engine in float32, which rounds no row on any instruction set."""
+    """Answers of an engine in float32, which does not quantize rows on any instruction set."""
     with closing(start(file, dtype="float32", max_model_len=2048)) as llm:
         page, *rest = llm.generate(
             [PAGE, *PROMPTS],
@@ -105,8 +105,8 @@ class GgufOracle:
             return AutoTokenizer.from_pretrained(self.file.parent, gguf_file=self.file.name)
 
     def cut_digits(self) -> None:
-        """Have digits stand alone before words are cut, as SmolLM's own tokenizer.json does. transformers takes every
-        `tokenizer.ggml.pre` of a GGUF file for GPT-2's."""
+        """Split digits before words, as SmolLM's own tokenizer.json does. transformers treats every
+        `tokenizer.ggml.pre` of a GGUF file like GPT-2's."""
         words = pre_tokenizers.ByteLevel(add_prefix_space=False)
         steps = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
         self.tokenizer.backend_tokenizer.pre_tokenizer = steps
@@ -126,7 +126,7 @@ class GgufOracle:
         return (torch.tensor(given) - wanted).abs()
 
     def behind_the_best(self, output: RequestOutput) -> torch.Tensor:  # float32 [len(tokens)]
-        """By how much the best logit is above that of each token which was chosen."""
+        """Difference between the best logit and that of each chosen token."""
         prompt, chosen = output.prompt_token_ids, output.outputs[0].token_ids
         assert len(chosen) == NUM_TOKENS
         logits = self.logits(prompt + chosen)[len(prompt) - 1 : -1]

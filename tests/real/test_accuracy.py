@@ -28,7 +28,7 @@ RECORDS = {"avx512_bf16": "accuracy-cpu.json", "amx": "accuracy-amx-cpu.json"}
 RECORD = RECORDS.get(cpu.isa() if cpu.available() else "", "accuracy-cpu.json")
 MEASURED: dict[str, Any] = json.loads((RESULTS / RECORD).read_text())
 SHOWN = {"dense": ("bfloat16",), "off-grid": ("int8", "fp8", "int4_g32", "int4")}
-"""Rounding shows where weights are off the grid: those on it are found again by whoever cuts groups in the same way."""
+"""Rounding shows only with weights off the grid: any method with the same groups finds weights on it again."""
 CASES = [
     (name, form, way)
     for name, forms in MEASURED["models"].items()
@@ -88,7 +88,7 @@ def test_no_way_is_less_exact_than_it_was(exact: Callable[[str, str], Exact], na
 
 @pytest.mark.parametrize("name", [name for name, forms in MEASURED["models"].items() if "dense" in forms])
 def test_bfloat16_is_as_exact_as_that_of_torch(name: str) -> None:
-    """As measured: the test above holds what is recorded."""
+    """As measured; the test above compares with the recorded figures."""
     ways = MEASURED["models"][name]["dense"]
     assert ways["bfloat16"]["next_token"] <= ways["transformers bfloat16"]["next_token"]
     assert ways["bfloat16"]["top"] <= 1.02 * ways["transformers bfloat16"]["top"]  # Gemma: 0.0541 and 0.0538

@@ -90,7 +90,7 @@ def _common(one: str, other: str) -> str:
 
 
 def _with_call(template: ChatTemplate, arguments: Any) -> str | None:
-    """Render a call, whose arguments some templates take as a text. None if the template does not take it."""
+    """Render a call, whose arguments some templates take as text. None if the template raises an error."""
     call = {"id": "call00001", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
     try:
         return template.render([USER, CALLING | {"tool_calls": [call]}], tools=[TOOL], add_generation_prompt=False)

@@ -36,7 +36,7 @@ def test_a_page_is_as_likely_as_in_transformers(exact: Answers) -> None:
 
 
 def test_greedy_tokens_are_those_of_transformers(exact: Answers) -> None:
-    """Up to the first whose logit is no higher than another's."""
+    """Compared up to the first tie."""
     for output, wanted in zip(exact.continuations, TRUTH["continuations"], strict=True):
         sure = next((place for place, (_, margin) in enumerate(wanted) if margin < TIE), len(wanted))
         assert sure > 10

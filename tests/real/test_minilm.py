@@ -1,4 +1,4 @@
-"""all-MiniLM-L6-v2: vectors beside those of transformers, pooled by the formula of sentence-transformers' modules."""
+"""all-MiniLM-L6-v2: vectors compared with transformers', pooled by the formula of sentence-transformers' modules."""
 
 import json
 from collections.abc import Callable

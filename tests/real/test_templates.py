@@ -1,4 +1,4 @@
-"""Real chat templates, of llama.cpp, vLLM and the tokenizers: the prompt is that of transformers' own renderer."""
+"""Real chat templates, of llama.cpp, vLLM and the tokenizers: prompts equal those of transformers' renderer."""
 
 import json
 from functools import lru_cache
@@ -71,7 +71,7 @@ def of_transformers(template: str, name: str, *, generate: bool) -> str | None:
 
 @lru_cache(maxsize=1)
 def compiled(template: str) -> ChatTemplate:
-    """As an engine has it: once for all of its chats."""
+    """The template as an engine has it, compiled once for all chats."""
     return ChatTemplate(TemplateSource(template, TOKENS))
 
 
@@ -94,7 +94,7 @@ def test_prompts_are_those_of_transformers(template: str) -> None:
             if before is None or USER["content"].strip() not in before:
                 continue
             found = of_this_engine(text, name, generate=generate)
-            if found != before:  # some say what time it is
+            if found != before:  # some templates print the time
                 assert found == of_transformers(text, name, generate=generate), name
 
 

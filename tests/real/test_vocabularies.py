@@ -88,7 +88,7 @@ def test_a_unigram_vocabulary_has_the_ids_of_xlm_roberta(real: Callable[[str], P
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_texts_have_the_ids_of_transformers(real: Callable[[str], Path], name: str) -> None:
-    """Its plain class takes a tokenizer.json as it is; the classes of Llama and GPT-2 build theirs anew."""
+    """transformers' plain class reads a tokenizer.json unchanged; the classes of Llama and GPT-2 build their own."""
     from transformers import PreTrainedTokenizerFast
 
     file = real(f"tokenizer-{name}") / "tokenizer.json"
