@@ -105,9 +105,6 @@ FORBIDDEN_CALLS = {
 """Names of functions, or their ends after a dot, that no file calls or mentions."""
 LAST_NAMES = {name.rpartition(".")[2] for name in FORBIDDEN_CALLS}
 
-SHARED_NAMES = {"AttentionLayer", "ConvLayer", "MambaLayer", "MaskSource", "PackedExperts", "PackedWeight"}
-"""Classes of one idea that exist in several files: one of each family, of each device, or of each side of an
-interface."""
 MAP_LINE = re.compile(r"^(\w+\.py) {2,}\S", re.MULTILINE)
 """A line of the docstring of a folder's __init__.py that says what is in a file."""
 
@@ -351,18 +348,6 @@ def num_code_lines(path: Path) -> int:
 def test_the_readme_counts_the_package() -> None:
     said = re.findall(r"API and tool it has ([\d,]+)\.", (ROOT / "README.md").read_text())
     assert int(said[0].replace(",", "")) == pytest.approx(sum(map(num_code_lines, python_files(PACKAGE))), rel=0.05)
-
-
-def test_a_class_has_a_name_of_its_own() -> None:
-    """A reader has to look up a name with two meanings twice. A name should say of what the adapters, rows or sizes
-    are."""
-    places: dict[str, list[str]] = {}
-    for path in python_files(PACKAGE):
-        for node in parse(path).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places.setdefault(node.name, []).append(name_of(path))
-    several = {name: found for name, found in places.items() if len(found) > 1}
-    assert several.keys() == SHARED_NAMES, {name: found for name, found in several.items() if name not in SHARED_NAMES}
 
 
 def test_dependencies_are_those_imported() -> None:

@@ -1,5 +1,5 @@
 """The package keeps its shape: its central files stay small and name no feature, modules do not import each other in
-circles, and no code is repeated.
+circles, classes have different names, and no code is repeated.
 
 Each bar is the value on the day when its rule was written, lines rounded up to the next ten. It may only fall.
 """
@@ -24,6 +24,9 @@ feature is a part or a handler that they call without knowing it."""
 FEATURES = re.compile(
     r"draft|adapter|lora|grammar|mask|pooling|prompt_logprob|expert|media|image|disk|host|state|embed", re.IGNORECASE
 )
+SHARED_NAMES = {"AttentionLayer", "ConvLayer", "MambaLayer", "MaskSource", "PackedExperts", "PackedWeight"}
+"""Classes of one idea that exist in several files: one of each family, of each device, or of each side of an
+interface."""
 RUN = 8
 """Equal lines of code in a row, in two files, that count as repeated, unless they are very short."""
 MIN_RUN_CHARACTERS = 160
@@ -100,6 +103,18 @@ def test_the_hearts_are_small_and_name_no_feature() -> None:
 def test_no_modules_import_each_other_in_a_circle() -> None:
     paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in python_files(PACKAGE)}
     assert circles({name: imported(parse(path), paths) for name, path in paths.items()}) == []
+
+
+def test_a_class_has_a_name_of_its_own() -> None:
+    """A reader has to look up a name with two meanings twice. A name should say of what the adapters, rows or sizes
+    are."""
+    places: dict[str, list[str]] = {}
+    for path in python_files(PACKAGE):
+        for node in parse(path).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(name_of(path))
+    several = {name: found for name, found in places.items() if len(found) > 1}
+    assert several.keys() == SHARED_NAMES, {name: found for name, found in several.items() if name not in SHARED_NAMES}
 
 
 def test_code_is_not_repeated() -> None:

@@ -1,8 +1,5 @@
 """Groups of workers that die in every phase: requests continue with the same tokens, or end with an error that says why
-not.
-
-The engine's loop is stepped by hand, and the workers are fakes.
-"""
+not. The engine's loop is stepped by hand, and the workers are fakes."""
 
 from collections.abc import Callable, Iterator
 
