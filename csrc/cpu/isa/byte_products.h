@@ -1,6 +1,6 @@
-// Bytes times integers, added up exactly in 32 bits: by VNNI or NEON's dot products, or by AVX2 and AVX-512, whose
-// products of bytes are added up in 16 bits first. VLLM_LITE_MULTIPLIES_BYTES is defined where there is a way, and
-// VLLM_LITE_PLANES_APART where rows of two planes are bytes, not words of 16 bits.
+// Products of bytes and integers, added up exactly in 32 bits: by VNNI, by NEON's dot products, or by AVX2 and AVX-512,
+// whose products of bytes are first added up in 16 bits. VLLM_LITE_MULTIPLIES_BYTES is defined if there is such a way,
+// and VLLM_LITE_PLANES_APART if rows with two planes are bytes, not words of 16 bits.
 #pragma once
 
 #include "../linear.h"
@@ -21,15 +21,15 @@
 namespace VLLM_LITE_ISA {
 namespace {
 
-// Whether the planes of a group are apart; else its integers are words.
+// Whether the planes of a group are stored separately; otherwise its integers are words.
 #if defined(VLLM_LITE_PLANES_APART)
 constexpr bool kPlanesApart = true;
 #else
 constexpr bool kPlanesApart = false;
 #endif
 
-// Whether LargeFours take the place of a second plane where RowLayout::has_fours says so: always in groups of kOnePlane
-// inputs or fewer.
+// Whether LargeFours can take the place of a second plane (RowLayout::has_fours); they always do in groups of up to
+// kOnePlane inputs.
 #if defined(__AVX512VNNI__)
 #define VLLM_LITE_LARGE_FOURS
 constexpr bool kLargeFours = true;
@@ -37,8 +37,8 @@ constexpr bool kLargeFours = true;
 constexpr bool kLargeFours = false;
 #endif
 
-// Rows of a panel that products take at a time: with two vectors of sums for each of them they fill the registers. A
-// few more of one plane are still faster in one group, whose floats are in memory then, than in two.
+// Rows of a panel that a product computes together: with two vectors of sums each they fill the registers. A few more
+// rows with one plane are still faster in one group, whose float sums are then in memory, than in two.
 template <int kPlanes>
 constexpr int kGroupRows = kWidth == 16   ? 6
                            : kPlanes == 1 ? 4
@@ -46,7 +46,7 @@ constexpr int kGroupRows = kWidth == 16   ? 6
 template <int kPlanes>
 constexpr int kAloneRows = kWidth == 16 ? (kLargeFours && kPlanes == 2 ? 8 : 12 / kPlanes) : kGroupRows<kPlanes>;
 
-// How the rows of a panel are dealt to groups, which differ by one row at most.
+// Division of a panel's rows into groups, which differ by one row at most.
 struct RowGroups {
   int64_t num_rows, count;
 
@@ -63,7 +63,7 @@ struct RowGroups {
   }
 };
 
-// Four integers of a row, for each output.
+// Four integers of a row, repeated for each output.
 VLLM_LITE_INLINE Ints four_of(const int8_t* x) {
   int32_t four;
   std::memcpy(&four, x, 4);
@@ -75,14 +75,14 @@ VLLM_LITE_INLINE Vec to_floats(Ints x) {
 }
 
 #if defined(VLLM_LITE_PLANES_APART)
-// What the planes of a row add up to; with its bias below 2^31. The upper plane comes first.
+// Sum of a row's planes, upper one first; below 2^31 including its bias.
 VLLM_LITE_INLINE Ints both_planes(Ints upper, Ints lower) {
   return reinterpret_cast<Ints>((reinterpret_cast<VecI>(upper) << 7) + reinterpret_cast<VecI>(lower));
 }
 #endif
 
-// x, which what follows is computed of as a vector. GCC would compute it of the number that all elements are, and copy
-// that to a vector behind it, which takes the units that products need.
+// Returns x, but hides from GCC that all its elements are equal: otherwise it would compute with the scalar and copy
+// each result to a vector, by units that products need.
 VLLM_LITE_INLINE Ints in_vector(Ints x) {
 #if defined(__AVX512F__)
   asm("" : "+v"(x));
@@ -90,8 +90,8 @@ VLLM_LITE_INLINE Ints in_vector(Ints x) {
   return x;
 }
 
-// Sums of integers of R rows and V vectors of outputs, before a group's products with one plane, the upper one of two:
-// what its bytes lack.
+// Initial sums of R rows and V vectors of outputs, before a group's products with its only plane or the upper one of
+// two: the biases.
 template <int kPlanes, int R, int V>
 VLLM_LITE_INLINE void begin_group(const int32_t* biases, Ints (&total)[R][V]) {
 #pragma GCC unroll 16
@@ -105,7 +105,7 @@ VLLM_LITE_INLINE void begin_group(const int32_t* biases, Ints (&total)[R][V]) {
   }
 }
 
-// Before those with both planes of N / 2 rows, each with sums of its own.
+// Initial sums for products with both planes of N / 2 rows, each with separate sums.
 template <int N, int V>
 VLLM_LITE_INLINE void begin_planes(const int32_t* biases, Ints (&total)[N][V]) {
 #pragma GCC unroll 16
@@ -123,12 +123,12 @@ VLLM_LITE_INLINE void begin_planes(const int32_t* biases, Ints (&total)[N][V]) {
 }
 
 #if defined(VLLM_LITE_PLANES_APART)
-// What the upper planes of R rows add up to becomes the sums that their lower planes go on with, all below 2^31.
+// Turns sums of R rows' upper planes into initial sums of their lower planes, all below 2^31.
 template <int R, int V>
 VLLM_LITE_INLINE void shift_planes(const int32_t* biases, Ints (&total)[R][V]) {
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r) {
-    // What begin_group() could not begin with.
+    // The part of the bias that begin_group() could not include.
     const Ints rest = both_bits(in_vector(all_ints(biases[r])), all_ints(127));
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) total[r][v] = both_planes(total[r][v], rest);
@@ -137,12 +137,12 @@ VLLM_LITE_INLINE void shift_planes(const int32_t* biases, Ints (&total)[R][V]) {
 #endif
 
 #if !defined(VLLM_LITE_PLANES_APART)
-// The bytes of a vector as words.
+// A vector's bytes as words of 16 bits.
 struct WidenedBytes {
   Ints lower, upper;
 };
 
-// total += the products of four inputs, words of R / 2 rows, with the v-th vector of outputs.
+// total += the products of four inputs of R / 2 rows, as words, with the v-th vector of outputs.
 template <int R, int V>
 VLLM_LITE_INLINE void multiply_words(const int8_t* x, const WidenedBytes& bytes, int v, Ints (&total)[R][V]) {
 #pragma GCC unroll 16
@@ -154,7 +154,7 @@ VLLM_LITE_INLINE void multiply_words(const int8_t* x, const WidenedBytes& bytes,
 }
 #endif
 
-// Those of one row and vector, behind a group's products with both planes.
+// The sum of one row and vector after a group's products with both planes.
 template <int N, int V>
 VLLM_LITE_INLINE Vec planes_sum(const Ints (&total)[N][V], int r, int v) {
 #if defined(VLLM_LITE_PLANES_APART)

@@ -1,4 +1,4 @@
-// The cells of grouped weights (../linear.h) as float32.
+// Converts the cells of grouped weights (../linear.h) to float32.
 #pragma once
 
 #include "../linear.h"
@@ -7,7 +7,7 @@
 namespace VLLM_LITE_ISA {
 namespace {
 
-// Bytes as float32; signed ones, or not.
+// Loads bytes, signed or not, as float32.
 template <class Byte>
 VLLM_LITE_INLINE Vec load_whole(const char* from) {
 #if defined(__AVX512F__)
@@ -23,7 +23,7 @@ VLLM_LITE_INLINE Vec load_whole(const char* from) {
 #endif
 }
 
-// Scales or minima of the outputs from `column` on. `type` is a DType, or kIntegers; `supers` are then for them.
+// Loads scales or minima of the outputs from `column` on. `type` is a DType or kIntegers, whose factors are `supers`.
 VLLM_LITE_INLINE Vec load_scales(const char* from, int32_t type, int64_t column, const float* supers) {
   if (type == kIntegers) return load_whole<int8_t>(from + column) * load(supers + column);
   if (type == kBFloat16) return load(reinterpret_cast<const BFloat16*>(from) + column);
@@ -35,7 +35,7 @@ VLLM_LITE_INLINE const float* of_minima(const float* supers) {
   return supers == nullptr ? supers : supers + kBlock;
 }
 
-// A cell's minima; zeros where it has none. `supers` as PackedWeight::supers_of.
+// A cell's minima; zeros if it has none. `supers`: see PackedWeight::supers_of.
 VLLM_LITE_INLINE Vec load_minima(const char* cell, const CellLayout& layout, int64_t column, const float* supers) {
   if (layout.minima_type == kNoMinima) return splat(0);
   const char* from = cell + layout.scale_bytes;
@@ -43,7 +43,7 @@ VLLM_LITE_INLINE Vec load_minima(const char* cell, const CellLayout& layout, int
   return -load_whole<uint8_t>(from + column) * load_scales(cell, layout.scale_type, column, supers);
 }
 
-// What the 8 bits of each word from bit `at` on stand for, in a table of 256.
+// Values of the 8-bit codes at bit `at` of each word, from a table of 256.
 struct ManyValues {
   const float* values;
   explicit ManyValues(const float* from) : values(from) {}
@@ -61,7 +61,7 @@ struct ManyValues {
   }
 };
 
-// The same where the table is E4M3's: by arithmetic, which takes a third of the time of looking up.
+// The same for E4M3's table, by arithmetic, which takes a third of the time.
 struct E4m3Values {
   explicit E4m3Values(const float*) {}
   VLLM_LITE_INLINE Vec of(const E4m3Values&, VecI words, int at) {
@@ -83,7 +83,7 @@ struct E4m3Values {
   }
 };
 
-// The same where values are whole numbers that follow one another.
+// The same for consecutive whole numbers.
 struct WholeValues {
   float least;
   explicit WholeValues(const float* from) : least(*from) {}
@@ -92,12 +92,13 @@ struct WholeValues {
   }
 };
 
-// The same for codes of 5 bits, whose fifth bits lie apart.
+// The same for codes of 5 bits, whose fifth bits are stored separately.
 struct FiveValues {
   float least;
   explicit FiveValues(const float* from) : least(*from) {}
 
-  // The fifth bits at `from`, four of each output, each in the lowest bits of its element; others are above.
+  // Loads the fifth bits at `from`, four of each output, into the lowest bits of its element; higher bits are
+  // undefined.
   VLLM_LITE_INLINE VecI fifth_bits(const char* from) {
     VecI out = {};
 #if defined(__AVX512F__)
@@ -110,13 +111,13 @@ struct FiveValues {
     for (int i = 0; i < kWidth; ++i) shifts[i] = 4 * (i % 2);
     return out >> shifts;
   }
-  // Input i of four, which is at bit `at` of `words`.
+  // Value of input i of four, whose lower bits are at bit `at` of `words`.
   VLLM_LITE_INLINE Vec of(const FiveValues& table, VecI words, int at, VecI bits, int i) {
     return __builtin_convertvector((words >> at & 15) | (bits >> i & 1) << 4, Vec) + table.least;
   }
 };
 
-// What the 4 bits of each word from bit `at` on stand for, in a table of 16.
+// Values of the 4-bit codes at bit `at` of each word, from a table of 16.
 struct FewValues {
 #if defined(__AVX512F__)
   __m512 values;
@@ -128,7 +129,7 @@ struct FewValues {
   __m256 low, high;
   explicit FewValues(const float* from) : low(_mm256_loadu_ps(from)), high(_mm256_loadu_ps(from + 8)) {}
   VLLM_LITE_INLINE Vec of(const FewValues& table, VecI words, int at) {
-    const __m256i codes = reinterpret_cast<__m256i>(words >> at);  // three bits count
+    const __m256i codes = reinterpret_cast<__m256i>(words >> at);  // the instruction uses the lowest three bits
     const __m256 is_high = reinterpret_cast<__m256>(words << (28 - at));
     return reinterpret_cast<Vec>(_mm256_blendv_ps(_mm256_permutevar8x32_ps(table.low, codes),
                                                   _mm256_permutevar8x32_ps(table.high, codes), is_high));
@@ -144,7 +145,8 @@ struct FewValues {
 #endif
 };
 
-// A cell's codes times scales, without minima: to [group_size][kBlock]. kInputs are those of a word.
+// Converts a cell's codes times scales, without minima, to [group_size][kBlock]. kInputs is the number of a word's
+// inputs.
 template <int kInputs, class Values>
 VLLM_LITE_INLINE void widen_codes(const Values& values, const char* codes, int64_t group_size, Vec scale,
                                   int64_t column, float* to) {

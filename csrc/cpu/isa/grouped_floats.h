@@ -1,9 +1,9 @@
-// Grouped weights times rows that stay as they are, in float32. For each output the products of a group are added up
-// first, in the order of its inputs; that times the group's scale, less its minimum times what the row's inputs add up
-// to, is added to the sum. So a weight costs no multiplication of its own.
+// Grouped weights times unquantized rows, in float32. The products of a group are summed up for each output in the
+// order of its inputs. This sum times the group's scale, less its minimum times the sum of the row's inputs, is added
+// to the total. So a weight needs no multiplication by its scale.
 //
-// Few rows use codes once: they become numbers in registers, those of several groups at a time, as sums are chains of
-// additions. For more rows they become numbers in memory, once for all. Both give the same bits.
+// For few rows, codes are converted in registers, and several groups at a time, because each sum is a chain of
+// additions. For more rows they are converted in memory, once for all. Both ways give the same bits.
 #pragma once
 
 #include "grouped_cells.h"
@@ -11,7 +11,7 @@
 namespace VLLM_LITE_ISA {
 namespace {
 
-// Rows of x, [rows][stride], from the first input of a cell on, and what they add up to in each group.
+// Rows of x, [rows][stride], from the first input of a cell on, and the sum of each group of inputs.
 struct FloatRows {
   const float* x;
   int64_t stride;
@@ -19,7 +19,7 @@ struct FloatRows {
   int64_t sums_stride;
 };
 
-// A cell, and what its scales are multiplied by.
+// A cell, and the supers of its scales.
 struct FloatCell {
   const char* from;
   const float* supers;
@@ -35,7 +35,7 @@ VLLM_LITE_INLINE void add_products(const FloatRows& rows, int64_t input, Vec fir
   }
 }
 
-// sums [R][stride] += what R rows and the outputs from `column` on make of one group.
+// sums [R][stride] += the scaled totals of one group, for R rows and the outputs from `column` on.
 template <int R>
 VLLM_LITE_INLINE void add_total(const FloatRows& rows, int64_t group, const CellLayout& layout, const FloatCell& cell,
                                 int64_t column, const Vec (&total)[R][2], float* sums, int64_t stride) {
@@ -53,8 +53,8 @@ VLLM_LITE_INLINE void add_total(const FloatRows& rows, int64_t group, const Cell
   }
 }
 
-// R rows times G cells that follow one another, the first of which is number `group` of the rows'. kInputs are those of
-// a word of codes.
+// R rows times G consecutive cells, the first of which is number `group` of the rows'. kInputs is the number of a
+// word's inputs.
 template <int R, int G, int kInputs, class Values>
 void multiply_codes(const Values& values, const FloatRows& rows, int64_t group, const CellLayout& layout,
                     const FloatCell (&cells)[G], float* sums, int64_t stride) {
@@ -83,7 +83,7 @@ void multiply_codes(const Values& values, const FloatRows& rows, int64_t group, 
   }
 }
 
-// The numbers of a cell's codes, without its scales: to [group_size][kBlock].
+// Converts a cell's codes, without its scales, to [group_size][kBlock].
 template <int kInputs, class Values>
 void widen_numbers(const Values& values, const CellLayout& layout, const char* cell, float* to) {
   for (int64_t column = 0; column < kBlock; column += kWidth) {
@@ -91,7 +91,7 @@ void widen_numbers(const Values& values, const CellLayout& layout, const char* c
   }
 }
 
-// The same of codes of 5 bits.
+// The same for codes of 5 bits.
 template <int kInputs>
 void widen_numbers(const FiveValues& values, const CellLayout& layout, const char* cell, float* to) {
   const char *codes = cell + layout.codes(), *fifth = cell + layout.fifth_bits();
@@ -109,7 +109,7 @@ void widen_numbers(const FiveValues& values, const CellLayout& layout, const cha
   }
 }
 
-// R rows times a cell whose numbers are `wide` [group_size][kBlock].
+// R rows times a cell whose values are `wide` [group_size][kBlock].
 template <int R>
 void multiply_numbers(const FloatRows& rows, int64_t group, const CellLayout& layout, const FloatCell& cell,
                       const float* wide, float* sums, int64_t stride) {

@@ -1,6 +1,6 @@
 // Many rows of bfloat16 times dense weights of bfloat16: 6 rows and two blocks at a time, whose 24 sums stay in
-// registers for up to kDepth inputs. Rows are read where they lie: 6 of them and the two blocks' weights find a place
-// in L1 at any distance of rows, and what is used again comes from L2.
+// registers for up to kDepth inputs. Rows are read in place: 6 rows and the two blocks' weights fit in L1 whatever the
+// distance of rows, and reused data is in L2.
 #include "linear_task.h"
 #include "row_sums.h"
 
@@ -16,8 +16,8 @@ constexpr int64_t kPairElements = 2 * kBlock;
 struct Weights {
   const BFloat16* blocks[2];
   int64_t num_pairs;
-  const BFloat16* next;    // prefetched meanwhile: the same number of pairs of the next block, and
-  int64_t block_elements;  // of the one so far behind it
+  const BFloat16* next;    // prefetched: the same number of pairs of the next block, and
+  int64_t block_elements;  // of the block after it, at this distance
 
   Ahead ahead(int64_t block, int64_t group, int64_t num_groups) const {
     const int64_t bytes = num_pairs * 2 * kPairElements;
@@ -30,7 +30,7 @@ struct Aheads {
   Ahead blocks[2];
 };
 
-// The sums of R rows and V / 2 blocks go on with x [R][x_stride].
+// Continues the sums of R rows and V / 2 blocks with x [R][x_stride].
 template <int R, int V>
 void multiply(const BFloat16* x, int64_t x_stride, const Weights& weights, const Aheads& ahead, const Sums& sums,
               At at) {
@@ -112,7 +112,7 @@ void run(const LinearCall& call, const LinearTask& task) {
 bool linear_dense([[maybe_unused]] const LinearCall& call, [[maybe_unused]] const LinearTask& task) {
 #if defined(__AVX512BF16__)
   const PackedWeight& weight = *call.weight;
-  const bool are_pairs = weight.num_inputs % 2 == 0;  // behind a row's last pair lies what is not the row's
+  const bool are_pairs = weight.num_inputs % 2 == 0;  // an incomplete pair would include an element after the row
   if (call.x_type != kBFloat16 || weight.type != kBFloat16 || task.num_rows < kManyRows || !are_pairs) return false;
   run(call, task);
   return true;

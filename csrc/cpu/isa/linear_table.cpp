@@ -1,8 +1,9 @@
-// Grouped weights whose codes stand for floats of a table, as in fp8 and NF4, times rows of bfloat16.
+// Grouped weights whose codes are indexes of a table of floats, as in fp8 and NF4, times rows of bfloat16.
 //
 // Codes become bfloat16 in registers, pairs of products are added up in float32, and each group's sum is multiplied by
-// its scale. Floats of 8 bits are exact in bfloat16. A table of 16 is split into two numbers of bfloat16 each, which
-// leaves 2^-17 of a value. A pair is inputs i and i + 2, as the codes of both lie in one word: rows are laid out so.
+// its scale. bfloat16 represents 8-bit floats exactly. A table of 16 is split into sums of two bfloat16 each, with an
+// error of 2^-17 of a value. A pair is inputs i and i + 2, because their codes are in one word; rows are arranged in
+// the same way.
 #include "grouped_cells.h"
 #include "linear_task.h"
 
@@ -11,11 +12,12 @@ namespace {
 
 #if defined(__AVX512BF16__)
 constexpr int kGroup = 12;               // rows at a time: two sums each
-constexpr int kFewRows = 2;              // which take as long as memory does
+constexpr int kFewRows = 2;              // for up to so many rows, memory is the limit
 constexpr int64_t kTile = 256;           // inputs of the rows on the stack
-constexpr int64_t kLongTile = 2048;      // where there is one group of rows
-constexpr int64_t kLongestTile = 12288;  // where they are few: blocks are read without a jump, so that what lies ahead
-                                         // is what comes next (4096 inputs of NF4: 0.72 times the time)
+constexpr int64_t kLongTile = 2048;      // the same for one group of rows
+constexpr int64_t kLongestTile = 12288;  // the same for few rows: blocks are read without a jump, so that
+                                         // prefetched memory is what comes next (4096 inputs of NF4: 0.72 times the
+                                         // time)
 constexpr int64_t kLargestGroup = 128;
 constexpr int64_t kAheadBytes = 8192;
 constexpr int32_t kSign = 0x8000;
@@ -24,7 +26,7 @@ VLLM_LITE_INLINE __m512i halves(int32_t bits) {
   return _mm512_set1_epi16(static_cast<int16_t>(bits));
 }
 
-// Codes of 8 bits: a sign, and one of 128 sizes.
+// Codes of 8 bits: a sign, and one of 128 magnitudes.
 struct Bytes {
   static constexpr int kPairs = 2, kParts = 1;
   static constexpr int64_t kInputs = 4;  // of a word
@@ -48,7 +50,7 @@ struct Bytes {
     return all;
   }
 
-  // Codes are the lower 8 bits of `at`, signs the highest of `signs`.
+  // The codes are the lower 8 bits of `at`, the signs the highest bits of `signs`.
   inline __attribute__((always_inline)) __m512i look_up(__m512i at, __m512i signs) const {
     const __m512i small = _mm512_permutex2var_epi16(sizes[0], at, sizes[1]);
     const __m512i large = _mm512_permutex2var_epi16(sizes[2], at, sizes[3]);
@@ -61,11 +63,11 @@ struct Bytes {
   }
 };
 
-// Codes of 4 bits: one of 16 values, as the sum of two.
+// Codes of 4 bits: one of 16 values, each a sum of two.
 struct Nibbles {
   static constexpr int kPairs = 4, kParts = 2;
   static constexpr int64_t kInputs = 8;
-  __m512i parts[2];  // the table twice, as five bits are looked up
+  __m512i parts[2];  // the table twice, because the look-up uses five bits
 
   explicit Nibbles(const float* values) {
     const __m512 all = _mm512_loadu_ps(values);
@@ -89,7 +91,7 @@ struct Nibbles {
   }
 };
 
-// Words of 16 outputs, from their codes or as they were decoded before.
+// Words of 16 outputs, decoded when they are loaded, or before.
 template <class Codes>
 struct Packed {
   const Codes& codes;
@@ -98,7 +100,7 @@ struct Packed {
   inline __attribute__((always_inline)) void load(int64_t word, int half,
                                                   __m512i (&out)[Codes::kPairs][Codes::kParts]) const {
     const char* words = from + 4 * kBlock * word + 64 * half;
-    __builtin_prefetch(words + kAheadBytes);  // one by one: many at once would be dropped, or waited for
+    __builtin_prefetch(words + kAheadBytes);  // evenly spread: many at once would be dropped or delayed
     codes.decode(_mm512_loadu_si512(words), out);
   }
 };
@@ -114,7 +116,8 @@ struct Decoded {
   }
 };
 
-// Sums of one row for kHalves vectors of outputs. Those of a table's two parts are apart: half as long to wait for.
+// Sums of one row for kHalves vectors of outputs, separately for a table's two parts, so that chains of additions are
+// half as long.
 template <class Codes, int kHalves>
 struct Sums {
   __m512 of[kHalves][Codes::kParts];
@@ -126,7 +129,7 @@ struct Sums {
   }
 };
 
-// total [R] += what R rows [R][kStride] and the outputs from half `first` on make of one word of codes.
+// total [R] += the products of R rows [R][kStride] with one word of codes, for the outputs from half `first` on.
 template <class Codes, int R, int64_t kStride, int kHalves, class Source>
 VLLM_LITE_INLINE void add_word(const Source& source, int first, const uint16_t* x, int64_t word,
                                Sums<Codes, kHalves> (&total)[R]) {
@@ -152,7 +155,7 @@ VLLM_LITE_INLINE void add_word(const Source& source, int first, const uint16_t* 
   }
 }
 
-// sums [R][sums_stride] += scales times what the rows and one group make.
+// sums [R][sums_stride] += scales times the products of the rows with one group.
 template <class Codes, int R, int64_t kStride, int kHalves, class Source>
 VLLM_LITE_INLINE void multiply_halves(const Source& source, int first, const uint16_t* x, int64_t num_words,
                                       const Vec (&scales)[2], float* sums, int64_t sums_stride) {
@@ -183,7 +186,7 @@ void multiply(int64_t count, const Source& source, const uint16_t* x, int64_t nu
   }
 }
 
-// All rows of a task times one cell. `x` is where the group's inputs begin.
+// All rows of a task times one cell. `x` points to the group's first input.
 template <class Codes, int64_t kStride>
 void multiply_cell(const Codes& codes, const char* from, const CellLayout& layout, int64_t num_rows, const uint16_t* x,
                    const Vec (&scales)[2], float* sums, int64_t sums_stride) {
@@ -208,14 +211,14 @@ void multiply_cell(const Codes& codes, const char* from, const CellLayout& layou
   }
 }
 
-// Cells of one block, from group `first` of the rows on the stack on.
+// Cells of one block, from group `first` on.
 struct Cells {
   const PackedWeight& weight;
   const CellLayout layout;
   int64_t block, first;
   const char* from;
 
-  // Asks for what of a later one is no code.
+  // Also prefetches a later cell's scales.
   inline __attribute__((always_inline)) const char* codes(int64_t number) const {
     const char* cell = from + number * layout.bytes();
     for (int64_t i = 0; i < layout.codes(); i += 64) __builtin_prefetch(cell + kAheadBytes + i);
@@ -227,12 +230,13 @@ struct Cells {
   }
 };
 
-// Whether few rows wait for their sums rather than for memory.
+// Whether the limit of few rows is the latency of sums, not memory.
 template <class Codes>
 constexpr bool kAreSlow = Codes::kParts == 2;
 
-// R rows times `count` cells, G at a time while there are so many: their sums do not wait for one another,
-// as those of a few rows and one cell do. Returns the first that is left. The bits are those of one after the other.
+// R rows times `count` cells, G at a time as long as there are as many. The sums of G cells are independent, where
+// those of few rows and one cell would wait for each other. Returns the number of the first cell that is left. The bits
+// are the same as cell by cell.
 template <class Codes, int R, int G>
 int64_t multiply_cells(const Codes& codes, const Cells& cells, int64_t count, const uint16_t* x, float* sums,
                        int64_t sums_stride) {
@@ -264,7 +268,7 @@ int64_t multiply_cells(const Codes& codes, const Cells& cells, int64_t count, co
   return number;
 }
 
-// The columns from `first` on of one row, `padded` of them, as pairs: inputs 0, 2, 1 and 3 of each four.
+// Arranges `padded` columns of one row, from `first` on, as pairs: inputs 0, 2, 1 and 3 of each four.
 void pair_up(const PackedWeight& weight, const uint16_t* row, int64_t first, int64_t padded, uint16_t* to) {
   const int64_t left = weight.num_inputs - first, count = left < padded ? left : padded;
   const uint16_t* from = row + first;

@@ -1,13 +1,12 @@
-// Products by AMX, for one task: dense bfloat16 and grouped weights. See ../linear.h for their layout, which is
-// what a tile of weights has to be: 16 groups of 4 bytes, each for 16 outputs.
+// Products by AMX, for one task: dense bfloat16 and grouped weights. A block of a packed weight (../linear.h) has the
+// layout of tiles: 16 groups of 4 bytes, each for 16 outputs.
 //
-// One step is 64 bytes of each row times 2 KiB of a block. 32 rows and the block's 32 outputs take four tiles of sums,
-// two of rows and two of weights. A row's sums are made in one order, however many rows there are.
+// A step multiplies 64 bytes of each row with 2 KiB of a block. 32 rows and the block's 32 outputs take four tiles of
+// sums, two of rows and two of weights. The sums of a row have one order for any number of rows.
 //
-// L2 holds a task's rows, of kSpanInputs at most, in the order in which tiles take them; L1 a part of a block's
-// weights, which all of those rows meet, and the rows of a step pass by without taking their place. While a group of
-// rows is multiplied, the outputs of the one before leave and the weights that come next are asked for, a few lines a
-// step.
+// L2 has a task's rows, up to kSpanInputs of each, in the order in which tiles read them. L1 has a part of a block's
+// weights, which is multiplied with all of those rows; loads of rows do not evict it. During the products of a group of
+// rows, outputs of the previous group are written and the next weights are prefetched, a few lines a step.
 #include "long_groups.h"
 #include "short_groups.h"
 #include "tile_groups.h"
@@ -17,12 +16,12 @@
 namespace VLLM_LITE_ISA {
 namespace {
 
-// Weights that lie as tiles take them: blocks of so many bytes.
+// Weights in the layout of tiles, in blocks of `block_bytes`.
 struct DenseWeights {
-  static constexpr int64_t kMaxSteps = 20;  // of a part
+  static constexpr int64_t kMaxSteps = 20;  // maximum steps of a part
   const char* data;
   int64_t block_bytes;
-  alignas(64) char last[kStepWeights];  // of inputs that end within the last step
+  alignas(64) char last[kStepWeights];  // copy of an incomplete last step
 
   const char* at(const LinearTask& task, int64_t block, int64_t begin) const {
     return data + (task.first_block + block) * block_bytes + packed_bytes(begin);
@@ -78,7 +77,7 @@ struct Bf16Product : DenseWeights {
 
 // ---- one task
 
-// Rows `stride` bytes apart, `width` bytes each.
+// Rows of `width` bytes, `stride` bytes apart.
 struct TaskRows {
   const char* data;
   int64_t stride, width;
@@ -108,18 +107,18 @@ class DenseTask {
  private:
   static constexpr int64_t kMostBytes = kSpanInputs * 2;
 
-  // Rows that a copy would help less than it takes.
+  // Whether copying the rows would take more time than it saves.
   bool are_used_seldom() const {
     return task.num_rows <= kTilesInPlace || (task.num_blocks <= kMaxBlocks && rows.width <= kMostBytes);
   }
 
-  // Whole steps.
+  // Bytes of a row that are multiplied in one span: whole steps.
   int64_t most_bytes() const {
     const int64_t all = (rows.width + kTileRowBytes - 1) / kTileRowBytes * kTileRowBytes;
     return in_place || all < kMostBytes ? all : kMostBytes;
   }
 
-  // The rows' inputs from `begin` on.
+  // Prepares the inputs from `begin` on: copies rows, unless they are used in place.
   void enter(int64_t begin, int64_t num_bytes) {
     const char* from = rows.data + begin;
     if (in_place) {
@@ -131,7 +130,7 @@ class DenseTask {
     copy_rows(from, rows.stride, task.num_rows, num_bytes, panel);
   }
 
-  // Part after part: of a single group's rows, which use weights once, all are one.
+  // Multiplies part after part. A single group of rows uses weights once, so it takes all in one part.
   void add_block(int64_t block, int64_t begin, int64_t num_bytes) {
     const int64_t num_steps = (num_bytes + kTileRowBytes - 1) / kTileRowBytes;
     const int64_t num_parts = num_groups == 1 ? 1 : (num_steps + Bf16Product::kMaxSteps - 1) / Bf16Product::kMaxSteps;
@@ -166,7 +165,7 @@ class DenseTask {
     }
   }
 
-  // Meanwhile the rows that wait are written.
+  // Multiplies a group, and meanwhile writes the rows that wait for it.
   void add_group(const Group& group, const Weights& weights) {
     const int64_t each = (kGroup + weights.num_steps - 1) / weights.num_steps;
     const auto write = [this, each](int64_t step) {
@@ -190,12 +189,12 @@ class DenseTask {
   const bool in_place = rows.width % kTileRowBytes == 0 && are_used_seldom();
   const int64_t span_bytes = most_bytes();
   char* panel;
-  float* sums;  // [blocks][groups][kGroupSums], or of one block where all inputs are one span
+  float* sums;  // [blocks][groups][kGroupSums]; for one block if all inputs are in one span
   Rows x = {};
   Outputs waiting;
 };
 
-// Fewer rows of integers are done sooner by vectors, with the same bits.
+// Whether tiles are used. Fewer rows of integers are faster by vectors, with the same bits.
 bool are_tiled(const LinearCall& call) {
   if (!fits_tiles(*call.weight, call.x_type)) return false;
   const int64_t least = has_short_groups(*call.weight) ? least_short_rows(*call.weight) : kManyRows;

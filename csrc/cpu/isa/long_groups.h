@@ -1,9 +1,9 @@
-// Grouped weights with a scale for each kQuantGroup inputs, by tiles of bytes, which codes become once for all rows of
-// a task. Sums are added up as in linear_grouped.cpp, bit for bit.
+// Products of grouped weights with a scale for each kQuantGroup inputs, by tiles of bytes. Codes are widened to bytes
+// once for all rows of a task. Sums are added up as in linear_grouped.cpp, bit for bit.
 //
-// 16 rows meet 16 outputs, whose sums are in registers for a part of the inputs. Two tiles are what the upper plane and
-// the lower one add up to for a scale, exact integers. Vectors make a part of the sums of those while tiles make the
-// next ones in two others, and what is behind leaves them for memory.
+// 16 rows are multiplied with 16 outputs, and their sums stay in registers for a part of the inputs. For each scale two
+// tiles have the exact integer sums of the upper and of the lower plane. While tiles compute the next sums in two other
+// tiles, vectors scale these, and the following ones are stored to memory.
 #pragma once
 
 #include <type_traits>
@@ -15,8 +15,8 @@
 namespace VLLM_LITE_ISA {
 namespace {
 
-constexpr int64_t kLongInputs = 512;                         // of a part, whose weights stay in L1
-constexpr int64_t kLongSteps = kQuantGroup / kTileRowBytes;  // of a plane that share a row's scale
+constexpr int64_t kLongInputs = 512;                         // inputs of a part: its weights stay in L1
+constexpr int64_t kLongSteps = kQuantGroup / kTileRowBytes;  // steps of a plane with one scale for a row
 constexpr int64_t kLongHalf = kLongSteps * kTileSums * 4;    // bytes of a group's weights for 16 outputs
 constexpr int64_t kLongTotals = 2 * kTileSums;
 constexpr int64_t kAheadLong = 8192;  // bytes of weights
@@ -29,7 +29,7 @@ struct LongPanel {
   alignas(64) float scales[kLongInputs / kQuantGroup * 4 * kWidth];  // [groups][vectors][scales, minima][outputs]
 };
 
-// Makes panels of one weight.
+// Widens parts of a weight to panels.
 class LongWeights {
  public:
   explicit LongWeights(const PackedWeight& weight)
@@ -42,7 +42,7 @@ class LongWeights {
   int64_t num_groups() const { return num_groups_; }
   bool have_minima() const { return layout_.minima_type != kNoMinima && layout_.minima_type != kShifts; }
 
-  // Groups [first, first + count). What lies `ahead` bytes behind them is asked for meanwhile, or nothing new.
+  // Widens groups [first, first + count), and prefetches memory `ahead` bytes after them; 0: prefetches nothing new.
   void widen(int64_t block, int64_t first, int64_t count, int64_t ahead, LongPanel* panel) const {
     float* to = panel->scales;
     for (int64_t group = first; group < first + count; ++group) {
@@ -93,11 +93,11 @@ void shape_planes(int64_t num_rows) {
   TILES_SHAPE(&shapes);
 }
 
-// One of the two pairs of tiles that totals are in.
+// One of the two pairs of tiles for totals.
 template <int kNumber>
 using Pair = std::integral_constant<int, kNumber>;
 
-// What tiles multiply: the upper plane of rows, the lower one `plane` bytes behind, and weights.
+// Operands of tiles: the upper plane of rows, the lower one `plane` bytes after it, and weights.
 struct LongOperands {
   const char *x, *weights;
   int64_t plane;
@@ -136,12 +136,12 @@ VLLM_LITE_INLINE void store_planes(int32_t* to) {
   }
 }
 
-// What a group's totals lack, and are multiplied by.
+// Biases and factors of a group's totals.
 struct LongFactors {
   const int32_t* biases;
   const float *sums, *rows;  // of rows
   const float* weights;
-  int64_t stride;  // of what rows have, from one group to the next
+  int64_t stride;  // between two groups, in elements of the rows' arrays
 
   inline __attribute__((always_inline)) void advance() {
     biases += stride;
@@ -207,7 +207,7 @@ class LongTask {
     int64_t block, first, count;
   };
 
-  // Tiles of rows of the task, all with as many rows.
+  // Tiles of rows of the task, with equal numbers of rows.
   struct Several {
     int64_t first, count, num_rows;
   };
@@ -219,8 +219,7 @@ class LongTask {
     few ? add_all<false, 8>(part, tiles) : add_all<false, 16>(part, tiles);
   }
 
-  // Half by half of a block's outputs, of 16 rows after the other. Behind the last product it is made again, for
-  // nothing.
+  // For each 16 rows both halves of the block's outputs. The last product is computed once more, without use.
   template <bool kMinima, int kRows>
   __attribute__((noinline)) void add_all(const Inputs& part, const Several& tiles) {
     const int64_t last = 2 * tiles.count - 1;
@@ -264,7 +263,7 @@ class LongTask {
     TILES_FENCE();
   }
 
-  // The first row of a tile of the call's, and how many that has.
+  // First row of a tile, counted in the call, and number of its rows.
   struct Place {
     int64_t row, count;
   };
@@ -274,7 +273,7 @@ class LongTask {
     return {task_.first_row + begin, left < kLongRows ? left : kLongRows};
   }
 
-  // Of the part's first group.
+  // Operands and factors of the part's first group.
   __attribute__((noinline)) LongOperands operands(const Inputs& part, const Several& tiles, int64_t half) const {
     const Place rows = place(tiles.first + half / 2);
     const int64_t plane = rows.count * kQuantGroup;
@@ -298,7 +297,7 @@ class LongTask {
     }
   }
 
-  // Whether rows use up weights sooner than these could be read.
+  // Whether weights are used faster than they could be read.
   bool are_few() const { return task_.num_rows <= kGroup; }
 
   int64_t num_sums() const { return (task_.num_rows + kGroup - 1) / kGroup * kGroupSums; }
@@ -306,7 +305,7 @@ class LongTask {
   // [tiles of rows][vectors of outputs][rows][outputs]
   float* sums_of(int64_t block) const { return sums_ + block * num_sums(); }
 
-  // What is widened next, of which each tile of rows asks for a part. Trap: see prefetch() in tile_groups.h.
+  // Prefetches the part that is widened next; each tile of rows does a share. Trap: see prefetch() in tile_groups.h.
   inline __attribute__((always_inline)) void ask_ahead(const Inputs& part, int64_t tile) const {
     const bool is_end = part.block + 1 == task_.num_blocks;
     const char* next = is_end ? weights_.cell(task_.first_block, part.first + part.count)
@@ -320,7 +319,7 @@ class LongTask {
   const QuantizedRows& rows_;
   const LongWeights weights_;
   const bool streamed_ = are_streamed(call_);
-  int64_t shape_ = 0;  // rows that tiles have
+  int64_t shape_ = 0;  // number of rows for which tiles are shaped
   LongPanel panel_;
   alignas(64) int32_t totals_[2][kLongTotals];
   float* sums_ = reinterpret_cast<float*>(tile_memory().get(num_sums() * task_.num_blocks * 4));

@@ -1,10 +1,10 @@
-// Grouped weights with a scale for 16 or 32 inputs, by tiles of bfloat16: codes and the integers of rows are whole
-// numbers that it holds, and so are their sums in float32, with one plane. Those of the upper plane, times 128, come
-// last, in a single addition: a sum of both is rounded once, as it is where integers become floats. Sums are added up
-// as in linear_grouped.cpp, bit for bit.
+// Products of grouped weights with a scale for 16 or 32 inputs, by tiles of bfloat16. bfloat16 represents codes and
+// rows' integers exactly, and with one plane float32 represents their sums exactly. The products of the upper plane,
+// times 128, are added last, in a single addition, so that the sum of both planes is rounded once, like an integer that
+// is converted to float. Sums are added up as in linear_grouped.cpp, bit for bit.
 //
-// 32 rows meet 32 outputs. While vectors make outputs of one group's sums, tiles make those of the next, as both have
-// units of their own: only one of two takes multiplications of vectors meanwhile, so what vectors do is what counts.
+// 32 rows are multiplied with 32 outputs. While vectors scale one group's sums, tiles compute the next one's. Only one
+// of the two vector units multiplies meanwhile, so vector instructions are the limit.
 #pragma once
 
 #include <utility>
@@ -15,10 +15,10 @@
 namespace VLLM_LITE_ISA {
 namespace {
 
-constexpr int64_t kShortInputs = 256;  // of a part, whose weights stay in L1
-constexpr int64_t kStripRows = 8;      // whose sums vectors hold
+constexpr int64_t kShortInputs = 256;  // inputs of a part: its weights stay in L1
+constexpr int64_t kStripRows = 8;      // rows whose sums are in vectors at a time
 
-// Fewer rows are done sooner by vectors, and more of them where codes take longer to become bfloat16.
+// Minimum rows for tiles. Fewer rows are faster by vectors, and more so if codes take longer to widen.
 int64_t least_short_rows(const PackedWeight& weight) {
   return weight.type == kGrouped8 ? 32 : 17;
 }
@@ -28,14 +28,14 @@ int64_t least_short_rows(const PackedWeight& weight) {
 struct ShortPanel {
   alignas(64) char codes[kShortInputs * kBlock * 2];         // [groups][vectors of outputs][inputs / 2][outputs][2]
   alignas(64) float scales[kShortInputs / 16 * 4 * kWidth];  // [groups][vectors][scales, minima][outputs]
-  int64_t group_bytes;                                       // of codes
+  int64_t group_bytes;                                       // bytes of a group's codes
   bool has_minima;
 
   const char* of(int64_t group) const { return codes + group * group_bytes; }
   const float* scales_of(int64_t group) const { return scales + group * 4 * kWidth; }
 };
 
-// Codes up to 31 as what they stand for, from a register.
+// Widens codes up to 31 by a table of their values in a register.
 struct CodesOfTable {
   __m512i table;
 
@@ -53,7 +53,7 @@ struct CodesOfTable {
   }
 };
 
-// Any bytes.
+// Widens any bytes.
 struct CodesOfBytes {
   __m512i offset;
 
@@ -67,7 +67,7 @@ struct CodesOfBytes {
   }
 };
 
-// Of four inputs' bytes the first and the third become a row of the tile, then the second and the fourth.
+// Puts four inputs' bytes into two rows of a tile: the first and the third, then the second and the fourth.
 template <class Values>
 VLLM_LITE_INLINE void put_four(const Values& values, Ints bytes, char* to) {
   const __m512i even = _mm512_set1_epi16(255);
@@ -75,7 +75,7 @@ VLLM_LITE_INLINE void put_four(const Values& values, Ints bytes, char* to) {
   _mm512_store_si512(to + kTileRowBytes, Values::widen(values, _mm512_srli_epi16(bytes, 8)));
 }
 
-// A cell's codes, of `size` inputs, become the tiles of one group.
+// Widens a cell's codes, of `size` inputs, to the tiles of one group.
 template <class Codes, class Values>
 VLLM_LITE_INLINE void widen_group(Codes& codes, const Values& values, const char* from, int64_t size, char* to) {
   const int64_t tile = size / 2 * kTileRowBytes;
@@ -137,7 +137,7 @@ class ShortWeights {
 
 // ---- up to 32 rows times a part of a block
 
-// Rows from one of their groups of inputs on; see QuantizedRows.
+// Rows, from one of their groups of inputs on; see QuantizedRows.
 struct ShortRows {
   const char* values;
   const float* scales;
@@ -175,10 +175,10 @@ void shape_short(int64_t num_rows, int64_t num_inputs) {
   TILES_SHAPE(&shapes);
 }
 
-// A group as tiles take it.
+// Operands of tiles for one group.
 struct ShortStep {
-  const char *x, *second, *weights;  // rows, first with the lower plane where there is one; then with the upper one
-  int64_t stride, half;              // bytes from one row to the next, and of a vector of outputs' weights
+  const char *x, *second, *weights;  // rows: the lower plane if the group has one, and then the upper one
+  int64_t stride, half;              // bytes between two rows, and of the weights of a vector of outputs
 
   static ShortStep of(const ShortRows& rows, const ShortPanel& panel, int64_t group) {
     const char* upper = rows.of(group);
@@ -188,8 +188,8 @@ struct ShortStep {
   }
 };
 
-// A fourth of what tiles do for a group: the sums of the group before go to `done`, [tiles][rows][kTileRows], and those
-// of this one are begun.
+// A quarter of the tiles' work for a group: stores the sums of the previous group to `done`, [tiles][rows][kTileRows],
+// and begins this group's.
 template <int kPart, bool kTwo>
 VLLM_LITE_INLINE void step_tiles(const ShortStep& step, float* done) {
   const int64_t below = kTileRows * step.stride;
@@ -232,7 +232,7 @@ VLLM_LITE_INLINE void step_all(const ShortStep& step, float* done) {
   step_tiles<3, kTwo>(step, done);
 }
 
-// sums += what a strip's totals make of them, both as tiles. Rows behind the last one are anything.
+// sums += a strip's scaled totals, both as tiles. Rows after the last one are undefined.
 template <bool kMinima>
 VLLM_LITE_INLINE void add_strip(const float* totals, const float* scales, const float* row_scales,
                                 const float* row_sums, float* sums) {
@@ -252,11 +252,11 @@ VLLM_LITE_INLINE void add_strip(const float* totals, const float* scales, const 
   }
 }
 
-// Where in the groups of a part of the inputs, for one group of rows after the other.
+// Position in the groups of a part of the inputs, for one group of rows after the other.
 struct ShortPlace {
   int64_t rows, group;
 
-  // The next one; behind the last one that again, which then is multiplied for nothing.
+  // Advances; stays at the last position, which is then multiplied once more, without use.
   void next(int64_t num_rows, int64_t num_groups) {
     if (group + 1 < num_groups) {
       ++group;
@@ -298,7 +298,7 @@ class ShortTask {
     bool is_first, is_last;
   };
 
-  // Groups of rows of the task, all with as many rows.
+  // Groups of rows of the task, with equal numbers of rows.
   struct Several {
     int64_t first, count, num_rows;
   };
@@ -313,7 +313,7 @@ class ShortTask {
     return ShortRows::of(rows_, task_.first_row + (several.first + number) * kTileGroup, several.num_rows, part.first);
   }
 
-  // Tiles are two groups ahead of vectors: what they have is the sums of the one, and the other's are in memory.
+  // Tiles are two groups ahead of vectors: one group's sums are in tiles, the other's in memory.
   template <bool kTwo, bool kMinima>
   __attribute__((noinline)) void add_all(const Inputs& part, const Several& several) {
     float *now = totals_, *done = totals_ + kGroupSums;
@@ -344,8 +344,8 @@ class ShortTask {
     }
   }
 
-  // What a group adds to the sums of its rows, from `now`, while those of the next one become `done`, and those of the
-  // one behind it are made.
+  // Adds a group's totals, in `now`, to the sums of its rows; meanwhile stores the next group's totals to `done`, and
+  // computes those of the one after it.
   template <bool kTwo, bool kMinima>
   inline __attribute__((always_inline)) void add_group(const ShortRows& rows, int64_t group, const ShortStep& step,
                                                        const float* now, float* done, float* sums) const {
@@ -372,7 +372,7 @@ class ShortTask {
 
   int64_t num_parts() const { return (task_.num_rows + kTileGroup - 1) / kTileGroup; }
 
-  // What is widened next, of which each group of rows asks for a part.
+  // The part that is widened next; each group of rows prefetches a share.
   Group::Ahead weights_ahead(const Inputs& part, int64_t index) const {
     const bool is_end = part.block + 1 == task_.num_blocks;
     const char* next = is_end ? weights_.cell(task_.first_block, part.first + part.count)
@@ -386,7 +386,7 @@ class ShortTask {
   const QuantizedRows& rows_;
   const ShortWeights weights_;
   const bool streamed_ = are_streamed(call_);
-  int64_t shape_ = 0;  // rows that tiles have
+  int64_t shape_ = 0;  // number of rows for which tiles are shaped
   ShortPanel panel_;
   alignas(64) float totals_[2 * kGroupSums];
   alignas(64) float sums_[kMaxGroupedRows * kMaxBlocks * kBlock];

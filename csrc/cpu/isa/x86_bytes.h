@@ -1,4 +1,4 @@
-// Bytes times integers by AVX2, AVX-512 and VNNI: what byte_products.h has of instructions.
+// Products of bytes and integers by AVX2, AVX-512 and VNNI: the instructions for byte_products.h.
 #pragma once
 
 #include "../linear.h"
@@ -20,7 +20,7 @@ VLLM_LITE_INLINE Ints all_ints(int32_t x) {
 VLLM_LITE_INLINE Ints all_bytes(int8_t x) {
   return _mm512_set1_epi8(x);
 }
-VLLM_LITE_INLINE Ints upper_halves(Ints x) {  // of each byte, in its lower half; what is above is another's
+VLLM_LITE_INLINE Ints upper_halves(Ints x) {  // of each byte, in its lower half; its upper half has other bits
   return _mm512_srli_epi16(x, 4);
 }
 VLLM_LITE_INLINE Ints both_bits(Ints x, Ints y) {
@@ -29,7 +29,7 @@ VLLM_LITE_INLINE Ints both_bits(Ints x, Ints y) {
 VLLM_LITE_INLINE Ints add_bytes(Ints x, Ints y) {
   return _mm512_add_epi8(x, y);
 }
-// x with 16 added to the bytes whose bits at `from` are set.
+// x, with 16 added to the bytes whose bits at `from` are set.
 VLLM_LITE_INLINE Ints add_fifth_bits(Ints x, const char* from) {
   uint64_t bits;
   std::memcpy(&bits, from, sizeof bits);
@@ -37,7 +37,7 @@ VLLM_LITE_INLINE Ints add_fifth_bits(Ints x, const char* from) {
 }
 VLLM_LITE_INLINE Ints repeat_16(const void* from) {
   const __m128i x = _mm_loadu_si128(static_cast<const __m128i*>(from));
-  return _mm512_maskz_broadcast_i32x4(0xffff, x);  // GCC 12 warns of its own plain one
+  return _mm512_maskz_broadcast_i32x4(0xffff, x);  // GCC 12 warns of the one without a mask
 }
 VLLM_LITE_INLINE Ints shuffle_bytes(Ints x, Ints places) {  // within 16
   return _mm512_shuffle_epi8(x, places);
@@ -90,32 +90,32 @@ VLLM_LITE_INLINE Ints widen_bytes(const char* from) {
 
 #if defined(__AVX512VNNI__)
 
-// As an instruction, as GCC 12 makes copies of the sums otherwise, more than there are registers: with 12 rows it takes
+// Written as assembly, because GCC 12 copies the sums otherwise, more than there are registers: with 12 rows it takes
 // 1.4 times as long.
 VLLM_LITE_INLINE void add_products(Ints& total, Ints bytes, Ints integers) {
   asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(bytes), "v"(integers));
 }
 
-// Bytes that kernels take as they are: none is taken off.
+// Amount that kernels subtract from each byte: none.
 VLLM_LITE_INLINE int32_t taken_off(const PackedWeight&) {
   return 0;
 }
 
 #else
 
-// Two products of a byte up to kNarrow and two more, each with an integer up to 127, fit in 16 bits. Larger bytes less
-// 128 are signed: their size is multiplied by the integer that has taken over their sign, two products at a time. Rows
-// of 15 bits are not in two planes here, but words of 16 bits, and so become the bytes they are multiplied by.
+// Two products of a byte up to kNarrow with an integer up to 127, plus two more, fit in 16 bits. Larger bytes, less
+// 128, are signed: their magnitude is multiplied with an integer that has taken over the sign, two products at a time.
+// Rows of 15 bits are words of 16 bits here, not two planes, and bytes are widened to words.
 constexpr int32_t kNarrow = 64;
 
 VLLM_LITE_INLINE bool are_narrow(const PackedWeight& weight) {
-  int32_t largest = 15;  // of codes; shifts add 48 at most
+  int32_t largest = 15;  // of codes; shifts add at most 48
   for (int i = 0; i < 16 && weight.bytes != nullptr; ++i)
     largest = weight.bytes[i] > largest ? weight.bytes[i] : largest;
   return largest <= kNarrow;
 }
 
-// What kernels take off each byte.
+// Amount that kernels subtract from each byte.
 VLLM_LITE_INLINE int32_t taken_off(const PackedWeight& weight) {
   return weight.type != kGrouped4 || are_narrow(weight) ? 0 : 128;
 }
@@ -130,7 +130,7 @@ VLLM_LITE_INLINE Ints add_pairs(Ints total, Ints products) {
 VLLM_LITE_INLINE Ints add_narrow(Ints total, Ints first, Ints x, Ints second, Ints y) {
   return add_pairs(total, _mm512_add_epi16(_mm512_maddubs_epi16(first, x), _mm512_maddubs_epi16(second, y)));
 }
-// Half of a vector's bytes as words, and four words of a row for each output: two sums to an output.
+// Half of a vector's bytes as words of 16 bits, and four words of a row for each output: two sums for each output.
 VLLM_LITE_INLINE Ints widen_half(const void* from) {
   return _mm512_cvtepu8_epi16(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
 }
@@ -148,12 +148,12 @@ VLLM_LITE_INLINE Ints four_words(const int8_t* x) {
 VLLM_LITE_INLINE Ints add_words(Ints total, Ints weights, Ints x) {
   return _mm512_add_epi32(total, _mm512_madd_epi16(weights, x));
 }
-VLLM_LITE_INLINE Ints add_twos(Ints lower, Ints upper) {  // sums of both halves' outputs
+VLLM_LITE_INLINE Ints add_twos(Ints lower, Ints upper) {  // sums for the outputs of both halves
   const Ints even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
   const Ints odd = _mm512_setr_epi32(1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
   return _mm512_add_epi32(_mm512_permutex2var_epi32(lower, even, upper), _mm512_permutex2var_epi32(lower, odd, upper));
 }
-VLLM_LITE_INLINE Ints all_twos(int32_t x) {  // what add_twos() makes x
+VLLM_LITE_INLINE Ints all_twos(int32_t x) {  // initial value for which add_twos() returns x
   return _mm512_set1_epi64(static_cast<uint32_t>(x));
 }
 VLLM_LITE_INLINE Ints add_signed(Ints total, Ints bytes, Ints x) {
@@ -201,7 +201,7 @@ VLLM_LITE_INLINE Ints add_signed(Ints total, Ints bytes, Ints x) {
 
 #endif
 
-// Sums of rows as products take them: each row by itself.
+// Arrangement of rows' sums for products: none on x86.
 template <int R, int V>
 VLLM_LITE_INLINE void pair_rows(Ints (&)[R][V]) {}
 template <int R, int V>
