@@ -176,7 +176,7 @@ def test_nobody_leaves_a_barrier_before_all_have_come(connect: Connect, tmp_path
 
 
 @pytest.mark.parametrize("connect", ALL)
-def test_a_rank_that_waits_says_so_and_goes_on_when_the_others_come(connect: Connect, tmp_path: Path) -> None:
+def test_a_rank_that_waits_says_so_and_continues_when_the_others_come(connect: Connect, tmp_path: Path) -> None:
     with connected(connect, 2, tmp_path) as ranks:
         assert [rank.is_waiting() for rank in ranks] == [False, False]
 

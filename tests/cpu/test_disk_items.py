@@ -122,7 +122,7 @@ class Worker:
         return self.ended[message.ticket]
 
 
-def test_a_later_worker_loads_blocks_and_states_that_it_is_told_of(tmp_path: Path) -> None:
+def test_a_later_worker_loads_announced_blocks_and_states(tmp_path: Path) -> None:
     first, state = Worker(tmp_path, 1), b"x" * 32 + STATE
     assert first.run(StoreBlocks(1, KEYS, list(range(8)))).failed == ()
     assert first.run(StoreBlocks(2, [state], [5])).failed == ()

@@ -119,7 +119,7 @@ def test_the_distribution_is_that_of_the_masked_logits(chained: Driver) -> None:
     assert ((found - expected) ** 2 / expected).sum() < 16.3  # exceeded once in 1000 times, with other seeds
 
 
-def test_preempted_sequences_go_on_with_drafts(chained: Driver) -> None:
+def test_preempted_sequences_continue_with_drafts(chained: Driver) -> None:
     sampling = guided(WARM)
     plain, _ = generate(chained, sampling, 20, 0)
     chained.got = {}

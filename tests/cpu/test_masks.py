@@ -53,7 +53,7 @@ def test_a_masked_sequence_stays_within_its_mask_and_its_neighbour_is_free(maske
     assert masked.got[0][first - 1] % 2
 
 
-def test_preempted_resumed_and_forked_sequences_go_on_with_their_masks(masked: Driver) -> None:
+def test_preempted_resumed_and_forked_sequences_continue_with_their_masks(masked: Driver) -> None:
     expected = uninterrupted(masked, 14)
     masked.run(new_request(0, PROMPT, [1, 2, 3], sampling=MASKED))
     masked.decode(0, count=4)

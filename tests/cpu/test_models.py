@@ -92,7 +92,7 @@ def test_hidden_states_of_wanted_tokens_are_those_of_all(oracle, monkeypatch):
     assert oracle.difference(logits) < MAX_DIFFERENCE
 
 
-def test_moved_to_other_blocks_it_goes_on_as_before(llama):
+def test_a_sequence_moved_to_other_blocks_continues(llama):
     paged = Paged(llama)
     sequence = paged.sequence(llama.tokens)
     paged.step((sequence, 100))

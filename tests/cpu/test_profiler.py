@@ -96,7 +96,7 @@ def test_a_profile_that_nobody_ends_is_bounded(
     assert counts(tmp_path)["model"] == 2
 
 
-def test_what_cannot_be_is_said_and_steps_go_on(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_an_impossible_profile_is_an_error_and_steps_continue(tiny_checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     driver = driver_of(tiny_checkpoint, tmp_path / "file" / "traces", delay_iterations=2)
     assert end(driver) == "no profile is on: start one first"

@@ -226,7 +226,9 @@ def test_drafts_are_drawn_as_tokens_are(tiny_checkpoint: Path, sampling: Samplin
 @pytest.mark.parametrize("sampling", [GREEDY, MASKED], ids=["greedy", "masked"])
 @pytest.mark.parametrize("eager", [False, True], ids=["programs", "eager"])
 @pytest.mark.parametrize("name", KINDS)
-def test_drafts_of_a_hybrid_go_on_from_its_states(name: str, eager: bool, sampling: Sampling, tmp_path: Path) -> None:
+def test_drafts_of_a_hybrid_continue_from_its_states(
+    name: str, eager: bool, sampling: Sampling, tmp_path: Path
+) -> None:
     """A draft model that is a copy has every draft accepted; the copy in 4 bits changes no token, and no state."""
     path = KINDS[name].make(tmp_path / "model")
     found: list[tuple[list[int], torch.Tensor]] = []

@@ -165,7 +165,7 @@ def test_special_ids_of_the_demo_model() -> None:
         {"tokenizer_class": "TokenizersBackend", "model_input_names": ["input_ids", "token_type_ids"]},
     ],
 )
-def test_a_model_is_told_of_the_second_text_as_by_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_the_second_text_is_marked_as_by_transformers(tmp_path: Path, config: dict[str, Any]) -> None:
     words = {word: place for place, word in enumerate(("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b", "c"))}
     library = tokenizers.Tokenizer(tokenizers.models.WordPiece(words, unk_token="[UNK]"))
     library.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()

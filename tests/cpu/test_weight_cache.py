@@ -270,7 +270,7 @@ def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
         load(config)
 
 
-def test_a_worker_that_replaces_another_goes_on_without_a_folder_that_was_opened(
+def test_a_worker_that_replaces_another_continues_without_a_folder_that_was_opened(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (folder := tmp_path / "cache").mkdir(mode=0o700)

@@ -239,7 +239,7 @@ def test_the_reason_is_on_its_way_before_the_others_are_let_go(
     assert [failed.kind for failed in aborted] == ["ModelError"]
 
 
-def test_it_ends_when_told_to_stop(engine: Engine, tiny_checkpoint: Path) -> None:
+def test_it_ends_on_a_stop_message(engine: Engine, tiny_checkpoint: Path) -> None:
     worker = WorkerThread(settings_for(tiny_checkpoint, engine.listener.address))
     engine.start_up()
     worker.stop.set()

@@ -84,7 +84,7 @@ def models(*pairs: tuple[str, bool]) -> pytest.MarkDecorator:
 
 
 @models(("llama", True), ("llama", False), ("mistral", True), ("mistral", False), ("mixed", True))
-def test_swapped_sequences_go_on_as_if_nothing_had_been(truth, model, overlap):
+def test_swapped_sequences_continue_with_the_same_tokens(truth, model, overlap):
     stats = check(truth, model, num_gpu_blocks_override=SMALL_POOL[model], async_scheduling=overlap, **SWAP)
     assert stats.swaps > 0
     assert stats.swaps == stats.preemptions

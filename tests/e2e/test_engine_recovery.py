@@ -141,7 +141,7 @@ def frozen(run_root: Path, tiny_checkpoint: Path) -> Iterator[Engine]:
     started.end()
 
 
-async def test_streams_go_on_when_their_engine_is(engine: Engine, frozen: Engine, run_root: Path) -> None:
+async def test_streams_continue_when_their_engine_is_replaced(engine: Engine, frozen: Engine, run_root: Path) -> None:
     """Five engines of one launcher die, one after the other. Meanwhile a launcher of its own waits for a frozen one."""
     whole = await load(engine.address)
     trouble, seen = Trouble(engine), set(family(frozen.process.pid))
@@ -186,7 +186,7 @@ for _ in range(2):
 """
 
 
-def test_generate_of_a_script_goes_on(run_root: Path, tiny_checkpoint: Path) -> None:
+def test_generate_of_a_script_continues(run_root: Path, tiny_checkpoint: Path) -> None:
     code = SCRIPT.format(model=str(tiny_checkpoint))
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -205,7 +205,7 @@ def test_generate_of_a_script_goes_on(run_root: Path, tiny_checkpoint: Path) -> 
 BODY: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 200, "ignore_eos": True, "temperature": 0.0}
 
 
-def test_streams_over_http_go_on(run_root: Path, tiny_checkpoint: Path) -> None:
+def test_streams_over_http_continue(run_root: Path, tiny_checkpoint: Path) -> None:
     """A stream and a plain answer, of two API servers; /health is not 200 while no engine answers."""
     with serving(str(tiny_checkpoint), "--dtype", "float32", "--api-server-count", "2") as server:
         whole = plain(server)

@@ -111,7 +111,7 @@ def test_a_form_and_two_samples(served: Served, http: httpx.Client) -> None:
     assert one != other
 
 
-def test_a_stream_goes_on_when_the_worker_is_killed(served: Served, http: httpx.Client) -> None:
+def test_a_stream_continues_when_the_worker_is_killed(served: Served, http: httpx.Client) -> None:
     asked = body(served.case, max_tokens=LONG)
     whole = completed(http, asked)["token_ids"]
     pid = children(served.server.process.pid)["vllm_lite.worker.process"]

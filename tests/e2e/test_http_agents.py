@@ -116,7 +116,7 @@ def test_langchain_has_json_mode(chat: "ChatOpenAI") -> None:
     assert answer["parsing_error"] is None
 
 
-def test_langchain_calls_tools_and_goes_on(chat: "ChatOpenAI") -> None:
+def test_langchain_calls_tools_and_continues(chat: "ChatOpenAI") -> None:
     from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 
     bound = chat.bind_tools([Weather], tool_choice="any")

@@ -70,7 +70,7 @@ def test_an_edited_prompt_begins_at_its_mark(api: OpenAI) -> None:
         assert answer.usage.prompt_tokens_details.cached_tokens == cached
 
 
-def test_chats_share_a_system_prompt_and_go_on_where_they_stopped(api: OpenAI) -> None:
+def test_chats_share_a_system_prompt_and_continue_where_they_stopped(api: OpenAI) -> None:
     first, cached = chat(api, asked(SYSTEM, "What is a bear?"))
     assert cached == 0
     _, shared = chat(api, asked(SYSTEM, "Who was here first?"))
@@ -81,7 +81,7 @@ def test_chats_share_a_system_prompt_and_go_on_where_they_stopped(api: OpenAI) -
     assert (said, 0) == chat(api, longer, extra_body={"cache_salt": "another"})
 
 
-def test_a_chat_goes_on_behind_tokens_that_a_grammar_forced(server: Server, api: OpenAI) -> None:
+def test_a_chat_continues_behind_tokens_that_a_grammar_forced(server: Server, api: OpenAI) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEMA, "strict": True}}
     messages = asked("Be brief.", "Name an animal of the forest.")
     said, _ = chat(api, messages, response_format=form, max_tokens=200, extra_body={"ignore_eos": False})

@@ -160,7 +160,7 @@ def test_content_is_a_text_or_blocks(http: httpx.Client) -> None:
     assert count(http, system=[unsteady, {"type": "text", "text": "Be brief."}]) == system
 
 
-def test_an_answer_goes_on_from_a_last_message_of_the_assistant(http: httpx.Client) -> None:
+def test_an_answer_continues_from_a_last_message_of_the_assistant(http: httpx.Client) -> None:
     text = post(http)["content"][0]["text"]
     first = " ".join(text.split(" ")[:4])
     said = [*MESSAGES, {"role": "assistant", "content": first}]

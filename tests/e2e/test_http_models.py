@@ -133,7 +133,7 @@ def test_a_decision_goes_to_the_model_that_it_names(swapping: Server) -> None:
         assert missing.status_code == 404
 
 
-def test_a_stream_goes_on_over_a_swap_with_the_same_tokens(swapping: Server) -> None:
+def test_a_stream_continues_over_a_swap_with_the_same_tokens(swapping: Server) -> None:
     with client(swapping) as http, client(swapping) as others:
         long = {**LONG, "max_tokens": 1800, "logprobs": 5}  # which takes longer
         undisturbed = complete(http, "red", **long)["choices"][0]["text"]

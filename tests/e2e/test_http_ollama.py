@@ -148,7 +148,7 @@ def test_earlier_calls_and_results_are_shown(http: httpx.Client) -> None:
     assert post(http, "/api/chat", {**BODY, "messages": said, "tools": TOOLS})["prompt_eval_count"] == count
 
 
-def test_thinking_is_told_apart(http: httpx.Client) -> None:
+def test_thinking_is_separate_from_the_answer(http: httpx.Client) -> None:
     body = {**BODY, "think": True, "format": SCHEMA, "options": {"num_predict": 12, "temperature": 0}}
     thought = post(http, "/api/chat", body)["message"]
     assert thought["thinking"]

@@ -93,7 +93,7 @@ def test_text_parts_of_a_message_are_one_text(api: OpenAI) -> None:
     assert one.choices[0].message.content == other.choices[0].message.content
 
 
-def test_a_chat_goes_on_from_its_last_message_and_tells_it_again(api: OpenAI) -> None:
+def test_a_chat_continues_its_last_message_and_echoes_it(api: OpenAI) -> None:
     messages: Any = [*MESSAGES, {"role": "assistant", "content": "Once upon a time"}]
     extra = {"echo": True, "continue_final_message": True}
     settings: Any = {"model": "demo", "messages": messages, "temperature": 0, "max_tokens": 8}
@@ -331,7 +331,7 @@ def test_a_streams_first_chunk_has_the_prompts_ids(api: OpenAI) -> None:
     assert "token_ids" not in str([chunk.to_dict() for chunk in plain])
 
 
-def test_cached_tokens_are_told(api: OpenAI) -> None:
+def test_cached_tokens_are_reported(api: OpenAI) -> None:
     settings: Any = {"model": "demo", "prompt": "A long beginning that is said twice. " * 8, "max_tokens": 1}
     usage = [api.completions.create(**settings).usage for _ in range(2)]
     cached = [entry.prompt_tokens_details.cached_tokens for entry in usage if entry and entry.prompt_tokens_details]

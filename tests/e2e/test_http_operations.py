@@ -133,7 +133,7 @@ def same_as(folder: Path, tokens: list[int]) -> bool:
     return Reference(folder).generate(PROMPT).tokens == tokens[:32]
 
 
-def test_a_stream_goes_on_behind_pause_sleep_and_killed_processes(
+def test_a_stream_continues_behind_pause_sleep_and_killed_processes(
     server: Server, http: httpx.Client, folders: dict[str, Path], expected: list[int]
 ) -> None:
     assert same_as(folders["first"], expected)

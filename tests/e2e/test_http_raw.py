@@ -103,7 +103,7 @@ def test_characters_are_never_split(http: httpx.Client) -> None:
     assert "\ufffd" not in "".join(texts)
 
 
-def test_an_ignored_field_is_told(http: httpx.Client) -> None:
+def test_an_ignored_field_is_reported(http: httpx.Client) -> None:
     body = {"prompt": PROMPT, "max_tokens": 1, "brand_new": 1, "bad\r\nname": 2}
     warning = http.post("/v1/completions", json=body).headers["warning"]
     assert "brand_new" in warning

@@ -145,7 +145,7 @@ def test_the_state_of_one_that_runs(http: httpx.Client) -> None:
 # ---- forks
 
 
-def test_greedy_forks_of_a_chat_go_on_like_it(server: Server, http: httpx.Client, session: Session) -> None:
+def test_greedy_forks_of_a_chat_continue_like_it(server: Server, http: httpx.Client, session: Session) -> None:
     """The prompt of more than 30 blocks is there once: with four of it they would not fit."""
     api = OpenAI(base_url=server.url + "/v1", api_key="a-user", max_retries=0)
     before = session.stats()

@@ -171,7 +171,7 @@ def test_text_has_a_form(http: httpx.Client, form: str) -> None:
     assert found["text"]["format"] == shape
 
 
-def test_an_agent_goes_on_behind_its_calls(api: Any, http: httpx.Client) -> None:
+def test_an_agent_continues_behind_its_calls(api: Any, http: httpx.Client) -> None:
     """By the previous response, by a reference, and by sending all of it again: the same prompt."""
     first = api.responses.create(
         model="demo",
@@ -290,7 +290,7 @@ def test_connections_break_and_no_event_is_lost(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("whose", ["vllm_lite.engine.process", "vllm_lite.worker.process"])
-def test_a_stream_goes_on_when_a_process_is_killed(server: Server, http: httpx.Client, whose: str) -> None:
+def test_a_stream_continues_when_a_process_is_killed(server: Server, http: httpx.Client, whose: str) -> None:
     fields = {"ignore_eos": True, "max_output_tokens": 400, "include": ["message.output_text.logprobs"]}
     plain = streamed(http, **fields)
     events = list[dict[str, Any]]()

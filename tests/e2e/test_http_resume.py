@@ -154,7 +154,7 @@ def broken(connect: Connect, name: str, numbers: list[int], end: Callable[[Wire]
 
 
 @pytest.mark.parametrize("end", [Wire.shut, Wire.reset, Wire.stay])
-def test_a_stream_goes_on_over_other_connections(
+def test_a_stream_continues_over_other_connections(
     connect: Connect, expected: Expected, end: Callable[[Wire], None]
 ) -> None:
     changes = {"n": 2, "logprobs": True, "top_logprobs": 1}
@@ -169,7 +169,9 @@ def test_a_stream_goes_on_over_other_connections(
     assert found["done"] == 1
 
 
-def test_a_stream_goes_on_at_the_other_server_and_back(connect: Connect, expected: Expected, session: Session) -> None:
+def test_a_stream_continues_at_the_other_server_and_back(
+    connect: Connect, expected: Expected, session: Session
+) -> None:
     whole = expected()
     found = broken(connect, "wander", [0, 1, 0, 1], Wire.shut)
     assert found[0] == whole[0]
@@ -245,7 +247,7 @@ def test_ids_do_not_disturb_the_package_of_openai(server: Server) -> None:
 
 
 @pytest.mark.parametrize("whose", ["vllm_lite.worker.process", "vllm_lite.engine.process"])
-def test_streams_go_on_when_a_process_is_killed(
+def test_streams_continue_when_a_process_is_killed(
     server: Server, connect: Connect, expected: Expected, whose: str
 ) -> None:
     """Over connections that live, and over one that breaks while nothing can answer."""

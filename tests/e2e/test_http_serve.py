@@ -217,7 +217,7 @@ def test_what_takes_too_long_is_aborted() -> None:
 
 
 @pytest.mark.parametrize("module", ["vllm_lite.engine.process", "vllm_lite.worker.process"])
-def test_a_dead_child_is_told_and_ends_it(module: str) -> None:
+def test_a_dead_child_is_reported_and_ends_the_server(module: str) -> None:
     """Waiting callers are informed, and so is the exit status."""
     with serving("--max-restarts", "0", light=True, fresh=True) as server, client(server) as http:
         with http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:

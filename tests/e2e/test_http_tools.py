@@ -53,7 +53,7 @@ def asked(api: OpenAI, **fields: Any) -> Any:
     return api.chat.completions.create(**{**settings, **fields})
 
 
-def test_what_is_in_force_is_told(server: Server, http: httpx.Client) -> None:
+def test_settings_in_force_are_reported(server: Server, http: httpx.Client) -> None:
     card = http.get("/v1/models").json()["data"][0]["vllm_lite"]
     assert (card["chat_template"], card["tool_call_format"], card["reasoning_format"]) == (
         "hermes.jinja",
@@ -114,7 +114,7 @@ def test_calls_that_are_demanded_are_made(api: OpenAI, choice: Any, finish: str,
     jsonschema.validate(json.loads(arguments), SCHEMA)
 
 
-def test_an_agent_goes_on_behind_a_call(api: OpenAI) -> None:
+def test_an_agent_continues_behind_a_call(api: OpenAI) -> None:
     first = asked(api, tools=[tool("look")], tool_choice="required", parallel_tool_calls=False).choices[0].message
     result = {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "a bear"}
     answer = asked(api, messages=[*MESSAGES, first, result], tools=[tool("look", strict=True)], max_tokens=5)
@@ -153,7 +153,7 @@ def test_what_contradicts_itself_is_the_fault_of_the_request(http: httpx.Client,
     assert re.search(says, answer.json()["error"]["message"])
 
 
-def test_a_stream_of_calls_is_gone_on_with(http: httpx.Client) -> None:
+def test_a_stream_of_calls_is_resumed(http: httpx.Client) -> None:
     """No event is repeated or missing, whichever was the last one received."""
     body = {
         "model": "demo",

@@ -85,7 +85,7 @@ def chats(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     made.llm.close()
 
 
-def test_turns_of_several_chats_go_on_where_they_stopped(chats: Chats) -> None:
+def test_turns_of_several_chats_continue_where_they_stopped(chats: Chats) -> None:
     prompts = [words(seed, 20 + 17 * seed) for seed in range(6)]
     assert chats.check(prompts) == [0] * 6
     longer = [[*prompt, *chats.expected(prompt), *words(9, 5)] for prompt in prompts]

@@ -91,7 +91,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Killed]:
     ],
     ids=lambda death: f"{death.who} {death.where} {death.times}",
 )
-def test_streams_with_images_go_on(killed: Killed, death: Death) -> None:
+def test_streams_with_images_continue(killed: Killed, death: Death) -> None:
     killed.plan.write([death])
     assert killed.serve() == killed.expected
     assert not killed.plan.read(), "nobody has died"

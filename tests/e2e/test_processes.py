@@ -188,7 +188,7 @@ async def unfinished(client: AsyncClient) -> int:
     return stats.num_running + stats.num_waiting
 
 
-async def test_requests_of_a_killed_client_are_aborted_and_others_go_on(engine: Engine) -> None:
+async def test_requests_of_a_killed_client_are_aborted_and_others_continue(engine: Engine) -> None:
     async with asyncio.timeout(START_S):
         async with AsyncClient(engine.address) as client:
             whole = await consume(client, [5, 6, 7])

@@ -67,7 +67,7 @@ async def load(address: str, disturb: Callable[[], None] = lambda: None) -> list
 
 
 @pytest.mark.parametrize("flags", [(), NGRAM], ids=["jump-forward", "n-gram"])
-async def test_outputs_with_a_form_go_on_when_a_worker_or_an_engine_is_killed(
+async def test_outputs_with_a_form_continue_when_a_worker_or_an_engine_is_killed(
     run_root: Path, tiny_checkpoint: Path, flags: tuple[str, ...]
 ) -> None:
     engine = Engine(tiny_checkpoint, "--dtype", "float32", *flags)

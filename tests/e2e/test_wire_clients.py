@@ -309,7 +309,7 @@ def say_dying(engine: FakeEngine) -> None:
 
 @pytest.mark.parametrize("say", [None, say_dying])
 @pytest.mark.parametrize("raw_client_of", ["python", "node"], indirect=True)
-def test_a_raw_client_goes_on_in_the_next_engine(
+def test_a_raw_client_continues_in_the_next_engine(
     raw_client_of: list[str], say: Callable[[FakeEngine], None] | None, tmp_path: Path
 ) -> None:
     engine = FakeEngine(address=f"ipc://{tmp_path}/engine")
@@ -334,7 +334,7 @@ def test_a_raw_client_goes_on_in_the_next_engine(
             engine.die()
 
 
-def test_it_goes_on_in_a_real_one(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_it_continues_in_a_real_one(tiny_checkpoint: Path, tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/engine"
     settings = {"model": str(tiny_checkpoint), "device": "cpu", "num_gpu_blocks_override": 64, "address": address}
     config = EngineConfig.check({**settings, "dtype": "float32", "max_restarts": 0})

@@ -93,7 +93,7 @@ async def fail_and_compare(engine: LaunchedEngine, fail: Callable[[], None] = la
         return stats
 
 
-async def test_streams_go_on_when_a_rank_is_stopped(launch: Launch) -> None:
+async def test_streams_continue_when_a_rank_is_stopped(launch: Launch) -> None:
     """Killed ranks are tested in test_kill_points.py."""
     engine, rank = launch(2), 0
     pid = family(engine.pid)[1 + rank]
@@ -105,7 +105,9 @@ async def test_streams_go_on_when_a_rank_is_stopped(launch: Launch) -> None:
 
 
 @pytest.mark.parametrize(("world", "failure", "cause"), FAILURES)
-async def test_streams_go_on_when_a_rank_fails_in_a_step(launch: Launch, world: int, failure: str, cause: str) -> None:
+async def test_streams_continue_when_a_rank_fails_in_a_step(
+    launch: Launch, world: int, failure: str, cause: str
+) -> None:
     stats = await fail_and_compare(launch(world, failure))
     assert stats.restarts == {cause: 1}
 

@@ -153,7 +153,7 @@ def test_what_the_profile_promises_is_there(bf16_checkpoint: Path, monkeypatch: 
     assert total - free < 0.15 * total
 
 
-def test_a_model_that_does_not_fit_is_told_with_numbers(bf16_checkpoint: Path) -> None:
+def test_a_model_that_does_not_fit_is_an_error_with_numbers(bf16_checkpoint: Path) -> None:
     from vllm_lite.errors import ConfigError
 
     with pytest.raises(ConfigError, match="no memory for KV blocks"):

@@ -72,7 +72,7 @@ def test_what_was_answered_is_known(tmp_path: Path) -> None:
     assert len(ids(path)) == NUM
 
 
-def test_any_torn_end_of_the_journal_is_gone_on_from(tmp_path: Path) -> None:
+def test_a_run_continues_from_any_torn_end_of_the_journal(tmp_path: Path) -> None:
     """A process that dies leaves a whole output and a part of the journal."""
     path, log = tmp_path / "out", tmp_path / "out.journal"
     whole, records, _ = written(path)
@@ -86,7 +86,7 @@ def test_any_torn_end_of_the_journal_is_gone_on_from(tmp_path: Path) -> None:
         expect_each_once(path)
 
 
-def test_any_torn_end_of_the_output_behind_the_mark_is_gone_on_from(tmp_path: Path) -> None:
+def test_a_run_continues_from_any_torn_end_of_the_output_after_the_mark(tmp_path: Path) -> None:
     """After a machine crash the journal may have records whose lines are missing in the output, or are zeros."""
     path, log = tmp_path / "out", tmp_path / "out.journal"
     whole, records, marked = written(path)

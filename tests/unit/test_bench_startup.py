@@ -30,13 +30,13 @@ def test_no_part_is_negative_where_a_parent_notes_its_moment_late() -> None:
     ]
 
 
-def test_a_moment_may_be_noted_after_the_ready_line() -> None:
+def test_a_moment_may_be_recorded_after_the_ready_line() -> None:
     before, after = StartupPart("server", "HTTP", 0.5, 0.5), StartupPart("engine", "late", 1.5, 0.25)
     reads = StartupPart("client", "reads the ready line", 1.0, 0.5)
     assert with_ready([before, after], 1.0) == [before, reads, after]
 
 
-def test_moments_are_noted_if_somebody_wants_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_are_recorded_if_requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(log.MOMENTS_VARIABLE, raising=False)
     log.moment("server", "nothing")
     monkeypatch.setenv(log.MOMENTS_VARIABLE, str(tmp_path / "no" / "folder"))

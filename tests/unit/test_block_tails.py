@@ -260,7 +260,7 @@ def test_marks_count_within_the_prompt_alone() -> None:
     assert Request(message, b"client", 100, frozenset()).marks == (3, 6)
 
 
-def test_a_model_with_states_goes_on_at_the_ends_of_blocks() -> None:
+def test_a_model_with_states_continues_at_the_ends_of_blocks() -> None:
     rig = Rig(num_state_slots=5)
     ask(rig, "first", [7, 8])
     rig.drain()

@@ -97,7 +97,7 @@ def test_demoted_blocks_are_forgotten_on_the_host() -> None:
     assert cached_tokens(rig, "c", PROMPT) == 0
 
 
-def test_forks_and_samples_go_on_sharing() -> None:
+def test_forks_and_samples_continue_sharing() -> None:
     rig = Rig(num_blocks=40)
     rig.add("a", PROMPT, max_tokens=8, n=2)
     rig.step()

@@ -224,7 +224,7 @@ class TestProcesses:
         assert inject("kill-engine", random.Random(0), [other, victim], 0.1) is None
 
     @pytest.mark.parametrize("kind", ["pause-worker", "slow-worker"])
-    def test_what_was_paused_goes_on(
+    def test_what_was_paused_continues(
         self, sleeper: subprocess.Popen[bytes], kind: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("tests.acceptance.chaos_faults.SLOW_S", 0.05)

@@ -157,7 +157,7 @@ def test_end_of_sequence_token_ends() -> None:
     assert (len(tokens_of(produced)), produced[-1].reason) == (4, "stop")
 
 
-def test_ignore_eos_goes_on() -> None:
+def test_ignore_eos_continues() -> None:
     produced = generate(make_core(), prompt_that_ends_at(3), max_tokens=12, ignore_eos=True)
     assert (len(tokens_of(produced)), produced[-1].reason) == (12, "length")
 
@@ -220,7 +220,7 @@ def test_tokens_that_cannot_fit_are_refused_by_their_number(what: str, monkeypat
         core.add(b"client", message)
 
 
-def test_an_unknown_request_goes_on_behind_what_the_client_has() -> None:
+def test_an_unknown_request_continues_behind_what_the_client_has() -> None:
     core = make_core()
     whole = continuation([1, 2, 3], 8)
     params = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -241,7 +241,7 @@ def test_a_resubmitted_request_that_had_ended_ends_at_once() -> None:
 
 
 @pytest.mark.parametrize("recorded", [False, True])
-def test_a_policy_that_fails_is_told_once(recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_policy_is_logged_once(recorded: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(core_module.logger, "error", lambda text, *values: said.append(text % values))
     trace = str(tmp_path / "trace") if recorded else None

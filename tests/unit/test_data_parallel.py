@@ -74,7 +74,7 @@ def test_a_session_and_a_salt_stay_at_their_engine(rig: Rig) -> None:
     assert len({rig.home(f"s{number}") for number in range(3)}) == 1
 
 
-def test_streams_of_an_engine_that_dies_go_on_in_the_other(rig: Rig) -> None:
+def test_streams_of_an_engine_that_dies_continue_in_the_other(rig: Rig) -> None:
     rig.submit("r")
     home = rig.home("r")
     rig.engines[home].tokens("r", 0, 11, 12)
@@ -204,7 +204,7 @@ def test_an_operation_is_for_all_engines(rig: Rig) -> None:
         assert asked.result(DEADLINE_S) == OperationDone()
 
 
-def test_a_stream_whose_next_engine_ends_as_it_comes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_whose_next_engine_ends_at_once_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as stack:
         rig = Rig(stack, is_supervised=False)
         for name in ("r", "s"):

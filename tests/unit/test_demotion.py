@@ -44,7 +44,7 @@ def test_two_prompts_in_turn_on_a_pool_that_holds_one_are_found_whole(budget: in
 
 
 @pytest.mark.parametrize("max_swap_blocks", [100, 7], ids=["in one step", "parked meanwhile"])
-def test_a_hit_on_the_host_is_told_once_with_its_tokens(max_swap_blocks: int) -> None:
+def test_a_hit_on_the_host_is_reported_once_with_its_tokens(max_swap_blocks: int) -> None:
     rig = Rig(83, 16, num_host_blocks=170, max_swap_blocks=max_swap_blocks, max_num_batched_tokens=2000)
     both = prompts(1200, 1200)
     for number, prompt in enumerate(both):

@@ -84,7 +84,7 @@ def test_one_that_waits_for_tokens_of_a_step() -> None:
 
 
 @pytest.mark.parametrize("host", [0, 30])
-def test_one_that_had_to_give_way(host: int) -> None:
+def test_a_preempted_request(host: int) -> None:
     rig = Rig(num_blocks=9, num_host_blocks=host, preemption="swap" if host else "recompute")
     rig.add("a", [1, 2, 3, 4, 5], max_tokens=20)
     rig.add("b", [5, 6, 7, 8, 9], max_tokens=20)

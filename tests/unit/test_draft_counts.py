@@ -65,7 +65,7 @@ class _Drafting:
         self.index, self.request = index, SimpleNamespace(drafts_by={})
 
 
-def test_the_model_itself_drafts_more_than_others_unless_told() -> None:
+def test_the_model_itself_drafts_more_than_others_by_default() -> None:
     assert Speculation().num_speculative_tokens == Speculation(method="mtp").num_speculative_tokens == 4
     assert Speculation(method="self").num_speculative_tokens == DRAFTS["self"] == 15
     assert Speculation(method="self", num_speculative_tokens=3).num_speculative_tokens == 3

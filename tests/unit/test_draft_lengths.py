@@ -270,7 +270,7 @@ def test_times_that_the_start_has_wrong_are_wrong_of_all_steps_with_drafts() -> 
     assert rates.decode_s(1) == pytest.approx(took(1, 0), rel=0.1)
 
 
-def test_where_little_is_found_several_sequences_search_now_and_then_and_go_on_where_drafts_were_right() -> None:
+def test_where_little_is_found_several_sequences_search_rarely_and_continue_after_right_drafts() -> None:
     lengths, sure = lengths_of(draft_method="suffix"), [sequence(50, 0.01, place) for place in range(4)]
     free = Rates(step_s=0.01, row_s=1e-6)
     look(lengths, 4)

@@ -115,7 +115,7 @@ async def test_a_conversation_has_an_end() -> None:
 
 
 @pytest.mark.parametrize("status", ["queued", "in_progress", "completed", ""])
-async def test_only_what_has_ended_is_gone_on_with(status: str) -> None:
+async def test_only_ended_responses_can_be_continued(status: str) -> None:
     before = record("a", [], [], status=status)
     assert is_running(before) == (status in ("queued", "in_progress"))
     if is_running(before):

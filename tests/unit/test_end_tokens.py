@@ -385,7 +385,7 @@ def test_the_first_token_closes_whatever_follows(row: list[str], blank: str) -> 
 # ---- programs that use the tokens
 
 
-def test_an_engine_is_told_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_engine_gets_the_end_tokens(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     it = Written(tmp_path, ["<|im_start|>", "<|im_end|>"], eos_token_id=3)
     it.tokenizer(CHATML, eos_token="<|im_end|>")
     config = EngineConfig.check({"model": str(tmp_path), "device": "cpu"})

@@ -174,7 +174,7 @@ def test_a_stream_that_another_client_takes_over_ends_once_for_the_first(engine:
     assert second.got["r", 0][: len(first.got["r", 0])] == first.got["r", 0]
 
 
-def test_other_parameters_are_refused_and_the_stream_goes_on(engine: Engine) -> None:
+def test_other_parameters_are_refused_and_the_stream_continues(engine: Engine) -> None:
     first, second = engine.client(b"first"), engine.client(b"second")
     first.say(Generate("r", PROMPT, PARAMS))
     engine.loop(3)
@@ -196,7 +196,7 @@ def test_its_own_client_may_send_a_request_again(engine: Engine) -> None:
     assert ([end.reason for end in client.ends], len(client.got["r", 0])) == (["length"], 20)
 
 
-def test_named_samples_end_once_and_the_others_go_on(engine: Engine) -> None:
+def test_named_samples_end_once_and_the_others_continue(engine: Engine) -> None:
     client, stranger = engine.client(b"client"), engine.client(b"stranger")
     client.say(Generate("r", PROMPT, PARAMS.clone(n=4)))
     engine.loop(5)
@@ -297,7 +297,7 @@ def test_a_client_that_reads_no_answer_is_given_up(engine: Engine, monkeypatch: 
     assert [end.reason for end in other.ends] == ["length"]
 
 
-def test_everybody_who_waited_for_an_engine_that_cannot_start_is_told(engine: Engine) -> None:
+def test_all_who_wait_for_an_engine_that_cannot_start_get_an_error(engine: Engine) -> None:
     engine.port._welcome = None
     for number in range(3 * MAX_PASS_MESSAGES):
         engine.client(b"%d" % number)

@@ -249,7 +249,7 @@ CASES = """
 """
 
 
-def test_cases_go_on_behind_one_that_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_continue_after_one_that_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gpu_check_parts.py").write_text((CHECK / "gpu_check_parts.py").read_text())
     script = tmp_path / "gpu_check_cases.py"
     script.write_text("from gpu_check_parts import emit\n" + textwrap.dedent(CASES))

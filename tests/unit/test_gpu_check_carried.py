@@ -200,7 +200,7 @@ def test_every_file_of_kernels_has_a_smoke_case_that_launches_it() -> None:
         assert source in needed_by([("", smoke.case_of(source))]), source
 
 
-def test_roads_that_part_are_told_from_near_ties() -> None:
+def test_diverging_outputs_are_distinguished_from_near_ties() -> None:
     truth = smoke.Road([[1, 2, 3], [4, 5, 6]], [[1.0, 0.05, 1.0], [1.0, 1.0, 1.0]])
     tie = smoke.Road([[1, 9, 9], [4, 5, 6]], [])
     assert smoke.difference(truth, smoke.Road(truth.tokens, []), 0.0) is None
@@ -245,7 +245,7 @@ def run_and_count(ran: list[list[str]], cwd: Path) -> worker_tests.Command:
     return run
 
 
-def test_tests_go_on_in_another_process_behind_one_that_fails(tmp_path: Path) -> None:
+def test_tests_continue_in_another_process_after_a_failed_one(tmp_path: Path) -> None:
     file, ran = tmp_path / "test_some.py", list[list[str]]()
     file.write_text(SOME_TESTS)
     found = worker_tests.run_tests(file.name, run_and_count(ran, tmp_path), 60, tmp_path)

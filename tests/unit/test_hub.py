@@ -370,7 +370,7 @@ def test_where_one_file_failed_no_other_is_begun(stub: Hub, monkeypatch: pytest.
     assert len(begun) <= 2
 
 
-def test_a_download_ends_when_it_is_not_wanted_and_goes_on_later(stub: Hub) -> None:
+def test_a_download_ends_when_it_is_not_wanted_and_continues_later(stub: Hub) -> None:
     stub.stall.set()
     ended: list[BaseException] = []
 

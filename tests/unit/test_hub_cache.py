@@ -61,7 +61,7 @@ def test_pull_list_show_rm(stub: Hub, capsys: pytest.CaptureFixture[str]) -> Non
     assert "the cache has no model 'org/model'; it holds nothing" in capsys.readouterr().err
 
 
-def test_models_in_gguf_files_are_told_by_their_labels(
+def test_models_in_gguf_files_are_distinguished_by_their_labels(
     stub: Hub,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -90,7 +90,7 @@ def test_models_in_gguf_files_are_told_by_their_labels(
     assert cached_models() == []
 
 
-def test_a_pull_that_was_killed_goes_on(stub: Hub, tmp_path: Path) -> None:  # noqa: F811
+def test_a_pull_that_was_killed_continues(stub: Hub, tmp_path: Path) -> None:  # noqa: F811
     environment = {**os.environ, "HF_ENDPOINT": stub.url, "HF_HOME": str(tmp_path / "home")}
     command = [sys.executable, "-m", "vllm_lite", "pull", "org/model"]
     stub.stall.set()

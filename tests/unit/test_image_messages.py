@@ -97,7 +97,7 @@ def test_images_of_outputs_follow_the_last_of_these() -> None:
     ]
 
 
-def test_models_that_see_nothing_are_told_of_an_output_and_refuse_a_message() -> None:
+def test_models_without_images_get_a_text_for_an_output_and_refuse_a_message() -> None:
     read = items.read([output("a", PART)], "resp_1", {})
     assert read.left_out == ["input[0] input_image"]
     assert read.items[0]["output"] == [{"type": "input_text", "text": "[input_image, which is not shown]"}]

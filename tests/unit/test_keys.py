@@ -103,7 +103,7 @@ def test_a_folder_that_has_gone_lets_nobody_in(tmp_path: Path) -> None:
     assert Authorised(tmp_path / "none").name_of(b"x" * 40) is None
 
 
-def test_a_secret_that_others_can_read_is_told(keys: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_secret_that_others_can_read_is_reported(keys: Path, caplog: pytest.LogCaptureFixture) -> None:
     load_engine_keys(keys)
     assert not caplog.records
     os.chmod(keys / "server.key_secret", 0o640)

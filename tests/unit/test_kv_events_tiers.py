@@ -85,7 +85,7 @@ def test_a_consumer_knows_what_is_on_disk(num_state_slots: int) -> None:
     assert not consumer.held
 
 
-def test_what_a_load_finds_missing_is_told() -> None:
+def test_items_that_a_load_finds_missing_are_reported() -> None:
     rig = DiskRig()
     rig.serve("a", PROMPT)
     again = restarted(rig)
@@ -126,7 +126,7 @@ def test_a_consumer_knows_what_is_on_the_host() -> None:
     assert most
 
 
-def test_a_second_copy_on_the_host_is_not_told_of() -> None:
+def test_a_second_copy_on_the_host_is_not_reported() -> None:
     blocks = KVBlocks(BlockPool(8), make_groups((None,), 4), 4, host=(host := HostTier(3, 8)))
     batches: list[bytes] = []
     events, consumer, key = KVEvents(KVEventsConfig(tiers=True), blocks, batches.append), Consumer(), b"k" * 32 + b"\0"
@@ -143,7 +143,7 @@ def test_a_second_copy_on_the_host_is_not_told_of() -> None:
     assert not consumer.held
 
 
-def test_without_being_asked_only_the_device_is_told_of() -> None:
+def test_by_default_only_the_device_is_reported() -> None:
     rig = DiskRig(num_host_blocks=4)
     events, batches = watch(rig, tiers=False)
     rig.serve("a", PROMPT, 8)

@@ -26,7 +26,7 @@ def order(rig: Rig) -> list[str]:
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("num_steps", range(7))
-def test_streams_go_on_with_the_tokens_they_would_have_had(depth: int, num_steps: int) -> None:
+def test_streams_continue_with_the_same_tokens(depth: int, num_steps: int) -> None:
     rig = Rig(depth=depth)
     rig.add("a", PROMPT, 9)
     rig.add("b", [7, 8, 9], 9)
@@ -105,7 +105,7 @@ def test_a_chunked_prompt_begins_again() -> None:
     assert rig.output("a") == expected(PROMPT, 4)
 
 
-def test_the_steps_in_flight_are_dropped_and_step_numbers_go_on() -> None:
+def test_the_steps_in_flight_are_dropped_and_step_numbers_continue() -> None:
     rig = Rig(depth=3)
     rig.add("a", PROMPT, 9)
     rig.step()
@@ -220,7 +220,7 @@ def test_a_waiting_sequence_forgets_what_it_had_found() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_steps", range(6))
-def test_samples_before_and_after_their_birth(depth: int, num_steps: int) -> None:
+def test_samples_before_and_after_they_are_forked(depth: int, num_steps: int) -> None:
     """With 10 tokens of which a step computes 4 the samples are born in the third."""
     rig = Rig(max_num_batched_tokens=4, depth=depth, max_num_seqs=3)
     request = rig.add("a", PROMPT, 6, n=4)
@@ -263,7 +263,7 @@ def test_the_first_sample_ends_while_there_are_no_workers() -> None:
 
 @pytest.mark.parametrize("num_steps", range(1, 8))
 @pytest.mark.parametrize("num_blocks", [12, 40])
-def test_beams_go_on_whatever_part_of_them_has_its_candidates(num_steps: int, num_blocks: int) -> None:
+def test_beams_continue_whichever_of_them_have_candidates(num_steps: int, num_blocks: int) -> None:
     """With 3 rows' worth of tokens in a step, 4 beams take two steps, and the first wait for the others."""
     outputs = []
     for dies in (False, True):

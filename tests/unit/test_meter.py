@@ -266,7 +266,7 @@ def test_a_search_counts_what_it_returns() -> None:
     assert (count(measured.first_token_s), count(measured.whole_s), count(measured.token_gap_s)) == (1, 1, 0)
 
 
-def test_a_fork_and_what_goes_on_elsewhere_are_counted_from_here_on() -> None:
+def test_forks_and_resent_requests_are_counted_from_their_arrival() -> None:
     bench = Bench()
     bench.add("parent", [1, 2, 3], 6)
     for _ in range(3):
@@ -404,7 +404,7 @@ def test_nobody_is_remembered_when_all_have_gone() -> None:
 # ---- the cache
 
 
-def test_hits_are_what_the_users_are_told() -> None:
+def test_hits_equal_the_cached_tokens_that_users_get() -> None:
     bench = Bench()
     for name, prompt in (("a", range(10)), ("b", range(14)), ("c", range(8)), ("d", range(20, 30))):
         bench.add(name, list(prompt), 1)
@@ -452,7 +452,7 @@ def test_tokens_found_on_the_host_are_counted_apart() -> None:
     assert stats.host_queries - before.host_queries == 17 - (hits - on_host)
 
 
-def test_preemptions_are_told_by_their_way() -> None:
+def test_preemptions_are_counted_by_their_mode() -> None:
     bench = Bench(num_blocks=9, num_host_blocks=20, swap_space=1.0, preemption_mode="swap")
     bench.add("a", [1] * 12, 14)
     bench.add("b", [2] * 12, 14)

@@ -279,7 +279,7 @@ def test_what_was_last_said_of_the_experts_stays(host: Host) -> None:
     assert host.executor.expert_tokens() == [[], [3, 4]]
 
 
-def test_a_worker_that_breathes_without_progress_is_stuck(host: Host) -> None:
+def test_a_worker_with_heartbeats_and_without_progress_is_stuck(host: Host) -> None:
     host.begin()
     host.executor.submit(step(1))
     host.pass_time(LIMIT_S - 1.0, lambda: 3)
@@ -290,7 +290,7 @@ def test_a_worker_that_breathes_without_progress_is_stuck(host: Host) -> None:
     )
 
 
-def test_a_long_step_that_goes_on_is_not_stuck(host: Host) -> None:
+def test_a_long_step_that_continues_is_not_stuck(host: Host) -> None:
     host.begin()
     host.executor.submit(step(1))
     host.pass_time(5 * LIMIT_S, lambda: int(host.now_s / (LIMIT_S - 2.0)))

@@ -254,7 +254,7 @@ def test_the_memory_names_the_rank_that_could_not_speak(host: Host, culprit: int
 
 
 @two_workers
-def test_all_ranks_that_speak_of_each_other_alone_are_heard_at_once(host: Host) -> None:
+def test_reports_of_all_ranks_about_each_other_need_no_further_wait(host: Host) -> None:
     """No other worker is left that could report a cause."""
     start_up(host)
     host.workers[0].say(waited(None))

@@ -84,7 +84,7 @@ def why(host: Host, client: Client, name: str) -> str | None:
 # ---- pause
 
 
-def test_a_paused_engine_computes_nothing_and_goes_on_where_it_was(host: Host, client: Client) -> None:
+def test_a_paused_engine_computes_nothing_and_continues_afterwards(host: Host, client: Client) -> None:
     host.generate(client, "a")
     host.loop(5)
     do(host, client, PauseGeneration("keep"))
@@ -382,7 +382,7 @@ def test_weights_that_cannot_be_loaded_leave_those_before(
     assert model_of(host.current) == "other"
 
 
-def test_weights_that_are_told_to_one_that_sleeps_are_loaded_when_it_wakes(
+def test_weights_set_during_sleep_are_loaded_at_the_wake_up(
     host: Host, client: Client, folders: tuple[Path, Path]
 ) -> None:
     do(host, client, Sleep(1))

@@ -28,7 +28,7 @@ def client(host: Host) -> Client:
     return host.client()
 
 
-def test_workers_begin_and_end_while_steps_go_on(host: Host, client: Client) -> None:
+def test_workers_begin_and_end_while_steps_continue(host: Host, client: Client) -> None:
     host.generate(client, "a")
     host.loop(3)
     host.current.profile_answers = None

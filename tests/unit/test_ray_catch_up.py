@@ -23,7 +23,7 @@ def test_the_oldest_is_the_example() -> None:
     assert steps(NEW, [NEW]) == steps(NEW, []) == []
 
 
-def test_all_that_a_replica_was_told() -> None:
+def test_all_operations_that_a_replica_has_had() -> None:
     old = ReplicaState(0, 10.0, [A, B], "/weights", is_paused=True, sleep_level=2)
     own = ReplicaState(2, 20.0, [AdapterInfo("a", "/before"), AdapterInfo("of the settings", "/c")])
     made = steps(own, [old])
@@ -38,7 +38,7 @@ def test_all_that_a_replica_was_told() -> None:
     assert steps(ReplicaState(2, 20.0, [B, A], "/weights", is_paused=True, sleep_level=2), [old]) == []
 
 
-def test_weights_that_it_began_with_are_not_told() -> None:
+def test_initial_weights_are_not_repeated() -> None:
     first = msgspec.structs.replace(STATS, model="/node/model")
     memory = Memory(3, first)
     assert memory.state(first, [A]).weights == ""

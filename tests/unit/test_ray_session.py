@@ -142,7 +142,7 @@ async def test_a_stream_of_one_replica() -> None:
 
 
 @pytest.mark.parametrize("dies_after", range(NUM_TOKENS))
-async def test_a_stream_goes_on_behind_its_tokens_when_its_replica_dies(
+async def test_a_stream_continues_behind_its_tokens_when_its_replica_dies(
     dies_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "FIRST_PAUSE_S", 3600.0)  # resuming must not wait for this pause

@@ -64,7 +64,7 @@ def stop_worker(engine: supervise.Child) -> psutil.Process:
     return worker
 
 
-def test_a_trace_goes_on_when_processes_die(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+def test_a_trace_continues_when_processes_die(tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """A worker is killed under one request, the engine under another, which is sent again to the next engine."""
     trace, launch = str(tmp_path / "trace"), "0123abcd"
     config = EngineConfig.check({"record": trace, "log_level": "error"})

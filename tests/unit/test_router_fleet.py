@@ -175,7 +175,7 @@ def test_many_that_wait_share_one_load() -> None:
     run(test)
 
 
-def test_a_busy_model_is_paused_after_its_slice_and_its_requests_go_on() -> None:
+def test_a_busy_model_is_paused_after_its_slice_and_its_requests_continue() -> None:
     async def test(rig: Rig) -> None:
         hold = asyncio.Event()
         stream = asyncio.ensure_future(rig.use("a", hold))

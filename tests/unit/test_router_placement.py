@@ -106,7 +106,7 @@ def test_pinned_models_may_take_all_places() -> None:
     assert actions([wanted("a", 1, pin=True), wanted("b", 1, since_s=1.0, pin=True)], 100, most=1) == [("load", "a", 0)]
 
 
-def test_paused_streams_that_are_in_each_others_way_go_on_all_the_same() -> None:
+def test_paused_streams_that_block_each_other_still_continue() -> None:
     paused = [
         ModelStatus(name, "sleeping", num_active=1, level=2, held_bytes=GIB // 4, expected_bytes=2 * GIB)
         for name in "ab"

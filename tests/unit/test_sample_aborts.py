@@ -58,7 +58,7 @@ def continuation(sample: int, count: int = 12) -> list[int]:
     return expected(PROMPT, count, sample=sample)
 
 
-def test_samples_that_were_named_stop_computing_and_the_others_go_on(bench: Bench) -> None:
+def test_named_samples_stop_computing_and_the_others_continue(bench: Bench) -> None:
     bench.add("r", PROMPT, max_tokens=12, n=4, ignore_eos=True)
     for _ in range(4):
         bench.step()

@@ -29,7 +29,7 @@ class Counting(Fair):
         super().charged(sequence, num_tokens)
 
 
-def test_a_tenant_who_takes_a_breath_is_not_forgiven() -> None:
+def test_a_tenant_keeps_its_count_over_a_short_pause() -> None:
     """One tenant sends a long request one step after its last one has ended; the other always has short ones
     waiting."""
     policy = Counting()

@@ -47,7 +47,7 @@ def test_no_stream_stops_for_a_long_prompt_however_urgent(policy: object, depth:
     assert took <= 600 / (16 - 4) + 3
 
 
-def test_a_beam_search_and_a_fork_go_on_beside_a_long_prompt() -> None:
+def test_a_beam_search_and_a_fork_continue_beside_a_long_prompt() -> None:
     rig = Rig(700, max_num_batched_tokens=64, max_num_seqs=16)
     parent = rig.add("parent", prompt(1, 5), max_tokens=300)
     rig.step()

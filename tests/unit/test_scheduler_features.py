@@ -34,7 +34,7 @@ def test_samples_without_a_slot_are_admitted_later() -> None:
         assert rig.output("a", index) == expected([1, 2, 3, 4, 5], 6, sample=index)
 
 
-def test_a_fork_of_a_live_request_goes_on_from_its_tokens() -> None:
+def test_a_fork_of_a_live_request_continues_from_its_tokens() -> None:
     rig = Rig(num_blocks=30)
     parent = rig.add("a", [1, 2, 3, 4, 5], max_tokens=9)
     for _ in range(4):
@@ -147,7 +147,7 @@ def test_overlapped_steps_give_the_same_tokens() -> None:
     assert rig.output("b") == expected([4, 5, 6], 20)
 
 
-def test_priority_is_served_first_and_gives_way_last() -> None:
+def test_high_priority_is_served_first_and_preempted_last() -> None:
     rig = Rig(num_blocks=7, caching=False, policy=Priority(), max_num_seqs=2)
     rig.add("low", [1, 2, 3, 4, 5, 6], max_tokens=12, priority=5)
     rig.add("mid", [11, 12, 13, 14, 15, 16], max_tokens=12, priority=1)
@@ -286,7 +286,7 @@ def test_a_fork_behind_a_window_that_has_moved_on_is_computed_again() -> None:
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 20])
-def test_a_sample_that_gives_way_in_the_step_of_its_birth_is_told_in_that_order(num_host_blocks: int) -> None:
+def test_a_sample_preempted_in_its_first_step_is_forked_before_it_is_preempted(num_host_blocks: int) -> None:
     """The new sample is not swapped, because the step that would move its blocks is the one that computes them."""
 
     class ByName:

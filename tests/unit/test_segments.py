@@ -80,7 +80,7 @@ def test_a_death_is_a_chapter_of_a_story(tmp_path: Path) -> None:
     assert not any("took over" in line for line in came)
 
 
-def test_one_who_ended_before_hears_nothing_of_it(tmp_path: Path) -> None:
+def test_the_story_of_an_ended_request_has_no_loss_of_workers(tmp_path: Path) -> None:
     recorded = Recorded(tmp_path / "trace")
     recorded.add("a", PROMPT, max_tokens=2, ignore_eos=True)
     recorded.drain()

@@ -49,7 +49,7 @@ def told_once(client: Client, num_samples: int) -> None:
 
 
 @pytest.mark.parametrize("without", [0, 1, 9])
-def test_samples_go_on_behind_the_tokens_of_each(engine: Engine, without: int) -> None:
+def test_samples_continue_behind_the_tokens_of_each(engine: Engine, without: int) -> None:
     first, again = engine.client(b"first"), engine.client(b"again")
     first.say(Generate("r", PROMPT, SEVERAL))
     engine.loop(7)

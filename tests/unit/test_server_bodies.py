@@ -123,7 +123,7 @@ def test_a_wrong_type_names_its_field(fields: dict[str, Any], param: str) -> Non
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-def test_a_long_value_is_not_told_in_whole() -> None:
+def test_a_long_value_is_shortened_in_an_error() -> None:
     with pytest.raises(ApiError) as caught:
         completion(truncation_side="a" * 1_000_000)
     assert len(caught.value.message) < 400
@@ -206,7 +206,7 @@ def test_named_tokens_need_logprobs_and_output() -> None:
         ({"5": 1, "6": "inf"}, "logit_bias of token 6 must be between -100.0 and 100.0, got inf"),
     ],
 )
-def test_a_wrong_bias_is_told_with_its_token(biases: dict[str, Any], message: str) -> None:
+def test_an_error_about_a_bias_names_its_token(biases: dict[str, Any], message: str) -> None:
     body, _ = completion(logit_bias=biases)
     if not message:
         assert bodies.sampling(body, {}, {}).logit_bias == {5: 1.0, 6: 2.0, 7: -10.0}

@@ -252,7 +252,7 @@ async def test_what_is_no_text_in_utf_16_is_replaced_but_not_without_end() -> No
 
 
 @pytest.mark.parametrize("data", ['{"prompt":"\xe9"}'.encode("latin-1"), b'{"prompt":"\xed\xa0\x80"}'])
-async def test_what_is_in_no_unicode_is_told_in_one_sentence(data: bytes) -> None:
+async def test_invalid_unicode_is_one_sentence(data: bytes) -> None:
     """PowerShell 5 sends ISO 8859-1 without saying so, unless it is told a charset."""
     with pytest.raises(ApiError, match=r"byte 0xe[9d] of a text is not UTF-8 .*charset=utf-8'") as caught:
         await prompt_in(data)
@@ -291,7 +291,7 @@ def test_a_half_of_a_pair_is_replaced_and_nothing_else(parts: list[bytes], size:
         msgspec.json.decode(b'"%b"' % wanted)
 
 
-def test_a_session_whose_history_has_a_half_goes_on() -> None:
+def test_a_session_with_half_a_surrogate_in_its_history_continues() -> None:
     body, ignored = decode(HALF_SENTENCE, CompletionBody)
     assert (body.prompt, body.stop) == ("a\ufffd b \\ud83d", ["\ufffd"])
     assert "brand" in ignored["Warning"]

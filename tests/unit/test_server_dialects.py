@@ -243,7 +243,7 @@ def test_a_path_says_in_which_form_errors_are(path: str, form: str) -> None:
     assert body == expected[form]
 
 
-def test_what_a_stranger_wrote_is_told_on_one_short_line() -> None:
+def test_texts_of_strangers_are_quoted_on_one_short_line() -> None:
     assert shown("/v1/é") == "/v1/é"
     assert shown("/\r\nX: y\x00") == r"/\r\nX: y\x00"
     assert shown("a" * 5000) == "a" * 200 + "..."

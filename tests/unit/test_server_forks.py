@@ -186,7 +186,7 @@ async def fork(member: tuple[CallContext, RequestState], body: ForkBody) -> Call
     return await live.forks_of(*await live.parent_of("cmpl-parent", request), body, request)
 
 
-async def test_a_fork_goes_on_from_what_the_engine_knows() -> None:
+async def test_a_fork_continues_from_what_the_engine_knows() -> None:
     """Tokens, text and logprobs; a stop string in what is inherited does not count."""
 
     entries = [TokenLogprobs(-1.0, 1, ()), TokenLogprobs(-2.0, 1, ()), TokenLogprobs(-3.0, 1, ())]

@@ -34,7 +34,7 @@ def test_without_a_tokenizer_a_token_is_its_number() -> None:
     assert Spelling(None).of(7) == ("token_id:7", b"token_id:7")
 
 
-def test_tokens_may_be_told_by_their_ids_and_keep_their_bytes() -> None:
+def test_tokens_may_be_reported_by_id_and_keep_their_bytes() -> None:
     spelling = Spelling(Tokenizer(byte_level()))
     assert spelling.by_id.of(70) == ("token_id:70", spelling.of(70)[1])
     entries = [candidates(3, 1)]

@@ -80,7 +80,7 @@ def full(**values: Any) -> Stats:
     return Stats(**{**fields, **values, "ended_by": ENDED_BY, "requests": MEASURED})
 
 
-async def test_every_definition_is_told_once_and_has_its_own_value() -> None:
+async def test_every_definition_is_exposed_once_with_its_own_value() -> None:
     counts: dict[str, Any] = {"cached_tokens": 9, "host_hits": 4, "preemptions": 7, "swaps": 2, "prompt_tokens": 30}
     counts |= {
         "num_deferred": STATS.num_waiting - 1,

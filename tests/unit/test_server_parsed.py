@@ -271,7 +271,7 @@ async def test_a_prompt_may_have_begun_the_thinking() -> None:
     assert (found["reasoning"].strip(), found["content"].strip()) == ("I want", "Yes.")
 
 
-async def test_the_message_that_is_gone_on_with_is_echoed() -> None:
+async def test_the_continued_message_is_echoed() -> None:
     found = await streamed(" there.", echo="Hi", prompt="<|im_start|>assistant\nHi")
     assert found["content"] == "Hi there."
 
@@ -334,7 +334,7 @@ async def test_a_tag_that_could_begin_a_stop_string_is_still_one() -> None:
 
 
 @pytest.mark.parametrize(("logprobs", "count"), [(None, None), (1, None), (None, 2), (1, 3)])
-async def test_a_stream_goes_on_behind_any_of_its_events(logprobs: int | None, count: int | None) -> None:
+async def test_a_stream_continues_after_any_of_its_events(logprobs: int | None, count: int | None) -> None:
     """Also if one of `count` deltas has reasoning, text and calls: each event has an id of its own."""
     ids = tokens(TRANSCRIPT)
     cuts = range(1, len(ids)) if count is None else range(len(ids) // count, len(ids), len(ids) // count)

@@ -91,7 +91,7 @@ async def test_an_unknown_role_is_refused(role: str, kind: Any) -> None:
     assert caught.value.message == f"messages[1].role must be one of {', '.join(ROLES)}, got {role!r}"
 
 
-async def test_the_template_is_told_how_much_to_reason() -> None:
+async def test_the_template_gets_the_reasoning_effort() -> None:
     assert await rendered("user", reasoning_effort="low") == "user:x;low"
     assert await rendered("user", reasoning_effort=None) == "user:x;"
     assert (
@@ -108,7 +108,7 @@ async def test_another_effort_stands_for_one_that_the_template_does_not_know() -
     assert await rendered("user", prompts=prompts, reasoning_effort="low") == "user:x;low"
 
 
-async def test_variables_of_the_server_give_way() -> None:
+async def test_variables_of_the_request_override_the_servers() -> None:
     """The chat's own variables win, by either of its fields."""
     prompts = PromptRenderer(
         None, cast(Renderer, Here()), LIMITS.max_model_len, TemplateVariables({"reasoning_effort": "server"})
@@ -123,7 +123,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}, "extra": "!"}]
 
 
 @pytest.mark.parametrize("kind", [ChatBody, TokenizeBody])
-async def test_the_template_is_told_of_tools_as_they_came(kind: Any) -> None:
+async def test_the_template_gets_tools_unchanged(kind: Any) -> None:
     assert await rendered("user", kind=kind, tools=TOOLS) == "user:x;(f!)"
     assert await rendered("user", kind=kind, tools=[]) == "user:x;"
 

@@ -231,7 +231,7 @@ def test_it_ends_when_it_is_closed() -> None:
     process.wait(DEADLINE_S)
 
 
-async def test_who_waits_when_it_is_closed_is_told_so() -> None:
+async def test_waiting_calls_get_an_error_when_it_is_closed() -> None:
     with rendering(LOOPS) as renderer:
         waiting = [asyncio.create_task(text_of(renderer, chat([USER]))) for _ in range(3)]
         for _ in range(5):

@@ -172,7 +172,7 @@ async def test_one_write_for_all_that_one_message_brings() -> None:
         (StreamFailure("chatcmpl-1", EngineDeadError("the engine at ipc:///tmp/x/engine died")), 503),
     ],
 )
-async def test_an_error_before_anything_was_told_is_a_status(stream: bool, event: Event, status: int) -> None:
+async def test_an_error_before_any_output_is_a_status(stream: bool, event: Event, status: int) -> None:
     talk = Talk(stream=stream)
     await talk.started()
     talk.session.say(event)
@@ -185,7 +185,7 @@ async def test_an_error_before_anything_was_told_is_a_status(stream: bool, event
     assert len(talk.calls) == 0
 
 
-async def test_an_error_in_the_middle_is_told_in_the_stream() -> None:
+async def test_an_error_in_the_middle_is_sent_in_the_stream() -> None:
     talk = Talk()
     await talk.started()
     talk.session.say(tokens(0, 1))
@@ -289,7 +289,7 @@ async def test_what_has_not_begun_when_the_server_ends_is_refused(stream: bool, 
     assert b'"finish_reason":"abort"' in talk.sent[-1]["body"]
 
 
-async def test_a_stream_that_has_been_told_to_wait_ends_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_that_has_got_a_comment_ends_as_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its status has been sent with a comment, before there was a token."""
 
     monkeypatch.setattr(answer_module, "PING_S", 0.0)

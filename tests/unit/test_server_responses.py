@@ -142,7 +142,7 @@ async def test_the_counts_of_a_store_in_memory_agree(seed: int) -> None:
     store.check_integrity()
 
 
-async def test_a_file_of_the_first_format_goes_on(tmp_path: Path) -> None:
+async def test_a_file_of_the_first_format_can_be_continued(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     with sqlite3.connect(path) as file:
         file.execute(

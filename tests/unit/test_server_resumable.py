@@ -301,7 +301,7 @@ async def test_what_is_refused_is_not_kept() -> None:
     assert len(stage.kept) == len(stage.calls) == 0
 
 
-async def test_an_error_is_told_to_the_one_who_comes_back() -> None:
+async def test_an_error_is_sent_to_the_client_that_comes_back() -> None:
     stage = Stage()
     client = await begun(stage)
     client.go()
@@ -397,7 +397,7 @@ async def test_beams_are_there_at_once_or_not_at_all(last: str) -> None:
             await stage.resume("cmpl-1", last)
 
 
-async def test_a_client_is_told_what_cannot_be_resumable() -> None:
+async def test_a_client_learns_which_answers_cannot_be_resumable() -> None:
     body = b'{"messages":[{"role":"user","content":"Hi"}],"resumable":true%s}'
     with pytest.raises(ApiError, match="only a stream is resumable") as caught:
         decode(body % b"", ChatBody)

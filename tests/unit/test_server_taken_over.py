@@ -67,7 +67,7 @@ def last_id(client: Client) -> str:
 
 
 @pytest.mark.parametrize("with_logprobs", [False, True])
-async def test_it_goes_on_with_what_the_engine_knows(with_logprobs: bool) -> None:
+async def test_it_continues_from_the_engines_state(with_logprobs: bool) -> None:
     pair = Pair()
     more: dict[str, Any] = {"logprobs": True, "top_logprobs": 1} if with_logprobs else {}
     client = await pair.begin(ChatBody(**CHAT, **more), key=b"k", logprobs=1 if with_logprobs else None)

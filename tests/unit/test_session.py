@@ -90,7 +90,7 @@ def test_a_gap_ends_that_request_alone(last: bool) -> None:
         assert torn.next() == Finished("torn", 0, [4], "length")
 
 
-def test_a_finished_request_is_not_heard_of_again() -> None:
+def test_a_finished_request_gets_no_further_message() -> None:
     with FakeEngine() as engine, session_with(engine) as session:
         sink = Sink()
         start(session, engine, "a", sink)

@@ -104,7 +104,7 @@ def failure(sink: Sink) -> str:
 # ---- what is sent again
 
 
-def test_a_stream_goes_on_behind_what_was_delivered(play: Play) -> None:
+def test_a_stream_continues_after_the_delivered_tokens(play: Play) -> None:
     sent = Generate("a", PROMPT, GREEDY, external_id="call", context=b"mine")
     sink = play.submit(sent)
     play.engine.tokens("a", 0, 5, 6)
@@ -212,7 +212,7 @@ def test_logprobs_of_the_prompt_are_counted(play: Play) -> None:
     assert (again.num_scored, again.have) == (3, 0)
 
 
-def test_a_fork_goes_on_without_its_parent(play: Play) -> None:
+def test_a_fork_continues_without_its_parent(play: Play) -> None:
     parent = play.submit(Generate("parent", PROMPT, GREEDY))
     play.engine.tokens("parent", 0, 5, 6)
     parent.next()
@@ -347,7 +347,7 @@ def test_an_abort_just_before_all_is_sent_again_is_not_lost(play: Play, monkeypa
     assert ends == [Finished("first", 0, [], "abort")]
 
 
-def test_beams_of_which_some_are_aborted_go_on(play: Play) -> None:
+def test_beams_of_which_some_are_aborted_continue(play: Play) -> None:
     message = Generate("a", PROMPT, SamplingParams(n=2, use_beam_search=True, temperature=0.0))
     sink = play.submit(message)
     play.session.abort("a", [1])

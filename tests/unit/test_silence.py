@@ -32,7 +32,7 @@ def test_of_a_time_without_a_look_little_counts() -> None:
     assert silence.seconds() == 6
 
 
-def test_nobody_was_heard_in_the_future() -> None:
+def test_silence_is_never_negative() -> None:
     """Another thread may call end() between the look at the clock and the computation."""
     clock = Clock()
     silence = Silence(3.0, clock)

@@ -138,12 +138,12 @@ def test_no_more_is_drafted_than_may_be_and_all_requests_end_in_time() -> None:
     assert [outcome.output_len for outcome in done.outcomes] == [request.output_len for request in load]
 
 
-def test_a_longer_answer_goes_on_as_the_second_half_of_the_recorded_one() -> None:
+def test_a_longer_answer_continues_as_the_second_half_of_the_recorded_one() -> None:
     found = draws(LATE)
     assert [found.draw(1, 10 + at, 1)[1] for at in (0, 1, 2, 4, 5, 39, 40, 60, 61, 400)] == [0] * 4 + [1] * 6
 
 
-def test_an_answer_that_is_longer_than_its_own_history_goes_on_as_a_longer_one() -> None:
+def test_an_answer_that_is_longer_than_its_own_history_continues_as_a_longer_one() -> None:
     of = ["w" * 5, "w" * 5 + "r" * 10, "w" * 5 + "-" * 10, "w" * 3]
     made = []
     for seed in range(200):

@@ -260,7 +260,7 @@ def test_what_a_state_takes_to_move_counts_when_a_sequence_is_preempted(blocks_e
 
 @pytest.mark.parametrize("num_slots", [2, 3])
 @pytest.mark.parametrize("length", [1, 4, 8, 12])
-def test_beams_that_took_all_slots_go_on(length: int, num_slots: int) -> None:
+def test_beams_that_took_all_slots_continue(length: int, num_slots: int) -> None:
     """The slot of the one that gives way is free a step later, and nothing else would wake the engine up."""
     rig = rig_with(num_slots)
     rig.add("beams", PROMPT[:length], 9, n=2, use_beam_search=True)
@@ -313,7 +313,7 @@ def test_a_fork_of_a_live_request_computes_less_than_a_block_again(num_behind: i
 
 
 @pytest.mark.parametrize("windows", [(), (None,)], ids=["states alone", "with KV"])
-def test_what_goes_on_from_before_a_reset_is_not_found_by_others(windows: tuple[int | None, ...]) -> None:
+def test_states_of_prompts_from_before_a_reset_are_not_found(windows: tuple[int | None, ...]) -> None:
     rig = Rig(20, windows=windows, num_state_slots=9, max_num_batched_tokens=64)
     prompt = [1] * 13
     rig.add("begun before", prompt, 30)

@@ -111,7 +111,7 @@ def test_demotions_do_not_starve_who_comes_back() -> None:
 
 
 @pytest.mark.parametrize("max_swap_blocks", [1, 100])
-def test_beams_do_not_give_way_to_one_that_is_being_loaded(max_swap_blocks: int) -> None:
+def test_beams_are_not_preempted_for_a_sequence_that_is_being_loaded(max_swap_blocks: int) -> None:
     """They wait for it, and nothing is computed in its steps."""
     rig = Rig(10, num_host_blocks=30, max_swap_blocks=max_swap_blocks, preemption="swap", caching=False)
     rig.add("other", [2, 7, 1, 8], max_tokens=12)

@@ -139,7 +139,7 @@ def mixed(folder: Path, tmp_path: Path) -> Path:
         ("none", "it lets in only clients with keys"),
     ],
 )
-def test_who_is_not_let_in_hears_why_and_others_notice_nothing(
+def test_refused_clients_get_a_reason_and_others_notice_nothing(
     engine: Engine, folder: Path, tmp_path: Path, whose: str, reason: str
 ) -> None:
     keys: dict[str, transport.KeysOption] = {

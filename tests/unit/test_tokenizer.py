@@ -37,7 +37,7 @@ def test_round_trip() -> None:
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_long_text_lets_other_threads_go_on() -> None:
+def test_a_long_text_lets_other_threads_continue() -> None:
     """Its ids equal those of a plain call of the library."""
     tokenizer = Tokenizer(made.byte_level())
     text = "the cat sat on naïve 🙂 猫 " * 20_000

@@ -105,7 +105,7 @@ def test_a_file_that_ends_within_a_record_ends_before_it(tmp_path: Path) -> None
     )
 
 
-def test_damage_is_told(tmp_path: Path) -> None:
+def test_damage_is_reported(tmp_path: Path) -> None:
     recorded = Recorded(tmp_path / "trace")
     recorded.random_work(random.Random(1))
     recorded.core.close()

@@ -126,7 +126,7 @@ def test_moments_of_any_trace_are_those_of_its_replay(
         made.close()
 
 
-def test_who_waits_for_blocks_is_told_the_numbers(whole: ShownTrace) -> None:
+def test_a_request_that_waits_for_blocks_shows_the_numbers(whole: ShownTrace) -> None:
     found = [
         row["why"]
         for number in range(1, len(whole))
@@ -161,7 +161,7 @@ def test_times_are_those_of_the_engine(tmp_path: Path, seed: int) -> None:
     made.close()
 
 
-def test_a_later_life_goes_on_where_the_first_ended(tmp_path: Path) -> None:
+def test_a_later_life_continues_where_the_first_ended(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     for life, name, blocks in ((1, "old", 20), (2, "new", 9)):
         recorded = Recorded(path, blocks, life=life, launch="launch")
@@ -295,7 +295,7 @@ def test_the_length_counts_no_moment_twice() -> None:
     kept.close()
 
 
-def test_a_trace_that_ends_while_it_is_told_of_is_not_whole(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_trace_that_ends_while_it_is_described_is_incomplete(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = ShownTrace(str(trace))
 
     def count(_: ShownTrace) -> int:

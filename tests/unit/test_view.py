@@ -158,7 +158,7 @@ def sums(rig: Rig) -> tuple[int, int]:
     return sum(row.num_prompt for row in rows), sum(row.num_cached for row in rows)
 
 
-def test_prompts_that_go_on_from_others_are_one_conversation() -> None:
+def test_prompts_that_continue_from_others_are_one_conversation() -> None:
     rig = Rig(num_blocks=60, max_num_batched_tokens=64)
     first = list(range(9))
     for name, prompt in (

@@ -236,7 +236,7 @@ def notices(client: Client) -> list[Recovering | Recovered]:
 # ---- requests that continue
 
 
-def test_requests_go_on_with_the_next_group(host: Host) -> None:
+def test_requests_continue_with_the_next_group(host: Host) -> None:
     client = host.client()
     host.generate(client, "a", "b")
     host.loop(5)
