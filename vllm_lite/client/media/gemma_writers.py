@@ -137,8 +137,8 @@ class FittedWriter(ImageWriter[Gemma4VisionSpec | UnifiedVisionSpec, ImagePatche
 
 
 def image_tokens(folder: Path, *usual: str) -> tuple[str, ...]:
-    """The tokens before an image, of its vectors, and behind it, where the file for the tokenizer names them; else the
-    `usual` ones."""
+    """The tokens before an image, for its vectors, and after it: those named in the tokenizer's settings, or else
+    `usual`."""
     file = folder / TOKENIZER_FILE
     found = read_json(file, _names) if file.is_file() else _Names()
     named = (found.boi_token, found.image_token, found.eoi_token)
@@ -147,7 +147,7 @@ def image_tokens(folder: Path, *usual: str) -> tuple[str, ...]:
 
 
 def _names(raw: Any) -> _Names:
-    """They may stand in a table of their own."""
+    """Read the names, which may be in a separate table."""
     if not isinstance(raw, dict):
         return _Names()
     tables = (raw.get(name) for name in ("extra_special_tokens", "model_specific_special_tokens"))

@@ -139,7 +139,7 @@ class PatchWriter(ImageWriter[QwenVisionSpec, ImagePatches]):
 
 
 class RowWriter(ImageWriter[PixtralVisionSpec, ImagePatches]):
-    """Pixtral and Mistral 3: an image of any size is one medium, in rows; other tokens stand at the ends of these."""
+    """Pixtral and Mistral 3: an image of any size is one medium, in rows that end with other tokens."""
 
     placeholder = ROW_TOKENS[0]
 

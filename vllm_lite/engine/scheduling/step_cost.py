@@ -1,14 +1,14 @@
-"""The time that a decode step takes, by its rows and its drafts: what decides how much is drafted.
+"""The time of a decode step, as a function of its rows and drafts; the number of drafts is chosen by it.
 
     time = (step + row * rows + verify (if there are drafts) + draft * (the most drafts of a sequence)) * factor
 
-`rows` are the tokens that the step computes, drafts included. `verify` is what it costs that there are drafts at all,
-`draft` what a drafter with a model takes for one token of all sequences. Workers time some steps when they start, which
-gives the first four numbers; steps that are served correct them, each where it differs from the others.
+`rows` are the tokens that the step computes, drafts included. `verify` is the cost of having any drafts, `draft` the
+time that a drafter with a model takes for one token of all sequences. Workers time some steps at their start, which
+gives the first values of the four numbers; served steps correct them.
 
-Rows do not cost the same each: kernels compute several at a time, and a few are free beside the weights that are read.
-So steps of about as many rows have a factor, which is known from the start and follows what they take. The numbers
-are learned from times without the factors of the start: they say how the machine has changed, of all steps alike.
+Rows differ in cost: kernels compute several at a time, and a few are free while the weights are read. So there is a
+factor for each range of rows, which is known from the start and follows the measured times. The numbers are learned
+from times divided by the start's factors, so they follow changes of the machine that affect all steps alike.
 """
 
 from collections.abc import Sequence
@@ -18,51 +18,54 @@ from vllm_lite.protocol.control import STEP_ROWS, StepTiming
 from vllm_lite.runtime.least_squares import eliminate
 
 DECAY = 0.98
-"""The weight of a step's predecessor beside its own."""
+"""Weight of the previous step's data relative to a new one."""
 HELD = (0.05, 8.0, 2.0, 8.0)
-"""Weight of the start's value of each number, in steps that differ in this number alone. The first number, the time of
-a step, has little weight, because served steps also sample and answer."""
+"""Weight of each number's value from the start, in units of steps that determine this number alone. The first number, a
+step's fixed time, has little weight, because served steps also sample and answer."""
 LOOSE = (1e-3, 1e-3, 1e-3, 1e-3)
-"""The same where nothing was timed."""
+"""The same weights without timed steps at the start."""
 MIN_STEPS = 8
-"""Steps, recent ones, below which nothing is concluded where nothing was timed."""
+"""Minimum number of recent steps for an estimate, without timed steps at the start."""
 MIN_SPREAD = 0.2
-"""Variance of the rows of recent steps below which they do not show the time of a row, where nothing was timed."""
+"""Minimum variance of recent steps' rows for an estimate of a row's time, without timed steps at the start."""
 EVERY = 4
-"""The numbers are worked out once in so many steps."""
+"""Period in steps of solving for the numbers."""
 CHANGE = 0.1
-"""A smaller relative change of what was learned is not worth a decision of its own."""
+"""Relative change of the predicted times below which the old numbers stay, because each change is a decision in the
+trace."""
 FACTOR_DECAY = 0.9
-"""The weight of a step's predecessor in its factor: about the last ten steps of about as many rows count."""
+"""Weight of the previous step's ratio relative to a new one: a factor is about the mean of the last ten steps of its
+size."""
 FACTOR_HELD = 1.0
-"""As so many steps that took what they did at the start."""
+"""Weight of a factor from the start, in steps."""
 FACTOR_CHANGE = 0.03
-"""As CHANGE, of factors."""
+"""Like CHANGE, for factors."""
 SIZE = 4
 
 Numbers = tuple[float, float, float, float]
 COMPARED: tuple[Numbers, ...] = ((1, 1, 0, 0), (1, 8, 0, 0), (1, 2, 1, 1), (1, 5, 1, 4))
-"""Steps by whose time one says whether anything has changed: their 1, rows, whether there are drafts, and the most."""
+"""Features of the steps whose predicted times are compared: 1, rows, whether there are drafts, and the most drafts of a
+sequence."""
 
 
 class RowFactors:
-    """Means of what steps took as a multiple of what was expected, by `factor_place`."""
+    """Mean ratios of measured to predicted step times, by `factor_place`."""
 
     def __init__(self, timings: Sequence[StepTiming] = (), numbers: Numbers = (0.0, 0.0, 0.0, 0.0)) -> None:
-        """`timings`: of the start, and `numbers` that fit them."""
+        """`timings`: steps timed at the start; `numbers`: fitted to these."""
         size = 2 * len(STEP_ROWS)
         self._sums, self._counts = [0.0] * size, [0.0] * size
-        self._shifts, self._num_shifts = [0.0, 0.0], [0.0, 0.0]  # of steps without drafts, and with
+        self._shifts, self._num_shifts = [0.0, 0.0], [0.0, 0.0]  # of steps without drafts, and with drafts
         self._latest_of: list[Numbers | None] = [None, None]
         of_place: dict[int, list[float]] = {}
         for each in timings:
             expected_s = _predict(numbers, _features(each.num_rows, each.most_drafts))
             of_place.setdefault(factor_place(each.num_rows, each.most_drafts), []).append(each.took_s / expected_s)
         self._start = [sum(of_place.get(place, [1.0])) / len(of_place.get(place, [1.0])) for place in range(size)]
-        self._latest: dict[int, Numbers] = {}  # the features of the last step of each place
+        self._latest: dict[int, Numbers] = {}  # features of the latest step of each place
 
     def learn(self, features: Numbers, took_s: float, numbers: Numbers) -> None:
-        """A step took so long; `numbers` say what was expected."""
+        """Learn from a step's time. `numbers` are those of the prediction."""
         place = factor_place(int(features[1]), int(features[3]))
         ratio = took_s / _predict(numbers, features)
         self._sums[place] = FACTOR_DECAY * self._sums[place] + ratio
@@ -74,11 +77,11 @@ class RowFactors:
         self._latest_of[half] = features
 
     def of_start(self, features: Numbers) -> float:
-        """The factor that such steps had at the start."""
+        """The start's factor for steps of this size."""
         return self._start[factor_place(int(features[1]), int(features[3]))]
 
     def rebase(self, old: Numbers, new: Numbers) -> None:
-        """Have the means be multiples of what `new` say, and no longer `old`."""
+        """Convert the means from ratios to predictions by `old` to ratios to predictions by `new`."""
         for place, features in self._latest.items():
             self._sums[place] *= _predict(old, features) / _predict(new, features)
         for half, latest in enumerate(self._latest_of):
@@ -86,7 +89,8 @@ class RowFactors:
                 self._shifts[half] *= _predict(old, latest) / _predict(new, latest)
 
     def means(self) -> tuple[float, ...]:
-        """The factors. Those of steps that were not served are those of the start times what the others became."""
+        """The factors. For sizes that have not been served: the start's factors, times the mean change of the served
+        ones."""
         shifts = [
             (total + FACTOR_HELD) / (count + FACTOR_HELD)
             for total, count in zip(self._shifts, self._num_shifts, strict=True)
@@ -99,12 +103,12 @@ class RowFactors:
 
 
 class StepCost:
-    """Learns the four numbers by least squares over recent steps, held to those of the start, and the factors."""
+    """Learns the four numbers by regularised least squares over recent steps, and the factors."""
 
     def __init__(self, timings: Sequence[StepTiming] = ()) -> None:
-        """`timings`: of the steps that a worker has tried; none: it did not."""
+        """`timings`: steps that a worker has timed at its start; empty if it has not."""
         self.numbers: Numbers = (0.0, 0.0, 0.0, 0.0)
-        """step, row, verify and draft; zeros until they are known."""
+        """step, row, verify and draft; zeros while unknown."""
         self._start: Numbers = self.numbers
         self._held = LOOSE
         self._products = [[0.0] * SIZE for _ in range(SIZE)]
@@ -126,19 +130,19 @@ class StepCost:
             self._right = [0.0] * SIZE
 
     def rates(self, rates: Rates) -> Rates:
-        """`rates` with these numbers."""
+        """`rates`, with these numbers."""
         step_s, row_s, verify_s, draft_s = self.numbers
         factors = self.factors if row_s else ()
         found = rates._replace(step_s=step_s, row_s=row_s, verify_s=verify_s, draft_s=draft_s)
         return found._replace(row_factors=factors, known_rows=self._known_rows)
 
     def measure(self, num_rows: int, most_drafts: int, took_s: float) -> bool:
-        """Learn from a step that computed so many rows and nothing else. True if the numbers changed. One without rows,
-        that only images were computed in, says nothing."""
+        """Learn from a step that computed `num_rows` rows and nothing else. Returns whether the numbers changed. Steps
+        without rows, in which only images were computed, are ignored."""
         if took_s <= 0 or num_rows <= 0:
             return False
         features = _features(num_rows, most_drafts)
-        if self.numbers[1]:  # a step that something else delayed counts for no more than thrice its time
+        if self.numbers[1]:  # limits the weight of a step that was delayed by something else
             expected_s = _predict(self.numbers, features) * self._by_rows.of_start(features)
             took_s = min(took_s, 3 * expected_s)
             self._by_rows.learn(features, took_s, self.numbers)
@@ -153,13 +157,14 @@ class StepCost:
         return self._is_changed() or is_news
 
     def _has_more_rows(self, num_rows: int) -> bool:
-        """Note a step with drafts, and whether it had more rows than any before."""
+        """Record the rows of a step with drafts. Returns whether it had more than any before."""
         has_more = num_rows > self._known_rows
         self._known_rows = max(self._known_rows, num_rows)
         return has_more
 
     def _is_changed(self) -> bool:
-        """Take over what is known now, if it differs from what was."""
+        """Solve for the numbers and factors, and set those that differ enough from the current ones. Returns whether
+        any did."""
         new, old = self._solve(), self.numbers
         are_same = old[1] and all(_are_close(_predict(new, each), _predict(old, each)) for each in COMPARED)
         if not are_same:
@@ -173,7 +178,7 @@ class StepCost:
         return True
 
     def _is_shown(self) -> bool:
-        """Whether the steps show what a row takes, where nothing else does."""
+        """Whether the recent steps determine the time of a row. Times from the start always do."""
         if self._held is HELD:
             return True
         return self._count >= MIN_STEPS and self._squares / self._count - (self._rows / self._count) ** 2 >= MIN_SPREAD
@@ -190,8 +195,8 @@ class StepCost:
         self._right = [value + own * took_s for value, own in zip(self._right, features, strict=True)]
 
     def _solve(self) -> Numbers:
-        """The numbers that fit best. Noise, and steps whose rows and drafts grow together, make some negative: these
-        are 0, and the others are worked out once more without them. A row costs something."""
+        """The numbers with the best fit. Noise, and steps whose rows and drafts are correlated, make some negative:
+        these are set to 0, and the others are solved for again. The time of a row is always positive."""
         free = list(range(SIZE))
         while True:
             found = dict.fromkeys(range(SIZE), 0.0) | dict(zip(free, self._solve_for(free), strict=True))
@@ -202,7 +207,7 @@ class StepCost:
         return found[0], row_s, found[2], found[3]
 
     def _solve_for(self, free: list[int]) -> list[float]:
-        """The numbers at these places, where the others are 0."""
+        """The numbers at the places `free`; the others are 0."""
         held, products = self._held, self._products
         matrix = [
             [products[place][other] + (held[place] if place == other else 0.0) for other in free]

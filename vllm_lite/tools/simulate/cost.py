@@ -17,7 +17,7 @@ from vllm_lite.trace.records import Header
 
 VERSION = 3
 SHIPPED = Path(__file__).parent / "fitted"
-"""Fitted files that come with the program, each of a machine and a model: MODEL_MACHINE.json."""
+"""Fitted files in the package, one for each pair of a machine and a model: MODEL_MACHINE.json."""
 NUM_QUANTILES = 101
 
 Count = Annotated[int, Meta(ge=1, le=1 << 20)]
@@ -30,7 +30,7 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     version: int
     machine: str
-    """The processor, and how many cores of it."""
+    """The processor's name, and the number of its cores."""
     date: str
     model: str
     header: Header
@@ -38,23 +38,23 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     times: dict[str, Time]
     """The time of one of each feature, by its name."""
     noise: dict[str, Quantiles]
-    """Quantiles of what messages took, as a multiple of what the times say for the weather they met, stalls left out,
-    by the kind of message, "decodes" or "prompts"."""
+    """Quantiles of messages' times without stalls, relative to the predicted times in the weather of that moment, by
+    the kind of message, "decodes" or "prompts"."""
     weather: Weather | None
-    """Speed of the machine over time; None: constant, as the times say."""
+    """Speed of the machine over time; None: always the usual speed."""
     drafts: list[History]
     """Histories of the drafts of some answers."""
     timings: list[tuple[Count, Annotated[int, Meta(ge=0, le=1 << 20)], Annotated[float, Meta(gt=0, le=1e6)]]]
-    """StepTimings of the start, if they decide how much is drafted."""
+    """StepTimings from the start, if they decide the number of drafts."""
     load_blocks_per_s: Annotated[float, Meta(ge=0, le=1e12)] = 0.0
-    """KV blocks, or states, that were loaded from the disk; 0: the engine kept none there."""
+    """KV blocks, or states, loaded from the disk per second; 0: the engine had no disk tier."""
     engine_s: Time
     """Time of the engine itself between a result and the next step, if no step is in flight meanwhile."""
     client_s: Time
-    """The time that a first token takes beside the engine: client, HTTP, the text to tokens."""
+    """Part of the time to the first token outside of the engine: client, HTTP, tokenization."""
     num_messages: int
     error: float
-    """Median of how far single messages were from what the times say, as a share of what they took."""
+    """Median relative error of single messages' predicted times."""
 
     def values(self) -> list[float]:
         return [self.times.get(name, 0.0) for name in NAMES]
@@ -67,7 +67,7 @@ class _Version(msgspec.Struct):
 
 
 class StepTimer:
-    """Draws the times of an engine's messages. The same seed draws the same; the weather of a seed is that of all
+    """Draws the times of an engine's messages. The draws depend on the seed; the weather of a seed is the same for all
     variants, so that these can be compared."""
 
     def __init__(self, fitted: StepTimes, seed: int, *, has_noise: bool = True) -> None:
@@ -94,13 +94,13 @@ class StepTimer:
 
 
 def kind_of(features: Features) -> str:
-    """The kind of noise that a message has. All tokens of a step that decodes are drawn, or verified as drafts."""
+    """The kind of a message's noise. In a step that only decodes, all tokens are sampled, or verified as drafts."""
     has_chunks = features[PLACE["chunk_megapairs"]] and sum(features[TOKENS]) > features[PLACE["sampled"]]
     return "prompts" if has_chunks else "decodes"
 
 
 def this_machine() -> str:
-    """The processor, and how many cores of it there are."""
+    """The processor's name, and the number of its cores."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -110,18 +110,18 @@ def this_machine() -> str:
 
 
 def shipped() -> dict[str, Path]:
-    """The files that come with the program, by their names."""
+    """The fitted files in the package, by their names."""
     return {path.stem: path for path in sorted(SHIPPED.glob("*.json"))}
 
 
 def shipped_for_this_machine() -> StepTimes | None:
-    """The first of them that was fitted on such a machine. Raises ConfigError for a damaged one."""
+    """The first of these that was fitted on a machine like this one. Raises ConfigError for a damaged file."""
     machine = this_machine()
     return next((times for path in shipped().values() if (times := read(str(path))).machine == machine), None)
 
 
 def read(path: str) -> StepTimes:
-    """Read a file, or one that comes with the program, by its name. Raises ConfigError."""
+    """Read a file by its path, or one in the package by its name. Raises ConfigError."""
     known = shipped()
     try:
         data = known.get(path, Path(path)).read_bytes()

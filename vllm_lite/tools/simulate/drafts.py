@@ -1,8 +1,8 @@
-"""Drafts as they were in a recording: for each token of an answer, whether a draft of it was right.
+"""Recorded drafts: for each token of an answer, whether a draft of it was right.
 
-That depends on the token's place: an answer begins with what nobody could know, and many repeat themselves later. So a
-simulated request has the drafts of a recorded answer, each at its place. The real scheduler says how many it may make,
-which need not be as many as in the recording.
+That depends on the token's position: nobody can predict the beginning of an answer, while many answers repeat
+themselves later. So a simulated request has the drafts of a recorded answer, each at its position. The real scheduler
+decides how many it may make, which may differ from the recording.
 """
 
 import random
@@ -15,14 +15,14 @@ from msgspec import Meta
 from vllm_lite.protocol.step import Handle
 
 MAX_HISTORIES, MAX_TOKENS = 512, 1024
-"""More are not kept."""
+"""Limits of stored histories, and of tokens in each."""
 LONGEST = 4
-"""Most tokens that n-grams are looked up by: the default of `prompt_lookup_max`."""
+"""Maximum tokens by which n-grams are looked up: the default of `prompt_lookup_max`."""
 
 RIGHT, WRONG, NOTHING, STOPPED, UNKNOWN = "r", "w", "-", ".", "?"
-"""Characters of a history. A draft of the token was right; it was wrong, and as many were made as were allowed; the
-drafter found nothing; it found no more behind the drafts before; it was not asked. A digit instead of WRONG: so many
-drafts were made from this one on."""
+"""Characters of a history. RIGHT: the draft of this token was right. WRONG: it was wrong, and as many drafts were made
+as were allowed. NOTHING: the drafter found nothing. STOPPED: it found nothing after earlier drafts of the step.
+UNKNOWN: it was not asked. A digit: the draft was wrong, and so many drafts were made from here on."""
 MOST_MADE = 9
 
 History = Annotated[str, Meta(min_length=1, max_length=MAX_TOKENS, pattern=r"^[-rw.?1-9]*$")]
@@ -30,8 +30,8 @@ History = Annotated[str, Meta(min_length=1, max_length=MAX_TOKENS, pattern=r"^[-
 
 
 class DraftStep(NamedTuple):
-    """A step that let an answer of `at` tokens draft. It made `made` drafts, of which the first `right` were right.
-    `is_cut`: no more were allowed, so nobody knows how many there would have been."""
+    """Drafts of a step after `at` tokens of an answer. It made `made` drafts, of which the first `right` were right.
+    `is_cut`: it made as many as were allowed, so it might have made more."""
 
     at: int
     made: int
@@ -40,7 +40,8 @@ class DraftStep(NamedTuple):
 
 
 def history(steps: Iterable[DraftStep], tokens: Sequence[int], method: str) -> str:
-    """The history of an answer. Where no step drafted, it still shows what n-grams would have found in the answer."""
+    """The history of an answer. For tokens without recorded drafts, the method "ngram" is simulated on the answer
+    itself."""
     known = _looked_up(tokens) if method == "ngram" else [UNKNOWN] * len(tokens)
     for at, made, all_right, is_cut in steps:
         right = min(all_right, len(known) - at)  # an answer may end within its drafts
@@ -55,7 +56,7 @@ def history(steps: Iterable[DraftStep], tokens: Sequence[int], method: str) -> s
 
 
 def _looked_up(tokens: Sequence[int]) -> list[str]:
-    """For each token: the draft that followed the last tokens before it at their latest occurrence in the answer."""
+    """For each token: whether the token that followed at the latest occurrence of the tokens before it is the same."""
     known, behind = list[str](), dict[tuple[int, ...], int]()
     for place, token in enumerate(tokens):
         before = [tuple(tokens[place - count : place]) for count in range(min(LONGEST, place), 0, -1)]
@@ -66,16 +67,16 @@ def _looked_up(tokens: Sequence[int]) -> list[str]:
 
 
 def kept(histories: Iterable[str]) -> list[str]:
-    """The histories that a fitted file has, of these."""
+    """The histories to store in a fitted file: an even selection of these."""
     some = [each for each in histories if each]
     return some[:: max(1, -(-len(some) // MAX_HISTORIES))]
 
 
 class DraftDraws:
-    """Draws the drafts of an engine's sequences. The same seed draws the same."""
+    """Draws the drafts of an engine's sequences, depending on the seed."""
 
     def __init__(self, histories: Sequence[str], rng: random.Random, *, in_order: bool = False) -> None:
-        """`in_order`: requests have the histories one after the other; otherwise each has a random one."""
+        """`in_order`: requests get the histories in turn; otherwise each gets a random one."""
         self._histories = histories
         self._by_length = sorted(histories, key=len)
         self._lengths = [len(each) for each in self._by_length]
@@ -83,10 +84,10 @@ class DraftDraws:
         self._in_order = in_order
         self._count = 0
         self._chosen: dict[Handle, tuple[str, int, float]] = {}
-        """Each sequence's history, the tokens of its prompt, and the odds that a draft is right."""
+        """Each sequence's history, number of prompt tokens, and odds that a draft is right."""
 
     def begin(self, handle: Handle, num_prompt: int) -> None:
-        """Choose the history of a sequence, which takes the place of the one before it with this handle."""
+        """Choose the history of a new sequence, also if its handle had another one before."""
         if self._histories:
             place = self._count if self._in_order else self._random.randrange(len(self._histories))
             chosen = self._histories[place % len(self._histories)]
@@ -94,13 +95,13 @@ class DraftDraws:
             self._count += 1
 
     def fork(self, child: Handle, parent: Handle) -> None:
-        """Choose the history of a sequence with the prompt of another."""
+        """Choose the history of a sequence that has the prompt of another one."""
         if parent in self._chosen:
             self.begin(child, self._chosen[parent][1])
 
     def draw(self, handle: Handle, num_tokens: int, most: int) -> tuple[int, int]:
-        """The next drafts of a sequence that has so many tokens and may make `most`: the number that are made, and of
-        those that are right."""
+        """Draw the next drafts of a sequence with `num_tokens` tokens, which may make `most`. Returns the number of
+        drafts, and of right ones."""
         if handle not in self._chosen:
             return 0, 0
         history, num_prompt, odds = self._chosen[handle]
@@ -117,15 +118,14 @@ class DraftDraws:
         return most, most
 
     def _longer(self, place: int, num_prompt: int) -> tuple[str, int, float]:
-        """Choose a history for an answer that is longer than its own: a random one that has `place`, or else the
-        longest."""
+        """Choose a history for an answer that exceeds its own: a random one that has `place`, or else the longest."""
         first = min(bisect_right(self._lengths, place), len(self._lengths) - 1)
         chosen = self._by_length[self._random.randrange(first, len(self._lengths))]
         return chosen, num_prompt, _odds(chosen)
 
 
 def _at(history: str, place: int) -> str:
-    """The character of a history for a token. Behind its end, its second half repeats."""
+    """The history's character for a token. Beyond its end, its second half repeats."""
     length = len(history)
     if place < length:
         return history[place]
@@ -134,7 +134,7 @@ def _at(history: str, place: int) -> str:
 
 
 def _odds(history: str) -> float:
-    """The chance that a draft is right where those before it were."""
+    """The odds that a draft is right after right ones."""
     right = history.count(RIGHT)
     wrong = sum(each == WRONG or each.isdigit() for each in history)
     return (right + 1) / (right + wrong + 2)

@@ -54,25 +54,25 @@ VARIED = (
     "disable_adaptive_drafts",
     "kv_cache_dir",
 )
-"""The settings of the engine that a simulation may have other than the recording. With others a step takes another
-time, which only a recording with them can tell."""
+"""Engine settings that a simulation may change. All others change the time of a step, for which a recording with these
+settings is necessary."""
 HASH_SEED = "simulated"
 
 
 class SimulatedDisk:
-    """Begins empty, and keeps all it is given. Loads are made one after the other, and so are writes, beside them; a
-    block, or a state, takes as long either way."""
+    """A disk tier that is empty at first and never evicts. Loads are made one after the other, and so are writes, in
+    parallel to the loads; a block or a state takes the same time either way."""
 
     def __init__(self, blocks_per_s: float) -> None:
         self._block_s = 1 / blocks_per_s
         self._keys: set[bytes] = set()
         self._free_s = {True: 0.0, False: 0.0}
-        """When the last load, and the last write, will have ended."""
+        """End of the last load (True) and the last write (False)."""
         self._under_way: list[tuple[float, Ticket, Transferred, Iterable[bytes]]] = []
 
     @property
     def next_s(self) -> float | None:
-        """When the next transfer will have ended; None if none is under way."""
+        """End of the next transfer; None if there is none."""
         return self._under_way[0][0] if self._under_way else None
 
     def begin(self, message: Transfer, now_s: float) -> None:
@@ -87,7 +87,7 @@ class SimulatedDisk:
             heapq.heappush(self._under_way, (end_s, message.ticket, answer, () if loads else keys))
 
     def take(self, now_s: float) -> list[Transferred]:
-        """Take the answers of what has ended by now."""
+        """Take the answers of transfers that have ended."""
         found = list[Transferred]()
         while self._under_way and self._under_way[0][0] <= now_s:
             _, _, answer, stored = heapq.heappop(self._under_way)
@@ -97,7 +97,7 @@ class SimulatedDisk:
 
 
 class TimedExecutor(SimulatedExecutor):
-    """Workers whose messages take the times that were fitted. The results of a message come together."""
+    """Workers whose messages take the fitted times. The results of a message arrive together."""
 
     def __init__(self, ready: Ready, clock: VirtualClock, fitted: StepTimes, timer: StepTimer) -> None:
         super().__init__(ready, clock, swap_blocks_per_s=fitted.header.swap_blocks_per_s)
@@ -106,7 +106,7 @@ class TimedExecutor(SimulatedExecutor):
         self._reader = StepReader()
         self._draws = timer.drafts
         self._drafts: dict[Handle, tuple[int, int]] = {}
-        """Drafts of the step that is being run."""
+        """Drafts of the current step."""
         self._timings = tuple(StepTiming(*each) for each in fitted.timings)
         self.disk = SimulatedDisk(fitted.load_blocks_per_s or inf) if fitted.header.has_disk else None
 
@@ -122,7 +122,7 @@ class TimedExecutor(SimulatedExecutor):
 
     @property
     def next_event_s(self) -> float | None:
-        """When a result, or what was loaded or written, will be there; None if nothing is under way."""
+        """Time of the next result or end of a transfer; None if there is none."""
         times = [self.next_result_s, None if self.disk is None else self.disk.next_s]
         return min((time_s for time_s in times if time_s is not None), default=None)
 
@@ -158,7 +158,7 @@ class TimedExecutor(SimulatedExecutor):
 
 
 class SimulatedEngine:
-    """One engine with workers of its own."""
+    """One engine and its workers."""
 
     def __init__(
         self, fitted: StepTimes, settings: Mapping[str, Any], timer: StepTimer, clock: VirtualClock, record: str | None
@@ -168,10 +168,10 @@ class SimulatedEngine:
         config = msgspec.structs.replace(config, record=record, prefix_hash_seed=HASH_SEED, kv_cache_preload=0.0)
         self.executor = TimedExecutor(ready, clock, fitted, timer)
         self.core = EngineCore(config, ready, self.executor, sizes, Lives(), clock)
-        self.core.adapter_loader.receive(self.executor, [])  # from here on it knows these workers
+        self.core.adapter_loader.receive(self.executor, [])  # makes the loader know these workers
 
     def step(self) -> list[Produced]:
-        """Take the results that there are by now, and begin the steps that may be begun."""
+        """Take available results, and begin the steps that may be begun."""
         core, produced, transfers = self.core, list[Produced](), self.core.transfers
         if transfers is not None:
             transfers.receive(self.executor)
@@ -197,10 +197,10 @@ class SimulatedEngine:
 
 
 class SimulatedEngines:
-    """One or several, each with its machine: a step of one does not slow another one's."""
+    """One or several engines, each on a separate machine: they do not slow each other down."""
 
     def __init__(self, count: int, make: Callable[[int], SimulatedEngine]) -> None:
-        """`make` makes the engine of a number."""
+        """`make` makes the engine with a given number."""
         self.all = [make(number) for number in range(count)]
         self.router = PrefixRouter[int]() if count > 1 else None
         if self.router is not None:
@@ -214,12 +214,12 @@ class SimulatedEngines:
 
     @property
     def next_event_s(self) -> float | None:
-        """When there is something to do for one of them; None if nothing is under way."""
+        """Time of the next event of any engine; None if there is none."""
         times = [each.executor.next_event_s for each in self.all]
         return min((time_s for time_s in times if time_s is not None), default=None)
 
     def add(self, number: int, request: SimulatedRequest) -> None:
-        """Raises ConfigError if an engine refuses it."""
+        """Submit a request. Raises ConfigError if the engine refuses it."""
         params = SamplingParams(max_tokens=request.output_len, temperature=0.0, seed=0, ignore_eos=True)
         adapter = f"adapter {request.adapter}" if request.adapter else ""
         message = Generate(str(number), request.tokens, params, adapter=adapter)
@@ -246,7 +246,7 @@ class SimulatedEngines:
 
 
 class _Announcer(PoolObserver):
-    """Has the router know what an engine has in its first group of layers, as KV events do."""
+    """Reports the contents of an engine's cache to the router, for the first group of layers, as KV events do."""
 
     def __init__(self, blocks: KVBlocks, router: PrefixRouter[int], engine: int) -> None:
         self._pool: BlockPool = blocks.pool
@@ -268,13 +268,13 @@ class _Announcer(PoolObserver):
 
 
 def _speculation(method: str, count: int) -> Speculation:
-    """Drafts by the method that was recorded, whose model is asked for nothing here."""
+    """The recorded method of drafting; a model that it names is not loaded here."""
     model = "recorded" if method in WITH_MODEL else None
     return Speculation(method=method, num_speculative_tokens=count, model=model)  # type: ignore[arg-type]
 
 
 def _described(header: Header, settings: Mapping[str, Any]) -> tuple[ResolvedConfig, Ready, PoolSizes]:
-    """The engine that was recorded, with other `settings`. Raises ConfigError."""
+    """The recorded engine with other `settings`. Raises ConfigError."""
     if unknown := settings.keys() - set(VARIED):
         raise ConfigError(f"{', '.join(sorted(unknown))} cannot be varied: one of {', '.join(VARIED)}")
     options = header.options
@@ -300,7 +300,7 @@ def _described(header: Header, settings: Mapping[str, Any]) -> tuple[ResolvedCon
         raise ConfigError("kv_cache_dir cannot be simulated: the engine that was recorded kept nothing on a disk")
     if options["draft_method"]:
         recorded["speculative_config"] = _speculation(options["draft_method"], options["num_drafts"])
-    machine: tuple[Literal["cpu"], int] = ("cpu", 1 << 30)  # no time depends on it, and no size
+    machine: tuple[Literal["cpu"], int] = ("cpu", 1 << 30)  # no time and no size depends on it
     positions = options["max_model_len"]
     config = EngineConfig.check(recorded | dict(settings)).resolve(
         max_position_embeddings=positions, dtype="float32", model_path="simulated", machine=machine
@@ -311,7 +311,8 @@ def _described(header: Header, settings: Mapping[str, Any]) -> tuple[ResolvedCon
         rank=0,
         generation=1,
         num_blocks=num_blocks,
-        block_bytes=header.max_moved_states,  # of which, beside those of a state, a step moves as many
+        # not real bytes: with this and state_bytes the engine computes the recorded max_moved_states again
+        block_bytes=header.max_moved_states,
         groups=groups,
         max_model_len=config.max_model_len,
         vocab_size=1 << TOKEN_BITS,

@@ -20,12 +20,12 @@ from vllm_lite.trace.records import Header
 
 MIN_MESSAGES = 200
 MIN_NOISE = 20
-"""Messages of a kind below which their noise is not known."""
+"""Minimum number of messages of a kind for an estimate of its noise."""
 PASSES = 10
 NEAR = 0.05
-"""A message that differs from its time by more than this share counts for less: what delayed it has nothing to do with
-what it held. The times are so those of the messages in the middle. The mean of all that have something in common, such
-as the few with a new request, would have the delays of these as a time of their own."""
+"""Relative error above which a message counts less, since something unrelated to it caused its delay. This fits the
+times to typical messages. Otherwise rare messages with a common feature, such as a new request, would have their delays
+attributed to this feature."""
 MIN_TOLD_S = 1e-6
 SAME = ("options", "policy", "block_size", "caching", "windows", "tensor_parallel_size", "has_disk", "encoder")
 """Settings that must be equal in all recordings to which one set of times is fitted."""
@@ -136,7 +136,7 @@ def _told_s(messages: Sequence[TimedMessage], times: Sequence[float]) -> list[fl
 
 
 def _solve(messages: Sequence[TimedMessage], told_s: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """The best-fitting times. The error of each message counts relative to `told_s`."""
+    """The best-fitting times. The error of each message is relative to `told_s`, its predicted time."""
     size = len(NAMES)
     matrix, right = [[0.0] * size for _ in range(size)], [0.0] * size
     for (features, took_s), each_s, weight in zip(messages, told_s, weights, strict=True):

@@ -1,4 +1,4 @@
-"""A recording as it was: the messages that the workers had, when, and what came of each request."""
+"""A recording: the messages that workers got, their times, and the outcome of each request."""
 
 from array import array
 from collections import deque
@@ -20,11 +20,12 @@ from vllm_lite.tools.simulate.features import Features, StepDone, StepReader
 from vllm_lite.trace import records
 
 CROWD = 8
-"""Sequences of the steps that workers try to see what further ones take."""
+"""Maximum sequences of the steps that workers time at their start."""
 
 
 class TimedMessage(NamedTuple):
-    """A message to the workers, what it held, and the seconds from when they could begin it until they had done it."""
+    """A message to the workers: its features, and the seconds from the moment at which they could begin it until its
+    end."""
 
     features: Features
     took_s: float
@@ -42,7 +43,7 @@ class RecordedRequest:
 
 @dataclass
 class _Sent:
-    """A message under way, and what is known of its steps."""
+    """A message in flight, and its steps."""
 
     steps: list[tuple[SchedulerOutput, int]]
     was_idle: bool
@@ -52,7 +53,7 @@ class _Sent:
 
 
 class Recording(Replay):
-    """Decides again what a trace says was decided, and so knows what each step computed."""
+    """Repeats the decisions of a trace, and so knows what each step computed."""
 
     def __init__(self, path: str) -> None:
         """Raises ProtocolError if the file is no trace."""
@@ -60,15 +61,15 @@ class Recording(Replay):
         self.path = path
         self.messages: list[TimedMessage] = []
         self.gaps_s: list[float] = []
-        """Seconds from a result to the next message, where nothing was under way meanwhile and requests were there."""
+        """Seconds from a result to the next message, while nothing was in flight but there were requests."""
         self.requests: dict[str, RecordedRequest] = {}
         self.drafts: dict[tuple[int, int], list[DraftStep]] = {}
-        """The steps in which each sequence could draft, by its request and its index."""
+        """Steps in which each sequence could draft, by (request, sample)."""
         self.timings: list[tuple[int, int, float]] = []
-        """StepTimings of the start, where they decide how much is drafted."""
+        """StepTimings from the start, if they decide the number of drafts."""
         self._method: str = self.reader.header.options["draft_method"]
         self._answers: dict[tuple[int, int], list[int]] = {}
-        """The tokens of each sequence, where it may draft."""
+        """Tokens of each sequence that may draft."""
         self.on_produced = self._take
         self._block_size = self.reader.header.block_size
         self._length = MessageLength()
@@ -79,7 +80,7 @@ class Recording(Replay):
         self._had_work = False
 
     def read(self) -> "Recording":
-        """Read all of it. Raises ConfigError if this version decides otherwise than the one that recorded."""
+        """Read the whole trace. Raises ConfigError if this version makes other decisions than the recorded one."""
         self.run()
         if self.divergence is not None:
             raise ConfigError(f"the trace cannot be followed; record it with this version ({self.divergence})")
@@ -125,7 +126,7 @@ class Recording(Replay):
             self._unsent = []
 
     def _has_result(self, record: records.Result) -> None:
-        """The first result of a message comes when all of it has been computed."""
+        """The first result of a message arrives when all of the message has been computed."""
         in_flight, now_s = self.scheduler.in_flight, self._clock_s
         step = in_flight.oldest
         if self._sent:
@@ -157,7 +158,7 @@ class Recording(Replay):
         return found
 
     def histories(self) -> list[str]:
-        """The history of the drafts of each answer that did not fail, in the order in which requests came."""
+        """Draft histories of all answers that did not fail, in the order of their requests."""
         answers = sorted(self._answers.items())
         return [history(self.drafts.get(key, ()), tokens, self._method) for key, tokens in answers]
 
@@ -174,7 +175,7 @@ class Recording(Replay):
                 self._keep(item)
 
     def _keep(self, item: Produced) -> None:
-        """Keep the tokens of an answer until it fails. Unknown ones, from before the trace, are all different."""
+        """Store the tokens of an answer, unless it fails. Unknown ones, from before the trace, get distinct numbers."""
         key = item.request.arrival, item.sample
         if item.error is not None:
             self._answers.pop(key, None)
@@ -185,7 +186,7 @@ class Recording(Replay):
 
 
 def _timings(rates: Rates, options: dict[str, Any]) -> list[tuple[int, int, float]]:
-    """The times of the steps that workers try when they start, as the first rates of a trace tell them."""
+    """Times of the steps that workers time at their start, from the first rates in a trace."""
     most, crowd = options["num_drafts"], min(CROWD, options["max_num_seqs"])
     shapes = [(1, rows - 1) for rows in STEP_ROWS if rows <= most] + [(1, most), (crowd, 0), (crowd, 1)]
     rows = [(count * (1 + length), length) for count, length in dict.fromkeys(shapes)]
@@ -193,7 +194,7 @@ def _timings(rates: Rates, options: dict[str, Any]) -> list[tuple[int, int, floa
 
 
 def take(outcome: Outcome, item: Produced, now_s: float) -> None:
-    """Add what a step has given to the outcome of its request."""
+    """Add a step's output to the outcome of its request."""
     if item.token_ids:
         outcome.chunks_s.append(now_s)
         outcome.output_len += len(item.token_ids)

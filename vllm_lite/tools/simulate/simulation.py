@@ -28,7 +28,7 @@ class Simulation:
         record: str | None = None,
     ) -> None:
         """`settings` are EngineConfig's, and override the recorded ones; `timers` makes the timer of each engine.
-        `record`: write a trace there, of several engines that of the first. Raises ConfigError."""
+        `record`: path for a trace of the first engine. Raises ConfigError."""
         self.clock = VirtualClock()
         count = int(settings.get("data_parallel_size", 1))
 
@@ -61,8 +61,8 @@ class Simulation:
 
 
 class _Clients:
-    """Sends requests and takes answers. A request takes `client_s` to reach the engine, which stands for the whole time
-    that a first token spends outside of it."""
+    """Sends requests and takes answers. A request takes `client_s` to reach the engine: all time of a first token
+    outside of it."""
 
     def __init__(self, load: Sequence[SimulatedRequest], client_s: float, max_concurrency: int) -> None:
         self.outcomes = [Outcome(len(each.tokens) // 4) for each in load]
