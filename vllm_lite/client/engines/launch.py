@@ -345,14 +345,17 @@ def _has_ray() -> bool:
 
 
 def _for_encoder(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
-    """The settings of a model that reads each text at once and keeps nothing of it: no chunks, no cache, no host tier.
-    Short texts are to fill a step, and so are long ones."""
+    """The settings of a model that reads each text at once and keeps nothing of it: no chunks, no cache, no tiers.
+    Short texts are to fill a step, and so are long ones. Settings of chats, as a file with many models has them for
+    all, do nothing."""
     longest = config.max_model_len or spec.max_position_embeddings
     return msgspec.structs.replace(
         config,
         enable_chunked_prefill=False,
         enable_prefix_caching=False,
         swap_space=0.0,
+        kv_cache_dir=None,
+        max_itl_ms=None,
         max_num_seqs=config.max_num_seqs or ENCODER_SEQS,
         max_num_batched_tokens=config.max_num_batched_tokens or max(ENCODER_TOKENS, longest),
     )
