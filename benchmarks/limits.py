@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 BLOCK = 16
-"""Common prefixes of a workload's prompts count once, in whole blocks of so many tokens."""
+"""Tokens of a block. Common prefixes of a workload's prompts count once, in whole blocks."""
 WEIGHT_BYTES = {"bf16": 2.0, "int8": 1.0, "int4": 0.5}
 """Scales are left out."""
 KV_BYTES = 2

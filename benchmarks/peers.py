@@ -28,7 +28,7 @@ SAMPLE_S = 0.5
 """Seconds between two samples of memory, each of which takes some milliseconds."""
 ALONE = "W1"
 SPARE_REPEATS = 1
-"""A round goes on for so many repeats more if others disturbed the first ones."""
+"""Maximum repeats that a round adds if other processes disturbed the first ones."""
 BUSY_TOKENS = {"small": {"W1": 128, "W2": 32}, "medium": {"W1": 32}}
 """Workloads that are also run on a busy machine, with the tokens that a request generates: some engines are 70 times
 slower there."""

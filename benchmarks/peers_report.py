@@ -15,7 +15,7 @@ DTYPES = ("bf16", "int8", "int4")
 """The engine whose tokens the others' are compared with."""
 ONE_STREAM = ("W1", "W6", "W7")
 HARDLY_DISTURBED = 2
-"""If no repeat of a cell was undisturbed, the median of so many of the least disturbed ones counts."""
+"""Number of the least disturbed repeats whose median is shown if no repeat of a cell was undisturbed."""
 
 
 def speed_metric(workload: str) -> str:

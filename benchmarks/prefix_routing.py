@@ -82,7 +82,7 @@ def converse(asked: Callable[[str, list[int]], list[int]], chats: int, turns: in
 
 
 def cache_blocks(chats: int, turns: int, times: float = 1.2) -> int:
-    """The KV blocks of one of two engines, which together hold all chats so many times."""
+    """The number of KV blocks of each of two engines whose caches together have room for `times` all chats."""
     whole = SYSTEM + turns * (QUESTION + ANSWER)
     return round(chats * whole // 16 * times / 2)
 

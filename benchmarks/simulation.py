@@ -6,11 +6,12 @@
     python benchmarks/simulation.py --qwen3 TOKENIZER --serve "--quantization int4_g32" --rate 0.25 --share 0.25
 
 A run measures the load to fit and then each of the others, every one with a server of its own that records. The times
-are fitted to those pieces of all runs, which so have seen the machine as fast and as slow as the others did.
+are fitted to the loads in FIT of all runs, so the fit has the same fast and slow times of the machine as the other
+loads.
 
-A figure is the median of the runs. Beside its error stands by how much the runs differ, below which no error can be
-known, and the error with the machine as fast, from moment to moment, and answers as predictable for drafts, as they
-were in each run: that of the simulation alone. FOLDER keeps traces, results and fitted.json.
+A figure is the median of the runs. The table has its error, the spread of the runs (smaller errors cannot be
+distinguished from noise), and the error of a simulation that has each run's speed of the machine, from moment to
+moment, and its hits of drafts. FOLDER keeps traces, results and fitted.json.
 
 --qwen3 measures the shape of Qwen3-0.6B with random weights; TOKENIZER is a folder with its tokenizer
 (scripts/fetch_real.py gets one).
@@ -64,8 +65,8 @@ SEEDS = 7
 
 
 class Cell(NamedTuple):
-    """A figure of a load: its median as simulated and as measured, and in percent its bar, by how much the runs differ,
-    and the errors: with random weather, and with the machine as it was (the median of the runs)."""
+    """A figure of a load: its simulated and its measured median. In percent: its bar, the spread of the runs, the error
+    with random weather, and the median error with the recorded speed of the machine."""
 
     load: str
     figure: str
@@ -164,7 +165,7 @@ def measure(arguments: argparse.Namespace, flags: str, seed: int, path: Path) ->
 
 
 def fit_pieces(folder: Path, engines: int = 1) -> cost.StepTimes:
-    """Fit what was recorded of the load to fit."""
+    """Fit times to the recordings of the loads in FIT."""
     paths = sorted(path for name in FIT for path in folder.glob(f"{name}-*.json"))
     recordings = [read(path, engines) for path in paths]
     results = [result_of(path) for path in paths]

@@ -1,9 +1,8 @@
 """Stream a completion with pyzmq and msgpack alone: python scripts/raw_client.py ipc:///path/to/socket 1 415 333
 
 An example to copy: nothing of vllm_lite is imported; docs/protocol.md has all the rest. If the engine dies, the stream
-goes on in the one that takes its place. The prompt is token ids, or,
-where the package `tokenizers` is installed and the engine's tokenizer can be read here, a text. For a tcp address
---keys is the folder that `vllm-lite keys` made for this client.
+continues in its replacement. The prompt is token ids, or a text if the package `tokenizers` is installed and the
+engine's tokenizer can be read here. For a tcp address --keys is the folder that `vllm-lite keys` made for this client.
 """
 
 import argparse
@@ -110,7 +109,7 @@ def stream(
     request_id, output, ended = os.urandom(12).hex(), list[int](), False
     try:
         while not ended:
-            try:  # what it has of the request already goes with it, and the stream goes on behind that
+            try:  # the tokens that have arrived are sent along, and the stream continues after them
                 send(socket, "generate", request_id, packed(prompt), params, len(output), packed(output))
                 while not ended:
                     message = receive(socket, SILENCE_S, PING)

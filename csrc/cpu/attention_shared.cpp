@@ -6,7 +6,7 @@ namespace vllm_lite {
 
 namespace {
 
-constexpr int kUnitsPerThread = 4;  // with so many units of one size, threads finish at about the same time
+constexpr int kUnitsPerThread = 4;  // enough equal units for threads to finish at about the same time
 constexpr int kLeastRows = 64;      // minimum rows of an item: with fewer, packing keys takes most of the time
 
 // Number of first blocks that both have in common, up to `most`.

@@ -1,5 +1,5 @@
 // Which instruction set kernels use. The files in isa/ are compiled once for each set of this list, each time with
-// VLLM_LITE_ISA defined as the name of the namespace that everything in them stands in.
+// VLLM_LITE_ISA defined as the name of their namespace.
 //
 // Trap: an inline function or a template with external linkage (of the standard library, too) would exist once for each
 // set under one name, and the linker would keep any of them, perhaps one that this machine cannot run. Everything in

@@ -11,7 +11,7 @@ namespace {
 constexpr int64_t kTaskRows = 32;        // maximum rows of a task, all of one adapter
 constexpr int64_t kMinTask = 64 << 10;   // weights times rows; about 5 us
 constexpr int64_t kMinShared = 8 << 15;  // less work is faster on the calling thread alone
-constexpr int64_t kCallsPerThread = 2;   // with so many calls, none is cut into tasks
+constexpr int64_t kCallsPerThread = 2;   // minimum calls per thread with which no call is cut into tasks
 
 int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;

@@ -18,7 +18,7 @@
 constexpr int64_t kLoraBlock = 32;   // outputs of a block of B
 constexpr int64_t kLoraRanks = 4;    // ranks of a block of A
 constexpr int64_t kLoraInputs = 32;  // inputs of a block of A
-constexpr int32_t kMaxParts = 6;     // maximum projections of one layer; recurrent layers have so many
+constexpr int32_t kMaxParts = 6;     // maximum projections of one layer; recurrent layers have six
 
 // The same record as `_Slot` in vllm_lite/kernels/cpu/weights/lora.py: one adapter's part of one layer.
 struct LoraSlot {

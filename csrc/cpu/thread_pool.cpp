@@ -238,7 +238,7 @@ VLLM_LITE_API void vllm_lite_set_num_threads(int32_t count) {
 }
 
 // For tests: adds 1 to counts[task] for each task, and sets threads[task]; a task hashes for `work` rounds. With
-// `nested` tasks, each calls parallel_for with so many, which add 1 each as well. `order`: an Order.
+// `nested` > 0, each task also calls parallel_for with `nested` tasks, which add 1 each. `order`: an Order.
 VLLM_LITE_API void vllm_lite_count_tasks(int64_t num_tasks, int64_t work, int64_t nested, int64_t order,
                                          int32_t* counts, int32_t* threads) {
   const auto count = [=](int64_t task, int thread) {

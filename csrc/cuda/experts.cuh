@@ -3,8 +3,8 @@
 //
 // A pair is a token with one of its experts: pair p is that of token p / top. Pairs are sorted by expert, followed by
 // those of other ranks' experts. Each launch is for all experts:
-//     sort_pairs     chosen -> where each pair lies in that order, and where the pairs of each expert begin
-//     expert_tiles   gate and up with the activation, from x; then, once more, down from what that gave
+//     sort_pairs     chosen -> the place of each pair in that order, and the begin of each expert's pairs
+//     expert_tiles   gate and up with the activation, from x; in a second launch down, from the first one's outputs
 //     sum_experts    the outputs of a token's experts, weighted and added
 // No grid and no size depends on the chosen experts: blocks without work return. So a CUDA graph can contain all
 // launches, and nothing waits for the host.

@@ -29,8 +29,8 @@ __device__ __forceinline__ int number_again(const int* list, int at) {
   return __float_as_int(load_fresh(reinterpret_cast<const float*>(list) + at));
 }
 
-// Tiles per split for a row of `tiles` tiles: all if they are few, 256 tokens for up to 16 splits, then 512, and beyond
-// 32 768 tokens so many that there are 64 splits.
+// Tiles per split for a row of `tiles` tiles: all of up to 512 tokens; then 256 tokens for up to 16 splits, and 512 for
+// up to 64 splits. Longer rows have 64 splits.
 __device__ __forceinline__ int tiles_a_split(int tiles) {
   return tiles <= 32 ? 32 : tiles <= 256 ? 16 : max(32, ceil_div(tiles, 64));
 }

@@ -96,12 +96,12 @@ inline float4 make_float4(float x, float y, float z, float w) {
     cpu::signature(__VA_ARGS__, emulator_report);                                                                  \
   }
 
-// The stacks of a launch, or null; whoever launches kernels keeps them.
+// The stacks of a launch, or null; owned by the caller.
 EMULATOR_API __attribute__((used)) inline void* emulator_make_stacks() {
   return cpu::make_stacks();
 }
 
-// Hands over what was prefetched, up to `room` addresses, and forgets it; how many there were.
+// Writes the prefetched addresses, at most `room`, to `to`, and clears the list. Returns their number.
 EMULATOR_API __attribute__((used)) inline size_t emulator_prefetched(const void** to, size_t room) {
   const size_t count = cpu::prefetched.size();
   for (size_t i = 0; i < count && i < room; ++i) to[i] = cpu::prefetched[i];

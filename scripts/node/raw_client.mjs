@@ -106,7 +106,7 @@ async function* stream(address, keys, prompt, params) {
   let socket = await reach(address, keys), ended = false;
   try {
     while (!ended) {
-      try { // what it has of the request already goes with it, and the stream goes on behind that
+      try { // the tokens that have arrived are sent along, and the stream continues after them
         await send(socket, "generate", requestId, packed(prompt), params, output.length, packed(output));
         while (!ended) {
           const [kind, , outputs] = await receive(socket, SILENCE_MS, PING);

@@ -21,7 +21,7 @@ from vllm_lite.kernels.cpu.library import available
 from vllm_lite.kernels.select import ops_for
 
 BLOCK_TOKENS = 64
-"""Block size for the native kernel: it looks into its table once for so many tokens."""
+"""Block size for the native kernel, which reads its block table once per block."""
 
 
 @dataclass(slots=True)

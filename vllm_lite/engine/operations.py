@@ -1,4 +1,4 @@
-"""Operations: pause, sleep, weight updates and profiles, while the engine's loop goes on.
+"""Operations: pause, sleep, weight updates and profiles, while the engine's loop runs.
 
 Operations run one after the other, as generators: advance() is called in every pass of the loop and never blocks.
 Nothing is scheduled while the engine is paused or asleep, but requests can still be added, aborted and expire. A

@@ -32,7 +32,7 @@ from vllm_lite.models.weights import load_weights
 OWN = ("layers", "lm_head", "buffers", "adapted_tokens", "adapted_head")
 """Attributes of a model that its copy does not share."""
 FEW_BITS = 5.0
-"""A model with matrices of at most so many bits per weight gets no 4-bit copy."""
+"""Maximum bits per weight of matrices for which a model gets no 4-bit copy."""
 
 
 class CopyFiles(NamedTuple):

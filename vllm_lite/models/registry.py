@@ -201,7 +201,7 @@ def build(
     `dtype` may be a name like "bfloat16". `quantization` applies to all matrix products, including the LM head; the
     embedding keeps the dtype. `communicator` connects the ranks that share the model; None: there is one rank.
     Raises ModelError for an architecture that is not in MODELS; ConfigError if `quantization` does not go with a
-    quantized checkpoint, or the model cannot be split over so many ranks or stages.
+    quantized checkpoint, or the model cannot be split over the ranks or stages.
     """
     if spec.implementation == "native" and spec.architecture not in MODELS:
         raise ModelError(f"architecture {spec.architecture!r} is not supported; supported: {', '.join(MODELS)}")

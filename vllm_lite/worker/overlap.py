@@ -2,7 +2,7 @@
 
 Otherwise a GPU would idle while the host waits for a step's tokens, builds the next step's inputs and launches it. With
 overlap the sampled tokens stay on the device, where they become input ids of the next step, and reach the host one
-step late. Until then token 0 stands in their place.
+step late. Until then the host has token 0 in their place.
 
 Only steps that need no token which the host lacks can run ahead. Masks, penalties, logprobs, drafts, forks and
 preemptions read tokens: such a step waits for the steps before it, and runs as without overlap.

@@ -46,7 +46,7 @@ VLLM_LITE_INLINE Vec transform_lanes(Vec x, int block) {
   return x;
 }
 
-// The steps within each kVecs vectors of a row, for blocks of at least so many.
+// The steps within each kVecs vectors of a row, for blocks of at least kVecs vectors.
 template <int kVecs>
 VLLM_LITE_INLINE void transform_vectors(float* row, int size, float factor) {
   for (float* from = row; from < row + size; from += kVecs * kWidth) {

@@ -12,7 +12,7 @@ namespace {
 
 #if defined(__AVX512BF16__)
 constexpr int kGroup = 12;               // rows at a time: two sums each
-constexpr int kFewRows = 2;              // for up to so many rows, memory is the limit
+constexpr int kFewRows = 2;              // maximum rows for which memory is the limit
 constexpr int64_t kTile = 256;           // inputs of the rows on the stack
 constexpr int64_t kLongTile = 2048;      // the same for one group of rows
 constexpr int64_t kLongestTile = 12288;  // the same for few rows: blocks are read without a jump, so that

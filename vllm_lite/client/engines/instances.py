@@ -92,7 +92,7 @@ State = Literal["serving", "recovering", "starting", "not answering", "stopped",
 
 
 class WorkerProcess(NamedTuple):
-    """A worker of an engine that runs, and what it has in memory; what several have in common counts for each."""
+    """A worker process of a running engine, and its memory; shared memory counts for each worker."""
 
     rank: int
     pid: int
@@ -153,7 +153,7 @@ def wanted(instances: Sequence[Instance], target: str) -> list[Instance]:
 
 
 def clean(instance: Instance) -> None:
-    """Remove what a dead instance left: its run directory, and its socket if that lies elsewhere."""
+    """Remove the files of a dead instance: its run directory, and its socket if that is elsewhere."""
     address, doomed = instance.record.address, instance.folder.with_name(f".{instance.folder.name}")
     try:
         instance.folder.rename(doomed)

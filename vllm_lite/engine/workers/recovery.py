@@ -1,6 +1,6 @@
 """Recovery: replaces lost workers, from the moment at which the engine notices the loss until new workers serve.
 
-The engine's loop goes on meanwhile: it answers clients, accepts and ends requests, and checks deadlines. So recovery is
+The engine's loop runs meanwhile: it answers clients, accepts and ends requests, and checks deadlines. So recovery is
 a generator: advance() is called in every pass of the loop and never blocks.
 """
 

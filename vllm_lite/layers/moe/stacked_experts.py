@@ -70,13 +70,13 @@ def stack_weights(matmuls: Sequence[DenseMatmul]) -> torch.Tensor:
     if any(each.shape != first.shape for each in weights):
         raise ValueError(f"experts must have one shape, got {sorted({tuple(each.shape) for each in weights})}")
     memory = first.untyped_storage().data_ptr()
-    lies = [
+    are_adjacent = [
         each.is_contiguous()
         and each.untyped_storage().data_ptr() == memory
         and each.storage_offset() == first.storage_offset() + index * first.numel()
         for index, each in enumerate(weights)
     ]
-    if all(lies):
+    if all(are_adjacent):
         return first.as_strided((len(weights), *first.shape), (first.numel(), first.shape[1], 1))
     whole = first.new_empty(len(weights), *first.shape)
     del weights, first

@@ -1,4 +1,4 @@
-"""SigLIP, and the tower of Idefics 3 and SmolVLM, in which a projection stands behind it, on tiles of an image."""
+"""SigLIP, and the tower of Idefics 3 and SmolVLM: SigLIP on tiles of an image, followed by a projection."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar

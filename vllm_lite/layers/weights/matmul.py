@@ -30,7 +30,7 @@ class Matmul(Protocol):
 
 
 class DenseMatmul:
-    """The weight as it was loaded; any device."""
+    """A product with an unquantized weight; any device."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight = weight

@@ -22,7 +22,7 @@ LONGEST = 4
 RIGHT, WRONG, NOTHING, STOPPED, UNKNOWN = "r", "w", "-", ".", "?"
 """Characters of a history. RIGHT: the draft of this token was right. WRONG: it was wrong, and as many drafts were made
 as were allowed. NOTHING: the drafter found nothing. STOPPED: it found nothing after earlier drafts of the step.
-UNKNOWN: it was not asked. A digit: the draft was wrong, and so many drafts were made from here on."""
+UNKNOWN: it was not asked. A digit: the draft was wrong; the digit is the number of drafts from this token on."""
 MOST_MADE = 9
 
 History = Annotated[str, Meta(min_length=1, max_length=MAX_TOKENS, pattern=r"^[-rw.?1-9]*$")]

@@ -75,7 +75,7 @@ class RecordedChain:
         self._groups = groups
         self._scratch = scratch
         self._best_of: dict[int, native.BestOf] = {}
-        """Number of rows -> the sampler for the logits of the latest pass with so many rows."""
+        """Number of rows -> the sampler for the logits of the latest pass with this number."""
 
     @classmethod
     def of(
@@ -92,7 +92,7 @@ class RecordedChain:
 
     def draft(self, asked: DraftRows, *, stays: bool = False) -> list[Int32s] | None:  # of each: [at most its count]
         """Draft `counts` tokens of each sequence, or fewer if no token can be drawn. Returns None and does nothing if
-        passes of so many sequences are not recorded. `stays`: see Chain."""
+        passes of this number of sequences are not recorded. `stays`: see Chain."""
         order = np.argsort(-asked.counts, kind="stable")
         own = asked.ordered(order)
         alive = np.arange(own.counts[0])[:, None] < own.counts  # [num_passes, n]

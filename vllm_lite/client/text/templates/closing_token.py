@@ -81,8 +81,9 @@ def find_closing(template: TemplateSource, tokens: Collection[str], known: Colle
 def _closer(
     behind: str, pattern: "re.Pattern[str]", inner: Collection[str], known: Collection[str], *, is_last: bool
 ) -> str | None:
-    """The token of those in `behind`, the text behind an answer, that closes it: the first one, or one that is `known`
-    and touches it. Where a text stands around the first one, it is markup, and the last one of the prompt does."""
+    """Return the token that closes an answer, out of those in `behind`, the text after the answer: the first one, or a
+    `known` one that follows it directly. If there is text around the first one, the tokens are markup; then it is the
+    last one, if the prompt ends with it."""
     found = [each for each in pattern.finditer(behind) if each[0] not in inner]
     if not found:
         return None
