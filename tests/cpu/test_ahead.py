@@ -99,7 +99,7 @@ def made(path: Path, family: str, **overrides: Any) -> Path:
 
 
 @pytest.mark.parametrize(("family", "overrides", "settings"), CASES)
-def test_a_model_takes_all_that_was_packed(
+def test_a_model_takes_all_packed_weights(
     tmp_path: Path, family: str, overrides: dict[str, Any], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(made(tmp_path, family, **overrides), **settings)
@@ -150,7 +150,7 @@ def test_the_experts_of_a_family_are_all_packed(tmp_path: Path, variant: Variant
 
 
 @pytest.mark.parametrize("other", [{"dtype": "float32"}, {"quantization": "int8"}, {"tensor_parallel_size": 2}])
-def test_what_was_packed_for_another_model_is_not_taken(tmp_path: Path, other: dict[str, Any]) -> None:
+def test_weights_packed_for_another_model_are_not_taken(tmp_path: Path, other: dict[str, Any]) -> None:
     path = make_checkpoint(tmp_path, dtype="bfloat16")
     config = config_of(path, dtype="bfloat16")
     plain, model = model_of(config, 0), model_of(config, 0)
@@ -195,7 +195,7 @@ def test_a_file_that_is_replaced_after_its_header_was_read(tmp_path: Path, monke
     assert pack_ahead(config_of(path), 0, num_threads=1) is None
 
 
-def test_nothing_is_packed_for_what_transformers_computes(tmp_path: Path) -> None:
+def test_nothing_is_packed_for_models_of_transformers(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path)
     assert pack_ahead(config_of(path, model_impl="transformers"), 0, num_threads=1) is None
 
@@ -277,7 +277,7 @@ def test_pieces_of_any_kind_are_packed(
                 torch.testing.assert_close(product(ours), product(theirs), rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_closed_packer_gives_back_what_nobody_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_packer_frees_weights_that_were_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.write_bytes(bytes(64 * 64 * 4))
     job = Job((Piece(file, 0, "float32", 64, 0, 0, 64),), 64, "float32")

@@ -69,7 +69,7 @@ def test_products_of_integers_have_the_bits_of_other_processors(num_rows: int) -
                 assert torch.equal(out, wanted), (processor, case)
 
 
-def test_memory_of_nobody_ends_the_emulated_process() -> None:
+def test_a_read_of_unmapped_memory_ends_the_emulated_process() -> None:
     """A test with a kernel that reads outside of any memory therefore fails."""
     with emulated("max"):
         read = library.function("vllm_lite_read", (library.pointer, library.int64), library.int64)

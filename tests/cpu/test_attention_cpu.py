@@ -206,7 +206,7 @@ def test_sums_are_brought_to_new_largest_scores():
         assert_exact(lengths, isas_for(dtype), tolerance=2e-2, sharpness=16, dtype=dtype, head_size=64)
 
 
-def test_what_lies_beyond_2_to_the_31_elements(each_product_isa):
+def test_blocks_beyond_2_to_the_31_elements(each_product_isa):
     """A pool of 6 GiB that is hardly touched: the numbers of elements and bytes before a block exceed 32 bits."""
     block, num_blocks = 2 * 2 * 16 * 8, (3 << 30) // (2 * 2 * 16 * 8)
     no_reserve = 0x4000  # Linux's MAP_NORESERVE, which older Pythons do not name
@@ -263,13 +263,13 @@ def test_two_windows_in_one_model():
         ({"device": torch.device("cuda")}, "runs on a CPU, not on cuda"),
     ],
 )
-def test_what_it_does_not_support(change, reason):
+def test_unsupported_shapes_are_refused(change, reason):
     shape = changed(Batch([(1, 1)]).shape, **change)
     with pytest.raises(ConfigError, match=reason):
         select_backend(shape, "cpu")
 
 
-def test_workspace_covers_what_splits_take():
+def test_the_workspace_covers_the_scratch_of_splits():
     batch = Batch([(1, 5000), (8, 5000), (1, 9000)], backend=CpuBackend, group=4)
     batch.step()
     taken = sum(part.nbytes for part in batch.backend.kernels[0].scratch)

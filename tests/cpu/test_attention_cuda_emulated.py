@@ -234,7 +234,7 @@ class CountingLauncher(EmulatorLauncher):
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
-def test_the_other_layers_of_a_step_launch_what_the_first_did(dtype: torch.dtype) -> None:
+def test_other_layers_of_a_step_launch_the_same_kernels_as_the_first(dtype: torch.dtype) -> None:
     """With their own cache, sinks and scales."""
     shape = changed(SHAPE, sinks=True, kv_dtype=E4M3, dtype=dtype)
     first = make_step(shape, MIXED, rotate=True)
@@ -326,7 +326,7 @@ def test_a_graph_refuses_lengths_that_it_was_not_made_for() -> None:
         ({"kv_dtype": BF16, "dtype": FP32}, "torch.bfloat16 does not go with"),
     ],
 )
-def test_what_has_kernels(changes: dict[str, Any], reason: str | None) -> None:
+def test_shapes_with_kernels(changes: dict[str, Any], reason: str | None) -> None:
     given = kernels_reason(changed(SHAPE, **changes))
     if reason is None:
         assert given is None

@@ -138,7 +138,7 @@ def test_a_block_sparse_query_sees_its_pattern() -> None:
         ({"kv_dtype": FP32}, "torch.float32 does not go with queries of torch.bfloat16"),
     ],
 )
-def test_what_has_kernels(changes: dict[str, Any], reason: str | None) -> None:
+def test_shapes_with_kernels(changes: dict[str, Any], reason: str | None) -> None:
     given = split_layout_reason(changed(SHAPE, **changes))
     assert given is None if reason is None else reason in str(given)
 

@@ -289,7 +289,7 @@ def test_where_the_blocks_lie_changes_no_bit(backend):
 
 
 @pytest.mark.parametrize("filler", [0.0, 1e30, math.inf])
-def test_what_unused_slots_hold_changes_no_bit(backend, filler):
+def test_contents_of_unused_slots_change_no_bit(backend, filler):
     assert torch.equal(
         Batch(CHUNKED + DECODE, filler=filler, backend=backend).run(),
         Batch(CHUNKED + DECODE, filler=math.nan, backend=backend).run(),

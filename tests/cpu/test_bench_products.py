@@ -15,7 +15,7 @@ from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.library import ISAS, function, int32
 
 
-def test_what_is_not_named_stays_as_it_is() -> None:
+def test_unnamed_options_keep_their_defaults() -> None:
     assert choose({}) == ALL._replace(isas=[])
     chosen = choose({"shapes": "64x32,8x4", "rows": "1,3", "dtypes": "bfloat16", "forms": "int8,torch", "isas": "avx2"})
     assert chosen == ([(64, 32), (8, 4)], [1, 3], [torch.bfloat16], ["int8", "torch"], ["avx2"])
@@ -32,7 +32,7 @@ def test_what_is_not_named_stays_as_it_is() -> None:
         ("isas", "mmx", "'mmx' is none of baseline, avx2,"),
     ],
 )
-def test_what_cannot_be_measured_is_said(name: str, text: str, said: str) -> None:
+def test_invalid_options_are_refused_by_name(name: str, text: str, said: str) -> None:
     with pytest.raises(ValueError) as error:
         choose({name: text})
     assert str(error.value).startswith(said)
@@ -41,7 +41,7 @@ def test_what_cannot_be_measured_is_said(name: str, text: str, said: str) -> Non
 @pytest.mark.skipif(not cpu.available(), reason="no native library")
 @pytest.mark.parametrize("isa", PRODUCTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_what_registers_multiply_is_counted(isa: str, dtype: torch.dtype) -> None:
+def test_operations_in_registers_are_counted(isa: str, dtype: torch.dtype) -> None:
     """Every thread has as many operations, in every round."""
     before, threads = cpu.isa(), cpu.num_threads()
     if not function("vllm_lite_set_isa", (int32,), int32)(ISAS.index(isa)):
@@ -84,7 +84,7 @@ def test_a_case_of_attention() -> None:
         ("1x1@8:9/8x64", "9 heads cannot share 8 KV heads in '1x1@8:9/8x64'"),
     ],
 )
-def test_what_is_no_case_of_attention_is_said(text: str, said: str) -> None:
+def test_invalid_cases_of_attention_are_refused_by_name(text: str, said: str) -> None:
     with pytest.raises(ValueError) as error:
         chosen(text)
     assert str(error.value).startswith(said)

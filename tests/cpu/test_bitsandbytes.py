@@ -125,7 +125,7 @@ STATE = {"quant_type": "nf4", "blocksize": 64, "shape": [1, 2]}
         (json.dumps(STATE | {"nested_offset": 0.5, "nested_blocksize": 256}), "nested_blocksize 256 with nested_off"),
     ],
 )
-def test_a_state_that_says_something_else_is_refused(state: str, problem: str) -> None:
+def test_a_quantization_state_that_differs_is_refused(state: str, problem: str) -> None:
     weight = bitsandbytes.stored(BitsAndBytes4(table="nf4"), ["w"], shape_of(Split.whole(1), Split.whole(2)))
     byte = torch.tensor([[0x7F]], dtype=torch.uint8)
     with pytest.raises(ModelError, match=problem):
@@ -165,7 +165,7 @@ def test_experts_that_are_stored_together_are_dense(form: Callable[..., Any]) ->
         (["mlp.gate"], ["model.layers.1.mlp.gate"]),
     ],
 )
-def test_what_is_skipped_is_dense(skipped: list[str] | None, dense: list[str]) -> None:
+def test_skipped_modules_are_dense(skipped: list[str] | None, dense: list[str]) -> None:
     spec = read_bitsandbytes(NF4 | {"llm_int8_skip_modules": skipped})
     names = ["lm_head", "model.layers.1.mlp.up_proj", "model.layers.1.mlp.gate", "model.layers.11.mlp.gate_proj"]
     assert [name for name in names if spec.is_dense(name)] == dense
@@ -183,7 +183,7 @@ def test_what_is_skipped_is_dense(skipped: list[str] | None, dense: list[str]) -
         (NF4 | {"load_in_4bit": "yes"}, "quantization_config.load_in_4bit: Expected `bool`"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, config: dict[str, Any], problem: str) -> None:
+def test_unsupported_settings_are_refused_by_name(tmp_path: Path, config: dict[str, Any], problem: str) -> None:
     path = make_checkpoint(tmp_path)
     say_quantized(path, {"quant_method": "bitsandbytes", **config})
     with pytest.raises(ModelError, match=problem):

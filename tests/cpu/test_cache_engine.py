@@ -173,7 +173,7 @@ programs = st.lists(runs(), max_size=8).map(lambda parts: [entry for part in par
 
 
 @pytest.mark.parametrize("mover", MOVERS)
-def test_any_program_gives_what_one_op_at_a_time_gives(mover):
+def test_any_program_equals_its_ops_one_at_a_time(mover):
     engine = numbered_engine(mover)
     values = torch.cat((engine.pool, engine.host_pool))
 
@@ -203,7 +203,7 @@ ORDERED = [
 
 @pytest.mark.parametrize("mover", MOVERS)
 @pytest.mark.parametrize("program", ORDERED)
-def test_programs_whose_order_matters(program, mover):
+def test_programs_that_depend_on_their_order(program, mover):
     engine = numbered_engine(mover)
     engine.execute(program)
     assert contents(engine) == one_at_a_time(program)
@@ -414,14 +414,14 @@ def test_a_gpu_machine_locks_the_host_pool_as_long_as_the_engine_lives(monkeypat
     assert not cudart.locked
 
 
-def test_a_host_pool_that_cannot_be_locked_is_an_error_that_says_what_to_try(monkeypatch):
+def test_the_error_for_a_host_pool_that_cannot_be_locked_names_swap_space(monkeypatch):
     monkeypatch.setattr(torch.cuda, "cudart", lambda: FakeCudart(code=2))
     engine = make_engine()
     with pytest.raises(ConfigError, match=r"CUDA error 2.*--swap-space"):
         engine.locked(engine.host_pool)
 
 
-def test_measuring_the_swap_takes_a_moment_and_leaves_the_pools_as_they_were(monkeypatch):
+def test_measuring_the_swap_is_short_and_does_not_change_the_pools(monkeypatch):
     engine = make_engine()
     clock = itertools.count(step=0.001)
     monkeypatch.setattr(cache_engine, "time", SimpleNamespace(perf_counter=lambda: next(clock)))

@@ -65,7 +65,7 @@ def test_a_step_has_the_bits_of_its_rows(lengths: list[tuple[int, int]], changes
             assert torch.equal(step.run(backend, group)[0], alone(step, group))
 
 
-def test_a_graph_takes_lists_of_either_kind() -> None:
+def test_a_graph_runs_steps_with_and_without_shared_prefixes() -> None:
     """Steps with and without shared prefixes in turn; steps of few sequences have no second launch."""
     step = sharing(make_step(SHAPE, LENGTHS))
     lens = step.batch.host

@@ -163,7 +163,7 @@ def test_small_tensors_are_gathered_and_broadcast(connect: Connect, dtype: torch
 
 
 @pytest.mark.parametrize("connect", ALL)
-def test_nobody_leaves_a_barrier_before_all_have_come(connect: Connect, tmp_path: Path) -> None:
+def test_no_rank_leaves_a_barrier_before_all_have_arrived(connect: Connect, tmp_path: Path) -> None:
     come: list[int] = []
     with connected(connect, 3, tmp_path) as ranks:
 
@@ -176,7 +176,7 @@ def test_nobody_leaves_a_barrier_before_all_have_come(connect: Connect, tmp_path
 
 
 @pytest.mark.parametrize("connect", ALL)
-def test_a_rank_that_waits_says_so_and_continues_when_the_others_come(connect: Connect, tmp_path: Path) -> None:
+def test_a_waiting_rank_reports_it_and_continues_once_the_others_arrive(connect: Connect, tmp_path: Path) -> None:
     with connected(connect, 2, tmp_path) as ranks:
         assert [rank.is_waiting() for rank in ranks] == [False, False]
 

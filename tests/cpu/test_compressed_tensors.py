@@ -146,7 +146,7 @@ def are_alike(dense: Path, packed: Path, ranks: int = 2) -> None:
 
 @pytest.mark.usefixtures("float_products")
 @pytest.mark.parametrize("name", SCHEMES)
-def test_what_the_library_writes_is_what_it_reads(tmp_path: Path, name: str) -> None:
+def test_checkpoints_of_the_library_are_read_as_the_library_reads_them(tmp_path: Path, name: str) -> None:
     form, own = SCHEMES[name]
     dense, packed = checkpoints(tmp_path, partial(write, form, own), of_library(form, own))
     are_alike(dense, packed, 1 if "pack" in form and own["strategy"] == "group" and own["group_size"] == 32 else 2)
@@ -194,7 +194,7 @@ def test_layers_of_several_kinds(tmp_path: Path) -> None:
     are_alike(*checkpoints(tmp_path, by_name, config), 1)
 
 
-def test_zero_points_of_projections_whose_outputs_fill_no_words() -> None:
+def test_zero_points_of_projections_with_partly_filled_words() -> None:
     """Each tensor begins with a new word."""
     from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 
@@ -259,7 +259,7 @@ def test_layers_that_are_not_converted_are_found_by_the_end_of_their_names(tmp_p
         (FP8 | {"fmt": "e5m2"}, "fmt: Invalid enum value 'e5m2'"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, config: dict[str, Any], problem: str) -> None:
+def test_unsupported_settings_are_refused_by_name(tmp_path: Path, config: dict[str, Any], problem: str) -> None:
     path = make_checkpoint(tmp_path)
     say_quantized(path, config)
     with pytest.raises(ModelError, match=problem):

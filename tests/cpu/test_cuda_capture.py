@@ -210,7 +210,7 @@ def shared_in_graph(driver: Driver) -> int:
     return int(bucket.batch.plan.decodes[0].splits[0, 1])
 
 
-def test_what_sequences_have_in_common_is_read_once(
+def test_a_common_prefix_of_sequences_is_read_once(
     tmp_path: Path, serve_by: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Tokens are the same in a graph, eagerly, and for each sequence alone."""
@@ -334,7 +334,7 @@ def test_python_does_not_run_again_and_addresses_stay(launcher: CapturingLaunche
     assert torch.allclose(out, torch.nn.functional.rms_norm(x * 2 + 1, (8,)), rtol=1e-3)
 
 
-def test_a_launch_that_reads_what_nobody_keeps_is_found(launcher: CapturingLauncher) -> None:
+def test_a_launch_that_reads_freed_memory_is_found(launcher: CapturingLauncher) -> None:
     kept = [torch.ones(2, 8)]
     out = torch.zeros(2, 8)
     graph = CudaLikeCapture()(lambda: None, lambda: CudaOps(launcher).rms_norm(kept[0], torch.ones(8), 1e-6, out))

@@ -62,7 +62,7 @@ class Layer:
 @pytest.mark.usefixtures("each_vector_isa")
 @pytest.mark.parametrize("segments", [ALONE, MIXED], ids=["alone", "mixed"])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_the_kernels_compute_what_torch_does(spec: DeltaNetSpec, segments: Segments) -> None:
+def test_the_kernels_agree_with_torch(spec: DeltaNetSpec, segments: Segments) -> None:
     layer = Layer(spec)
     (out, states), (wanted, wanted_states) = (
         layer.run(op, segments) for op in (NativeDeltaNet(spec), DeltaNetOp(spec))
@@ -102,7 +102,7 @@ def test_chunks_and_steps_are_one_recurrence() -> None:
         torch.testing.assert_close(ours, wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_the_segments_above_are_what_they_say() -> None:
+def test_the_segments_of_this_file_are_valid() -> None:
     for segments in (ALONE, CUT, MIXED):
         assert all(first <= last for first, last in pairwise(segments.rows.tolist()))
         assert segments.firsts[-1] == len(segments.sources) == len(segments.targets) == len(segments.rows) - 1

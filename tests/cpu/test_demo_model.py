@@ -75,7 +75,7 @@ def test_transformers_reads_the_same_tokens(tokenizer, hf_tokenizer):
         assert hf_tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text
 
 
-def test_the_chat_template_writes_what_training_showed(hf_tokenizer):
+def test_the_chat_template_writes_the_format_of_the_training(hf_tokenizer):
     messages = [
         {"role": "system", "content": "You are ignored."},
         {"role": "user", "content": "Hello!"},

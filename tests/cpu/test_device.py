@@ -112,7 +112,7 @@ def test_a_gpu_has_both_unless_graphs_are_off(eager: bool, monkeypatch: pytest.M
     assert isinstance(device.capture, CudaCapture) is not eager
 
 
-def test_memory_is_what_driver_and_allocator_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_read_from_driver_and_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (30, 100))
     stats = {"allocated_bytes.all.current": 7, "allocated_bytes.all.peak": 9}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda _device: stats)

@@ -70,7 +70,7 @@ def test_blocks_of_the_host_are_written_beside_those_of_the_device(
     assert torch.equal(target[1:6].view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_a_worker_writes_from_the_pool_that_a_global_id_lies_in(tmp_path: Path) -> None:
+def test_a_worker_writes_from_the_pool_of_a_global_id(tmp_path: Path) -> None:
     cache = make_engine()
     for number, block in enumerate((*cache.pool, *cache.host_pool)):
         block.fill_(float(number))
@@ -213,7 +213,7 @@ def test_a_long_load_is_shared_by_two_threads_and_answered_once(tmp_path: Path) 
     worker.disk.close(scaled(5.0))
 
 
-def test_a_tier_that_cannot_be_opened_fails_each_transfer_and_says_so(
+def test_a_tier_that_cannot_be_opened_fails_each_transfer_with_a_reason(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse() -> DiskStore:
@@ -230,7 +230,7 @@ def test_a_tier_that_cannot_be_opened_fails_each_transfer_and_says_so(
     worker.disk.close(scaled(5.0))
 
 
-def test_the_log_says_once_for_each_reason_that_nothing_can_be_written(
+def test_each_reason_for_failed_writes_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     worker, reasons = Worker(tmp_path, 1), [errno.ENOSPC, errno.ENOSPC, errno.EDQUOT, errno.EDQUOT]
@@ -249,7 +249,7 @@ def test_the_log_says_once_for_each_reason_that_nothing_can_be_written(
     worker.disk.close(scaled(5.0))
 
 
-def test_ranks_but_the_first_say_only_what_has_ended(tmp_path: Path) -> None:
+def test_ranks_other_than_the_first_report_only_the_end_of_transfers(tmp_path: Path) -> None:
     worker = Worker(tmp_path, 1, rank=1)
     assert worker.run(StoreBlocks(1, KEYS, list(range(8)))).rank == 1
     assert not worker.known

@@ -81,7 +81,7 @@ def test_lengths_are_those_of_the_weights_that_are_multiplied(kind: str | None, 
     assert adapted.abs().max() > 1
 
 
-def test_what_is_not_served_is_refused(tmp_path: Path) -> None:
+def test_unsupported_lengths_are_refused(tmp_path: Path) -> None:
     oracle = Oracle(make_checkpoint(tmp_path / "base"))
     path = make_dora(oracle.path, tmp_path / "dora", ["q_proj", "down_proj"], seed=1)
     expected = adapted_logits(oracle.path, path, oracle.tokens[:40])

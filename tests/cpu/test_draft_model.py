@@ -181,7 +181,7 @@ def test_a_prompt_is_made_up_for_in_several_steps(model: Path, kin: Path) -> Non
     watched.check()
 
 
-def test_what_is_made_up_for_ends_with_a_block(model: Path, kin: Path) -> None:
+def test_catching_up_with_a_prompt_that_fills_its_blocks(model: Path, kin: Path) -> None:
     """The next block has the KV of another sequence, which was there before."""
     watched, prompt = Watched(model, kin, max_num_batched_tokens=40), make_prompt(60, seed=2)
     watched.new(0, prompt[::-1], 1, num_tokens=40)

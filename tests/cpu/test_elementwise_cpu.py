@@ -122,7 +122,7 @@ def test_activations_over_their_whole_range(kind: Activation, reach: float, ops:
     assert_close(out[0], exact_activation(kind, x), units(kind, x))
 
 
-def test_gelu_is_that_of_torch(ops: CpuOps) -> None:
+def test_gelu_agrees_with_torch(ops: CpuOps) -> None:
     x = torch.linspace(-15, 15, 200_001)
     out = x[None].clone()
     ops.activate("gelu", out)
@@ -249,7 +249,7 @@ def test_scale_and_cap(factor: float, cap: float, ops: CpuOps) -> None:
         assert_gaps_untouched(found)
 
 
-def test_what_is_no_number_stays_none(ops: CpuOps) -> None:
+def test_nan_stays_nan(ops: CpuOps) -> None:
     """The sampler refuses a row with a NaN: a cap must not hide it."""
     logits = torch.tensor([[math.nan, math.inf, -math.inf, 0.0, -0.0]])
     ops.scale_and_cap(logits, 2.0, 30.0)

@@ -42,7 +42,7 @@ def test_torch_rounds_alike(dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", get_args(EmbedDtype))
-def test_what_is_no_number_stays_none_and_large_ones_are_not_small(dtype: Any) -> None:
+def test_nan_stays_nan_and_large_numbers_stay_large(dtype: Any) -> None:
     data = array("f", [math.nan, 1e30, -1e30]).tobytes()
     codes = torch.frombuffer(bytearray(Encoding(dtype).of(data)), dtype=TYPES[dtype]).float().tolist()
     assert math.isnan(codes[0])

@@ -100,7 +100,7 @@ def test_spans_of_the_privacy_filter(tmp_path: Path) -> None:
             assert own.outputs.redacted.startswith(text[: first.start] + f"<{first.label.upper()}>")
 
 
-def test_windows_of_a_long_text_give_what_the_whole_gives(tmp_path: Path) -> None:
+def test_windows_of_a_long_text_agree_with_the_whole_text(tmp_path: Path) -> None:
     """Windows must share as many tokens as a label depends on, to both sides."""
     name = "OpenAIPrivacyFilterForTokenClassification"
     path = write_classifier(tmp_path / "m", name, BIOES, **OSS | {"num_labels": len(BIOES)})

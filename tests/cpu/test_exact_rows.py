@@ -91,7 +91,9 @@ def test_layers_that_have_adapters(tmp_path: Path, packed: list[PackedWeight]) -
     assert exact(packed) == {True}
 
 
-def test_weights_of_a_dense_model_are_what_they_are(tmp_path: Path, packed: list[PackedWeight]) -> None:
+def test_weights_of_a_dense_model_are_not_changed_by_exact_activations(
+    tmp_path: Path, packed: list[PackedWeight]
+) -> None:
     load(make_checkpoint(tmp_path / "model"), torch.bfloat16, None, exact_activations=True)
     assert packed
     assert not exact(packed)

@@ -27,7 +27,7 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Oracle(variant.make(tmp_path_factory.mktemp("load") / "mixture"))
 
 
-def test_what_routers_choose_is_counted(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_of_routers_are_counted(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     model = oracle.load()
     load = ExpertLoad.of(model, 512, torch.device("cpu"))
     assert load is not None
@@ -54,7 +54,7 @@ def test_what_routers_choose_is_counted(oracle: Oracle, monkeypatch: pytest.Monk
     assert len(set(map(tuple, expected))) == 3, "layers differ"
 
 
-def test_what_follows_the_last_attention_has_the_wanted_tokens_only() -> None:
+def test_layers_after_the_last_attention_count_wanted_tokens_only() -> None:
     layers = {
         index: SimpleNamespace(router=SimpleNamespace(routing=Routing(RoutingSpec(5, 3), None))) for index in (0, 2, 3)
     }
@@ -79,7 +79,7 @@ def test_logits_are_the_same_while_it_counts(oracle: Oracle) -> None:
     assert torch.equal(Paged(oracle, model=model).run(oracle.tokens, 64), before)
 
 
-def test_a_heartbeat_says_what_has_changed() -> None:
+def test_a_heartbeat_has_counts_that_changed() -> None:
     progress = Progress()
     heart = _Heartbeat.__new__(_Heartbeat)
     heart.progress, heart.said = progress, None
@@ -92,7 +92,7 @@ def test_a_heartbeat_says_what_has_changed() -> None:
     assert heart.expert_tokens() == [[1, 3], []]
 
 
-def test_an_engine_adds_up_what_groups_of_workers_have_counted() -> None:
+def test_an_engine_adds_the_counts_of_its_groups_of_workers() -> None:
     assert sum_of([], []) == []
     assert sum_of([], [[1], []]) == sum_of([[1], []], []) == [[1], []]
     assert sum_of([[1, 2], []], [[10, 20], []]) == [[11, 22], []]

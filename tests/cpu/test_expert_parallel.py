@@ -130,7 +130,7 @@ def test_a_token_reads_the_experts_that_it_is_sent_to(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize(("world", "why"), [(1, "tensor_parallel_size is 1"), (2, "the model has no experts")])
-def test_where_it_changes_nothing_a_line_says_so(
+def test_a_setting_without_effect_is_logged(
     checkpoint: Path, caplog: pytest.LogCaptureFixture, world: int, why: str
 ) -> None:
     model = str(checkpoint) if world == 1 else "demo"

@@ -237,7 +237,7 @@ def routed(logits: torch.Tensor, routing: Routing) -> tuple[Chosen, Chosen]:
 @given(
     routing_rules(7, may_have_factors=True), st.integers(0, 2**31), st.integers(1, 9), st.sampled_from([0.0, 0.5, 4.0])
 )
-def test_routing_is_that_of_plain_torch(spec: RoutingSpec, seed: int, num_tokens: int, scale: float) -> None:
+def test_routing_agrees_with_plain_torch(spec: RoutingSpec, seed: int, num_tokens: int, scale: float) -> None:
     """With scale 0 all scores are equal: the first of them are chosen."""
     generator = torch.Generator().manual_seed(seed)
     logits = scale * torch.randn(num_tokens, spec.num_experts, generator=generator)

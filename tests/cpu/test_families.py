@@ -164,7 +164,7 @@ def test_its_weights_are_counted(oracle: Oracle, checkpoint: Path) -> None:
     assert planned == 4 * oracle.spec.num_parameters()
 
 
-def test_a_plan_knows_what_each_rank_takes(oracle: Oracle, checkpoint: Path) -> None:
+def test_a_plan_has_the_memory_of_each_rank(oracle: Oracle, checkpoint: Path) -> None:
     shapes = Checkpoint(oracle.spec, read_headers(checkpoint)).shapes
     for communicator in (
         each for way in ways_to_share(oracle) for each in ThreadGroup(2, expert_parallel=way).communicators

@@ -25,7 +25,7 @@ BAD = (float("nan"), float("inf"), float("-inf"))
 
 @pytest.mark.parametrize("num_inputs", [320, 384, 1000])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_plan_knows_what_they_take(form: Form, num_inputs: int) -> None:
+def test_a_plan_has_their_memory(form: Form, num_inputs: int) -> None:
     made = make_matmul(random(64, num_inputs), None, form)
     assert isinstance(made, NativeMatmul)
     taken = made.packed.num_bytes - 4 * len(VALUES[form])  # the table of values is kept beside
@@ -45,7 +45,7 @@ def stands_for(weight: PackedWeight) -> torch.Tensor:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_dense_weights_become_what_the_plain_twin_makes(each_isa: str, form: Form, dtype: torch.dtype) -> None:
+def test_dense_weights_are_quantized_as_by_plain_torch(each_isa: str, form: Form, dtype: torch.dtype) -> None:
     for shape in ((37, 96), (64, 200), (33, 33), (5, 576)):
         check_against_the_plain_twin(random(*shape, dtype=dtype), form)
 

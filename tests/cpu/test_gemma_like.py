@@ -33,7 +33,7 @@ def variant(name: str) -> Variant:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_what_transformers_writes_means_what_was_published(name: str, tmp_path: Path) -> None:
+def test_configs_written_by_transformers_mean_the_same_as_published_ones(name: str, tmp_path: Path) -> None:
     from transformers import AutoConfig
 
     published: dict[str, Any] = getattr(gemma_like_configs, name)

@@ -227,7 +227,7 @@ LATENT: dict[str, Any] = {
 
 
 @pytest.mark.usefixtures("float_products")
-def test_ranks_share_heads_whose_matrices_stand_alone(tmp_path: Path) -> None:
+def test_ranks_share_heads_with_separate_matrices(tmp_path: Path) -> None:
     """The matrices that make K and V of a latent: each rank has some of their heads."""
     variant = next(usual(one) for one in VARIANTS if one.name == "deepseek-v3")
     folder = replace(variant, settings={**variant.settings, **LATENT}).make(tmp_path / "checkpoint")
@@ -256,7 +256,7 @@ def parts_of(model: Any, part: str) -> tuple[list[tuple[int, ...]], list[tuple[i
     return [rank_shape(slot.name, slot.shape, model.spec, shard) for slot in slots], [slot.size for slot in slots]
 
 
-def test_what_files_of_old_converters_have_not_is_named(tmp_path: Path) -> None:
+def test_keys_missing_in_files_of_old_converters_are_named(tmp_path: Path) -> None:
     variant = next(usual(one) for one in VARIANTS if one.name == "deepseek-v2-lite")
     file = write_gguf(tmp_path / "model.gguf", variant.make(tmp_path / "checkpoint"))
     assert load_spec(file).architecture == "DeepseekV2ForCausalLM"

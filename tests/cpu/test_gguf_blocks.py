@@ -51,7 +51,7 @@ def test_blocks_are_taken_apart_as_gguf_py_does_it(kind: str) -> None:
     assert np.array_equal(dequantize(found).numpy(), expected)
 
 
-def test_every_scale_of_nvfp4_is_that_of_gguf_py() -> None:
+def test_every_scale_of_nvfp4_agrees_with_gguf_py() -> None:
     """All bytes, also the one for NaN and those with the sign bit, which scales never have."""
     some = torch.full((64, 36), 0x11, dtype=torch.uint8)
     some[:, :4] = torch.arange(256, dtype=torch.uint8).view(64, 4)

@@ -65,7 +65,7 @@ def test_blocks_are_the_floats_they_stand_for(tmp_path: Path, name: str) -> None
     assert load_spec(tmp_path / "Q8_0-False.gguf").quantization is not None
 
 
-def test_a_file_that_does_not_say_how_it_pools_takes_its_familys_way_or_the_users(tmp_path: Path) -> None:
+def test_a_file_without_pooling_has_its_familys_or_the_users(tmp_path: Path) -> None:
     file = write(tmp_path, "BertModel", None)
     spec = load_spec(file)
     assert spec.pooling is not None

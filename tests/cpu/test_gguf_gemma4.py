@@ -84,7 +84,7 @@ def shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         ({"gemma4.attention.value_length_swa": 4}, "value_length_swa 4 is not supported; it must be 8"),
     ],
 )
-def test_what_a_file_says_otherwise_is_named(tmp_path: Path, more: dict[str, Any], problem: str) -> None:
+def test_unsupported_metadata_is_refused_by_name(tmp_path: Path, more: dict[str, Any], problem: str) -> None:
     file = write_gguf(tmp_path / "model.gguf", PER_LAYER.make(tmp_path / "checkpoint"), more=more)
     with pytest.raises(ModelError, match=problem):
         load_spec(file)

@@ -164,7 +164,7 @@ def test_heads_of_another_size_are_named(tmp_path: Path) -> None:
         load_spec(write_gguf(tmp_path / "blocks.gguf", folder, kinds_with("Q8_0"), more))
 
 
-def test_changes_undo_what_they_name() -> None:
+def test_changes_restore_the_models_layout() -> None:
     heads = HeadOrder(axis=0, start=2, num_groups=2, per_group=3, size=2)
     stored = torch.tensor([0, 1, *(10 * head + e for head in (0, 3, 1, 4, 2, 5) for e in (0, 1))])
     here = restored(stored, (heads,))

@@ -49,7 +49,7 @@ def grouped(values: torch.Tensor, group_size: int) -> GroupedWeight:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_what_has_a_kernel_stays_packed() -> None:
+def test_weights_with_a_kernel_stay_packed() -> None:
     kept = grouped(INT4, 32), grouped(INT4, 96), grouped(INT8, 192), grouped(INT8, 64)
     for weight in kept:
         bias, x, out = random(40, dtype=BF16), random(3, 192, dtype=BF16), torch.empty(3, 40)
@@ -76,7 +76,7 @@ def test_blocks_of_gguf_are_packed_some_rows_after_others(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_what_has_none_becomes_dense_with_a_sentence(caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_without_a_kernel_become_dense_with_a_log_line(caplog: pytest.LogCaptureFixture) -> None:
     matmul.say_dense.cache_clear()
     with caplog.at_level(logging.INFO):
         for _ in range(2):
@@ -179,7 +179,7 @@ CHECKPOINTS: dict[str, tuple[Callable[..., Any], dict[str, Any], bool]] = {
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_a_quantized_model_answers_as_what_its_weights_stand_for(name: str, tmp_path: Path) -> None:
+def test_a_quantized_model_agrees_with_its_dequantized_weights(name: str, tmp_path: Path) -> None:
     writer, config, stays = CHECKPOINTS[name]
     path = write(tmp_path, writer, config)
     oracle = Oracle(tmp_path / "exact")
@@ -216,7 +216,7 @@ def scheme(**rows: Any) -> dict[str, Any]:
     ids=["fp8", "no product", "fp8 rows", "weights only"],
 )
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_rows_become_float8_where_the_checkpoint_says_so_and_the_device_has_it(
+def test_rows_become_float8_if_the_checkpoint_asks_for_it_and_the_device_has_it(
     config: dict[str, Any], has_product: bool, kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All 150 tokens at once, which is many rows."""

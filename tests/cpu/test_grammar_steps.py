@@ -93,7 +93,7 @@ def uninterrupted(checkpoint: Path, sampling: Sampling, count: int) -> list[int]
 @pytest.mark.parametrize(
     "sampling", [MASKED, msgspec.structs.replace(WARM, rules=MASKED.rules)], ids=["greedy", "drawn"]
 )
-def test_who_waits_for_a_grammar_gets_nothing_and_others_notice_nothing(
+def test_a_sequence_that_waits_for_a_grammar_does_not_affect_others(
     later: tuple[Driver, list[Future[ParityMask]]], tiny_checkpoint: Path, sampling: Sampling
 ) -> None:
     driver, futures = later

@@ -22,7 +22,7 @@ SMALL: dict[str, Any] = {"dtype": "float32", "max_model_len": 400, "single_proce
 PNG, SMALL_PNG = as_file("PNG", "RGB", 60, 50, 1), as_file("PNG", "RGB", 10, 10, 3)
 
 
-def test_a_uuid_is_known_to_those_who_gave_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_uuid_is_known_for_its_key_and_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """To no other key, for the sizes that the image was made with, and until so many others are known."""
     monkeypatch.setattr(image_pool, "MAX_UUIDS", 2)
     settings, whole = TileSettings(32, 64), TileSettings(32, 64, splits=False)

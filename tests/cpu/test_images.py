@@ -122,7 +122,7 @@ PNG, SMALL_PNG = as_file("PNG", "RGB", 60, 50, 1), as_file("PNG", "RGB", 10, 10,
         ),
     ],
 )
-def test_what_is_no_image_is_refused_in_one_sentence(data: bytes, problem: str) -> None:
+def test_files_that_are_no_images_are_refused_in_one_sentence(data: bytes, problem: str) -> None:
     with pytest.raises(RequestError, match=problem) as caught:
         tiles_of(data, TileSettings(32, 64))
     assert "PIL" not in str(caught.value)

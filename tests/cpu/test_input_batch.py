@@ -283,7 +283,7 @@ def test_a_full_context_still_has_room_for_the_token_sampled_behind_it() -> None
         ([new_request(i, [3]) for i in range(2, 6)], "no row for handle 5: all 4"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name(entries: list[Entry], message: str) -> None:
+def test_entries_that_do_not_fit_are_refused_by_name(entries: list[Entry], message: str) -> None:
     batch = new_batch()
     run(batch, new_request(1, [11, 12]))
     with pytest.raises(ProtocolError, match=message):

@@ -99,7 +99,7 @@ def answers(folder: Path, kind: Quantization) -> tuple[torch.Tensor, torch.Tenso
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4", "int4_g32"])
-def test_a_mixture_in_float32_answers_as_what_its_weights_stand_for(tmp_path: Path, kind: Quantization) -> None:
+def test_a_mixture_in_float32_agrees_with_its_dequantized_weights(tmp_path: Path, kind: Quantization) -> None:
     logits, expected = answers(tmp_path, kind)
     torch.testing.assert_close(logits, expected, rtol=0, atol=3e-4)
     assert torch.equal(logits.argmax(1), expected.argmax(1))

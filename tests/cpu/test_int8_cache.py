@@ -138,7 +138,7 @@ def test_attention_over_keys_with_large_channels_is_closer_than_over_plain_rows(
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 8e-6), (torch.bfloat16, 6e-2)])
-def test_attention_is_that_over_what_the_rows_say(backend, dtype, tolerance):  # noqa: F811
+def test_attention_equals_that_over_the_dequantized_rows(backend, dtype, tolerance):  # noqa: F811
     batch = Batch(CHUNKED + DECODE, backend=backend, dtype=dtype, kv_dtype=INT8)
     assert torch.allclose(batch.run().double(), batch.expected(), rtol=0, atol=tolerance)
 
@@ -230,7 +230,7 @@ def last_logits(model, **settings):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @needs_library
-def test_a_model_says_nearly_the_same(family, tmp_path):
+def test_a_models_logits_are_nearly_the_same(family, tmp_path):
     model = make_checkpoint(tmp_path / "model", family, **FAMILIES[family])
     dense, kept, eighth = (last_logits(model, kv_cache_dtype=kind) for kind in ("auto", "int8", "fp8"))
     error, of_fp8 = (((x - dense).std(-1) / dense.std(-1)).mean() for x in (kept, eighth))

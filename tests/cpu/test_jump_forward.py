@@ -79,7 +79,7 @@ def test_a_draft_that_forces_nothing_is_a_plain_decode(chained: Driver) -> None:
     assert are_steady == [False, True, True]
 
 
-def test_the_distribution_is_that_of_the_masked_logits(chained: Driver) -> None:
+def test_tokens_follow_the_distribution_of_the_masked_logits(chained: Driver) -> None:
     """The first choice, and the one that is drawn behind drafts, over many seeds: chi-square of 4 tokens."""
     runner = chained.worker.runner
     seen: list[torch.Tensor] = []

@@ -87,7 +87,7 @@ def k_scale(numbers: Any) -> dict[str, torch.Tensor]:
         ({"model.layers.1.self_attn.attn.k_scale": torch.tensor(3.0)}, "layer 1 has several scales of K"),
     ],
 )
-def test_what_is_no_scale_is_refused(model: Path, tensors: dict[str, torch.Tensor], message: str) -> None:
+def test_invalid_scales_are_refused(model: Path, tensors: dict[str, torch.Tensor], message: str) -> None:
     add_scales(model, (1.0, 1.0), (1.0, 1.0))
     add(model, tensors)
     with pytest.raises(ModelError, match=message):
@@ -107,7 +107,7 @@ def test_layers_have_both_or_none_has_any(model: Path) -> None:
 
 
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
-def test_attention_takes_those_of_its_layer(model: Path, implementation: str) -> None:
+def test_attention_has_the_scales_of_its_layer(model: Path, implementation: str) -> None:
     """In the kernels and in the reference. One layer's scales are so small that nearly all of its K and V are clipped;
     swapped with the other layer's, they give another result."""
     options = {"model_impl": implementation, "kv_cache_dtype": "fp8"}

@@ -153,7 +153,7 @@ def test_as_a_gpu_does(heads, dtype, lengths):
 
 
 @needs_emulator
-def test_layers_of_a_step_share_what_was_launched():
+def test_layers_of_a_step_share_the_first_ones_launches():
     step = Step(on_emulator, SMALL, [(1, 20), (9, 30)], torch.bfloat16)
     first = step.run()
     batch = step.write([(0, 19, 20), (1, 21, 30)])
@@ -206,7 +206,7 @@ def test_a_row_has_the_same_bits_however_it_is_computed(each_isa, dtype):
 
 
 @pytest.mark.parametrize("backend", [ReferenceBackend, pytest.param(CpuBackend, marks=needs_library)])
-def test_only_what_is_to_be_written_is(backend):
+def test_only_the_given_slots_are_written(backend):
     step = Step(backend, SMALL, [(37, 37)])
     step.write([(0, 0, 37)])
     kept = step.kv[:, 0, 0].flatten(0, 1)  # [slot, size]
@@ -406,7 +406,7 @@ def test_layers_behind_the_last_are_ignored(tmp_path: Path):
         ({"quantization_config": {"quant_method": "hqq"}}, "'hqq' is not supported"),
     ],
 )
-def test_what_is_not_supported_is_refused(config, error, tmp_path: Path):
+def test_unsupported_settings_are_refused(config, error, tmp_path: Path):
     path = VARIANTS[0].make(tmp_path / "model")
     raw = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(raw | config))

@@ -117,7 +117,7 @@ def test_squares_are_those_of_the_processor(mode: tuple[str, str], name: str) ->
         assert (mine.height, mine.width) == (height, width)
 
 
-def test_narrow_images_whose_middle_would_be_lost_are_refused() -> None:
+def test_narrow_images_that_would_lose_their_middle_are_refused() -> None:
     """Resized to the tower's edge they would have any number of pixels."""
     far = as_file("PNG", "RGB", 1, 20_000, 0)
     with pytest.raises(RequestError, match="has 1 x 20000 pixels; one edge may be 10204 times the other"):

@@ -98,7 +98,7 @@ def test_penalties_may_be_rewards() -> None:
 
 
 @pytest.mark.parametrize("penalty", [0.7, 1.3, 5.0])
-def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
+def test_repetition_penalty_agrees_with_transformers(penalty: float) -> None:
     from transformers import RepetitionPenaltyLogitsProcessor
 
     logits = random_logits()
@@ -106,7 +106,7 @@ def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     torch.testing.assert_close(after_rules(logits, PROMPT, OUTPUT, repetition_penalty=penalty), expected[0])
 
 
-def test_bias_is_that_of_transformers() -> None:
+def test_bias_agrees_with_transformers() -> None:
     from transformers import SequenceBiasLogitsProcessor
 
     bias = {3: 1.5, 9: -7.0, 11: 100.0}
@@ -146,7 +146,7 @@ def test_min_tokens_are_those_of_transformers(num_output: int) -> None:
 
 
 @pytest.mark.parametrize("min_p", [0.05, 0.3])
-def test_min_p_is_that_of_transformers(min_p: float) -> None:
+def test_min_p_agrees_with_transformers(min_p: float) -> None:
     from transformers import MinPLogitsWarper
 
     logits = random_logits()

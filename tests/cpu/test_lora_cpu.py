@@ -64,9 +64,7 @@ def exact(layer: str, adapters: list[Any], slots: np.ndarray, x: torch.Tensor, o
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("layer", LAYERS)
-def test_the_kernel_adds_what_each_rows_adapter_makes_of_it(
-    each_vector_isa: str, layer: str, dtype: torch.dtype
-) -> None:
+def test_the_kernel_adds_the_product_of_each_rows_adapter(each_vector_isa: str, layer: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     num_inputs, sizes, matrix = LAYERS[layer]
     count = max(matrix) + 1

@@ -177,7 +177,7 @@ def adapted_experts(dtype: torch.dtype, num_experts: int) -> tuple[Adapters, Exp
 
 @pytest.mark.skipif(not cpu.available(), reason="no native library")
 @pytest.mark.usefixtures("each_product_isa", "two_threads")
-def test_the_kernel_computes_what_the_loop_does(dtype: torch.dtype) -> None:
+def test_the_kernel_agrees_with_the_loop(dtype: torch.dtype) -> None:
     """One row, rows of several adapters and without one, and more pairs than one window."""
     sizes, weights = ExpertSizes(Split.whole(20), INNER, "silu"), make(20, dtype)
     made, experts = adapted_experts(dtype, 20)
@@ -200,7 +200,7 @@ def test_the_kernel_computes_what_the_loop_does(dtype: torch.dtype) -> None:
         assert torch.equal(alone[0], ours[0])
 
 
-def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_tensors_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     oracle = make_oracle("qwen3-moe", tmp_path / "base")
     path = fused(oracle, tmp_path / "one", seed=1)
     _, made = load(oracle, [])

@@ -103,7 +103,7 @@ def test_there_need_not_be_native_kernels(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(not cpu.available(), reason="no native library")
-def test_a_recorded_step_looks_up_what_slots_have_when_it_is_replayed(tmp_path: Path) -> None:
+def test_a_recorded_step_reads_slots_at_its_replay(tmp_path: Path) -> None:
     oracle = Oracle(make_checkpoint(tmp_path / "base"))
     path = make_table(oracle.path, tmp_path / "one", "embed_tokens", seed=3)
     model, made = load(oracle, [])

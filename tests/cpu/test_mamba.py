@@ -39,7 +39,7 @@ def run(op: MambaOp, segments: Segments, dtype: torch.dtype = torch.float32) -> 
 @pytest.mark.usefixtures("each_vector_isa")
 @pytest.mark.parametrize("segments", [ALONE, MIXED], ids=["alone", "mixed"])
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_the_kernels_compute_what_torch_does(spec: MambaSpec, segments: Segments) -> None:
+def test_the_kernels_agree_with_torch(spec: MambaSpec, segments: Segments) -> None:
     (out, states), (wanted, wanted_states) = (run(op, segments) for op in (NativeMamba(spec), MambaOp(spec)))
     torch.testing.assert_close(out, wanted, atol=5e-4, rtol=5e-4)
     torch.testing.assert_close(states, wanted_states, atol=2e-4, rtol=2e-4)

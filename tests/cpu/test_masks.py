@@ -91,7 +91,7 @@ def test_a_sequence_that_breaks_its_mask_fails_alone(masked: Driver) -> None:
     assert output.failed == [(1, BROKEN)]
 
 
-def test_who_has_no_rules_is_not_asked_for_a_source(tiny_checkpoint: Path) -> None:
+def test_no_source_is_made_for_sequences_without_rules(tiny_checkpoint: Path) -> None:
     asked: list[object] = []
 
     def source_of(sampling: object) -> MaskSource | None:

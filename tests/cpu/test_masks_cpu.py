@@ -41,7 +41,7 @@ def test_the_same_as_the_plain_twin(
         np.testing.assert_array_equal(whole.numpy(), plain.numpy())
 
 
-def test_what_is_allowed_keeps_its_bits(each_vector_isa: str) -> None:
+def test_logits_of_allowed_tokens_keep_their_bits(each_vector_isa: str) -> None:
     bits = np.random.default_rng(1).integers(0, 2**32, (3, 100), np.uint32)
     logits = torch.from_numpy(bits.copy().view(np.float32))
     native.rule_out(logits, MaskedRows(np.arange(3), np.full((3, 4), 0xFFFFFFFF, np.uint32)))

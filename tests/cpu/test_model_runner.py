@@ -213,7 +213,7 @@ def test_stop_ids_wait_for_min_tokens(driver: Driver, oracle: Any) -> None:
     assert driver.got[1] == free[:1]
 
 
-def test_a_sequence_whose_logits_are_not_finite_fails_alone(
+def test_a_sequence_with_infinite_or_nan_logits_fails_alone(
     driver: Driver, oracle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [make_prompt(length, seed=9) for length in (10, 11, 12)]
@@ -237,7 +237,7 @@ def test_a_sequence_whose_logits_are_not_finite_fails_alone(
 # ---- steps as such
 
 
-def test_ready_tells_what_the_engine_needs(driver: Driver) -> None:
+def test_ready_has_the_facts_that_the_engine_needs(driver: Driver) -> None:
     ready = driver.ready
     assert (ready.num_blocks, ready.vocab_size, ready.eos_token_ids) == (NUM_BLOCKS, 384, (2,))
     assert (ready.max_model_len, [group.kind for group in ready.groups]) == (512, ["full"])

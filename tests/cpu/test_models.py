@@ -152,6 +152,6 @@ def test_registry_and_spec_know_the_same_architectures(llama):
         build(msgspec.structs.replace(llama.spec, architecture="Other"), "float32", "cpu", Sizes(8, 8))
 
 
-def test_num_parameters_counts_what_the_model_holds(oracle):
+def test_num_parameters_counts_the_models_weights(oracle):
     groups = build(oracle.spec, "float32", "cpu", Sizes(8, 8)).weight_groups()
     assert oracle.spec.num_parameters() == sum(slot.num_elements for group in groups for slot in group.slots)

@@ -177,7 +177,7 @@ def test_whole_rows_are_exact() -> None:
 
 @pytest.mark.parametrize("values", [NORMAL, E4M3], ids=["table", "e4m3"])
 @pytest.mark.usefixtures("each_isa")
-def test_every_code_stands_for_its_float(values: torch.Tensor) -> None:
+def test_every_code_has_its_float(values: torch.Tensor) -> None:
     codes = (torch.arange(256) % len(values)).to(torch.uint8).reshape(2, 128)
     weight = GroupedWeight(codes, values, torch.ones(2, 1), 128)
     out = torch.empty(128, 2)
@@ -428,7 +428,7 @@ def test_codes_of_5_bits_have_no_table() -> None:
     assert not PackedWeight.takes(weight._replace(values=torch.linspace(-1, 1, 32)))
 
 
-def test_what_no_kernel_takes_is_refused() -> None:
+def test_weights_without_a_kernel_are_refused() -> None:
     plain = grouped(4, 200, 32)
     assert PackedWeight.takes(plain)
     for wrong in (plain._replace(group_size=24, scales=torch.ones(4, 9)), plain._replace(values=torch.arange(8.0))):

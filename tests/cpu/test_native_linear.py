@@ -98,7 +98,7 @@ def test_rows_may_be_strided_and_outputs_are_rounded(
 
 
 @pytest.mark.skipif(not has_amx(), reason="a processor without AMX")
-def test_tiles_in_plain_code_do_what_the_processor_does() -> None:
+def test_tiles_in_plain_code_agree_with_the_processor() -> None:
     """Bit for bit, with sums and products too small for normal numbers among them."""
     outs = []
     for isa in ("amx", "amx_emulated"):

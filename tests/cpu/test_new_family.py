@@ -110,7 +110,7 @@ def test_layers_with_more_bytes_make_smaller_groups() -> None:
     assert {group.kv_shape(16)[0] * group.attention.num_kv_heads for group in groups} == {16}
 
 
-def test_what_kernels_cannot_do_is_refused_by_name(mixed: Mixed) -> None:
+def test_layers_without_kernels_are_refused_by_name(mixed: Mixed) -> None:
     paged = Paged(mixed)
     sparse = msgspec.structs.replace(paged.shape.groups[0], block_sparse=BlockSparse(1, 1, 8))
     groups = (*paged.shape.groups, sparse)
@@ -189,7 +189,7 @@ def test_a_packed_tensor_of_another_type_is_refused(packed: tuple[Path, Path]) -
         load_weights(packed_model(packed[0]), packed[1])
 
 
-def test_ranks_multiply_with_their_parts_of_what_is_packed(packed: tuple[Path, Path]) -> None:
+def test_ranks_multiply_with_their_parts_of_packed_weights(packed: tuple[Path, Path]) -> None:
     oracle = Oracle(packed[0])
 
     def work(communicator: Communicator) -> float:
@@ -200,7 +200,7 @@ def test_ranks_multiply_with_their_parts_of_what_is_packed(packed: tuple[Path, P
     assert max(on_ranks(2, work)) < 3e-4
 
 
-def test_a_rank_takes_its_part_of_what_is_packed(packed: tuple[Path, Path]) -> None:
+def test_a_rank_takes_its_part_of_packed_weights(packed: tuple[Path, Path]) -> None:
     groups = packed_model(packed[0], ThreadGroup(2).communicators[1]).weight_groups()
     slots = {slot.name.removeprefix("model.layers.1."): slot for group in groups for slot in group.slots}
     assert slots["self_attn.k_proj.packed"][1:4] == ((32, 16), (16, 0), (16, 16))

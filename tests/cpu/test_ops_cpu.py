@@ -112,7 +112,7 @@ def test_a_program_runs_them_all(dtype: torch.dtype, ops: CpuOps) -> None:
         program.replay()
 
 
-def test_what_kernels_do_not_take_is_computed_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_computes_everything_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     ops, plain = CpuOps(), TorchOps()
     for name in vars(ops):
         monkeypatch.setattr(ops, name, None)

@@ -156,9 +156,7 @@ def test_which_steps_go_ahead(step: SchedulerOutput, goes: bool, driver_of: Call
 
 
 @pytest.mark.parametrize("sampling", [RULED, Sampling(0.0, 0, 1.0, 0.0, 0, logprobs=1)], ids=["rules", "logprobs"])
-def test_nothing_goes_ahead_beside_a_sequence_that_needs_tokens(
-    sampling: Sampling, driver_of: Callable[..., Driver]
-) -> None:
+def test_no_step_runs_ahead_while_a_sequence_needs_tokens(sampling: Sampling, driver_of: Callable[..., Driver]) -> None:
     driver = driver_of(ahead=True)
     worker = started(driver)
     driver.run(new_request(2, make_prompt(5), [7], sampling=sampling))
@@ -167,7 +165,7 @@ def test_nothing_goes_ahead_beside_a_sequence_that_needs_tokens(
     assert worker.can_run_ahead(asks(Continue(0, 1, [])))
 
 
-def test_on_a_cpu_nothing_goes_ahead(model: Path) -> None:
+def test_on_a_cpu_no_step_runs_ahead(model: Path) -> None:
     assert Driver(model).worker.overlap is None
 
 
@@ -180,7 +178,7 @@ def test_a_row_that_is_not_finite_is_reported(driver_of: Callable[..., Driver]) 
     assert [handle for handle, _ in output.failed] == [1]
 
 
-def test_warming_up_compiles_what_few_and_many_samples_need(
+def test_warming_up_compiles_kernels_for_few_and_many_samples(
     driver_of: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a memory profile nothing else would compile them before the first large step."""
@@ -233,7 +231,7 @@ def loop_with(connection: ScriptedConnection, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("device_is_quick", [False, True])
-def test_a_step_that_comes_in_time_is_launched_before_the_last_is_answered(
+def test_a_step_that_arrives_in_time_is_launched_before_the_previous_result(
     device_is_quick: bool, driver_of: Callable[..., Driver], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = started(driver_of(ahead=True))

@@ -218,7 +218,7 @@ def test_with_adapters_there_are_no_pieces(model: Path, launcher: CapturingLaunc
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
-def test_what_is_counted_of_the_last_layer(model: Path, launcher: CapturingLauncher, eager: bool) -> None:
+def test_counted_choices_of_the_last_layer(model: Path, launcher: CapturingLauncher, eager: bool) -> None:
     """Graphs pass all rows through the last layer, eager steps only the wanted ones; as many choices of experts are
     counted."""
     counted: list[tuple[int, int]] = []

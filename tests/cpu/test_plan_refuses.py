@@ -52,7 +52,7 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_one_that_transformers_knows_and_the_engine_cannot_serve(
+def test_a_model_that_transformers_has_and_the_engine_cannot_serve(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = FOREIGN["diffllama"][0].make(tmp_path / "model")
@@ -62,7 +62,7 @@ def test_one_that_transformers_knows_and_the_engine_cannot_serve(
     assert planned(path, capsys, "--max-model-len", "256") == (2, f"vllm-lite: {refused.value}")
 
 
-def test_one_that_nobody_knows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = json.loads((Path(demo_folder()) / "config.json").read_text())
     changes = {"architectures": ["NovelForCausalLM"], "model_type": "novel"}
     (tmp_path / "config.json").write_text(json.dumps(values | changes))

@@ -208,7 +208,7 @@ def test_a_reranker_that_answers_by_a_token(tmp_path: Path, tied: bool) -> None:
     assert (worker.all(PROMPTS, Pooling("score"))[:, 0] - torch.stack(want)).abs().max() < WITHIN
 
 
-def test_what_is_not_finite_fails_alone(tmp_path: Path) -> None:
+def test_a_text_with_nan_fails_alone(tmp_path: Path) -> None:
     worker = PoolingWorker(add_modules(write_pooled(tmp_path / "m", "BertModel"), "mean"))
     worker.worker.model.embedding.weight[9] = float("nan")  # type: ignore[attr-defined]
     prompts = [[5, 6, 7], [8, 9, 10], [5, 6]]

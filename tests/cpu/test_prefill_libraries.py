@@ -239,7 +239,7 @@ def test_copies_of_k_and_v_are_part_of_the_workspace() -> None:
     assert more - backend_for(SHAPE).workspace_bytes(*sizes) == returned + prefix_chunks.GATHERED_BYTES
 
 
-def test_what_a_library_returns_is_part_of_the_workspace() -> None:
+def test_outputs_of_a_library_are_part_of_the_workspace() -> None:
     sizes = 1000, 8, 500
     more = CudaBackend(SHAPE, emulator.EmulatorLauncher(), LATE).workspace_bytes(*sizes)
     assert more - backend_for(SHAPE).workspace_bytes(*sizes) == 1000 * 4 * (64 * 2 + 4)

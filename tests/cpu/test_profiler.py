@@ -85,7 +85,7 @@ def test_steps_that_are_waited_for_and_the_most(
     assert counts(tmp_path)["model"] == wanted
 
 
-def test_a_profile_that_nobody_ends_is_bounded(
+def test_a_profile_without_an_end_is_bounded(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profiler_module, "MOST_STEPS", 2)

@@ -42,7 +42,7 @@ def by_library(stored: dict[str, torch.Tensor], scheme: Scheme) -> torch.Tensor:
 
 @pytest.mark.usefixtures("float_products")
 @pytest.mark.parametrize("name", SCHEMES)
-def test_a_written_checkpoint_is_what_others_read_of_it(tmp_path: Path, name: str) -> None:
+def test_a_written_checkpoint_is_read_alike_by_transformers(tmp_path: Path, name: str) -> None:
     from transformers import AutoModelForCausalLM
 
     source, out = make_checkpoint(tmp_path / "dense", **SIZES), tmp_path / "out"
@@ -177,7 +177,7 @@ def test_room_is_asked_for_before_anything_is_written(tmp_path: Path, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
 
-def test_what_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_checkpoint(tmp_path / "dense", **SIZES)
 
     def fail(_: Any) -> Any:
@@ -258,7 +258,7 @@ def test_damaged_weights_are_not_written(tmp_path: Path, damage: Damage) -> None
     assert [path.name for path in tmp_path.iterdir()] == ["dense"]
 
 
-def test_what_would_be_a_copy_is_refused(tmp_path: Path) -> None:
+def test_checkpoints_that_cannot_be_quantized_are_refused(tmp_path: Path) -> None:
     source = make_checkpoint(tmp_path / "dense", hidden_size=64, intermediate_size=96)
     with pytest.raises(ConfigError, match=r"dense: has no matrix whose inputs are whole groups of int4; try --scheme"):
         quantize_checkpoint(source, tmp_path / "out", "int4")

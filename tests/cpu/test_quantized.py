@@ -64,7 +64,7 @@ def packed_checkpoint(folder: Path, bits: int, group_size: int | None) -> tuple[
 
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, None), (8, 16)])
 @pytest.mark.usefixtures("float_products")
-def test_packed_integers_are_what_they_stand_for(tmp_path: Path, bits: int, group_size: int | None) -> None:
+def test_packed_integers_agree_with_their_dense_weights(tmp_path: Path, bits: int, group_size: int | None) -> None:
     dense, packed = packed_checkpoint(tmp_path, bits, group_size)
     oracle = Oracle(dense)
     assert oracle.difference(Paged(oracle, model=oracle.stored_as(packed)).run(oracle.tokens, 64)) < 3e-4

@@ -50,7 +50,7 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize("case", CONFIGS)
-def test_weights_are_what_their_tool_makes_of_them(case: str) -> None:
+def test_weights_agree_with_those_of_their_tool(case: str) -> None:
     stored = {
         key.removeprefix(f"{case}."): tensor for key, tensor in load_file(WRITTEN).items() if key.startswith(f"{case}.")
     }
@@ -100,7 +100,7 @@ def test_auto_round_may_have_layers_that_differ() -> None:
     assert not headed.is_dense("lm_head")
 
 
-def test_auto_round_says_how_zeros_are_stored() -> None:
+def test_auto_rounds_packing_format_selects_how_zeros_are_stored() -> None:
     stored = [read_quantization(auto_round(packing_format=name)) for name in ("auto_round", "auto_round:gptq")]
     assert [isinstance(spec, Gptq) and spec.zeros_less_one for spec in stored] == [False, True]
     dense = {"model.layers.1.mlp": {"bits": 16}}
@@ -129,7 +129,7 @@ def test_auto_round_says_how_zeros_are_stored() -> None:
         ),
     ],
 )
-def test_what_auto_round_has_more_is_refused_by_name(others: dict[str, Any], problem: str) -> None:
+def test_further_settings_of_auto_round_are_refused_by_name(others: dict[str, Any], problem: str) -> None:
     with pytest.raises(ModelError, match=problem):
         read_quantization(auto_round(**others))
 

@@ -121,7 +121,7 @@ def test_a_zero_of_0_has_borrowed_from_the_next(bits: int) -> None:
         ({"quant_method": "awq", "bits": "4"}, "quantization_config.bits: Expected `int`"),
     ],
 )
-def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, config: dict[str, Any], problem: str) -> None:
+def test_unsupported_settings_are_refused_by_name(tmp_path: Path, config: dict[str, Any], problem: str) -> None:
     path = make_checkpoint(tmp_path)
     say_quantized(path, config)
     with pytest.raises(ModelError, match=problem):
@@ -156,7 +156,7 @@ def test_groups_that_are_none_are_refused(tmp_path: Path) -> None:
         Oracle(tmp_path / "dense").stored_as(packed)
 
 
-def test_zeros_for_biases_that_nobody_has_are_left_out(tmp_path: Path) -> None:
+def test_zero_biases_that_the_model_lacks_are_ignored(tmp_path: Path) -> None:
     """AutoGPTQ wrote biases of zeros for every layer. Others are unexpected."""
     dense, packed = checkpoints(tmp_path, gptq_tensors, gptq_config())
     tensors = load_file(packed / SINGLE_FILE)

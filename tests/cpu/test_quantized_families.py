@@ -97,7 +97,7 @@ def test_bitsandbytes_may_have_left_experts_dense(tmp_path: Path, variant: Varia
 
 @pytest.mark.usefixtures("float_products")
 @pytest.mark.parametrize("expert_parallel", [False, True], ids=["split", "expert parallel"])
-def test_gpt_oss_is_the_dense_model_that_it_stands_for(tmp_path: Path, *, expert_parallel: bool) -> None:
+def test_gpt_oss_agrees_with_its_dense_model(tmp_path: Path, *, expert_parallel: bool) -> None:
     """As published: experts in MXFP4, all else dense."""
     made, published = (GPT_OSS.make(tmp_path / name) for name in ("dense", "packed"))
     as_mxfp4(published, made)

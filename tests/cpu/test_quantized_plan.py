@@ -44,7 +44,7 @@ def planned(path: Path, dtype_bytes: int = 4, **others: Any) -> int:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_plan_is_what_kernels_keep(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_has_the_bytes_that_kernels_keep(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[int] = []
     made = PackedWeight.__init__
 
@@ -73,7 +73,9 @@ def test_blocks_of_gguf(kind: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.usefixtures("as_on_a_gpu")
-def test_a_plan_is_what_kernels_of_a_gpu_keep(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_has_the_bytes_that_kernels_of_a_gpu_keep(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept: list[int] = []
     packed, dense = PackedLinear.__init__, DenseMatmul.__init__
 
@@ -127,14 +129,14 @@ EXPERT, LAYER = "model.layers.0.mlp.experts.3.up_proj.qweight", "model.layers.0.
         (MxFp4(), True),
     ],
 )
-def test_what_a_gpu_keeps(spec: QuantizationSpec, kept: bool) -> None:
+def test_weights_that_a_gpu_keeps_packed(spec: QuantizationSpec, kept: bool) -> None:
     tensor = Tensor("I32", (8, 8))
     assert kept_on_gpu(LAYER, tensor, spec, 2) is kept
     assert not kept_on_gpu(LAYER, tensor, spec, 4), "rows of 32 bits have no kernel"
     assert kept_on_gpu(EXPERT, tensor, spec, 2) is kept
 
 
-def test_experts_whose_columns_were_sorted_become_dense() -> None:
+def test_experts_with_sorted_columns_become_dense() -> None:
     """Each expert has its own order of columns, for which a step would have to gather the rows once more."""
     for spec in (
         Gptq(bits=4, group_size=32, sorted_columns=True),

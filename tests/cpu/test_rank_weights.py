@@ -86,7 +86,7 @@ def test_the_boxes_of_the_ranks_are_a_partition_of_every_tensor(drawn: tuple[Mod
 
 @settings(max_examples=examples(150))
 @given(specs())
-def test_a_plan_knows_what_a_rank_takes(drawn: tuple[ModelSpec, int]) -> None:
+def test_a_plan_has_the_shapes_of_a_rank(drawn: tuple[ModelSpec, int]) -> None:
     spec, world = drawn
     for shard, model in zip(Shard(0, world).all_ranks, ranks_of(spec, world), strict=True):
         for name, slot in slots_of(model).items():
@@ -124,7 +124,7 @@ def test_ranks_load_their_boxes_of_the_same_model(checkpoints: dict[str, Path], 
 
 @pytest.mark.parametrize("quantization", [None, "int8", "int4_g32"])
 @pytest.mark.parametrize(("name", "world"), [(name, 2) for name in VARIANTS] + [("odd-tied", 5), ("qwen3", 4)])
-def test_the_first_rank_takes_what_the_plan_says_and_no_other_more(
+def test_the_first_rank_has_the_planned_bytes_and_no_other_has_more(
     checkpoints: dict[str, Path], name: str, world: int, quantization: Quantization | None
 ) -> None:
     path = checkpoints[name]

@@ -190,7 +190,7 @@ def check_random(seed: int, world: int, *, shares_memory: bool) -> None:
 @settings(max_examples=25)
 @example(seed=1)
 @given(seed=st.integers(0, 2**32 - 1))
-def test_all_ranks_sample_what_one_would(world: int, shares_memory: bool, seed: int) -> None:
+def test_all_ranks_sample_the_same_as_one_alone(world: int, shares_memory: bool, seed: int) -> None:
     check_random(seed, world, shares_memory=shares_memory)
 
 
@@ -232,7 +232,7 @@ def test_equals_of_several_ranks_go_to_the_lowest_id() -> None:
 @pytest.mark.usefixtures("few_or_many")
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_what_one_rank_cannot_sample_fails_on_all(rank: int, temperature: float) -> None:
+def test_rows_that_one_rank_cannot_sample_fail_on_all(rank: int, temperature: float) -> None:
     logits = torch.zeros(5, 3)
     for row, bad in ((1, np.nan), (2, np.inf)):
         logits[row, rank] = float(bad)

@@ -81,7 +81,7 @@ def test_each_of_these_turns_otherwise() -> None:
 
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("rotary_size", [None, 8, 18])
-def test_the_order_of_the_kernels_turns_what_the_checkpoint_turns(interleaved: bool, rotary_size: int | None) -> None:
+def test_the_kernels_order_rotates_the_checkpoints_pairs(interleaved: bool, rotary_size: int | None) -> None:
     """Against the plain rotation of pairs as complex numbers, in the checkpoint's own order."""
     size, rope = 24, Rope(100.0, rotary_size=rotary_size, interleaved=interleaved, attention_factor=1.5)
     turning = rotary_size or size
@@ -120,7 +120,7 @@ def test_a_sequence_may_become_as_long_as_the_rope_was_extended_to(scaling: Any,
     assert Rope(1e4, scaling).reach(512) == reach
 
 
-def test_what_the_longest_sequence_decides_is_said() -> None:
+def test_the_effect_of_max_model_len_is_described() -> None:
     longrope, dynamic = Rope(1e4, LongRope((1.0,), (2.0,), 64)), Rope(1e4, Dynamic(2.0, 64))
     assert "max_model_len 64 fits the 64" in str(longrope.pinned(64))
     assert "short factors" in str(longrope.pinned(64))
@@ -139,7 +139,7 @@ def test_longrope_needs_a_factor_for_each_pair() -> None:
 
 
 @pytest.mark.parametrize(("max_model_len", "said"), [(64, "short factors"), (200, "long factors")])
-def test_a_worker_says_how_the_longest_sequence_decides(
+def test_a_worker_logs_the_effect_of_max_model_len(
     tmp_path: Path, max_model_len: int, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     values = LONG | {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}

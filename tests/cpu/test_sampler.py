@@ -129,7 +129,7 @@ def test_noise_is_precise_where_it_is_large_and_finite_everywhere() -> None:
 
 
 @pytest.mark.parametrize("bits", [0, 2**31 - 1])
-def test_u_lies_strictly_between_0_and_1(bits: int) -> None:
+def test_u_is_strictly_between_0_and_1(bits: int) -> None:
     v = (torch.tensor(bits, dtype=torch.int32).float() + 0.5) * float.fromhex("0x1.fffffep-32")
     assert 0 < v < 1
     assert torch.isfinite(-torch.log(-torch.log1p(-v)))
@@ -301,7 +301,7 @@ def limits(logits: torch.Tensor, **columns: Any) -> list[float]:
     return found
 
 
-def test_top_p_of_one_keeps_even_what_has_no_mass() -> None:
+def test_top_p_of_one_keeps_even_tokens_without_mass() -> None:
     """A row that is searched for its top_k must not lose tokens to a top_p that is off."""
     logits = torch.tensor([[0.0, -2000.0, -3000.0]])
     assert limits(logits, top_k=2) == [2000.0]
@@ -400,7 +400,7 @@ def test_a_row_that_is_not_finite_fails_alone(temperature: float, bad: float) ->
     assert [result.logprobs[i] for i in (0, 2, 3)] == [expected.logprobs[i] for i in (0, 2, 3)]
 
 
-def test_a_row_with_everything_banned_says_so() -> None:
+def test_a_row_with_every_token_banned_fails() -> None:
     banned = [(row, token) for row in (1, 2) for token in (0, 1)]
     result = Sampler(2, CPU).sample(torch.zeros(3, 2), make_inputs(3, banned, temperature=[1.0, 0.0, 1.0], top_p=0.9))
     assert result.failed == {1: ALL_BANNED, 2: ALL_BANNED}

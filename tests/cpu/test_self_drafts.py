@@ -135,7 +135,7 @@ def of_four(driver: Driver, sampling: Sampling, states: tuple[States, ...] = ())
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM, NARROW], ids=["greedy", "seeded", "narrow"])
 @pytest.mark.parametrize("name", ["attention", "qwen3.5", "lfm2"])
-def test_recorded_passes_draft_what_others_do(name: str, sampling: Sampling, tmp_path: Path) -> None:
+def test_recorded_passes_have_the_same_drafts_as_others(name: str, sampling: Sampling, tmp_path: Path) -> None:
     made = make_checkpoint(tmp_path / "model") if name == "attention" else KINDS[name].make(tmp_path / "model")
     states = tuple(States(handle, 0, 1 + handle, []) for handle in range(4)) if name != "attention" else ()
     found = []
@@ -187,7 +187,7 @@ def test_a_recorded_draft_that_cannot_be_drawn_ends_the_drafts(
 
 @pytest.mark.parametrize("settings", [{}, {"quantization": "int8"}], ids=["floats", "int8"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "own head"])
-def test_a_plan_counts_what_the_copy_keeps(
+def test_a_plan_counts_the_weights_of_the_copy(
     tmp_path: Path, settings: dict[str, Any], tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = make_checkpoint(tmp_path, hidden_size=128, tie_word_embeddings=tied)
@@ -280,7 +280,7 @@ def test_drafts_follow_forced_tokens(tiny_checkpoint: Path) -> None:
     assert given == [6] * len(given), "three forced tokens, and drafts behind them"
 
 
-def test_each_sequence_gets_as_many_drafts_as_it_may(tiny_checkpoint: Path) -> None:
+def test_each_sequence_has_its_own_number_of_drafts(tiny_checkpoint: Path) -> None:
     driver = Driver(tiny_checkpoint, **SELF)
     driver.run(new_request(1, PROMPT[:5], [20, 21, 22]), new_request(0, PROMPT, [1, 2, 3, 4]))
     assert driver.run(Draft(0, 3, []), Draft(1, 1, [])).drafted == [3, 1]

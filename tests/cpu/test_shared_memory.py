@@ -217,7 +217,7 @@ def test_the_configuration_allows_as_many_ranks_as_there_is_room_for() -> None:
     assert library.function("vllm_lite_group_max_ranks", (), library.int32)() == MAX_RANKS
 
 
-def test_a_rank_comes_once(memory: int) -> None:
+def test_a_rank_cannot_join_twice(memory: int) -> None:
     connect(memory, 2)
     with pytest.raises(RuntimeError, match="rank 1 of the group has come already"):
         SharedMemoryCommunicator(Shard(1, 2), memory, SHARED_BYTES, scaled(20))
@@ -363,7 +363,7 @@ def test_a_wait_has_a_deadline(phase: str, memory: int) -> None:
     assert ranks[0].lost_rank() == 1
 
 
-def test_a_rank_that_comes_too_late(memory: int) -> None:
+def test_a_rank_that_joins_too_late(memory: int) -> None:
     """The late rank finds that the other one has arrived, and has given up."""
     ranks = connect(memory, 2)
     ranks[0]._group._record.timeout_ns = 20_000_000

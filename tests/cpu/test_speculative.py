@@ -46,7 +46,7 @@ def by_hand(tokens: list[int], max_drafts: int, longest: int, shortest: int) -> 
         ([1], []),
     ],
 )
-def test_drafts_are_what_followed_before(tokens, expected):
+def test_drafts_are_the_tokens_that_followed_the_same_ngram(tokens, expected):
     assert propose(tokens) == expected
 
 

@@ -152,7 +152,7 @@ def test_weights_are_loaded_to_where_the_kernels_read_them(name: str, tmp_path: 
             assert [weight.storage_offset() for weight in weights] == [size * i for i in range(len(linears))]
 
 
-def test_what_becomes_int8_takes_no_memory_for_floats(tmp_path: Path) -> None:
+def test_experts_that_become_int8_allocate_no_floats(tmp_path: Path) -> None:
     _, sparse = sparse_layers(made("qwen3-moe", tmp_path / "made"), "int8")
     assert all(mlp.experts.memories is None for mlp in sparse)
 

@@ -244,7 +244,7 @@ def test_stages_keep_less_than_the_whole_model_and_count_with_the_largest(
     assert sum(pools) == whole.runner.cache_engine.pool.nbytes
 
 
-def test_one_stage_has_nobody_to_send_to() -> None:
+def test_a_single_stage_cannot_send_or_receive() -> None:
     alone, x = SingleRank(torch.device("cpu")), torch.zeros(2, 3)
     with pytest.raises(RuntimeError, match=r"nothing of \[2, 3\] can be sent to stage 1"):
         alone.send(x, 1)
@@ -252,7 +252,7 @@ def test_one_stage_has_nobody_to_send_to() -> None:
         alone.receive(x, 0)
 
 
-def test_worker_processes_have_nobody_in_another_stage() -> None:
+def test_worker_processes_have_one_stage() -> None:
     config = EngineConfig.check({}).resolve(max_position_embeddings=64, dtype="float32", model_path="m")
     with pytest.raises(ConfigError, match="so there is one, got 2"):
         connect(msgspec.structs.replace(config, num_stages=2), 0, None, torch.device("cpu"), 0)

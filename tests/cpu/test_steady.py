@@ -101,7 +101,7 @@ def test_a_sequence_that_goes_alone_may_move_another() -> None:
     assert step(batches, decode(1), 24)
 
 
-def test_what_does_not_fit_is_refused_as_ever() -> None:
+def test_invalid_entries_are_refused_after_steady_steps() -> None:
     batch = new_batch()
     batch.apply([new_request(3, [1, 2], block_ids=[[1]])])
     for _ in range(3):

@@ -255,7 +255,7 @@ def test_a_rank_that_fails_ends_the_others(oracles: dict[str, Oracle]) -> None:
     assert seen == [1]
 
 
-def test_what_ranks_cannot_share_is_refused_before_anything_is_made(oracles: dict[str, Oracle]) -> None:
+def test_models_that_ranks_cannot_share_are_refused_before_they_are_built(oracles: dict[str, Oracle]) -> None:
     for name, world, fits in (("llama-odd", 6, "1, 2, 3, 4 or 5"), ("llama-14-heads", 3, "1, 2, 4, 6, 8 or 12")):
         with pytest.raises(ConfigError, match=f"tensor_parallel_size {world} does not fit .* fit {fits}$"):
             on_ranks(world, oracles[name].load)

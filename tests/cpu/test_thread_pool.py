@@ -141,7 +141,7 @@ def count_fetches(reads: list[tuple[int, int]], first: int, next_read: int, thre
     return int(count(records.ctypes.data, len(reads), first, next_read, thread, 2))
 
 
-def test_waiting_threads_fetch_their_part_of_what_is_next() -> None:
+def test_waiting_threads_fetch_their_part_of_the_next_weights() -> None:
     """Half a MB is the most that one fetches. The second has the blocks [5, 10), [2, 5), [1, 2) and [500, 1000)."""
     reads, most = [(1024, 10), (512, 5), (1000, 2), (4096, 1000)], 512 * 1024
     assert count_fetches(reads, 1000, 1000, 1) == 5 + 2 + 1 + -(-(most - 5 * 1024 - 3 * 512 - 1000) // 1024)

@@ -98,7 +98,7 @@ def test_a_head_of_another_type_is_one_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [0.0, 1.0])
-def test_the_worker_says_when_the_files_have_another_head(
+def test_the_worker_logs_a_head_that_differs_from_the_embedding(
     change: float, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = with_head(BY_NAME["qwen2-odd-tied"].make(tmp_path / "model"), change)

@@ -53,7 +53,7 @@ def test_products_of_bfloat16(kind: str) -> None:
         assert_same_bits(product("amx", x, weight), product("amx_emulated", x, weight))
 
 
-def test_what_is_flushed_to_zero() -> None:
+def test_results_that_are_flushed_to_zero() -> None:
     """The smallest normal number less a little: a result counts as too small after it was rounded to 24 bits."""
     parts = torch.tensor([0.0, 2.0**-50, 0.125, 0.5, 0.5625, 1.0, 1.25, 2.0])
     for sign in (1, -1):

@@ -52,7 +52,7 @@ def with_part(monkeypatch: pytest.MonkeyPatch, make: Any, checkpoint: Path, **se
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 @pytest.mark.parametrize("chunk", [30, 7, 1])
-def test_vectors_stand_for_the_tokens_whose_they_are(
+def test_vectors_in_a_prompt_act_like_their_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str, chunk: int
 ) -> None:
     """A prompt of placeholders with the vectors of a text continues like that text, bit for bit."""

@@ -146,7 +146,7 @@ def kill_when(waiting: Communicator, pid: int) -> None:
 # ---- coming and going
 
 
-def test_the_file_they_meet_over_is_gone_and_another_group_can_use_the_folder(tmp_path: Path) -> None:
+def test_the_rendezvous_file_is_removed_and_another_group_can_use_the_folder(tmp_path: Path) -> None:
     with connected(connect, 2, tmp_path), connected(connect, 3, tmp_path) as ranks:
         assert list(tmp_path.iterdir()) == []
         assert (
@@ -172,7 +172,7 @@ def test_a_group_that_ends_while_ranks_come(tmp_path: Path) -> None:
             connect(Shard(0, 2), group)
 
 
-def test_a_rank_that_comes_too_late_to_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_too_late_for_a_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with connected(connect, 2, tmp_path) as ranks:
         monkeypatch.setattr(ranks[0], "_timeout_s", 0.1)
         with pytest.raises(RankLostError, match=r"rank 0 waited 0\.1 s for the other ranks"):
@@ -196,7 +196,7 @@ def test_waiting_for_longer_than_a_look_is_no_failure(tmp_path: Path) -> None:
         assert in_threads(2, meet) == [[[0], [1]]] * 2
 
 
-def test_closing_with_a_call_that_nobody_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_during_an_unanswered_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo's own end waits for that call, for as long as the time out of its group."""
     monkeypatch.setattr(gloo, "CLOSE_S", 0.05)
     with worker_group(tmp_path) as group:
@@ -309,7 +309,7 @@ def test_an_abort_of_this_rank_reaches_the_others_and_its_own_kernels(group: Wor
     rank.close()
 
 
-def test_an_error_of_nccl_is_that_of_the_lost_rank_only_if_one_is_lost(
+def test_an_error_of_nccl_names_a_lost_rank_only_if_one_is_lost(
     group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = FakeNccl()
@@ -329,7 +329,7 @@ def test_an_error_of_nccl_is_that_of_the_lost_rank_only_if_one_is_lost(
     rank.close()
 
 
-def test_an_abort_that_hangs_or_fails_holds_nobody_up(
+def test_an_abort_that_hangs_or_fails_does_not_block(
     group: WorkerGroup, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(nccl, "CLOSE_S", 0.05)
@@ -384,7 +384,7 @@ def test_nccl_is_connected_and_used_once_before_anything_is_captured(
 
 
 @pytest.mark.parametrize("error", [RuntimeError("Duplicate GPU detected"), ValueError("no GPUs found!")])
-def test_what_nccl_refuses_is_one_sentence(
+def test_refusals_of_nccl_are_one_sentence(
     error: Exception, group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -427,7 +427,7 @@ def resolved(device: Any = "cpu", **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize(("backend", "device"), [("nccl", "cpu"), ("shared-memory", "cuda")])
-def test_workers_cannot_exchange_over_what_their_device_lacks(backend: Any, device: Any) -> None:
+def test_a_backend_that_the_device_lacks_is_refused(backend: Any, device: Any) -> None:
     with pytest.raises(ConfigError, match=f"^tensor_parallel_backend {backend} .* but device is {device}; give auto, "):
         resolved(device, tensor_parallel_backend=backend, tensor_parallel_size=2)
 

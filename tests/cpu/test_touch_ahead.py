@@ -44,7 +44,7 @@ def on_a_system_that_can():
         pytest.skip("this system makes pages only where they are written")
 
 
-def test_blocks_exist_before_they_are_used_and_only_so_many(monkeypatch):
+def test_a_limited_number_of_blocks_is_touched_before_use(monkeypatch):
     monkeypatch.setattr(touch_ahead, "PIECE_BYTES", 2 << 20)
     pool = new_pool()
     assert not any(existing(pool))
@@ -60,7 +60,7 @@ def test_blocks_exist_before_they_are_used_and_only_so_many(monkeypatch):
     assert existing(pool) == [block < 26 for block in range(NUM_BLOCKS)]
 
 
-def test_what_was_written_stays_and_the_end_of_the_pool_is_the_end():
+def test_touching_keeps_contents_and_ends_with_the_pool():
     pool = new_pool()
     pool[3], pool[-1] = 3, 9
     touch = TouchAhead(pool, AHEAD_BYTES)
@@ -76,7 +76,7 @@ def test_what_was_written_stays_and_the_end_of_the_pool_is_the_end():
     assert torch.equal(pool, expected[:, None].expand_as(pool))
 
 
-def test_what_is_to_be_filled_at_once_exists_up_to_three_quarters(monkeypatch):
+def test_blocks_to_be_filled_at_once_are_touched_up_to_three_quarters(monkeypatch):
     monkeypatch.setattr(touch_ahead, "PIECE_BYTES", 2 << 20)
     pool = new_pool()
     touch = TouchAhead(pool, AHEAD_BYTES)
@@ -113,7 +113,7 @@ def test_small_pools_are_left_alone(shape):
     assert touch.thread is None
 
 
-def test_the_worker_says_which_blocks_its_steps_use(driver, monkeypatch):
+def test_the_worker_reports_the_blocks_that_its_steps_use(driver, monkeypatch):
     used: list[int] = []
     monkeypatch.setattr(driver.worker.runner.cache_engine, "use", used.append)
     prompt = make_prompt(driver.worker.config.block_size + 1)

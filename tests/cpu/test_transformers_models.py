@@ -58,7 +58,7 @@ def test_two_ranks_share_it(name: str, tmp_path: Path) -> None:
         assert difference(oracle, logits) < 2 * MAX_DIFFERENCE
 
 
-def test_ranks_cannot_share_what_has_no_plan(tmp_path: Path) -> None:
+def test_models_without_a_plan_of_transformers_cannot_be_shared(tmp_path: Path) -> None:
     oracle = Oracle(BY_NAME["stablelm"].make(tmp_path / "model"), model_impl="transformers")
     with pytest.raises(ConfigError, match=r"tensor_parallel_size 2: transformers has no plan .* 'stablelm'; give 1"):
         on_ranks(2, oracle.load)
@@ -130,7 +130,7 @@ def test_a_head_that_cannot_be_run_is_refused_before_weights_are_read(
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_what_cannot_be_served_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_models_that_cannot_be_served_are_refused_by_name(name: str, tmp_path: Path) -> None:
     variant, reason = FOREIGN[name]
     text = refusal(variant.make(tmp_path / name))
     assert name in text
@@ -143,7 +143,7 @@ def test_it_is_refused_before_weights_are_read(tmp_path: Path) -> None:
     assert "layer 0 attends 2 times" in refusal(path)
 
 
-def test_a_config_that_says_something_else_than_the_code_is_refused(tmp_path: Path) -> None:
+def test_a_config_that_contradicts_the_code_is_refused(tmp_path: Path) -> None:
     path = make_checkpoint(tmp_path / "model", "mistral", sliding_window=20)
     config = msgspec.json.decode((path / "config.json").read_bytes())
     (path / "config.json").write_bytes(msgspec.json.encode(config | {"use_sliding_window": False}))
@@ -179,7 +179,7 @@ def test_a_model_within_a_larger_one(tmp_path: Path) -> None:
     assert difference(oracle, Paged(oracle, model=oracle.load()).run(oracle.tokens, 64)) < MAX_DIFFERENCE
 
 
-def test_without_the_package_one_sentence_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = load_spec(make_checkpoint(tmp_path / "model"), "transformers")
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(

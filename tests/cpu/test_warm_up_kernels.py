@@ -62,7 +62,7 @@ def loaded(folder: Path, recorder: Recorder, **settings: Any) -> set[str]:
     return recorder.names
 
 
-def test_masks_and_what_sequences_have_in_common(tmp_path: Path, recorder: Recorder) -> None:
+def test_kernels_of_masks_and_common_prefixes_are_loaded(tmp_path: Path, recorder: Recorder) -> None:
     """A grammar's first mask, and the first sequences that begin alike, come in the midst of serving."""
     folder = make_checkpoint(tmp_path / "model", head_dim=64, hidden_size=128, dtype="bfloat16")
     found = loaded(folder, recorder)

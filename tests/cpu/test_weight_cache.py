@@ -109,9 +109,7 @@ def test_a_second_start_packs_nothing_and_has_the_same_bytes(
     assert all(file.stat().st_mode & 0o777 == 0o600 for file in files_in(folder))
 
 
-def test_what_is_not_known_before_there_is_a_model_is_kept_as_well(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_were_not_packed_ahead_are_kept_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = cached(make_checkpoint(tmp_path, dtype="bfloat16"), tmp_path / "cache")
     monkeypatch.setattr(weight_cache, "pack_ahead", lambda *_: None)
     expected = plain(config)
@@ -181,7 +179,7 @@ def other_weights(_: pytest.MonkeyPatch, model: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [other_isa, other_library, other_groups, touched, other_weights])
-def test_what_was_packed_otherwise_is_not_used(
+def test_weights_packed_in_another_way_are_not_used(
     tmp_path: Path, change: Callable[[pytest.MonkeyPatch, Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, model = tmp_path / "cache", make_checkpoint(tmp_path / "model", dtype="bfloat16")
@@ -235,7 +233,7 @@ class Full(NamedTuple):
 
 
 @pytest.mark.parametrize(("name", "stand_in"), [("pwrite", refused), ("statvfs", lambda *_: Full()), ("open", None)])
-def test_a_disk_that_takes_nothing_costs_the_cache_alone(
+def test_a_disk_that_cannot_be_written_disables_only_the_cache(
     tmp_path: Path, name: str, stand_in: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "cache"
@@ -403,7 +401,7 @@ def test_weights_that_the_model_does_not_want_are_not_taken(tmp_path: Path, monk
     assert files_in(folder) == []
 
 
-def test_a_reader_that_is_closed_gives_back_what_nobody_took(tmp_path: Path) -> None:
+def test_a_closed_reader_frees_weights_that_were_not_taken(tmp_path: Path) -> None:
     config = cached(make_checkpoint(tmp_path, dtype="bfloat16"), tmp_path / "cache")
     load(config)
     source = packed_weights(config, 0, num_threads=1)

@@ -257,7 +257,7 @@ def assert_null(fields: dict[str, object]) -> None:
         assert fields[name] is None
 
 
-def test_max_tokens_is_cut_to_what_fits(api: OpenAI) -> None:
+def test_max_tokens_is_cut_to_the_remaining_context(api: OpenAI) -> None:
     settings: Any = {"model": "demo", "extra_body": {"ignore_eos": True}}
     answer = api.completions.create(prompt=[5] * 2000, max_tokens=2048, **settings)
     assert answer.usage is not None

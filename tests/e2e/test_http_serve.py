@@ -63,7 +63,7 @@ def run(*arguments: str, env: dict[str, str] | None = None) -> tuple[int, str, s
         (["--swap-space", "5000"], ["--swap-space 5000 asks for 5000.0 GiB", "GiB of memory"]),
     ],
 )
-def test_what_is_wrong_is_one_line(flags: list[str], words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_line(flags: list[str], words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     try:
         status: object = main(["serve", *flags])
     except SystemExit as end:

@@ -139,7 +139,9 @@ def test_a_long_text_is_one_text(tags: httpx.Client, tagger: Path) -> None:
         ("/v2/rerank", {"query": "x", "documents": ["y"]}, 404, "this model scores no pairs"),
     ],
 )
-def test_what_is_refused(tags: httpx.Client, path: str, body: dict[str, Any], status: int, message: str) -> None:
+def test_invalid_requests_are_refused(
+    tags: httpx.Client, path: str, body: dict[str, Any], status: int, message: str
+) -> None:
     error = post(tags, path, body, status)["error"]
     assert message in error["message"]
     assert len(error["message"]) < 400

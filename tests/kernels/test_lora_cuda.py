@@ -59,7 +59,7 @@ def test_a_graph_serves_whatever_adapters_a_step_has(emulated: EmulatorLauncher)
     assert not nothing.any()
 
 
-def test_what_no_kernel_takes_is_refused(emulated: EmulatorLauncher) -> None:
+def test_tensors_of_other_shapes_are_refused(emulated: EmulatorLauncher) -> None:
     like = torch.empty(0, dtype=BF16)
     with pytest.raises(ValueError, match="matrices must be"):
         lora.LoraStack.empty(1, 4, 8, [8, 8, 8], [0, 0, 1], like)

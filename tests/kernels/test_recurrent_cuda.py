@@ -46,7 +46,7 @@ def test_a_graph_serves_whatever_states_a_step_has(name: str, emulated: Emulator
         torch.testing.assert_close(states, wanted_states, atol=5e-4, rtol=5e-4)
 
 
-def test_what_no_kernel_takes_is_refused(emulated: EmulatorLauncher) -> None:
+def test_unsupported_sizes_and_shapes_are_refused(emulated: EmulatorLauncher) -> None:
     assert not LaunchedDeltaNet.supports(DeltaNetSpec(1, 1, 129, 64, 4), torch.float32)
     assert not LaunchedDeltaNet.supports(DeltaNetSpec(1, 1, 64, 64, 9), torch.float32)
     assert not LaunchedMamba.supports(MambaSpec(1, 128, 256, 4), torch.float32)

@@ -31,7 +31,9 @@ def test_the_order_of_lanes_does_not_show(order_seed: int) -> None:
 
 @settings(max_examples=60)
 @given(spec=routing_rules(14), seed=st.integers(0, 2**31), scale=st.sampled_from([0.0, 0.5, 4.0]))
-def test_routing_is_that_of_plain_torch(spec: RoutingSpec, seed: int, scale: float, launcher: EmulatorLauncher) -> None:
+def test_routing_agrees_with_plain_torch(
+    spec: RoutingSpec, seed: int, scale: float, launcher: EmulatorLauncher
+) -> None:
     """With scale 0 all scores are equal."""
     generator = torch.Generator().manual_seed(seed)
     logits = scale * torch.randn(3, spec.num_experts, generator=generator)

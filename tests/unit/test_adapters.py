@@ -253,7 +253,7 @@ def test_an_adapter_that_cannot_be_read_is_refused_with_its_requests() -> None:
     assert engine.ends["u"].reason == "length"
 
 
-def test_one_adapter_takes_the_place_of_another_of_its_name() -> None:
+def test_an_adapter_replaces_another_one_with_its_name() -> None:
     engine = Engine()
     engine.load("a")
     engine.drain()

@@ -154,7 +154,7 @@ async def test_a_stop_string_in_the_last_message_aborts_nothing(folder: Path) ->
         assert await stats == Stats(*range(11))
 
 
-async def test_text_held_back_for_a_stop_string_comes_at_the_end(folder: Path) -> None:
+async def test_text_held_back_for_a_stop_string_is_returned_at_the_end(folder: Path) -> None:
     async with connected(folder) as (client, engine):
         stream = client.generate([1], SamplingParams(stop=("END",)), "r")
         first = asyncio.ensure_future(anext(stream))
@@ -326,6 +326,6 @@ async def test_connect_reports_a_refusal() -> None:
         await AsyncClient.connect(engine.address, model="mine", timeout_s=DEADLINE_S)
 
 
-async def test_a_client_that_is_not_connected_says_so() -> None:
+async def test_a_client_that_is_not_connected_raises() -> None:
     with pytest.raises(EngineError, match="not connected"):
         await anext(AsyncClient("inproc://nobody").generate([1]))

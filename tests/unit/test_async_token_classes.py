@@ -55,7 +55,7 @@ async def test_all_windows_are_sent_before_one_is_answered(engine: FakeEngine) -
         engine.expect_nothing_more()
 
 
-async def test_an_error_of_one_window_is_that_of_the_call(engine: FakeEngine) -> None:
+async def test_an_error_of_one_window_fails_the_call(engine: FakeEngine) -> None:
     async with asyncio.timeout(DEADLINE_S), AsyncClient(engine.address) as client:
         task = asyncio.ensure_future(client.token_classify(TEXTS))
         first, *others = [await expect(engine, Generate) for _ in range(4)]

@@ -57,7 +57,7 @@ def _no_marks_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
-def test_what_was_answered_is_known(tmp_path: Path) -> None:
+def test_a_reopened_output_knows_its_answers(tmp_path: Path) -> None:
     path = tmp_path / "out"
     with BatchResults(str(path), HEADER) as results:
         fill(results, last=5)
@@ -131,7 +131,7 @@ def test_lines_without_a_record_are_cut_off(tmp_path: Path) -> None:
     expect_each_once(path)
 
 
-def test_an_output_that_lost_what_was_on_the_disk_is_refused(tmp_path: Path) -> None:
+def test_an_output_that_lost_answers_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "out"
     with BatchResults(str(path), HEADER) as results:
         fill(results, last=3)
@@ -287,7 +287,7 @@ def test_a_lone_surrogate_is_still_a_line(tmp_path: Path) -> None:
     assert json.loads(path.read_bytes())["custom_id"] == "\ud800"
 
 
-def test_records_are_what_was_packed(tmp_path: Path) -> None:
+def test_records_are_read_as_they_were_packed(tmp_path: Path) -> None:
     draw = random.Random(3)
     made = [
         BatchRecord(draw.choice(list(RecordKind)), *(draw.randrange(1 << 32) for _ in range(6)))
@@ -303,7 +303,7 @@ def test_records_are_what_was_packed(tmp_path: Path) -> None:
     assert BatchRecord(RecordKind.ANSWERED, 1, 1 << 40).pack()[4:8] == b"\xff\xff\xff\xff"
 
 
-def test_nothing_stands_behind_a_line_that_was_written_in_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_after_a_partial_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other rows' answers come before the run knows that it is over."""
     path = tmp_path / "out"
     with BatchResults(str(path), HEADER) as results:

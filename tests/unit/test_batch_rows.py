@@ -172,7 +172,7 @@ def test_a_table_of_prompts(tmp_path: Path) -> None:
         (("/score", None, None, None), ["body", "/score"]),
     ],
 )
-def test_a_table_without_the_columns_says_which_it_has(
+def test_the_error_for_missing_columns_names_the_existing_ones(
     tmp_path: Path, flags: tuple[str | None, ...], words: list[str]
 ) -> None:
     path = table(tmp_path / "in.parquet", question=["x"], answer=["y"])
@@ -282,7 +282,7 @@ def test_rows_stand_beside_those_that_they_share_most_with() -> None:
     assert untouched == given
 
 
-def test_a_window_bounds_what_is_read_ahead() -> None:
+def test_a_window_limits_the_rows_read_ahead() -> None:
     taken = 0
 
     def rows_() -> Any:

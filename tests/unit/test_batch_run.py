@@ -57,7 +57,7 @@ def run(tmp_path: Path, handler: Handler, max_concurrency: int = 3) -> tuple[Bat
     return made, bad
 
 
-def test_its_own_server_takes_what_changes_answers() -> None:
+def test_flags_that_change_answers_are_passed_to_its_own_server() -> None:
     parser = argparse.ArgumentParser()
     run_batch.add_flags(parser)
     flags = ["-i", "in", "-o", "out", "--model", "demo", "--reasoning-parser", "qwen3", "--tool-call-parser", "hermes"]
@@ -130,7 +130,7 @@ def test_one_that_stays_busy_is_a_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("answer", [httpx.ReadError("gone"), httpx.Response(401, json={})])
-def test_what_would_fail_all_ends_the_run(
+def test_an_error_that_all_rows_would_have_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: httpx.Response | Exception
 ) -> None:
     monkeypatch.setattr(batch_run, "RECONNECT_S", (0.0,))
@@ -176,7 +176,7 @@ def test_pauses_are_bounded() -> None:
         (["-i", "{}/in", "-o", "{}/none/out", "--model", "demo"], ["/none/out"]),
     ],
 )
-def test_what_is_wrong_is_one_line(
+def test_errors_are_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], words: list[str]
 ) -> None:
     write(tmp_path / "in", line("a"))
@@ -221,7 +221,7 @@ def test_a_finished_batch_asks_nothing(
     assert {name: report["batch"][name] for name in (*whole, *tokens)} == {**whole, **tokens}
 
 
-def test_what_is_finished_starts_no_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_batch_starts_no_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "in")
     flags = ["-i", str(tmp_path / "in"), "-o", str(tmp_path / "out"), "--model", "/no/such/folder"]
     assert main(["run-batch", *flags]) == 0
@@ -336,7 +336,7 @@ def test_a_server_of_its_own_that_dies_is_started_again(
     assert started == 4
 
 
-def test_progress_says_how_long_it_takes_yet(
+def test_progress_has_the_remaining_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], answering: list[dict[str, Any]]
 ) -> None:
     monkeypatch.setattr(batch_report, "PLAIN_S", 0.0)
@@ -387,7 +387,7 @@ def test_a_full_disk_is_one_sentence(
 
 
 @pytest.mark.parametrize("name", ["in", "out", "out.journal"])
-def test_a_report_takes_no_file_of_the_batch(
+def test_a_report_cannot_be_a_file_of_the_batch(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], answering: list[dict[str, Any]]
 ) -> None:
     write(tmp_path / "in", line("a"))

@@ -136,7 +136,7 @@ def test_events_cut_anywhere(cuts: list[int], newline: bytes) -> None:
     assert [event for piece in pieces for event in reader.feed(piece)] == EVENTS
 
 
-def test_an_event_comes_with_its_last_byte() -> None:
+def test_an_event_is_returned_with_its_last_byte() -> None:
     reader = SseReader()
     assert reader.feed(b"data: a\n") == []
     assert reader.feed(b"\n") == [b"a"]
@@ -231,7 +231,7 @@ async def test_a_chat() -> None:
         (answering(HEAD, chunked(b"data: " + b"x" * MAX_EVENT_BYTES)), "longer than"),
     ],
 )
-async def test_what_fails_is_said(script: Script, text: str) -> None:
+async def test_failures_have_an_error_text(script: Script, text: str) -> None:
     outcome = await ask(script)
     assert text.replace("\\", "") in outcome.error
     assert len(outcome.error) <= 500
@@ -242,7 +242,7 @@ async def test_a_server_that_never_answers() -> None:
     assert (await ask(answering(HEAD, chunked(chunk("a"))), timeout_s=0.05)).error == "no end after 0.05 s"
 
 
-async def test_what_failed_is_hung_up() -> None:
+async def test_a_failed_connection_is_closed() -> None:
     async def talk() -> str:
         async with Stub(answering(HEAD, chunked(chunk("a") + b"data: no\n\n"))) as stub:
             http = HttpClient(stub.url, {})
@@ -253,7 +253,7 @@ async def test_what_failed_is_hung_up() -> None:
     assert "no chunk" in await asyncio.wait_for(talk(), DEADLINE_S)
 
 
-async def test_a_connection_that_ends_as_the_next_request_comes() -> None:
+async def test_a_connection_that_ends_as_the_next_request_is_sent() -> None:
     """An idle connection's end and a request may pass each other: the request is sent again, on a new connection."""
 
     async def script(_: dict[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -280,7 +280,7 @@ async def test_a_new_connection_that_ends_is_an_error() -> None:
     assert "ended before" in (await ask(answering(close=True))).error
 
 
-async def test_nobody_listens() -> None:
+async def test_no_server_listens() -> None:
     async def talk() -> str:
         async with Stub(answering()) as stub:
             url = stub.url

@@ -37,7 +37,7 @@ def test_lengths_vary_within_the_range() -> None:
     assert {one.output_len for one in requests} == set(range(15, 26))
 
 
-def test_random_texts_have_as_many_tokens(words: Tokenizer) -> None:
+def test_random_texts_have_the_given_number_of_tokens(words: Tokenizer) -> None:
     options = DatasetOptions(num_prompts=40, random_input_len=64, random_prefix_len=16)
     requests = make_requests(options, words)
     for request in requests:
@@ -132,7 +132,7 @@ def test_a_bad_file_is_one_sentence(tmp_path: Path, words: Tokenizer, content: s
         make_requests(DatasetOptions(dataset_name=name, dataset_path=str(file)), words)
 
 
-def test_what_cannot_be_made() -> None:
+def test_datasets_that_cannot_be_made() -> None:
     with pytest.raises(ConfigError, match="--dataset-path"):
         make_requests(DatasetOptions(dataset_name="sharegpt"), None)
     with pytest.raises(ConfigError, match="10 prefixes"):

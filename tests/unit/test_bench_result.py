@@ -96,7 +96,9 @@ def test_every_figure(outcomes: list[Outcome]) -> None:
         ({"e2el": 0.0}, 0),
     ],
 )
-def test_goodput_counts_what_keeps_all_limits(outcomes: list[Outcome], limits: dict[str, float], good: int) -> None:
+def test_goodput_counts_requests_within_all_limits(
+    outcomes: list[Outcome], limits: dict[str, float], good: int
+) -> None:
     assert summarize(outcomes, 2.0, (), limits)["request_goodput"] == good / 2
 
 
@@ -171,7 +173,7 @@ def test_a_missing_matplotlib_is_said_first(monkeypatch: pytest.MonkeyPatch) -> 
     assert importlib.util.find_spec("torch") is not None
 
 
-def test_what_flags_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_become_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     parser = argparse.ArgumentParser()
     bench_serve.add_flags(parser)

@@ -119,7 +119,7 @@ def test_caching_a_block_twice_is_refused() -> None:
         pool.cache_block(1, b"h")
 
 
-def test_reset_forgets_what_is_referenced_as_well() -> None:
+def test_reset_also_forgets_referenced_blocks() -> None:
     pool = BlockPool(5)
     held = pool.get_new_blocks(2)
     left = pool.get_new_blocks(1)

@@ -62,7 +62,7 @@ def test_questions_begin_where_the_state_ends() -> None:
     assert copies(rig) == 2
 
 
-def test_one_of_the_same_step_would_copy_what_is_not_written_yet() -> None:
+def test_no_tail_is_copied_from_a_sequence_of_the_same_step() -> None:
     rig = Rig(max_num_batched_tokens=40)
     questions = {"first": [7, 8], "second": [9]}
     for name, own in questions.items():
@@ -171,7 +171,7 @@ def test_the_block_itself_may_be_the_one_that_is_got() -> None:
     answers(rig, {"second": [9]})
 
 
-def test_what_is_forgotten_is_not_found() -> None:
+def test_forgotten_tails_are_not_found() -> None:
     rig = Rig()
     kv = rig.kv
 
@@ -194,7 +194,7 @@ def test_what_is_forgotten_is_not_found() -> None:
         kv.check_integrity([])
 
 
-def test_what_began_before_a_reset_is_not_found_behind_it() -> None:
+def test_tails_begun_before_a_reset_are_not_found_after_it() -> None:
     """The first chunk of the prompt was computed before the reset, so the tail that the second chunk completes is stale
     as well."""
     rig = Rig(max_num_batched_tokens=5)

@@ -22,7 +22,7 @@ from vllm_lite.server.openai.bodies import CompletionBody
 from vllm_lite.server.openai.errors import ApiError
 
 
-async def test_texts_may_hold_what_looks_like_structure() -> None:
+async def test_texts_may_contain_brackets_and_quotes() -> None:
     data = json.dumps({"prompt": '[{,:"\\' * (MAX_NESTED // 2)}).encode()
     body, _ = await BodyReader(ServeConfig()).read(Sender(data, waits=False).request, CompletionBody)
     assert len(body.prompt) == 6 * (MAX_NESTED // 2)

@@ -142,7 +142,7 @@ def test_a_heart_names_no_part(heart: str) -> None:
     assert said & set(names) == set()
 
 
-def test_the_manager_asks_no_part_what_it_is() -> None:
+def test_the_manager_does_not_know_its_parts_kinds() -> None:
     text = (PACKAGE / HEARTS[1]).read_text()
     assert [name for name in ("self.states", "host_tier", "disk_tier") if name in text] == []
     assert [line for line in text.splitlines() if "tails" in line and " if " in f" {line.strip()} "] == []
@@ -181,7 +181,7 @@ def test_a_sequence_waits_for_the_part_that_has_no_room() -> None:
     assert rig.output("second") == expected([2] * 5, 3)
 
 
-def test_a_hit_is_as_long_as_the_part_that_knows_least_allows() -> None:
+def test_a_hit_is_as_long_as_the_shortest_hit_of_a_part() -> None:
     part = NotePart(has=1)
     rig = rig_with(part)
     rig.add("first", [1] * 13, 1)
@@ -193,7 +193,7 @@ def test_a_hit_is_as_long_as_the_part_that_knows_least_allows() -> None:
     assert again.num_cached_at_start == 4
 
 
-def test_what_one_part_cannot_move_is_computed_again() -> None:
+def test_tokens_that_one_part_cannot_swap_are_computed_again() -> None:
     part = NotePart()
     part.is_stuck = True
     rig = rig_with(part, 9, num_host_blocks=40, preemption="swap")

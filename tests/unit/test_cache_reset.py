@@ -27,7 +27,7 @@ def cached_tokens(rig: Rig, name: str, prompt: list[int]) -> int:
     return request.num_cached_at_start or 0
 
 
-def test_what_nobody_holds_is_forgotten() -> None:
+def test_unreferenced_blocks_are_forgotten() -> None:
     rig = Rig()
     rig.add("a", PROMPT, max_tokens=3)
     rig.drain()
@@ -38,7 +38,7 @@ def test_what_nobody_holds_is_forgotten() -> None:
     assert cached_tokens(rig, "c", PROMPT) == 11
 
 
-def test_what_somebody_holds_is_not_found_either_and_stays_his() -> None:
+def test_referenced_blocks_are_not_found_and_stay_with_their_sequence() -> None:
     rig = Rig(num_blocks=30)
     rig.add("a", PROMPT, max_tokens=20)
     rig.step()
@@ -55,7 +55,7 @@ def test_what_somebody_holds_is_not_found_either_and_stays_his() -> None:
     assert cached_tokens(rig, "c", [*PROMPT, *rig.output("a")]) == 12  # b's, which were computed afterwards
 
 
-def test_a_window_does_not_find_what_comes_behind_the_reset() -> None:
+def test_a_window_does_not_find_blocks_computed_after_the_reset() -> None:
     """Only the last blocks of a window are looked up: they rest on KV from before."""
     rig = Rig(num_blocks=40, windows=(5,))
     rig.add("a", PROMPT, max_tokens=30)
@@ -66,7 +66,7 @@ def test_a_window_does_not_find_what_comes_behind_the_reset() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "behind"])
-def test_what_is_swapped_does_not_come_back_into_the_cache(when: str) -> None:
+def test_swapped_blocks_do_not_return_to_the_cache(when: str) -> None:
     rig = Rig(num_blocks=12, num_host_blocks=30, preemption="swap")
     prompts = {"a": [1, 2, 3, 4, 5], "b": PROMPT}
     for name, prompt in prompts.items():

@@ -83,7 +83,7 @@ def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Rig]:
         made.close()
 
 
-def test_a_router_knows_what_engines_have_stored_dropped_and_cleared(rig: Rig) -> None:
+def test_a_router_follows_blocks_that_engines_store_drop_and_clear(rig: Rig) -> None:
     for number in range(12):  # more than fits
         rig.publish(number % 2, 17)
     assert rig.cached(0).isdisjoint(rig.cached(1))
@@ -92,7 +92,7 @@ def test_a_router_knows_what_engines_have_stored_dropped_and_cleared(rig: Rig) -
     assert rig.router.cached[1] == rig.cached(1) != set()
 
 
-def test_behind_a_gap_nothing_is_known_but_what_comes(rig: Rig) -> None:
+def test_after_a_gap_only_later_events_are_known(rig: Rig) -> None:
     rig.publish(0)
     before = rig.cached(0)
     rig.until(lambda: rig.router.cached[0] == before)

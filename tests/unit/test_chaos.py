@@ -117,7 +117,7 @@ def test_a_stream_that_ends_twice_is_seen() -> None:
     assert ledger.broken == GOOD | {"repeated": 1}
 
 
-def test_the_streams_of_a_killed_client_are_nobodys() -> None:
+def test_the_streams_of_a_killed_client_are_dropped() -> None:
     ledger = Ledger(EXPECTED)
     for stream in ("a-1", "a-2", "ab-1"):
         ledger.take(Record(stream, "one", "python"))
@@ -149,7 +149,7 @@ class TestCollected:
             collected.add(0, tokens, reason)
         return record.faults
 
-    def test_what_grows_is_right(self) -> None:
+    def test_answers_must_grow(self) -> None:
         assert not self.faults(([1], None), ([1, 2], None), ([1, 2], "length"))
         assert not self.faults(([1], None), ([2], "length"), is_delta=True)
 
@@ -224,7 +224,7 @@ class TestProcesses:
         assert inject("kill-engine", random.Random(0), [other, victim], 0.1) is None
 
     @pytest.mark.parametrize("kind", ["pause-worker", "slow-worker"])
-    def test_what_was_paused_continues(
+    def test_a_paused_process_continues(
         self, sleeper: subprocess.Popen[bytes], kind: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("tests.acceptance.chaos_faults.SLOW_S", 0.05)

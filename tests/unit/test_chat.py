@@ -95,7 +95,7 @@ def rig() -> Iterator[Rig]:
     assert rig.answers.num_open == 0, "an answer was left open"
 
 
-def test_every_question_brings_what_was_said_before(rig: Rig) -> None:
+def test_every_question_has_the_earlier_messages(rig: Rig) -> None:
     rig.say("first", "", "  ", "second")
     assert rig.screen.answers == "one two|one two|"
     assert [message["content"] for message in rig.answers.asked[1]] == ["first", "one two", "second"]
@@ -104,7 +104,7 @@ def test_every_question_brings_what_was_said_before(rig: Rig) -> None:
     assert not rig.chat.failed
 
 
-def test_an_interrupt_ends_the_answer_and_keeps_what_was_said(rig: Rig) -> None:
+def test_an_interrupt_ends_the_answer_and_keeps_its_text(rig: Rig) -> None:
     rig.screen.interrupt_at = "one "
     rig.say("first")
     assert rig.answers.num_open == 0
@@ -144,7 +144,7 @@ def test_a_server_that_dies_is_said_and_the_conversation_is_kept(rig: Rig) -> No
     assert rig.said[2:] == [("user", "second"), ("assistant", "whole")]
 
 
-def test_what_a_chat_can_do_about_a_refusal_is_said(rig: Rig) -> None:
+def test_a_refusal_is_shown_with_a_remedy(rig: Rig) -> None:
     rig.answers.script = [RemoteError("this model has no chat template; start the server with ...")]
     rig.say("hello")
     assert "vllm-lite complete" in rig.note
@@ -177,7 +177,7 @@ def test_undo_and_clear(rig: Rig) -> None:
     assert len(rig.answers.asked) == 2
 
 
-def test_the_system_prompt_comes_first(rig: Rig) -> None:
+def test_the_system_prompt_is_the_first_message(rig: Rig) -> None:
     rig.say("/system be kind", "hello")
     assert rig.answers.asked[0][0] == {"role": "system", "content": "be kind"}
     rig.say("/system")
@@ -186,7 +186,7 @@ def test_the_system_prompt_comes_first(rig: Rig) -> None:
     assert rig.answers.asked[1] == [{"role": "user", "content": "hello"}]
 
 
-def test_what_is_set_is_sampled_with(rig: Rig) -> None:
+def test_settings_are_sent_with_each_question(rig: Rig) -> None:
     rig.say("/set temperature 0.7", "/set stop END", '/set bad_words ["a", "b"]', "/set ignore_eos true", "hello")
     assert rig.answers.sampling == {"temperature": 0.7, "stop": "END", "bad_words": ["a", "b"], "ignore_eos": True}
     rig.say(" /set temperature", "/set stop none", "hello")
@@ -211,7 +211,7 @@ def test_what_is_set_is_sampled_with(rig: Rig) -> None:
         ("/image", ["one file"]),
     ],
 )
-def test_what_is_wrong_is_said_and_asks_nobody(rig: Rig, line: str, words: list[str]) -> None:
+def test_invalid_commands_are_explained_and_send_nothing(rig: Rig, line: str, words: list[str]) -> None:
     rig.say(line)
     assert all(word in rig.note for word in words), rig.note
     assert rig.answers.asked == []

@@ -114,7 +114,9 @@ def oracle(tmp_path_factory: pytest.TempPathFactory) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("generate", [True, False])
 @pytest.mark.parametrize("chat", CHATS, ids=len)
-def test_the_text_is_that_of_transformers(oracle: Any, family: str, chat: list[dict[str, Any]], generate: bool) -> None:
+def test_the_text_agrees_with_transformers(
+    oracle: Any, family: str, chat: list[dict[str, Any]], generate: bool
+) -> None:
     wanted = oracle.apply_chat_template(
         chat, chat_template=FAMILIES[family], tokenize=False, add_generation_prompt=generate
     )
@@ -176,7 +178,7 @@ def test_reserved_variables_are_refused(name: str) -> None:
         ChatTemplate(TemplateSource(CHATML, TOKENS)).render([USER], variables={name: "x"})
 
 
-def test_what_a_template_raises_is_reported() -> None:
+def test_errors_of_a_template_are_reported() -> None:
     with pytest.raises(RequestError, match="Roles must alternate"):
         ChatTemplate(TemplateSource(LLAMA2, TOKENS)).render([USER, USER])
 
@@ -205,7 +207,7 @@ def test_the_sandbox_holds(source: str) -> None:
 
 
 @pytest.mark.parametrize("source", ["{{ strftime_now.__code__ }}", "{{ messages[0].content.format.__self__ }}"])
-def test_what_is_hidden_is_nothing(source: str) -> None:
+def test_hidden_attributes_render_as_nothing(source: str) -> None:
     assert ChatTemplate(TemplateSource(source, TOKENS)).render([USER]) == ""
 
 

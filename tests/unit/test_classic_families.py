@@ -21,7 +21,7 @@ def load(folder: Path, name: str, **raw: Any) -> ModelSpec:
     return load_spec(folder)
 
 
-def test_gpt2_as_it_lies_on_the_hub(tmp_path: Path) -> None:
+def test_gpt2_as_on_the_hub(tmp_path: Path) -> None:
     spec = load(tmp_path, "GPT2LMHeadModel", vocab_size=384, n_embd=96, n_layer=3, n_head=6, n_positions=128)
     assert (spec.hidden_size, spec.num_layers, spec.intermediate_size) == (96, 3, 384)
     assert (spec.max_position_embeddings, spec.extra_parameters) == (128, 128 * 96)
@@ -55,7 +55,7 @@ def test_pythia_turns_a_quarter_of_each_head(tmp_path: Path) -> None:
     assert rope.rotary_size == 4
 
 
-def test_starcoder2_says_little_of_itself(tmp_path: Path) -> None:
+def test_defaults_of_starcoder2(tmp_path: Path) -> None:
     spec = load(tmp_path, "Starcoder2ForCausalLM", **SIZES, intermediate_size=96)
     own = spec.layers[0].attention
     assert (own.num_kv_heads, own.window, spec.activation, spec.tie_word_embeddings) == (2, None, "gelu_tanh", True)
@@ -96,7 +96,7 @@ def test_falcon_scales_its_alibi(tmp_path: Path) -> None:
         ("FalconForCausalLM", {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn 3"),
     ],
 )
-def test_what_is_not_built_is_refused_by_name(
+def test_unsupported_variants_are_refused_by_name(
     tmp_path: Path, name: str, changes: dict[str, Any], sentence: str
 ) -> None:
     with pytest.raises(ModelError, match=sentence):

@@ -138,7 +138,7 @@ def test_a_full_disk_under_the_output(command: str, buffered: bool) -> None:
     assert printed_to(os.open("/dev/full", os.O_WRONLY), command, buffered=buffered) == (1, said)
 
 
-def test_a_table_of_what_runs_has_a_line_for_each(
+def test_a_table_of_instances_has_a_line_for_each(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     values: dict[str, Any] = {
@@ -173,7 +173,7 @@ def test_a_table_of_what_runs_has_a_line_for_each(
 
 
 @pytest.mark.parametrize("command", ["serve", "plan"])
-def test_ctrl_c_before_the_command_runs_says_nothing(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_before_the_command_runs_prints_nothing(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -182,7 +182,7 @@ def test_ctrl_c_before_the_command_runs_says_nothing(command: str, monkeypatch: 
     assert main([command]) == INTERRUPTED
 
 
-def test_ctrl_c_while_a_benchmark_runs_says_nothing() -> None:
+def test_ctrl_c_while_a_benchmark_runs_prints_nothing() -> None:
     """`python benchmarks` has a parser of its own, and main() is not around it."""
 
     def interrupted(_: argparse.Namespace) -> int:

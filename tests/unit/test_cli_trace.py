@@ -40,7 +40,7 @@ def why(request: str, trace: Path, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
-def test_replay_says_what_it_found(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_prints_its_counts(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(trace), "--assert"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"\d+ steps, 6 requests, \d+ tokens, [1-9]\d* preemptions \([1-9]\d* by swap\)", out)
@@ -127,7 +127,7 @@ def test_why_tells_of_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("how", ["aborted", "one sample", "late"])
-def test_why_tells_of_drafts_of_what_is_ended_early(
+def test_why_has_the_drafts_of_requests_that_ended_early(
     how: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "trace"

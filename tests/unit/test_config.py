@@ -147,7 +147,7 @@ def test_switches(written: str, value: bool) -> None:
     assert EngineConfig.load(env={"VLLM_LITE_ENABLE_PREFIX_CACHING": written}).enable_prefix_caching is value
 
 
-def test_none_unsets_what_a_lower_layer_set(tmp_path: Path) -> None:
+def test_none_unsets_a_lower_layers_value(tmp_path: Path) -> None:
     file = write(tmp_path, "a.yaml", "max_model_len: 100\n")
     assert EngineConfig.load(env={"VLLM_LITE_MAX_MODEL_LEN": "none"}, file=file).max_model_len is None
 
@@ -393,7 +393,7 @@ def test_a_size_that_is_asked_for_is_kept(given: dict[str, Any]) -> None:
     assert configured_num_blocks(config, 40 * 16) == 10**6
 
 
-def test_a_large_model_gets_what_there_is() -> None:
+def test_a_large_model_gets_the_available_memory() -> None:
     class LargeModel(TinyModel):
         def kv_block_bytes(self, block_size: int, dtype_bytes: int, tp: int = 1, scale_bytes: int = 0) -> int:
             return super().kv_block_bytes(block_size, dtype_bytes, tp, scale_bytes) * 10**4
@@ -481,7 +481,7 @@ def test_other_names_of_a_setting(tmp_path: Path) -> None:
     assert EngineConfig.load({"swap_space": 3}, env, file).swap_space == 3, "the flag wins, whatever it is called"
 
 
-def test_resolve_keeps_what_was_said() -> None:
+def test_resolve_keeps_given_values() -> None:
     config = resolved(max_num_seqs=3, max_num_batched_tokens=7, tokenizer="/t", served_model_name="s", max_model_len=9)
     assert (config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len) == (3, 7, 9)
     assert (config.tokenizer, config.served_model_name) == ("/t", "s")

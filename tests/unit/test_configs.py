@@ -33,7 +33,7 @@ def test_loads_and_resolves(file: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["two-gpus.yaml", "two-sockets-cpu.toml"])
-def test_what_two_ranks_need(name: str, tmp_path: Path) -> None:
+def test_files_for_two_ranks(name: str, tmp_path: Path) -> None:
     """The bindings that the comments name are valid on a machine with two sockets of 32 cores."""
     file = ROOT / "configs" / name
     config = ServeConfig.load(file=file, env={}).engine()
@@ -46,7 +46,7 @@ def test_what_two_ranks_need(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.name)
-def test_says_how_it_is_used(file: Path) -> None:
+def test_each_file_has_its_command(file: Path) -> None:
     text = file.read_text()
     assert text.startswith("# ")
     assert f"--config configs/{file.name}" in text

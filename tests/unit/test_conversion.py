@@ -220,7 +220,7 @@ def test_sentencepiece(tmp_path: Path, case: str, request: pytest.FixtureRequest
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_what_differs_from_sentencepiece_is_refused(tmp_path: Path) -> None:
+def test_a_tokenizer_that_differs_from_sentencepiece_is_refused(tmp_path: Path) -> None:
     """Since 5.24 transformers reads this model as sentencepiece does; before it took it for byte pairs, and the result
     is refused."""
     model = sentencepiece_file("unigram")
@@ -271,7 +271,7 @@ def test_tekken(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.usefixtures("in_this_process")
-def test_what_cannot_be_proved_is_refused(tmp_path: Path, config: Any, says: str) -> None:
+def test_an_unknown_pre_tokenizer_is_refused(tmp_path: Path, config: Any, says: str) -> None:
     """The letters of the vocabulary encode bytes, but no file, or a wrong one, says which pre-tokenizer maps them."""
     files = {**vocabulary_files(), "config__json": {"model_type": "unknown"}, "tokenizer_config__json": config}
     folder = folder_with(tmp_path / "model", **files)
@@ -279,7 +279,7 @@ def test_what_cannot_be_proved_is_refused(tmp_path: Path, config: Any, says: str
         Tokenizer.load(folder)
 
 
-def test_a_tokenizer_json_comes_first(tmp_path: Path) -> None:
+def test_a_tokenizer_json_is_preferred(tmp_path: Path) -> None:
     folder = folder_with(tmp_path / "model", tokenizer__json=json.loads(made.byte_level()), tekken__json={})
     assert conversion.find(folder) is None
     assert conversion.folder_of(folder) == folder
@@ -298,7 +298,7 @@ def test_a_tokenizer_json_comes_first(tmp_path: Path) -> None:
         ("tekken.json", b"{}", "tekken"),
     ],
 )
-def test_what_a_missing_library_is_needed_for(
+def test_a_missing_library_is_named_with_its_purpose(
     tmp_path: Path, name: str, content: bytes, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_lite.client.text.tokenizer_formats.conversion.is_installed", lambda _: False)
@@ -396,7 +396,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     ("part", "whose"),
     [(part, whose) for part in (".", "..", "tokenizer.json") for whose in ("another user's", "everybody's")][:-1],
 )
-def test_what_another_user_made_is_not_taken(
+def test_files_of_another_user_are_not_used(
     tmp_path: Path, part: str, whose: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folder_with(tmp_path / "model", **vocabulary_files())

@@ -119,14 +119,14 @@ def test_requests_that_cannot_be_served_are_refused_with_numbers(message: Genera
     assert not core.scheduler.requests
 
 
-def test_defaulted_max_tokens_means_what_fits() -> None:
+def test_the_default_of_max_tokens_is_the_remaining_context() -> None:
     produced = generate(make_core(), [1] * 30, max_tokens=None, ignore_eos=True)
     assert len(tokens_of(produced)) == 10
     assert produced[-1].reason == "length"
 
 
 @pytest.mark.parametrize("max_tokens", [10, 11, 16, 40, 1000])
-def test_max_tokens_is_cut_to_what_fits(max_tokens: int) -> None:
+def test_max_tokens_is_cut_to_the_remaining_context(max_tokens: int) -> None:
     produced = generate(make_core(), [1] * 30, max_tokens=max_tokens, ignore_eos=True)
     assert len(tokens_of(produced)) == 10
     assert produced[-1].reason == "length"
@@ -220,7 +220,7 @@ def test_tokens_that_cannot_fit_are_refused_by_their_number(what: str, monkeypat
         core.add(b"client", message)
 
 
-def test_an_unknown_request_continues_behind_what_the_client_has() -> None:
+def test_an_unknown_request_continues_after_the_clients_tokens() -> None:
     core = make_core()
     whole = continuation([1, 2, 3], 8)
     params = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -341,7 +341,7 @@ def test_garbage_is_dropped_and_counted(wire: Wire) -> None:
     assert wire.port.malformed == 1
 
 
-def test_a_failed_start_is_sent_to_all_who_asked(wire: Wire) -> None:
+def test_a_failed_start_is_sent_to_all_clients(wire: Wire) -> None:
     assert not wire.port.refuse_all(Refused("no model", bad_input=True))
     wire.say(Hello(PROTOCOL_VERSION))
     assert wire.port.refuse_all(Refused("no model", bad_input=True))
@@ -359,9 +359,7 @@ def test_outputs_of_one_step_travel_in_one_message(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("num_sent", [0, 1, 2, 9])
-def test_what_is_too_long_for_a_message_travels_in_several(
-    wire: Wire, monkeypatch: pytest.MonkeyPatch, num_sent: int
-) -> None:
+def test_large_outputs_are_sent_in_several_messages(wire: Wire, monkeypatch: pytest.MonkeyPatch, num_sent: int) -> None:
     """Vectors of several requests, say. After `num_sent` messages the client does not read for a while."""
     wire.welcome()
     wire.say(Hello(PROTOCOL_VERSION))
@@ -446,7 +444,7 @@ def test_a_client_that_went_is_found_by_its_heartbeat(wire: Wire) -> None:
     assert wire.port.beat(10.6, 1, {b"peer"}) == [b"peer"]
 
 
-def test_resent_tokens_replace_what_was_pending() -> None:
+def test_resent_tokens_replace_pending_ones() -> None:
     outbox = Outbox()
     outbox.add(Tokens("a", 4, [4]))
     outbox.add(Tokens("a", 2, [2, 3, 4]))

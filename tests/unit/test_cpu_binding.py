@@ -58,7 +58,7 @@ def test_lists_of_cpus(text: str, cpus: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", ",", "a", "1-", "-1", "3-1", "0-99999999999", "1;2", "٣"])
-def test_what_is_no_list_of_cpus(text: str) -> None:
+def test_invalid_lists_of_cpus(text: str) -> None:
     with pytest.raises(ValueError, match=r"^expected"):
         parse_cpu_list(text)
 
@@ -242,7 +242,7 @@ def test_cpus_that_are_there_and_not_allowed(tmp_path: Path) -> None:
         check_binding("0-1|2-5", 2, "cpu", masked)
 
 
-def test_what_needs_no_list_is_not_checked(small: Topology) -> None:
+def test_bindings_without_a_list_are_not_checked(small: Topology) -> None:
     for bind in ("auto", "none"):
         check_binding(bind, 64, "cpu", small)
         check_binding(bind, 2, "cuda", small)
@@ -279,7 +279,7 @@ def no_threads_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS")
 
 
-def test_torch_makes_as_many_threads_unless_the_user_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_has_the_bindings_threads_unless_the_user_sets_them(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu_binding.apply(Binding((), 3, None))
     assert os.environ["OMP_NUM_THREADS"] == "3"
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
@@ -315,7 +315,7 @@ def test_a_worker_is_bound_for_the_threads_of_the_environment(
     assert [binding.num_threads for binding in bindings] == [num_threads]
 
 
-def test_a_worker_is_bound_with_what_it_starts() -> None:
+def test_a_worker_is_bound_with_its_threads() -> None:
     before = os.sched_getaffinity(0)
     one = min(before)
     assert in_thread(Binding((one,), 1, None)) == {one}
@@ -333,7 +333,7 @@ def test_a_refusal_is_only_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert "memory is not bound to node 900: " in caplog.text
 
 
-def test_memory_comes_from_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_allocated_on_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """get_mempolicy in the same thread returns the policy. Skipped on machines that forbid the call."""
     found: dict[str, Any] = {}
 
@@ -353,7 +353,7 @@ def test_memory_comes_from_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found["mode"], found["mask"]) == (cpu_binding.MPOL_PREFERRED, 1)
 
 
-def test_what_is_logged_of_a_binding() -> None:
+def test_bindings_as_they_are_logged() -> None:
     assert str(Binding((0, 1, 2, 3), 4, 1)) == "4 threads on CPUs 0-3 of node 1"
     assert str(Binding((2,), 1, None)) == "1 thread on CPUs 2"
     assert str(Binding((), 2, None)) == "2 threads, not bound"

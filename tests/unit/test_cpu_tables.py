@@ -18,7 +18,7 @@ def cells(**speeds: float) -> dict[str, dict[str, float]]:
     return {name.replace("__", "-"): {"out_tok_s": speed} for name, speed in speeds.items()}
 
 
-def test_documents_hold_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_have_the_measured_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["cpu_tables.py", "--check"])
     assert cpu_tables.main() == 0, "run python benchmarks/cpu_tables.py"
 

@@ -102,7 +102,7 @@ def test_an_engine_that_ends_for_good_leaves_its_streams_to_the_other(rig: Rig) 
     assert rig.session.dead is None
 
 
-def test_what_waits_while_no_engine_is_left_goes_to_the_first_that_comes_back(rig: Rig) -> None:
+def test_requests_that_wait_for_engines_are_sent_to_the_first_that_returns(rig: Rig) -> None:
     rig.submit("r")
     home = rig.home("r")
     for engine in rig.engines:
@@ -150,7 +150,7 @@ def test_aborts_and_forks_find_their_engine(rig: Rig) -> None:
     rig.engines[1 - home].expect_nothing_more()
 
 
-def test_questions_go_to_all_and_one_answer_comes_back(rig: Rig) -> None:
+def test_questions_are_sent_to_all_engines_and_answered_once(rig: Rig) -> None:
     asked = rig.session.request_stats()
     for count, engine in enumerate(rig.engines, 1):
         engine.expect(api.GetStats)

@@ -35,7 +35,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(monkeypatch)
 
 
-def test_an_idle_machine_gets_what_was_asked_for_and_so_does_a_quicker_one(machine: Machine) -> None:
+def test_an_idle_or_quicker_machine_keeps_the_given_deadline(machine: Machine) -> None:
     assert scaled(7.0) == 7.0
     machine.now_s += 100
     machine.work_s /= 2

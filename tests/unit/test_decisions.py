@@ -30,7 +30,7 @@ def one(**fields: Any) -> Question:
     return question
 
 
-def test_each_type_has_its_labels_and_shows_what_is_asked():
+def test_each_type_has_its_labels_and_its_text():
     choice = one(type="choice", instructions="Which?", criteria={"a b": "first", "c": None, "d": {"x": [1, "é"]}})
     assert choice.names == ("a b", "c", "d")
     assert choice.labels == (("A",), ("B",), ("C",))
@@ -257,7 +257,7 @@ def test_a_label_of_several_tokens_is_refused():
         found(words("Ġyes"), "x\nAnswer:", one(type="choice", criteria={"x": None}))
 
 
-def test_a_label_that_joins_what_is_before_it_is_refused():
+def test_a_label_that_joins_the_previous_token_is_refused():
     with pytest.raises(RequestError, match="'0' is not one token"):
         found(words("Ġ0", "Ġ1"), "x ", one(type="score", criteria=["a", "b"]))
 
@@ -283,7 +283,7 @@ def test_a_prompt_without_a_template_begins_with_the_special_tokens_of_a_text():
     assert made[0]["marks"] == [1 + len("state\n")]
 
 
-def test_a_request_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_cannot_start_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     reads = SimpleNamespace(streams=[SimpleNamespace(error=None)], output=lambda: pytest.fail("nothing was computed"))
     monkeypatch.setattr(methods, "prepare", lambda *_: reads)
     llm = Mock()

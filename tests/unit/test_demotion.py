@@ -97,7 +97,7 @@ def test_nothing_is_lost_that_the_host_has_room_for(
                 assert request.num_cached_at_start == min(whole, len(prompt) + len(more) - 1)
 
 
-def test_a_prompt_that_waits_for_demotions_says_so_and_holds_nothing() -> None:
+def test_a_prompt_that_waits_for_demotions_reports_it_and_holds_no_blocks() -> None:
     rig = Rig(22, 2, num_host_blocks=50, max_swap_blocks=8, max_num_batched_tokens=64)
     ask(rig, "a", PROMPT)
     rig.decisions.clear()
@@ -116,7 +116,7 @@ def test_a_prompt_that_waits_for_demotions_says_so_and_holds_nothing() -> None:
     assert rig.reasons["b", 0] == "length"
 
 
-def test_others_evict_what_is_kept_and_the_prompt_comes_in_all_the_same() -> None:
+def test_a_prompt_is_admitted_although_others_evict_kept_blocks() -> None:
     """Three streams evict three cached blocks a step, which is all that it may move: nothing is left for the prompt."""
     rig = Rig(101, 1, num_host_blocks=400, max_swap_blocks=3, max_num_batched_tokens=200)
     ask(rig, "old", prompts(98)[0])
@@ -134,7 +134,7 @@ def test_others_evict_what_is_kept_and_the_prompt_comes_in_all_the_same() -> Non
     assert rig.output("new") == expected([9] * 12, 2)
 
 
-def test_what_a_prompt_begins_with_is_no_part_of_what_it_evicts() -> None:
+def test_a_prompt_does_not_evict_its_own_prefix() -> None:
     rig = Rig(41, 1, num_host_blocks=100, max_swap_blocks=8, max_num_batched_tokens=64)
     old, other = prompts(20, 18)
     ask(rig, "old", old)
@@ -170,7 +170,7 @@ def test_content_that_stays_in_another_block_is_not_waited_for(monkeypatch: pyte
     assert rig.kv.counters.demoted_blocks == 0
 
 
-def test_a_host_that_is_full_delays_nobody() -> None:
+def test_a_full_host_does_not_delay_admission() -> None:
     """All that it has is pinned by the one that is being loaded: there is nowhere to demote to."""
     rig = Rig(26, 1, num_host_blocks=19, max_swap_blocks=4, max_num_batched_tokens=64)
     ask(rig, "a", PROMPT[:20])
@@ -195,7 +195,7 @@ def test_the_room_of_the_host_is_all_that_is_demoted_in_exchange() -> None:
     assert rig.scheduler.step - first == -(-22 // 5)
 
 
-def test_nobody_comes_in_at_a_loss_behind_one_that_lacks_blocks() -> None:
+def test_no_later_sequence_is_admitted_at_the_cost_of_cached_blocks() -> None:
     """Admission would load three blocks and demote more cached ones than the step's five moves allow, so only a first
     sequence, which may load in parts, is admitted."""
     rig = Rig(13, 1, num_host_blocks=50, max_swap_blocks=5, max_num_batched_tokens=64)
@@ -238,7 +238,7 @@ def test_places_are_counted_as_they_are_found(
         assert num_places == len(wanted) - len(found)
 
 
-def test_what_is_about_to_be_loaded_is_not_dropped_for_what_is_demoted() -> None:
+def test_demotions_do_not_evict_blocks_about_to_be_loaded() -> None:
     """The host is full, and its oldest blocks are the waiting sequence's prefix; demotions must not evict them."""
     rig = Rig(26, 1, num_host_blocks=10, max_swap_blocks=6, max_num_batched_tokens=64)
     host = rig.host

@@ -79,7 +79,7 @@ def test_images_are_linted(file: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_a_client_takes_what_its_image_has() -> None:
+def test_a_client_imports_only_packages_of_its_image() -> None:
     """The client's image has pyproject.toml's packages without those of servers and workers, and a client imports none
     of the latter."""
     project = (ROOT / "pyproject.toml").read_text()

@@ -136,7 +136,7 @@ def test_never_is_said_at_once_with_numbers() -> None:
     assert look(rig, "a") == []
 
 
-def test_the_cost_of_a_look_does_not_grow_with_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_of_a_look_does_not_grow_with_the_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     """Describing requests looks up the cache once, for the head of the queue, however many ids are given and however
     often."""
     rig = Rig(num_blocks=200, max_num_seqs=1)

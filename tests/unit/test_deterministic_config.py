@@ -13,7 +13,7 @@ def resolved(machine: Literal["cpu", "cuda"] = "cpu", **settings: Any) -> Resolv
     return EngineConfig.check(settings).resolve(**sizes, machine=(machine, 1 << 30))
 
 
-def test_no_other_attention_takes_its_place() -> None:
+def test_no_other_attention_replaces_it() -> None:
     """A model that the native kernels cannot serve is refused by the worker."""
     assert resolved(deterministic=True).attention_backend == "cpu"
     assert resolved().attention_backend == "auto"

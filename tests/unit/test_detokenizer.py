@@ -89,11 +89,11 @@ def test_no_piece_holds_half_a_character(text: str) -> None:
             assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_a_character_comes_with_its_last_byte() -> None:
+def test_a_character_is_returned_with_its_last_byte() -> None:
     assert pieces_of("byte level", level_ids("é🙂!")) == ["", "é", "", "", "", "🙂", "!", ""]
 
 
-def test_a_run_of_byte_tokens_comes_with_its_end() -> None:
+def test_a_run_of_byte_tokens_is_returned_with_its_end() -> None:
     the = BYTE_FALLBACK.token_id("▁the") or 0
     assert pieces_of("byte fallback, stripped", [the, *fallback_ids("é".encode()), the]) == ["the", "", "", "é the", ""]
 
@@ -220,7 +220,7 @@ def test_no_more_is_held_back_than_could_begin_a_stop_string(text: str, stops: l
         assert len(seen) == len(text) - longest
 
 
-def test_text_held_back_comes_at_the_end() -> None:
+def test_text_held_back_is_returned_at_the_end() -> None:
     pieces = pieces_of("byte level", level_ids("one two thr"), stop=["three"])
     assert pieces[-2:] == ["", "thr"]
     assert "".join(pieces) == "one two thr"
@@ -237,7 +237,7 @@ def test_a_stop_string_across_tokens_and_inside_one() -> None:
         assert detokenizer.flush() == ""
 
 
-def test_a_stop_string_is_found_in_what_the_end_releases() -> None:
+def test_a_stop_string_is_found_in_text_released_at_the_end() -> None:
     detokenizer = Detokenizer(VOCABULARIES["byte fallback"], stop=["é"])
     assert detokenizer.feed(fallback_ids("aé".encode())) == ""
     assert detokenizer.flush() == "a"

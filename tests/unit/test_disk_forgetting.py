@@ -24,7 +24,7 @@ def test_a_reset_leaves_the_disk_unless_it_is_asked_for() -> None:
     assert rig.serve("c", PROMPT) == 0
 
 
-def test_what_is_loaded_while_the_cache_is_reset_is_not_found() -> None:
+def test_blocks_loaded_during_a_reset_are_not_found() -> None:
     again = loading()
     again.scheduler.reset_prefix_cache(stored=True)
     again.drain()
@@ -34,7 +34,7 @@ def test_what_is_loaded_while_the_cache_is_reset_is_not_found() -> None:
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_what_was_read_before_a_reset_is_not_published_behind_it(stored: bool) -> None:
+def test_blocks_read_before_a_reset_are_not_published_after_it(stored: bool) -> None:
     again = loading()
     (load,) = again.loads
     again.scheduler.reset_prefix_cache(stored=stored)
@@ -45,7 +45,7 @@ def test_what_was_read_before_a_reset_is_not_published_behind_it(stored: bool) -
 
 
 @pytest.mark.parametrize("is_reset", [False, True])
-def test_what_is_being_written_when_it_is_forgotten_is_never_found(is_reset: bool) -> None:
+def test_blocks_forgotten_while_being_written_are_never_found(is_reset: bool) -> None:
     rig = DiskRig(num_blocks=60)
     rig.holds = True
     request = rig.add("a", PROMPT, 20)
@@ -83,7 +83,7 @@ def test_a_write_that_failed_when_it_was_forgotten_is_made_again() -> None:
     assert len(rig.tier.index) == 8
 
 
-def test_what_is_not_to_be_trusted_is_forgotten_on_disk_too() -> None:
+def test_untrusted_blocks_are_also_forgotten_on_disk() -> None:
     rig = DiskRig(num_blocks=60)
     rig.add("a", PROMPT, 20)
     for _ in range(3):
@@ -97,7 +97,7 @@ def test_what_is_not_to_be_trusted_is_forgotten_on_disk_too() -> None:
     assert not rig.tier.index
 
 
-def test_lost_workers_take_what_was_under_way_and_the_next_ones_say_what_there_is() -> None:
+def test_lost_workers_lose_pending_writes_and_new_ones_report_the_disk() -> None:
     rig = DiskRig(num_state_slots=6)
     rig.serve("a", PROMPT, 8)
     rig.holds = True

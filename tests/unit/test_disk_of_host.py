@@ -31,7 +31,7 @@ def on_host(rig: DiskRig, keys: list[bytes]) -> set[bytes]:
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 40])
-def test_what_the_host_has_when_its_turn_comes_is_written_from_there(num_host_blocks: int) -> None:
+def test_blocks_on_the_host_are_written_from_there(num_host_blocks: int) -> None:
     rig = rig_with_host(num_host_blocks)
     rig.holds = True
     keys = ask(rig, "a", PROMPT)
@@ -59,7 +59,7 @@ def test_what_the_host_has_when_its_turn_comes_is_written_from_there(num_host_bl
     rig.drain()
 
 
-def test_what_the_disk_refused_is_written_when_it_moves_to_the_host() -> None:
+def test_blocks_that_failed_to_be_written_are_written_from_the_host() -> None:
     rig = rig_with_host()
     rig.fails = lambda _: True
     keys = ask(rig, "a", PROMPT)
@@ -88,7 +88,7 @@ def test_chains_beyond_the_bound_are_written_when_they_move_to_the_host(monkeypa
     assert rig.contents.keys() & set(keys) == on_host(rig, keys) != set()
 
 
-def test_what_is_not_to_be_written_is_not_from_the_host_either() -> None:
+def test_blocks_excluded_from_the_disk_are_not_written_from_the_host() -> None:
     rig = rig_with_host()
     keys = ask(rig, "a", PROMPT, prompt_logprobs=1)
     ask(rig, "b", OTHER)

@@ -147,7 +147,7 @@ def test_a_load_that_is_late_is_not_waited_for_and_its_places_stay_taken() -> No
     assert again.scheduler.requests == {}
 
 
-def test_one_that_is_aborted_while_it_waits_leaves_what_is_loaded_to_others() -> None:
+def test_blocks_loaded_for_an_aborted_sequence_serve_others() -> None:
     again = loading()
     again.abort("a")
     again.scheduler.check_integrity()
@@ -157,7 +157,7 @@ def test_one_that_is_aborted_while_it_waits_leaves_what_is_loaded_to_others() ->
 
 
 @pytest.mark.parametrize(("prefill", "load", "loads"), [(1000.0, 1000.0, 1), (1000.0, 10.0, 0), (0.0, 10.0, 1)])
-def test_what_is_computed_sooner_is_not_loaded(prefill: float, load: float, loads: int) -> None:
+def test_blocks_that_are_computed_sooner_are_not_loaded(prefill: float, load: float, loads: int) -> None:
     rig = DiskRig()
     rig.serve("a", PROMPT)
     again = restarted(rig)
@@ -196,7 +196,7 @@ def test_blocks_are_pinned_while_they_are_written_and_bounded() -> None:
     assert len(rig.contents) == 4 * 8
 
 
-def test_what_is_reused_before_its_turn_is_not_written_nor_what_continues_it() -> None:
+def test_blocks_reused_before_their_write_are_not_written_nor_their_successors() -> None:
     rig = DiskRig(num_blocks=34)
     rig.holds = True
     rig.add("a", [1] * 64, 1)

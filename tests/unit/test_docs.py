@@ -127,7 +127,7 @@ def wrong_names(text: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_what_a_page_names_exists(page: Path) -> None:
+def test_paths_and_names_in_pages_exist(page: Path) -> None:
     text = page.read_text()
     found = [*wrong_paths(text), *wrong_modules(text), *wrong_links(page, text)]
     found += wrong_names(text) if page.name in EXPLAINED else []
@@ -139,7 +139,7 @@ def test_tables_are_current() -> None:
         assert path.read_text() == text, f"{path.name} is out of date; run `make docs`"
 
 
-def test_every_folder_says_its_purpose() -> None:
+def test_every_folder_has_a_docstring() -> None:
     for name, what in docs_tables.folders():
         assert what, f"{name} has no docstring"
 
@@ -211,7 +211,7 @@ def test_every_page_is_in_the_index() -> None:
             assert f"{page.name})" in index, f"docs/README.md does not name {page.name}"
 
 
-def test_what_was_measured_is_cited() -> None:
+def test_every_result_is_cited() -> None:
     """A result that no page cites is read by nobody, and becomes outdated unnoticed."""
     text = "\n".join(page.read_text() for page in PAGES)
     results = sorted(path.name for path in (ROOT / "benchmarks/results").iterdir())
@@ -258,11 +258,11 @@ def test_lists_of_test_files_name_files_that_exist() -> None:
 
 
 @pytest.mark.parametrize("text", ["`engine/gone.py`", "see `no_such/`", "`vllm_lite/engine/c*re2.py`", "`a.cuh`"])
-def test_a_path_that_is_gone_is_seen(text: str) -> None:
+def test_missing_paths_are_found(text: str) -> None:
     assert list(wrong_paths(text))
 
 
-def test_what_exists_is_not_seen() -> None:
+def test_existing_names_are_accepted() -> None:
     text = "`engine/core.py`, `vllm_lite/`, `config.json`, `tests/kernels/*_cases.py`, `/v1/models`, `a/b`, `org/model`"
     assert not list(wrong_paths(text))
     assert not list(wrong_modules("vllm_lite.engine.core.EngineCore"))

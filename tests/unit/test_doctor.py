@@ -170,7 +170,7 @@ def test_packages_that_are_missing_or_old(monkeypatch: pytest.MonkeyPatch) -> No
     assert not any(name == "pytest" for _, name in found)
 
 
-def test_what_kills_a_probe_is_reported() -> None:
+def test_the_end_of_a_probe_is_reported() -> None:
     assert checks.probe("import os; os.kill(os.getpid(), 11)") == {"error": "killed by signal 11"}
     assert checks.probe("import sys; print('x'); sys.exit(3)") == {"error": "exit status 3"}
     assert checks.probe("raise OSError('gone')") == {"error": "OSError: gone"}
@@ -203,7 +203,7 @@ def test_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line.level for line in checks.gpu()] == ["OK", "OK"]
 
 
-def test_what_is_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_links_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, Any] = {"version": "2.13", "cuda": "13.0", "names": ["H200"] * 2, "threads": 1}
     answering(monkeypatch, **found, peers=[], nccl=[2, 27, 3])
     lines = list(checks.torch_build())
@@ -240,7 +240,7 @@ def test_what_is_between_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_nodes_and_what_workers_get_of_them(
+def test_nodes_and_the_workers_shares_of_them(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, nodes: list[int], threads: int, cpu_max: str | None, text: str
 ) -> None:
     topology = read_topology(make_sys(tmp_path, nodes, threads, cpu_max), range(sum(nodes) * threads))
@@ -343,7 +343,7 @@ def test_an_encoder_is_not_asked_for_a_template(tmp_path: Path, architecture: st
     assert (line.level, line.name, line.text) == ("OK", "chats", f"none: the model makes {made}, and no text")
 
 
-def test_a_model_is_asked_for_what_computes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_implementation_of_a_model_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def line() -> tuple[str, str]:
         (found,) = implementation(str(tmp_path))
         assert found.name == "model"

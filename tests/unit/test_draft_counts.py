@@ -34,7 +34,7 @@ def test_drafts_are_counted_as_the_worker_made_them() -> None:
     assert bench.worker.num_accepted > counts.accepted_at[0] > 0
 
 
-def test_drafts_are_counted_by_what_made_them() -> None:
+def test_drafts_are_counted_by_their_method() -> None:
     """Forced drafts are in front of each sequence's others. Places are those among the drafts of one method."""
     meter = Bench(speculative_config={"method": "suffix", "num_speculative_tokens": 3}).core.meter
     sampling: list[Any] = [_Drafting(index) for index in (0, 1, 0, 0)]

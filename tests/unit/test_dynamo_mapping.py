@@ -33,7 +33,7 @@ def params(defaults: dict[str, Any] | None = None, **parts: Any) -> SamplingPara
     return sampling_params(request(**parts), defaults or {})
 
 
-def test_what_nobody_asked_for_is_the_models_default() -> None:
+def test_omitted_params_are_the_models_defaults() -> None:
     assert params() == SamplingParams(max_tokens=None, detokenize=False, output_kind=RequestOutputKind.DELTA)
     found = params({"temperature": 0.6, "top_k": 20, "max_tokens": 50}, sampling={"top_k": 5})
     assert (found.temperature, found.top_k, found.max_tokens) == (0.6, 5, 50)
@@ -48,7 +48,7 @@ def test_sampling_options_are_taken_by_their_names() -> None:
     assert (found.frequency_penalty, found.repetition_penalty, found.allowed_token_ids) == (-0.5, 1.25, (4, 9))
 
 
-def test_a_negative_seed_is_what_the_server_makes_of_it() -> None:
+def test_a_negative_seed_is_converted_as_by_the_server() -> None:
     assert params(sampling={"seed": -5}).seed == MAX_SEED - 4
 
 
@@ -81,7 +81,7 @@ def test_forms_logprobs_salt_and_priority() -> None:
         ({"multi_modal_data": {"image_url": ["x"]}}, "the model reads text"),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_a_sentence(parts: dict[str, Any], sentence: str) -> None:
+def test_unsupported_params_are_refused_in_a_sentence(parts: dict[str, Any], sentence: str) -> None:
     with pytest.raises(RequestError, match=sentence):
         params(**parts)
 

@@ -75,7 +75,7 @@ async def _all(kept: Kept, references: list[str]) -> list[Any]:
     return [await kept.earlier.referred(place, each) for place, each in enumerate(references)]
 
 
-async def test_what_is_not_kept_is_named() -> None:
+async def test_references_to_unknown_items_are_named() -> None:
     kept = Kept(record("a", [message("msg_a_i0")], []))
     for reference in ("msg_a_i1", "msg_b_i0", "anything"):
         with pytest.raises(ApiError, match=rf"input\[0\] refers to '{reference}'") as error:
@@ -143,7 +143,7 @@ def request() -> Request:
     return Request({"type": "http", "method": "POST", "headers": []})
 
 
-async def test_what_a_request_takes_counts_as_its_body() -> None:
+async def test_memory_held_by_a_request_counts_as_its_body() -> None:
     limits, one = reader(), request()
     for _ in range(7):
         await limits.hold(one, bytes(1 << 17))
@@ -166,7 +166,7 @@ async def test_all_requests_together_take_so_much() -> None:
     assert error.value.status == 429
 
 
-async def test_what_is_kept_has_room_of_its_own() -> None:
+async def test_kept_bodies_have_a_limit_of_their_own() -> None:
     """Requests that wait for long keep no other body from being read."""
 
     limits = reader()

@@ -87,7 +87,7 @@ def held() -> Iterator[Tree]:
         tree.wait_gone()
 
 
-def test_the_names_of_what_is_started_early() -> None:
+def test_entry_points_that_are_started_early() -> None:
     assert cli.ENGINE == ENGINE_MODULE, "else nobody takes the engine"
     assert supervisor.EARLY_ENTRIES == {cli.ENGINE: cli.ENGINE_EARLY}
     assert EngineSettings.__struct_defaults__[0] == process_early.WORKER, "nor its worker"

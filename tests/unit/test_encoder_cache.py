@@ -124,7 +124,7 @@ events = st.lists(
     st.one_of(st.none(), st.integers(1, 4)),
     st.randoms(),
 )
-def test_steps_have_what_they_read_and_all_prompts_end(
+def test_steps_have_the_vectors_that_they_read_and_all_prompts_end(
     given_prompts: list[tuple[list[int], int, bool]],
     given_events: list[str],
     sizes: tuple[int, int, int],
@@ -195,7 +195,7 @@ def test_the_least_recently_used_go_first() -> None:
     assert [digest[0] for digest in workers.held] == [0, 4]
 
 
-def test_what_leaves_the_device_comes_back_from_the_host() -> None:
+def test_evicted_vectors_are_loaded_from_the_host() -> None:
     """5 vectors fit on the device and 8 on the host: three images are computed once, a fourth pushes one out."""
     cache, workers = cache_of(100, 5, 8), Workers()
     for image, num_encoded in ((0, 1), (1, 2), (2, 3), (0, 3), (1, 3), (2, 3), (4, 4), (0, 5)):

@@ -168,7 +168,7 @@ def test_config_and_generation_config_both_count(tmp_path: Path) -> None:
     assert it.found().problem is None, "the first and the last meet in the second"
 
 
-def test_nobody_names_an_end(tmp_path: Path) -> None:
+def test_without_any_end_token_there_is_a_problem(tmp_path: Path) -> None:
     found = Written(tmp_path).found()
     assert found.ids == ()
     assert found.problem is not None
@@ -258,7 +258,7 @@ def test_a_template_that_the_user_gives_counts_as_its_own(tmp_path: Path, never_
     assert it.found(CHATML).ids == (it.ids[END], it.ids["<|im_end|>"])
 
 
-def test_what_is_no_special_token_is_not_known_by_its_spelling(tmp_path: Path, in_process: None) -> None:
+def test_only_special_tokens_are_known_by_their_spelling(tmp_path: Path, in_process: None) -> None:
     it = Written(tmp_path, ["<|im_end|>", "<|end_of_text|>"], special=False)
     it.tokenizer("{{ messages[0].content }}", eos_token=END)
     assert it.texts() == {END}
@@ -288,7 +288,7 @@ def test_one_sure_end_does_not_make_others_so(tmp_path: Path, in_process: None) 
     assert it.texts() == {END, "<|eot|>"}
 
 
-def test_a_known_spelling_that_stands_within_messages_is_no_end(tmp_path: Path, in_process: None) -> None:
+def test_a_known_spelling_within_messages_is_no_end(tmp_path: Path, in_process: None) -> None:
     it = Written(tmp_path, ["<|begin|>", "<|content|>", "<|end|>", "<|flush|>"])
     it.tokenizer(PARTS, eos_token="<|flush|>")
     assert it.texts() == {"<|flush|>"}
@@ -299,7 +299,7 @@ def test_a_known_spelling_that_stands_within_messages_is_no_end(tmp_path: Path, 
 # ---- template
 
 
-def test_the_template_says_what_no_list_knows(tmp_path: Path) -> None:
+def test_end_tokens_that_only_the_template_names(tmp_path: Path) -> None:
     it = Written(tmp_path, ["<|go|>", "<|fin|>"], special=False)
     it.tokenizer(UNHEARD, eos_token=END)
     found = it.found()
@@ -364,7 +364,7 @@ def test_of_tokens_that_touch_the_known_one_closes(in_process: None) -> None:
     "hostile",
     ["{% if", "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "{{ 'x' * 10**10 }}"],
 )
-def test_a_template_that_is_damaged_or_takes_too_much_ends_no_start(tmp_path: Path, hostile: str) -> None:
+def test_a_damaged_or_hostile_template_does_not_fail_the_start(tmp_path: Path, hostile: str) -> None:
     it = Written(tmp_path, ["<|fin|>"])
     it.tokenizer("<|fin|>" + hostile, eos_token=END)
     assert it.texts() == {END}
@@ -404,7 +404,7 @@ def test_a_damaged_tokenizer_is_left_to_the_client(tmp_path: Path) -> None:
     assert launch.resolve(EngineConfig.check({"model": str(tmp_path), "device": "cpu"})).end_token_ids == ()
 
 
-def test_doctor_says_who_names_which(tmp_path: Path) -> None:
+def test_doctor_shows_the_sources_of_end_tokens(tmp_path: Path) -> None:
     it = Written(tmp_path, ["<|im_start|>", "<|im_end|>"], eos_token_id=3)
     it.tokenizer(CHATML, eos_token=END)
     line = next(each for each in chats(str(tmp_path)) if each.name == "end tokens")

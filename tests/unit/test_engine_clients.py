@@ -157,7 +157,7 @@ def test_first_tokens_wait_for_no_step_but_that_of_workers_without_one(
 # ---- owners of streams
 
 
-def test_a_stream_that_another_client_takes_over_ends_once_for_the_first(engine: Engine) -> None:
+def test_a_stream_taken_over_by_another_client_ends_once_for_the_first(engine: Engine) -> None:
     first, second = engine.client(b"first"), engine.client(b"second")
     first.say(Generate("r", PROMPT, PARAMS))
     engine.loop(6)
@@ -297,7 +297,7 @@ def test_a_client_that_reads_no_answer_is_given_up(engine: Engine, monkeypatch: 
     assert [end.reason for end in other.ends] == ["length"]
 
 
-def test_all_who_wait_for_an_engine_that_cannot_start_get_an_error(engine: Engine) -> None:
+def test_all_clients_of_an_engine_that_cannot_start_get_an_error(engine: Engine) -> None:
     engine.port._welcome = None
     for number in range(3 * MAX_PASS_MESSAGES):
         engine.client(b"%d" % number)

@@ -84,7 +84,7 @@ def test_a_fault_of_the_engine_reaches_the_clients(tmp_path: Path, monkeypatch: 
     assert sent == [("the engine failed: RuntimeError('the scheduler lost a block')", False)]
 
 
-def test_no_collection_looks_at_what_is_made_to_last() -> None:
+def test_objects_of_the_start_are_excluded_from_collections() -> None:
     before, thresholds = gc.get_freeze_count(), gc.get_threshold()
     made: list[list[int]] = []
 

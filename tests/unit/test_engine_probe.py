@@ -49,7 +49,7 @@ def test_an_engine_may_take_its_time_to_start(probe: EngineProbe) -> None:
     assert not probe.look(START_S + 1.0)
 
 
-def test_an_engine_that_is_stopped_while_it_starts_takes_no_time_for_that(probe: EngineProbe) -> None:
+def test_time_stopped_during_the_start_does_not_count(probe: EngineProbe) -> None:
     assert watch(probe, 0.0, 50.0)
     assert watch(probe, 51.0, 51.0 + SILENCE_S, is_stopped=True)
     assert not watch(probe, 52.0 + SILENCE_S, 53.0 + SILENCE_S, is_stopped=True)
@@ -78,7 +78,7 @@ def test_a_ready_engine_that_does_not_answer_is_hung(engine: FakeEngine, probe: 
     until(lambda: engine.heard.qsize() == PINGS, "all pings")
 
 
-def test_who_was_stopped_itself_gives_the_engine_time(engine: FakeEngine, probe: EngineProbe) -> None:
+def test_a_probe_that_was_stopped_itself_gives_the_engine_time(engine: FakeEngine, probe: EngineProbe) -> None:
     ready(engine, probe, 90.0)
     late_s = 90.0 + SILENCE_S + probe.every_s + STOPPED_S
     assert probe.look(late_s)

@@ -91,7 +91,9 @@ def test_logprobs_that_are_too_many_are_forgotten(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("limit", "value"), [("MAX_ENDED", 2), ("MAX_ENDED_BYTES", 10)])
-def test_only_so_many_ended_requests_are_remembered(monkeypatch: pytest.MonkeyPatch, limit: str, value: int) -> None:
+def test_the_number_of_remembered_ended_requests_is_limited(
+    monkeypatch: pytest.MonkeyPatch, limit: str, value: int
+) -> None:
     monkeypatch.setattr(external, limit, value)
     core = make_core()
     named(core, b"a", "stays", b"12345", max_tokens=9)

@@ -52,7 +52,7 @@ def test_a_block_that_can_be_found_is_not_written_by_the_fork_that_is_left_with_
     assert rig.kv.counters.copied_blocks == num_forks
 
 
-def test_a_fork_takes_no_copy_of_a_block_that_nobody_else_can_find() -> None:
+def test_a_fork_copies_no_block_without_a_prefix_cache() -> None:
     rig = Rig(30, caching=False)
     parent = parent_of(rig, 14)
     tokens = parent.sequences[0].tokens[:10].tolist()
@@ -83,9 +83,7 @@ def test_the_shared_blocks_that_a_sequence_writes_next_are_swapped_in_all_groups
 
 @pytest.mark.parametrize("block_size", [4, 8])
 @pytest.mark.parametrize("num_tokens", range(8, 20))
-def test_a_parent_whose_drafts_in_flight_were_wrong_writes_to_no_block_of_its_fork(
-    num_tokens: int, block_size: int
-) -> None:
+def test_a_parent_with_wrong_drafts_in_flight_writes_to_no_block_of_its_fork(num_tokens: int, block_size: int) -> None:
     """The drafts counted as computed when the parent was forked. The parent then writes to a copy of the shared
     block."""
     rig = Rig(60, block_size, depth=2, num_drafts=5, max_num_batched_tokens=64)

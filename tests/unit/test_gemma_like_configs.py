@@ -45,7 +45,7 @@ def test_known_models_have_their_weights(tmp_path: Path, raw: dict[str, Any], nu
     assert load(tmp_path, raw).num_parameters() == num_parameters
 
 
-def test_gemma_1_says_gelu_and_means_tanh(tmp_path: Path) -> None:
+def test_gelu_of_gemma_1_is_the_tanh_form(tmp_path: Path) -> None:
     spec = load(tmp_path, GEMMA_2B)
     assert (spec.activation, spec.tie_word_embeddings, spec.embedding_scale) == ("gelu_tanh", True, 2048**0.5)
     assert spec.norm.plus_one

@@ -63,7 +63,7 @@ def test_another_folders_file_is_a_limit(model: Path, tmp_path: Path) -> None:
     assert "no request gets more than 9 tokens" in str(found)
 
 
-def test_what_the_user_says_stands_above_the_file(model: Path) -> None:
+def test_the_users_settings_override_the_file(model: Path) -> None:
     found = generation_defaults(model, overrides=GenerationOverrides(temperature=0.0, top_k=None, min_p=0.1))
     assert found.params == {
         **{name: PARAMS[name] for name in PARAMS if name != "top_k"},
@@ -154,7 +154,7 @@ def gguf_with(path: Path, **values: float) -> Path:
     return path
 
 
-def test_a_gguf_file_says_them_itself(tmp_path: Path) -> None:
+def test_defaults_of_a_gguf_file(tmp_path: Path) -> None:
     file = gguf_with(
         tmp_path / "m.gguf",
         temp=0.7,
@@ -176,7 +176,7 @@ def test_a_gguf_file_says_them_itself(tmp_path: Path) -> None:
     assert generation_defaults(tmp_path).params == {"temperature": 0.1}, "a file beside it wins"
 
 
-def test_a_gguf_file_that_says_nothing_or_nonsense(tmp_path: Path) -> None:
+def test_a_gguf_file_without_or_with_invalid_defaults(tmp_path: Path) -> None:
     assert generation_defaults(gguf_with(tmp_path / "none.gguf")) == GenerationDefaults({}, None, "vllm")
     with pytest.raises(ModelError, match=r"odd\.gguf: .*temperature.*correct it, or ignore it"):
         generation_defaults(gguf_with(tmp_path / "odd.gguf", temp=-3.0))

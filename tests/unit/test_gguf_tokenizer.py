@@ -160,7 +160,7 @@ def test_both_texts_of_a_pair_have_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flag", [None, 1], ids=["no flag", "a flag that is a number"])
 @pytest.mark.parametrize(("pre", "adds"), [("llama-bpe", True), ("gpt-2", False)])
-def test_the_first_token_is_the_models_usual_where_the_file_says_none(
+def test_the_first_token_is_the_models_usual_one_by_default(
     tmp_path: Path, pre: str, flag: int | None, *, adds: bool
 ) -> None:
     loaded = Tokenizer.load(bytes_file(tmp_path / "m.gguf", pre, **{"ggml.add_bos_token": flag}))
@@ -178,7 +178,7 @@ def test_words_are_composed_and_whole_as_the_model_has_them(tmp_path: Path) -> N
 PIECES = {"ggml.model": "llama", "ggml.add_bos_token": False, "ggml.add_space_prefix": False}
 
 
-def test_what_no_piece_stands_for_is_one_unknown_token(tmp_path: Path) -> None:
+def test_text_without_pieces_is_one_unknown_token(tmp_path: Path) -> None:
     """There are no bytes to fall back to. Several characters are one token."""
     tokens, types = ["<unk>", "a", "<tool>", "<pad>", BOS, EOS], [2, 1, 4, 3, 3, 3]
     ids = {"ggml.unknown_token_id": 0, "ggml.padding_token_id": 3, "ggml.scores": [0.0] * 6}

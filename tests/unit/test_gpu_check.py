@@ -162,7 +162,7 @@ def test_the_kernel_parts_need_neither_messages_nor_sockets_nor_pytest() -> None
     )
 
 
-def test_cases_whose_packages_are_missing_are_skipped_with_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cases_with_missing_packages_are_skipped_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_msgspec(_: str) -> NoReturn:
         raise ModuleNotFoundError("no msgspec", name="msgspec")
 

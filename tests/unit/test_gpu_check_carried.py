@@ -62,7 +62,7 @@ def test_wheels_that_are_carried_are_those_that_are_looked_for() -> None:
     assert "manylinux_2_31" in carry.PLATFORMS, "or pip takes a llguidance that is too old"
 
 
-def test_what_the_package_needs_is_there_or_carried() -> None:
+def test_the_packages_requirements_are_installed_or_carried() -> None:
     """Otherwise a new dependency would break every stage that imports a worker, on a machine without a network."""
 
     def names(wanted: Iterable[str]) -> set[str]:
@@ -113,7 +113,7 @@ def test_kernels_that_a_stage_compiles_are_counted(tmp_path: Path, monkeypatch: 
     assert check.found["compiled"] == {"graphs": 1}
 
 
-def test_a_cache_of_kernels_keeps_what_is_wanted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_of_kernels_keeps_current_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels of an older source are not carried."""
     monkeypatch.setattr(kernels, "ProcessPoolExecutor", InThisProcess)
     monkeypatch.setattr(kernels, "compiler", lambda arch, folder: compilers.setdefault(arch, made(arch, folder)))
@@ -148,7 +148,7 @@ def test_measurements_and_layers_ask_for_kernels_that_the_sources_have() -> None
     assert ("decode_attention.cuh", "decode_attention<__nv_bfloat16, __nv_bfloat16, 128, 1, false, 4>") in names
 
 
-def test_what_linear_layers_are_measured_with_is_compiled_ahead() -> None:
+def test_kernels_measured_in_linear_layers_are_compiled_ahead() -> None:
     """All ways that a number of rows may go, also those that a bound of today leaves out."""
     recorder = kernels.Recorder()
 

@@ -99,7 +99,7 @@ def test_a_problem_before_the_smoke_stage_stops_nothing(tmp_path: Path, monkeypa
     assert ran == ["graphs"]
 
 
-def test_calls_begin_with_what_has_never_run() -> None:
+def test_calls_begin_with_preparations_and_the_smoke_test() -> None:
     for names in stages.CALLS.values():
         assert names[:4] == (*stages.PREPARING, stages.SMOKE)
     assert stages.CALLS["first"][4] == "worker"
@@ -275,7 +275,7 @@ for number, name in enumerate(("decode_attention<__nv_bfloat16>(int)", "pick")):
 """
 
 
-def test_what_the_sanitizer_says_of_failed_cases(on_path: Path, tmp_path: Path) -> None:
+def test_the_sanitizers_report_of_failed_cases(on_path: Path, tmp_path: Path) -> None:
     put_tool(on_path, "compute-sanitizer", SANITIZER)
     check = check_of(tmp_path, "--emulate")
     check.results = [parts.CaseResults("some_cases", failures={"b": "", "d": ""}, numbers={"d": 3, "b": 1})]
@@ -323,7 +323,7 @@ def row(kernel: str, shape: str, **figures: Any) -> dict[str, Any]:
     return {"kernel": kernel, "shape": shape, **figures}
 
 
-def test_rules_say_what_holds_first() -> None:
+def test_rules_that_hold_are_listed_first() -> None:
     found = [
         row("decode_attention", "batch 64 ctx 8192 gqa 4 HND", us=10.0, share=0.7),
         row("decode, 1 layers in a block", "batch 8 ctx 8192 gqa 4 HND", us=100.0),

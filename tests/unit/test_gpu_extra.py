@@ -29,7 +29,7 @@ def torch_of(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     ("line", "extra"),
     [("cuda: Optional[str] = '13.0'", "cuda13"), ('cuda = "12.8"', "cuda12"), ("cuda: Optional[str] = None", "")],
 )
-def test_the_extra_is_that_of_torch(
+def test_the_extra_matches_torchs_cuda_version(
     line: str,
     extra: str,
     torch_of: Path,

@@ -32,7 +32,7 @@ def test_a_refusal_for_a_bad_model_is_a_model_error() -> None:
         Session.connect(engine.address)
 
 
-def test_nobody_answers() -> None:
+def test_no_engine_answers() -> None:
     with pytest.raises(EngineError, match=r"no engine answered at inproc://nobody within 0\.05 s"):
         Session.connect("inproc://nobody", timeout_s=0.05)
 
@@ -80,7 +80,7 @@ def test_an_engine_that_dies_for_good_while_loading_is_not_waited_for() -> None:
         Session.connect(engine.address, timeout_s=DEADLINE_S)
 
 
-def test_what_a_dying_engine_said_wins_over_how_it_ended() -> None:
+def test_a_dying_engines_message_is_preferred_to_its_exit_status() -> None:
     engine = FakeEngine(silent=True)
 
     def alive() -> str | None:

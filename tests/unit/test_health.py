@@ -122,7 +122,7 @@ def test_silence_counts_once_weights_are_read() -> None:
     assert_named(judge(ranks), 0, silent)
 
 
-def test_a_rank_that_stands_still_has_failed_only_if_there_is_work() -> None:
+def test_a_rank_without_progress_has_failed_only_if_there_is_work() -> None:
     assert_named(judge(group(stuck)), 0, stuck)
     assert judge(group(stuck), has_work=False) is None
 
@@ -235,7 +235,7 @@ def test_of_two_silent_ranks_the_one_behind_is_named() -> None:
     ("evidence", "is_certain"),
     [(failed, True), (died, False), (was_killed, True), (unreachable, False), (silent, True)],
 )
-def test_what_a_message_on_its_way_may_correct_is_not_certain(evidence: Change, is_certain: bool) -> None:
+def test_a_failure_that_a_pending_message_may_correct_is_not_certain(evidence: Change, is_certain: bool) -> None:
     failure = judge(group(evidence, world=2))
     assert failure is not None
     assert failure.is_certain is is_certain

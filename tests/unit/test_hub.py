@@ -77,7 +77,7 @@ def names(folder: str | Path) -> set[str]:
     return {file.name for file in Path(folder).iterdir()}
 
 
-def test_what_is_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert is_hub_id("org/model")
     assert is_hub_id("Org-1/model.v2_x")
@@ -89,7 +89,7 @@ def test_what_is_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert local_folder(SOURCE) == str(tmp_path / "org" / "model")
 
 
-def test_only_what_is_needed_is_downloaded_once(stub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_needed_files_are_downloaded_once(stub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = local_folder(SOURCE)
     assert Path(folder).name == COMMIT
     assert names(folder) == {
@@ -209,7 +209,7 @@ def test_refusals_are_one_sentence(stub: Hub, refusal: tuple[int, str | None], t
     assert "\n" not in str(caught.value)
 
 
-def test_what_a_repository_lacks_is_said(stub: Hub, tmp_path: Path) -> None:
+def test_missing_files_of_a_repository_are_named(stub: Hub, tmp_path: Path) -> None:
     del stub.files["model.safetensors"]
     with pytest.raises(ModelError, match=r"^org/model has no model\.safetensors .* holds .*pytorch_model\.bin"):
         local_folder(SOURCE)
@@ -283,7 +283,7 @@ def test_without_a_network_nothing_is_tried_again(stub: Hub, monkeypatch: pytest
     assert ours.REACH_S < 3
 
 
-def test_without_a_network_what_is_cached_is_used_at_once(stub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_network_cached_files_are_used_at_once(stub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path(local_folder(SOURCE))
     stub.requests.clear()
     monkeypatch.setattr(socket, "create_connection", _Connecting(no_name))

@@ -126,7 +126,7 @@ def test_names_of_ollamas_library_are_refused_with_a_hub_id(name: str) -> None:
         hub_id(name)
 
 
-def test_an_unknown_name_of_the_library_says_where_to_look() -> None:
+def test_the_error_for_an_unknown_name_tells_where_to_look() -> None:
     for name in ("nobody-knows-me", "llama3.2:90000b", "nothing:5b"):
         with pytest.raises(ModelError, match="look for ORG/REPO, or ORG/REPO:LABEL"):
             hub_id(name)
@@ -145,7 +145,7 @@ def test_addresses_of_the_hub(given: str, name: str) -> None:
     assert hub_id(given) == name
 
 
-def test_a_pull_of_what_is_no_hub_id(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pull_of_an_invalid_hub_id(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pull", "llama3.2"]) == 2
     assert "use bartowski/Llama-3.2-3B-Instruct-GGUF:Q4_K_M" in capsys.readouterr().err
     assert main(["pull", "a/b/c"]) == 2

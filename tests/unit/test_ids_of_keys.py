@@ -81,7 +81,7 @@ async def reach(keys: Keys, key: str) -> list[str]:
     return names
 
 
-async def test_who_reaches_which_names() -> None:
+async def test_names_that_each_key_reaches() -> None:
     """A user's key has its own names; an admin key reaches all, and those of calls without a key; without keys all
     share one."""
     keys = Keys(user=("one", "two"), admin=("admin",))

@@ -76,6 +76,6 @@ async def test_texts_and_token_ids_get_a_suffix() -> None:
         ({"suffix": "x" * 600_000}, QWEN, "context length is 64 tokens"),
     ],
 )
-async def test_what_is_refused(fields: dict[str, Any], tokens: list[str], message: str) -> None:
+async def test_invalid_requests_are_refused(fields: dict[str, Any], tokens: list[str], message: str) -> None:
     with pytest.raises(ApiError, match=message):
         await prompts_of(with_tokens(made.byte_level(), *tokens), prompt="a", **fields)

@@ -85,7 +85,7 @@ def test_an_engine_is_listed_and_ended(engine: LaunchedEngine, place: Path, caps
     assert capsys.readouterr().out == "no engine of yours is running\n"
 
 
-def test_a_record_says_nothing_of_the_command(engine: LaunchedEngine, place: Path) -> None:
+def test_a_record_does_not_have_the_command(engine: LaunchedEngine, place: Path) -> None:
     (record,) = place.glob(f"vl-*/{RECORD}")
     assert "python" not in record.read_text(), "there might be keys in it"
 
@@ -134,7 +134,7 @@ def test_an_engine_that_is_not_ready_is_starting(place: Path, capsys: pytest.Cap
         launch(EngineConfig.check({"served_model_name": "hangs", "ready_timeout_s": DEADLINE_S}), meanwhile=meanwhile)
 
 
-def test_what_dead_ones_left_is_removed(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_dead_instances_are_removed(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     done = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process = Process.of(done.pid)
     done.communicate(b"\n")
@@ -148,7 +148,7 @@ def test_what_dead_ones_left_is_removed(place: Path, capsys: pytest.CaptureFixtu
     assert ps(capsys) == []
 
 
-def test_what_a_killed_one_leaves_is_removed(
+def test_files_of_a_killed_instance_are_removed(
     place: Path, stranger: "subprocess.Popen[bytes]", capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = leave(place, Process.of(stranger.pid))

@@ -29,7 +29,7 @@ def keys(tmp_path: Path) -> Path:
     return folder
 
 
-def test_nobody_else_can_read_them_whatever_the_umask(keys: Path) -> None:
+def test_keys_are_private_with_any_umask(keys: Path) -> None:
     mask = os.umask(0)
     try:
         make_client_keys(keys, "alice")
@@ -84,7 +84,7 @@ def test_clients_come_and_go_while_an_engine_runs(keys: Path, caplog: pytest.Log
     assert "broken.key is no key file" in caplog.text
 
 
-def test_a_key_that_is_written_over_lets_nobody_in_any_more(keys: Path) -> None:
+def test_an_overwritten_key_is_no_longer_accepted(keys: Path) -> None:
     old, new = (load_client_keys(ADDRESS, make_client_keys(keys, name)) for name in ("alice", "alice2"))
     assert old is not None
     assert new is not None
@@ -99,7 +99,7 @@ def test_a_key_that_is_written_over_lets_nobody_in_any_more(keys: Path) -> None:
     assert authorised.name_of(new.public) == "alice"
 
 
-def test_a_folder_that_has_gone_lets_nobody_in(tmp_path: Path) -> None:
+def test_no_key_is_accepted_without_the_folder(tmp_path: Path) -> None:
     assert Authorised(tmp_path / "none").name_of(b"x" * 40) is None
 
 
@@ -112,7 +112,7 @@ def test_a_secret_that_others_can_read_is_reported(keys: Path, caplog: pytest.Lo
     assert "server.key_secret can be read by others; chmod 600 it" in caplog.text
 
 
-def test_what_is_missing_is_named(keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_files_are_named(keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENV, raising=False)
     with pytest.raises(
         ConfigError, match=r"none/server\.key_secret is no key file: .*; make one with `vllm-lite keys`"

@@ -12,7 +12,7 @@ def info(name: str) -> AdapterInfo:
     return AdapterInfo(name, f"/{name}", "base")
 
 
-def test_the_engine_says_which_there_are() -> None:
+def test_the_engines_list_replaces_the_known_adapters() -> None:
     known = KnownAdapters([info("a")])
     known.on_list([info("b"), info("c")])
     assert list(known.by_name) == ["b", "c"]

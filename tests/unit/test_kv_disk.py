@@ -79,7 +79,7 @@ def test_a_part_of_a_run_is_read_in_any_order(tmp_path: Path) -> None:
     assert all(read(store, [keys[7], keys[3], keys[4], keys[19]]))
 
 
-def test_the_second_engine_sees_what_the_first_wrote_and_what_is_gone(tmp_path: Path) -> None:
+def test_the_second_engine_sees_written_and_removed_files_of_the_first(tmp_path: Path) -> None:
     first, second = open_store(tmp_path), open_store(tmp_path)
     write(first, chain(3))
     second.look()
@@ -147,7 +147,7 @@ def test_a_file_of_another_length_is_dropped_when_it_is_seen(tmp_path: Path, siz
     assert store.dropped == {"damaged": 1}
 
 
-def test_what_lies_in_another_place_of_the_file_is_not_taken_for_it(tmp_path: Path) -> None:
+def test_blocks_in_swapped_places_of_a_file_are_refused(tmp_path: Path) -> None:
     store, keys = open_store(tmp_path), chain(2)
     write(store, keys)
     data = (file := only_file(tmp_path)).read_bytes()
@@ -209,7 +209,7 @@ def test_a_folder_in_a_files_place_is_counted_once_and_disturbs_nothing(tmp_path
     assert all(read(store, keys))
 
 
-def test_headers_are_refused_for_what_they_are() -> None:
+def test_each_invalid_header_has_its_error() -> None:
     good = RunHeader(b"fp", 10, chain(2), [1, 2])
     assert unpack(pack(good), good.file_bytes, b"fp") == good
     for page, size, wrong in (
@@ -234,7 +234,7 @@ def test_a_full_header_fits_into_its_page() -> None:
 # ---- quota
 
 
-def test_what_was_not_used_for_longest_goes_first_also_that_of_other_models(tmp_path: Path) -> None:
+def test_the_least_recently_used_files_are_removed_first_of_all_models(tmp_path: Path) -> None:
     size = PAGE + 4 * ITEM_BYTES
     other, store = open_store(tmp_path, b"another"), open_store(tmp_path, quota=5 * size)
     write(other, chain(4, 9), b"another")
@@ -377,7 +377,7 @@ def test_an_adapter_is_known_by_all_of_its_files(tmp_path: Path) -> None:
     assert adapter_digest(str(tmp_path)) != digest
 
 
-def test_an_adapter_whose_files_are_replaced_while_it_is_loaded_has_no_digest(tmp_path: Path) -> None:
+def test_an_adapter_with_files_replaced_during_its_load_has_no_digest(tmp_path: Path) -> None:
     (weights := tmp_path / "adapter_model.safetensors").write_bytes(b"one")
     disk = cast(DiskTransfers, object())
     files = AdapterFiles(str(tmp_path), disk)

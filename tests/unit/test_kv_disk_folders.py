@@ -47,7 +47,7 @@ def other_things(root: Path) -> dict[Path, bytes]:
 # ---- what is none of ours
 
 
-def test_a_quota_takes_nothing_of_what_else_lies_in_the_folder(tmp_path: Path) -> None:
+def test_a_quota_does_not_remove_other_files_in_the_folder(tmp_path: Path) -> None:
     """Somebody may give a home as the directory."""
     (root := tmp_path / "home").mkdir()
     others = other_things(root)
@@ -62,7 +62,7 @@ def test_a_quota_takes_nothing_of_what_else_lies_in_the_folder(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("which", ["", "ab", "model's"])
-def test_rm_takes_nothing_of_what_else_lies_in_the_folder(
+def test_rm_does_not_remove_other_files_in_the_folder(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], which: str
 ) -> None:
     (root := tmp_path / "home").mkdir(mode=0o700)
@@ -77,7 +77,7 @@ def test_rm_takes_nothing_of_what_else_lies_in_the_folder(
     assert "removed" in capsys.readouterr().out
 
 
-def test_a_files_folder_keeps_what_no_store_has_put_there(tmp_path: Path) -> None:
+def test_foreign_files_in_a_folder_of_files_are_kept(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     write(store, chain(3))
     (part,) = store.folders.parts()
@@ -123,7 +123,7 @@ def test_nothing_is_written_to_another_directory_of_the_same_name(tmp_path: Path
     assert write(store, chain(3)), "it is back"
 
 
-def test_what_rm_removes_is_not_found_any_more_and_written_again(tmp_path: Path) -> None:
+def test_blocks_removed_by_rm_are_not_found_and_written_again(tmp_path: Path) -> None:
     (root := tmp_path / "kv").mkdir(mode=0o700)
     store = open_store(root)
     write(store, chain(3))
@@ -227,7 +227,7 @@ def test_ls_prints_no_control_characters(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("action", ["ls", "show", "rm"])
-def test_what_vanishes_while_it_is_looked_at_is_no_fault(
+def test_files_that_vanish_during_a_scan_are_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], action: str
 ) -> None:
     """Another one removes all, at each moment at which this one looks."""
@@ -252,7 +252,9 @@ def test_what_vanishes_while_it_is_looked_at_is_no_fault(
         capsys.readouterr()
 
 
-def test_what_cannot_be_listed_for_a_moment_is_not_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_cannot_be_listed_for_a_moment_are_not_forgotten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = open_store(tmp_path)
     keys = chain(2)
     write(store, keys)

@@ -25,7 +25,7 @@ def test_rates_are_measured_where_the_folder_would_be_made_and_nothing_is_left(t
     assert not list(tmp_path.iterdir())
 
 
-def test_the_kind_is_that_of_the_deepest_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kind_is_taken_from_the_deepest_mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a b" / "c").mkdir(parents=True)
     deep = str(tmp_path / "a b").replace(" ", "\\040")
     lines = (
@@ -61,7 +61,7 @@ def test_a_full_disk_is_not_written_to(tmp_path: Path, monkeypatch: pytest.Monke
     assert (found.write_bytes_per_s, found.read_bytes_per_s) == (0.0, 0.0)
 
 
-def test_the_doctor_measures_and_refuses_what_engines_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_measures_and_refuses_like_engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder := tmp_path / "kv").mkdir()
     folder.chmod(0o755)
     levels = {line.text: line.level for line in kv_disk(str(folder))}

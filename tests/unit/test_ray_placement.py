@@ -25,6 +25,6 @@ def test_one_node_is_taken_where_one_is_large_enough() -> None:
     assert strategy({"CPU": 1.0}, 1, []) == "SPREAD"
 
 
-def test_what_is_missing_is_named() -> None:
+def test_missing_resources_are_named() -> None:
     said = missing({"GPU": 1.0}, 4, {"CPU": 3.0}, {"GPU": 2.0, "CPU": 8.0})
     assert said == "4 times 1 GPU are wanted; in the whole cluster 0 of 2 GPU are free"

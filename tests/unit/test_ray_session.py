@@ -314,7 +314,7 @@ async def test_what_a_silent_replica_may_have_is_routed_again(monkeypatch: pytes
     await play(scene)
 
 
-async def test_nobody_answers() -> None:
+async def test_questions_without_replicas_raise() -> None:
     async def scene(rig: Rig) -> None:
         with pytest.raises(EngineError, match="no replica"):
             await asyncio.wrap_future(rig.session.request_stats())
