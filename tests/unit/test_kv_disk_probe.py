@@ -73,7 +73,7 @@ def test_the_doctor_measures_and_refuses_like_engines(tmp_path: Path, monkeypatc
     assert [line.level for line in kv_disk(str(folder))] == ["WARN", "WARN", "WARN"]
 
 
-def test_the_plan_says_what_the_disk_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_has_the_size_of_the_disk_tier(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--device", "cpu", "--memory", "16GiB", "--kv-cache-dir", str(tmp_path), "--kv-cache-dir-size", "4GiB"]
     assert main(["plan", "demo", *flags]) == 0
     out = capsys.readouterr().out

@@ -74,7 +74,7 @@ def cached_in(recorded: Recorded) -> set[tuple[Any, int]]:
 
 @pytest.mark.parametrize("windows", [(None,), (None, 6)])
 @pytest.mark.parametrize("num_host_blocks", [0, 12])
-def test_a_consumer_knows_what_is_cached(windows: tuple[int | None, ...], num_host_blocks: int) -> None:
+def test_a_consumer_follows_cached_blocks(windows: tuple[int | None, ...], num_host_blocks: int) -> None:
     """Compared after every pass of a run with evictions, duplicates, swaps, promotions, failures and a reset."""
     batches: list[bytes] = []
     recorded = Recorded(None, 18, windows, num_host_blocks, preemption_mode="swap")
@@ -186,7 +186,7 @@ def test_maps_tell_cache_salts() -> None:
     assert salted["block_hashes"] != plain["block_hashes"]
 
 
-def test_an_engine_in_anothers_place_first_says_that_nothing_is_cached(tmp_path: Path) -> None:
+def test_a_replacing_engine_first_reports_an_empty_cache(tmp_path: Path) -> None:
     """The new engine waits until the subscribers of the old one have connected to it."""
     endpoint = f"ipc://{tmp_path}/events"
     recorded = Recorded(None, 40)
@@ -349,7 +349,7 @@ def test_the_setting_is_read_from_json() -> None:
     assert not KVEventsConfig().enabled
 
 
-def test_without_an_endpoint_events_go_where_no_other_user_comes() -> None:
+def test_without_an_endpoint_events_use_the_private_run_directory() -> None:
     config = KVEventsConfig(enable_kv_cache_events=True)
     assert not config.is_on_tcp
     assert config.of_engine(2).in_folder("/run/vl-2").endpoint == "ipc:///run/vl-2/kv-events"

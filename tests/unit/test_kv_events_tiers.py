@@ -57,7 +57,7 @@ def blocks_of(keys: set[bytes]) -> set[bytes]:
 
 
 @pytest.mark.parametrize("num_state_slots", [0, 6])
-def test_a_consumer_knows_what_is_on_disk(num_state_slots: int) -> None:
+def test_a_consumer_follows_blocks_on_disk(num_state_slots: int) -> None:
     rig = DiskRig(num_state_slots=num_state_slots)
     consumer = Consumer()
     events, batches = watch(rig)
@@ -102,7 +102,7 @@ def test_items_that_a_load_finds_missing_are_reported() -> None:
     assert consumer.at("DISK") == again.tier.index
 
 
-def test_a_consumer_knows_what_is_on_the_host() -> None:
+def test_a_consumer_follows_blocks_on_the_host() -> None:
     batches: list[bytes] = []
     recorded = Recorded(None, 18, (None, 6), 12, preemption_mode="swap")
     blocks = recorded.core.kv.part(KVBlocks)
@@ -155,7 +155,7 @@ def test_by_default_only_the_device_is_reported() -> None:
     assert media == {"GPU"}
 
 
-def test_our_own_routers_count_what_is_on_the_device() -> None:
+def test_our_own_routers_count_blocks_of_the_device_only() -> None:
     stored: list[Any] = ["BlockStored", [b"x" * 32], None, [], 0, None, "DISK", None, None, 0, None, None]
     assert not _read(stored)[2]
     assert not _read(["BlockRemoved", [b"x" * 32], "CPU", 0])[2]

@@ -72,7 +72,7 @@ def several_calls(*names: str) -> dict[str, Any]:
         ("nothing", [USER], [(0, "")]),
     ],
 )
-def test_what_is_left_out_is_named(source: str, chat: list[Any], places: list[tuple[int, str]]) -> None:
+def test_messages_left_out_are_named(source: str, chat: list[Any], places: list[tuple[int, str]]) -> None:
     one = template(source)
     for _ in range(3):  # the first time by marks, then by what is known
         assert list(one.rendering(chat).left_out) == places
@@ -94,7 +94,7 @@ def test_a_list_of_which_a_part_is_lost_is_given_as_a_text() -> None:
     assert (made.left_out, "one\ntwo" in made.text) == ((), True)
 
 
-def test_a_text_that_stands_there_by_chance_is_missed_all_the_same() -> None:
+def test_a_left_out_text_that_also_occurs_elsewhere_is_not_found() -> None:
     """The text left out, "7", is in the user's next message as well, so the rendering does not lack it."""
     chat = [USER, FUNCTION, {**USER, "content": "Is it 7? If 7, why 7?"}]
     one = template(DROPS)
@@ -102,7 +102,7 @@ def test_a_text_that_stands_there_by_chance_is_missed_all_the_same() -> None:
         assert one.rendering(chat).left_out == ((1, ""),)
 
 
-def test_a_message_that_is_known_to_be_left_out_and_stands_there_is_looked_for() -> None:
+def test_a_message_known_to_be_left_out_is_looked_for_if_its_text_occurs() -> None:
     """The marks say the same again, as they have no words for a template to go by."""
     source = EACH + "{% if message.role != 'function' or 'show' in messages[0].content %}{{ message.content }}"
     one = template(source + "{% endif %}{% endfor %}")
@@ -115,7 +115,7 @@ def test_a_message_that_is_known_to_be_left_out_and_stands_there_is_looked_for()
     assert one.plain.finder.num_renderings > renderings
 
 
-def test_who_speaks_last_is_part_of_the_context() -> None:
+def test_the_last_role_is_part_of_the_context() -> None:
     """The template writes the system's message before the last of the user, and not where the assistant has that."""
     one, chat = template(BEFORE_THE_LAST), [SYSTEM, *([USER, ANSWER] * 2)]
     for _ in range(2):
@@ -185,7 +185,7 @@ def test_a_rendering_that_took_long_is_not_repeated(monkeypatch: pytest.MonkeyPa
     assert found(DROPS, USER, FUNCTION) == []
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remembered_contexts_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(left_out, "MAX_CONTEXTS", 16)
     one = template(DROPS)
     for count in range(1, 40):
@@ -194,7 +194,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(one.plain.finder._known) <= 16
 
 
-def test_what_is_named_is_bounded() -> None:
+def test_named_messages_are_limited() -> None:
     places = found(DROPS, *([FUNCTION] * 1000))
     assert len(places) == left_out.MAX_LEFT_OUT
     text = described([LeftOut(place) for place, _ in places])
@@ -244,7 +244,7 @@ KINDS = [DROPS, FIRST_ONLY, LAST_WINS, WITH_CALLS, CALLS_OR_TEXT, CALLS_FIRST, E
 
 @given(source=st.sampled_from(KINDS), several=st.lists(chats(), min_size=2, max_size=12))
 @settings(max_examples=60)
-def test_what_is_known_agrees_with_marks(source: str, several: list[list[dict[str, Any]]]) -> None:
+def test_remembered_results_agree_with_marks(source: str, several: list[list[dict[str, Any]]]) -> None:
     one = template(source)
     for chat in several:
         made: Rendering = one.rendering(chat)

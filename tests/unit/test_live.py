@@ -146,7 +146,7 @@ async def rest(stream: AsyncIterator[bytes]) -> AsyncIterator[str]:
         yield text.decode().split("\n")[0].removeprefix("event: ")
 
 
-async def test_who_reads_in_time_gets_changes_and_who_does_not_everything() -> None:
+async def test_quick_readers_get_changes_and_slow_ones_everything() -> None:
     engine = Engine()
     feed, calls = feed_of(engine)
     quick, slow = feed.watch(), feed.watch()
@@ -172,7 +172,7 @@ async def test_who_reads_in_time_gets_changes_and_who_does_not_everything() -> N
     assert [kind async for kind in rest(quick)] in ([], ["update"], ["snapshot"]), "it ends"
 
 
-async def test_nobody_watches_and_nothing_is_asked() -> None:
+async def test_without_watchers_the_engine_is_not_asked() -> None:
     engine = Engine()
     feed, _ = feed_of(engine)
     stream = feed.watch()

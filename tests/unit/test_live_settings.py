@@ -22,7 +22,7 @@ def said(**settings: object) -> dict[str, object]:
     return settings_of(config, resolved, {"instruction set": "avx2"})
 
 
-def test_only_what_was_set_is_in_the_command() -> None:
+def test_only_given_settings_are_in_the_command() -> None:
     words = shlex.split(str(said(**FLAGS)["command"]))
     assert words[:2] == ["vllm-lite", "serve"]
     given = dict(zip(words, [*words[1:], ""], strict=True))
@@ -34,7 +34,7 @@ def test_only_what_was_set_is_in_the_command() -> None:
     assert len([word for word in words if word.startswith("--")]) <= len(FLAGS)
 
 
-def test_what_is_computed_has_the_values_that_were_chosen() -> None:
+def test_computed_settings_have_their_chosen_values() -> None:
     found = said(max_num_seqs=3)
     computed = found["computed"]
     assert found["kernels"] == {"instruction set": "avx2"}

@@ -119,13 +119,13 @@ def wrapped(folder: Path, outer: dict[str, Any], text: dict[str, Any]) -> ModelS
     return load_spec(folder)
 
 
-def test_mistral_small_says_null_where_there_is_no_window(tmp_path: Path) -> None:
+def test_null_means_no_window_in_mistral_small(tmp_path: Path) -> None:
     assert windows(wrapped(tmp_path, {}, {"sliding_window": None})) == {None}
     assert windows(wrapped(tmp_path, {}, {"sliding_window": 77})) == {77}
 
 
 @pytest.mark.parametrize(("outer", "inner", "tied"), [(True, False, True), (False, True, False), (None, True, True)])
-def test_the_whole_model_says_whether_its_head_is_tied(tmp_path: Path, outer: Any, inner: bool, tied: bool) -> None:
+def test_the_outer_config_decides_whether_the_head_is_tied(tmp_path: Path, outer: Any, inner: bool, tied: bool) -> None:
     spec = wrapped(tmp_path, {"tie_word_embeddings": outer}, {"tie_word_embeddings": inner})
     assert spec.tie_word_embeddings == tied
 
@@ -197,7 +197,7 @@ def test_a_text_part_is_called_alike_whatever_it_is_in(stored_as: str) -> None:
 
 @pytest.mark.parametrize("prefix", ["", "model."])
 @pytest.mark.parametrize("part", ["vision_tower.ln_pre.weight", "multi_modal_projector.norm.weight"])
-def test_what_sees_images_is_not_loaded(prefix: str, part: str) -> None:
+def test_weights_of_vision_are_not_loaded(prefix: str, part: str) -> None:
     assert is_ignored(canonical(prefix + part), tied=False)
 
 

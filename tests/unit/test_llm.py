@@ -304,7 +304,7 @@ def test_settings_of_other_engines_that_change_nothing(
     LLM(tmp_path, **of_vllm, skip_tokenizer_init=False, tensor_parallel_size=1, swap_space=4).shutdown()
 
 
-def test_statistics_are_logged_only_for_one_who_asks(
+def test_statistics_are_logged_only_on_request(
     engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_launch(engine, monkeypatch)
@@ -336,7 +336,7 @@ def test_the_text_of_token_ids_is_shown_as_it_is_given(llm: LLM, engine: FakeEng
 
 
 @pytest.mark.parametrize("prompts", [5, [5.0], [None]])
-def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any) -> None:
+def test_invalid_prompts_are_refused(llm: LLM, prompts: Any) -> None:
     with pytest.raises(RequestError, match="a prompt must be a text, a list of token ids"):
         llm.generate(prompts, use_tqdm=False)
     with pytest.raises(RequestError, match="sampling_params must be one for all or one for each of 1 prompts, got int"):
@@ -422,7 +422,7 @@ def test_bad_messages_are_named(llm: LLM, engine: FakeEngine, messages: Any, err
     engine.expect_nothing_more()
 
 
-def test_a_model_without_a_template_says_so(llm: LLM, tmp_path: Path) -> None:
+def test_chat_without_a_template_raises(llm: LLM, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(ModelError, match="has no chat template; give one as chat_template, or use generate"):
         llm.chat(CHAT, use_tqdm=False)
@@ -479,7 +479,7 @@ def test_bad_beam_parameters_are_named(fields: dict[str, Any], message: str) -> 
         BeamSearchParams(**({"beam_width": 2, "max_tokens": 5} | fields))
 
 
-def test_what_there_is_not_yet_is_no_attribute(llm: LLM) -> None:
+def test_missing_methods_are_no_attributes(llm: LLM) -> None:
     assert not hasattr(llm, "reward")
     with pytest.raises(AttributeError, match=r"LLM has no reward\(\) yet: there are embed\(\)"):
         llm.reward("text")  # type: ignore[attr-defined]

@@ -59,7 +59,7 @@ def counting() -> Counting:
 
 @pytest.mark.parametrize("text", KINDS_OF_TEXT)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_longer_is_longer(kind: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lower_bound_of_a_text_holds_for_all_cuts(kind: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lower bound on a text's tokens holds wherever it is cut; and for long texts the bound exceeds half of the
     tokens."""
     monkeypatch.setattr(tokenizers, "SLICE_CHARS", 4096)
@@ -114,7 +114,7 @@ def test_a_text_that_is_cut_may_be_longer_than_the_context() -> None:
         assert not isinstance(caught.value, ContextLengthError)
 
 
-def test_memory_bounds_what_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_limits_texts_that_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     library = counting()
     monkeypatch.setattr(prompts, "MIN_TEXT_BYTES", SLICE_CHARS)
     monkeypatch.setattr(prompts, "BYTES_PER_TOKEN", 10_000)
@@ -133,7 +133,7 @@ def test_token_ids_that_are_too_many_are_not_looked_at() -> None:
         read_prompt(Ids([1] * 600), None, LIMITS, PLAIN)
 
 
-def test_counting_stops_for_who_has_gone() -> None:
+def test_counting_stops_for_a_client_that_has_gone() -> None:
     library = counting()
     checks: list[int] = []
 
@@ -167,7 +167,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_so_many_work_at_a_time() -> None:
+async def test_the_number_of_running_threads_is_limited() -> None:
     workers, may_go, lock = Threads(2, "test"), threading.Event(), threading.Lock()
     running = most = 0
 
@@ -190,7 +190,7 @@ async def test_so_many_work_at_a_time() -> None:
     assert most == 2
 
 
-async def test_nothing_is_begun_for_who_has_gone_and_what_is_begun_stops() -> None:
+async def test_work_for_a_client_that_has_gone_stops_or_is_not_begun() -> None:
     workers, may_go = Threads(1, "test"), threading.Event()
     begun, ended = [], []
 

@@ -184,7 +184,7 @@ def test_moves_that_no_step_has_carried_are_dropped() -> None:
     rig.drain()
 
 
-def test_what_was_cached_is_found_no_more_on_either_tier() -> None:
+def test_blocks_of_lost_workers_are_not_found_on_either_tier() -> None:
     rig = Rig(num_blocks=10, num_host_blocks=20)
     for start in (0, 16, 32):
         rig.add(f"r{start}", list(range(start, start + 16)), 2)
@@ -200,7 +200,7 @@ def test_what_was_cached_is_found_no_more_on_either_tier() -> None:
     assert rig.output("waits") == expected(list(range(16)), 2)
 
 
-def test_a_waiting_sequence_forgets_what_it_had_found() -> None:
+def test_a_waiting_sequence_forgets_its_cached_prefix() -> None:
     """Admission forgets a lookup that counts lost blocks."""
     rig = Rig(num_blocks=10, max_num_batched_tokens=40)
     rig.add("first", list(range(24)), 8)
@@ -358,7 +358,7 @@ def test_windows(windows: tuple[int | None, ...]) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_steps", range(6))
-def test_each_score_of_a_prompt_comes_once(depth: int, num_steps: int) -> None:
+def test_each_score_of_a_prompt_is_sent_once(depth: int, num_steps: int) -> None:
     """Another request has the same prompt cached; nothing of it is taken as long as a score is missing."""
     rig = Rig(max_num_batched_tokens=3, depth=depth)
     rig.add("a", PROMPT, 5, prompt_logprobs=1)

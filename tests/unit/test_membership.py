@@ -141,7 +141,7 @@ def test_closing_leaves_the_group_and_keeps_the_engines_descriptor(
     os.fstat(memory)
 
 
-def test_a_worker_alone_has_nobody_to_leave() -> None:
+def test_membership_of_a_single_worker() -> None:
     member = Membership(WorkerSettings(CONFIG, "ipc:///nowhere", 0, GENERATION))
     assert not member.is_waiting()
     assert member.failed(RankLostError("?")).waited_for is None

@@ -149,7 +149,7 @@ def test_several_instructions_stay_apart_where_the_template_writes_each(oracle: 
     assert rendered(DROPS, *chat) == oracle(DROPS, chat)
 
 
-def test_what_a_template_refuses_stays_refused() -> None:
+def test_messages_that_a_template_refuses_stay_refused() -> None:
     """A later system message is as the user gave it, and so is one where the template knows none."""
     with pytest.raises(RequestError, match="The system speaks first"):
         rendered(FIRST_OR_ERROR, SYSTEM, USER, SYSTEM, USER)
@@ -225,7 +225,7 @@ def test_a_text_stays_a_text(source: str, oracle: Any) -> None:
     assert rendered(source, *chat) == oracle(source, chat)
 
 
-def test_a_template_that_knows_only_lists_gets_a_text_as_one(oracle: Any) -> None:
+def test_a_template_for_lists_only_gets_a_text_as_a_list(oracle: Any) -> None:
     chat = [SYSTEM, USER, {"role": "assistant", "content": ""}, USER]
     assert rendered(ONLY_LISTS, *chat) == oracle(ONLY_LISTS, [*_lists(chat[:2]), chat[2], *_lists(chat[3:])])
     assert "[Who is there?]" in rendered(ONLY_LISTS, USER)
@@ -250,7 +250,7 @@ def test_a_list_that_is_refused_in_its_place_is_joined() -> None:
     assert rendered(ONCE_ONLY, said("a", "b"), ANSWER, said("c", "d")) == "<user>a\nb<assistant>A fox.<user>c\nd"
 
 
-def test_a_template_that_refuses_what_is_tried_gets_what_is_given() -> None:
+def test_a_template_that_refuses_trial_messages_gets_the_given_form() -> None:
     """If nothing of it gets through alone, a template that looks into contents gets lists, and others texts."""
     picky = "{% if messages | length != 5 %}{{ raise_exception('five') }}{% endif %}"
     chat = [said("a", "b")] * 5

@@ -99,7 +99,7 @@ def test_long_steps_go_alone_and_so_do_those_that_do_not_overlap(step_s: float, 
     assert longest(rig.sent) == 1
 
 
-def test_an_arrival_comes_in_behind_what_is_under_way() -> None:
+def test_an_arrival_waits_only_for_messages_in_flight() -> None:
     rig = Rig(MESSAGE_S / 4.5)
     rig.add("a", [1, 2, 3])
     rig.run(2 * MEASURED_STEPS)

@@ -141,7 +141,7 @@ def test_a_request_is_measured_from_arrival_to_end() -> None:
     assert measured.step_tokens == made_of(3, 1, 1, bounds=measured.step_tokens.bounds)
 
 
-def test_what_a_step_gains_adds_up_to_prompts_and_outputs() -> None:
+def test_tokens_of_steps_add_up_to_prompts_and_outputs() -> None:
     """Every token counts, the last ones too; a prompt counts as a whole, in the step that gives the first token."""
     bench = Bench(max_num_batched_tokens=8, max_num_seqs=4)
     bench.add("r", list(range(20)), 3)
@@ -159,7 +159,7 @@ def test_what_a_step_gains_adds_up_to_prompts_and_outputs() -> None:
 
 
 @pytest.mark.parametrize("together", [1, 3])
-def test_what_a_step_gains_is_found_with_steps_in_flight(together: int) -> None:
+def test_tokens_of_steps_are_counted_with_steps_in_flight(together: int) -> None:
     bench = Bench(async_scheduling=True)
     bench.add("short", [1, 2, 3], 1)
     bench.add("long", [4, 5, 6, 7], 9)
@@ -190,7 +190,7 @@ def test_one_token_has_no_mean_and_no_gap() -> None:
     assert count(measured.mean_token_s) == count(measured.token_gap_s) == 0
 
 
-def test_what_is_aborted_while_it_waits_has_waited_all_the_time() -> None:
+def test_a_request_aborted_while_it_waits_has_waited_all_the_time() -> None:
     bench = Bench(max_num_seqs=1)
     bench.add("runs", [1, 2, 3], 5)
     bench.add("waits", [4, 5, 6], 5)
@@ -207,7 +207,7 @@ def test_what_is_aborted_while_it_waits_has_waited_all_the_time() -> None:
     assert count(measured.prefill_s) == count(measured.decode_s) == count(measured.inference_s) == 0
 
 
-def test_what_leaves_gives_its_blocks_back_without_another_step() -> None:
+def test_ended_requests_free_their_blocks_without_another_step() -> None:
     bench = Bench()
     for name in ("a", "b"):
         bench.add(name, [ord(name) % VOCAB] * 9, 5)
@@ -256,7 +256,7 @@ def test_samples_make_one_request() -> None:
     assert (count(measured.first_token_s), count(measured.token_gap_s)) == (1, 9)
 
 
-def test_a_search_counts_what_it_returns() -> None:
+def test_a_beam_search_counts_its_returned_tokens() -> None:
     bench = Bench()
     bench.add("r", [1, 2, 3], 4, n=2, use_beam_search=True)
     bench.drain()
@@ -392,7 +392,7 @@ def test_steps_that_come_together_share_no_time_from_before_they_ran(before: str
     assert gaps.sum == pytest.approx(1.0)
 
 
-def test_nobody_is_remembered_when_all_have_gone() -> None:
+def test_no_request_is_remembered_after_all_have_ended() -> None:
     bench = Bench()
     bench.add("r", [1, 2, 3], 3)
     bench.drain()
@@ -417,7 +417,7 @@ def test_hits_equal_the_cached_tokens_that_users_get() -> None:
     assert stats.host_queries == stats.host_hits == 0
 
 
-def test_who_comes_in_again_is_not_counted_again() -> None:
+def test_a_sequence_admitted_again_is_not_counted_again() -> None:
     rig = Rig(num_blocks=9)
     rig.add("a", [1] * 12, 14)
     rig.add("b", [2] * 12, 14)

@@ -60,7 +60,7 @@ def test_other_rows_have_5_bits_but_for_v_and_the_first_mlp_products_of_most_lay
 
 
 @pytest.mark.parametrize(("sizes", "theirs"), [(SMOLLM2, 5.534), (LLAMA_1B, 4.802)])
-def test_as_many_bits_as_q4_k_m_has(sizes: Sizes, theirs: float) -> None:
+def test_the_bits_per_weight_equal_those_of_q4_k_m(sizes: Sizes, theirs: float) -> None:
     """5.534 is counted in a file that llama.cpp has made of such a model; for rows of whole blocks it takes 4.5 bits,
     and 6.5625 of V and of the down projections in half of the layers."""
     bits = weights = 0

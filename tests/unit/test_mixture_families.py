@@ -45,7 +45,7 @@ def sparse(spec: ModelSpec) -> list[int]:
     ],
     ids=["mixtral", "qwen2", "qwen3", "olmoe", "granite", "glm"],
 )
-def test_a_family_says_how_tokens_choose(raw: Mapping[str, Any], routing: RoutingSpec, tmp_path: Path) -> None:
+def test_the_routing_of_each_family(raw: Mapping[str, Any], routing: RoutingSpec, tmp_path: Path) -> None:
     spec = load(tmp_path, raw)
     assert spec.experts is not None
     assert spec.experts.routing == routing
@@ -70,7 +70,7 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None
     assert not is_ignored("model.layers.47.eh_proj.weight", tied=False, unread_layers=unread)
 
 
-def test_a_token_goes_to_one_expert_at_least() -> None:
+def test_zero_experts_per_token_are_refused() -> None:
     """A hybrid Granite without experts has 0 of them for a token, so its own config cannot refuse that."""
     with pytest.raises(ModelError, match="0 experts of 8; it must be at least one"):
         routing_of(8, 0)

@@ -203,7 +203,7 @@ def test_defaults_of_keys_that_older_configs_lack(tmp_path):
     assert not spec.tie_word_embeddings
 
 
-def test_rope_scaling_in_its_oldest_form_says_type(tmp_path):
+def test_rope_scaling_in_its_oldest_form_has_the_key_type(tmp_path):
     raw = config("llama_old")
     raw["rope_scaling"]["type"] = raw["rope_scaling"].pop("rope_type")
     assert {layer.rope and type(layer.rope.scaling) for layer in load(tmp_path, raw).layers} == {Llama3}
@@ -262,7 +262,7 @@ def test_a_model_without_eos_has_none(tmp_path):
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_refusals_name_the_key_the_value_and_what_would_be_right(tmp_path, changes, words):
+def test_refusals_name_the_key_the_value_and_a_valid_one(tmp_path, changes, words):
     message = refusal(tmp_path, config() | changes)
     assert [word for word in words if word not in message] == [], message
 
@@ -357,7 +357,7 @@ def test_a_rank_has_the_slopes_and_the_pattern_of_its_heads():
         ({"vocab_size": 3}, 4, "vocabulary of 3 fit 1 or 2"),
     ],
 )
-def test_what_ranks_cannot_share_is_refused_with_what_they_can(tmp_path, changes, tp, says):
+def test_refusals_of_a_tensor_parallel_size_name_valid_ones(tmp_path, changes, tp, says):
     spec = load(tmp_path, config() | {"head_dim": 128} | changes)
     with pytest.raises(ConfigError, match=rf"^tensor_parallel_size {tp} does not fit this model, whose .*{says}$"):
         spec.check_tensor_parallel(Shard(0, tp))

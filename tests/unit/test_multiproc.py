@@ -205,7 +205,7 @@ def test_a_start_can_be_stopped(host: Host) -> None:
     stop.close()
 
 
-def test_a_worker_that_dies_says_why_if_it_can(host: Host) -> None:
+def test_the_death_of_a_worker_has_its_reported_reason(host: Host) -> None:
     def die() -> None:
         host.workers[0].death = "exit status 1"
         host.at(0.1, lambda: host.workers[0].say(Failed(0, GENERATION, "ModelError", "no such tensor", True)))
@@ -272,7 +272,7 @@ def test_each_worker_is_listened_to(host: Host) -> None:
     host.dies(host.executor.poll, EngineDeadError, "worker 1 .* silent")
 
 
-def test_what_was_last_said_of_the_experts_stays(host: Host) -> None:
+def test_the_last_reported_counts_of_experts_stay(host: Host) -> None:
     host.begin()
     host.workers[0].say(msgspec.structs.replace(beat(1), expert_tokens=[[], [3, 4]]), beat(2))
     host.executor.poll()

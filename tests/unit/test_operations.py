@@ -198,7 +198,7 @@ def test_a_sleep_ends_the_workers_and_loses_no_token(
     host.drain(client, "a", "late")
 
 
-def test_a_wake_that_comes_at_once_starts_its_workers_itself(host: Host, client: Client) -> None:
+def test_a_wake_directly_after_sleep_starts_workers_itself(host: Host, client: Client) -> None:
     do(host, client, Sleep(1))
     do(host, client, WakeUp())
     assert host.current is host.made[1]
@@ -397,7 +397,7 @@ def test_weights_set_during_sleep_are_loaded_at_the_wake_up(
 # ---- the next engine
 
 
-def test_what_cannot_be_read_of_it_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_kept_state_that_cannot_be_read_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """An engine that was asleep is awake then, and takes memory that others may have by now."""
     keep(str(tmp_path), KeptState("m"))
     (file,) = tmp_path.iterdir()

@@ -39,7 +39,7 @@ def delta(**fields: Any) -> SamplingParams:
     return SamplingParams(output_kind=RequestOutputKind.DELTA, **fields)
 
 
-async def test_deltas_hold_what_is_new(folder: Path) -> None:
+async def test_deltas_have_only_new_tokens(folder: Path) -> None:
     async with connected(folder) as (client, engine):
         stream = client.generate("x", delta(), "r")
         first = asyncio.ensure_future(anext(stream))
@@ -122,7 +122,7 @@ async def test_there_is_one_output_at_the_end(folder: Path, fields: dict[str, An
         assert output.finished
 
 
-async def test_what_concerns_the_client_is_not_sent(folder: Path) -> None:
+async def test_params_of_the_client_are_not_sent(folder: Path) -> None:
     async with connected(folder) as (client, engine):
         params = delta(extra_args={"mine": 1}, seed=5)
         task = asyncio.ensure_future(collect(client.generate("x", params, "r")))

@@ -79,11 +79,11 @@ def test_a_text_to_pool_has_no_output_to_be_shortened(prompt: Any, count: str) -
     assert factory.make([[5] * 2048], PoolingParams(), "embed", ["a"])
 
 
-def test_what_fits_is_no_overflow() -> None:
+def test_requests_that_fit_are_no_overflow() -> None:
     assert FACTORY.make([5] * (LENGTH - 1), SamplingParams(max_tokens=LENGTH), "r").params.max_tokens == LENGTH
     overflow(LENGTH)
 
 
-def test_advice_is_about_what_is_too_much() -> None:
+def test_advice_names_the_part_that_is_too_long() -> None:
     assert str(ContextLengthError(2048, 3000, 16)).endswith("shorten it to 2047 or fewer")
     assert str(ContextLengthError(2048, 48, 5000)).endswith("ask for max_tokens of 2000 or fewer")

@@ -179,7 +179,7 @@ def test_a_limit_counts_every_byte():
         assert shape.decode_s([7, 9]) == (INSIDE + OUTSIDE) * weight_bytes + 16 * 2 * 3 * 4 * 2
 
 
-def test_what_prompts_have_in_common_counts_once():
+def test_common_prefixes_of_prompts_count_once():
     shape = limits.Shape(LLAMA, "bf16", limits.Machine(1.0, 1.0, 1.0))
     prompt = list(range(40))
     again = shape.prompts_s([prompt, prompt]) - shape.prompts_s([prompt])
@@ -278,7 +278,7 @@ def test_slow_engines_are_measured_once(bench, monkeypatch):
     assert [call.split()[0] for call in calls] == ["100.0", "50.0", "100.0"] * 2 + ["100.0"]
 
 
-def test_what_is_measured_is_not_measured_again(bench):
+def test_existing_results_are_not_measured_again(bench):
     first, calls = bench("--repeats", "1")
     again, more = bench("--repeats", "1")
     assert more == calls
@@ -358,7 +358,7 @@ def test_bad_flags_are_named(bench, capsys, flags, message):
     assert message in capsys.readouterr().err
 
 
-def test_the_time_limit_ends_a_runner_and_what_it_started(tmp_path):
+def test_the_time_limit_ends_a_runner_and_its_children(tmp_path):
     script = (
         "import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)']).pid)"
     )
@@ -430,7 +430,7 @@ def test_shared_prefix_leaves_a_token_to_compute():
     assert driver.shared_prefix(requests_of(prefix)) == 0
 
 
-def test_foreign_cores_are_what_others_used_and_what_was_stolen():
+def test_foreign_cores_count_other_processes_and_stolen_time():
     then = machine.CpuTimes(at_s=10, busy_s=5, steal_s=1, own_s=2)
     now = machine.CpuTimes(at_s=12, busy_s=8, steal_s=1.5, own_s=4)
     assert now.foreign_since(then) == pytest.approx((1 + 0.5) / 2)

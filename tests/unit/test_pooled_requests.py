@@ -64,7 +64,7 @@ def test_prompts_are_pooled_beside_streams(depth: int, windows: tuple[int | None
     assert rig.scheduler.counters.ended_by == {"stop": 7, "length": 1, "abort": 0, "error": 0}
 
 
-def test_only_what_needs_all_tokens_skips_the_cache() -> None:
+def test_only_pooling_of_all_tokens_skips_the_cache() -> None:
     rig = Rig(num_blocks=40)
     prompt = prompt_of(12)
     rig.add("first", prompt, max_tokens=1)
@@ -136,7 +136,7 @@ def test_a_trace_with_them_is_replayed(tmp_path: Path) -> None:
         (None, 3, "this model generates no text; it can be asked to embed or token_embed"),
     ],
 )
-def test_what_the_model_cannot_do_is_refused(pooling: Pooling | None, length: int, problem: str) -> None:
+def test_unsupported_pooling_is_refused(pooling: Pooling | None, length: int, problem: str) -> None:
     rig = Rig(num_blocks=40, max_model_len=40)
     pooler = PoolerInfo(("embed", "token_embed"), generates=False, size=8)
     intake = Intake(rig.scheduler, ModelFacts(VOCAB, frozenset(), pooler), lambda: 0.0)

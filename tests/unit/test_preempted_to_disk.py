@@ -24,7 +24,7 @@ def ways(rig: DiskRig) -> list[Any]:
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 3])
-def test_what_the_host_has_no_room_for_comes_back_from_disk(num_host_blocks: int) -> None:
+def test_blocks_without_room_on_the_host_are_loaded_from_disk(num_host_blocks: int) -> None:
     rig = crowded(preemption="swap", num_host_blocks=num_host_blocks)
     for name, prompt in (("a", PROMPT), ("b", OTHER)):
         rig.add(name, prompt, 44)
@@ -36,7 +36,7 @@ def test_what_the_host_has_no_room_for_comes_back_from_disk(num_host_blocks: int
     assert any(code == "loaded" for code, _ in rig.decisions)
 
 
-def test_with_room_on_the_host_it_goes_there() -> None:
+def test_with_room_on_the_host_sequences_are_swapped_there() -> None:
     rig = crowded(preemption="swap", num_host_blocks=40)
     for name, prompt in (("a", PROMPT), ("b", OTHER)):
         rig.add(name, prompt, 24)
@@ -64,7 +64,7 @@ def test_the_answer_so_far_is_written_before_chains_that_have_ended() -> None:
     assert rig.output("a") == expected(PROMPT, 24)
 
 
-def test_who_makes_room_for_others_does_not_pin_it() -> None:
+def test_urgent_writes_wait_until_their_pins_leave_enough_free_blocks() -> None:
     rig = DiskRig(num_blocks=65)
     pool, writes = rig.kv.pool, rig.tier.writes
     ids = pool.get_new_blocks(64)
@@ -84,7 +84,7 @@ def test_who_makes_room_for_others_does_not_pin_it() -> None:
 
 
 @pytest.mark.parametrize(("load", "way"), [(10_000.0, "disk"), (1.0, "swap")])
-def test_auto_leaves_to_the_disk_what_comes_back_from_there_sooner(load: float, way: str) -> None:
+def test_auto_uses_the_disk_if_it_loads_sooner(load: float, way: str) -> None:
     rig = crowded(preemption="auto", num_host_blocks=40)
     rig.scheduler.measured(Rates(100.0, 100.0, load_blocks_per_s=load))
     for name, prompt in (("a", PROMPT), ("b", OTHER)):
@@ -101,7 +101,7 @@ def test_auto_weighs_the_disk_by_the_rate_of_loads(load: float, stored: int, swa
     assert Rates(100.0, 50.0, load_blocks_per_s=load).prefer_swap(100, 10, stored) is swaps
 
 
-def test_why_says_what_became_of_it() -> None:
+def test_why_names_the_disk() -> None:
     decision = [int(Code.PREEMPTED), 1, 0, 2, WAYS.index("disk")]
     assert sentence(decision, {2: "b"}).startswith("was preempted to make room for b: to be loaded from disk as far as")
 

@@ -46,7 +46,7 @@ def test_the_latest_come_first_and_no_more_than_a_share() -> None:
     assert not filled(rig, preload=0.0).loads
 
 
-def test_who_comes_meanwhile_goes_first_and_shares_what_is_on_its_way() -> None:
+def test_a_request_during_the_preload_is_first_and_shares_pending_loads() -> None:
     rig = written(num_chats=8)
     again = restarted(rig, num_blocks=100, preload=0.9)
     again.holds = True
@@ -97,7 +97,7 @@ def test_new_chats_count_for_the_share() -> None:
     assert [len(load.keys) for load in rig.loads] == [CHUNK], "17 more would be beyond half of 99"
 
 
-def test_what_was_reset_or_lost_is_not_loaded() -> None:
+def test_blocks_that_were_reset_or_lost_are_not_loaded() -> None:
     rig = restarted(written(num_chats=8), num_blocks=100, preload=0.9)
     rig.send()
     rig.scheduler.reset_prefix_cache()
@@ -111,7 +111,7 @@ def test_what_was_reset_or_lost_is_not_loaded() -> None:
     assert rig.tier.num_failed == 1
 
 
-def test_new_workers_load_anew_if_nobody_waits() -> None:
+def test_new_workers_preload_again_if_no_request_waits() -> None:
     rig = filled(written(num_chats=8), preload=0.9)
     rig.serve("a", [0, *PROMPT])
     for is_idle in (True, False):

@@ -45,7 +45,7 @@ def test_workers_begin_and_end_while_steps_continue(host: Host, client: Client) 
     host.drain(client, "a")
 
 
-def test_what_a_worker_cannot_do_is_the_answer(host: Host, client: Client) -> None:
+def test_a_workers_refusal_is_the_answer(host: Host, client: Client) -> None:
     host.current.profile_answers = [
         Profiled(0, 1),
         Profiled(1, 1, "no profile is on"),

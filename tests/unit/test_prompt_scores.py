@@ -116,7 +116,7 @@ def test_scores_go_to_the_sequence_that_had_the_handle_when_they_were_made() -> 
         ({"bad_words": ["no"]}, "bad_words must come to the engine as bad_words_token_ids"),
     ],
 )
-def test_what_workers_could_not_do_is_refused(fields: dict[str, Any], message: str) -> None:
+def test_params_that_workers_cannot_serve_are_refused(fields: dict[str, Any], message: str) -> None:
     core = make_core()
     with pytest.raises(RequestError, match=message):
         core.add(b"client", Generate("a", pack_tokens([1, 2]), SamplingParams(**fields)))
@@ -151,7 +151,7 @@ def test_each_score_is_sent_once() -> None:
     assert request.num_scored == 4
 
 
-def test_a_prompt_whose_scores_are_known_is_taken_from_the_cache() -> None:
+def test_a_prompt_with_known_scores_is_taken_from_the_cache() -> None:
     core = make_core()
     prompt = pack_tokens(PROMPT)
     for name, num_scored in (("part", 15), ("all", 16)):

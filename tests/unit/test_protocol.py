@@ -189,7 +189,7 @@ def test_ten_thousand_mutations_raise_nothing_but_protocol_errors() -> None:
     ("external_id", "num_context", "is_refused"),
     [("x" * 256, api.MAX_CONTEXT_BYTES, False), ("x" * 257, 0, True), ("", api.MAX_CONTEXT_BYTES + 1, True)],
 )
-def test_what_a_client_has_kept_for_others_is_bounded(external_id: str, num_context: int, is_refused: bool) -> None:
+def test_external_ids_and_contexts_are_limited(external_id: str, num_context: int, is_refused: bool) -> None:
     named = external_id, bytes(num_context)
     for message in (api.Generate("r", b"", PARAMS, 0, b"", *named), api.ForkRequest("r", "s", 0, PARAMS, *named)):
         payload = codec.client_to_engine.encode(message)
@@ -340,7 +340,7 @@ def test_a_bias_may_be_spelled_as_in_json_and_is_copied() -> None:
     assert msgspec.json.decode(msgspec.json.encode(params), type=SamplingParams) == params
 
 
-def test_what_changes_logits() -> None:
+def test_params_that_change_logits() -> None:
     neutral = SamplingParams(temperature=0.3, top_k=5, min_p=0.1, min_tokens=3, logprobs=2, prompt_logprobs=2)
     assert not neutral.changes_logits
     changing: list[dict[str, object]] = [
@@ -360,7 +360,7 @@ def test_one_stop_string_may_be_given_bare() -> None:
     assert SamplingParams(stop="END").stop == ("END",)
 
 
-def test_what_the_workers_get_of_the_parameters() -> None:
+def test_params_that_are_sent_to_workers() -> None:
     params = SamplingParams(temperature=1e-6, top_k=-1, top_p=0.5, seed=7, min_tokens=3, logprobs=2, prompt_logprobs=1)
     sampling = params.for_worker(4, 10, {9, 8}, None, unscored=True)
     assert sampling == Sampling(0.0, 0, 0.5, 0.0, 7, 4, 2, 13, (8, 9), None, 1)

@@ -54,7 +54,7 @@ def frames() -> list[tuple[str, bytes]]:
     return [(shown, bytes.fromhex(digits)) for shown, digits in found]
 
 
-def test_the_conversation_in_bytes_is_what_is_sent() -> None:
+def test_the_documented_bytes_are_those_that_are_sent() -> None:
     """By the engine's own decoder, and by the encoder of any client."""
     hello, welcome, generate, tokens, finished = frames()
     assert codec.client_to_engine.decode(hello[1]) == Hello(PROTOCOL_VERSION)
@@ -70,7 +70,7 @@ def test_the_conversation_in_bytes_is_what_is_sent() -> None:
         assert msgspec.msgpack.encode(msgspec.msgpack.decode(frame)) == frame
 
 
-def test_the_page_says_where_the_sample_is() -> None:
+def test_the_page_has_the_place_of_the_sample() -> None:
     page = " ".join((ROOT / "docs/protocol.md").read_text().split())
     assert "`index`, the sample, is at place 5 of Tokens and at place 9 of Finished" in page
     for message, place in ((Tokens("a", 0, [7], index=3), 5), (Finished("a", 0, [7], "stop", index=3), 9)):

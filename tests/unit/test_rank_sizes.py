@@ -35,7 +35,7 @@ def test_ranks_on_a_cpu_share_its_kv_cache(tp: int) -> None:
     assert configured_num_blocks(config, 2**20) == 1024 // tp
 
 
-def test_what_each_rank_has_is_counted_for_all_of_them() -> None:
+def test_sizes_of_a_rank_are_counted_for_all_ranks() -> None:
     given: dict[str, Any] = {"device": "cpu", "kv_cache_memory_bytes": 2**30, "swap_space": 0.75}
     one, two = (resolved(tensor_parallel_size=tp, **given) for tp in (1, 2))
     assert configured_num_blocks(two, 2**20) == 1024, "bytes of each worker"

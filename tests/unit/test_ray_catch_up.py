@@ -69,7 +69,7 @@ class Engine(Asking):
         return future
 
 
-async def test_what_fails_does_not_end_the_rest() -> None:
+async def test_a_failed_step_does_not_end_the_others() -> None:
     engine = Engine()
     made: list[Step] = [UpdateWeights("/w"), LoadAdapter(0, "a", "/a"), Sleep(1)]
     await take(list(made), engine)

@@ -35,20 +35,20 @@ def places() -> Places:
     return made
 
 
-def test_a_prompt_goes_where_it_was_sent_before() -> None:
+def test_a_prompt_is_sent_to_its_previous_replica() -> None:
     made = places()
     for name in "abc":
         made.sent(name, Route(blocks(name)))
     assert [made.order(Route(blocks(name)), IDLE)[0] for name in "abc"] == ["a", "b", "c"]
 
 
-def test_a_prompt_goes_where_others_have_sent_it() -> None:
+def test_a_prompt_is_sent_to_the_replica_that_reports_it() -> None:
     made = places()
     made.update({**dict.fromkeys(IDLE, report()), "b": report("x")})
     assert made.order(Route(blocks("x")), IDLE)[0] == "b"
 
 
-def test_what_a_complete_report_does_not_have_is_forgotten() -> None:
+def test_blocks_missing_in_a_complete_report_are_forgotten() -> None:
     made = places()
     made.update({**dict.fromkeys(IDLE, report()), "b": report("x")})
     made.sent("c", Route(blocks("x", 4)))
@@ -56,7 +56,7 @@ def test_what_a_complete_report_does_not_have_is_forgotten() -> None:
     assert made.order(Route(blocks("x")), IDLE)[0] == "c"  # it was sent there only now
 
 
-def test_what_was_sent_is_kept_for_two_reports() -> None:
+def test_sent_blocks_are_kept_for_two_reports() -> None:
     made = places()
     made.sent("b", Route(blocks("x")))
     for number, expected in enumerate((8, 8, 8, 0)):
@@ -65,7 +65,7 @@ def test_what_was_sent_is_kept_for_two_reports() -> None:
             made.update({**dict.fromkeys(IDLE, report()), "b": report(f"other{number}")})
 
 
-def test_what_an_incomplete_report_does_not_have_stays() -> None:
+def test_blocks_missing_in_an_incomplete_report_stay() -> None:
     made = places()
     made.sent("b", Route(blocks("x")))
     for number in range(3):
@@ -128,7 +128,7 @@ def cached(*batches: bytes) -> ReportedBlocks:
     return made
 
 
-def test_events_say_what_is_cached() -> None:
+def test_a_summary_of_cached_blocks_from_events() -> None:
     removed = BlockRemoved([b"first".ljust(32, b"-")])
     summary = cached(batch(stored(b"first", b"second")), batch(removed, stored(b"third"))).summary()
     assert summary.is_complete

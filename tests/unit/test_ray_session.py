@@ -210,7 +210,7 @@ async def test_an_abort_ends_the_stream_here_and_tells_the_replica() -> None:
     assert not rig.session.is_live("r")
 
 
-async def test_what_is_dropped_gets_no_more_events() -> None:
+async def test_dropped_requests_get_no_more_events() -> None:
     async def scene(rig: Rig) -> None:
         rig.replicas.pauses_after = 2
         rig.submit()
@@ -293,7 +293,7 @@ async def test_an_adapter_may_be_named_as_soon_as_it_is_loaded() -> None:
     await play(scene)
 
 
-async def test_what_a_silent_replica_may_have_is_routed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_of_a_silent_replica_are_routed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOOK_S", 0.001)
     monkeypatch.setattr(module, "FIRST_PAUSE_S", 0.001)
 

@@ -168,7 +168,7 @@ class Watched(Recorded):
     death_rate=st.sampled_from([0.05, 0.2, 0.5]),
     steps_at_once=st.sampled_from([1, 1, 3]),
 )
-def test_nobody_sees_that_workers_died(
+def test_answers_do_not_depend_on_the_death_of_workers(
     seed: int, configuration: dict[str, Any], death_rate: float, steps_at_once: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:

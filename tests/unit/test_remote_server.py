@@ -39,7 +39,7 @@ def test_addresses(url: str, base: str, uds: str | None, is_local: bool) -> None
 
 
 @pytest.mark.parametrize("url", ["", "http://", "ftp://host", "http://host:port", "http://host:99999"])
-def test_what_is_no_address_is_refused(url: str) -> None:
+def test_invalid_addresses_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="--url"):
         Address.parse(url)
 
@@ -88,7 +88,7 @@ def test_streams_that_break(lines: list[str], words: str) -> None:
         list(pieces(lines))
 
 
-def test_a_line_ends_where_a_stream_says_so() -> None:
+def test_unicode_line_separators_end_no_line() -> None:
     """Not at U+2028 and others, which JSON has in strings as they are."""
     said = "before\u2028after\x85\x1c"
     chunk = json.dumps({"choices": [{"delta": {"content": said}}]}, ensure_ascii=False)
@@ -102,7 +102,7 @@ def test_a_line_ends_where_a_stream_says_so() -> None:
     assert "".join(piece.text for piece in server.chat([], {})) == said
 
 
-def test_what_is_asked() -> None:
+def test_bodies_of_requests() -> None:
     bodies = []
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -150,7 +150,7 @@ def test_failures_are_sentences(answer: httpx.Response | Exception, words: list[
     assert "secret" not in str(caught.value)
 
 
-def test_a_server_of_ones_own_says_why_it_went() -> None:
+def test_the_end_of_its_own_server_has_a_reason() -> None:
     def handler(request: httpx.Request) -> httpx.Response:
         raise httpx.ReadError("")
 

@@ -40,7 +40,7 @@ configurations = st.fixed_dictionaries(
 
 @settings(max_examples=examples(120), phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(seed=st.integers(0, 2**32), configuration=configurations)
-def test_replay_decides_what_was_decided(seed: int, configuration: dict[str, Any]) -> None:
+def test_replay_repeats_all_decisions(seed: int, configuration: dict[str, Any]) -> None:
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace"
@@ -173,7 +173,7 @@ def test_decisions_of_another_code_are_found(busy: tuple[Path, Recorded], monkey
     assert divergence.step <= 10
 
 
-def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
+def test_files_that_are_no_traces_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"something else")
     with pytest.raises(ProtocolError, match="not a trace"):

@@ -115,7 +115,7 @@ def test_peers_take_turns(stage: Stage) -> None:
     assert stage.publisher.patience_ms is None
 
 
-def test_what_is_published_meanwhile_is_no_part_of_it(stage: Stage) -> None:
+def test_batches_published_during_a_replay_are_not_part_of_it(stage: Stage) -> None:
     stage.publish(SLICE_BATCHES + 10)
     peer = stage.peer()
     stage.until_asked(1)
@@ -123,7 +123,7 @@ def test_what_is_published_meanwhile_is_no_part_of_it(stage: Stage) -> None:
     assert stage.read(peer) == [[*range(SLICE_BATCHES + 10)]]
 
 
-def test_a_pass_sends_one_peer_so_many_batches_or_bytes(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_limits_the_batches_and_bytes_for_one_peer(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     stage.publish(3 * SLICE_BATCHES)
     sent: list[bytes] = []
 
@@ -152,7 +152,7 @@ def test_a_pass_sends_one_peer_so_many_batches_or_bytes(stage: Stage, monkeypatc
     assert sent == [b"two"] * 3
 
 
-def test_who_asks_again_gets_what_it_asked_for_last(stage: Stage) -> None:
+def test_a_peer_that_asks_again_gets_its_last_range(stage: Stage) -> None:
     stage.publish(5000)
     peer = stage.peer()
     stage.until_asked(1)
@@ -233,7 +233,7 @@ def test_a_replay_ends_if_its_peer_reads_nothing(stage: Stage, monkeypatch: pyte
     assert stage.publisher.replays == {}
 
 
-def test_no_more_is_kept_than_so_many_bytes(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bytes_of_kept_batches_are_limited(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher, "MAX_KEPT_BYTES", 10 * BATCH_BYTES)
     stage.publish(35)
     assert stage.read(stage.peer()) == [[*range(25, 35)]]

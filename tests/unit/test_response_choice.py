@@ -95,7 +95,7 @@ def test_standing_free(literal: str, text: str, is_free: bool) -> None:
 # ---- the vocabulary, and the architecture
 
 
-def test_a_vocabulary_says_what_a_template_does_not() -> None:
+def test_the_vocabulary_decides_if_the_template_does_not() -> None:
     """LFM2.5's template names no token of calls."""
     tokens = ("<|tool_call_start|>", "<|tool_call_end|>", "<think>", "</think>")
     assert chosen("{{ messages }}", tokens) == ("lfm2", "qwen3")
@@ -105,21 +105,21 @@ def test_a_vocabulary_says_what_a_template_does_not() -> None:
     assert chosen(None, ("<|tool_call|>",))[0] == "granite"
 
 
-def test_of_formats_with_the_same_tokens_the_architecture_says_which() -> None:
+def test_the_architecture_decides_among_formats_with_the_same_tokens() -> None:
     tokens = ("<tool_call>", "</tool_call>")
     assert chosen("x", tokens)[0] == "hermes"
     assert chosen("x", tokens, ("Qwen3NextForCausalLM",))[0] == "qwen3_coder"
     assert chosen("x", ("<｜tool▁calls▁begin｜>",), ("DeepseekV3ForCausalLM",))[0] == "deepseek_v3"
 
 
-def test_the_architecture_comes_last() -> None:
+def test_the_architecture_is_the_last_criterion() -> None:
     assert chosen("x", (), ("GptOssForCausalLM",)) == ("openai", "openai")
     assert chosen("x", ("<|tools_prefix|>",), ("GptOssForCausalLM",)) == ("apertus", "apertus")
     assert chosen("x", ("<other>",), ("LlamaForCausalLM",)) == (None, None)
     assert chosen(None, (), ("MiniMaxM2ForCausalLM",)) == ("minimax_m2", "minimax_m2")
 
 
-def test_the_answer_says_why() -> None:
+def test_the_choice_has_a_reason() -> None:
     tokenizer: Any = SimpleNamespace(added_tokens={"<|tools_prefix|>": 1}, special_ids=())
     assert "vocabulary" in choose(None, tokenizer, template="x").why
     assert "architecture is LlamaForCausalLM" not in choose(None, tokenizer, template="x").why

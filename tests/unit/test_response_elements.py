@@ -23,7 +23,7 @@ def test_lists_are_items_and_objects_anything_else() -> None:
     assert value("<item>x</item>", {"type": "array"}) == ["x"]
 
 
-def test_the_schema_says_what_a_text_is() -> None:
+def test_texts_have_the_types_of_the_schema() -> None:
     schema = {
         "type": "object",
         "properties": {
@@ -39,7 +39,7 @@ def test_the_schema_says_what_a_text_is() -> None:
     assert value("<x></x>") == {"x": ""}
 
 
-def test_tags_without_what_stands_before_each_are_text() -> None:
+def test_tags_without_their_prefix_are_text() -> None:
     assert typed(elements("#<a><b>1</b>#</a>", "#"), None) == {"a": "<b>1</b>"}
 
 
@@ -57,7 +57,7 @@ def test_tags_without_what_stands_before_each_are_text() -> None:
         "<a>" * (MAX_DEPTH + 1) + "</a>" * (MAX_DEPTH + 1),
     ],
 )
-def test_what_is_no_tree_is_no_call(text: str) -> None:
+def test_malformed_elements_are_no_call(text: str) -> None:
     with pytest.raises(ValueError, match=r"element|close"):
         elements(xml(text), "#")
 

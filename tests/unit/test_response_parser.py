@@ -63,7 +63,7 @@ def text_of(event: Event) -> str:
         '{"name": "' + "f" * 300 + '"}',
     ],
 )
-def test_what_is_no_call_is_content(body: str) -> None:
+def test_malformed_calls_are_content(body: str) -> None:
     text = f"Look: <tool_call>\n{body}\n</tool_call> Done."
     assert whole(text) == ("", text, [])
 
@@ -162,7 +162,7 @@ def test_lone_surrogates_are_no_marks() -> None:
     assert read(HERMES, [OutputPiece("\ud800{\ud801")]).content == "\ufffd{\ufffd"
 
 
-def test_a_schema_decides_what_a_tag_holds() -> None:
+def test_values_of_tags_have_the_types_of_the_schema() -> None:
     ids = {"<tool_call>": 1, "</tool_call>": 2}
     coder = compose("qwen3_coder", None, ids)
     tags = {"city": "5", "days": "x5", "flag": "True", "list": "[1, 2]", "other": "7", "free": "a b"}
@@ -310,7 +310,7 @@ def test_a_pattern_waits_for_so_long_only() -> None:
     assert sent + "".join(map(text_of, parser.finish())) == text
 
 
-def test_what_is_too_long_hides_no_other_delimiter() -> None:
+def test_a_too_long_delimiter_hides_no_later_one() -> None:
     """A text that begins like a delimiter but is too long is content, and a delimiter may follow it; the size of the
     pieces does not matter."""
     spec = {**OWN, "fields": {"content": {}, "thinking": {"open_pattern": r"<a[^>]*>", "close": "</a>"}}}

@@ -57,7 +57,7 @@ def invoke(inner: str = "", name: str = "f") -> str:
     return f'<invoke name="{name}">\n{inner}</invoke>\n'
 
 
-def test_a_block_has_as_many_calls_as_it_has() -> None:
+def test_a_block_may_have_several_calls() -> None:
     text = '<parameter name="text">a</parameter>\n'
     assert given("minimax_m2", block(invoke())) == [{}]
     assert given("minimax_m2", block(invoke(text), invoke(), invoke(text))) == [{"text": "a"}, {}, {"text": "a"}]
@@ -131,7 +131,7 @@ def dsml(name: str, is_string: str, value: str) -> str:
         ("text", "", "3", "3"),
     ],
 )
-def test_a_value_is_what_it_says(name: str, is_string: str, value: str, expected: Any) -> None:
+def test_values_have_their_marked_types(name: str, is_string: str, value: str, expected: Any) -> None:
     assert given("deepseek_v32", dsml(name, is_string, value)) == [{name: expected}]
 
 
@@ -208,7 +208,7 @@ def test_other_objects_are_no_calls(text: str, calls: list[list[str]], rest: str
     assert whole("apertus", f"<|tools_prefix|>{text}<|tools_suffix|>") == (f"{opening}{rest}<|tools_suffix|>", calls)
 
 
-def test_a_value_of_python_is_what_the_schema_says() -> None:
+def test_values_of_python_have_the_types_of_the_schema() -> None:
     """Llama 4's template puts all values of history between quotes."""
     assert given("pythonic", "[f(days='3', text='4', list=['5'], deep=\"{'a': 1}\", more='6')]") == [
         {"days": 3, "text": "4", "list": ["5"], "deep": {"a": 1}, "more": "6"}
@@ -227,7 +227,7 @@ def test_a_list_of_calls_is_one_only_at_the_start() -> None:
     assert whole("xlam", "```json\n[1]\n```") == ("```json\n[1]\n```", [])
 
 
-def test_numbers_between_quotes_are_what_the_schema_says() -> None:
+def test_numbers_between_quotes_have_the_types_of_the_schema() -> None:
     """A call of FunctionGemma is read as a whole, as templates put all values of history between its quotes."""
     call = "<start_function_call>call:f{days:<escape>3<escape>,text:<escape>4<escape>}<end_function_call>"
     assert given("functiongemma", call) == [{"days": 3, "text": "4"}]

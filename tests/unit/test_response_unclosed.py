@@ -77,7 +77,7 @@ def test_nothing_else_is_a_call(name: str) -> None:
     assert (found.content, found.calls) == ("", [])
 
 
-def test_what_was_said_before_counts() -> None:
+def test_text_before_unclosed_thinking_decides_on_its_calls() -> None:
     call, think = WRITERS["hermes"].calls([PARIS]), "<think>Hm."
     assert message("hermes", f"Hello.{think} {call}").calls == []
     found = message("hermes", f"{call}{think} {call}")
@@ -127,7 +127,7 @@ def test_reasoning_streams_again_as_soon_as_it_is_no_call() -> None:
     assert rest == ' <tool_call>{"name": "now", "argum'
 
 
-def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_length_of_the_held_back_tail_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     call = WRITERS["hermes"].calls([("files.write-all", {"text": "x" * 300})])
     assert len(message("hermes", f"<think>A{call}").calls) == 1
     monkeypatch.setattr(unclosed, "MAX_TAIL_CHARS", 200)

@@ -3,7 +3,7 @@
 from vllm_lite.runtime.restarts import RestartLimit
 
 
-def test_so_many_restarts_are_allowed_and_no_more() -> None:
+def test_the_number_of_restarts_is_limited() -> None:
     limit = RestartLimit(2, window_s=300.0)
     assert limit.allows("killed by SIGKILL", 0.0)
     assert limit.allows("killed by SIGKILL", 1.0)

@@ -151,7 +151,7 @@ def test_a_model_that_keeps_chats_on_disk_writes_them_before_it_is_ended(kv: str
     run(test, kv=kv)
 
 
-def test_what_a_request_says_of_keeping_a_model_ends_with_its_processes() -> None:
+def test_a_requests_keep_alive_ends_with_the_processes() -> None:
     async def test(rig: Rig) -> None:
         member = rig.fleet.members["a"]
         rig.fleet.keep(member, 0.0)
@@ -254,7 +254,7 @@ def test_an_entry_with_a_fault_is_refused_for_good() -> None:
     run(test)
 
 
-def test_what_dies_is_loaded_again_and_dies_again_and_again_more_slowly() -> None:
+def test_a_model_that_dies_is_loaded_again_with_growing_pauses() -> None:
     async def test(rig: Rig) -> None:
         for _ in range(module.FREE_DEATHS):
             assert await rig.use("a") == "a"
@@ -270,7 +270,7 @@ def test_what_dies_is_loaded_again_and_dies_again_and_again_more_slowly() -> Non
     run(test)
 
 
-def test_a_model_leaves_when_nobody_has_used_it() -> None:
+def test_an_unused_model_is_unloaded() -> None:
     async def test(rig: Rig) -> None:
         await rig.use("a")
         await rig.until(lambda: rig.fleet.members["a"].state == "unloaded")
@@ -305,7 +305,7 @@ def test_pinned_models_are_loaded_at_the_start_and_stay() -> None:
     run(test, names="a b c", pins="a", models_memory="4.5GiB")
 
 
-def test_the_end_refuses_what_waits_and_ends_all() -> None:
+def test_the_end_refuses_waiting_requests_and_ends_all_models() -> None:
     async def test(rig: Rig) -> None:
         hold = asyncio.Event()
         stream = asyncio.ensure_future(rig.use("a", hold))

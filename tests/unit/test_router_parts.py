@@ -145,7 +145,7 @@ def test_an_answer_that_is_cut(tmp_path: Path, answer: bytes) -> None:
         asked(tmp_path, answer)
 
 
-async def test_a_socket_that_nobody_listens_on(tmp_path: Path) -> None:
+async def test_a_socket_without_a_listener(tmp_path: Path) -> None:
     with pytest.raises(UpstreamLost, match="it does not listen"):
         await open_answer(str(tmp_path / "none"), "GET", b"/", [])
 

@@ -74,7 +74,7 @@ def test_a_busy_model_keeps_its_memory_for_its_slice() -> None:
     assert over.actions == [Action("sleep", "a", 1)]
 
 
-def test_a_pinned_model_never_goes_and_what_does_not_fit_beside_it_is_refused() -> None:
+def test_a_pinned_model_stays_and_models_that_do_not_fit_beside_it_are_refused() -> None:
     pinned = loaded("a", pin=True, used_at_s=-100.0)
     assert actions([pinned, loaded("b", 1), wanted("c", 1)], 3.9) == [("sleep", "b", 1)]
     decision = decide([pinned, wanted("b")], PlacementRules(3 * GIB), 100.0)
@@ -89,14 +89,14 @@ def test_a_model_that_has_grown_is_loaded_if_it_fitted_when_it_was_loaded() -> N
     assert actions([wanted("a", 5, least_bytes=5 * GIB)], 4) == [("refuse", "a", 0)]
 
 
-def test_the_one_that_waits_longest_is_first_and_others_take_what_it_leaves() -> None:
+def test_the_model_that_waits_longest_is_first_and_others_use_the_rest() -> None:
     models = [loaded("a", 2, num_active=1, loaded_at_s=99.0), wanted("b", 3, since_s=1.0), wanted("c", 1, since_s=2.0)]
     assert actions(models, 4) == [], "c would take what b waits for"
     assert actions(models, 6) == [("load", "b", 0), ("load", "c", 0)]
     assert actions([models[1], replace(models[2], expected_bytes=4 * GIB)], 4) == [("load", "b", 0)]
 
 
-def test_at_most_so_many_are_loaded() -> None:
+def test_the_number_of_loaded_models_is_limited() -> None:
     assert actions([loaded("a", 1), wanted("b", 1)], 100, most=1) == [("sleep", "a", 1)]
     assert actions([loaded("a", 1), wanted("b", 1)], 100, most=2) == [("load", "b", 0)]
 
@@ -115,7 +115,7 @@ def test_paused_streams_that_block_each_other_still_continue() -> None:
     assert actions(paused, 2.1) == [("load", "a", 0)]
 
 
-def test_what_nobody_uses_leaves_at_its_time() -> None:
+def test_unused_models_are_stopped_at_their_time() -> None:
     assert actions([loaded("a", leaves_at_s=99.0)], 4) == [("stop", "a", 0)]
     assert actions([loaded("a", leaves_at_s=101.0)], 4) == []
     assert actions([loaded("a", leaves_at_s=99.0, num_active=1)], 4) == []
@@ -158,7 +158,7 @@ def fleets(draw: st.DrawFn) -> tuple[list[ModelStatus], PlacementRules]:
 
 @settings(max_examples=examples(300))
 @given(fleets(), st.floats(100, 200))
-def test_what_holds_of_every_decision(fleet: tuple[list[ModelStatus], PlacementRules], now_s: float) -> None:
+def test_invariants_of_every_decision(fleet: tuple[list[ModelStatus], PlacementRules], now_s: float) -> None:
     models, rules = fleet
     by_name = {model.name: model for model in models}
     decision = decide(models, rules, now_s)

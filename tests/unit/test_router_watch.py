@@ -85,7 +85,7 @@ def engine_event(kind: str = "snapshot", **requests: Any) -> bytes:
     return f"event: {kind}\ndata: {json.dumps({'time': 7.0, 'engines': {'0': engine}})}\n\n".encode()
 
 
-def test_who_watches_loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watching_loads_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(rig: Rig) -> None:
         seen = Watched(rig, monkeypatch)
         for _ in range(20):
@@ -144,7 +144,7 @@ def test_a_model_that_is_not_used_is_unloaded_though_somebody_watches(monkeypatc
     run(test, models_idle_s=0.3)
 
 
-def test_a_model_with_keys_of_its_own_says_why_it_hides(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_with_its_own_keys_is_shown_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(rig: Rig) -> None:
         await rig.use("a")
         seen = Watched(rig, monkeypatch)
@@ -161,7 +161,7 @@ def test_a_model_with_keys_of_its_own_says_why_it_hides(monkeypatch: pytest.Monk
     run(test)
 
 
-def test_a_model_that_refuses_for_a_time_says_so_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_models_refusal_is_shown_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(rig: Rig) -> None:
         await rig.use("a")
         seen = Watched(rig, monkeypatch)
@@ -212,7 +212,7 @@ def test_a_stream_is_begun_again_behind_a_sleep_and_a_wake(monkeypatch: pytest.M
     run(test)
 
 
-def test_what_does_not_listen_yet_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_does_not_listen_yet_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(rig: Rig) -> None:
         await rig.use("a")
         seen = Watched(rig, monkeypatch)

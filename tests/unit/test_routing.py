@@ -36,7 +36,7 @@ def test_the_most_cached_wins_as_long_as_it_has_not_much_more_to_do() -> None:
     assert made.choose([1, 2], {"a": 1, "c": 0}) == ("c", 0)
 
 
-def test_what_an_engine_says_counts_until_it_says_otherwise() -> None:
+def test_announced_blocks_count_until_the_engine_drops_them() -> None:
     """Announced blocks count until the engine drops them, whatever is sent there. Blocks that were only sent are
     forgotten when there are too many."""
     made = router(4)
@@ -108,7 +108,7 @@ def test_an_engine_is_thought_to_have_no_more_than_it_holds_and_keeps_beginnings
     assert made.num_cached("a", [7, 8]) == 2
 
 
-def test_what_an_engine_says_that_it_has_is_all_it_has() -> None:
+def test_retain_drops_all_other_blocks_of_an_engine() -> None:
     made = router()
     made.stored("a", ["1", "2", "3"])
     made.retain("a", {"1", "2", "other"})

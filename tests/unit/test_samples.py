@@ -121,7 +121,7 @@ async def test_an_error_ends_the_request_with_all_its_samples(folder: Path) -> N
         engine.expect_nothing_more()
 
 
-async def test_an_aborted_request_ends_with_what_each_sample_has(folder: Path) -> None:
+async def test_an_aborted_request_ends_with_each_samples_tokens(folder: Path) -> None:
     async with connected(folder) as (client, engine):
         task, _ = await begin(client, engine, SamplingParams(n=2))
         engine.finish("r", 0, *ids("one"), num_cached_tokens=3)
@@ -213,7 +213,7 @@ def last(output: RequestOutput) -> CompletionOutput:
     return output.outputs[0]
 
 
-async def test_a_fork_begins_with_what_its_parent_has(folder: Path) -> None:
+async def test_a_fork_begins_with_its_parents_tokens(folder: Path) -> None:
     async with connected(folder) as (client, engine):
         params = SamplingParams(seed=5, max_tokens=20, logprobs=0, stop=("END",))
         parent = await reading(client, engine, params, "one E")

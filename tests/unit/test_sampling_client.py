@@ -175,7 +175,7 @@ def test_the_first_tokens_of_a_prompt_are_kept_if_it_is_cut_at_the_right() -> No
         SamplingParams(truncation_side="up")  # type: ignore[arg-type]
 
 
-def test_as_many_as_fit() -> None:
+def test_a_truncated_prompt_leaves_room_for_max_tokens() -> None:
     tokens = [5] * 100  # of a context of 64
     assert len(kept(tokens, truncate_prompt_tokens=-1, max_tokens=10)) == 54
     assert len(kept(tokens, truncate_prompt_tokens=-1, max_tokens=None)) == 63
@@ -241,7 +241,7 @@ async def test_they_come_in_pieces_and_are_shown_with_the_first_token(folder: Pa
         assert output.prompt_logprobs[1][6].decoded_token == TOKENIZER.decode([6])
 
 
-async def test_who_does_not_ask_gets_none_and_one_token_has_none(folder: Path) -> None:
+async def test_prompt_logprobs_that_were_not_asked_for_and_of_one_token(folder: Path) -> None:
     async with connected(folder) as (client, engine):
         for asked, expected in ((None, None), (0, [None])):
             task = asyncio.ensure_future(collect(client.generate([5], SamplingParams(prompt_logprobs=asked), "r")))

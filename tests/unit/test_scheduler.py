@@ -59,7 +59,7 @@ def test_chunks_of_a_long_prompt_are_shared_before_it_is_whole() -> None:
     assert request.num_cached_at_start == 16
 
 
-def test_running_comes_before_waiting() -> None:
+def test_running_sequences_are_scheduled_before_waiting_ones() -> None:
     rig = Rig(max_num_batched_tokens=4)
     rig.add("a", [1, 2, 3, 4], max_tokens=3)
     rig.step()

@@ -11,7 +11,7 @@ from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.protocol.step import Draft, SchedulerOutput
 
 
-def test_what_follows_a_grammar_drafts_beside_others_and_keeps_two_steps_in_flight() -> None:
+def test_sequences_with_grammars_draft_beside_others_and_keep_two_steps_in_flight() -> None:
     plain, jumping = Rig(num_blocks=60, depth=2), Rig(num_blocks=60, depth=2, num_forced=4, max_num_batched_tokens=64)
     for rig in (plain, jumping):
         rig.add("free", [1, 2, 3], max_tokens=30)
@@ -28,7 +28,7 @@ def test_what_follows_a_grammar_drafts_beside_others_and_keeps_two_steps_in_flig
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_only_what_follows_a_grammar_drafts_without_speculation(depth: int) -> None:
+def test_only_sequences_with_grammars_draft_without_speculation(depth: int) -> None:
     rig = Rig(num_blocks=60, depth=depth, num_forced=4, max_num_batched_tokens=64)
     free = rig.add("free", [1, 2, 3], max_tokens=12)
     guided = rig.add("guided", [4, 5, 6], max_tokens=12, grammar="any")

@@ -100,7 +100,7 @@ def test_short_prompts_pass_a_long_one_that_waits_for_its_share_of_the_steps(mon
     assert [*rig.scheduler.requests] == ["long0", "long1", "long2"]
 
 
-def test_nothing_is_kept_of_tenants_whose_requests_never_ran() -> None:
+def test_tenants_without_a_running_request_are_forgotten() -> None:
     rig = Rig(100, policy=Fair())
     rig.add("stream", [1] * 5, max_tokens=50, user="stream")
     rig.step()

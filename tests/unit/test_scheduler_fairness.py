@@ -75,7 +75,7 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(depth: int) -> None:
     assert not rig.output("long")
 
 
-def test_a_short_prompt_behind_several_long_ones_comes_first_and_none_stands_still() -> None:
+def test_a_short_prompt_after_long_ones_ends_first_and_all_progress() -> None:
     rig = Rig(3000, max_num_batched_tokens=64)
     for number in range(3):
         rig.add(f"long{number}", prompt(number, 700), max_tokens=2)
@@ -103,7 +103,7 @@ def test_long_prompts_come_in_two_at_a_time() -> None:
     assert [name for name, _ in rig.reasons][:2] == ["long0", "long1"]
 
 
-def test_a_prompt_has_the_whole_step_if_nobody_else_wants_it() -> None:
+def test_a_prompt_alone_has_the_whole_step() -> None:
     rig = Rig(2000, max_num_batched_tokens=64)
     rig.add("long", prompt(1, 640), max_tokens=1)
     rig.drain()
@@ -183,7 +183,7 @@ def test_a_request_that_does_not_fit_is_passed_by_others_that_do() -> None:
     assert rig.output("head") == expected(prompt(2, 120), 2)
 
 
-def test_it_is_passed_by_so_many_and_no_more() -> None:
+def test_the_number_of_requests_that_pass_it_is_limited() -> None:
     rig, head = blocked_head()
     for number in range(3 * MAX_PASSED):
         rig.add(f"small{number}", prompt(number + 3, 5), max_tokens=1)
@@ -195,7 +195,7 @@ def test_it_is_passed_by_so_many_and_no_more() -> None:
     assert len(rig.reasons) == 3 * MAX_PASSED + 2
 
 
-def test_nobody_of_a_lower_priority_passes() -> None:
+def test_no_request_of_a_lower_priority_passes() -> None:
     rig, _ = blocked_head(policy=Priority())
     rig.add("equal", prompt(3, 5), max_tokens=2)
     rig.add("lower", prompt(4, 5), max_tokens=2, priority=1)
@@ -247,7 +247,7 @@ def test_a_blocked_request_is_looked_up_again_when_more_of_it_is_cached(monkeypa
     assert two.num_cached_at_start > 0
 
 
-def test_a_blocked_request_gains_by_who_holds_its_prefix() -> None:
+def test_a_blocked_request_gains_from_a_prefix_in_use() -> None:
     """Blocks of its prefix that another request uses cost it nothing any more, although fewer blocks are free."""
     rig = Rig(60, max_num_batched_tokens=256)
     rig.add("first", prompt(1, 160), max_tokens=1)
@@ -385,7 +385,7 @@ def test_a_step_asks_for_a_few_keys_however_many_wait(policy: type | None) -> No
     rig.drain()
 
 
-def test_a_preempted_sequence_comes_before_later_arrivals() -> None:
+def test_a_preempted_sequence_is_admitted_before_later_arrivals() -> None:
     rig = Rig(num_blocks=9, caching=False, max_num_seqs=2)
     rig.add("a", prompt(1, 6), max_tokens=20)
     rig.add("b", prompt(2, 6), max_tokens=20)
@@ -396,7 +396,7 @@ def test_a_preempted_sequence_comes_before_later_arrivals() -> None:
     rig.drain()
 
 
-def test_a_faulty_key_is_replaced_and_nobody_is_lost() -> None:
+def test_a_faulty_key_is_replaced_and_no_request_is_lost() -> None:
     class Odd:
         def key(self, sequence: Any) -> Any:
             return (1,) if sequence.request.request_id < "c" else "not a tuple"
@@ -436,7 +436,7 @@ def test_a_new_tenant_has_no_savings() -> None:
     assert max(len(list(run)) for _, run in groupby(tenants[:28])) == 1, "they take turns from the start"
 
 
-def test_a_tenant_that_comes_back_has_no_debts() -> None:
+def test_a_tenant_that_returns_has_no_debts() -> None:
     rig = fair_rig(1)
     rig.add("a0", prompt(1, 40), max_tokens=20, user="a")
     rig.add("b0", prompt(2, 4), max_tokens=4, user="b")
@@ -462,7 +462,7 @@ def test_a_tenant_keeps_its_debts_while_something_of_it_runs() -> None:
     assert names.index("a1") == 12, "behind all that b asked for, which is less than what a had at first"
 
 
-def test_a_new_tenant_starts_level_with_what_the_last_step_computed() -> None:
+def test_a_new_tenant_starts_level_with_the_last_steps_tenants() -> None:
     rig = fair_rig(1)
     for number in range(2):
         rig.add(f"a{number}", prompt(number, 100), max_tokens=2, user="a")

@@ -66,7 +66,7 @@ def test_beam_search_over_shared_blocks_equals_beam_search_over_lists(
     assert rig.output("other") == expected([2, 7, 1, 8], 12)
 
 
-def test_a_swapped_sequence_comes_back_without_computing_anything_again() -> None:
+def test_a_swapped_sequence_returns_without_computing_anything_again() -> None:
     rig = Rig(num_blocks=7, caching=False, num_host_blocks=10, preemption="swap")
     rig.add("a", [1, 2, 3, 4, 5, 6], max_tokens=12)
     rig.add("b", [11, 12, 13, 14, 15, 16], max_tokens=12)
@@ -159,7 +159,7 @@ def test_high_priority_is_served_first_and_preempted_last() -> None:
     assert rig.output("low") == expected([1, 2, 3, 4, 5, 6], 12)
 
 
-def test_fairness_serves_the_tenant_who_had_least() -> None:
+def test_fairness_serves_the_tenant_that_had_least() -> None:
     rig = Rig(num_blocks=60, policy=Fair(), max_num_seqs=1)
     for index in range(6):
         rig.add(f"greedy{index}", [1, index, 3, 4], max_tokens=4, user="greedy")

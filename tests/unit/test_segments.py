@@ -115,7 +115,7 @@ def test_another_death_is_another_trace(tmp_path: Path, kind: type, changes: dic
         assert replay.scheduler.generation == 9
 
 
-def test_scores_that_were_known_decide_what_is_taken_from_the_cache(tmp_path: Path) -> None:
+def test_known_scores_limit_the_prefix_taken_from_the_cache(tmp_path: Path) -> None:
     """A trace has no scores, only the number of known ones when the workers died. With another number the replay
     differs."""
     recorded = Recorded(tmp_path / "trace", scheduling_policy="priority", max_num_batched_tokens=40)
@@ -187,7 +187,7 @@ def test_a_path_without_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert segment_paths("trace") == ["trace", "trace.2"]
 
 
-def test_an_engine_that_nobody_launched_has_one_file(tmp_path: Path) -> None:
+def test_an_engine_without_a_launcher_has_one_file(tmp_path: Path) -> None:
     worked(tmp_path / "trace", 1, launch="")
     worked(tmp_path / "trace", 2, launch="")
     assert segment_paths(str(tmp_path / "trace")) == [str(tmp_path / "trace")]

@@ -126,7 +126,7 @@ def test_its_kv_is_found_in_the_cache() -> None:
 
 
 @pytest.mark.parametrize("params", [BEAMS, PARAMS.clone(logprobs=1), PARAMS.clone(prompt_logprobs=1)])
-def test_what_cannot_be_attached_to_begins_anew(engine: Engine, params: SamplingParams) -> None:
+def test_requests_that_cannot_be_attached_to_begin_again(engine: Engine, params: SamplingParams) -> None:
     whole, first, again = (engine.client(name) for name in (b"whole", b"first", b"again"))
     whole.say(Generate("reference", PROMPT, params))
     engine.drain()
@@ -142,7 +142,7 @@ def test_what_cannot_be_attached_to_begins_anew(engine: Engine, params: Sampling
         assert len(again.ends[0].logprobs or ()) == len(again.ends[0].token_ids)
 
 
-def test_what_is_left_of_a_deadline_is_no_other_parameter(engine: Engine) -> None:
+def test_a_shorter_deadline_is_the_same_request(engine: Engine) -> None:
     first, again = engine.client(b"first"), engine.client(b"again")
     for name, params in (("r", PARAMS), ("several", SEVERAL)):
         first.say(Generate(name, PROMPT, params.clone(deadline_ms=10**6)))
@@ -268,7 +268,7 @@ def test_one_that_lacked_only_its_end_has_a_story(tmp_path: Path) -> None:
 # ---- several clients
 
 
-def test_a_client_that_is_gone_for_good_disturbs_nobody(engine: Engine) -> None:
+def test_a_client_that_has_gone_for_good_does_not_affect_others(engine: Engine) -> None:
     """Two clients have lost their connections; one of them comes back."""
     gone, lost = engine.client(b"gone"), engine.client(b"lost")
     for client, names in ((gone, ("a", "b")), (lost, ("r", "s"))):

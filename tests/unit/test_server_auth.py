@@ -73,7 +73,7 @@ BOTH, USERS, ADMINS, NONE = Keys((USER,), (ADMIN,)), Keys((USER,)), Keys((), (AD
         (NONE, None, False, 403),
     ],
 )
-async def test_who_may_change_the_server(keys: Keys, key: str | None, is_local: bool, expected: int) -> None:
+async def test_callers_that_may_change_the_server(keys: Keys, key: str | None, is_local: bool, expected: int) -> None:
     assert (await status(keys, key, is_local=is_local))[0] == expected
 
 
@@ -81,7 +81,7 @@ async def test_who_may_change_the_server(keys: Keys, key: str | None, is_local: 
     ("keys", "key", "expected"),
     [(BOTH, ADMIN, 200), (BOTH, USER, 200), (BOTH, None, 401), (ADMINS, None, 200), (NONE, None, 200)],
 )
-async def test_who_may_generate(keys: Keys, key: str | None, expected: int) -> None:
+async def test_callers_that_may_generate(keys: Keys, key: str | None, expected: int) -> None:
     assert (await status(keys, key, "/v1/completions", is_local=False))[0] == expected
     assert (await status(keys, None, "/health", is_local=False))[0] == 200
 
@@ -95,7 +95,7 @@ async def test_a_key_may_stand_in_headers_of_other_dialects(name: bytes) -> None
 
 
 @pytest.mark.parametrize(("keys", "key"), [(USERS, USER), (NONE, None)])
-async def test_a_closed_door_says_which_flag_opens_it(keys: Keys, key: str | None) -> None:
+async def test_a_closed_route_names_the_flag_that_opens_it(keys: Keys, key: str | None) -> None:
     code, text = await status(keys, key, is_local=False)
     assert code == 403
     assert "--admin-api-key" in text
@@ -115,7 +115,7 @@ BAD = (
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/models?api_key=" + USER, "/reset_prefix_cache"])
 @pytest.mark.parametrize("value", BAD, ids=range(len(BAD)))
-async def test_what_is_no_key_is_answered_by_one_sentence(path: str, value: str) -> None:
+async def test_invalid_keys_are_answered_by_one_sentence(path: str, value: str) -> None:
     code, text = await status(BOTH, None, path, more=[(b"authorization", value.encode("latin-1"))])
     assert code == 401
     assert "a valid API key is needed, as `Authorization: Bearer KEY`" in text
@@ -193,9 +193,7 @@ async def test_no_page_reaches_it_by_a_name_that_resolves_to_it(name: str) -> No
         ({"uds": "/tmp/socket"}, True),
     ],
 )
-async def test_who_answers_to_another_name(
-    settings: dict[str, Any], is_open: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_other_host_names(settings: dict[str, Any], is_open: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config_module, "address_of", lambda host: host)
     assert (await called({"Host": "chat.example.org:443"}, **settings))[0] == (200 if is_open else 403)
 
@@ -284,7 +282,7 @@ async def test_a_proxy_does_not_lend_its_machine_to_strangers(name: str) -> None
     assert (await called({"Host": "localhost", name: "203.0.113.7"}))[0] == 200
 
 
-async def test_who_is_at_this_machine() -> None:
+async def test_hosts_of_this_machine() -> None:
     admin = "/reset_prefix_cache"
     for host in ("localhost:8000", "127.0.0.1", "[::1]:8000", "[::ffff:127.0.0.1]", "demo.localhost"):
         assert (await called({"Host": host}, admin))[0] == 200
@@ -309,7 +307,7 @@ async def test_who_is_at_this_machine() -> None:
         ({"Origin": "http://localhost:3000"}, 403),
     ],
 )
-async def test_pages_show_by_what_their_browser_sends(headers: dict[str, str], expected: int) -> None:
+async def test_web_pages_are_recognized_by_their_headers(headers: dict[str, str], expected: int) -> None:
     """Requests for images and scripts of a page have no Origin header; a typed address has no Sec-Fetch-Site."""
     code, text = await called({"Host": "localhost", **headers}, "/reset_prefix_cache")
     assert (code, "closed to web pages" in text) == (expected, expected == 403)

@@ -46,7 +46,7 @@ def test_unknown_fields_are_ignored_and_named() -> None:
         *(("tool_choice", "required"), ("function_call", "auto"), ("typical_p", 0.5)),
     ],
 )
-def test_what_would_change_the_answer_is_refused(name: str, value: Any) -> None:
+def test_unsupported_fields_that_would_change_the_answer_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ApiError) as caught:
         completion(**{name: value})
     assert (caught.value.status, caught.value.param) == (400, name)
@@ -55,12 +55,12 @@ def test_what_would_change_the_answer_is_refused(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(bodies.REFUSED))
-def test_what_changes_nothing_is_not(name: str) -> None:
+def test_unsupported_fields_without_effect_are_accepted(name: str) -> None:
     for value in (None, *bodies.REFUSED[name]):
         assert completion(**{name: value})[1] == []
 
 
-def test_what_would_change_vectors_and_responses_is_refused() -> None:
+def test_unsupported_fields_of_vectors_and_responses_are_refused() -> None:
     for fields, kind in (
         ({"padding": "max_length", "input": "x"}, EmbeddingBody),
         ({"padding": "max_length", "text_1": "a", "text_2": "b"}, ScoreBody),
@@ -72,7 +72,7 @@ def test_what_would_change_vectors_and_responses_is_refused() -> None:
     assert bodies.read(b'{"padding": "do_not_pad", "input": "x"}', EmbeddingBody)[1] == []
 
 
-def test_what_an_answer_must_be_is_not_said_of_a_fork() -> None:
+def test_constraints_in_a_fork_are_refused() -> None:
     """A fork continues under its parent's constraints."""
     for name, value in (("response_format", {"type": "json_object"}), ("guided_regex", "a"), ("tools", [{"a": 1}])):
         with pytest.raises(ApiError, match=f"^{name} is not supported here"):
@@ -86,14 +86,14 @@ def test_the_documentation_names_all_that_is_refused() -> None:
     assert set(re.findall(r"`(\w+)`", section)) - {"left"} == bodies.REFUSED.keys()
 
 
-def test_zero_is_a_value_where_it_says_something() -> None:
+def test_zero_is_refused_where_it_has_an_effect() -> None:
     assert completion(typical_p=1, tfs=1.0, mirostat=0, dry_multiplier=0.0, tool_choice="none")[1] == []
     for name, value in (("dry_multiplier", 1), ("typical_p", 0), ("tfs", True)):
         with pytest.raises(ApiError, match=f"^{name} is not supported"):
             completion(**{name: value})
 
 
-def test_a_body_has_only_so_many_fields() -> None:
+def test_the_number_of_fields_in_a_body_is_limited() -> None:
     most = {f"field_{number}": 1 for number in range(255)}
     assert len(completion(**most)[1]) == 255
     for data in (
@@ -230,13 +230,13 @@ def test_texts_are_never_read_as_something_else() -> None:
     assert completion(prompt=["null", "12"])[0].prompt == ["null", "12"]
 
 
-def test_what_a_body_says_wins_over_the_models_defaults() -> None:
+def test_fields_of_a_body_override_the_models_defaults() -> None:
     defaults = {"temperature": 0.6, "top_k": 20}
     params = bodies.sampling(completion(temperature=0.1)[0], defaults, {"logprobs": 2})
     assert (params.temperature, params.top_k, params.logprobs, params.max_tokens) == (0.1, 20, 2, 16)
 
 
-def test_a_null_is_what_was_not_said() -> None:
+def test_null_equals_an_omitted_field() -> None:
     body = completion(**dict.fromkeys(SamplingFields.__struct_fields__))[0]
     assert bodies.sampling(body, {}, {}) == SamplingParams()
 

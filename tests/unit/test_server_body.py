@@ -73,7 +73,7 @@ def prompt_of(num_bytes: int) -> bytes:
     return b'{"prompt":"' + b"x" * (num_bytes - 13) + b'"}'
 
 
-async def test_what_is_not_yet_whole_is_bounded_in_sum() -> None:
+async def test_the_sum_of_incomplete_bodies_is_limited() -> None:
     """Six of 40 clients that send nearly whole bodies can; what is held never exceeds the sum."""
 
     read = reader()
@@ -98,7 +98,7 @@ async def test_what_is_not_yet_whole_is_bounded_in_sum() -> None:
     assert read.held_bytes == 0
 
 
-async def test_what_is_small_is_always_taken() -> None:
+async def test_small_bodies_are_always_read() -> None:
     read = reader()
     read.held_bytes = MAX_HELD * MAX_BYTES
     small = prompt_of(SMALL_BYTES - 2 * NESTED_BYTES)
@@ -241,7 +241,7 @@ async def test_a_big_body_in_utf_16_is_read_beside_the_loop(monkeypatch: pytest.
     assert threads == [True, False]
 
 
-async def test_what_is_no_text_in_utf_16_is_replaced_but_not_without_end() -> None:
+async def test_invalid_utf_16_is_replaced_up_to_a_limit() -> None:
     half = '{"prompt":"a\ud83db"}'.encode("utf-16", "surrogatepass")
     assert await prompt_in(half) == "a\ufffdb"
     assert await prompt_in('{"prompt":"\U0001f600"}'.encode("utf-16")) == "\U0001f600"

@@ -104,7 +104,7 @@ def test_every_type_of_items_has_a_treatment(kind: str, model: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(items.PROVIDED))
-def test_what_a_provider_found_out_is_a_text(kind: str) -> None:
+def test_results_of_a_providers_tools_become_texts(kind: str) -> None:
     fields = {name: f"the {name}" for name in items.PROVIDED[kind]}
     if kind == "code_interpreter_call":
         fields["outputs"] = [{"type": "logs", "logs": "42"}, {"type": "image", "url": "data:" + "x" * 1000}]  # type: ignore[assignment]
@@ -117,7 +117,7 @@ def test_what_a_provider_found_out_is_a_text(kind: str) -> None:
     assert all(f'"{name}":' in content for name in items.PROVIDED[kind])
 
 
-def test_a_type_that_nobody_knows_yet_is_dropped_by_name() -> None:
+def test_unknown_types_are_dropped_by_name() -> None:
     found = items.read([{"type": "hologram", "id": "a"}, {"role": "user", "content": "Hi."}], "resp_1", {})
     assert found.left_out == ["input[0] hologram"]
     assert [item["type"] for item in found.items] == ["message"]
@@ -131,7 +131,7 @@ def test_a_type_that_nobody_knows_yet_is_dropped_by_name() -> None:
 # ---- tools
 
 
-def test_a_namespace_is_flattened_and_comes_back() -> None:
+def test_a_namespace_is_flattened_and_restored() -> None:
     spaces: list[Any] = [AGENTS, {**AGENTS, "name": "mcp__x__"}]
     box = Toolbox([{"type": "function", "name": "agents__spawn"}, *spaces])
     names = [each["function"]["name"] for each in box.functions]
@@ -202,7 +202,7 @@ def test_a_choice_names_a_function(given: Any, expected: str) -> None:
     assert found in (expected, {"type": "function", "function": {"name": expected}})
 
 
-def test_a_choice_of_several_leaves_out_what_is_left_out() -> None:
+def test_a_choice_of_several_excludes_dropped_tools() -> None:
     box = Toolbox([PATCH, {"type": "web_search"}])
     several: dict[str, Any] = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "web_search"}]}
     with pytest.raises(ApiError, match="allows none of the tools"):

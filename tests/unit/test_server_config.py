@@ -97,7 +97,7 @@ def test_keys_of_admins(tmp_path: Path) -> None:
         (["--host", "0.0.0.0", "--uds", "/s"], True),
     ],
 )
-def test_who_can_reach_it(flags: list[str], local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addresses_that_others_can_reach(flags: list[str], local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name is where it resolves to, as when the server listens there."""
     found = {"mybox": "127.0.1.1", "example.org": "203.0.113.7"}
 
@@ -137,7 +137,7 @@ def test_a_file_with_lists(tmp_path: Path) -> None:
     assert (config.names, config.keys().user, config.allowed_origins) == (("a", "b"), ("one", "two"), ("*",))
 
 
-def test_what_is_shown_can_be_read_again_and_holds_no_key(tmp_path: Path) -> None:
+def test_printed_settings_can_be_read_again_and_have_no_key(tmp_path: Path) -> None:
     config = load("--api-key", "secret", "--port", "7", "--allowed-origins", "*", "--served-model-name", "a", "b")
     file = tmp_path / "settings.yaml"
     file.write_text(config.to_yaml())

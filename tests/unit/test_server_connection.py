@@ -133,7 +133,7 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("body", [b"", b"x" * 100, b"x" * 10_000])
-async def test_what_waits_behind_a_request_is_bounded_and_answered_in_order(body: bytes) -> None:
+async def test_pipelined_requests_are_limited_and_answered_in_order(body: bytes) -> None:
     """Far more than the bound is sent before anything is answered, and nothing of it is lost."""
 
     app = App()
@@ -304,7 +304,7 @@ GARBAGE = (
 
 
 @pytest.mark.parametrize("garbage", GARBAGE, ids=["bytes", "version", "tunnel", "headers"])
-async def test_what_is_wrong_behind_a_request_does_not_answer_it(garbage: bytes) -> None:
+async def test_invalid_data_after_a_request_does_not_answer_it(garbage: bytes) -> None:
     """Both requests before the invalid data are answered completely, then the connection ends; later data is not
     kept."""
 
@@ -340,7 +340,7 @@ async def test_headers_without_end_behind_a_request_are_not_kept() -> None:
     assert answer.count(b"HTTP/1.1 ") == 1
 
 
-async def test_what_is_wrong_in_a_body_answers_its_request() -> None:
+async def test_invalid_data_in_a_body_answers_its_request() -> None:
     async with Bench(App()) as bench:
         await bench.send(b"POST /1 HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nab")
         await bench.send(b"\r\nno chunk\r\n")

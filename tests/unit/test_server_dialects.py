@@ -228,7 +228,7 @@ def test_the_number_of_blocks_is_bounded() -> None:
         ("/", "openai"),
     ],
 )
-def test_a_path_says_in_which_form_errors_are(path: str, form: str) -> None:
+def test_the_path_decides_the_form_of_errors(path: str, form: str) -> None:
     forms: dict[str, Any] = dict.fromkeys(messages_errors.PATHS, messages_errors.response)
     forms |= dict.fromkeys(ollama_errors.PATHS, ollama_errors.response)
     error = ApiError(429, "full", headers={"Retry-After": "1"})

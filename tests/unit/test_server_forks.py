@@ -132,7 +132,7 @@ async def test_a_parent_that_ended_meanwhile_is_made_up_for(parent_ended: bool) 
             assert str(child.error) == "again"  # once
 
 
-async def test_what_the_engine_refuses_is_the_forks_fault() -> None:
+async def test_an_engines_refusal_of_a_fork_is_the_clients_error() -> None:
     """A refusal after the parent's tokens only is the client's error; after tokens of the fork itself it is the
     server's."""
 
@@ -186,7 +186,7 @@ async def fork(member: tuple[CallContext, RequestState], body: ForkBody) -> Call
     return await live.forks_of(*await live.parent_of("cmpl-parent", request), body, request)
 
 
-async def test_a_fork_continues_from_what_the_engine_knows() -> None:
+async def test_a_fork_continues_from_the_engines_tokens() -> None:
     """Tokens, text and logprobs; a stop string in what is inherited does not count."""
 
     entries = [TokenLogprobs(-1.0, 1, ()), TokenLogprobs(-2.0, 1, ()), TokenLogprobs(-3.0, 1, ())]
@@ -356,7 +356,7 @@ async def test_streams_of_several_servers_have_names_of_their_own() -> None:
     assert len(set(names)) == 9
 
 
-async def test_a_count_of_the_past_refuses_nobody_when_the_queue_is_empty() -> None:
+async def test_an_outdated_count_refuses_no_request_if_the_queue_is_empty() -> None:
     desk = Desk()
     desk.calls = Calls(desk.dispatcher, QueueLimits(4, 2, 2))
     desk.calls.num_waiting = 5  # they have gone since

@@ -100,9 +100,7 @@ async def test_every_name_asks_for_the_same(fields: dict[str, Any], params: dict
         ({"guided_json": SCHEMA | {"additionalProperties": True}}, False),
     ],
 )
-async def test_objects_have_what_a_schema_names_unless_it_says_otherwise(
-    fields: dict[str, Any], are_closed: bool
-) -> None:
+async def test_objects_have_only_the_schemas_properties_by_default(fields: dict[str, Any], are_closed: bool) -> None:
     """Schemas that frameworks make of a class do not mention other properties. `structured_outputs` has a switch of its
     own."""
     grammar = await held(**fields)
@@ -285,7 +283,7 @@ async def test_an_odd_tool_beside_good_ones_is_named_in_a_note() -> None:
     )
 
 
-async def test_what_a_form_does_not_hold_is_named_in_a_note() -> None:
+async def test_ignored_parts_of_a_schema_are_named_in_a_note() -> None:
     schema = {"type": "string", "format": "uuid", "pattern": r"(.)(?!\1)"}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
     params, notes = await held_with_notes(response_format=form)
@@ -297,7 +295,7 @@ async def test_what_a_form_does_not_hold_is_named_in_a_note() -> None:
     )
 
 
-async def test_only_what_is_demanded_or_strict_is_held() -> None:
+async def test_only_demanded_or_strict_calls_have_a_grammar() -> None:
     assert await held(tools=[TOOL]) is None
     assert await held(tools=[TOOL, STRICT]) is not None
     function, parameter = await held(level="function", tools=[TOOL]), await held(level="parameter", tools=[TOOL])

@@ -161,7 +161,7 @@ def test_a_set_of_adapters_is_bounded() -> None:
     assert adapters.read(at) == {("2", "a001,a002", "a000,a001"): 1}
 
 
-async def test_what_was_replaced() -> None:
+async def test_restarts_by_cause() -> None:
     text = await look(full(life=3, generation=5, restarts={"died": 2, "stuck": 1}, recovering="", lost_s=2.5))
     causes = {"died": 2, "failed": 0, "unreachable": 0, "silent": 0, "stuck": 1, "engine": 2}
     for cause, count in causes.items():
@@ -190,7 +190,7 @@ def test_the_documentation_has_the_table() -> None:
     assert named <= EXPORTED | {metric.name for metric in METRICS}
 
 
-def test_the_dashboard_asks_for_what_there_is() -> None:
+def test_the_dashboard_has_existing_metrics_only() -> None:
     text = (ROOT / "configs" / "grafana.json").read_text()
     dashboard = json.loads(text)
     asked = set(re.findall(r"vllm(?:_lite)?:\w+", text))

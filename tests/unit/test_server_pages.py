@@ -29,7 +29,7 @@ FILES = sorted({*pages.PAGES.values(), *(path.removeprefix("/") for path in page
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_nothing_comes_from_elsewhere(name: str) -> None:
+def test_pages_load_nothing_from_other_servers(name: str) -> None:
     text = read(name).decode().replace('src="page.js"', "")
     assert not re.search(r"(src|srcset)=|@import|url\(|https?://(?!\$)", text)
     assert "innerHTML" not in text, "what models write is text"
@@ -82,7 +82,7 @@ def test_chats_stand_first_and_bodies_have_an_example() -> None:
 
 
 @pytest.mark.parametrize("route", [route for route in ROUTES if route.batch is not None], ids=lambda route: route.path)
-def test_rows_of_a_batch_can_be_what_the_table_says(route: TableRoute) -> None:
+def test_routes_of_batches_have_bodies_and_examples(route: TableRoute) -> None:
     assert route.method == "post"
     assert route.body is not None
     assert not route.batch or route.batch in {field.encode_name for field in msgspec.structs.fields(route.body)}

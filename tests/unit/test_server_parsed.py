@@ -251,11 +251,11 @@ async def test_text_that_spells_a_token_is_text() -> None:
         (Parsing(TOOLS, is_named=True), {"finish": ["stop"]}),
     ],
 )
-async def test_what_a_request_says_of_its_answer(parsing: Parsing, changes: dict[str, Any]) -> None:
+async def test_answers_depend_on_the_requests_parsing(parsing: Parsing, changes: dict[str, Any]) -> None:
     assert await streamed(parsing=parsing) == {**await streamed(), **changes}
 
 
-async def test_only_one_call_comes_where_only_one_may() -> None:
+async def test_only_one_call_is_sent_if_only_one_is_allowed() -> None:
     found, all_of_it = await streamed(parsing=Parsing(TOOLS, parallel=False)), await streamed()
     assert found == {**all_of_it, "calls": all_of_it["calls"][:1]}
 
@@ -276,7 +276,7 @@ async def test_the_continued_message_is_echoed() -> None:
     assert found["content"] == "Hi there."
 
 
-async def test_an_answer_that_is_cut_keeps_what_came() -> None:
+async def test_an_answer_that_is_cut_keeps_its_beginning() -> None:
     ids = tokens(TRANSCRIPT)
     cut = TOKENIZER.decode(ids[: -len(tokens("</tool_call>")) - 6], skip_special_tokens=False)
     found = await streamed(cut, reason="length")
@@ -315,7 +315,7 @@ async def test_tokens_do_not_tell_the_reasoning_that_is_not_shown(stream: bool) 
     assert not re.search(r'"(logprob|bytes)":|"token_ids":\[\d|Twice', told)
 
 
-async def test_a_stop_string_is_looked_for_in_what_is_generated_but_special_tokens() -> None:
+async def test_stop_strings_are_looked_for_in_all_text_except_special_tokens() -> None:
     assert (await streamed(stop=["look. Twice"]))["reasoning"].strip() == "I want to"
     assert (await streamed(stop=["Twice.\n\nI will"]))["content"].strip() == ""
     found = await streamed(stop=["</think>", "will look"])

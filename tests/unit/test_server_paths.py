@@ -51,12 +51,12 @@ async def seen(path: str, keys: Keys = Keys(), root: str = "") -> list[Any]:  # 
         ("/completions/x", "/completions/x"),
     ],
 )
-async def test_what_is_meant(written: str, meant: str) -> None:
+async def test_normalized_paths(written: str, meant: str) -> None:
     assert await seen(written) == [meant]
 
 
 @pytest.mark.parametrize("path", ["/models", "//v1/models", "/v1/models/", "/health/../v1/models", "/health//x"])
-async def test_no_path_goes_round_the_keys(path: str) -> None:
+async def test_no_path_bypasses_the_keys(path: str) -> None:
     assert await seen(path, Keys(("key",))) == []
 
 
@@ -82,12 +82,12 @@ async def test_the_root_itself_gets_a_slash() -> None:
 
 
 @pytest.mark.parametrize("path", ["/llm/v1/models", "/llm//models", "/llm/health/x"])
-async def test_no_root_path_goes_round_the_keys(path: str) -> None:
+async def test_no_root_path_bypasses_the_keys(path: str) -> None:
     assert await seen(path, Keys(("key",)), root="/llm") == []
 
 
 @pytest.mark.parametrize("path", ["llm", "/llm?x", "//llm", "/a b", "http://host/llm"])
-def test_what_is_no_root_path_is_refused(path: str) -> None:
+def test_invalid_root_paths_are_refused(path: str) -> None:
     with pytest.raises(ConfigError, match="root_path must be like /llm"):
         ServeConfig.load({"root_path": path})
 

@@ -148,7 +148,7 @@ async def test_a_vector_for_each_of_many_tokens_is_made_in_small_pieces(as_base6
     ("task", "num_tokens", "size", "dimensions", "most"),
     [("embed", 9, 1 << 20, 0, 16), ("embed", 9, 1 << 20, 1 << 19, 32), ("token_embed", 4, 1 << 20, 0, 4)],
 )
-def test_one_request_gets_so_many_numbers(
+def test_the_numbers_in_one_answer_are_limited(
     task: PoolingTask, num_tokens: int, size: int, dimensions: int, most: int
 ) -> None:
     assert MAX_NUMBER_BYTES == 4 * 16 * (1 << 20)

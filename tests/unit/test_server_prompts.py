@@ -77,7 +77,7 @@ async def rendered(
 
 
 @pytest.mark.parametrize("role", ROLES)
-async def test_a_known_role_comes_to_the_template(role: str) -> None:
+async def test_a_known_role_is_given_to_the_template(role: str) -> None:
     """A developer's as the system's, by a template that does not name it."""
     assert await rendered("user", role) == f"user:x;{'system' if role == 'developer' else role}:x;"
 
@@ -100,7 +100,7 @@ async def test_the_template_gets_the_reasoning_effort() -> None:
     )
 
 
-async def test_another_effort_stands_for_one_that_the_template_does_not_know() -> None:
+async def test_an_effort_unknown_to_the_template_is_replaced() -> None:
     prompts = PromptRenderer(
         None, cast(Renderer, Here()), LIMITS.max_model_len, TemplateVariables({}, {"xhigh": "max"})
     )
@@ -161,7 +161,7 @@ HISTORY = [  # an assistant's message as a client sends it back, the text and th
 
 
 @pytest.mark.parametrize(("message", "text", "thought"), HISTORY)
-async def test_what_an_answer_had_may_come_back(message: dict[str, Any], text: str, thought: str) -> None:
+async def test_fields_of_an_answer_may_be_sent_back(message: dict[str, Any], text: str, thought: str) -> None:
     """Over HTTP and in Python alike."""
     messages = [{"role": "assistant", **message}]
     body = bodies.read(msgspec.json.encode({"messages": messages}), ChatBody)[0]
@@ -322,7 +322,7 @@ def test_marks_are_of_one_prompt_of_token_ids() -> None:
         marks_of({"prompt_token_ids": [5] * 7, "marks": 3})
 
 
-def test_an_answer_has_only_so_many_candidates() -> None:
+def test_the_number_of_candidates_in_an_answer_is_limited() -> None:
     factory = StreamFactory(LIMITS, None)
     for wanted, num_prompts in ((None, 64), (0, 64), (64, 1), (31, 2)):
         params = SamplingParams(prompt_logprobs=wanted)

@@ -79,7 +79,7 @@ async def test_the_text_is_the_same(family: str) -> None:
         assert renderer.num_starts == 1
 
 
-async def test_variables_and_what_the_template_says_is_wrong() -> None:
+async def test_variables_and_errors_of_the_template() -> None:
     with rendering(QWEN + "{% if no is defined %}{{ raise_exception('no: ' ~ no) }}{% endif %}") as renderer:
         assert "<think>" in await text_of(renderer, chat([USER], variables={"enable_thinking": False}))
         for name, message in (("no", "no: 5"), ("messages", "cannot set 'messages'")):
@@ -158,7 +158,7 @@ def test_a_chat_that_memory_has_no_room_for_is_the_only_one_refused(monkeypatch:
         serving.result(DEADLINE_S)
 
 
-async def test_a_text_has_only_so_many_characters() -> None:
+async def test_the_characters_of_a_text_are_limited() -> None:
     says = "a prompt of 10035 characters; at most 10000"
     with rendering(CHATML) as renderer, pytest.raises(RequestError, match=says):
         await text_of(renderer, chat([{"role": "user", "content": "x" * 10_000}]))
@@ -182,7 +182,7 @@ def test_compiling_has_a_limit_as_well() -> None:
         Renderer(TemplateSource("{{ 9 ** (9 ** 9) }}"))
 
 
-async def test_nothing_is_rendered_for_who_has_gone() -> None:
+async def test_nothing_is_rendered_for_a_client_that_has_gone() -> None:
     async def gone() -> bool:
         return False
 

@@ -218,7 +218,7 @@ async def test_a_client_that_goes_leaves_nothing(stream: bool, begun: bool) -> N
     assert len(talk.sent) == before
 
 
-async def test_what_comes_while_a_client_does_not_read_is_one_write() -> None:
+async def test_events_for_a_client_that_does_not_read_are_one_write() -> None:
     talk = Talk()
     await talk.started()
     talk.session.say(tokens(0, 1))
@@ -269,7 +269,7 @@ async def test_the_queue_has_an_end() -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("begun", [True, False])
-async def test_what_has_not_begun_when_the_server_ends_is_refused(stream: bool, begun: bool) -> None:
+async def test_answers_without_a_token_are_refused_when_the_server_ends(stream: bool, begun: bool) -> None:
     """An answer without a token is refused; one that has begun ends with its tokens so far."""
 
     talk = await started_talk(stream=stream, begun=begun)
@@ -354,7 +354,7 @@ async def test_nothing_starts_when_nothing_is_served(draining: bool) -> None:
 
 
 @pytest.mark.parametrize("who", ["engine", "workers"])
-async def test_what_is_being_replaced_is_not_healthy_and_takes_requests(who: str) -> None:
+async def test_an_engine_in_recovery_is_unhealthy_and_accepts_requests(who: str) -> None:
     talk = Talk()
     await talk.started()
     assert await talk.calls.probe() is talk.session.stats
@@ -404,7 +404,7 @@ async def test_the_engine_is_asked_how_many_wait() -> None:
     assert await talk.calls.count_waiting() == 0
 
 
-async def test_what_the_session_refuses_is_the_requests_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sessions_refusal_is_the_clients_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(message: Any, sink: Any, own: Any, affinity: Any) -> None:
         raise RequestError("request id is in use")
 

@@ -232,7 +232,7 @@ def test_items_become_messages() -> None:
     assert found[4].tool_call_id == "2"
 
 
-def test_packed_reasoning_comes_back() -> None:
+def test_packed_reasoning_is_read_back() -> None:
     packed = items.encrypted("Hm \N{BEAR FACE}.")
     one, other, broken = read(
         {"type": "reasoning", "summary": [], "encrypted_content": packed},

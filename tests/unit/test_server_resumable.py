@@ -132,7 +132,7 @@ async def test_only_the_key_that_started_it_resumes_it() -> None:
 # ---- how long
 
 
-async def test_it_is_aborted_when_nobody_comes_back() -> None:
+async def test_it_is_aborted_if_no_client_returns() -> None:
     stage = Stage()
     client = await begun(stage)
     stage.now_s += 1000
@@ -235,7 +235,7 @@ async def test_delete_ends_it_also_while_there_is_no_engine(monkeypatch: pytest.
 # ---- how many
 
 
-async def test_what_runs_without_a_reader_counts_as_what_runs() -> None:
+async def test_streams_without_a_reader_count_as_running() -> None:
     stage = Stage(max_queued=0)
     clients = [stage.start(name=str(number)) for number in range(9)]
     await settle()
@@ -290,7 +290,7 @@ async def test_one_that_is_larger_than_all_may_be_is_kept_alone(monkeypatch: pyt
 # ---- errors
 
 
-async def test_what_is_refused_is_not_kept() -> None:
+async def test_refused_requests_are_not_kept() -> None:
     stage = Stage()
     client = stage.start()
     await settle()
@@ -301,7 +301,7 @@ async def test_what_is_refused_is_not_kept() -> None:
     assert len(stage.kept) == len(stage.calls) == 0
 
 
-async def test_an_error_is_sent_to_the_client_that_comes_back() -> None:
+async def test_an_error_is_sent_to_the_client_that_returns() -> None:
     stage = Stage()
     client = await begun(stage)
     client.go()

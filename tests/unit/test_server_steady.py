@@ -48,7 +48,7 @@ def test_parts_and_messages_that_say_nothing_else_go() -> None:
 
 
 @pytest.mark.parametrize("role", ["user", "assistant", "tool", "function"])
-def test_what_others_say_is_not_touched(role: str) -> None:
+def test_messages_of_other_roles_are_not_changed(role: str) -> None:
     parts: list[str | Part] = [Part("text", HEADER), LEFT]
     for content in (HEADER, LEFT, parts):
         message = ChatMessage(role, content)

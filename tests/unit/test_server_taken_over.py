@@ -124,7 +124,7 @@ async def test_an_error_of_its_own_is_shown_if_it_runs_nowhere() -> None:
     assert "it took too much" in content([data for _, data in events_in(again.data)])["errors"]
 
 
-async def test_a_stop_string_in_what_is_known_ends_it() -> None:
+async def test_a_stop_string_in_known_text_ends_it() -> None:
     pair = Pair()
     client = await pair.begin(stop=(" a",))
     pair.know(len(WORDS))
@@ -184,7 +184,7 @@ LONG_ECHO = CompletionBody(prompt="x", stream=True, resumable=True, echo=True)
         ({"key": b"other", "n": 2}, 404, "no request 'chatcmpl-1' can be resumed"),
     ],
 )
-async def test_what_cannot_be_taken_over(settings: dict[str, Any], status: int, says: str) -> None:
+async def test_streams_that_cannot_be_taken_over(settings: dict[str, Any], status: int, says: str) -> None:
     pair = Pair()
     pair.first.start(**settings)
     await settle()

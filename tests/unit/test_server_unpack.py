@@ -63,7 +63,7 @@ def test_a_packed_body_is_unpacked(encoding: str, data: bytes, piece: int) -> No
         ("gzip", PACKED + b"x", 400, "more than one piece of gzip data"),
     ],
 )
-def test_what_is_wrong_is_said(encoding: str, data: bytes, status: int, says: str) -> None:
+def test_invalid_data_is_explained(encoding: str, data: bytes, status: int, says: str) -> None:
     with pytest.raises(ApiError, match=says) as caught:
         received(data, encoding)
     assert caught.value.status == status

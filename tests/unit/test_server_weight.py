@@ -34,7 +34,7 @@ def in_pieces(data: bytes, size: int) -> Iterator[bytes]:
 
 
 @given(values, st.integers(1, 9), st.booleans())
-def test_what_stands_in_texts_is_not_counted(value: Any, size: int, ascii_only: bool) -> None:
+def test_brackets_within_texts_are_not_counted(value: Any, size: int, ascii_only: bool) -> None:
     data = json.dumps(value, ensure_ascii=ascii_only).encode()
     scale = Scale()
     for piece in in_pieces(data, size):
@@ -89,7 +89,7 @@ def test_no_value_takes_more_than_it_weighs(value: str) -> None:
     assert taken <= 1.05 * weighed(data).memory_bytes
 
 
-def test_one_object_of_many_fields_weighs_what_it_takes() -> None:
+def test_the_weight_of_an_object_covers_its_memory() -> None:
     data = json.dumps({f"{number:x}": number for number in range(20_000)}).encode()
     tracemalloc.start()
     try:

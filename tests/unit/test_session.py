@@ -49,7 +49,7 @@ def test_events_come_in_order_and_once_per_message_and_sink() -> None:
         assert other.calls.get(timeout=DEADLINE_S) == [Tokens("c", 0, [6])]
 
 
-def test_what_was_delivered_is_cut_off_a_resend() -> None:
+def test_delivered_tokens_are_cut_from_a_resend() -> None:
     with FakeEngine() as engine, session_with(engine) as session:
         sink = Sink()
         start(session, engine, "a", sink)
@@ -137,7 +137,7 @@ def test_drop_ends_the_stream_here_and_its_rest_is_swallowed() -> None:
         assert old.is_empty()
 
 
-def test_a_sink_that_raises_loses_its_requests_and_nobody_elses() -> None:
+def test_a_sink_that_raises_loses_only_its_own_requests() -> None:
     def broken(events: list[Event]) -> None:
         raise RuntimeError("the event loop is closed")
 
@@ -258,7 +258,7 @@ def test_an_end_that_was_noticed_elsewhere() -> None:
         is_dead(session, "exit status 3")
 
 
-def test_an_engine_says_why_it_dies() -> None:
+def test_a_dying_engines_reason_is_reported() -> None:
     with FakeEngine() as engine, session_with(engine) as session:
         sinks = running(session, engine)
         engine.send(Dying("worker 0 (pid 7) died: killed by SIGKILL"))
@@ -267,7 +267,7 @@ def test_an_engine_says_why_it_dies() -> None:
         is_dead(session, "worker 0")
 
 
-def test_what_was_sent_before_the_end_counts() -> None:
+def test_events_sent_before_the_end_count() -> None:
     with FakeEngine() as engine, session_with(engine) as session:
         sink = Sink()
         start(session, engine, "a", sink)
@@ -360,7 +360,7 @@ def test_heartbeats_keep_a_stream_alive() -> None:
         assert sinks[0].is_empty()
 
 
-def test_close_aborts_what_is_in_flight() -> None:
+def test_close_aborts_requests_in_flight() -> None:
     with FakeEngine() as engine, session_with(engine) as session:
         sinks = running(session, engine, 3)
         session.close()

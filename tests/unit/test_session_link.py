@@ -110,7 +110,7 @@ def test_the_reason_of_an_end_is_waited_for_a_moment(monkeypatch: pytest.MonkeyP
     assert late.await_end() is None
 
 
-def test_a_reported_end_comes_before_that_of_the_process() -> None:
+def test_a_reported_end_is_preferred_to_the_exit_status() -> None:
     link, _ = linked(lambda: "exit status 1")
     assert link.end() == "exit status 1"
     link.reported_end = "killed by SIGKILL"

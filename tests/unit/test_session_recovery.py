@@ -119,7 +119,7 @@ def test_a_stream_continues_after_the_delivered_tokens(play: Play) -> None:
     assert play.session.welcome.epoch == 2
 
 
-def test_what_was_not_delivered_may_not_be_missing_later(play: Play) -> None:
+def test_undelivered_tokens_must_not_be_missing_later(play: Play) -> None:
     sink = play.submit(Generate("a", PROMPT, GREEDY))
     engine = play.replaced()
     assert engine.expect(Generate).have == 0
@@ -152,7 +152,7 @@ def test_all_are_sent_again_in_their_order_once(play: Play) -> None:
     assert late.next() == Finished("late", 0, [1], "length")
 
 
-def test_what_was_not_sent_yet_is_sent_once(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsent_messages_are_sent_once(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(play.session.link._connection, "send", lambda _: Delivery.BUSY)
     play.session.submit(Generate("a", PROMPT, GREEDY), Sink())
     engine = play.replaced()
@@ -160,7 +160,7 @@ def test_what_was_not_sent_yet_is_sent_once(play: Play, monkeypatch: pytest.Monk
     play.heard_no_more()
 
 
-def test_samples_say_what_each_has_and_the_ended_ones_are_left_out(play: Play) -> None:
+def test_resumed_samples_have_their_tokens_without_ended_ones(play: Play) -> None:
     params = GREEDY.clone(n=4)
     sink = play.submit(Generate("a", PROMPT, params))
     play.engine.send_outputs(
@@ -229,7 +229,7 @@ def test_a_fork_continues_without_its_parent(play: Play) -> None:
     assert sink.next() == Finished("child", 3, [8], "length")
 
 
-def test_what_is_not_known_here_cannot_be_started_again(play: Play) -> None:
+def test_requests_without_a_known_prompt_cannot_be_started_again(play: Play) -> None:
     fork = play.submit(ForkRequest("parent", "child", 2, GREEDY))
     attached = play.submit(Generate("b", PROMPT, GREEDY, have=3))
     play.replaced()
@@ -238,7 +238,7 @@ def test_what_is_not_known_here_cannot_be_started_again(play: Play) -> None:
         assert sink.is_empty()
 
 
-def test_what_is_left_of_a_deadline(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_remaining_time_of_a_deadline_is_sent(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [1000.0]
     monkeypatch.setattr("vllm_lite.client.streams.open_stream.monotonic", lambda: now_s[0])
     short = play.submit(Generate("short", PROMPT, GREEDY.clone(deadline_ms=500)))
@@ -473,7 +473,7 @@ def test_close_ends_the_search(play: Play) -> None:
 # ---- several sessions
 
 
-def test_an_engine_that_nobody_replaces_is_not_waited_for() -> None:
+def test_an_engine_without_a_supervisor_is_not_waited_for() -> None:
     with ExitStack() as stack:
         play = Play(is_supervised=False)
         stack.callback(play.close)

@@ -108,7 +108,7 @@ def test_a_fork_is_a_request_of_its_own() -> None:
         assert (session.is_live("a"), session.is_live("b")) == (False, True)
 
 
-def test_samples_are_aborted_by_name_and_end_when_the_engine_says_so() -> None:
+def test_samples_are_aborted_by_name_and_end_with_the_engines_event() -> None:
     with FakeEngine() as engine, session_with(engine) as session:
         sink = Sink()
         start_samples(session, engine, 3, sink)

@@ -133,7 +133,7 @@ def opposite(name: str) -> str:
     return f"--{name[5:]}" if name.startswith("--no-") else f"--no-{name[2:]}"
 
 
-def test_every_flag_goes_through_file_and_environment(tmp_path: Path) -> None:
+def test_every_flag_is_read_from_file_and_environment(tmp_path: Path) -> None:
     flags = list(accepted())
     assert {"--port", "--no-enable-lora", "--trust-remote-code", "--no-trust-remote-code", "--grpc-port"} <= {
         flag.name for flag in flags
@@ -187,7 +187,7 @@ def test_two_names_of_one_setting(text: str, says: str, tmp_path: Path) -> None:
         load(text, tmp_path)
 
 
-def test_what_is_merged_may_be_given_again(tmp_path: Path) -> None:
+def test_merged_keys_may_be_given_again(tmp_path: Path) -> None:
     text = "hf_overrides: {a: &a {x: 1, y: 2}, b: {<<: *a, x: 3}}\n"
     assert load(text, tmp_path).hf_overrides == {"a": {"x": 1, "y": 2}, "b": {"x": 3, "y": 2}}
 
@@ -229,13 +229,13 @@ def test_a_config_of_vllm_of_which_one_key_is_taken(tmp_path: Path) -> None:
         ("no-port: true", "unknown setting 'no_port'"),
     ],
 )
-def test_what_a_file_cannot_say(text: str, says: str, tmp_path: Path) -> None:
+def test_invalid_files_are_refused(text: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="^" + re.escape(says)):
         load(text, tmp_path)
 
 
 @pytest.mark.parametrize("text", ["enable-log-outputs: false", "hf-token:", "no-enable-log-outputs: true"])
-def test_what_is_refused_may_be_switched_off(text: str, tmp_path: Path) -> None:
+def test_refused_settings_may_be_switched_off(text: str, tmp_path: Path) -> None:
     load(text, tmp_path)
 
 
@@ -248,7 +248,7 @@ def notices_of(env: Mapping[str, str], kind: type[Settings] = ServeConfig) -> li
     return notices
 
 
-def test_a_variable_that_nobody_reads_is_named() -> None:
+def test_unknown_variables_are_named() -> None:
     env = {"VLLM_LITE_MAX_NUM_SEQ": "3", "VLLM_LITE_ISA": "avx2", "VLLM_LITE_QQQQQQQQQQ": "1"}
     assert notices_of(env) == [
         "VLLM_LITE_MAX_NUM_SEQ is not read; did you mean VLLM_LITE_MAX_NUM_SEQS?",
@@ -273,7 +273,7 @@ def test_variables_that_kubernetes_makes_of_a_service_are_not_settings() -> None
     assert ServeConfig.load(env={"VLLM_LITE_PORT": "9"}).port == 9
 
 
-def test_an_error_says_which_variable_it_was() -> None:
+def test_an_error_names_the_variable() -> None:
     with pytest.raises(ConfigError, match=r"^block_size must be one of .*, got 3 \(VLLM_LITE_BLOCK_SIZE\)$"):
         EngineConfig.load(env={"VLLM_LITE_BLOCK_SIZE": "3"})
     with pytest.raises(ConfigError, match=r"got 'x' \(VLLM_LITE_KV_OFFLOADING_SIZE\)$"):
@@ -376,7 +376,7 @@ def test_settings_that_an_answer_names_exist() -> None:
 # ---- the command
 
 
-def test_serve_says_what_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_serve_names_settings_without_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     file = write(tmp_path, "uvicorn-log-level: info\nmodel_tag: /from/file\nmedia-io-kwargs: {image: 2}\n")
     monkeypatch.setenv("VLLM_LITE_TRUST_REMOTE_CODE", "1")
     monkeypatch.setenv("VLLM_USE_DEEP_GEMM", "1")
@@ -391,7 +391,7 @@ def test_serve_says_what_changes_nothing(tmp_path: Path, monkeypatch: pytest.Mon
         assert name in line
 
 
-def test_serve_refuses_what_cannot_be(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_serve_refuses_unsupported_variables(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
     assert main(["serve", "--print-config"]) == 2
     assert capsys.readouterr().err.startswith("vllm-lite: VLLM_USE_MODELSCOPE of vLLM is not supported: models come")

@@ -104,7 +104,7 @@ def new(handle: int, num_computed: int, num_tokens: int) -> NewRequest:
     return NewRequest(**values, num_computed=num_computed, num_tokens=num_tokens, block_ids=[])  # type: ignore[arg-type]
 
 
-def test_features_count_what_a_message_computes() -> None:
+def test_features_count_the_work_of_a_message() -> None:
     reader = StepReader()
     found = dict(zip(NAMES, reader.message([done(new(1, 0, 100), new(2, 32, 10))], was_idle=True), strict=True))
     assert {name: value for name, value in found.items() if value} == {
@@ -192,7 +192,7 @@ def test_the_times_of_a_recording_are_found_again(share: float, tmp_path: Path) 
         assert again.figures[name] == pytest.approx(expected.figures[name], rel=0.01), name
 
 
-def test_what_delays_some_prompts_is_no_time_of_their_own(
+def test_delays_of_some_prompts_are_not_fitted(
     run: tuple[Simulated, Recording], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every third message with a new request takes 1.7 times as long."""
@@ -232,7 +232,7 @@ def test_the_load_of_a_recording_finds_the_same_prefixes(run: tuple[Simulated, R
         assert again.figures[name] == pytest.approx(done.figures[name], rel=1e-6), name
 
 
-def test_a_first_token_takes_the_clients_time_too(run: tuple[Simulated, Recording]) -> None:
+def test_the_time_to_the_first_token_includes_the_clients(run: tuple[Simulated, Recording]) -> None:
     _, recording = run
     seen_ms = 1000 * percentile(sorted(each.outcome.ttft_s for each in recording.requests.values()), 50)
     assert fit.client_time([recording], {"median_ttft_ms": seen_ms + 12}) == pytest.approx(0.012)
@@ -244,7 +244,7 @@ def test_a_first_token_takes_the_clients_time_too(run: tuple[Simulated, Recordin
     assert late.figures["median_ttft_ms"] - plain.figures["median_ttft_ms"] == pytest.approx(12, abs=0.5)
 
 
-def test_who_failed_has_no_first_token() -> None:
+def test_failed_requests_have_no_first_token() -> None:
     served, failed, silent, cut = (RecordedRequest(Outcome(1)) for _ in range(4))
     for request in (served, failed, silent, cut):
         request.outcome.is_complete = request is not cut
@@ -286,7 +286,7 @@ def test_several_recordings_of_one_engine_are_fitted_together(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("changes", "what"), [({"encoder": (1, 1, 1)}, "images")])
-def test_what_is_not_fitted_is_refused_by_name(
+def test_unfitted_settings_are_refused_by_name(
     run: tuple[Simulated, Recording], changes: dict[str, Any], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, recording = run
@@ -314,7 +314,7 @@ def test_no_more_run_at_once_than_may() -> None:
     assert starts[3:] == ends[:-3], "each begins when another has ended"
 
 
-def test_settings_change_what_is_simulated() -> None:
+def test_settings_change_the_simulation() -> None:
     load = load_at(40.0, 100)
     few, many = (simulate(made_up(), each, load) for each in variants(["max_num_seqs=2,64"]))
     assert few.figures["median_ttft_ms"] > 5 * many.figures["median_ttft_ms"]

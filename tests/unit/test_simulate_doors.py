@@ -39,7 +39,7 @@ async def test_measured_figures_have_simulated_ones_beside_them(
         assert len(stub.requests) == num_asked, "nothing is measured that cannot be compared"
 
 
-def test_a_plan_says_how_a_recorded_load_would_be_served(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_simulates_a_recorded_load(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--memory", "8GiB", "--load", trace, "--json"]) == 0
     roomy = json.loads(capsys.readouterr().out)
     assert roomy["load"]["completed"] == 60
@@ -54,7 +54,7 @@ def test_a_plan_says_how_a_recorded_load_would_be_served(trace: str, capsys: pyt
     assert "give --block-size 16" in capsys.readouterr().err
 
 
-def test_what_comes_with_the_program_is_known_by_its_name_and_its_machine(
+def test_fitted_files_of_the_package_are_found_by_name_and_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cost, "SHIPPED", tmp_path)

@@ -177,7 +177,7 @@ def test_requests_have_histories_in_turn_or_by_chance() -> None:
     assert found.draw(6, 13, 4) == (0, 0)
 
 
-def test_a_history_has_what_each_token_was_drafted_as() -> None:
+def test_a_history_has_the_result_of_each_tokens_draft() -> None:
     steps = [DraftStep(1, 4, 0, True), DraftStep(2, 0, 0, False), DraftStep(3, 2, 2, False), DraftStep(6, 3, 1, False)]
     assert history(steps, range(12), "suffix") == "?w-rr.r2????"
     assert history([DraftStep(8, 4, 4, True)], range(10), "suffix") == "????????rr", "the last ones were not kept"
@@ -196,7 +196,7 @@ def test_tokens_from_before_a_trace_are_like_no_others() -> None:
     assert recording._answers == {(3, 1): [7]}
 
 
-def test_as_many_histories_are_kept_as_may_be() -> None:
+def test_the_number_of_kept_histories_is_limited() -> None:
     assert len(kept(["rr"] * 3000)) <= MAX_HISTORIES
     assert kept(["r", "", "w"]) == ["r", "w"]
     assert {len(each) for each in kept([history([], [1] * 5000, "ngram")])} == {1024}

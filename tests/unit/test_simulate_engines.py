@@ -16,7 +16,7 @@ from vllm_lite.tools.simulate.simulation import Simulation
 from vllm_lite.tools.simulate.variants import simulate, variants
 
 
-def test_several_engines_are_sent_what_they_have_the_beginning_of() -> None:
+def test_requests_are_sent_to_the_engine_with_their_prefix() -> None:
     """Four long prefixes. With two engines each computes about half of them, and first tokens come sooner than from
     one. If a pool holds one prefix only, each engine keeps its own."""
     names = ("prefix_len", "suffix_len", "num_prefixes", "output_len")
@@ -41,7 +41,7 @@ def test_each_engine_may_have_its_own_machine() -> None:
     assert simulate(fast, two, load).figures == both
 
 
-def test_a_router_knows_what_its_engines_have_in_the_end() -> None:
+def test_a_routers_blocks_equal_those_of_its_engines_in_the_end() -> None:
     settings = {"data_parallel_size": 2, "num_gpu_blocks_override": 60}
     simulation = Simulation(made_up(), settings, lambda number: StepTimer(made_up(), number))
     simulation.run(load_at(20.0, 60))
