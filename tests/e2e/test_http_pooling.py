@@ -197,7 +197,9 @@ def test_pairs_are_ranked_as_transformers_ranks_them(scores: httpx.Client, reran
         assert [each["index"] for each in found] == want.argsort(descending=True, stable=True).tolist()
         assert max(abs(each["relevance_score"] - want[each["index"]]) for each in found) < WITHIN
     best = post(scores, "/rerank", body | {"top_n": 2, "documents": [{"text": each} for each in documents]})["results"]
-    assert best == found[:2]
+    assert [each["index"] for each in best] == [each["index"] for each in found[:2]]
+    for one, other in zip(best, found, strict=False):  # their last bits depend on the step that computes them
+        assert one["relevance_score"] == pytest.approx(other["relevance_score"], abs=WITHIN)
     assert best[0]["document"] == {"text": documents[best[0]["index"]]}
     both = post(scores, "/score", {"queries": TEXTS[0], "documents": documents[:3]})["data"]
     assert [each["score"] for each in both] == pytest.approx(want[:3].tolist(), abs=WITHIN)
