@@ -85,7 +85,7 @@ def test_chats_of_random_tokens_need_no_tokenizer(server: Server, tmp_path: Path
     assert result["total_input_tokens"] > 3 * 10
 
 
-def test_what_the_server_refuses(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_of_the_server(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     assert bench(server, "--num-prompts", "2", "--model", "nobody") == 1
     said = capsys.readouterr()
     assert said.out == "", "no table of zeros"

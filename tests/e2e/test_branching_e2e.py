@@ -304,7 +304,7 @@ async def test_forks_of_a_live_request(llm: LLM, prompt: list[int]) -> None:
     assert (after.num_running, after.num_waiting, after.num_used_blocks) == (0, 0, 0)
 
 
-async def test_a_request_whose_end_is_not_read_yet_can_be_forked(llm: LLM) -> None:
+async def test_a_request_with_an_unread_end_can_be_forked(llm: LLM) -> None:
     async with connected(llm) as client:
         stream = client.generate(PROMPTS[2], SamplingParams(seed=7, max_tokens=30, ignore_eos=True), "parent")
         output = await anext(stream)

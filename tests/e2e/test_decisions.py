@@ -86,7 +86,7 @@ def test_a_hybrid_keeps_its_state_where_questions_part(tmp_path: Path) -> None:
     assert found.num_cached_tokens >= 5 * num_shared(oracle, long, many) > 0
 
 
-def test_what_is_wrong_is_said_before_anything_is_computed(decider: Path) -> None:
+def test_invalid_questions_are_refused_before_anything_is_computed(decider: Path) -> None:
     with start(decider) as llm:
         before = llm.stats().prompt_tokens
         for state, questions, options, message in (

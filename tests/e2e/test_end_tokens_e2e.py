@@ -50,7 +50,7 @@ def answer(http: httpx.Client, **fields: Any) -> Any:
     return found.json()["choices"][0]
 
 
-def test_the_start_says_that_files_disagree(server: Server) -> None:
+def test_the_start_logs_that_files_disagree(server: Server) -> None:
     assert "config.json and the tokenizer's eos_token disagree about the token that ends an answer" in server.output
 
 
@@ -82,7 +82,7 @@ def test_a_grammar_ends_by_it(http: httpx.Client) -> None:
     assert (choice["message"]["content"], choice["finish_reason"]) == (TEXT, "stop")
 
 
-def test_a_chat_ends_by_what_the_template_alone_knows(tmp_path: Path) -> None:
+def test_a_chat_ends_by_a_token_that_only_the_template_names(tmp_path: Path) -> None:
     """No file names the token, no list has it, and it is not even a special one, so that texts would show it."""
     folder = write(tmp_path, "<|fin|>", special=False, eos_token_id=None)
     closes = "{% for m in messages %}{{ m.content }}<|fin|>\n{% endfor %}"

@@ -94,7 +94,7 @@ def test_completions_are_those_of_transformers(served: Served, http: httpx.Clien
     assert list(chain(*streamed(http, body(case)))) == case.tokens
 
 
-def test_a_chat_streams_what_it_says(http: httpx.Client) -> None:
+def test_a_streamed_chat_equals_the_whole_one(http: httpx.Client) -> None:
     asked = {"messages": [{"role": "user", "content": "One, two"}], "temperature": 0, "max_tokens": 20}
     whole = http.post("/v1/chat/completions", json=asked).json()["choices"][0]["message"]["content"]
     with http.stream("POST", "/v1/chat/completions", json=asked | {"stream": True}) as answer:

@@ -74,7 +74,7 @@ def is_forked(pid: int | str) -> bool:
 
 
 @pytest.mark.parametrize("group", [None, 0])
-def test_a_fork_finds_what_a_new_interpreter_finds(tmp_path: Path, group: int | None) -> None:
+def test_a_fork_has_the_environment_of_a_new_interpreter(tmp_path: Path, group: int | None) -> None:
     shown = []
     for kind in (subprocess.Popen, fork_server.Popen):
         reads, writes = os.pipe()
@@ -118,7 +118,7 @@ def test_children_of_forks_are_forks(*, fresh: bool) -> None:
 
 
 @pytest.mark.parametrize("name", ["VLLM_LITE_ISA", "OMP_NUM_THREADS", "MALLOC_ARENA_MAX"])
-def test_what_an_import_may_read_takes_a_new_interpreter(tmp_path: Path, name: str) -> None:
+def test_variables_read_by_imports_need_a_new_interpreter(tmp_path: Path, name: str) -> None:
     for env, forks in (({}, True), ({name: "3"}, False)):
         with fork_server.Popen(
             command(tmp_path, "input()"), stdin=subprocess.PIPE, env={**os.environ, **env}

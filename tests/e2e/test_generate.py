@@ -191,7 +191,7 @@ def test_a_repeated_prompt_is_cached(llm, length):
     assert first.outputs[0].token_ids == second.outputs[0].token_ids
 
 
-def test_a_common_beginning_is_cached_and_so_is_what_was_generated(llm, llama):
+def test_common_prefixes_and_generated_tokens_are_cached(llm, llama):
     (stem,) = make_prompts([40], seed=2000)
     first = run(llm, stem)
     other = run(llm, [*stem[:37], 5, 6, 7])
@@ -234,7 +234,7 @@ def test_prompts_of_every_form(llm, llama):
         assert tokens_of(llm.generate(one, GREEDY, use_tqdm=False)) == [expected]
 
 
-def test_text_is_what_the_tokenizer_makes_of_the_tokens(llm, llama):
+def test_text_is_the_tokenizers_decoding_of_the_tokens(llm, llama):
     tokenizer = Tokenizer.load(llama.path)
     cases = llama.cases
     outputs = llm.generate([case.prompt for case in cases], GREEDY, use_tqdm=False)

@@ -221,7 +221,7 @@ def test_a_spoiled_block_shows(monkeypatch, llama, middle, spoil):
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_blocks_of_nobody_do_not_matter(monkeypatch, llama, middle):
+def test_contents_of_unused_blocks_do_not_matter(monkeypatch, llama, middle):
     """Not even NaN in unused blocks changes a token, so sequences read only their own blocks."""
     steps = spoil_after_prefill(monkeypatch, lose_every_other_block)
     assert run_here(llama, middle) == [case.tokens for case in middle]

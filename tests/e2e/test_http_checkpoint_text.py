@@ -43,7 +43,7 @@ def text_of(http: httpx.Client, body: dict[str, object]) -> str:
     return text
 
 
-def test_what_is_in_force_is_logged(server: Server) -> None:
+def test_conversion_and_defaults_are_logged(server: Server) -> None:
     assert "vocab.json, once, into" in server.output
     assert "sampling defaults: temperature 0, top_k 7, max_tokens 6" in server.output
     assert "no request gets more than 6 tokens" in server.output

@@ -131,7 +131,7 @@ def test_a_stream_of_a_completion(http: httpx.Client) -> None:
         ({"model": "none", "generate_response": {"choices": [{}]}}, "does not exist"),
     ],
 )
-def test_what_cannot_be_shown(http: httpx.Client, body: dict[str, Any], says: str) -> None:
+def test_answers_that_cannot_be_derendered(http: httpx.Client, body: dict[str, Any], says: str) -> None:
     status = 404 if "model" in body else 400
     assert says in post(http, "/v1/chat/completions/derender", body, status)["error"]["message"]
 

@@ -95,7 +95,7 @@ def rendered(server: Server, messages: Any) -> str:
         return str(http.post("/detokenize", json={"tokens": tokens}).json()["prompt"])
 
 
-def test_a_call_its_result_and_what_comes_then(server: tuple[str, Server], api: OpenAI) -> None:
+def test_a_call_its_result_and_the_next_answer(server: tuple[str, Server], api: OpenAI) -> None:
     name, running = server
     card = httpx.get(running.url + "/v1/models", timeout=scaled(60)).json()["data"][0]["vllm_lite"]
     assert (card["tool_call_format"], card["reasoning_format"]) == (name, name), "by the template's literals"
@@ -124,7 +124,7 @@ def test_a_call_its_result_and_what_comes_then(server: tuple[str, Server], api: 
         jsonschema.validate(json.loads(again[0][1]), SCHEMA)
 
 
-def test_a_text_before_the_call_takes_the_place_of_the_thought(server: tuple[str, Server]) -> None:
+def test_a_text_before_the_call_replaces_the_thought(server: tuple[str, Server]) -> None:
     """gpt-oss's template refuses both."""
     function = {"name": "look", "arguments": '{"animal": "fox", "age": 3}'}
     call = {"id": "call_1", "type": "function", "function": function}

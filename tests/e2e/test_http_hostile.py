@@ -46,7 +46,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def test_a_hostile_template_stops_nobody(server: Server, pool: ThreadPoolExecutor) -> None:
+def test_a_hostile_template_does_not_block_other_requests(server: Server, pool: ThreadPoolExecutor) -> None:
     with client(server, trust_env=False) as http:
         bad = pool.submit(http.post, "/v1/chat/completions", json=chat("tool"), timeout=READY_S)
         answers = 0
@@ -146,7 +146,7 @@ def test_costly_bodies_take_a_bounded_sum(server: Server, pool: ThreadPoolExecut
     assert most - before < 95 * MIB
 
 
-def test_what_has_not_begun_at_the_end_is_refused(pool: ThreadPoolExecutor) -> None:
+def test_requests_that_have_not_begun_at_the_end_are_refused(pool: ThreadPoolExecutor) -> None:
     with serving("--max-num-seqs", "1", "--shutdown-timeout", "0", light=True) as server, client(server) as http:
 
         def ask(stream: bool) -> httpx.Response:

@@ -128,7 +128,7 @@ def test_the_images_of_a_prompt_are_counted(server: Server) -> None:
         ask(client(server), *[part(url_of(8, 8, seed)) for seed in range(7)])
 
 
-def test_a_uuid_stands_for_an_image_that_came_with_it(server: Server) -> None:
+def test_a_uuid_names_an_image_sent_with_it(server: Server) -> None:
     """vLLM's: the image is sent once, and named from then on, until another one has the name."""
     api, wide, other = client(server), part(url_of(90, 60, 1)), part(url_of(60, 90, 2))
     named: dict[str, Any] = {"type": "image_url", "image_url": None, "uuid": "sku-1"}
@@ -174,7 +174,7 @@ OTHERS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_what_is_no_image_is_refused_by_its_name(server: Server, name: str) -> None:
+def test_files_other_than_images_are_refused_by_their_kind(server: Server, name: str) -> None:
     """In chats, in messages of Anthropic's API, and in responses."""
     given, kind = OTHERS[name]
     url = server.url

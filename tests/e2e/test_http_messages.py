@@ -126,7 +126,7 @@ def test_a_message_is_answered_and_streamed_alike(http: httpx.Client) -> None:
     assert whole["content"][0]["text"] == as_chat
 
 
-def test_usage_counts_what_was_cached_apart(http: httpx.Client) -> None:
+def test_usage_counts_cached_tokens_apart(http: httpx.Client) -> None:
     long = [{"role": "user", "content": "A bear walks through the wood. " * 20}]
     first, second = post(http, messages=long)["usage"], post(http, messages=long)["usage"]
     counted = post(http, path=PATH + "/count_tokens", messages=long)
@@ -299,7 +299,7 @@ def test_every_failure_has_the_form_of_this_api(server: Server, http: httpx.Clie
     assert "param" in http.get("/v1/nothing").json()["error"], "other paths have OpenAI's form"
 
 
-def test_what_is_counted_and_described(http: httpx.Client) -> None:
+def test_metrics_and_descriptions(http: httpx.Client) -> None:
     post(http)
     count = [line for line in http.get("/metrics").text.splitlines() if f'"{PATH}"' in line and '"200"' in line]
     assert count

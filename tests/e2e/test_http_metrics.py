@@ -205,7 +205,7 @@ def test_values_move_as_the_requests_say(server: Server, http: httpx.Client) -> 
     assert after("vllm:kv_cache_usage_perc") == after("vllm:gpu_cache_usage_perc") == 0
 
 
-def test_a_stop_string_counts_as_stop_and_a_client_that_goes_as_abort(server: Server, http: httpx.Client) -> None:
+def test_a_stop_string_counts_as_stop_and_a_disconnect_as_abort(server: Server, http: httpx.Client) -> None:
     def choice(**more: Any) -> dict[str, Any]:
         answer = http.post("/v1/completions", json={**body, **more})
         found: dict[str, Any] = answer.json()["choices"][0]
@@ -249,7 +249,7 @@ def test_requests_of_other_clients_are_counted_and_leave_at_once(server: Server,
     assert moved(before, after, "vllm:prompt_tokens_total") == 128, "the one that waited was never computed"
 
 
-def test_what_the_engine_refuses_is_counted(server: Server, session: Session) -> None:
+def test_refusals_of_the_engine_are_counted(server: Server, session: Session) -> None:
     before, sink = scrape(server), Sink()
     session.submit(Generate("bad", pack_tokens([10**6]), SamplingParams()), sink)
     event = sink.next()

@@ -122,7 +122,7 @@ def test_models_are_swapped_and_a_chat_finds_its_cache(swapping: Server) -> None
         assert cached >= usage["prompt_tokens"] - 32, usage  # whole blocks
 
 
-def test_a_decision_goes_to_the_model_that_it_names(swapping: Server) -> None:
+def test_a_decision_is_made_by_the_model_that_it_names(swapping: Server) -> None:
     question = {"type": "choice", "instructions": "Which?", "criteria": {"one": None, "two": None}}
     with client(swapping) as http:
         found = http.post("/v1/systemone", json={"model": "red", "state": PROMPT, "questions": {"q": question}})
@@ -250,7 +250,7 @@ def _is_alive(pid: int) -> bool:
         (("--models", "hub", "--models-memory", "lots"), "expected an amount of memory"),
     ],
 )
-def test_what_cannot_be_served(flags: tuple[str, ...], why: str) -> None:
+def test_models_that_cannot_be_served_end_the_start(flags: tuple[str, ...], why: str) -> None:
     server = Server(*flags)
     try:
         assert server.wait() == 2

@@ -131,7 +131,7 @@ def test_a_request_that_kills_its_workers_is_found_by_its_model_and_others_notic
     assert 'model_name="adapted"' in poisoned[0]
 
 
-def test_who_comes_from_llama_swap(each: Server) -> None:
+def test_clients_of_llama_swap(each: Server) -> None:
     """List, switch, look, go past the router, unload."""
     with client(each) as http:
         assert {"org/split", "narrow", "small", "vectors"} <= {
@@ -155,7 +155,7 @@ def test_who_comes_from_llama_swap(each: Server) -> None:
         assert (last["model"], last["status"]) == ("narrow", "loaded")
 
 
-def test_what_open_webui_asks(each: Server) -> None:
+def test_requests_of_open_webui(each: Server) -> None:
     """With Ollama's API: version, tags, running models, a description, a streamed chat, vectors, and unloading. With
     OpenAI's: models and a chat."""
     with client(each) as http, closing(ollama.Client(host=each.url, timeout=scaled(60))) as ours:

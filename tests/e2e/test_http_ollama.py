@@ -77,7 +77,7 @@ def test_a_body_needs_no_type_unless_a_web_page_sends_it(http: httpx.Client, kin
             assert "application/json" in answer.json()["error"]
 
 
-def test_a_chat_says_what_other_chats_say(http: httpx.Client) -> None:
+def test_a_chat_equals_that_of_openais_api(http: httpx.Client) -> None:
     whole = post(http, "/api/chat", BODY)
     assert len(whole["message"]["content"]) > 20
     assert whole["message"] == {"role": "assistant", "content": as_chat(http)}
@@ -168,7 +168,7 @@ def test_logprobs(http: httpx.Client) -> None:
         assert [each for part in lines(http, path, scored) for each in part.get("logprobs", ())] == found
 
 
-def test_what_is_served(http: httpx.Client) -> None:
+def test_served_models_are_listed(http: httpx.Client) -> None:
     (model,) = http.get("/api/tags").json()["models"]
     assert model["name"] == model["model"] == "demo:latest"
     assert model["size"] > 0

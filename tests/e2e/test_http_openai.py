@@ -241,7 +241,7 @@ def test_a_prompt_is_scored_the_same_with_and_without_output(api: OpenAI) -> Non
     assert chunks[-1].choices[0].finish_reason == "length"
 
 
-def test_what_was_not_asked_for_is_null(api: OpenAI) -> None:
+def test_fields_not_asked_for_are_null(api: OpenAI) -> None:
     completion = api.completions.create(model="demo", prompt=PROMPT, max_tokens=1)
     assert_null(completion.choices[0].to_dict())
     chat = api.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=1)
@@ -269,7 +269,7 @@ def test_max_tokens_is_cut_to_the_remaining_context(api: OpenAI) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"prompt": [5] * 2048, "max_tokens": 1}, {"prompt": "Hi", "max_tokens": 2049}])
-def test_what_does_not_fit_is_an_error_that_clients_know(api: OpenAI, settings: Any) -> None:
+def test_the_error_for_a_long_prompt_is_known_to_clients(api: OpenAI, settings: Any) -> None:
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError) as caught:
             api.completions.create(model="demo", stream=stream, **settings)
@@ -397,7 +397,7 @@ def test_an_unknown_model_is_not_found(api: OpenAI) -> None:
     assert caught.value.param == "model"
 
 
-def test_what_means_nothing_is_taken(api: OpenAI) -> None:
+def test_fields_without_effect_are_accepted(api: OpenAI) -> None:
     answer = api.chat.completions.with_raw_response.create(
         model="demo",
         messages=MESSAGES,

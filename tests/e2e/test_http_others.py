@@ -82,7 +82,7 @@ async def steady(host: str, port: int, text: str) -> str:
         return "".join(pieces)
 
 
-async def test_200_clients_that_vanish_leave_nothing_and_disturb_nobody(server: Server, session: Session) -> None:
+async def test_200_clients_that_vanish_leave_nothing_and_do_not_affect_others(server: Server, session: Session) -> None:
     host, port = server.url.removeprefix("http://").split(":")
     prompts = [f"{PROMPT} {name}" for name in ("bear", "fox", "girl", "king")]
 

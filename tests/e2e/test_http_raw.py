@@ -68,7 +68,7 @@ def test_other_pages_may_ask_if_allowed(server: Server) -> None:
 # ---- ids and forms
 
 
-def test_a_request_id_comes_back(http: httpx.Client) -> None:
+def test_a_request_id_is_returned(http: httpx.Client) -> None:
     assert http.get("/version", headers={"X-Request-Id": "mine-1"}).headers["x-request-id"] == "mine-1"
     made = {http.get("/version", headers={"X-Request-Id": given}).headers["x-request-id"] for given in ("", "a b")}
     assert len(made) == 2
@@ -172,7 +172,7 @@ def test_tokens_in_and_text_beside_those_that_come_out(http: httpx.Client) -> No
         assert error_of(http.post("/inference/v1/generate", json=silent), 400)["param"] == "detokenize"
 
 
-def test_tokens_out_are_as_many_as_the_context_holds(http: httpx.Client) -> None:
+def test_the_default_of_max_tokens_is_the_remaining_context(http: httpx.Client) -> None:
     """As in vLLM, and other than for completions, where the default is 16."""
     params = {"temperature": 0, "ignore_eos": True}
     whole = http.post("/inference/v1/generate", json={"token_ids": [3] * 2000, "sampling_params": params}).json()

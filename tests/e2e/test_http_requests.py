@@ -54,7 +54,7 @@ def chunks(answer: httpx.Response) -> Iterator[dict[str, Any]]:
 # ---- admission
 
 
-async def test_one_that_waits_says_later_and_why(server: Server) -> None:
+async def test_a_waiting_request_has_a_reason(server: Server) -> None:
     """A prompt of 63 blocks runs and grows; one of 69 does not fit beside it. A third one would be too many tokens."""
 
     async with httpx.AsyncClient(base_url=server.url, headers=USER, timeout=DEADLINE_S) as http:
@@ -283,7 +283,7 @@ def test_a_reset_forgets_and_only_admins_may(server: Server, http: httpx.Client)
     assert http.get("/v1/models", headers=ADMIN).status_code == 200  # it opens everything
 
 
-def test_a_reset_does_no_harm_to_what_runs(http: httpx.Client) -> None:
+def test_a_reset_does_not_change_running_requests(http: httpx.Client) -> None:
     body = {"prompt": [8] * 100, "max_tokens": 120, "return_token_ids": True, **LONG}
     expected = http.post("/v1/completions", json=body).json()["choices"][0]["token_ids"]
     with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as answer:

@@ -445,7 +445,7 @@ def test_random_bodies_are_answered_or_refused(http: httpx.Client) -> None:
     assert {200, 400} <= statuses
 
 
-def test_what_waits_holds_the_bytes_of_its_body() -> None:
+def test_a_waiting_response_counts_the_bytes_of_its_body() -> None:
     """Otherwise thousands of queued responses could hold bodies of any size. Ended responses no longer count."""
     thought = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "x" * 280_000}]}
     body: dict[str, Any] = {"model": "demo", "input": [thought, {"role": "user", "content": "Hi."}], "background": True}
@@ -465,7 +465,7 @@ def test_what_waits_holds_the_bytes_of_its_body() -> None:
         assert http.post("/v1/responses", json=body).status_code == 200
 
 
-def test_a_small_request_is_as_large_as_what_it_refers_to() -> None:
+def test_a_request_counts_the_bytes_that_it_refers_to() -> None:
     """A conversation of more than a body may have is refused, in whatever way it is referred to."""
     parts = [{"type": "input_text", "text": "x" * 1000}] * 200
     with serving(*SMALL_BODIES, light=True) as server, httpx.Client(base_url=server.url, timeout=scaled(60)) as http:

@@ -190,7 +190,7 @@ def test_several_samples_stay_at_their_server(connect: Connect) -> None:
     assert connect(1).ask("DELETE", "/v1/requests/chatcmpl-several").status == 200
 
 
-def test_it_computes_for_a_while_and_is_gone_then(connect: Connect, session: Session) -> None:
+def test_an_abandoned_stream_is_kept_for_a_while(connect: Connect, session: Session) -> None:
     wire = connect(0)
     before = session.stats()
     wire.start({**CHAT, "max_tokens": 2000, "n": 16}, "gone")

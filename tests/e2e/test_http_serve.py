@@ -81,7 +81,7 @@ def check_one_line(status: object, out: str, err: str, words: list[str]) -> None
     assert all(word in lines[0] for word in words)
 
 
-def test_what_is_wrong_is_one_line_of_the_command() -> None:
+def test_errors_are_one_line_of_the_command() -> None:
     check_one_line(*run("serve", "--port", "70000"), words=["port"])
 
 
@@ -204,7 +204,7 @@ def test_it_drains(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_takes_too_long_is_aborted() -> None:
+def test_requests_are_aborted_after_the_shutdown_timeout() -> None:
     with serving("--shutdown-timeout", "0", light=True, fresh=True) as server:
         with client(server) as http, http.stream("POST", "/v1/completions", json={**BODY, "stream": True}) as answer:
             lines = answer.iter_lines()
@@ -306,7 +306,7 @@ def test_it_serves_without_standard_files(tmp_path: Path, closed: str) -> None:
 
 
 @pytest.mark.parametrize("left_out", ["tokenizer_config.json", "tokenizer*"])
-def test_what_the_greeting_says_works(tiny_checkpoint: Path, tmp_path: Path, left_out: str) -> None:
+def test_commands_of_the_greeting_work(tiny_checkpoint: Path, tmp_path: Path, left_out: str) -> None:
     """The greeting fits a model without a chat template, and of one that speaks token ids only."""
     model = tmp_path / "plain"
     shutil.copytree(tiny_checkpoint, model, ignore=shutil.ignore_patterns(left_out))

@@ -73,7 +73,7 @@ def test_ready_is_said_once_when_all_are(server: Server) -> None:
     assert sum(MODULE in child.cmdline() for child in family) == 1
 
 
-def test_the_engine_logs_its_statistics_and_nobody_else_does(server: Server) -> None:
+def test_only_the_engine_logs_its_statistics(server: Server) -> None:
     assert "tokens/s" not in server.output, "nothing ran yet"
     with Both(server) as both:
         for http in both.of.values():

@@ -67,7 +67,9 @@ BODIES: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     ("path", "body", "text"), BODIES, ids=[f"{path} {body.get('stream')}" for path, body, _ in BODIES]
 )
-def test_what_is_not_in_the_prompt_is_named(http: httpx.Client, path: str, body: dict[str, Any], text: str) -> None:
+def test_messages_missing_in_the_prompt_are_named(
+    http: httpx.Client, path: str, body: dict[str, Any], text: str
+) -> None:
     assert f'299 vllm-lite "{text}' in warned(posted(http, path, **body))
     kept = {name: _without(value) if name in ("messages", "input") else value for name, value in body.items()}
     assert warned(posted(http, path, **kept)) == ""
@@ -86,7 +88,7 @@ def test_messages_that_are_cut_count_as_well(http: httpx.Client) -> None:
     assert warned(answer).startswith('299 vllm-lite "messages[2] is not in the prompt')
 
 
-def test_it_stands_beside_other_warnings(http: httpx.Client) -> None:
+def test_the_warning_is_added_to_others(http: httpx.Client) -> None:
     tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
     fields: dict[str, Any] = {"messages": [USER, FUNCTION], "tools": [tool], "nonsense": 1, "max_tokens": 1}
     text = warned(posted(http, "/v1/chat/completions", **fields))

@@ -148,7 +148,7 @@ def test_invalid_requests_are_refused(
 
 
 @pytest.mark.parametrize(("field", "value"), [("stride", 61), ("truncate_prompt_tokens", 3)])
-def test_what_is_refused_is_named(tags: httpx.Client, field: str, value: int) -> None:
+def test_the_refused_field_is_named(tags: httpx.Client, field: str, value: int) -> None:
     assert post(tags, "/token_classify", {"input": "x", field: value}, 400)["error"]["param"] == field
 
 

@@ -144,7 +144,7 @@ def test_a_bad_schema_names_the_place(api: OpenAI) -> None:
         ),
     ],
 )
-def test_what_contradicts_itself_is_the_fault_of_the_request(http: httpx.Client, fields: Any, says: str) -> None:
+def test_contradictory_constraints_are_the_requests_error(http: httpx.Client, fields: Any, says: str) -> None:
     """Also if the contradiction shows only after some tokens."""
     answer = http.post(
         "/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 50, "temperature": 0, **fields}

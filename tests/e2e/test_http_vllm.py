@@ -55,7 +55,7 @@ def test_several_chats_have_a_choice_each(http: httpx.Client) -> None:
 @pytest.mark.parametrize(
     ("field", "value"), [("stream", True), ("n", 2), ("tools", [{"type": "function", "function": {"name": "f"}}])]
 )
-def test_what_several_chats_cannot_have(http: httpx.Client, field: str, value: Any) -> None:
+def test_unsupported_fields_of_batches_of_chats(http: httpx.Client, field: str, value: Any) -> None:
     body = {"messages": [STORY], field: value}
     assert field in post(http, "/v1/chat/completions/batch", body, 400)["error"]["message"]
 
@@ -75,7 +75,7 @@ def test_a_form_holds_all_of_several_chats(http: httpx.Client) -> None:
         {"structured_outputs": {"regex": "[a-c]{4}"}, "top_k": 3},
     ],
 )
-def test_what_is_rendered_generates_the_same(http: httpx.Client, more: dict[str, Any]) -> None:
+def test_a_rendered_prompt_generates_the_same(http: httpx.Client, more: dict[str, Any]) -> None:
     whole = chat(http, STORY, **more, return_token_ids=True)
     rendered = post(http, "/v1/chat/completions/render", {"messages": STORY, **FIXED, **more})
     assert rendered["token_ids"] == whole["prompt_token_ids"]
@@ -125,13 +125,13 @@ def test_messages_and_responses_are_rendered_as_the_chats_that_they_are(http: ht
     assert post(http, "/v1/responses/render", body, 400)["error"]["param"] == "previous_response_id"
 
 
-def test_what_is_rendered_is_named_by_the_header_before_the_body(http: httpx.Client) -> None:
+def test_the_request_id_of_a_header_overrides_that_of_the_body(http: httpx.Client) -> None:
     body = {"prompt": "Once upon", "request_id": "body"}
     named = [http.post("/v1/completions/render", json=body, headers=it) for it in ({"X-Request-Id": "header"}, {})]
     assert [answer.json()[0]["request_id"] for answer in named] == ["cmpl-header", "cmpl-body"]
 
 
-def test_a_rendered_prompt_says_where_its_tokens_stand(http: httpx.Client) -> None:
+def test_a_rendered_prompt_has_the_offsets_of_its_tokens(http: httpx.Client) -> None:
     text = "Once upon a time, \N{SNOWMAN}"
     (found,) = post(http, "/v1/completions/render", {"prompt": text, "return_token_offsets": True})
     pieces = post(http, "/tokenize", {"prompt": text, "return_token_strs": True})["token_strs"]
@@ -194,7 +194,7 @@ def test_tokenizer_info(http: httpx.Client) -> None:
     assert "messages" in info["chat_template"]
 
 
-def test_what_flags_of_vllm_make_of_answers() -> None:
+def test_flags_of_vllm_change_answers() -> None:
     """Answers below a proxy's path and without it; tokens by their ids; usage in every chunk; the load, if a request
     asks for it."""
     flags = ("--root-path", "/llm", "--return-tokens-as-token-ids", "--enable-force-include-usage")

@@ -42,7 +42,7 @@ def http(server: Server) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.parametrize("data", [b"\x00\x01\x02\x03\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"])
-def test_what_is_not_http_is_refused(server: Server, data: bytes) -> None:
+def test_invalid_http_is_refused(server: Server, data: bytes) -> None:
     answer = exchange(server, data)
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert b'{"error":{"message":' in answer

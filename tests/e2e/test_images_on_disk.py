@@ -125,7 +125,7 @@ def test_no_tower_runs_again(
     assert replay.scheduler.kv.part(StoredMedia).num_loaded == 2
 
 
-def test_what_is_computed_beside_a_stream_is_written(
+def test_vectors_computed_beside_a_stream_are_written(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     aside, take_entries = list[EncodeAside](), EncoderCache.take_entries

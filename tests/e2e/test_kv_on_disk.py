@@ -73,7 +73,9 @@ def written(tmp_path: Path) -> tuple[Path, list[int]]:
     return tmp_path / "kv", tokens
 
 
-def test_after_a_restart_the_next_turn_computes_what_is_new(written: tuple[Path, list[int]], tmp_path: Path) -> None:
+def test_after_a_restart_the_next_turn_computes_only_new_tokens(
+    written: tuple[Path, list[int]], tmp_path: Path
+) -> None:
     folder, tokens = written
     turn = [*PROMPT, *tokens, 9, 8, 7]
     with closing(open_llm(tmp_path / "other")) as llm:
@@ -174,7 +176,7 @@ def test_damaged_files_are_computed_and_removed(written: tuple[Path, list[int]])
         assert stats.disk.errors["damaged"]
 
 
-def test_a_directory_that_can_only_be_read_is_read_and_the_log_says_so(
+def test_a_read_only_directory_is_read_and_logged(
     written: tuple[Path, list[int]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder, tokens = written
@@ -192,7 +194,7 @@ def test_a_directory_that_can_only_be_read_is_read_and_the_log_says_so(
     assert "nothing can be written to the KV cache on disk, what lies there is read" in caplog.text
 
 
-def test_a_reset_takes_the_disk_along_when_asked(written: tuple[Path, list[int]]) -> None:
+def test_a_reset_includes_the_disk_on_request(written: tuple[Path, list[int]]) -> None:
     folder, _ = written
     with closing(open_llm(folder)) as llm:
         until_written(llm, 19)
@@ -210,7 +212,7 @@ def test_sleep_and_wake_keep_the_kv(written: tuple[Path, list[int]]) -> None:
         assert ask(llm, PROMPT) == (tokens, 288)
 
 
-def test_who_waited_for_the_workers_finds_what_a_slow_directory_holds(
+def test_a_chat_that_waited_for_the_workers_finds_blocks_of_a_slow_directory(
     written: tuple[Path, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A start ends when the files on disk are listed; a chat that waited during it is scheduled at that moment."""

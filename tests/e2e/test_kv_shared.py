@@ -18,7 +18,7 @@ PROMPT = [5 + 7 * index % 2000 for index in range(300)]
 FLAGS = ("-dp", "2", "--dtype", "float32", "--num-gpu-blocks-override", "256")
 
 
-def test_a_replica_finds_what_another_one_has_written(tmp_path: Path) -> None:
+def test_a_replica_loads_blocks_written_by_another(tmp_path: Path) -> None:
     """One of two engines computes a prompt and is killed. The other one loads its KV, and gives the same answer."""
     with serving(*FLAGS, "--kv-cache-dir", str(tmp_path / "kv")) as server, client(server) as http:
 

@@ -174,7 +174,7 @@ def test_only_admins_load_and_unload(server: Server, adapted: Adapted) -> None:
             assert http.post(f"/v1/{path}_lora_adapter", json=body).status_code == 401
 
 
-def test_every_dialect_takes_an_adapter_as_its_model(http: httpx.Client) -> None:
+def test_every_api_accepts_an_adapter_as_its_model(http: httpx.Client) -> None:
     """Answers in every API are the adapter's, and have its name."""
     chat = [{"role": "user", "content": "The quick brown fox"}]
     few, options = {"max_tokens": 6, "temperature": 0}, {"num_predict": 6, "temperature": 0}
@@ -249,7 +249,7 @@ def test_an_adapter_unloaded_while_it_runs_and_deaths_of_processes(
     assert found["poems"] == expected["poems"]
 
 
-async def test_clients_in_python_load_what_they_name(server: Server, adapted: Adapted) -> None:
+async def test_clients_in_python_load_adapters_by_path(server: Server, adapted: Adapted) -> None:
     args = server.process.args
     assert isinstance(args, list)
     address = str(args[args.index("--address") + 1])

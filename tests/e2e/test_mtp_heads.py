@@ -113,7 +113,7 @@ def test_a_head_of_eagle(way: str, tmp_path: Path) -> None:
     assert 0 < stats.accepted_tokens < stats.draft_tokens
 
 
-def test_what_has_no_head_is_refused(tmp_path: Path) -> None:
+def test_checkpoints_without_a_head_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a head that the checkpoint has, and none is known of Qwen3ForCausalLM;"):
         start(make_checkpoint(tmp_path / "qwen3", "qwen3"), **HEAD)
     with pytest.raises(ConfigError, match=r"and this one has none \(mtp.fc.weight is missing\); use method suffix"):

@@ -112,7 +112,7 @@ def test_wheel_holds_the_library_and_serves_every_python(wheel: Wheel) -> None:
     assert "no native kernels were built" not in wheel.output
 
 
-def test_without_a_compiler_the_wheel_is_pure_and_says_so(wheel: Wheel, plain_wheel: Wheel) -> None:
+def test_without_a_compiler_the_wheel_is_pure_and_the_build_warns(wheel: Wheel, plain_wheel: Wheel) -> None:
     assert plain_wheel.name.endswith("-py3-none-any.whl")
     assert "no native kernels were built" in plain_wheel.output
 
@@ -140,7 +140,7 @@ def test_wheel_works_without_the_source_tree(wheel: Wheel) -> None:
     assert done.stderr == ""
 
 
-def test_plain_wheel_works_and_says_what_is_lost(plain_wheel: Wheel) -> None:
+def test_a_pure_wheel_works_and_warns(plain_wheel: Wheel) -> None:
     done = run_with(plain_wheel, "-c", PROGRAM)
     expected = [str(plain_wheel.folder / "vllm_lite/__init__.py"), "True", "True", "False", "False"]
     assert done.stdout.split() == expected, done

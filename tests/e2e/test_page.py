@@ -94,7 +94,7 @@ def test_numbers_are_those_of_metrics(page: Any, server: Server) -> None:
         page.wait_for_selector(f".legend li:text-is('{text}')")
 
 
-def test_a_conversation_has_what_its_turns_found(page: Any, server: Server) -> None:
+def test_a_conversation_has_the_cached_tokens_of_its_turns(page: Any, server: Server) -> None:
     first = "Tell me of a brave bear who lived in a warm cave with all of its friends, and of a small grey fox. " * 3
     with client(server) as http:
         for prompt in (first, first + "The bear was very tired."):
@@ -110,7 +110,7 @@ def test_a_conversation_has_what_its_turns_found(page: Any, server: Server) -> N
     assert row[4] == f"{100 * found / int(row[2]):.0f} %"
 
 
-def test_a_block_says_who_has_it_its_hash_and_where_else_that_is(page: Any, server: Server) -> None:
+def test_a_block_shows_its_requests_its_hash_and_its_copies(page: Any, server: Server) -> None:
     page.click("text=Live")
     page.wait_for_selector(".engine .legend")
     prompt = "Once there was a small red fox who wanted to see what is behind the hill, and went. " * 3
@@ -155,7 +155,7 @@ def test_the_host_has_a_map_of_its_own(page: Any) -> None:
     assert text.startswith("block 0 on the host: 1 reference, no prompt can find it; tokens 16 to 31 of r")
 
 
-def test_the_step_says_what_it_drafts_and_moves(page: Any) -> None:
+def test_a_step_shows_its_drafts_and_moves(page: Any) -> None:
     page.click("text=Live")
     page.wait_for_selector(".step")
     counts = {"number": 7, "tokens": 20, "prefill": 8, "sequences": 4, "drafts": 6, "copies": 2, "swapped_out": 3}

@@ -106,7 +106,7 @@ def samples(http: httpx.Client) -> dict[tuple[str, str], float]:
     }
 
 
-def test_who_looks_loads_nobody(router: Server) -> None:
+def test_watching_loads_no_model(router: Server) -> None:
     with client(router) as http, watching(http) as looks:
         look = next(looks)
         assert look.models["red"]["aliases"] == ["gpt-4o"]

@@ -248,9 +248,7 @@ while True:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL, signal.SIGTERM])
-def test_script_with_its_own_engine_takes_it_along(
-    run_root: Path, tiny_checkpoint: Path, number: signal.Signals
-) -> None:
+def test_a_scripts_own_engine_ends_with_it(run_root: Path, tiny_checkpoint: Path, number: signal.Signals) -> None:
     """No `__main__` guard, no `with`: Ctrl-C, kill -9 and a plain kill in the middle of generate()."""
     code = SCRIPT.format(model=str(tiny_checkpoint))
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -33,7 +33,7 @@ def run(env: dict[str, str], *words: str) -> str:
     return done.stdout
 
 
-def test_a_server_is_listed_with_what_it_does_and_ended(place: dict[str, str]) -> None:
+def test_a_server_is_listed_and_ended(place: dict[str, str]) -> None:
     with serving(env=place, fresh=True) as server:
         (row,) = json.loads(run(place, "ps", "--json"))
         assert row["pid"] == server.process.pid

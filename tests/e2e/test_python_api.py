@@ -82,7 +82,7 @@ def test_a_chat_is_the_rendered_prompt(llm: Any, oracle: Any) -> None:
     assert [one.outputs for one in both] == [one.outputs for one in alone]
 
 
-def test_the_tokenizer_is_that_of_transformers(llm: Any, oracle: Any) -> None:
+def test_the_tokenizer_agrees_with_transformers(llm: Any, oracle: Any) -> None:
     tokenizer, text = llm.get_tokenizer(), "Łucja said: “Go on!” 🐱"
     ids = oracle(text).input_ids
     assert tokenizer.encode(text) == ids

@@ -160,7 +160,7 @@ def test_a_server_of_its_own(tmp_path: Path) -> None:
     assert "temperature" in by_id["hot"]["response"]["body"]["error"]["message"]
 
 
-def test_a_server_that_goes_leaves_what_was_answered(tmp_path: Path) -> None:
+def test_answers_before_the_servers_end_are_kept(tmp_path: Path) -> None:
     write(tmp_path / "in", NUM)
     with serving("--shutdown-timeout", "0") as server, gate(server.url) as gated:
         process = subprocess.Popen(

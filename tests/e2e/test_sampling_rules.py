@@ -111,7 +111,7 @@ def test_samples_of_one_prompt_count_their_own_tokens(llm: LLM, llama: Reference
         assert closest(llama, prompt, sample.token_ids, params, index=sample.index) > NEAR_TIE
 
 
-async def test_a_fork_counts_what_it_inherits(llm: LLM) -> None:
+async def test_a_fork_counts_inherited_tokens(llm: LLM) -> None:
     """The fork has its parent's rules and takes the best token, so it must continue with the same tokens."""
     params = params_of(4, max_tokens=300)
 

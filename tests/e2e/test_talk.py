@@ -233,7 +233,7 @@ def test_lines_of_a_pipe_are_answered_and_nothing_else_is_printed(server: Server
     )
 
 
-def test_what_goes_wrong_in_a_pipe_is_in_the_exit_status(server: Server) -> None:
+def test_errors_in_a_pipe_set_the_exit_status(server: Server) -> None:
     status, out, err = run("chat", "--url", server.url, text="/sett x\nHello\n")
     assert status == 1
     assert "did you mean /set" in err
@@ -245,7 +245,7 @@ def test_what_goes_wrong_in_a_pipe_is_in_the_exit_status(server: Server) -> None
 
 
 @pytest.mark.parametrize("command", ["chat", "complete"])
-def test_who_cannot_be_reached(server: Server, command: str) -> None:
+def test_an_unreachable_server(server: Server, command: str) -> None:
     status, out, err = run(command, "--url", "http://127.0.0.1:9", "-q", "x")
     assert (status, out) == (2, "")
     assert err.count("\n") == 1
@@ -282,7 +282,7 @@ def test_complete_with_a_server_of_its_own(tmp_path: Path) -> None:
     assert "/no/such/folder" in err
 
 
-def test_a_reader_that_goes_is_no_accident(server: Server) -> None:
+def test_a_closed_pipe_is_no_error(server: Server) -> None:
     command = [sys.executable, "-m", "vllm_lite", "complete", "--url", server.url, "--api-key", KEY, "-q", "Once upon"]
     process = subprocess.Popen([*command, "--max-tokens", "1900"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdout is not None

@@ -194,6 +194,8 @@ def test_processes_give_the_same(served: Any) -> None:
     ("world", "sentence"),
     [(3, "tensor_parallel_size 3 .*KV heads"), (8, "tensor_parallel_size 8 .*heads")],
 )
-def test_what_cannot_be_divided_is_refused_before_anything_starts(served: Any, world: int, sentence: str) -> None:
+def test_models_that_cannot_be_divided_are_refused_before_anything_starts(
+    served: Any, world: int, sentence: str
+) -> None:
     with pytest.raises(ConfigError, match=sentence):
         start(served("llama").path, tensor_parallel_size=world)

@@ -138,7 +138,7 @@ def test_without_colours(server: Server) -> None:
         assert "KV blocks" in text, "a terminal that cannot be drawn on gets one look"
 
 
-def test_a_server_that_goes_and_comes_back() -> None:
+def test_a_server_that_ends_and_returns() -> None:
     with serving(light=True) as first:
         port = first.url.rpartition(":")[2]
         with top(first.url) as terminal:

@@ -230,7 +230,7 @@ def to() -> Iterator[Clients]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_client_sees_what_it_saw_before(name: str, to: Clients) -> None:
+def test_transcripts_of_clients_are_stable(name: str, to: Clients) -> None:
     """In at least one of several tries, because on a very busy machine all tokens may arrive at once."""
     before = (FOLDER / f"{name}.txt").read_text()
     seen = transcript(name, to)

@@ -208,7 +208,7 @@ def test_the_bytes_of_the_documentation(engine: LaunchedEngine) -> None:
         (["1"] * 5000, "at least 5000 input tokens"),
     ],
 )
-def test_what_the_engine_refuses_is_reported(engine: LaunchedEngine, words: list[str], message: str) -> None:
+def test_refusals_of_the_engine_are_reported(engine: LaunchedEngine, words: list[str], message: str) -> None:
     done = raw_client(engine.address, *words)
     assert done.returncode == 1
     assert message in done.stderr
@@ -270,7 +270,7 @@ def raw_client_of(request: pytest.FixtureRequest) -> list[str]:
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )
-def test_what_cannot_be_is_one_line(raw_client_of: list[str], words: list[str], says: str) -> None:
+def test_invalid_arguments_are_refused_in_one_line(raw_client_of: list[str], words: list[str], says: str) -> None:
     """The address has no listener, and the client does not wait for one."""
     done = run(*raw_client_of, *words)
     assert done.returncode in (1, 2), done.stderr

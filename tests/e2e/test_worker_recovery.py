@@ -112,7 +112,7 @@ async def test_streams_continue_when_a_rank_fails_in_a_step(
     assert stats.restarts == {cause: 1}
 
 
-async def test_a_standby_worker_takes_over_and_another_one_stands_by(launch: Launch) -> None:
+async def test_a_standby_worker_takes_over_and_another_one_is_started(launch: Launch) -> None:
     engine = launch(1, standby_workers=True)
 
     def comm(pid: int) -> str:

@@ -139,7 +139,7 @@ def profiled(checkpoint: Path, **settings: Any) -> Worker:
     return Worker(resolved, 0, Progress())
 
 
-def test_what_the_profile_promises_is_there(bf16_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_profiled_memory_is_available(bf16_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ResolvedConfig, "enough_blocks", lambda *_: 10**12)  # or the model is too small for the device
     worker = profiled(bf16_checkpoint)
     ready = worker.load()

@@ -62,7 +62,7 @@ def test_rows_are_listed_once_with_all_their_splits(
 
 
 @given(lengths, st.sampled_from([1, 3, 8, 71]))
-def test_tiles_cover_each_chunk_once_and_what_sees_most_is_first(of: list[tuple[int, int]], group: int) -> None:
+def test_tiles_cover_each_chunk_once_and_longest_contexts_are_first(of: list[tuple[int, int]], group: int) -> None:
     query_lens, seq_lens = arrays(of)
     chosen = query_lens > 1
     tiles = prefill_tiles(query_lens, seq_lens, group, chosen)

@@ -74,7 +74,7 @@ def through_cupy(monkeypatch: pytest.MonkeyPatch) -> CupyNvrtc:
 
 @needs_nvrtc
 @pytest.mark.parametrize("arch", [nvrtc.OLDEST_ARCH, nvrtc.ARCH])
-def test_a_cubin_through_cupy_is_what_nvrtc_made(arch: str, through_cupy: CupyNvrtc) -> None:
+def test_a_cubin_through_cupy_equals_nvrtcs(arch: str, through_cupy: CupyNvrtc) -> None:
     made, want = through_cupy.compile(masks(arch)), nvrtc.nvrtc().compile(masks(arch))
     assert elf_size(want.cubin) == len(want.cubin), "the headers speak of every byte"
     assert made.cubin == want.cubin

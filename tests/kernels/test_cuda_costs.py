@@ -33,7 +33,7 @@ def test_every_kernel_is_recorded_and_spills_are_few() -> None:
 
 
 @pytest.mark.skipif(not nvrtc.available(), reason="needs cuda-bindings and nvidia-cuda-nvrtc")
-def test_what_needs_more_than_is_recorded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_above_their_recorded_costs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """One small kernel instead of the whole comparison, which takes minutes."""
     norm = [kernel for kernel in cuda_costs.kernels() if kernel[1].startswith("rms_norm")]
     assert cuda_costs.compare(norm) == []

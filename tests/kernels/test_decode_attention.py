@@ -61,7 +61,9 @@ def test_the_order_of_threads_changes_no_bit(name: str, built: EmulatorLauncher)
     ],
     ids=["two lines a row", "float8", "small blocks"],
 )
-def test_what_is_fetched_ahead(setup: Setup, launcher: EmulatorLauncher, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_that_are_fetched_ahead(
+    setup: Setup, launcher: EmulatorLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every line of V from a warp's second tile on, and of K from its third on, and nothing else."""
     monkeypatch.setattr(decode_module, "FETCH", True)
     batch = make_batch(setup, CPU)

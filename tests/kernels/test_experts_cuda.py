@@ -33,7 +33,7 @@ def test_the_order_of_threads_does_not_show(order_seed: int, emulated: EmulatorL
     assert torch.equal(*outs)
 
 
-def test_no_launch_depends_on_what_is_chosen(emulated: EmulatorLauncher) -> None:
+def test_no_launch_depends_on_the_chosen_experts(emulated: EmulatorLauncher) -> None:
     """A CUDA graph requires that, because it repeats the launches of the capture."""
     sizes = cases.Sizes()
     stacks, x = cases.weights(sizes, torch.bfloat16, CPU), draw((9, sizes.hidden), torch.bfloat16, CPU)

@@ -66,7 +66,7 @@ def test_tiles_in_turn_and_back() -> None:
     assert torch.equal(tiles_in_order(turned, 96), rows)
 
 
-def test_what_can_be_a_stack() -> None:
+def test_weights_that_can_be_a_stack() -> None:
     def made(outputs: int, inputs: int, values: torch.Tensor = INT4, group_size: int = 32) -> PackedWeight:
         codes = torch.zeros(outputs, inputs, dtype=torch.uint8)
         return PackedWeight.of(

@@ -29,7 +29,7 @@ def test_the_order_of_threads_does_not_show(order_seed: int, emulated: EmulatorL
     assert torch.equal(ours, cases.product(EmulatorLauncher(order_seed), stored, x))
 
 
-def test_what_lies_where() -> None:
+def test_the_order_of_packed_weights() -> None:
     """The order that csrc/cuda/packed_linear.cuh describes, element by element."""
     for values, bits in ((INT4, 4), (INT8, 8)):
         codes = torch.randint(len(values), (128, 128), dtype=torch.uint8)
@@ -46,7 +46,7 @@ def test_what_lies_where() -> None:
             assert code == int(codes[output, given]) ^ (0 if bits == 4 else 128), (bits, output, given)
 
 
-def test_a_weight_takes_what_its_codes_and_scales_take() -> None:
+def test_a_weight_has_the_bytes_of_its_codes_and_scales() -> None:
     stored = quantize4(draw((256, 1024), torch.bfloat16, CPU), 128)
     assert PackedWeight.of(stored, CPU).num_bytes == 256 * 1024 * (4 + 16 / 128) / 8
 
@@ -67,7 +67,7 @@ def test_scales_have_the_narrowest_type_that_holds_them(scale: torch.dtype, less
     assert packed.less == less.upper()
 
 
-def test_what_has_no_kernel() -> None:
+def test_weights_without_a_kernel() -> None:
     def made(values: torch.Tensor, group_size: int) -> GroupedWeight:
         return GroupedWeight(torch.zeros(8, 64, dtype=torch.uint8), values, torch.ones(8, 64), group_size)
 

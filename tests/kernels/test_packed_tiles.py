@@ -63,7 +63,7 @@ def test_how_many_rows_a_block_has() -> None:
         assert max(multiprocessor_bytes, 100 * 1024) - 1024 >= shared_bytes
 
 
-def test_which_kernel_takes_how_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_for_each_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = PackedWeight.of(weight(INT4, 128, sizes=Sizes(64, 128)), CPU)
     linear = PackedLinear(Recorder(0), packed, None)
     said: list[tuple[int, bool | None]] = []

@@ -99,7 +99,7 @@ def plan_for(query_lens: list[int], seq_lens: list[int], num_tokens: int, least:
     return make_plan(query_lens_, seq_lens_, num_tokens, query_lens_ >= least, torch.device("cpu"))
 
 
-def test_a_plan_leaves_out_what_is_not_chosen() -> None:
+def test_a_plan_excludes_sequences_that_are_not_chosen() -> None:
     plan = plan_for([3, 1, 4], [10, 20, 4], 9)
     assert plan.rows is not None
     assert plan.rows.tolist() == [0, 1, 2, 4, 5, 6, 7]

@@ -95,7 +95,7 @@ def test_levels() -> None:
     assert count.tolist() == [3, 3, 3, 3, 2, 2, 1, 1], "12 rows, then two families of 4, then one"
 
 
-def test_what_is_not_worth_it() -> None:
+def test_prefixes_that_are_not_worth_it() -> None:
     seen = [4200] * 8
     alike = tables_of([(0, 256)] * 8, [5000] * 8)
 

@@ -87,7 +87,7 @@ def test_no_way_is_less_exact_than_it_was(exact: Callable[[str, str], Exact], na
 
 
 @pytest.mark.parametrize("name", [name for name, forms in MEASURED["models"].items() if "dense" in forms])
-def test_bfloat16_is_as_exact_as_that_of_torch(name: str) -> None:
+def test_bfloat16_is_as_exact_as_torchs(name: str) -> None:
     """As measured; the test above compares with the recorded figures."""
     ways = MEASURED["models"][name]["dense"]
     assert ways["bfloat16"]["next_token"] <= ways["transformers bfloat16"]["next_token"]

@@ -113,7 +113,7 @@ def rendered_call(template: ChatTemplate) -> tuple[str, str] | None:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_a_call_that_a_template_renders_comes_back(name: str) -> None:
+def test_a_call_rendered_by_a_template_is_parsed_back(name: str) -> None:
     source = SOURCES[name]
     choice = choose(None, NO_TOKENS, template=source)
     if name in EXPECTED:

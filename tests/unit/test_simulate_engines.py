@@ -54,7 +54,7 @@ def test_a_routers_blocks_equal_those_of_its_engines_in_the_end() -> None:
         assert engine.core.scheduler.counters.cached_tokens
 
 
-def test_a_first_tokens_time_beside_several_engines_is_that_of_each_request() -> None:
+def test_the_clients_time_is_found_per_request_with_several_engines() -> None:
     def recording(*starts_s: float) -> Any:
         requests = {str(start_s): RecordedRequest(Outcome(1)) for start_s in starts_s}
         for start_s, request in zip(starts_s, requests.values(), strict=True):

@@ -42,7 +42,7 @@ def test_adapters_of_a_recording_come_back_and_take_their_time(tmp_path: Path) -
     assert expected.figures["prefix_hit_rate"] < plain.figures["prefix_hit_rate"], "what one has is no other's"
 
 
-def test_who_is_preempted_is_swapped_where_that_is_quicker(tmp_path: Path) -> None:
+def test_preempted_sequences_are_swapped_if_that_is_quicker(tmp_path: Path) -> None:
     real = serving({"block_op": 1e-5}, num_host_blocks=400, swap_blocks_per_s=1e5)
     path, tight = str(tmp_path / "trace"), {"num_gpu_blocks_override": 80}
     load = load_at(40.0, 120)

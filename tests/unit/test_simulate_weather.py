@@ -53,7 +53,7 @@ def test_slow_times_last_as_long_as_they_did() -> None:
     assert percentile(windows(again_shuffled), 99) < 0.8 * percentile(windows(truth), 99)
 
 
-def test_a_long_message_meets_as_much_as_many_short_ones() -> None:
+def test_long_messages_have_the_same_share_of_stalls_as_short_ones() -> None:
     rng = random.Random(3)
     took_s = [each + (0.05 if rng.random() < 0.02 else 0.0) for each in slow_for_seconds(20_000, rng)]
     weather = observe([TOLD_S] * len(took_s), took_s).weather
@@ -68,7 +68,7 @@ def test_a_busy_machine_is_slow_for_as_much_of_its_work_as_it_was() -> None:
     assert sum(walked(weather, 400_000)) == pytest.approx(2.0 * 400_000 * TOLD_S, rel=0.05)
 
 
-def test_what_was_observed_adds_up_and_stalls_are_where_they_were() -> None:
+def test_observed_times_add_up_and_stalls_keep_their_places() -> None:
     rng = random.Random(4)
     told_s = [rng.choice((0.004, 0.09)) for _ in range(3000)]
     took_s = [each * rng.uniform(0.9, 1.1) for each in told_s]
@@ -83,7 +83,7 @@ def test_what_was_observed_adds_up_and_stalls_are_where_they_were() -> None:
     assert percentile(sorted(ratios), 50) == pytest.approx(1, abs=0.02)
 
 
-def test_a_walk_goes_round_and_takes_each_stall_once() -> None:
+def test_a_walk_repeats_and_has_each_stall_once() -> None:
     weather = Weather(0.5, [1.0, 3.0], [Stall(0.0, 10.0), Stall(0.75, 20.0)], memory_s=1e9)
     walk = Walk(weather, random.Random(1))
     assert walk.took_s(7.0) == pytest.approx(7 * (0.5 + 1.5 + 30))
@@ -126,7 +126,7 @@ def test_variants_of_a_seed_meet_the_same_weather() -> None:
     assert drawn[0] != pytest.approx(drawn[2])
 
 
-def test_each_request_meets_what_it_met_if_the_machine_is_as_recorded(
+def test_requests_have_their_recorded_times_with_the_recorded_weather(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rng = random.Random(6)

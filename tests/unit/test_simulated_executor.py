@@ -35,7 +35,7 @@ def test_it_is_an_executor() -> None:
     executor.close()
 
 
-def test_a_step_takes_what_the_cost_model_says() -> None:
+def test_a_step_has_the_time_of_the_cost_model() -> None:
     clock = VirtualClock(10.0)
     executor = SimulatedExecutor(READY, clock, CostModel(step_s=1.0, token_s=0.5, block_op_s=0.25))
     assert executor.next_result_s is None
@@ -52,7 +52,7 @@ def test_a_step_takes_what_the_cost_model_says() -> None:
     assert executor.busy_s == 5.75
 
 
-def test_only_who_is_caught_up_gets_a_token() -> None:
+def test_only_sequences_with_all_tokens_computed_get_a_token() -> None:
     clock = VirtualClock()
     executor = SimulatedExecutor(READY, clock, CostModel(0.0, 0.0), lambda _sampling, position: position)
     executor.submit(SchedulerOutput(0, 1, [], [new(0, 4, total=6), new(1, 3)]))

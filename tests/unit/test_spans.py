@@ -52,7 +52,7 @@ def message(name: str, tokens: list[int], media: tuple[Media, ...] = (), **field
 # ---- hashes
 
 
-def test_the_hashes_of_text_are_what_they_were() -> None:
+def test_the_hashes_of_text_are_stable() -> None:
     """A digest of the parent's digest and the block's tokens, and of nothing else."""
     hasher, tokens = PrefixHasher(BLOCK, "s"), list(range(1, 18))
     parent, expected = hasher.root(), list[bytes]()
@@ -194,7 +194,7 @@ def test_media_that_cannot_be_are_refused(media: list[Media], kinds: list[str], 
         (0, False, "needs 20 bytes of content, got 0"),
     ],
 )
-def test_contents_have_as_many_bytes_as_their_tokens(num_bytes: int, vary: bool, problem: str | None) -> None:
+def test_the_bytes_of_contents_match_their_tokens(num_bytes: int, vary: bool, problem: str | None) -> None:
     """Fewer bytes are allowed for a tower whose images have tokens without a part of the image."""
     rig, image = Rig(), picture("cat", 2, 1)
     facts = ModelFacts(VOCAB, frozenset(), PoolerInfo(), frozenset(["image"]), 10, vary)

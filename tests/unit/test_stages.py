@@ -61,7 +61,7 @@ def test_the_first_rank_of_the_last_stage_answers(world: int, num_stages: int, a
     assert last.stage.is_last
 
 
-def test_the_executor_takes_the_answers_of_the_last_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_executor_uses_the_answers_of_the_last_stage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     host = Host(monkeypatch, 2, tmp_path, stages=3)
     host.begin()
     host.executor.submit(step(1))
@@ -105,7 +105,7 @@ REFUSED: dict[str, Callable[[ModelSpec], ModelSpec]] = {
 
 
 @pytest.mark.parametrize("why", REFUSED)
-def test_models_whose_layers_stages_cannot_share(model: ModelSpec, why: str) -> None:
+def test_models_that_stages_cannot_share_are_refused(model: ModelSpec, why: str) -> None:
     spec = REFUSED[why](model)
     expected = (
         "the layers of LlamaForCausalLM cannot be shared out over 2 stages, which send each other the residual stream "
@@ -139,7 +139,7 @@ def test_settings_that_need_all_layers_in_one_stage(settings: dict[str, Any], wh
     check_staged_settings(replace(config, enable_lora=False, expert_load_metrics=False, speculative_config=None))
 
 
-def test_the_kv_cache_space_of_an_engine_is_that_of_all_its_stages() -> None:
+def test_the_kv_cache_space_of_an_engine_is_shared_by_its_stages() -> None:
     config = EngineConfig.check({"device": "cpu", "cpu_kvcache_space": 1.0, "tensor_parallel_size": 2})
     resolved = config.resolve(max_position_embeddings=64, dtype="float32", model_path="m")
     blocks = [configured_num_blocks(replace(resolved, num_stages=count), 1 << 20) for count in (1, 2, 4)]

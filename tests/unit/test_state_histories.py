@@ -50,7 +50,7 @@ def test_chats_that_take_turns_lose_no_more_than_there_is_no_room_for(room: int,
     assert chats.found([*range(32)] * 4) >= least
 
 
-def test_a_chat_whose_turns_come_quickly_is_kept_and_one_that_has_ended_goes() -> None:
+def test_states_of_quick_chats_are_kept_and_those_of_ended_ones_evicted() -> None:
     chats = Chats(4)
     for other in range(10, 60):
         assert chats.turn(0) == (other > 10)
@@ -59,7 +59,7 @@ def test_a_chat_whose_turns_come_quickly_is_kept_and_one_that_has_ended_goes() -
     assert not ended
 
 
-def test_what_a_longer_state_has_superseded_goes_first() -> None:
+def test_superseded_states_are_evicted_first() -> None:
     histories = StateHistories(10)
     history, other = histories.begin(None, ()), histories.begin(None, ())
     histories.add(b"other", other)
@@ -125,7 +125,7 @@ def test_a_state_with_which_a_second_chat_begins_is_not_superseded() -> None:
     assert third not in (first, second)
 
 
-def test_what_another_chat_leaves_again_is_known_to_be_shared() -> None:
+def test_states_saved_by_two_chats_are_shared() -> None:
     histories = StateHistories(10)
     for chat in (b"first", b"second"):
         history = histories.begin(None, ())

@@ -80,7 +80,7 @@ def test_without_the_state_all_is_computed_again() -> None:
     assert rig.states.store.num_evicted
 
 
-def test_many_marks_do_not_push_out_what_others_have_saved() -> None:
+def test_many_marks_do_not_evict_states_of_others() -> None:
     rig = rig_with(40)
     run(rig, "first", PROMPT, marks=tuple(range(2, 31, 2)))
     assert rig.states is not None
@@ -88,7 +88,7 @@ def test_many_marks_do_not_push_out_what_others_have_saved() -> None:
     assert rig.states.pool.num_cached == 2 + LAST_MARKS  # the first mark, the last ones, and the state after the answer
 
 
-def test_chats_that_take_turns_keep_as_many_states_as_there_is_room_for() -> None:
+def test_chats_in_turns_keep_all_states_that_fit() -> None:
     rig, found = Rig(300, num_state_slots=9, max_num_batched_tokens=64), 0
     prompts = [[number, *PROMPT[:10]] for number in range(8)]
     for turn in range(3):
@@ -242,7 +242,7 @@ def test_a_prompt_that_was_swapped_out_leaves_its_states_all_the_same() -> None:
 
 
 @pytest.mark.parametrize(("blocks_each", "how"), [(0, "swap"), (1000, "recompute")])
-def test_what_a_state_takes_to_move_counts_when_a_sequence_is_preempted(blocks_each: int, how: str) -> None:
+def test_the_time_to_move_a_state_counts_in_preemptions(blocks_each: int, how: str) -> None:
     sizes: dict[str, Any] = {
         "num_state_slots": 9,
         "num_host_blocks": 40,

@@ -130,7 +130,7 @@ def test_a_preemption_is_shown_in_its_line_alone(seen: pytest.LogCaptureFixture)
     assert rates == [1.6, *[0.0] * (len(rates) - 1)], "a prompt that is computed again counts once"
 
 
-def test_the_hit_rate_is_that_of_the_last_lines(seen: pytest.LogCaptureFixture) -> None:
+def test_the_hit_rate_covers_the_last_lines(seen: pytest.LogCaptureFixture) -> None:
     logged = Logged(seen)
     for number in range(2):
         logged.bench.add(f"same {number}", range(17), max_tokens=1)

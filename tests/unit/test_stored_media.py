@@ -152,7 +152,7 @@ def test_two_that_show_the_same_send_for_it_once(seen: MediaRig) -> None:
     assert again.worker.num_encoded == 0
 
 
-def test_what_fails_is_computed_and_not_sent_for_again(seen: MediaRig) -> None:
+def test_vectors_that_fail_to_load_are_computed_and_not_loaded_again(seen: MediaRig) -> None:
     again = seen.vectors_alone()
     again.fails = lambda key: key.endswith(MEDIUM)
     assert again.look("a", [TEXT, 0, OTHER]) == 1
@@ -160,7 +160,7 @@ def test_what_fails_is_computed_and_not_sent_for_again(seen: MediaRig) -> None:
     assert again.tier.num_failed == 1
 
 
-def test_what_is_late_is_computed_and_freed_when_it_arrives_for_nobody(seen: MediaRig) -> None:
+def test_late_vectors_are_computed_and_freed_on_arrival(seen: MediaRig) -> None:
     again = held(seen)
     (load,) = again.loads_of_media
     again.scheduler.transfer_late(load.ticket)
@@ -179,7 +179,7 @@ def test_what_is_late_is_computed_and_freed_when_it_arrives_for_nobody(seen: Med
     assert not again.worker.encoded
 
 
-def test_one_that_runs_computes_what_has_not_arrived(seen: MediaRig) -> None:
+def test_a_running_sequence_computes_vectors_that_have_not_arrived(seen: MediaRig) -> None:
     """Two thirds of a prompt are computed when another one sends for the image in its last third."""
     again = seen.vectors_alone()
     again.holds = True
@@ -197,7 +197,7 @@ def test_one_that_runs_computes_what_has_not_arrived(seen: MediaRig) -> None:
     assert again.worker.num_encoded == 1
 
 
-def test_only_what_has_room_together_is_sent_for() -> None:
+def test_only_vectors_that_fit_together_are_loaded() -> None:
     rig = MediaRig()
     rig.look("a", [0, TEXT, 1, TEXT, 2, OTHER, 3, TEXT])
     contents = {key: each for key, each in rig.contents.items() if key.endswith(MEDIUM)}
@@ -214,7 +214,7 @@ def test_vectors_that_are_forgotten_before_they_are_sent_for_again_are_not_lost(
     assert again.look("b", [OTHER, 0, OTHER]) == 1
 
 
-def test_a_reset_that_takes_the_disk_along_removes_what_was_on_its_way() -> None:
+def test_a_reset_including_the_disk_removes_pending_writes() -> None:
     rig = MediaRig()
     rig.holds = True
     rig.show("a", [TEXT, 0, OTHER])
@@ -242,7 +242,7 @@ def test_more_than_there_is_room_for_is_not_on_its_way_to_the_disk() -> None:
     rig.drain()
 
 
-def test_what_is_computed_aside_is_written_when_it_is_there() -> None:
+def test_vectors_computed_aside_are_written_when_complete() -> None:
     rig = MediaRig(host_room=9)
     rig.compute_aside()
     rig.holds = True
@@ -261,7 +261,7 @@ def test_what_is_computed_aside_is_written_when_it_is_there() -> None:
     assert sum(key.endswith(MEDIUM) for key in rig.contents) == 2
 
 
-def test_what_has_still_to_be_computed_aside_is_not_moved_to_the_host() -> None:
+def test_vectors_not_yet_computed_are_not_moved_to_the_host() -> None:
     """The image of the aborted request is not needed any more, and another image needs the room."""
     rig = MediaRig(room=5, host_room=9)
     rig.compute_aside()
@@ -279,7 +279,7 @@ def test_what_has_still_to_be_computed_aside_is_not_moved_to_the_host() -> None:
 
 @settings(max_examples=80)
 @given(seed=st.integers(0, 2**32))
-def test_whatever_happens_no_step_reads_what_is_not_there(seed: int) -> None:
+def test_random_programs_never_read_missing_vectors(seed: int) -> None:
     draw = random.Random(seed)
     room, host_room = draw.choice([5, 7, 12]), draw.choice([0, 4, 9])
     rig = MediaRig(room, host_room, num_blocks=draw.choice([14, 24]), depth=draw.choice([1, 2]))

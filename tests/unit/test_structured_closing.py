@@ -42,5 +42,5 @@ def test_parts_that_describe_an_object_alone_are_closed_too() -> None:
         {"$defs": {"d": {"properties": {"a": INTEGER}}}, "$ref": "#/$defs/d", "properties": {"b": INTEGER}},
     ],
 )
-def test_what_says_more_elsewhere_stays_as_it_is(schema: dict[str, Any]) -> None:
+def test_schemas_with_other_keywords_are_not_changed(schema: dict[str, Any]) -> None:
     assert closed(schema) == schema

@@ -361,7 +361,7 @@ def test_hostile_forms_are_refused_or_compiled() -> None:
 # ---- texts that have passed
 
 
-def test_what_has_passed_is_remembered_for_a_while() -> None:
+def test_a_limited_number_of_passed_grammars_is_remembered() -> None:
     passed = Passed(2)
     for text in "abc":
         passed.add(text)

@@ -66,7 +66,7 @@ def test_dates_are_days_of_the_calendar(day: str) -> None:
         ([2, 3], Thinking(end=(3,), begin=(2,), budget=0), []),
     ],
 )
-def test_the_answer_stands_behind_the_thinking(tokens: list[int], thinking: Thinking, answer: list[int] | None) -> None:
+def test_the_answer_follows_the_thinking(tokens: list[int], thinking: Thinking, answer: list[int] | None) -> None:
     assert behind_thinking(tokens, thinking) == answer
 
 

@@ -78,7 +78,7 @@ def test_the_table_has_every_keyword_that_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_what_cannot_be_held_is_left_out_with_a_note(name: str) -> None:
+def test_unsupported_schemas_are_ignored_with_a_note(name: str) -> None:
     odd, noted = ODD[name]
     parameters = {"type": "object", "properties": {"p": odd, "q": {"enum": ["x"]}}, "required": ["p", "q"]}
     text, notes = calls_of(parameters)
@@ -154,7 +154,7 @@ def test_schemas_that_are_too_large_together_leave_the_names() -> None:
     assert not WALKER.takes(text, call("good", {"n": 3}))
 
 
-def test_what_was_written_of_a_schema_that_fails_is_dropped() -> None:
+def test_rules_of_a_failed_schema_are_dropped() -> None:
     """The rule of `self` refers to that of `p`, which is never written, because writing `far` fails."""
     chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(30)} | {"d30": {"type": "string"}}
     inner = {"type": "object", "properties": {"self": {"$ref": "#/properties/p"}}}

@@ -184,7 +184,7 @@ def test_a_pattern_is_held_that_contradicts_its_format() -> None:
         *(r"\x4", "a{3,2}", r"\ud800", "a{5000}", "(" * 60 + ")" * 60, r"\q"),
     ],
 )
-def test_what_is_not_read(pattern: str) -> None:
+def test_unsupported_patterns(pattern: str) -> None:
     with pytest.raises(NotReadError):
         read_tree(pattern)
 

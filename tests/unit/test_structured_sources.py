@@ -76,7 +76,7 @@ def test_a_grammar_ends_with_any_of_the_models_ends_and_nothing_follows_but_ends
 
 
 @pytest.mark.parametrize(("cost_s", "is_refused"), [(0.03, True), (0.009, False)])
-def test_a_grammar_that_takes_too_long_a_token_is_followed_no_more(
+def test_a_grammar_that_is_too_slow_per_token_is_stopped(
     monkeypatch: pytest.MonkeyPatch,
     vocabulary: Vocabulary,
     token_of: dict[str, int],
@@ -99,7 +99,7 @@ def test_a_grammar_that_takes_too_long_a_token_is_followed_no_more(
         follow()
 
 
-def test_a_grammar_whose_first_mask_takes_too_long_is_refused_where_nobody_waits(
+def test_a_grammar_with_a_slow_first_mask_is_refused_when_compiled(
     monkeypatch: pytest.MonkeyPatch, vocabulary: Vocabulary
 ) -> None:
     clock = count(step=matcher.FREE_CPU_S + 0.01)
@@ -231,9 +231,7 @@ def test_equal_grammars_are_compiled_once_and_each_sequence_has_its_own(
     grammars.close()
 
 
-def test_what_cannot_be_compiled_or_has_no_tokenizer_fails_with_a_sentence(
-    vocabulary: Vocabulary, tmp_path: Path
-) -> None:
+def test_grammars_that_cannot_be_compiled_fail_with_a_sentence(vocabulary: Vocabulary, tmp_path: Path) -> None:
     grammars = Grammars(lambda: vocabulary)
     wrong = grammars.source_of(sampling(grammar="nonsense"))
     with pytest.raises(GrammarError, match=r"the grammar cannot be followed: .*Expected token"):

@@ -112,7 +112,7 @@ def test_no_shape_has_a_token_that_ends_outputs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_let_through_is_read_back_as_calls(name: str) -> None:
+def test_accepted_text_is_parsed_as_calls(name: str) -> None:
     grammar, ended = grammar_of(name, TOOLS, "required"), 0
     for seed in range(8):
         text, is_whole = walker_of(name).walk(grammar, random.Random(seed))
@@ -144,7 +144,7 @@ OTHER_FORMS = (
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name not in OTHER_FORMS])
-def test_what_its_models_write_is_let_through(name: str) -> None:
+def test_calls_as_models_write_them_are_accepted(name: str) -> None:
     written = WRITERS[name].calls([("get_weather", {"unit": "celsius", "days": 3})])
     walker = walker_of(name)
     assert walker.takes(grammar_of(name, TOOLS, "required"), written)
@@ -211,7 +211,7 @@ def test_a_common_text_begins_no_call() -> None:
     assert not walker.takes(grammar, "[now(x=1)]")
 
 
-def test_tools_that_are_not_strict_ignore_what_cannot_be_held() -> None:
+def test_tools_that_are_not_strict_ignore_unsupported_keywords() -> None:
     parameters = {"properties": {"a": {"type": "integer", "not": {}}, "b": {"type": "boolean"}}, "required": ["a"]}
     grammar = plain("json", [Tool("f", parameters)])
     assert Walker().takes(grammar, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>')

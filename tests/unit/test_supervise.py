@@ -89,7 +89,7 @@ def test_stop_asks_first(tmp_path: Path) -> None:
     assert child.exited() == "exit status 7"
 
 
-def test_stop_kills_what_does_not_listen(tmp_path: Path) -> None:
+def test_stop_kills_a_process_that_ignores_it(tmp_path: Path) -> None:
     exits = Exits()
     child = supervise.spawn(CHILD, Settings(str(tmp_path / "m"), "deaf"), "child", exits)
     wait_for(tmp_path / "m")
@@ -200,7 +200,7 @@ def early() -> Iterator[int]:
     supervise.end_early()
 
 
-def test_spawn_takes_the_child_that_was_started_early_once(early: int, tmp_path: Path) -> None:
+def test_spawn_uses_the_child_started_early_once(early: int, tmp_path: Path) -> None:
     exits = [Exits(), Exits()]
     children = [supervise.spawn(CHILD, Settings(str(tmp_path / str(i)), "wait"), f"c{i}", exits[i]) for i in range(2)]
     assert int(wait_for(tmp_path / "0")) == early
@@ -211,7 +211,7 @@ def test_spawn_takes_the_child_that_was_started_early_once(early: int, tmp_path:
     assert [one.wait() for one in exits] == ["exit status 7"] * 2, "stop() asks a child that has its settings to end"
 
 
-def test_another_entry_point_may_do_what_the_module_does(tmp_path: Path) -> None:
+def test_another_entry_point_may_replace_the_module(tmp_path: Path) -> None:
     child = supervise.spawn("no.such.module", Settings(str(tmp_path / "m"), "wait"), "c", Exits(), entry=CHILD)
     assert int(wait_for(tmp_path / "m")) == child.pid
     child.stop(DEADLINE_S)
@@ -224,7 +224,7 @@ def test_a_child_that_inherits_descriptors_is_not_the_early_one(early: int, tmp_
     child.stop(DEADLINE_S)
 
 
-def test_early_children_that_nobody_wants_are_killed_at_once(early: int) -> None:
+def test_unused_early_children_are_killed_at_once(early: int) -> None:
     supervise.end_early()
     assert not Path(f"/proc/{early}").exists()
 

@@ -125,7 +125,7 @@ def test_the_address_of_ones_own_stays(start: Callable[..., LaunchedEngine], pla
     ("lives", "reason"),
     [("fails,serves", "the engine failed: KeyError(7)"), ("dies,serves", "killed by SIGKILL")],
 )
-def test_one_that_fails_is_replaced_and_the_log_says_what_it_said(
+def test_a_failed_engine_is_replaced_and_its_reason_logged(
     start: Callable[..., LaunchedEngine], lives: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     launched = start(lives)

@@ -153,7 +153,7 @@ def test_workers_that_die_without_a_step_say_nothing() -> None:
     assert not engine.suspects.records
 
 
-def test_who_has_ended_may_have_been_the_one() -> None:
+def test_an_ended_request_may_have_caused_the_death() -> None:
     """A batch of two, one of which was aborted since, is none of one."""
     suspects = Suspects[str]()
     for _ in range(10):

@@ -45,7 +45,7 @@ def first_swapped(rig: Rig) -> Sequence:
     return swapped[0]
 
 
-def test_what_may_not_move_yet_stays_until_somebody_needs_its_place() -> None:
+def test_blocks_that_cannot_move_yet_stay_until_needed() -> None:
     rig = pressed(3, caching=False)
     sequence = first_swapped(rig)
     num_blocks = len(sequence.tables[0].ids)
@@ -72,7 +72,7 @@ def test_without_room_on_the_host_for_the_rest_it_is_computed_again() -> None:
     assert rig.output("b") == expected(PROMPT[::-1], 30)
 
 
-def test_nobody_runs_and_the_first_takes_from_those_behind() -> None:
+def test_without_running_sequences_the_first_takes_blocks_of_later_ones() -> None:
     """A waiting sequence has a part of the pool, without which the one before it does not fit."""
     rig = pressed(3, policy=Priority())
     sequence = first_swapped(rig)
@@ -86,7 +86,7 @@ def test_nobody_runs_and_the_first_takes_from_those_behind() -> None:
     assert rig.output("b") == expected(PROMPT[::-1], 30)
 
 
-def test_demotions_do_not_starve_who_comes_back() -> None:
+def test_demotions_do_not_starve_a_swapped_sequence() -> None:
     """Beside a swapped sequence others grow by two blocks a step, into blocks that are cached. With room for it on the
     device the swapped one is back after the steps that its blocks take, and as many of those that make way for it."""
     rig = Rig(131, 1, num_host_blocks=400, max_swap_blocks=3, preemption="swap", max_num_batched_tokens=200)
@@ -120,7 +120,7 @@ def test_beams_are_not_preempted_for_a_sequence_that_is_being_loaded(max_swap_bl
     assert 0 < rig.scheduler.counters.preemptions <= 2
 
 
-def test_nobody_is_loaded_in_parts_behind_one_that_lacks_blocks() -> None:
+def test_no_second_sequence_is_loaded_in_parts() -> None:
     """A second one would take the blocks for which the first waits, and would give them back and take them again in the
     same step."""
     rig = Rig(30, num_host_blocks=100, max_num_batched_tokens=200)
@@ -142,7 +142,7 @@ def test_nobody_is_loaded_in_parts_behind_one_that_lacks_blocks() -> None:
     assert rig.output("behind") == expected([*PROMPT, 1], 2)
 
 
-def test_what_the_device_still_has_is_not_loaded() -> None:
+def test_blocks_still_on_the_device_are_not_loaded() -> None:
     rig = Rig(40, num_host_blocks=40, preemption="swap", max_num_batched_tokens=64, max_swap_blocks=6)
     sequence = rig.add("a", PROMPT[:18], max_tokens=5).sequences[0]
     rig.step()
@@ -154,7 +154,7 @@ def test_what_the_device_still_has_is_not_loaded() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_hit_on_the_host_may_be_longer_than_what_a_step_moves(depth: int) -> None:
+def test_a_hit_on_the_host_may_exceed_a_steps_moves(depth: int) -> None:
     rig = Rig(26, 1, num_host_blocks=100, max_swap_blocks=4, depth=depth, max_num_batched_tokens=64)
     rig.add("a", PROMPT[:20], max_tokens=1)
     rig.drain()
@@ -174,7 +174,7 @@ def test_a_hit_on_the_host_may_be_longer_than_what_a_step_moves(depth: int) -> N
 @pytest.mark.parametrize(
     ("num_host_blocks", "max_swap_blocks", "kept"), [(50, 8, 20), (5, 8, 5), (5, 2, 5), (50, 100, 20)]
 )
-def test_of_what_is_evicted_the_prefix_is_demoted(num_host_blocks: int, max_swap_blocks: int, kept: int) -> None:
+def test_the_prefix_of_evicted_blocks_is_demoted(num_host_blocks: int, max_swap_blocks: int, kept: int) -> None:
     rig = Rig(22, 2, num_host_blocks=num_host_blocks, max_swap_blocks=max_swap_blocks, max_num_batched_tokens=64)
     rig.add("a", PROMPT, max_tokens=1)
     rig.drain()

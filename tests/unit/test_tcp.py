@@ -117,7 +117,7 @@ def test_without_keys_where_that_was_asked_for(tmp_path: Path, caplog: pytest.Lo
     assert "insecure: whoever reaches tcp://127.0.0.1" in caplog.text
 
 
-def test_a_client_says_explicitly_that_it_wants_no_keys(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_without_keys_must_ask_for_that(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_LITE_KEYS", raising=False)
     with pytest.raises(ConfigError, match="needs keys"):
         connect(engine, None)
@@ -159,7 +159,7 @@ def test_refused_clients_get_a_reason_and_others_notice_nothing(
         assert engine.heard.empty()
 
 
-def test_keys_for_an_engine_that_takes_none(alice: Path, tmp_path: Path) -> None:
+def test_keys_for_an_engine_without_keys(alice: Path, tmp_path: Path) -> None:
     with Engine(tmp_path, None) as engine, pytest.raises(EngineError, match="does not let this client in: it takes no"):
         connect(engine, alice)
 
@@ -215,7 +215,7 @@ def test_complaints_say_how_many_were_not_said(
     assert len(complaints._sources) <= 1024
 
 
-def test_strangers_on_the_port_disturb_nobody(engine: Engine, alice: Path) -> None:
+def test_strangers_on_the_port_do_not_affect_clients(engine: Engine, alice: Path) -> None:
     """HTTP, half a greeting, random bytes, nothing at all."""
     host, port = engine.address.removeprefix("tcp://").split(":")
     rng = random.Random(1)

@@ -71,7 +71,7 @@ class Slow:
 
 @pytest.mark.parametrize("max_swap_blocks", [2, 10**9])
 @pytest.mark.parametrize("num_blocks", [7, 9, 12])
-def test_what_was_swapped_out_comes_back_when_it_has_been_loaded(num_blocks: int, max_swap_blocks: int) -> None:
+def test_swapped_sequences_continue_once_they_are_loaded(num_blocks: int, max_swap_blocks: int) -> None:
     slow = Slow(num_blocks, num_host_blocks=60, max_swap_blocks=max_swap_blocks)
     prompts = {f"r{number}": [number] * 8 for number in range(4)}
     for name, prompt in prompts.items():
@@ -107,7 +107,7 @@ def test_a_cached_prefix_is_loaded_while_others_run() -> None:
     assert rig.output("again") == expected([1] * 17, 1)
 
 
-def test_what_ends_while_it_is_loaded_is_not_waited_for() -> None:
+def test_sequences_that_end_during_their_load_are_not_waited_for() -> None:
     slow = Slow(12, num_host_blocks=40)
     for name, token in (("first", 1), ("other", 2)):
         slow.rig.add(name, [token] * 40, 1)

@@ -19,7 +19,7 @@ def test_a_folder_or_a_file(tmp_path: Path) -> None:
         assert Tokenizer.load(path).source == str(file)
 
 
-def test_a_missing_file_says_what_to_do(tmp_path: Path) -> None:
+def test_the_error_for_a_missing_file_has_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read \(No such file.*save_pretrained"):
         Tokenizer.load(tmp_path)
 
@@ -97,7 +97,7 @@ def test_the_vocabulary() -> None:
     assert tokenizer.byte_ids() == {3 + value: value for value in range(256)}
 
 
-def test_what_was_set_for_training_is_not_applied_to_prompts() -> None:
+def test_truncation_and_padding_of_the_file_are_ignored() -> None:
     """A tokenizer.json may hold a truncation to 512 tokens and a padding to the longest text."""
     data = json.loads(made.byte_level())
     data["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}

@@ -45,7 +45,7 @@ def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_running", [1, 16, 64])
-def test_a_step_takes_100_bytes_and_4_for_each_token(tmp_path: Path, num_running: int) -> None:
+def test_a_recorded_step_takes_100_bytes_and_4_for_each_token(tmp_path: Path, num_running: int) -> None:
     """With block hashes and reasons, and the vocabulary of a large model; the rows of requests are counted apart."""
     settings: dict[str, Any] = {"block_size": 16, "max_num_seqs": 256, "max_num_batched_tokens": 8192}
     recorded = Recorded(tmp_path / "trace", num_running * 12 + 2, **settings)

@@ -94,7 +94,7 @@ def check_moment(made: ShownTrace, path: Path, number: int, *, sent_again: bool 
     assert moment["history"][-1]["counts"]["num_waiting"] == stats.num_waiting
 
 
-def test_each_moment_is_what_a_replay_up_to_it_finds(trace: Path, whole: ShownTrace) -> None:
+def test_each_moment_equals_a_replay_up_to_it(trace: Path, whole: ShownTrace) -> None:
     count = len(whole)
     order = list(range(1, count))  # the last one is the end
     random.Random(3).shuffle(order)
@@ -186,7 +186,7 @@ def test_a_later_life_continues_where_the_first_ended(tmp_path: Path) -> None:
 # ---- traces that are no good
 
 
-def test_what_this_version_decides_otherwise_is_not_shown(trace: Path) -> None:
+def test_steps_after_a_divergence_are_not_shown(trace: Path) -> None:
     path, _ = rewritten(
         trace, lambda record, step: replaced(record, records.Step, digest=b"12345678") if step == 7 else record
     )
@@ -197,7 +197,7 @@ def test_what_this_version_decides_otherwise_is_not_shown(trace: Path) -> None:
     made.close()
 
 
-def test_a_trace_that_was_cut_is_shown_as_far_as_it_goes(trace: Path, whole: ShownTrace, tmp_path: Path) -> None:
+def test_a_cut_trace_is_shown_up_to_its_end(trace: Path, whole: ShownTrace, tmp_path: Path) -> None:
     path = tmp_path / "cut"
     path.write_bytes(trace.read_bytes()[:-40])
     made = read(path)
@@ -220,7 +220,7 @@ def test_a_damaged_trace_is_shown_up_to_the_damage(trace: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no trace", records.MAGIC, records.MAGIC[:-1] + b"\x01", b"\xff" * 99])
-def test_what_is_no_trace_is_refused_in_a_sentence(
+def test_invalid_traces_are_refused_in_a_sentence(
     tmp_path: Path, content: bytes | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "file"
@@ -333,7 +333,7 @@ def test_moments_come_back_as_they_were(said: list[tuple[dict[str, int], bytes]]
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=120), st.integers(2, 9))
-def test_a_thinned_timeline_keeps_what_is_largest_and_last(values: list[int], most: int) -> None:
+def test_a_thinned_timeline_keeps_maxima_and_the_last_values(values: list[int], most: int) -> None:
     timeline, full = Timeline(most), Timeline()
     for number, value in enumerate(values):
         for each in (timeline, full):
@@ -369,7 +369,7 @@ def http(whole: ShownTrace) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1:1")
 
 
-async def test_the_page_knows_that_it_shows_a_trace(http: httpx.AsyncClient) -> None:
+async def test_the_page_is_in_trace_mode(http: httpx.AsyncClient) -> None:
     page = await http.get("/")
     assert 'data-mode="trace"' in page.text
     policy = page.headers["content-security-policy"]
@@ -399,7 +399,7 @@ async def test_strangers_see_nothing_of_a_trace(http: httpx.AsyncClient, path: s
         (f"story?request={'x' * 1025}", 400, "request must have 1 to 1024 characters"),
     ],
 )
-async def test_what_is_not_there_is_said_in_a_sentence(
+async def test_missing_moments_are_answered_in_a_sentence(
     http: httpx.AsyncClient, path: str, status: int, text: str
 ) -> None:
     answer = await http.get(f"/v1/replay/{path}")

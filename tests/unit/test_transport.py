@@ -42,7 +42,7 @@ def test_messages_go_both_ways_in_order(address: str) -> None:
     listener.close()
 
 
-def test_what_is_sent_before_anybody_listens_arrives(address: str) -> None:
+def test_messages_sent_before_the_listener_arrive(address: str) -> None:
     connection = transport.connect(address, b"early")
     connection.send(b"hello")
     listener = transport.bind(address)
@@ -51,7 +51,7 @@ def test_what_is_sent_before_anybody_listens_arrives(address: str) -> None:
     listener.close()
 
 
-def test_nothing_sent_while_the_listener_comes_is_lost() -> None:
+def test_no_message_is_lost_while_the_listener_binds() -> None:
     """The threads of --single-process start at the same time, so they are made to meet in every possible place."""
     expected = [(b"early", b"%d" % number) for number in range(300)]
     interval = sys.getswitchinterval()
@@ -70,7 +70,7 @@ def test_nothing_sent_while_the_listener_comes_is_lost() -> None:
         sys.setswitchinterval(interval)
 
 
-def test_what_is_left_unread_ends_the_next_wait(address: str) -> None:
+def test_unread_messages_end_the_next_wait(address: str) -> None:
     """A loop that reads a part of the messages must not sleep while others are left."""
     listener = transport.bind(address)
     connections = [transport.connect(address, name) for name in (b"me", b"other")]
@@ -113,7 +113,7 @@ def test_unknown_peer_is_gone(address: str) -> None:
     listener.close()
 
 
-def test_closed_peer_is_gone_before_the_deadline(address: str) -> None:
+def test_a_closed_peer_is_noticed_before_the_deadline(address: str) -> None:
     listener = transport.bind(address)
     connection = transport.connect(address, b"me")
     connection.send(b"hello")
@@ -236,7 +236,7 @@ def test_finish_does_not_wait_for_an_open_channel(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("max_bytes", "arrives"), [(1000, False), (2000, True)])
-def test_a_listener_takes_messages_of_its_own_size(tmp_path: Path, max_bytes: int, arrives: bool) -> None:
+def test_each_listener_has_its_own_limit_of_message_sizes(tmp_path: Path, max_bytes: int, arrives: bool) -> None:
     listener = transport.bind(f"ipc://{tmp_path}/s", max_bytes=max_bytes)
     connection = transport.connect(listener.address, b"me")
     connection.send(bytes(1500))

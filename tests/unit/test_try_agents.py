@@ -72,7 +72,7 @@ class Upstream(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-def test_the_recorder_passes_on_what_it_notes(tmp_path: Path) -> None:
+def test_the_recorder_forwards_what_it_records(tmp_path: Path) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Upstream)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

@@ -96,7 +96,7 @@ def test_the_own_format_of_a_checkpoint_is_read_so_too(tmp_path: Path) -> None:
 # ---- owners
 
 
-def test_what_another_may_have_changed_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_others_can_change_are_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.write_bytes(b"")
     assert first_untrusted([tmp_path, file]) is None

@@ -26,7 +26,7 @@ def look(rig: Rig, first_block: int = 0) -> EngineView:
     return view(rig.scheduler, first_block, 2.5)
 
 
-def test_rows_say_what_descriptions_say() -> None:
+def test_rows_agree_with_descriptions() -> None:
     rig = Rig(num_blocks=9, max_num_batched_tokens=64)
     rig.add("a", list(range(20)), max_tokens=9)
     rig.step()
@@ -134,7 +134,7 @@ def test_blocks_of_the_host_follow_those_of_the_device() -> None:
     assert is_seen, "something was swapped"
 
 
-def test_a_block_says_what_it_holds_and_where_else_that_is() -> None:
+def test_a_block_has_its_tokens_and_its_copies() -> None:
     rig = Rig(num_blocks=8, num_host_blocks=20, max_num_batched_tokens=64)
     scheduler = rig.scheduler
     prompt = list(range(9))
@@ -205,7 +205,7 @@ def test_conversations_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (newest.num_requests, newest.num_cached, newest.number) == (1, 4, MAX_CONVERSATIONS + 10)
 
 
-def test_a_step_says_what_it_moves() -> None:
+def test_a_step_has_its_moves() -> None:
     rig = Rig(num_blocks=12, num_host_blocks=20, max_num_batched_tokens=64, preemption="swap")
     for name in "ab":
         rig.add(name, list(range(ord(name) - 90, ord(name) - 77)), max_tokens=14, n=2)
