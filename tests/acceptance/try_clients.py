@@ -22,10 +22,11 @@ from typing import NamedTuple
 
 from tests.http_server import serving
 from tests.images import make_smolvlm
+from vllm_lite.config import demo_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).with_name("clients")
-DEMO = ROOT / "vllm_lite" / "demo_model"
+DEMO = Path(demo_folder())
 PAGE = ROOT / "docs" / "clients.md"
 FLAGS = ("--served-model-name", "demo", "--dtype", "float32", "--convert", "embed")
 SEEING_FLAGS = ("--served-model-name", "eyes", "--dtype", "float32", "--max-model-len", "1024")
