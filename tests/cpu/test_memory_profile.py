@@ -15,6 +15,7 @@ from tests.checkpoints import VOCAB_SIZE
 from tests.cpu.test_graphs import FakeCapture
 from tests.driver import Driver
 from tests.images import make_mistral3, make_onevision, make_qwen, make_smolvlm
+from vllm_lite.attention.cpu import CpuBackend
 from vllm_lite.attention.step_batch import PAD_SLOT
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.families.llama import FAMILIES, LlamaConfig
@@ -31,6 +32,7 @@ from vllm_lite.worker import worker as worker_module
 from vllm_lite.worker.batch.step_inputs import StepInputs
 from vllm_lite.worker.device import Device
 from vllm_lite.worker.forward import EagerForward
+from vllm_lite.worker.graphs import Capture, CpuCapture
 from vllm_lite.worker.memory.profile import (
     Baseline,
     MemoryProfile,
@@ -183,7 +185,7 @@ def test_the_report_has_the_known_names() -> None:
     )
     assert split == (
         "memory: weights 10.00GiB, activations 3.00GiB, attention over long contexts 0.25GiB, CUDA graphs 0.25GiB, "
-        "outside the framework 2.00GiB, KV cache 6.10GiB = 3123 blocks of 2.00 MiB "
+        "logits of drafts 0.00GiB, outside the framework 2.00GiB, KV cache 6.10GiB = 3123 blocks of 2.00 MiB "
         "(3379 if all memory in use counted), host tier 2048 blocks"
     )
 
@@ -300,6 +302,28 @@ def test_a_worker_profiles_its_device(tiny_checkpoint: Path, graphs: bool, caplo
     assert ready.num_blocks == int((180 * MIB * 0.9 - 110 * MIB - set_aside) // block_bytes)
     assert "memory_profile: total_gpu_memory=0.18GiB" in caplog.text
     worker.start(Start(1, 20, 0))
+
+
+@pytest.mark.parametrize("captures", [FakeCapture, CpuCapture], ids=["at the start", "on demand"])
+def test_rows_of_drafts_are_set_aside(
+    tiny_checkpoint: Path, captures: type[Capture], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps with drafts sample more tokens than there are sequences. Where such steps are recorded, they also attend
+    with more rows."""
+
+    def workspace_bytes(_: CpuBackend, num_tokens: int, num_seqs: int, max_seq_len: int) -> int:
+        return num_tokens + 10 * num_seqs * max_seq_len
+
+    monkeypatch.setattr(CpuBackend, "workspace_bytes", workspace_bytes)
+    num_rows, sizes = (56, tuple(range(1, 57))) if captures is CpuCapture else (8, (1, 2, 4, 8))
+    set_aside = reserved_bytes(sizes, VOCAB_SIZE, 32, 1) + 48 * 2 * 4 * VOCAB_SIZE + 10 * (num_rows * 512 - 8 * 8)
+    total = int((set_aside + 50 * MIB) / 0.9)
+    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 6}, "attention_backend": "cpu"}
+    worker = worker_on(Device(torch.device("cpu"), FakeMemory(total), captures()), tiny_checkpoint, **drafts)
+    worker.run_largest_step = lambda: None  # type: ignore[method-assign]
+    ready = worker.load()
+    assert worker.graph_sizes == sizes
+    assert ready.num_blocks == int((total * 0.9 - set_aside) // ready.block_bytes)
 
 
 def test_a_device_much_larger_than_the_model_is_not_filled(tiny_checkpoint: Path) -> None:

@@ -286,6 +286,20 @@ def test_a_copy_in_4_bits_takes_its_weights_and_buffers_and_no_kv(tp: int) -> No
     assert plan.activations_bytes > alone.activations_bytes
 
 
+def test_drafts_take_the_logits_of_their_rows() -> None:
+    settings: dict[str, Any] = {"device": "cpu", "memory": "4GiB", "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    plans = []
+    for drafts in (None, 2, 6):
+        if drafts is not None:
+            settings["speculative_config"] = {"method": "ngram", "num_speculative_tokens": drafts}
+        plans.append(make_plan(PlanConfig.load(settings, env={}), load(PlanConfig())))
+    logits_bytes = [3 * 4 * num_rows * load_spec(demo_folder()).vocab_size for num_rows in (4, 12, 16)]
+    growth = [plan.activations_bytes - plans[0].activations_bytes for plan in plans]
+    assert growth[1] >= logits_bytes[1] - logits_bytes[0]
+    assert growth[1] < growth[2] < 2 * growth[1], "a step has 16 tokens at most"
+    assert len({plan.weights_bytes for plan in plans}) == 1
+
+
 def test_ranks_that_cannot_be(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["plan", "-tp", "3", "--memory", "8GiB"]) == 2
     assert "tensor_parallel_size 3 does not fit this model, whose 8 heads with 2 KV heads" in capsys.readouterr().err

@@ -27,6 +27,8 @@ VECTORS_SHARE = 1 / 16
 
 LARGEST = 512
 """Number of rows above which the device is busy for longer than kernel launches take."""
+LOGITS_BYTES = 2 * 4
+"""Bytes of one logit: as it is computed, and as it is kept."""
 GRAPH_BYTES = 8 << 20
 """Bytes reserved for each graph besides its tensors: an allowance, not a measurement."""
 
@@ -137,10 +139,20 @@ MOST_VERIFIED = 128
 """Maximum rows, beyond the maximum number of sequences, of steps with drafts that are replayed on a CPU."""
 
 
-def verified_rows(num_seqs: int, drafts: Speculation | None) -> int:
-    """Most rows of a step that is replayed where drafts are verified as decodes of further sequences."""
+def most_samples(num_seqs: int, num_tokens: int, drafts: Speculation | None) -> int:
+    """Most tokens that a step samples: one after the last token of each sequence, and one after each of its drafts."""
     most_drafts = 0 if drafts is None else drafts.num_speculative_tokens
-    return max(num_seqs, min(num_seqs * (1 + most_drafts), MOST_VERIFIED))
+    return min(num_seqs * (1 + most_drafts), num_tokens)
+
+
+def draft_logits_bytes(num_seqs: int, num_tokens: int, vocab_size: int, drafts: Speculation | None) -> int:
+    """Maximum bytes of a step's logits of drafts, beside those of one token of each sequence."""
+    return (most_samples(num_seqs, num_tokens, drafts) - num_seqs) * LOGITS_BYTES * vocab_size
+
+
+def verified_rows(num_seqs: int, num_tokens: int, drafts: Speculation | None) -> int:
+    """Most rows of a step that is replayed where drafts are verified as decodes of further sequences."""
+    return max(num_seqs, min(most_samples(num_seqs, num_tokens, drafts), MOST_VERIFIED))
 
 
 def bucket_sizes(
@@ -186,5 +198,5 @@ def reserved_bytes(
     counted elsewhere."""
     if not sizes:
         return 0
-    per_row = 2 * 4 * vocab_size + num_groups * (4 * table_width + 8) + 20
+    per_row = LOGITS_BYTES * vocab_size + num_groups * (4 * table_width + 8) + 20
     return int(max(sizes) * per_row + (len(sizes) + num_in_pieces) * GRAPH_BYTES)

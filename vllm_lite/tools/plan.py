@@ -20,12 +20,14 @@ from vllm_lite.checkpoint.sizing import (
     MIN_BLOCKS,
     bucket_sizes,
     configured_num_blocks,
+    most_samples,
     num_host_blocks,
     num_host_states,
     num_state_slots,
     piece_sizes,
     reserved_bytes,
     scratch_slots,
+    verified_rows,
 )
 from vllm_lite.checkpoint.tensors.weight_bytes import (
     Checkpoint,
@@ -225,7 +227,8 @@ class _Sizes:
 
     def _logits(self) -> int:
         """Logits and the buffers of sampling. Ranks on a CPU share them."""
-        return 3 * 4 * self.num_seqs * self.spec.vocab_size
+        num_samples = most_samples(self.num_seqs, self.chunk, self.config.speculative_config)
+        return 3 * 4 * num_samples * self.spec.vocab_size
 
     def _buffers(self, spec: ModelSpec, dtype_bytes: int) -> int:
         """One rank's buffers of the largest step, tables of rotary embeddings, and scratch memory."""
@@ -242,7 +245,10 @@ class _Sizes:
         tables = 2 * self.length * turned
         splits = min(MAX_SPLITS, -(-self.length // SPLIT_TOKENS))
         results = max(own.output_size + own.num_heads for own in kinds)
-        scratch = 4 * self.num_seqs * results * splits if splits > 1 else 0
+        num_rows = self.num_seqs
+        if self.device == "cpu":
+            num_rows = verified_rows(num_rows, self.chunk, self.config.speculative_config)
+        scratch = 4 * num_rows * results * splits if splits > 1 else 0
         return (self.chunk * row + tables) * dtype_bytes + scratch
 
     def _expert_row(self, spec: ModelSpec, dtype_bytes: int) -> int:

@@ -18,6 +18,7 @@ from vllm_lite.checkpoint.shard import Shard, num_ranks
 from vllm_lite.checkpoint.sizing import (
     bucket_sizes,
     configured_num_blocks,
+    draft_logits_bytes,
     num_host_states,
     num_state_slots,
     piece_sizes,
@@ -96,10 +97,8 @@ class Worker:
     ) -> None:
         """`device` replaces the configured one. `generation`: that of the worker group, for Ready."""
         check_staged_settings(config)
-        self.config = config
-        self.rank = rank
-        self.generation = generation
-        self.progress = progress
+        self.config, self.speculation = config, config.speculative_config
+        self.rank, self.generation, self.progress = rank, generation, progress
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         spec, world = load_spec(config.model, config.model_impl, config.pooling), config.tensor_parallel_size
         spec = examine(spec, self.dtype, config.max_model_len).shared_by(world)
@@ -277,14 +276,15 @@ class Worker:
         profile.check()
         return profile.num_blocks
 
-    def _set_aside(self) -> tuple[int, int]:
-        """Bytes that the largest step does not use: (attention over the longest contexts, graphs)."""
-        limits, workspace = self.limits, self.backend.workspace_bytes
-        longest, step = limits.max_model_len, (limits.max_num_tokens, limits.max_num_seqs)
-        shown = min(longest, -(-limits.max_num_tokens // limits.max_num_seqs))
-        scratch_bytes = max(workspace(*step, longest) - workspace(*step, shown), 0)
-        shape = (self.spec.vocab_size, -(-longest // limits.block_size), limits.num_groups)
-        return scratch_bytes, reserved_bytes(self.graph_sizes, *shape, len(self._piece_sizes()))
+    def _set_aside(self) -> tuple[int, int, int]:
+        """Bytes that the largest step does not use: (attention over the longest contexts, graphs, logits of drafts)."""
+        limits, workspace, vocab_size = self.limits, self.backend.workspace_bytes, self.spec.vocab_size
+        num_tokens, num_seqs, longest = limits.max_num_tokens, limits.max_num_seqs, limits.max_model_len
+        shown, most_rows = min(longest, -(-num_tokens // num_seqs)), max((num_seqs, *self.graph_sizes))
+        scratch_bytes = max(workspace(num_tokens, most_rows, longest) - workspace(num_tokens, num_seqs, shown), 0)
+        shape = (vocab_size, -(-longest // limits.block_size), limits.num_groups)
+        graph_bytes = reserved_bytes(self.graph_sizes, *shape, len(self._piece_sizes()))
+        return scratch_bytes, graph_bytes, draft_logits_bytes(num_seqs, num_tokens, vocab_size, self.speculation)
 
     @torch.inference_mode()
     def run_largest_step(self) -> None:
@@ -458,9 +458,9 @@ class Worker:
         if self.spec.experts is not None and config.quantization is not None and not packs:
             logger.warning("decode steps run without graphs: a loop over experts of %s waits", config.quantization)
             return ()
-        rows = verified_rows(limits.max_num_seqs, config.speculative_config if capture.on_demand else None)
-        sizes, largest = config.cudagraph_capture_sizes, config.max_cudagraph_capture_size
-        return bucket_sizes(min(rows, limits.max_num_tokens), sizes, largest, every=capture.on_demand)
+        drafts, sizes = self.speculation if capture.on_demand else None, config.cudagraph_capture_sizes
+        rows = verified_rows(limits.max_num_seqs, limits.max_num_tokens, drafts)
+        return bucket_sizes(rows, sizes, config.max_cudagraph_capture_size, every=capture.on_demand)
 
     def _memory(self) -> DeviceMemory:
         if self.device.memory is None:

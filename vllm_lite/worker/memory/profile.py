@@ -94,6 +94,8 @@ class Baseline:
     """Set aside for attention over contexts longer than the step's."""
     graph_bytes: int = 0
     """Set aside for CUDA graphs."""
+    draft_bytes: int = 0
+    """Set aside for the logits of drafts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +130,11 @@ class MemoryProfile(Baseline):
     @property
     def available_bytes(self) -> float:
         """Bytes left for the KV cache; negative if the rest is too large already."""
-        return self.total_bytes * self.utilization - self.peak_bytes - self.scratch_bytes - self.graph_bytes
+        return self.total_bytes * self.utilization - self.peak_bytes - self._set_aside_bytes
+
+    @property
+    def _set_aside_bytes(self) -> int:
+        return self.scratch_bytes + self.graph_bytes + self.draft_bytes
 
     @property
     def num_blocks(self) -> int:
@@ -157,10 +163,10 @@ class MemoryProfile(Baseline):
         device_wide, host = self.device_wide_num_blocks(swap_bytes)
         split = (
             f"memory: weights {_gib(self.weights_bytes)}, activations {_gib(self.activations_bytes)}, attention over "
-            f"long contexts {_gib(self.scratch_bytes)}, CUDA graphs {_gib(self.graph_bytes)}, outside the framework "
-            f"{_gib(self.non_framework_bytes)}, KV cache {_gib(self.num_blocks * self.block_bytes)} = "
-            f"{self.num_blocks} blocks of {self.block_bytes / 2**20:.2f} MiB ({device_wide} if all memory in use "
-            f"counted), host tier {host} blocks"
+            f"long contexts {_gib(self.scratch_bytes)}, CUDA graphs {_gib(self.graph_bytes)}, logits of drafts "
+            f"{_gib(self.draft_bytes)}, outside the framework {_gib(self.non_framework_bytes)}, KV cache "
+            f"{_gib(self.num_blocks * self.block_bytes)} = {self.num_blocks} blocks of "
+            f"{self.block_bytes / 2**20:.2f} MiB ({device_wide} if all memory in use counted), host tier {host} blocks"
         )
         return measured, split
 
@@ -168,7 +174,7 @@ class MemoryProfile(Baseline):
         """Raise ConfigError, with flags that would work, if fewer than `min_blocks` blocks fit."""
         if self.num_blocks >= min_blocks:
             return
-        needed = self.peak_bytes + self.scratch_bytes + self.graph_bytes + min_blocks * self.block_bytes
+        needed = self.peak_bytes + self._set_aside_bytes + min_blocks * self.block_bytes
         enough = math.ceil(100 * needed / self.total_bytes) / 100
         advice = "a smaller --max-num-batched-tokens or --max-num-seqs, a smaller model, or --quantization int8"
         if enough <= 1:
@@ -177,9 +183,9 @@ class MemoryProfile(Baseline):
             f"no memory for KV blocks: gpu_memory_utilization {self.utilization:.2f} allows "
             f"{_gib(self.total_bytes * self.utilization)} of {_gib(self.total_bytes)}; weights take "
             f"{_gib(self.weights_bytes)}, activations {_gib(self.activations_bytes)}, attention over long contexts "
-            f"{_gib(self.scratch_bytes)}, CUDA graphs {_gib(self.graph_bytes)}, and {_gib(self.non_framework_bytes)} "
-            f"are used outside of the framework, so {self.num_blocks} blocks of {self.block_bytes} bytes fit and "
-            f"{min_blocks} are needed; give {advice}"
+            f"{_gib(self.scratch_bytes)}, CUDA graphs {_gib(self.graph_bytes)}, logits of drafts "
+            f"{_gib(self.draft_bytes)}, and {_gib(self.non_framework_bytes)} are used outside of the framework, so "
+            f"{self.num_blocks} blocks of {self.block_bytes} bytes fit and {min_blocks} are needed; give {advice}"
         )
 
 
