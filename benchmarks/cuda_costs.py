@@ -257,6 +257,7 @@ class NullCapture:
     """Records nothing, so that a replay takes only Python's time."""
 
     on_demand = False
+    spent_s = 0.0
 
     def __call__(self, prepare: Callable[[], None], run: Callable[[], None]) -> NullGraph:
         prepare()

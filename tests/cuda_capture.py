@@ -167,6 +167,7 @@ class CudaLikeCapture:
     """Stands for CudaCapture on a machine without a GPU."""
 
     on_demand = False
+    spent_s = 0.0
 
     def __init__(self) -> None:
         self.graphs: list[CudaLikeGraph] = []

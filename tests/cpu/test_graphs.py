@@ -45,6 +45,7 @@ class FakeGraph:
 
 class FakeCapture:
     on_demand = False
+    spent_s = 0.0
 
     def __init__(self) -> None:
         self.graphs: list[FakeGraph] = []

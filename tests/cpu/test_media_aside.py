@@ -154,11 +154,11 @@ def test_without_a_goal_media_take_a_share_of_what_next_tokens_do(
     assert tower.num_pieces == num_pieces  # type: ignore[attr-defined]
     fields: dict[str, Any] = {}
     part.answer(inputs, fields)
-    assert fields["media_s"] == num_pieces
+    assert fields["other_s"] == num_pieces
     part.rows.changed = False
     part.get(DIGESTS[0])
     assert part.rows.changed, "a steady step would not say it"
     part.answer(inputs, fields)
-    assert fields["media_s"] == 1, "one look at the clock before the rest, and one behind it"
+    assert fields["other_s"] == 1, "one look at the clock before the rest, and one behind it"
     part.answer(inputs, fields)
-    assert fields["media_s"] == 0
+    assert fields["other_s"] == 0

@@ -1,6 +1,6 @@
 """MTP heads: drafts equal those of the head in plain torch, whatever happened to its KV."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,9 +13,12 @@ from tests.families.latent import VARIANTS as LATENT
 from tests.families.mixtures import VARIANTS as MIXTURES
 from tests.mtp_heads import HeadTwin, add_head
 from vllm_lite.checkpoint.mtp_head import FAMILIES
+from vllm_lite.kernels.cpu.program import NotRecordable
 from vllm_lite.models.decoder import Decoder
 from vllm_lite.protocol.step import BlockOp, Continue, Draft, Finish, Fork, Preempt, ReplaceBlock, Resume, States
-from vllm_lite.worker.sampling.drafter import DraftBatch, Drafted, on_host
+from vllm_lite.worker.drafting.mtp import MTPDrafter
+from vllm_lite.worker.graphs import Graph
+from vllm_lite.worker.sampling.drafter import DraftBatch, Drafted, GrammarDrafter, on_host
 from vllm_lite.worker.step_parts.drafts import Drafts
 
 DRAFTS = 3
@@ -106,6 +109,31 @@ def test_steps_with_a_head_are_recorded(watched: Watched, monkeypatch: pytest.Mo
     for name in ("forward", "logits"):
         monkeypatch.setattr(Decoder, name, forbidden)
     play()
+
+
+def test_kv_writes_that_cannot_be_recorded_are_eager_and_others_are_not(watched: Watched) -> None:
+    drafts = part_of(watched.worker.runner, Drafts).drafter
+    assert isinstance(drafts, GrammarDrafter)
+    assert isinstance(drafts.other, MTPDrafter)
+    writer, recorded = drafts.other._writer, list[int]()
+    capture = writer._capture
+    assert capture is not None
+
+    def refused(prepare: Callable[[], None], run: Callable[[], None]) -> Graph:
+        recorded.append(len(recorded))
+        if len(recorded) == 1:
+            raise NotRecordable("the first size")
+        return capture(prepare, run)
+
+    writer._capture = refused  # type: ignore[assignment]
+    watched.run(new_request(0, PROMPT, blocks(1)), new_request(1, PROMPT[::-1], blocks(8)))
+    for _ in range(2):
+        watched.draft(0, 1)
+        watched.draft(1, 0, steps=1)
+        watched.decode(0, 1, count=1)
+    kept = list(writer._graphs.values())
+    assert len(recorded) == len(kept) > 1
+    assert [graph is None for graph in kept] == [True] + [False] * (len(kept) - 1)
 
 
 def test_recorded_steps_have_the_drafts_of_eager_ones(model: Path, twin: HeadTwin) -> None:

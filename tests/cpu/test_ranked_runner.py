@@ -284,7 +284,7 @@ class KeptPrograms(CpuCapture):
     def __init__(self) -> None:
         self.programs: list[Program] = []
 
-    def __call__(self, prepare: Callable[[], None], run: Callable[[], None]) -> Graph | None:
+    def __call__(self, prepare: Callable[[], None], run: Callable[[], None]) -> Graph:
         graph = super().__call__(prepare, run)
         assert isinstance(graph, Program), "it can be recorded"
         self.programs.append(graph)

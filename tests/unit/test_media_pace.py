@@ -67,7 +67,7 @@ class Towers(SimulatedExecutor):
             del self.left[each]
         at_s, output = self._results.pop()
         self._free_at_s = at_s + PIECE_S
-        output = msgspec.structs.replace(output, encoded=ended or None, media_s=PIECE_S)
+        output = msgspec.structs.replace(output, encoded=ended or None, other_s=PIECE_S)
         self._results.append((self._free_at_s, output))
 
 

@@ -206,10 +206,10 @@ class Steps:
         only_decodes = num_tokens == len(sequences)
         self.in_flight.add(output, sequences, num_tokens, only_decodes=only_decodes, drafted=drafted)
 
-    def confirm(self, now_s: float, media_s: float = 0.0) -> bool:
+    def confirm(self, now_s: float, other_s: float = 0.0) -> bool:
         """The oldest step has its result. Whether it changed the rate."""
         step = self.in_flight.oldest
-        step.message.media_s += media_s
+        step.message.other_s += other_s
         changed = step.ends_message and self.rate.measure(step.message, now_s)
         self.in_flight.confirm()
         return changed
@@ -248,7 +248,7 @@ def test_what_is_computed_beside_a_step_is_not_counted_as_its_tokens() -> None:
     steps = Steps()
     plain = [Continue(0, 1, [])]
     chunk = [*plain, Continue(1, 10, [])]
-    for number, (entries, took_s, media_s) in enumerate(
+    for number, (entries, took_s, other_s) in enumerate(
         [
             (plain, 5.1, 5.0),
             (plain, 0.1, 0.0),
@@ -260,16 +260,16 @@ def test_what_is_computed_beside_a_step_is_not_counted_as_its_tokens() -> None:
     ):
         steps.add(entries, 1 if entries is plain else 11)
         steps.in_flight.send(10.0 * number)
-        steps.confirm(10.0 * number + took_s, media_s)
+        steps.confirm(10.0 * number + took_s, other_s)
     assert (steps.rate.alone_s, steps.rate.token_s) == pytest.approx((0.1, 0.02))
 
 
 def test_vision_beside_a_prompt_says_nothing_of_prompts() -> None:
     steps = Steps()
-    for number, media_s in enumerate((0.0, 5.0)):
+    for number, other_s in enumerate((0.0, 5.0)):
         steps.add([Continue(0, 1, []), Continue(1, 100, [])], 101)
         steps.in_flight.send(10.0 * number)
-        steps.confirm(10.0 * number + 1.01 + media_s, media_s)
+        steps.confirm(10.0 * number + 1.01 + other_s, other_s)
         assert steps.rate.tokens_per_s == pytest.approx(100.0)
 
 

@@ -211,7 +211,7 @@ class EngineCore:
         """Apply the result of the oldest step in flight."""
         now_s = self.meter.now_s = self._clock()
         step = self.in_flight.oldest
-        step.message.media_s += output.media_s
+        step.message.other_s += output.other_s
         if step.ends_message:
             if self._prefill_rate.measure(step.message, now_s):
                 self.scheduler.measured(self._prefill_rate.rates(self.scheduler.rates))

@@ -183,7 +183,8 @@ class ModelOutput(Message, tag=20):
     (NOT_FINITE), whose rules left no token, or whose grammar failed, with the reason; their token is ignored. `drafted`
     has one item per item of `counts`: the number of drafts; None if there were none. `forced` is the number of these,
     the first ones, that the grammar forced. `encoded` are media of EncodeAside entries whose vectors are complete now.
-    `media_s` is the time in seconds that media took of the step, infinite if the device computes them asynchronously.
+    `other_s` is the time in seconds of the step that the next step of the same sequences does not take: that of media,
+    infinite if the device computes them asynchronously, and of programs that were recorded for it.
     """
 
     generation: int
@@ -197,7 +198,7 @@ class ModelOutput(Message, tag=20):
     pooled: list[tuple[Handle, Pooled]] | None = None
     forced: list[int] | None = None
     encoded: list[Digest] | None = None
-    media_s: float = 0.0
+    other_s: float = 0.0
 
 
 class Steps(Message, tag=11):

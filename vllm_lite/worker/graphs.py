@@ -26,12 +26,13 @@ Outside: these copies; on CUDA `backend.prepare`, which runs once before the cap
 (whose max_seq_len is max_model_len; a backend must keep all inputs of the captured kernels in `batch.plan` and device
 memory; on a CPU `prepare` is the program's first part), and `backend.refresh` before each replay; sampling; and every
 step that is not pure decoding or has more sequences than the largest bucket. Such steps run in pieces on CUDA
-(pieces.py), or eagerly; over a backend that is not `graph_safe`, all steps run eagerly. On a CPU a step that verifies
-drafts, or has a few tokens of images beside decodes, is replayed as one that decodes more sequences. Programs stop
-where vectors of images are inserted, and continue after that.
+(pieces.py), or eagerly; over a backend that is not `graph_safe`, all steps run eagerly, and so do those of a bucket
+that cannot be captured. On a CPU a step that verifies drafts, or has a few tokens of images beside decodes, is replayed
+as one that decodes more sequences. Programs stop where vectors of images are inserted, and continue after that.
 """
 
 import gc
+import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -72,12 +73,12 @@ class Capture(Protocol):
 
     on_demand: bool
     """Whether every batch size is captured when first needed, instead of a few sizes at the start."""
+    spent_s: float
+    """Seconds that captures on demand have taken so far."""
 
-    def __call__(self, prepare: Callable[[], None], run: Callable[[], None]) -> Graph | None:
-        """Call `prepare`, then record the device's work during `run`, which may be called several times.
-
-        Returns None if it cannot be recorded; such a model runs eagerly.
-        """
+    def __call__(self, prepare: Callable[[], None], run: Callable[[], None]) -> Graph:
+        """Call `prepare`, then record the device's work during `run`, which may be called several times. Raises
+        NotRecordable if it cannot be recorded; such steps run eagerly."""
         ...
 
     def used_bytes(self) -> int:
@@ -102,6 +103,7 @@ class CudaCapture:
     """torch.cuda.graph, on one stream and in one memory pool."""
 
     on_demand = False
+    spent_s = 0.0
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -151,17 +153,18 @@ class CpuCapture:
     """Records programs of native calls, which include `prepare`."""
 
     on_demand = True
+    spent_s = 0.0
     recording: Program | None = None
     """The program being recorded, or recorded last."""
 
-    def __call__(self, prepare: Callable[[], None], run: Callable[[], None]) -> Graph | None:
+    def __call__(self, prepare: Callable[[], None], run: Callable[[], None]) -> Graph:
         self.recording = program = Program()
+        began_s = time.perf_counter()
         try:
             program.record(prepare)
             program.record(run)
-        except NotRecordable as error:
-            logger.debug("decode steps are not recorded: %s", error)
-            return None
+        finally:
+            self.spent_s += time.perf_counter() - began_s
         logger.debug("a decode step is recorded as a program of %d native calls", len(program))
         return program
 
@@ -348,7 +351,8 @@ class DecodeGraphs:
         self._own: dict[int, OwnRows] = {}
         # Per-layer vectors depend on which tokens are placeholders.
         self._takes_vectors = capture.on_demand and eager.model.tower is not None and not spec.per_layer_size
-        self._largest = self.sizes[-1]  # 0 once a capture has failed
+        self._failed: set[int] = set()
+        """Sizes that cannot be captured, whose steps run eagerly."""
 
     @torch.inference_mode()
     def capture_all(self, progress: Callable[[], None] = lambda: None) -> None:
@@ -360,6 +364,7 @@ class DecodeGraphs:
                 progress()
 
     def _capture(self, size: int) -> _Bucket | None:
+        """Capture a graph. Returns None, now and for later steps of this size, if that is not possible."""
         eager = self.eager
         batch = self._inputs.batch(size, self.max_model_len)
         logits = self._logits_of(size)
@@ -379,9 +384,12 @@ class DecodeGraphs:
             eager.model.logits(hidden, logits)
             left[:] = [hidden]
 
-        graph = self.capture(lambda: eager.backend.prepare(batch), run)
-        if graph is None:
-            self._largest = 0
+        try:
+            graph = self.capture(lambda: eager.backend.prepare(batch), run)
+        except NotRecordable as error:
+            level = logging.DEBUG if self._failed else logging.INFO
+            logger.log(level, "steps of %d rows are not recorded and run eagerly: %s", size, error)
+            self._failed.add(size)
             return None
         program = graph if isinstance(graph, Program) else None
         self.buckets[size] = bucket = _Bucket(size, batch, graph, logits, left[0], program, puts)
@@ -408,7 +416,7 @@ class DecodeGraphs:
 
     def forget(self) -> None:
         """Drop graphs that are captured on demand, because the model's computation has changed."""
-        self.buckets, self._own, self._logits = {}, {}, self._logits[:0]
+        self.buckets, self._own, self._failed, self._logits = {}, {}, set(), self._logits[:0]
 
     def _logits_of(self, count: int) -> torch.Tensor:  # [count, vocab_size]
         """Memory for the logits of `count` rows. After `forget` it grows as steps need it, since filling that of all
@@ -420,9 +428,9 @@ class DecodeGraphs:
     def own_rows(self, count: int) -> OwnRows | None:
         """Graph of exactly `count` rows, for a caller that writes their inputs itself; None if there is none, or not on
         a CPU. The memory of graphs of different sizes overlaps."""
-        if (own := self._own.get(count)) is not None or not self.capture.on_demand or count > self._largest:
+        if (own := self._own.get(count)) is not None or not self.capture.on_demand or self._size_of(count) != count:
             return own
-        bucket = (self.buckets.get(count) or self._capture(count)) if count in self.sizes else None
+        bucket = self.buckets.get(count) or self._capture(count)
         if bucket is not None:
             own = OwnRows(*self._inputs.host(count), bucket.graph, bucket.logits, bucket.hidden)
             self._own[count] = own
@@ -431,17 +439,24 @@ class DecodeGraphs:
     def _of_decodes(self, inputs: StepInputs) -> StepInputs:
         """Convert a step of few tokens to one of decodes, on a CPU and if possible; see `_as_decodes`."""
         has_others = len(inputs.rows) < inputs.num_tokens or inputs.vectors is not None
-        can_be = has_others and inputs.num_tokens <= self._largest and self.capture.on_demand
+        can_be = has_others and self.capture.on_demand and self._size_of(inputs.num_tokens) is not None
         return _as_decodes(inputs) if can_be else inputs
 
+    def _size_of(self, num_rows: int) -> int | None:
+        """The smallest size for so many rows; None if they are too many, or if it cannot be captured."""
+        place = bisect_left(self.sizes, num_rows)
+        if place == len(self.sizes) or self.sizes[place] in self._failed:
+            return None
+        return self.sizes[place]
+
     def _bucket_of(self, inputs: StepInputs) -> _Bucket | None:
-        """Bucket of a step of decodes; None for other steps, and if nothing can be captured."""
+        """Bucket of a step of decodes; None for other steps, and for sizes that cannot be captured."""
         num_seqs = len(inputs.rows)
-        if inputs.num_tokens > num_seqs or num_seqs > self._largest:
+        size = self._size_of(num_seqs) if inputs.num_tokens == num_seqs else None
+        if size is None:
             return None
         if inputs.vectors is not None and (not self._takes_vectors or inputs.states is not None):
             return None
-        size = self.sizes[bisect_left(self.sizes, num_seqs)]
         return self.buckets.get(size) or self._capture(size)
 
     def _replay(self, bucket: _Bucket, inputs: StepInputs) -> torch.Tensor:  # float32 [num_sampling, vocab_size]

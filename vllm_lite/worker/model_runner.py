@@ -84,11 +84,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def execute(self, step: SchedulerOutput) -> ModelOutput:
-        """Run one step. All ranks run it and get equal outputs, except for logprobs, which only rank 0 reports.
+        """Run one step. All ranks run it and get equal outputs, except for `other_s`, and for logprobs, which only rank
+        0 reports.
 
         Raises ProtocolError for a step that does not fit this worker's state or limits.
         """
         self.ranges.step()
+        captured_s = self._captured_s()
         with self.ranges("inputs"):
             inputs = self._inputs(step)
         if inputs.num_tokens == 0:
@@ -102,7 +104,13 @@ class ModelRunner:
             result = self._sample(inputs, logits, samples)
         with self.ranges("answer"):
             fields = self._commit(inputs, result)
+        if self._captured_s() > captured_s:
+            fields["other_s"] = fields.get("other_s", 0.0) + self._captured_s() - captured_s
         return ModelOutput(step.generation, step.step, **fields)
+
+    def _captured_s(self) -> float:
+        """Seconds that captures on demand have taken so far."""
+        return self.forward.capture.spent_s if isinstance(self.forward, DecodeGraphs) else 0.0
 
     def _inputs(self, step: SchedulerOutput) -> StepInputs:
         """Execute the block ops, apply the entries, and build the inputs of the forward pass."""

@@ -27,12 +27,12 @@ Item = TypeVar("Item")
 
 class StepMessage:
     """`num_steps` steps that are sent to the workers together; `num_left` of them have no result yet. `is_plain`: all
-    of them only decode or verify drafts. `media_s`: seconds that the workers spent on media in them."""
+    of them only decode or verify drafts. `other_s`: seconds that the workers spent on media and recordings in them."""
 
-    __slots__ = ("is_plain", "media_s", "num_left", "num_prefill_tokens", "num_steps", "num_tokens", "sent_s")
+    __slots__ = ("is_plain", "num_left", "num_prefill_tokens", "num_steps", "num_tokens", "other_s", "sent_s")
 
     def __init__(self) -> None:
-        self.is_plain, self.media_s = True, 0.0
+        self.is_plain, self.other_s = True, 0.0
         self.num_steps = self.num_left = self.num_tokens = self.num_prefill_tokens = 0
         self.sent_s = 0.0
 

@@ -3,7 +3,7 @@ size prompt chunks beside sequences that decode, and to choose the number of dra
 
 The prefill rate is learned from step results. Steps run one after the other, so a step that was sent while another ran
 took the time since that one's result; the steps of one message are answered, and timed, together. Time that the workers
-report for media does not count.
+report for media and recordings does not count.
 """
 
 from bisect import bisect_left, bisect_right
@@ -114,7 +114,7 @@ class PrefillRate:
         self.alone_s = self.token_s = 0.0
         """As in Rates."""
         self.took_s = 0.0
-        """Time of the latest message, without that of its media."""
+        """Time of the latest message, without that of its media and recordings."""
         self._ended_s = self._told_s = 0.0
 
     def rates(self, rates: Rates) -> Rates:
@@ -125,7 +125,7 @@ class PrefillRate:
     def measure(self, message: StepMessage, now_s: float) -> bool:
         """Learn from the oldest message in flight, whose last step has its result now. Returns whether the scheduler
         should get new rates: the message had prompt tokens, or the decode time changed by more than CHANGE."""
-        self.took_s = took_s = now_s - max(message.sent_s, self._ended_s) - message.media_s
+        self.took_s = took_s = now_s - max(message.sent_s, self._ended_s) - message.other_s
         self._ended_s = now_s
         if took_s <= 0:
             return False

@@ -8,10 +8,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from vllm_lite.kernels.cpu.program import NotRecordable
+from vllm_lite.runtime import log
 from vllm_lite.worker.batch.step_inputs import StepInputs
 from vllm_lite.worker.drafting.place import DraftPlace
 from vllm_lite.worker.forward import EagerForward
 from vllm_lite.worker.graphs import DecodeInputs, Graph
+
+logger = log.get(__name__)
 
 
 class KVWriter:
@@ -23,8 +27,9 @@ class KVWriter:
         self._capture = capture if capture is not None and capture.on_demand else None
         self._largest = sizes[-1] if sizes and self._capture is not None else 0
         self._inputs = DecodeInputs(max(1, self._largest), 1, len(eager.model.spec.kv_groups), eager.device)
-        self._graphs: dict[int, tuple[Graph, NDArray[np.int64]]] = {}
-        """Number of tokens -> a recorded pass and its input memory, [2 + num_groups, num_tokens]."""
+        self._graphs: dict[int, tuple[Graph, NDArray[np.int64]] | None] = {}
+        """Number of tokens -> a recorded pass and its input memory, [2 + num_groups, num_tokens]; None if it cannot be
+        recorded."""
 
     def write(self, inputs: StepInputs) -> bool:
         """Write K and V of all tokens of the step, whose slots are for the drafting model's own groups. Returns False
@@ -32,7 +37,9 @@ class KVWriter:
         count = inputs.num_tokens
         if inputs.vectors is not None or count > self._largest:
             return False
-        recorded = self._graphs.get(count) or self._record(count)
+        if count not in self._graphs:
+            self._graphs[count] = self._record(count)
+        recorded = self._graphs[count]
         if recorded is None:
             return False
         graph, numbers = recorded
@@ -55,9 +62,9 @@ class KVWriter:
         def run() -> None:
             eager.model.forward(batch, eager.kv_caches, eager.backend, eager.progress)
 
-        graph = capture(lambda: None, run)
-        if graph is None:
-            self._largest = 0
+        try:
+            graph = capture(lambda: None, run)
+        except NotRecordable as error:
+            logger.debug("KV writes of %d tokens are not recorded and run eagerly: %s", count, error)
             return None
-        self._graphs[count] = graph, self._inputs.host(count)[0]
-        return self._graphs[count]
+        return graph, self._inputs.host(count)[0]

@@ -148,7 +148,7 @@ class MediaVectors(StepPart):
     def answer(self, inputs: StepInputs, fields: dict[str, Any]) -> None:  # noqa: ARG002
         if self._ended:
             fields["encoded"], self._ended = self._ended, []
-        fields["media_s"], self._media_s = self._media_s, 0.0
+        fields["other_s"], self._media_s = self._media_s, 0.0
 
     def _time_aside(self, inputs: StepInputs) -> float:
         """Time in a step for media computed aside: the goal minus the time of the last such step, or, without a goal, a
