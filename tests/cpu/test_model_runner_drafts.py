@@ -14,8 +14,8 @@ from tests.checkpoints import VOCAB_SIZE
 from tests.driver import GREEDY, WARM, Driver, expected, make_prompt, new_request
 from tests.families.hybrid import VARIANTS as HYBRIDS
 from vllm_lite.protocol.params import Sampling
-from vllm_lite.protocol.step import Continue, Draft, Finish, Fork, Preempt, States
-from vllm_lite.worker.sampling.drafter import DraftBatch, Drafted, Drafter
+from vllm_lite.protocol.step import Continue, Draft, Finish, Fork, Preempt, States, SureDrafts
+from vllm_lite.worker.sampling.drafter import NO_PRICE, DraftBatch, Drafted, Drafter
 
 
 class Parrot(Drafter):
@@ -160,15 +160,25 @@ def test_min_tokens_hold_at_every_drafted_position(driver: Driver, oracle: Any) 
     assert driver.got[1] == plain
 
 
+def test_the_price_of_drafts_is_that_of_their_step(driver: Driver) -> None:
+    driver.run(new_request(0, make_prompt(5, seed=1), [1, 2]), new_request(1, make_prompt(6, seed=2), [3, 4]))
+    driver.drafts.drafter = asked = Keeper()
+    driver.run(Draft(1, 2, []), Draft(0, 3, []), SureDrafts(0.75, 0.5))
+    driver.run(Draft(1, 2, []), Draft(0, 3, []))
+    assert asked.prices == [SureDrafts(0.75, 0.5), NO_PRICE]
+
+
 class Keeper(Drafter):
-    """Records the ended answers, and the groups of sequences that it is asked about."""
+    """Records the ended answers, and what it is asked."""
 
     def __init__(self) -> None:
         self.answers: list[tuple[bytes, list[int]]] = []
         self.asked: list[bytes] = []
+        self.prices: list[SureDrafts] = []
 
     def before(self, batch: DraftBatch) -> Sequence[Drafted]:
         self.asked += batch.groups or []
+        self.prices.append(batch.price)
         return super().before(batch)
 
     def ended(self, group: bytes, answer: NDArray[np.int32]) -> None:

@@ -23,7 +23,7 @@ from vllm_lite.engine.scheduling.rates import Rates, factor_place
 from vllm_lite.engine.scheduling.step_cost import RowFactors, StepCost
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.control import StepTiming
-from vllm_lite.protocol.step import Draft, SchedulerOutput
+from vllm_lite.protocol.step import Draft, SchedulerOutput, SureDrafts
 
 MOST = 6
 
@@ -283,20 +283,35 @@ def test_where_little_is_found_several_sequences_search_rarely_and_continue_afte
     assert all(lengths.choose(sure[:1], 1, free, step)[0] for step in range(1, 5)), "a single search takes little"
 
 
+def price(lengths: DraftLengths) -> SureDrafts:
+    assert lengths.price is not None
+    return lengths.price
+
+
 def test_the_price_of_a_row_is_what_a_step_without_drafts_makes_of_its_time() -> None:
     dear, cheap = Rates(step_s=0.004, row_s=0.001), Rates(step_s=0.004, row_s=1e-6)
     lengths = lengths_of(draft_method="suffix")
-    assert lengths.least == 0.0
+    assert lengths.price is None
     chosen(lengths, [sequence()], cheap)
-    assert lengths.least < 0.001
+    assert price(lengths).min_odds < 0.001
     look(lengths, 8)
     chosen(lengths, [sequence()] * 8, dear)
-    assert lengths.least == pytest.approx(8 * 0.001 / 0.012)
+    assert price(lengths) == SureDrafts(pytest.approx(8 * 0.001 / 0.012), pytest.approx(0.0))  # type: ignore[arg-type]
     chosen(lengths, [sequence()], Rates(step_s=0.0, row_s=0.01))
-    assert lengths.least == MOST_ODDS, "more than a token: nothing is as sure"
+    assert price(lengths).min_odds == MOST_ODDS, "more than a token: nothing is as sure"
     other = lengths_of(draft_method="self")
     chosen(other, [sequence()], dear)
-    assert other.least == 0.0, "it cannot tell"
+    assert other.price is None, "it cannot tell"
+
+
+def test_verifying_has_a_price_that_probes_do_not_pay() -> None:
+    """The cheapest row is the last of several, and the first ones take more."""
+    lengths, rates = lengths_of(draft_method="suffix"), Rates(step_s=0.009, row_s=0.001, verify_s=0.003)
+    assert chosen(lengths, [sequence(50, 0.01)], rates) == [MOST]
+    row = (0.003 + 4 * 0.001) / 4 / 0.01
+    assert price(lengths) == SureDrafts(pytest.approx(row), pytest.approx(0.4 - row))  # type: ignore[arg-type]
+    assert chosen(lengths, [sequence(0.1, 20)], rates) == [0]
+    assert price(lengths) == SureDrafts(pytest.approx(row), 0.0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("method", "most"), [("self", 3), ("mtp", 1)])
@@ -348,6 +363,30 @@ def test_the_scheduler_drafts_less_where_rows_are_dear() -> None:
         outputs.append(rig.output("a"))
     assert outputs[0] == outputs[1]
     assert drafted[0] > 3 * drafted[1]
+
+
+@pytest.mark.parametrize("method", ["suffix", "self"])
+def test_a_step_says_once_how_sure_its_drafts_must_be(method: str) -> None:
+    options = {"num_drafts": 4, "draft_method": method, "adaptive_drafts": True}
+    rig = Rig(num_blocks=90, max_num_batched_tokens=64, **options)  # type: ignore[arg-type]
+    rig.scheduler.measured(Rates(step_s=0.01, row_s=0.0005))
+    for index in range(3):
+        rig.add(f"r{index}", [1, 2, index], max_tokens=40)
+    found: list[tuple[int, list[SureDrafts]]] = []
+    schedule = rig.scheduler.schedule
+
+    def watched(now_s: float = 0.0) -> SchedulerOutput | None:
+        step = schedule(now_s)
+        entries = step.entries if step else []
+        sure = [entry for entry in entries if isinstance(entry, SureDrafts)]
+        found.append((sum(isinstance(entry, Draft) for entry in entries), sure))
+        return step
+
+    rig.scheduler.schedule = watched  # type: ignore[method-assign]
+    rig.drain()
+    assert {count for count, _ in found} >= {0, 3}
+    assert all(len(sure) == (method == "suffix" and count > 0) for count, sure in found)
+    assert all(0 < each.min_odds < MOST_ODDS for _, sure in found for each in sure)
 
 
 def test_behind_a_right_draft_no_more_are_asked_for_once_none_is_found() -> None:

@@ -16,6 +16,7 @@ from vllm_lite.engine.scheduling.queues import Options
 from vllm_lite.engine.scheduling.rates import Rates
 from vllm_lite.engine.scheduling.step_cost import StepCost
 from vllm_lite.protocol.control import STEP_ROWS, StepTiming
+from vllm_lite.protocol.step import SureDrafts
 
 NUM_TOKENS, NUM_ANSWERS, CROWD, NOISE = 160, 3, 8, 0.05
 SURE = 0.97
@@ -87,7 +88,7 @@ class Machine:
         while live := [each for each in sequences if each.num_output < NUM_TOKENS]:
             step += 1
             allowed = lengths.choose(live, len(live), cost.rates(Rates()), step)
-            drafted = [self._make(*each, lengths.least) for each in zip(live, allowed, strict=True)]
+            drafted = self._paying(list(zip(live, allowed, strict=True)), lengths.price or SureDrafts(0.0, 0.0))
             for sequence, most in zip(live, allowed, strict=True):
                 sequence.drafts_hold &= not most  # learn() sets it again if all of its drafts were right
             lengths.learn_share(sum(allowed), sum(drafted))
@@ -100,9 +101,18 @@ class Machine:
             if any(drafted) or not any(allowed):
                 cost.measure(*shape, took_s)
 
-    def _make(self, sequence: Any, allowed: int, least: float) -> int:
+    def _paying(self, asked: list[tuple[Any, int]], price: SureDrafts) -> list[int]:
+        """The numbers of drafts, where their drafter knows whether they are sure, and what they are worth together."""
+        made = [self._make(*each, price.min_odds) for each in asked]
+        gain = 0.0
+        for (sequence, _), count in zip(asked, made, strict=True):
+            odds = SURE if sequence.is_sure else self._odds(sequence)
+            gain += sum(odds**place - price.min_odds for place in range(1, count + 1))
+        return made if gain >= price.min_gain else [0] * len(made)
+
+    def _make(self, sequence: Any, allowed: int, min_odds: float) -> int:
         is_found, sequence.is_sure = (self.random.random() < share for share in (self.case.found, self.case.sure))
-        if not is_found or (least > self._odds(sequence) and not sequence.is_sure):
+        if not is_found or (min_odds > self._odds(sequence) and not sequence.is_sure):
             return 0
         return min(allowed, NUM_TOKENS - int(sequence.num_output) - 1)
 

@@ -104,13 +104,20 @@ class Finish(Message, tag=6):
 
 class Draft(Message, tag=7):
     """Like a Continue of one token, but the worker may draft up to `max_drafts` tokens after it, and keeps those that
-    are accepted. Blocks for all of them are allocated. A drafter that can tell how sure its drafts are proposes those
-    that are right with a chance of `least` or more."""
+    are accepted. Blocks for all of them are allocated."""
 
     handle: Handle
     max_drafts: int
     new_block_ids: BlockIds
-    least: float = 0.0
+
+
+class SureDrafts(Message, tag=18):
+    """The price of drafts in this step, for a drafter that can tell how sure they are. It proposes those that are right
+    with a chance of `min_odds` or more, but none if all of them are expected to bring fewer than `min_gain` tokens
+    beyond `min_odds` for each. Without this entry all drafts may be proposed."""
+
+    min_odds: float
+    min_gain: float
 
 
 class ReplaceBlock(Message, tag=8):
@@ -148,6 +155,7 @@ Entry = (
     | Preempt
     | Finish
     | Draft
+    | SureDrafts
     | ReplaceBlock
     | SetToken
     | States

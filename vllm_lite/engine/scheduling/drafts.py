@@ -19,7 +19,7 @@ from vllm_lite.engine.scheduling.queues import Options
 from vllm_lite.engine.scheduling.rates import Rates, factor_place
 from vllm_lite.engine.scheduling.step_plan import StepPlan, joined
 from vllm_lite.engine.sequence import Sequence, Status
-from vllm_lite.protocol.step import Continue, Draft
+from vllm_lite.protocol.step import Continue, Draft, SureDrafts
 
 MEMORY = 0.9
 """Weight of a sequence's earlier drafts beside those of its latest step: about the last ten steps count."""
@@ -78,8 +78,8 @@ class DraftLengths:
         self._early_probes = EARLY_PROBES
         self._is_scored = options.draft_method in SCORED
         self._probe = min(self._most, SCORED_PROBE) if self._is_scored else 1
-        self.least = 0.0
-        """The chance of being right that drafts of the latest step must have, if the drafter knows it."""
+        self.price: SureDrafts | None = None
+        """The price of drafts in the latest step, for a drafter that knows their odds."""
         self._looks: dict[int, int] = {}
 
     def odds(self, sequence: Sequence) -> float:
@@ -115,25 +115,30 @@ class DraftLengths:
             return [step % ((self._most if len(sequences) == 1 else 1) + 1)] * len(sequences)
         if self._is_new(num_rows):
             return [0] * len(sequences)
-        self.least = self._price(len(sequences), num_rows, rates) if self._is_scored else 0.0
+        self.price = self._price_of(len(sequences), num_rows, rates) if self._is_scored else None
         odds = [self.odds(sequence) for sequence in sequences]
         lengths, gain = self._paying(odds, num_rows, rates)
         if gain < SURE and step % LOOK_STEPS == 0:
             return [0] * len(sequences)
         if self._is_scored and len(sequences) > 1 and self._share() < RARE and step % RARE_STEPS:
             lengths = [length * each.drafts_hold for length, each in zip(lengths, sequences, strict=True)]
+        if self.price is not None and not any(lengths):  # probes show whether they pay
+            self.price = SureDrafts(self.price.min_odds, 0.0)
         if not all(lengths):
             return self._with_probes(sequences, lengths, num_rows, rates)
         return self._with_longer(odds, lengths, num_rows, rates) if step % TRY_STEPS == TRY_STEPS // 2 else lengths
 
-    def _price(self, count: int, num_rows: int, rates: Rates) -> float:
+    def _price_of(self, count: int, num_rows: int, rates: Rates) -> SureDrafts:
         """Tokens that a step without drafts makes in the time of one more row, if there are at least twice as many:
-        differences of single rows are mostly noise, and where a few cost a lot further ones may cost little."""
+        differences of single rows are mostly noise, and where a few cost a lot further ones may cost little. And those
+        that it makes in the further time of the first rows: verifying takes some time, however few rows there are."""
         plain_s = rates.decode_s(num_rows)
         most = min(count * self._most, self._most_rows(count, num_rows, rates) - num_rows)
         extra = [num_rows << place for place in range((most // num_rows).bit_length())] or [num_rows]
-        row_s = min((rates.decode_s(num_rows + rows, min(rows, self._most)) - plain_s) / rows for rows in extra)
-        return min(max(row_s * num_rows / plain_s, 0.0), MOST_ODDS)
+        took_s = [rates.decode_s(num_rows + rows, min(rows, self._most)) - plain_s for rows in extra]
+        row_s = max(min(each_s / rows for each_s, rows in zip(took_s, extra, strict=True)), 0.0)
+        further_s = took_s[0] - row_s * extra[0]
+        return SureDrafts(min(row_s * num_rows / plain_s, MOST_ODDS), further_s * num_rows / plain_s)
 
     def _most_rows(self, count: int, num_rows: int, rates: Rates) -> int:
         """Most rows of a step in which `count` sequences draft: nearly as many as have been served."""
@@ -228,9 +233,9 @@ def _expected(odds: float, length: int) -> float:
     return float(length) if odds >= 1 else odds * (1 - odds**length) / (1 - odds)
 
 
-def add_drafts(plan: StepPlan, kv: KVCacheManager, lengths: abc.Sequence[int], least: float) -> None:
-    """Let decoding sequences draft, at most `lengths`, with the tokens that are left, drafts that are right with a
-    chance of `least`. None is preempted for it."""
+def add_drafts(plan: StepPlan, kv: KVCacheManager, lengths: abc.Sequence[int], price: SureDrafts | None) -> None:
+    """Let decoding sequences draft, at most `lengths`, with the tokens that are left, if drafts are worth their
+    `price`. None is preempted for it."""
     share = plan.budget // len(plan.draftable)
     for (place, sequence), most in zip(plan.draftable, lengths, strict=True):
         end = sequence.num_tokens + sequence.num_pending  # with the token that this step samples
@@ -247,7 +252,9 @@ def add_drafts(plan: StepPlan, kv: KVCacheManager, lengths: abc.Sequence[int], l
                 continue
             new_ids = joined(new_ids, growth.new_ids)
             plan.entries += growth.entries
-        plan.entries[place] = Draft(sequence.handle, count, new_ids, least)
+        plan.entries[place] = Draft(sequence.handle, count, new_ids)
         plan.drafted.append((sequence, count))
         sequence.drafts(count)
         plan.take(count)
+    if plan.drafted and price is not None:
+        plan.entries.append(price)

@@ -14,13 +14,13 @@ import torch
 from numpy.typing import NDArray
 
 from vllm_lite.checkpoint.model_spec import LayerSpec
-from vllm_lite.protocol.step import Handle
+from vllm_lite.protocol.step import Handle, SureDrafts
 from vllm_lite.runtime.nested_settings import Speculation
 from vllm_lite.worker.batch.rows import Rows
 from vllm_lite.worker.batch.step_inputs import StepInputs
 from vllm_lite.worker.drafting.place import DraftPlace
 from vllm_lite.worker.sampling.masks import SequenceMask
-from vllm_lite.worker.sampling.match_odds import MatchOdds
+from vllm_lite.worker.sampling.match_odds import NOTHING_FOUND, MatchOdds, ScoredDrafts, paying
 from vllm_lite.worker.step_parts.rules import Rules
 
 Int32s = NDArray[np.int32]
@@ -32,6 +32,8 @@ Drafted = Int32s | torch.Tensor
 NO_DRAFT = -1
 """Placeholder where nothing was drafted; equals no token id."""
 NO_TOKENS = np.zeros(0, np.int32)
+NO_PRICE = SureDrafts(0.0, 0.0)
+"""All drafts are proposed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class DraftBatch:
     masks: list[SequenceMask | None]  # of each, None if it follows no grammar
     groups: list[bytes] | None = None  # of each, the group of requests that may share answers; None: no groups
     states: list[int] | None = None  # of each, the slot of its state before its last token; None: no recurrent layers
-    least: float = 0.0  # the chance below which a drafter that knows its drafts' proposes none
+    price: SureDrafts = NO_PRICE  # of drafts, for drafters that know their odds
 
     def some(self, chosen: Sequence[int]) -> "DraftBatch":
         """Select the sequences at the indices `chosen` of the batch."""
@@ -55,7 +57,7 @@ class DraftBatch:
             [self.masks[index] for index in chosen],
             None if self.groups is None else [self.groups[index] for index in chosen],
             None if self.states is None else [self.states[index] for index in chosen],
-            self.least,
+            self.price,
         )
 
 
@@ -193,6 +195,9 @@ class GrammarDrafter(Drafter):
     def before(self, batch: DraftBatch) -> Sequence[Drafted]:
         """See Drafter.before. Drafts on the device stay there for sequences without a grammar."""
         known, most, masks = batch.tokens, batch.max_drafts, batch.masks
+        if self.other is not None and not any(mask is not None for mask in masks):
+            self.forced = {}
+            return self.other.before(batch)
         forced = [NO_TOKENS] * len(known)
         if self._forces:
             forced = [_forced(*each) for each in zip(known, most, masks, strict=True)]
@@ -214,6 +219,7 @@ def _behind(batch: DraftBatch, forced: Sequence[Int32s], rest: Sequence[int]) ->
         batch.some(rest),
         tokens=[np.concatenate((batch.tokens[i], forced[i])) if len(forced[i]) else batch.tokens[i] for i in rest],
         max_drafts=[batch.max_drafts[index] - len(forced[index]) for index in rest],
+        price=SureDrafts(batch.price.min_odds, 0.0) if any(map(len, forced)) else batch.price,
     )
 
 
@@ -247,16 +253,17 @@ class NgramDrafter(Drafter):
     def before(self, batch: DraftBatch) -> list[Int32s]:
         """See Drafter.before."""
         each = zip(batch.handles, batch.tokens, batch.max_drafts, strict=True)
-        return [self._follow(*own, batch.least) for own in each]
+        return paying([self._follow(*own, batch.price) for own in each], batch.price)
 
     def _follow(
         self,
         handle: Handle,
         tokens: Int32s,  # [num_tokens]
         max_drafts: int,
-        least: float,
-    ) -> Int32s:  # [at most max_drafts], or [0] if nothing is found
-        """Return the tokens after the most recent earlier occurrence of the longest suffix that has one.
+        price: SureDrafts,
+    ) -> ScoredDrafts:  # at most max_drafts
+        """Return the tokens after the most recent earlier occurrence of the longest suffix that has one, as many as are
+        worth their `price`, and the tokens that they bring beyond it.
 
         If too few tokens follow that occurrence, the draft continues from itself: a sequence that repeats p tokens is
         drafted to repeat them indefinitely.
@@ -272,10 +279,10 @@ class NgramDrafter(Drafter):
             ends, length = longer, length + 1
         self.odds.learn(handle, tokens)
         if not len(ends) or length < self.shortest:
-            return tokens[:0]
+            return NOTHING_FOUND
         self.odds.report(handle, len(tokens), int(tokens[ends[-1] + 1]), length)
-        count = self.odds.most(length, max_drafts, least)
-        return np.resize(tokens[ends[-1] + 1 :][:count], count)
+        count, gain = self.odds.most(length, max_drafts, price.min_odds)
+        return np.resize(tokens[ends[-1] + 1 :][:count], count), gain
 
 
 def on_host(drafted: Drafted) -> Int32s:

@@ -5,11 +5,12 @@ has its next token, it is known whether the draft was right, at no cost but the 
 """
 
 from bisect import bisect_right
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_lite.protocol.step import Handle
+from vllm_lite.protocol.step import Handle, SureDrafts
 
 LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24
 """Lower bounds of the lengths of matches that are taken to be equally sure."""
@@ -17,6 +18,10 @@ DECAY = 0.98
 """Weight of a draft's predecessor, of matches of about the same length."""
 PRIOR = 6.0
 """Number of drafts that the chance assumed at first counts for."""
+
+ScoredDrafts = tuple[NDArray[np.int32], float]
+"""Drafts of a sequence, and the tokens that they are expected to bring beyond their price."""
+NOTHING_FOUND: ScoredDrafts = np.zeros(0, np.int32), 0.0
 
 
 class MatchOdds:
@@ -34,17 +39,16 @@ class MatchOdds:
         first = (LENGTHS[place] + 0.5) / (LENGTHS[place] + 3)
         return (self._right[place] + PRIOR * first) / (self._counts[place] + PRIOR)
 
-    def most(self, length: int, count: int, least: float) -> int:
-        """Number of drafts, at most `count`, that are all right with a chance of `least` or more. Each right one makes
-        the match longer."""
-        if least <= 0:
-            return count
-        odds = 1.0
+    def most(self, length: int, count: int, min_odds: float) -> tuple[int, float]:
+        """Number of drafts, at most `count`, that are all right with a chance of `min_odds` or more, and the tokens
+        that they are expected to bring beyond `min_odds` for each. Each right one makes the match longer."""
+        odds, gain = 1.0, 0.0
         for number in range(count):
             odds *= self.of(length + number)
-            if odds < least:
-                return number
-        return count
+            if odds < min_odds:
+                return number, gain
+            gain += odds - min_odds
+        return count, gain
 
     def report(self, handle: Handle, num_tokens: int, draft: int, length: int) -> None:
         """Remember the first draft behind the `num_tokens` tokens of a sequence, and the length of its match."""
@@ -60,6 +64,12 @@ class MatchOdds:
     def forget(self, handle: Handle) -> None:
         """Forget the latest draft of a sequence whose handle another one has now."""
         self._latest.pop(handle, None)
+
+
+def paying(found: Sequence[ScoredDrafts], price: SureDrafts) -> list[NDArray[np.int32]]:
+    """The drafts of each sequence of a step; none of any if all together do not bring what it takes to verify them."""
+    is_worth = sum(gain for _, gain in found) >= price.min_gain
+    return [drafts if is_worth else NOTHING_FOUND[0] for drafts, _ in found]
 
 
 def _place(length: int) -> int:

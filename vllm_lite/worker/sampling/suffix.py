@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from vllm_lite.protocol.step import Handle
+from vllm_lite.protocol.step import Handle, SureDrafts
 from vllm_lite.runtime.nested_settings import Speculation
 from vllm_lite.worker.sampling.drafter import DraftBatch, Drafter
-from vllm_lite.worker.sampling.match_odds import MatchOdds
+from vllm_lite.worker.sampling.match_odds import NOTHING_FOUND, MatchOdds, ScoredDrafts, paying
 
 Int32s = NDArray[np.int32]
 
@@ -48,7 +48,7 @@ class SuffixDrafter(Drafter):
         """See Drafter.before."""
         groups = batch.groups or [b""] * len(batch.handles)
         each = zip(batch.handles, batch.tokens, batch.max_drafts, groups, strict=True)
-        return [self._draft(*own, batch.least) for own in each]
+        return paying([self._draft(*own, batch.price) for own in each], batch.price)
 
     def ended(self, group: bytes, answer: Int32s) -> None:
         """See Drafter.ended."""
@@ -56,8 +56,8 @@ class SuffixDrafter(Drafter):
             self.answers.add(group, answer)
 
     def _draft(
-        self, handle: Handle, tokens: Int32s, max_drafts: int, group: bytes, least: float
-    ) -> Int32s:  # [at most max_drafts]
+        self, handle: Handle, tokens: Int32s, max_drafts: int, group: bytes, price: SureDrafts
+    ) -> ScoredDrafts:  # at most max_drafts
         suffix = tokens[len(tokens) - self.longest :] if len(tokens) > self.longest else tokens
         best, length = occurrences(tokens[:-1], suffix)
         source = tokens
@@ -69,12 +69,13 @@ class SuffixDrafter(Drafter):
                 best, length, source = others, longer, answers
         self.odds.learn(handle, tokens)
         if not length:
-            return tokens[:0]
+            return NOTHING_FOUND
         count = min(max_drafts, max(1, int(self.factor * length)))
         drafts = follow(source, best[-MAX_OCCURRENCES:], count, self.least_share)
         if len(drafts):
             self.odds.report(handle, len(tokens), int(drafts[0]), length)
-        return drafts[: self.odds.most(length, len(drafts), least)]
+        worth, gain = self.odds.most(length, len(drafts), price.min_odds)
+        return drafts[:worth], gain
 
 
 class RecentAnswers:

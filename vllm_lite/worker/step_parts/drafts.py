@@ -14,7 +14,7 @@ from vllm_lite.attention.step_batch import to_device
 from vllm_lite.checkpoint.gemma4_assistant import is_assistant
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.errors import ProtocolError
-from vllm_lite.protocol.step import Draft, Entry, Fork, Handle, NewRequest
+from vllm_lite.protocol.step import Draft, Entry, Fork, Handle, NewRequest, SureDrafts
 from vllm_lite.runtime.nested_settings import Speculation
 from vllm_lite.worker.batch.part import Handler, StepPart, StepResult
 from vllm_lite.worker.batch.rows import Rows, SequenceState
@@ -26,6 +26,7 @@ from vllm_lite.worker.drafting.mtp import MTPDrafter
 from vllm_lite.worker.drafting.self_drafter import SelfDrafter
 from vllm_lite.worker.sampling.drafter import (
     NO_DRAFT,
+    NO_PRICE,
     ComputedStep,
     DraftBatch,
     Drafter,
@@ -49,7 +50,7 @@ class Drafts(StepPart):
         self._rules = rules
         self._states = states
         self._max_drafts: dict[Handle, int] = {}  # of the sequences that take drafts in this step
-        self._least = 0.0  # the chance of being right that drafts of this step must have
+        self._price = NO_PRICE
         self._on_device: dict[Handle, torch.Tensor] = {}
         """Drafts of this step that are only on the device: int64 [num_drafts]. The rows have token 0 instead."""
         self._forced: Mapping[Handle, int] = {}  # number of each sequence's drafts that its grammar forced
@@ -86,7 +87,7 @@ class Drafts(StepPart):
             self.drafter.ended(group, answer)
 
     def handlers(self) -> Mapping[type, Handler]:
-        return {Draft: self._draft}
+        return {Draft: self._draft, SureDrafts: self._set_price}
 
     def _draft(self, entry: Draft) -> None:
         """Schedule the sequence's last token, as Continue does, and let it take drafts."""
@@ -100,7 +101,10 @@ class Drafts(StepPart):
         rows.tables.append(row, entry.handle, entry.new_block_ids)
         rows.schedule(entry.handle, 1)
         if not self._rules.penalises(entry.handle):  # penalties are against tokens that would be drafted
-            self._max_drafts[entry.handle], self._least = entry.max_drafts, entry.least
+            self._max_drafts[entry.handle] = entry.max_drafts
+
+    def _set_price(self, entry: SureDrafts) -> None:
+        self._price = entry
 
     def moves(self, block_ops: Sequence[tuple[int, int, int]]) -> None:
         if self.drafter is not None:
@@ -109,6 +113,7 @@ class Drafts(StepPart):
     def propose(self) -> None:
         """Call the drafter once for all sequences of the step, and propose its drafts to the rows."""
         asked, self._max_drafts, self._forced = self._max_drafts, {}, {}
+        price, self._price = self._price, NO_PRICE
         if self.drafter is not None:
             self.drafter.begin_step()
         if self.drafter is None or not asked:
@@ -120,7 +125,7 @@ class Drafts(StepPart):
         states = None
         if self._states is not None:
             states = [int(self._states.sources[self.rows.row_of(handle, "a draft")]) for handle in handles]
-        batch = DraftBatch(handles, tokens, list(asked.values()), masks, groups, states, self._least)
+        batch = DraftBatch(handles, tokens, list(asked.values()), masks, groups, states, price)
         drafts = self.drafter.before(batch)
         self._forced = self.drafter.forced
         for handle, drafted in zip(handles, drafts, strict=True):
