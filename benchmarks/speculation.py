@@ -33,7 +33,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Protocol
 
 from runners.answering import Answer, Peer
-from runners.told_worker import ODDS, TOKENS
+from runners.told_worker import KEY_TOKENS, ODDS, TOKENS
 
 from vllm_lite import LLM, RequestOutput, SamplingParams
 from vllm_lite.client.engines import launch
@@ -63,7 +63,7 @@ LOOKUPS, DRAFTS = (2, 10), (4, 16)
 """Numbers of drafts that peers are tried with: llama-cpp-python's advice for CPUs and its default, and llama.cpp's
 default and a smaller number."""
 OPENVINO_DRAFTS = 4
-WARM = "Hello."
+WARM_TOKENS = 40
 
 
 class Engine(Protocol):
@@ -266,11 +266,12 @@ def questions(prompts: dict[str, list[list[int]]], *, again: bool) -> Iterator[Q
 def measure(args: argparse.Namespace) -> Figures:
     with engines(args) as found:
         prompts = prompts_of(args, next(each.llm for each in found.values() if isinstance(each, Ours)))
+        warm = [[20 + stream, *range(5, 4 + KEY_TOKENS)] for stream in range(args.streams)]
         if args.odds:
-            write_told(args, found[BASE], prompts)
+            write_told(args, found[BASE], prompts | {"warm": warm})
         figures = Figures(list(found))
         for engine in found.values():
-            engine.ask([[5, 6, 7, 8 + stream] for stream in range(args.streams)], 40, "warm")
+            engine.ask(warm, WARM_TOKENS, "warm")
         for index in range(args.rounds):
             for asked in questions(prompts, again=not args.first):
                 # Requests after a pause are slower, so each round begins with another engine.

@@ -51,7 +51,8 @@ SIZES = {
     "qwen": dict(zip(FIELDS, [1024, 28, 16, 8, 3072, 128], strict=True)),  # 506 million: layers as of Qwen3-0.6B
     "group6": dict(zip(FIELDS, [1536, 28, 12, 2, 8960, 128], strict=True)),  # 1.4 billion: those of Qwen2.5-1.5B
     "llama1b": dict(zip(FIELDS, [2048, 16, 32, 8, 8192, 64], strict=True)),  # 1.2 billion: all of Llama-3.2-1B
-    "drafter": dict(zip(FIELDS, [1536, 1, 12, 2, 8960, 128], strict=True)),  # a layer and the head of group6, as of MTP
+    "group6_mtp": dict(zip(FIELDS, [1536, 28, 12, 2, 8960, 128], strict=True)),  # and an MTP head
+    "drafter": dict(zip(FIELDS, [1536, 1, 12, 2, 8960, 128], strict=True)),  # a layer of group6, and its LM head
     "moe": dict(zip(FIELDS, [768, 12, 12, 4, 384, 64], strict=True)),  # 410 million, 85 of them for each token
 }
 EXPERTS = {
@@ -64,7 +65,11 @@ EXPERTS = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-OTHER: dict[str, dict[str, Any]] = {"llama1b": {"vocab_size": 128_256, "tie_word_embeddings": True}, "moe": EXPERTS}
+OTHER: dict[str, dict[str, Any]] = {
+    "llama1b": {"vocab_size": 128_256, "tie_word_embeddings": True},
+    "moe": EXPERTS,
+    "group6_mtp": {"mtp_num_hidden_layers": 1},
+}
 """A size's settings beside FIELDS that are not those of CONFIG."""
 
 
@@ -113,8 +118,13 @@ def write_weights(folder: Path, config: dict[str, Any], sureness: float, seed: i
             )
             weights["lm_head.weight"] = rows.to(torch.bfloat16)
     norm("model.norm")
-    for layer in range(num_layers):
-        prefix = f"model.layers.{layer}"
+    prefixes = [f"model.layers.{layer}" for layer in range(num_layers)]
+    if config.get("mtp_num_hidden_layers"):  # its drafts mean nothing: benchmarks replace them
+        for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+            norm(f"mtp.{name}")
+        linear("mtp.fc", hidden, 2 * hidden)
+        prefixes.append("mtp.layers.0")
+    for prefix in prefixes:
         norm(f"{prefix}.input_layernorm")
         norm(f"{prefix}.post_attention_layernorm")
         linear(f"{prefix}.self_attn.q_proj", heads, hidden, 1.5)
