@@ -6,7 +6,7 @@
     python benchmarks/speculation.py MODEL --ways none self draft_model --draft-model OTHER
     python benchmarks/speculation.py MODEL --chat-template FILE    # where the checkpoint has none; or --plain
     python benchmarks/speculation.py MODEL --random 3 --first      # prompts of random tokens, for synthetic weights
-    python benchmarks/speculation.py MODEL --ways none draft_model --draft-model SMALL --odds 0.8 0.75 0.75 --most 3
+    python benchmarks/speculation.py MODEL --ways none mtp --odds 0.8 0.75 0.75 --most 3
     python benchmarks/speculation.py MODEL --peers DIR --llama MODEL.gguf SMALL.gguf --openvino FOLDER SMALL_FOLDER
 
 All engines run at once, and each question goes to one after the other, so that a cell's speeds are measured within

@@ -51,8 +51,7 @@ SIZES = {
     "qwen": dict(zip(FIELDS, [1024, 28, 16, 8, 3072, 128], strict=True)),  # 506 million: layers as of Qwen3-0.6B
     "group6": dict(zip(FIELDS, [1536, 28, 12, 2, 8960, 128], strict=True)),  # 1.4 billion: those of Qwen2.5-1.5B
     "llama1b": dict(zip(FIELDS, [2048, 16, 32, 8, 8192, 64], strict=True)),  # 1.2 billion: all of Llama-3.2-1B
-    "group6_mtp": dict(zip(FIELDS, [1536, 28, 12, 2, 8960, 128], strict=True)),  # and an MTP head
-    "drafter": dict(zip(FIELDS, [1536, 1, 12, 2, 8960, 128], strict=True)),  # a layer of group6, and its LM head
+    "group6_mtp": dict(zip(FIELDS, [1536, 28, 12, 2, 8960, 128], strict=True)),  # the same, and an MTP head
     "moe": dict(zip(FIELDS, [768, 12, 12, 4, 384, 64], strict=True)),  # 410 million, 85 of them for each token
 }
 EXPERTS = {

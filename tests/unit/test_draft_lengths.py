@@ -310,7 +310,7 @@ def test_verifying_has_a_price_that_probes_do_not_pay() -> None:
     assert chosen(lengths, [sequence(50, 0.01)], rates) == [MOST]
     row = (0.003 + 4 * 0.001) / 4 / 0.01
     assert price(lengths) == SureDrafts(pytest.approx(row), pytest.approx(0.4 - row))  # type: ignore[arg-type]
-    assert chosen(lengths, [sequence(0.1, 20)], rates) == [0]
+    assert chosen(lengths, [sequence(0.1, 20, PROBE_STEPS - 1)], rates) == [4]
     assert price(lengths) == SureDrafts(pytest.approx(row), 0.0)  # type: ignore[arg-type]
 
 
@@ -390,7 +390,6 @@ def test_a_step_says_once_how_sure_its_drafts_must_be(method: str) -> None:
 
 
 def test_behind_a_right_draft_no_more_are_asked_for_once_none_is_found() -> None:
-    """A step that asks for drafts does not overlap with others, and its time is not learned from if none is found."""
     rig = Rig(num_blocks=60, num_drafts=4, max_num_batched_tokens=64, adaptive_drafts=True)
     rig.scheduler.measured(Rates(step_s=0.01, row_s=0.004))
     asked: list[int] = []

@@ -61,7 +61,7 @@ SCORED_PROBE = 4
 """Length of their probes, which cost a search if nothing is sure."""
 
 RARE, RARE_STEPS = 0.1, 4
-"""Share of the drafts allowed that such a drafter makes, below which several sequences search in one of so many steps,
+"""Share of the drafts allowed that such a drafter makes, below which several sequences search in one step of so many,
 but those whose latest drafts were right in each: searches take a few percent of a step, and a copy goes on."""
 
 
@@ -122,8 +122,6 @@ class DraftLengths:
             return [0] * len(sequences)
         if self._is_scored and len(sequences) > 1 and self._share() < RARE and step % RARE_STEPS:
             lengths = [length * each.drafts_hold for length, each in zip(lengths, sequences, strict=True)]
-        if self.price is not None and not any(lengths):  # probes show whether they pay
-            self.price = SureDrafts(self.price.min_odds, 0.0)
         if not all(lengths):
             return self._with_probes(sequences, lengths, num_rows, rates)
         return self._with_longer(odds, lengths, num_rows, rates) if step % TRY_STEPS == TRY_STEPS // 2 else lengths
@@ -168,6 +166,8 @@ class DraftLengths:
         self._early_probes -= any(is_due and not length for is_due, length in zip(due, lengths, strict=True))
         again = [each.drafts_hold for each in sequences]
         probe = self._probe
+        if self.price is not None and any(due) and not any(lengths):  # shows whether drafts pay
+            self.price = SureDrafts(self.price.min_odds, 0.0)
         count = num_rows + probe * sum(again)
         if count / rates.decode_s(count, probe) < GAIN * num_rows / rates.decode_s(num_rows):
             again = [False] * len(sequences)
