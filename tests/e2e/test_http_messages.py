@@ -160,6 +160,30 @@ def test_content_is_a_text_or_blocks(http: httpx.Client) -> None:
     assert count(http, system=[unsteady, {"type": "text", "text": "Be brief."}]) == system
 
 
+def test_messages_of_one_speaker_in_a_row_are_one(http: httpx.Client) -> None:
+    call = {"type": "tool_use", "id": "c1", "name": "look", "input": {}}
+    seen = {"type": "tool_result", "tool_use_id": "c1", "content": "seen"}
+    apart = [
+        {"role": "user", "content": "A cat."},
+        {"role": "user", "content": [{"type": "text", "text": "A dog."}]},
+        {"role": "assistant", "content": "Both."},
+        {"role": "assistant", "content": [{"type": "text", "text": "I look."}, call]},
+        {"role": "user", "content": [seen]},
+        {"role": "user", "content": "And now?"},
+    ]
+    as_chat = [
+        {"role": "user", "content": "A cat.\nA dog."},
+        {
+            "role": "assistant",
+            "content": "Both.\nI look.",
+            "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "look", "arguments": {}}}],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "seen"},
+        {"role": "user", "content": "And now?"},
+    ]
+    assert count(http, messages=apart) == http.post("/tokenize", json={"messages": as_chat}).json()["count"]
+
+
 def test_an_answer_continues_from_a_last_message_of_the_assistant(http: httpx.Client) -> None:
     text = post(http)["content"][0]["text"]
     first = " ".join(text.split(" ")[:4])

@@ -1,6 +1,7 @@
 """Converts bodies of Anthropic's API to ChatBody."""
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 from vllm_lite.server.messages.bodies import (
@@ -39,9 +40,7 @@ def chat_of(body: CountTokensBody, max_model_len: int) -> ChatBody:
     if body.mcp_servers:
         raise ApiError(400, "mcp_servers: this server calls no other; let the client call them, as tools")
     _check_count(body)
-    messages = [*_system(body.system)]
-    for place, message in enumerate(body.messages):
-        messages += _messages(place, message)
+    messages = [message for _, message in _turns(body)]
     if len(messages) > MAX_MESSAGES:
         raise ApiError(400, f"messages and tool results are {len(messages)}; at most {MAX_MESSAGES}")
     fields = _sampled(body, max_model_len) if isinstance(body, MessagesBody) else {}
@@ -58,10 +57,36 @@ def chat_of(body: CountTokensBody, max_model_len: int) -> ChatBody:
 
 def name_of(body: CountTokensBody, place: int) -> str:
     """Name in `body` of the chat message at index `place`, for errors."""
-    names = ["system" for _ in _system(body.system)]
-    for number, message in enumerate(body.messages):
-        names += [f"messages[{number}]" for _ in _messages(number, message)]
-    return names[place]
+    return _turns(body)[place][0]
+
+
+def _turns(body: CountTokensBody) -> list[tuple[str, ChatMessage]]:
+    """Convert the messages of a body, each with its name in the body. Several of one speaker in a row become one, as in
+    Anthropic's API: many templates refuse them."""
+    named = [("system", message) for message in _system(body.system)]
+    for place, given in enumerate(body.messages):
+        named += [(f"messages[{place}]", message) for message in _messages(place, given)]
+    by_speaker = groupby(enumerate(named), _speaker)
+    return [_as_one([pair for _, pair in each]) for _, each in by_speaker]
+
+
+def _speaker(numbered: tuple[int, tuple[str, ChatMessage]]) -> str | int:
+    """Equal for messages in a row that become one."""
+    number, (_, message) = numbered
+    return message.role if message.role in ("user", "assistant") else number
+
+
+def _as_one(several: Sequence[tuple[str, ChatMessage]]) -> tuple[str, ChatMessage]:
+    name, first = several[0]
+    if len(several) == 1:
+        return name, first
+    messages = [message for _, message in several]
+    content = list[str | Part]()
+    for message in messages:
+        content += [message.content] if isinstance(message.content, str) else message.content or []
+    calls = [call for message in messages for call in message.tool_calls or []]
+    thoughts = [message.reasoning for message in messages if message.reasoning]
+    return name, ChatMessage(first.role, content, tool_calls=calls or None, reasoning="\n".join(thoughts) or None)
 
 
 def _sampled(body: MessagesBody, max_model_len: int) -> dict[str, Any]:
