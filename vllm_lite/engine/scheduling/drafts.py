@@ -60,7 +60,7 @@ SCORED = "ngram", "suffix"
 SCORED_PROBE = 4
 """Length of their probes, which cost a search if nothing is sure."""
 
-RARE, RARE_STEPS = 0.1, 4
+RARE, RARE_STEPS = 0.1, 8
 """Share of the drafts allowed that such a drafter makes, below which several sequences search in one step of so many,
 but those whose latest drafts were right in each: searches take a few percent of a step, and a copy goes on."""
 

@@ -71,10 +71,12 @@ class SuffixDrafter(Drafter):
         if not length:
             return NOTHING_FOUND
         count = min(max_drafts, max(1, int(self.factor * length)))
-        drafts = follow(source, best[-MAX_OCCURRENCES:], count, self.least_share)
+        worth, gain = self.odds.most(length, count, price.min_odds)
+        drafts = follow(source, best[-MAX_OCCURRENCES:], max(1, worth), self.least_share)  # of the first one it learns
         if len(drafts):
             self.odds.report(handle, len(tokens), int(drafts[0]), length)
-        worth, gain = self.odds.most(length, len(drafts), price.min_odds)
+        if len(drafts) < worth:
+            worth, gain = self.odds.most(length, len(drafts), price.min_odds)
         return drafts[:worth], gain
 
 
