@@ -2,8 +2,8 @@
 
 docs/quantization.md gets the distance of each way from the exact model (accuracy-cpu.json), docs/performance.md our
 speed and that of the best peer (peers-MODEL-bf16-cpu.json, peers-MODEL-exact-cpu.json), and README.md the ratios, both
-with each engine's own error. With --check nothing is written, and the exit status is 1 if a table differs from the
-figures.
+with each engine's own error. peers-cpu.json gets the comparisons of all these files in one list. With --check nothing
+is written, and the exit status is 1 if a table or the list differs from the figures.
 """
 
 import argparse
@@ -133,13 +133,32 @@ SHORT = {
 """Rows of README: the key in RACED, and the ways of llama.cpp and OpenVINO whose errors follow ours."""
 
 
+def results_of(model: str) -> Iterator[dict[str, Any]]:
+    """Contents of the files of a model's races."""
+    for kind in ("bf16", "exact"):
+        if (path := RESULTS / f"peers-{model}-{kind}-cpu.json").exists():
+            yield json.loads(path.read_text())
+
+
 def raced(model: str) -> dict[str, Any]:
     """Figures by workload and engine, {} if there are none."""
     found: dict[str, Any] = {}
-    for path in (RESULTS / f"peers-{model}-bf16-cpu.json", RESULTS / f"peers-{model}-exact-cpu.json"):
-        for work, cells in json.loads(path.read_text())["all"][model].items() if path.exists() else ():
+    for result in results_of(model):
+        for work, cells in result["all"][model].items():
             found.setdefault(work, {}).update(cells)
     return found
+
+
+def comparisons() -> str:
+    """Content of peers-cpu.json: the comparisons with the best peer of all models, with the oldest of their dates."""
+    found = [result for model in MODELS for result in results_of(model)]
+    whole = {
+        "device": found[0]["device"],
+        "date": min(result["date"] for result in found),
+        "commit": ", ".join(sorted({result["commit"] for result in found})),
+        "rows": [row for result in found for row in result["rows"]],
+    }
+    return json.dumps(whole, indent=1) + "\n"
 
 
 def speed(cells: dict[str, Any], metric: str, engine: str, peers: dict[str, str], ways: Ways) -> str:
@@ -204,11 +223,11 @@ def main() -> int:
     models = json.loads((RESULTS / "accuracy-cpu.json").read_text())["models"]
     made = {"accuracy": accuracy_table(models), "speed": speed_table(models), "ratios": ratio_table(models)}
     tables = {name: "\n".join(lines) for name, lines in made.items()}
+    documents = (ROOT / "README.md", ROOT / "docs" / "quantization.md", ROOT / "docs" / "performance.md")
+    made_texts = {path: with_tables(path.read_text(), tables) for path in documents}
     old = 0
-    for path in (ROOT / "README.md", ROOT / "docs" / "quantization.md", ROOT / "docs" / "performance.md"):
-        before = path.read_text()
-        after = with_tables(before, tables)
-        if after == before:
+    for path, after in (made_texts | {RESULTS / "peers-cpu.json": comparisons()}).items():
+        if path.exists() and path.read_text() == after:
             continue
         old = 1
         if check:

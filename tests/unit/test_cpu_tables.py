@@ -1,5 +1,6 @@
 """Tables of README and docs/quantization.md that benchmarks/cpu_tables.py writes from benchmarks/results."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -21,6 +22,16 @@ def cells(**speeds: float) -> dict[str, dict[str, float]]:
 def test_documents_have_the_measured_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["cpu_tables.py", "--check"])
     assert cpu_tables.main() == 0, "run python benchmarks/cpu_tables.py"
+
+
+def test_comparisons_of_all_models_are_in_one_file() -> None:
+    """Tools read it, and rely on these keys."""
+    found = json.loads((cpu_tables.RESULTS / "peers-cpu.json").read_text())
+    assert {"device", "date", "commit", "rows"} <= found.keys()
+    keys = {"model", "dtype", "workload", "metric", "ours", "peer", "best_peer", "ratio"}
+    assert all(keys <= row.keys() for row in found["rows"])
+    kinds = {(row["model"], row["dtype"]) for row in found["rows"]}
+    assert {("small", "bf16"), ("small", "int8"), ("medium", "int4"), ("llama1b", "int8")} <= kinds
 
 
 def test_a_model_has_a_row_for_each_of_our_ways_that_was_measured() -> None:
