@@ -122,6 +122,22 @@ def test_tokens_are_compared_whatever_files_have_them(model: Path, tmp_path: Pat
         check_vocabulary(Speculation(model=str(drafter)), str(tokenizer))
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"added_tokens": [{"id": 0, "content": None}]},
+        {"added_tokens": [{"id": "0", "content": "x"}]},
+        {"model": {"vocab": {"x": None, "y": 1}}},
+        {"model": {"vocab": [[7, 0.0]]}},
+        {"model": {"vocab": 7}},
+        {"model": None},
+    ],
+)
+def test_damaged_tokenizers_are_left_to_their_readers(damage: dict[str, Any], model: Path, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {"<unk>": 0}}, **damage}))
+    check_vocabulary(Speculation(model=str(tmp_path)), str(model))
+
+
 def test_names_that_converters_change_are_the_same_tokens(tmp_path: Path) -> None:
     """Spaces, and names that fill a vocabulary up."""
     tokens = ["<unk>", "▁a", "▁▁", "b"]

@@ -126,9 +126,9 @@ def _tokens_of_json(file: Path) -> dict[int, str]:
         if isinstance(vocabulary, list):  # a unigram model: [token, score] by id
             vocabulary = {token: index for index, (token, _) in enumerate(vocabulary)}
         added = {entry["id"]: entry["content"] for entry in raw.get("added_tokens", [])}
-        return {number: token for token, number in vocabulary.items()} | added
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # a damaged file is reported by its own reader
-        return {}
+        return msgspec.convert({number: token for token, number in vocabulary.items()} | added, dict[int, str])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, msgspec.ValidationError):
+        return {}  # a damaged file is reported by its own reader
 
 
 def _tokens_of_gguf(files: list[Path]) -> dict[int, str]:
