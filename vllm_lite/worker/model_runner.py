@@ -73,6 +73,7 @@ class ModelRunner:
         self.eager = forward
         self.forward: Forward = forward
         self.parts = tuple(parts)
+        self._captured_before_s = 0.0
         windows = [group.window for group in model.spec.kv_groups]
         sizes = limits.max_num_seqs, limits.max_model_len
         tables = BlockTables(*sizes, limits.block_size, cache_engine.num_blocks, windows)
@@ -90,7 +91,6 @@ class ModelRunner:
         Raises ProtocolError for a step that does not fit this worker's state or limits.
         """
         self.ranges.step()
-        captured_s = self._captured_s()
         with self.ranges("inputs"):
             inputs = self._inputs(step)
         if inputs.num_tokens == 0:
@@ -104,8 +104,6 @@ class ModelRunner:
             result = self._sample(inputs, logits, samples)
         with self.ranges("answer"):
             fields = self._commit(inputs, result)
-        if self._captured_s() > captured_s:
-            fields["other_s"] = fields.get("other_s", 0.0) + self._captured_s() - captured_s
         return ModelOutput(step.generation, step.step, **fields)
 
     def _captured_s(self) -> float:
@@ -114,6 +112,7 @@ class ModelRunner:
 
     def _inputs(self, step: SchedulerOutput) -> StepInputs:
         """Execute the block ops, apply the entries, and build the inputs of the forward pass."""
+        self._captured_before_s = self._captured_s()
         if step.block_ops:
             self.cache_engine.execute(step.block_ops)
             for moves in self._moves:
@@ -140,6 +139,7 @@ class ModelRunner:
         fields = _fields(inputs, result.sampled, result.num_kept)
         for answer in () if inputs.is_steady else self._answer:
             answer(inputs, fields)
+        fields["other_s"] = fields.get("other_s", 0.0) + self._captured_s() - self._captured_before_s
         return fields
 
     def check_size(self, inputs: StepInputs) -> None:
