@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
-OF_THE_TREE = ("test_layers", "test_docs", "test_words", "test_packaging")
+OF_THE_TREE = ("test_layers", "test_shape", "test_docs", "test_words", "test_packaging")
 """Files that check the source tree, which `make test-wheel` leaves out."""
-BESIDE = re.compile(r'(ROOT|parents\[\d\]) / "vllm_lite\b|\("vllm_lite/')
+BESIDE = re.compile(
+    r'(ROOT|parents\[\d\]) / "vllm_lite\b|\("vllm_lite/|^from tests\.unit\.test_layers import', re.MULTILINE
+)
 
 
 def test_no_test_reads_the_package_beside_it() -> None:
@@ -23,7 +25,12 @@ def test_the_files_left_out_are_those_of_the_script() -> None:
 
 @pytest.mark.parametrize(
     "code",
-    ['ROOT / "vllm_lite" / "x"', 'Path(__file__).parents[2] / "vllm_lite/a"', 'load("vllm_lite/a")'],
+    [
+        'ROOT / "vllm_lite" / "x"',
+        'Path(__file__).parents[2] / "vllm_lite/a"',
+        'load("vllm_lite/a")',
+        "import re\nfrom tests.unit.test_layers import PACKAGE",
+    ],
 )
 def test_a_path_beside_is_seen(code: str) -> None:
     assert BESIDE.search(code)
