@@ -8,6 +8,7 @@
 #include "common.h"
 #include "pack.h"
 #include "program.h"
+#include "read_ahead.h"
 #include "thread_pool.h"
 
 namespace {
@@ -96,6 +97,17 @@ struct ColumnParts {
 
 bool by_thread(const LinearCall& call) {
   return call.num_rows <= kFewRows || call.panel != nullptr;
+}
+
+// Where thread `thread` reads on behind the task with `part` of the columns: to the end of its own tasks, or of this
+// one if it is another thread's, and then the weights of its part of the program's next product.
+ReadOn read_on(const LinearCall& call, const ColumnParts& columns, int64_t part, int thread) {
+  const int64_t threads = vllm_lite::num_threads();
+  const int64_t begin = columns.count * thread / threads, end = columns.count * (thread + 1) / threads;
+  const int64_t last = columns.first(part >= begin && part < end ? end : part + 1);
+  const char* data = static_cast<const char*>(call.weight->data);
+  const char* next = vllm_lite::next_read(thread, static_cast<int>(threads));
+  return {data + last * block_bytes(*call.weight), next, vllm_lite::are_cached()};
 }
 
 // Wide tasks read x once for many blocks, which takes a fifth of a narrow one's time where there are many rows; several
@@ -262,12 +274,14 @@ VLLM_LITE_API void vllm_lite_linear(const PackedWeight* weight, const void* x, i
   // Rows change fastest: the weights of one part of the columns are in the cache for all of them. Where there are few,
   // a thread's blocks follow one another: what it asks for ahead is what it takes next, and what it has fetched itself.
   const vllm_lite::Order order = by_thread(call) ? vllm_lite::Order::kByThread : vllm_lite::Order::kFirst;
-  const auto multiply = [&](int64_t number) {
+  const auto multiply = [&](int64_t number, int thread) {
     const int64_t part = number / parts.count, rows = number % parts.count;
     const int64_t first_row = parts.first(rows), end_row = parts.first(rows + 1), first = columns.first(part);
-    multiply_task(call, {first_row, end_row - first_row, first, columns.first(part + 1) - first});
+    LinearTask task = {first_row, end_row - first_row, first, columns.first(part + 1) - first};
+    if (order == vllm_lite::Order::kByThread) task.read_on = read_on(call, columns, part, thread);
+    multiply_task(call, task);
   };
-  vllm_lite::parallel_for(columns.count * parts.count, multiply, order);
+  vllm_lite::parallel_for_indexed(columns.count * parts.count, multiply, order);
 }
 VLLM_LITE_RECORDABLE(vllm_lite_linear)
 

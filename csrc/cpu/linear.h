@@ -117,9 +117,9 @@ struct CellLayout {
             weight.scale_type,
             weight.minima_type};
   }
-  int64_t codes() const { return scale_bytes + minima_bytes; }              // where they begin
-  int64_t fifth_bits() const { return codes() + kBlock * group_size / 2; }  // the same of codes of 5 bits
-  int64_t bytes() const { return codes() + code_bytes; }
+  constexpr int64_t codes() const { return scale_bytes + minima_bytes; }              // where they begin
+  constexpr int64_t fifth_bits() const { return codes() + kBlock * group_size / 2; }  // the same of codes of 5 bits
+  constexpr int64_t bytes() const { return codes() + code_bytes; }
   int64_t groups(int64_t num_inputs) const { return (num_inputs + group_size - 1) / group_size; }
 };
 
@@ -213,12 +213,26 @@ struct LinearCall {
   const void* panel = nullptr;     // x as [inputs / kPanelInputs][num_rows][kPanelInputs], or nullptr
 };
 
+// What a thread reads behind a task's weights: what follows them up to `end`, then what lies at `next`.
+struct ReadOn {
+  const char* end = nullptr;
+  const char* next = nullptr;  // nullptr: unknown, and `end` does not count
+  bool from_cache = false;     // whether L3 is likely to hold all of it
+
+  // What is read so many bytes behind `at`.
+  const char* ahead_of(const char* at, int64_t bytes) const {
+    const char* there = at + bytes;
+    return next == nullptr || there < end ? there : next + (there - end);
+  }
+};
+
 // Part of the output: at most kMaxRows and kMaxBlocks, or what tiles take.
 struct LinearTask {
   int64_t first_row;
   int64_t num_rows;
   int64_t first_block;
   int64_t num_blocks;
+  ReadOn read_on = {};  // where rows are few; a lone row reads on (isa/lone_row.h)
 };
 
 // The most rows and blocks of a task by tiles that copies its rows first; 0: such tasks are not for the call, which has

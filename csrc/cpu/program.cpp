@@ -1,6 +1,8 @@
 // Runs the recorded calls of a program.
 #include "program.h"
 
+#include <unistd.h>
+
 #include <atomic>
 
 #include "linear.h"
@@ -9,6 +11,7 @@
 #include "wait.h"
 
 VLLM_LITE_API int64_t vllm_lite_linear_recorded(const uint64_t* words);
+VLLM_LITE_API int64_t vllm_lite_experts_recorded(const uint64_t* words);
 
 using vllm_lite::from_word;
 using vllm_lite::now_ns;
@@ -18,11 +21,35 @@ namespace {
 
 std::atomic<uint32_t> num_read{0};  // number of products of all programs so far
 
+int64_t weight_bytes(const PackedWeight& weight) {
+  return (weight.num_outputs + kBlock - 1) / kBlock * block_bytes(weight);
+}
+
+// Whether L3 can hold the weights of all products of a program. A program with experts has others in each run, so it
+// does not. The answer for the latest program is kept.
+bool fits_cache(const uint64_t* program, int64_t num_calls) {
+  static const int64_t cache_bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
+  static thread_local const uint64_t* latest = nullptr;
+  static thread_local int64_t latest_calls = 0;
+  static thread_local bool fits = false;
+  if (program == latest && num_calls == latest_calls) return fits;
+  int64_t bytes = 0;
+  const uint64_t* call = program;
+  for (int64_t i = 0; i < num_calls; ++i, call += 2 + call[1]) {
+    const RecordedCall recorded = from_word<RecordedCall>(call[0]);
+    if (recorded == &vllm_lite_experts_recorded) bytes += cache_bytes + 1;
+    if (recorded == &vllm_lite_linear_recorded) bytes += weight_bytes(*from_word<const PackedWeight*>(call[2]));
+  }
+  latest = program, latest_calls = num_calls;
+  return fits = bytes <= cache_bytes;
+}
+
 // Announces the weights that the next products of a program will read, for waiting threads to prefetch (read_ahead.h).
 // After the last product follow the first ones of the same program, because the next step is likely to run it again.
 class Weights {
  public:
   Weights(const uint64_t* program, int64_t num_calls) : program_(program), num_calls_(num_calls), at_(program) {
+    vllm_lite::expect_cached(fits_cache(program, num_calls));
     if (vllm_lite::num_threads() == 1) return;
     while (number_ - next_ < vllm_lite::kReadsKnown && expect_next()) {
     }

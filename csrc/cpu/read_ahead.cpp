@@ -18,7 +18,8 @@ struct Expected {
   std::atomic<int64_t> block_bytes{0}, num_blocks{0};
 };
 
-alignas(64) std::atomic<uint32_t> next_read{0};
+alignas(64) std::atomic<uint32_t> next_number{0};
+std::atomic<bool> cached{false};
 Expected expected[kReadsKnown];
 
 struct Part {
@@ -46,11 +47,23 @@ void expect_read(uint32_t number, const Read& read) {
 }
 
 void begin_read(uint32_t next) {
-  next_read.store(next, std::memory_order_release);
+  next_number.store(next, std::memory_order_release);
+}
+
+void expect_cached(bool are_cached) {
+  cached.store(are_cached, std::memory_order_relaxed);
+}
+
+bool are_cached() {
+  return cached.load(std::memory_order_relaxed);
+}
+
+const char* next_read(int thread, int num_threads) {
+  return part_of(next_number.load(std::memory_order_relaxed), thread, num_threads).data;
 }
 
 bool Fetcher::step(int num_threads) {
-  const uint32_t next = next_read.load(std::memory_order_acquire);
+  const uint32_t next = next_number.load(std::memory_order_acquire);
   if ((number_ - next >= kReadsKnown || at_ >= end_) && !next_part(next, num_threads)) return false;
   const char* end = std::min(at_ + kPieceBytes, end_);
   for (; at_ < end; at_ += kLineBytes) __builtin_prefetch(at_, 0, 2);

@@ -21,6 +21,13 @@ constexpr uint32_t kReadsKnown = 4;  // number of future reads that are stored
 void expect_read(uint32_t number, const Read& read);
 void begin_read(uint32_t next);
 
+// Whether L3 is likely to hold the weights of all reads: those of a program, which is repeated.
+void expect_cached(bool are_cached);
+bool are_cached();
+
+// Where a thread's part of the next read begins; nullptr if none is expected.
+const char* next_read(int thread, int num_threads);
+
 // Prefetches for one thread while it waits.
 class Fetcher {
  public:

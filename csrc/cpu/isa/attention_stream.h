@@ -203,7 +203,9 @@ static void stream(const AttentionCall& call, const AttentionItem& item, int kv_
   const char** now = s.rows[0];
   const char** next = s.rows[1];
   find_keys(now, cache, item.key_begin / kKeys * kKeys, item.key_begin, item.key_end);
-  for (int t = 0; t < kGroup; ++t) fetch_row(now[t], row_bytes);
+  const int most = least(kKeys, round_up(item.key_end - item.key_begin, kGroup));
+  for (int t = 0; t < most; ++t) fetch_row(now[t], row_bytes);
+  for (int t = 0; t < most; ++t) fetch_row(now[t] + cache.value_offset, row_bytes);
   s.softmax.template init<Words>(call, item, kv_head);
   for (int i = 0; i < item.num_rows; ++i) load_query(call, item, kv_head, i, s.query + i * padded, padded);
   const int stride = round_up(shape.value_size, 32);

@@ -45,6 +45,7 @@ struct Cells {
   const float* supers;   // PackedWeight::supers_of the first
   bool into_l2;          // where rows that are alone ask for it
   const float* floats;   // scales and minima for rows that are not alone, [count][2][kBlock]
+  ReadOn read_on;        // of a lone row (lone_row.h)
 
   const float* supers_of(int64_t number) const {
     return supers == nullptr ? supers : supers + 2 * kBlock * (number * layout.group_size / kSuperInputs);
@@ -318,6 +319,25 @@ VLLM_LITE_INLINE float multiply_part(const Codes& codes, const Rows& rows, int64
     multiply_planes<kAlone, kOctets>(codes, x, biases, stretch, part);
     return 1;
 #endif
+  }
+}
+
+// part times the scales of weights and `unit`, less minima times what rows add up to, times the scales of rows. Row by
+// row, as there are registers for two numbers of a row beside all sums, and none for those of all rows.
+template <bool kMinima, int R, int V>
+VLLM_LITE_INLINE void add_rows(const Rows& rows, int64_t group, const Vec (&scale)[V], const Vec (&minima)[V],
+                               const Vec (&part)[R][V], Vec (&sum)[R][V]) {
+#pragma GCC unroll 16
+  for (int r = 0; r < R; ++r) {
+    const int64_t place = group * R + r;
+    const Vec own = splat(rows.scales[place]);
+    [[maybe_unused]] const Vec total = splat(rows.sums[place]);
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      Vec scaled = part[r][v] * scale[v];
+      if constexpr (kMinima) scaled = subtract_product(minima[v], total, scaled);
+      sum[r][v] = multiply_add(scaled, own, sum[r][v]);
+    }
   }
 }
 #endif

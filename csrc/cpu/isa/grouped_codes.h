@@ -18,7 +18,7 @@ struct Octet {
 // Codes of 4 bits that are bytes themselves.
 template <int V>
 struct Nibbles {
-  static constexpr int64_t kBytes = kOctetBytes;
+  static constexpr int64_t kBits = 4, kBytes = kOctetBytes;  // of a code, and of an octet
   static constexpr bool kNarrow = true;
   explicit Nibbles(const uint8_t*) {}
   void enter(const char*, const CellLayout&, int64_t) {}
@@ -31,7 +31,7 @@ struct Nibbles {
 // Codes of 5 bits. What a cell has behind the nibbles are their fifth bits.
 template <int V>
 struct Fives {
-  static constexpr int64_t kBytes = kOctetBytes;
+  static constexpr int64_t kBits = 5, kBytes = kOctetBytes;
   static constexpr bool kNarrow = true;
   const char *nibbles = nullptr, *bits = nullptr;  // of the cell
   explicit Fives(const uint8_t*) {}
@@ -97,7 +97,7 @@ struct LookedWide : Looked<V> {
 
 template <int V>
 struct Bytes {
-  static constexpr int64_t kBytes = 2 * kOctetBytes;
+  static constexpr int64_t kBits = 8, kBytes = 2 * kOctetBytes;
   static constexpr bool kNarrow = false;
   explicit Bytes(const uint8_t*) {}
   void enter(const char*, const CellLayout&, int64_t) {}

@@ -3,8 +3,7 @@
 // Cells are used as they lie in memory, for any number of rows: codes of 4 bits become bytes in registers, again for
 // each group of rows. For each output what the integers of a group add up to, times the weights' scale, times the
 // row's, is added to the sum.
-#include "group_products.h"
-#include "row_sums.h"
+#include "lone_row.h"
 
 namespace VLLM_LITE_ISA {
 namespace {
@@ -45,25 +44,6 @@ struct Factors {
     }
   }
 };
-
-// part times the scales of weights and `unit`, less minima times what rows add up to, times the scales of rows. Row by
-// row, as there are registers for two numbers of a row beside all sums, and none for those of all rows.
-template <bool kMinima, int R, int V>
-VLLM_LITE_INLINE void add_rows(const Rows& rows, int64_t group, const Vec (&scale)[V], const Vec (&minima)[V],
-                               const Vec (&part)[R][V], Vec (&sum)[R][V]) {
-#pragma GCC unroll 16
-  for (int r = 0; r < R; ++r) {
-    const int64_t place = group * R + r;
-    const Vec own = splat(rows.scales[place]);
-    [[maybe_unused]] const Vec total = splat(rows.sums[place]);
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) {
-      Vec scaled = part[r][v] * scale[v];
-      if constexpr (kMinima) scaled = subtract_product(minima[v], total, scaled);
-      sum[r][v] = multiply_add(scaled, own, sum[r][v]);
-    }
-  }
-}
 
 template <int kPlanes, int R, int V>
 VLLM_LITE_INLINE void add_group(const Rows& rows, int64_t group, Factors<V> factors, const Vec (&part)[R][V],
@@ -159,6 +139,9 @@ void multiply_rows(const Panel& panel, const Cells& cells, Ahead ahead, const Su
   const int64_t num_rows = panel.groups.num_rows, num_groups = panel.groups.count;
   if (num_groups == 1) {
     const Rows rows = panel.rows(0, num_rows);
+#if defined(VLLM_LITE_LARGE_FOURS)
+    if (num_rows == 1 && multiply_lone_row<Codes, kPlanes>(rows, cells, sums)) return;
+#endif
     return multiply_group<kAloneRows<kPlanes>, Codes, kPlanes, true>(num_rows, rows, cells, {}, sums, 0);
   }
   const int64_t step = ahead.step / num_groups, num_octets = cells.count * cells.layout.group_size / 8;
@@ -235,7 +218,8 @@ void run(const LinearCall& call, const LinearTask& task) {
                            taken_off(weight) != 0,
                            weight.supers_of(task.first_block + block, group),
                            into_l2,
-                           floats};
+                           floats,
+                           task.read_on};
       if (task.num_rows > kAloneRows<kPlanes>) widen_scales(cells, floats);
       const char* next = block + 1 < task.num_blocks   ? tile + block_bytes
                          : group + length < num_groups ? blocks + (group + length) * layout.bytes()
