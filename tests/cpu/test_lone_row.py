@@ -62,8 +62,8 @@ def rows_of(num_inputs: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("form", [None, "int4_g32", "int5_g32", "int8"])
 @pytest.mark.usefixtures("two_threads")
-def test_what_is_asked_for_behind_a_thread_s_part_changes_nothing(each_isa: str, form: Form | None) -> None:
-    """In a program threads go on to their parts of the next product's weights, which may begin within a block."""
+def test_bits_do_not_depend_on_the_weights_that_are_prefetched(each_isa: str, form: Form | None) -> None:
+    """In a program threads prefetch their parts of the next product's weights, which may begin within a block."""
     first, second = (PackedWeight(random(*size).bfloat16(), form=form) for size in ((4100, 300), (100, 4100)))
     x = random(1, 300).bfloat16()
     inner, out, alone = (torch.empty(1, size, dtype=torch.bfloat16) for size in (4100, 100, 100))

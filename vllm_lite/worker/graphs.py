@@ -443,7 +443,7 @@ class DecodeGraphs:
         return _as_decodes(inputs) if can_be else inputs
 
     def _size_of(self, num_rows: int) -> int | None:
-        """The smallest size for so many rows; None if they are too many, or if it cannot be captured."""
+        """The smallest size that has room for `num_rows` rows; None if there is none, or if it cannot be captured."""
         place = bisect_left(self.sizes, num_rows)
         if place == len(self.sizes) or self.sizes[place] in self._failed:
             return None

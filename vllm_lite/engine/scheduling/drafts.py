@@ -61,8 +61,8 @@ SCORED_PROBE = 4
 """Length of their probes, which cost a search if nothing is sure."""
 
 RARE, RARE_STEPS = 0.1, 8
-"""Share of the drafts allowed that such a drafter makes, below which several sequences search in one step of so many,
-but those whose latest drafts were right in each: searches take a few percent of a step, and a copy goes on."""
+"""Share of the allowed drafts that such a drafter makes, below which several sequences search in one of RARE_STEPS
+steps, but those whose latest drafts were right in each: searches take a few percent of a step, and a copy continues."""
 
 
 class DraftLengths:
@@ -89,7 +89,7 @@ class DraftLengths:
         return (sequence.drafts_right + PRIOR * mean) / (count + PRIOR)
 
     def learn(self, sequence: Sequence, num_drafted: int, num_tokens: int) -> None:
-        """A step has drafted so many tokens for `sequence`, and given it so many."""
+        """Learn from a step that drafted `num_drafted` tokens for `sequence`, and gave it `num_tokens`."""
         if not num_drafted:
             return
         right = min(num_tokens - 1, num_drafted)
@@ -101,8 +101,8 @@ class DraftLengths:
         self._wrong = 0.99 * self._wrong + wrong
 
     def learn_share(self, allowed: int, made: int) -> None:
-        """A step has allowed so many drafts, and its drafter has made so many: one without a model finds none where
-        nothing like the last tokens has been."""
+        """Learn from a step that allowed `allowed` drafts, of which `made` were made: a drafter without a model finds
+        none if nothing like the last tokens has occurred."""
         if allowed:
             self._allowed = 0.98 * self._allowed + allowed
             self._made = 0.98 * self._made + min(made, allowed)
