@@ -1,6 +1,7 @@
 """`vllm-lite` itself: --help, and the one sentence that wrong words are answered with."""
 
 import argparse
+import errno
 import io
 import os
 import subprocess
@@ -136,6 +137,18 @@ def test_a_reader_that_has_gone(command: str, buffered: bool) -> None:
 def test_a_full_disk_under_the_output(command: str, buffered: bool) -> None:
     said = "vllm-lite: standard output cannot be written: No space left on device\n"
     assert printed_to(os.open("/dev/full", os.O_WRONLY), command, buffered=buffered) == (1, said)
+
+
+def test_an_error_of_another_file_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(_: Any) -> int:
+        raise PermissionError(errno.EACCES, "Permission denied", "somewhere")
+
+    monkeypatch.setattr("vllm_lite.tools.cli.plan.run", fails)
+    with pytest.raises(PermissionError):
+        main(["plan", "demo"])
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_table_of_instances_has_a_line_for_each(

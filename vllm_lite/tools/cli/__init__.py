@@ -169,7 +169,7 @@ def run_command(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             status = CLOSED_PIPE
-        elif (problem := _problem_of_output()) is not None:
+        elif error.filename is None and (problem := _problem_of_output()) is not None:
             print(f"{parser.prog}: standard output cannot be written: {problem}", file=sys.stderr)
             status = 1
         else:
