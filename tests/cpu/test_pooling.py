@@ -287,9 +287,11 @@ def test_settings_of_the_pooler(tmp_path: Path, caplog: pytest.LogCaptureFixture
     assert config.max_num_batched_tokens >= 100
 
 
-def test_an_encoder_takes_settings_of_chats(tmp_path: Path) -> None:
+def test_an_encoder_takes_settings_of_chats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As `serve --models` gives `defaults` to every model; docs/many-models.md has such a file."""
     folder = write_pooled(tmp_path / "bert", "BertModel")
     given = {"kv_cache_dir": str(tmp_path / "kv"), "max_itl_ms": 50, "swap_space": 1.0}
-    config = resolve(EngineConfig.check({"model": str(folder), "device": "cpu", **given}))
+    with caplog.at_level("INFO"):
+        config = resolve(EngineConfig.check({"model": str(folder), "device": "cpu", **given}))
     assert (config.kv_cache_dir, config.max_itl_ms, config.swap_space) == (None, None, 0.0)
+    assert "kv_cache_dir and max_itl_ms: nothing to do for an encoder" in caplog.text

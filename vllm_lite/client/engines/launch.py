@@ -348,6 +348,9 @@ def _for_encoder(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     """The settings of a model that reads each text at once and keeps nothing of it: no chunks, no cache, no tiers.
     Short texts are to fill a step, and so are long ones. Settings of chats, as a file with many models has them for
     all, do nothing."""
+    idle = [name for name in ("kv_cache_dir", "max_itl_ms") if getattr(config, name) is not None]
+    if idle:
+        logger.info("%s: nothing to do for an encoder, which keeps no KV and has no streams", " and ".join(idle))
     longest = config.max_model_len or spec.max_position_embeddings
     return msgspec.structs.replace(
         config,
