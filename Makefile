@@ -22,7 +22,7 @@ ARM_TESTS := $(addprefix tests/cpu/test_,$(addsuffix .py,attention_cpu attention
   native_linear native_sampler native_tables shared_prefixes_cpu))
 
 # What `make quick` leaves out of tests/unit: files that start processes, wait, or take some seconds. And what it adds.
-SLOW := bench_result chat_template conversion cut_calls deadlines demo_grammar detokenizer doctor fetch_images gpu_check \
+SLOW := bench_result chat_template cli conversion cut_calls deadlines demo_grammar detokenizer doctor fetch_images gpu_check \
         gpu_check_carried gpu_check_stages groupings hub hub_cache import_time instances launch leaks orphans peers planner \
         published_configs recorded_process recovery_properties replay response_formats scheduler_properties server_connection \
         server_cut_streams server_rendering server_unpack session session_recovery simulate simulated_executor \
