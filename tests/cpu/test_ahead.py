@@ -220,7 +220,7 @@ def test_damaged_files_get_the_error_of_the_loader(tmp_path: Path) -> None:
             load_weights(model_of(config, 0), path, ahead=ahead)
 
 
-def test_sizes_of_a_header_are_those_of_the_file(tmp_path: Path) -> None:
+def test_sizes_of_a_header_match_the_file(tmp_path: Path) -> None:
     """Memory is taken by them before the file is read."""
     for offsets, shape in (([0, 8], [1 << 40, 1 << 40]), ([0, 1 << 60], [1 << 59]), ([-8, 0], [4]), ([0, 8], [-2, -2])):
         header = f'{{"x": {{"dtype": "BF16", "shape": {shape}, "data_offsets": {offsets}}}}}'.encode()
@@ -309,7 +309,7 @@ def test_a_file_that_cannot_be_opened(tmp_path: Path) -> None:
 # ---- the worker
 
 
-def test_it_is_imported_without_torch() -> None:
+def test_packing_ahead_is_imported_without_torch() -> None:
     code = "import sys, vllm_lite.worker.process; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=scaled(60))
 

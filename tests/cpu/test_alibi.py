@@ -14,7 +14,7 @@ def oracle():
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 3, 5, 6, 7, 8, 12, 14, 16, 24, 32, 71, 96, 112, 128])
-def test_slopes_are_those_of_transformers(oracle, num_heads):
+def test_slopes_match_transformers(oracle, num_heads):
     """The second of two tokens has the slopes themselves. Powers are rounded once here, and there where it likes."""
     expected = oracle(torch.ones(1, 2), num_heads, torch.float32)[:, 0, 1]
     slopes = torch.tensor(alibi_slopes(num_heads))

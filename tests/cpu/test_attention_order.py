@@ -59,7 +59,7 @@ def test_a_row_is_the_same_in_any_piece_of_its_prompt(each_isa, dtype, group):
 
 
 @pytest.mark.parametrize("head_size", [8, 24, 80, 128, 264])
-def test_of_any_size(each_isa, head_size):
+def test_blocks_of_any_size_have_the_same_order(each_isa, head_size):
     for dtype in (torch.float32, torch.bfloat16):
         assert_one_order(dtype=dtype, head_size=head_size)
 
@@ -88,7 +88,7 @@ def test_with_sinks(each_isa, options):
 
 
 @pytest.mark.parametrize("window", [None, 9000])
-def test_long_ones_have_larger_sections(each_isa, window):
+def test_long_contexts_have_larger_sections(each_isa, window):
     """From position 7,680 on the size of sections grows every 960 positions, so rows of one piece have sections of
     different sizes."""
     length = 10_000

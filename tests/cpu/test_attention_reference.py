@@ -281,7 +281,7 @@ def test_float8_caches(backend, kv_dtype, dtype, tolerance):
         assert torch.equal(batch.kv[block, 1, :, offset].float(), batch.stored(batch.value[row], 1).float())
 
 
-def test_where_the_blocks_lie_changes_no_bit(backend):
+def test_block_ids_do_not_change_a_bit(backend):
     runs = [Batch(CHUNKED + DECODE, ids_seed=seed, backend=backend) for seed in range(3)]
     assert runs[0].blocks != runs[1].blocks
     first, *others = [batch.run() for batch in runs]

@@ -48,7 +48,7 @@ def checkpoints(folder: Path, config: dict[str, Any]) -> tuple[Path, Path]:
 
 @pytest.mark.usefixtures("float_products")
 @pytest.mark.parametrize("config", [NF4, FP4, INT8], ids=["nf4 nested", "fp4", "int8"])
-def test_they_are_the_dense_models_that_they_stand_for(tmp_path: Path, config: dict[str, Any]) -> None:
+def test_quantized_models_agree_with_their_dequantized_weights(tmp_path: Path, config: dict[str, Any]) -> None:
     """Blocks of 64 continue from row to row if rows have 96 inputs, of which each of two ranks has 48."""
     dense, packed = checkpoints(tmp_path, config)
     oracle = Oracle(dense)

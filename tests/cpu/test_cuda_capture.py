@@ -280,7 +280,7 @@ def test_a_backend_that_is_not_graph_safe_is_not_captured(
 
 
 @pytest.mark.parametrize("backend", [PagedBackend, ReferenceBackend])
-def test_its_tokens_would_be_wrong(
+def test_capturing_an_unsafe_backend_gives_wrong_tokens(
     model: Path, backend: type[Any], serve_by: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: with values that Python prepared for another step, or read from the device, tokens are wrong."""

@@ -57,9 +57,7 @@ def test_bytes_go_from_one_pool_to_another(
 
 
 @pytest.mark.parametrize("kind", [HostItems, DeviceItems])
-def test_blocks_of_the_host_are_written_beside_those_of_the_device(
-    tmp_path: Path, kind: type[HostItems | DeviceItems]
-) -> None:
+def test_one_write_takes_blocks_of_device_and_host(tmp_path: Path, kind: type[HostItems | DeviceItems]) -> None:
     source, host, target = pool(torch.bfloat16, 1), pool(torch.bfloat16, 2), pool(torch.bfloat16, 3)
     items = TieredItems(kind(source), HostItems(host), NUM_ITEMS)
     store, ids = DiskStore(tmp_path, b"m", (0, 1), 10**9), [3, NUM_ITEMS, NUM_ITEMS + 7, 4, NUM_ITEMS + 1]

@@ -36,7 +36,7 @@ def make_dora(base: Path, path: Path, targets: str | list[str], *, seed: int, ra
 
 
 @pytest.mark.parametrize("name", ["qwen2-odd-tied", "phi3-short", "gpt2"])
-def test_logits_are_those_of_peft(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_match_peft(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With biases, one matrix of three projections, transposed matrices, beside an adapter without DoRA."""
     variant = next(each for each in VARIANTS if each.name == name)
     oracle = Oracle(variant.make(tmp_path / "base"), max_model_len=variant.max_model_len)
@@ -57,7 +57,7 @@ def test_logits_are_those_of_peft(name: str, tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("kind", [None, "int8", "int4_g32"])
-def test_lengths_are_those_of_the_weights_that_are_multiplied(kind: str | None, tmp_path: Path) -> None:
+def test_lengths_match_the_weights_that_are_multiplied(kind: str | None, tmp_path: Path) -> None:
     oracle = Oracle(make_checkpoint(tmp_path / "base", **LARGE))
     path = make_dora(oracle.path, tmp_path / "adapter", ["q_proj", "v_proj"], seed=1)
     model, made = load(oracle, [path], quantization=kind)

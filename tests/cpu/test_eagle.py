@@ -107,7 +107,7 @@ def test_tokens_are_those_without_drafts(model: Path, tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def test_a_head_for_tokens_that_there_are_not(model: Path, tmp_path: Path) -> None:
+def test_a_head_with_tokens_outside_the_vocabulary_is_refused(model: Path, tmp_path: Path) -> None:
     head = make_eagle(model, tmp_path / "head")
     tensors = load_file(head / "model.safetensors")
     tensors["d2t"][-1] = 384

@@ -65,7 +65,7 @@ def compare(
 
 @pytest.mark.usefixtures("each_product_isa", "two_threads")
 @pytest.mark.parametrize("quantization", [None, "int8", "int4", "int4_g32"])
-def test_experts_are_those_of_the_loop(dtype: torch.dtype, quantization: Quantization | None) -> None:
+def test_experts_match_the_loop(dtype: torch.dtype, quantization: Quantization | None) -> None:
     weights = make(5, dtype, quantization)
     for num_tokens in (1, 2, 33):
         ours, theirs = compare(weights, Split.whole(5), random(num_tokens, HIDDEN, dtype=dtype), pick(num_tokens, 5, 3))

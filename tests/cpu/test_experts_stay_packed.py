@@ -112,7 +112,7 @@ def test_experts_of_separate_tensors(writer: Any, config: dict[str, Any], stays:
     assert error(logits, oracle.logits) < 0.02
 
 
-def test_of_a_layer_all_or_none_stay_packed(
+def test_all_or_none_of_a_layers_experts_stay_packed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If one expert has another shape or form, or is dense, the others of the layer become dense, too, with the same

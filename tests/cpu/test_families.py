@@ -95,7 +95,7 @@ def share_steps(oracle: Oracle) -> Paged:
 
 
 @pytest.mark.parametrize("chunk", [1, 1000])
-def test_logits_are_those_of_transformers(oracle: Oracle, chunk: int) -> None:
+def test_logits_match_transformers(oracle: Oracle, chunk: int) -> None:
     give_its_logits(oracle, chunk)
 
 
@@ -124,7 +124,7 @@ def ways_to_share(oracle: Oracle) -> list[bool]:
     return [False] if oracle.spec.experts is None else [False, True]
 
 
-def test_two_ranks_share_it(oracle: Oracle) -> None:
+def test_two_ranks_give_the_logits_of_one(oracle: Oracle) -> None:
     def run(rank: ThreadCommunicator) -> torch.Tensor:
         return Paged(oracle, model=oracle.load(rank)).run(oracle.tokens, 64)
 
@@ -157,7 +157,7 @@ def test_stages_give_the_same_bits(oracle: Oracle, variant: Variant) -> None:
     assert torch.equal(whole, shared[-1])
 
 
-def test_its_weights_are_counted(oracle: Oracle, checkpoint: Path) -> None:
+def test_the_weights_of_each_family_are_counted(oracle: Oracle, checkpoint: Path) -> None:
     groups = build(oracle.spec, "float32", "cpu", Sizes(8, 8)).weight_groups()
     assert oracle.spec.num_parameters() == sum(slot.num_elements for group in groups for slot in group.slots)
     planned = weights_bytes(Checkpoint(oracle.spec, read_headers(checkpoint)), 4)

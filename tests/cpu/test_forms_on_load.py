@@ -98,7 +98,7 @@ def test_weights_on_a_grid_of_their_own_are_found(each_isa: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_weights_that_are_no_numbers_stay_so_where_they_are(each_isa: str, form: Form) -> None:
+def test_nan_weights_stay_nan_in_their_places(each_isa: str, form: Form) -> None:
     weight = random(40, 256)
     weight[7, 5], weight[8, 5], weight[9] = float("nan"), float("inf"), float("nan")
     made = stands_for(PackedWeight(weight, form=form))
@@ -109,7 +109,7 @@ def test_weights_that_are_no_numbers_stay_so_where_they_are(each_isa: str, form:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_one_weight_that_is_no_number_is_not_lost_in_its_group(each_isa: str, form: Form) -> None:
+def test_one_nan_weight_is_kept_in_its_group(each_isa: str, form: Form) -> None:
     """Wherever it is: a group's range, or its best scale, must not be found without it."""
     x = random(3, 328)
     for bad, place in product(BAD, (0, 5, 31, 150, 255, 300, 327)):
@@ -123,7 +123,7 @@ def test_one_weight_that_is_no_number_is_not_lost_in_its_group(each_isa: str, fo
 
 
 @pytest.mark.parametrize("form", ["int8", "int8_g128", "int4", "int4_g32", "int5_g32"])
-def test_a_range_that_no_float_holds_is_no_number_either(each_isa: str, form: Form) -> None:
+def test_a_range_beyond_float_becomes_nan(each_isa: str, form: Form) -> None:
     weight = random(40, 256)
     weight[7, 3], weight[7, 4] = 3e38, -3e38
     made = stands_for(PackedWeight(weight, form=form))
@@ -133,7 +133,7 @@ def test_a_range_that_no_float_holds_is_no_number_either(each_isa: str, form: Fo
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("plain", [quantize, quantize_on_gpu], ids=["cpu", "gpu"])
-def test_the_plain_twins_do_not_lose_it_either(
+def test_the_torch_references_keep_nan_weights(
     plain: Callable[[torch.Tensor, Form], GroupedWeight], form: Form
 ) -> None:
     for bad, place in product(BAD, (0, 5, 31, 150, 255)):
@@ -144,7 +144,7 @@ def test_the_plain_twins_do_not_lose_it_either(
         assert made[[0, 1, 3]].isfinite().all()
 
 
-def test_symmetric_codes_for_checkpoints_do_not_lose_it_either(each_isa: str) -> None:
+def test_symmetric_codes_keep_nan_weights(each_isa: str) -> None:
     for bad, place in product(BAD, (0, 5, 31, 40)):
         weight = random(4, 64)
         weight[2, place] = bad
@@ -155,7 +155,7 @@ def test_symmetric_codes_for_checkpoints_do_not_lose_it_either(each_isa: str) ->
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_input_that_is_no_number_makes_its_row_none(each_isa: str, form: Form, dtype: torch.dtype) -> None:
+def test_one_nan_input_makes_its_row_nan(each_isa: str, form: Form, dtype: torch.dtype) -> None:
     """And no other row of the same product."""
     packed = PackedWeight(random(40, 328), form=form)
     places = ((1, 0), (1, 5), (3, 31), (7, 150), (14, 255), (14, 300), (14, 327))

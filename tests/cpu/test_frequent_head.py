@@ -61,7 +61,7 @@ def masked(driver: Driver) -> None:
 
 @pytest.mark.parametrize("eager", [False, True], ids=["programs", "eager"])
 @pytest.mark.parametrize("sampling", [GREEDY, WARM, RULED], ids=["greedy", "seeded", "ruled"])
-def test_drafts_are_those_of_a_head_that_gives_others_no_chance(
+def test_drafts_equal_those_of_a_head_with_rare_words_masked(
     model: Path, sampling: Sampling, eager: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[tuple[Drafts, dict[int, list[int]]]] = []

@@ -190,7 +190,7 @@ def test_rotate(head_size: int, dtype: torch.dtype, ops: CpuOps) -> None:
 
 @pytest.mark.usefixtures("each_vector_isa")
 @pytest.mark.parametrize("head_size", [2, 24, 64])
-def test_selected_rotations_are_those_of_plain_torch(head_size: int, dtype: torch.dtype) -> None:
+def test_selected_rotations_match_plain_torch(head_size: int, dtype: torch.dtype) -> None:
     rope = RotaryEmbedding(Rope(1e4), head_size, 50, device=CPU)
     positions = torch.tensor([0, 49, 3, 3, 17])
     native, plain = (Rotation(*torch.zeros(2, 5, head_size, dtype=dtype)) for _ in range(2))

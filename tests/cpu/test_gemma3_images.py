@@ -58,7 +58,7 @@ def processor(checkpoint: Path) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
-def test_squares_are_those_of_the_processor(kind: tuple[str, str]) -> None:
+def test_squares_match_the_processor(kind: tuple[str, str]) -> None:
     """Bit for bit, with pan and scan and without."""
     rng, plain = random.Random(repr(kind)), cutter(do_rescale=False, do_normalize=False)
     sizes = [(1, 1), (1, 4000), (3000, 1), *((rng.randint(1, 300), rng.randint(1, 300)) for _ in range(9))]
@@ -94,7 +94,7 @@ def test_a_photo_is_turned_upright() -> None:
 
 
 @pytest.mark.parametrize("pan", [None, {"min_crop_size": 16, "max_num_crops": 4, "min_ratio_to_activate": 1.5}])
-def test_texts_are_those_of_the_processor(tmp_path: Path, checkpoint: Path, processor: Any, pan: Any) -> None:
+def test_texts_match_the_processor(tmp_path: Path, checkpoint: Path, processor: Any, pan: Any) -> None:
     import json
     import shutil
 
@@ -197,7 +197,7 @@ def truths(model: Any, processor: Any, checkpoint: Path) -> list[Truth]:
     ],
     ids=["whole", "chunks", "an image a step", "reference", "no cache", "recompute", "swap", "two ranks", "drafts"],
 )
-def test_answers_are_those_of_transformers(checkpoint: Path, truths: list[Truth], settings: dict[str, Any]) -> None:
+def test_answers_match_transformers(checkpoint: Path, truths: list[Truth], settings: dict[str, Any]) -> None:
     check_answers(checkpoint, truths, settings)
 
 

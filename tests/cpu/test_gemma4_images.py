@@ -96,7 +96,7 @@ def inputs_of(images: list[Image.Image], *, unified: bool, **settings: Any) -> d
 
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
-def test_pixels_are_those_of_the_processor(kind: tuple[str, str]) -> None:
+def test_pixels_match_the_processor(kind: tuple[str, str]) -> None:
     """Bit for bit, whatever the size; merged patches are rows of a larger one."""
     rng = random.Random(repr(kind))
     sizes = [
@@ -122,7 +122,7 @@ def test_pixels_are_those_of_the_processor(kind: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("budget", [70, 280, 1120])
-def test_sizes_are_those_of_the_processor(budget: int) -> None:
+def test_sizes_match_the_processor(budget: int) -> None:
     theirs, rng = unified_function("get_aspect_ratio_preserving_size"), random.Random(budget)
     settings = FittedSettings(48, budget, 10**9)
     from vllm_lite.client.media.fitted import fitting
@@ -179,7 +179,7 @@ TOWERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", TOWERS)
-def test_vectors_are_those_of_transformers(tmp_path: Path, name: str) -> None:
+def test_vectors_match_transformers(tmp_path: Path, name: str) -> None:
     make, family = TOWERS[name]
     path = make(tmp_path / "m")
     if name in ("clipped", "standardized"):
@@ -279,7 +279,7 @@ def truths(family: Family, checkpoint: Path) -> list[Truth]:
     ],
     ids=["whole", "chunks", "reference", "no cache", "recompute", "swap", "two ranks"],
 )
-def test_answers_are_those_of_transformers(checkpoint: Path, truths: list[Truth], settings: dict[str, Any]) -> None:
+def test_answers_match_transformers(checkpoint: Path, truths: list[Truth], settings: dict[str, Any]) -> None:
     check_answers(checkpoint, truths, settings)
 
 

@@ -115,7 +115,7 @@ def test_a_family_is_the_same_in_a_gguf_file(tmp_path: Path, variant: Variant) -
         ("mistral3", "llama", {}),
     ],
 )
-def test_texts_of_a_model_that_sees_are_those_of_its_text_family(
+def test_vision_models_answer_texts_as_their_text_family(
     tmp_path: Path, architecture: str, variant: str, settings: dict[str, Any]
 ) -> None:
     """Positions of texts are the same on all three axes of their rope."""
@@ -165,7 +165,7 @@ SMALL_KINDS_OF_PARTS = KINDS_OF_PARTS | {
     ],
     ids=["large", "small"],
 )
-def test_blocks_multiply_as_the_floats_they_stand_for(tmp_path: Path, kinds: dict[str, str], label: str) -> None:
+def test_blocks_multiply_as_their_dequantized_floats(tmp_path: Path, kinds: dict[str, str], label: str) -> None:
     """Q and K are of one type and V of another, gate is in blocks and up is not."""
 
     def kind_of(name: str) -> str:
@@ -291,7 +291,7 @@ def test_a_tensor_that_is_missing_or_not_asked_for_is_named(tmp_path: Path) -> N
         load_weights(model, file)
 
 
-def test_a_file_says_which_layers_of_lfm2_attend(tmp_path: Path) -> None:
+def test_a_file_names_the_attention_layers_of_lfm2(tmp_path: Path) -> None:
     folder = next(one for one in VARIANTS if one.name == "lfm2").make(tmp_path / "checkpoint")
     file = write_gguf(tmp_path / "model.gguf", folder, more={"lfm2.attention.head_count_kv": 2})
     with pytest.raises(ModelError, match=r"lfm2.attention.head_count_kv must be a number for each layer, and it is 2"):

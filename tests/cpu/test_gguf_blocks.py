@@ -93,7 +93,7 @@ def test_natively_they_are_the_same_bit_for_bit(kind: str) -> None:
 
 @needs_native
 @pytest.mark.parametrize("kind", READ)
-def test_packed_blocks_are_the_floats_that_they_stand_for(each_isa: str, kind: str) -> None:
+def test_packed_blocks_have_the_values_of_gguf_py(each_isa: str, kind: str) -> None:
     """Rows bit for bit, and products; 70 outputs are two whole blocks of the packed weight and a part."""
     rows = BlockRows(kind, blocks(kind, 70, 3))
     plain, packed = take_apart(rows), PackedWeight(rows)

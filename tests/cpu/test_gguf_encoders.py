@@ -46,7 +46,7 @@ def worker_of(file: Path, **settings: Any) -> PoolingWorker:
         ("Qwen3ForCausalLM", LAST),
     ],
 )
-def test_vectors_are_those_of_transformers(tmp_path: Path, name: str, pooling: int) -> None:
+def test_vectors_match_transformers(tmp_path: Path, name: str, pooling: int) -> None:
     file = write(tmp_path, name, pooling)
     worker = worker_of(file)
     assert (worker.ready.pooler.size, worker.ready.pooler.normalizes) == (64, True)
@@ -56,7 +56,7 @@ def test_vectors_are_those_of_transformers(tmp_path: Path, name: str, pooling: i
 
 @pytest.mark.usefixtures("float_products")
 @pytest.mark.parametrize("name", ["BertModel", "NomicBertModel"])
-def test_blocks_are_the_floats_they_stand_for(tmp_path: Path, name: str) -> None:
+def test_quantized_encoders_agree_with_their_dequantized_weights(tmp_path: Path, name: str) -> None:
     found = [
         worker_of(write(tmp_path, name, MEAN, "Q8_0", dense=dense)).all(PROMPTS, Pooling("embed"))
         for dense in (False, True)

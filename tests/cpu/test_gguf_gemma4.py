@@ -28,7 +28,7 @@ def wide(path: Path, **text: Any) -> Path:
 
 
 @pytest.mark.usefixtures("float_products")
-def test_blocks_are_the_floats_they_stand_for(tmp_path: Path) -> None:
+def test_quantized_models_agree_with_their_dequantized_weights(tmp_path: Path) -> None:
     """Includes the table of vectors for each layer in blocks, of which each of two ranks has half."""
     oracle = Oracle(wide(tmp_path / "checkpoint"))
     blocks, floats = (

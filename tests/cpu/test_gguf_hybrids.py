@@ -57,7 +57,7 @@ def kinds_with(output: str) -> Any:
 
 @pytest.mark.usefixtures("float_products")
 @pytest.mark.parametrize("output", ["Q4_K", "Q6_K", "Q8_0"])
-def test_heads_of_blocks_are_those_of_the_floats_they_stand_for(tmp_path: Path, output: str) -> None:
+def test_reordered_heads_of_blocks_agree_with_their_dequantized_floats(tmp_path: Path, output: str) -> None:
     """Rows of blocks are reordered like rows of floats. Inputs of floats are reordered, but those of blocks stay in the
     file's order."""
     oracle = Oracle(checkpoint(tmp_path / "checkpoint"))

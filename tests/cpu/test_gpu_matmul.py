@@ -128,7 +128,7 @@ def test_a_weight_without_outputs_gives_none() -> None:
 # ---- experts
 
 
-def test_experts_become_dense_but_for_those_that_are_to_be_quantized(caplog: pytest.LogCaptureFixture) -> None:
+def test_quantized_experts_become_dense_without_kernels_for_them(caplog: pytest.LogCaptureFixture) -> None:
     weight_form.say_widened.cache_clear()
     spec = Gptq(bits=4, group_size=32, dense=("model.layers.0.mlp.experts.1",))
     form = WidenedForm(QuantizedForm(spec), "experts")

@@ -118,7 +118,7 @@ def test_a_sequence_that_waits_for_a_grammar_does_not_affect_others(
     assert driver.got[1] == alone.got[1]
 
 
-def test_one_that_waits_is_preempted_resumed_forked_and_finished(
+def test_a_sequence_that_waits_is_preempted_resumed_forked_and_finished(
     later: tuple[Driver, list[Future[ParityMask]]], tiny_checkpoint: Path
 ) -> None:
     driver, futures = later

@@ -260,7 +260,7 @@ def test_sizes_that_no_step_has_are_refused() -> None:
         bucket_sizes(8, [16, 32])
 
 
-def test_what_is_set_aside() -> None:
+def test_reserved_bytes_cover_buffers_and_graph_pools() -> None:
     assert reserved_bytes((), 1000, 10, 1) == 0
     one = reserved_bytes((4,), 1000, 10, 1)
     assert one == 4 * (1000 * 8 + 48 + 20) + (8 << 20)

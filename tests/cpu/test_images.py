@@ -72,7 +72,7 @@ KINDS += [("JPEG", "CMYK"), ("JPEG", "L"), ("WEBP", "RGB"), ("WEBP", "RGBA"), ("
 
 
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
-def test_tiles_are_those_of_the_processor(kind: tuple[str, str]) -> None:
+def test_tiles_match_the_processor(kind: tuple[str, str]) -> None:
     """Bit for bit, also of 1 x 1 pixels and of 1 x 4000."""
     rng = random.Random(repr(kind))
     sizes = [(1, 1), (1, 4000), (3000, 1), *((rng.randint(1, 300), rng.randint(1, 300)) for _ in range(9))]
@@ -246,9 +246,7 @@ def answers(model: Any) -> list[list[int]]:
     ],
     ids=["whole", "chunks of 8", "chunks of 5", "no cache", "recompute", "swap", "two ranks"],
 )
-def test_answers_are_those_of_transformers(
-    checkpoint: Path, answers: list[list[int]], settings: dict[str, Any]
-) -> None:
+def test_answers_match_transformers(checkpoint: Path, answers: list[list[int]], settings: dict[str, Any]) -> None:
     """Alone, batched, cut up anywhere, preempted and found in the cache."""
     with LLM(str(checkpoint), **{"num_gpu_blocks_override": 64, **SMALL, **settings}) as llm:
         for turn in range(2):
@@ -362,7 +360,7 @@ WIDE, SMALL_ONE = Image.fromarray(picture(90, 60, 1)), Image.fromarray(picture(2
     ],
     ids=["one", "two among words", "three in turns"],
 )
-def test_chats_are_those_of_transformers(checkpoint: Path, model: Any, llm: LLM, chat: list[dict[str, Any]]) -> None:
+def test_chats_match_transformers(checkpoint: Path, model: Any, llm: LLM, chat: list[dict[str, Any]]) -> None:
     ids, expected = chat_of(model, checkpoint, chat)
     output = llm.chat(chat, GREEDY, use_tqdm=False)[0]
     assert output.prompt_token_ids == ids

@@ -83,7 +83,7 @@ def test_rows_of_zeros_and_of_next_to_nothing_are_zeros():
     assert not quantized(rows).any()
 
 
-def test_files_of_rows_with_other_bytes_are_those_of_another_layout():
+def test_changed_bytes_of_rows_require_another_layout_version():
     """KV on disk is identified by its layout's number: a change of these bytes must raise it, and the digest here."""
     kept = quantized(torch.arange(-48.0, 48.0).view(1, 96))
     digest = blake2b(kept.numpy().tobytes(), digest_size=4).hexdigest()
@@ -106,7 +106,7 @@ def test_native_writes_keep_the_same_bytes(each_isa, dtype, head_size):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_none_makes_its_row_none(backend, bad):  # noqa: F811
+def test_a_nan_makes_its_row_nan(backend, bad):  # noqa: F811
     """And no other: a code in its place would hide a broken model."""
     batch = Batch([(1, 1), (1, 1)], backend=backend, kv_dtype=INT8)
     batch.value[0, 0, 5] = bad

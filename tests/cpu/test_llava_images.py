@@ -103,7 +103,7 @@ MODES = [("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "P"), ("PNG", "I;16"), ("PNG",
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("mode", MODES, ids="-".join)
-def test_squares_are_those_of_the_processor(mode: tuple[str, str], name: str) -> None:
+def test_squares_match_the_processor(mode: tuple[str, str], name: str) -> None:
     """Bit for bit, whatever the size."""
     rng, plain = random.Random(repr(mode)), processor(KINDS[name], do_rescale=False, do_normalize=False)
     settings = GridSettings(SQUARE, RESOLUTIONS if KINDS[name].pinpoints else ())
@@ -215,7 +215,7 @@ def answers(made: Made) -> list[Answer]:
 
 
 @pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS)
-def test_answers_are_those_of_transformers(made: Made, answers: list[Answer], settings: dict[str, Any]) -> None:
+def test_answers_match_transformers(made: Made, answers: list[Answer], settings: dict[str, Any]) -> None:
     check_answers(made.path, CHATS, answers, SMALL | settings)
 
 

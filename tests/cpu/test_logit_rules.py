@@ -116,7 +116,7 @@ def test_bias_agrees_with_transformers() -> None:
 
 
 @pytest.mark.parametrize("output", [[], [7], [7, 8], [9, 7, 8], [8, 8], [7, 8, 9]])
-def test_bad_words_are_those_of_transformers(output: list[int]) -> None:
+def test_bad_words_match_transformers(output: list[int]) -> None:
     """Unlike transformers, words are searched in the output only. So the prompt here has no beginning of a word."""
     from transformers import NoBadWordsLogitsProcessor
 
@@ -134,7 +134,7 @@ def test_a_bad_word_that_the_prompt_began_may_be_completed() -> None:
 
 
 @pytest.mark.parametrize("num_output", [0, 3, 4, 5])
-def test_min_tokens_are_those_of_transformers(num_output: int) -> None:
+def test_min_tokens_match_transformers(num_output: int) -> None:
     from transformers import MinNewTokensLengthLogitsProcessor
 
     output = OUTPUT[:num_output]

@@ -110,7 +110,7 @@ def oracle_of(name: str, bases: dict[str, Oracle], tmp_path_factory: pytest.Temp
 
 
 @pytest.mark.parametrize(("name", "target"), CASES)
-def test_logits_are_those_of_merged_weights(
+def test_logits_match_merged_weights(
     name: str, target: Any, bases: dict[str, Oracle], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     oracle = oracle_of(name, bases, tmp_path_factory)

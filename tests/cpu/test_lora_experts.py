@@ -79,7 +79,7 @@ def check(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_those_of_merged_weights(name: str, tmp_path: Path) -> None:
+def test_logits_match_merged_weights(name: str, tmp_path: Path) -> None:
     """On one rank, on two that share each expert, on two that share them out; one of the adapters has down alone."""
     oracle = make_oracle(name, tmp_path / "base")
     paths = [

@@ -23,7 +23,7 @@ FAMILIES = ("gemma2", "llama-yarn")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_those_of_peft(name: str, tmp_path: Path) -> None:
+def test_logits_match_peft(name: str, tmp_path: Path) -> None:
     variant = next(each for each in VARIANTS if each.name == name)
     oracle = Oracle(variant.make(tmp_path / "base"), max_model_len=variant.max_model_len)
     paths = [

@@ -67,7 +67,7 @@ def check_mixed(oracle: Oracle, paths: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_are_those_of_peft(name: str, tmp_path: Path) -> None:
+def test_logits_match_peft(name: str, tmp_path: Path) -> None:
     variant = next(each for each in VARIANTS if each.name == name)
     oracle = Oracle(variant.make(tmp_path / "base"), max_model_len=variant.max_model_len)
     paths = [

@@ -29,7 +29,7 @@ def num_threads(request: pytest.FixtureRequest) -> object:
 
 @pytest.mark.parametrize("gap", [0, 3])
 @pytest.mark.parametrize(("num_rows", "vocab"), SHAPES)
-def test_the_same_as_the_plain_twin(
+def test_native_masks_equal_the_torch_reference(
     num_rows: int, vocab: int, gap: int, each_vector_isa: str, num_threads: int
 ) -> None:
     for num_masked in {1, (num_rows + 1) // 2, num_rows}:
@@ -59,7 +59,7 @@ def test_wrong_arguments_are_refused() -> None:
         native.rule_out(logits, MaskedRows(samples + 2, bitmasks))
 
 
-def test_token_masks_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_masks_use_the_native_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, masked = draw_logits(4, 50), draw_masked(4, 50, 3)
     wanted = logits.clone()
     token_masks = TokenMasks(*masked)

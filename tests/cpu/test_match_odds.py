@@ -86,7 +86,7 @@ def test_drafters_propose_what_is_sure_enough_and_learn_from_the_rest(make: Any)
 
 
 @pytest.mark.parametrize("make", [SuffixDrafter, NgramDrafter])
-def test_a_step_has_drafts_if_all_together_bring_what_verifying_takes(make: Any) -> None:
+def test_drafts_are_dropped_if_together_they_gain_less_than_verifying_costs(make: Any) -> None:
     by: Drafter = make(Speculation(method="suffix" if make is SuffixDrafter else "ngram"))
     tokens = [np.array(tokens, np.int32) for tokens in (REPEATED, [9, 8, 7], REPEATED)]
 

@@ -109,7 +109,7 @@ def test_a_step_has_as_many_pieces_as_the_goal_leaves_time_for(
 
 
 @pytest.mark.parametrize("ask", ["store", "move"])
-def test_who_asks_for_vectors_has_the_rest_computed_at_once(part: MediaVectors, ask: str) -> None:
+def test_reading_vectors_computes_the_remaining_pieces_at_once(part: MediaVectors, ask: str) -> None:
     """Ranks progress at different speeds: a rank may still compute a medium that another one has reported."""
     first, second = DIGESTS
     step(part)
@@ -126,7 +126,7 @@ def test_who_asks_for_vectors_has_the_rest_computed_at_once(part: MediaVectors, 
     assert part.get(first) is not None
 
 
-def test_what_is_freed_is_not_computed_further(part: MediaVectors) -> None:
+def test_freed_media_are_not_computed_further(part: MediaVectors) -> None:
     step(part)
     apply(part, FreeEncoded(DIGESTS))
     tower: Any = part.tower
@@ -137,7 +137,7 @@ def test_what_is_freed_is_not_computed_further(part: MediaVectors) -> None:
 
 
 @pytest.mark.parametrize(("num_tokens", "num_pieces"), [(0, 5), (1, 2)])
-def test_without_a_goal_media_take_a_share_of_what_next_tokens_do(
+def test_without_a_latency_goal_media_take_a_share_of_the_time_of_next_tokens(
     part: MediaVectors, monkeypatch: pytest.MonkeyPatch, num_tokens: int, num_pieces: int
 ) -> None:
     """Next tokens took 40 s. Of the 6 s, or the 3 s beside tokens of prompts, the last could be missed."""

@@ -111,7 +111,7 @@ def test_the_founding_documents_number() -> None:
     assert profile.num_blocks == 3379
 
 
-def test_what_is_outside_the_framework_counts_and_what_it_keeps_does_not() -> None:
+def test_memory_outside_torch_counts_and_its_cached_memory_does_not() -> None:
     memory = FakeMemory(24 * GIB, allocated=10 * GIB, others=1 * GIB)
     profile = profile_of(memory, activations=3 * GIB, outside=1 * GIB)
     assert (profile.weights_bytes, profile.activations_bytes) == (10 * GIB, 3 * GIB)
@@ -146,7 +146,7 @@ def test_a_framework_that_holds_more_than_the_device_shows_subtracts_nothing() -
 
 
 @pytest.mark.parametrize("what", ["graphs", "scratch"])
-def test_what_is_set_aside_is_left_free(what: str) -> None:
+def test_reserved_memory_is_left_free(what: str) -> None:
     profile = profile_of(FakeMemory(24 * GIB, allocated=13 * GIB), activations=2 * GIB, **{what: GIB})
     assert profile.num_blocks == 3379 - 512
 
@@ -202,7 +202,7 @@ def test_too_little_is_an_error_with_a_flag_that_works() -> None:
     assert profile_of(memory, 2 * GIB, utilization=advised - 0.01).num_blocks < 100
 
 
-def test_what_cannot_work_is_not_advised() -> None:
+def test_advice_names_only_flags_that_can_help() -> None:
     with pytest.raises(ConfigError) as info:
         profile_of(FakeMemory(24 * GIB, allocated=24 * GIB), 2 * GIB).check()
     assert "--gpu-memory-utilization" not in str(info.value)

@@ -81,7 +81,7 @@ def test_each_layer_has_its_shape_and_place_in_a_block(oracle: MixedOracle) -> N
             pool.zero_()
 
 
-def test_a_block_of_one_group_is_none_of_anothers_business(oracle: MixedOracle) -> None:
+def test_writes_to_a_block_of_one_group_change_no_other_group(oracle: MixedOracle) -> None:
     """Layers of a group write only to the blocks of this group, and never to padding."""
     cache = CacheEngine(oracle.spec, BLOCK_SIZE, 7, 0, *FLOAT32)
     views = cache.layer_views()
@@ -102,7 +102,7 @@ def test_a_block_of_one_group_is_none_of_anothers_business(oracle: MixedOracle) 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_logits_are_those_of_plain_torch_whatever_the_chunk(oracle: MixedOracle, backend: str, chunk: int) -> None:
+def test_logits_match_plain_torch_whatever_the_chunk(oracle: MixedOracle, backend: str, chunk: int) -> None:
     if backend == "cpu" and not cpu.available():
         pytest.skip("needs the native library")
     paged = Paged(oracle)

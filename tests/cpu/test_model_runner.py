@@ -152,7 +152,7 @@ def test_a_damaged_block_changes_the_tokens(driver: Driver, oracle: Any) -> None
     assert driver.got[0] != expected(oracle, prompt, 12)
 
 
-def test_logprobs_are_those_of_transformers(driver: Driver, oracle: Any) -> None:
+def test_logprobs_match_transformers(driver: Driver, oracle: Any) -> None:
     prompt = make_prompt(50, seed=6)
     output = driver.run(
         new_request(0, prompt, [1, 2, 3, 4], sampling=msgspec.structs.replace(WARM, logprobs=5)),

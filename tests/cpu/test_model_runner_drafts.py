@@ -55,7 +55,7 @@ def speculate(
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "seeded"])
-def test_drafts_change_how_many_steps_but_no_token(tiny_checkpoint: Path, sampling: Sampling) -> None:
+def test_drafts_change_the_number_of_steps_and_no_token(tiny_checkpoint: Path, sampling: Sampling) -> None:
     prompt = make_prompt(30, seed=11)
     driver = Driver(tiny_checkpoint)
     plain = speculate(driver, Parrot([]), prompt, sampling)
@@ -84,7 +84,7 @@ def test_states_take_up_the_drafts_that_prove_right_and_no_others(tmp_path: Path
     assert found[0][1].any()
 
 
-def test_the_output_says_how_much_was_drafted(tiny_checkpoint: Path) -> None:
+def test_the_output_has_the_number_of_drafts_of_each_sequence(tiny_checkpoint: Path) -> None:
     prompt = make_prompt(30, seed=11)
     driver = Driver(tiny_checkpoint)
     driver.drafts.drafter = Parrot([*prompt, 0, 0, 0, 0])
@@ -120,7 +120,7 @@ def test_logprobs_come_with_every_token_that_counts(tiny_checkpoint: Path) -> No
         assert [token for token, _ in other.top] == [token for token, _ in one.top]
 
 
-def test_what_is_not_finite_behind_a_draft_fails_in_the_step_that_reaches_it(
+def test_nan_logits_after_a_draft_fail_only_once_their_position_is_sampled(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = make_prompt(30, seed=11)
@@ -160,7 +160,7 @@ def test_min_tokens_hold_at_every_drafted_position(driver: Driver, oracle: Any) 
     assert driver.got[1] == plain
 
 
-def test_the_price_of_drafts_is_that_of_their_step(driver: Driver) -> None:
+def test_a_price_of_drafts_applies_to_its_step_only(driver: Driver) -> None:
     driver.run(new_request(0, make_prompt(5, seed=1), [1, 2]), new_request(1, make_prompt(6, seed=2), [3, 4]))
     driver.drafts.drafter = asked = Keeper()
     driver.run(Draft(1, 2, []), Draft(0, 3, []), SureDrafts(0.75, 0.5))

@@ -56,7 +56,7 @@ def llama(checkpoints) -> Oracle:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
-def test_logits_are_those_of_transformers_whatever_the_chunk(oracle, chunk):
+def test_logits_match_transformers_whatever_the_chunk(oracle, chunk):
     logits = Paged(oracle).run(oracle.tokens, chunk)
     assert oracle.difference(logits) < MAX_DIFFERENCE
     assert torch.equal(logits.argmax(-1), oracle.logits.argmax(-1))

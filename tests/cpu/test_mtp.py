@@ -111,7 +111,7 @@ def test_steps_with_a_head_are_recorded(watched: Watched, monkeypatch: pytest.Mo
     play()
 
 
-def test_kv_writes_that_cannot_be_recorded_are_eager_and_others_are_not(watched: Watched) -> None:
+def test_only_kv_writes_that_cannot_be_recorded_run_eagerly(watched: Watched) -> None:
     drafts = part_of(watched.worker.runner, Drafts).drafter
     assert isinstance(drafts, GrammarDrafter)
     assert isinstance(drafts.other, MTPDrafter)

@@ -108,7 +108,7 @@ def test_inputs_are_whole_blocks() -> None:
 
 
 @pytest.mark.usefixtures("float_products")
-def test_it_is_multiplied_as_it_is() -> None:
+def test_packed_mxfp4_is_multiplied_without_conversion() -> None:
     stored = tensors()
     stored[f"{DOWN}_scales"] = stored[f"{DOWN}_scales"] % 8 + 120
     form = weight((DOWN,), Split.whole(INNER), (Split.whole(HIDDEN),), 2)

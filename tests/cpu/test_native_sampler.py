@@ -178,7 +178,7 @@ def test_a_row_depends_on_nothing_around_it(vocab_size: int, num_threads: int) -
 
 @pytest.mark.usefixtures("each_vector_isa")
 @pytest.mark.parametrize("num_threads", [1, 4])
-def test_it_is_equal_to_its_plain_twin(num_threads: int) -> None:
+def test_native_samples_equal_the_torch_reference(num_threads: int) -> None:
     """Limits bit for bit; draws but for two scores that differ by less than the noise's error."""
     cpu.set_num_threads(num_threads)
     for num_rows, vocab_size in ((40, 1500), (3, 50_000)):
@@ -191,7 +191,7 @@ def test_it_is_equal_to_its_plain_twin(num_threads: int) -> None:
             assert abs(scores[found.tokens[row]] - scores[plain.tokens[row]]) < 1e-5
 
 
-def test_the_sampler_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sampler_uses_the_native_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, draws = random_logits(2, 50), make_draws(2, 50)
     sampler = Sampler(50, CPU)
     monkeypatch.setattr(sampler, "pick_plainly", None)

@@ -134,7 +134,7 @@ def test_torch_computes_everything_without_kernels(monkeypatch: pytest.MonkeyPat
     assert not fused.select_rotation(torch.ones(4, 2, 4), torch.zeros(1).int(), Rotation(*torch.zeros(2, 1, 8)))
 
 
-def test_which_ops_a_device_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_device_has_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(ops_for(CPU), CpuOps)
     assert not isinstance(ops_for(torch.device("meta")), CpuOps)
     monkeypatch.setattr(cpu, "available", lambda: False)

@@ -151,7 +151,9 @@ RULED = Sampling(0.0, 0, 1.0, 0.0, 0, rules=LogitRules(1.0, 0.5, 1.2, (), b"", (
     ],
     ids=lambda value: "" if isinstance(value, bool) else "+".join(type(entry).__name__ for entry in value.entries),
 )
-def test_which_steps_go_ahead(step: SchedulerOutput, goes: bool, driver_of: Callable[..., Driver]) -> None:
+def test_only_steps_independent_of_the_last_result_run_ahead(
+    step: SchedulerOutput, goes: bool, driver_of: Callable[..., Driver]
+) -> None:
     assert started(driver_of(ahead=True)).can_run_ahead(step) == goes
 
 

@@ -69,7 +69,7 @@ MODES += [("JPEG", "L"), ("WEBP", "RGBA"), ("GIF", "P")]
 
 
 @pytest.mark.parametrize("kind", MODES, ids="-".join)
-def test_rows_are_those_of_the_processor(kind: tuple[str, str]) -> None:
+def test_rows_match_the_processor(kind: tuple[str, str]) -> None:
     """Bit for bit, whatever the size."""
     rng = random.Random(repr(kind))
     sizes = [
@@ -160,7 +160,7 @@ def answers(made: Made) -> list[Answer]:
 
 
 @pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS)
-def test_answers_are_those_of_transformers(made: Made, answers: list[Answer], settings: dict[str, Any]) -> None:
+def test_answers_match_transformers(made: Made, answers: list[Answer], settings: dict[str, Any]) -> None:
     check_answers(made.path, CHATS, answers, SMALL | settings)
 
 

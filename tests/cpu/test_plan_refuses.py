@@ -72,13 +72,13 @@ def test_an_unknown_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.usefixtures("in_this_process")
-def test_one_that_is_served_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_fits_where_the_model_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = BY_NAME["helium"].make(tmp_path / "model")
     status, text = planned(path, capsys)
     assert (status, text.split(".")[0]) == (0, "It fits")
 
 
-def test_ranks_that_its_plan_does_not_know(tmp_path: Path) -> None:
+def test_a_number_of_ranks_outside_its_plan_is_refused(tmp_path: Path) -> None:
     path = BY_NAME["stablelm"].make(tmp_path / "model")
     examination.check(config(path))
     with pytest.raises(ConfigError, match=r"tensor_parallel_size 2: transformers has no plan .* 'stablelm'; give 1"):

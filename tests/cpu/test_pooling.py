@@ -107,7 +107,7 @@ EMBEDDERS = [
 @pytest.mark.parametrize(
     ("name", "mode", "settings"), EMBEDDERS, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_vectors_are_those_of_transformers(tmp_path: Path, name: str, mode: str, settings: dict[str, Any]) -> None:
+def test_vectors_match_transformers(tmp_path: Path, name: str, mode: str, settings: dict[str, Any]) -> None:
     path = add_modules(write_pooled(tmp_path / "m", name, settings), mode)
     worker = PoolingWorker(path, max_num_batched_tokens=512)
     assert (worker.ready.pooler.size, worker.ready.pooler.normalizes) == (64, True)
@@ -165,7 +165,7 @@ CLASSIFIERS = [
 
 
 @pytest.mark.parametrize(("name", "settings"), CLASSIFIERS, ids=lambda value: value if isinstance(value, str) else "")
-def test_heads_are_those_of_transformers(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
+def test_heads_match_transformers(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
     path = write_pooled(tmp_path / "m", name, settings)
     worker = PoolingWorker(path, max_num_batched_tokens=512)
     count = settings["num_labels"]

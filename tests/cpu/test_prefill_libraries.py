@@ -123,7 +123,7 @@ def test_a_step_of_prompts_alone_launches_no_kernel_of_ours(handed: list[int]) -
         ({}, PrefillTable(), []),
     ],
 )
-def test_which_prompts_go_through_a_library(
+def test_a_table_decides_which_prompts_use_a_library(
     changes: dict[str, Any], table: PrefillTable, prompts: list[tuple[int, ...]]
 ) -> None:
     assert prompts_of(changed(SHAPE, **changes), table, FRESH) == prompts

@@ -169,7 +169,7 @@ def test_steps_with_more_rows_than_sequences_may_run_are_replayed(tiny_checkpoin
     assert 10 in graphs_of(driver).buckets
 
 
-def test_what_cannot_be_recorded_stays_eager(
+def test_models_that_cannot_be_recorded_run_eagerly(
     tiny_checkpoint: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reference backend computes with torch. It says itself that it is not to be recorded; here it does not."""

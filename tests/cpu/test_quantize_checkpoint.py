@@ -278,7 +278,7 @@ def test_the_bundled_model_has_its_name(tmp_path: Path, capsys: pytest.CaptureFi
     assert "matrices as int8" in capsys.readouterr().out
 
 
-def test_what_cannot_be_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_requests_are_refused_in_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, out = make_checkpoint(tmp_path / "dense", **SIZES), tmp_path / "out"
     assert main(["quantize", str(source), "--scheme", "int4", "--out", str(out)]) == 0
     said = capsys.readouterr().out

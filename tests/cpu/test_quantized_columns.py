@@ -64,7 +64,7 @@ def configs() -> Iterator[Any]:
 
 @pytest.mark.usefixtures("float_products")
 @pytest.mark.parametrize(("write", "config"), list(configs()))
-def test_they_are_the_dense_models_that_they_stand_for(
+def test_quantized_models_agree_with_their_dequantized_weights(
     tmp_path: Path, write: Callable[..., Any], config: dict[str, Any]
 ) -> None:
     dense, packed = checkpoints(tmp_path, write, config)
@@ -135,7 +135,7 @@ def test_ranks_do_not_share_a_group(tmp_path: Path) -> None:
         on_ranks(2, lambda rank: oracle.stored_as(packed, rank))
 
 
-def test_ranks_refuse_groups_that_there_are_not(tmp_path: Path) -> None:
+def test_ranks_refuse_groups_out_of_range(tmp_path: Path) -> None:
     dense, packed = checkpoints(tmp_path, gptq_tensors, gptq_config(desc_act=True))
     tensors = load_file(packed / SINGLE_FILE)
     name = "model.layers.0.mlp.down_proj.g_idx"

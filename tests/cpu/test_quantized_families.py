@@ -77,7 +77,7 @@ def quantized(
 @pytest.mark.usefixtures("float_products")
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
-def test_they_are_the_dense_models_that_they_stand_for(tmp_path: Path, variant: Variant, writer: str) -> None:
+def test_quantized_models_agree_with_their_dequantized_weights(tmp_path: Path, variant: Variant, writer: str) -> None:
     dense, packed = quantized(tmp_path, variant, *WRITERS[writer])
     oracle = Oracle(dense)
     most = 1e-4 * max(1.0, float(oracle.logits.abs().max()))

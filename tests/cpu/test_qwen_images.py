@@ -73,7 +73,7 @@ def processor(**settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", [("PNG", "RGB"), ("PNG", "RGBA"), ("PNG", "P"), ("JPEG", "CMYK"), ("WEBP", "RGB")])
-def test_patches_are_those_of_the_processor(kind: tuple[str, str]) -> None:
+def test_patches_match_the_processor(kind: tuple[str, str]) -> None:
     """Bit for bit, whatever the size: too small, too large, narrow."""
     rng, plain = random.Random(repr(kind)), processor(do_rescale=False, do_normalize=False)
     sizes = [(1, 1), (1, 200), (190, 1), (16, 16), *((rng.randint(1, 200), rng.randint(1, 200)) for _ in range(12))]
@@ -115,7 +115,7 @@ def test_the_tower_gives_the_vectors_of_transformers(checkpoint: Path, model: An
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_positions_are_those_of_transformers(model: Any, seed: int) -> None:
+def test_positions_match_transformers(model: Any, seed: int) -> None:
     rng, images, kinds, start = random.Random(seed), list[Media](), list[int](), 0
     for _ in range(rng.randint(1, 4)):
         start += (gap := rng.randint(0, 5) if not images else rng.randint(1, 5))
@@ -258,7 +258,7 @@ def answers(long_answers: list[tuple[list[int], list[int]]]) -> list[tuple[list[
     ],
     ids=["whole", "chunks of 9", "chunks of 5", "no cache", "recompute", "swap", "two ranks"],
 )
-def test_answers_are_those_of_transformers(
+def test_answers_match_transformers(
     checkpoint: Path, long_answers: list[tuple[list[int], list[int]]], settings: dict[str, Any]
 ) -> None:
     preempts = "preemption_mode" in settings

@@ -61,7 +61,7 @@ def rope_and_theirs(kind: str, head_size: int, share: float, length: int) -> tup
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_frequencies_are_those_of_transformers(kind: str) -> None:
+def test_frequencies_match_transformers(kind: str) -> None:
     for head_size, share, length in product((24, 64, 80, 96, 128, 256), (1.0, 0.75, 0.5), (100, 1500)):
         rope, expected, factor = rope_and_theirs(kind, head_size, share, length)
         ours = inverse_frequencies(rope, head_size, length)

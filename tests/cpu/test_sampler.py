@@ -418,7 +418,7 @@ def test_minus_infinity_is_a_legal_logit() -> None:
 # ---- logprobs
 
 
-def test_logprobs_are_those_of_the_raw_logits() -> None:
+def test_logprobs_match_the_raw_logits() -> None:
     logits = random_logits(5, 700)
     inputs = make_inputs(
         5, [(4, int(logits[4].argmax()))], temperature=[0.0, 1.0, 2.0, 1.0, 0.0], top_k=[0, 0, 9, 0, 0], seed=4,

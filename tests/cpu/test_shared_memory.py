@@ -128,7 +128,7 @@ def test_random_calls(world: int, phase: str, memory: int) -> None:
         max_size=12,
     )
 )
-def test_any_calls(calls: list[Call]) -> None:
+def test_random_calls_agree_on_all_ranks(calls: list[Call]) -> None:
     memory = create_group_memory()
     play_in_threads(connect(memory, 2), calls, seed=1)
     os.close(memory)
@@ -417,7 +417,7 @@ def test_a_rank_that_is_a_process_and_is_killed(memory: int) -> None:
         assert ranks.lost_rank() == 1
 
 
-def test_nothing_is_left(memory: int) -> None:
+def test_no_segment_of_shared_memory_remains(memory: int) -> None:
     """The memory has no name, and is unmapped with the last that uses it: rows outlive their communicator."""
     inode = str(os.fstat(memory).st_ino)  # other tests of this process may have groups of their own
 

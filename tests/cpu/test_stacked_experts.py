@@ -102,7 +102,7 @@ def test_a_gpu_has_its_kernels_or_the_loop(
     assert isinstance(made, StackedExperts if has_kernels else LoopedExperts)
 
 
-def test_weights_that_lie_side_by_side_stay_there() -> None:
+def test_adjacent_weights_are_used_without_a_copy() -> None:
     memory = random(7, HIDDEN, INNER)
     whole = stack_weights([DenseMatmul(part, None) for part in memory[2:5]])
     assert whole.data_ptr() == memory[2].data_ptr()
@@ -119,7 +119,7 @@ def test_other_weights_are_copied_once(order: list[int]) -> None:
     assert [each.weight.data_ptr() for each in matmuls] == [part.data_ptr() for part in whole]
 
 
-def test_weights_of_two_memories_do_not_lie_side_by_side() -> None:
+def test_weights_of_two_allocations_are_not_adjacent() -> None:
     """Although the second weight is at the offset in its memory that would follow the first one."""
     one, other = random(2, 3, 4), torch.zeros(2, 3, 4)
     assert torch.equal(

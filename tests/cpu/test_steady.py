@@ -91,7 +91,7 @@ def test_whatever_else_happens_is_made_in_full() -> None:
     assert not step(batches, [*decode(1), Continue(2, 2, [])], 10)
 
 
-def test_a_sequence_that_goes_alone_may_move_another() -> None:
+def test_a_sequence_that_leaves_may_move_anothers_row() -> None:
     """The one that decodes is the same, and its row is another."""
     batches = both()
     step(batches, [new_request(0, [11], block_ids=[[1, 2]]), new_request(1, [12], block_ids=[[3, 4]])], 20)

@@ -39,7 +39,7 @@ def rows_of(worker: PoolingWorker, prompts: Sequence[Sequence[int]], asked: Pool
 
 
 @pytest.mark.parametrize(("name", "settings"), HEADS, ids=lambda value: value if isinstance(value, str) else "")
-def test_heads_are_those_of_transformers(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
+def test_heads_match_transformers(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
     path = write_pooled(tmp_path / "m", name, settings)
     worker = PoolingWorker(path, max_model_len=152)
     pooler = worker.ready.pooler

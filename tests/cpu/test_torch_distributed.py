@@ -413,7 +413,7 @@ def test_refusals_of_nccl_are_one_sentence(
         ("cuda", "gloo", 2, True, "gloo"),
     ],
 )
-def test_how_ranks_meet(
+def test_the_communication_backend_by_device_and_size(
     device: Any, asked: Any, size: int, native: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_lite.parallel.select.cpu.available", lambda: native)

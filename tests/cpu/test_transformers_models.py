@@ -43,7 +43,7 @@ def refusal(path: Path) -> str:
 
 
 @pytest.mark.parametrize("chunk", [7, 1000])
-def test_logits_are_those_of_transformers(oracle: Oracle, chunk: int) -> None:
+def test_logits_match_transformers(oracle: Oracle, chunk: int) -> None:
     give_its_logits(oracle, chunk)
 
 
@@ -79,7 +79,7 @@ def test_both_implementations_agree(family: str, tmp_path: Path) -> None:
     assert errors[0] > 0.001
 
 
-def test_a_worker_serves_it(tmp_path: Path) -> None:
+def test_a_worker_serves_a_model_of_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     path = BY_NAME["helium"].make(tmp_path / "model")
@@ -137,7 +137,7 @@ def test_models_that_cannot_be_served_are_refused_by_name(name: str, tmp_path: P
     assert reason in text
 
 
-def test_it_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+def test_unsupported_models_are_refused_before_weights_are_read(tmp_path: Path) -> None:
     path = FOREIGN["diffllama"][0].make(tmp_path / "model")
     (path / "model.safetensors").unlink()
     assert "layer 0 attends 2 times" in refusal(path)

@@ -288,7 +288,7 @@ def test_a_worker_that_replaces_another_continues_without_a_folder_that_was_open
         ({"load_format": "dummy"}, None),
     ],
 )
-def test_what_is_not_worth_it_is_not_kept(
+def test_weights_not_worth_caching_are_not_cached(
     tmp_path: Path, settings: dict[str, Any], why: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", weight_cache.__name__)

@@ -128,7 +128,7 @@ def test_memory_does_not_grow_with_the_number_of_layers(
 
 
 @needs_native
-def test_what_is_lent_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_lent_by_the_reader_are_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files and buffers are something else when a layer has taken its weight: here they are wiped."""
     path = make_checkpoint(tmp_path, attention_bias=True)
     groups = Llama.weight_groups
@@ -259,7 +259,7 @@ def test_a_rank_reads_its_boxes(large: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert sum(boxes) <= PAGE * len(pages) <= sum(boxes) + by_inputs // 2 + 2 * PAGE * len(tensors)
 
 
-def test_what_a_rank_has_read_is_given_back(large: Path) -> None:
+def test_pages_that_a_rank_has_read_are_released(large: Path) -> None:
     """With the pages around its boxes, which the system maps as well."""
     file, most = large / SINGLE_FILE, 0
     largest = max(tensor.nbytes for tensor in load_file(file).values())
@@ -289,7 +289,7 @@ def test_a_rank_never_holds_more_than_its_part(large: Path, monkeypatch: pytest.
         assert live.most <= live.num_bytes + 2 * largest, "beside the weights there is the one that is being packed"
 
 
-def test_small_weights_lie_side_by_side() -> None:
+def test_small_weights_share_an_allocation() -> None:
     """Zeros of their own, aligned, on shared pages, which last as long as any of them and no longer."""
     shared = memory._Stretch()
     parts = [shared.take(num_bytes) for num_bytes in (1, 64, 1000, 5 << 20)]

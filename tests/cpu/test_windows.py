@@ -45,7 +45,7 @@ def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 1000])
-def test_logits_are_those_of_transformers_whatever_the_chunk(oracle: Oracle, chunk: int) -> None:
+def test_logits_match_transformers_whatever_the_chunk(oracle: Oracle, chunk: int) -> None:
     """150 tokens are many windows; chunks of 64 and more are longer than each."""
     logits = Paged(oracle).run(oracle.tokens, chunk)
     assert oracle.difference(logits) < MAX_DIFFERENCE
@@ -81,7 +81,7 @@ def test_a_window_of_another_size_shows(oracle: Oracle, off_by: int) -> None:
     assert oracle.difference(paged.run(oracle.tokens, 1000)) > 0.01
 
 
-def test_what_the_model_says_depends_on_its_windows(oracle: Oracle) -> None:
+def test_logits_depend_on_the_windows(oracle: Oracle) -> None:
     paged = Paged(oracle)
     paged.set_windows([None] * len(oracle.spec.kv_groups))
     logits = paged.run(oracle.tokens, 1000)

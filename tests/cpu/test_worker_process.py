@@ -171,7 +171,7 @@ def test_a_whole_conversation(engine: Engine, tiny_checkpoint: Path) -> None:
     assert worker.join() == 0
 
 
-def test_a_worker_says_what_the_disk_holds_before_it_says_that_it_serves(
+def test_a_worker_reports_the_disks_keys_before_it_is_ready(
     ipc: str, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests that waited for it are scheduled at once."""
@@ -201,7 +201,7 @@ def test_hearts_beat_and_show_progress(engine: Engine, tiny_checkpoint: Path) ->
     assert worker.join() == 0
 
 
-def test_hearts_say_whether_it_waits_for_another_rank(
+def test_heartbeats_tell_whether_a_rank_waits_for_another(
     engine: Engine, tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     let_go, import_worker = threading.Event(), process.import_worker
@@ -239,14 +239,14 @@ def test_the_reason_is_on_its_way_before_the_others_are_let_go(
     assert [failed.kind for failed in aborted] == ["ModelError"]
 
 
-def test_it_ends_on_a_stop_message(engine: Engine, tiny_checkpoint: Path) -> None:
+def test_a_worker_ends_on_a_stop_message(engine: Engine, tiny_checkpoint: Path) -> None:
     worker = WorkerThread(settings_for(tiny_checkpoint, engine.listener.address))
     engine.start_up()
     worker.stop.set()
     assert worker.join() == 0
 
 
-def test_it_ends_when_the_engine_has_gone(engine: Engine, tiny_checkpoint: Path) -> None:
+def test_a_worker_ends_when_the_engine_has_gone(engine: Engine, tiny_checkpoint: Path) -> None:
     worker = WorkerThread(settings_for(tiny_checkpoint, engine.listener.address))
     engine.start_up()
     engine.listener.close()
@@ -271,7 +271,7 @@ def test_a_bad_model_is_the_users_fault(engine: Engine, tmp_path: Path) -> None:
         (Start(GENERATION, 20, 0), "expected a SchedulerOutput, got Start"),
     ],
 )
-def test_what_cannot_be_run_ends_it_with_the_reason(
+def test_invalid_messages_end_the_worker_with_the_reason(
     engine: Engine, tiny_checkpoint: Path, message: ToWorker, complaint: str
 ) -> None:
     worker = WorkerThread(settings_for(tiny_checkpoint, engine.listener.address))
@@ -298,7 +298,7 @@ def test_memory_that_is_not_there_is_said_with_its_flags(
     assert worker.join() == 1
 
 
-def test_noise_on_the_wire_ends_it_too(engine: Engine, tiny_checkpoint: Path) -> None:
+def test_garbage_on_the_wire_ends_the_worker(engine: Engine, tiny_checkpoint: Path) -> None:
     worker = WorkerThread(settings_for(tiny_checkpoint, engine.listener.address))
     engine.start_up()
     engine.listener.send(b"worker-0", b"\xc1 not msgpack")

@@ -121,7 +121,7 @@ def generate(llm: LLM, asked: Asked) -> list[RequestOutput]:
 
 @pytest.mark.parametrize("early_stopping", [False, True])
 @pytest.mark.parametrize("width", [2, 4])
-def test_beams_are_those_of_transformers(
+def test_beams_match_transformers(
     llm: LLM,
     llama: Reference,
     stop_tokens: tuple[int, ...],

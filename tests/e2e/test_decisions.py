@@ -58,7 +58,7 @@ def num_shared(oracle: Oracle, state: str, questions: Any) -> int:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_probabilities_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+def test_probabilities_match_transformers(family: str, tmp_path: Path) -> None:
     model = write_decider(tmp_path / "m", family, max_position_embeddings=4096)
     oracle = Oracle(model)
     many = {f"q{number}": {"type": "noul", "instructions": f"Is it {number}?"} for number in range(20)}

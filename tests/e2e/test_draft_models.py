@@ -109,7 +109,7 @@ def test_a_model_that_cannot_draft_is_refused(model: Path, tmp_path: Path) -> No
         start(model, **drafting(other))
 
 
-def test_tokens_are_compared_whatever_files_have_them(model: Path, tmp_path: Path) -> None:
+def test_vocabularies_are_compared_across_file_formats(model: Path, tmp_path: Path) -> None:
     other = make_checkpoint(tmp_path / "other")
     file = other / "tokenizer.json"
     own = write_gguf(tmp_path / "own.gguf", other)

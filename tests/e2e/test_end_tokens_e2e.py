@@ -61,7 +61,7 @@ def test_a_chat_ends_at_the_tokenizers_eos_token(http: httpx.Client, *, shows: b
     assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", None)
 
 
-def test_a_stream_ends_there(http: httpx.Client) -> None:
+def test_a_stream_ends_at_the_templates_end_token(http: httpx.Client) -> None:
     body = {"messages": [{"role": "user", "content": "script 0"}], "max_tokens": 60, "stream": True}
     lines = http.post("/v1/chat/completions", json=body).text.split("\n\n")
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
@@ -69,14 +69,14 @@ def test_a_stream_ends_there(http: httpx.Client) -> None:
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
 
 
-def test_ignore_eos_and_min_tokens_know_it(http: httpx.Client) -> None:
+def test_ignore_eos_and_min_tokens_cover_the_templates_end_token(http: httpx.Client) -> None:
     choice = answer(http, ignore_eos=True)
     assert choice["finish_reason"] == "length"
     assert choice["message"]["content"].startswith(f"{TEXT}What nobody asked.")
     assert len(answer(http, min_tokens=len(TEXT) + 2, logprobs=True)["logprobs"]["content"]) > len(TEXT) + 1
 
 
-def test_a_grammar_ends_by_it(http: httpx.Client) -> None:
+def test_a_grammar_ends_by_the_templates_end_token(http: httpx.Client) -> None:
     """The model wants to write the token as soon as its text may end."""
     choice = answer(http, structured_outputs={"regex": "Hello, world\\..*"})
     assert (choice["message"]["content"], choice["finish_reason"]) == (TEXT, "stop")

@@ -79,12 +79,12 @@ def http(served: Served) -> Iterator[httpx.Client]:
         yield connected
 
 
-def test_its_length_is_said(served: Served, http: httpx.Client) -> None:
+def test_the_maximum_length_of_each_family_is_served(served: Served, http: httpx.Client) -> None:
     (model,) = http.get("/v1/models").json()["data"]
     assert model["max_model_len"] == load_spec(served.path).max_position_embeddings
 
 
-def test_completions_are_those_of_transformers(served: Served, http: httpx.Client) -> None:
+def test_completions_match_transformers(served: Served, http: httpx.Client) -> None:
     case = served.case
     choice = completed(http, body(case, logprobs=2))
     assert choice["token_ids"] == case.tokens
@@ -122,7 +122,7 @@ def test_a_stream_continues_when_the_worker_is_killed(served: Served, http: http
     served.server.wait_for(f"(pid {pid}) died: killed by SIGKILL")
 
 
-def test_its_trace_is_decided_again(served: Served) -> None:
+def test_the_trace_of_each_family_replays(served: Served) -> None:
     """The last test of a server: it ends it."""
     assert served.server.stop() == 0
     assert run("replay", str(served.trace), "--assert").returncode == 0

@@ -108,7 +108,7 @@ def test_the_reference_depends_on_its_context(references, family):
 
 
 @pytest.mark.parametrize("row", ROWS, ids=str)
-def test_tokens_are_those_of_transformers(references, row):
+def test_tokens_match_transformers(references, row):
     cases = references[row.family].cases
     prompts = [case.prompt for case in cases]
     outputs = []

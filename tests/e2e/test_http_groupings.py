@@ -149,7 +149,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         yield name, server.url
 
 
-async def test_clients_get_the_same_items_alone_and_in_a_crowd(served: tuple[str, str]) -> None:
+async def test_clients_get_the_same_items_alone_and_beside_many_others(served: tuple[str, str]) -> None:
     name, url = served
     texts = outputs(name)
     wanted = [expected(name, text) for text in texts]

@@ -95,7 +95,7 @@ def test_requests_are_seen_and_why_they_wait(server: Server) -> None:
         rows_once(looks, lambda seen: not seen)
 
 
-def test_numbers_are_those_of_metrics(server: Server) -> None:
+def test_numbers_match_metrics(server: Server) -> None:
     assert COUNTS.keys() == set(snapshot.COUNTS)
     assert TIMES.keys() == set(snapshot.TIMES)
     with client(server) as http:
@@ -225,7 +225,7 @@ def test_a_block_is_known_by_its_hash(server: Server) -> None:
         assert http.get("/v1/live/blocks/1", headers={"sec-fetch-site": "cross-site"}).status_code == 403
 
 
-def test_settings_are_those_of_the_command(server: Server) -> None:
+def test_settings_match_the_command(server: Server) -> None:
     with client(server) as http:
         said = http.get("/v1/live/settings").json()
         assert http.get("/v1/live/settings", headers={"sec-fetch-site": "cross-site"}).status_code == 403

@@ -61,7 +61,7 @@ def ids(http: httpx.Client, model: str) -> list[int]:
     return found
 
 
-def test_ranks_and_limits_are_those_of_each(each: Server) -> None:
+def test_each_model_has_its_own_ranks_and_limits(each: Server) -> None:
     with client(each) as http:
         split, narrow = complete(http, "org/split"), complete(http, "small")
         assert split["choices"] == narrow["choices"]

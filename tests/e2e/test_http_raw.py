@@ -144,7 +144,7 @@ def test_tokens_in_and_out(http: httpx.Client) -> None:
     assert error_of(http.post("/inference/v1/generate", json={"token_ids": [-1]}), 400)["param"] == "token_ids"
 
 
-def test_tokens_in_and_text_beside_those_that_come_out(http: httpx.Client) -> None:
+def test_token_ids_as_prompts_return_token_ids_and_text(http: httpx.Client) -> None:
     ids = http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
     params = {"temperature": 0, "max_tokens": 5, "logprobs": 0}
     body: dict[str, Any] = {

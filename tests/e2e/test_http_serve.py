@@ -177,7 +177,7 @@ def test_sigterm_while_it_starts(text: str) -> None:
         assert "Traceback" not in server.output
 
 
-def test_it_drains(tmp_path: Path) -> None:
+def test_sigterm_drains_running_requests(tmp_path: Path) -> None:
     """SIGTERM: not ready at once, running requests finish, and the exit is clean and leaves nothing."""
     with serving(
         "--shutdown-timeout", str(scaled(30)), env={"TMPDIR": str(tmp_path)}, light=True, fresh=True
@@ -277,7 +277,7 @@ def test_https(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("closed", ["0<&- 1>&- 2>&-", "1>&-"])
-def test_it_serves_without_standard_files(tmp_path: Path, closed: str) -> None:
+def test_the_server_runs_with_standard_files_closed(tmp_path: Path, closed: str) -> None:
     """No socket takes their numbers, in none of its processes."""
     uds = str(tmp_path / "s")
     command = ["sh", "-c", f'exec "$0" -m vllm_lite serve --uds "$1" {closed}', sys.executable, uds]

@@ -220,7 +220,7 @@ def test_a_unix_socket_has_several_servers_too() -> None:
         assert list(Path(folder).iterdir()) == []
 
 
-def test_one_that_is_killed_is_replaced_and_the_others_continue(server: Server) -> None:
+def test_a_server_that_is_killed_is_replaced_and_the_others_continue(server: Server) -> None:
     with Both(server) as both, ExitStack() as stack:
         body = {**LONG, "stream": True, "max_tokens": 300}
         mine = stack.enter_context(both.of[0].stream("POST", "/v1/completions", json=body)).iter_lines()
@@ -241,7 +241,7 @@ def test_one_that_is_killed_is_replaced_and_the_others_continue(server: Server) 
     assert server.output.count("ready at") == 1
 
 
-def test_one_that_hangs_is_replaced_and_the_others_continue() -> None:
+def test_a_server_that_hangs_is_replaced_and_the_others_continue() -> None:
     silence = f"{patience(2.0):.1f}"  # the others are not to be taken for hung
     keys, admin = ["--api-key", "key", "--admin-api-key", "admin"], {"Authorization": "Bearer admin"}
     flags = ["--api-server-count", "2", "--heartbeat-timeout-s", silence, *keys]

@@ -108,7 +108,7 @@ def test_samples_of_a_prompt_share_its_state(chats: Chats) -> None:
     assert len(output.outputs) == 3
 
 
-def test_beams_are_those_of_transformers(chats: Chats) -> None:
+def test_beams_match_transformers(chats: Chats) -> None:
     prompt, params = words(31, 45), SamplingParams(n=3, use_beam_search=True, max_tokens=8, ignore_eos=True)
     (output,) = chats.llm.generate([TokensPrompt(prompt_token_ids=prompt)], params, use_tqdm=False)
     with torch.inference_mode():

@@ -71,7 +71,7 @@ def test_tokens_that_are_named_have_theirs_in_every_step(llama):
         assert {len(candidates) for candidates in output.outputs[0].logprobs or ()} <= {NUM_TOP, NUM_TOP + 1}
 
 
-def test_logprobs_of_random_tokens_are_those_of_the_raw_logits(llama):
+def test_logprobs_of_random_tokens_match_the_raw_logits(llama):
     """Temperature and filters change the sampled token, not the reported logprobs. A rare token is reported beside the
     best ones."""
     prompts = [case.prompt for case in llama.cases[:12]]

@@ -52,7 +52,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_tokens_of_mixed_batches_are_those_of_merged_weights(adapted: Adapted, ranks: int) -> None:
+def test_tokens_of_mixed_batches_match_merged_weights(adapted: Adapted, ranks: int) -> None:
     """Three adapters and none in one batch, over room for two, twice: the second time there are prefixes to be hit."""
     requests = [None, *(LoRARequest(name, 1, path) for name, path in adapted.adapters.items())]
     prompts = [prompt for _ in requests for prompt in PROMPTS]
@@ -71,7 +71,7 @@ def test_tokens_of_mixed_batches_are_those_of_merged_weights(adapted: Adapted, r
             llm.generate([1], GREEDY, lora_request=LoRARequest("bad", 2, "/nowhere"))
 
 
-def test_vectors_in_python_are_those_of_merged_weights(adapted: Adapted) -> None:
+def test_vectors_in_python_match_merged_weights(adapted: Adapted) -> None:
     def vectors(llm: LLM, request: LoRARequest | None = None) -> np.ndarray[Any, Any]:
         found = llm.embed(PROMPTS, use_tqdm=False, lora_request=request)
         return np.array([each.outputs.embedding for each in found])
@@ -200,7 +200,7 @@ def test_every_api_accepts_an_adapter_as_its_model(http: httpx.Client) -> None:
     assert "sql:latest" in [model["name"] for model in http.get("/api/tags").json()["models"]]
 
 
-def test_vectors_are_those_of_the_adapter(http: httpx.Client) -> None:
+def test_vectors_match_the_adapter(http: httpx.Client) -> None:
     """Asked for in turn, as prefixes of the one are none of the other."""
 
     def vector(path: str, model: str) -> Any:

@@ -61,7 +61,7 @@ def test_from_an_empty_page_to_why_a_request_waits_in_three_clicks(page: Any, se
     page.wait_for_selector("#live p:has-text('no request is live')")
 
 
-def test_numbers_are_those_of_metrics(page: Any, server: Server) -> None:
+def test_numbers_match_metrics(page: Any, server: Server) -> None:
     page.click("text=Live")
     page.wait_for_selector("dt:text-is('running')")
     with client(server) as http:

@@ -36,7 +36,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
     [{}, {"num_gpu_blocks_override": 14, "swap_space": 0.01, "preemption_mode": "swap", "max_num_batched_tokens": 64}],
     ids=["roomy", "blocks move"],
 )
-def test_greedy_tokens_are_those_of_transformers(references: dict[str, Reference], settings: dict[str, Any]) -> None:
+def test_greedy_tokens_match_transformers(references: dict[str, Reference], settings: dict[str, Any]) -> None:
     """Prompts in chunks, shared prefixes, decodes beside prompts; and blocks that are swapped out and in."""
     reference = references["qwen3"]
     cases = reference.cases[5:10]

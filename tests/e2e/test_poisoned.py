@@ -131,7 +131,7 @@ def test_a_fork_is_found_as_its_parent_is(light: Poisonable) -> None:
     assert num_deaths(stats) - num_deaths(before) <= 6
 
 
-def test_alone(light: Poisonable) -> None:
+def test_a_lone_request_that_kills_workers_is_found(light: Poisonable) -> None:
     light.file.unlink(missing_ok=True)
     *_, before = light.serve(1)
     light.file.touch()

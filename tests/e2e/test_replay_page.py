@@ -106,7 +106,7 @@ def test_a_step_has_its_requests_reasons_and_blocks(page: Any, url: str) -> None
     page.wait_for_selector("#live p:has-text('no request is live')")
 
 
-def test_it_plays_to_the_end_and_stops(page: Any) -> None:
+def test_the_replay_page_plays_to_the_end_and_stops(page: Any) -> None:
     page.select_option("#speed", "100")
     page.evaluate("document.activeElement.blur()")
     page.keyboard.press("Space")

@@ -189,7 +189,7 @@ def assert_prompt_logprobs(reference: Reference, output: RequestOutput, num_top:
     ],
     ids=["chunks-of-64", "chunks-of-7", "preempted", "swapped", "preempted-one-step-at-a-time"],
 )
-def test_prompt_logprobs_are_those_of_transformers(llama: Reference, settings: dict[str, Any], preempts: bool) -> None:
+def test_prompt_logprobs_match_transformers(llama: Reference, settings: dict[str, Any], preempts: bool) -> None:
     """Asked for twice, so that the second time the whole prompt is in the cache; others run beside."""
     asked = [place % 3 if place % 4 else None for place in range(len(PROMPTS))]
     params = [

@@ -91,7 +91,7 @@ def server() -> Iterator[Server]:
         yield running
 
 
-def test_it_fits_and_follows_a_resize(server: Server) -> None:
+def test_top_fits_the_terminal_and_follows_a_resize(server: Server) -> None:
     with top(server.url, COLUMNS="80", LINES="24") as terminal:
         for columns, lines in SIZES:
             terminal.resize(columns, lines)
@@ -118,7 +118,7 @@ def test_requests_are_there_at_80_columns(server: Server) -> None:
 
 
 @pytest.mark.parametrize("key", ["Q", "C-c", "C-d"])
-def test_it_ends(server: Server, key: str) -> None:
+def test_top_ends_on_its_keys_and_restores_the_terminal(server: Server, key: str) -> None:
     with top(server.url) as terminal:
         terminal.until(lambda text: "KV blocks" in text)
         terminal.type("x")

@@ -143,7 +143,7 @@ def test_pyzmq_and_msgpack_alone(engine: LaunchedEngine, keys: Path, expected: l
     assert list(map(int, done.stdout.split())) == expected
 
 
-def test_they_are_alone() -> None:
+def test_minimal_clients_import_only_pyzmq_and_msgpack() -> None:
     tree = ast.parse((SCRIPTS / "raw_client.py").read_text())
     names = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     names |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
@@ -334,7 +334,7 @@ def test_a_raw_client_continues_in_the_next_engine(
             engine.die()
 
 
-def test_it_continues_in_a_real_one(tiny_checkpoint: Path, tmp_path: Path) -> None:
+def test_a_minimal_clients_stream_continues_in_a_new_engine(tiny_checkpoint: Path, tmp_path: Path) -> None:
     address = f"ipc://{tmp_path}/engine"
     settings = {"model": str(tiny_checkpoint), "device": "cpu", "num_gpu_blocks_override": 64, "address": address}
     config = EngineConfig.check({**settings, "dtype": "float32", "max_restarts": 0})

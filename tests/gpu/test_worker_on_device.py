@@ -36,13 +36,13 @@ def play(driver: Driver, count: int = 8) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("backend", ["reference", "auto"])
-def test_float32_tokens_are_those_of_the_cpu(tiny_checkpoint: Path, backend: str) -> None:
+def test_float32_tokens_match_the_cpu(tiny_checkpoint: Path, backend: str) -> None:
     """Kernels that do not take float32 leave it to the reference, also where nothing is asked for."""
     expected = play(Driver(tiny_checkpoint, device="cpu", attention_backend="reference"))
     assert play(on_gpu(tiny_checkpoint, attention_backend=backend)) == expected
 
 
-def test_the_kernels_logits_are_those_of_the_reference(bf16_checkpoint: Path) -> None:
+def test_the_kernels_give_the_logits_of_the_reference(bf16_checkpoint: Path) -> None:
     """bfloat16: near ties may fall otherwise, so the logits of one and the same sequence are compared."""
     ours, truth = (on_gpu(bf16_checkpoint, attention_backend=name, dtype="bfloat16") for name in ("cuda", "reference"))
     differences = []
@@ -73,7 +73,7 @@ def test_preempted_swapped_and_resumed(tiny_checkpoint: Path) -> None:
     assert run(on_gpu(tiny_checkpoint, num_host_blocks=4)) == run(Driver(tiny_checkpoint, 4, device="cpu"))
 
 
-def test_rules_and_prompt_logprobs_are_those_of_the_cpu(tiny_checkpoint: Path) -> None:
+def test_rules_and_prompt_logprobs_equal_the_cpu(tiny_checkpoint: Path) -> None:
     rules = LogitRules(1.0, 0.5, 1.2, ((5, 2.0),), pack_tokens(range(3, 300)), ((7, 8), (9,)))
     sampling = Sampling(0.0, 0, 1.0, 0.0, 0, min_tokens_until=34, stop_ids=(11,), rules=rules, prompt_logprobs=2)
     results = []

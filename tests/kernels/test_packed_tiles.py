@@ -43,7 +43,7 @@ class Recorder:
         return launch
 
 
-def test_how_many_rows_a_block_has() -> None:
+def test_rows_of_a_block_fill_the_multiprocessors_memory() -> None:
     """A block has as many rows as a multiprocessor's memory allows, depending only on the number of rows."""
     for multiprocessor_bytes, values, num_rows, tile, blocks in (
         (228 * 1024, INT4, 17, 4, 1),

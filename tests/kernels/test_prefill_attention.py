@@ -134,7 +134,7 @@ def test_varlen_is_asked_in_the_words_of_its_version() -> None:
     )
 
 
-def test_this_torch_has_it() -> None:
+def test_the_installed_torch_has_varlen_attention() -> None:
     function = torch_varlen()
     assert function is not None
     assert function.__module__ == "torch.nn.attention.varlen"

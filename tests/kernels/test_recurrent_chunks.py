@@ -58,7 +58,7 @@ class Named:
         (cases.LARGE["delta_large"], 127, 64, torch.bfloat16, ("delta_rule_chunks", (256, 1, 1), 61_440)),
     ],
 )
-def test_which_steps_have_chunks(
+def test_only_long_prompts_are_computed_in_chunks(
     spec: DeltaNetSpec | MambaSpec,
     rows: int,
     num_seqs: int,

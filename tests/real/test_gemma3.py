@@ -35,7 +35,7 @@ def test_a_page_is_as_likely_as_in_transformers(exact: Answers) -> None:
     assert given == pytest.approx(TRUTH["page_logprobs"], rel=0, abs=1e-3)
 
 
-def test_greedy_tokens_are_those_of_transformers(exact: Answers) -> None:
+def test_greedy_tokens_match_transformers(exact: Answers) -> None:
     """Compared up to the first tie."""
     for output, wanted in zip(exact.continuations, TRUTH["continuations"], strict=True):
         sure = next((place for place, (_, margin) in enumerate(wanted) if margin < TIE), len(wanted))

@@ -35,7 +35,7 @@ def vectors_of_transformers(folder: Path, text: str) -> torch.Tensor:  # float32
     return torch.nn.functional.normalize(hidden.mean(dim=0), dim=0)
 
 
-def test_vectors_are_those_of_sentence_transformers(real: Callable[[str], Path]) -> None:
+def test_vectors_match_sentence_transformers(real: Callable[[str], Path]) -> None:
     folder = real("minilm")
     with closing(start(folder, dtype="float32")) as llm:
         outputs = llm.embed(list(TEXTS), use_tqdm=False)

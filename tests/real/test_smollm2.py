@@ -34,7 +34,7 @@ def test_a_page_is_as_likely_as_in_transformers(oracle: GgufOracle, exact: Answe
     assert oracle.page_differences(exact.page).max() < 1e-3
 
 
-def test_greedy_tokens_are_those_of_transformers(oracle: GgufOracle, exact: Answers) -> None:
+def test_greedy_tokens_match_transformers(oracle: GgufOracle, exact: Answers) -> None:
     for output in exact.continuations:
         assert oracle.behind_the_best(output).max() < TIE, output.outputs[0].text
     assert exact.continuations[0].outputs[0].text.startswith(" Paris")
@@ -42,9 +42,7 @@ def test_greedy_tokens_are_those_of_transformers(oracle: GgufOracle, exact: Answ
 
 @pytest.mark.parametrize("generate", [True, False])
 @pytest.mark.parametrize("chat", CHATS, ids=len)
-def test_prompts_of_chats_are_those_of_transformers(
-    oracle: GgufOracle, chat: list[dict[str, Any]], generate: bool
-) -> None:
+def test_prompts_of_chats_match_transformers(oracle: GgufOracle, chat: list[dict[str, Any]], generate: bool) -> None:
     chats = ChatTokenizer(Tokenizer.load(oracle.file), oracle.file, ())
     settings: dict[str, Any] = {"add_generation_prompt": generate}
     text = oracle.tokenizer.apply_chat_template(chat, tokenize=False, **settings)

@@ -84,7 +84,7 @@ def of_this_engine(template: str, name: str, *, generate: bool) -> str | None:
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_prompts_are_those_of_transformers(template: str) -> None:
+def test_prompts_match_transformers(template: str) -> None:
     """Compare the prompts of transformers that have the user's message: chats that a template refuses or drops as they
     are get through in another form here."""
     text = TEMPLATES[template]

@@ -47,7 +47,7 @@ def entries(path: Path | str, mapper: RowMapper | None = None) -> list[Entry]:
         (line(body={"stream": True}), "invalid_request", "stream"),
     ],
 )
-def test_bad_lines_say_which_and_why_and_stop_nothing(tmp_path: Path, text: str, code: str, words: str) -> None:
+def test_bad_lines_are_reported_and_the_rest_is_read(tmp_path: Path, text: str, code: str, words: str) -> None:
     path = tmp_path / "in"
     path.write_bytes(b"\n" + text.encode(errors="surrogateescape") + b"\n" + line("good").encode())
     assert open_source(str(path), RowMapper()).survey().num_rows == 2
@@ -97,7 +97,7 @@ def test_a_digest_is_of_every_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len(digests) == 5
 
 
-def test_bits_and_repeats_are_those_of_a_set() -> None:
+def test_line_bits_and_repeated_ids_agree_with_sets() -> None:
     draw = random.Random(0)
     bits, finder, kept, seen, repeats = LineBits(), IdFinder(), set[int](), set[str](), set[int]()
     for number in range(1, 3000):
@@ -269,7 +269,7 @@ def ask(number: int, text: str, **body: Any) -> BatchRequest:
     return BatchRequest(number, str(number), URL, {"prompt": text, **body})
 
 
-def test_rows_stand_beside_those_that_they_share_most_with() -> None:
+def test_rows_with_common_prefixes_are_sent_together() -> None:
     draw = random.Random(1)
     topics = [f"{place:03}" + "t" * 300 for place in range(20)]
     given = [ask(number, topics[number % 20] + f" question {number}") for number in range(400)]

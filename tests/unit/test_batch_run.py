@@ -122,7 +122,7 @@ def test_a_busy_server_is_asked_again(tmp_path: Path) -> None:
     assert (made.own.num_answered, statuses) == (1, [])
 
 
-def test_one_that_stays_busy_is_a_failure(tmp_path: Path) -> None:
+def test_a_server_that_stays_busy_is_a_failure(tmp_path: Path) -> None:
     write(tmp_path / "in", line("a"))
     made, _ = run(tmp_path, lambda _: httpx.Response(503, text="busy", headers={"Retry-After": "0"}))
     assert made.own.num_failed == 1

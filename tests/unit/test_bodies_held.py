@@ -28,7 +28,7 @@ async def test_texts_may_contain_brackets_and_quotes() -> None:
     assert len(body.prompt) == 6 * (MAX_NESTED // 2)
 
 
-async def test_one_that_is_heavier_than_all_room_is_taken_alone() -> None:
+async def test_a_body_that_is_heavier_than_all_room_is_taken_alone() -> None:
     """One wide character at the end makes the body's text four times as large: a second long body then has to wait, a
     small one does not."""
 

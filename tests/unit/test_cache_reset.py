@@ -115,7 +115,7 @@ def test_without_a_cache_nothing_happens() -> None:
     rig.drain()
 
 
-def test_a_trace_holds_it(tmp_path: Path) -> None:
+def test_a_trace_records_the_reset(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
     recorded = Recorded(trace, 14, num_host_blocks=20, preemption_mode="swap", max_num_seqs=4)
     recorded.random_work(random.Random(5), 20)

@@ -223,7 +223,7 @@ def test_a_mark_cannot_be_forged() -> None:
     assert text.endswith("<|im|>assistant\nSo")
 
 
-def test_where_templates_lie(tmp_path: Path) -> None:
+def test_templates_are_found_in_each_of_their_files(tmp_path: Path) -> None:
     assert ChatTemplate.load(tmp_path) is None
     tokens = {"bos_token": {"content": "<b>"}, "eos_token": "<e>", "pad_token": None}
     show = "{{ bos_token }}{{ eos_token }}{{ pad_token }}"

@@ -64,7 +64,7 @@ def test_no_imports_go_round() -> None:
     assert circle(modules()) == []
 
 
-def test_circles_are_seen() -> None:
+def test_import_circles_are_found() -> None:
     def package(**sources: str) -> dict[str, str]:
         return {f"p.{name}": source for name, source in sources.items()}
 

@@ -53,7 +53,7 @@ def make_core(num_blocks: int = 11, num_stages: int = 1, **settings: object) -> 
 
 
 @pytest.mark.parametrize("events", [None, {"enable_kv_cache_events": True, "endpoint": "ipc:///nowhere"}])
-def test_a_start_loads_blocks_unless_others_follow_which_there_are(
+def test_the_first_stored_keys_are_loaded_unless_kv_events_are_published(
     tmp_path: Path, events: dict[str, Any] | None
 ) -> None:
     core = make_core(kv_cache_dir=str(tmp_path), kv_events_config=events)

@@ -135,7 +135,7 @@ def test_few_ranks_get_whole_nodes(tmp_path: Path) -> None:
     assert [len(plan.cpus) for plan in plans(three, 2)] == [6, 6], "one node each would leave a third idle"
 
 
-def test_a_node_of_which_little_is_left_is_left_out(tmp_path: Path) -> None:
+def test_a_node_with_few_allowed_cpus_is_left_out(tmp_path: Path) -> None:
     masked = read_topology(make_sys(tmp_path, [8, 8]), range(9))
     assert [(plan.cpus, plan.node) for plan in plans(masked, 2)] == [((0, 1, 2, 3), 0), ((4, 5, 6, 7), 0)]
 
@@ -161,7 +161,7 @@ def test_none_shares_out_the_threads(large: Topology) -> None:
     assert plans(large, 16, "none") == [Binding((), 1, None)] * 16
 
 
-def test_threads_that_are_given_are_those_of_one_worker(large: Topology) -> None:
+def test_the_threads_setting_is_per_worker(large: Topology) -> None:
     assert plans(large, 2, threads=3) == [Binding((0, 1, 2, 3), 3, 0), Binding((4, 5, 6, 7), 3, 1)]
     both = Binding((0, 1, 2, 3, 8, 9, 10, 11), 5, 0)
     assert plans(large, 2, threads=5)[0] == both, "more threads than cores take the cores' second threads"

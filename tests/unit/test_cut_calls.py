@@ -89,7 +89,7 @@ def test_the_last_call_counts() -> None:
     assert [item[3] for item in calls(responses(*cut_first))] == ["incomplete", "completed"]
 
 
-def test_a_call_whose_first_argument_is_cut() -> None:
+def test_a_call_cut_within_its_first_argument_is_dropped() -> None:
     """The call's name was sent, and none of its arguments. This must not become a call without arguments."""
     how = case("qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=ci")
     assert ends(answers(*how)) == ("stop", "end_turn", None, "stop")

@@ -204,7 +204,7 @@ def test_an_operation_is_for_all_engines(rig: Rig) -> None:
         assert asked.result(DEADLINE_S) == OperationDone()
 
 
-def test_a_stream_whose_next_engine_ends_at_once_gets_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_gets_an_error_if_its_next_engine_also_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     with ExitStack() as stack:
         rig = Rig(stack, is_supervised=False)
         for name in ("r", "s"):

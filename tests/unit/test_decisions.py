@@ -134,7 +134,7 @@ def each_alone(state: str, questions: list[Question], render: Any) -> list[str]:
         ("a state", lambda _: "<user>", 5),
     ],
 )
-def test_prompts_are_those_that_each_question_has_by_itself(state, render, num_renders):
+def test_shared_rendering_gives_each_questions_own_prompt(state, render, num_renders):
     questions = nouls("One?", "Is this another one?", "One", "the fourth\nof them")
     calls: list[str] = []
 
@@ -178,7 +178,7 @@ RESTS = st.lists(st.lists(PIECES, max_size=8), min_size=2, max_size=4)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=10)
 @given(begin=BEGINNINGS, rests=RESTS)
-def test_tokens_are_those_that_each_prompt_has_by_itself(kind, begin, rests):
+def test_shared_tokenizing_gives_each_prompts_own_tokens(kind, begin, rests):
     tokenizer = Tokenizer(KINDS[kind])
     text = SharedText("".join(begin), ["".join(rest) for rest in rests])
 
@@ -201,7 +201,7 @@ def test_the_beginning_is_tokenized_twice_however_many_questions_there_are():
     assert sum(size > 1000 for size in sizes) == 2
 
 
-def test_a_prompt_whose_beginning_has_other_tokens_is_tokenized_by_itself():
+def test_a_prompt_that_changes_the_shared_tokens_is_tokenized_whole():
     def encode(part: str) -> list[int]:
         return [ord(letter) + 1000 * ("!" in part) for letter in part]
 

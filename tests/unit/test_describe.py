@@ -21,7 +21,7 @@ def one(rig: Rig, name: str) -> RequestState:
     return state
 
 
-def test_one_that_runs() -> None:
+def test_describes_a_running_request() -> None:
     rig = Rig(num_blocks=20)
     rig.add("a", [1, 2, 3, 4, 5], max_tokens=8, priority=3, deadline_s=4.0)
     rig.step()
@@ -65,7 +65,7 @@ def test_later_names_the_numbers() -> None:
     assert look(rig, "a", "b", "c") == []
 
 
-def test_one_that_waits_for_a_row() -> None:
+def test_describes_a_request_that_waits_for_a_row() -> None:
     rig = Rig(max_num_seqs=1)
     rig.add("a", [1, 2], max_tokens=9)
     rig.add("b", [3, 4], max_tokens=2)
@@ -73,7 +73,7 @@ def test_one_that_waits_for_a_row() -> None:
     assert one(rig, "b").admission == AdmissionState("OK", "waits_for_row", 1, 18, 0, 19)
 
 
-def test_one_that_waits_for_tokens_of_a_step() -> None:
+def test_describes_requests_that_wait_for_their_turn_and_for_budget() -> None:
     rig = Rig(num_blocks=40, max_num_batched_tokens=4, depth=2)
     rig.add("a", list(range(30)), max_tokens=2)
     rig.add("b", list(range(20, 50)), max_tokens=2)
@@ -104,7 +104,7 @@ def test_a_preempted_request(host: int) -> None:
     rig.drain()
 
 
-def test_samples_of_one_prompt() -> None:
+def test_describes_samples_of_one_prompt() -> None:
     rig = Rig(max_num_batched_tokens=4)
     rig.add("a", [1, 2, 3, 4, 5], max_tokens=4, n=3)
     rig.step()

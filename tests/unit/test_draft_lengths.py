@@ -59,7 +59,7 @@ STARTED = [StepTiming(rows, drafts, took(rows, drafts)) for rows, drafts in ((1,
 NUMBERS = pytest.approx((0.010, 0.002, 0.003, 0.001), rel=0.02)
 
 
-def test_the_numbers_are_those_of_the_steps_tried_at_the_start() -> None:
+def test_costs_follow_the_steps_timed_at_the_start() -> None:
     cost = StepCost(STARTED)
     assert cost.numbers == NUMBERS
     rates = cost.rates(Rates(1.0, 2.0, load_blocks_per_s=3.0))
@@ -103,7 +103,7 @@ def test_steps_of_the_same_rows_show_nothing_where_none_was_tried() -> None:
     assert cost.numbers == (0.0, 0.0, 0.0, 0.0)
 
 
-def test_what_steps_took_stays_known_when_the_numbers_change() -> None:
+def test_measured_times_survive_a_change_of_the_base_costs() -> None:
     factors, features = RowFactors(), (1.0, 5.0, 1.0, 4.0)
     for _ in range(80):
         factors.learn(features, 0.06, (0.010, 0.002, 0.0, 0.0))
@@ -185,7 +185,7 @@ def test_beside_many_rows_fewer_drafts_pay() -> None:
     st.floats(0, 0.02),
     st.floats(0, 0.02),
 )
-def test_what_is_chosen_is_expected_to_be_no_slower(
+def test_chosen_lengths_are_never_expected_to_be_slower(
     counts: list[tuple[float, float]], step_s: float, row_s: float, others: int, verify_s: float, draft_s: float
 ) -> None:
     lengths, sequences = lengths_of(), [sequence(*each) for each in counts]
@@ -211,7 +211,7 @@ def test_drafts_that_do_not_pay_are_tried_again() -> None:
     assert sum(taken) in (2, 4)
 
 
-def test_behind_a_right_probe_comes_another_if_right_ones_pay() -> None:
+def test_a_right_probe_is_followed_by_another_while_right_drafts_pay() -> None:
     """Odds that begin too low are made up for in a few tokens."""
     rates, dear = Rates(step_s=0.01, row_s=0.001, draft_s=0.004), Rates(step_s=0.01, row_s=0.001, draft_s=0.01)
     lengths, each = lengths_of(), sequence(0.0, 6.0, num_output=PROBE_STEPS)
@@ -288,7 +288,7 @@ def price(lengths: DraftLengths) -> SureDrafts:
     return lengths.price
 
 
-def test_the_price_of_a_row_is_what_a_step_without_drafts_makes_of_its_time() -> None:
+def test_the_price_of_a_row_is_its_time_in_tokens_of_a_plain_step() -> None:
     dear, cheap = Rates(step_s=0.004, row_s=0.001), Rates(step_s=0.004, row_s=1e-6)
     lengths = lengths_of(draft_method="suffix")
     assert lengths.price is None
@@ -333,7 +333,7 @@ def test_factors_of_the_start_count_until_steps_show_others() -> None:
         assert cost.rates(Rates()).decode_s(rows, rows - 1) == pytest.approx(1.3 * took_s, rel=0.12), rows
 
 
-def test_steps_that_take_what_they_did_at_the_start_change_nothing() -> None:
+def test_steps_as_slow_as_at_the_start_change_no_cost() -> None:
     """The numbers do not follow a jump that the factors have."""
     jump = [StepTiming(rows, rows - 1, 0.04 + 0.001 * rows + 0.2 * (rows > 12)) for rows in (1, 2, 4, 8, 12, 16)]
     cost = StepCost(jump)
@@ -366,7 +366,7 @@ def test_the_scheduler_drafts_less_where_rows_are_dear() -> None:
 
 
 @pytest.mark.parametrize("method", ["suffix", "self"])
-def test_a_step_says_once_how_sure_its_drafts_must_be(method: str) -> None:
+def test_each_step_with_drafts_has_one_price(method: str) -> None:
     options = {"num_drafts": 4, "draft_method": method, "adaptive_drafts": True}
     rig = Rig(num_blocks=90, max_num_batched_tokens=64, **options)  # type: ignore[arg-type]
     rig.scheduler.measured(Rates(step_s=0.01, row_s=0.0005))

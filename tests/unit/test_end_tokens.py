@@ -352,7 +352,7 @@ def test_tokens_between_the_parts_of_an_answer(in_process: None) -> None:
     assert closing(HARMONY, *HARMONY_TOKENS).inner >= {"<|end|>"}
 
 
-def test_of_tokens_that_touch_the_known_one_closes(in_process: None) -> None:
+def test_a_known_end_token_wins_only_beside_the_candidate(in_process: None) -> None:
     both = "{% for m in messages %}{{ m.content }}<|done|><|fin|>\n{% endfor %}"
     assert closing(both, "<|done|>", "<|fin|>").token == "<|done|>"
     assert closing(both, "<|done|>", "<|fin|>", known=["<|fin|>"]).token == "<|fin|>"

@@ -121,7 +121,7 @@ def engine() -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-def test_first_tokens_wait_for_no_step_but_that_of_workers_without_one(
+def test_first_tokens_are_sent_before_the_next_step_unless_workers_are_idle(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, overlap: bool
 ) -> None:
     order: list[str] = []

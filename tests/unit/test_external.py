@@ -46,7 +46,7 @@ def test_requests_are_found_by_their_external_id() -> None:
     assert (core.scheduler.queues.external._live, core.scheduler.queues.external._ended) == ({}, {})
 
 
-def test_a_fork_has_an_external_id_of_its_own() -> None:
+def test_a_fork_has_its_own_external_id() -> None:
     core = make_core()
 
     def look(external_id: str) -> Descriptions:

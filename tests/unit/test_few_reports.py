@@ -17,7 +17,7 @@ def test_setups_and_teardowns_that_pass_at_once_are_not_sent() -> None:
 
 
 @pytest.mark.parametrize("when", ["setup", "teardown"])
-def test_whatever_else_happens_is(when: str) -> None:
+def test_every_other_report_is_sent(when: str) -> None:
     assert is_of_interest(report("call"))
     for outcome in ("failed", "skipped"):
         assert is_of_interest(report(when, outcome))

@@ -53,7 +53,7 @@ def test_the_last_block_ends_with_the_vocabulary(tmp_path: Path) -> None:
     [{"vocab": [["a", -1.0]], "type": "Unigram"}, {"vocab": vocabulary(0), "merges": []}, {"vocab": {"a": "b"}}],
     ids=["unigram", "no merges", "damaged"],
 )
-def test_where_it_is_not_known_all_words_are(tmp_path: Path, model: dict[str, Any]) -> None:
+def test_without_known_frequencies_all_words_are_used(tmp_path: Path, model: dict[str, Any]) -> None:
     assert frequent_words(write(tmp_path, model), 112) == ()
 
 
@@ -66,7 +66,7 @@ def test_small_vocabularies_and_missing_files(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.booleans())
-def test_the_rest_completes_them(sizes: list[int], starts: bool) -> None:
+def test_word_pieces_and_their_rest_cover_the_vocabulary(sizes: list[int], starts: bool) -> None:
     ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
     pieces = [range(end - size, end) for end, size in zip(ends, sizes, strict=True)]
     words = pieces[0 if starts else 1 :: 2]

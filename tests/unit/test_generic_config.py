@@ -121,7 +121,7 @@ def test_refusals(tmp_path: Path, changes: dict[str, Any], reason: str) -> None:
         read(tmp_path, **changes)
 
 
-def test_which_implementation(tmp_path: Path) -> None:
+def test_the_model_impl_setting_selects_the_implementation(tmp_path: Path) -> None:
     llama = {"architectures": ["LlamaForCausalLM"], "intermediate_size": 96, "rms_norm_eps": 1e-5, "hidden_act": "silu"}
     llama |= {"rope_scaling": None, "num_attention_heads": 4}
     for chosen, expected in (("auto", "native"), ("native", "native"), ("transformers", "transformers")):

@@ -78,7 +78,7 @@ def bert(**options: Any) -> tokenizers.Tokenizer:
     ],
     ids=["uncased", "cased", "accents"],
 )
-def test_word_pieces_are_those_of_bert(tmp_path: Path, keys: dict[str, Any], options: dict[str, Any]) -> None:
+def test_word_pieces_match_bert(tmp_path: Path, keys: dict[str, Any], options: dict[str, Any]) -> None:
     ours, theirs = made(word_piece_file(tmp_path / "m.gguf", **keys)), bert(**options)
     for text in SENTENCES:
         found, expected = ours.encode(text), theirs.encode(text)
@@ -162,7 +162,7 @@ def unigram_file(path: Path, processor: Any, **others: Any) -> Path:
     return file_with(path, [processor.id_to_piece(each) for each in ids], kinds, **keys)
 
 
-def test_likeliest_pieces_are_those_of_sentencepiece(tmp_path: Path) -> None:
+def test_likeliest_pieces_match_sentencepiece(tmp_path: Path) -> None:
     processor = unigram()
     ours = made(unigram_file(tmp_path / "m.gguf", processor))
     for text in UNTIDY:

@@ -129,7 +129,7 @@ def test_bytes_are_merged_as_they_were_learned(tmp_path: Path, pre: str) -> None
     assert loaded.special_ids == {loaded.added_tokens[BOS], loaded.added_tokens[EOS]}
 
 
-def test_pieces_are_those_of_sentencepiece(tmp_path: Path) -> None:
+def test_pieces_match_sentencepiece(tmp_path: Path) -> None:
     import sentencepiece
 
     processor = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_bytes())

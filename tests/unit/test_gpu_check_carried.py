@@ -54,7 +54,7 @@ def test_a_worker_that_cannot_be_imported_is_said_though_nothing_seems_to_lack(
     )
 
 
-def test_wheels_that_are_carried_are_those_that_are_looked_for() -> None:
+def test_carried_wheels_cover_every_needed_module() -> None:
     modules = {"pyzmq": "zmq"}
     for wheel in carry.WHEELS:
         name = wheel.partition(">")[0]

@@ -105,7 +105,7 @@ def test_each_evidence_is_enough(evidence: Change, world: int) -> None:
     assert_named(judge(group(evidence, world=world), has_work=False), 0, evidence)
 
 
-def test_nothing_is_wrong_with_ranks_that_are_well() -> None:
+def test_healthy_ranks_have_no_verdict() -> None:
     assert judge(group(well, well)) is None
 
 
@@ -157,7 +157,7 @@ def test_the_stronger_evidence_is_believed(stronger: Change, weaker: Change, rev
 
 @pytest.mark.parametrize("culprit", [0, 1, 2])
 @pytest.mark.parametrize("evidence", [failed, died, unreachable], ids=lambda change: change.__name__)
-def test_those_that_only_waited_are_not_blamed(evidence: Change, culprit: int) -> None:
+def test_waiting_ranks_are_not_blamed(evidence: Change, culprit: int) -> None:
     """The waiting ranks have reported and ended, which by itself would be stronger evidence."""
     for named in (culprit, None, (culprit + 1) % 3):
         changes: list[Change] = [waited_for(named)] * 3
@@ -178,7 +178,7 @@ def test_a_hung_rank_is_named_and_not_the_one_that_waits_for_it(evidence: Change
     assert_named(judge(group(*changes)), changes.index(evidence), evidence)
 
 
-def test_a_rank_that_waits_for_one_at_work_is_well() -> None:
+def test_a_rank_that_waits_for_a_working_one_is_healthy() -> None:
     assert judge(group(waiting, well)) is None
 
 
@@ -213,7 +213,7 @@ def test_the_one_that_waits_least_then_the_last_one_is_the_slowest() -> None:
 
 
 @pytest.mark.parametrize("evidence", [failed, died, unreachable], ids=lambda change: change.__name__)
-def test_between_equals_the_first_counts_then_the_one_behind(evidence: Change) -> None:
+def test_equal_evidence_is_decided_by_the_first_abort_then_time_then_progress(evidence: Change) -> None:
     ranks = group(evidence, evidence, evidence)
     ranks[2].progress -= 1
     assert_named(judge(ranks), 2, evidence)
@@ -222,7 +222,7 @@ def test_between_equals_the_first_counts_then_the_one_behind(evidence: Change) -
     assert_named(judge(ranks, first_to_abort=0), 0, evidence)
 
 
-def test_of_two_silent_ranks_the_one_behind_is_named() -> None:
+def test_the_rank_behind_is_named_of_two_silent_ones() -> None:
     ranks = group(silent, silent)
     ranks[1].progress -= 1
     assert_named(judge(ranks), 1, silent)

@@ -126,7 +126,7 @@ def test_other_tokenizers_are_downloaded_where_there_is_no_tokenizer_json(stub: 
     assert names(local_folder(SOURCE, what="config")) >= {"config.json"}
 
 
-def test_shards_are_those_of_the_index(stub: Hub) -> None:
+def test_shards_match_the_index(stub: Hub) -> None:
     weights = stub.files.pop("model.safetensors")
     shards = {"model-1.safetensors": weights[:100], "model-2.safetensors": weights[100:]}
     index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}

@@ -18,7 +18,7 @@ def test_no_test_reads_the_package_beside_it() -> None:
     assert [path.name for path in files if BESIDE.search(path.read_text())] == []
 
 
-def test_the_files_left_out_are_those_of_the_script() -> None:
+def test_the_files_left_out_match_the_script() -> None:
     script = (TESTS.parent / ".ci" / "test-wheel").read_text()
     assert tuple(re.findall(r"tests/\w+/(\w+)\.py", script)) == OF_THE_TREE
 

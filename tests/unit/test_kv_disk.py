@@ -271,7 +271,7 @@ def test_a_run_larger_than_half_of_the_quota_is_not_written(tmp_path: Path) -> N
     assert not list(held_files(tmp_path))
 
 
-def test_drafts_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path: Path) -> None:
+def test_old_unfinished_files_are_removed_and_recent_ones_kept(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     write(store, chain(2))
     folder = only_file(tmp_path).parent

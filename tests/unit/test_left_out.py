@@ -88,7 +88,7 @@ def test_thoughts_are_not_missed() -> None:
     assert found(DROPS, USER, {**ANSWER, "reasoning_content": "a long thought, of many words"}, USER) == []
 
 
-def test_a_list_of_which_a_part_is_lost_is_given_as_a_text() -> None:
+def test_parts_that_a_template_drops_are_given_as_one_text() -> None:
     chat = [said("one", "two", role="system"), said("three", "four")]
     made = template(SYSTEM_PART).rendering(chat)
     assert (made.left_out, "one\ntwo" in made.text) == ((), True)
@@ -202,7 +202,7 @@ def test_named_messages_are_limited() -> None:
     assert "messages[7] and others are not in the prompt" in text
 
 
-def test_how_it_is_said() -> None:
+def test_the_warning_names_the_messages_left_out() -> None:
     assert described([LeftOut(1)]) == "messages[1] is not in the prompt: the model's chat template leaves it out"
     several = described([LeftOut(1, "content"), LeftOut(3, "tool_calls")])
     assert several.startswith("messages[1].content and messages[3].tool_calls are not in the prompt: the model's chat ")

@@ -66,7 +66,7 @@ def test_every_sequence_waits_in_the_old_order_with_its_tokens_and_nothing_else(
 
 
 @pytest.mark.parametrize(("policy", "first"), [(Priority(), list("cab")), (Fair(), list("bca"))])
-def test_the_policy_sorts_in_those_that_ran(policy: object, first: list[str]) -> None:
+def test_the_policy_orders_sequences_that_ran_before_the_death(policy: object, first: list[str]) -> None:
     """Under `fair` the tenant of b and c has had less: the service of those that ran is not forgotten."""
     rig = Rig(max_num_seqs=2, policy=policy)
     rig.add("a", list(range(14)), 9, user="x", priority=1)
@@ -235,7 +235,7 @@ def test_samples_before_and_after_they_are_forked(depth: int, num_steps: int) ->
         assert rig.output("a", index) == expected(PROMPT, 6, sample=index)
 
 
-def test_samples_of_which_some_have_ended() -> None:
+def test_remaining_samples_continue_after_lost_workers() -> None:
     stop = frozenset({expected(PROMPT, 4, sample=0)[1], expected(PROMPT, 4, sample=2)[2]})
     rig = Rig()
     request = rig.add("a", PROMPT, 12, stop, n=4)

@@ -119,7 +119,7 @@ def test_tokens_of_images_keep_to_their_share_of_a_step(overlapped: bool, drafts
     assert 0.4 * most <= max(bench.totals(beside=True)) <= most // 2 + 1, "a tower has the other half"
 
 
-def test_two_images_share_what_a_step_computes_of_them() -> None:
+def test_two_images_share_the_image_tokens_of_a_step() -> None:
     bench = Images()
     for seed in range(2):
         bench.show(seed)

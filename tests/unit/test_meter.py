@@ -465,7 +465,7 @@ def test_preemptions_are_counted_by_their_mode() -> None:
 # ---- gauges
 
 
-def test_gauges_are_those_of_the_pools_and_queues() -> None:
+def test_gauges_match_the_pools_and_queues() -> None:
     bench = Bench(num_blocks=50, num_host_blocks=10, max_num_seqs=1)
     bench.add("a", list(range(10)), 5)
     bench.add("b", [1], 1)

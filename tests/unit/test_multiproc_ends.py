@@ -325,7 +325,7 @@ def test_an_idle_engine_looks_often_enough_to_count_as_running() -> None:
 
 @two_workers
 @pytest.mark.parametrize("works", [False, True])
-def test_a_time_in_which_the_engine_was_stopped_counts_for_little(host: Host, works: bool) -> None:
+def test_time_while_the_engine_was_stopped_hardly_counts_as_silence(host: Host, works: bool) -> None:
     """If a machine is stopped, its workers are as well; one that is silent afterwards is found."""
     host.begin()
     if works:

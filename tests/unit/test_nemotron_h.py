@@ -56,7 +56,7 @@ def test_ranks_share_groups(tmp_path: Path) -> None:
         spec.check_tensor_parallel(Shard(0, 16))
 
 
-def test_names_of_one_block_say_which_it_is() -> None:
+def test_tensor_names_tell_a_blocks_kind() -> None:
     for stored, here in {
         "backbone.embeddings.weight": "model.embed_tokens.weight",
         "backbone.norm_f.weight": "model.norm.weight",

@@ -122,7 +122,7 @@ def test_an_abort_ends_all_that_are_there(host: Host, client: Client) -> None:
     assert not host.core.scheduler.kv.pool.num_cached, "and the cache is empty"
 
 
-def test_a_wait_lets_all_end_and_holds_those_that_come(host: Host, client: Client) -> None:
+def test_wait_mode_finishes_running_requests_and_holds_new_ones(host: Host, client: Client) -> None:
     host.generate(client, "a")
     host.loop(3)
     client.say(PauseGeneration("wait", clear_cache=False))
@@ -355,7 +355,7 @@ def test_a_folder_that_is_not_the_same_model_is_refused_and_disturbs_nothing(
 
 
 @pytest.mark.parametrize("error", [ModelError, ConfigError])
-def test_weights_that_cannot_be_loaded_leave_those_before(
+def test_after_a_failed_reload_the_former_weights_are_served(
     host: Host, client: Client, folders: tuple[Path, Path], error: type[ModelError | ConfigError],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -439,7 +439,7 @@ def take_over(host: Host, state: KeptState) -> None:
 
 
 @pytest.mark.parametrize("message", [PauseGeneration("wait"), Sleep(2, "wait")])
-def test_an_engine_that_dies_while_requests_end_comes_back_to_rest(
+def test_an_engine_that_dies_while_draining_comes_back_paused(
     host: Host, client: Client, message: PauseGeneration | Sleep
 ) -> None:
     host.generate(client, "a")

@@ -117,7 +117,7 @@ def test_weights_are_the_headers_tensors_in_the_dtype(tmp_path: Path) -> None:
         ("model.layers.0.self_attn.q_proj.weight", ()),
     ],
 )
-def test_what_a_model_has_not_counts_as_held_whole(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
+def test_unknown_tensors_count_whole_on_every_rank(tmp_path: Path, name: str, shape: tuple[int, ...]) -> None:
     """Headers are a stranger's."""
     model = checkpoint(tmp_path)
     others = {key: tensor for key, tensor in model.tensors.items() if key != name}
@@ -217,7 +217,7 @@ def test_ranks_on_one_machine_share_its_memory(tmp_path: Path) -> None:
     assert many.num_blocks < one.num_blocks, "in the same memory"
 
 
-def test_a_cache_of_each_worker_is_what_the_plan_gives_it(tmp_path: Path) -> None:
+def test_each_worker_has_the_kv_cache_of_the_plan(tmp_path: Path) -> None:
     model = checkpoint(tmp_path)
     asked: dict[str, Any] = {"memory": "200GiB", "max_model_len": 4096, "concurrency": 100}
     plan = make_plan(config(**asked, tensor_parallel_size=2), model)
@@ -317,7 +317,7 @@ def test_ranks_that_cannot_be(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert re.search(r"rank 1 +2.63 MiB  weights, KV cache .*; 4 heads with 1 KV, tokens 1,024 to 2,047\n", printed)
 
 
-def test_what_a_token_takes_with_sliding_windows(tmp_path: Path) -> None:
+def test_bytes_of_a_token_with_sliding_windows(tmp_path: Path) -> None:
     model = checkpoint(tmp_path, "qwen3_mixed_new")
     spec = model.spec
     plan = make_plan(config(gpu="80GiB"), model)
@@ -381,7 +381,7 @@ def worked(advice: str, asked: dict[str, Any], model: Checkpoint) -> bool:
         {"gpu": "24GiB", "num_gpu_blocks_override": 20, "max_model_len": 8000},
     ],
 )
-def test_what_is_impossible_comes_with_advice_that_works(tmp_path: Path, asked: dict[str, Any]) -> None:
+def test_advice_for_an_impossible_plan_works(tmp_path: Path, asked: dict[str, Any]) -> None:
     changes: dict[str, Any] = {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14336}
     changes |= {"vocab_size": 128256, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
     model = checkpoint(tmp_path, **changes, tie_word_embeddings=False, max_position_embeddings=131072)
@@ -440,7 +440,7 @@ def test_a_plan_loads_neither_torch_nor_the_hub() -> None:
     assert loaded_by(statement).isdisjoint({"torch", "numpy", "safetensors", "huggingface_hub", "zmq"})
 
 
-def test_it_runs_as_a_program() -> None:
+def test_plan_runs_as_a_program() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "vllm_lite", "plan", "--gpu", "16GiB"],
         capture_output=True,

@@ -48,7 +48,7 @@ def test_every_name_is_known() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ROWS["names"]))
-def test_words_are_those_of_the_family(name: str) -> None:
+def test_words_match_the_family(name: str) -> None:
     same_as, whole_words, adds_bos = ROWS["names"][name]
     words = WORDS[name]
     expected = ROWS["words"][same_as]
@@ -68,7 +68,7 @@ OWN_CLASSES = {
 
 
 @pytest.mark.parametrize("name", OWN_CLASSES)
-def test_words_are_those_of_the_familys_own_class(name: str) -> None:
+def test_words_match_the_familys_own_class(name: str) -> None:
     theirs = OWN_CLASSES[name]().backend_tokenizer
     assert (theirs.normalizer is not None) is WORDS[name].nfc
     for text in TEXTS:

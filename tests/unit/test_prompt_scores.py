@@ -38,7 +38,7 @@ def test_a_prompt_that_is_scored_is_computed_from_its_beginning() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_one_that_is_preempted_in_its_prompt_begins_again_whatever_is_cached(depth: int) -> None:
+def test_a_scored_prompt_that_is_preempted_in_its_prompt_begins_again_whatever_is_cached(depth: int) -> None:
     """The older one grows into a fifth block while the scored one has computed a part of its four."""
     rig = Rig(num_blocks=10, depth=depth, max_num_batched_tokens=4)
     older = rig.add("older", PROMPT, 20)
@@ -59,7 +59,7 @@ def test_one_that_is_preempted_in_its_prompt_begins_again_whatever_is_cached(dep
     assert rig.output("scored") == expected(PROMPT, 3)
 
 
-def test_one_that_is_preempted_behind_its_prompt_may_use_the_cache() -> None:
+def test_a_scored_prompt_that_is_preempted_behind_its_prompt_may_use_the_cache() -> None:
     rig = Rig(num_blocks=10)
     older = rig.add("older", list(range(20, 36)), 20)
     scored = rig.add("scored", PROMPT, 20, prompt_logprobs=1)

@@ -159,7 +159,7 @@ def test_two_among_64() -> None:
             mortal.check(f"r{index}", prompt_of(index), 12)
 
 
-def test_one_that_is_alone_in_the_engine() -> None:
+def test_a_lone_request_is_convicted_after_its_deaths() -> None:
     mortal = Mortal()
     mortal.add("bad", [POISON], 12)
     mortal.drain()
@@ -240,7 +240,7 @@ def test_others_may_come_and_go_while_some_are_tried() -> None:
     mortal.check("new", [5, 6], 5)
 
 
-def test_those_on_trial_run_one_step_at_a_time() -> None:
+def test_suspects_run_one_step_at_a_time() -> None:
     mortal = Mortal(async_scheduling=True)
     for index in range(30):
         mortal.add(f"r{index}", prompt_of(index), 40, ignore_eos=True)
@@ -290,7 +290,7 @@ def test_a_prompt_that_was_scored_in_a_trial_is_found_in_the_cache_after_it() ->
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_anything_with_any_deaths(seed: int, tmp_path: Path) -> None:
+def test_random_requests_end_once_under_random_deaths(seed: int, tmp_path: Path) -> None:
     """Random work on a small pool, with poison and with deaths of other causes: queues and blocks stay whole, the trace
     replays, and everything that is not poisoned ends with its own tokens."""
     rng = random.Random(seed)

@@ -67,7 +67,7 @@ class Bench:
 
 
 @pytest.mark.parametrize("overlapped", [True, False])
-def test_the_rate_is_that_of_a_step_by_itself(overlapped: bool) -> None:
+def test_the_prompt_rate_is_measured_on_steps_that_do_not_overlap(overlapped: bool) -> None:
     """Eight chunks of a prompt, two of them under way at a time: a step's wait for the one before is not its own."""
     bench = Bench(1000, async_scheduling=overlapped)
     bench.add("a", 8 * CHUNK, 1)
@@ -149,7 +149,7 @@ def test_a_goal_that_cannot_be_met_leaves_prompts_some_tokens() -> None:
 
 
 @pytest.mark.parametrize("overlapped", [True, False])
-def test_a_chunk_is_cut_to_what_its_tokens_add_to_a_step(overlapped: bool, tmp_path: Path) -> None:
+def test_chunks_are_sized_by_the_time_that_their_tokens_add(overlapped: bool, tmp_path: Path) -> None:
     """Next tokens alone take 5.02 ms: a goal of 5.5 ms leaves time for 24 tokens of prompts, fewer than show a rate."""
     trace = str(tmp_path / "trace")
     bench = Latencies(1500, async_scheduling=overlapped, max_itl_ms=5.5, record=trace)
@@ -244,7 +244,7 @@ def test_a_result_that_was_taken_late_does_not_spoil_the_rate() -> None:
     assert steps.rate.tokens_per_s < 1.5 * 100
 
 
-def test_what_is_computed_beside_a_step_is_not_counted_as_its_tokens() -> None:
+def test_time_of_other_work_in_a_step_is_not_charged_to_its_tokens() -> None:
     steps = Steps()
     plain = [Continue(0, 1, [])]
     chunk = [*plain, Continue(1, 10, [])]

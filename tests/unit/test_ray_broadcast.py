@@ -52,13 +52,13 @@ async def ask(
         return await broadcast(Handle(*replicas), "ask", timeout_s, b"?", num_late=num_late)
 
 
-async def test_one_that_hangs_does_not_cost_the_answers_of_others() -> None:
+async def test_a_replica_that_hangs_does_not_cost_the_answers_of_others() -> None:
     found, errors = await ask(answers, hangs, fails, answers, timeout_s=0.01)
     assert found == [b"yes", b"yes"]
     assert errors == ["TimeoutError: a replica did not answer within 0.01 s", "ValueError: it died"]
 
 
-async def test_one_that_was_silent_before_is_not_waited_for() -> None:
+async def test_a_replica_that_was_silent_before_is_not_waited_for() -> None:
     found, errors = await ask(answers, hangs, timeout_s=scaled(1e6), num_late=1)
     assert (found, len(errors)) == ([b"yes"], 1)
 

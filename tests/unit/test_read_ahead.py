@@ -53,7 +53,7 @@ def test_not_more_than_half_of_the_memory(
     assert [name for name, _, _ in asked] == ["model-1.safetensors"] * 2 + ["model-2.safetensors"]
 
 
-def test_it_is_a_hint(tmp_path: Path, asked: list[tuple[str, int, int]]) -> None:
+def test_read_ahead_failures_are_ignored(tmp_path: Path, asked: list[tuple[str, int, int]]) -> None:
     read(tmp_path / "missing")
     (tmp_path / "model-1.safetensors").symlink_to(tmp_path / "nowhere")
     write(tmp_path, model_2=1)

@@ -48,7 +48,7 @@ def chosen(
         ("", None),
     ],
 )
-def test_literals_of_a_template_stand_free(template: str, calls: str | None) -> None:
+def test_literals_of_a_template_select_a_format_anywhere(template: str, calls: str | None) -> None:
     assert chosen(template)[0] == calls
 
 

@@ -239,7 +239,7 @@ def test_the_word_before_phi_s_calls_is_a_word() -> None:
     assert whole("phi4_mini_json", text) == (text, [])
 
 
-def test_a_kind_beside_a_value_counts_for_more_than_how_it_looks() -> None:
+def test_a_written_type_overrides_the_look_of_a_value() -> None:
     """The written type also takes precedence over the schema."""
     tags = "".join(
         f'<|open|>argument key="{key}" type="{kind}"<|sep|>3<|close|>argument<|sep|>'

@@ -250,7 +250,7 @@ async def test_prompt_logprobs_that_were_not_asked_for_and_of_one_token(folder: 
             assert (await task)[-1].prompt_logprobs == expected
 
 
-async def test_a_fork_has_those_of_its_parent(folder: Path) -> None:
+async def test_a_fork_has_its_parents_prompt_logprobs(folder: Path) -> None:
     async with connected(folder) as (client, engine):
         parent = client.generate([5, 6], SamplingParams(prompt_logprobs=0), "r")
         first = asyncio.ensure_future(anext(parent))

@@ -325,7 +325,7 @@ def test_no_sequence_is_admitted_while_another_is_preempted() -> None:
     rig.drain()
 
 
-def test_the_first_prompt_has_its_blocks_before_those_that_are_served_before_it() -> None:
+def test_the_first_prompts_blocks_are_reserved_before_shorter_ones_run() -> None:
     """With a window, prompts take blocks chunk by chunk. Served last, the first would lack some and be preempted for
     the second, and the second for it in the next step, for ever."""
     rig = Rig(11, 2, caching=False, windows=[8], max_num_batched_tokens=9, max_num_seqs=4)

@@ -163,7 +163,7 @@ def test_a_death_is_written_at_once(tmp_path: Path) -> None:
 # ---- deaths of the engine
 
 
-def test_each_life_has_its_file_and_those_of_one_launch_are_found(tmp_path: Path) -> None:
+def test_every_engine_start_writes_its_file_and_a_launchs_files_are_found(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     first, second, fourth, tenth = (worked(path, number) for number in (1, 2, 4, 10))
     worked(path, 3, launch="older")

@@ -66,7 +66,7 @@ def test_samples_continue_behind_the_tokens_of_each(engine: Engine, without: int
     assert again.got == {("r", index): WHOLE[index] for index in range(3)}
 
 
-def test_nothing_of_it_is_counted_as_an_end(engine: Engine) -> None:
+def test_a_resent_request_does_not_count_as_ended(engine: Engine) -> None:
     first, again = engine.client(b"first"), engine.client(b"again")
     for name in ("r", "other"):
         first.say(Generate(name, PROMPT, SEVERAL, external_id="call", context=name.encode()))
@@ -83,7 +83,7 @@ def test_nothing_of_it_is_counted_as_an_end(engine: Engine) -> None:
     assert engine.core.stats().ended_by == {"stop": 0, "length": 2, "abort": 0, "error": 0}
 
 
-def test_those_of_its_external_id_that_have_ended_stay_known(engine: Engine) -> None:
+def test_ended_requests_of_the_same_external_id_stay_listed(engine: Engine) -> None:
     first, again = engine.client(b"first"), engine.client(b"again")
     first.say(Generate("short", PROMPT, PARAMS.clone(max_tokens=2), external_id="call", context=b"short"))
     first.say(Generate("r", PROMPT, SEVERAL, external_id="call", context=b"r"))
@@ -97,7 +97,7 @@ def test_those_of_its_external_id_that_have_ended_stay_known(engine: Engine) -> 
     assert engine.core.describe((), "call").ended == []
 
 
-def test_nothing_is_remembered_of_one_that_lacked_only_its_ends(engine: Engine) -> None:
+def test_a_request_that_lacked_only_its_ends_leaves_no_state(engine: Engine) -> None:
     first, again = engine.client(b"first"), engine.client(b"again")
     first.say(Generate("short", PROMPT, PARAMS.clone(max_tokens=2), external_id="call", context=b"short"))
     first.say(Generate("r", PROMPT, SEVERAL, external_id="call", context=b"r"))
@@ -110,7 +110,7 @@ def test_nothing_is_remembered_of_one_that_lacked_only_its_ends(engine: Engine) 
     assert engine.core.describe((), "call").ended == []
 
 
-def test_its_kv_is_found_in_the_cache() -> None:
+def test_the_kv_of_a_resent_request_is_found_in_the_cache() -> None:
     core = make_core(num_blocks=41)
     prompt = [1] * 16
     message = Generate("r", pack_tokens(prompt), SamplingParams(max_tokens=9, ignore_eos=True, logprobs=0))
@@ -157,7 +157,7 @@ def test_a_shorter_deadline_is_the_same_request(engine: Engine) -> None:
     assert again.ends[-1].reason == "length"
 
 
-def test_one_that_is_refused_leaves_the_live_one_alone(engine: Engine) -> None:
+def test_a_refused_resend_leaves_the_live_request_alone(engine: Engine) -> None:
     first, again = engine.client(b"first"), engine.client(b"again")
     first.say(Generate("r", PROMPT, SEVERAL))
     engine.loop(3)
@@ -230,7 +230,7 @@ def test_more_samples_than_run_at_once_take_turns() -> None:
     core.scheduler.check_integrity()
 
 
-def test_it_replays(tmp_path: Path) -> None:
+def test_a_trace_with_resent_requests_replays(tmp_path: Path) -> None:
     recorded = Recorded(tmp_path / "trace")
     recorded.add("r", [1, 2, 3, 4, 5], 9, n=3, ignore_eos=True, seed=1)
     for _ in range(4):
@@ -250,7 +250,7 @@ def test_it_replays(tmp_path: Path) -> None:
     assert told.count("Arrived") == 1
 
 
-def test_one_that_lacked_only_its_end_has_a_story(tmp_path: Path) -> None:
+def test_a_request_that_lacked_only_its_end_has_a_story(tmp_path: Path) -> None:
     recorded = Recorded(tmp_path / "trace")
     recorded.add("r", [1, 2, 3, 4, 5], 9, n=3, ignore_eos=True, seed=1)
     for _ in range(4):

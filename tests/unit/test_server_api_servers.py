@@ -90,7 +90,7 @@ class Rig:
             self.servers.kill_hung(self.now_s)
 
 
-async def test_one_that_dies_is_started_again_with_its_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_dies_is_started_again_with_its_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch)
     await rig.start()
     rig.others[1].report_load(7)
@@ -103,7 +103,7 @@ async def test_one_that_dies_is_started_again_with_its_socket(monkeypatch: pytes
     assert len(rig.spawned) == 3
 
 
-async def test_one_that_dies_over_and_over_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_dies_over_and_over_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch, 1)
     await rig.start()
     for _ in range(MAX_RESTARTS):
@@ -127,7 +127,7 @@ async def test_deaths_far_apart_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -
         assert rig.servers.restart_ended() is None
 
 
-async def test_one_that_gives_no_sign_of_life_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_gives_no_sign_of_life_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch)
     await rig.start()
     rig.look(PATIENCE_S, alive=(1,))
@@ -139,7 +139,7 @@ async def test_one_that_gives_no_sign_of_life_is_killed(monkeypatch: pytest.Monk
     assert len(rig.killed) == 1
 
 
-async def test_one_that_is_started_again_has_time_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_restarted_server_has_time_to_start(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch)
     await rig.start()
     rig.spawned[1].die()
@@ -151,7 +151,7 @@ async def test_one_that_is_started_again_has_time_for_that(monkeypatch: pytest.M
     assert rig.killed == [(12, signal.SIGKILL)]
 
 
-async def test_those_that_were_stopped_together_with_the_first_are_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silence_while_the_watcher_itself_was_stopped_kills_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that is stopped and continued: all are silent for as long as the first one cannot look."""
     rig = Rig(monkeypatch)
     await rig.start()
@@ -189,7 +189,7 @@ async def test_only_a_second_signal_is_passed_on(monkeypatch: pytest.MonkeyPatch
     assert rig.killed == [(12, signal.SIGTERM)]
 
 
-async def test_one_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch, are_slow=True)
     starting = asyncio.ensure_future(rig.servers.start())
     await asyncio.sleep(0)

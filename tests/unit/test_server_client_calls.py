@@ -255,7 +255,7 @@ def test_each_kind_of_call_is_written_and_streamed() -> None:
     assert items.read(found, "resp_2", {}).items == found
 
 
-def test_a_warning_joins_those_before_it_and_is_bounded() -> None:
+def test_warnings_are_appended_to_one_bounded_header() -> None:
     first = warned({}, "ignored", ["a"])
     assert warned(first, "not shown", []) == first
     both = warned(first, "not shown", [f'tools[{number}] "x"\n' for number in range(1000)])["Warning"]

@@ -33,7 +33,7 @@ def test_flags_of_both_kinds() -> None:
     assert (engine.max_model_len, engine.enable_prefix_caching) == (1000, False)
 
 
-def test_none_is_the_name_of_no_parser(tmp_path: Path) -> None:
+def test_the_parser_name_none_selects_no_parser(tmp_path: Path) -> None:
     """As a flag, in the environment and in a file. Without the setting the parser is detected."""
     file = tmp_path / "serve.yaml"
     file.write_text("tool-call-parser: none\nreasoning-parser: none\n")

@@ -170,7 +170,7 @@ async def test_headers_and_bodies_come_in_pieces_of_any_size(size: int, monkeypa
         assert app.paths == [f"/{place}" for place in range(9)]
 
 
-async def test_a_client_that_goes_is_missed_behind_requests_that_wait() -> None:
+async def test_a_disconnect_is_noticed_behind_pipelined_requests() -> None:
     app = App()
     app.may_answer.clear()
     async with Bench(app) as bench:

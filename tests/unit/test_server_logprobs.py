@@ -17,7 +17,7 @@ TEXT = "the 🙂ł é the"
 
 
 @pytest.mark.parametrize("data", [byte_level(), byte_fallback()])
-def test_the_bytes_of_all_tokens_are_those_of_the_text(data: bytes) -> None:
+def test_the_bytes_of_all_tokens_match_the_text(data: bytes) -> None:
     tokenizer = Tokenizer(data)
     spelling = Spelling(tokenizer)
     spelled = [spelling.of(token) for token in tokenizer.encode(TEXT, add_special_tokens=False)]
@@ -76,7 +76,7 @@ def test_a_completion_has_lists_side_by_side() -> None:
     assert found["text_offset"] == [0, 10, 20]
 
 
-def test_those_of_a_prompt_are_by_token_id() -> None:
+def test_prompt_logprobs_are_keyed_by_token_id() -> None:
     told = _decoded(logprobs.as_objects([None, candidates(2)]))
     assert told == [None, {"2": {"logprob": -2.0, "rank": 2, "decoded_token": None}}]
     assert logprobs.as_objects(None) is None

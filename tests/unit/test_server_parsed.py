@@ -176,7 +176,7 @@ async def test_arguments_come_piecewise() -> None:
     assert ["id" in call for call in calls] == [True] + [False] * (len(calls) - 1)
 
 
-async def test_it_does_not_matter_how_tokens_come() -> None:
+async def test_the_answer_does_not_depend_on_token_batches() -> None:
     expected, ids, rng = await streamed(), tokens(TRANSCRIPT), random.Random(1)
     for _ in range(5):
         cuts = sorted(rng.sample(range(1, len(ids)), rng.randrange(len(ids) - 1)))

@@ -291,7 +291,7 @@ def marks_of(given: Any, *, is_hybrid: bool = True, **params: Any) -> tuple[int,
     return read_prompt(given, None, limits, SamplingParams(**params)).marks
 
 
-def test_marks_of_a_request_stand_instead_of_those_that_are_found() -> None:
+def test_given_marks_replace_detected_ones() -> None:
     ids = [5, 6, 4, 7, 8, 1, 9]
     assert marks_of(ids) == (3, 6)
     assert marks_of({"prompt_token_ids": ids, "marks": None}) == (3, 6)

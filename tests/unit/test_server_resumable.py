@@ -162,7 +162,7 @@ async def test_it_is_aborted_if_no_client_returns() -> None:
 
 
 @pytest.mark.parametrize("is_sent", [True, False])
-async def test_one_that_has_ended_is_kept_as_long(is_sent: bool) -> None:
+async def test_a_stream_that_has_ended_is_kept_as_long(is_sent: bool) -> None:
     """Also if everything was sent, because the client may not have received it. The call no longer counts as
     running."""
 
@@ -255,7 +255,7 @@ async def test_streams_without_a_reader_count_as_running() -> None:
 
 
 @pytest.mark.parametrize(("limit", "most"), [("MAX_ENDED", 2), ("MAX_ENDED_TOKENS", 2 * (3 + len(WORDS)))])
-async def test_of_those_that_have_ended_the_oldest_go(limit: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ended_streams_are_evicted_oldest_first(limit: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Among streams that have ended, those that were sent completely go first, then the oldest."""
 
     monkeypatch.setattr(resumable_module, limit, most)
@@ -276,7 +276,7 @@ async def test_of_those_that_have_ended_the_oldest_go(limit: str, most: int, mon
     assert [name for name in broken + sent if stage.kept.get(name) is not None] == broken[1:]
 
 
-async def test_one_that_is_larger_than_all_may_be_is_kept_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_that_is_larger_than_all_may_be_is_kept_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resumable_module, "MAX_ENDED_TOKENS", 1)
     stage = Stage()
     client = await begun(stage)

@@ -148,7 +148,7 @@ async def test_a_deadline_stays_where_it_is() -> None:
     assert pair.second.session.messages[0].params.deadline_ms == 12_500
 
 
-async def test_one_that_was_taken_over_has_begun_when_the_server_ends() -> None:
+async def test_a_stream_that_was_taken_over_has_begun_when_the_server_ends() -> None:
     pair = Pair()
     client = await pair.begin()
     again = await pair.second.resume(last=last_id(client))

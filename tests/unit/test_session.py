@@ -325,7 +325,7 @@ def test_silence_is_death_only_while_something_is_asked() -> None:
         is_dead(session, "silent")
 
 
-def test_time_in_which_the_client_did_not_run_is_no_silence() -> None:
+def test_time_while_the_client_was_stopped_is_not_engine_silence() -> None:
     """As with a container that was paused together with its engine: the engine's silence in that time does not
     count."""
 

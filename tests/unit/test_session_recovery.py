@@ -347,7 +347,7 @@ def test_an_abort_just_before_all_is_sent_again_is_not_lost(play: Play, monkeypa
     assert ends == [Finished("first", 0, [], "abort")]
 
 
-def test_beams_of_which_some_are_aborted_continue(play: Play) -> None:
+def test_a_beam_search_with_an_aborted_sample_is_sent_again_whole(play: Play) -> None:
     message = Generate("a", PROMPT, SamplingParams(n=2, use_beam_search=True, temperature=0.0))
     sink = play.submit(message)
     play.session.abort("a", [1])
@@ -427,14 +427,14 @@ def test_there_is_none_within_the_time() -> None:
         (Refused("weights are missing", bad_input=True), "that takes its place cannot start: weights are missing"),
     ],
 )
-def test_one_that_cannot_take_its_place(play: Play, answer: Any, why: str) -> None:
+def test_an_engine_that_cannot_take_its_place(play: Play, answer: Any, why: str) -> None:
     sink = play.submit(Generate("a", PROMPT, GREEDY))
     play.gone()
     play.back(answer=answer)
     assert why in failure(sink)
 
 
-def test_one_that_fails_to_start_may_be_followed_by_another(play: Play) -> None:
+def test_an_engine_that_fails_to_start_may_be_followed_by_another(play: Play) -> None:
     sink = play.submit(Generate("a", PROMPT, GREEDY))
     play.gone()
     engine = play.back(answer=Refused("a worker died"))
@@ -443,7 +443,7 @@ def test_one_that_fails_to_start_may_be_followed_by_another(play: Play) -> None:
     assert sink.is_empty()
 
 
-def test_one_that_dies_while_it_loads_is_followed_by_another(play: Play) -> None:
+def test_an_engine_that_dies_while_it_loads_is_followed_by_another(play: Play) -> None:
     play.submit(Generate("a", PROMPT, GREEDY))
     play.gone()
     engine = play.back(silent=True)
@@ -483,7 +483,7 @@ def test_an_engine_without_a_supervisor_is_not_waited_for() -> None:
         assert play.session.dead is not None
 
 
-def test_one_that_is_gone_for_good_does_not_disturb_the_other() -> None:
+def test_an_engine_that_is_gone_for_good_does_not_disturb_the_other() -> None:
     """Each has its own engine here; they share the sink, as the calls of one server do."""
     with ExitStack() as stack:
         lost, kept = Play(recovery_timeout_s=0), Play()

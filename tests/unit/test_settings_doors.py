@@ -206,7 +206,7 @@ def test_keys_of_an_object_deep_down(tmp_path: Path) -> None:
     assert load("[hf-overrides]\na.b = 1\n", tmp_path, "toml").hf_overrides == {"a": {"b": 1}}
 
 
-def test_a_config_of_vllm_of_which_one_key_is_taken(tmp_path: Path) -> None:
+def test_one_key_of_vllms_structured_outputs_config_is_accepted(tmp_path: Path) -> None:
     notices: list[str] = []
     for text in ("structured-outputs-config: {backend: xgrammar}", "structured-outputs-config.backend: xgrammar"):
         ServeConfig.load(env={}, file=write(tmp_path, text), notice=notices.append)
@@ -295,7 +295,7 @@ def test_every_variable_of_vllm_has_one_answer() -> None:
 
 
 @pytest.mark.parametrize("name", VARIABLES_OF_VLLM.read_text().split())
-def test_each_is_taken_said_or_refused(name: str) -> None:
+def test_every_vllm_variable_is_applied_reported_or_refused(name: str) -> None:
     found = vllm_variables.find(name)
     if name in vllm_variables.TAKEN:
         assert found is None
@@ -335,7 +335,7 @@ def test_variables_of_vllm_that_are_settings(env: dict[str, str], setting: str, 
     assert getattr(EngineConfig.load(env=env), setting) == value
 
 
-def test_they_stand_between_file_and_our_own(tmp_path: Path) -> None:
+def test_vllms_variables_rank_between_the_file_and_ours(tmp_path: Path) -> None:
     file, env = write(tmp_path, "ready_timeout_s: 1\n"), {"VLLM_ENGINE_READY_TIMEOUT_S": "2"}
     assert EngineConfig.load(None, env, file).ready_timeout_s == 2
     assert EngineConfig.load({"ready_timeout_s": 3}, env, file).ready_timeout_s == 3
@@ -353,11 +353,11 @@ def test_a_number_of_engines_of_one_asks_for_nothing() -> None:
 # ---- what is answered is true
 
 
-def test_how_many_logprobs_may_be_asked_for() -> None:
+def test_the_limit_of_logprobs_is_told() -> None:
     assert known()["max_logprobs"][0].reason == f"up to {MAX_LOGPROBS} may be asked for"
 
 
-def test_how_blocks_are_hashed() -> None:
+def test_the_hash_of_blocks_is_told() -> None:
     """The hash of runtime/prefix_hash.py."""
     text = answer(parser_of_serve().parse_args(["--prefix-caching-hash-algo", "sha256"]).of_vllm)
     assert "BLAKE2b, 256 bits over the raw token ids" in text

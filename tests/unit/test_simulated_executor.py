@@ -25,7 +25,7 @@ def new(handle: int, num_tokens: int, total: int | None = None) -> NewRequest:
     return NewRequest(handle, pack_tokens([1] * (total or num_tokens)), 3, GREEDY, 0, 0, num_tokens, [[1]])
 
 
-def test_it_is_an_executor() -> None:
+def test_the_simulation_implements_executor() -> None:
     clock = VirtualClock()
     executor: Executor = SimulatedExecutor(READY, clock, swap_blocks_per_s=9.0)
     assert blocking.load(executor, 1.0) is READY
@@ -66,7 +66,7 @@ def test_only_sequences_with_all_tokens_computed_get_a_token() -> None:
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 @pytest.mark.parametrize("preemption_mode", ["recompute", "swap"])
-def test_it_serves_everything_the_core_can_ask(async_scheduling: bool, preemption_mode: str) -> None:
+def test_the_simulation_serves_every_call_of_the_core(async_scheduling: bool, preemption_mode: str) -> None:
     clock = VirtualClock()
     executor = SimulatedExecutor(READY, clock)
     settings = {"block_size": 4, "async_scheduling": async_scheduling, "preemption_mode": preemption_mode}

@@ -230,7 +230,7 @@ def test_a_request_sent_again_has_the_same_media() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"digest": b"short"}, {"num_tokens": 0}, {"start": -1}, {"kind": ""}, {"grid": (1, 2, 3, 4)}]
 )
-def test_media_that_are_none_do_not_decode(wrong: dict[str, Any]) -> None:
+def test_invalid_media_are_refused_by_the_decoder(wrong: dict[str, Any]) -> None:
     asked = message("r", [IMAGE], (msgspec.structs.replace(picture("cat", 1), **wrong),))
     with pytest.raises(ProtocolError, match="could not be decoded"):
         client_to_engine.decode(client_to_engine.encode(asked))

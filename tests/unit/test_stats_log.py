@@ -87,7 +87,7 @@ def test_there_is_one_every_ten_seconds_and_one_behind_the_last(seen: pytest.Log
     assert len(logged.lines) == 4, "an idle engine says nothing"
 
 
-def test_rates_are_those_of_the_time_that_has_passed(seen: pytest.LogCaptureFixture) -> None:
+def test_rates_match_the_time_that_has_passed(seen: pytest.LogCaptureFixture) -> None:
     """A step may take longer than the time between two lines."""
     logged = Logged(seen)
     logged.bench.add("a", range(8), max_tokens=40, n=4)

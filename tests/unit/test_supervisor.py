@@ -136,7 +136,7 @@ def test_a_failed_engine_is_replaced_and_its_reason_logged(
     assert f"ended: {reason};" in said(caplog)[0]
 
 
-def test_one_that_hangs_is_killed_and_replaced(start: Callable[..., LaunchedEngine]) -> None:
+def test_an_engine_that_hangs_is_killed_and_replaced(start: Callable[..., LaunchedEngine]) -> None:
     launched = start("freezes,serves", heartbeat_timeout_s=patience(0.6))
     first = launched.pid
     ask(launched)
@@ -145,7 +145,9 @@ def test_one_that_hangs_is_killed_and_replaced(start: Callable[..., LaunchedEngi
     assert not psutil.pid_exists(first)
 
 
-def test_one_that_hangs_while_it_starts_again_is_killed_and_replaced(start: Callable[..., LaunchedEngine]) -> None:
+def test_an_engine_that_hangs_while_it_starts_again_is_killed_and_replaced(
+    start: Callable[..., LaunchedEngine],
+) -> None:
     launched = start("dies,hangs,serves", ready_timeout_s=patience(2.0))
     ask(launched)
     until(lambda: life(launched) == 3, "the third life")
@@ -168,14 +170,14 @@ def test_past_the_limit_all_ends_with_the_first_cause(start: Callable[..., Launc
     assert launched.session.dead is not None
 
 
-def test_one_that_gives_up_is_not_replaced(start: Callable[..., LaunchedEngine]) -> None:
+def test_an_engine_that_gives_up_is_not_replaced(start: Callable[..., LaunchedEngine]) -> None:
     launched = start("gives-up,serves")
     ask(launched)
     assert launched.wait(DEADLINE_S)
     assert launched.alive() == "worker 0 died: killed by SIGKILL"
 
 
-def test_one_that_is_asked_to_end_is_not_replaced(start: Callable[..., LaunchedEngine]) -> None:
+def test_an_engine_that_is_asked_to_end_is_not_replaced(start: Callable[..., LaunchedEngine]) -> None:
     launched = start("serves")
     os.kill(launched.pid, signal.SIGTERM)
     assert launched.wait(DEADLINE_S)
@@ -230,7 +232,9 @@ def test_kill_finds_it_in_any_life_and_ends_it_for_good(
     assert launched.alive() == "killed by SIGKILL"
 
 
-def test_one_that_is_being_replaced_is_not_cleaned_away(start: Callable[..., LaunchedEngine], place: Path) -> None:
+def test_an_engine_that_is_being_replaced_is_not_cleaned_away(
+    start: Callable[..., LaunchedEngine], place: Path
+) -> None:
     launched = start("serves")
     (file,) = place.glob("vl-*/instance.json")
     record = instances._read(file.parent)

@@ -94,7 +94,7 @@ def test_several_are_found_each() -> None:
         assert engine.num_deaths <= 2 * len(names) + 2, "two together, then two for each"
 
 
-def test_one_that_kills_later_is_found_later() -> None:
+def test_a_request_that_kills_later_is_found_later() -> None:
     for kills_at in range(PROBATION + 1, MAX_PROBATION + 1):
         engine = Engine(64, {"r7": kills_at})
         engine.run()
@@ -102,7 +102,7 @@ def test_one_that_kills_later_is_found_later() -> None:
         assert engine.num_deaths <= 6
 
 
-def test_stray_deaths_convict_nobody() -> None:
+def test_deaths_from_outside_convict_no_request() -> None:
     """Workers are killed from outside, at random, as often as a chaos test does it: a mean of 2 s between two deaths,
     for 12 hours together, with up to 40 requests that take 10 to 30 ms a token."""
     num_deaths, convicted = 0, []

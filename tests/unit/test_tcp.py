@@ -194,7 +194,7 @@ def test_refusals_are_logged_once_for_each_source(
     assert said[1].startswith(f"refused at {engine.address}: something there does not shake hands")
 
 
-def test_complaints_say_how_many_were_not_said(
+def test_complaints_count_the_suppressed_repeats(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     complaints = Complaints()

@@ -64,7 +64,7 @@ def test_the_beginning_of_a_text() -> None:
     assert tokenizer.beginning(text, len(ids)) == text
 
 
-def test_where_tokens_stand() -> None:
+def test_offsets_of_tokens_in_a_text() -> None:
     tokenizer = Tokenizer(made.byte_level())
     text = "the cat sat"
     ids = tokenizer.encode(text, add_special_tokens=False)

@@ -86,7 +86,7 @@ def run(uses: dict[str, str]) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=scaled(120), check=False)
 
 
-def test_it_runs_when() -> None:
+def test_the_delayed_import_runs_at_its_first_use() -> None:
     done = run(USES)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == list(USES)

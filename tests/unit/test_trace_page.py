@@ -108,7 +108,7 @@ def test_each_moment_equals_a_replay_up_to_it(trace: Path, whole: ShownTrace) ->
 
 @settings(max_examples=examples(25))
 @given(seed=st.integers(0, 2**32), host=st.sampled_from([0, 12]), drafts=st.booleans(), media=st.booleans())
-def test_moments_of_any_trace_are_those_of_its_replay(
+def test_moments_of_random_traces_equal_their_replay(
     tmp_path_factory: pytest.TempPathFactory, seed: int, host: int, drafts: bool, media: bool
 ) -> None:
     path, rng = tmp_path_factory.mktemp("random") / "trace", random.Random(seed)
@@ -146,7 +146,7 @@ def test_a_long_story_is_cut(whole: ShownTrace, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("seed", [2, 5])
-def test_times_are_those_of_the_engine(tmp_path: Path, seed: int) -> None:
+def test_times_match_the_engine(tmp_path: Path, seed: int) -> None:
     recorded = Recorded(tmp_path / "trace", 14)
     recorded.random_work(random.Random(seed), 30)
     recorded.drain()
@@ -235,7 +235,7 @@ def test_invalid_traces_are_refused_in_a_sentence(
         assert said.count("\n") == 1
 
 
-def test_a_fault_of_ours_is_said_as_well(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_internal_error_is_shown_on_the_page(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shown_trace, "stats_of", lambda _: 1 / 0)
     made = read(trace)
     assert (made.trouble, len(made)) == ("the trace cannot be shown further: ZeroDivisionError('division by zero')", 0)

@@ -40,7 +40,7 @@ def test_nothing_is_said_of_our_own_flags() -> None:
     assert vllm_settings.answer(given("MODEL", "--port", "1")) == ""
 
 
-def test_what_changes_nothing_is_said_once_for_each_reason() -> None:
+def test_flags_without_effect_are_listed_once_per_reason() -> None:
     words = [
         "--trust-remote-code",
         "--max-logprobs",
@@ -88,7 +88,7 @@ def test_names_may_have_underscores(word: str, meant: str) -> None:
         ("--return-sampling-mask", r"answers tell no masks"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_reason(words: str, says: str) -> None:
+def test_unsupported_values_of_vllms_flags_are_refused_with_the_reason(words: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         vllm_settings.answer(given(*words.split(), "MODEL"))
 

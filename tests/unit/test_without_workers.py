@@ -131,7 +131,7 @@ def test_a_request_is_sent_again_while_there_are_no_workers() -> None:
     assert sequence.tokens.tolist() == PROMPT + expected(PROMPT, 9)
 
 
-def test_kv_events_are_one_clearing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_workers_publish_one_event_that_clears_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core(20)
     cleared: list[str] = []
     monkeypatch.setattr(core.kv.pool, "observers", [Counting(cleared)])

@@ -41,7 +41,7 @@ def shown(text: str, width: int, size: int = 1) -> list[str]:
 @given(
     st.lists(st.text("abc", min_size=1, max_size=9), min_size=1, max_size=40), st.integers(10, 30), st.integers(1, 9)
 )
-def test_words_stand_as_textwrap_puts_them(words: list[str], width: int, size: int) -> None:
+def test_lines_equal_those_of_textwrap(words: list[str], width: int, size: int) -> None:
     text = " ".join(words)
     assert shown(text, width, size) == textwrap.wrap(text, width - 1)
 
@@ -66,6 +66,6 @@ def test_a_piece_is_shown_at_once() -> None:
         ("- one two\n  three four", ["- one two", "  three", "four"]),
     ],
 )
-def test_what_a_screen_of_ten_columns_shows(text: str, lines: list[str]) -> None:
+def test_lines_on_a_screen_of_ten_columns(text: str, lines: list[str]) -> None:
     for size in (1, 3, 100):
         assert shown(text, 10, size) == lines

@@ -476,7 +476,7 @@ def test_a_standby_group_takes_over(make_host: MakeHost) -> None:
     assert all(group.is_closed for group in host.made)
 
 
-def test_a_standby_group_that_dies_disturbs_nobody(make_host: MakeHost) -> None:
+def test_a_dead_standby_group_is_replaced_a_few_times_unnoticed(make_host: MakeHost) -> None:
     host = make_host(standby_workers=True, max_restarts=1)
     client = host.client()
     host.generate(client, "a")
