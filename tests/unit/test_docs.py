@@ -204,6 +204,16 @@ def test_models_that_only_transformers_cannot_serve_are_in_italics() -> None:
         assert any(each.startswith(stem) for each in served) is name.startswith("*"), name
 
 
+def test_no_message_sends_a_user_to_a_page() -> None:
+    """An installed wheel has no pages, so messages say what to do. Docstrings may cite pages."""
+    for path in sorted((ROOT / "vllm_lite").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+                assert not re.search(r"\w\.md\b", node.value), f"{path}:{node.lineno} cites {node.value!r}"
+
+
 def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs/README.md").read_text()
     for page in PAGES:

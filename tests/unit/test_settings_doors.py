@@ -24,6 +24,7 @@ from vllm_lite.runtime import vllm_variables
 from vllm_lite.runtime.settings import Settings
 from vllm_lite.runtime.vllm_settings import REFUSED, WITHOUT_EFFECT, Flags, answer, known
 from vllm_lite.server.config import ServeConfig
+from vllm_lite.server.route_table import ROUTES
 from vllm_lite.server.router.config import RouterConfig
 from vllm_lite.tools.cli import Parser, main, serve, with_dashes
 
@@ -368,9 +369,11 @@ def test_settings_that_an_answer_names_exist() -> None:
     tables = (WITHOUT_EFFECT, REFUSED, vllm_variables.WITHOUT_EFFECT, vllm_variables.REFUSED)
     named = {flag for table in tables for row in table for flag in re.findall(r"(?<!\w)--?[a-z][\w-]*", row.reason)}
     assert {flag for flag in named if flag not in flags} <= {"-dp", "-tp"} & set(flags)
-    pages = {page for table in tables for row in table for page in re.findall(r"docs/[\w-]+\.md", row.reason)}
-    assert pages
-    assert all((Path(__file__).parents[2] / page).is_file() for page in pages)
+    routes = {
+        route for table in tables for row in table for route in re.findall(r"(?:POST|GET) (/[\w/{}]+)", row.reason)
+    }
+    assert routes
+    assert routes <= {re.sub(r"{\w+}", "{id}", route.path) for route in ROUTES}
 
 
 # ---- the command

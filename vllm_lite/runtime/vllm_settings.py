@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from vllm_lite.errors import ConfigError
 
-IMAGES = "see docs/images.md for images and their limits; nothing else is seen or heard"
-ONE_HOST = "the engines of -dp are on this machine, behind one address; docs/scaling.md has more machines"
+IMAGES = "see --limit-mm-per-prompt and --max-image-pixels; only images are seen, and nothing is heard"
+ONE_HOST = "the engines of -dp are on this machine, behind one address; see ray-serve for several machines"
 ONE_NODE = "the workers of an engine are on one machine"
 NO_CODE = "no code of a checkpoint is run or needed"
 ALWAYS = "it is always so here"
@@ -182,7 +182,7 @@ REFUSED: tuple[Flags, ...] = (
     Flags("--max-num-active-seqs", "see --max-num-seqs"),
     Flags("--max-num-scheduled-tokens", "see --max-num-batched-tokens"),
     Flags("--kv-transfer-config --ec-transfer-config", "prompts and answers are computed by one engine"),
-    Flags("--otlp-traces-endpoint --collect-detailed-traces", "see --record, and docs/metrics.md"),
+    Flags("--otlp-traces-endpoint --collect-detailed-traces", "see --record, and GET /metrics"),
     Flags("--override-attention-dtype --additional-config --eplb-config", "there is no such thing"),
     Flags("--aux-output-config --engram-config --diffusion-config -dc --watermark-config", "there is no such thing"),
     Flags("--long-prefill-token-threshold", "see --max-num-batched-tokens"),
@@ -196,14 +196,14 @@ REFUSED: tuple[Flags, ...] = (
     Flags("--logging-config", "see --log-level, --log-format and --log-config-file"),
     Flags("--custom-histogram-buckets", "buckets are vLLM's"),
     Flags("--fingerprint-value", "answers have no fingerprint"),
-    Flags("--grpc-port", "there is HTTP alone, and the messages of docs/protocol.md"),
+    Flags("--grpc-port", "there is HTTP alone, and AsyncClient for Python"),
     Flags("--structured-outputs-config", ONE_BACKEND),
     Flags("--return-sampling-mask --enable-return-routed-experts", "answers tell no masks and no experts", SWITCHES),
     Flags("--reasoning-config", "see --reasoning-parser"),
     Flags("--quantization-config", "see --quantization"),
     Flags("--spec-method --spec-model --spec-tokens", "see --speculative-config"),
     Flags("--weight-transfer-config", "see POST /update_weights"),
-    Flags("--grpc", "there is HTTP alone, and the messages of docs/protocol.md", SWITCHES),
+    Flags("--grpc", "there is HTTP alone, and AsyncClient for Python", SWITCHES),
     Flags("--enable-per-request-metrics", "see /metrics, and GET /v1/requests/{id}", SWITCHES),
 )
 

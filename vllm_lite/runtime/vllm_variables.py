@@ -31,12 +31,12 @@ BUILD = "it concerns how vLLM is built and installed"
 NOTHING_SENT = "nothing is sent to anybody"
 LOG = "see --log-level, --log-format and --log-config-file"
 SOCKETS = "processes of a server speak through private sockets below TMPDIR"
-LIMITS = "the limits of a request are fixed, see docs/server.md"
+LIMITS = "the limits of a request are fixed; the error of a request beyond one names it"
 BOUNDED = "the time of patterns and templates is bounded"
 NO_TRANSFER = "prompts and answers are computed by one engine"
 OFFLOADED = "KV blocks go to host memory by the engine's own copies, see --swap-space"
 TEMPLATE = "prompts are made by the model's template, see --default-chat-template-kwargs"
-RAY = "Ray places one worker on each GPU, see docs/parallelism.md"
+RAY = "Ray places one worker on each GPU, on one machine if all fit"
 
 
 class Taken(NamedTuple):
@@ -87,8 +87,11 @@ WITHOUT_EFFECT: tuple[Flags, ...] = (
     Flags("EXECUTE_MODEL_TIMEOUT_SECONDS KEEP_ALIVE_ON_ENGINE_DEATH", HANGS),
     Flags("WORKER_SHUTDOWN_TIMEOUT_SECONDS", "see --shutdown-timeout"),
     Flags("HTTP_TIMEOUT_KEEP_ALIVE V1_OUTPUT_PROC_CHUNK_SIZE *RUST_FRONTEND* USE_RUST_BENCH USE_FASTOKENS", OWN_SERVER),
-    Flags("SERVER_DEV_MODE", "its routes are always there, see docs/operating.md for who may call them"),
-    Flags("ALLOW_RUNTIME_LORA_UPDATING", "adapters may be loaded at run time with --enable-lora, see docs/lora.md"),
+    Flags("SERVER_DEV_MODE", "its routes are always there; with --api-key they need --admin-api-key"),
+    Flags(
+        "ALLOW_RUNTIME_LORA_UPDATING",
+        "with --enable-lora adapters may be loaded at run time, see POST /v1/load_lora_adapter",
+    ),
     Flags("ALLOW_LONG_MAX_MODEL_LEN", "see --hf-overrides '{\"max_position_embeddings\":N}'"),
     Flags("ENABLE_RESPONSES_API_STORE", "answers are kept unless a request says not to, see --responses-store"),
     Flags("MAX_N_SEQUENCES MAX_COMPLETION_PROMPTS MAX_STOP_STRINGS MAX_NUM_BAD_WORDS MAX_BAD_WORDS_*", LIMITS),
@@ -139,7 +142,7 @@ REFUSED: tuple[Flags, ...] = (
     Flags("USE_MODELSCOPE", "models come from Hugging Face's hub, see HF_ENDPOINT, or from a folder"),
     Flags("MODEL_REDIRECT_PATH", "give the folder as MODEL"),
     Flags("PLUGINS", NO_PLUGIN),
-    Flags("LORA_RESOLVER_*", "give adapters by --lora-modules, or load them at run time, see docs/lora.md"),
+    Flags("LORA_RESOLVER_*", "give adapters by --lora-modules, or load them by POST /v1/load_lora_adapter"),
     Flags("DP_RANK DP_RANK_LOCAL", ONE_HOST),
     Flags("DP_SIZE", "see --data-parallel-size", ("1",)),
     Flags("RAY_PER_WORKER_GPUS", RAY, ("1", "1.0")),

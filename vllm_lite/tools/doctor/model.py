@@ -27,7 +27,7 @@ def implementation(folder: str) -> Iterator[Line]:
     except ConfigError as error:  # a package is missing
         yield Line("FAIL", "model", f"{spec.architecture}: {error}", "pip install 'vllm_lite[transformers]'")
     except ModelError as error:
-        yield Line("FAIL", "model", f"{spec.architecture}: {error}", "serve a model of docs/models.md")
+        yield Line("FAIL", "model", f"{spec.architecture}: {error}", "serve a checkpoint of another architecture")
     else:
         yield Line("OK", "model", f"{spec.architecture}: transformers, {spec.size()} parameters")
 
