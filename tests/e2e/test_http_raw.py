@@ -58,11 +58,18 @@ def test_keys_are_not_logged(server: Server) -> None:
 
 
 def test_other_pages_may_ask_if_allowed(server: Server) -> None:
-    asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
+    """A browser also asks whether a page of the internet may call this machine."""
+    asked = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,content-type",
+        "Access-Control-Request-Private-Network": "true",
+    }
     for origin, status in (("https://example.org", 200), ("https://example.com", 400)):
         answer = httpx.options(server.url + "/v1/completions", headers={"Origin": origin, **asked})
         assert answer.status_code == status
         assert ("access-control-allow-origin" in answer.headers) == (status == 200)
+        if status == 200:
+            assert answer.headers["access-control-allow-private-network"] == "true"
 
 
 # ---- ids and forms

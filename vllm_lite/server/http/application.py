@@ -47,6 +47,7 @@ def guarded(routes: Sequence[Route], guards: Guards) -> Starlette:
             allow_methods=config.allowed_methods,
             allow_headers=config.allowed_headers,
             allow_credentials=config.allow_credentials,
+            allow_private_network=True,  # a browser asks before a page of the internet calls this machine
         )
         middleware.insert(0, cors)
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=_handlers(dialects))
