@@ -44,7 +44,6 @@ MODULES = (
     "vllm_lite.engine.process_early",
     "vllm_lite.server.processes.child_server",
     "vllm_lite.server.processes.http_server",
-    "vllm_lite.server.router.child",
     "tests.e2e.light",
     *LEAVES,
 )

@@ -6,7 +6,6 @@ placement.py   decides which models are loaded, put to sleep or stopped: a funct
 fleet.py       the models at run time: lets requests wait for their model, and carries out decisions
 member.py      a model of the fleet: its processes, counts, and waiting requests
 backend.py     one model's processes: starts, stops, wakes them and puts them to sleep
-child.py       the entry point of such a process: `serve` on a socket in a private folder
 memory.py      memory of a process tree
 upstream.py    an HTTP request to a backend
 forward.py     forwards a client's request to the backend of its model

@@ -3,7 +3,6 @@ to."""
 
 import asyncio
 import os
-import socket
 import sys
 import tempfile
 import threading
@@ -13,24 +12,19 @@ from contextlib import suppress
 
 import msgspec
 
-from vllm_lite.errors import ConfigError, EngineError
+from vllm_lite.errors import EngineError
 from vllm_lite.runtime import log, supervise
-from vllm_lite.runtime.addresses import check_address
 from vllm_lite.runtime.supervise import Child
 from vllm_lite.server.config import Keys, ServeConfig
-from vllm_lite.server.router.child import ModelServerSettings
+from vllm_lite.server.processes import child_server
 from vllm_lite.server.router.upstream import Header, UpstreamAnswer, UpstreamLost, open_answer
 
-MODULE = "vllm_lite.server.router.child"
-LOOK_S = 0.02
 STOP_GRACE_S = 8.0
 """Seconds for a server to end its engine, once its requests have ended."""
 ASK_S = 10.0
 LAST_LINES_S = 1.0
 """Seconds to read the last output of an ended server, whose engine may keep the pipe open."""
 _GREETING = ("vllm-lite: ready at", "Try: ")
-_LINE = "vllm-lite: "
-"""Prefix of the line in which a server prints its fatal error."""
 
 logger = log.get(__name__)
 
@@ -43,7 +37,7 @@ class ModelServer:
         on another thread when the server has ended, for any reason."""
         self.name = name
         self._run_dir = tempfile.mkdtemp(prefix="vl-")  # mode 0700
-        self.socket_path = f"{self._run_dir}/http"
+        self.socket_path = child_server.socket_path(self._run_dir)
         self._config = private(config, keys, self.socket_path)
         self._admin = [(b"authorization", b"Bearer " + keys.admin[-1].encode())] if keys.admin else []
         self._on_end = on_end
@@ -61,18 +55,14 @@ class ModelServer:
 
     async def start(self) -> None:
         """Start the server, and return when it is ready. Raises EngineError with the server's message if it fails."""
-        try:
-            check_address(f"ipc://{self.socket_path}")
-        except ValueError as error:
-            raise ConfigError(f"{error}; set TMPDIR to a shorter folder") from error
         self._child = await asyncio.to_thread(self._spawn)
         until_s = time.monotonic() + self._config.ready_timeout_s
-        while not self._listens():
+        while not child_server.listens(self._run_dir):
             if (reason := self.ended()) is not None:
                 raise EngineError(reason)
             if time.monotonic() > until_s:
                 raise EngineError(f"it was not ready within {self._config.ready_timeout_s:g} s (ready_timeout_s)")
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(child_server.LOOK_S)
 
     async def sleep(self, level: int) -> None:
         """Free weights and KV cache; streams pause, and the cache is written to disk if the model has a folder for it.
@@ -125,8 +115,7 @@ class ModelServer:
     def _spawn(self) -> Child:
         read_end, write_end = os.pipe()
         try:
-            settings = ModelServerSettings(self._config, self._run_dir, write_end)
-            child = supervise.spawn(MODULE, settings, f"server of {self.name}", self._ended, fds=(write_end,))
+            child = child_server.start(self._config, self._run_dir, write_end, f"server of {self.name}", self._ended)
         except BaseException:
             os.close(read_end)
             raise
@@ -150,20 +139,10 @@ class ModelServer:
             for line in lines:
                 if line.startswith(_GREETING):
                     continue  # it names the private socket
-                if line.startswith(_LINE):
-                    self._reason = line.removeprefix(_LINE).strip()
+                if line.startswith(child_server.ERROR_PREFIX):
+                    self._reason = line.removeprefix(child_server.ERROR_PREFIX).strip()
                 with suppress(OSError, ValueError):
                     sys.stderr.write(f"[{self.name}] {line}")
-
-    def _listens(self) -> bool:
-        """Whether the server accepts connections, which it does once it can serve."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.setblocking(False)
-            try:
-                probe.connect(self.socket_path)
-            except OSError:
-                return False
-        return True
 
 
 def private(config: ServeConfig, keys: Keys, path: str) -> ServeConfig:

@@ -1,6 +1,6 @@
 """A private server: without output, reached over a socket in a private folder, and ended with its owner."""
 
-import socket
+import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -10,18 +10,13 @@ from typing import Self
 
 import msgspec
 
-from vllm_lite.errors import ConfigError, EngineError
+from vllm_lite.errors import EngineError
 from vllm_lite.runtime import supervise
-from vllm_lite.runtime.addresses import check_address
 from vllm_lite.server.config import ServeConfig
-from vllm_lite.server.processes.child_server import ChildServerSettings, log_path
+from vllm_lite.server.processes import child_server
 
-MODULE = "vllm_lite.server.processes.child_server"
 STOP_GRACE_S = 6.0
 """Longer than the server needs to end its engine."""
-LOOK_S = 0.02
-_LINE = "vllm-lite: "
-"""Prefix of the last line of a server that cannot start."""
 
 
 class PrivateServer:
@@ -29,21 +24,19 @@ class PrivateServer:
 
     def __init__(self, config: ServeConfig, starting: Callable[[float], None] = lambda _: None) -> None:
         self._run_dir = tempfile.mkdtemp(prefix="vl-")  # mode 0700
-        path = f"{self._run_dir}/http"
+        path = child_server.socket_path(self._run_dir)
         self.url = f"unix:{path}"
-        self._path = path
+        self._log = f"{self._run_dir}/log"
         self._starting = starting
         self._timeout_s = config.ready_timeout_s
+        output = os.open(self._log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         try:
-            check_address(f"ipc://{path}")
-            settings = ChildServerSettings(private(config, path), self._run_dir)
-            self._child = supervise.spawn(MODULE, settings, "server", lambda _: None)
-        except ValueError as error:
-            supervise.remove_dir(self._run_dir)
-            raise ConfigError(f"{error}; set TMPDIR to a shorter folder") from error
+            self._child = child_server.start(private(config, path), self._run_dir, output, "server", lambda _: None)
         except BaseException:
             supervise.remove_dir(self._run_dir)
             raise
+        finally:
+            os.close(output)
 
     def __enter__(self) -> Self:
         """Wait until it is ready. Raises EngineError with the server's own message if it cannot start."""
@@ -64,8 +57,9 @@ class PrivateServer:
             return None
         text = ""
         with suppress(OSError):
-            text = Path(log_path(self._run_dir)).read_text(errors="replace")
-        said = [line.removeprefix(_LINE) for line in text.splitlines() if line.startswith(_LINE)]
+            text = Path(self._log).read_text(errors="replace")
+        prefix = child_server.ERROR_PREFIX
+        said = [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
         return said[-1] if said else f"the server ended: {ended}"
 
     def close(self) -> None:
@@ -75,23 +69,14 @@ class PrivateServer:
 
     def _wait_until_ready(self) -> None:
         began_s = time.monotonic()
-        while not self._listens():
+        while not child_server.listens(self._run_dir):
             elapsed_s = time.monotonic() - began_s
             if self._child.exited() is not None:
                 raise EngineError(self.reason() or "the server ended")
             if elapsed_s > self._timeout_s:
                 raise EngineError(f"the server was not ready within {self._timeout_s:g} s (ready_timeout_s)")
             self._starting(elapsed_s)
-            time.sleep(LOOK_S)
-
-    def _listens(self) -> bool:
-        """Whether it accepts connections, as it does once it is ready."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            try:
-                probe.connect(self._path)
-            except OSError:
-                return False
-        return True
+            time.sleep(child_server.LOOK_S)
 
 
 def private(config: ServeConfig, path: str) -> ServeConfig:
