@@ -4,7 +4,7 @@ Only sizes that the model's processor knows are accepted, none of them above the
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -18,22 +18,23 @@ from vllm_lite.client.media.tiles import MAX_EDGE, TileSettings
 from vllm_lite.errors import RequestError
 
 Pixels = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+S = TypeVar("S", bound=ProcessorSettings)
 
 
-class SizeChanges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Changes of sizes, under transformers' names."""
+class SizeChanges(msgspec.Struct, Generic[S], frozen=True, forbid_unknown_fields=True):
+    """Changes of sizes in the settings of one processor, under transformers' names."""
 
     @property
     def pixels(self) -> int:
         """Maximum pixels to which an image would be resized."""
         return 0
 
-    def of(self, settings: ProcessorSettings) -> ProcessorSettings:
+    def of(self, settings: S) -> S:
         """Return the settings with these changes. Raises RequestError for impossible sizes."""
         return settings
 
 
-class NoChanges(SizeChanges, frozen=True):
+class NoChanges(SizeChanges[S], frozen=True):
     """Changes for processors with fixed sizes: none."""
 
 
@@ -41,15 +42,13 @@ class _Longest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     longest_edge: Pixels
 
 
-class TileChanges(SizeChanges, frozen=True):
+class TileChanges(SizeChanges[TileSettings], frozen=True):
     """Changes for the processor of Idefics 3 and SmolVLM."""
 
     size: _Longest | None = None
     do_image_splitting: bool | None = None
 
-    def of(self, settings: ProcessorSettings) -> ProcessorSettings:
-        if not isinstance(settings, TileSettings):
-            raise TypeError(f"{type(settings).__name__} has no tiles")
+    def of(self, settings: TileSettings) -> TileSettings:
         longest = settings.longest_edge if self.size is None else self.size.longest_edge
         if longest > MAX_EDGE:
             raise RequestError(f"mm_processor_kwargs: size.longest_edge is at most {MAX_EDGE}, got {longest}")
@@ -64,7 +63,7 @@ class _Edges(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     longest_edge: Pixels | None = None
 
 
-class PatchChanges(SizeChanges, frozen=True):
+class PatchChanges(SizeChanges[PatchSettings], frozen=True):
     """Changes for Qwen's processors."""
 
     size: _Edges = _Edges()
@@ -77,9 +76,7 @@ class PatchChanges(SizeChanges, frozen=True):
             self.size.longest_edge or 0, self.max_pixels or 0, self.size.shortest_edge or 0, self.min_pixels or 0
         )
 
-    def of(self, settings: ProcessorSettings) -> ProcessorSettings:
-        if not isinstance(settings, PatchSettings):
-            raise TypeError(f"{type(settings).__name__} has no patches")
+    def of(self, settings: PatchSettings) -> PatchSettings:
         least = self.min_pixels or self.size.shortest_edge or settings.least
         most = self.max_pixels or self.size.longest_edge or settings.most
         if not least <= most or most < settings.unit**2:
@@ -96,7 +93,7 @@ class _Sides(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     width: Pixels | None = None
 
 
-class RowChanges(SizeChanges, frozen=True):
+class RowChanges(SizeChanges[RowSettings], frozen=True):
     """Changes for Pixtral's processor."""
 
     size: _Sides = _Sides()
@@ -105,9 +102,7 @@ class RowChanges(SizeChanges, frozen=True):
     def pixels(self) -> int:
         return (self.size.height or 0) * (self.size.width or 0) or (self.size.longest_edge or 0) ** 2
 
-    def of(self, settings: ProcessorSettings) -> ProcessorSettings:
-        if not isinstance(settings, RowSettings):
-            raise TypeError(f"{type(settings).__name__} has no rows")
+    def of(self, settings: RowSettings) -> RowSettings:
         own = self.size
         if own.longest_edge:
             return msgspec.structs.replace(settings, height=own.longest_edge, width=own.longest_edge)
@@ -116,7 +111,7 @@ class RowChanges(SizeChanges, frozen=True):
         )
 
 
-class SquareChanges(SizeChanges, frozen=True):
+class SquareChanges(SizeChanges[SquareSettings], frozen=True):
     """Changes for Gemma 3's processor."""
 
     do_pan_and_scan: bool | None = None
@@ -124,9 +119,7 @@ class SquareChanges(SizeChanges, frozen=True):
     pan_and_scan_max_num_crops: Annotated[int, Meta(ge=1, le=16)] | None = None
     pan_and_scan_min_ratio_to_activate: Annotated[float, Meta(gt=0)] | None = None
 
-    def of(self, settings: ProcessorSettings) -> ProcessorSettings:
-        if not isinstance(settings, SquareSettings):
-            raise TypeError(f"{type(settings).__name__} has no squares")
+    def of(self, settings: SquareSettings) -> SquareSettings:
         pans = settings.pan is not None if self.do_pan_and_scan is None else self.do_pan_and_scan
         if not pans:
             return msgspec.structs.replace(settings, pan=None)
@@ -139,25 +132,20 @@ class SquareChanges(SizeChanges, frozen=True):
         return msgspec.structs.replace(settings, pan=pan)
 
 
-class FittedChanges(SizeChanges, frozen=True):
+class FittedChanges(SizeChanges[FittedSettings], frozen=True):
     """Changes for Gemma 4's processor."""
 
     max_soft_tokens: int | None = None
 
-    def of(self, settings: ProcessorSettings) -> ProcessorSettings:
-        if not isinstance(settings, FittedSettings):
-            raise TypeError(f"{type(settings).__name__} has no budget")
+    def of(self, settings: FittedSettings) -> FittedSettings:
         most = settings.most_tokens if self.max_soft_tokens is None else self.max_soft_tokens
         if most not in BUDGETS:
             raise RequestError(f"mm_processor_kwargs: max_soft_tokens must be one of {BUDGETS}, got {most}")
         return msgspec.structs.replace(settings, most_tokens=most)
 
 
-C = TypeVar("C", bound=SizeChanges)
-
-
-def read_changes(given: Mapping[str, Any], kind: type[C], max_pixels: int) -> C:
-    """Check given changes against those that a processor knows. Raises RequestError."""
+def changed(settings: S, kind: type[SizeChanges[S]], given: Mapping[str, Any]) -> S:
+    """Apply given changes, if they are some that a processor knows. Raises RequestError."""
     known = kind.__struct_fields__
     if unknown := sorted(str(name) for name in given if name not in known):
         takes = f"takes {', '.join(known)}" if known else "takes none: its sizes are the model's"
@@ -166,6 +154,7 @@ def read_changes(given: Mapping[str, Any], kind: type[C], max_pixels: int) -> C:
         changes = msgspec.convert(dict(given), kind)
     except msgspec.ValidationError as error:
         raise RequestError(f"mm_processor_kwargs: {str(error)[:200]}") from None
-    if changes.pixels > max_pixels:
-        raise RequestError(f"mm_processor_kwargs asks for {changes.pixels} pixels; at most {max_pixels} are taken")
-    return changes
+    if changes.pixels > settings.max_pixels:
+        most = settings.max_pixels
+        raise RequestError(f"mm_processor_kwargs asks for {changes.pixels} pixels; at most {most} are taken")
+    return changes.of(settings)

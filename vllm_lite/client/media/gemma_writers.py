@@ -1,7 +1,7 @@
 """Gemma's ways to write an image into a prompt. The file for the tokenizer names the tokens around it and that of its
 vectors."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,11 @@ import msgspec
 from vllm_lite.checkpoint.layer_specs.gemma_vision import Gemma3VisionSpec, Gemma4VisionSpec, UnifiedVisionSpec
 from vllm_lite.checkpoint.layer_specs.vision import read_processor
 from vllm_lite.checkpoint.typed_json import Size, convert, read_json
-from vllm_lite.client.media.changes import FittedChanges, SquareChanges, read_changes
+from vllm_lite.client.media.changes import FittedChanges, SquareChanges
 from vllm_lite.client.media.fitted import BUDGETS, FittedSettings
-from vllm_lite.client.media.image_process import ProcessorSettings
 from vllm_lite.client.media.patches import ImagePatches
 from vllm_lite.client.media.squares import ImageSquares, PanAndScan, SquareSettings
-from vllm_lite.client.media.writers import ImageWriter
+from vllm_lite.client.media.writers import ImageWriter, in_one
 from vllm_lite.client.spans import ShownMedia
 from vllm_lite.errors import ModelError
 from vllm_lite.protocol.spans import Media
@@ -63,6 +62,8 @@ class _Names(msgspec.Struct):
 class SquareWriter(ImageWriter[Gemma3VisionSpec, ImageSquares]):
     """Gemma 3: the whole image and each part of it are media of their own."""
 
+    changes = SquareChanges
+
     def read_settings(self, folder: Path, max_pixels: int) -> SquareSettings:
         names = image_tokens(folder, "<start_of_image>", "<image_soft_token>", "<end_of_image>")
         self.placeholder, self._vector, self._end = names
@@ -83,9 +84,6 @@ class SquareWriter(ImageWriter[Gemma3VisionSpec, ImageSquares]):
     def vector(self) -> str:
         return self._vector
 
-    def changed(self, given: Mapping[str, Any]) -> ProcessorSettings:
-        return read_changes(given, SquareChanges, self.settings.max_pixels).of(self.settings)
-
     def text(self, image: ImageSquares) -> str:
         one = f"\n\n{self.placeholder}{self._vector * self.vision.num_tokens}{self._end}\n\n"
         parts = len(image.squares) - 1
@@ -103,6 +101,8 @@ class SquareWriter(ImageWriter[Gemma3VisionSpec, ImageSquares]):
 class FittedWriter(ImageWriter[Gemma4VisionSpec | UnifiedVisionSpec, ImagePatches]):
     """Gemma 4, with a tower or without: an image of any size is one medium."""
 
+    changes = FittedChanges
+
     def read_settings(self, folder: Path, max_pixels: int) -> FittedSettings:
         self._begin, self.placeholder, self._end = image_tokens(folder, "<|image>", "<|image|>", "<image|>")
         own, vision = read_processor(folder, _Fitted), self.vision
@@ -118,18 +118,13 @@ class FittedWriter(ImageWriter[Gemma4VisionSpec | UnifiedVisionSpec, ImagePatche
         along = vision.num_positions // (vision.merge if isinstance(vision, Gemma4VisionSpec) else 1)
         return FittedSettings(vision.patch_size * vision.merge, own.max_soft_tokens, along, own.resample, max_pixels)
 
-    def changed(self, given: Mapping[str, Any]) -> ProcessorSettings:
-        return read_changes(given, FittedChanges, self.settings.max_pixels).of(self.settings)
-
     def text(self, image: ImagePatches) -> str:
         rows, cols = self._grid(image)
         return f"{self._begin}{self.placeholder * (rows * cols)}{self._end}"
 
     def media(self, image: ImagePatches) -> Iterator[ShownMedia]:
         rows, cols = self._grid(image)
-        grid = 1, rows, cols
-        digest = blake2b(image.colors, digest_size=32, key=repr(grid).encode()).digest()
-        yield ShownMedia(Media("image", digest, rows * cols, grid=grid), image.colors)
+        return in_one(image.colors, rows * cols, rows, cols)
 
     def _grid(self, image: ImagePatches) -> tuple[int, int]:
         unit = self.vision.patch_size * self.vision.merge

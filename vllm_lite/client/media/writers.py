@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
@@ -19,7 +19,7 @@ from vllm_lite.checkpoint.layer_specs.vision import (
     read_processor,
 )
 from vllm_lite.checkpoint.typed_json import Size, convert, read_json
-from vllm_lite.client.media.changes import NoChanges, PatchChanges, RowChanges, TileChanges, read_changes
+from vllm_lite.client.media.changes import NoChanges, PatchChanges, RowChanges, SizeChanges, TileChanges, changed
 from vllm_lite.client.media.grids import GridSettings, ImageGrid
 from vllm_lite.client.media.image_process import ProcessorSettings
 from vllm_lite.client.media.patches import ImagePatches, PatchSettings
@@ -43,6 +43,8 @@ class ImageWriter(ABC, Generic[V, I]):
     placeholder: str
     """Text that a chat template writes for an image."""
     settings: ProcessorSettings
+    changes: ClassVar[type[SizeChanges[Any]]] = NoChanges
+    """The changes of `settings` that `mm_processor_kwargs` may make."""
 
     def __init__(self, vision: V, folder: Path, max_pixels: int) -> None:
         """Raises ModelError for an unsupported processor."""
@@ -73,14 +75,22 @@ class ImageWriter(ABC, Generic[V, I]):
     def changed(self, given: Mapping[str, Any]) -> ProcessorSettings:
         """Return the settings changed by `mm_processor_kwargs`. Raises RequestError for a name or value that this
         processor does not support."""
-        read_changes(given, NoChanges, self.settings.max_pixels)
-        return self.settings
+        settings: ProcessorSettings = changed(self.settings, self.changes, given)
+        return settings
+
+
+def in_one(colors: bytes, num_tokens: int, rows: int, cols: int) -> Iterator[ShownMedia]:
+    """The only medium of an image with this grid."""
+    grid = 1, rows, cols
+    digest = blake2b(colors, digest_size=32, key=repr(grid).encode()).digest()
+    yield ShownMedia(Media("image", digest, num_tokens, grid=grid), colors)
 
 
 class TileWriter(ImageWriter[SiglipSpec, ImageTiles]):
     """Idefics 3 and SmolVLM: tiles row by row, then the whole image, each a medium."""
 
     placeholder = "<image>"
+    changes = TileChanges
 
     def read_settings(self, folder: Path, max_pixels: int) -> TileSettings:
         own, size = read_processor(folder, _Tiles), self.vision.image_size
@@ -90,9 +100,6 @@ class TileWriter(ImageWriter[SiglipSpec, ImageTiles]):
                 f"{own.max_image_size.longest_edge} with do_resize {own.do_resize} is not supported"
             )
         return TileSettings(size, own.size.longest_edge, own.resample, own.do_image_splitting, max_pixels)
-
-    def changed(self, given: Mapping[str, Any]) -> ProcessorSettings:
-        return read_changes(given, TileChanges, self.settings.max_pixels).of(self.settings)
 
     def text(self, image: ImageTiles) -> str:
         vectors = self.placeholder * self.vision.num_tokens
@@ -111,6 +118,7 @@ class PatchWriter(ImageWriter[QwenVisionSpec, ImagePatches]):
     """Qwen3.5: an image of any size is one medium."""
 
     placeholder = "<|image_pad|>"
+    changes = PatchChanges
 
     def read_settings(self, folder: Path, max_pixels: int) -> PatchSettings:
         own, vision = read_processor(folder, _Patches), self.vision
@@ -123,16 +131,12 @@ class PatchWriter(ImageWriter[QwenVisionSpec, ImagePatches]):
         least, most = own.min_pixels or own.size.shortest_edge, own.max_pixels or own.size.longest_edge
         return PatchSettings(vision.patch_size * vision.merge, least, most, own.resample, max_pixels)
 
-    def changed(self, given: Mapping[str, Any]) -> ProcessorSettings:
-        return read_changes(given, PatchChanges, self.settings.max_pixels).of(self.settings)
-
     def text(self, image: ImagePatches) -> str:
         return self.placeholder * self._num_tokens(image)
 
     def media(self, image: ImagePatches) -> Iterator[ShownMedia]:
-        grid = 1, image.height // self.vision.patch_size, image.width // self.vision.patch_size
-        digest = blake2b(image.colors, digest_size=32, key=repr(grid).encode()).digest()
-        yield ShownMedia(Media("image", digest, self._num_tokens(image), grid=grid), image.colors)
+        size = self.vision.patch_size
+        return in_one(image.colors, self._num_tokens(image), image.height // size, image.width // size)
 
     def _num_tokens(self, image: ImagePatches) -> int:
         return image.height * image.width // (self.vision.patch_size * self.vision.merge) ** 2
@@ -142,6 +146,7 @@ class RowWriter(ImageWriter[PixtralVisionSpec, ImagePatches]):
     """Pixtral and Mistral 3: an image of any size is one medium, in rows that end with other tokens."""
 
     placeholder = ROW_TOKENS[0]
+    changes = RowChanges
 
     def read_settings(self, folder: Path, max_pixels: int) -> RowSettings:
         vision, own, raw = self.vision, read_processor(folder, _Rows), folder / PROCESSOR_FILE
@@ -156,27 +161,22 @@ class RowWriter(ImageWriter[PixtralVisionSpec, ImagePatches]):
         height, width = own.size.sides
         return RowSettings(vision.patch_size * vision.merge, height, width, own.resample, max_pixels)
 
-    def changed(self, given: Mapping[str, Any]) -> ProcessorSettings:
-        return read_changes(given, RowChanges, self.settings.max_pixels).of(self.settings)
-
     def text(self, image: ImagePatches) -> str:
-        _, rows, cols = self._grid(image)
+        rows, cols = self._grid(image)
         row = self.placeholder * cols
         return self._ends[0].join([row] * rows) + self._ends[1]
 
     def media(self, image: ImagePatches) -> Iterator[ShownMedia]:
         grid = self._grid(image)
-        digest = blake2b(image.colors, digest_size=32, key=repr(grid).encode()).digest()
-        num_tokens = self.vision.num_tokens(*grid[1:])
-        yield ShownMedia(Media("image", digest, num_tokens, grid=grid), image.colors)
+        return in_one(image.colors, self.vision.num_tokens(*grid), *grid)
 
     def pattern(self, medium: Media) -> list[bool]:
         cols = medium.grid[2]
         return [place % (cols + 1) < cols for place in range(medium.num_tokens)]
 
-    def _grid(self, image: ImagePatches) -> tuple[int, int, int]:
+    def _grid(self, image: ImagePatches) -> tuple[int, int]:
         unit = self.vision.patch_size * self.vision.merge
-        return 1, image.height // unit, image.width // unit
+        return image.height // unit, image.width // unit
 
 
 class GridWriter(ImageWriter[AnyresSpec, ImageGrid]):
@@ -201,10 +201,8 @@ class GridWriter(ImageWriter[AnyresSpec, ImageGrid]):
         return self.placeholder * self.vision.num_tokens(image.height, image.width)
 
     def media(self, image: ImageGrid) -> Iterator[ShownMedia]:
-        grid = 1, image.height, image.width
-        digest = blake2b(image.colors, digest_size=32, key=repr(grid).encode()).digest()
-        num_tokens = self.vision.num_tokens(image.height, image.width)
-        yield ShownMedia(Media("image", digest, num_tokens, grid=grid), image.colors)
+        size = image.height, image.width
+        return in_one(image.colors, self.vision.num_tokens(*size), *size)
 
 
 class _Edge(msgspec.Struct):
