@@ -48,239 +48,239 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     model: Annotated[
         str,
         Section("model"),
-        about("folder of a Hugging Face checkpoint, or its hub id: org/model; 'demo' is the bundled model"),
+        about("folder of a Hugging Face checkpoint, GGUF file, or hub id (org/model); 'demo' is the bundled model"),
     ] = DEMO_MODEL
     revision: Annotated[str | None, about("branch, tag or commit of a hub id (default: main)")] = None
-    download_dir: Annotated[
-        str | None, about("folder for what is downloaded (default: the hub's cache, see HF_HOME)")
-    ] = None
+    download_dir: Annotated[str | None, about("folder for downloads (default: the hub's cache, see HF_HOME)")] = None
     tokenizer: Annotated[str | None, about("folder with tokenizer.json, or a hub id (default: the model's)")] = None
     served_model_name: Annotated[str | None, about("name clients see (default: the hub id, or the model's folder)")] = (
         None
     )
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], about("type of weights and KV cache")] = "auto"
-    device: Annotated[Literal["auto", "cpu", "cuda"], about("where workers run (auto: cuda if there is one)")] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda"], about("device of the workers (auto: cuda if there is one)")] = (
+        "auto"
+    )
     quantization: Annotated[
         Literal["int8", "fp8", "int4", "int4_g32"] | None,
-        about("weights of matrix products are quantized when loaded; fp8, int4: in groups of 128 inputs, or of 32"),
+        about("quantize the weights of matrix products on load; fp8 and int4 in groups of 128 inputs, int4_g32 of 32"),
     ] = None
     max_model_len: Annotated[
-        Count | None, about("longest prompt plus output, in tokens (default, or auto: the model's, or what fits)")
+        Count | None,
+        about("maximum tokens of prompt and output together (default, or auto: the model's, or what fits into memory)"),
     ] = None
     model_impl: Annotated[
         Literal["auto", "native", "transformers"],
-        about("whose code computes the model (auto: native where there is some, else transformers')"),
+        about("implementation of the model (auto: this engine's own if it has one, else that of transformers)"),
     ] = "auto"
     runner: Annotated[
         Literal["auto", "generate", "pooling"],
-        about("what is asked of the model (auto: what it can; pooling: vectors also of a model made to generate)"),
+        about("task of the model (auto: its own; pooling: also makes vectors with a model made to generate)"),
     ] = "auto"
     convert: Annotated[
         Literal["auto", "embed"] | None,
-        about("embed: make vectors with a model made to generate, whose files say nothing of it; none: do not"),
+        about("embed: make vectors with a model made to generate, although its files do not mention it; none: do not"),
     ] = "auto"
     pooler_config: Annotated[
-        PoolerConfig | None, about('how it pools, as JSON, e.g. {"pooling_type":"MEAN","normalize":false}')
+        PoolerConfig | None, about('pooling settings as JSON, e.g. {"pooling_type":"MEAN","normalize":false}')
     ] = None
     hf_overrides: Annotated[
-        dict[str, Any] | None, about('JSON whose keys replace those of config.json, e.g. {"architectures":["X"]}')
+        dict[str, Any] | None, about('JSON with keys that override those of config.json, e.g. {"architectures":["X"]}')
     ] = None
-    language_model_only: Annotated[bool, about("load no tower for images, and take none")] = False
-    load_format: Annotated[Literal["auto", "safetensors", "dummy"], about("dummy: random weights")] = "auto"
+    language_model_only: Annotated[bool, about("load no vision tower, and accept no images")] = False
+    load_format: Annotated[Literal["auto", "safetensors", "dummy"], about("format of weights; dummy: random")] = "auto"
     seed: Annotated[int, about("seed of dummy weights", ge=0)] = 0
     weight_cache: Annotated[
         str | None,
-        about("private folder for weights that a start on a CPU has quantized and packed: later ones read them"),
+        about("private folder for weights as quantized and packed for a CPU, which later starts only read"),
     ] = None
 
     enable_lora: Annotated[
-        bool, Section("LoRA adapters"), about("serve adapters of the model; a request names one in `model`")
+        bool, Section("LoRA adapters"), about("serve LoRA adapters; a request selects one by its name in `model`")
     ] = False
     lora_modules: Annotated[
         tuple[LoraModulePath, ...],
-        about('adapters that are there from the start: name=path, or {"name":"sql","path":"/a/folder"}'),
+        about('adapters to load at startup: name=path, or {"name":"sql","path":"/a/folder"}'),
     ] = ()
-    max_loras: Annotated[int, about("most different adapters in one step", ge=1, le=1024)] = 1
-    max_lora_rank: Annotated[int, about("largest rank of an adapter", ge=1, le=MAX_LORA_RANK)] = 16
+    max_loras: Annotated[int, about("maximum number of different adapters in one step", ge=1, le=1024)] = 1
+    max_lora_rank: Annotated[int, about("maximum rank of an adapter", ge=1, le=MAX_LORA_RANK)] = 16
     max_cpu_loras: Annotated[
-        Count | None, about("adapters that are kept in memory; others are read again when needed (default: max_loras)")
+        Count | None, about("number of adapters kept in memory; others are read again when needed (default: max_loras)")
     ] = None
 
-    block_size: Annotated[int, Section("KV cache"), about(f"tokens in one KV block, one of {BLOCK_SIZES}")] = 16
+    block_size: Annotated[int, Section("KV cache"), about(f"tokens per KV block, one of {BLOCK_SIZES}")] = 16
     num_gpu_blocks_override: Annotated[
         Annotated[int, Meta(ge=2)] | None, about("size of the KV pool in blocks, on any device")
     ] = None
     cpu_kvcache_space: Annotated[
         Annotated[float, Meta(gt=0)] | None,
         about(
-            "GiB of KV cache on a CPU, of all its workers together (default: 4, or a quarter of the memory if that is "
-            f"less, or what {FULL_LOADS} times max_num_seqs sequences of max_model_len take)"
+            "GiB of KV cache on a CPU, for all its workers together (default: 4, or less: at most a quarter of the "
+            f"memory, and the size of {FULL_LOADS} times max_num_seqs sequences of max_model_len)"
         ),
     ] = None
     gpu_memory_utilization: Annotated[
-        float, about("most of a GPU's memory, as a share, for weights, activations and KV cache together", gt=0, le=1)
+        float, about("maximum share of a GPU's memory for weights, activations and KV cache together", gt=0, le=1)
     ] = 0.9
     kv_cache_memory_bytes: Annotated[
-        Count | None, about("bytes of KV cache of each worker; a GPU's memory is then not profiled")
+        Count | None, about("bytes of KV cache per worker, instead of profiling the GPU's memory")
     ] = None
     kv_watermark: Annotated[float, about("share of the pool kept free when a request is admitted", ge=0, lt=1)] = 0.01
     swap_space: Annotated[
         Annotated[float, Meta(ge=0)] | None,
-        about("GiB of each worker in host memory for KV and states that left the device (default: 4, on a CPU 0)"),
+        about("GiB of host memory per worker for KV and states swapped out or evicted (default: 4, on a CPU 0)"),
     ] = None
     state_cache_space: Annotated[
-        Annotated[float, Meta(gt=0)] | None, about("GiB of each worker for recurrent states (default: at most 2)")
+        Annotated[float, Meta(gt=0)] | None, about("GiB per worker for recurrent states (default: at most 2)")
     ] = None
     enable_prefix_caching: Annotated[bool, about("reuse the KV blocks of equal prefixes")] = True
     prefix_hash_seed: Annotated[
         Annotated[str, Meta(max_length=64)] | None, about("fixed seed of the prefix hash (default: random)")
     ] = None
     kv_cache_dir: Annotated[
-        str | None, about("private folder for KV that outlives the engine; engines of one user may share it")
+        str | None, about("private folder for KV blocks that outlive the engine; engines of the same user may share it")
     ] = None
-    kv_cache_dir_size: Annotated[str, about("most that the files there take, of all engines together")] = "50GiB"
-    kv_cache_preload: Annotated[float, about("share of the KV cache filled from there at the start", ge=0, le=1)] = 0.75
-    kv_cache_metrics: Annotated[bool, about("measure how long cached KV blocks live, idle and wait for use")] = False
-    kv_cache_metrics_sample: Annotated[float, about("share of KV blocks that these metrics follow", gt=0, le=1)] = 0.01
+    kv_cache_dir_size: Annotated[str, about("maximum size of kv_cache_dir, of all engines together")] = "50GiB"
+    kv_cache_preload: Annotated[
+        float, about("share of the KV cache filled from kv_cache_dir at startup", ge=0, le=1)
+    ] = 0.75
+    kv_cache_metrics: Annotated[bool, about("measure lifetime, idle time and reuse of KV blocks")] = False
+    kv_cache_metrics_sample: Annotated[float, about("share of KV blocks in kv_cache_metrics", gt=0, le=1)] = 0.01
     kv_cache_dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"],
         about(
-            "type of the KV cache (auto: the checkpoint's; int8: on a CPU faster up to 4 heads a KV head, slower at 8)"
+            "type of the KV cache (auto: the checkpoint's; int8: faster on a CPU up to 4 heads a KV head, slower at 8)"
         ),
     ] = "auto"
     attention_backend: Annotated[
         Literal["auto", "reference", "cpu", "cuda", "paged"],
         Section("kernels"),
-        about("which kernels compute attention"),
+        about("attention kernels"),
     ] = "auto"
-    disable_cascade_attn: Annotated[bool, about("each sequence reads for itself what several begin with")] = False
+    disable_cascade_attn: Annotated[bool, about("each sequence reads a common prefix for itself")] = False
 
     deterministic: Annotated[
-        bool, about("a request's tokens and logprobs are the same bit for bit in any schedule; a GPU is refused")
+        bool, about("tokens and logprobs of a request are bit for bit the same in any schedule; only on a CPU")
     ] = False
-    exact_activations: Annotated[bool, about("products with quantized weights round no input; slower")] = False
+    exact_activations: Annotated[bool, about("leave inputs of quantized products unrounded; slower")] = False
     enforce_eager: Annotated[
-        bool, about("launch every operation of a decode step by itself: no CUDA graphs, no recorded programs")
+        bool, about("launch each operation of a decode step separately: no CUDA graphs, no recorded programs")
     ] = False
     cudagraph_capture_sizes: Annotated[
         Annotated[tuple[Count, ...], Meta(min_length=1)] | None,
-        about("numbers of sequences that decode steps are captured for, like 1,2,4,8"),
+        about("numbers of sequences for which decode steps are captured, like 1,2,4,8"),
     ] = None
     max_cudagraph_capture_size: Annotated[
-        Count | None, about("largest of them (default: max_num_seqs, at most 512)")
+        Count | None, about("largest capture size (default: max_num_seqs, at most 512)")
     ] = None
     cudagraph_piece_sizes: Annotated[
         Annotated[tuple[Annotated[int, Meta(ge=0, le=1 << 20)], ...], Meta(min_length=1)] | None,
-        about("numbers of tokens that steps with prompts are captured for in pieces, like 64,256; 0 for none"),
+        about("numbers of tokens for which steps with prompts are captured in pieces, like 64,256; 0 for none"),
     ] = None
 
     max_num_seqs: Annotated[
         Count | None,
         Section("scheduler"),
-        about("most sequences in one step (default: 256, on a CPU 64; never more than the tokens of a step)"),
+        about("maximum sequences per step (default: 256, on a CPU 64; at most max_num_batched_tokens)"),
     ] = None
     max_num_batched_tokens: Annotated[
-        Count | None, about("most tokens in one step (default: 8192, on a CPU 512, and 4096 for an LLM in Python)")
+        Count | None, about("maximum tokens per step (default: 8192, on a CPU 512, and 4096 for an LLM in Python)")
     ] = None
     enable_chunked_prefill: Annotated[bool, about("spread long prompts over several steps")] = True
     max_itl_ms: Annotated[
         Annotated[float, Meta(ge=1, le=600_000)] | None,
-        about("inter-token latency to aim at: while sequences decode, prompts are cut so that a step takes no longer"),
+        about("target inter-token latency: while sequences decode, prompts are cut so that no step takes longer"),
     ] = None
-    scheduling_policy: Annotated[
-        str, about("fcfs, priority, deadline, fair, or module:Class of a policy of your own")
-    ] = "fcfs"
+    scheduling_policy: Annotated[str, about("fcfs, priority, deadline, fair, or module:Class")] = "fcfs"
     preemption_mode: Annotated[
-        Literal["auto", "recompute", "swap"], about("what becomes of a sequence that has to give way")
+        Literal["auto", "recompute", "swap"],
+        about("how a preempted sequence gets its KV back: recompute, swap, or auto (the faster one)"),
     ] = "auto"
-    max_swap_blocks_per_step: Annotated[
-        int, about("most KV blocks moved to or from the host in one step; more take several", ge=1)
-    ] = 256
-    async_scheduling: Annotated[bool, about("make the next step while the workers run this one")] = True
-    jump_forward: Annotated[bool, about("compute tokens that a grammar forces several at a time")] = True
+    max_swap_blocks_per_step: Annotated[int, about("maximum KV blocks moved to or from the host per step", ge=1)] = 256
+    async_scheduling: Annotated[bool, about("schedule the next step while the workers run the current one")] = True
+    jump_forward: Annotated[bool, about("compute several tokens that a grammar forces in one step")] = True
     speculative_config: Annotated[
         Speculation | None, about('JSON, e.g. {"method":"suffix","num_speculative_tokens":8}')
     ] = None
-    disable_adaptive_drafts: Annotated[bool, about("draft as many, even where fewer pay more")] = False
+    disable_adaptive_drafts: Annotated[
+        bool, about("always draft the maximum, even if fewer tokens would be faster")
+    ] = False
 
     cpu_threads: Annotated[
         Threads | None,
         Section("processes"),
-        about("threads of one CPU worker (default: all physical cores, or its share of them)"),
+        about("threads per CPU worker (default: all physical cores, or its share of them)"),
     ] = None
     tensor_parallel_size: Annotated[
         int,
-        about("workers that share the model, each on a GPU of its own or on a part of the cores", ge=1, le=MAX_RANKS),
+        about("workers that share the model, each with its own GPU or a part of the cores", ge=1, le=MAX_RANKS),
     ] = 1
     data_parallel_size: Annotated[
         int,
-        about("engines on this machine behind one address, each with workers and a KV cache of its own", ge=1, le=64),
+        about("engines behind one address on this machine, each with its own workers and KV cache", ge=1, le=64),
     ] = 1
     distributed_executor_backend: Annotated[
         Literal["mp", "uni", "ray"],
-        about("where the workers run: mp and uni on this machine, ray on those of a Ray cluster (RAY_ADDRESS)"),
+        about("where the workers run: mp and uni on this machine, ray on the nodes of a Ray cluster (RAY_ADDRESS)"),
     ] = "mp"
     tensor_parallel_backend: Annotated[
         Literal["auto", "shared-memory", "nccl", "gloo"],
-        about("how workers add up and exchange what they compute (auto: shared-memory on a CPU, nccl on GPUs)"),
+        about("collective communication between workers (auto: shared-memory on a CPU, nccl on GPUs)"),
     ] = "auto"
     enable_expert_parallel: Annotated[
-        bool, about("workers share out the experts of a layer, instead of a part of each; for models that have some")
+        bool, about("distribute whole experts over the workers, instead of a part of each expert; for MoE models")
     ] = False
-    expert_load_metrics: Annotated[bool, about("count the tokens that each expert of each layer gets")] = False
+    expert_load_metrics: Annotated[bool, about("count the tokens routed to each expert of each layer")] = False
     cpu_bind: Annotated[
         str,
-        about("cores of CPU workers: auto (each of several has its own), none, or a list for each, like 0-15|16-31"),
+        about("cores of CPU workers: auto (several do not share any), none, or a list for each, like 0-15|16-31"),
     ] = "auto"
-    single_process: Annotated[bool, about("run engine and worker as threads of the client, to debug")] = False
-    address: Annotated[str | None, about("ipc://PATH that clients connect to (default: a private folder)")] = None
-    tcp_address: Annotated[
-        str | None, about("tcp://IP:PORT that clients on other machines connect to, beside address")
-    ] = None
+    single_process: Annotated[bool, about("run engine and worker as threads of the client, for debugging")] = False
+    address: Annotated[str | None, about("ipc://PATH for clients here (default: in a private folder)")] = None
+    tcp_address: Annotated[str | None, about("tcp://IP:PORT for clients on other machines")] = None
     curve_keys: Annotated[
-        str | None, about("folder made by `vllm-lite keys`: who may connect to tcp_address, encrypted")
+        str | None, about("folder made by `vllm-lite keys`: clients that may connect to tcp_address, encrypted")
     ] = None
-    insecure: Annotated[bool, about("let in whoever reaches tcp_address, without keys and in the clear")] = False
+    insecure: Annotated[bool, about("allow anyone to connect to tcp_address, without keys and unencrypted")] = False
     profiler_config: Annotated[
         ProfilerConfig | None,
-        about('what POST /start_profile measures: JSON, e.g. {"profiler":"torch","torch_profiler_dir":"traces"}'),
+        about('profile of POST /start_profile as JSON, e.g. {"profiler":"torch","torch_profiler_dir":"traces"}'),
     ] = None
-    ready_timeout_s: Annotated[float, about("longest start of the whole engine", gt=0)] = 600.0
+    ready_timeout_s: Annotated[float, about("maximum seconds for the engine to start", gt=0)] = 600.0
     heartbeat_timeout_s: Annotated[
         float,
-        about("silence after which a worker that loads or serves, an engine or an API server counts as hung", gt=0),
+        about("seconds of silence after which a process counts as hung", gt=0),
     ] = 20.0
     max_restarts: Annotated[
         int,
         about(
-            "how often in five minutes workers that died are replaced, and an engine that did; with 0 their end is the "
-            "end of every request",
+            "maximum restarts in five minutes, of workers and of the engine; 0: their death ends all requests",
             ge=0,
         ),
     ] = 10
     recovery_timeout_s: Annotated[
         float,
         about(
-            "how long clients wait for the engine that takes the place of one that died, until it has loaded; with 0 "
-            "its death ends their requests",
+            "maximum seconds that clients wait for a dead engine's replacement; 0: they do not",
             ge=0,
         ),
     ] = 120.0
     standby_workers: Annotated[
-        bool, about("keep a second group of worker processes ready, which takes over when one of the first dies")
+        bool, about("keep a second group of worker processes ready to replace the first one if it dies")
     ] = False
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"], Section("log, decisions and events"), about("least level logged")
+        Literal["debug", "info", "warning", "error"],
+        Section("log, decisions and events"),
+        about("minimum level"),
     ] = "info"
-    log_format: Annotated[Literal["text", "json"], about("of the lines of the log, on stderr")] = "text"
+    log_format: Annotated[Literal["text", "json"], about("format of the log on stderr")] = "text"
     log_config_file: Annotated[
-        str | None, about("JSON file for Python's logging.config.dictConfig, which then has the last word")
+        str | None, about("JSON file for Python's logging.config.dictConfig, which overrides the log settings above")
     ] = None
-    disable_log_stats: Annotated[bool, about("no lines of statistics in the log while requests run")] = False
-    log_stats_interval_s: Annotated[float, about("between two such lines", gt=0)] = 10.0
+    disable_log_stats: Annotated[bool, about("do not log statistics while requests run")] = False
+    log_stats_interval_s: Annotated[float, about("seconds between two lines of statistics", gt=0)] = 10.0
     record: Annotated[
         str | None,
-        about("file that decisions are recorded in, for replay and why; an older one is kept as FILE.previous"),
+        about("file for a trace of all decisions, for `replay` and `why`; an older one is kept as FILE.previous"),
     ] = None
     kv_events_config: Annotated[
         KVEventsConfig | None,
