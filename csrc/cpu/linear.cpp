@@ -13,21 +13,21 @@
 
 namespace {
 
-// A task shorter than this is not worth handing out, in weights times rows: 5 us or so, and 0.5 us where a thread takes
-// one after the other of its own.
+// Minimum size of a task, in weights times rows: about 5 us of work, and 0.5 us for tasks that a thread takes from its
+// own share. Smaller ones cost more to hand out than they save.
 constexpr int64_t kMinTask = 64 << 10, kMinOwnTask = 16 << 10;
 
-// Up to here the weights take the time, and threads share them out more finely.
+// Up to this many rows the time is that of reading the weights, and tasks are smaller.
 constexpr int64_t kFewRows = 4;
 
-// Blocks whose sums a task by tiles keeps: up to 2 MiB.
+// Maximum blocks whose sums a task by tiles keeps, up to 2 MiB.
 constexpr int64_t kMaxSummedBlocks = 64;
 constexpr int64_t kWideBlocks = 16;
 
-// Integers of rows begin with a line: tiles read whole ones.
+// Alignment of the integers of rows: tiles read whole cache lines.
 constexpr int64_t kLine = 64;
 
-// Inputs to quantize that are not worth handing out either; about 5 us.
+// The same as kMinTask for quantizing, in inputs; about 5 us.
 constexpr int64_t kMinQuantized = 32 << 10;
 
 int64_t ceil_div(int64_t a, int64_t b) {
@@ -47,7 +47,7 @@ void unpack_row(const char* column, int64_t row_bytes, char* row) {
   std::memcpy(row + num_words * kSize, column + num_words * kBlock * kSize, static_cast<size_t>(row_bytes % kSize));
 }
 
-// How rows are dealt to tasks, in whole units; a panel of quantized rows belongs to one part.
+// Division of rows into parts of whole units, at most `most` rows each; each part has its own panel of quantized rows.
 struct RowParts {
   int64_t num_rows;
   int64_t most;
@@ -60,12 +60,12 @@ struct RowParts {
   }
 };
 
-// Whether tiles take tasks of kMaxTileRows and any number of blocks.
+// Whether tiles compute tasks of up to kMaxTileRows rows and any number of blocks.
 bool fits_wide_tiles(const PackedWeight& weight, int32_t x_type) {
   return is_amx(isa()) && !is_grouped(weight.type) && fits_tiles(weight, x_type);
 }
 
-// Rows and blocks that a task by tiles can have which copies its rows first.
+// Maximum rows, and blocks, of a task by tiles that copies its rows first.
 int64_t most_rows(int64_t num_inputs) {
   return num_inputs > kSpanInputs / 2 ? kMaxTileRows / 2 : kMaxTileRows;
 }
@@ -73,8 +73,7 @@ int64_t most_blocks(int64_t num_inputs, int64_t num_blocks) {
   return num_inputs > kSpanInputs ? kMaxSummedBlocks : num_blocks;
 }
 
-// Rows of a task by tiles, which copies them first: few enough that all threads have some, and that it uses each for
-// kWideBlocks.
+// Rows of a task by tiles that copies them first: few enough that each thread gets two tasks of kWideBlocks blocks.
 int64_t most_tile_rows(const LinearCall& call) {
   const int64_t num_blocks = ceil_div(call.weight->num_outputs, kBlock), threads = vllm_lite::num_threads();
   int64_t most = most_rows(call.weight->num_inputs);
@@ -84,7 +83,7 @@ int64_t most_tile_rows(const LinearCall& call) {
   return most;
 }
 
-// How blocks of outputs are dealt to tasks; many rows meet two at a time.
+// Division of the blocks of outputs into parts; the unit is two blocks if two are multiplied at a time.
 struct ColumnParts {
   int64_t num_blocks, unit, count;
 
@@ -99,8 +98,8 @@ bool by_thread(const LinearCall& call) {
   return call.num_rows <= kFewRows || call.panel != nullptr;
 }
 
-// Where thread `thread` reads on behind the task with `part` of the columns: to the end of its own tasks, or of this
-// one if it is another thread's, and then the weights of its part of the program's next product.
+// The memory that thread `thread` prefetches after the task with `part` of the columns: up to the end of its own tasks
+// (of this task, if it was another thread's), and then the weights of its part of the program's next product.
 ReadOn read_on(const LinearCall& call, const ColumnParts& columns, int64_t part, int thread) {
   const int64_t threads = vllm_lite::num_threads();
   const int64_t begin = columns.count * thread / threads, end = columns.count * (thread + 1) / threads;
@@ -110,8 +109,8 @@ ReadOn read_on(const LinearCall& call, const ColumnParts& columns, int64_t part,
   return {data + last * block_bytes(*call.weight), next, vllm_lite::are_cached()};
 }
 
-// Wide tasks read x once for many blocks, which takes a fifth of a narrow one's time where there are many rows; several
-// for each thread, so that all finish at about the same time.
+// Wide tasks read x once for many blocks; with many rows, reading x is a fifth of a narrow task's time. There are
+// several tasks per thread, so that all threads finish at about the same time.
 ColumnParts column_parts(const LinearCall& call, const RowParts& rows) {
   const int64_t num_blocks = ceil_div(call.weight->num_outputs, kBlock),
                 unit = call.num_rows < kManyRows || call.panel != nullptr ? 1 : 2;
@@ -122,19 +121,19 @@ ColumnParts column_parts(const LinearCall& call, const RowParts& rows) {
   int64_t width = num_units * rows.count / wanted;
   width = width < least ? least : width;
   width = width < 1 ? 1 : width > kMaxBlocks / unit ? kMaxBlocks / unit : width;
-  // As many for one thread as for the other.
+  // A multiple of the number of threads, so that all have equally many.
   const int64_t count = ceil_div(ceil_div(num_units, width), vllm_lite::num_threads()) * vllm_lite::num_threads();
   return {num_blocks, unit, count < num_units ? count : num_units};
 }
 
-// The same for tiles, whose tasks copy their rows first: as wide as threads allow, and as sums find place in L2 that
-// are kept from one span of inputs to the next.
+// The same for tiles whose tasks copy their rows first: as wide as possible, with two tasks per thread, and as long as
+// the sums, which are kept from one span of inputs to the next, fit into L2.
 ColumnParts tile_column_parts(const LinearCall& call, const RowParts& rows) {
   const int64_t num_blocks = ceil_div(call.weight->num_outputs, kBlock), threads = vllm_lite::num_threads();
   const int64_t most = most_blocks(call.weight->num_inputs, num_blocks);
   const int64_t few = std::max(ceil_div(num_blocks, most), threads > 1 ? ceil_div(2 * threads, rows.count) : 1);
   const int64_t least = std::min(few, num_blocks), end = std::min(2 * least, num_blocks);
-  int64_t count = least;  // or soon behind it, where threads share tasks evenly
+  int64_t count = least;  // or the next number, up to twice as many, that all threads share evenly
   while (count < end && count * rows.count % threads != 0) ++count;
   return {num_blocks, 1, count * rows.count % threads == 0 ? count : least};
 }
@@ -161,14 +160,14 @@ void fill_quantized(const LinearCall& call, const RowParts& parts) {
   });
 }
 
-// Whether multiplying takes about as long as reading the weights: such rows are copied into a panel.
+// Whether multiplying takes about as long as reading the weights. If so, the rows are copied into a panel.
 bool are_streamed(const LinearCall& call) {
   const bool are_pairs = call.x_type == kBFloat16 && call.weight->type == kBFloat16 && call.weight->num_inputs % 2 == 0;
   return isa() == Isa::kAvx512Bf16 && are_pairs && call.num_rows >= kManyRows && call.num_rows <= kStreamedRows;
 }
 
-// Copies the rows of `call` into a panel, in memory that is valid until this thread's next call. In place, rows whose
-// distance is a power of two would evict one another from L1.
+// Copies the rows of `call` into a panel, whose memory is valid until this thread's next call. Used in place, rows at a
+// distance of a power of two would evict each other from L1.
 const void* panel_of(const LinearCall& call) {
   static thread_local Scratch scratch;
   const int64_t num_inputs = call.weight->num_inputs, num_tiles = ceil_div(num_inputs, kPanelInputs);
@@ -208,12 +207,12 @@ int64_t block_bytes(const PackedWeight& weight) {
   return layout.groups(weight.num_inputs) * layout.bytes();
 }
 
-// Elements that a packed weight has which is not grouped.
+// Number of elements of a packed weight that is not grouped.
 VLLM_LITE_API int64_t vllm_lite_packed_size(int64_t num_outputs, int64_t num_inputs) {
   return ceil_div(num_outputs, kBlock) * kBlock * padded_inputs(num_inputs);
 }
 
-// rows [num_outputs][num_inputs] of DType `type` into `packed`, which must be zero.
+// Packs rows [num_outputs][num_inputs] of DType `type` into `packed`, which must be zero.
 VLLM_LITE_API void vllm_lite_pack(const void* rows, int64_t stride, int32_t type, int64_t num_outputs,
                                   int64_t num_inputs, void* packed) {
   const int64_t block_bytes = packed_block_bytes(num_inputs, type);
@@ -224,10 +223,10 @@ VLLM_LITE_API void vllm_lite_pack(const void* rows, int64_t stride, int32_t type
   });
 }
 
-// The rows of the ids [count] into `rows`, of DType `type`: an embedding from a packed LM head. A weight that is
-// not grouped is of that type. The weight has the rows of the num_outputs ids from first_id on, of num_ids that
-// there are; those of all others become zero. Returns -1; or the index of the first id that there is not, and nothing
-// is written.
+// Unpacks the rows of ids [count] to `rows`, of DType `type`: an embedding from a packed LM head. A weight that is not
+// grouped must have that type. The weight has the rows of num_outputs ids, from first_id on, of a vocabulary of
+// num_ids; rows of other ids become zero. Returns -1. If an id is outside of the vocabulary, writes nothing and returns
+// the index of the first such id.
 VLLM_LITE_API int64_t vllm_lite_unpack(const PackedWeight* weight, int64_t first_id, int64_t num_ids,
                                        const int64_t* ids, int64_t count, void* rows, int64_t stride, int32_t type) {
   for (int64_t i = 0; i < count; ++i) {
@@ -271,8 +270,8 @@ VLLM_LITE_API void vllm_lite_linear(const PackedWeight* weight, const void* x, i
   if (are_streamed(call)) call.panel = panel_of(call);
   const auto multiply_task = call.panel != nullptr ? VLLM_LITE_DISPATCH(linear_streamed) : linear;
   const ColumnParts columns = are_wide ? tile_column_parts(call, parts) : column_parts(call, parts);
-  // Rows change fastest: the weights of one part of the columns are in the cache for all of them. Where there are few,
-  // a thread's blocks follow one another: what it asks for ahead is what it takes next, and what it has fetched itself.
+  // Parts of rows change fastest, so that the weights of one part of the columns stay in the cache for all rows. With
+  // few rows, the blocks of a thread follow each other: it prefetches its own next blocks, and computes with them next.
   const vllm_lite::Order order = by_thread(call) ? vllm_lite::Order::kByThread : vllm_lite::Order::kFirst;
   const auto multiply = [&](int64_t number, int thread) {
     const int64_t part = number / parts.count, rows = number % parts.count;
@@ -301,7 +300,7 @@ VLLM_LITE_API int64_t vllm_lite_read(const void* data, int64_t num_bytes) {
   return total;
 }
 
-// Multiplies what lies in registers with all threads, in DType `type`, for measuring the most that products could do.
+// Multiplies registers with all threads, in DType `type`, to measure the maximum speed of products.
 // Returns the number of multiplications and additions.
 VLLM_LITE_API int64_t vllm_lite_multiply(int32_t type, int64_t rounds) {
   const auto multiply = VLLM_LITE_DISPATCH_TILES(multiply_registers);

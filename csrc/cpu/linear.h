@@ -1,32 +1,36 @@
 // Linear layers: out = x W^T + bias, with W packed once.
 //
-// Packed weight: blocks of kBlock outputs (the last one filled up), each [inputs / pair][kBlock][pair] with pairs of
-// inputs for bfloat16, single ones for float32 and float16; inputs are filled up to whole pairs. A block is read from
-// its first byte to its last, so memory delivers at full speed, and a vector holds the weights of one input, or of a
-// pair, for several outputs: no sum over a vector's elements at the end.
+// Dense weights. A packed weight is blocks of kBlock outputs, the last one padded with zeros. A block is
+// [inputs / pair][kBlock][pair]: pairs of inputs for bfloat16, single inputs for float32 and float16; the number of
+// inputs is padded to whole pairs. A block is read from its first byte to its last, at full memory bandwidth. A vector
+// has the weights of one input, or of a pair, for several outputs, so that its elements need no sum at the end.
 //
-// Grouped weights are codes of 4, 5 or 8 bits: a weight is values[code] * scale - minimum, with a scale and perhaps a
-// minimum for each group of inputs of an output. A block is [groups] cells, a cell is what its 32 outputs have of one
-// group: scales, minima, then codes. Codes of 8 bits lie [inputs / 4][kBlock][4]. Those of 4 bits lie [inputs / 8]
-// [kBlock][4]: the lower half of a byte is for the first four inputs, the upper half for the other four, so that one
-// vector of bytes becomes two of weights by a mask and a shift. Codes of 5 bits lie as those of 4, and behind them
-// their fifth bits, [inputs / 4][kBlock][4] bits: what raises the bytes of a vector by 16 is a mask. They stand for
-// whole numbers that follow one another. Minima that come from zero points are a byte each, kShifts: a weight is
-// (values[code] + byte) * scale. Scales and minima may be signed bytes, kIntegers, times numbers that kSuperInputs
-// inputs share.
+// Grouped weights. A weight is values[code] * scale - minimum, where an output has a scale, and perhaps a minimum, for
+// each group of inputs. A block is [groups] cells; a cell has the scales, minima and codes of one group for the 32
+// outputs of the block.
+//   8 bits   codes are [inputs / 4][kBlock][4] bytes.
+//   4 bits   codes are [inputs / 8][kBlock][4] bytes. The lower half of a byte is for the first four inputs, the upper
+//            half for the other four: a mask and a shift make two vectors of weights of one vector of bytes.
+//   5 bits   the lower four bits as above, then the fifth bits, [inputs / 4][kBlock][4] bits, which are the mask for
+//            adding 16 to the bytes of a vector. Values are consecutive whole numbers.
+// Minima made from zero points are one byte each (kShifts): a weight is (values[code] + byte) * scale. Scales and
+// minima may also be signed bytes (kIntegers), to be multiplied by numbers that kSuperInputs inputs share.
 //
-// Where values are whole numbers, which bytes stand for less an offset, and the machine multiplies bytes, rows are
-// quantized, too, each group of inputs by itself: x ~ integer * scale. A byte times an integer is exact, and what the
-// offset adds up to is known from the row alone. Integers have 15 bits in two planes of signed bytes, 128 * upper +
-// lower, so that rows with channels far larger than others lose no more than 2^-15 of the largest. For codes of 4 bits,
-// which are coarser themselves, they have one plane, with a scale for kOnePlane inputs or fewer; but for tiles of
-// larger groups, two. With codes of 5 or 8 bits a group of kOnePlane inputs or fewer has 8 bits, unless its largest
-// is kUneven times the mean: then two of its fours, those with the largest numbers, have 15, and the scale is one for
-// the others. With VNNI alone so have larger groups of weights with `byte_rows`. Where values are no whole numbers, and
-// elsewhere, rows stay as they are, and weights become floats, a tile at a time.
+// Quantized rows. If values are whole numbers, each a byte plus an offset, and the machine multiplies bytes, rows are
+// quantized as well: x ~ integer * scale, with one scale for each group of inputs of a row. A byte times an integer is
+// exact, and the offset's contribution follows from the row alone. Integers have 15 bits in two planes of signed bytes,
+// 128 * upper + lower, so that an error is at most 2^-15 of a group's largest element, also if some channels are far
+// larger than others. They have fewer bits in two cases:
+// - With codes of 4 bits, which are less precise themselves, rows have one plane, and a scale for at most kOnePlane
+//   inputs. (By tiles, groups of more than kOnePlane inputs have two planes.)
+// - With codes of 5 or 8 bits, groups of at most kOnePlane inputs have 8 bits, unless their largest element is more
+//   than kUneven times the mean. Then two fours of inputs, those with the largest elements, have 15 bits, and the scale
+//   is that of the other elements. With VNNI and without tiles, the same holds for larger groups of weights with
+//   `byte_rows`.
+// In all other cases rows are not quantized, and weights are converted to floats, a tile at a time.
 //
-// Every output is one chain of additions over its inputs in their order, however many rows there are: a row's results
-// do not depend on the rows beside it nor on the number of threads, bit for bit. They do depend on the instruction set.
+// Each output is one chain of additions in the order of the inputs, whatever the number of rows. So a row's results do
+// not depend on other rows nor on the number of threads, bit for bit. They do depend on the instruction set.
 #pragma once
 
 #include <cstdint>
@@ -35,30 +39,30 @@
 #include "isa.h"
 
 constexpr int64_t kBlock = 32;            // outputs
-constexpr int64_t kMaxRows = 96;          // of one task
-constexpr int64_t kMaxByteRows = 192;     // the same where rows are quantized
-constexpr int64_t kMaxTileRows = 512;     // the same where tiles multiply, of no more than
-constexpr int64_t kSpanInputs = 2048;     // inputs at a time, and of half as many rows where there are more than half
-constexpr int64_t kTilesInPlace = 64;     // rows, which tiles read where they lie
-constexpr int64_t kMaxBlocks = 8;         // of one task; any number where tiles multiply more rows than those
-constexpr int64_t kMaxGroupedRows = 256;  // the most of a task where tiles multiply grouped weights
-constexpr int64_t kTileGroup = 32;        // rows that tiles take at a time,
-constexpr int64_t kLongRows = 16;         // and of integers in groups of kQuantGroup
-constexpr int64_t kManyRows = 13;         // which meet two blocks at a time, but for
-constexpr int64_t kStreamedRows = 32;     // rows or fewer that linear_streamed takes, of a panel
+constexpr int64_t kMaxRows = 96;          // of a task
+constexpr int64_t kMaxByteRows = 192;     // of a task with quantized rows
+constexpr int64_t kMaxTileRows = 512;     // of a dense task by tiles; half of it with over kSpanInputs / 2 inputs
+constexpr int64_t kSpanInputs = 2048;     // inputs that such a task multiplies at a time
+constexpr int64_t kTilesInPlace = 64;     // maximum rows that tiles read without copying them first
+constexpr int64_t kMaxBlocks = 8;         // of a task; no limit for tasks by tiles that copy their rows
+constexpr int64_t kMaxGroupedRows = 256;  // of a task by tiles with grouped weights
+constexpr int64_t kTileGroup = 32;        // rows that tiles multiply at a time
+constexpr int64_t kLongRows = 16;         // the same for integers in groups of kQuantGroup
+constexpr int64_t kManyRows = 13;         // rows from which on two blocks are multiplied at a time, except in a panel
+constexpr int64_t kStreamedRows = 32;     // maximum rows of a panel, for linear_streamed
 constexpr int64_t kPanelInputs = 256;     // adjacent inputs of a row in LinearCall::panel
-constexpr int64_t kQuantGroup = 128;      // the most inputs that share a scale
-constexpr int64_t kOnePlane = 32;         // the most that share one where rows have 8 bits
-constexpr float kUneven = 4;              // of a group's sizes, the largest by the mean: too much for 8 bits
-constexpr float kUnevenLong = 6;          // the same of groups of more than kOnePlane inputs, by chance often 4
-constexpr int kNumLarge = 2;              // fours of inputs of a group that may have 15 bits where it has not one plane
-constexpr int32_t kGrouped4 = 101;        // beside the DTypes: codes of 4 bits, and
-constexpr int32_t kGrouped8 = 102;        // of 8 bits, with scales for groups of inputs
-constexpr int32_t kGrouped5 = 106;        // and of 5 bits
+constexpr int64_t kQuantGroup = 128;      // maximum inputs that share a scale
+constexpr int64_t kOnePlane = 32;         // maximum inputs that share a scale of 8 bits
+constexpr float kUneven = 4;              // ratio of a group's largest size to the mean that is too much for 8 bits
+constexpr float kUnevenLong = 6;          // the same for more than kOnePlane inputs, where chance often makes it 4
+constexpr int kNumLarge = 2;              // fours of inputs per group that may have 15 bits without a second plane
+constexpr int32_t kGrouped4 = 101;        // types beside the DTypes: codes of 4 bits,
+constexpr int32_t kGrouped8 = 102;        // of 8 bits,
+constexpr int32_t kGrouped5 = 106;        // and of 5 bits, with scales for groups of inputs
 constexpr int32_t kNoMinima = -1;
-constexpr int32_t kShifts = 103;       // minima as bytes; only of codes of 4 bits that are bytes themselves
-constexpr int32_t kIntegers = 104;     // scales or minima as signed bytes, to be multiplied by those of `supers`
-constexpr int64_t kSuperInputs = 256;  // that share one of those
+constexpr int32_t kShifts = 103;       // minima as bytes, only for codes of 4 bits that are bytes themselves
+constexpr int32_t kIntegers = 104;     // scales or minima as signed bytes, to be multiplied by `supers`
+constexpr int64_t kSuperInputs = 256;  // inputs that share one of `supers`
 
 // Inputs of a packed weight that is not grouped: whole pairs.
 inline int64_t padded_inputs(int64_t num_inputs) {
@@ -72,21 +76,21 @@ struct PackedWeight {
   int64_t num_inputs;
   int64_t num_outputs;
   int32_t type;
-  // What follows is for grouped weights.
+  // The next fields are for grouped weights.
   int32_t group_size;    // inputs that share a scale: 16, 32, 64 or 128
   int32_t scale_type;    // DType up to kFloat16, or kIntegers
   int32_t minima_type;   // the same, or kNoMinima, or kShifts
   const float* values;   // [16], [32] or [256]
   const uint8_t* bytes;  // [16]: a value is its byte plus `offset`; nullptr: bytes are the codes
   int32_t offset;
-  int32_t are_whole;     // whether values are whole numbers, so that `bytes` and `offset` count
+  int32_t are_whole;     // whether values are whole numbers; only then `bytes` and `offset` are valid
   const int32_t* order;  // [num_inputs]: column k is for input order[k]; nullptr: for input k
-  const float* supers;   // [blocks][inputs / kSuperInputs][2][kBlock]: what kIntegers are multiplied by, or nullptr
-  // Of all weights again.
-  int32_t exact_rows;  // whether products take rows as they are, where they could quantize them
-  int32_t byte_rows;   // whether rows may have 8 bits in groups of more than kOnePlane inputs; of codes of 8 bits
+  const float* supers;   // [blocks][inputs / kSuperInputs][2][kBlock]: factors of kIntegers, or nullptr
+  // The last two are for all weights.
+  int32_t exact_rows;  // whether rows are not quantized, even if they could be
+  int32_t byte_rows;   // with codes of 8 bits: whether rows may have 8 bits in groups of more than kOnePlane inputs
 
-  // Those of a group: of its scales, then of its minima.
+  // The supers of a group: those of its scales, then those of its minima. nullptr if there are none.
   const float* supers_of(int64_t block, int64_t group) const {
     if (supers == nullptr) return nullptr;
     const int64_t count = (num_inputs + kSuperInputs - 1) / kSuperInputs;
@@ -98,7 +102,7 @@ inline bool is_grouped(int32_t type) {
   return type == kGrouped4 || type == kGrouped5 || type == kGrouped8;
 }
 
-// The bytes of a cell's parts; see above.
+// Sizes of the parts of a cell in bytes.
 struct CellLayout {
   int64_t group_size, scale_bytes, minima_bytes, code_bytes;
   int32_t scale_type, minima_type;
@@ -117,33 +121,33 @@ struct CellLayout {
             weight.scale_type,
             weight.minima_type};
   }
-  constexpr int64_t codes() const { return scale_bytes + minima_bytes; }              // where they begin
-  constexpr int64_t fifth_bits() const { return codes() + kBlock * group_size / 2; }  // the same of codes of 5 bits
+  constexpr int64_t codes() const { return scale_bytes + minima_bytes; }              // offset in the cell
+  constexpr int64_t fifth_bits() const { return codes() + kBlock * group_size / 2; }  // the same, for codes of 5 bits
   constexpr int64_t bytes() const { return codes() + code_bytes; }
   int64_t groups(int64_t num_inputs) const { return (num_inputs + group_size - 1) / group_size; }
 };
 
-// Whether tiles take groups of so few inputs: bfloat16 holds whole numbers up to 256, so that products of a group are
-// exact in the float32 sums of tiles, but for one rounding where rows have two planes.
+// Whether tiles multiply the weight's groups as bfloat16, because they are short. bfloat16 represents whole numbers up
+// to 256, so the float32 sums of a group's products are exact, except for one rounding if rows have two planes.
 inline bool has_short_groups(const PackedWeight& weight) {
   const bool are_bytes = is_grouped(weight.type) && weight.are_whole != 0 && weight.exact_rows == 0;
   return are_bytes && weight.group_size <= kOnePlane && weight.offset >= -256 && weight.offset <= 1;
 }
 
-// The fours of a row's group whose numbers may be more than a byte holds: the upper bytes of those, or 0.
+// The fours of inputs in a group of a row whose integers may exceed a byte: their upper bytes, or 0.
 struct LargeFours {
-  uint8_t places[4];  // how many fours are before it
+  uint8_t places[4];  // index of each four in the group
   int8_t upper[kNumLarge][4];
 };
 
-// How the rows of a product with a grouped weight are quantized: each group of inputs has a scale, and is known by the
-// sum of its integers. Groups are those of the weight or parts of them, filled up with zeros.
+// Format of the quantized rows of a product with a grouped weight. Each group of inputs has a scale and the sum of its
+// integers. Groups are those of the weight, or parts of them, padded with zeros.
 struct RowLayout {
   int64_t group_size;  // inputs
   int64_t num_groups;
   int64_t num_planes;
-  int64_t item_bytes;  // there is room for, of an integer: tiles take those of short groups as bfloat16
-  bool has_fours;      // LargeFours in place of a second plane
+  int64_t item_bytes;  // per integer: 2 for short groups by tiles, which are bfloat16
+  bool has_fours;      // whether rows have LargeFours instead of a second plane
 
   static RowLayout of(const PackedWeight& weight) {
     const int64_t size = weight.group_size, count = (weight.num_inputs + size - 1) / size;
@@ -157,32 +161,33 @@ struct RowLayout {
   }
   int64_t width() const { return num_groups * group_size; }                  // integers of a plane
   int64_t value_bytes() const { return item_bytes * num_planes * width(); }  // of a row
-  // Where in the values of `count` rows their LargeFours begin, from one of their groups of inputs on.
+  // Offset of the LargeFours of group `group` in the values of `count` rows.
   int64_t fours(int64_t group, int64_t count) const {
     return width() * count + group * count * static_cast<int64_t>(sizeof(LargeFours));
   }
-  // Of all that belongs to one row.
+  // Bytes of everything that belongs to one row.
   int64_t row_bytes() const { return value_bytes() + 13 * num_groups; }
 };
 
-// Rows as integers, one panel for the rows of each task, which begins at values + its first row * value_bytes(). A
-// panel is groups of rows (isa/byte_products.h), each [groups of inputs][planes][inputs / 4][rows][4], so that a
-// product reads its rows from the first byte to the last; the upper plane comes first. With VNNI groups of kOnePlane
-// inputs or fewer, and those of `byte_rows`, have one plane for all inputs, and behind the last of them LargeFours,
-// [groups of inputs][rows]: integers are numbers of the plane plus 128 times theirs. With AVX2, and AVX-512 without
-// VNNI, two planes are words of 16 bits, [4] of them. For products by AMX the panel is, by kLongRows rows, [groups of
-// inputs][planes] [inputs / 64][rows][64], or in short groups, by kTileGroup rows, [groups of
-// inputs][planes][rows][inputs] of bfloat16: whole numbers, those of the upper plane times 128, and of four inputs the
-// second and the third in each other's place.
+// Rows as integers. The rows of each task are a panel, which begins at values + first row * value_bytes(). A panel is
+// groups of rows (isa/byte_products.h), each [groups of inputs][planes][inputs / 4][rows][4], so that a product reads
+// its rows from the first byte to the last; the upper plane comes first. Exceptions:
+// - With VNNI, groups of at most kOnePlane inputs, and all groups of weights with `byte_rows`, have one plane. After
+//   the last group follow the LargeFours, [groups of inputs][rows]; 128 times their upper bytes is added to the
+//   integers of the plane.
+// - With AVX2, and with AVX-512 without VNNI, two planes are stored as words of 16 bits, [4] of them.
+// - For AMX, kLongRows rows are [groups of inputs][planes][inputs / 64][rows][64]. In short groups, kTileGroup rows are
+//   [groups of inputs][planes][rows][inputs] of bfloat16: whole numbers, 128 times those of the upper plane, with the
+//   second and the third of four inputs exchanged.
 struct QuantizedRows {
   int8_t* values;
-  float* scales;    // of a panel's group of rows [num_groups][rows], as those below
-  int32_t* biases;  // what bytes of weights lack, their offset, times the sum
-  float* sums;      // of a group's integers
-  uint8_t* lower;   // [num_groups] at the first row of a group of rows: whether any has more than 8 bits there
+  float* scales;    // of each group of rows [num_groups][rows], like the next three
+  int32_t* biases;  // the offset of the weights' bytes times the sum of the integers
+  float* sums;      // of the integers of a group
+  uint8_t* lower;   // [num_groups] at the first row of a group of rows: whether any of them has over 8 bits there
   RowLayout layout;
 
-  // In `memory` of num_rows * layout.row_bytes(), which is aligned as floats are.
+  // Place the arrays in `memory` of num_rows * layout.row_bytes() bytes, aligned like floats.
   static QuantizedRows in(char* memory, int64_t num_rows, const RowLayout& layout) {
     const int64_t bytes = 4 * num_rows * layout.num_groups;
     int8_t* values = reinterpret_cast<int8_t*>(memory + 3 * bytes);
@@ -199,7 +204,7 @@ struct QuantizedRows {
   }
 };
 
-// Strides count elements; a row's elements lie side by side.
+// Strides count elements; the elements of a row are adjacent.
 struct LinearCall {
   const PackedWeight* weight;
   const void* x;  // [num_rows][num_inputs]
@@ -213,30 +218,31 @@ struct LinearCall {
   const void* panel = nullptr;     // x as [inputs / kPanelInputs][num_rows][kPanelInputs], or nullptr
 };
 
-// What a thread reads behind a task's weights: what follows them up to `end`, then what lies at `next`.
+// Memory that a thread prefetches after a task's weights: the memory that follows them up to `end`, then that at
+// `next`.
 struct ReadOn {
   const char* end = nullptr;
-  const char* next = nullptr;  // nullptr: unknown, and `end` does not count
+  const char* next = nullptr;  // nullptr: unknown; then `end` is ignored
   bool from_cache = false;     // whether L3 is likely to hold all of it
 
-  // What is read so many bytes behind `at`.
+  // The address to prefetch that is `bytes` after `at` in this order.
   const char* ahead_of(const char* at, int64_t bytes) const {
     const char* there = at + bytes;
     return next == nullptr || there < end ? there : next + (there - end);
   }
 };
 
-// Part of the output: at most kMaxRows and kMaxBlocks, or what tiles take.
+// Part of the output: at most kMaxRows rows and kMaxBlocks blocks, or the limits of tiles.
 struct LinearTask {
   int64_t first_row;
   int64_t num_rows;
   int64_t first_block;
   int64_t num_blocks;
-  ReadOn read_on = {};  // where rows are few; a lone row reads on (isa/lone_row.h)
+  ReadOn read_on = {};  // for few rows: prefetched by a lone row (isa/lone_row.h)
 };
 
-// The most rows and blocks of a task by tiles that copies its rows first; 0: such tasks are not for the call, which has
-// few rows, or another weight.
+// Maximum rows and blocks of a task by tiles that copies its rows first; 0 if the call has no such tasks, because it
+// has few rows or another kind of weight.
 struct WideTiles {
   int64_t most_rows = 0;
   int64_t most_blocks = 0;
@@ -260,9 +266,9 @@ VLLM_LITE_DECLARE_TILES(void linear(const LinearCall& call, const LinearTask& ta
 VLLM_LITE_DECLARE(void linear_grouped(const LinearCall& call, const LinearTask& task))
 // The same for all rows of call.panel; only with AVX512-BF16.
 VLLM_LITE_DECLARE(void linear_streamed(const LinearCall& call, const LinearTask& task))
-// The same for many rows of bfloat16 and weights of bfloat16. False, and nothing is done, where it has no way.
+// The same for many rows of bfloat16 and weights of bfloat16. Returns false, and does nothing, if it cannot do it.
 VLLM_LITE_DECLARE(bool linear_dense(const LinearCall& call, const LinearTask& task))
-// The same on rows of bfloat16, for grouped weights that are floats. False, and nothing is done, where it has no way.
+// The same for rows of bfloat16 and grouped weights with float values. Returns false, and does nothing, if it cannot.
 VLLM_LITE_DECLARE(bool linear_table(const LinearCall& call, const LinearTask& task))
 VLLM_LITE_DECLARE(bool multiplies_bytes())
 VLLM_LITE_DECLARE_TILES(void quantize_rows(const LinearCall& call, const QuantizeTask& task))
@@ -277,7 +283,7 @@ inline bool quantizes_rows(const PackedWeight& weight) {
   return are_bytes && weight.exact_rows == 0 && VLLM_LITE_DISPATCH(multiplies_bytes)();
 }
 
-// Whether products of rows of DType `x_type` with `weight` go through tiles, where there are some.
+// Whether products of rows of DType `x_type` with `weight` use tiles, on machines that have them.
 inline bool fits_tiles(const PackedWeight& weight, int32_t x_type) {
   if (!is_grouped(weight.type)) return weight.type == kBFloat16 && x_type == kBFloat16;
   const bool are_bytes = weight.are_whole != 0 && weight.exact_rows == 0 && weight.type != kGrouped5;

@@ -1,4 +1,4 @@
-// Bytes of weights times integers of rows, within one group of inputs: what linear_grouped.cpp adds up.
+// Products of bytes of weights with integers of rows, within one group of inputs; linear_grouped.cpp adds up groups.
 #pragma once
 
 #include <cstddef>
@@ -11,29 +11,28 @@ namespace VLLM_LITE_ISA {
 namespace {
 
 #if defined(VLLM_LITE_MULTIPLIES_BYTES)
-// How far before its use memory is asked for by rows that are alone. Codes of fewer bits than 8 are used up later than
-// they could be read, so that more has to be on its way (8192 bytes: 0.89 times the time with 5 bits, 0.97 with 4, but
-// 1.03 with 8).
+// Distance of prefetches for rows that are a single group ("alone"). Codes of fewer bits take longer to multiply per
+// byte, so more must be under way (8192 bytes take 0.89 times as long with 5 bits, 0.97 with 4, but 1.03 with 8).
 template <class Codes>
 constexpr int64_t kAheadBytes = Codes::kBytes == kOctetBytes ? 8192 : 4096;
-// Where there are tiles, that is on Intel's processors, into L2: what waits for memory on its way to L1 holds up what
-// L2 fetches by itself. Two threads then read 1.07 to 1.11 times as fast (of 3072 to 16384 bytes the best).
+// On Intel's processors, which are those with tiles, prefetches go to L2: prefetches to L1 that wait for memory delay
+// L2's own prefetches. Two threads then read 1.07 to 1.11 times as fast (4096 is the best of 3072 to 16384 bytes).
 constexpr int64_t kAheadBytesL2 = 4096, kAheadBytesL1 = 1024;
-// Octets of a group without a loop, for many rows: 32 inputs, which most weights have.
+// Octets of a group that are unrolled for many rows: groups of 32 inputs are the most common.
 constexpr int kUnrolled = 4;
 
-// Rows of one group, from one of their groups of inputs on.
+// One group of rows, from one of its groups of inputs on.
 struct Rows {
   const int8_t* values;
   const int8_t* fours;  // LargeFours, [groups][rows]
-  const float* scales;  // [groups][rows], as those below
+  const float* scales;  // [groups][rows], like biases and sums
   const int32_t* biases;
   const float* sums;
   const uint8_t* lower;  // [groups]: whether any of these rows has a lower plane
   bool have_fours;
 };
 
-// Cells of one block that follow one another.
+// Consecutive cells of one block.
 struct Cells {
   const char* first;
   CellLayout layout;
@@ -41,10 +40,10 @@ struct Cells {
   int64_t parts;         // groups of the rows' inputs that share a cell
   int64_t num_octets;    // of such a group
   const uint8_t* table;  // [16] or nullptr
-  bool is_wide;          // whether something is taken off its bytes
+  bool is_wide;          // whether products subtract 128 from the bytes first (taken_off)
   const float* supers;   // PackedWeight::supers_of the first
-  bool into_l2;          // where rows that are alone ask for it
-  const float* floats;   // scales and minima for rows that are not alone, [count][2][kBlock]
+  bool into_l2;          // whether rows that are alone prefetch into L2
+  const float* floats;   // scales and minima as floats, for rows that are not alone: [count][2][kBlock]
   ReadOn read_on;        // of a lone row (lone_row.h)
 
   const float* supers_of(int64_t number) const {
@@ -52,8 +51,8 @@ struct Cells {
   }
 };
 
-// total [R][V] += the products of eight inputs. kBoth: R are both planes of R / 2 rows; the lower one is `plane`
-// behind.
+// total [R][V] += the products of eight inputs. kBoth: R counts both planes of R / 2 rows; the lower plane is at
+// x + plane.
 template <bool kBoth, int R, int V, class Codes>
 VLLM_LITE_INLINE void multiply_octet(const Codes& codes, const int8_t* x, [[maybe_unused]] int64_t plane,
                                      const char* from, Ints (&total)[R][V]) {
@@ -102,7 +101,7 @@ VLLM_LITE_INLINE void multiply_octet(const Codes& codes, const int8_t* x, [[mayb
 #endif
 }
 
-// The codes that products with a group take, and what is asked for meanwhile.
+// The codes of a group, and the memory to prefetch during its products.
 struct Stretch {
   const char* from;
   int64_t num_octets;
@@ -110,7 +109,7 @@ struct Stretch {
   bool into_l2 = false;
 };
 
-// The same of all octets of a group, of which there are as many as the compiler knows: it needs no loop.
+// The same for all octets of a group, whose number is known at compile time.
 template <bool kBoth, int kOctets, int R, int V, class Codes>
 VLLM_LITE_INLINE void multiply_octets(const Codes& codes, const int8_t* x, const Stretch& stretch,
                                       Ints (&total)[R][V]) {
@@ -159,7 +158,7 @@ VLLM_LITE_INLINE void all_to_floats(const Ints (&total)[R][V], Vec (&part)[R][V]
   }
 }
 
-// part = what the only plane of R rows makes of a group, or the upper one.
+// part = the products of a group with the only plane of R rows, or with the upper one.
 template <int kPlanes, bool kAlone, int kOctets, int R, int V, class Codes>
 VLLM_LITE_INLINE void multiply_plane(const Codes& codes, const int8_t* x, const int32_t* biases, const Stretch& stretch,
                                      Vec (&part)[R][V]) {
@@ -169,7 +168,7 @@ VLLM_LITE_INLINE void multiply_plane(const Codes& codes, const int8_t* x, const 
   all_to_floats(total, part);
 }
 
-// The same of two planes at once, each with sums of its own: few sums would wait for one another.
+// The same for two planes at once, each with its own sums: with few rows, chains of additions would be too few.
 template <bool kAlone, int kOctets, int R, int V, class Codes>
 VLLM_LITE_INLINE void multiply_planes(const Codes& codes, const int8_t* x, const int32_t* biases,
                                       const Stretch& stretch, Vec (&part)[R][V]) {
@@ -184,7 +183,7 @@ VLLM_LITE_INLINE void multiply_planes(const Codes& codes, const int8_t* x, const
 }
 
 #if defined(VLLM_LITE_PLANES_APART)
-// The same of the upper plane, and behind it of the lower one, if there is one, in the same sums.
+// The same for the upper plane and then the lower one, if there is one, in the same sums.
 template <bool kAlone, int kOctets, int R, int V, class Codes>
 VLLM_LITE_INLINE void multiply_in_turn(const Codes& codes, const int8_t* x, const int32_t* biases,
                                        const Stretch& stretch, bool lower, Vec (&part)[R][V]) {
@@ -193,7 +192,7 @@ VLLM_LITE_INLINE void multiply_in_turn(const Codes& codes, const int8_t* x, cons
   multiply_codes<false, kAlone, kOctets>(codes, x, stretch, total);
   if (lower) {
     Stretch again = {stretch.from, stretch.num_octets, {}};
-    asm("" : "+r"(again.from), "+r"(biases));  // both are loaded once more: kept for this they would take registers
+    asm("" : "+r"(again.from), "+r"(biases));  // load both once more, so that they take no registers meanwhile
     shift_planes(biases, total);
     multiply_codes<false, false, kOctets>(codes, x + 8 * R * stretch.num_octets, again, total);
   }
@@ -204,8 +203,8 @@ VLLM_LITE_INLINE void multiply_in_turn(const Codes& codes, const int8_t* x, cons
 #if defined(VLLM_LITE_LARGE_FOURS)
 constexpr int64_t kLargeStep = 4 * kBlock;  // bytes of weights from one four to the next
 
-// Sums of R rows before a group's products with the plane of all inputs: what fours at `x` and their weights make.
-// Codes are bytes as they lie, or those at `bytes`, [fours][kLargeStep].
+// Starts the sums of R rows in a group with the products of their LargeFours, at `x`. The group's weights are at
+// `bytes`, [fours][kLargeStep].
 template <int R, int V>
 VLLM_LITE_INLINE void begin_fours(const int8_t* x, const char* bytes, const int32_t* biases, Ints (&total)[R][V]) {
 #pragma GCC unroll 16
@@ -226,7 +225,7 @@ VLLM_LITE_INLINE void begin_fours(const int8_t* x, const char* bytes, const int3
   }
 }
 
-// A group's codes as bytes, to [fours][kLargeStep].
+// Stores a group's codes as bytes to [fours][kLargeStep].
 template <int V, class Codes>
 VLLM_LITE_INLINE void unpack_group(const Codes& codes, const Stretch& stretch, char* to) {
   const char* from = stretch.from;
@@ -240,14 +239,14 @@ VLLM_LITE_INLINE void unpack_group(const Codes& codes, const Stretch& stretch, c
   }
 }
 
-// Rows of one group of inputs, of which some may have LargeFours.
+// One group of inputs of a group of rows, some of which may have LargeFours.
 struct RowsOfGroup {
   const int8_t *values, *fours;
   const int32_t* biases;
   bool have_fours;
 };
 
-// part = what these make of the group.
+// part = the products of the group with these rows.
 template <bool kAlone, int kOctets, int R, int V, class Codes>
 VLLM_LITE_INLINE void multiply_fours(const Codes& codes, const RowsOfGroup& rows, const Stretch& stretch,
                                      Vec (&part)[R][V]) {
@@ -257,7 +256,7 @@ VLLM_LITE_INLINE void multiply_fours(const Codes& codes, const RowsOfGroup& rows
   } else if constexpr (Codes::kBytes == 2 * kOctetBytes) {
     begin_fours(rows.fours, stretch.from, rows.biases, total);
   } else {
-    alignas(64) char bytes[kOnePlane / 4 * kLargeStep];  // larger groups are bytes as they lie
+    alignas(64) char bytes[kOnePlane / 4 * kLargeStep];  // larger groups have codes of 8 bits, used in place
     unpack_group<V>(codes, stretch, bytes);
     begin_fours(rows.fours, bytes, rows.biases, total);
   }
@@ -266,20 +265,20 @@ VLLM_LITE_INLINE void multiply_fours(const Codes& codes, const RowsOfGroup& rows
 }
 #endif
 
-// The supers behind those at `supers`, a part with each of the cells that use these.
+// Prefetches the supers after those at `supers`, one line for each cell that uses these.
 VLLM_LITE_INLINE void prefetch_supers(const float* supers, int64_t cell) {
   constexpr int64_t kLineFloats = 16, kLines = 2 * kBlock / kLineFloats;
   if (cell < kLines) __builtin_prefetch(supers + 2 * kBlock + cell * kLineFloats);
 }
 
-// A cell but for what products with its codes ask for, so many bytes of them.
+// Prefetches a cell without its first `code_bytes` bytes of codes, which the products prefetch.
 VLLM_LITE_INLINE void prefetch_around(const char* cell, const CellLayout& layout, int64_t code_bytes) {
   for (int64_t i = 0; i < layout.codes(); i += 64) __builtin_prefetch(cell + i);
   for (int64_t i = layout.codes() + code_bytes; i < layout.bytes(); i += 64) __builtin_prefetch(cell + i);
 }
 
 #if defined(VLLM_LITE_PLANES_APART)
-// part = what a group with an upper plane, and perhaps a lower one, makes; returns what it is to be multiplied by.
+// part = the products of a group with an upper plane and perhaps a lower one. Returns the factor of `part`.
 template <bool kAlone, int kOctets, int R, int V, class Codes>
 VLLM_LITE_INLINE float multiply_apart(const Codes& codes, const int8_t* x, const int32_t* biases,
                                       const Stretch& stretch, bool lower, Vec (&part)[R][V]) {
@@ -294,7 +293,7 @@ VLLM_LITE_INLINE float multiply_apart(const Codes& codes, const int8_t* x, const
 }
 #endif
 
-// part = what one group of R rows and the weights' codes make; returns what it is to be multiplied by.
+// part = the products of a group of inputs of R rows with the weights' codes. Returns the factor of `part`.
 template <int kPlanes, bool kAlone, int kOctets, int R, int V, class Codes>
 VLLM_LITE_INLINE float multiply_part(const Codes& codes, const Rows& rows, int64_t group, const Stretch& stretch,
                                      Vec (&part)[R][V]) {
@@ -322,8 +321,8 @@ VLLM_LITE_INLINE float multiply_part(const Codes& codes, const Rows& rows, int64
   }
 }
 
-// part times the scales of weights and `unit`, less minima times what rows add up to, times the scales of rows. Row by
-// row, as there are registers for two numbers of a row beside all sums, and none for those of all rows.
+// sum += (part * scale - minima * sums of rows) * scales of rows. Row by row, because beside all sums there are only
+// registers for the two numbers of one row.
 template <bool kMinima, int R, int V>
 VLLM_LITE_INLINE void add_rows(const Rows& rows, int64_t group, const Vec (&scale)[V], const Vec (&minima)[V],
                                const Vec (&part)[R][V], Vec (&sum)[R][V]) {

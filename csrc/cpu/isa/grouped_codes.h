@@ -1,4 +1,4 @@
-// Codes of grouped weights as the bytes that products take, and the scales that go with them.
+// Conversion of grouped weights' codes to the bytes that are multiplied, and the scales of a cell.
 #pragma once
 
 #include "byte_products.h"
@@ -10,7 +10,7 @@ namespace {
 #if defined(VLLM_LITE_MULTIPLIES_BYTES)
 constexpr int64_t kOctetBytes = 4 * kBlock;
 
-// The weights of eight inputs for kWidth outputs as bytes: those of the first four inputs, and of the others.
+// Weights of eight inputs for kWidth outputs as bytes: the first four inputs, and the other four.
 struct Octet {
   Ints first, second;
 };
@@ -28,7 +28,7 @@ struct Nibbles {
   }
 };
 
-// Codes of 5 bits. What a cell has behind the nibbles are their fifth bits.
+// Codes of 5 bits; the fifth bits of a cell are stored after the nibbles.
 template <int V>
 struct Fives {
   static constexpr int64_t kBits = 5, kBytes = kOctetBytes;
@@ -54,14 +54,14 @@ struct Fives {
 #endif
 };
 
-// Codes of 4 bits, and something is added to those of each output.
+// Codes of 4 bits, to which a byte of each output is added (kShifts).
 template <int V>
 struct Shifted {
   static constexpr int64_t kBytes = kOctetBytes;
   static constexpr bool kNarrow = true;
   Ints shifts[V];
   explicit Shifted(const uint8_t*) {}
-  // Each output's byte, of a cell's, for four inputs.
+  // Loads the cell's bytes, and repeats the byte of each output for four inputs.
   inline __attribute__((always_inline)) void enter(const char* cell, const CellLayout& layout, int64_t column) {
     const char* bytes = cell + layout.scale_bytes + column;
     alignas(16) static constexpr int8_t kFour[] = {0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12};
@@ -75,7 +75,7 @@ struct Shifted {
   }
 };
 
-// Codes of 4 bits that stand for bytes of a table.
+// Codes of 4 bits that are indexes of a table of bytes.
 template <int V>
 struct Looked {
   static constexpr int64_t kBytes = kOctetBytes;
@@ -113,12 +113,12 @@ struct Bytes {
 #endif
 };
 
-// Whether cells have minima that are numbers, not bytes which codes are shifted by.
+// Whether cells have minima other than the bytes of kShifts.
 VLLM_LITE_INLINE bool has_floats(const CellLayout& layout) {
   return layout.minima_type != kNoMinima && layout.minima_type != kShifts;
 }
 
-// What a cell has for kWidth outputs beside its codes.
+// Scales and minima of a cell for kWidth outputs.
 struct Scales {
   Vec scale, minima;
   bool has_minima;

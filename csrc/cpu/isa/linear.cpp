@@ -1,8 +1,8 @@
 // The linear layer's arithmetic, for one task: see ../linear.h for the layout of the weight.
 //
-// A task goes through the inputs in tiles: its rows of x are copied to the stack (as float32, or as bfloat16 where the
-// machine multiplies that), then every block's weights of the tile meet all rows, a group of rows at a time. What is
-// reused stays in the caches: sums and x in L2, a tile of weights in L1. Between tiles the sums are in memory.
+// A task processes the inputs in tiles. For each tile it copies its rows of x to the stack (as float32, or as bfloat16
+// if the machine multiplies that), then multiplies the weights of every block with all rows, a group of rows at a time.
+// Reused data stays in the caches: sums and x in L2, a tile of weights in L1. Between tiles the sums are in memory.
 #include "../linear.h"
 
 #include "grouped_floats.h"
@@ -15,12 +15,12 @@ namespace VLLM_LITE_ISA {
 namespace {
 
 constexpr int64_t kTile = 256;       // inputs: a tile of a block's weights stays in L1 for all groups of rows
-constexpr int64_t kLongTile = 2048;  // for a single group, which uses weights once
+constexpr int64_t kLongTile = 2048;  // for a single group of rows, which reads weights once
 constexpr size_t kAheadBytes = 8192;
-// Rows at a time: two vectors of sums each, and some weights, fill the registers.
+// Rows of a group: with two vectors of sums each, and some weights, they fill the registers.
 constexpr int kGroup = kWidth == 16 ? 12 : 6;
-constexpr int kAlone = kWidth == 16 ? 12 : 2;  // rows that use weights once, in one pass over a block
-// Vectors of weights at a time. Sums are chains of additions, of which the machine has to have enough to do.
+constexpr int kAlone = kWidth == 16 ? 12 : 2;  // maximum rows that are a single group
+// Vectors of weights at a time: several, because each sum is a chain of additions, and chains run in parallel.
 template <int R>
 constexpr int kVectors = kWidth == 16 || R > 2 ? 2 : 4;
 
@@ -40,14 +40,14 @@ VLLM_LITE_INLINE Vec load_weights(const BFloat16* block, int64_t pair, int64_t i
 template <class T>
 constexpr int64_t kPairBytes = 2 * kBlock * static_cast<int64_t>(sizeof(T));
 
-// Bytes for each pair that a kernel asks for. Several groups of rows share the work, so that memory is kept busy all
-// the time and not by the first one only.
+// Bytes that a kernel prefetches per pair. Several groups of rows share the prefetches, so that memory is busy all the
+// time and not only during the first group.
 template <int64_t kStride, class T>
 constexpr int64_t kAhead = kStride == kLongTile ? kPairBytes<T> : kPairBytes<T> / 2;
 
 // ---- arithmetic in float32
 
-// One input after the other: fewer weights in registers.
+// Adds the products of a pair, one input after the other, which needs fewer registers for weights.
 template <int R, int64_t kStride, class T>
 VLLM_LITE_INLINE void add_pair(const float* x, const T* block, int64_t pair, int64_t column,
                                Vec (&total)[R][kVectors<R>]) {
@@ -82,7 +82,7 @@ VLLM_LITE_INLINE void store_sums(const Vec (&total)[R][V], float* to, int64_t st
   }
 }
 
-// sums [R][sums_stride] += x [R][kStride] times a tile of one block's weights; `ahead` is what will be needed next.
+// sums [R][sums_stride] += x [R][kStride] times a tile of one block's weights; prefetches `ahead`.
 template <int R, int64_t kStride, class T>
 void multiply(const float* x, const T* block, int64_t num_pairs, float* sums, int64_t sums_stride, Ahead ahead) {
   constexpr int V = kVectors<R>;
@@ -204,15 +204,15 @@ void multiply_rows(const X* x, int64_t num_rows, const T* block, int64_t num_pai
   }
 }
 
-// Whether weights are used as they lie, by each group of rows; else they are widened once for all groups.
+// Whether each group of rows reads packed weights in place; else they are widened once for all groups.
 template <class T>
-constexpr bool kAsTheyLie = false;
+constexpr bool kUseInPlace = false;
 template <>
-constexpr bool kAsTheyLie<float> = true;
+constexpr bool kUseInPlace<float> = true;
 template <>
-constexpr bool kAsTheyLie<BFloat16> = true;
+constexpr bool kUseInPlace<BFloat16> = true;
 
-// x is In in memory and X on the stack; weights are T. A tile has kLength inputs.
+// x has type In in memory and X on the stack; weights have type T. A tile has kLength inputs.
 template <int64_t kLength, class In, class X, class T>
 void run_tiles(const LinearCall& call, const LinearTask& task, X* x, float* sums) {
   const PackedWeight& weight = *call.weight;
@@ -233,10 +233,10 @@ void run_tiles(const LinearCall& call, const LinearTask& task, X* x, float* sums
                                                      : tile;
       float* block_sums = sums + block * kBlock;
       if constexpr (kLength == kLongTile) {
-        // The next tile would be too far away: what is to come lies behind what is being read.
+        // The next tile is too far away: prefetch the memory right after that which is being read.
         multiply_rows<kLength>(x, task.num_rows, tile, num_pairs, block_sums, sums_stride,
                                tile + kAheadBytes / sizeof(T));
-      } else if constexpr (kAsTheyLie<T>) {
+      } else if constexpr (kUseInPlace<T>) {
         multiply_rows<kLength>(x, task.num_rows, tile, num_pairs, block_sums, sums_stride, next);
       } else {  // several groups: the weights are widened once for all
         alignas(64) X wide[kBlock * kTile];
@@ -262,14 +262,14 @@ void run(const LinearCall& call, const LinearTask& task) {
   write<In>(call, task, sums, task.num_blocks * kBlock);
 }
 
-// What a tile's columns are for, of one row.
+// Copies the inputs of one row that belong to `count` columns of the weight, from `first` on.
 template <class In>
 void widen_columns(const In* row, const int32_t* order, int64_t first, int64_t count, float* to) {
   if (order == nullptr) return widen(row + first, count, to);
   for (int64_t i = 0; i < count; ++i) to[i] = to_float(row[order[first + i]]);
 }
 
-// One block's cells of a tile of inputs.
+// The cells of one block for a tile of inputs.
 struct TileCells {
   const PackedWeight& weight;
   const CellLayout& layout;
@@ -283,7 +283,7 @@ struct TileCells {
   }
 };
 
-// R rows times all cells, G at a time.
+// Multiplies R rows with all cells, G at a time.
 template <int R, int G, int kInputs, class Values>
 void multiply_cells(const Values& values, const FloatRows& rows, const TileCells& cells, float* sums, int64_t stride) {
   int64_t group = 0;
@@ -298,11 +298,11 @@ void multiply_cells(const Values& values, const FloatRows& rows, const TileCells
   }
 }
 
-// Rows which use codes as they lie.
+// Maximum rows that are multiplied without widening the codes in memory.
 template <class Values>
 constexpr int64_t kFewRows = 4;
 template <>
-constexpr int64_t kFewRows<FiveValues> = 0;  // two loads for a code, and bits of both
+constexpr int64_t kFewRows<FiveValues> = 0;  // a code takes two loads and operations on the bits of both
 
 template <int kInputs, class Values>
 void multiply_few(int64_t num_rows, const Values& values, const FloatRows& rows, const TileCells& cells, float* sums,
@@ -330,7 +330,7 @@ void multiply_many(int64_t num_rows, const Values& values, const FloatRows& rows
   }
 }
 
-// Grouped weights times rows that stay as they are; see grouped_floats.h.
+// Grouped weights times unquantized rows; see grouped_floats.h.
 template <class In, int kInputs, class Values>
 void run_grouped(const LinearCall& call, const LinearTask& task) {
   constexpr int64_t kLeastGroup = 16, kLength = 1024;
@@ -403,12 +403,12 @@ VLLM_LITE_INLINE int32x4_t multiply_integers(int32x4_t sum, int8x16_t a, int8x16
 }
 #endif
 
-// Arithmetic as fast as a kernel could do it: `multiply` in independent chains, with operands at x [64]. Returns how
-// many operations that were, where an instruction does `products` of them, and adds them, in each element of 32 bits.
+// Arithmetic at the maximum speed of a kernel: `multiply` in independent chains, with operands at x [64]. Returns the
+// number of operations; an instruction makes and adds `products` products in each element of 32 bits.
 template <class Operand, int kChains, class Multiply>
 VLLM_LITE_INLINE int64_t multiply_chains(int64_t rounds, int64_t products, float* x, const Multiply& multiply) {
   Operand sums[kChains];
-  for (int i = 0; i < kChains; ++i) {  // equal ones would be computed once
+  for (int i = 0; i < kChains; ++i) {  // different values: the compiler would compute equal chains once
     sums[i] = reinterpret_cast<Operand>(splat(static_cast<float>(i)));
   }
   const Operand a = reinterpret_cast<Operand>(load(x)), b = reinterpret_cast<Operand>(load(x + kWidth));
@@ -436,7 +436,8 @@ void linear(const LinearCall& call, const LinearTask& task) {
   run_for<BFloat16>(call, task);
 }
 
-// Reads memory as fast as a kernel could: what all of them are measured against. The result only keeps it alive.
+// Reads memory at the maximum speed of a kernel, as the reference for all of them. The result only keeps the compiler
+// from removing the reads.
 int64_t read_all(const char* data, int64_t num_bytes) {
   VecI sums[8] = {};
   for (int64_t i = 0; i + static_cast<int64_t>(sizeof sums) <= num_bytes; i += static_cast<int64_t>(sizeof sums)) {
@@ -455,7 +456,7 @@ int64_t read_all(const char* data, int64_t num_bytes) {
 
 // The same for arithmetic. Returns the number of operations.
 int64_t multiply_registers([[maybe_unused]] int32_t type, int64_t rounds, float* x) {
-  constexpr int kChains = kWidth == 16 ? 24 : 12;  // as many as registers hold
+  constexpr int kChains = kWidth == 16 ? 24 : 12;  // as many as fit into registers
 #if defined(__AVX512BF16__)
   if (type == kBFloat16) {
     return multiply_chains<__m512, kChains>(
@@ -465,7 +466,7 @@ int64_t multiply_registers([[maybe_unused]] int32_t type, int64_t rounds, float*
   }
 #endif
 #if defined(__AVX512VNNI__)
-  if (type == kInt8) {  // GCC 12 copies sums, so that half as many fit
+  if (type == kInt8) {  // half as many, because GCC 12 copies the sums
     return multiply_chains<__m512i, kChains / 2>(rounds, 4, x,
                                                  [](__m512i& sum, __m512i a, __m512i b) __attribute__((always_inline)) {
                                                    sum = _mm512_dpbusd_epi32(sum, a, b);

@@ -1,24 +1,23 @@
-// Grouped weights times rows that were quantized: bytes times integers within a group, float32 from group to group.
+// Grouped weights times quantized rows: bytes times integers within a group, float32 from group to group.
 //
-// Cells are used as they lie in memory, for any number of rows: codes of 4 bits become bytes in registers, again for
-// each group of rows. For each output what the integers of a group add up to, times the weights' scale, times the
-// row's, is added to the sum.
+// Cells are read in place for any number of rows; codes of 4 bits become bytes in registers, again for each group of
+// rows. The integer sum of a group, times the weights' scale and the row's scale, is added to each output's sum.
 #include "lone_row.h"
 
 namespace VLLM_LITE_ISA {
 namespace {
 
 #if defined(VLLM_LITE_MULTIPLIES_BYTES)
-// Vectors of outputs at a time: half a block, but for few rows, which have registers for more. R counts planes.
+// Vectors of outputs at a time: half a block, or more for few rows, which leave registers for it. R counts planes.
 template <int R>
 constexpr int kVectors = kWidth == 16 || (kWidth == 8 && R > 2) ? 2 : 4;
 constexpr int64_t kDepth = kWidth == 16 ? 1024 : 512;  // inputs: a block's weights stay in L1 for all groups of rows
-constexpr int64_t kLongDepth = 1152;  // the same of weights of 8 bits in long groups, whose rows are bytes
-// A weight of so many numbers is likely to be of a model that no cache holds. From a cache it takes 1.05 to 1.08 as
-// long.
+constexpr int64_t kLongDepth = 1152;                   // the same for weights of 8 bits in long groups with byte_rows
+// Weights with at least this many elements are assumed to be read from memory, since the model hardly fits into a
+// cache. If they are in a cache after all, prefetching into L2 takes 1.05 to 1.08 times as long.
 constexpr int64_t kWeightsOfMemory = 1 << 21;
 
-// What outputs of a cell are multiplied by, from `column` on.
+// Scales and minima of the outputs of a cell, from `column` on.
 template <int V>
 struct Factors {
   Vec scale[V], minima[V];
@@ -56,8 +55,8 @@ VLLM_LITE_INLINE void add_group(const Rows& rows, int64_t group, Factors<V> fact
   add_rows<false>(rows, group, factors.scale, factors.minima, part, sum);
 }
 
-// The sums of R rows and V vectors of a block's outputs, from `column` on, go on with some of its cells. Rows that are
-// alone ask for all that comes.
+// Adds the products of some cells to the sums of R rows and V vectors of the block's outputs, from `column` on. kAlone:
+// the rows are the only group, and prefetch all memory themselves.
 template <int R, int V, class Codes, int kPlanes, bool kAlone, int kOctets>
 __attribute__((noinline)) void multiply(const Rows& rows, const Cells& cells, Ahead ahead, const Sums& sums,
                                         int64_t row, int64_t column) {
@@ -111,7 +110,7 @@ void multiply_group(int64_t count, const Rows& rows, const Cells& cells, Ahead a
   }
 }
 
-// A task's rows from one cell's inputs on.
+// The rows of a task, from the inputs of one cell on.
 struct Panel {
   const LinearTask& task;
   const QuantizedRows& all;
@@ -133,7 +132,7 @@ struct Panel {
   }
 };
 
-// All rows of a task. `ahead` is what is needed next, by eight inputs.
+// Multiplies all rows of a task. `ahead`: the memory to prefetch, in steps of eight inputs.
 template <template <int> class Codes, int kPlanes>
 void multiply_rows(const Panel& panel, const Cells& cells, Ahead ahead, const Sums& sums) {
   const int64_t num_rows = panel.groups.num_rows, num_groups = panel.groups.count;
@@ -160,7 +159,7 @@ void multiply_cells(const Panel& panel, const Cells& cells, int32_t type, Ahead 
     if (type == kGrouped8) return multiply_rows<Bytes, kPlanes>(panel, cells, ahead, sums);
     if (type == kGrouped5) return multiply_rows<Fives, kPlanes>(panel, cells, ahead, sums);
   }
-  if constexpr (kPlanes == 1 || kPlanesApart) {  // 4 bits have two planes where there are tiles
+  if constexpr (kPlanes == 1 || kPlanesApart) {  // two planes with codes of 4 bits exist with tiles only
     if (cells.layout.minima_type == kShifts) return multiply_rows<Shifted, kPlanes>(panel, cells, ahead, sums);
     if (cells.table == nullptr) return multiply_rows<Nibbles, kPlanes>(panel, cells, ahead, sums);
 #if !defined(__AVX512VNNI__) && !defined(__ARM_FEATURE_MATMUL_INT8)
@@ -170,10 +169,10 @@ void multiply_cells(const Panel& panel, const Cells& cells, int32_t type, Ahead 
   }
 }
 
-// Cells of one tile, the most of them.
+// Maximum cells of a tile.
 constexpr int64_t kMaxCells = kDepth / 16;
 
-// Scales and minima as floats, once for all rows: [cells][2][kBlock].
+// Converts scales and minima to floats, once for all rows: [cells][2][kBlock].
 void widen_scales(const Cells& cells, float* to) {
   const char* cell = cells.first;
   for (int64_t number = 0; number < cells.count; ++number, cell += cells.layout.bytes(), to += 2 * kBlock) {
@@ -197,7 +196,7 @@ void run(const LinearCall& call, const LinearTask& task) {
   const int64_t depth = weight.type != kGrouped8 ? kDepth : are_long ? kLongDepth : kDepth / 2;
   const int64_t num_tiles =
       task.num_rows <= kAloneRows<kPlanes> ? 1 : (num_groups * layout.group_size + depth - 1) / depth;
-  // Groups of a tile. Integers that share a number are not parted.
+  // Groups of a tile. Groups that share supers are in the same tile.
   const int64_t unit = weight.supers != nullptr ? kSuperInputs / layout.group_size : 1;
   const int64_t length = (num_groups + num_tiles * unit - 1) / (num_tiles * unit) * unit;
   const int64_t octet_bytes = layout.bytes() * 8 / layout.group_size;

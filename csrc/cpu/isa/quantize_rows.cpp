@@ -1,4 +1,4 @@
-// Rows as integers for products with bytes, where the machine has instructions for those; see ../linear.h.
+// Quantizes rows for products with bytes, if the machine has instructions for these; see ../linear.h for the formats.
 #include "byte_products.h"
 #include "convert.h"
 
@@ -16,16 +16,16 @@ VLLM_LITE_INLINE int32_t sum_of(VecI x) {
 #endif
 }
 
-constexpr int32_t kLargest = 127;             // of integers of one plane
-constexpr int32_t kLargestOfTwo = 127 * 128;  // so that the upper plane's are those, the lower one's from 0 to 127
+constexpr int32_t kLargest = 127;             // integer of one plane
+constexpr int32_t kLargestOfTwo = 127 * 128;  // the upper plane is then up to 127, the lower one 0 to 127
 typedef int8_t Bytes __attribute__((vector_size(kWidth)));
 
-// The sizes of x: that of the largest, where NaN is above all, and what they add up to.
+// Absolute values of a group: the largest, where NaN is larger than all, and the sum.
 struct Sizes {
   float largest, sum;
 
-  // Whether 8 bits with one scale are too few for so many of them. Few groups are where numbers are spread by chance;
-  // in real models those of channels that are larger than others by far.
+  // Whether the largest of `count` elements is too large for 8 bits with one scale. This is rare by chance; in real
+  // models it happens in groups with channels that are far larger than others.
   bool are_uneven(int64_t count) const {
     return largest * static_cast<float>(count) > (count > kOnePlane ? kUnevenLong : kUneven) * sum;
   }
@@ -33,7 +33,7 @@ struct Sizes {
 
 template <class T>
 VLLM_LITE_INLINE Sizes sizes_of(const T* x, int64_t count) {
-  VecI largest = {};  // as integers the sizes of floats are in order
+  VecI largest = {};  // absolute values of floats have the same order as integers
   Vec sum = {};
   for (int64_t i = 0; i < count; i += kWidth) {
     const int left = static_cast<int>(count - i < kWidth ? count - i : kWidth);
@@ -52,7 +52,7 @@ struct Range {
 
 // x times `inverse` as integers, at most 2^22 in size.
 VLLM_LITE_INLINE VecI whole_of(Vec x, Vec inverse) {
-  const Vec magic = splat(0x1.8p23f);  // adding it rounds to a whole number, which then is in the lowest bits
+  const Vec magic = splat(0x1.8p23f);  // adding it rounds to a whole number, in the lowest bits of the result
   return reinterpret_cast<VecI>(x * inverse + magic) - reinterpret_cast<VecI>(magic);
 }
 
@@ -60,8 +60,8 @@ VLLM_LITE_INLINE Vec inverse_of(float size, float limit) {
   return splat(size > 0 ? limit / size : 0);
 }
 
-// x, whose largest is of this size, as integers times *scale; NaN or infinity in x make the scale that. put(i,
-// integers, count) is called for each vector. Returns the sum of the integers.
+// Quantizes x, whose largest absolute value is `size`, to integers times *scale; if x has NaN or infinity, *scale is
+// NaN or infinity. Calls put(i, integers, count) for each vector. Returns the sum of the integers.
 template <class T, class Put>
 VLLM_LITE_INLINE int32_t quantize_to(const T* x, int64_t count, float size, Range range, float* scale, const Put& put) {
   const float limit = static_cast<float>(range.most);
@@ -77,13 +77,13 @@ VLLM_LITE_INLINE int32_t quantize_to(const T* x, int64_t count, float size, Rang
   return sum_of(total);
 }
 
-// The lowest bytes of `count` integers.
+// Stores the lowest bytes of `count` integers.
 VLLM_LITE_INLINE void put_bytes(int8_t* to, VecI whole, int64_t count) {
   const Bytes bytes = __builtin_convertvector(whole, Bytes);
   std::memcpy(to, &bytes, static_cast<size_t>(count));
 }
 
-// One plane of integers, to [count].
+// Stores one plane of integers to [count]. Returns their sum, as do the next functions.
 template <class T>
 VLLM_LITE_INLINE int32_t quantize_row(const T* x, int64_t count, int8_t* to, float* scale) {
   const float size = sizes_of(x, count).largest;
@@ -92,9 +92,9 @@ VLLM_LITE_INLINE int32_t quantize_row(const T* x, int64_t count, int8_t* to, flo
                          __attribute__((always_inline)) { put_bytes(to + i, whole, left); });
 }
 
-// The fours of up to kSize inputs that have the largest numbers, from the largest on, and the size of the largest
-// number of the others. Sizes are integers, and each is told apart by its four, in the lowest bits: of fours whose
-// sizes differ by 2^-18 any may come first.
+// The kNumLarge fours with the largest absolute values among up to kSize inputs, the largest first, and the largest
+// absolute value of the others. Values are compared as integers, with the index of the four in the lowest bits: fours
+// whose values differ by less than 2^-18 may be in any order.
 template <int64_t kSize>
 struct FourSizes {
   static constexpr int kVectors = static_cast<int>(kSize + kWidth - 1) / kWidth;
@@ -103,9 +103,9 @@ struct FourSizes {
 
   template <class T>
   inline __attribute__((always_inline)) FourSizes(const T* x, int64_t count) {
-    VecI pairs = {}, fours = {}, own = {};  // the lanes beside it in pairs, and in fours; its four
+    VecI pairs = {}, fours = {}, own = {};  // partner lanes in pairs and in fours; index of the four
     for (int i = 0; i < kWidth; ++i) pairs[i] = i ^ 1, fours[i] = i ^ 2, own[i] = i / 4;
-    VecI sizes[kVectors];  // in each lane that of its four's largest
+    VecI sizes[kVectors];  // the largest value of its four in each lane
 #pragma GCC unroll 16
     for (int v = 0; v < kVectors; ++v) {
       const int64_t left = count - v * kWidth, num = left < kWidth ? left : kWidth;
@@ -124,7 +124,7 @@ struct FourSizes {
   }
 
  private:
-  // The largest of sizes & size_bits | fours & four_bits.
+  // Maximum of (sizes & size_bits) | (index of the four & four_bits).
   inline __attribute__((always_inline)) static int32_t largest(const VecI (&sizes)[kVectors], VecI own,
                                                                int32_t size_bits, int32_t four_bits) {
     VecI most = {};
@@ -137,7 +137,8 @@ struct FourSizes {
   }
 };
 
-// What kLargest stands for where some fours have 15 bits: the largest of the others, or more where 15 bits are too few.
+// The value that becomes kLargest if some fours have 15 bits: the largest of the others, or more if 15 bits are not
+// enough for the largest of all.
 template <int64_t kSize>
 VLLM_LITE_INLINE float size_without_fours(const Sizes& sizes, const FourSizes<kSize>& fours) {
   const float next = float_of(static_cast<uint32_t>(fours.next)), least = sizes.largest / 128;
@@ -145,8 +146,8 @@ VLLM_LITE_INLINE float size_without_fours(const Sizes& sizes, const FourSizes<kS
 }
 
 #if defined(VLLM_LITE_LARGE_FOURS)
-// The same integers: the plane that all inputs have, to [count], and what large ones lack there. *large says whether
-// there are some.
+// Stores the plane of all inputs to [count], and the upper bytes of large fours to *fours. *large: whether there are
+// any.
 template <int64_t kSize, class T>
 VLLM_LITE_INLINE int32_t quantize_row_fours(const T* x, int64_t count, int8_t* to, float* scale, bool* large,
                                             LargeFours* fours) {
@@ -160,7 +161,7 @@ VLLM_LITE_INLINE int32_t quantize_row_fours(const T* x, int64_t count, int8_t* t
   const float size = size_without_fours(sizes, by_four);
   const int32_t sum = quantize_to(x, count, size, {kLargest}, scale, put);
   const Vec inverse = inverse_of(size, kLargest);
-  for (int k = 0; k < kNumLarge; ++k) {  // what has just been put of those is anything
+  for (int k = 0; k < kNumLarge; ++k) {  // overwrites these fours, which did not fit into 8 bits
     const int64_t first = 4 * by_four.places[k], left = count - first;
     const auto put_four = [&](int num) __attribute__((always_inline)) {
       const VecI whole = whole_of(load_some(x + first, num), inverse), upper = (whole + 64) >> 7;
@@ -170,7 +171,7 @@ VLLM_LITE_INLINE int32_t quantize_row_fours(const T* x, int64_t count, int8_t* t
     };
     if (left >= 4) {
       put_four(4);
-    } else if (left > 0) {  // else all others are 0
+    } else if (left > 0) {  // otherwise the four has no inputs: all others are 0
       put_four(static_cast<int>(left));
     }
   }
@@ -178,8 +179,8 @@ VLLM_LITE_INLINE int32_t quantize_row_fours(const T* x, int64_t count, int8_t* t
 }
 #endif
 
-// Integers of 15 bits, to [2 * plane] bytes: those of the upper plane before the lower one's, whole = 128 * upper +
-// lower; or words of both. Where *lower is false then, all of the lower plane are 0.
+// Stores integers of 15 bits, 128 * upper + lower, to [2 * plane] bytes: the upper plane before the lower one, or words
+// of both. If *lower is false, the lower plane is 0.
 template <class T>
 VLLM_LITE_INLINE int32_t quantize_row_twice(const T* x, int64_t count, int64_t plane, int8_t* to, float* scale,
                                             bool* lower) {
@@ -216,9 +217,8 @@ VLLM_LITE_INLINE const T* columns(const T* row, const int32_t* order, int64_t fi
   return buffer;
 }
 
-// A group of inputs of one row. run() makes its integers, as quantize_row() does or quantize_row_twice(), and what is
-// at index `at` of scales and the like. It returns whether there is anything in the lower plane, or in `fours`, which
-// take its place.
+// Quantizes one group of inputs of a row. run() stores its integers, and its scale, bias and sum at index `at`. It
+// returns whether the lower plane, or `fours` in its place, is used.
 template <class T>
 struct RowQuantizer {
   const LinearCall& call;
@@ -234,7 +234,7 @@ struct RowQuantizer {
     if (left < kSize) std::memset(integers, 0, kPlanes * kSize);
     const T* whole = static_cast<const T*>(call.x) + row * call.x_stride;
     const T* x = columns(whole, order, input, left < kSize ? left : kSize, buffer);
-    // What comes next of the row: several are read in turn, a little of each, which the machine does not foresee.
+    // Prefetch the row's next inputs: a little is read of several rows in turn, which the hardware does not predict.
     const char* next = reinterpret_cast<const char*>(whole + input + kSize);
     for (int64_t i = 0; i < kSize * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(next + i);
     float* scale = rows.scales + at;
@@ -261,8 +261,8 @@ struct RowQuantizer {
   }
 };
 
-// kBytes of each of `count` rows after the other, then those behind them; kSize of a row, and rows are `stride` apart.
-// kCount is how many, or 0 where the compiler does not know.
+// Interleaves `count` rows of kSize bytes, which are `stride` apart: kBytes of each row, then the next kBytes of each,
+// and so on. kCount is `count` if it is known at compile time, else 0.
 template <int kBytes, int64_t kSize, int kCount = 0>
 VLLM_LITE_INLINE void interleave(const int8_t* rows, int64_t stride, int64_t count, int8_t* to) {
   if constexpr (kCount == 0 && kWidth == 16) {
@@ -282,8 +282,8 @@ VLLM_LITE_INLINE void interleave(const int8_t* rows, int64_t stride, int64_t cou
   }
 }
 
-// Group after group of rows, as each writes its part of the panel from the first byte to the last. kFours: rows have
-// LargeFours.
+// Quantizes a task, one group of rows after the other, each of which writes its part of the panel from the first byte
+// to the last. kFours: rows have LargeFours.
 template <class T, int64_t kSize, int kPlanes, bool kFours>
 void quantize_groups(const LinearCall& call, const QuantizeTask& task) {
   const RowQuantizer<T> quantizer{call};
@@ -306,7 +306,7 @@ void quantize_groups(const LinearCall& call, const QuantizeTask& task) {
                                                       scales + group * count + row, kFours ? fours + row : nullptr);
       }
       interleave<4 * kTogether, kPlane>(integers[0], kPlanes * kSize, count, to);
-      // What is 0 in all rows is not read either, and is up to half of all that would be written.
+      // A second plane that is 0 in all rows is not read, so it is not written: up to half of all bytes.
       if constexpr (kFours) {
         const size_t bytes = static_cast<size_t>(count) * sizeof *fours;
         if (any) std::memcpy(values + layout.fours(group, count), fours, bytes);
@@ -318,8 +318,8 @@ void quantize_groups(const LinearCall& call, const QuantizeTask& task) {
   }
 }
 
-#if defined(__AVX512VNNI__)  // which all machines with tiles have
-// Integers of a group as bfloat16, in the order in which tiles take them; those of the lower plane lie `plane` behind.
+#if defined(__AVX512VNNI__)  // all machines with tiles have it
+// Stores the integers of a group as bfloat16, in the order in which tiles read them; the lower plane is at to + plane.
 template <int64_t kSize, int kPlanes>
 VLLM_LITE_INLINE void widen_row(const int8_t* integers, BFloat16* to, int64_t plane) {
 #pragma GCC unroll 2
@@ -386,7 +386,7 @@ void quantize_panel_for_tiles(const LinearCall& call, const QuantizeTask& task) 
 }
 #endif
 
-// Sizes are those of linear.h; what has one plane or goes through tiles is known there, too.
+// Quantizes a task with the group size, planes and fours of its RowLayout.
 template <class T>
 void quantize_panel(const LinearCall& call, const QuantizeTask& task) {
   const RowLayout& layout = call.quantized->layout;
