@@ -32,7 +32,7 @@ default, as in the race."""
 
 def read_checkpoint(file: Path) -> Any:
     """Load the model with transformers, in float32."""
-    from transformers import AutoModelForCausalLM  # here, as it takes seconds and who measures ours alone needs none
+    from transformers import AutoModelForCausalLM  # takes seconds, and ours does not need it
 
     return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
 
@@ -96,7 +96,7 @@ def _logits(command: list[object], texts: list[list[int]], num_threads: int) -> 
     with tempfile.TemporaryDirectory() as folder:
         tokens, out = Path(folder) / "tokens.json", Path(folder) / "logits.npy"
         tokens.write_text(json.dumps(texts))
-        place = next(i for i, each in enumerate(command) if each == "logits") + 2  # behind the word and the model
+        place = next(i for i, each in enumerate(command) if each == "logits") + 2  # after the word and the model
         _run([*command[:place], tokens, out, *command[place:], "--threads", num_threads])
         logits = torch.from_numpy(np.load(out))
     return [part.log_softmax(-1) for part in logits.split([len(tokens) for tokens in texts])]

@@ -155,7 +155,7 @@ def overhead(server: Server, streams: int, tokens: int, rounds: int) -> Figures:
             before = server.cpu_s()
             found = client(kind, address, streams, tokens)
             after = server.cpu_s()
-            count = (streams + 1 / streams) * tokens  # with the one that warms up
+            count = (streams + 1 / streams) * tokens  # with the stream that warms up
             cpu_us = {name: 1e6 * (after[name] - before[name]) / count for name in after}
             cpu_us["client"] = 1e6 * found["client_cpu_s"] / (streams * tokens)
             results[kind].append({**found, "cpu_us": cpu_us})
@@ -166,7 +166,7 @@ def overhead(server: Server, streams: int, tokens: int, rounds: int) -> Figures:
 
 
 def _medians(found: list[Figures], tokens: int) -> Figures:
-    """Medians of several rounds, in which there were `tokens` in all."""
+    """Medians of several rounds with `tokens` tokens in all."""
     firsts = sorted(first for one in found for first in one["first_ms"])
     return {
         "tokens_s": round(statistics.median(one["tokens_s"] for one in found), 1),

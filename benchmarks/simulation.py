@@ -58,10 +58,10 @@ LOADS = {
 }
 RATES = {"fit": 2.2, "slow": 1.5, "fast": 3.5}
 BARS = {"request_throughput": 2, "median_tpot_ms": 4, "p99_tpot_ms": 4, "median_ttft_ms": 8, "p99_ttft_ms": 15}
-"""Percent that a figure may be off, as the project wants it."""
+"""Maximum error of each figure in percent, the goal of this project."""
 VOCAB_SIZE = 151_936
 SEEDS = 7
-"""A figure of one seed is that of one machine's chance: the median of some is simulated."""
+"""Number of seeds to simulate; the median counts, as one seed gives one machine's chance."""
 
 
 class Cell(NamedTuple):
@@ -147,13 +147,13 @@ def qwen3(tokenizer: Path, folder: Path) -> str:
 
 
 def fewer(flags: str, share: float) -> str:
-    """The same load with a share of its requests, which come last among the flags."""
+    """Reduce a load to a share of its requests, whose number is the last of its flags."""
     before, count = flags.rsplit(" ", 1)
     return f"{before} {max(1, round(share * int(count)))}"
 
 
 def measure(arguments: argparse.Namespace, flags: str, seed: int, path: Path) -> None:
-    """Send a load to a server of its own, which records it."""
+    """Start a server that records, and send it a load."""
     print(f"measuring {path.name}", flush=True)
     serve = [sys.executable, "-m", "vllm_lite", "serve", arguments.model, "--port", str(PORT), *arguments.serve.split()]
     serve += ["--data-parallel-size", str(arguments.engines)] if arguments.engines > 1 else []
@@ -169,7 +169,7 @@ def fit_pieces(folder: Path, engines: int = 1) -> cost.StepTimes:
     paths = sorted(path for name in FIT for path in folder.glob(f"{name}-*.json"))
     recordings = [read(path, engines) for path in paths]
     results = [result_of(path) for path in paths]
-    # Of a burst most of a first token's time beside the engine is waiting for the others.
+    # Not bursts: most of the time to their first tokens outside of the engine is waiting for other requests.
     pairs = [pair for pair in zip(recordings, results, strict=True) if pair[1]["request_rate"] != "inf"]
     client_s = statistics.median(fit.client_time(*pair) for pair in pairs)
     return fit.fit([each for run in recordings for each in run], results[0]["model_id"], client_s)
@@ -214,7 +214,7 @@ def show(cell: Cell) -> None:
 
 
 def write(path: Path, name: str, arguments: argparse.Namespace, found: list[Cell]) -> None:
-    """Write the cells with bars under `name` in a JSON file, beside those of other calls."""
+    """Write the cells with bars to a JSON file under `name`; cells under other names are kept."""
     kept = json.loads(path.read_text()) if path.exists() else {}
     how = {key: getattr(arguments, key) for key in ("runs", "rate", "share", "serve", "engines")}
     head = {"date": time.strftime("%Y-%m-%d"), "commit": report.commit(), "model": arguments.model or "Qwen3-0.6B"}
@@ -235,7 +235,7 @@ def write(path: Path, name: str, arguments: argparse.Namespace, found: list[Cell
 
 
 def simulated(machines: list[cost.StepTimes], flags: str, path: Path, seed: int) -> dict[str, Any]:
-    """The figures of the requests that were measured; `seed` is the weather's. `machines`: that of each engine."""
+    """Simulate the measured requests. `seed` is that of the weather; `machines` has the times of each engine."""
     parser = argparse.ArgumentParser()
     command.add_flags(parser)
     arguments = parser.parse_args(["FILE", *flags.split(), "--seed", path.stem.rpartition("-")[2]])

@@ -65,8 +65,8 @@ def send(socket: "zmq.Socket[bytes]", *message: object) -> None:
 
 
 def receive(socket: "zmq.Socket[bytes]", timeout_s: int, nudge: tuple[object, ...]) -> Any:
-    """The next message. In every second without one `nudge` is sent: an engine that has taken the place of the other
-    one, to which ZeroMQ has connected by itself, refuses what comes before Hello."""
+    """Wait for the next message, and send `nudge` once a second meanwhile. If another engine has replaced this one,
+    ZeroMQ has reconnected without notice, and the new engine refuses messages before Hello."""
     for _ in range(timeout_s):
         if socket.poll(1000):
             break

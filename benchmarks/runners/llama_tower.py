@@ -1,6 +1,6 @@
 """The tower of tower.py in llama.cpp's mtmd: `python llama_tower.py KIND SIDE IMAGES THREADS VISION TEXT`, once for
-each line of stdin. KIND is the type of the matrices: bf16, f16 or q8_0. TEXT is a model's file in GGUF, whose vectors
-are as long as the tower's are then. Needs llama-cpp-python and gguf."""
+each line of stdin. KIND is the type of the matrices: bf16, f16 or q8_0. TEXT is a GGUF file of a text model, whose
+hidden size the tower's vectors get. Needs llama-cpp-python and gguf."""
 
 import json
 import os
@@ -24,7 +24,7 @@ RANDOM = np.random.default_rng(0)
 
 
 def matrices(vision: dict[str, Any], text_size: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Names of linear layers, and how many outputs and inputs they have."""
+    """Names of the linear layers, with their numbers of outputs and inputs."""
     size, inner = vision["hidden_size"], vision["intermediate_size"]
     for layer in range(vision["depth"]):
         yield f"v.blk.{layer}.attn_qkv", (3 * size, size)

@@ -30,7 +30,7 @@ class Teller:
         self._known: dict[tuple[int, ...], list[int]] = {}
 
     def tell(self, tokens: Any, drafts: Any) -> Any:  # int32 [num_tokens], [num_drafts]
-        """Return as many drafts as there are, of a sequence with these tokens."""
+        """Replace the drafts for a sequence with these tokens by right or wrong ones."""
         answer = self._answer(tuple(tokens[:KEY_TOKENS].tolist()))
         told = np.array(drafts, np.int32)
         for place in range(len(told)):
@@ -42,7 +42,7 @@ class Teller:
         return told
 
     def _answer(self, key: tuple[int, ...]) -> list[int]:
-        """The tokens of the sequence that begins so, its prompt included; none, where it is not known."""
+        """All tokens of the sequence that begins with `key`, prompt included; [] if it is not known."""
         if key not in self._known and self._file.exists():
             for line in self._file.read_text().splitlines():
                 sequence = json.loads(line)
@@ -51,7 +51,7 @@ class Teller:
 
 
 def teach() -> None:
-    """Have every drafter that workers make be told."""
+    """Patch the worker, so that each drafter it makes has its drafts replaced by a Teller."""
     import_worker = process.import_worker
 
     def imported() -> Any:

@@ -124,7 +124,7 @@ TALK_PLOTS = [name for name, plot in PLOTS.items() if name.startswith("short") a
 
 
 class Writer:
-    """Writes one document: keeps what its variables mean, so that later sentences agree with earlier ones."""
+    """Writes one document. It remembers the meanings of variables, so that later sentences agree with earlier ones."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -197,7 +197,7 @@ def write_document(rng: random.Random) -> str:
 
 @dataclass(frozen=True)
 class Production:
-    """A template as a pattern, and the places (plot, stage) where it may stand; stage 0 is a request."""
+    """A template as a pattern, with the places (plot, stage) where it is allowed; stage 0 is a request."""
 
     pattern: re.Pattern[str]
     slots: tuple[tuple[str, str], ...]  # one (variable, form) a group
@@ -266,7 +266,7 @@ def _unify(first: Bindings, second: Bindings) -> Bindings | None:
 
 @lru_cache(maxsize=65536)
 def _parse(sentence: str) -> tuple[tuple[Production, Bindings], ...]:
-    """Every production that writes the sentence, with what it says about the variables."""
+    """All productions that can write the sentence, each with the meanings that it gives to variables."""
     found = []
     for production in PRODUCTIONS:
         if match := production.pattern.fullmatch(sentence):
@@ -288,7 +288,7 @@ class State:
     meaning: Bindings = field(hash=False)
 
     def follow(self, plot: str, stage: int, bindings: Bindings) -> State | None:
-        """This understanding after one more sentence, or None where that does not fit. A request never follows."""
+        """The state after one more sentence, or None if the sentence does not fit. A request never fits."""
         if plot != self.plot or stage < max(self.stage, 1):
             return None
         merged = _unify(self.meaning, bindings)
@@ -300,7 +300,7 @@ def _lasting(bindings: Bindings) -> Bindings:
 
 
 class Checker:
-    """Reads a document sentence by sentence, keeping every understanding of it that is still possible."""
+    """Reads a document sentence by sentence, and keeps all states that are still possible."""
 
     def __init__(self) -> None:
         self.states: list[State] = []
@@ -312,10 +312,10 @@ class Checker:
         self.states, self.said, self.anywhere = [], set(), False
 
     def feed(self, sentence: str) -> bool:
-        """Whether the document may go on with this sentence.
+        """Advance by one sentence. Returns whether the document may continue with it.
 
-        A refused sentence leaves no trace, unless it belongs to another plot: then that plot goes on from here, so that
-        one wrong change of plot counts once.
+        A refused sentence changes nothing, unless it belongs to another plot: then the document continues in that plot,
+        so that one wrong change of plot counts once.
         """
         places = [(place, bindings) for production, bindings in _parse(sentence) for place in production.places]
         later = [state.follow(*place, bindings) for state in self.states for place, bindings in places]

@@ -29,9 +29,9 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 PLACES = 4
-"""Drafts of a step that the head learns to make, each from its own output for the one before."""
+"""Number of drafts per step for which the head is trained, each made from the head's output for the previous one."""
 FADING = 0.8
-"""Weight of a draft's loss beside that of the draft before it: later ones count only behind right ones."""
+"""Weight of a draft's loss relative to the previous draft's: a draft is useful only after right ones."""
 BLOCK = 256
 PREFIX = "mtp."
 
@@ -90,7 +90,7 @@ def loss_of(model: LlamaForCausalLM, head: Head, ids: torch.Tensor) -> torch.Ten
 
 @torch.inference_mode()
 def agreement(model: LlamaForCausalLM, head: Head, tokenizer: Tokenizer, num_batches: int = 4) -> list[float]:
-    """The share of held-out tokens whose best guess is the model's, by places."""
+    """Share of held-out tokens for which the head's best token equals the model's, by place."""
     data, right = Blocks(tokenizer, HELD_OUT_SEED), torch.zeros(PLACES)
     for _ in range(num_batches):
         pairs = places_of(model, head, data.take(8, 512)[:, :-1])
