@@ -26,7 +26,7 @@ from vllm_lite.kernels import select
 from vllm_lite.kernels.cuda.attention import shared_prefix
 from vllm_lite.kernels.cuda.attention.shared_prefix import Worth
 from vllm_lite.kernels.cuda.fused import CudaOps
-from vllm_lite.kernels.cuda.moe.packed_experts import PackedExperts
+from vllm_lite.kernels.cuda.moe.packed_experts import GpuPackedExperts
 from vllm_lite.kernels.cuda.weights import packed_linear
 from vllm_lite.kernels.cuda.weights.packed_linear import PackedLinear
 from vllm_lite.layers.moe.expert_matmul import LoopedExperts
@@ -134,7 +134,7 @@ def test_experts_that_stay_packed_are_in_graphs(
         assert made == {LoopedExperts}
         assert said == ["decode steps run without graphs: a loop over experts of int8 waits"]
         return
-    assert made == {PackedExperts}
+    assert made == {GpuPackedExperts}
     assert graphs_of(graphed).num_replays > 8
     assert said == []
 

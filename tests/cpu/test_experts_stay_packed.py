@@ -20,7 +20,7 @@ from vllm_lite.checkpoint.tensors.headers import Tensor, read_headers
 from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cuda.moe.experts import StackedExperts
-from vllm_lite.kernels.cuda.moe.packed_experts import PackedExperts
+from vllm_lite.kernels.cuda.moe.packed_experts import GpuPackedExperts
 from vllm_lite.layers.moe import experts as experts_module
 from vllm_lite.layers.moe.expert_matmul import LoopedExperts
 from vllm_lite.layers.moe.experts import SparseMLP
@@ -63,7 +63,7 @@ def test_gpt_oss_keeps_its_bytes_and_answers_as_transformers(published: tuple[Pa
     model = oracle.stored_as(packed)
     experts, spec = made(model), oracle.spec.experts
     assert spec is not None
-    assert all(isinstance(each, PackedExperts) for each in experts)
+    assert all(isinstance(each, GpuPackedExperts) for each in experts)
     count = 4 * 3 * spec.intermediate_size * oracle.spec.hidden_size
     assert [each.num_bytes for each in experts] == [count * 4.5 / 8] * len(experts)
     own = load_spec(packed)
@@ -86,7 +86,7 @@ def test_a_layer_has_its_codes_once(published: tuple[Path, Path]) -> None:
         assert not any(hasattr(linear, "matmul") for linear in (*mlp.experts.gate_up, *mlp.experts.down))
         memories: Any = mlp.experts.memories
         codes, made_of = [memory._codes for memory in memories], mlp.experts.matmul
-        assert isinstance(made_of, PackedExperts)
+        assert isinstance(made_of, GpuPackedExperts)
         stacks = made_of._stacks
         assert [each.codes.data_ptr() for each in stacks[:2]] == [each.data_ptr() for each in codes if each is not None]
         assert [memory._codes for memory in memories] == [None, None]
@@ -108,7 +108,7 @@ def test_experts_of_separate_tensors(writer: Any, config: dict[str, Any], stays:
     oracle.dtype = "bfloat16"
     model = oracle.stored_as(packed)
     logits = Paged(oracle, model=model).run(oracle.tokens[:40], 7)
-    assert all(isinstance(each, PackedExperts) == stays for each in made(model))
+    assert all(isinstance(each, GpuPackedExperts) == stays for each in made(model))
     assert error(logits, oracle.logits) < 0.02
 
 
@@ -132,8 +132,8 @@ def test_all_or_none_of_a_layers_experts_stay_packed(
     with caplog.at_level(logging.INFO):
         mixed_logits = Paged(oracle, model=mixed).run(oracle.tokens[:20], 20).float()
     logits = Paged(oracle, model=whole).run(oracle.tokens[:20], 20).float()
-    assert not isinstance(own.matmul, PackedExperts)
-    assert isinstance(made(mixed)[1], PackedExperts)
+    assert not isinstance(own.matmul, GpuPackedExperts)
+    assert isinstance(made(mixed)[1], GpuPackedExperts)
     assert any("some packed experts of a layer become bfloat16" in message for message in caplog.messages)
     assert error(mixed_logits, logits) < 0.02
     for linears, others in ((own.gate_up, other.gate_up), (own.down, other.down)):
@@ -155,7 +155,7 @@ def test_dense_experts_that_are_quantized_on_load_are_packed_together(
     logits = Paged(oracle, model=model).run(oracle.tokens[:40], 40)
     monkeypatch.setattr(gpu_matmul, "launcher_for", lambda *_: None)
     looped = oracle.load(quantization=quantization)
-    assert all(isinstance(each, PackedExperts) for each in made(model))
+    assert all(isinstance(each, GpuPackedExperts) for each in made(model))
     assert all(isinstance(each, LoopedExperts) for each in made(looped))
     if cpu.isa() == "amx":  # with which torch's own products of the loop round elsewhere: 0.0217 of fp8
         most = max(most, 0.03)
@@ -165,7 +165,7 @@ def test_dense_experts_that_are_quantized_on_load_are_packed_together(
 def test_rows_of_32_bits_have_dense_experts(published: tuple[Path, Path]) -> None:
     oracle = Oracle(published[1])
     model = oracle.stored_as(published[0])
-    assert not any(isinstance(each, PackedExperts | StackedExperts) for each in made(model))
+    assert not any(isinstance(each, GpuPackedExperts | StackedExperts) for each in made(model))
     assert oracle.difference(Paged(oracle, model=model).run(oracle.tokens[:20], 20)) < 1e-3
 
 

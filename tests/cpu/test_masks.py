@@ -17,7 +17,8 @@ from tests.driver import GREEDY, Driver, make_prompt, new_request
 from tests.parity_mask import ParityMask
 from vllm_lite.protocol.params import LogitRules
 from vllm_lite.protocol.step import Continue, Draft, Finish, Fork, Preempt, Resume
-from vllm_lite.worker.sampling.masks import ALL_BITS, BROKEN, MaskSource, SequenceMask, TokenMasks
+from vllm_lite.structured.sources.source import ALL_BITS, MaskSource
+from vllm_lite.worker.sampling.masks import BROKEN, SequenceMask, TokenMasks
 
 MASKED = msgspec.structs.replace(GREEDY, rules=LogitRules())
 PROMPT = make_prompt(20, seed=8)

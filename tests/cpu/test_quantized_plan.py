@@ -32,7 +32,7 @@ from vllm_lite.checkpoint.tensors.headers import Tensor, read_headers
 from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint, weights_bytes
 from vllm_lite.kernels.cpu.weights.linear import PackedWeight
 from vllm_lite.kernels.cuda.weights.packed_linear import PackedLinear
-from vllm_lite.kernels.cuda.weights.packed_weight import PackedWeight as OnGpu
+from vllm_lite.kernels.cuda.weights.packed_weight import GpuPackedWeight
 from vllm_lite.kernels.gguf_blocks import BlockRows, take_apart
 from vllm_lite.layers.weights.matmul import DenseMatmul
 from vllm_lite.models.registry import Sizes, build
@@ -103,10 +103,10 @@ def test_blocks_of_gguf_on_a_gpu(kind: str) -> None:
     block = BY_NAME[kind]
     blocks = torch.randint(0, 120, (256, 1024 // block.elements * block.num_bytes), dtype=torch.uint8)
     weight = take_apart(BlockRows(kind, blocks))
-    stays = OnGpu.takes(weight)
+    stays = GpuPackedWeight.takes(weight)
     assert stays == (kind in GPU_BLOCK_BITS)
     if stays:
-        bits = 8 * OnGpu.of(weight, torch.device("cpu")).num_bytes / (256 * 1024)
+        bits = 8 * GpuPackedWeight.of(weight, torch.device("cpu")).num_bytes / (256 * 1024)
         assert GPU_BLOCK_BITS[kind] == pytest.approx(bits, rel=0.01)
 
 

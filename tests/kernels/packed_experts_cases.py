@@ -15,9 +15,9 @@ from vllm_lite.checkpoint.layer_specs.activation import Activation
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.cuda.moe import packed_experts
 from vllm_lite.kernels.cuda.moe.experts import FOR_MANY, Stacks
-from vllm_lite.kernels.cuda.moe.packed_experts import PackedExperts, PackedStacks
+from vllm_lite.kernels.cuda.moe.packed_experts import GpuPackedExperts, PackedStacks
 from vllm_lite.kernels.cuda.moe.packed_stack import PackedStack, tiles_in_turn
-from vllm_lite.kernels.cuda.weights.packed_weight import PackedWeight
+from vllm_lite.kernels.cuda.weights.packed_weight import GpuPackedWeight
 from vllm_lite.kernels.grouped import E2M1, E4M3, INT4, INT8, UINT4, GroupedWeight, dequantize
 from vllm_lite.kernels.routing import Chosen
 
@@ -31,12 +31,12 @@ class Layer(NamedTuple):
     stacks: PackedStacks
     dense: Stacks
 
-    def experts(self, launcher: Launcher, activation: Activation = "silu", first: int = 0) -> PackedExperts:
-        return PackedExperts(launcher, self.stacks, first, activation, self.dense.down.dtype)
+    def experts(self, launcher: Launcher, activation: Activation = "silu", first: int = 0) -> GpuPackedExperts:
+        return GpuPackedExperts(launcher, self.stacks, first, activation, self.dense.down.dtype)
 
 
 def stack(stored: list[GroupedWeight], device: torch.device, *, in_turn: bool = False) -> PackedStack:
-    weights = [PackedWeight.of(each, device) for each in stored]
+    weights = [GpuPackedWeight.of(each, device) for each in stored]
     codes = [tiles_in_turn(each.codes, 0, each.shape[0], 1) if in_turn else each.codes for each in weights]
     return PackedStack.of(torch.stack(codes), weights, in_turn=in_turn)
 
@@ -121,7 +121,7 @@ def every_code(dtype: torch.dtype) -> Case:
         other = stored._replace(codes=codes.flip(0))
         down = stack([stored._replace(codes=codes[:64, :48], scales=scales[:64])] * 2, device)
         packed = stack([stored, other], device, in_turn=True)
-        made = PackedExperts(launcher, PackedStacks(packed, down), 0, "silu", dtype)
+        made = GpuPackedExperts(launcher, PackedStacks(packed, down), 0, "silu", dtype)
         for given in (packed, stack([stored, other], device)):
             wide = made.widen(given, torch.full((3, 96, 64), torch.nan, dtype=dtype, device=device))
             assert torch.equal(wide[0].float().cpu(), dequantize(stored))
@@ -177,7 +177,7 @@ def many_rows(launcher: Launcher, device: torch.device) -> None:
         own, num_tokens = layer(device, BF16, values, group_size, less, biases=True), FOR_MANY * 2
         x, chosen = draw((num_tokens, SIZES.hidden), BF16, device, 0.3), pick(num_tokens, SIZES, device)
 
-        class Counting(PackedExperts):
+        class Counting(GpuPackedExperts):
             def widen(self, weights: PackedStack, into: torch.Tensor) -> torch.Tensor:
                 widened.append(len(into))
                 return super().widen(weights, into)
@@ -223,7 +223,7 @@ def zeros_of_some(launcher: Launcher, device: torch.device) -> None:
         dense = (torch.stack([dequantize(each) for each in part]).to(device) for part in (both, down))
         x, chosen = draw((5, 64), BF16, device, 0.3), pick(5, sizes, device)
         out = torch.full_like(x, torch.nan)
-        PackedExperts(launcher, stacks, 0, "silu", BF16).forward(x, chosen, out)
+        GpuPackedExperts(launcher, stacks, 0, "silu", BF16).forward(x, chosen, out)
         compare(out, expected(x, chosen, Stacks(*dense), 0, "silu"))
 
 

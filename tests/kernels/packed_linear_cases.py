@@ -13,7 +13,7 @@ from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.cuda.weights import many_rows, packed_linear
 from vllm_lite.kernels.cuda.weights.many_rows import Float8Products, WidenedProducts, quantized_rows
 from vllm_lite.kernels.cuda.weights.packed_linear import TILED_ROWS, PackedLinear, num_parts
-from vllm_lite.kernels.cuda.weights.packed_weight import PackedWeight
+from vllm_lite.kernels.cuda.weights.packed_weight import GpuPackedWeight
 from vllm_lite.kernels.grouped import E2M1, E4M3, INT4, INT8, UINT4, UINT8, GroupedWeight, dequantize
 
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -74,7 +74,7 @@ def product(launcher: Launcher, stored: GroupedWeight, x: torch.Tensor, dtype: t
     out = torch.full((len(x), stored.shape[0]), torch.nan, dtype=dtype, device=x.device)
     kept, packed_linear.FEW_ROWS = packed_linear.FEW_ROWS, BY_CODES
     try:
-        PackedLinear(launcher, PackedWeight.of(stored, x.device), None).forward(x, out)
+        PackedLinear(launcher, GpuPackedWeight.of(stored, x.device), None).forward(x, out)
     finally:
         packed_linear.FEW_ROWS = kept
     return out
@@ -106,7 +106,7 @@ def every_code(values: torch.Tensor, dtype: torch.dtype, num_outputs: int = 64, 
 def a_row_by_itself(launcher: Launcher, device: torch.device) -> None:
     """A row's bits depend neither on the other rows nor on their number, which decides how blocks divide the work."""
     stored = weight(UINT4, 64, "zeros", Sizes(64, 2100))
-    assert num_parts(PackedWeight.of(stored, device)) == 2
+    assert num_parts(GpuPackedWeight.of(stored, device)) == 2
     x = draw((70, 2100), BF16, device)
     together = product(launcher, stored, x)
     check(together, x, stored)
@@ -121,7 +121,7 @@ def more_rows(dtype: torch.dtype) -> Case:
         for stored in (weight(UINT4, 64, "zeros"), weight(INT8, CHANNEL), weight(UINT4, 32, "minima", scale=F32)):
             x = draw((BY_CODES + 1, stored.shape[1]), dtype, device)
             rounded = dequantize(stored).to(dtype)
-            wide = WidenedProducts(launcher, PackedWeight.of(stored, device)).widened(16, 40, dtype).cpu()
+            wide = WidenedProducts(launcher, GpuPackedWeight.of(stored, device)).widened(16, 40, dtype).cpu()
             unit = torch.finfo(dtype).eps * dequantize(stored)[16:56].abs().clamp(min=1e-6)
             assert bool(((wide.float() - dequantize(stored)[16:56]).abs() <= 0.51 * unit).all())
             out, expected = product(launcher, stored, x, dtype), x.double().cpu() @ rounded.double().t()
@@ -136,7 +136,7 @@ def in_slabs(launcher: Launcher, device: torch.device) -> None:
     stored, before = weight(INT4, 32, sizes=Sizes(200, 64)), many_rows.SLAB_BYTES
     x, bias = draw((TILED_ROWS + 5, 64), F16, device), draw((200,), F16, device)
     outs = [torch.empty(len(x), 200, dtype=F16, device=device) for _ in range(2)]
-    linear = PackedLinear(launcher, PackedWeight.of(stored, device), bias)
+    linear = PackedLinear(launcher, GpuPackedWeight.of(stored, device), bias)
     try:
         for out, many_rows.SLAB_BYTES in zip(outs, (before, 1), strict=True):
             linear.forward(x, out)
@@ -152,7 +152,7 @@ def float8_rows(launcher: Launcher, device: torch.device) -> None:
     """torch multiplies the codes, and rows with their scales; on a GPU that has no such product the rest of the case is
     left out."""
     stored, before = weight(E4M3, CHANNEL, sizes=Sizes(200, 90), scale=BF16), many_rows.SLAB_BYTES
-    packed, bias = PackedWeight.of(stored, device), draw((200,), F16, device)
+    packed, bias = GpuPackedWeight.of(stored, device), draw((200,), F16, device)
     products = Float8Products(launcher, packed)
     codes = products.codes(48, 152).view(torch.uint8)
     assert torch.equal(codes[:152, :90].cpu(), stored.codes[48:])
@@ -180,7 +180,7 @@ def with_a_bias(launcher: Launcher, device: torch.device) -> None:
     """Outputs of x's type and of float32, in one part and in several, with a bias."""
     for sizes in (Sizes(), Sizes(20, 2048)):
         stored, bias = weight(INT4, 128, sizes=sizes), draw((sizes.outputs,), BF16, device, 3.0)
-        linear = PackedLinear(launcher, PackedWeight.of(stored, device), bias)
+        linear = PackedLinear(launcher, GpuPackedWeight.of(stored, device), bias)
         x = draw((3, sizes.inputs), BF16, device)
         for dtype in (BF16, F32):
             out = torch.full((3, sizes.outputs), torch.nan, dtype=dtype, device=device)
@@ -191,7 +191,7 @@ def with_a_bias(launcher: Launcher, device: torch.device) -> None:
 def strided(launcher: Launcher, device: torch.device) -> None:
     """Rows with gaps between them, aligned and not. The columns beside the outputs keep their values."""
     for stored in (weight(INT8, CHANNEL, sizes=Sizes(75, 192)), weight(INT4, 32, sizes=Sizes(70, 2048))):
-        linear = PackedLinear(launcher, PackedWeight.of(stored, device), None)
+        linear = PackedLinear(launcher, GpuPackedWeight.of(stored, device), None)
         x = draw((5, stored.shape[1]), F16, device)
         plain = product(launcher, stored, x, F16)
         for gap in (8, 3):

@@ -13,7 +13,7 @@ from tests.kernels.packed_linear_cases import BF16, CHANNEL, F16, F32, Sizes, ch
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.cuda.weights import packed_linear
 from vllm_lite.kernels.cuda.weights.packed_linear import PackedLinear, num_tiled_parts
-from vllm_lite.kernels.cuda.weights.packed_weight import PackedWeight
+from vllm_lite.kernels.cuda.weights.packed_weight import GpuPackedWeight
 from vllm_lite.kernels.grouped import E2M1, E4M3, INT4, INT8, UINT4, UINT8, GroupedWeight
 
 
@@ -37,7 +37,7 @@ def product(
 ) -> torch.Tensor:
     out = torch.full((len(x), stored.shape[0]), torch.nan, dtype=dtype, device=x.device)
     with all_in_tiles():
-        PackedLinear(launcher, PackedWeight.of(stored, x.device), bias).forward(x, out)
+        PackedLinear(launcher, GpuPackedWeight.of(stored, x.device), bias).forward(x, out)
     return out
 
 
@@ -48,7 +48,7 @@ every_code = partial(packed_linear_cases.every_code, num_outputs=320, by=product
 def a_row_by_itself(launcher: Launcher, device: torch.device) -> None:
     """A row's bits depend neither on the other rows nor on their number, which decides how blocks divide the work."""
     for stored in (weight(UINT4, 64, "zeros", Sizes(64, 2100)), weight(INT8, 96, sizes=Sizes(64, 2100))):
-        assert num_tiled_parts(PackedWeight.of(stored, device)) == 4
+        assert num_tiled_parts(GpuPackedWeight.of(stored, device)) == 4
         x = draw((130, 2100), BF16, device)
         together = product(launcher, stored, x)
         check(together, x, stored)
@@ -77,7 +77,7 @@ def nan_stays_in_its_output(launcher: Launcher, device: torch.device) -> None:
 def strided(launcher: Launcher, device: torch.device) -> None:
     """Rows with gaps between them. The columns beside the outputs keep their values."""
     stored = weight(INT8, CHANNEL, sizes=Sizes(75, 192))
-    linear = PackedLinear(launcher, PackedWeight.of(stored, device), None)
+    linear = PackedLinear(launcher, GpuPackedWeight.of(stored, device), None)
     x = draw((18, 192), F16, device)
     out = torch.full((18, 75 + 12), torch.nan, dtype=F16, device=device)
     with all_in_tiles():

@@ -10,9 +10,9 @@ from tests.kernels import packed_experts_cases as cases
 from tests.kernels.emulator import EmulatorLauncher
 from tests.kernels.experts_cases import Sizes, pick
 from tests.kernels.fused_cases import Case, draw
-from vllm_lite.kernels.cuda.moe.packed_experts import PackedExperts, PackedStacks
+from vllm_lite.kernels.cuda.moe.packed_experts import GpuPackedExperts, PackedStacks
 from vllm_lite.kernels.cuda.moe.packed_stack import alike, stackable, tiles_in_order, tiles_in_turn
-from vllm_lite.kernels.cuda.weights.packed_weight import PackedWeight
+from vllm_lite.kernels.cuda.weights.packed_weight import GpuPackedWeight
 from vllm_lite.kernels.grouped import E2M1, INT4, INT8, GroupedWeight
 from vllm_lite.kernels.routing import Chosen
 
@@ -67,9 +67,9 @@ def test_tiles_in_turn_and_back() -> None:
 
 
 def test_weights_that_can_be_a_stack() -> None:
-    def made(outputs: int, inputs: int, values: torch.Tensor = INT4, group_size: int = 32) -> PackedWeight:
+    def made(outputs: int, inputs: int, values: torch.Tensor = INT4, group_size: int = 32) -> GpuPackedWeight:
         codes = torch.zeros(outputs, inputs, dtype=torch.uint8)
-        return PackedWeight.of(
+        return GpuPackedWeight.of(
             GroupedWeight(codes, values, torch.ones(outputs, -(-inputs // group_size)), group_size), CPU
         )
 
@@ -87,12 +87,12 @@ def test_other_weights_are_refused(emulated: EmulatorLauncher) -> None:
     own = cases.layer(CPU, BF16, INT4, 32)
     gate_up, down = own.stacks[:2]
     with pytest.raises(ValueError, match=r"\[104, 80\] and \[104, 80\] are no MLPs with a gate"):
-        PackedExperts(emulated, PackedStacks(down, down), 0, "silu", BF16)
+        GpuPackedExperts(emulated, PackedStacks(down, down), 0, "silu", BF16)
     with pytest.raises(ValueError, match=r"\[160, 104\] and \[104, 80\] are no MLPs without a gate"):
-        PackedExperts(emulated, PackedStacks(gate_up, down), 0, "relu2", BF16)
+        GpuPackedExperts(emulated, PackedStacks(gate_up, down), 0, "relu2", BF16)
     with pytest.raises(ValueError, match="tiles of gate and up must lie in turn"):
-        PackedExperts(emulated, PackedStacks(gate_up._replace(in_turn=False), down), 0, "silu", BF16)
+        GpuPackedExperts(emulated, PackedStacks(gate_up._replace(in_turn=False), down), 0, "silu", BF16)
     with pytest.raises(ValueError, match=r"rows must be float16 or bfloat16, not torch\.float32"):
-        PackedExperts(emulated, PackedStacks(gate_up, down), 0, "silu", torch.float32)
+        GpuPackedExperts(emulated, PackedStacks(gate_up, down), 0, "silu", torch.float32)
     with pytest.raises(ValueError, match=r"biases of down must be torch\.bfloat16 \[5, 104\], contiguous"):
-        PackedExperts(emulated, PackedStacks(gate_up, down, down_bias=torch.zeros(5, 104)), 0, "silu", BF16)
+        GpuPackedExperts(emulated, PackedStacks(gate_up, down, down_bias=torch.zeros(5, 104)), 0, "silu", BF16)

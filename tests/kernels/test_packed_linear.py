@@ -10,7 +10,7 @@ from tests.kernels.emulator import EmulatorLauncher
 from tests.kernels.fused_cases import Case, draw
 from vllm_lite.kernels.cuda.weights import packed_linear
 from vllm_lite.kernels.cuda.weights.packed_linear import PackedLinear
-from vllm_lite.kernels.cuda.weights.packed_weight import PackedWeight
+from vllm_lite.kernels.cuda.weights.packed_weight import GpuPackedWeight
 from vllm_lite.kernels.grouped import INT4, INT8, UINT4, GroupedWeight, quantize4
 
 CPU = torch.device("cpu")
@@ -33,7 +33,7 @@ def test_the_order_of_packed_weights() -> None:
     """The order that csrc/cuda/packed_linear.cuh describes, element by element."""
     for values, bits in ((INT4, 4), (INT8, 8)):
         codes = torch.randint(len(values), (128, 128), dtype=torch.uint8)
-        packed = PackedWeight.of(GroupedWeight(codes, values, torch.ones(128, 1), 128), CPU)
+        packed = GpuPackedWeight.of(GroupedWeight(codes, values, torch.ones(128, 1), 128), CPU)
         inputs = packed.chunk_inputs
         for output, given in ((0, 0), (77, 101), (127, 127), (8, 3), (16, 64), (63, 42)):
             h, r = divmod(output % 16, 8)
@@ -48,7 +48,7 @@ def test_the_order_of_packed_weights() -> None:
 
 def test_a_weight_has_the_bytes_of_its_codes_and_scales() -> None:
     stored = quantize4(draw((256, 1024), torch.bfloat16, CPU), 128)
-    assert PackedWeight.of(stored, CPU).num_bytes == 256 * 1024 * (4 + 16 / 128) / 8
+    assert GpuPackedWeight.of(stored, CPU).num_bytes == 256 * 1024 * (4 + 16 / 128) / 8
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_a_weight_has_the_bytes_of_its_codes_and_scales() -> None:
     ],
 )
 def test_scales_have_the_narrowest_type_that_holds_them(scale: torch.dtype, less: str, expected: torch.dtype) -> None:
-    packed = PackedWeight.of(cases.weight(UINT4 if less != "nothing" else INT4, 64, less, scale=scale), CPU)
+    packed = GpuPackedWeight.of(cases.weight(UINT4 if less != "nothing" else INT4, 64, less, scale=scale), CPU)
     assert packed.scales.dtype == expected
     assert packed.less == less.upper()
 
@@ -72,15 +72,15 @@ def test_weights_without_a_kernel() -> None:
         return GroupedWeight(torch.zeros(8, 64, dtype=torch.uint8), values, torch.ones(8, 64), group_size)
 
     for stored in (made(INT4, 16), made(INT4, 48), made(INT4.flip(0), 32), made(torch.randn(16), 32)):
-        assert not PackedWeight.takes(stored)
+        assert not GpuPackedWeight.takes(stored)
         with pytest.raises(ValueError, match=f"no kernel for 16 values in groups of {stored.group_size}"):
-            PackedWeight.of(stored, CPU)
-    assert PackedWeight.takes(made(INT4 / 2, 32)), "halves are whole numbers with other scales"
+            GpuPackedWeight.of(stored, CPU)
+    assert GpuPackedWeight.takes(made(INT4 / 2, 32)), "halves are whole numbers with other scales"
 
 
 def test_other_tensors_are_refused(emulated: EmulatorLauncher) -> None:
     stored = cases.weight(INT4, 32)
-    packed = PackedWeight.of(stored, CPU)
+    packed = GpuPackedWeight.of(stored, CPU)
     linear = PackedLinear(emulated, packed, None)
     x, out = torch.zeros(2, 200, dtype=torch.bfloat16), torch.zeros(2, 75, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"x must be float16 or bfloat16 \[num_rows, 200\], got torch\.float32"):
@@ -96,7 +96,7 @@ def test_other_tensors_are_refused(emulated: EmulatorLauncher) -> None:
 def test_no_launch_depends_on_the_rows_but_by_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a CUDA graph requires. The division of inputs into parts does not even depend on their number."""
     monkeypatch.setattr(packed_linear, "FEW_ROWS", 128)
-    packed = PackedWeight.of(cases.weight(INT4, 64, sizes=cases.Sizes(64, 2048)), CPU)
+    packed = GpuPackedWeight.of(cases.weight(INT4, 64, sizes=cases.Sizes(64, 2048)), CPU)
     grids: list[tuple[str, tuple[int, int, int]]] = []
 
     class Recorder:

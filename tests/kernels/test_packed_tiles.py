@@ -11,7 +11,7 @@ from tests.kernels.fused_cases import Case, draw
 from tests.kernels.packed_linear_cases import BF16, Sizes, weight
 from vllm_lite.kernels.cuda.weights import packed_linear
 from vllm_lite.kernels.cuda.weights.packed_linear import PackedLinear, tile_bytes
-from vllm_lite.kernels.cuda.weights.packed_weight import PackedWeight
+from vllm_lite.kernels.cuda.weights.packed_weight import GpuPackedWeight
 from vllm_lite.kernels.grouped import INT4, INT8, UINT4
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def test_rows_of_a_block_fill_the_multiprocessors_memory() -> None:
         (100 * 1024, INT8, 64, 4, 2),
         (0, INT8, 128, 4, 4),
     ):
-        packed = PackedWeight.of(weight(values, 128, sizes=Sizes(300, 512)), CPU)
+        packed = GpuPackedWeight.of(weight(values, 128, sizes=Sizes(300, 512)), CPU)
         recorder = Recorder(multiprocessor_bytes)
         linear = PackedLinear(recorder, packed, None)
         linear.forward(torch.zeros(num_rows, 512).half(), torch.zeros(num_rows, 300).half())
@@ -64,7 +64,7 @@ def test_rows_of_a_block_fill_the_multiprocessors_memory() -> None:
 
 
 def test_the_kernel_for_each_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = PackedWeight.of(weight(INT4, 128, sizes=Sizes(64, 128)), CPU)
+    packed = GpuPackedWeight.of(weight(INT4, 128, sizes=Sizes(64, 128)), CPU)
     linear = PackedLinear(Recorder(0), packed, None)
     said: list[tuple[int, bool | None]] = []
     monkeypatch.setattr(linear, "_by_codes", lambda x, _out, tiled: said.append((len(x), tiled)))

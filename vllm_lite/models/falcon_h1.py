@@ -8,7 +8,7 @@ from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.kernels.recurrent import KVAndStates, Segments
 from vllm_lite.layers.buffers import StepRows
-from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
+from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames, norm_input
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.recurrence.mamba import MambaBlock
 from vllm_lite.models.decoder import Decoder, DecoderNames
@@ -28,10 +28,7 @@ class FalconH1Layer(DecoderLayer):
         self.mamba, self.spec = MambaBlock(parts, layer), parts.spec
 
     def write(self, rows: StepRows, kv: KVAndStates, batch: StepBatch, backend: AttentionBackend) -> None:  # type: ignore[override]
-        if self.first:
-            self.input_norm.forward(rows.residual, out=rows.hidden)
-        else:
-            self.input_norm.add_forward(rows.residual, rows.hidden, out=rows.hidden)
+        norm_input(self.input_norm, rows, first=self.first)
         self.mamba.write(rows.hidden, rows, kv.states, batch, backend)
         self.attention.write(rows.hidden, rows, kv.kv, batch, backend)
         self.mamba.project(rows)

@@ -46,11 +46,11 @@ class HybridMLP(FusedGatedMLP):
     )
 
 
-class HybridLayer(GraniteLayer):
+class GraniteHybridLayer(GraniteLayer):
     mlp_block: ClassVar = HybridMLP
 
 
-class MambaLayer(HybridLayer):
+class GraniteMambaLayer(GraniteHybridLayer):
     names: ClassVar = LayerNames(attention="mamba")
     attention_block: ClassVar = MambaBlock
 
@@ -58,5 +58,5 @@ class MambaLayer(HybridLayer):
 class GraniteHybrid(Hybrid):
     """Granite 4: Mamba-2 layers, and attention every few layers."""
 
-    layer: ClassVar = HybridLayer
-    recurrent_layer: ClassVar = MambaLayer
+    layer: ClassVar = GraniteHybridLayer
+    recurrent_layer: ClassVar = GraniteMambaLayer

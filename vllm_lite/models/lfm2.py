@@ -19,38 +19,38 @@ class Lfm2MLP(GatedMLP):
     names: ClassVar = GatedNames("w1", "w3", "w2")
 
 
-class AttentionLayer(DecoderLayer):
+class Lfm2Layer(DecoderLayer):
     names: ClassVar = LayerNames(attention_norm="operator_norm", mlp_norm="ffn_norm", mlp="feed_forward")
     attention_block: ClassVar[type[Attention]] = Lfm2Attention
     mlp_block: ClassVar = Lfm2MLP
 
 
-class ConvLayer(AttentionLayer):
-    names: ClassVar = AttentionLayer.names._replace(attention="conv")
+class Lfm2ConvLayer(Lfm2Layer):
+    names: ClassVar = Lfm2Layer.names._replace(attention="conv")
     attention_block: ClassVar = ShortConvBlock
 
 
-class SparseAttentionLayer(AttentionLayer):
+class Lfm2SparseLayer(Lfm2Layer):
     """Attention layer with experts, whose tensors have the names of other families."""
 
-    names: ClassVar = AttentionLayer.names._replace(mlp="mlp")
+    names: ClassVar = Lfm2Layer.names._replace(mlp="mlp")
 
 
-class SparseConvLayer(ConvLayer):
-    """Convolution layer with experts, see SparseAttentionLayer."""
+class Lfm2SparseConvLayer(Lfm2ConvLayer):
+    """Convolution layer with experts, see Lfm2SparseLayer."""
 
-    names: ClassVar = ConvLayer.names._replace(mlp="mlp")
+    names: ClassVar = Lfm2ConvLayer.names._replace(mlp="mlp")
 
 
 class Lfm2(Hybrid):
     """LFM2. Its final norm is named after the embedding, to which the head is tied."""
 
     names: ClassVar = DecoderNames(norm="model.embedding_norm")
-    layer: ClassVar = AttentionLayer
-    recurrent_layer: ClassVar = ConvLayer
+    layer: ClassVar = Lfm2Layer
+    recurrent_layer: ClassVar = Lfm2ConvLayer
 
     def make_layer(self, parts: Parts, index: int) -> Layer:
         own = parts.spec.layers[index]
         if own.experts is None:
             return super().make_layer(parts, index)
-        return SparseAttentionLayer(parts, index) if own.recurrent is None else SparseConvLayer(parts, index)
+        return Lfm2SparseLayer(parts, index) if own.recurrent is None else Lfm2SparseConvLayer(parts, index)

@@ -10,7 +10,7 @@ from vllm_lite.models.hybrid import Hybrid
 from vllm_lite.models.lfm2 import Lfm2MLP
 
 
-class AttentionLayer(SandwichLayer):
+class Lfm3Layer(SandwichLayer):
     names: ClassVar = LayerNames(
         attention_norm="operator_norm",
         after_attention="post_operator_norm",
@@ -22,8 +22,8 @@ class AttentionLayer(SandwichLayer):
     mlp_block: ClassVar = Lfm2MLP
 
 
-class ConvLayer(AttentionLayer):
-    names: ClassVar = AttentionLayer.names._replace(attention="conv")
+class Lfm3ConvLayer(Lfm3Layer):
+    names: ClassVar = Lfm3Layer.names._replace(attention="conv")
     attention_block: ClassVar = ShortConvBlock
 
 
@@ -31,5 +31,5 @@ class Lfm3(Hybrid):
     """LFM3. Its final norm is named after the embedding, to which the head is tied."""
 
     names: ClassVar = DecoderNames(norm="model.embedding_norm")
-    layer: ClassVar = AttentionLayer
-    recurrent_layer: ClassVar = ConvLayer
+    layer: ClassVar = Lfm3Layer
+    recurrent_layer: ClassVar = Lfm3ConvLayer

@@ -10,20 +10,20 @@ from vllm_lite.models.decoder import Layer
 from vllm_lite.models.hybrid import Hybrid
 
 
-class MambaLayer(AttentionLayer):
+class NemotronMambaLayer(AttentionLayer):
     names: ClassVar = LayerNames(attention="mamba")
     attention_block: ClassVar = MambaBlock
 
 
-class PlainLayer(MLPLayer):
+class NemotronMLPLayer(MLPLayer):
     mlp_block: ClassVar = MLP
 
 
 class NemotronH(Hybrid):
     layer: ClassVar[type[Layer]] = AttentionLayer
-    recurrent_layer: ClassVar = MambaLayer
+    recurrent_layer: ClassVar = NemotronMambaLayer
 
     def make_layer(self, parts: Parts, index: int) -> Layer:
         if not parts.spec.layers[index].attends:
-            return PlainLayer(parts, index)
+            return NemotronMLPLayer(parts, index)
         return super().make_layer(parts, index)

@@ -9,7 +9,7 @@ from gpu_check_parts import emit
 
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.cuda.moe.experts import FOR_MANY, StackedExperts, Stacks
-from vllm_lite.kernels.cuda.moe.packed_experts import PackedExperts, PackedStacks
+from vllm_lite.kernels.cuda.moe.packed_experts import GpuPackedExperts, PackedStacks
 from vllm_lite.kernels.cuda.moe.packed_stack import PackedStack
 from vllm_lite.kernels.cuda.moe.torch_products import for_weights
 from vllm_lite.kernels.cuda.weights.packed_weight import OUTPUTS, TILE, TILE_BYTES
@@ -94,7 +94,7 @@ def report(bench: Any, name: str, way: Any, given: Problem, layer: Layer, expert
     emit(fact={f"{name}, {rows} rows, TFLOP/s": round(rate, 2)}, say=f"{name}: {rate:.1f} TFLOP/s")
 
 
-def mxfp4_experts(launcher: Launcher, layer: Layer, device: torch.device) -> PackedExperts:
+def mxfp4_experts(launcher: Launcher, layer: Layer, device: torch.device) -> GpuPackedExperts:
     """Experts of random codes, as gpt-oss-120b's layers have them."""
     stacks = []
     for outputs, inputs, in_turn in ((2 * layer.inner, layer.hidden, True), (layer.hidden, layer.inner, False)):
@@ -103,7 +103,7 @@ def mxfp4_experts(launcher: Launcher, layer: Layer, device: torch.device) -> Pac
         codes = torch.randint(256, shape, dtype=torch.uint8, device=device)
         scales = torch.full((layer.num_experts, groups, TILE * tiles, 1), 2.0**-6, dtype=torch.bfloat16, device=device)
         stacks.append(PackedStack((outputs, inputs), codes, scales, 0, "E2M1", "NOTHING", in_turn))
-    return PackedExperts(launcher, PackedStacks(stacks[0], stacks[1]), 0, "silu", torch.bfloat16)
+    return GpuPackedExperts(launcher, PackedStacks(stacks[0], stacks[1]), 0, "silu", torch.bfloat16)
 
 
 def ways(launcher: Launcher, stacks: Stacks, num_pairs: int) -> dict[str, Any]:

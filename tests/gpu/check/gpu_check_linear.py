@@ -16,7 +16,7 @@ from vllm_lite.kernels.cuda.weights.packed_weight import (
     OUTPUTS,
     TILE,
     TILE_BYTES,
-    PackedWeight,
+    GpuPackedWeight,
     chunk_inputs,
 )
 
@@ -51,7 +51,7 @@ KINDS = (
 )
 
 
-def random_weight(kind: Kind, sizes: tuple[int, int], device: torch.device) -> PackedWeight:
+def random_weight(kind: Kind, sizes: tuple[int, int], device: torch.device) -> GpuPackedWeight:
     """A weight of random codes in the packed layout. It is not made by packing, which would take longer than the
     measurement. `sizes`: outputs, a multiple of 64, and inputs, a multiple of a chunk."""
     outputs, inputs = sizes
@@ -61,7 +61,7 @@ def random_weight(kind: Kind, sizes: tuple[int, int], device: torch.device) -> P
     groups = -(-inputs // (kind.group_size or inputs))
     scales = torch.rand(groups, outputs, 1 if kind.less == "NOTHING" else 2, device=device) / 100
     shift = ONE_GROUP if kind.group_size is None else (kind.group_size // 32).bit_length() - 1
-    return PackedWeight(sizes, codes, scales.to(kind.scales), shift, kind.codes, kind.less, None)
+    return GpuPackedWeight(sizes, codes, scales.to(kind.scales), shift, kind.codes, kind.less, None)
 
 
 class Problem(NamedTuple):

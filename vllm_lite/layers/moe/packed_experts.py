@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 
 from vllm_lite.kernels.cuda.moe.experts import UNGATED
-from vllm_lite.kernels.cuda.moe.packed_experts import PackedExperts, PackedStacks
+from vllm_lite.kernels.cuda.moe.packed_experts import GpuPackedExperts, PackedStacks
 from vllm_lite.kernels.cuda.moe.packed_stack import PackedStack, alike, stackable, tiles_in_order, tiles_in_turn
 from vllm_lite.kernels.cuda.weights.many_rows import WidenedProducts
 from vllm_lite.kernels.cuda.weights.packed_linear import PackedLinear
-from vllm_lite.kernels.cuda.weights.packed_weight import PackedWeight
+from vllm_lite.kernels.cuda.weights.packed_weight import GpuPackedWeight
 from vllm_lite.layers.moe.expert_matmul import ExpertSizes
 from vllm_lite.layers.weights import gpu_matmul
 from vllm_lite.layers.weights.linear import Linear
@@ -26,7 +26,7 @@ from vllm_lite.layers.weights.weight_slot import WeightGroup
 class _Part(NamedTuple):
     """The weight of one expert: in the stack, or separate."""
 
-    weight: PackedWeight
+    weight: GpuPackedWeight
     bias: torch.Tensor | None
 
 
@@ -87,7 +87,7 @@ class PackedMemory:
 
 def packed_experts(
     gate_up: PackedMemory, down: PackedMemory, sizes: ExpertSizes, linear: Linear
-) -> PackedExperts | None:
+) -> GpuPackedExperts | None:
     """Make the products of all experts by the kernels of csrc/cuda. None if they are not all packed in equal form, or
     without a gate have an activation that the kernels lack; their Linears are then dense. `linear`: one of them."""
     whole = gate_up.is_whole() and down.is_whole() and sizes.gated != (sizes.activation == UNGATED)
@@ -100,10 +100,10 @@ def packed_experts(
     (first, first_bias), (second, second_bias) = gate_up.stack(), down.stack()
     biases = (None if bias is None else bias.to(dtype) for bias in (first_bias, second_bias))
     stacks = PackedStacks(first, second, *biases)
-    return PackedExperts(launcher, stacks, sizes.held.start, sizes.activation, dtype)
+    return GpuPackedExperts(launcher, stacks, sizes.held.start, sizes.activation, dtype)
 
 
-def _dense(linear: Linear, weight: PackedWeight, bias: torch.Tensor | None) -> DenseMatmul:
+def _dense(linear: Linear, weight: GpuPackedWeight, bias: torch.Tensor | None) -> DenseMatmul:
     dtype, device = linear.shape.dtype, linear.shape.device
     say_dense("some packed experts of a layer", device.type, str(dtype).removeprefix("torch."))
     launcher = gpu_matmul.launcher_for(dtype, device)

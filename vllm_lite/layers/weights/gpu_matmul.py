@@ -45,11 +45,11 @@ def packed_matmul(
         return None
     from vllm_lite.kernels.cuda.weights import many_rows
     from vllm_lite.kernels.cuda.weights.packed_linear import PackedLinear
-    from vllm_lite.kernels.cuda.weights.packed_weight import PackedWeight
+    from vllm_lite.kernels.cuda.weights.packed_weight import GpuPackedWeight
 
-    if not PackedWeight.takes(weight.form if isinstance(weight, GroupedChunks) else weight):
+    if not GpuPackedWeight.takes(weight.form if isinstance(weight, GroupedChunks) else weight):
         return None
-    packed = PackedWeight.of(weight, device)
+    packed = GpuPackedWeight.of(weight, device)
     return PackedLinear(launcher, packed, bias, many_rows.for_weight(launcher, packed, float8_rows=float8_rows))
 
 

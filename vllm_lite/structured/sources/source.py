@@ -7,13 +7,33 @@ ALL_BITS = 0xFFFFFFFF
 
 
 class MaskSource(Protocol):
-    """The MaskSource of worker/sampling/masks.py, which documents the methods, without its array types."""
+    """Follows the output of one sequence. Its state must depend on sampling params and accepted tokens alone."""
 
-    def accept(self, token: int, /) -> bool: ...
-    def rollback(self, num_tokens: int, /) -> None: ...
-    def fill_bitmask(self, bitmask: Any, /) -> None: ...
-    def forced_tokens(self) -> list[int]: ...
-    def num_valid(self, tokens: Sequence[int], /) -> int: ...
+    def accept(self, token: int, /) -> bool:
+        """Advance by one generated token. Returns False, and changes nothing, if the token is not allowed here."""
+        ...
+
+    def rollback(self, num_tokens: int, /) -> None:
+        """Take back the last `num_tokens` accepted tokens."""
+        ...
+
+    def fill_bitmask(self, bitmask: Any, /) -> None:
+        """Clear the bits of the tokens that are not allowed next.
+
+        bitmask: uint32 [ceil(vocab / 32)], all bits set; token t has bit t % 32 of word t // 32.
+        """
+        ...
+
+    def forced_tokens(self) -> list[int]:
+        """The sequence of tokens that must come next; [] if there is a choice, or it is not known.
+
+        They are drafted, so an error here only costs time.
+        """
+        ...
+
+    def num_valid(self, tokens: Sequence[int], /) -> int:
+        """Number of `tokens` that may follow, up to the first that is not allowed."""
+        ...
 
 
 def count_valid(source: MaskSource, tokens: Sequence[int]) -> int:

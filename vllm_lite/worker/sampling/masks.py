@@ -4,9 +4,9 @@ A sequence may have a MaskSource, which follows its output and knows which token
 per sample; their bitmasks are applied to all rows of logits at once. Sequences without a source cost nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,47 +21,17 @@ from vllm_lite.kernels.cuda.cupy_launcher import default_launcher
 from vllm_lite.kernels.cuda.launcher import Launcher
 from vllm_lite.kernels.sampling import MaskedRows
 from vllm_lite.protocol.params import Sampling
+from vllm_lite.structured.sources.source import MaskSource
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
 Uint32s = NDArray[np.uint32]
 
 NEVER = -float("inf")
-ALL_BITS = 0xFFFFFFFF
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 BYTES = np.where(_BITS == 1, np.float32(0), np.float32(NEVER))
 """Value of a bitmask's byte -> float32 [8] to add to the logits of its eight tokens. Unpacking by table is 30 times
 as fast as by shifts."""
-
-
-class MaskSource(Protocol):
-    """Follows the output of one sequence. Its state must depend on sampling params and accepted tokens alone."""
-
-    def accept(self, token: int) -> bool:
-        """Advance by one generated token. Returns False, and changes nothing, if the token is not allowed here."""
-        ...
-
-    def rollback(self, num_tokens: int) -> None:
-        """Take back the last `num_tokens` accepted tokens."""
-        ...
-
-    def fill_bitmask(self, bitmask: Uint32s) -> None:
-        """Clear the bits of the tokens that are not allowed next.
-
-        bitmask: [ceil(vocab / 32)], all bits set; token t has bit t % 32 of word t // 32.
-        """
-        ...
-
-    def forced_tokens(self) -> list[int]:
-        """The sequence of tokens that must come next; [] if there is a choice, or it is not known.
-
-        They are drafted, so an error here only costs time.
-        """
-        ...
-
-    def num_valid(self, tokens: Sequence[int]) -> int:
-        """Number of `tokens` that may follow, up to the first that is not allowed."""
-        ...
 
 
 MaskSourceOf = Callable[[Sampling], "MaskSource | Future[Any] | None"]

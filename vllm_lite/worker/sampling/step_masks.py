@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from vllm_lite.worker.sampling.masks import ALL_BITS, Int32s, Int64s, SequenceMask, TokenMasks, Uint32s, bitmask_of
+from vllm_lite.structured.sources.source import ALL_BITS
+from vllm_lite.worker.sampling.masks import Int32s, Int64s, SequenceMask, TokenMasks, Uint32s, bitmask_of
 
 MAX_THREADS = 4
 MIN_SEQUENCES = 32

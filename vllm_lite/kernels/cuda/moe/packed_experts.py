@@ -33,7 +33,7 @@ class PackedStacks(NamedTuple):
     down_bias: torch.Tensor | None = None  # [num_experts, hidden]
 
 
-class PackedExperts(SortedExperts):
+class GpuPackedExperts(SortedExperts):
     """Experts from number `first` on, each an MLP, gated unless its activation is UNGATED."""
 
     def __init__(

@@ -5,14 +5,14 @@ from typing import NamedTuple, Self
 
 import torch
 
-from vllm_lite.kernels.cuda.weights.packed_weight import TILE, PackedWeight, chunk_inputs
+from vllm_lite.kernels.cuda.weights.packed_weight import TILE, GpuPackedWeight, chunk_inputs
 
 INPUTS = 8
 """The inputs of an expert are a multiple of this: numbers are stored 16 bytes at a time."""
 
 
 class PackedStack(NamedTuple):
-    """The same matrix of several experts, each packed as a PackedWeight."""
+    """The same matrix of several experts, each packed as a GpuPackedWeight."""
 
     shape: tuple[int, int]
     """[num_outputs, num_inputs] of each expert."""
@@ -40,7 +40,7 @@ class PackedStack(NamedTuple):
         return self.codes.nbytes + self.scales.nbytes
 
     @classmethod
-    def of(cls, codes: torch.Tensor, weights: Sequence[PackedWeight], *, in_turn: bool) -> Self:
+    def of(cls, codes: torch.Tensor, weights: Sequence[GpuPackedWeight], *, in_turn: bool) -> Self:
         """codes: of all experts, in the order of `in_turn`; everything else is from `weights`, which are `alike` and in
         the order of their outputs. If only some have zero points or minima, the others get neutral ones."""
         first = weights[0]
@@ -56,7 +56,7 @@ class PackedStack(NamedTuple):
         return self._replace(codes=self.codes[part], scales=self.scales[part])
 
 
-def stackable(weight: PackedWeight, *, in_turn: bool) -> bool:
+def stackable(weight: GpuPackedWeight, *, in_turn: bool) -> bool:
     """Whether weights like this can be in a stack: columns are in the order of inputs, and halves are whole tiles if
     they alternate."""
     num_outputs, num_inputs = weight.shape
@@ -64,7 +64,7 @@ def stackable(weight: PackedWeight, *, in_turn: bool) -> bool:
     return weight.order is None and num_inputs % INPUTS == 0 and min(weight.shape) > 0 and whole
 
 
-def alike(one: PackedWeight, other: PackedWeight) -> bool:
+def alike(one: GpuPackedWeight, other: GpuPackedWeight) -> bool:
     """Whether both can be in one stack: with equal shapes, kinds of codes and group sizes."""
     first, second = ((each.shape, each.kind, each.group_shift, each.order is None) for each in (one, other))
     return first == second
@@ -85,7 +85,7 @@ def tiles_in_order(table: torch.Tensor, num_outputs: int) -> torch.Tensor:
     return torch.cat((table[:size:2], table[1:size:2], table[size:]))
 
 
-def _scales_for(weight: PackedWeight, less: str) -> torch.Tensor:
+def _scales_for(weight: GpuPackedWeight, less: str) -> torch.Tensor:
     """The scales of a weight, with the second numbers of kind `less`."""
     if weight.less == less:
         return weight.scales

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import ScalingType, scaled_mm
 
 from vllm_lite.kernels.cuda.launcher import Launcher, cuda_type
-from vllm_lite.kernels.cuda.weights.packed_weight import OUTPUTS, TILE, PackedWeight
+from vllm_lite.kernels.cuda.weights.packed_weight import OUTPUTS, TILE, GpuPackedWeight
 
 SOURCE = "packed_linear.cuh"
 WARPS = 8
@@ -34,7 +34,7 @@ class ManyRows(Protocol):
         ...
 
 
-def for_weight(launcher: Launcher, weight: PackedWeight, *, float8_rows: bool) -> ManyRows:
+def for_weight(launcher: Launcher, weight: GpuPackedWeight, *, float8_rows: bool) -> ManyRows:
     """float8_rows: whether the checkpoint expects float8 activations."""
     one_scale = (weight.kind, weight.less, len(weight.scales)) == ("E4M3", "NOTHING", 1)
     if float8_rows and one_scale and multiplies_float8(weight.codes.device):
@@ -52,7 +52,7 @@ class WidenedProducts:
 
     keeps_codes = False
 
-    def __init__(self, launcher: Launcher, weight: PackedWeight) -> None:
+    def __init__(self, launcher: Launcher, weight: GpuPackedWeight) -> None:
         self.weight = weight
         self._launcher = launcher
 
@@ -87,7 +87,7 @@ class Float8Products:
 
     keeps_codes = True
 
-    def __init__(self, launcher: Launcher, weight: PackedWeight) -> None:
+    def __init__(self, launcher: Launcher, weight: GpuPackedWeight) -> None:
         self.weight = weight
         self._launcher = launcher
         self._scales = torch.ones(-(-weight.padded[0] // TILE) * TILE, device=weight.codes.device)
@@ -128,11 +128,11 @@ def quantized_rows(x: torch.Tensor, num_inputs: int) -> tuple[torch.Tensor, torc
     return rows, scales
 
 
-def _grid(weight: PackedWeight, tiles: int) -> tuple[int, int, int]:
+def _grid(weight: GpuPackedWeight, tiles: int) -> tuple[int, int, int]:
     return -(-weight.num_chunks // WARPS), tiles, 1
 
 
-def _slabs(weight: PackedWeight, out: torch.Tensor, output_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
+def _slabs(weight: GpuPackedWeight, out: torch.Tensor, output_bytes: int) -> Iterator[tuple[int, torch.Tensor]]:
     """Slabs of columns of `out`, with the number of each one's first column: as many columns as fit with `output_bytes`
     each."""
     at_once = max(1, SLAB_BYTES // (output_bytes * OUTPUTS)) * OUTPUTS

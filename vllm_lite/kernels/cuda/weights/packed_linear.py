@@ -12,7 +12,7 @@ import torch
 from vllm_lite.kernels.cuda.fused import threads_for, vector_width
 from vllm_lite.kernels.cuda.launcher import Arg, Launcher, cuda_type, require
 from vllm_lite.kernels.cuda.weights.many_rows import SOURCE, THREADS, WARPS, ManyRows, WidenedProducts
-from vllm_lite.kernels.cuda.weights.packed_weight import HALF_BYTES, OUTPUTS, SPAN, TILE, PackedWeight
+from vllm_lite.kernels.cuda.weights.packed_weight import HALF_BYTES, OUTPUTS, SPAN, TILE, GpuPackedWeight
 
 DTYPES = (torch.float16, torch.bfloat16)
 """Supported dtypes of rows."""
@@ -49,26 +49,26 @@ def tiles_for(num_rows: int) -> Tiles:
     return Tiles(2, 4) if num_rows <= 16 else Tiles(4, 4)
 
 
-def num_parts(weight: PackedWeight) -> int:
+def num_parts(weight: GpuPackedWeight) -> int:
     """Number of parts of the inputs, from the shape alone: each has at least two chunks per warp."""
     wanted = -(-ENOUGH_BLOCKS // max(1, weight.padded[0] // OUTPUTS))
     return max(1, min(wanted, MAX_PARTS, weight.num_chunks // (2 * WARPS)))
 
 
-def num_tiled_parts(weight: PackedWeight) -> int:
+def num_tiled_parts(weight: GpuPackedWeight) -> int:
     """The same for BLOCK_OUTPUTS outputs per block: each part fills the ring at least twice."""
     wanted = ENOUGH_BLOCKS // max(1, -(-weight.padded[0] // BLOCK_OUTPUTS))
     return max(1, min(wanted, MAX_PARTS, weight.padded[1] // (2 * STAGES * STEP)))
 
 
-def tile_bytes(weight: PackedWeight, rows: int, flush: int) -> int:
+def tile_bytes(weight: GpuPackedWeight, rows: int, flush: int) -> int:
     """Shared memory of a block with 8 * rows rows: STAGES times `packed::Step::BYTES` of TILES_SOURCE."""
     codes = BLOCK_OUTPUTS * STEP // (2 if weight.kind in HALF_BYTES else 1)
     a_scale = weight.scales.itemsize * (1 if weight.less == "NOTHING" else 2)
     return STAGES * (codes + STEP // (SPAN * flush) * BLOCK_OUTPUTS * a_scale + 8 * rows * STEP * 2)
 
 
-def rows_of_a_tile(weight: PackedWeight, num_rows: int, flush: int, multiprocessor_bytes: int) -> int:
+def rows_of_a_tile(weight: GpuPackedWeight, num_rows: int, flush: int, multiprocessor_bytes: int) -> int:
     """Rows of a block / 8: 4, or 8 if there are more rows and shared memory suffices. Results do not depend on it."""
     return 8 if num_rows > 32 and tile_bytes(weight, 8, flush) <= multiprocessor_bytes - BYTES_LEFT else 4
 
@@ -83,7 +83,7 @@ class PackedLinear:
     there to TILED_ROWS rows, possibly with other bits."""
 
     def __init__(
-        self, launcher: Launcher, weight: PackedWeight, bias: torch.Tensor | None, many_rows: ManyRows | None = None
+        self, launcher: Launcher, weight: GpuPackedWeight, bias: torch.Tensor | None, many_rows: ManyRows | None = None
     ) -> None:
         """bias: [num_outputs], of any float dtype. many_rows: multiplies rows beyond the limits, by default with
         dequantized weights."""

@@ -1,5 +1,5 @@
-"""PackedWeight: quantized weights as csrc/cuda/packed_linear.cuh reads them: codes of 4 or 8 bits, in the order of its
-operands."""
+"""GpuPackedWeight: a quantized weight as csrc/cuda/packed_linear.cuh reads it: codes of 4 or 8 bits, in the order of
+the kernel's operands."""
 
 from collections.abc import Iterator
 from typing import NamedTuple, Self
@@ -32,7 +32,7 @@ class _Numbers(NamedTuple):
     offset: float
 
 
-class PackedWeight(NamedTuple):
+class GpuPackedWeight(NamedTuple):
     """A packed weight, see csrc/cuda/packed_linear.cuh. Inputs are padded to whole chunks, outputs to OUTPUTS, with
     zeros."""
 
