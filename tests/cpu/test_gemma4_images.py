@@ -21,7 +21,8 @@ from tests.gemma_images import CHATS, GREEDY, KINDS, SMALL, Truth, as_file, chec
 from tests.images import GEMMA_IDS, chat_of, make_gemma4, make_unified, picture
 from vllm_lite import LLM
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.client.media.fitted import FittedSettings, fitted_of
+from vllm_lite.client.media.fitted import FittedSettings
+from vllm_lite.client.media.patches import resized
 from vllm_lite.client.media.prompt_images import PromptImages
 from vllm_lite.errors import ModelError, RequestError
 from vllm_lite.models.registry import Sizes, build
@@ -108,7 +109,7 @@ def test_pixels_match_the_processor(kind: tuple[str, str]) -> None:
     ]
     for seed, (width, height) in enumerate(sizes):
         data = as_file(*kind, width, height, seed)
-        made = fitted_of(data, FittedSettings(UNIT, BUDGET, BUDGET))
+        made = resized(data, FittedSettings(UNIT, BUDGET, BUDGET))
         own = np.frombuffer(made.colors, np.uint8).reshape(made.height, made.width, 3)
         image: list[Image.Image] = [Image.open(BytesIO(data))]
         for size, unified in ((PATCH, False), (UNIT, True)):
@@ -125,18 +126,17 @@ def test_pixels_match_the_processor(kind: tuple[str, str]) -> None:
 def test_sizes_match_the_processor(budget: int) -> None:
     theirs, rng = unified_function("get_aspect_ratio_preserving_size"), random.Random(budget)
     settings = FittedSettings(48, budget, 10**9)
-    from vllm_lite.client.media.fitted import fitting
 
     for _ in range(3000):
         height, width = (int(2 ** rng.uniform(0, 13)) for _ in range(2))
-        assert fitting(height, width, settings) == theirs(height, width, 16, budget * 9, 3)
+        assert settings.size(height, width) == theirs(height, width, 16, budget * 9, 3)
 
 
 def test_an_image_longer_than_there_are_positions_is_refused() -> None:
     with pytest.raises(
         RequestError, match="has 4000 x 1 pixels, which makes 70 x 1 tokens; the model has positions for 60"
     ):
-        fitted_of(as_file("PNG", "RGB", 4000, 1, 0), FittedSettings(UNIT, BUDGET, 60))
+        resized(as_file("PNG", "RGB", 4000, 1, 0), FittedSettings(UNIT, BUDGET, 60))
 
 
 def test_a_budget_that_the_model_does_not_have_is_refused(tmp_path: Path) -> None:

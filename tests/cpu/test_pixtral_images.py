@@ -18,7 +18,8 @@ from tests.image_answers import GREEDY, Answer, check_another_pixel, check_answe
 from tests.images import as_file, chat_of, make_mistral3, make_pixtral, picture
 from vllm_lite import LLM
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.client.media.rows import RowSettings, rows_of
+from vllm_lite.client.media.patches import resized
+from vllm_lite.client.media.rows import RowSettings
 from vllm_lite.errors import RequestError
 from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
@@ -82,7 +83,7 @@ def test_rows_match_the_processor(kind: tuple[str, str]) -> None:
     ]
     for seed, (width, height) in enumerate(sizes):
         unit, data = rng.choice([8, 16, 28]), as_file(*kind, width, height, seed)
-        mine = rows_of(data, RowSettings(unit, 64, 64))
+        mine = resized(data, RowSettings(unit, 64, 64))
         theirs = processor(unit, do_rescale=False, do_normalize=False)([Image.open(BytesIO(data))], return_tensors="np")
         expected = theirs["pixel_values"][0].transpose(1, 2, 0)
         own = np.frombuffer(mine.colors, np.uint8).reshape(mine.height, mine.width, 3)
@@ -95,7 +96,7 @@ def test_images_that_would_lose_an_edge_are_refused(size: tuple[int, int]) -> No
     width, height = size
     data = as_file("PNG", "RGB", width, height, 0)
     with pytest.raises(RequestError, match=f"has {width} x {height} pixels; shrunk to at most 64 x 64 one edge would"):
-        rows_of(data, RowSettings(16, 64, 64))
+        resized(data, RowSettings(16, 64, 64))
     with pytest.raises(ValueError, match="Size must contain"):
         processor(16)([Image.open(BytesIO(data))])
 

@@ -17,7 +17,7 @@ from tests.images import QWEN_VISION, as_file, chat_of, make_qwen, picture
 from vllm_lite import LLM, RequestOutput, SamplingParams
 from vllm_lite.attention.step_batch import AXIS_BITS, AXIS_MASK, on_axes
 from vllm_lite.checkpoint.config_json import load_spec
-from vllm_lite.client.media.patches import PatchSettings, patches_of
+from vllm_lite.client.media.patches import PatchSettings, resized
 from vllm_lite.client.media.prompt_images import PromptImages
 from vllm_lite.client.media.sources import GivenImage
 from vllm_lite.client.spans import ShownMedia
@@ -79,7 +79,7 @@ def test_patches_match_the_processor(kind: tuple[str, str]) -> None:
     sizes = [(1, 1), (1, 200), (190, 1), (16, 16), *((rng.randint(1, 200), rng.randint(1, 200)) for _ in range(12))]
     for seed, (width, height) in enumerate(sizes):
         data = as_file(*kind, width, height, seed)
-        made = patches_of(data, PatchSettings(UNIT, 256, 4096))
+        made = resized(data, PatchSettings(UNIT, 256, 4096))
         theirs = plain([Image.open(BytesIO(data))], return_tensors="np")
         (grid,) = theirs["image_grid_thw"]
         assert grid.tolist() == [1, made.height // 8, made.width // 8]
@@ -92,7 +92,7 @@ def test_patches_match_the_processor(kind: tuple[str, str]) -> None:
 
 def test_narrow_images_are_refused() -> None:
     with pytest.raises(RequestError, match="the image has 1 x 201 pixels; one edge may be 200 times the other"):
-        patches_of(as_file("PNG", "RGB", 1, 201, 0), PatchSettings(UNIT, 256, 4096))
+        resized(as_file("PNG", "RGB", 1, 201, 0), PatchSettings(UNIT, 256, 4096))
 
 
 # ---- vectors and positions

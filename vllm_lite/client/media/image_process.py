@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 
 from vllm_lite.client.media.decoding import BIG_PIXELS, header_of
-from vllm_lite.client.media.fitted import FittedSettings, fitted_of
+from vllm_lite.client.media.fitted import FittedSettings
 from vllm_lite.client.media.grids import GridSettings, ImageGrid, grid_of
-from vllm_lite.client.media.patches import ImagePatches, PatchSettings, patches_of
-from vllm_lite.client.media.rows import RowSettings, rows_of
+from vllm_lite.client.media.patches import ImagePatches, PatchSettings, resized
+from vllm_lite.client.media.rows import RowSettings
 from vllm_lite.client.media.squares import ImageSquares, SquareSettings, squares_of
 from vllm_lite.client.media.tiles import ImageTiles, TileSettings, tiles_of
 from vllm_lite.errors import RequestError
@@ -44,11 +44,11 @@ Made = ImageTiles | ImagePatches | ImageGrid | ImageSquares
 
 _MAKERS: dict[type, Callable[[bytes, Any], Made]] = {
     TileSettings: tiles_of,
-    PatchSettings: patches_of,
-    RowSettings: rows_of,
+    PatchSettings: resized,
+    RowSettings: resized,
     GridSettings: grid_of,
     SquareSettings: squares_of,
-    FittedSettings: fitted_of,
+    FittedSettings: resized,
 }
 
 

@@ -5,10 +5,7 @@ them. Only a child process runs this, as tiles.py.
 import math
 
 import msgspec
-from PIL import Image
 
-from vllm_lite.client.media.decoding import opened
-from vllm_lite.client.media.patches import ImagePatches
 from vllm_lite.client.media.sources import MAX_PIXELS
 from vllm_lite.errors import RequestError
 
@@ -22,24 +19,15 @@ class RowSettings(msgspec.Struct, frozen=True, tag=True):
     resample: int = 3
     max_pixels: int = MAX_PIXELS
 
-
-def rows_of(data: bytes, settings: RowSettings) -> ImagePatches:
-    """Preprocess an image. Raises RequestError if it is not an image, or too large or too narrow."""
-    image = opened(data, settings.max_pixels)
-    height, width = shrunk(image.height, image.width, settings)
-    resized = image.resize((width, height), Image.Resampling(settings.resample))
-    return ImagePatches(height, width, resized.tobytes())
-
-
-def shrunk(height: int, width: int, settings: RowSettings) -> tuple[int, int]:
-    """Size in whole units. Raises RequestError if no pixel would be left of an edge."""
-    ratio = max(height / settings.height, width / settings.width)
-    if ratio > 1:
-        inner = math.floor(height / ratio), math.floor(width / ratio)
-        if min(inner) < 1:
-            raise RequestError(
-                f"the image has {width} x {height} pixels; shrunk to at most {settings.width} x {settings.height} one "
-                "edge would have none"
-            )
-        height, width = inner
-    return -(-height // settings.unit) * settings.unit, -(-width // settings.unit) * settings.unit
+    def size(self, height: int, width: int) -> tuple[int, int]:
+        """Size in whole units. Raises RequestError if no pixel would be left of an edge."""
+        ratio = max(height / self.height, width / self.width)
+        if ratio > 1:
+            inner = math.floor(height / ratio), math.floor(width / ratio)
+            if min(inner) < 1:
+                raise RequestError(
+                    f"the image has {width} x {height} pixels; shrunk to at most {self.width} x {self.height} one "
+                    "edge would have none"
+                )
+            height, width = inner
+        return -(-height // self.unit) * self.unit, -(-width // self.unit) * self.unit

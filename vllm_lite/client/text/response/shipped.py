@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from vllm_lite.client.text.response.marks import Marks
-from vllm_lite.client.text.response.template import Field, Format, delimiter, field_of, thinking_literals
+from vllm_lite.client.text.response.template import Field, Format, delimiter, field_of, texts_in, thinking_literals
 from vllm_lite.errors import ConfigError
 
 
@@ -73,7 +73,7 @@ def compose(calls: str | None, reasoning: str | None, added_tokens: Mapping[str,
     skips = {f"{name} skip": item.skip for name, item, _ in parts if item.skip is not None}
     specs += [(name, "skip", skip) for name, skip in skips.items()]
     thinking = [_thinking(item) for _, item, part in parts if part == "reasoning"]
-    named = [*_texts([spec for _, _, spec in specs]), *anchors, *(text for pair in thinking if pair for text in pair)]
+    named = [*texts_in([spec for _, _, spec in specs]), *anchors, *(text for pair in thinking if pair for text in pair)]
     marks = Marks(named, added_tokens, special_ids)
     fields = [Field("content", "content")]
     for name, part, spec in specs:
@@ -97,11 +97,3 @@ def _thinking(item: Description) -> tuple[str, str] | None:
     if item.thinking is not None:
         return item.thinking["begin"], item.thinking["end"]
     return thinking_literals({"reasoning": item.reasoning}) if item.reasoning is not None else None
-
-
-def _texts(spec: Any) -> list[str]:
-    if isinstance(spec, Mapping):
-        return [text for value in spec.values() for text in _texts(value)]
-    if isinstance(spec, list):
-        return [text for value in spec for text in _texts(value)]
-    return [spec] if isinstance(spec, str) else []

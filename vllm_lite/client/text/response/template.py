@@ -167,7 +167,7 @@ def field_of(name: str, spec: Any, marks: Marks, role: str | None = None) -> Fie
     if kind == "xml-inline" and "tags" not in arguments:
         _check_tags(arguments, place)
     transform = spec.get("transform")
-    if any(contents.has_placeholder(text) and not contents.is_placeholder(text) for text in _texts(transform)):
+    if any(contents.has_placeholder(text) and not contents.is_placeholder(text) for text in texts_in(transform)):
         raise ModelError(f"{place}: a text of its transform mixes a placeholder with other text")
     return Field(
         name=name,
@@ -189,11 +189,12 @@ def _check_tags(arguments: Mapping[str, Any], place: str) -> None:
         raise ModelError(f"{place}: tag_pattern must have the named groups 'key' and 'value'")
 
 
-def _texts(transform: Any) -> list[str]:
+def texts_in(transform: Any) -> list[str]:
+    """All strings in a nested value."""
     if isinstance(transform, Mapping):
-        return [text for value in transform.values() for text in _texts(value)]
+        return [text for value in transform.values() for text in texts_in(value)]
     if isinstance(transform, list):
-        return [text for value in transform for text in _texts(value)]
+        return [text for value in transform for text in texts_in(value)]
     return [transform] if isinstance(transform, str) else []
 
 
@@ -207,7 +208,7 @@ def read_template(spec: Any, added_tokens: Mapping[str, int], special_ids: Any =
         raise ModelError(f"response_template has the unknown key {unknown[0]!r}; known are {', '.join(sorted(KEYS))}")
     if len(spec["fields"]) > MAX_FIELDS:
         raise ModelError(f"response_template has {len(spec['fields'])} fields; at most {MAX_FIELDS} are read")
-    marks = Marks(_texts(dict(spec)), added_tokens, special_ids)
+    marks = Marks(texts_in(dict(spec)), added_tokens, special_ids)
     fields = tuple(field_of(str(key), value, marks) for key, value in spec["fields"].items())
     implicit = [item.name for item in fields if item.open is None]
     if len(implicit) > 1:
