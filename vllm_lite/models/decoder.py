@@ -24,7 +24,7 @@ from vllm_lite.layers.buffers import Buffers, StepRows
 from vllm_lite.layers.decoder_layer import DecoderLayer
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.pooler import Pooler
-from vllm_lite.layers.vision.tower import VisionTower
+from vllm_lite.layers.vision.tower import make_tower
 from vllm_lite.layers.weights.adapted_head import Which
 from vllm_lite.layers.weights.weight_slot import WeightGroup
 
@@ -96,7 +96,7 @@ class Decoder:
         self.lm_head = parts.lm_head(self.embedding, tied=spec.tie_word_embeddings)
         self.adapted_head = parts.adapted_head(self.names.head, self.embedding) if self.has_head else None
         self.pooler = None if spec.pooling is None else Pooler(parts)
-        self.tower: VisionTower[Any] | None = None
+        self.tower = make_tower(parts)
         self.buffers = Buffers(parts, max_model_len, max_num_tokens)
 
     def make_layer(self, parts: Parts, index: int) -> Layer:

@@ -5,14 +5,12 @@ from typing import ClassVar
 
 import torch
 
-from vllm_lite.checkpoint.layer_specs.pixtral import PixtralVisionSpec
 from vllm_lite.layers.attention.attention_block import Attention
 from vllm_lite.layers.attention.latent_attention import LatentAttention
 from vllm_lite.layers.attention.sparse_attention import Selection, SparseLatentAttention
 from vllm_lite.layers.buffers import StepRows
 from vllm_lite.layers.decoder_layer import DecoderLayer
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.vision.pixtral import PixtralTower
 from vllm_lite.models.decoder import Decoder, Layer
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -56,11 +54,6 @@ class SparseDeepseek(Deepseek):
 
 class Mistral(Deepseek):
     """A Mistral that also sees images: the layers of Mistral 4, or Llama's as before it, and Pixtral's tower."""
-
-    def __init__(self, parts: Parts, max_model_len: int, max_num_tokens: int) -> None:
-        super().__init__(parts, max_model_len, max_num_tokens)
-        vision = parts.spec.vision
-        self.tower = PixtralTower(parts, vision) if isinstance(vision, PixtralVisionSpec) else None
 
     def make_layer(self, parts: Parts, index: int) -> Layer:
         kind = DecoderLayer if parts.spec.layers[index].latent is None else DeepseekLayer

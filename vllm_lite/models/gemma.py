@@ -4,10 +4,8 @@ from typing import ClassVar
 
 import torch
 
-from vllm_lite.checkpoint.layer_specs.gemma_vision import Gemma3VisionSpec
 from vllm_lite.layers.decoder_layer import SandwichLayer
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.vision.gemma import Gemma3Tower
 from vllm_lite.models.decoder import Decoder, Layer
 
 
@@ -24,8 +22,3 @@ class Gemma2(Gemma):
     """Gemma 2 and 3, which differ only in their ModelSpec."""
 
     layer: ClassVar[type[Layer]] = SandwichLayer
-
-    def __init__(self, parts: Parts, max_model_len: int, max_num_tokens: int) -> None:
-        super().__init__(parts, max_model_len, max_num_tokens)
-        vision = parts.spec.vision
-        self.tower = Gemma3Tower(parts, vision) if isinstance(vision, Gemma3VisionSpec) else None

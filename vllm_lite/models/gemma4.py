@@ -9,7 +9,7 @@ import torch
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
 from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
-from vllm_lite.checkpoint.layer_specs.gemma_vision import Gemma4VisionSpec, UnifiedVisionSpec
+from vllm_lite.checkpoint.layer_specs.gemma_vision import Gemma4VisionSpec
 from vllm_lite.layers.attention.attention_block import Attention
 from vllm_lite.layers.attention.shared_kv import SharedKVBlock
 from vllm_lite.layers.buffers import ExpertRows, StepRows
@@ -19,7 +19,6 @@ from vllm_lite.layers.moe.experts import Router, SparseMLP, SparseNames
 from vllm_lite.layers.norm import WideNorm
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.per_layer_vectors import PerLayerBlock, PerLayerVectors
-from vllm_lite.layers.vision.gemma import Gemma4Tower, UnifiedTower
 from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightStack, whole_slot
 from vllm_lite.models.decoder import Layer
 from vllm_lite.models.gemma import Gemma
@@ -115,11 +114,8 @@ class Gemma4(Gemma):
     def __init__(self, parts: Parts, max_model_len: int, max_num_tokens: int) -> None:
         super().__init__(parts, max_model_len, max_num_tokens)
         self.per_layer = PerLayerVectors(parts, self.embedding.vocabulary) if parts.spec.per_layer_size else None
-        vision, self.pad_id = parts.spec.vision, 0
-        if isinstance(vision, Gemma4VisionSpec):
-            self.tower, self.pad_id = Gemma4Tower(parts, vision), vision.pad_id
-        elif isinstance(vision, UnifiedVisionSpec):
-            self.tower = UnifiedTower(parts, vision)
+        vision = parts.spec.vision
+        self.pad_id = vision.pad_id if isinstance(vision, Gemma4VisionSpec) else 0
 
     def embed(self, batch: StepBatch, rows: StepRows) -> None:
         super().embed(batch, rows)

@@ -1,4 +1,4 @@
-"""Llama, and families that differ from it only in their ModelSpec: Mistral, Qwen, SmolLM3 and others."""
+"""Llama, and families that differ from it only in their ModelSpec: Mistral, Qwen, SmolLM3, LLaVA and others."""
 
 from vllm_lite.models.decoder import Decoder
 

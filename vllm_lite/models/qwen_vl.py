@@ -1,26 +1,14 @@
-"""Qwen2-VL to Qwen3-VL: Qwen's layers, with vectors of a vision tower in place of placeholder tokens."""
+"""Qwen3-VL: Qwen's layers, where vectors of the tower's middle layers are added after the first layers."""
 
 import torch
 
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
-from vllm_lite.checkpoint.layer_specs.qwen_vision import Qwen2VisionSpec, Qwen3VisionSpec
 from vllm_lite.layers.buffers import StepRows
 from vllm_lite.layers.decoder_layer import DecoderLayer
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.vision.qwen import Qwen3Tower
-from vllm_lite.layers.vision.qwen2 import Qwen2Tower
 from vllm_lite.models.decoder import Layer
 from vllm_lite.models.llama import Llama
-
-
-class Qwen2VL(Llama):
-    """Qwen2's layers with a vision tower; Qwen2.5-VL differs only in its tower."""
-
-    def __init__(self, parts: Parts, max_model_len: int, max_num_tokens: int) -> None:
-        super().__init__(parts, max_model_len, max_num_tokens)
-        vision = parts.spec.vision
-        self.tower = Qwen2Tower(parts, vision) if isinstance(vision, Qwen2VisionSpec) else None
 
 
 class LayerBehindDeep(DecoderLayer):
@@ -39,12 +27,7 @@ class LayerBehindDeep(DecoderLayer):
 
 
 class Qwen3VL(Llama):
-    """Qwen3 or Qwen3-MoE with a vision tower; its middle layers' vectors are added after the first layers."""
-
-    def __init__(self, parts: Parts, max_model_len: int, max_num_tokens: int) -> None:
-        super().__init__(parts, max_model_len, max_num_tokens)
-        vision = parts.spec.vision
-        self.tower = Qwen3Tower(parts, vision) if isinstance(vision, Qwen3VisionSpec) else None
+    """Qwen3 or Qwen3-MoE with a vision tower."""
 
     def make_layer(self, parts: Parts, index: int) -> Layer:
         vision = parts.spec.vision

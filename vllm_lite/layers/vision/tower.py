@@ -3,7 +3,8 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from pkgutil import resolve_name
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.nn import functional
@@ -185,3 +186,25 @@ def rms_normed(x: torch.Tensor, eps: float, weight: torch.Tensor | None = None) 
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (normed if weight is None else normed * weight).to(x.dtype)
+
+
+TOWERS = {
+    "AnyresSpec": "vllm_lite.layers.vision.anyres:AnyresTower",
+    "Gemma3VisionSpec": "vllm_lite.layers.vision.gemma:Gemma3Tower",
+    "Gemma4VisionSpec": "vllm_lite.layers.vision.gemma:Gemma4Tower",
+    "PixtralVisionSpec": "vllm_lite.layers.vision.pixtral:PixtralTower",
+    "Qwen2VisionSpec": "vllm_lite.layers.vision.qwen2:Qwen2Tower",
+    "Qwen3VisionSpec": "vllm_lite.layers.vision.qwen:Qwen3Tower",
+    "SiglipSpec": "vllm_lite.layers.vision.siglip:SiglipTower",
+    "UnifiedVisionSpec": "vllm_lite.layers.vision.gemma:UnifiedTower",
+}
+"""The tower of each kind of VisionSpec; it is imported when a model has one."""
+
+
+def make_tower(parts: Parts) -> VisionTower[Any] | None:
+    """Make the vision tower of the model, if it has one."""
+    vision = parts.spec.vision
+    if vision is None:
+        return None
+    kind: type[VisionTower[Any]] = resolve_name(TOWERS[type(vision).__name__])
+    return kind(parts, vision)
