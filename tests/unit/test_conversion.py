@@ -10,6 +10,8 @@ import errno
 import io
 import json
 import os
+import re
+import resource
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -27,6 +29,7 @@ from vllm_lite.client.text.detokenizer import Detokenizer, vocabulary
 from vllm_lite.client.text.templates.template_source import TemplateSource
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.client.text.tokenizer_formats import conversion, conversion_process
+from vllm_lite.client.text.tokenizer_formats.conversion import ForeignTokenizer
 from vllm_lite.client.text.tokenizer_formats.conversion_process import MORE_TEXTS, TEXTS, ConversionSettings, write
 from vllm_lite.errors import ModelError
 
@@ -380,6 +383,44 @@ def test_a_lack_of_memory_is_called_so(
     monkeypatch.setitem(conversion_process._WAYS, "vocabulary", [reads])
     assert write(ConversionSettings("vocabulary", "vocab.json", str(tmp_path), max_memory_bytes=64 << 20)) == 1
     assert says in (tmp_path / conversion_process.ERROR_FILE).read_text()
+
+
+@pytest.mark.parametrize("failed", [OSError(errno.ENOSPC, "No space"), OSError(errno.EDQUOT, "Quota"), "os error 28"])
+def test_a_full_disk_needs_no_room_to_be_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failed: OSError | str
+) -> None:
+    def saves(folder: Path) -> NoReturn:
+        del folder
+        raise failed if isinstance(failed, OSError) else Exception(f"No space left on device ({failed})")
+
+    (tmp_path / conversion_process.ERROR_FILE).symlink_to("/dev/full")
+    monkeypatch.setattr(conversion_process, "_converted", lambda _: SimpleNamespace(save_pretrained=saves))
+    assert write(ConversionSettings("gguf", "model.gguf", str(tmp_path))) == conversion_process.NO_SPACE
+
+
+def test_a_full_disk_is_called_so(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path / "model", **vocabulary_files())
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    (draft / "tokenizer.json").symlink_to("/dev/full")
+    says = re.escape(
+        f"a converted tokenizer cannot be kept in {tmp_path} (No space left on device); set XDG_CACHE_HOME"
+    )
+    with pytest.raises(ModelError, match=says):
+        conversion.convert(ForeignTokenizer("vocabulary", folder / "vocab.json"), draft)
+
+
+@pytest.mark.parametrize(
+    ("hard", "most"), [(resource.RLIM_INFINITY, 64 << 20), (1 << 30, 64 << 20), (3 << 20, 3 << 20)]
+)
+def test_the_memory_limit_is_at_most_that_of_the_shell(monkeypatch: pytest.MonkeyPatch, hard: int, most: int) -> None:
+    """The kernel refuses to raise what `ulimit -v` has set."""
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (hard, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limit: limits.append(limit))
+    settings = ConversionSettings("vocabulary", "vocab.json", "out", max_memory_bytes=64 << 20)
+    assert conversion_process.limit_memory(settings).max_memory_bytes == most
+    assert limits == [(most, most)]
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

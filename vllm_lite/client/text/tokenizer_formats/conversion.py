@@ -6,6 +6,7 @@ digest of all files that the conversion depends on, and it is complete or does n
 then needs no library.
 """
 
+import errno
 import hashlib
 import os
 import re
@@ -130,6 +131,8 @@ def convert(found: ForeignTokenizer, draft: Path) -> None:
     reason = child.exited()
     if error.is_file():
         reason = error.read_text(errors="replace")
+    elif reason == f"exit status {conversion_process.NO_SPACE}":
+        raise _not_kept(draft.parent, os.strerror(errno.ENOSPC))
     elif (draft / TOKENIZER_FILE).is_file() and reason == "exit status 0":
         return
     raise ModelError(f"{found.file} cannot be converted into a {TOKENIZER_FILE}: {reason}; {_ADVICE}")
@@ -220,6 +223,13 @@ def _cache() -> Path:
         ) from error
 
 
+def _not_kept(folder: Path, why: str | None) -> ModelError:
+    text = (
+        f"a converted tokenizer cannot be kept in {folder} ({why}); set XDG_CACHE_HOME to a folder that can be written"
+    )
+    return ModelError(text)
+
+
 @contextmanager
 def _draft(place: Path) -> Iterator[Path]:
     """A private folder beside `place`, on the same disk. It is removed at the end unless it was renamed."""
@@ -227,10 +237,7 @@ def _draft(place: Path) -> Iterator[Path]:
         place.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         draft = Path(mkdtemp(prefix=".", dir=place.parent))
     except OSError as error:
-        raise ModelError(
-            f"a converted tokenizer cannot be kept in {place.parent} ({error.strerror}); set XDG_CACHE_HOME to a "
-            "folder that can be written"
-        ) from error
+        raise _not_kept(place.parent, error.strerror) from error
     try:
         yield draft
     finally:

@@ -24,6 +24,8 @@ from vllm_lite.runtime.wakeup import Wakeup
 
 Kind = Literal["sentencepiece", "tiktoken", "vocabulary", "tekken", "gguf"]
 ERROR_FILE = "error.txt"
+NO_SPACE = 3
+"""Exit status when the disk is full: no sentence can be written then."""
 MAX_MEMORY_BYTES = 4 * 1024**3
 """Largest address space of the process, in bytes. A vocabulary of 130,000 tokens takes 0.6 GB."""
 MAX_ERROR_CHARS = 500
@@ -71,10 +73,18 @@ def main(settings: ConversionSettings, stop: Wakeup) -> int:
     logging.disable()
     warnings.simplefilter("ignore")
     sys.modules["torch"] = None  # type: ignore[assignment] # it would be imported, for seconds, and nothing here needs it
+    return write(limit_memory(settings))
+
+
+def limit_memory(settings: ConversionSettings) -> ConversionSettings:
+    """Limit the address space of this process. Returns `settings` with the limit that applies."""
     mapped = Path(settings.file).stat().st_size if settings.kind == "gguf" else 0
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = settings.max_memory_bytes + mapped
+    if hard != resource.RLIM_INFINITY:  # as `ulimit -v` set it: it cannot be raised
+        most = min(most, hard)
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    return write(settings)
+    return msgspec.structs.replace(settings, max_memory_bytes=most - mapped)
 
 
 def write(settings: ConversionSettings) -> int:
@@ -83,6 +93,8 @@ def write(settings: ConversionSettings) -> int:
         _converted(settings).save_pretrained(settings.out)
         return 0
     except Exception as error:  # any exception of a library is about the file
+        if _lacks_space(error):
+            return NO_SPACE
         Path(settings.out, ERROR_FILE).write_text(_sentence(error, settings))
         return 1
 
@@ -103,6 +115,12 @@ def _lacks_memory(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _lacks_space(error: Exception) -> bool:
+    """Whether the disk, or the user's quota, is full. Libraries in Rust name the number of the error in their text."""
+    numbers = (errno.ENOSPC, errno.EDQUOT)
+    return getattr(error, "errno", None) in numbers or any(f"(os error {number})" in str(error) for number in numbers)
 
 
 def _converted(settings: ConversionSettings) -> Any:
