@@ -230,7 +230,7 @@ def engines(args: argparse.Namespace) -> Iterator[dict[str, Engine]]:
 def prompts_of(args: argparse.Namespace, llm: LLM) -> dict[str, list[list[int]]]:
     """The prompts of each cell: one, or all that several streams answer one after the other."""
     if args.random:
-        draw, vocab_size = random.Random(50), llm.engine.vocab_size
+        draw, vocab_size = random.Random(50), args.below or llm.engine.vocab_size
         prompts = [[draw.randrange(3, vocab_size) for _ in range(RANDOM_LENGTH)] for _ in range(args.random)]
         cells = {f"random {number}": [own] for number, own in enumerate(prompts, start=1)}
     else:
@@ -314,6 +314,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--chat-template", help="of the questions, where the checkpoint has none: Jinja, or a file")
     parser.add_argument("--plain", action="store_true", help="questions as they are, without a chat template")
     parser.add_argument("--random", type=int, default=0, metavar="N", help="N prompts of random tokens, no questions")
+    parser.add_argument(
+        "--below", type=int, default=0, metavar="ID", help="random tokens below ID, such as frequent ones"
+    )
     parser.add_argument("--peers", type=Path, help="the folder that runners/setup.sh made")
     parser.add_argument("--llama", nargs="+", default=[], metavar="GGUF", help="the model, and one that drafts for it")
     parser.add_argument("--openvino", nargs="+", default=[], metavar="FOLDER", help="the same for OpenVINO")

@@ -52,6 +52,7 @@ SIZES = {
     "group6": dict(zip(FIELDS, [1536, 28, 12, 2, 8960, 128], strict=True)),  # 1.4 billion: those of Qwen2.5-1.5B
     "llama1b": dict(zip(FIELDS, [2048, 16, 32, 8, 8192, 64], strict=True)),  # 1.2 billion: all of Llama-3.2-1B
     "group6_mtp": dict(zip(FIELDS, [1536, 28, 12, 2, 8960, 128], strict=True)),  # the same, and an MTP head
+    "group6_words": dict(zip(FIELDS, [1536, 28, 12, 2, 8960, 128], strict=True)),  # and the vocabulary of Qwen2.5-1.5B
     "moe": dict(zip(FIELDS, [768, 12, 12, 4, 384, 64], strict=True)),  # 410 million, 85 of them for each token
 }
 EXPERTS = {
@@ -68,8 +69,11 @@ OTHER: dict[str, dict[str, Any]] = {
     "llama1b": {"vocab_size": 128_256, "tie_word_embeddings": True},
     "moe": EXPERTS,
     "group6_mtp": {"mtp_num_hidden_layers": 1},
+    "group6_words": {"mtp_num_hidden_layers": 1, "vocab_size": 151_936, "tie_word_embeddings": True},
 }
 """A size's settings beside FIELDS that are not those of CONFIG."""
+FREQUENT = 20_000
+"""Tokens of "group6_words" that it writes: the first ones, as the tokens of a text are mostly the frequent ones."""
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
@@ -107,6 +111,8 @@ def write_weights(folder: Path, config: dict[str, Any], sureness: float, seed: i
 
     if config["tie_word_embeddings"]:
         linear("model.embed_tokens", vocab_size, hidden, 2.0)
+        if config.get("mtp_num_hidden_layers"):
+            weights["model.embed_tokens.weight"][FREQUENT:] *= 0.5
     else:
         linear("model.embed_tokens", vocab_size, hidden, hidden**0.5)
         linear("lm_head", vocab_size, hidden, 2.0)

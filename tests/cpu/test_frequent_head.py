@@ -35,7 +35,7 @@ def _words(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def words_of(driver: Driver) -> FrequentWords:
-    words = drafter_of(driver)._words
+    words = drafter_of(driver).chain.words
     assert words is not None
     return words
 

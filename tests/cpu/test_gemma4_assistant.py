@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from tests.checkpoints import transformers_model, write_checkpoint
+from tests.cpu.test_frequent_head import hold
 from tests.cpu.test_mtp import DRAFTS, PROMPT, Watched
+from tests.cpu.test_self_drafts import watch_drafts
 from tests.driver import GREEDY, WARM, Driver, new_request
 from tests.families.gemma_like import VARIANTS as GEMMAS
 from tests.families.variant import Variant
@@ -17,6 +19,7 @@ from vllm_lite.protocol.step import Continue, Draft, NewRequest
 from vllm_lite.tools.plan import PlanConfig, make_plan
 from vllm_lite.tools.plan_checkpoint import load
 from vllm_lite.worker.batch.step_inputs import StepInputs
+from vllm_lite.worker.drafting import frequent
 
 TARGETS = {each.name: each for each in GEMMAS if each.name in ("gemma4", "gemma4-per-layer", "gemma4-unified-shared")}
 USUAL: dict[str, Any] = {"vocab_size": 384, "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -156,6 +159,27 @@ def test_another_models_assistant_is_refused(pair: Pair, tmp_path: Path) -> None
         other = make_assistant(twin.variant, tmp_path / str(len(settings)) / why[:3], **settings)
         with pytest.raises(ConfigError, match=why):
             Driver(model, max_model_len=256, **settings_of(other))
+
+
+def test_an_assistant_drafts_frequent_words(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, assistant, _ = pair
+    monkeypatch.setattr(frequent, "frequent_words", lambda *_: (range(128),))
+    found = []
+    for settings in ({}, settings_of(assistant)):
+        driver = Driver(model, max_model_len=256, num_gpu_blocks_override=64, **settings)
+        driver.run(request_of(driver, 0, PROMPT))
+        seen: list[list[list[int]]] = []
+        if settings:
+            words: Any = driver.worker.drafter
+            hold(words.with_model.chain.words)
+            seen = watch_drafts(driver)
+        while len(driver.got[0]) < 12:
+            driver.run(Draft(0, 3, []) if settings else Continue(0, 1, []))
+        found.append(driver.got[0][:12])
+    assert found[0] == found[1]
+    drafted = [token for step in seen for drafts in step for token in drafts]
+    assert len(drafted) > 10
+    assert max(drafted) < 128
 
 
 def test_a_plan_counts_an_assistant(pair: Pair) -> None:

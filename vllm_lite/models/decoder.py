@@ -240,11 +240,15 @@ class Decoder:
         if not (self.lm_head.tied and self.has_head):
             yield self.embedding.group(self.names.embedding)
 
+    @property
+    def head_name(self) -> str:
+        """The checkpoint's name for the matrix of the LM head."""
+        return self.names.embedding if self.lm_head.tied else self.names.head
+
     def head_groups(self) -> Iterator[WeightGroup]:
         """Tensors of the parts after the layers, in the last stage."""
-        names = self.names
-        yield self.norm.group(names.norm)
-        yield self.lm_head.group(names.embedding if self.lm_head.tied else names.head)
+        yield self.norm.group(self.names.norm)
+        yield self.lm_head.group(self.head_name)
         if self.pooler is not None:
             yield from self.pooler.weight_groups()
 

@@ -88,7 +88,7 @@ def load_copy(
     copy = build(model.spec, dtype, device, sizes, COPY, model.communicator)
     if not isinstance(copy, Decoder):
         raise TypeError(f"{type(copy).__name__} is another model than {type(model).__name__}")
-    shares_head = model.embedding.form.quantizes(_head_name(model))
+    shares_head = model.embedding.form.quantizes(model.head_name)
     path, load_format, seed, tokenizer, packed = files
     words: tuple[range, ...] = ()
     if not shares_head and model.communicator.shard == SINGLE:
@@ -98,17 +98,13 @@ def load_copy(
     return copy
 
 
-def _head_name(model: Decoder) -> str:
-    return model.names.embedding if model.lm_head.tied else model.names.head
-
-
 class _Tensors:
     """The copy as the loader needs it: the tensors of the parts that it does not share."""
 
     def __init__(self, model: Decoder, copy: Decoder, *, shares_head: bool, words: tuple[range, ...]) -> None:
         self.spec = copy.spec
         self._copy, self._shares_head = copy, shares_head
-        self._head_name = _head_name(model)
+        self._head_name = model.head_name
         vars(copy).update({name: part for name, part in vars(model).items() if name not in OWN})
         if shares_head:
             copy.lm_head = model.lm_head

@@ -34,6 +34,7 @@ from vllm_lite.checkpoint.tensors.weight_bytes import (
     active_bytes,
     adapter_bytes,
     copy_bytes,
+    frequent_head_bytes,
     head_bytes,
     weights_bytes,
 )
@@ -196,9 +197,11 @@ class _Sizes:
         if drafter is not None and speculation is not None:
             form = speculation.quantization
             own = [weights_bytes(drafter, size, form, shard, device) for shard in first.all_ranks]
+            if speculation.method == "draft_model":
+                own = [num_bytes + frequent_head_bytes(drafter, first, device) for num_bytes in own]
             self.rank_weights = [sum(pair) for pair in zip(self.rank_weights, own, strict=True)]
         elif speculation is not None and speculation.method == "mtp":
-            own_bytes = head_bytes(checkpoint, size)
+            own_bytes = head_bytes(checkpoint, size) + frequent_head_bytes(checkpoint, first, device)
             self.rank_weights = [num_bytes + own_bytes for num_bytes in self.rank_weights]
         elif speculation is not None and speculation.method == "self":
             own = [copy_bytes(checkpoint, size, shard, device) for shard in first.all_ranks]

@@ -7,6 +7,7 @@ from math import prod
 import msgspec
 from msgspec.structs import replace
 
+from vllm_lite.checkpoint.frequent_words import LARGE, MERGED, SYMBOLS
 from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 from vllm_lite.checkpoint.mtp_head import head_tensors
@@ -85,6 +86,16 @@ def copy_bytes(checkpoint: Checkpoint, dtype_bytes: int, shard: Shard = SINGLE, 
     if head in shapes and named[head] in FLOAT_BYTES:
         total += quantized_bytes(rank_shape(head, shapes[head], spec, shard), COPY, device)
     return total
+
+
+def frequent_head_bytes(checkpoint: Checkpoint, shard: Shard = SINGLE, device: str = "cpu") -> int:
+    """Bytes of a 4-bit head for the frequent words of a large vocabulary, with which an MTP head or a draft model of
+    one rank drafts; about, as the tokenizer decides how many they are."""
+    spec, head = checkpoint.spec, EMBEDDING if checkpoint.spec.tie_word_embeddings else HEAD
+    stored_as = next((tensor.dtype for name, tensor in checkpoint.tensors.items() if canonical(name) == head), "")
+    if spec.vocab_size < LARGE or shard.world > 1 or stored_as not in FLOAT_BYTES:
+        return 0
+    return quantized_bytes((min(MERGED + SYMBOLS, spec.vocab_size // 2), spec.hidden_size), COPY, device)
 
 
 def active_bytes(

@@ -4,6 +4,7 @@ from collections.abc import Collection
 
 import torch
 
+from vllm_lite.checkpoint.tensors.weight_bytes import COPY
 from vllm_lite.kernels.cpu.weights.file_packer import Packed
 from vllm_lite.layers.weights.embedding import LMHead
 from vllm_lite.layers.weights.matmul import Matmul, keep_rows, make_matmul, packs
@@ -11,16 +12,22 @@ from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightStack
 
 
 class FrequentHead(LMHead):
-    """An LM head in pieces; those of infrequent words may be skipped, and their tokens are then never drafted.
+    """An LM head in pieces of 4 bits; those of infrequent words may be skipped: their tokens are then never drafted.
 
     Only without tensor parallelism, and from a tensor that is dense in the checkpoint.
     """
 
-    def __init__(self, whole: LMHead, words: tuple[range, ...], rest: tuple[range, ...]) -> None:
-        """`whole`: the unloaded head that this one replaces. `words`, `rest`: ids of the frequent and of the other
-        tokens."""
-        super().__init__(whole.embedding, tied=whole.tied, quantization=whole.quantization, exact_rows=whole.exact_rows)
-        self.words, self.rest = words, rest
+    def __init__(
+        self,
+        like: LMHead,
+        words: tuple[range, ...],
+        rest: tuple[range, ...] = (),
+        whole: LMHead | None = None,
+    ) -> None:
+        """`like`: the head that this one replaces. `words`, `rest`: ids of the frequent and of the other tokens.
+        `whole`: a loaded head that scores all tokens, in place of `rest`."""
+        super().__init__(like.embedding, tied=like.tied, quantization=COPY, exact_rows=like.exact_rows)
+        self.words, self.rest, self.whole = words, rest, whole
         self.is_whole = True
         """Whether all tokens are scored."""
         self._pieces: dict[range, Matmul] = {}
@@ -45,10 +52,15 @@ class FrequentHead(LMHead):
 
     @property
     def columns(self) -> Collection[slice]:
+        if self.is_whole and self.whole is not None:
+            return self.whole.columns
         scored = (*self.words, *self.rest) if self.is_whole else self.words
         return [slice(piece.start, piece.stop) for piece in scored]
 
     def forward(self, hidden: torch.Tensor, out: torch.Tensor) -> None:
         """See LMHead.forward. Columns of tokens that are not scored are left unchanged."""
+        if self.is_whole and self.whole is not None:
+            self.whole.forward(hidden, out)
+            return
         for piece in (*self.words, *self.rest) if self.is_whole else self.words:
             self._pieces[piece].forward(hidden, out.narrow(1, piece.start, len(piece)))

@@ -17,6 +17,7 @@ from vllm_lite.models.registry import Model, Sizes, make_parts
 from vllm_lite.models.weights import load_weights
 from vllm_lite.runtime.nested_settings import Speculation
 from vllm_lite.worker.batch.rows import Rows
+from vllm_lite.worker.drafting.frequent import add_frequent_head
 from vllm_lite.worker.drafting.head import HeadDrafter
 from vllm_lite.worker.drafting.place import DraftPlace
 from vllm_lite.worker.forward import EagerForward
@@ -59,6 +60,7 @@ class AssistantDrafter(HeadDrafter):
         parts = make_parts(self.spec, place.dtype, place.device.torch, sizes, self._quantization, model.communicator)
         assistant = Gemma4Assistant(parts, sizes.max_model_len, sizes.max_num_tokens, model)
         load_weights(assistant, Path(self._folder), "auto", config.seed, place.loaded)  # also beside a dummy model
+        add_frequent_head(assistant, assistant, place, self._folder, "auto")
         return assistant
 
     def run_largest(self, own: KVViews, of_model: KVViews) -> None:  # noqa: ARG002 (it has no layers of its own)

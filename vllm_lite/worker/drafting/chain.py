@@ -25,6 +25,7 @@ import numpy as np
 from vllm_lite.protocol.step import Handle
 from vllm_lite.worker.batch.rows import Rows
 from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepInputs, StepStates
+from vllm_lite.worker.drafting.frequent import FrequentWords
 from vllm_lite.worker.drafting.recorded_chain import DraftRows, RecordedChain
 from vllm_lite.worker.forward import Forward
 from vllm_lite.worker.sampling.drafter import DraftBatch
@@ -70,6 +71,8 @@ class Chain:
         self.stays = False
         """Whether all drafts are made at the position of the last token, over the tokens before it, and have no K and
         V, because the drafting model reads those of the verifying model."""
+        self.words: FrequentWords | None = None
+        """Decides whether drafts are made of frequent words only; None: they may be any tokens."""
         self._recorded = RecordedChain.of(forward, sampler, rows, groups, scratch)
 
     def draft(self, batch: DraftBatch, starts: Int64s | None = None) -> list[Int32s]:  # of each: [at most max_drafts]
@@ -84,6 +87,8 @@ class Chain:
         if starts is None:
             starts = self._rows.num_computed[rows]
         params = self._params(rows)
+        if self.words is not None:
+            self.words.follow(batch.tokens)
         if self._recorded is not None and not params["rules"].any() and (starts + 1 == lengths).all():
             last = np.array([tokens[-1] for tokens in batch.tokens], np.int64)
             nearer = np.zeros_like(rows) if self.by_places else self._rows.nearer[rows]

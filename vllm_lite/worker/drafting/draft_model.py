@@ -12,6 +12,7 @@ import numpy as np
 
 from vllm_lite.checkpoint.draft_model import kept_layers, read_draft_spec, with_drafter
 from vllm_lite.errors import ModelError
+from vllm_lite.models.decoder import Decoder
 from vllm_lite.models.registry import Model, Sizes, build
 from vllm_lite.models.weights import load_weights
 from vllm_lite.protocol.step import Handle
@@ -20,6 +21,7 @@ from vllm_lite.worker.batch.rows import Rows
 from vllm_lite.worker.batch.step_inputs import Int32s, StepInputs
 from vllm_lite.worker.drafting.chain import Chain, Pass
 from vllm_lite.worker.drafting.coverage import Coverage
+from vllm_lite.worker.drafting.frequent import FrequentWords, add_frequent_head
 from vllm_lite.worker.drafting.layered import LayeredDrafter, recorded
 from vllm_lite.worker.drafting.place import DraftPlace
 from vllm_lite.worker.sampling.drafter import NO_TOKENS, DraftBatch, DrawnStep
@@ -34,6 +36,7 @@ class ModelDrafter(LayeredDrafter):
     """Drafts with a separate model, one pass for each draft."""
 
     follows = True
+    _model: Decoder
     chain: Chain  # by `attach`
     _rows: Rows
     coverage: Coverage
@@ -56,12 +59,17 @@ class ModelDrafter(LayeredDrafter):
         device, communicator = place.device.torch, place.model.communicator
         model = build(self.spec, place.dtype, device, sizes, self._quantization, communicator)
         load_weights(model, self._folder, load_format=config.load_format, seed=config.seed, progress=place.loaded)
+        if not isinstance(model, Decoder):
+            raise TypeError(f"{type(model).__name__} is no decoder, and cannot draft")
+        add_frequent_head(model, model, place, self._folder, config.load_format)
         return model
 
     def attach(self, rows: Rows, rules: Rules) -> None:
         self._rows, self.coverage = rows, Coverage(rows, self._groups)
-        self.chain = Chain(recorded(self._eager, self._place), self.sampler(), rows, rules, self._groups)
+        forward = recorded(self._eager, self._place)
+        self.chain = Chain(forward, self.sampler(), rows, rules, self._groups)
         self.chain.by_places = True
+        self.chain.words = FrequentWords.of(self._model.lm_head, forward)
 
     def rehearse(self, step: StepInputs) -> None:
         self.chain.rehearse(step)

@@ -7,13 +7,20 @@ included: if one in ten or more is infrequent, all words are scored. Prompts cou
 first draft: drafts that cannot be right would teach the engine that drafts do not pay.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
+from vllm_lite.checkpoint.frequent_words import frequent_words
+from vllm_lite.checkpoint.shard import SINGLE
 from vllm_lite.layers.weights.embedding import LMHead
 from vllm_lite.layers.weights.frequent_head import FrequentHead
+from vllm_lite.layers.weights.weight_slot import WeightGroup
+from vllm_lite.models.decoder import Decoder
+from vllm_lite.models.weights import load_weights
 from vllm_lite.worker.batch.step_inputs import Int32s
+from vllm_lite.worker.drafting.place import DraftPlace
 from vllm_lite.worker.forward import Forward
 from vllm_lite.worker.graphs import DecodeGraphs
 
@@ -26,12 +33,11 @@ MANY, FEW = 0.1, 0.05
 
 
 class FrequentWords:
-    """Switches the head of a drafting model, and its recorded steps."""
+    """Switches the head of a drafting model, and its recorded passes."""
 
     def __init__(self, head: FrequentHead, forward: Forward) -> None:
         self._head, self._forward = head, forward
-        vocab_size = max(piece.stop for piece in (*head.words, *head.rest))
-        self._is_frequent = np.zeros(vocab_size, np.bool_)
+        self._is_frequent = np.zeros(head.embedding.vocabulary.total, np.bool_)
         for piece in head.words:
             self._is_frequent[piece.start : piece.stop] = True
         self.share = 0.0
@@ -61,3 +67,31 @@ class FrequentWords:
         self._head.is_whole = all_of_them
         if isinstance(self._forward, DecodeGraphs):
             self._forward.forget()
+
+
+def add_frequent_head(drafter: Decoder, owner: Decoder, place: DraftPlace, folder: str, load_format: str) -> None:
+    """Give `drafter` a 4-bit head for the frequent words of a large vocabulary, beside the head of `owner`, which then
+    scores all words. It is read from `owner`'s checkpoint `folder`, as load_weights does. Nothing to do if there are
+    several ranks, the checkpoint has quantized its head, or the tokenizer does not tell frequent words."""
+    whole, config = owner.lm_head, place.config
+    if owner.embedding.form.quantizes(owner.head_name) or owner.communicator.shard != SINGLE:
+        return
+    words = frequent_words(config.tokenizer, owner.spec.vocab_size, place.spec.eos_token_ids)
+    if words:
+        drafter.lm_head = head = FrequentHead(whole, words, whole=whole)
+        only: Any = _HeadOnly(owner, head)
+        load_weights(only, folder, load_format, config.seed, place.loaded)
+
+
+class _HeadOnly:
+    """A model of whose checkpoint only the head is loaded."""
+
+    def __init__(self, owner: Decoder, head: FrequentHead) -> None:
+        self.spec, self._name, self._head = owner.spec, owner.head_name, head
+
+    def weight_groups(self) -> Iterator[WeightGroup]:
+        yield self._head.group(self._name)
+
+    def ignores(self, name: str) -> bool:  # noqa: ARG002 (the loader's)
+        """The other tensors have been loaded."""
+        return True

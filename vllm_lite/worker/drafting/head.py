@@ -23,6 +23,7 @@ from vllm_lite.protocol.step import Handle
 from vllm_lite.worker.batch.rows import Rows
 from vllm_lite.worker.batch.step_inputs import Int32s, Int64s, StepInputs
 from vllm_lite.worker.drafting.chain import Chain
+from vllm_lite.worker.drafting.frequent import FrequentWords
 from vllm_lite.worker.drafting.kv_writer import KVWriter
 from vllm_lite.worker.drafting.layered import LayeredDrafter, recorded
 from vllm_lite.worker.drafting.recorded_chain import Fed
@@ -56,6 +57,7 @@ class HeadDrafter(LayeredDrafter, Fed):
     def attach(self, rows: Rows, rules: Rules) -> None:
         self._rows = rows
         self.chain = Chain(self, self.sampler(), rows, rules, self._groups)
+        self.chain.words = FrequentWords.of(self._model.lm_head, self.graphs)
 
     def rehearse(self, step: StepInputs) -> None:
         handles = list(range(len(step.rows)))

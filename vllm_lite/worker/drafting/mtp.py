@@ -10,6 +10,7 @@ from vllm_lite.models.decoder import Decoder
 from vllm_lite.models.mtp_head import MTPHead
 from vllm_lite.models.registry import Model, Sizes, make_parts
 from vllm_lite.models.weights import load_weights
+from vllm_lite.worker.drafting.frequent import add_frequent_head
 from vllm_lite.worker.drafting.head import HeadDrafter
 from vllm_lite.worker.drafting.place import DraftPlace
 
@@ -33,4 +34,5 @@ class MTPDrafter(HeadDrafter):
         parts = make_parts(self.spec, place.dtype, device, sizes, config.quantization, model.communicator)
         head = MTPHead(parts, sizes.max_model_len, sizes.max_num_tokens, model, self._names)
         load_weights(head, Path(config.model), config.load_format, config.seed, place.loaded)
+        add_frequent_head(head, model, place, config.model, config.load_format)
         return head

@@ -63,15 +63,13 @@ class SelfDrafter(Drafter):
         place, forward = self._place, self._graphs()
         sampler = sampler_of(self._copy, place.device.torch, place.limits.patience_s)
         self.chain = Chain(forward, sampler, rows, rules, scratch=place.scratch)
-        self._words = FrequentWords.of(self._copy.lm_head, forward)
+        self.chain.words = FrequentWords.of(self._copy.lm_head, forward)
 
     def rehearse(self, step: StepInputs) -> None:
         self.chain.rehearse(step)
 
     def before(self, batch: DraftBatch) -> Sequence[Int32s]:
         """See Drafter.before. With recurrent layers, only as many sequences draft as there are scratch slots."""
-        if self._words is not None:
-            self._words.follow(batch.tokens)
         most = len(self._place.scratch)
         if batch.states is None or len(batch.handles) <= most:
             return self.chain.draft(batch)
