@@ -8,7 +8,7 @@ import pytest
 
 from tests.scheduler_rig import Rig, expected
 from vllm_lite.engine.sequence import Sequence, Status
-from vllm_lite.protocol.step import Draft, SchedulerOutput
+from vllm_lite.protocol.step import Continue, Draft, SchedulerOutput
 
 
 def test_sequences_with_grammars_draft_beside_others_and_keep_two_steps_in_flight() -> None:
@@ -48,6 +48,29 @@ def test_only_sequences_with_grammars_draft_without_speculation(depth: int) -> N
     rig.scheduler.schedule = watched  # type: ignore[method-assign]
     rig.drain()
     assert [(handles[handle], most) for handle, most in drafted.items()] == [(guided, 4)]
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_step_samples_no_more_rows_than_workers_have_memory_for(depth: int) -> None:
+    """The first sequences draft as many tokens as they may, and later ones the rest."""
+    rig = Rig(num_blocks=60, depth=depth, num_forced=4, max_samples=9, max_num_batched_tokens=64)
+    for index in range(3):
+        rig.add(f"r{index}", [1, 2, index], max_tokens=14, grammar="any")
+    rows: list[list[int]] = []
+    schedule = rig.scheduler.schedule
+
+    def watched(now_s: float = 0.0) -> SchedulerOutput | None:
+        step = schedule(now_s)
+        decodes = [each for each in step.entries if isinstance(each, Draft | Continue)] if step is not None else []
+        rows.append([1 + (each.max_drafts if isinstance(each, Draft) else 0) for each in decodes])
+        return step
+
+    rig.scheduler.schedule = watched  # type: ignore[method-assign]
+    rig.drain()
+    assert [5, 3, 1] in rows
+    assert max(map(sum, rows)) == 9
+    for index in range(3):
+        assert rig.output(f"r{index}") == expected([1, 2, index], 14)
 
 
 @pytest.mark.parametrize("window", [None, 6])

@@ -9,7 +9,6 @@ from math import ceil
 from vllm_lite.checkpoint.shard import num_ranks
 from vllm_lite.config import GIB, ResolvedConfig
 from vllm_lite.errors import ConfigError
-from vllm_lite.runtime.nested_settings import Speculation
 
 MIN_BLOCKS = 2
 """The null block, and one for tokens."""
@@ -139,20 +138,35 @@ MOST_VERIFIED = 128
 """Maximum rows, beyond the maximum number of sequences, of steps with drafts that are replayed on a CPU."""
 
 
-def most_samples(num_seqs: int, num_tokens: int, drafts: Speculation | None) -> int:
-    """Most tokens that a step samples: one after the last token of each sequence, and one after each of its drafts."""
-    most_drafts = 0 if drafts is None else drafts.num_speculative_tokens
-    return min(num_seqs * (1 + most_drafts), num_tokens)
+NUM_FORCED = 8
+"""Maximum drafts per step of a sequence that follows a grammar and does not speculate. Runs of forced tokens are mostly
+shorter, and blocks for the drafts of two steps are allocated whether drafts are found or not."""
+FORCED_ROWS = 32
+"""Maximum rows for such drafts beside a row for each sequence that may run: a step rarely forces tokens of more than a
+few sequences, and a row of logits of a large vocabulary has a megabyte."""
 
 
-def draft_logits_bytes(num_seqs: int, num_tokens: int, vocab_size: int, drafts: Speculation | None) -> int:
+def most_samples(config: ResolvedConfig) -> int:
+    """Most tokens that a step samples: one after the last token of each sequence, and one after each draft. The
+    scheduler keeps to it."""
+    num_seqs, drafts = config.max_num_seqs, config.speculative_config
+    if drafts is not None:
+        num_drafts = num_seqs * drafts.num_speculative_tokens
+    else:
+        num_drafts = min(num_seqs * NUM_FORCED, FORCED_ROWS) if config.jump_forward else 0
+    return min(num_seqs + num_drafts, config.max_num_batched_tokens)
+
+
+def draft_logits_bytes(config: ResolvedConfig, vocab_size: int) -> int:
     """Maximum bytes of a step's logits of drafts, beside those of one token of each sequence."""
-    return (most_samples(num_seqs, num_tokens, drafts) - num_seqs) * LOGITS_BYTES * vocab_size
+    return (most_samples(config) - config.max_num_seqs) * LOGITS_BYTES * vocab_size
 
 
-def verified_rows(num_seqs: int, num_tokens: int, drafts: Speculation | None) -> int:
+def verified_rows(config: ResolvedConfig) -> int:
     """Most rows of a step that is replayed where drafts are verified as decodes of further sequences."""
-    return max(num_seqs, min(most_samples(num_seqs, num_tokens, drafts), MOST_VERIFIED))
+    if config.speculative_config is None:
+        return config.max_num_seqs
+    return max(config.max_num_seqs, min(most_samples(config), MOST_VERIFIED))
 
 
 def bucket_sizes(

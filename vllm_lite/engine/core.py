@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from vllm_lite import __version__
-from vllm_lite.checkpoint.sizing import num_host_vectors
+from vllm_lite.checkpoint.sizing import NUM_FORCED, most_samples, num_host_vectors
 from vllm_lite.config import ResolvedConfig
 from vllm_lite.engine.adapter_loader import AdapterLoader
 from vllm_lite.engine.adapters import Adapter
@@ -47,10 +47,6 @@ from vllm_lite.runtime.prefix_hash import PrefixHasher
 from vllm_lite.trace.records import Header
 
 logger = log.get(__name__)
-
-NUM_FORCED = 8
-"""Maximum drafts per step of a sequence that follows a grammar and does not speculate. Runs of forced tokens are mostly
-shorter, and blocks for the drafts of two steps are allocated whether drafts are found or not."""
 
 
 class PoolSizes(NamedTuple):
@@ -341,6 +337,7 @@ def _header(config: ResolvedConfig, ready: Ready, sizes: PoolSizes, lives: Lives
         preemption=config.preemption_mode,
         num_drafts=config.speculative_config.num_speculative_tokens if config.speculative_config else 0,
         num_forced=NUM_FORCED if config.jump_forward else 0,
+        max_samples=most_samples(config),
         draft_method=config.speculative_config.method if config.speculative_config else "",
         adaptive_drafts=not config.disable_adaptive_drafts,
         shares_answers=config.speculative_config is not None and config.speculative_config.method == "suffix",

@@ -196,9 +196,8 @@ class _Sizes:
         self.rank_weights = [weights_bytes(checkpoint, size, form, shard, device) for shard in first.all_ranks]
         if drafter is not None and speculation is not None:
             form = speculation.quantization
-            own = [weights_bytes(drafter, size, form, shard, device) for shard in first.all_ranks]
-            if speculation.method == "draft_model":
-                own = [num_bytes + frequent_head_bytes(drafter, first, device) for num_bytes in own]
+            words = frequent_head_bytes(drafter, first, device) if speculation.method == "draft_model" else 0
+            own = [words + weights_bytes(drafter, size, form, shard, device) for shard in first.all_ranks]
             self.rank_weights = [sum(pair) for pair in zip(self.rank_weights, own, strict=True)]
         elif speculation is not None and speculation.method == "mtp":
             own_bytes = head_bytes(checkpoint, size) + frequent_head_bytes(checkpoint, first, device)
@@ -230,8 +229,7 @@ class _Sizes:
 
     def _logits(self) -> int:
         """Logits and the buffers of sampling. Ranks on a CPU share them."""
-        num_samples = most_samples(self.num_seqs, self.chunk, self.config.speculative_config)
-        return 3 * 4 * num_samples * self.spec.vocab_size
+        return 3 * 4 * most_samples(self.config) * self.spec.vocab_size
 
     def _buffers(self, spec: ModelSpec, dtype_bytes: int) -> int:
         """One rank's buffers of the largest step, tables of rotary embeddings, and scratch memory."""
@@ -250,7 +248,7 @@ class _Sizes:
         results = max(own.output_size + own.num_heads for own in kinds)
         num_rows = self.num_seqs
         if self.device == "cpu":
-            num_rows = verified_rows(num_rows, self.chunk, self.config.speculative_config)
+            num_rows = verified_rows(self.config)
         scratch = 4 * num_rows * results * splits if splits > 1 else 0
         return (self.chunk * row + tables) * dtype_bytes + scratch
 

@@ -284,7 +284,7 @@ class Worker:
         scratch_bytes = max(workspace(num_tokens, most_rows, longest) - workspace(num_tokens, num_seqs, shown), 0)
         shape = (vocab_size, -(-longest // limits.block_size), limits.num_groups)
         graph_bytes = reserved_bytes(self.graph_sizes, *shape, len(self._piece_sizes()))
-        return scratch_bytes, graph_bytes, draft_logits_bytes(num_seqs, num_tokens, vocab_size, self.speculation)
+        return scratch_bytes, graph_bytes, draft_logits_bytes(self.config, vocab_size)
 
     @torch.inference_mode()
     def run_largest_step(self) -> None:
@@ -443,7 +443,7 @@ class Worker:
         return piece_sizes(self.limits.max_num_tokens, self.config.cudagraph_piece_sizes)
 
     def _graph_sizes(self) -> tuple[int, ...]:
-        config, limits, capture = self.config, self.limits, self.device.capture
+        config, capture = self.config, self.device.capture
         if capture is None or self.spec.implementation == "transformers" or self.spec.encoder is not None:
             return ()  # torch's own operations, or a model that does not decode
         for part in (self.backend, self.communicator):
@@ -458,9 +458,9 @@ class Worker:
         if self.spec.experts is not None and config.quantization is not None and not packs:
             logger.warning("decode steps run without graphs: a loop over experts of %s waits", config.quantization)
             return ()
-        drafts, sizes = self.speculation if capture.on_demand else None, config.cudagraph_capture_sizes
-        rows = verified_rows(limits.max_num_seqs, limits.max_num_tokens, drafts)
-        return bucket_sizes(rows, sizes, config.max_cudagraph_capture_size, every=capture.on_demand)
+        rows = verified_rows(config) if capture.on_demand else config.max_num_seqs
+        sizes, largest = config.cudagraph_capture_sizes, config.max_cudagraph_capture_size
+        return bucket_sizes(rows, sizes, largest, every=capture.on_demand)
 
     def _memory(self) -> DeviceMemory:
         if self.device.memory is None:

@@ -233,13 +233,15 @@ def _expected(odds: float, length: int) -> float:
     return float(length) if odds >= 1 else odds * (1 - odds**length) / (1 - odds)
 
 
-def add_drafts(plan: StepPlan, kv: KVCacheManager, lengths: abc.Sequence[int], price: SureDrafts | None) -> None:
-    """Let decoding sequences draft, at most `lengths`, with the tokens that are left, if drafts are worth their
-    `price`. None is preempted for it."""
+def add_drafts(
+    plan: StepPlan, kv: KVCacheManager, lengths: abc.Sequence[int], price: SureDrafts | None, most_rows: int
+) -> None:
+    """Let decoding sequences draft, at most `lengths` and together at most `most_rows`, with the tokens that are left,
+    if drafts are worth their `price`. None is preempted for it."""
     share = plan.budget // len(plan.draftable)
     for (place, sequence), most in zip(plan.draftable, lengths, strict=True):
         end = sequence.num_tokens + sequence.num_pending  # with the token that this step samples
-        count = kv.most_drafts(sequence, min(share, most, sequence.max_len - end))
+        count = kv.most_drafts(sequence, min(share, most, sequence.max_len - end, most_rows))
         if count <= 0 or sequence.status is not Status.RUNNING:
             continue
         entry = plan.entries[place]
@@ -256,5 +258,6 @@ def add_drafts(plan: StepPlan, kv: KVCacheManager, lengths: abc.Sequence[int], p
         plan.drafted.append((sequence, count))
         sequence.drafts(count)
         plan.take(count)
+        most_rows -= count
     if plan.drafted and price is not None:
         plan.entries.append(price)

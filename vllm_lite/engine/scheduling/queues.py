@@ -31,6 +31,8 @@ class Options(NamedTuple):
     """Maximum drafts per sequence and step."""
     num_forced: int = 0
     """Maximum drafts of a sequence that follows a grammar, where num_drafts is 0."""
+    max_samples: int = 10**9
+    """Maximum tokens that a step samples: workers have memory for the logits of so many."""
     draft_method: str = ""
     """Name of the drafter; empty if only grammars draft."""
     adaptive_drafts: bool = True

@@ -221,7 +221,7 @@ class Scheduler:
         if plan.draftable:
             drafting, num_rows = [sequence for _, sequence in plan.draftable], len(plan.sampling)
             lengths = self._lengths.choose(drafting, num_rows, self.rates, queues.step)
-            add_drafts(plan, self.kv, lengths, self._lengths.price)
+            add_drafts(plan, self.kv, lengths, self._lengths.price, self.options.max_samples - num_rows)
         while plan.budget == budget and not (self.in_flight or self.kv.is_moving) and queues.running and queues.waiting:
             # Running beams may wait for another beam of their request, and hold the blocks that it needs.
             victim = queues.running.pop()
