@@ -1,14 +1,14 @@
-"""Drafts: a step's room that is left goes to sequences that draft tokens behind the one they get, as many as pay.
+"""Drafts: the budget that a step has left is given to decoding sequences, which draft as many further tokens as pay.
 
-Like all that may be wrong they count as computed until the step's result takes back those that are.
+Drafts count as computed from the moment they are scheduled; the step's result takes back the rejected ones.
 
-A draft is right with the odds that the sequence's earlier ones had, its j-th one with the j-th power of them, and takes
-the time that step_cost.py has for it. Drafts are made if they bring more tokens for the time than the step has without.
-Odds are low until they are known: what a first answer loses by drafts that are wrong is not made up for by others. But
-those of the model's own drafts are high, as 4 bits change few of its tokens.
+A draft is expected to be accepted at the rate of the sequence's latest drafts, the j-th draft of a step with the j-th
+power of that rate, and to take the time that step_cost.py estimates. Drafts are made if they bring more tokens for
+their time than the step makes without them. Low rates are assumed at first, because what rejected drafts cost a first
+answer is not regained. Those of the model's own drafts (method self) are high, as 4 bits change few of its tokens.
 
-Whatever keeps drafts from being made, odds or times, may be wrong: where none pay, a probe is made now and then, and
-behind one that was right another at once. Where some pay, a longer length than the best one is tried now and then.
+Rates and times are estimates. So if no drafts pay, a probe is made now and then, and an accepted probe is followed by
+another at once. If drafts pay, a longer length than the best one is tried now and then.
 """
 
 from collections import abc
@@ -22,13 +22,13 @@ from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.protocol.step import Continue, Draft, SureDrafts
 
 MEMORY = 0.9
-"""Weight of a sequence's earlier drafts beside those of its latest step: about the last ten steps count."""
+"""Factor by which each step lowers the weight of a sequence's earlier drafts: about the last ten steps count."""
 PRIOR = 2.0
-"""Number of drafts that the mean of all sequences counts for in the odds of one."""
+"""Weight, in drafts, of the mean rate of all sequences in the rate of one."""
 ASKED = 4.0
-"""Drafts assumed to have been allowed, and all of them made, before the first."""
+"""Number of drafts that are assumed, at the start, to have been allowed and made."""
 FIRST = 1.5, 1.5
-"""Right and wrong drafts of all sequences, assumed before the first."""
+"""Numbers of accepted and rejected drafts that are assumed at the start."""
 FIRST_OWN = 4.0, 1.0
 """FIRST for the method "self"."""
 PROBE_STEPS = 16
@@ -36,33 +36,31 @@ PROBE_STEPS = 16
 PROBE_SHARE = 0.005
 """Maximum share of the time that probes take."""
 EARLY_PROBES = 3
-"""Number of first probes that are not bound by PROBE_SHARE, as the times of the start may be wrong."""
+"""Number of first probes that PROBE_SHARE does not limit, because times measured at the start may be wrong."""
 LOOK_STEPS = 32
-"""Period in steps in which one step has no drafts, if these bring less than SURE, to measure its time again."""
+"""If drafts gain less than SURE, one step in this many has none, to measure its time again."""
 FIRST_LOOKS = 4
-"""First steps of about as many rows, none of which has drafts if there are several sequences."""
+"""Number of first steps of about as many rows that have no drafts, if there are several sequences."""
 SURE = 1.5
-"""Gain from which on no step goes without drafts."""
+"""Gain from which every step has drafts."""
 GAIN = 1.02
-"""Minimum expected gain of drafts, as times and odds are estimates."""
+"""Minimum expected gain of drafts, because rates and times are estimates."""
 TRY_STEPS = 32
-"""Period in steps in which one step tries the next longer length of CAPS, if drafts pay."""
+"""If drafts pay, one step in this many tries the next longer length of CAPS."""
 TRY_LEAST = 0.75
-"""Minimum rate expected of that length, as a share of the best one's."""
+"""Minimum tokens per second that are expected of that length, as a share of those of the best one."""
 MOST_ODDS = 0.95
-"""Maximum chance of being right that a drafter is asked for; sure drafts are taken to have it."""
+"""Maximum chance of acceptance that is required of a draft, and the one that is assumed of sure drafts."""
 CAPS = 1, 2, 3, 4, 5, 7, 11, 15, 23, 31, 47, 63
-"""Lengths that are compared: with the row of its last token one sequence has STEP_ROWS then."""
-
-
+"""Lengths that are compared. With the row of its last token, a sequence then has one of the numbers in STEP_ROWS."""
 SCORED = "ngram", "suffix"
-"""Methods whose drafter knows how sure its drafts are, and proposes only those that pay."""
+"""Methods whose drafters estimate the chance of each draft, and propose only drafts that pay."""
 SCORED_PROBE = 4
-"""Length of their probes, which cost a search if nothing is sure."""
-
+"""Length of their probes. If no draft is sure, a probe costs only the search."""
 RARE, RARE_STEPS = 0.1, 8
-"""Share of the allowed drafts that such a drafter makes, below which several sequences search in one of RARE_STEPS
-steps, but those whose latest drafts were right in each: searches take a few percent of a step, and a copy continues."""
+"""If such a drafter makes less than the share RARE of the allowed drafts, several sequences search only in one of
+RARE_STEPS steps, as searches take a few percent of a step. Sequences whose latest drafts were all accepted search in
+each, as a copied text mostly goes on."""
 
 
 class DraftLengths:
@@ -83,7 +81,7 @@ class DraftLengths:
         self._looks: dict[int, int] = {}
 
     def odds(self, sequence: Sequence) -> float:
-        """Estimate the chance that a draft is right where those before it were."""
+        """Estimate the chance that a draft is accepted if the drafts before it in its step were."""
         mean = self._right / (self._right + self._wrong)
         count = sequence.drafts_right + sequence.drafts_wrong
         return (sequence.drafts_right + PRIOR * mean) / (count + PRIOR)
@@ -127,9 +125,10 @@ class DraftLengths:
         return self._with_longer(odds, lengths, num_rows, rates) if step % TRY_STEPS == TRY_STEPS // 2 else lengths
 
     def _price_of(self, count: int, num_rows: int, rates: Rates) -> SureDrafts:
-        """Tokens that a step without drafts makes in the time of one more row, if there are at least twice as many:
-        differences of single rows are mostly noise, and where a few cost a lot further ones may cost little. And those
-        that it makes in the further time of the first rows: verifying takes some time, however few rows there are."""
+        """Prices, in tokens that a step without drafts makes in the same time: of a row, and of verification itself,
+        which takes some time however few rows there are. The time of a row is the least of those by which steps of
+        twice, four times ... as many rows differ: differences of single rows are mostly noise, and if a few rows cost a
+        lot, many may cost little."""
         plain_s = rates.decode_s(num_rows)
         most = min(count * self._most, self._most_rows(count, num_rows, rates) - num_rows)
         extra = [num_rows << place for place in range((most // num_rows).bit_length())] or [num_rows]
@@ -143,7 +142,7 @@ class DraftLengths:
         return max(2 * num_rows, rates.next_rows()) if count > 1 else num_rows + self._most
 
     def _is_new(self, num_rows: int) -> bool:
-        """Whether few steps of about as many rows were made, so that nobody knows what they take without drafts."""
+        """Whether so few steps of about as many rows were made that their time without drafts is not known."""
         place = factor_place(num_rows, 0)
         self._looks[place] = self._looks.get(place, 0) + 1
         return num_rows > 1 and self._looks[place] <= FIRST_LOOKS
@@ -174,14 +173,15 @@ class DraftLengths:
         return [length or probe * any(why) for length, *why in zip(lengths, due, again, strict=True)]
 
     def _paying(self, odds: list[float], num_rows: int, rates: Rates) -> tuple[list[int], float]:
-        """The lengths that bring most for their time, zeros where none does, and how many times as much they bring."""
+        """The lengths with the most tokens per second, zeros if no drafts pay, and by what factor that exceeds the rate
+        without drafts."""
         plain = num_rows / rates.decode_s(num_rows)
         found, best = [0] * len(odds), GAIN * plain
         if not self._may_pay(max(odds), len(odds), num_rows, rates):
             return found, 1.0
         most_rows = self._most_rows(len(odds), num_rows, rates)
         for cap in self._caps:
-            # What a row brings must make up for its time at the rate that there is without it.
+            # A row must bring the tokens that its time brings at the best rate found so far.
             lengths = [min(cap, self._length(each, rates.row_s * best)) for each in odds]
             if num_rows + self._share() * sum(lengths) > most_rows:
                 break
@@ -203,33 +203,33 @@ class DraftLengths:
         return (num_rows + gained) / rates.decode_s(num_rows + ceil(share * sum(lengths)), max(lengths))
 
     def _may_pay(self, odds: float, count: int, num_rows: int, rates: Rates) -> bool:
-        """Whether drafts would pay if all sequences had the best odds, which is quickly found out."""
+        """Whether drafts would pay if all sequences had these odds, the best ones. This is computed quickly."""
         least = GAIN * num_rows / rates.decode_s(num_rows)
         return any(
             num_rows + count * _expected(odds, cap) > least * rates.decode_s(num_rows + cap, cap) for cap in self._caps
         )
 
     def _probe_every(self, count: int, num_rows: int, rates: Rates) -> int:
-        """Number of tokens, one of which is drafted for although that does not pay; the sequences do so together."""
+        """Number of tokens between two probes of a sequence. All sequences are probed in the same step."""
         together, alone = (self._probe_loss(many, num_rows, rates) for many in (count, 1))
         return max(PROBE_STEPS, int(max(together, count * alone) / PROBE_SHARE))
 
     def _probe_loss(self, count: int, num_rows: int, rates: Rates) -> float:
-        """Share of a step's time that probes of `count` sequences lose in it. One that its drafter is
-        sure of is expected to be right, others to be wrong."""
+        """Share of a step's time that is lost if it has probes of `count` sequences. Probes of a scored method are
+        expected to be accepted, others to be rejected."""
         rows, plain_s = count * self._probe, rates.decode_s(num_rows)
         right = rows if self._is_scored else 0
         return rates.decode_s(num_rows + rows, self._probe) / plain_s - 1 - MOST_ODDS * right / num_rows
 
     def _length(self, odds: float, least: float) -> int:
-        """Number of drafts whose chance, that all up to it are right, is `least` or more."""
+        """Number of drafts that are all accepted with a chance of `least` or more."""
         if odds < least:
             return 0
         return self._most if odds >= 1 or least <= 0 else min(self._most, int(log(least) / log(odds)))
 
 
 def _expected(odds: float, length: int) -> float:
-    """The number of `length` drafts that come to be right."""
+    """Expected number of accepted drafts, of `length` ones."""
     return float(length) if odds >= 1 else odds * (1 - odds**length) / (1 - odds)
 
 

@@ -33,7 +33,7 @@ NO_DRAFT = -1
 """Placeholder where nothing was drafted; equals no token id."""
 NO_TOKENS = np.zeros(0, np.int32)
 NO_PRICE = SureDrafts(0.0, 0.0)
-"""All drafts are proposed."""
+"""The price with which all drafts are proposed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from vllm_lite.protocol.step import Handle, SureDrafts
 LENGTHS = 1, 2, 3, 4, 6, 8, 12, 16, 24
 """Lower bounds of the lengths of matches that are taken to be equally sure."""
 DECAY = 0.98
-"""Weight of a draft's predecessor, of matches of about the same length."""
+"""Factor by which each draft lowers the weight of earlier ones with matches of about the same length."""
 PRIOR = 6.0
-"""Number of drafts that the chance assumed at first counts for."""
+"""Weight, in drafts, of the chance that is assumed at the start."""
 
 ScoredDrafts = tuple[NDArray[np.int32], float]
 """Drafts of a sequence, and the tokens that they are expected to bring beyond their price."""
@@ -67,7 +67,8 @@ class MatchOdds:
 
 
 def paying(found: Sequence[ScoredDrafts], price: SureDrafts) -> list[NDArray[np.int32]]:
-    """The drafts of each sequence of a step; none of any if all together do not bring what it takes to verify them."""
+    """Return the drafts of each sequence of a step, or no drafts at all if together they are expected to bring fewer
+    tokens than their verification costs."""
     is_worth = sum(gain for _, gain in found) >= price.min_gain
     return [drafts if is_worth else NOTHING_FOUND[0] for drafts, _ in found]
 

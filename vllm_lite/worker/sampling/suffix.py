@@ -62,7 +62,7 @@ class SuffixDrafter(Drafter):
         best, length = occurrences(tokens[:-1], suffix)
         source = tokens
         answers = self.answers.of(group)
-        # Own tokens win where both match alike: they are of this text.
+        # If both matches are equally long, the sequence's own tokens are used, as they are of the same text.
         if length < self.longest and answers is not None:
             others, longer = occurrences(answers, suffix)
             if longer > length:
@@ -72,7 +72,8 @@ class SuffixDrafter(Drafter):
             return NOTHING_FOUND
         count = min(max_drafts, max(1, int(self.factor * length)))
         worth, gain = self.odds.most(length, count, price.min_odds)
-        drafts = follow(source, best[-MAX_OCCURRENCES:], max(1, worth), self.least_share)  # of the first one it learns
+        # At least one: `odds` learns from the first, also if it is not worth its price.
+        drafts = follow(source, best[-MAX_OCCURRENCES:], max(1, worth), self.least_share)
         if len(drafts):
             self.odds.report(handle, len(tokens), int(drafts[0]), length)
         if len(drafts) < worth:
