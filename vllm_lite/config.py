@@ -315,7 +315,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if (self.curve_keys is None) is not self.insecure:
             raise ValueError(
                 f"tcp_address {address} needs either curve_keys, a folder made by `vllm-lite keys`, or insecure, which "
-                f"lets in whoever reaches it; got {'neither' if self.curve_keys is None else 'both'}"
+                f"allows anyone who can reach it; got {'neither' if self.curve_keys is None else 'both'}"
             )
 
     @property

@@ -47,7 +47,7 @@ def quantize(args: argparse.Namespace) -> None:
 
     mode = {"int8": nncf.CompressWeightsMode.INT8_ASYM, "int4": nncf.CompressWeightsMode.INT4_ASYM}[args.form]
     groups = {}
-    if args.form == "int4":  # rows that are no whole groups get the largest smaller ones that fit
+    if args.form == "int4":  # rows that are not whole groups get the largest smaller ones that fit
         fallback = nncf.quantization.advanced_parameters.GroupSizeFallbackMode.ADJUST
         advanced = nncf.AdvancedCompressionParameters(group_size_fallback_mode=fallback)
         groups = {"group_size": args.group_size, "ratio": 1.0, "advanced_parameters": advanced}

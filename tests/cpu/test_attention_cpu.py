@@ -151,7 +151,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_shapes_of_families(family):
-    """With Gemma's soft cap, and with ALiBi for heads that are no power of two."""
+    """With Gemma's soft cap, and with ALiBi for heads that are not a power of two."""
     head_size, group, num_kv_heads = FAMILIES[family]
     shape = {"head_size": head_size, "group": group, "num_kv_heads": num_kv_heads}
     slopes = alibi_slopes(group * num_kv_heads)
@@ -254,8 +254,8 @@ def test_two_windows_in_one_model():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"head_size": 12}, "head size 12 is no multiple of 8"),
-        ({"head_size": 584}, "head size 584 is no multiple of 8 up to 576"),
+        ({"head_size": 12}, "head size 12 is not a multiple of 8"),
+        ({"head_size": 584}, "head size 584 is not a multiple of 8 up to 576"),
         ({"dtype": torch.float64}, "no kernels for torch.float64"),
         ({"kv_dtype": torch.int16}, "with a cache in torch.int16"),
         ({"num_heads": 5}, "5 heads cannot share 2 KV heads"),

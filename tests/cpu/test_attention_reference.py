@@ -201,7 +201,7 @@ def test_matches_attention_by_hand(backend, lengths, block_size, group):
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @pytest.mark.parametrize("lengths", [DECODE, PREFILL, CHUNKED], ids=["decode", "prefill", "mixed"])
 def test_windows_match_attention_by_hand(backend, lengths, block_size, window):
-    """Every cached position before the window is NaN; windows are no multiples of blocks; chunks are longer or not."""
+    """Every cached position before the window is NaN; windows are not multiples of blocks; chunks are longer or not."""
     batch = Batch(lengths, block_size=block_size, windows=(window,), backend=backend)
     assert torch.allclose(batch.run().double(), batch.expected(), rtol=0, atol=2e-6)
 
@@ -362,7 +362,7 @@ def test_select(caplog):
     assert not caplog.records or not cpu.available()
     wide = changed(shape, head_size=584)
     assert isinstance(select_backend(wide), ReferenceBackend)
-    assert "by the slower backend reference: cpu: head size 584 is no multiple of 8 up to 576" in caplog.text
+    assert "by the slower backend reference: cpu: head size 584 is not a multiple of 8 up to 576" in caplog.text
     odd = attention_shape((5, 2, 8), 16, torch.float32)
     with pytest.raises(ConfigError, match="5 heads cannot share 2 KV heads"):
         select_backend(odd)

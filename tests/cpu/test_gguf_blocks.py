@@ -146,7 +146,7 @@ def test_a_type_that_is_not_supported_is_named() -> None:
     for take in (take_apart, native.take_apart, native.pack_blocks):
         with pytest.raises(ModelError, match=r"Q1_0 are not supported; supported: Q4_0"):
             take(BlockRows("Q1_0", torch.zeros(1, 18, dtype=torch.uint8)))
-        with pytest.raises(ModelError, match=r"rows of 35 bytes are no whole blocks of type Q8_0, which have 34"):
+        with pytest.raises(ModelError, match=r"rows of 35 bytes are not whole blocks of type Q8_0, which have 34"):
             take(BlockRows("Q8_0", torch.zeros(1, 35, dtype=torch.uint8)))
 
 

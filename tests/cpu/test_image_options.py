@@ -86,7 +86,7 @@ def test_programs_name_images_and_change_sizes(tmp_path: Path) -> None:
         for bad, problem in (
             (given([None], ["c"]), "the image with the uuid 'c' is not held here"),
             (given([image], ["a", "b"]), "multi_modal_uuids has 2 for 1 images"),
-            (given([image], [7]), "a uuid that is no text"),
+            (given([image], [7]), "a uuid that is not a text"),
             (given(image, mm_processor_kwargs={"fps": 1}), "mm_processor_kwargs has fps; the processor of this model"),
         ):
             with pytest.raises(RequestError, match=problem):

@@ -450,7 +450,7 @@ def test_a_model_that_sees_images_may_be_served_as_one_of_text(checkpoint: Path,
     assert (spec.vision, load_spec(checkpoint).vision is None) == (None, False)
 
 
-# ---- prompts that are no chats
+# ---- prompts that are not chats
 
 
 def test_generate_takes_images_beside_a_text(checkpoint: Path) -> None:

@@ -103,7 +103,7 @@ def test_a_scale_that_is_no_number_is_refused() -> None:
 
 
 def test_inputs_are_whole_blocks() -> None:
-    with pytest.raises(ModelError, match="48 inputs are no whole blocks of 32"):
+    with pytest.raises(ModelError, match="48 inputs are not whole blocks of 32"):
         weight((DOWN,), Split.whole(48), (Split.whole(1),), 0)
 
 

@@ -26,7 +26,7 @@ E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
 IQ4_NL = torch.tensor([-127.0, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113])
 """Whole numbers whose bytes are too large for sums of four products in 16 bits."""
 FROM_100 = torch.arange(256.0) - 100
-"""Whole numbers that differ from bytes by an amount that is no multiple of 128."""
+"""Whole numbers that differ from bytes by an amount that is not a multiple of 128."""
 WHOLE = (INT4, UINT4, MXFP4, IQ4_NL, INT5, UINT5, INT8, FROM_100)
 
 # outputs, inputs, group size, rows: whole blocks and parts of them, parts of groups, several tiles, groups and tasks
@@ -59,7 +59,7 @@ def grouped(
 
 
 def rounded_as_for(weight: GroupedWeight, x: torch.Tensor) -> torch.Tensor:
-    """A group that is no size of the kernels' is taken apart into groups of the largest."""
+    """A group that is not a size of the kernels' is taken apart into groups of the largest."""
     group_size = min(weight.group_size, QUANT_GROUP)
     ordered = x if weight.order is None else x[:, weight.order]
     rounded = rounded_rows(ordered, group_size, bits=4 if len(weight.values) == 16 else 8)

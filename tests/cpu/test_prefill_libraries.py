@@ -149,7 +149,7 @@ def test_a_table_is_kept_for_its_device_and_torch(
         path.write_text(damaged)
         caplog.clear()
         assert not prefill_table.load(path).ways(BF16, 64, 2)
-        assert "is no table of prefill times" in caplog.text
+        assert "is not a table of prefill times" in caplog.text
 
 
 # ---- chunks after a prefix

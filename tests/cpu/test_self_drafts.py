@@ -393,4 +393,4 @@ def test_verification_is_replayed_beside_sequences_that_draft_nothing(tiny_check
     assert graphs.num_replays == before + 2
     assert driver.got == eager.got
     driver.run(Draft(0, 3, []), Draft(1, 3, []), new_request(2, PROMPT[:3], [30]))
-    assert graphs.num_replays == before + 2, "a prompt is no decode"
+    assert graphs.num_replays == before + 2, "a prompt is not a decode"

@@ -284,7 +284,7 @@ def test_a_worker_that_replaces_another_continues_without_a_folder_that_was_open
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({"quantization": None}, "only what --quantization makes takes longer to pack than to read"),
+        ({"quantization": None}, "only weights quantized on load take longer to pack than to read"),
         ({"load_format": "dummy"}, None),
     ],
 )

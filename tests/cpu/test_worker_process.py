@@ -61,7 +61,7 @@ class Engine:
         self.heartbeats: list[WorkerHeartbeat] = []
 
     def receive(self, kind: type[M]) -> M:
-        """The next message that is no heartbeat, nor one of every later group; it must be a `kind`."""
+        """The next message that is not a heartbeat, nor one of every later group; it must be a `kind`."""
         message = self.next(lambda message: not isinstance(message, WorkerHeartbeat | Imported))
         assert isinstance(message, kind), message
         return message
@@ -310,7 +310,7 @@ def test_an_engine_that_says_nothing_is_not_waited_for_for_ever(engine: Engine, 
     worker = WorkerThread(settings_for(tiny_checkpoint, engine.listener.address, ready_timeout_s=0.01))
     engine.receive(WorkerHello)
     engine.receive(Ready)
-    assert "said nothing" in engine.receive(Failed).message
+    assert "was silent for" in engine.receive(Failed).message
     assert worker.join() == 1
 
 

@@ -142,7 +142,7 @@ def test_a_uuid_names_an_image_sent_with_it(server: Server) -> None:
     changed = ask(api, {**other, "uuid": "sku-1"}, "a page")
     assert changed.choices[0].message.content == ask(api, other, "a page").choices[0].message.content
     assert ask(api, named, "a page").choices[0].message.content == changed.choices[0].message.content
-    with pytest.raises(BadRequestError, match="a uuid that is no text of at most 256 characters"):
+    with pytest.raises(BadRequestError, match="a uuid that is not a text of at most 256 characters"):
         ask(api, {**wide, "uuid": "x" * 257}, "a page")
 
 

@@ -244,7 +244,7 @@ def _is_alive(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("flags", "why"),
     [
-        (("--models", "/nowhere"), "'/nowhere' is no file and no folder"),
+        (("--models", "/nowhere"), "'/nowhere' is neither a file nor a folder"),
         (("demo", "--models", "/nowhere"), "--models has the models to serve; take 'demo' out"),
         (("--models-max", "2"), "models_max is for --models"),
         (("--models", "hub", "--models-memory", "lots"), "expected an amount of memory"),

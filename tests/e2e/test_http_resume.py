@@ -224,7 +224,7 @@ def test_the_end_is_said_again_and_only_to_its_owner(connect: Connect) -> None:
     assert events_in(again.read()) == events[-1:]
     wrong = connect(0).ask("GET", path, last="no id")
     assert wrong.status == 400
-    assert b"no place in the stream" in wrong.read()
+    assert b"not a place in the stream" in wrong.read()
     assert connect(0).ask("DELETE", "/v1/requests/chatcmpl-short").status == 200
     assert connect(0).ask("GET", path).status == 404
 

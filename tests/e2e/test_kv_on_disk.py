@@ -191,7 +191,7 @@ def test_a_read_only_directory_is_read_and_logged(
         disk = llm.stats().disk
         assert disk is not None
         assert disk.errors["write"]
-    assert "nothing can be written to the KV cache on disk, what lies there is read" in caplog.text
+    assert "nothing can be written to the KV cache on disk, what is there is still read" in caplog.text
 
 
 def test_a_reset_includes_the_disk_on_request(written: tuple[Path, list[int]]) -> None:

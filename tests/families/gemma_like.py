@@ -12,7 +12,7 @@ from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ODD = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 387}
-"""Groups of three heads; 387 tokens are no multiple of 8."""
+"""Groups of three heads; 387 tokens are not a multiple of 8."""
 CALM = {"initializer_range": 0.15}
 """Gemma's norms make everything twice as large, as their random weights are about 1, to which they add 1."""
 LONG = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}

@@ -56,7 +56,7 @@ def deepseek(version: str, name: str, settings: dict[str, Any], controls: dict[s
 
 
 class Fixed(torch.nn.Module):
-    """A product with a weight that is no torch.nn.Linear's."""
+    """A product with a weight that is not a torch.nn.Linear's."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()

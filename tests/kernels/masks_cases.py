@@ -46,7 +46,7 @@ def rows(num_rows: int, vocab: int, num_masked: int, gap: int = 0) -> Case:
             wanted = expected(logits, masked)
         masks.rule_out(launcher, logits, masks.bring(logits, masked))
         np.testing.assert_array_equal(logits.numpy(force=True), wanted)
-        assert torch.equal(whole[:, vocab:], beside), "what stands between rows is no logit"
+        assert torch.equal(whole[:, vocab:], beside), "what stands between rows is not a logit"
 
     return case
 

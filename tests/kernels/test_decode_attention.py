@@ -115,7 +115,7 @@ def refuse(launcher: Launcher, message: str, **changes: Any) -> None:
         ("power of two, got 24", {"kv": torch.zeros(4, 2, 1, 24, 64, dtype=BF16)}),
         ("multiples of 8 elements", {"kv": torch.zeros(4, 2, 1, 16, 68, dtype=BF16)[..., :64]}),
         ("multiples of 16 elements", {"kv": torch.zeros(4, 2, 1, 16, 72, dtype=torch.uint8).view(E4M3)[..., :64]}),
-        ("must stand side by side", {"query": torch.zeros(2, 2, 128, dtype=BF16)[..., :64]}),
+        ("must be adjacent", {"query": torch.zeros(2, 2, 128, dtype=BF16)[..., :64]}),
         ("multiples of 16 bytes", {"query": torch.zeros(2, 132, dtype=BF16)[:, :128].view(2, 2, 64)}),
         ("seq_lens is torch.int64", {"seq_lens": torch.zeros(2, dtype=torch.int64)}),
         (r"start_loc is torch.int32 \[2\]", {"query_start_loc": torch.zeros(2, dtype=torch.int32)}),

@@ -73,7 +73,7 @@ def test_other_tensors_are_refused(emulated: EmulatorLauncher) -> None:
 
 def test_other_weights_are_refused(emulated: EmulatorLauncher) -> None:
     gate_up, down = cases.weights(cases.Sizes(), torch.bfloat16, CPU)[:2]
-    with pytest.raises(ValueError, match=r"\[5, 80, 40\] and \[5, 80, 40\] are no MLPs with a gate"):
+    with pytest.raises(ValueError, match=r"\[5, 80, 40\] and \[5, 80, 40\] are not MLPs with a gate"):
         StackedExperts(emulated, Stacks(down, down), 0, "silu")
     with pytest.raises(ValueError, match=r"of one type, got torch\.bfloat16 and torch\.float16"):
         StackedExperts(emulated, Stacks(gate_up, down.half()), 0, "silu")

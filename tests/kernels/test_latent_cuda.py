@@ -94,7 +94,7 @@ def cache_of(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
         ("torch.float16 does not go with queries", {"kv": cache_of(4, 1, 1, 16, 40, dtype=FP16)}),
         ("power of two, got 24", {"kv": cache_of(4, 1, 1, 24, 40)}),
         ("multiples of 8 elements", {"kv": cache_of(4, 1, 1, 16, 44)[..., :40]}),
-        ("must stand side by side", {"query": torch.zeros(2, 5, 80, dtype=BF16)[..., :40]}),
+        ("must be adjacent", {"query": torch.zeros(2, 5, 80, dtype=BF16)[..., :40]}),
         ("multiples of 16 bytes", {"query": torch.zeros(2, 204, dtype=BF16)[:, :200].view(2, 5, 40)}),
         ("seq_lens is torch.int64", {"seq_lens": torch.zeros(2, dtype=torch.int64)}),
         ("a workspace of 660 floats", {"seen": (8, 600)}),

@@ -75,7 +75,7 @@ def test_weights_that_can_be_a_stack() -> None:
 
     assert stackable(made(64, 40), in_turn=True)
     assert stackable(made(48, 40), in_turn=False)
-    assert not stackable(made(48, 40), in_turn=True), "halves that are no whole tiles"
+    assert not stackable(made(48, 40), in_turn=True), "halves that are not whole tiles"
     assert not stackable(made(64, 36), in_turn=True), "inputs that are not loaded by 16 bytes"
     assert not stackable(made(64, 40)._replace(order=torch.arange(40)), in_turn=True)
     assert alike(made(64, 40), made(64, 40))
@@ -86,9 +86,9 @@ def test_weights_that_can_be_a_stack() -> None:
 def test_other_weights_are_refused(emulated: EmulatorLauncher) -> None:
     own = cases.layer(CPU, BF16, INT4, 32)
     gate_up, down = own.stacks[:2]
-    with pytest.raises(ValueError, match=r"\[104, 80\] and \[104, 80\] are no MLPs with a gate"):
+    with pytest.raises(ValueError, match=r"\[104, 80\] and \[104, 80\] are not MLPs with a gate"):
         GpuPackedExperts(emulated, PackedStacks(down, down), 0, "silu", BF16)
-    with pytest.raises(ValueError, match=r"\[160, 104\] and \[104, 80\] are no MLPs without a gate"):
+    with pytest.raises(ValueError, match=r"\[160, 104\] and \[104, 80\] are not MLPs without a gate"):
         GpuPackedExperts(emulated, PackedStacks(gate_up, down), 0, "relu2", BF16)
     with pytest.raises(ValueError, match="tiles of gate and up must lie in turn"):
         GpuPackedExperts(emulated, PackedStacks(gate_up._replace(in_turn=False), down), 0, "silu", BF16)

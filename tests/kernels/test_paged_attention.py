@@ -124,7 +124,7 @@ def test_refusals() -> None:
     refused("window", window=-1)
     refused("soft cap", soft_cap=-math.inf)
     refused("alibi_slopes", alibi_slopes=torch.zeros(4, dtype=torch.float64))
-    refused("no multiple of the block size", block_sparse=BlockSparse(1, 2, 24))
+    refused("not a multiple of the block size", block_sparse=BlockSparse(1, 2, 24))
     refused("vert_stride at least 1", block_sparse=BlockSparse(1, 0, 16))
 
 
@@ -132,7 +132,7 @@ def test_head_size_that_fp8_cannot_split() -> None:
     problem = cases.Problem((5,), head_size=120)
     out, q, cache, scoring = inputs(problem)
     keys, values = (torch.zeros(9, 2, *rest, dtype=torch.float8_e5m2) for rest in ((7, 16, 16), (120, 16)))
-    with pytest.raises(ValueError, match="head size 120 is no multiple of x = 16"):
+    with pytest.raises(ValueError, match="head size 120 is not a multiple of x = 16"):
         pa.paged_attention_v1(NoLauncher(), out, q, replace(cache, keys=keys, values=values), scoring)  # type: ignore[arg-type]
 
 

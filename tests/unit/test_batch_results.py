@@ -160,7 +160,7 @@ def test_a_file_without_a_journal_is_not_written_to(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ['{"custom_id": 1}\n', "hello\n", '{"input": "x", "version": 9}\n'])
 def test_another_file_is_no_journal(tmp_path: Path, text: str) -> None:
     (tmp_path / "out.journal").write_text(text)
-    with pytest.raises(ConfigError, match=r"no journal of run-batch|another version"):
+    with pytest.raises(ConfigError, match=r"not a journal of run-batch|another version"):
         BatchResults(str(tmp_path / "out"), HEADER)
     assert (tmp_path / "out.journal").read_text() == text
 

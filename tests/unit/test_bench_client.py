@@ -193,7 +193,7 @@ def delta(**fields: Any) -> bytes:
 
 
 async def test_a_chat() -> None:
-    """The role alone is no token; reasoning is."""
+    """The role alone is not a token; reasoning is."""
     events = delta(role="assistant", content=""), delta(reasoning="Hm."), delta(content=" Yes"), delta(content=None)
     stream = b"".join(events) + delta(finish_reason="stop") + DONE
     asked: list[dict[str, Any]] = []
@@ -216,8 +216,8 @@ async def test_a_chat() -> None:
     ("script", "text"),
     [
         (answering(HEAD, chunked(chunk("a") + b'data: {"error": {"message": "out of luck"}}\n\n')), "out of luck"),
-        (answering(HEAD, chunked(b"data: {no json}\n\n")), "no chunk"),
-        (answering(HEAD, chunked(b'data: {"choices": 5}\n\n')), "no chunk"),
+        (answering(HEAD, chunked(b"data: {no json}\n\n")), "not a chunk"),
+        (answering(HEAD, chunked(b'data: {"choices": 5}\n\n')), "not a chunk"),
         (answering(HEAD, chunked(chunk("a")), chunked(b"")), r"without \[DONE\]"),
         (answering(HEAD, chunked(DONE), chunked(b"")), "no token"),
         (answering(HEAD, chunked(chunk("a")), close=True), "connection ended"),
@@ -250,7 +250,7 @@ async def test_a_failed_connection_is_closed() -> None:
             await stub.ended.get()
             return outcome.error
 
-    assert "no chunk" in await asyncio.wait_for(talk(), DEADLINE_S)
+    assert "not a chunk" in await asyncio.wait_for(talk(), DEADLINE_S)
 
 
 async def test_a_connection_that_ends_as_the_next_request_is_sent() -> None:

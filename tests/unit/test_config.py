@@ -273,7 +273,7 @@ def test_tcp_addresses() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "needs either curve_keys, .* or insecure, which lets in whoever reaches it; got neither"),
+        ({}, "needs either curve_keys, .* or insecure, which allows anyone who can reach it; got neither"),
         ({"curve_keys": "/keys", "insecure": True}, "got both"),
         ({"insecure": True, "single_process": True}, "cannot go with single_process"),
     ],

@@ -230,7 +230,7 @@ def test_a_tokenizer_that_differs_from_sentencepiece_is_refused(tmp_path: Path) 
     folder = folder_with(tmp_path / "model", tokenizer__model=model, config__json={"model_type": "llama"})
     if Version(version("transformers")) < Version("5.24"):
         with pytest.raises(
-            ModelError, match=r"what transformers makes of it has the tokens .* for 'the cat sat on the mat'"
+            ModelError, match=r"the tokenizer that transformers makes has tokens .* for 'the cat sat on the mat'"
         ):
             Tokenizer.load(folder)
         return
@@ -266,7 +266,7 @@ def test_tekken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        ({"tokenizer_class": "GemmaTokenizer"}, "what transformers makes of it turns 'the cat sat on the mat' into '"),
+        ({"tokenizer_class": "GemmaTokenizer"}, "transformers makes turns 'the cat sat on the mat' into '"),
         (
             {},
             "no tokenizer_class in tokenizer_config.json says what kind of tokenizer it is; get the checkpoint with a",

@@ -153,7 +153,7 @@ def test_the_reading_list() -> None:
 
 
 def num_code_lines(path: Path) -> int:
-    """Lines of a Python file that are no comments, docstrings or blanks."""
+    """Lines of a Python file that are not comments, docstrings or blanks."""
     text = path.read_text()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):

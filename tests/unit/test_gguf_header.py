@@ -67,9 +67,9 @@ def test_a_header_is_read(tmp_path: Path, version: int) -> None:
     assert isinstance(types, Array)
     assert (len(tokens), tokens.texts()) == (3, ["a", "", "\u732b"])
     assert types.numbers().tolist() == [1, -1, 3]
-    with pytest.raises(ModelError, match="an array of numbers stands where strings are expected"):
+    with pytest.raises(ModelError, match="an array of numbers is where strings are expected"):
         types.texts()
-    with pytest.raises(ModelError, match="an array of strings stands where numbers are expected"):
+    with pytest.raises(ModelError, match="an array of strings is where numbers are expected"):
         tokens.numbers()
     assert {
         name: (one.kind.name, one.shape, one.offset - start, one.num_bytes) for name, one in found.tensors.items()
@@ -123,7 +123,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a long name": (header([struct.pack("<Q", LONG)], []), "'a name' has 4611686018427387904 bytes"),
     "a long string": (header([text("s") + struct.pack("<IQ", TEXT, LONG)], []), "'s' has 4611686018427387904 bytes"),
     "a name of a page": (header([value("n" * 1025, BOOL, b"\1")], []), "'a name' has 1025 bytes"),
-    "a name that is no UTF-8": (header([struct.pack("<Q", 2) + b"\xff\xfe" + bytes(8)], []), "is not UTF-8"),
+    "a name that is not UTF-8": (header([struct.pack("<Q", 2) + b"\xff\xfe" + bytes(8)], []), "is not UTF-8"),
     "two values": (header([VALUES[1]] * 2, []), "it has two values 'llama.block_count'"),
     "an unknown value": (header([value("x", 77, b"")], []), "value 'x' has a type 77"),
     "a long array": (
@@ -133,7 +133,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "nested arrays": (header([value("x", ARRAY, struct.pack("<IQ", ARRAY, 9))], []), "values of a type 9"),
     "strings behind the file": (
         header([value("x", ARRAY, struct.pack("<IQQ", TEXT, 2, 1 << 40))], []),
-        "the array 'x' ends behind the file",
+        "the array 'x' ends beyond the file",
     ),
     "an alignment of 0": (header([value("general.alignment", I32, bytes(4))], []), "general.alignment 0"),
     "an alignment of 12": (header([value("general.alignment", I32, b"\x0c\0\0\0")], []), "general.alignment 12"),
@@ -149,7 +149,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a dimension of 0": (header([], [tensor("w", (32, 0), 0, 0)]), r"has the shape \[0, 32\]"),
     "a row of half a block": (header([], [tensor("w", (48, 2), 8, 0)]), r"type Q8_0 has the shape \[2, 48\]"),
     "an unknown type": (header([], [tensor("w", (32, 2), 5, 0)]), "tensor 'w' has a type 5"),
-    "an offset between": (header([], [tensor("w", (32, 2), 0, 8)]), "begins at 8, which is no multiple of 32"),
+    "an offset between": (header([], [tensor("w", (32, 2), 0, 8)]), "begins at 8, which is not a multiple of 32"),
     "an offset behind the file": (header([], [tensor("w", (32, 2), 0, 1 << 40)]), "is truncated"),
     "a negative offset": (header([], [tensor("w", (32, 2), 0, (1 << 64) - 32)]), "is truncated"),
     "overlapping tensors": (
@@ -283,7 +283,7 @@ def test_the_parts_of_a_split_model_are_found(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"m-00003-of-00003.gguf: no such file; all 3 parts"):
         gguf_files(tmp_path)
     for wrong in ("m-00004-of-00003.gguf", "m-00001-of-99999.gguf", "m-00000-of-00000.gguf"):
-        with pytest.raises(ModelError, match="is no part of 1 to 1000 files"):
+        with pytest.raises(ModelError, match="is not a part of 1 to 1000 files"):
             part_names(wrong)
 
 

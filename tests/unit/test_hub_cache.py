@@ -1,4 +1,4 @@
-"""`pull`, `list`, `show` and `rm` against a hub on this machine, and names that are no hub ids."""
+"""`pull`, `list`, `show` and `rm` against a hub on this machine, and names that are not hub ids."""
 
 import json
 import os
@@ -149,7 +149,7 @@ def test_a_pull_of_an_invalid_hub_id(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["pull", "llama3.2"]) == 2
     assert "use bartowski/Llama-3.2-3B-Instruct-GGUF:Q4_K_M" in capsys.readouterr().err
     assert main(["pull", "a/b/c"]) == 2
-    assert "'a/b/c' is no hub id" in capsys.readouterr().err
+    assert "'a/b/c' is not a hub id" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def engine() -> Iterator[LaunchedEngine]:
 
 @pytest.fixture
 def stranger() -> Iterator["subprocess.Popen[bytes]"]:
-    """A process of this user that is no engine."""
+    """A process of this user that is not an engine."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         yield process
         process.kill()

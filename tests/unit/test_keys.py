@@ -81,7 +81,7 @@ def test_clients_come_and_go_while_an_engine_runs(keys: Path, caplog: pytest.Log
     (keys / "clients/broken.key").write_text("no key")
     assert authorised.name_of(alice.public) is None
     assert authorised.name_of(bob.public) == "bob"
-    assert "broken.key is no key file" in caplog.text
+    assert "broken.key is not a key file" in caplog.text
 
 
 def test_an_overwritten_key_is_no_longer_accepted(keys: Path) -> None:
@@ -115,12 +115,12 @@ def test_a_secret_that_others_can_read_is_reported(keys: Path, caplog: pytest.Lo
 def test_missing_files_are_named(keys: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENV, raising=False)
     with pytest.raises(
-        ConfigError, match=r"none/server\.key_secret is no key file: .*; make one with `vllm-lite keys`"
+        ConfigError, match=r"none/server\.key_secret is not a key file: .*; make one with `vllm-lite keys`"
     ):
         load_engine_keys(tmp_path / "none")
-    with pytest.raises(ConfigError, match=r"client\.key_secret is no key file"):
+    with pytest.raises(ConfigError, match=r"client\.key_secret is not a key file"):
         load_client_keys(ADDRESS, keys)
-    with pytest.raises(ConfigError, match=rf"{ADDRESS} needs keys: .* or keys=False to speak in the clear"):
+    with pytest.raises(ConfigError, match=rf"{ADDRESS} needs keys: .* or keys=False for an unencrypted connection"):
         load_client_keys(ADDRESS, None)
     (keys / "server.key_secret").write_text((keys / "server.key").read_text())
     with pytest.raises(ConfigError, match="holds no secret key"):

@@ -319,10 +319,10 @@ def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"mode 0750, so that others .* expected 0700: chmod 700"):
         open_directory(str(open_one))
     (tmp_path / "link").symlink_to(open_one)
-    with pytest.raises(ConfigError, match="no directory"):
+    with pytest.raises(ConfigError, match="not a directory"):
         open_directory(str(tmp_path / "link"))
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="no directory"):
+    with pytest.raises(ConfigError, match="not a directory"):
         open_directory(str(tmp_path / "file"))
 
 

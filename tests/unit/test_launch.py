@@ -181,7 +181,7 @@ def test_a_taken_port_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_missing_keys_start_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vllm_lite.runtime.supervise.spawn", None)
-    with pytest.raises(ConfigError, match=r"/no/keys/server\.key_secret is no key file"):
+    with pytest.raises(ConfigError, match=r"/no/keys/server\.key_secret is not a key file"):
         launch(config("serves", tcp_address="tcp://127.0.0.1:5555", curve_keys="/no/keys"))
 
 

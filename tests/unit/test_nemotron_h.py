@@ -75,7 +75,7 @@ def test_tensor_names_tell_a_blocks_kind() -> None:
     [
         ({"hybrid_override_pattern": "M-X*"}, "hybrid_override_pattern has X; known: M, *, -, E"),
         ({"hybrid_override_pattern": "M-ME"}, "no full_attention; at least one layer must keep KV"),
-        ({"hybrid_override_pattern": None}, "layers_block_type or hybrid_override_pattern must say"),
+        ({"hybrid_override_pattern": None}, "layers_block_type or hybrid_override_pattern must give"),
         ({"layers_block_type": ["mamba", "odd"]}, "layer_types odd not supported"),
         ({"n_groups": 7}, "n_groups 7 does not divide mamba_num_heads 64"),
         ({"moe_latent_size": 512}, "moe_latent_size 512 is not supported; it must be None"),

@@ -78,9 +78,9 @@ def test_pieces_of_both_kinds_of_stream() -> None:
         (['data: {"choices":[{"text":"a"}]}'], "went away"),
         ([], "went away"),
         (['data: {"error":{"message":"the engine died"}}', DONE], "the engine died"),
-        (["data: {oops", DONE], "no piece"),
-        (["data: []", DONE], "no piece"),
-        (['data: {"choices":"abc"}', DONE], "no piece"),
+        (["data: {oops", DONE], "not a part of an answer"),
+        (["data: []", DONE], "not a part of an answer"),
+        (['data: {"choices":"abc"}', DONE], "not a part of an answer"),
     ],
 )
 def test_streams_that_break(lines: list[str], words: str) -> None:

@@ -345,7 +345,7 @@ def test_fields_that_open_and_close_on_nothing_end() -> None:
         ({"fields": {"content": {"content": "yaml"}}}, "'yaml'"),
         ({"fields": {"content": {"open": ""}}}, "1 to 256"),
         ({"fields": {"content": {"open": "a", "open_pattern": "b"}}}, "one of them"),
-        ({"fields": {"content": {"open_pattern": "("}}}, "no regular expression"),
+        ({"fields": {"content": {"open_pattern": "("}}}, "not a regular expression"),
         ({"fields": {"content": {}, "other": {}}}, "only one field"),
         ({"fields": {"content": {"transform": "a {content}"}}}, "mixes"),
         ({"fields": {"content": {"content": "xml-inline", "content_args": {"tag_pattern": "x"}}}}, "'key' and 'value'"),

@@ -52,12 +52,12 @@ def test_a_file_of_models(tmp_path: Path) -> None:
     [
         ("{model: demo, max_model_len: -1}", "bad: max_model_len: must be at least 1"),
         ("{model: demo, max_modell_len: 5}", "bad: unknown setting 'max_modell_len'; did you mean 'max_model_len'?"),
-        ("{model: /nowhere/at/all}", "bad: model '/nowhere/at/all' is no folder or file here, and no hub id"),
+        ("{model: /nowhere/at/all}", "bad: model '/nowhere/at/all' is neither a folder or file here nor a hub id"),
         ("{dtype: float32}", "bad: has no `model`: a folder, a GGUF file or a hub id"),
         ("{model: demo, port: 1}", "bad: port is a setting of the router, not of one model; give it to `serve`"),
         ("{model: demo, pin: 7.5}", "bad: Expected `bool`"),
         ("{model: demo, aliases: [good]}", "the name 'good' is that of the model 'good' already"),
-        ("{model: demo, aliases: ['a b']}", "'a b' is no name of a model"),
+        ("{model: demo, aliases: ['a b']}", "'a b' is not a name of a model"),
     ],
 )
 def test_a_bad_entry_is_one_sentence_and_the_rest_is_served(tmp_path: Path, settings: str, trouble: str) -> None:
@@ -91,7 +91,7 @@ def test_a_file_that_is_wrong_as_a_whole(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ConfigError, match=why):
             read(tmp_path, text)
-    with pytest.raises(ConfigError, match="is no file and no folder"):
+    with pytest.raises(ConfigError, match="is neither a file nor a folder"):
         read_catalog(str(tmp_path / "none"), ServeConfig())
 
 

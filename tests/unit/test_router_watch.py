@@ -109,7 +109,7 @@ def test_engines_are_named_after_their_models_and_go_with_them(monkeypatch: pyte
         await seen.until(lambda: "a/0" in seen.look.engines)
         assert seen.look.engines["a/0"].requests == {"r": {"id": "r"}}
         assert seen.look.models["a"]["state"] == "loaded"
-        assert seen.look.models["a"]["active"] == 0, "a watcher is no request"
+        assert seen.look.models["a"]["active"] == 0, "a watcher is not a request"
         await seen.answers[0].said.put(None)
         await seen.until(lambda: "a/0" not in seen.look.engines)
         assert seen.look.models["a"]["state"] == "loaded", "its stream alone has ended, and is opened again"

@@ -205,7 +205,7 @@ def test_a_sample_that_lacks_nothing_but_its_end_gets_that(engine: Engine) -> No
         ({"samples": (SampleSoFar(3),)}, r"each below n=3; got \[3\]"),
         ({"samples": (SampleSoFar(1), SampleSoFar(1))}, r"in the order of their indices, .*; got \[1, 1\]"),
         ({"samples": (SampleSoFar(2), SampleSoFar(1))}, r"in the order of their indices, .*; got \[2, 1\]"),
-        ({"samples": (SampleSoFar(0),), "have": 1, "output": bytes(4)}, "have and output must be empty where samples"),
+        ({"samples": (SampleSoFar(0),), "have": 1, "output": bytes(4)}, "have and output must be empty if `samples`"),
         ({"samples": (SampleSoFar(0, bytes(3)),)}, "output of a sample must be u32 token ids, got 3 bytes"),
         ({"samples": (SampleSoFar(2, pack_tokens([50])),)}, "below 50, the output of sample 2 holds 50"),
         ({"samples": (SampleSoFar(0), SampleSoFar(1, bytes(4 << 20)))}, "1048576 of output that came with it are more"),

@@ -246,7 +246,7 @@ async def test_invalid_utf_16_is_replaced_up_to_a_limit() -> None:
     assert await prompt_in(half) == "a\ufffdb"
     assert await prompt_in('{"prompt":"\U0001f600"}'.encode("utf-16")) == "\U0001f600"
     many = ('{"prompt":"' + "\ud83d" * (charsets.MAX_REPLACED + 1) + '"}').encode("utf-16", "surrogatepass")
-    with pytest.raises(ApiError, match="the body is no text in utf-16: over 65536 characters") as caught:
+    with pytest.raises(ApiError, match="the body is not a text in utf-16: over 65536 characters") as caught:
         await prompt_in(many)
     assert caught.value.status == 400
 

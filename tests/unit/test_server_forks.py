@@ -295,7 +295,7 @@ async def test_every_sample_of_a_request_counts() -> None:
         assert refused.value.status == 400
     with desk.calls.run(desk.call("a", n=4)):
         with (
-            pytest.raises(ApiError, match="as may wait are waiting") as refused,
+            pytest.raises(ApiError, match="the maximum number of requests is waiting") as refused,
             desk.calls.run(desk.call("b", n=3)),
         ):
             pass
@@ -306,7 +306,7 @@ async def test_every_sample_of_a_request_counts() -> None:
     with desk.calls.run(desk.call("a", n=5)):
         desk.calls.num_waiting = 3  # for blocks, not for a place in the batch
         desk.calls.check(1)
-        with pytest.raises(ApiError, match="as may wait are waiting"):
+        with pytest.raises(ApiError, match="the maximum number of requests is waiting"):
             desk.calls.check(2)
 
 

@@ -314,7 +314,7 @@ def test_marks_are_of_one_prompt_of_token_ids() -> None:
     for prompts in (["a text"], [[1], [2]]):
         with pytest.raises(ApiError, match="marks count the tokens of one prompt"):
             with_marks(cast(Any, prompts), [1])
-    with pytest.raises(RequestError, match="marks count tokens, so they stand beside prompt_token_ids"):
+    with pytest.raises(RequestError, match="marks count tokens, so they need prompt_token_ids"):
         marks_of({"prompt": "a text", "marks": [1]})
     with pytest.raises(RequestError, match="marks must be a list of at most 4096 numbers of tokens, got 4097"):
         marks_of({"prompt_token_ids": [5] * 7, "marks": [1] * 4097})

@@ -106,7 +106,7 @@ async def test_a_reader_that_has_nothing_yet_learns_that_it_was_replaced() -> No
     old = stage.start()
     await settle()
     new = await stage.resume()
-    with pytest.raises(ApiError, match="goes on over a newer connection") as caught:
+    with pytest.raises(ApiError, match="continues on a newer connection") as caught:
         await old.ended()
     assert caught.value.status == 409
     await stage.say(Finished("chatcmpl-1", 0, WORDS, "length"))
@@ -376,7 +376,7 @@ async def test_an_id_is_taken_as_long_as_its_stream_is_kept() -> None:
 async def test_no_place_in_the_stream(last: str) -> None:
     stage = Stage()
     client = await begun(stage, n=2)
-    with pytest.raises(ApiError, match="is no place in the stream") as caught:
+    with pytest.raises(ApiError, match="is not a place in the stream") as caught:
         await stage.resume(last=last)
     assert caught.value.status == 400
     assert len(caught.value.message) < 250
@@ -393,7 +393,7 @@ async def test_beams_are_there_at_once_or_not_at_all(last: str) -> None:
     await settle()
     for end in ([], [Finished("cmpl-1", 0, WORDS, "length", cumulative_logprob=-1.0)]):
         await stage.say(*end) if end else None
-        with pytest.raises(ApiError, match="is no place"):
+        with pytest.raises(ApiError, match="is not a place"):
             await stage.resume("cmpl-1", last)
 
 

@@ -46,7 +46,7 @@ def test_brackets_within_texts_are_not_counted(value: Any, size: int, ascii_only
 
 @given(values, st.sampled_from(["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le"]), st.integers(1, 9))
 def test_other_encodings_hide_nothing(value: Any, encoding: str, size: int) -> None:
-    """An escaped quote in UTF-16 is no escaped quote in bytes: a scale that took it for one would lose its place."""
+    """An escaped quote in UTF-16 is not one in bytes: a scale that took it for one would lose its place."""
     data = json.dumps(value, ensure_ascii=False).encode(encoding, "surrogatepass")
     scale = Scale()
     for piece in in_pieces(data, size):

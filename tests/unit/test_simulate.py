@@ -408,7 +408,7 @@ def test_the_command_fits_keeps_compares_and_records(
         (["--fit", __file__], "not a trace"),
         (["FILE", "--target", "ttft=500"], "--target must look like ttft_p99=500ms,tpot_p50=50ms, got 'ttft=500'"),
         (["FILE", "--target", "speed_p9=1s"], "--target takes ttft, tpot, itl, e2el"),
-        (["FILE", "--measured", __file__], "is no result of `bench serve`"),
+        (["FILE", "--measured", __file__], "is not a result of `bench serve`"),
         (["FILE", "--record", "x", "--vary", "max_num_seqs=1,2"], "--record writes the trace of one simulation"),
         (
             ["FILE", "--target", "ttft_p99=1s", "--record", "x"],

@@ -289,7 +289,7 @@ for _ in range(120):
         ({"json": "1" * 300_000}, "300000 characters"),
         ({"json": False}, "false, which nothing matches"),
         ({"regex": "ab("}, "regex is not valid: the regular expression is wrong at column 3: unclosed group"),
-        ({"regex": "ab\\"}, "at column 3 a backslash has nothing behind it"),
+        ({"regex": "ab\\"}, "at column 3 a backslash is followed by nothing"),
         ({"regex": "(?=a)b"}, "column 1: look-around"),
         ({"regex": "xa{20000}"}, f"more than {MAX_REPEATS} times, with the count at column 3"),
         ({"regex": "\ud800"}, "regex has half a surrogate pair at character 0"),

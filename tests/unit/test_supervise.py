@@ -49,7 +49,7 @@ def wait_for(path: Path) -> str:
 
 
 def wait_gone(pid: int) -> None:
-    """Wait until `pid` is no running process any more."""
+    """Wait until `pid` is not a running process any more."""
     start = time.monotonic()
     while time.monotonic() - start < DEADLINE_S:
         try:

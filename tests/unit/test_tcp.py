@@ -114,7 +114,7 @@ def test_a_client_with_keys_and_one_on_this_machine(engine: Engine, alice: Path)
 def test_without_keys_where_that_was_asked_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with Engine(tmp_path, None) as engine, closing(connect(engine, False)) as session:
         assert hears(engine, session)
-    assert "insecure: whoever reaches tcp://127.0.0.1" in caplog.text
+    assert "insecure: anyone who can reach tcp://127.0.0.1" in caplog.text
 
 
 def test_a_client_without_keys_must_ask_for_that(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,8 +135,8 @@ def mixed(folder: Path, tmp_path: Path) -> Path:
     [
         ("removed", "it does not know this client's key, which has to be among its clients' keys"),
         ("unknown", "it does not know this client's key, which has to be among its clients' keys"),
-        ("of another engine", "it ends every handshake; perhaps its key is another than this client's server.key"),
-        ("none", "it lets in only clients with keys"),
+        ("of another engine", "it ends every handshake; perhaps its key differs from this client's server.key"),
+        ("none", "it accepts only clients with keys"),
     ],
 )
 def test_refused_clients_get_a_reason_and_others_notice_nothing(
@@ -160,7 +160,7 @@ def test_refused_clients_get_a_reason_and_others_notice_nothing(
 
 
 def test_keys_for_an_engine_without_keys(alice: Path, tmp_path: Path) -> None:
-    with Engine(tmp_path, None) as engine, pytest.raises(EngineError, match="does not let this client in: it takes no"):
+    with Engine(tmp_path, None) as engine, pytest.raises(EngineError, match="let this client in: it uses no keys"):
         connect(engine, alice)
 
 

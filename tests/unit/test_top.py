@@ -177,7 +177,7 @@ def test_a_snapshot_forgets_an_engine_that_it_does_not_have() -> None:
 
 @pytest.mark.parametrize("data", ["{}", "[]", "no", '{"engines": {"0": {}}, "time": 1}', '{"engines": 3, "time": 1}'])
 def test_invalid_events_are_refused(data: str) -> None:
-    with pytest.raises(RemoteError, match="no event of /v1/live"):
+    with pytest.raises(RemoteError, match="not an event of /v1/live"):
         next(looks(read(["event: update", f"data: {data}", ""])))
 
 

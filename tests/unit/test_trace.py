@@ -136,7 +136,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_engine(pause_s: float, caplog: p
         recorded.drain()
     assert len(recorded.ended) == 300
     assert [record.message for record in caplog.records] == [
-        "the trace /dev/full ends here, serving goes on: [Errno 28] No space left on device"
+        "the trace /dev/full ends here, serving continues: [Errno 28] No space left on device"
     ]
     assert recorded.scheduler.on_decision is None
     recorded.core.close()

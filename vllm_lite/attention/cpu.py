@@ -106,9 +106,9 @@ class CpuBackend(AttentionBackend):
 
 def _reason(spec: AttentionSpec) -> str | None:
     if spec.head_size % 8 or not 0 < spec.head_size <= kernels.MAX_HEAD_SIZE:
-        return f"head size {spec.head_size} is no multiple of 8 up to {kernels.MAX_HEAD_SIZE}"
+        return f"head size {spec.head_size} is not a multiple of 8 up to {kernels.MAX_HEAD_SIZE}"
     if spec.value_size is not None and spec.value_size % 8:
-        return f"values of {spec.value_size} elements are no multiple of 8"
+        return f"values of {spec.value_size} elements are not a multiple of 8"
     return None
 
 

@@ -349,7 +349,7 @@ def _text_part(raw_json: dict[str, Any]) -> dict[str, Any]:
     if inner is None:
         return raw_json
     if not isinstance(inner, dict):
-        raise ModelError(f"text_config {inner!r} is not an object; it must be what config.json is for a model of text")
+        raise ModelError(f"text_config {inner!r} is not an object; it must be like the config.json of a text model")
     return inner | {key: raw_json[key] for key in OUTER_KEYS if raw_json.get(key) is not None}
 
 

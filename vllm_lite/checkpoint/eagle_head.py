@@ -58,7 +58,7 @@ class EagleSpec(NamedTuple):
 
 
 def read_eagle(folder: str) -> EagleSpec:
-    """Read the head in a folder. Raises ModelError for a damaged one, ConfigError for a model that is no EAGLE-3
+    """Read the head in a folder. Raises ModelError for a damaged one, ConfigError for a model that is not an EAGLE-3
     head."""
 
     def parse(raw: Any) -> EagleSpec:

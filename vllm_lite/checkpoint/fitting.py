@@ -15,8 +15,8 @@ def check_settings(config: EngineConfig, spec: ModelSpec) -> None:
     """Raise ConfigError for settings with which the model cannot be served, naming an alternative."""
     if spec.implementation == "transformers" and config.deterministic:
         raise ConfigError(
-            f"deterministic needs a native implementation, which {spec.architecture} has not, or model_impl was set to "
-            "transformers: its operations may depend on what else is in a step"
+            f"deterministic needs a native implementation, which {spec.architecture} does not have, or model_impl was "
+            "set to transformers: its results may depend on the other sequences of a step"
         )
     if spec.implementation == "transformers" and config.enable_lora:
         raise ConfigError(NO_ADAPTERS)

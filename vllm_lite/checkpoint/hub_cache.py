@@ -88,7 +88,7 @@ def cached_at(path: Path, cache_dir: str | None = None) -> CachedModel:
     """Return the model at `path`. Raises ModelError."""
     found = next((model for model in cached_models(cache_dir) if model.path == path), None)
     if found is None:
-        raise ModelError(f"{path}: is no model of the cache")
+        raise ModelError(f"{path}: is not a model of the cache")
     return found
 
 

@@ -260,7 +260,7 @@ def unwrap(given: Any) -> tuple[str | Sequence[int], str | None]:
         if isinstance(plain, str) != (key == "prompt"):
             raise RequestError(f"a prompt must be {_FORMS}, got a {type(plain).__name__} under {key!r}")
         if key == "prompt" and given.get("marks") is not None:
-            raise RequestError("marks count tokens, so they stand beside prompt_token_ids, not beside a text")
+            raise RequestError("marks count tokens, so they need prompt_token_ids, not a text")
         text = given.get("prompt")
         if text is not None and not isinstance(text, str):
             raise RequestError(f"a prompt must be {_FORMS}, got a {type(text).__name__} under 'prompt'")

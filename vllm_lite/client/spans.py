@@ -39,8 +39,8 @@ class FlatPrompt(NamedTuple):
 
 def flatten(spans: Sequence[Span], limits: Welcome) -> FlatPrompt:
     """The token ids of a whole prompt, with the model's placeholder for each token of a medium, the media with their
-    places, and the different contents of those that are shown. Raises RequestError for what is no span, or a medium of
-    a kind that the model does not take."""
+    places, and the different contents of those that are shown. Raises RequestError for anything but spans, and for a
+    medium of a kind that the model does not accept."""
     num_tokens = sum(map(_num_tokens, spans))
     if num_tokens >= limits.max_model_len:  # before the ids are written out
         raise ContextLengthError(limits.max_model_len, num_tokens, None)

@@ -175,7 +175,7 @@ def classified(stream: PoolingStream, finder: EntityFinder) -> PoolingRequestOut
     """Result of a finished request of PoolingFactory.make_placed."""
     text, placed = stream.prompt.text, stream.placed
     if text is None or placed is None:
-        raise ValueError("entities are found in a text whose tokens have places")
+        raise ValueError("entities need a text, and a tokenizer that knows the offsets of its tokens")
     found = TokenClassificationOutput(finder.entities(text, placed, array("f", stream.data)), text)
     return PoolingRequestOutput(stream.request_id, found, stream.prompt.token_ids, text, stream.num_cached_tokens)
 

@@ -327,9 +327,9 @@ def _check_samples(message: Generate) -> None:
         return
     params, indices = message.params, [sample.index for sample in message.samples]
     if params.n == 1 or params.use_beam_search:
-        raise RequestError("samples are for a request that has several and is no beam search; send have and output")
+        raise RequestError("samples are for a request that has several and is not a beam search; send have and output")
     if message.have or message.output:
-        raise RequestError("have and output must be empty where samples say what each of them has")
+        raise RequestError("have and output must be empty if `samples` has the tokens of each sample")
     if indices[-1] >= params.n or any(first >= then for first, then in pairwise(indices)):
         raise RequestError(f"the samples must be in the order of their indices, each below n={params.n}; got {indices}")
 

@@ -80,7 +80,7 @@ def layout(rows: BlockRows) -> tuple[Layout, int]:
     own, row_bytes = _LAYOUTS[rows.kind], rows.blocks.shape[1]
     if row_bytes % own.num_bytes or rows.blocks.dtype != torch.uint8:
         raise ModelError(
-            f"rows of {row_bytes} bytes are no whole blocks of type {rows.kind}, which have {own.num_bytes}"
+            f"rows of {row_bytes} bytes are not whole blocks of type {rows.kind}, which have {own.num_bytes}"
         )
     return own, row_bytes // own.num_bytes
 

@@ -54,7 +54,7 @@ def read_seed(path: Path) -> str:
     if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ConfigError(
             f"{place} has mode {stat.S_IMODE(status.st_mode):04o} and owner {status.st_uid}; expected 0600 and "
-            f"{os.geteuid()}: who knows the seed can probe what others asked"
+            f"{os.geteuid()}: anyone who knows the seed can probe the prompts of others"
         )
     return seed.hex()
 

@@ -86,7 +86,7 @@ def read_header(page: bytes, file_bytes: int) -> RunHeader:
         raise Damaged(f"it has {len(page)} bytes, less than its header")
     magic, length, found = _START.unpack_from(page)
     if magic != MAGIC:
-        raise Foreign("it is no KV of this version")
+        raise Foreign("it is not KV of this version")
     body = page[_START.size : _START.size + length]
     if len(body) < length or xxh3_64_intdigest(body) != found:
         raise Damaged("its header is not the one that was written")

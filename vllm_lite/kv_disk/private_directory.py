@@ -35,7 +35,7 @@ def check_private(path: Path, purpose: Purpose) -> Path:
     except OSError as error:
         raise ConfigError(f"{setting} {path} cannot be read: {error.strerror}") from error
     if not stat.S_ISDIR(status.st_mode):
-        raise ConfigError(f"{setting} {path} is no directory; give one, not a link to it or a file")
+        raise ConfigError(f"{setting} {path} is not a directory; give one, not a link to it or a file")
     if status.st_uid != os.geteuid():
         raise ConfigError(
             f"{setting} {path} belongs to user {status.st_uid}, not to {os.geteuid()} as whom this runs: it "

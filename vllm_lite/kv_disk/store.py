@@ -411,7 +411,7 @@ def _status(descriptor: int) -> os.stat_result:
     """Status of an open file. Raises Foreign if it is not a regular file."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
-        raise Foreign("it is no file")
+        raise Foreign("it is not a file")
     return status
 
 

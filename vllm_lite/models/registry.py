@@ -140,7 +140,7 @@ class Model(Protocol):
     pooler: Pooler | None
     """Computes embeddings or scores from hidden states; None: the model only generates text."""
     tower: VisionTower[Any] | None
-    """The vision tower; None: the model takes no images."""
+    """The vision tower; None: the model does not accept images."""
     own_columns: slice
     """The tokens of the vocabulary whose logits this rank computes."""
 

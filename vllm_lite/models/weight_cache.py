@@ -129,10 +129,10 @@ class WeightCache:
         if config.weight_cache is None or config.load_format == "dummy":
             return None
         if config.device != "cpu" or not cpu.available():
-            logger.info("weight_cache is not used: it keeps what the native kernels of a CPU have packed")
+            logger.info("weight_cache is not used: it is for weights packed by the native kernels of a CPU")
             return None
         if part == MODEL and config.quantization is None:
-            logger.info("weight_cache is not used: only what --quantization makes takes longer to pack than to read")
+            logger.info("weight_cache is not used: only weights quantized on load take longer to pack than to read")
             return None
         folder = Path(config.weight_cache).expanduser()
         try:
@@ -234,7 +234,7 @@ class CachedWeights:
     def serves(self, wanted: Collection[Hashable]) -> bool:
         """See FilePacker.serves. A file that does not fit is removed, so that the next start writes a new one."""
         if self._cache.is_current() and self._file.names <= {name_of(key) for key in wanted}:
-            logger.info("%.1f MB of packed weights come from %s", self._file.num_bytes / 1e6, self._file.path)
+            logger.info("%.1f MB of packed weights are read from %s", self._file.num_bytes / 1e6, self._file.path)
             return True
         self.close()
         self._cache.remove()

@@ -122,7 +122,7 @@ def _gguf(checkpoint: GgufCheckpoint) -> Mapping[str, Stored]:
                 mappings[tensor.file] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
         mapping = mappings[tensor.file]
         if tensor.offset + tensor.num_bytes > len(mapping):
-            raise ModelError(f"{tensor.file}: tensor {name!r} ends behind the file, which has become shorter")
+            raise ModelError(f"{tensor.file}: tensor {name!r} ends beyond the file, which has become shorter")
         found[name] = _InGguf(name, tensor, mapping)
     return found
 

@@ -55,7 +55,7 @@ def check_nccl() -> None:
     """Raises ConfigError if this torch has no NCCL."""
     if not is_nccl_available():
         raise ConfigError(
-            f"torch {torch.__version__} has no NCCL, which adds up what several GPUs compute; install a torch with "
+            f"torch {torch.__version__} has no NCCL, which several GPUs need to exchange data; install a torch with "
             "CUDA, or give --tensor-parallel-backend gloo"
         )
 

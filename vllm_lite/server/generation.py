@@ -217,7 +217,7 @@ class Generation:
             text = "stop strings and output_mode text need detokenize, which is false; leave it out"
             raise ApiError(400, text, "detokenize")
         if body.output_mode == "text" and self.prompts.tokenizer is None:
-            raise ApiError(400, "output_mode text needs a tokenizer, which this server has not", "output_mode")
+            raise ApiError(400, "output_mode text needs a tokenizer, which this server does not have", "output_mode")
         changes: dict[str, Any] = {"logprobs": given.logprobs, "detokenize": has_text}
         changes |= {name: value for name in ("cache_salt", "priority") if (value := getattr(body, name)) is not None}
         params = bodies.sampling(given, {"max_tokens": None, **self.model.defaults}, changes)

@@ -232,7 +232,7 @@ class LiveRequests:
         known: list[RequestState | EndedRequest] = [*found.requests, *found.ended]
         try:
             members = [(_context.decode(each.context), each) for each in known]
-        except msgspec.MsgspecError:  # the id belongs to a client that is no API server
+        except msgspec.MsgspecError:  # the id belongs to a client that is not an API server
             members = []
         if not found.requests or not members:
             raise _not_running(call_id)

@@ -82,7 +82,7 @@ def check_regex(pattern: str, what: str) -> None:
     if (column := too_many_repeats(pattern)) is not None:
         raise RequestError(f"{what} repeats a part more than {MAX_REPEATS} times, with the count at column {column}")
     if len(re.findall(r"\\*$", pattern)[0]) % 2:
-        raise RequestError(f"{what} is not valid: at column {len(pattern)} a backslash has nothing behind it")
+        raise RequestError(f"{what} is not valid: at column {len(pattern)} a backslash is followed by nothing")
     grammar = f"%llguidance {{}}\nstart: {regex(pattern)}\n"
     if not passed.has(grammar):
         message = fault_of(grammar)

@@ -20,7 +20,7 @@ def segment_path(path: str, life: int) -> str:
 
 
 def segment_paths(path: str) -> list[str]:
-    """`path`, and the later segments of the same trace. Raises ProtocolError if the file at `path` is no trace."""
+    """`path`, and the later segments of the same trace. Raises ProtocolError if the file at `path` is not a trace."""
     first = header_of(path)
     if not first.launch:  # no other process would have replaced this engine
         return [path]
@@ -37,7 +37,7 @@ def segment_paths(path: str) -> list[str]:
 
 
 def header_of(path: str) -> Header:
-    """Header of the trace at `path`. Raises ProtocolError if it is no trace."""
+    """Header of the trace at `path`. Raises ProtocolError if it is not a trace."""
     reader = TraceReader(path)
     reader.close()
     return reader.header

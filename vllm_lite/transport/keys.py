@@ -98,7 +98,7 @@ def load_client_keys(address: str, folder: KeysOption) -> ClientKeys | None:
     if not folder:
         raise ConfigError(
             f"{address} needs keys: give the folder that `vllm-lite keys` made for this client as keys=... or {ENV}, "
-            f"or keys=False to speak in the clear"
+            f"or keys=False for an unencrypted connection"
         )
     public, secret = _load_secret(Path(folder) / (CLIENT + SECRET))
     return ClientKeys(_load(Path(folder) / (SERVER + PUBLIC))[0], public, secret)
@@ -158,7 +158,7 @@ def _load(file: Path) -> tuple[bytes, bytes | None]:
     try:
         public, secret = auth.load_certificate(file)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{file} is no key file: {error}; make one with `vllm-lite keys`") from error
+        raise ConfigError(f"{file} is not a key file: {error}; make one with `vllm-lite keys`") from error
     if len(public) != 40 or (secret is not None and len(secret) != 40):
-        raise ConfigError(f"{file} is no key file: a key has 40 characters of Z85")
+        raise ConfigError(f"{file} is not a key file: a key has 40 characters of Z85")
     return public, secret

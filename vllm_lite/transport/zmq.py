@@ -80,7 +80,7 @@ class ZmqListener:
     def _listen_on(self, tcp: Tcp) -> None:
         if tcp.keys is None:
             logger.warning(
-                "insecure: whoever reaches %s can use this engine, and nothing there is encrypted", tcp.address
+                "insecure: anyone who can reach %s can use this engine, and nothing there is encrypted", tcp.address
             )
         else:
             keys = load_engine_keys(tcp.keys)
@@ -194,11 +194,11 @@ class ZmqConnection:
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._refused = "it does not know this client's key, which has to be among its clients' keys"
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
-                self._refused = "it takes no keys" if self._has_keys else "it lets in only clients with keys"
+                self._refused = "it uses no keys" if self._has_keys else "it accepts only clients with keys"
             else:
                 self._failed_handshakes += 1
                 if self._failed_handshakes >= MAX_FAILED_HANDSHAKES and not self._was_there:
-                    other = "its key is another than this client's server.key" if self._has_keys else "it is no engine"
+                    other = "its key differs from this client's server.key" if self._has_keys else "it is not an engine"
                     self._refused = f"it ends every handshake; perhaps {other}"
 
     def pollables(self) -> Sequence[Pollable]:

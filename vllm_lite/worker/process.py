@@ -224,7 +224,7 @@ class WorkerLoop:
             if self.connection.lost():
                 raise EngineError("the engine has gone")
             if left_s <= 0:
-                raise EngineError(f"the engine said nothing for {timeout_s:g} s")
+                raise EngineError(f"the engine was silent for {timeout_s:g} s")
             self.say_transferred()
             self.progress.is_idle = True
             self.poller.poll(int(1000 * min(left_s, CHECK_ENGINE_EVERY_S)))

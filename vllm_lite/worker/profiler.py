@@ -87,7 +87,7 @@ class Profiler:
             self._listen()
         elif self._num_steps == delay + most:
             self._close()
-            logger.info("the profile has its %d steps; it is written when its end is asked for", most)
+            logger.info("the profile has its %d steps; it is written on /stop_profile", most)
         self._num_steps += 1
 
     def end(self) -> str | None:

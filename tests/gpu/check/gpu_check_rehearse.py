@@ -37,7 +37,7 @@ def make_environment(folder: Path, python: str) -> Path:
     own = folder / "bin" / "python"
     if not own.exists():
         if "+cpu" not in torch.__version__:
-            raise SystemExit(f"torch {torch.__version__} is no CPU build: several GB of CUDA would be fetched")
+            raise SystemExit(f"torch {torch.__version__} is not a CPU build: several GB of CUDA would be fetched")
         subprocess.run([python, "-m", "venv", str(folder)], check=True)
         pip = [str(own), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
         subprocess.run([*pip, f"torch=={torch.__version__}", *IMAGE], check=True)

@@ -30,7 +30,7 @@ def encoder_like_bert(architecture: str, raw: BertConfig, offset: int, head: Hea
         raise ModelError(f"position_embedding_type {raw.position_embedding_type!r} is not supported; absolute is")
     longest = raw.max_position_embeddings - offset
     if longest < 1:
-        raise ModelError(f"max_position_embeddings {raw.max_position_embeddings} leaves no position behind {offset}")
+        raise ModelError(f"max_position_embeddings {raw.max_position_embeddings} leaves no position after {offset}")
     none = [None] * raw.num_hidden_layers
     layers = layers_of(attention_of(raw), none, none)
     parts = EncoderParts(

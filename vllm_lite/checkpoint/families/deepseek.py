@@ -51,7 +51,7 @@ class DeepseekV3Config(DeepseekConfig, kw_only=True):
 
 def _v2(architecture: str, raw: DeepseekV2Config) -> ModelSpec:
     if raw.norm_topk_prob:
-        raise ModelError("norm_topk_prob true is not supported: implementations of DeepSeek V2 differ in what it means")
+        raise ModelError("norm_topk_prob true is not supported: implementations of V2 interpret it differently")
     groups = groups_of(raw) if raw.topk_method == "group_limited_greedy" else (1, 1)
     return latent_decoder(architecture, raw, routing_of(raw, groups), interleaved=True)
 

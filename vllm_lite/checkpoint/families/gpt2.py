@@ -67,7 +67,7 @@ def _gpt2(architecture: str, raw: GPT2Config) -> ModelSpec:
 def _opt(architecture: str, raw: OPTConfig) -> ModelSpec:
     if not raw.do_layer_norm_before or raw.remove_final_layer_norm:
         key = "_remove_final_layer_norm true" if raw.do_layer_norm_before else "do_layer_norm_before false"
-        raise ModelError(f"{key} is not supported; norms must stand before each block and behind the last")
+        raise ModelError(f"{key} is not supported; norms must be before each block and after the last")
     if not raw.layer_norm_elementwise_affine:
         raise ModelError("layer_norm_elementwise_affine false is not supported; norms must have weights")
     if raw.word_embed_proj_dim not in (None, raw.hidden_size):

@@ -44,7 +44,7 @@ def _mamba2(architecture: str, raw: Mamba2Config) -> ModelSpec:
             raise ModelError(f"{name} {getattr(raw, name)} is not supported; it must be {value}")
     if raw.n_groups != 1:
         raise ModelError(
-            f"n_groups {raw.n_groups} is not supported; it must be 1: implementations differ in what is normed together"
+            f"n_groups {raw.n_groups} is not supported; it must be 1: implementations norm different groups"
         )
     heads, size = raw.num_attention_heads, raw.head_dim or 64
     if heads * size != raw.expand * raw.hidden_size:

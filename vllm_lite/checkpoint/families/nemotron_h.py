@@ -57,7 +57,7 @@ class NemotronHConfig(RawConfig, kw_only=True):
 
 def _kinds(raw: NemotronHConfig) -> list[str]:
     if raw.layer_types is None and raw.hybrid_override_pattern is None:
-        raise ModelError("layers_block_type or hybrid_override_pattern must say what each layer is")
+        raise ModelError("layers_block_type or hybrid_override_pattern must give the kind of each layer")
     if raw.layer_types is not None:
         kinds = [OLDER.get(kind, kind) for kind in raw.layer_types]
     else:

@@ -25,5 +25,5 @@ def _limit(value: Limit) -> float:
     if value in ({"__float__": "Infinity"}, {"__float__": "inf"}):
         return math.inf
     if isinstance(value, dict):
-        raise ModelError(f"time_step_limit has {value}, which is no number")
+        raise ModelError(f"time_step_limit has {value}, which is not a number")
     return float(value)

@@ -17,7 +17,7 @@ OTHER_MODELS = ("mmproj", "imatrix")
 
 
 def gguf_files(path: Path) -> list[Path]:
-    """The GGUF files of the model at `path`, a file or a folder, in order; none if it is no GGUF model.
+    """The GGUF files of the model at `path`, a file or a folder, in order; none if it is not a GGUF model.
 
     Raises ModelError for a folder with several models, and for missing parts.
     """
@@ -82,7 +82,7 @@ def part_names(name: str) -> list[str]:
         return [name]
     count = int(split["count"])
     if not 1 <= int(split["number"]) <= count <= MAX_FILES:
-        raise ModelError(f"{name}: is no part of 1 to {MAX_FILES} files, as its name says")
+        raise ModelError(f"{name}: is not a part of 1 to {MAX_FILES} files, as its name says")
     return [f"{split['base']}-{number:05d}-of-{split['count']}{name[-len(SUFFIX) :]}" for number in range(1, count + 1)]
 
 

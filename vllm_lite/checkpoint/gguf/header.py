@@ -51,14 +51,14 @@ class Array:
     def numbers(self) -> "array[int] | array[float]":
         """Return all values. Raises ModelError if they are strings."""
         if self.is_text:
-            raise self._file.error("an array of strings stands where numbers are expected")
+            raise self._file.error("an array of strings is where numbers are expected")
         letter = _NUMBERS[self._kind].replace("?", "B")
         return array(letter, self._file.data[self._start : self._start + self._count * struct.calcsize(letter)])
 
     def texts(self) -> list[str]:
         """Return all values. Raises ModelError if they are numbers, or not UTF-8."""
         if not self.is_text:
-            raise self._file.error("an array of numbers stands where strings are expected")
+            raise self._file.error("an array of numbers is where strings are expected")
         data, at, found = self._file.data, self._start, []
         try:
             for _ in range(self._count):
@@ -179,7 +179,7 @@ class _Reader(_File):
         if 0 in shape or shape[-1] % kind.elements or math.prod(shape) >= 1 << 62:
             raise self.error(f"tensor {name!r} of type {kind.name} has the shape {list(shape)}")
         if offset % alignment:
-            raise self.error(f"tensor {name!r} begins at {offset}, which is no multiple of {alignment}")
+            raise self.error(f"tensor {name!r} begins at {offset}, which is not a multiple of {alignment}")
         return kind, shape, offset
 
     def check_places(self, tensors: Mapping[str, GgufTensor]) -> None:
@@ -197,7 +197,7 @@ class _Reader(_File):
     def alignment(self, metadata: Mapping[str, Value]) -> int:
         found = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(found, int) or not 8 <= found <= MAX_ALIGNMENT or found % 8:
-            raise self.error(f"general.alignment {found!r} is no multiple of 8 up to {MAX_ALIGNMENT}")
+            raise self.error(f"general.alignment {found!r} is not a multiple of 8 up to {MAX_ALIGNMENT}")
         return found
 
     def value(self, name: str, kind: int) -> Value:
@@ -219,7 +219,7 @@ class _Reader(_File):
         """Skip an array. Raises ModelError for an array of arrays, of which a few bytes could encode many."""
         kind, count = self.u32(), self.u64()
         if kind != _TEXT and kind not in _NUMBERS:
-            raise self.error(f"the array {name!r} has values of a type {kind}, which is no number and no string")
+            raise self.error(f"the array {name!r} has values of a type {kind}, which is neither a number nor a string")
         size = 8 if kind == _TEXT else struct.calcsize(f"<{_NUMBERS[kind]}")
         if count > (len(self.data) - self.at) // size:
             raise self.error(f"the array {name!r} has {count} values and the file ends before them")
@@ -242,7 +242,7 @@ class _Reader(_File):
                 break
             at += 8 + unpack(data, at)[0]
         if at > len(data):
-            raise self.error(f"the array {name[:80]!r} ends behind the file")
+            raise self.error(f"the array {name[:80]!r} ends beyond the file")
         self.at = at
 
     def counted(self, count: int, what: str, most: int, least_bytes: int) -> int:
@@ -273,6 +273,6 @@ class _Reader(_File):
     def taken(self, size: int) -> bytes:
         """Return the next `size` bytes."""
         if size > len(self.data) - self.at:
-            raise self.error(f"its header ends behind the file, at byte {len(self.data)}")
+            raise self.error(f"its header ends beyond the file, at byte {len(self.data)}")
         self.at += size
         return self.data[self.at - size : self.at]

@@ -363,5 +363,5 @@ def tokens_head(raw_json: dict[str, Any], folder: Path) -> HeadSpec | None:
         known |= file.model.vocab
     missing = [name for name in names if name not in known]
     if missing:
-        raise ModelError(f"classifier_from_token {missing[0]!r} is no token of the vocabulary")
+        raise ModelError(f"classifier_from_token {missing[0]!r} is not a token of the vocabulary")
     return HeadSpec(output="", tokens=(known[names[0]], known[names[1]]))

@@ -114,7 +114,7 @@ def _noul(name: str, where: str, asked: str, criteria: Any) -> Question:
         if (described := _text_of(criteria.get(side), f"{where}: the description of {side}"))
     ]
     if not asked and not lines:
-        raise RequestError(f"{where}: give instructions, which say what is asked")
+        raise RequestError(f"{where}: give instructions, which state the question")
     labels = (("yes", "Yes"), ("no", "No"))
     return Question(name, "noul", ("yes", "no"), labels, _lines(asked, [*lines, "Yes or no?"]))
 

@@ -195,7 +195,7 @@ def _read_welcome(connection: Connection, address: str) -> Welcome | None:
         try:
             message: ToClient = engine_to_client.decode(payload)
         except ProtocolError as error:
-            raise EngineError(f"what answers at {address} is not an engine of this version: {error}") from error
+            raise EngineError(f"the process at {address} is not an engine of this version: {error}") from error
         if isinstance(message, Welcome):
             return message
         if isinstance(message, api.Refused):

@@ -353,7 +353,7 @@ class Session(AnySession):
         with self._lock:  # held throughout: an abort either ends its stream here or is sent after its Generate
             messages, ended = self._streams.again()
             self.link.post(*messages)
-            logger.info("an engine serves at %s again; %d requests go on", self.address, len(messages))
+            logger.info("an engine serves at %s again; %d requests continue", self.address, len(messages))
             self._lost = None
         self._deliver(by_sink(ended))
         self.on_change(self)

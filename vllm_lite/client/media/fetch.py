@@ -72,7 +72,7 @@ class Fetcher:
             parts = urlsplit(url)
             port = parts.port  # a number, or nothing, or an error
         except ValueError:
-            raise RequestError(f"{where} has an image at {url[:64]!r}, which is no URL") from None
+            raise RequestError(f"{where} has an image at {url[:64]!r}, which is not a URL") from None
         host = (parts.hostname or "").rstrip(".")
         if parts.scheme not in ("http", "https") or not host or "@" in parts.netloc or port == 0:
             raise RequestError(f"{where} has an image at {url[:64]!r}; give a data:, http or https URL without a user")

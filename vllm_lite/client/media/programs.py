@@ -86,7 +86,7 @@ class ProgramImages:
             if self._loaded is None:
                 self._loaded = PromptImages.load(folder, self._limits, self._changes)
             if self._loaded is None:
-                raise RequestError(f"the model in {folder} takes no images")
+                raise RequestError(f"the model in {folder} does not accept images")
             return self._loaded
 
 

@@ -50,7 +50,7 @@ class PromptImages:
     def load(
         cls, folder: str | Path, limits: ImageLimits | None = None, changes: Mapping[str, Any] | None = None
     ) -> "PromptImages | None":
-        """Load it for the model in `folder`; None if the model takes no images here. `changes` of the processor's
+        """Load it for the model in `folder`; None if it does not accept images here. `changes` of the processor's
         settings: see `mm_processor_kwargs`. Raises ModelError for an unsupported processor, and ConfigError for
         unsupported changes."""
         path = Path(folder)

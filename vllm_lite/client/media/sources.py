@@ -80,7 +80,7 @@ def uuid_of(given: Any, where: str) -> str:
     if given is None or given == "":
         return ""
     if not isinstance(given, str) or len(given) > MAX_UUID_CHARS:
-        raise RequestError(f"{where} has a uuid that is no text of at most {MAX_UUID_CHARS} characters")
+        raise RequestError(f"{where} has a uuid that is not a text of at most {MAX_UUID_CHARS} characters")
     return given
 
 

@@ -87,7 +87,7 @@ class OpenStream:
                 tokens.extend(event.token_ids)
             except (OverflowError, TypeError) as error:
                 return StreamFailure(
-                    output.request_id, ProtocolError(f"the engine sent something that is no token: {error}")
+                    output.request_id, ProtocolError(f"the engine sent something that is not a token: {error}")
                 )
         return event
 

@@ -101,7 +101,7 @@ class RequestStream:
         return self._generate()
 
     def own_message(self) -> Generate | None:
-        """The message that starts a fork in an engine that does not know its parent; None if the stream is no fork."""
+        """The message that starts a fork in an engine that does not know its parent; None if it is not a fork."""
         return None if self._parent_id is None else self._generate()
 
     def _generate(self) -> Generate:

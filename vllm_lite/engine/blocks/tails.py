@@ -66,7 +66,7 @@ class PromptTails:
                 part.forget_tails(keys)
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Raise RuntimeError if a sequence has keys, or is about to publish a tail, at a position that is no mark."""
+        """Raise RuntimeError if a sequence has keys, or is about to publish a tail, at a position other than a mark."""
         for sequence in sequences:
             marks = sequence.request.marks
             if sequence.next_tail != NO_TAIL and not (self._are_kept and sequence.next_tail in marks):

@@ -142,7 +142,7 @@ class Meter:
         self._results_s = self.now_s
 
     def _drafted(self, sampling: abc.Sequence[Sequence], result: ModelOutput) -> tuple[int, int]:
-        """Count a step's drafts; of each sequence the forced ones come first, and one sampled token is no draft.
+        """Count a step's drafts; of each sequence the forced ones come first, and one sampled token is not a draft.
         Returns the numbers of (drafted, accepted) tokens."""
         drafted = result.drafted or []
         counts, forced = result.counts or [1] * len(drafted), result.forced or [0] * len(drafted)

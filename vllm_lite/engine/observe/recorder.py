@@ -326,7 +326,7 @@ class RecordedScheduler(Scheduler):
             try:
                 act(self._writer)
             except OSError as error:
-                logger.warning("the trace %s ends here, serving goes on: %s", self._path, error)
+                logger.warning("the trace %s ends here, serving continues: %s", self._path, error)
                 writer, self._writer = self._writer, None
                 self.close()
                 with suppress(OSError):  # what is still buffered cannot be written either

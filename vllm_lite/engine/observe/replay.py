@@ -94,7 +94,7 @@ class Replay:
     """One pass over a trace. After run(), `scheduler` is in the engine's recorded state."""
 
     def __init__(self, path: str, *, check: bool = True) -> None:
-        """Raises ProtocolError if the file is no trace, ConfigError if its policy cannot be loaded."""
+        """Raises ProtocolError if the file is not a trace, ConfigError if its policy cannot be loaded."""
         self.reader = TraceReader(path)
         self.check = check
         self.divergence: Divergence | None = None

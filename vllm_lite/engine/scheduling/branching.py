@@ -123,7 +123,7 @@ class Branching:
         request = sequence.request
         search = request.beam
         if search is None:
-            raise RuntimeError(f"{sequence} is no beam")
+            raise RuntimeError(f"{sequence} is not a beam")
         candidates = logprobs[0].top if logprobs and logprobs[0] is not None else ((token, 0.0),)
         request.candidates[sequence.index] = candidates
         if len(request.candidates) < len(request.sequences):

@@ -167,7 +167,7 @@ class Scheduler:
         return self._end_request(
             request,
             f"request {request.request_id!r} was ended because the workers died {num_deaths} times in a row while they "
-            f"computed it, at last it alone ({cause}); the other requests go on",
+            f"computed it, at last it alone ({cause}); the other requests continue",
         )
 
     def resume(self, generation: int, swap_blocks_per_s: float) -> None:

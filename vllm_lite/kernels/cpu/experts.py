@@ -63,7 +63,7 @@ class PackedExperts:
         between, self.hidden, outputs, inner = shapes.pop()
         if outputs != self.hidden or between != (1 + gated) * inner:
             kind = "gated MLP" if gated else "MLP without a gate"
-            raise ValueError(f"an expert of [{between}, {self.hidden}] and [{outputs}, {inner}] is no {kind}")
+            raise ValueError(f"an expert of [{between}, {self.hidden}] and [{outputs}, {inner}] is not a {kind}")
         kinds = {weight.kind for weight in gate_up}, {weight.kind for weight in down}
         if max(map(len, kinds)) > 1:
             raise ValueError(f"experts must have weights of one kind, got {sorted(map(sorted, kinds))}")

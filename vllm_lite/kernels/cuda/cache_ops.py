@@ -198,4 +198,4 @@ def _require_cache(to: CacheSlots, key: torch.Tensor, value: torch.Tensor) -> No
 def _require_heads(what: str, tensor: torch.Tensor, like: torch.Tensor) -> None:
     require_rows(what, tensor, like.dtype, tuple(like.shape))
     if tensor.shape[1] != 1 and tensor.stride(1) != tensor.shape[2]:
-        raise ValueError(f"the heads of a row of {what} must stand side by side, got strides {list(tensor.stride())}")
+        raise ValueError(f"the heads of a row of {what} must be adjacent, got strides {list(tensor.stride())}")

@@ -56,7 +56,7 @@ class Columns:
         slots = []
         for name, outputs in zip(self.names, self.shape.outputs, strict=True):
             if outputs.total % self.unit:
-                raise ModelError(f"{name}: {outputs.total} outputs are no whole words of {self.unit}")
+                raise ModelError(f"{name}: {outputs.total} outputs are not whole words of {self.unit}")
             width = outputs.total * self.bits // 32 if packed else outputs.total
             slots.append(WeightSlot(f"{name}.{ending}", (rows.total, width), (rows.start, 0), (rows.size, width)))
         return WeightStack(tuple(slots), dtype, CPU, dim=1)

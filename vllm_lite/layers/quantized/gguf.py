@@ -79,7 +79,7 @@ class BlockWeight:
                 f"{kind}; use tensor_parallel_size 1"
             )
         if shape.inputs.total % block.elements:
-            raise ModelError(f"{names[0]}: {shape.inputs.total} inputs are no whole blocks of type {kind}")
+            raise ModelError(f"{names[0]}: {shape.inputs.total} inputs are not whole blocks of type {kind}")
         columns = in_units(shape.inputs, block.elements).times(block.num_bytes)
         of_bytes = shape._replace(inputs=columns)
         named = zip(names, shape.outputs, strict=True)

@@ -28,7 +28,7 @@ def stored(_: MxFp4, names: Sequence[str], shape: LinearShape) -> StoredWeight:
     if shape.stacked is None:
         return DENSE.stored(names, shape)
     if shape.inputs.total % BLOCK:
-        raise ModelError(f"{names[0]}: {shape.inputs.total} inputs are no whole blocks of {BLOCK}")
+        raise ModelError(f"{names[0]}: {shape.inputs.total} inputs are not whole blocks of {BLOCK}")
     blocks = in_units(shape.inputs, BLOCK)
     codes = _stack(names, shape, "_blocks", (blocks.total, 16), (blocks.start, 0), (blocks.size, 16))
     scales = _stack(names, shape, "_scales", (blocks.total,), (blocks.start,), (blocks.size,))

@@ -68,8 +68,8 @@ class StreamPosition:
         given = text[:40].encode("ascii", "replace").decode() + ("..." if len(text) > 40 else "")
         raise ApiError(
             400,
-            f"Last-Event-ID {given!r} is no place in the stream of request {call.id!r}: send the id of its last event "
-            "as it came, or none to have the stream from its beginning",
+            f"Last-Event-ID {given!r} is not a place in the stream of request {call.id!r}: send the id of its last "
+            "event as it came, or none to have the stream from its beginning",
         )
 
     @property

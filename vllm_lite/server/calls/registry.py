@@ -87,7 +87,7 @@ class Calls:
             self.num_waiting = 0
         waiting = self.num_waiting
         if here + num_new > most or (waiting and waiting + num_new > max(1, limits.max_queued_of_all)):
-            raise self._full("max_num_queued_reqs", f"as many requests as may wait are waiting ({flag})")
+            raise self._full("max_num_queued_reqs", f"the maximum number of requests is waiting ({flag})")
 
     def _check_tokens(self, call: Call) -> None:
         """Raise ApiError if the waiting prompts have too many tokens. A call that finds no prompt waiting always

@@ -97,7 +97,7 @@ class CallResponse(Response):
         if call.was_cut or (call.error is not None and not (reading.is_resumed and call.has_begun)):
             raise as_error(call)
         if reading.is_replaced:
-            raise ApiError(409, "the stream goes on over a newer connection")
+            raise ApiError(409, "the stream continues on a newer connection")
         if reading.is_over:
             return
         headers = [*self._own_headers, (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]

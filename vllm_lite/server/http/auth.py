@@ -23,7 +23,7 @@ from vllm_lite.server.openai.errors import ApiError
 OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready", "/ping"})
 """Paths that need no key. They are compared with the path as the server routes it, so that no header can change it."""
 _NO_ADMIN = "vllm_lite.no_admin"
-"""Scope key: the error for a sender that is no admin, None for an admin."""
+"""Scope key: the error for a sender that is not an admin, None for an admin."""
 _TRUSTING = "vllm_lite.trusting"
 """Scope key: the Callers of a server without keys, None if there are keys."""
 _KEY = "vllm_lite.key"

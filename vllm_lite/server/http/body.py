@@ -260,6 +260,6 @@ def _decoded(data: bytes, encoding: str) -> bytes:
         text = decoder.decode(data[place : place + PIECE_BYTES], place + PIECE_BYTES >= len(data))
         num_replaced += text.count("\ufffd")
         if num_replaced > MAX_REPLACED:
-            raise ApiError(400, f"the body is no text in {encoding}: over {MAX_REPLACED} characters are none")
+            raise ApiError(400, f"the body is not a text in {encoding}: over {MAX_REPLACED} characters are none")
         whole.append(text.encode())
     return b"".join(whole)

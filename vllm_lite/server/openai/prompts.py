@@ -176,7 +176,7 @@ class PromptRenderer:
         if not body.suffix:
             return None
         if body.echo:
-            raise ApiError(400, "echo shows a prompt that the answer continues; a suffix stands behind it", "echo")
+            raise ApiError(400, "echo shows a prompt that the answer continues; a suffix comes after it", "echo")
         if body.marks is not None:
             raise ApiError(400, "marks count the tokens of a prompt as it is; a suffix makes another of it", "marks")
         if not self.can_fill_in:
@@ -225,7 +225,7 @@ class PromptRenderer:
 
         def work(check: Check) -> Pictured:
             if self._images is None:
-                raise RequestError("this model takes no images")
+                raise RequestError("this model does not accept images")
             return self._images.pictured(text, files or read(check), lambda text: encode(text, check), changes)
 
         try:

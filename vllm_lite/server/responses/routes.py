@@ -143,7 +143,7 @@ class ResponsesRoutes:
             raise ApiError(409, f"the stream of response {response_id!r} is at another API server; connect again")
         if log is None:
             raise ApiError(
-                400, f"response {response_id!r} has no stream: it was not asked for with stream or background"
+                400, f"response {response_id!r} has no stream: it was requested without stream and background"
             )
         if after >= log.end:
             text = f"starting_after is {after}, and the stream has events up to {log.end - 1} so far"
@@ -169,9 +169,7 @@ class ResponsesRoutes:
         """Cancel a background response. An ended one is returned unchanged."""
         found = await self._found(request)
         if not found.is_background:
-            raise ApiError(
-                400, "only a response that was asked for with background can be cancelled; end its connection"
-            )
+            raise ApiError(400, "only a response requested with background can be cancelled; close its connection")
         if isinstance(found, Run):
             self._runs.cancel(found)
             await asyncio.shield(found.task)
@@ -199,7 +197,7 @@ class ResponsesRoutes:
         if after is not None:
             places = [place for place, (name, _) in enumerate(shown) if name == after]
             if not places:
-                raise ApiError(400, f"after names {after[:80]!r}, which is no input item of this response", "after")
+                raise ApiError(400, f"after names {after[:80]!r}, which is not an input item of this response", "after")
             shown = shown[places[0] + 1 :]
         page = shown[:limit]
         ends = {"first_id": page[0][0] if page else "", "last_id": page[-1][0] if page else ""}

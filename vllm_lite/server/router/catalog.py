@@ -111,7 +111,7 @@ class Catalog:
         """Add an entry. Raises ConfigError for a name that is taken or malformed."""
         for name in entry.names:
             if not _NAME.fullmatch(name) or len(name) > MAX_NAME_CHARS:
-                raise ConfigError(f"{name!r} is no name of a model: letters, digits and . _ - / : @ + make one")
+                raise ConfigError(f"{name!r} is not a name of a model: letters, digits and . _ - / : @ + make one")
             if (other := self.find(name)) is not None:
                 raise ConfigError(f"the name {name!r} is that of the model {other.name!r} already")
         if len(self.entries) >= MAX_MODELS:
@@ -153,7 +153,7 @@ class Catalog:
         merged = {**self.base, **given, "served_model_name": served_names(name, *aliases)}
         config = ServeConfig.load(merged, env={})
         if not (Path(config.model).exists() or is_hub_id(config.model) or config.model == DEMO_MODEL):
-            raise ConfigError(f"model {config.model!r} is no folder or file here, and no hub id like org/model")
+            raise ConfigError(f"model {config.model!r} is neither a folder or file here nor a hub id like org/model")
         return config
 
 
@@ -187,7 +187,7 @@ def read_catalog(source: str, front: ServeConfig) -> tuple[Catalog, dict[str, An
     elif path.is_file():
         of_router, entries = _of_file(catalog, path)
     else:
-        raise ConfigError(f"models {source!r} is no file and no folder; give one, or `{HUB}` for the hub's cache")
+        raise ConfigError(f"models {source!r} is neither a file nor a folder; give one, or `{HUB}` for the hub's cache")
     for entry in entries:
         try:
             catalog.add(entry)
@@ -235,7 +235,7 @@ def _of_file(catalog: Catalog, path: Path) -> tuple[dict[str, Any], list[Entry]]
     if not isinstance(models, dict) or not isinstance(defaults, dict):
         raise ConfigError(f"{path}: `models` must be a table of models by their names, and `defaults` one of settings")
     if unknown := sorted(values.keys() - set(OWN_OF_ROUTER)):
-        raise ConfigError(f"{path}: unknown setting {unknown[0]!r}; settings of all models stand below `defaults`")
+        raise ConfigError(f"{path}: unknown setting {unknown[0]!r}; settings of all models belong under `defaults`")
     catalog.base |= {key.replace("-", "_"): value for key, value in defaults.items()}
     return values, [_of_table(catalog, str(name), settings) for name, settings in models.items()]
 

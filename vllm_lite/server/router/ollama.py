@@ -165,7 +165,7 @@ class OllamaManagement:
             raise ApiError(404, str(error), "model") from error
         if not is_hub_id(name):
             raise ApiError(
-                404, f"{given[:200]!r} is no hub id; give ORG/REPO, or ORG/REPO:LABEL of a GGUF file", "model"
+                404, f"{given[:200]!r} is not a hub id; give ORG/REPO, or ORG/REPO:LABEL of a GGUF file", "model"
             )
         if self._num_pulls >= MAX_PULLS:
             raise ApiError(

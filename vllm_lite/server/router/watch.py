@@ -222,7 +222,7 @@ class EngineSource:
         try:
             found = _data.decode(data)
         except msgspec.MsgspecError as error:
-            raise UpstreamLost(f"it is no event: {error}") from error
+            raise UpstreamLost(f"it is not an event: {error}") from error
         engines = {f"{self._name}/{number}": engine for number, engine in found.engines.items()}
         return event(kind, found.time, model=self._name, engines=engines)
 

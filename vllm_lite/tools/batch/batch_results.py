@@ -245,7 +245,7 @@ class BatchResults:
         replaces the old one."""
         name = f"{self.paths.lines.name}.{os.urandom(4).hex()}.new"
         if not self.paths.lines.exists():
-            raise ConfigError(f"{str(self.paths.lines)!r} is gone, from which --retry-failed takes what was answered")
+            raise ConfigError(f"{str(self.paths.lines)!r} is gone, which --retry-failed needs for the answers so far")
         new = Journal(self.paths.journal.with_name(f"{self.paths.journal.name}.new"))
         try:
             new.begin(msgspec.structs.replace(header, replacement=name))

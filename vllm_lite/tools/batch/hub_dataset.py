@@ -57,7 +57,7 @@ class HubDataset:
 
     def _request(self, number: int, row: Any) -> Entry:
         if not isinstance(row, dict):
-            return Bad(number, None, "invalid_request", f"the row is no struct, but {type(row).__name__}")
+            return Bad(number, None, "invalid_request", f"the row is not a struct, but {type(row).__name__}")
         return self._mapper.request(number, row)
 
 

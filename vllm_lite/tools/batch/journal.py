@@ -101,7 +101,7 @@ class Journal:
         try:
             found = msgspec.json.decode(line, type=BatchHeader)
         except msgspec.DecodeError as error:
-            raise ConfigError(f"{str(self.path)!r} is no journal of run-batch: {error}") from error
+            raise ConfigError(f"{str(self.path)!r} is not a journal of run-batch: {error}") from error
         if found.version != VERSION:
             raise ConfigError(f"{str(self.path)!r} was written by another version of run-batch")
         self.start = len(line)

@@ -63,7 +63,7 @@ class ParquetInput:
                     number += 1
                     yield number, row
         except (OSError, self._arrow.ArrowException) as error:
-            raise ConfigError(f"{self._path!r} cannot be read behind row {number}: {error}") from error
+            raise ConfigError(f"{self._path!r} cannot be read after row {number}: {error}") from error
 
     def _open(self) -> Any:
         try:

@@ -107,7 +107,7 @@ class Outcome:
             try:
                 chunk = _decode(data)
             except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-                raise HttpError(f"an event is no chunk of a completion: {error}") from error
+                raise HttpError(f"an event is not a chunk of a completion: {error}") from error
             if chunk.error is not None:
                 raise HttpError(f"error in the stream: {_message(chunk.error)}")
             if chunk.choices:

@@ -105,7 +105,7 @@ class _Connection(asyncio.Protocol):
     # ---- called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's class has the methods but is no subclass
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's class has the methods but is not a subclass
 
     def data_received(self, data: bytes) -> None:
         self._now_s, self._answered = time.perf_counter(), True

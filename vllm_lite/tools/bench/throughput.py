@@ -79,7 +79,7 @@ class _Transformers:
     def _answer(self) -> str:
         line = self.process.stdout.readline() if self.process.stdout is not None else ""
         if not line:
-            raise ConfigError("transformers could not run this model; its message stands above")
+            raise ConfigError("transformers could not run this model; its message is above")
         return line
 
 

@@ -265,7 +265,7 @@ def _path(text: str, command: str) -> str:
     except ValueError:
         words = [text]
     if len(words) != 1:
-        raise ConfigError(f"/{command} takes the name of one file, got {text!r}; one with blanks stands in quotes")
+        raise ConfigError(f"/{command} takes the name of one file, got {text!r}; quote a name with blanks")
     return os.path.expanduser(words[0])
 
 

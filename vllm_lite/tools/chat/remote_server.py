@@ -191,7 +191,7 @@ def pieces(lines: Iterable[str]) -> Iterator[AnswerPiece]:
             thought = said.get("reasoning") or said.get("reasoning_content") or ""
             yield AnswerPiece(text, thought, choices[0].get("finish_reason"), event.get("usage"))
         except (ValueError, LookupError, AttributeError, TypeError) as error:
-            raise RemoteError(f"the server sent what is no piece of an answer: {data[:100]!r}") from error
+            raise RemoteError(f"the server sent data that is not a part of an answer: {data[:100]!r}") from error
     raise RemoteError("the server went away in the middle of its answer")
 
 

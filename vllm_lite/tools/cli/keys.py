@@ -18,7 +18,7 @@ def run(arguments: argparse.Namespace) -> int:
     print(f"{folder}: {'keys of the engine made' if make_engine_keys(folder) else 'has the keys of an engine already'}")
     for name in arguments.clients:
         bundle = make_client_keys(folder, name)
-        print(f"{bundle}: bring this folder to {name}, over a road that nobody reads, and remove it here")
+        print(f"{bundle}: bring this folder to {name}, over a channel that nobody else can read, and remove it here")
     known = sorted(file.stem for file in (folder / "clients").glob("*.key"))
     print(f"may connect: {', '.join(known) or 'nobody yet; name clients behind the folder'}")
     return 0

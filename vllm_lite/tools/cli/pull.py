@@ -22,7 +22,7 @@ def run(arguments: argparse.Namespace) -> int:
     log.setup("pull")
     name = hub_id(arguments.model)
     if not is_hub_id(name):
-        raise ModelError(f"{arguments.model!r} is no hub id; give ORG/REPO, or ORG/REPO:LABEL of a GGUF file")
+        raise ModelError(f"{arguments.model!r} is not a hub id; give ORG/REPO, or ORG/REPO:LABEL of a GGUF file")
     path = local_folder(HubSource(name, arguments.revision, arguments.download_dir))
     model = cached_at(Path(path), arguments.download_dir)
     facts = model.facts

@@ -146,7 +146,7 @@ def _run(batch: _Batch) -> int:
     if arguments.report is not None:
         write_report(arguments.report, report(made, results.totals, num_rows, elapsed_s))
     if problem is not None:
-        print(f"vllm-lite: {problem}; run the same command again to go on", file=sys.stderr)
+        print(f"vllm-lite: {problem}; run the same command again to continue", file=sys.stderr)
         return 130 if problem == "interrupted" else 1
     return int(results.totals.num_failed + results.totals.num_bad > 0)
 

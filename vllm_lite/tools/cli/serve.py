@@ -12,7 +12,7 @@ from vllm_lite.tools.cli import vllm_flags
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="MODEL", nargs="?", help="folder of a Hugging Face checkpoint, or org/model")
+    parser.add_argument("folder", metavar="MODEL", nargs="?", help="folder, GGUF file, or hub id (org/model)")
     parser.add_argument("--config", metavar="FILE", help="YAML or TOML file with settings")
     parser.add_argument("--print-config", action="store_true", help="print all settings as such a file, and exit")
     add_config_flags(parser, RouterConfig)

@@ -88,7 +88,7 @@ def private_config(arguments: argparse.Namespace) -> Callable[[], "ServeConfig"]
     """A function that loads the config of a private server; None without MODEL."""
     if arguments.folder is None:
         if arguments.config is not None:
-            raise ConfigError("--config is for a server of its own; give a model as well")
+            raise ConfigError("--config is for a private server; give a model as well")
         return None
 
     from vllm_lite.server.config import ServeConfig

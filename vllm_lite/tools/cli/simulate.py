@@ -200,4 +200,4 @@ def _result(path: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror})") from error
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise ConfigError(f"{path} is no result of `bench serve` ({error})") from error
+        raise ConfigError(f"{path} is not a result of `bench serve` ({error})") from error

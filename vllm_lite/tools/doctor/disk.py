@@ -23,11 +23,11 @@ def kv_disk(name: str) -> Iterator[Line]:
         except ConfigError as error:
             yield Line("FAIL", "KV on disk", str(error), "engines refuse this folder")
     found = probe_disk(folder)
-    yield ok_or_warn("KV on disk", f"{folder} lies on {found.kind}", found.warning)
+    yield ok_or_warn("KV on disk", f"{folder} is on {found.kind}", found.warning)
     free = f"{found.free_bytes / GIB:.1f} GiB are free"
     yield ok_or_warn("KV on disk", free, "free some, or give another folder" if found.free_bytes < MIN_FREE else None)
     if not found.read_bytes_per_s:
         return
     rates = f"{found.write_bytes_per_s / 1e6:.0f} MB/s written, {found.read_bytes_per_s / 1e6:.0f} MB/s read, measured"
     is_slow = found.read_bytes_per_s < MIN_READ_PER_S
-    yield ok_or_warn("KV on disk", rates, "engines compute again what is loaded no sooner" if is_slow else None)
+    yield ok_or_warn("KV on disk", rates, "computing KV again is as fast as loading it" if is_slow else None)

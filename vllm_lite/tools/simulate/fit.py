@@ -122,7 +122,7 @@ def _check(recordings: Sequence[Recording], num_messages: int) -> None:
     if first.encoder is not None:
         raise ConfigError("the engine that was recorded took images, whose times are not fitted; record without")
     if first.has_disk and not any(each.scheduler.rates.load_blocks_per_s for each in recordings):
-        raise ConfigError("nothing was loaded from the disk, so it is not known what that takes; record longer chats")
+        raise ConfigError("nothing was loaded from the disk, so the time of loads is unknown; record longer chats")
 
 
 def _of(header: Header, name: str) -> object:

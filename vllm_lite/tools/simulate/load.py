@@ -60,7 +60,7 @@ def load_of(recording: Recording) -> list[SimulatedRequest]:
     recorded ones. Raises ConfigError if there are none."""
     ended = [each for each in recording.requests.values() if each.outcome.output_len and not each.outcome.error]
     if not ended:
-        raise ConfigError("the trace holds no request that came to its end")
+        raise ConfigError("the trace holds no request that has ended")
     first_s, size = ended[0].outcome.start_s, recording.reader.header.block_size
     return [
         SimulatedRequest(

@@ -56,7 +56,7 @@ class Recording(Replay):
     """Repeats the decisions of a trace, and so knows what each step computed."""
 
     def __init__(self, path: str) -> None:
-        """Raises ProtocolError if the file is no trace."""
+        """Raises ProtocolError if the file is not a trace."""
         super().__init__(path, check=False)
         self.path = path
         self.messages: list[TimedMessage] = []

@@ -60,7 +60,7 @@ class ServerPicture:
         try:
             self._take(self._found.get(timeout=FIRST_S))
         except queue.Empty as error:
-            raise RemoteError("the server says nothing") from error
+            raise RemoteError("the server does not answer") from error
         if self._trouble is not None:
             raise RemoteError(self._trouble)
 

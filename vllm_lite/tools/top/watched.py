@@ -184,4 +184,4 @@ def take(look: ServerLook, kind: str, data: Any) -> None:
 
 
 def _wrong(text: str) -> RemoteError:
-    return RemoteError(f"the server sent what is no event of {PATH}: {text[:100]!r}")
+    return RemoteError(f"the server sent data that is not an event of {PATH}: {text[:100]!r}")

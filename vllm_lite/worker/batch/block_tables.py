@@ -122,7 +122,7 @@ class BlockTables:
             # The engine frees blocks before the window without a message, and may allocate them to others.
             first = 0 if window is None else max(0, num_computed - window + 1) // self.block_size
             if len(blocks) * self.block_size < num_computed or not self.is_table(blocks[first:]):
-                yield f"blocks of group {group} lack some of {num_computed} tokens, repeat or are no blocks: {blocks}"
+                yield f"blocks of group {group} lack some of {num_computed} tokens, repeat or are not blocks: {blocks}"
 
     def is_table(self, ids: Int32s) -> bool:
         """Whether `ids` can be a block table: all are in the pool, and none but the null block occurs twice."""

@@ -329,7 +329,7 @@ class DiskTransfers:
         why, now_s = refusal.strerror or str(refusal), time.monotonic()  # without the file's name, which varies
         if self._said is None or self._said[0] != why or now_s - self._said[1] > SAY_AGAIN_S:
             self._said = why, now_s
-            logger.warning("nothing can be written to the KV cache on disk, what lies there is read: %s", refusal)
+            logger.warning("nothing can be written to the KV cache on disk, what is there is still read: %s", refusal)
 
     def _done(self, job: _Job, failed: set[int], num_bytes: int) -> None:
         """Record that a part of a transfer is done, and queue the answer after the last part."""

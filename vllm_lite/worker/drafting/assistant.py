@@ -32,7 +32,7 @@ class AssistantDrafter(HeadDrafter):
 
     def __init__(self, speculation: Speculation) -> None:
         if speculation.model is None:
-            raise ConfigError("an assistant is wanted, and none is named")
+            raise ConfigError("an assistant model is required; name one")
         self._folder, self._quantization = speculation.model, speculation.quantization
         self._assistant = read_assistant(self._folder)
         super().__init__(self._assistant.spec, ())

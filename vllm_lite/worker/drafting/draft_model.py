@@ -43,7 +43,7 @@ class ModelDrafter(LayeredDrafter):
 
     def __init__(self, speculation: Speculation) -> None:
         if speculation.model is None:
-            raise ModelError("a draft model is wanted, and none is named")
+            raise ModelError("a draft model is required; name one")
         self._folder, self._quantization = speculation.model, speculation.quantization
         self.spec = read_draft_spec(self._folder)
         self.kv_layers = kept_layers(self.spec)

@@ -210,7 +210,7 @@ def allow_all(logits: torch.Tensor) -> None:  # float32 [num_samples, vocab]
 
 
 def launcher_for(logits: torch.Tensor) -> Launcher | None:
-    """Launcher of kernels for the logits' device; None if that is no GPU, or kernels cannot be compiled."""
+    """Launcher of kernels for the logits' device; None if that is not a GPU, or kernels cannot be compiled."""
     return default_launcher() if logits.is_cuda else None
 
 

@@ -38,7 +38,7 @@ def _json(text: str, arguments: Arguments) -> Any:
     except (ValueError, RecursionError):
         if arguments.get("allow_non_json"):
             return stripped(text, arguments)
-        raise ValueError("this is no JSON") from None
+        raise ValueError("this is not JSON") from None
 
 
 def _plain_json(text: str, arguments: Arguments) -> str:
@@ -221,7 +221,7 @@ def _python_literal(text: str) -> Any:
         value = ast.literal_eval(text.strip())
         json.dumps(value, allow_nan=False)
     except (TypeError, SyntaxError, MemoryError) as error:
-        raise ValueError("this is no literal") from error
+        raise ValueError("this is not a literal") from error
     return value
 
 

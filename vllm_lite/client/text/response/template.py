@@ -148,7 +148,7 @@ def _pattern(source: Any, marks: Marks, name: str, seconds: float | None = None)
     try:
         return Delimiter(regex.compile(marks.pattern(source), regex.DOTALL), seconds=seconds)
     except (regex.error, RecursionError, OverflowError) as error:
-        raise ModelError(f"{name} is no regular expression: {error}") from error
+        raise ModelError(f"{name} is not a regular expression: {error}") from error
 
 
 def field_of(name: str, spec: Any, marks: Marks, role: str | None = None) -> Field:

@@ -140,7 +140,7 @@ class _Variant:
 def with_read_arguments(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Bring the `tool_calls` of a message into the form that templates expect: arguments are an object, not its JSON.
 
-    What is no JSON object stays as it is, and so does one with integers that no message carries, of over 64 bits.
+    What is not a JSON object stays as it is, and so does one with integers that no message carries, of over 64 bits.
     """
     read = []
     for call in calls:

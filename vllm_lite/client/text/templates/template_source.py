@@ -82,7 +82,7 @@ class TemplateSource(msgspec.Struct, frozen=True):
             return _checked(cls(_text(Path(template)), tokens, str(template)))
         except ModelError as error:
             names = f", nor the name of one of the model's, which are {', '.join(named)}" if named else ""
-            raise ModelError(f"{error}: it is no file with a chat template{names}") from error
+            raise ModelError(f"{error}: it is not a file with a chat template{names}") from error
 
 
 def special_tokens(folder: str | Path) -> dict[str, str]:

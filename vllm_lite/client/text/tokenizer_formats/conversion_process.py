@@ -146,13 +146,13 @@ def _check(tokenizer: Any, ids_of: Callable[[str], list[int]] | None) -> None:
         ids = tokenizer.encode(text, add_special_tokens=False)
         back = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
         if back != text and not (getattr(tokenizer, "folds_texts", False) and _folded(back) == _folded(text)):
-            raise _UnprovedError(f"what transformers makes of it turns {text!r} into {back!r}")
+            raise _UnprovedError(f"the tokenizer that transformers makes turns {text!r} into {back!r}")
     if ids_of is None:
         return
     for text in (*TEXTS, *MORE_TEXTS):
         ids, wanted = tokenizer.encode(text, add_special_tokens=False), ids_of(text)
         if ids != wanted:
-            raise _UnprovedError(f"what transformers makes of it has the tokens {ids} for {text!r}, and not {wanted}")
+            raise _UnprovedError(f"the tokenizer that transformers makes has tokens {ids} for {text!r}, not {wanted}")
 
 
 def _folded(text: str) -> str:

@@ -208,7 +208,7 @@ class GgufTokenizer:
         table = bytes(number & 0xFF for number in self._whole_numbers("precompiled_charsmap", found))
         trie_size = int.from_bytes(table[:4], "little")
         if len(table) < 4 or trie_size % 4 or trie_size + 4 >= len(table):
-            raise self.error(f"{KEY}precompiled_charsmap has {len(table)} bytes, and its trie ends behind them")
+            raise self.error(f"{KEY}precompiled_charsmap has {len(table)} bytes, and its trie ends beyond them")
         return {"type": "Precompiled", "precompiled_charsmap": base64.b64encode(table).decode()}
 
     def _word_pieces(self) -> dict[str, Any]:
@@ -279,7 +279,7 @@ class GgufTokenizer:
             left = text[:1] + text[1:].partition(" ")[0]  # a part may begin with a space
             right = text[len(left) + 1 :]
             if left not in self.ids or right not in self.ids or left + right not in self.ids:
-                raise self.error(f"{KEY}merges has {text[:80]!r}, whose parts are no tokens")
+                raise self.error(f"{KEY}merges has {text[:80]!r}, whose parts are not tokens")
             found.append([left, right])
         return found
 
@@ -319,7 +319,7 @@ class GgufTokenizer:
     def _array(self, key: str) -> Array | None:
         found = self.values.get(f"{KEY}{key}")
         if found is not None and not isinstance(found, Array):
-            raise self.error(f"{KEY}{key} is no array")
+            raise self.error(f"{KEY}{key} is not an array")
         return found
 
     def _flag(self, key: str, *, default: bool) -> bool:
@@ -346,7 +346,7 @@ class GgufTokenizer:
             raise self.error(f"{KEY}{key} has {len(array)} bytes; it may have {MAX_MAP_BYTES}")
         for number in array.numbers():
             if not isinstance(number, int) or not -128 <= number <= 255:
-                raise self.error(f"{KEY}{key} has {number!r}, which is no byte")
+                raise self.error(f"{KEY}{key} has {number!r}, which is not a byte")
             yield number
 
 

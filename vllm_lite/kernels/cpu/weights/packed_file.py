@@ -237,7 +237,7 @@ def _read_list(file: int, key: bytes) -> _List:
     """Read and check the list. Raises Unfit or OSError."""
     status = os.fstat(file)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise Unfit("it is no file that its user alone may write")
+        raise Unfit("it is not a file that its user alone may write")
     start = os.pread(file, _START.size, 0)
     if len(start) < _START.size:
         raise Unfit(f"it has {len(start)} bytes, less than its first page")

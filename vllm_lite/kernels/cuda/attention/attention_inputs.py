@@ -71,7 +71,7 @@ def check_tensors(out: torch.Tensor, query: torch.Tensor, cache: PagedKV) -> Non
     require(num_heads % num_kv_heads == 0, f"{num_heads} heads cannot share {num_kv_heads} KV heads evenly")
     for name, rows in (("query", query), ("out", out)):
         dense = rows.stride(2) == 1 and (num_heads == 1 or rows.stride(1) == head_size)
-        require(dense, f"{name} has strides {rows.stride()}; the heads of a token must stand side by side")
+        require(dense, f"{name} has strides {rows.stride()}; the heads of a token must be adjacent")
     check_indices(cache.block_tables, cache.query_start_loc, cache.seq_lens)
 
 

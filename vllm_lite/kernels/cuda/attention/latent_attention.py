@@ -118,7 +118,7 @@ def _check(out: torch.Tensor, query: torch.Tensor, cache: PagedKV) -> None:
     require(kv.stride(3) < 1 << 31, f"the tokens of a block lie {kv.stride(3)} elements apart, more than 2^31")
     for name, rows in (("query", query), ("out", out)):
         dense = rows.stride(2) == 1 and (num_heads == 1 or rows.stride(1) == rows.shape[2])
-        require(dense, f"{name} has strides {rows.stride()}; the heads of a token must stand side by side")
+        require(dense, f"{name} has strides {rows.stride()}; the heads of a token must be adjacent")
         aligned = (num_tokens <= 1 or rows.stride(0) % 8 == 0) and rows.data_ptr() % 16 == 0
         require(aligned, f"the rows of {name} must begin at multiples of 16 bytes (stride {rows.stride(0)} elements)")
     check_indices(cache.block_tables, cache.query_start_loc, cache.seq_lens)

@@ -137,7 +137,7 @@ def _check_cache(cache: SplitCache, head_size: int) -> int:
     """Check the cache; returns its block size. Raises ValueError."""
     keys, values = cache.keys, cache.values
     x = 16 // keys.element_size()
-    require(head_size % x == 0, f"head size {head_size} is no multiple of x = {x}, 16 bytes of {keys.dtype}")
+    require(head_size % x == 0, f"head size {head_size} is not a multiple of x = {x}, 16 bytes of {keys.dtype}")
     require(
         values.dim() == 4 and values.dtype == keys.dtype and values.shape[2] == head_size,
         f"values must be {keys.dtype} [num_blocks, num_kv_heads, {head_size}, block_size], "
@@ -163,7 +163,7 @@ def _check_pattern(scoring: Scoring, block_size: int) -> None:
     if (sparse := scoring.block_sparse) is not None:
         require(
             sparse.block_tokens > 0 and sparse.block_tokens % block_size == 0,
-            f"a sparse block of {sparse.block_tokens} tokens is no multiple of the block size {block_size}",
+            f"a sparse block of {sparse.block_tokens} tokens is not a multiple of the block size {block_size}",
         )
         require(
             sparse.local_blocks >= 0 and sparse.vert_stride >= 1 and sparse.tp_rank >= 0,

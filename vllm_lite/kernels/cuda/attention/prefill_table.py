@@ -98,7 +98,7 @@ def load(path: Path) -> PrefillTable:
     except FileNotFoundError:
         return PrefillTable()
     except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("%s is no table of prefill times (%s): it is left aside", path, error)
+        logger.warning("%s is not a table of prefill times (%s): it is ignored", path, error)
         return PrefillTable()
 
 

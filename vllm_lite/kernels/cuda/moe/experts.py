@@ -121,7 +121,7 @@ class StackedExperts(SortedExperts):
         kind = "with" if self._gated else "without"
         require(
             gate_up.shape == (num_experts, (1 + self._gated) * inner, hidden) and min(down.shape) > 0,
-            f"experts of {list(gate_up.shape)} and {list(down.shape)} are no MLPs {kind} a gate",
+            f"experts of {list(gate_up.shape)} and {list(down.shape)} are not MLPs {kind} a gate",
         )
         require(
             gate_up.dtype == down.dtype and down.dtype in DTYPES and gate_up.is_contiguous() and down.is_contiguous(),

@@ -45,7 +45,7 @@ class GpuPackedExperts(SortedExperts):
         super().__init__(launcher, first, (num_experts, hidden, inner), dtype)
         require(
             gate_up.shape == ((1 + gated) * inner, hidden) and len(gate_up.codes) == num_experts,
-            f"experts of {list(gate_up.shape)} and {list(down.shape)} are no MLPs with{'' if gated else 'out'} a gate",
+            f"experts of {list(gate_up.shape)} and {list(down.shape)} are not MLPs with{'' if gated else 'out'} a gate",
         )
         require(
             gate_up.in_turn == gated and not down.in_turn,
