@@ -2,9 +2,12 @@
 
 import asyncio
 import gc
+import os
 import re
+import signal
 from itertools import chain
 from pathlib import Path
+from select import select
 from typing import Any
 
 import pytest
@@ -17,7 +20,7 @@ from vllm_lite.client.engines.launch import resolve
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.core import EngineCore
-from vllm_lite.errors import RequestError
+from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.worker.model_runner import ModelRunner
 
 DOCS = Path(__file__).parents[2] / "docs" / "python-api.md"
@@ -55,6 +58,32 @@ def oracle() -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(resolve(EngineConfig(model="demo")).model)
+
+
+@pytest.mark.parametrize("settings", [{"data_parallel_size": 2}, {}])
+def test_a_forked_process_neither_uses_nor_ends_the_engine(settings: dict[str, Any]) -> None:
+    """As multiprocessing does by default before Python 3.14; sys.exit() there calls the finalizers of all objects."""
+    with start("demo", single_process=False, **settings) as llm:
+        reads, writes = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                said = repr(llm.generate(["One"], GREEDY, use_tqdm=False))
+            except EngineError as error:
+                said = str(error)
+            llm.close()
+            os.write(writes, said.encode())
+            os._exit(0)
+        try:
+            assert select([reads], [], [], scaled(10))[0], "the forked process waits"
+            assert "was forked from the one that launched the engine" in os.read(reads, 4096).decode()
+        finally:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            os.close(reads)
+            os.close(writes)
+        [output] = llm.generate(["One"], GREEDY)
+        assert len(output.outputs[0].token_ids) == 20
 
 
 def test_an_engine_in_this_process_is_freed_with_all_that_it_made() -> None:

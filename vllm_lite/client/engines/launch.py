@@ -74,6 +74,7 @@ class LaunchedEngine:
         self.address = address
         self.run_dir = run_dir
         """Private folder of this user, removed when the engine has ended for good."""
+        self._launcher = os.getpid()
         self._ended = threading.Event()
         self._session: Session | None = None
         self._record: InstanceRecord | None = None
@@ -84,9 +85,23 @@ class LaunchedEngine:
     @property
     def session(self) -> Session:
         """The session that waited for the engine; the caller of launch() may use it."""
+        self.check_process()
         if self._session is None:
             raise EngineError("the engine is not ready")
         return self._session
+
+    def check_process(self) -> None:
+        """Raise EngineError in a forked process."""
+        if self.is_forked:
+            raise EngineError(
+                "this process was forked from the one that launched the engine, and cannot use it: create the LLM in "
+                "this process, or connect an AsyncClient to its address"
+            )
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is the copy of the object in a forked process, which has none of the threads."""
+        return os.getpid() != self._launcher
 
     @property
     def engine(self) -> Welcome:
@@ -132,7 +147,10 @@ class LaunchedEngine:
         return self._ended.wait(timeout_s)
 
     def close(self) -> None:
-        """Abort all requests, end the engine and its workers, and remove their folder. May be called repeatedly."""
+        """Abort all requests, end the engine and its workers, and remove their folder. May be called repeatedly. In a
+        forked process it does nothing."""
+        if self.is_forked:
+            return
         if self._session is not None:
             self._session.close()
         self._supervisor.stop(STOP_GRACE_S)

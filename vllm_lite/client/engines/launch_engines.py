@@ -28,6 +28,7 @@ class LaunchedEngines:
 
     @property
     def session(self) -> DataParallelSession:
+        self.engines[0].check_process()
         if self._session is None:
             raise EngineError("the engines are not ready")
         return self._session
@@ -54,6 +55,8 @@ class LaunchedEngines:
         return all(engine.wait(max(0.0, deadline_s - time.monotonic())) for engine in self.engines)
 
     def close(self) -> None:
+        if self.engines[0].is_forked:
+            return
         if self._session is not None:
             self._session.close()
         threads = [threading.Thread(target=engine.close, name="engine stop") for engine in self.engines]
