@@ -19,6 +19,7 @@ from vllm_lite.client.prompt import Prompt
 from vllm_lite.client.windows import TextPart
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.pooling import PoolerInfo, Pooling, PoolingTask
+from vllm_lite.server.calls import list_call
 from vllm_lite.server.calls.list_call import Window
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.pooling import answers
@@ -76,6 +77,21 @@ async def test_windows_are_joined_beside_the_event_loop(monkeypatch: pytest.Monk
     assert call.num_prompt_tokens == 3 + 2
     await call.join()
     assert len(threads) == 2, "nothing is left to be joined"
+
+
+@pytest.mark.parametrize(
+    ("clock_s", "passed_s", "is_late"), [(100.9, 0.4, False), (100.9, 0.6, True), (-9e9, 0.6, True)]
+)
+async def test_a_deadline_ignores_the_clock_on_the_wall(
+    monkeypatch: pytest.MonkeyPatch, clock_s: float, passed_s: float, is_late: bool
+) -> None:
+    """The wall clock may be set at any time; the answer has its whole seconds as `created`."""
+    clock = SimpleNamespace(time=lambda: 100.9, monotonic=lambda: 7.0)
+    monkeypatch.setattr(list_call, "time", clock)
+    call = PoolingCall("call", "m[]", 1, Window(8, 64))
+    call.add([PoolingStream("s", Prompt(None, [1]), SamplingParams(deadline_ms=500), Pooling("embed"))])
+    clock.time, clock.monotonic = (lambda: clock_s), (lambda: 7.0 + passed_s)
+    assert call.is_late is is_late
 
 
 @pytest.mark.parametrize("num_texts", [1, 3, 40])

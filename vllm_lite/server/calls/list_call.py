@@ -51,6 +51,7 @@ class ListCall(Generic[S]):
         self.name = name_of(call_id, owner)
         self.affinity: str | None = None
         self.created = int(time.time())
+        self._arrival_s = time.monotonic()
         self.style = style
         self.streams: list[S] = []
         self.num_texts = num_texts
@@ -96,7 +97,7 @@ class ListCall(Generic[S]):
     def is_late(self) -> bool:
         """Whether the call's `deadline_ms` has passed."""
         limit_ms = self.streams[0].params.deadline_ms if self.streams else None
-        return limit_ms is not None and time.time() >= self.created + limit_ms / 1000
+        return limit_ms is not None and time.monotonic() >= self._arrival_s + limit_ms / 1000
 
     def wake(self) -> None:
         self.was_woken = True
