@@ -79,6 +79,10 @@ def test_file_formats(tmp_path: Path, name: str, text: str) -> None:
         ("a.json", "{}", "ends in .yaml, .yml or .toml"),
         ("a.yaml", "[1, 2]", "name: value"),
         ("a.yaml", "{", "cannot be read"),
+        ("a.yaml", 'model: "a\n', r"cannot be read: found unexpected end of stream at line 2, column 1$"),
+        ("a.yaml", "a: b: c", r"cannot be read: mapping values are not allowed in this context at line 1, column 5$"),
+        ("a.yaml", "a: *b", r"cannot be read: found undefined alias at line 1, column 4$"),
+        ("a.yaml", "a: \x07", r"cannot be read: .*control characters"),
         ("a.toml", "=", "cannot be read"),
         ("a.toml", "\udcff", "cannot be read"),
     ],
@@ -89,6 +93,7 @@ def test_a_bad_file_is_named(tmp_path: Path, name: str, text: str, says: str) ->
     with pytest.raises(ConfigError, match=says) as info:
         EngineConfig.load(env={}, file=file)
     assert str(file) in str(info.value)
+    assert "\n" not in str(info.value)
 
 
 def test_a_missing_file_is_named() -> None:

@@ -51,8 +51,12 @@ def _yaml(text: str) -> Any:
 
     try:
         return yaml.load(text, Loader)  # noqa: S506 - a safe loader
+    except yaml.MarkedYAMLError as error:
+        mark, problem = error.problem_mark, error.problem or error.context
+        place = "" if mark is None else f" at line {mark.line + 1}, column {mark.column + 1}"
+        raise ValueError(f"{problem}{place}") from error
     except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
+        raise ValueError(" ".join(str(error).split())) from error
 
 
 def _nested(path: Path, values: dict[Any, Any]) -> dict[str, Any]:
