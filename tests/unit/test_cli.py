@@ -58,6 +58,8 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str]:
             "complete --url http://127.0.0.1:1 Once",
             "the server at --url has its model; give the text as -q, got 'Once'",
         ),
+        ("complete --url http://127.0.0.1:1 -q a --temperature nan", "--temperature must be a finite number, got nan"),
+        ("complete --url http://127.0.0.1:1 -q a --top-p=-inf", "--top-p must be a finite number, got -inf"),
         (
             "sreve",
             f"argument COMMAND: must be one of {', '.join(COMMANDS)}, got 'sreve'; did you mean serve?",
@@ -66,6 +68,12 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str]:
 )
 def test_wrong_words(words: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, *words.split(" ")) == (2, f"vllm-lite: {error}\n")
+
+
+def test_json_of_a_flag_has_no_number_that_a_request_cannot_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("complete", "--url", "http://127.0.0.1:1", "-q", "a", "--structured-outputs", '{"json": {"const": NaN}}')
+    status, error = said(capsys, *words)
+    assert (status, error.endswith("NaN is no number of JSON\n"), error.count("\n")) == (2, True, 1)
 
 
 def test_flags_stand_in_groups_and_show_their_values(capsys: pytest.CaptureFixture[str]) -> None:

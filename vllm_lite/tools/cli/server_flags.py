@@ -6,7 +6,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from math import isfinite
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm_lite.errors import ConfigError
 
@@ -37,8 +38,11 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The sampling params given as flags."""
+    """The sampling params given as flags. Raises ConfigError for a number that JSON cannot hold."""
     values = {name: getattr(arguments, name) for name in (*SAMPLING, "stop", "structured_outputs")}
+    for name, value in values.items():
+        if isinstance(value, float) and not isfinite(value):
+            raise ConfigError(f"--{name.replace('_', '-')} must be a finite number, got {value}")
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -52,10 +56,14 @@ def mild_defaults(arguments: argparse.Namespace, remote: "RemoteServer") -> str:
     return f"the model does not say how to sample it: {shown}" if taken else ""
 
 
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
+
+
 def _object(text: str) -> dict[str, Any]:
     """Parse a JSON object."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"it must be JSON, got {text!r}: {error}") from error
     if not isinstance(value, dict):
