@@ -61,9 +61,9 @@ class _Loaded(Loader):
 
 class _PutOff(MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name == LEFT_OUT and _is_being_imported("torch"):
+        if name == LEFT_OUT and _is_torch_being_imported():
             raise ModuleNotFoundError(f"{name} is left out: this process uses no GPU", name=name)
-        if name == NEEDS_IT or (name.startswith("torch.") and not _is_being_imported("torch")):
+        if name == NEEDS_IT or (name.startswith("torch.") and not _is_torch_being_imported()):
             complete()
             if name in sys.modules:
                 module = sys.modules[name]
@@ -90,10 +90,10 @@ def complete() -> None:
         _run(module)
 
 
-def _is_being_imported(name: str) -> bool:
-    """Whether the module is being imported; also False if Python does not say, and then nothing stays deferred after
-    that import."""
-    return getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False)
+def _is_torch_being_imported() -> bool:
+    """Whether torch is being imported; also False if Python does not say, and then nothing stays deferred after that
+    import."""
+    return getattr(getattr(sys.modules.get("torch"), "__spec__", None), "_initializing", False)
 
 
 def _run(module: ModuleType) -> None:

@@ -11,6 +11,8 @@ COMMA_BYTES = 64
 """Bytes of memory for each comma outside of strings: a number or a short string of a list."""
 NESTED_BYTES = 128
 """Bytes of memory for each list, object and named field."""
+PIECE_BYTES = 64 * 1024
+"""Bytes of complete JSON that are weighed at a time."""
 _WIDEST = re.compile(rb"[\xf0-\xf4]|\\u[dD]")
 """Characters beyond U+FFFF, in UTF-8 or as pairs of escapes."""
 
@@ -89,9 +91,9 @@ class Scale:
         return 1 if piece.isascii() and b"\\u" not in piece else 2
 
 
-def weighed(data: bytes | memoryview, piece_bytes: int = 64 * 1024) -> Weight:
+def weighed(data: bytes | memoryview) -> Weight:
     """Weigh complete JSON."""
     scale = Scale()
-    for start in range(0, len(data), piece_bytes):
-        scale.feed(bytes(data[start : start + piece_bytes]))
+    for start in range(0, len(data), PIECE_BYTES):
+        scale.feed(bytes(data[start : start + PIECE_BYTES]))
     return scale.weight

@@ -198,7 +198,7 @@ def texts_in(transform: Any) -> list[str]:
     return [transform] if isinstance(transform, str) else []
 
 
-def read_template(spec: Any, added_tokens: Mapping[str, int], special_ids: Any = (), name: str = "own") -> Format:
+def read_template(spec: Any, added_tokens: Mapping[str, int], special_ids: Any = ()) -> Format:
     """Read a checkpoint's own `response_template`. Raises ModelError that says which part of it is wrong."""
     if not isinstance(spec, Mapping) or not isinstance(spec.get("fields"), Mapping) or not spec["fields"]:
         raise ModelError("response_template must be an object with a non-empty object `fields`")
@@ -214,7 +214,7 @@ def read_template(spec: Any, added_tokens: Mapping[str, int], special_ids: Any =
     if len(implicit) > 1:
         raise ModelError(f"response_template: only one field may have no 'open', got {', '.join(implicit)}")
     return Format(
-        name=name,
+        name="own",
         fields=fields,
         marks=marks,
         anchor=delimiter(spec, "start_anchor", marks, "response_template", is_own=True),

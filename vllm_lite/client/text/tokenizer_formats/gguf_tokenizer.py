@@ -205,7 +205,7 @@ class GgufTokenizer:
         found = self._array("precompiled_charsmap")
         if found is None:
             return None
-        table = bytes(number & 0xFF for number in self._whole_numbers("precompiled_charsmap", found))
+        table = bytes(number & 0xFF for number in self._bytes_of_map(found))
         trie_size = int.from_bytes(table[:4], "little")
         if len(table) < 4 or trie_size % 4 or trie_size + 4 >= len(table):
             raise self.error(f"{KEY}precompiled_charsmap has {len(table)} bytes, and its trie ends beyond them")
@@ -341,12 +341,12 @@ class GgufTokenizer:
             raise self.error(f"{KEY}scores has {len(scores)} numbers for {len(self.tokens)} tokens")
         return scores
 
-    def _whole_numbers(self, key: str, array: Array) -> Iterator[int]:
+    def _bytes_of_map(self, array: Array) -> Iterator[int]:
         if len(array) > MAX_MAP_BYTES:
-            raise self.error(f"{KEY}{key} has {len(array)} bytes; it may have {MAX_MAP_BYTES}")
+            raise self.error(f"{KEY}precompiled_charsmap has {len(array)} bytes; it may have {MAX_MAP_BYTES}")
         for number in array.numbers():
             if not isinstance(number, int) or not -128 <= number <= 255:
-                raise self.error(f"{KEY}{key} has {number!r}, which is not a byte")
+                raise self.error(f"{KEY}precompiled_charsmap has {number!r}, which is not a byte")
             yield number
 
 
