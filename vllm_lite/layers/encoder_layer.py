@@ -7,35 +7,29 @@ import torch
 
 from vllm_lite.attention.backend import AttentionBackend
 from vllm_lite.attention.step_batch import StepBatch
-from vllm_lite.layers.attention.attention_block import Attention, AttentionBlock
 from vllm_lite.layers.buffers import StepRows
-from vllm_lite.layers.decoder_layer import DecoderLayer, LayerNames
+from vllm_lite.layers.decoder_layer import AttendingLayer, DecoderLayer
 from vllm_lite.layers.mlp import MLP, GatedMLP
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weights.weight_slot import WeightGroup
 
 
-class EncoderLayer:
+class EncoderLayer(AttendingLayer):
     """Attention and MLP, each added to its input, with a norm over the sum: norm(x + f(x)), as in BERT.
 
     `names` has the norms as `after_attention` and `after_mlp`. The layer's output is in rows.residual.
     """
 
-    names: ClassVar = LayerNames()
-    attention_block: ClassVar[type[Attention]] = AttentionBlock
     mlp_block: ClassVar[type[GatedMLP] | type[MLP]] = MLP
 
     def __init__(self, parts: Parts, layer: int) -> None:
-        self.attention, self.mlp = self.attention_block(parts, layer), self.mlp_block(parts)
+        super().__init__(parts, layer)
+        self.mlp = self.mlp_block(parts)
         self.attention_norm, self.mlp_norm = parts.norm(), parts.norm()
 
     def write(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
         """See DecoderLayer.write."""
         self.attention.write(rows.residual, rows, kv, batch, backend)
-
-    def attend(self, rows: StepRows, kv: torch.Tensor, batch: StepBatch, backend: AttentionBackend) -> None:
-        """See DecoderLayer.attend."""
-        self.attention.attend(rows, kv, batch, backend)
 
     def combine(self, rows: StepRows) -> None:
         """See DecoderLayer.combine."""

@@ -52,7 +52,6 @@ class _End(NamedTuple):
 
     status: str
     cause: str
-    was_ready: bool
 
 
 class EngineSupervisor:
@@ -124,7 +123,7 @@ class EngineSupervisor:
         while (status := self._child.exited()) is None and not self._serves:
             self._await(_IDLE_S)
         if status is not None:
-            return _End(status, status, was_ready=False)
+            return _End(status, status)
         start_s = config.heartbeat_timeout_s if self._settings.life == 1 else config.ready_timeout_s
         hung, was_ready, now_s = None, False, time.monotonic()
         probe = EngineProbe(self._settings.address, start_s, config.heartbeat_timeout_s, now_s)
@@ -137,7 +136,7 @@ class EngineSupervisor:
                     self._log_ready(time.monotonic() - began_s)
                 self._await(probe.every_s, probe)
             probe.read_last()
-        return _End(status, hung or probe.reason or status, probe.is_ready)
+        return _End(status, hung or probe.reason or status)
 
     def _await(self, timeout_s: float, *others: EngineProbe) -> None:
         """Wait for the end of the child, for serves(), or for a message to `others`."""

@@ -69,7 +69,6 @@ class LoraSlots:
         if not 0 < len(sizes) == len(matrix) <= MAX_PARTS:
             raise ValueError(f"a layer must have 1 to {MAX_PARTS} projections, got {len(sizes)}")
         self.num_inputs, self.sizes, self.matrix = num_inputs, tuple(sizes), tuple(matrix)
-        self._num_matrices = max(matrix) + 1
         self._slots = (_Slot * num_slots)()
         self._kept: list[PackedLora | None] = [None] * num_slots
         count = len(self.sizes)
