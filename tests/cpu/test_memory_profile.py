@@ -326,6 +326,17 @@ def test_rows_of_drafts_are_set_aside(
     assert ready.num_blocks == int((total * 0.9 - set_aside) // ready.block_bytes)
 
 
+def test_steps_in_which_all_sequences_draft_are_recorded_on_a_cpu(tiny_checkpoint: Path) -> None:
+    """Eager steps of that many rows take new memory for their logits each time."""
+    device = Device(torch.device("cpu"), FakeMemory(GIB), CpuCapture())
+    settings: dict[str, Any] = {"max_num_seqs": 20, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 40}
+    for drafts, most in ((8, 180), (15, 256)):
+        speculation = {"method": "ngram", "num_speculative_tokens": drafts}
+        worker = worker_on(device, tiny_checkpoint, speculative_config=speculation, **settings)
+        worker.load()
+        assert worker.graph_sizes == tuple(range(1, most + 1))
+
+
 def test_a_device_much_larger_than_the_model_is_not_filled(tiny_checkpoint: Path) -> None:
     """A block costs the engine memory, too, and the time to make it."""
     device, _ = fake_gpu(total=64 * GIB)

@@ -134,10 +134,6 @@ def check_pool(num_blocks: int, block_bytes: int, tp: int) -> None:
         )
 
 
-MOST_VERIFIED = 128
-"""Maximum rows, beyond the maximum number of sequences, of steps with drafts that are replayed on a CPU."""
-
-
 NUM_FORCED = 8
 """Maximum drafts per step of a sequence that follows a grammar and does not speculate. Runs of forced tokens are mostly
 shorter, and blocks for the drafts of two steps are allocated whether drafts are found or not."""
@@ -166,7 +162,7 @@ def verified_rows(config: ResolvedConfig) -> int:
     """Most rows of a step that is replayed where drafts are verified as decodes of further sequences."""
     if config.speculative_config is None:
         return config.max_num_seqs
-    return max(config.max_num_seqs, min(most_samples(config), MOST_VERIFIED))
+    return max(config.max_num_seqs, min(most_samples(config), LARGEST))
 
 
 def bucket_sizes(

@@ -7,7 +7,7 @@ rounded up to one of a few sizes ("buckets"), and a graph is captured for each.
   enlarges its scratch memory when `prepare` needs more then allocates it once.)
 - On a CPU a graph is a program of native calls. Padding would cost as much as a sequence there, and capturing takes a
   millisecond, so every number of sequences is a bucket, captured when a step first has that many. With drafts there
-  are buckets of up to MOST_VERIFIED rows, of which a sequence may have several.
+  are buckets of as many rows as a step may sample, up to LARGEST, of which a sequence may have several.
 
 Inside a graph: `model.forward` with the attention backend's `write_kv` and `attend`, and the logits of all rows. All
 addresses and grids are fixed at capture, so everything that changes from step to step is read from memory that all
