@@ -14,6 +14,8 @@ from safetensors.numpy import save_file
 from vllm_lite.checkpoint.gguf.files import first_files, gguf_files, part_names, read_files
 from vllm_lite.checkpoint.gguf.header import Array, read_header
 from vllm_lite.checkpoint.tensors.headers import locate, read_headers
+from vllm_lite.client.engines.launch import resolve
+from vllm_lite.config import EngineConfig
 from vllm_lite.errors import ModelError
 
 U8, I32, F32, BOOL, TEXT, ARRAY, U64 = 0, 5, 6, 7, 8, 9, 10
@@ -113,6 +115,7 @@ def test_tensors_begin_at_the_alignment_that_the_file_says(tmp_path: Path) -> No
 
 LONG = 1 << 62
 HOSTILE: dict[str, tuple[bytes, str]] = {
+    "a pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\n", "is the pointer of Git LFS"),
     "another magic": (b"GGML" + bytes(64), "it begins with b'GGML'"),
     "version 1": (header([], [], version=1), "is of version 1; supported: 2 and 3"),
     "version 4": (header([], [], version=4), "is of version 4; supported: 2 and 3"),
@@ -168,6 +171,14 @@ def test_a_damaged_header_is_one_sentence(tmp_path: Path, name: str) -> None:
     with pytest.raises(ModelError, match=expected) as caught:
         read_header(file)
     assert str(file) in str(caught.value)
+
+
+def test_a_damaged_file_is_reported_before_its_tokenizer_is_converted(tmp_path: Path) -> None:
+    """Another tokenizer would not help."""
+    file = tmp_path / "model.gguf"
+    file.write_bytes(HOSTILE["a truncated tensor"][0])
+    with pytest.raises(ModelError, match=r"model\.gguf: tensor 'w' ends at byte .*; it is truncated$"):
+        resolve(EngineConfig.check({"model": str(file)}))
 
 
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:

@@ -429,7 +429,12 @@ def test_the_commands_exit_status_and_json(capsys: pytest.CaptureFixture[str], t
 
 def test_a_damaged_header_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((Path(demo_folder()) / "config.json").read_text())
-    for data, text in ((b"\xff" * 100, "is truncated or no such file"), (b"\2" + bytes(7) + b"[]", "not a valid")):
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 98362432\n"
+    for data, text in (
+        (b"\xff" * 100, "is truncated or no such file"),
+        (b"\2" + bytes(7) + b"[]", "not a valid"),
+        (pointer, r"model\.safetensors: is the pointer of Git LFS .* run `git lfs pull`"),
+    ):
         (tmp_path / "model.safetensors").write_bytes(data)
         with pytest.raises(ModelError, match=text):
             load(config(model=str(tmp_path)))

@@ -8,6 +8,7 @@ import pytest
 
 from tests import tokenizers_for_tests as made
 from tests.fakes import DEADLINE_S
+from vllm_lite.client.streams.stream import load_tokenizer
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import ModelError
 
@@ -29,6 +30,20 @@ def test_a_damaged_file_is_named(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "tokenizer.json").write_bytes(data)
     with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read: "):
         Tokenizer.load(tmp_path)
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9\n")
+    with pytest.raises(ModelError, match=r"tokenizer\.json: is the pointer of Git LFS .* run `git lfs pull`"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_damaged_file_is_not_taken_for_a_missing_one(tmp_path: Path) -> None:
+    """A model without a tokenizer is served with token ids; text to one with a damaged tokenizer would be refused."""
+    assert load_tokenizer(None, str(tmp_path)) is None
+    (tmp_path / "tokenizer.json").write_bytes(b"{")
+    with pytest.raises(ModelError, match=r"tokenizer\.json cannot be read: "):
+        load_tokenizer(None, str(tmp_path))
 
 
 def test_round_trip() -> None:

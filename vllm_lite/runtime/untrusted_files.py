@@ -13,6 +13,15 @@ from pathlib import Path
 MAX_CONFIG_BYTES = 32 * 1024 * 1024
 """Size limit of a JSON config; the largest real ones, which list each expert, have 2 MB."""
 MAX_TOKENIZER_BYTES = 256 * 1024 * 1024
+_LFS = b"version https://git-lfs.github.com/spec/"
+
+
+def is_lfs_pointer(head: bytes) -> bool:
+    """Whether a file that begins with `head` is what `git clone` leaves of a large file without Git LFS."""
+    return head.startswith(_LFS)
+
+
+LFS_POINTER = "is the pointer of Git LFS to a file that was not fetched; run `git lfs pull` in its folder"
 
 
 def read_bounded(path: str | Path, max_bytes: int = MAX_CONFIG_BYTES) -> bytes:

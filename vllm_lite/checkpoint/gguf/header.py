@@ -16,6 +16,7 @@ from typing import NamedTuple
 from vllm_lite.checkpoint.gguf.changes import Change, changed
 from vllm_lite.checkpoint.gguf.kinds import KINDS, Kind
 from vllm_lite.errors import ModelError
+from vllm_lite.runtime.untrusted_files import LFS_POINTER, is_lfs_pointer
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -137,6 +138,8 @@ class _Reader(_File):
         self.at, self.num_texts, self.text_bytes = 0, 0, 0
 
     def header(self) -> GgufHeader:
+        if is_lfs_pointer(self.data[:64]):
+            raise ModelError(f"{self.path}: {LFS_POINTER}")
         if self.data[:4] != MAGIC:
             raise self.error(f"it begins with {self.data[:4]!r}, not {MAGIC!r}")
         self.at = 4

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from vllm_lite.checkpoint.gguf.checkpoint import GgufCheckpoint
 from vllm_lite.errors import ModelError
-from vllm_lite.runtime.untrusted_files import read_bounded
+from vllm_lite.runtime.untrusted_files import LFS_POINTER, is_lfs_pointer, read_bounded
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -193,6 +193,9 @@ def _header(file: Path, kind: type[T]) -> tuple[dict[str, T], int]:
             length = int.from_bytes(stream.read(8), "little")
             size = file.stat().st_size
             if length > min(size - 8, MAX_HEADER_BYTES):
+                stream.seek(0)
+                if is_lfs_pointer(stream.read(64)):
+                    raise ModelError(f"{file}: {LFS_POINTER}")
                 raise ModelError(
                     f"{file}: its header needs {length} bytes and the file has {size}; it is truncated or no such file"
                 )

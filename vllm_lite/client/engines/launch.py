@@ -305,13 +305,13 @@ def resolve(
         path = hub.local_folder(source, stopped, "model without weights" if config.load_format == "dummy" else "model")
         if hub.is_hub_id(name):
             config = msgspec.structs.replace(config, served_model_name=config.served_model_name or name)
+    spec = load_spec(path, config.model_impl, config.pooling)  # a damaged file is one before its tokenizer is converted
     if config.tokenizer is not None:
         source = hub.HubSource(config.tokenizer, None, config.download_dir)
         config = msgspec.structs.replace(config, tokenizer=hub.local_folder(source, stopped, "tokenizer"))
     elif gguf_files(Path(path)):  # its tokenizer is converted to files in this folder
         config = msgspec.structs.replace(config, tokenizer=str(conversion.folder_of(path)))
     config = _with_draft_model(_with_adapters(config, stopped), stopped)
-    spec = load_spec(path, config.model_impl, config.pooling)
     check_settings(config, spec)
     check_vocabulary(config.speculative_config, config.tokenizer or path)
     check_mtp_head(config, path, spec)

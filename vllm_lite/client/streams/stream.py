@@ -333,7 +333,7 @@ class StreamFactory:
 def load_tokenizer(wanted: str | Path | None, default: str) -> Tokenizer | None:
     """Load the tokenizer of the folder or hub id `wanted`; if that is None, the one in `default`, if there is one.
 
-    Raises ModelError, also for a tokenizer whose format cannot be converted.
+    Raises ModelError, also for a tokenizer that is damaged, or whose format cannot be converted.
     """
     if wanted is not None:
         name = str(wanted)
@@ -343,7 +343,7 @@ def load_tokenizer(wanted: str | Path | None, default: str) -> Tokenizer | None:
     try:
         return Tokenizer.load(default)
     except ModelError as error:
-        if conversion.find(default) is not None:
+        if conversion.has_tokenizer(default):  # a damaged one, which nobody would notice until the first text
             raise
         logger.warning("prompts must be token ids, and no text is made: %s", error)
         return None

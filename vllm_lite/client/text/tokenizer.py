@@ -16,7 +16,7 @@ from vllm_lite.client.text.templates.template_source import CONFIG_FILE, MAX_FIL
 from vllm_lite.client.text.tokenizer_formats import conversion
 from vllm_lite.client.text.tokenizer_formats.conversion import TOKENIZER_FILE
 from vllm_lite.errors import ModelError, RequestError, VllmLiteError
-from vllm_lite.runtime.untrusted_files import MAX_TOKENIZER_BYTES, read_bounded
+from vllm_lite.runtime.untrusted_files import LFS_POINTER, MAX_TOKENIZER_BYTES, is_lfs_pointer, read_bounded
 
 LONG_TEXT_CHARS = 16_384
 """Longer texts are tokenized in a thread, so that other work continues."""
@@ -165,6 +165,8 @@ class Tokenizer:
                 f"{file} cannot be read ({error.strerror}); give a folder with a {TOKENIZER_FILE} as tokenizer "
                 "(transformers writes one: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER))"
             ) from error
+        if is_lfs_pointer(data):
+            raise ModelError(f"{file}: {LFS_POINTER}")
         beside = _Inputs.beside(file)
         unknown = beside.unk_token.content if isinstance(beside.unk_token, _Content) else beside.unk_token
         return cls(data, str(file), has_types=beside.have_types, unknown=unknown)
