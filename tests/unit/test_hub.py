@@ -89,6 +89,15 @@ def test_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert local_folder(SOURCE) == str(tmp_path / "org" / "model")
 
 
+@pytest.mark.parametrize(
+    "name", ["hf.co/org/model:Q4", "https://huggingface.co/org/model:Q4", "hf.co/org/model:Q4/tree/main"]
+)
+def test_the_address_of_a_page_is_answered_with_the_id(name: str) -> None:
+    """As browsers show it, and as Ollama and llama.cpp take it."""
+    with pytest.raises(ModelError, match=r"a model of the hub is given by its id, org/model:Q4$"):
+        local_folder(HubSource(name))
+
+
 def test_only_needed_files_are_downloaded_once(stub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = local_folder(SOURCE)
     assert Path(folder).name == COMMIT

@@ -57,6 +57,7 @@ REACH_S = 2.5
 """Timeout of the first connection: without a network, huggingface_hub retries for 23 s."""
 REQUEST_S = 15.0
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*(?::[A-Za-z0-9][\w.-]*)?")
+_HUB_PAGE = re.compile(rf"(?:https?://)?(?:huggingface\.co|hf\.co)/({_HUB_ID.pattern})(?:/.*)?")
 
 logger = log.get(__name__)
 
@@ -99,6 +100,8 @@ def local_folder(source: HubSource, stopped: Callable[[], bool] = never, what: W
     Raises ModelError in one sentence, and EngineError once `stopped()`.
     """
     if not is_hub_id(source.name):
+        if (page := _HUB_PAGE.fullmatch(source.name)) is not None and not Path(source.name).exists():
+            raise ModelError(f"{source.name}: a model of the hub is given by its id, {page[1]}")
         return str(Path(source.name).absolute())
     return str(_Download(source, stopped, what).run())
 
