@@ -66,6 +66,8 @@ class Driver:
         self.worker = Worker(resolved, shard.stage.index * shard.world + shard.rank, self.progress, on)
         self.ready = self.worker.load(communicator)
         self.started = self.worker.start(Start(GENERATION, NUM_BLOCKS, num_host_blocks))
+        while self.worker.record_ahead():  # as a worker does that waits
+            pass
         self.step = 0
         self.got: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}

@@ -2,6 +2,7 @@
 #include "fused.h"
 
 #include <cstring>
+#include <vector>
 
 #include "common.h"
 #include "program.h"
@@ -13,6 +14,7 @@ using vllm_lite::over_rows;
 namespace {
 
 constexpr int64_t kLookUpBytes = 256 << 10;  // of a task: 20 us or so
+constexpr size_t kKeptBytes = 4 << 20;       // scratch memory that a thread keeps
 
 }  // namespace
 
@@ -102,3 +104,19 @@ VLLM_LITE_API int64_t vllm_lite_look_up(const char* table, int64_t first_id, int
   return -1;
 }
 VLLM_LITE_RECORDABLE(vllm_lite_look_up)
+
+// Copies the rows ids [count] of x [num_rows][row_bytes] to `out`, which may overlap x. Strides are in bytes. Returns
+// -1; or the index of the first id that is not in [0, num_rows), and writes nothing.
+VLLM_LITE_API int64_t vllm_lite_take_rows(const char* x, int64_t x_stride, int64_t num_rows, int64_t row_bytes,
+                                          const int64_t* ids, int64_t count, char* out, int64_t out_stride) {
+  const int64_t bad = first_outside(ids, count, num_rows);
+  if (bad >= 0) return bad;
+  thread_local std::vector<char> taken;
+  taken.resize(static_cast<size_t>(count * row_bytes));
+  const auto size = static_cast<size_t>(row_bytes);
+  for (int64_t i = 0; i < count; ++i) std::memcpy(taken.data() + i * row_bytes, x + ids[i] * x_stride, size);
+  for (int64_t i = 0; i < count; ++i) std::memcpy(out + i * out_stride, taken.data() + i * row_bytes, size);
+  if (taken.size() > kKeptBytes) std::vector<char>().swap(taken);
+  return -1;
+}
+VLLM_LITE_RECORDABLE(vllm_lite_take_rows)

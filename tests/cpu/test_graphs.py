@@ -124,7 +124,7 @@ def test_memory_that_is_not_brought_up_to_date_shows(
 
     def forgetful(self: DecodeInputs, inputs: StepInputs | None, size: int) -> None:
         rows, seq_lens = self.views(size)
-        parts = {"slots": rows[2:], "seq_lens": seq_lens, "tables": self._tables[0], "ids": rows[:1], "rows": rows}
+        parts = {"slots": rows[2:], "seq_lens": seq_lens, "tables": self.tables[0], "ids": rows[:1], "rows": rows}
         stale = parts[what].clone()
         load(self, inputs, size)
         if inputs is not None:

@@ -23,6 +23,7 @@ from vllm_lite.protocol.step import (
     SetToken,
 )
 from vllm_lite.worker import forward
+from vllm_lite.worker.batch.step_inputs import StepInputs
 from vllm_lite.worker.step_parts import prompt_scores
 
 # ---- the same tokens as transformers
@@ -217,14 +218,14 @@ def test_a_sequence_with_infinite_or_nan_logits_fails_alone(
     driver: Driver, oracle: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [make_prompt(length, seed=9) for length in (10, 11, 12)]
-    logits = driver.worker.model.logits
+    logits = driver.worker.runner.forward.logits
 
-    def poisoned(hidden: torch.Tensor, out: torch.Tensor | None = None, which: Any = None) -> torch.Tensor:
-        result = logits(hidden, out, which)
+    def poisoned(inputs: StepInputs) -> torch.Tensor:
+        result = logits(inputs)
         result[1, 5] = float("nan")
         return result
 
-    monkeypatch.setattr(driver.worker.model, "logits", poisoned)
+    monkeypatch.setattr(driver.worker.runner.forward, "logits", poisoned)
     output = driver.run(*(new_request(handle, prompt, [1 + handle]) for handle, prompt in enumerate(prompts)))
     assert [handle for handle, _ in output.failed or ()] == [1]
     assert "not finite" in (output.failed or [])[0][1]
@@ -266,14 +267,17 @@ def test_a_chunk_that_samples_nothing_answers_nothing(driver: Driver) -> None:
     assert driver.run(new_request(0, make_prompt(20), [1, 2], num_tokens=5)).tokens == b""
 
 
-def test_progress_grows_in_every_layer(driver: Driver) -> None:
+def test_progress_grows_in_every_layer(tiny_checkpoint: Path) -> None:
+    """Replayed steps are small, and show none."""
+    driver = Driver(tiny_checkpoint, enforce_eager=True)
     count = driver.progress.count
     driver.run(new_request(0, [5, 6, 7], [1]))
     assert driver.progress.count == count + 2 + 1 + 1, "two layers, the head and the step"
 
 
-def test_progress_grows_while_a_large_head_works(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_grows_while_a_large_head_works(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts are scored, and rows sampled, in such small parts that progress is visible in each heartbeat."""
+    driver = Driver(tiny_checkpoint, enforce_eager=True)
     prompt = make_prompt(41, seed=6)
     scored = msgspec.structs.replace(GREEDY, prompt_logprobs=0)
     monkeypatch.setattr(prompt_scores, "LOGITS_AT_ONCE", 4 * driver.worker.runner.model.spec.vocab_size)

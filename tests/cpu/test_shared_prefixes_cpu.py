@@ -43,7 +43,7 @@ def attend(batch, lengths, table, shares):
     out = torch.full(batch.query.shape, 7.0, dtype=batch.query.dtype)
     for _ in range(2):  # counters are zeros again
         backend.attend(batch.query, batch.kv, step, 0, out, batch.sinks)
-    num_items, num_tokens, *_ = plan = step.plan.memory[0][0]
+    num_items, num_tokens, *_ = plan = step.plan.of_kernels[0]
     items = plan[PLAN_INTS:][: num_items * ITEM_INTS].reshape(-1, ITEM_INTS)
     return out, num_tokens, items[:, -1].sum()
 

@@ -21,7 +21,7 @@ class Pair:
 
     def __init__(self, model: Path, monkeypatch: pytest.MonkeyPatch, dtype: str = "float32") -> None:
         self.monkeypatch = monkeypatch
-        self.drivers = [Driver(model, device="cpu", dtype=dtype) for _ in range(2)]
+        self.drivers = [Driver(model, device="cpu", dtype=dtype, enforce_eager=True) for _ in range(2)]
         self.recorders = [Recorder(driver) for driver in self.drivers]
         self.num_prepared = 0
         backend = self.drivers[0].worker.runner.eager.backend

@@ -86,6 +86,9 @@ class LightWorker:
         self.steps = self.kind(*sizes, num_host_blocks=start.num_host_blocks)
         return Started(self.rank, self.generation, 1e6)
 
+    def record_ahead(self) -> bool:
+        return False
+
     def can_run_ahead(self, _: SchedulerOutput) -> bool:
         return False
 

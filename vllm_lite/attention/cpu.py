@@ -9,8 +9,10 @@ its result is bit-identical in any batch, in any chunk and on any number of thre
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from msgspec.structs import replace
+from numpy.typing import NDArray
 
 from vllm_lite.attention.backend import Attend, AttentionBackend, AttentionShape, Heads
 from vllm_lite.attention.step_batch import StepBatch
@@ -34,8 +36,10 @@ class _Group:
 @dataclass(slots=True)
 class _Plan:
     groups: list[_Group]
+    of_kernels: list[NDArray[np.int32]]
+    """Each group's plan by its kernels."""
     memory: Any
-    """Owner of the memory that the addresses point to."""
+    """Owner of the other memory that the addresses point to."""
     scratch: Any
     """Scratch memory that the kernels use during this plan's step."""
 
@@ -75,9 +79,11 @@ class CpuBackend(AttentionBackend):
         return 2 * partials + num_threads() * kernels.THREAD_BYTES
 
     def prepare(self, batch: StepBatch) -> None:
-        """Plan the step. Recordable: each replay plans for the lengths that are in memory then."""
+        """Plan the step. Recordable: each replay plans for the lengths that are in memory then, and programs of a batch
+        and of its `larger` one have the same addresses."""
         starts, seq_lens = batch.query_start_loc, batch.seq_lens
-        plans: list[Any] = []
+        before: list[NDArray[np.int32]] | None = None if batch.larger is None else batch.larger.plan.of_kernels
+        plans: list[NDArray[np.int32]] = []
         groups = []
         parts = zip(self.kernels, self._first_like, batch.block_tables, batch.slot_mapping, strict=True)
         for index, (kernel, first_like, table, slots) in enumerate(parts):
@@ -85,13 +91,15 @@ class CpuBackend(AttentionBackend):
             window = self.shape.groups[index].window
             shares = self.shape.shares_prefixes and window is None
             if first_like == index or shares:
-                among = place if shares else None
-                plans.append(kernel.plan(starts, seq_lens, batch.num_tokens, batch.max_seq_len, window, among))
+                among, into = place if shares else None, None if before is None else before[index]
+                plans.append(
+                    kernel.plan(starts, seq_lens, batch.num_tokens, batch.max_seq_len, window, among, into=into)
+                )
             else:
                 plans.append(plans[first_like])
             groups.append(_Group(kernel, plans[-1].ctypes.data, place, slots.data_ptr()))
         scratch = [part for kernel in self.kernels for part in kernel.scratch]
-        batch.plan = _Plan(groups, (plans, batch.block_tables, batch.slot_mapping), scratch)
+        batch.plan = _Plan(groups, plans, (batch.block_tables, batch.slot_mapping), scratch)
 
     def write_kv(
         self, heads: Heads, kv: torch.Tensor, batch: StepBatch, group: int, scales: KVScales | None = None

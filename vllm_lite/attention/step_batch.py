@@ -86,6 +86,9 @@ class StepBatch:
     """The same lengths in host memory, for planning; None in a graph's batch, whose lengths change with each replay."""
     plan: Any = None
     """The step's plan, made by the backend's `prepare`; opaque to everyone else."""
+    larger: "StepBatch | None" = None
+    """A prepared batch at least as large that nobody uses at the same time: if set, `prepare` may put the plan into the
+    memory of that one's."""
     image_plan: Any = None
     """The plan of WholeImages, which computes `images` separately."""
 

@@ -87,6 +87,10 @@ class Ops(Protocol):
         """out = x; both [num_tokens, size]."""
         ...
 
+    def take_rows(self, x: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
+        """out = x[ids]. x: [num_tokens, ...], ids: int64 [k], contiguous, out: [k, ...], which may overlap x."""
+        ...
+
     def scale(self, x: torch.Tensor, factor: float) -> None:
         """x *= factor, in float32 and rounded; x: [num_tokens, size]."""
         ...
@@ -183,6 +187,9 @@ class TorchOps:
 
     def copy(self, x: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(x)
+
+    def take_rows(self, x: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x[ids])
 
     def scale(self, x: torch.Tensor, factor: float) -> None:
         x.mul_(factor)

@@ -11,6 +11,7 @@ from vllm_lite.checkpoint.layer_specs.latent import LatentSpec
 from vllm_lite.checkpoint.model_spec import LayerSpec
 from vllm_lite.kernels.ops import Rotation
 from vllm_lite.kernels.routing import Chosen
+from vllm_lite.kernels.select import ops_for
 from vllm_lite.layers.attention.rope import RotaryEmbedding
 from vllm_lite.layers.parts import Parts
 
@@ -90,6 +91,7 @@ class Buffers:
         sizes_of_mlps = [own.intermediate_size or spec.intermediate_size for own in self.kinds]
         intermediate_size = max(sizes_of_mlps) // parts.shard.world
         self.max_num_tokens = max_num_tokens
+        self._ops = ops_for(parts.device)
         self._adapters = parts.adapters
         self.residual = buffer(spec.hidden_size)
         self.hidden = buffer(spec.hidden_size)
@@ -108,6 +110,11 @@ class Buffers:
         self._per_layer = _per_layer_rows(parts, max_num_tokens)
         self._query_growth = _growth(self.kinds, max_model_len, parts.device)
         self._last: tuple[int, StepRows] | None = None
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether rows can have adapters."""
+        return self._adapters is not None
 
     def begin_step(self) -> None:
         """Begin a forward pass: adapters apply to all rows of the step again, not to those gathered in the pass before.
@@ -141,8 +148,8 @@ class Buffers:
             moved.append((all_of.heads.query, few_of.heads.query))
         if rows.per_layer is not None and few.per_layer is not None:
             moved.append((rows.per_layer.gated[:, layer:], few.per_layer.gated[:, layer:]))
-        for rows_of_all, place in [(all_rows[wanted], place) for all_rows, place in moved]:
-            place.copy_(rows_of_all)
+        for all_rows, place in moved:
+            self._ops.take_rows(all_rows, wanted, place)
         if self._adapters is not None:
             self._adapters.rows.gather(wanted)
         return few

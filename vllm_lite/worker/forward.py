@@ -1,6 +1,7 @@
 """Forward: from a step's inputs to logits; the interface behind which eager execution and graphs are exchanged."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -79,7 +80,21 @@ class EagerForward:
         return logits
 
     def hidden(self, inputs: StepInputs) -> torch.Tensor:  # [num_wanted, hidden_size]
-        batch = StepBatch(
+        batch = self._batch(inputs)
+        batch.token_types = None if (types := inputs.token_types) is None else self._to_device(types)
+        batch.wanted = None if (wanted := inputs.wanted) is None else self._to_device(wanted)
+        batch.states = None if inputs.states is None else Segments(*map(self._to_device, inputs.states))
+        batch.tentative = None if (tokens := inputs.tentative) is None else self._to_device(tokens)
+        batch.vectors, batch.images = inputs.vectors, inputs.images
+        if wanted is not None and (tail := self.tail(inputs, wanted)) is not None:
+            batch.tail = self._batch(tail)
+        self.num_last = inputs.num_tokens if wanted is None else len(wanted)
+        self.backend.prepare(batch)
+        return self.model.forward(batch, self.kv_caches, self.backend, self.progress)
+
+    def _batch(self, inputs: StepInputs) -> StepBatch:
+        """The tokens of a step, without what only some steps have."""
+        return StepBatch(
             num_tokens=inputs.num_tokens,
             num_seqs=len(inputs.rows),
             max_query_len=int(inputs.num_scheduled.max()),
@@ -90,39 +105,28 @@ class EagerForward:
             seq_lens=self._to_device(inputs.seq_lens),
             block_tables=tuple(self._to_device(table) for table in inputs.block_tables),
             slot_mapping=tuple(self._to_device(slots) for slots in inputs.slot_mapping),
-            token_types=None if (types := inputs.token_types) is None else self._to_device(types),
-            wanted=None if (wanted := inputs.wanted) is None else self._to_device(wanted),
-            states=None if inputs.states is None else Segments(*map(self._to_device, inputs.states)),
-            tentative=None if (tokens := inputs.tentative) is None else self._to_device(tokens),
-            vectors=inputs.vectors,
-            images=inputs.images,
-            tail=self._tail(inputs),
             host=HostLens(inputs.num_scheduled, inputs.seq_lens, inputs.block_tables),
         )
-        self.num_last = inputs.num_tokens if inputs.wanted is None else len(inputs.wanted)
-        self.backend.prepare(batch)
-        return self.model.forward(batch, self.kv_caches, self.backend, self.progress)
 
-    def _tail(self, inputs: StepInputs) -> StepBatch | None:
-        """A second batch of only the sampled rows, the last of their sequences, if planning attention for them pays."""
-        wanted, own = inputs.wanted, inputs.sampling
-        if wanted is None or len(own) == 0 or len(wanted) != inputs.num_samples.sum() or not self._pays(inputs):
+    def tail(self, inputs: StepInputs, wanted: NDArray[np.int64]) -> StepInputs | None:
+        """The sampled tokens, the last of their sequences, as a step of their own, if planning attention for them pays
+        and no others are `wanted`."""
+        own = inputs.sampling
+        if len(own) == 0 or len(wanted) != inputs.num_samples.sum() or not self._pays(inputs):
             return None
-        starts, seq_lens = np.zeros(len(own) + 1, np.int32), inputs.seq_lens[own]
+        starts = np.zeros(len(own) + 1, np.int32)
         inputs.num_samples.cumsum(out=starts[1:])
-        tables = [table[own] for table in inputs.block_tables]
-        return StepBatch(
-            num_tokens=len(wanted),
-            num_seqs=len(own),
-            max_query_len=int(inputs.num_samples.max()),
-            max_seq_len=int(seq_lens.max()),
-            token_ids=self._to_device(inputs.input_ids[wanted]),
-            positions=self._to_device(inputs.positions[wanted]),
-            query_start_loc=self._to_device(starts),
-            seq_lens=self._to_device(seq_lens),
-            block_tables=tuple(map(self._to_device, tables)),
-            slot_mapping=tuple(self._to_device(slots[wanted]) for slots in inputs.slot_mapping),
-            host=HostLens(inputs.num_samples, seq_lens, tables),
+        return replace(
+            inputs,
+            rows=inputs.rows[own],
+            num_scheduled=inputs.num_samples,
+            input_ids=inputs.input_ids[wanted],
+            positions=inputs.positions[wanted],
+            slot_mapping=tuple(slots[wanted] for slots in inputs.slot_mapping),
+            block_tables=tuple(table[own] for table in inputs.block_tables),
+            query_start_loc=starts,
+            seq_lens=inputs.seq_lens[own],
+            device_ids=None,
         )
 
     def _pays(self, inputs: StepInputs) -> bool:

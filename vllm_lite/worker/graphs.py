@@ -26,9 +26,10 @@ Outside: these copies; on CUDA `backend.prepare`, which runs once before the cap
 (whose max_seq_len is max_model_len; a backend must keep all inputs of the captured kernels in `batch.plan` and device
 memory; on a CPU `prepare` is the program's first part), and `backend.refresh` before each replay; sampling; and every
 step that is not pure decoding or has more sequences than the largest bucket. Such steps run in pieces on CUDA
-(pieces.py), or eagerly; over a backend that is not `graph_safe`, all steps run eagerly, and so do those of a bucket
-that cannot be captured. On a CPU a step that verifies drafts, or has a few tokens of images beside decodes, is replayed
-as one that decodes more sequences. Programs stop where vectors of images are inserted, and continue after that.
+(pieces.py), as programs for any size on a CPU (prompt_programs.py), or eagerly; over a backend that is not
+`graph_safe`, all steps run eagerly, and so do those of a bucket that cannot be captured. On a CPU a step that verifies
+drafts, or has a few tokens of images beside decodes, is replayed as one that decodes more sequences. Programs stop
+where vectors of images are inserted, and continue after that.
 """
 
 import gc
@@ -53,6 +54,7 @@ from vllm_lite.runtime import log
 from vllm_lite.worker.batch.step_inputs import StepInputs
 from vllm_lite.worker.forward import EagerForward, Forward
 from vllm_lite.worker.progress import no_garbage_collection
+from vllm_lite.worker.prompt_programs import PromptPrograms
 
 logger = log.get(__name__)
 
@@ -180,11 +182,11 @@ class DecodeInputs:
         self.num_groups = num_groups
         self._row_bytes = 8 * (2 + num_groups) + 4
         self._memory = torch.zeros(max_rows * self._row_bytes, dtype=torch.uint8, device=device)
-        self._tables = [torch.zeros(max_rows, table_width, dtype=torch.int32, device=device) for _ in range(num_groups)]
+        self.tables = [torch.zeros(max_rows, table_width, dtype=torch.int32, device=device) for _ in range(num_groups)]
         self._starts = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
         self._states = torch.zeros(2, max_rows, dtype=torch.int32, device=device)  # sources and targets
         self._host_states = self._states.numpy() if device.type == "cpu" else None
-        self._host_tables = [table.numpy() for table in self._tables] if device.type == "cpu" else None
+        self._host_tables = [table.numpy() for table in self.tables] if device.type == "cpu" else None
         self._staged: tuple[int, NDArray[np.int64], NDArray[np.int32]] | None = None
 
     def views(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -207,7 +209,7 @@ class DecodeInputs:
             positions=rows[1],
             query_start_loc=self._starts[: size + 1],
             seq_lens=seq_lens,
-            block_tables=tuple(table[:size] for table in self._tables),
+            block_tables=tuple(table[:size] for table in self.tables),
             slot_mapping=tuple(rows[2:]),
             states=Segments(self._starts[: size + 1], self._starts[: size + 1], *self._states[:, :size]),
         )
@@ -225,7 +227,7 @@ class DecodeInputs:
         staging = torch.empty(size * self._row_bytes, dtype=torch.uint8, pin_memory=True)
         rows, seq_lens = _split(staging, self.num_groups, size)
         self._fill(inputs, rows.numpy(), seq_lens.numpy())
-        for table, used in zip(self._tables, inputs.block_tables if inputs else (), strict=False):
+        for table, used in zip(self.tables, inputs.block_tables if inputs else (), strict=False):
             table[: used.shape[0], : used.shape[1]].copy_(staged(used, self.device), non_blocking=True)
         self._memory[: len(staging)].copy_(staging, non_blocking=True)
         if inputs is None or inputs.states is not None:
@@ -249,7 +251,7 @@ class DecodeInputs:
         """The memory of a bucket on a CPU: the arrays of OwnRows."""
         rows, seq_lens = self.views(size)
         states = self._states[:, :size].numpy()
-        return rows.numpy(), seq_lens.numpy(), states, [table.numpy() for table in self._tables]
+        return rows.numpy(), seq_lens.numpy(), states, [table.numpy() for table in self.tables]
 
     def _fill(self, inputs: StepInputs | None, rows: NDArray[np.int64], seq_lens: NDArray[np.int32]) -> None:
         count = 0
@@ -417,6 +419,15 @@ class DecodeGraphs:
     def forget(self) -> None:
         """Drop graphs that are captured on demand, because the model's computation has changed."""
         self.buckets, self._own, self._failed, self._logits = {}, {}, set(), self._logits[:0]
+
+    def replay_prompts(self, most: int) -> None:
+        """On a CPU, replay also other steps, of at most `most` tokens, once `record_ahead` has recorded them."""
+        if isinstance(self.capture, CpuCapture):
+            self.other = PromptPrograms(self.eager, self._logits, self._inputs.tables, most, self.max_model_len)
+
+    def record_ahead(self) -> bool:
+        """Do a few milliseconds of recording for later steps. Returns False if nothing is left to record."""
+        return isinstance(self.other, PromptPrograms) and self.other.record_ahead()
 
     def _logits_of(self, count: int) -> torch.Tensor:  # [count, vocab_size]
         """Memory for the logits of `count` rows. After `forget` it grows as steps need it, since filling that of all

@@ -177,6 +177,7 @@ class ModelRunner:
         graphs = DecodeGraphs(
             self.eager, capture, sizes, max_model_len=limits.max_model_len, block_size=limits.block_size
         )
+        graphs.replay_prompts(limits.max_num_tokens)
         if not capture.on_demand:
             graphs.capture_all(self.progress.advance)
         if pieces and isinstance(capture, PieceCapture):

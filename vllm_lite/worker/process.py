@@ -97,6 +97,8 @@ class WorkerLoop:
         self.progress = Progress()
         self.poller = poller(connection, stop)
         self.disk: DiskTransfers | None = None
+        self.record_ahead: Callable[[], bool] = lambda: False
+        """Does a few milliseconds of work for later steps; False if none is left."""
 
     def run(self) -> None:
         settings = self.settings
@@ -143,6 +145,7 @@ class WorkerLoop:
                 disk.await_first_look()
                 self.say_transferred()  # before the engine schedules requests that waited for this worker
             self.send(started)
+            self.record_ahead = worker.record_ahead
             log.moment("worker", "KV cache, first step")
             try:
                 self.answer_all(worker)
@@ -226,6 +229,8 @@ class WorkerLoop:
             if left_s <= 0:
                 raise EngineError(f"the engine was silent for {timeout_s:g} s")
             self.say_transferred()
+            if self.record_ahead():
+                continue
             self.progress.is_idle = True
             self.poller.poll(int(1000 * min(left_s, CHECK_ENGINE_EVERY_S)))
         self.progress.is_idle = False

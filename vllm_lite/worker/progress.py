@@ -1,8 +1,16 @@
-"""Progress of a worker for its heartbeat, and a guard against garbage collections."""
+"""Progress of a worker for its heartbeat, also while weights are loaded, and a guard against garbage collections."""
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from vllm_lite.config import GIB
+from vllm_lite.runtime import log
+
+LOG_EVERY_S = 5.0
+
+logger = log.get(__name__)
 
 
 class Progress:
@@ -20,6 +28,20 @@ class Progress:
 
     def advance(self) -> None:
         self.count += 1
+
+
+class LoadReport:
+    """Reports loaded bytes as heartbeat progress, and as a log line every LOG_EVERY_S."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.next_line_s = time.monotonic() + LOG_EVERY_S
+
+    def __call__(self, done_bytes: int, total_bytes: int) -> None:
+        self.progress.advance()
+        if time.monotonic() >= self.next_line_s:
+            self.next_line_s = time.monotonic() + LOG_EVERY_S
+            logger.info("loading weights: %.1f of %.1f GiB", done_bytes / GIB, total_bytes / GIB)
 
 
 @contextmanager

@@ -62,6 +62,7 @@ from vllm_lite.worker.disk.transfers import DiskTransfers
 from vllm_lite.worker.drafting.place import DraftPlace
 from vllm_lite.worker.drafting.timing import timings_of
 from vllm_lite.worker.forward import EagerForward
+from vllm_lite.worker.graphs import DecodeGraphs
 from vllm_lite.worker.kernels_in_use import kernels_in_use
 from vllm_lite.worker.memory.cache_engine import NULL_BLOCK, CacheEngine
 from vllm_lite.worker.memory.profile import Baseline, DeviceMemory, check_free, profile_memory, warn_if_short
@@ -70,7 +71,7 @@ from vllm_lite.worker.model_runner import ModelRunner, StepLimits, warm_up_step
 from vllm_lite.worker.overlap import Overlap, run_ahead
 from vllm_lite.worker.pieces import PieceCapture
 from vllm_lite.worker.profiler import Profiler
-from vllm_lite.worker.progress import Progress
+from vllm_lite.worker.progress import LoadReport, Progress
 from vllm_lite.worker.sampling.ranked_sampler import sampler_of
 from vllm_lite.worker.step_parts.adapter_cache import AdapterCache
 from vllm_lite.worker.step_parts.drafts import Drafts, drafter_of
@@ -81,7 +82,6 @@ from vllm_lite.worker.step_parts.prompt_scores import PromptScorer
 from vllm_lite.worker.step_parts.rules import Rules
 from vllm_lite.worker.step_parts.states import RowStates
 
-LOG_EVERY_S = 5.0
 PATIENCE = 0.75
 """Share of heartbeat_timeout_s that a device may take for a step. The engine ends a worker without progress after all
 of it, and the worker should report before that that its device hangs."""
@@ -207,7 +207,7 @@ class Worker:
             self.config.model,
             load_format=self.config.load_format,
             seed=self.config.seed,
-            progress=_LoadReport(self.progress),
+            progress=LoadReport(self.progress),
             ahead=ahead,
         )
         if self.model.pooler is not None and self.config.load_format != "dummy":
@@ -233,7 +233,7 @@ class Worker:
             scales,
             self.scratch,
             self.progress.advance,
-            _LoadReport(self.progress),
+            LoadReport(self.progress),
         )
 
     def _make_adapters(self) -> Adapters | None:
@@ -380,6 +380,11 @@ class Worker:
         self.progress.advance()
         return output
 
+    def record_ahead(self) -> bool:
+        """See DecodeGraphs.record_ahead."""
+        forward = self.runner.forward
+        return isinstance(forward, DecodeGraphs) and forward.record_ahead()
+
     def can_run_ahead(self, step: SchedulerOutput) -> bool:
         """Whether `overlap` can launch the step before the host has the tokens of earlier steps."""
         return self.overlap is not None and step.generation == self.generation and self.overlap.can_launch(step)
@@ -466,20 +471,6 @@ class Worker:
         if self.device.memory is None:
             raise ConfigError(f"the memory of device {self.device.torch} cannot be profiled; give the KV cache a size")
         return self.device.memory
-
-
-class _LoadReport:
-    """Reports loaded bytes as heartbeat progress, and as a log line every LOG_EVERY_S."""
-
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
-        self.next_line_s = time.monotonic() + LOG_EVERY_S
-
-    def __call__(self, done_bytes: int, total_bytes: int) -> None:
-        self.progress.advance()
-        if time.monotonic() >= self.next_line_s:
-            self.next_line_s = time.monotonic() + LOG_EVERY_S
-            logger.info("loading weights: %.1f of %.1f GiB", done_bytes / GIB, total_bytes / GIB)
 
 
 def _log_ropes(spec: ModelSpec, max_model_len: int) -> None:

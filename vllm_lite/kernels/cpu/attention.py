@@ -108,7 +108,7 @@ class Kernels:
         needs more, so an object that stores the addresses of a call must also keep this memory."""
         return self._partials, self._counters
 
-    def plan(
+    def plan(  # noqa: PLR0913 - what only some steps have comes last
         self,
         starts: torch.Tensor,  # int32 [num_seqs + 1]
         seq_lens: torch.Tensor,  # int32 [num_seqs], at most max_seq_len
@@ -116,20 +116,15 @@ class Kernels:
         max_seq_len: int,
         window: int | None,
         table: tuple[int, int] | None = None,  # as `attend` will get it
-    ) -> Any:
+        *,
+        into: NDArray[np.int32] | None = None,
+    ) -> NDArray[np.int32]:
         """Plan the tasks of a step's attention: int32 [n], with room for any lengths up to max_seq_len. With a table
-        and without a window, the blocks of a common prefix are read once for all sequences that share them."""
-        num_seqs, num_kv_heads = len(seq_lens), self._shape.num_kv_heads
-        group = self._shape.num_heads // num_kv_heads
-        num_items = num_seqs * max(1, max_splits(max_seq_len))
-        num_items += num_tokens * group // _least_rows(self._shape.head_size)
-        num_items += num_tokens // SPLIT_KEYS  # tiles end where the size of sections changes
-        if table:
-            num_items += num_seqs  # a section of which only a part is shared becomes two
-        num_ints = PLAN_INTS + num_items * (ITEM_INTS + num_kv_heads) + 2 * (num_seqs + 1)
-        plan = np.empty(num_ints + (num_tokens * TOKEN_INTS if table else 0), np.int32)
-        num_rows = max_partial_rows(num_tokens, num_seqs, max_seq_len, group, shares=table is not None)
-        self.reserve(num_rows * self._partial_floats, COUNTERS * num_seqs * num_kv_heads)
+        and without a window, the blocks of a common prefix are read once for all sequences that share them. `into`: the
+        plan of a step at least as large, whose memory this one takes."""
+        num_seqs = len(seq_lens)
+        shares = table is not None
+        plan = self._room(num_seqs, num_tokens, max_seq_len, shares=shares) if into is None else into
         needed = self._plan(
             self._shape_address,
             starts.data_ptr(),
@@ -140,10 +135,25 @@ class Kernels:
             *(table or (None, 0)),
             plan.ctypes.data,
             len(plan),
-            num_rows,
+            len(self._partials) // self._partial_floats,
         )
         if needed >= 0:
             raise RuntimeError(f"a sequence of the step is longer than {max_seq_len}")
+        return plan
+
+    def _room(self, num_seqs: int, num_tokens: int, max_seq_len: int, *, shares: bool) -> NDArray[np.int32]:
+        """Memory for a plan. Reserves that for its partial results, too."""
+        num_kv_heads = self._shape.num_kv_heads
+        group = self._shape.num_heads // num_kv_heads
+        num_items = num_seqs * max(1, max_splits(max_seq_len))
+        num_items += num_tokens * group // _least_rows(self._shape.head_size)
+        num_items += num_tokens // SPLIT_KEYS  # tiles end where the size of sections changes
+        if shares:
+            num_items += num_seqs  # a section of which only a part is shared becomes two
+        num_ints = PLAN_INTS + num_items * (ITEM_INTS + num_kv_heads) + 2 * (num_seqs + 1)
+        plan = np.empty(num_ints + (num_tokens * TOKEN_INTS if shares else 0), np.int32)
+        num_rows = max_partial_rows(num_tokens, num_seqs, max_seq_len, group, shares=shares)
+        self.reserve(num_rows * self._partial_floats, COUNTERS * num_seqs * num_kv_heads)
         return plan
 
     def reserve(self, num_partials: int, num_counters: int) -> None:

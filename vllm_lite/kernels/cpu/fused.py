@@ -39,6 +39,7 @@ _SIGMOID_GATE = (int32, int64, int64, pointer, int64, pointer, int64)
 _GATE_HEADS = (int32, int64, int64, int64, pointer, int64, pointer, int64)
 _XIELU = (int32, int64, int64, pointer, int64, pointer)
 _ROTATE = (int32, int64, int64, int64, pointer, int64, int64, pointer, int64, int64, pointer, pointer, int64)
+_TAKE_ROWS = (pointer, int64, int64, int64, pointer, int64, pointer, int64)
 _SELECT = (int32, int64, int64, pointer, int64, pointer, pointer, pointer, int64)
 
 
@@ -72,6 +73,7 @@ class CpuOps(TorchOps):
         self._sigmoid_gate = function("vllm_lite_sigmoid_gate", _SIGMOID_GATE)
         self._gate_heads = function("vllm_lite_gate_heads", _GATE_HEADS)
         self._xielu = function("vllm_lite_xielu", _XIELU)
+        self._take_rows = function("vllm_lite_take_rows", _TAKE_ROWS, int64)
         self._router: tuple[Routing, NativeRouter] | None = None
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
@@ -152,6 +154,18 @@ class CpuOps(TorchOps):
         count, size = x.shape if x.dim() == 2 else (0, 0)
         if not size or count > MOST_COPIED or out.shape != x.shape or not look_up(x, _IN_ORDER[:count], out):
             super().copy(x, out)
+
+    def take_rows(self, x: torch.Tensor, ids: torch.Tensor, out: torch.Tensor) -> None:
+        size, width, steps = x[0].numel() if len(x) else 0, x.itemsize, (x.stride(0), out.stride(0))
+        if not size or x.dtype != out.dtype or not _have_dense_rows(x, out) or not _are_positions(ids, out, out.dim()):
+            return super().take_rows(x, ids, out)
+        bad = self._take_rows(
+            x.data_ptr(), steps[0] * width, len(x), size * width,
+            ids.data_ptr(), len(ids), out.data_ptr(), steps[1] * width,
+        )  # fmt: skip
+        if bad >= 0:
+            raise IndexError(f"there are {len(x)} rows, and row {int(ids[bad])} is asked for")
+        return None
 
     def scale(self, x: torch.Tensor, factor: float) -> None:
         code = _code(x)
@@ -299,6 +313,11 @@ def _wide_weights(norm: WideNormWeights, shape: torch.Size) -> tuple[int, int | 
         if tensor.shape != shape or _code(tensor) != _FLOAT32 or tensor.stride() != weight.stride():
             return None
     return weight.data_ptr(), None if bias is None else bias.data_ptr()
+
+
+def _have_dense_rows(x: torch.Tensor, out: torch.Tensor) -> bool:
+    """Whether the rows x[i] and out[i] have one shape and are contiguous."""
+    return x.shape[1:] == out.shape[1:] and x[:1].is_contiguous() and out[:1].is_contiguous()
 
 
 def _are_positions(positions: torch.Tensor, x: torch.Tensor, axes: int) -> bool:

@@ -12,7 +12,7 @@ from xxhash import xxh3_128_digest
 
 from vllm_lite.runtime import log
 
-ABI = 30
+ABI = 31
 LIBRARY = "libvllm_lite_cpu.so"
 ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated", "neon_dot", "neon_i8mm")
 """Instruction sets for which kernels are compiled. On each architecture, a set includes all sets before it.

@@ -11,6 +11,7 @@ operations of torch except those that only make views.
 import ctypes
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -122,8 +123,88 @@ class Program:
 
     def _check(self, failed: int, calls_before: int = 0) -> None:
         if failed != _DONE:
-            call = calls_before + failed
-            raise RuntimeError(f"call {call} of {len(self)} of a recorded step failed, {self._names[call]}")
+            raise _failure(self._names, calls_before + failed)
+
+
+Sizes = tuple[int, ...]
+"""Sizes of a step, such as its numbers of tokens and of sequences."""
+
+
+class SizedProgram:
+    """A program for steps of any sizes, made of three programs that were recorded for steps of different sizes.
+
+    All three must make the same calls. Each word, an address or a number, must be the same in all three, or grow with
+    one of the sizes, evenly. A replay computes the words that depend on the sizes of its step. The largest and the
+    smallest step are among the three, so code that takes another way from some size on is noticed.
+    """
+
+    def __init__(self, recorded: Sequence[tuple[Sizes, Program]]) -> None:
+        """Raises NotRecordable if the programs are not of this form."""
+        sizes, programs = [sizes for sizes, _ in recorded], [program for _, program in recorded]
+        self._names = programs[0].names
+        if any(other.names != self._names for other in programs):
+            raise NotRecordable("steps of other sizes make other calls")
+        words = np.array([program._words for program in programs], np.uint64).view(np.int64)  # noqa: SLF001
+        self._packed = words[0].copy()
+        self._parts: list[tuple[int, NDArray[np.intp], NDArray[np.int64], NDArray[np.int64]]] = []
+        """(index of a size, indices of the words that depend on it, their values at 0, by how much they grow)."""
+        changes, is_known = words[1:] - words[0], (words == words[0]).all(axis=0)
+        for index, values in enumerate(zip(*sizes, strict=True)):
+            steps = np.array(values[1:]) - values[0]
+            if not steps.any():
+                continue
+            largest = int(np.abs(steps).argmax())
+            growth = changes[largest] // steps[largest]
+            at = np.flatnonzero(~is_known & (changes == steps[:, None] * growth).all(axis=0))
+            is_known[at] = True
+            self._parts.append((index, at, words[0, at] - growth[at] * values[0], growth[at]))
+        if not is_known.all():
+            raise NotRecordable(f"an argument of {self._name_at(int(is_known.argmin()))} does not grow evenly")
+        self._run = function("vllm_lite_run_program", (pointer, int64), int64)
+        self._arguments = (self._packed.ctypes.data, len(self._names))
+
+    @staticmethod
+    def sizes_to_record(least: Sizes, most: Sizes) -> tuple[Sizes, Sizes, Sizes]:
+        """Sizes of three steps from which the program for all between `least` and `most` can be made, the largest
+        first. Raises NotRecordable if they are too close together."""
+        return most, least, _between(least, most)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def replay(self, sizes: Sizes) -> None:
+        """Make the calls for a step of these sizes. Raises RuntimeError if one failed."""
+        for index, at, start, growth in self._parts:
+            self._packed[at] = start + growth * sizes[index]
+        failed = self._run(*self._arguments)
+        if failed != _DONE:
+            raise _failure(self._names, failed)
+
+    def _name_at(self, word: int) -> str:
+        """Name of the call that has a word. The second word of each call counts those that follow."""
+        call = at = 0
+        while word >= (at := at + 2 + int(self._packed[at + 1])):
+            call += 1
+        return self._names[call]
+
+
+def _between(least: Sizes, most: Sizes) -> Sizes:
+    """Sizes of a third step: each lies at another fraction of its range, so that growth with one is none with
+    another. Raises NotRecordable if the ranges are too small for that."""
+    chosen, fractions = list(least), set[Fraction]()
+    for index in sorted(range(len(least)), key=lambda index: most[index] - least[index]):
+        if (width := most[index] - least[index]) == 0:
+            continue
+        free = next((step for step in range(width + 1) if Fraction(step, width) not in fractions), None)
+        if free is None:
+            raise NotRecordable("the largest step is too small")
+        fractions.add(Fraction(free, width))
+        chosen[index] += free
+    return tuple(chosen)
+
+
+def _failure(names: Sequence[str], call: int) -> RuntimeError:
+    return RuntimeError(f"call {call} of {len(names)} of a recorded step failed, {names[call]}")
 
 
 def _recorded_address(name: str) -> int:
