@@ -298,6 +298,38 @@ def test_bad_sampling_params_name_the_field_and_the_range(settings: dict[str, ob
         SamplingParams(**settings)  # type: ignore[arg-type]
 
 
+class Text(str):
+    """As a text of NumPy is."""
+
+    __slots__ = ()
+
+
+class Number(float):
+    """As a number of NumPy is."""
+
+
+class Count(int):
+    """As a member of an enumeration is."""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": Number(0.5)},
+        {"temperature": Number(1.0)},  # equal to the default
+        {"logit_bias": {5: Number(2.0)}},
+        {"max_tokens": Count(3)},
+        {"cache_salt": Text("s")},
+        {"truncation_side": Text("right")},
+    ],
+)
+def test_subclasses_of_plain_types_become_these(settings: dict[str, Any]) -> None:
+    """The wire takes no others: `for temperature in numpy.arange(0, 1, 0.1)`."""
+    params = SamplingParams(**settings)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(params), type=SamplingParams) == params
+    assert all(getattr(params, name) == value for name, value in settings.items())
+
+
 def outside() -> Iterator[tuple[str, float]]:
     """Values just outside the ranges of numbers, as msgspec reads the annotations."""
     struct = msgspec.inspect.type_info(SamplingParams)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -101,6 +102,17 @@ def test_a_finished_request_gets_no_further_message() -> None:
         settle(session, engine)
         assert sink.next() == Finished("a", 0, [1], "length")
         assert sink.is_empty()
+
+
+def test_a_value_that_cannot_be_sent_harms_no_other_request() -> None:
+    unsendable: Any = object()
+    with FakeEngine() as engine, session_with(engine) as session:
+        start(session, engine, "a", sink := Sink())
+        with pytest.raises(RequestError, match=r"^the request has a value that cannot be sent: "):
+            session.submit(Generate("b", b"", SamplingParams(extra_args={"mine": unsendable})), Sink())
+        engine.send_outputs(Finished("a", 0, [1], "length"))
+        assert sink.next() == Finished("a", 0, [1], "length")
+        assert (session.dead, session.is_live("b")) == (None, False)
 
 
 def test_an_id_in_use_is_refused() -> None:

@@ -368,12 +368,12 @@ def _checked_number(kind: type, low: float, high: float, above: bool, name: str,
         raise ValueError(f"{name} must be between {low} and {high}, got {value!r}")
     if above and value == low:
         raise ValueError(f"{name} must be greater than {low:g} and at most {high:g}, got {value!r}")
-    return value
+    return kind(value)  # a number of NumPy, which is a float, has no place on the wire
 
 
 def _checked_choice(choices: tuple[str, ...], name: str, value: Any) -> Any:
     _expect(value in choices, name, " or ".join(choices), value)
-    return value
+    return str(value)
 
 
 def _checked_flag(name: str, value: Any) -> Any:
@@ -385,7 +385,7 @@ def _checked_name(most: int, name: str, value: Any) -> Any:
     fits = isinstance(value, str) and len(value) <= most
     _expect(fits, name, f"a text of at most {most} characters", value)
     _check_unicode(name, value)
-    return value
+    return str(value)
 
 
 def _checked_kind(name: str, value: Any) -> Any:

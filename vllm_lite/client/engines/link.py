@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable
 
 from vllm_lite.client.engines.connection import REASON_S, Alive
-from vllm_lite.errors import ProtocolError
+from vllm_lite.errors import ProtocolError, RequestError
 from vllm_lite.protocol.api import FromClient, ToClient
 from vllm_lite.protocol.codec import client_to_engine, engine_to_client
 from vllm_lite.runtime import log
@@ -46,6 +46,15 @@ _MOST_APART_S = 3.0  # it looks once a second at least
 logger = log.get(__name__)
 
 
+def encoded(request: FromClient) -> bytes:
+    """Encode a request, which has values of a user, in the user's thread: an error in the session's would end all
+    requests. Raises RequestError."""
+    try:
+        return client_to_engine.encode(request)
+    except TypeError as error:
+        raise RequestError(f"the request has a value that cannot be sent: {error}") from error
+
+
 class SessionLink:
     """Any thread may post messages, under the session's lock. Only the session's thread sends and receives."""
 
@@ -57,7 +66,7 @@ class SessionLink:
         self.reported_end: str | None = None
         """Reason why the engine ended for good, reported from outside (Session.fail)."""
         self._alive = alive
-        self._posted: deque[FromClient] = deque()
+        self._posted: deque[bytes] = deque()
         self._attach(connection)
 
     def attach(self, connection: Connection) -> None:
@@ -76,7 +85,10 @@ class SessionLink:
 
     def post(self, *messages: FromClient) -> None:
         """Queue messages for the engine, and wake the session's thread."""
-        self._posted += messages
+        self.post_encoded(*map(client_to_engine.encode, messages))
+
+    def post_encoded(self, *payloads: bytes) -> None:
+        self._posted += payloads
         self.wakeup.set()
 
     def discard_posted(self) -> None:
@@ -92,7 +104,7 @@ class SessionLink:
     def send_posted(self) -> None:
         """Send as many queued messages as the connection accepts now."""
         while self._posted:
-            if self._connection.send(client_to_engine.encode(self._posted[0])) is Delivery.BUSY:
+            if self._connection.send(self._posted[0]) is Delivery.BUSY:
                 return
             self._posted.popleft()
 

@@ -19,7 +19,7 @@ from vllm_lite.client.engines.answers import Answers, copy_of
 from vllm_lite.client.engines.any_session import AnySession, Member
 from vllm_lite.client.engines.connection import Alive, EngineAddress, EngineSearch, shake_hands
 from vllm_lite.client.engines.feature import Handlers, KnownAdapters, LostWorkers, SessionFeature, all_handlers
-from vllm_lite.client.engines.link import SessionLink
+from vllm_lite.client.engines.link import SessionLink, encoded
 from vllm_lite.client.streams.open_stream import OpenStream, Sink, by_sink
 from vllm_lite.client.streams.open_streams import OpenStreams
 from vllm_lite.client.streams.stream import Event, StreamFailure
@@ -153,10 +153,12 @@ class Session(AnySession):
         RequestError for an id in use, EngineError if the session is dead.
         """
         request_id = message.child_id if isinstance(message, ForkRequest) else message.request_id
+        payload = encoded(message)
         with self._lock:
             self._check_usable()
             self._add(request_id, OpenStream(message, sink, own))
-            self._post(message)
+            if self._lost is None:
+                self.link.post_encoded(payload)
 
     def _add(self, request_id: str, stream: OpenStream) -> None:
         if not self._streams:
