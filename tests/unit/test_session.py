@@ -110,6 +110,14 @@ def test_a_value_that_cannot_be_sent_harms_no_other_request() -> None:
         start(session, engine, "a", sink := Sink())
         with pytest.raises(RequestError, match=r"^the request has a value that cannot be sent: "):
             session.submit(Generate("b", b"", SamplingParams(extra_args={"mine": unsendable})), Sink())
+        with pytest.raises(RequestError, match="surrogates not allowed"):
+            session.submit(Generate("\ud800", b"", SamplingParams()), Sink())
+        with pytest.raises(RequestError, match="surrogates not allowed"):
+            session.ask(Describe(("\ud800",)), Descriptions)
+        described = session.ask(Describe(("a",)), Descriptions)
+        engine.expect(Describe)
+        engine.send(Descriptions([]))
+        assert described.result(DEADLINE_S) == Descriptions([]), "nothing waits for the answer before it"
         engine.send_outputs(Finished("a", 0, [1], "length"))
         assert sink.next() == Finished("a", 0, [1], "length")
         assert (session.dead, session.is_live("b")) == (None, False)

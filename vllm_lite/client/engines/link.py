@@ -51,7 +51,7 @@ def encoded(request: FromClient) -> bytes:
     requests. Raises RequestError."""
     try:
         return client_to_engine.encode(request)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:  # ValueError: half a surrogate pair in a text
         raise RequestError(f"the request has a value that cannot be sent: {error}") from error
 
 

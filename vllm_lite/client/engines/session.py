@@ -222,6 +222,7 @@ class Session(AnySession):
 
     def ask(self, message: FromClient, answer: type[A]) -> "Future[A]":
         future: Future[A] = Future()
+        encoded(message)  # raises before an answer is waited for
         with self._lock:
             self._check_usable()
             if self._lost is not None:
