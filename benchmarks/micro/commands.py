@@ -90,7 +90,14 @@ def _kernels_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", help="of linear layers: such as 1,32,256")
     parser.add_argument("--dtypes", help="of linear layers and --cases: some of bfloat16,float32,float16")
     parser.add_argument(
-        "--forms", help="of linear layers: dense,int8,int4_g128,... as the names in the table, torch,onednn"
+        "--forms",
+        help="of linear layers: dense,int8,int4_g128,... as the names in the table, torch,onednn, and types of GGUF "
+        "files, such as Q4_0",
+    )
+    parser.add_argument(
+        "--working-set",
+        help="of linear layers: MiB that all copies of a weight have together; as many as a cache holds shows its "
+        "speed [128]",
     )
     parser.add_argument("--isas", help="of linear layers: instruction sets in turn, such as amx,avx512_bf16")
     parser.add_argument(
@@ -112,7 +119,7 @@ def _kernels(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"threads must be numbers like 1,2, got {arguments.threads!r}")
     threads = [int(number) for number in arguments.threads.split(",")]
     try:
-        names = ("shapes", "rows", "dtypes", "forms", "isas")
+        names = ("shapes", "rows", "dtypes", "forms", "isas", "working_set")
         products = kernels_linear.choose({name: value for name in names if (value := getattr(arguments, name))})
         cases = [kernels_attention.chosen(text) for text in arguments.cases.split(",")] if arguments.cases else []
         figures = kernels.run(parts, threads, _report, products, cases)

@@ -21,7 +21,7 @@ constexpr int kBlockRows = 6;  // rows that the kernel computes together
 
 // Estimates for the sizes of tasks. Taking a task costs about 0.1 us, waking threads several us.
 constexpr double kNsPerItem = 300, kBytesPerNs = 25, kFlopsPerNs = 100;
-constexpr double kTaskNs = 10'000, kLargeTaskNs = 80'000, kAloneNs = 8'000, kLeastTaskNs = 4'000;
+constexpr double kTaskNs = 10'000, kLargeTaskNs = 80'000, kAloneNs = 5'000, kLeastTaskNs = 3'000;
 constexpr int kTasksPerThread = 12;  // enough for threads to finish together; keys are prefetched within a task only
 
 // The caller's buffer of int32 has the plan: this record, the items, the SharedTokens, the end of each task (in units

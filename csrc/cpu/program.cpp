@@ -26,22 +26,16 @@ int64_t weight_bytes(const PackedWeight& weight) {
 }
 
 // Whether L3 can hold the weights of all products of a program. A program with experts has others in each run, so it
-// does not. The answer for the latest program is kept.
+// does not. Looked up in each run: a program at the same address may be another one, or its weights.
 bool fits_cache(const uint64_t* program, int64_t num_calls) {
   static const int64_t cache_bytes = sysconf(_SC_LEVEL3_CACHE_SIZE);
-  static thread_local const uint64_t* latest = nullptr;
-  static thread_local int64_t latest_calls = 0;
-  static thread_local bool fits = false;
-  if (program == latest && num_calls == latest_calls) return fits;
   int64_t bytes = 0;
-  const uint64_t* call = program;
-  for (int64_t i = 0; i < num_calls; ++i, call += 2 + call[1]) {
+  for (const uint64_t* call = program; num_calls > 0 && bytes <= cache_bytes; --num_calls, call += 2 + call[1]) {
     const RecordedCall recorded = from_word<RecordedCall>(call[0]);
-    if (recorded == &vllm_lite_experts_recorded) bytes += cache_bytes + 1;
+    if (recorded == &vllm_lite_experts_recorded) return false;
     if (recorded == &vllm_lite_linear_recorded) bytes += weight_bytes(*from_word<const PackedWeight*>(call[2]));
   }
-  latest = program, latest_calls = num_calls;
-  return fits = bytes <= cache_bytes;
+  return bytes <= cache_bytes;
 }
 
 // Announces the weights that the next products of a program will read, for waiting threads to prefetch (read_ahead.h).
@@ -55,7 +49,10 @@ class Weights {
     }
   }
 
-  ~Weights() { num_read.store(next_, std::memory_order_relaxed); }
+  ~Weights() {
+    num_read.store(next_, std::memory_order_relaxed);
+    vllm_lite::expect_cached(false);
+  }
 
   // To be called before each call.
   void begin(RecordedCall call) {

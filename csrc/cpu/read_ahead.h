@@ -21,7 +21,7 @@ constexpr uint32_t kReadsKnown = 4;  // number of future reads that are stored
 void expect_read(uint32_t number, const Read& read);
 void begin_read(uint32_t next);
 
-// Whether L3 is likely to hold the weights of all reads: those of a program, which is repeated.
+// Whether L3 is likely to hold the weights of all reads: those of the program that is running, which is repeated.
 void expect_cached(bool are_cached);
 bool are_cached();
 

@@ -17,8 +17,9 @@ from vllm_lite.kernels.cpu.library import ISAS, function, int32
 
 def test_unnamed_options_keep_their_defaults() -> None:
     assert choose({}) == ALL._replace(isas=[])
-    chosen = choose({"shapes": "64x32,8x4", "rows": "1,3", "dtypes": "bfloat16", "forms": "int8,torch", "isas": "avx2"})
-    assert chosen == ([(64, 32), (8, 4)], [1, 3], [torch.bfloat16], ["int8", "torch"], ["avx2"])
+    chosen = choose({"shapes": "64x32,8x4", "rows": "1,3", "dtypes": "bfloat16", "forms": "int8,Q4_0", "isas": "avx2"})
+    assert chosen == ([(64, 32), (8, 4)], [1, 3], [torch.bfloat16], ["int8", "Q4_0"], ["avx2"], 128)
+    assert choose({"working_set": "16"}).working_set == 16
 
 
 @pytest.mark.parametrize(
@@ -58,17 +59,24 @@ def test_operations_in_registers_are_counted(isa: str, dtype: torch.dtype) -> No
 @pytest.mark.skipif(not cpu.available(), reason="no native library")
 def test_instruction_sets_are_taken_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Afterwards the instruction set is again the one that was set before."""
-    monkeypatch.setattr("micro.kernels_linear.WORKING_SET_BYTES", 1)
+    monkeypatch.setattr("micro.kernels_linear.MIB", 1)
     monkeypatch.setattr("micro.kernels_linear.MIN_TIME_S", 0)
-    monkeypatch.setattr("micro.kernels_linear.read_bandwidth_gb_s", lambda _threads: 1.0)
+    monkeypatch.setattr("micro.kernels_linear.read_bandwidth_gb_s", lambda _threads, _num_bytes: 1.0)
     before, threads = cpu.isa(), cpu.num_threads()
-    forms = {"forms": "dense,int8", "dtypes": "bfloat16", "isas": f"baseline,{before}"}
+    forms = {"forms": "dense,int8,Q4_K", "dtypes": "bfloat16", "isas": f"baseline,{before}"}
     rows = list(measure(threads, choose({"shapes": "64x256", "rows": "3"} | forms)))
     assert [row["kernel"].split(" bfloat16")[0] for row in rows] == [
-        f"own {form} {isa}" for form in ("dense", "int8") for isa in ("baseline", before)
+        f"own {form} {isa}" for form in ("dense", "int8", "Q4_K") for isa in ("baseline", before)
     ]
     assert all(row["shape"] == "3 x 256 x 64" and row["gflop_s"] > 0 for row in rows)
     assert cpu.isa() == before
+
+
+@pytest.mark.skipif(not cpu.available(), reason="no native library")
+def test_types_of_files_need_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("micro.kernels_linear.read_bandwidth_gb_s", lambda _threads, _num_bytes: 1.0)
+    with pytest.raises(ValueError, match="blocks of Q4_K have 256 inputs, of which 384 is no multiple"):
+        list(measure(cpu.num_threads(), choose({"shapes": "64x384", "forms": "Q4_K"})))
 
 
 def test_a_case_of_attention() -> None:

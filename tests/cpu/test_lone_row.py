@@ -6,12 +6,14 @@ from functools import partial
 import pytest
 import torch
 
+from tests.cpu.test_gguf_blocks import blocks
 from tests.cpu.test_native_grouped import check_packed, grouped, uneven_rows
 from tests.cpu.test_native_linear import random
 from vllm_lite.checkpoint.quantization.on_load import Form
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.program import Program
 from vllm_lite.kernels.cpu.weights.linear import PackedWeight, linear
+from vllm_lite.kernels.gguf_blocks import BlockRows
 from vllm_lite.kernels.grouped import INT4, INT5, INT8, UINT4, UINT5
 
 pytestmark = pytest.mark.skipif(not cpu.available(), reason="no native library")
@@ -21,18 +23,20 @@ SIZES = [(70, 576), (33, 200), (64, 1536), (32, 1)]
 
 
 def check_alone(weight: PackedWeight, x: torch.Tensor, label: object) -> None:
-    together, alone = torch.full((2, len(x), weight.num_outputs), 7.0, dtype=x.dtype)
+    together, alone, in_program = torch.full((3, len(x), weight.num_outputs), 7.0, dtype=x.dtype)
     linear(x, weight, together)
-    program = Program()  # whose weights L3 holds
+    program = Program()  # L3 holds its weights, which a product outside of a program does not expect
     for row in range(len(x)):
-        program.record(partial(linear, x[row : row + 1], weight, alone[row : row + 1]))
+        linear(x[row : row + 1], weight, alone[row : row + 1])
+        program.record(partial(linear, x[row : row + 1], weight, in_program[row : row + 1]))
     for _ in range(2):
         program.replay()
     assert together[:-1].isfinite().all()
-    assert torch.equal(together.nan_to_num(nan=7), alone.nan_to_num(nan=7)), label
+    for name, found in (("alone", alone), ("in a program", in_program)):
+        assert torch.equal(together.nan_to_num(nan=7), found.nan_to_num(nan=7)), (label, name)
 
 
-@pytest.mark.parametrize("form", ["int4_g32", "int5_g32", "int8"])
+@pytest.mark.parametrize("form", ["int4", "int4_g32", "int5_g32", "int8"])
 @pytest.mark.usefixtures("two_threads")
 def test_weights_quantized_when_they_are_loaded(each_isa: str, form: Form) -> None:
     for num_outputs, num_inputs in SIZES:
@@ -51,6 +55,15 @@ def test_scales_of_16_bits(each_isa: str, values: torch.Tensor) -> None:
         check_alone(packed, x, (each_isa, num_outputs, num_inputs, minima))
         for row in range(len(x) - 1):
             check_packed(packed, weight, x[row : row + 1].float(), None, (each_isa, minima, row))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.usefixtures("two_threads")
+def test_blocks_of_files(each_isa: str, kind: str) -> None:
+    for num_outputs, num_blocks in ((70, 3), (32, 1)):
+        rows = BlockRows(kind, blocks(kind, num_outputs, num_blocks))
+        packed = PackedWeight(rows)
+        check_alone(packed, rows_of(packed.num_inputs), (each_isa, kind, num_outputs))
 
 
 def rows_of(num_inputs: int) -> torch.Tensor:

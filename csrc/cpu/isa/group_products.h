@@ -44,7 +44,6 @@ struct Cells {
   const float* supers;   // PackedWeight::supers_of the first
   bool into_l2;          // whether rows that are alone prefetch into L2
   const float* floats;   // scales and minima as floats, for rows that are not alone: [count][2][kBlock]
-  ReadOn read_on;        // of a lone row (lone_row.h)
 
   const float* supers_of(int64_t number) const {
     return supers == nullptr ? supers : supers + 2 * kBlock * (number * layout.group_size / kSuperInputs);

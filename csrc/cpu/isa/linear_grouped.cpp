@@ -17,6 +17,11 @@ constexpr int64_t kLongDepth = 1152;                   // the same for weights o
 // cache. If they are in a cache after all, prefetching into L2 takes 1.05 to 1.08 times as long.
 constexpr int64_t kWeightsOfMemory = 1 << 21;
 
+// Whether few rows prefetch a weight into L2.
+bool fetches_into_l2(const PackedWeight& weight) {
+  return is_amx(isa()) && weight.num_outputs * weight.num_inputs >= kWeightsOfMemory;
+}
+
 // Scales and minima of the outputs of a cell, from `column` on.
 template <int V>
 struct Factors {
@@ -137,11 +142,8 @@ template <template <int> class Codes, int kPlanes>
 void multiply_rows(const Panel& panel, const Cells& cells, Ahead ahead, const Sums& sums) {
   const int64_t num_rows = panel.groups.num_rows, num_groups = panel.groups.count;
   if (num_groups == 1) {
-    const Rows rows = panel.rows(0, num_rows);
-#if defined(VLLM_LITE_LARGE_FOURS)
-    if (num_rows == 1 && multiply_lone_row<Codes, kPlanes>(rows, cells, sums)) return;
-#endif
-    return multiply_group<kAloneRows<kPlanes>, Codes, kPlanes, true>(num_rows, rows, cells, {}, sums, 0);
+    return multiply_group<kAloneRows<kPlanes>, Codes, kPlanes, true>(num_rows, panel.rows(0, num_rows), cells, {}, sums,
+                                                                     0);
   }
   const int64_t step = ahead.step / num_groups, num_octets = cells.count * cells.layout.group_size / 8;
   for (int64_t group = 0; group < num_groups; ++group) {
@@ -200,7 +202,7 @@ void run(const LinearCall& call, const LinearTask& task) {
   const int64_t unit = weight.supers != nullptr ? kSuperInputs / layout.group_size : 1;
   const int64_t length = (num_groups + num_tiles * unit - 1) / (num_tiles * unit) * unit;
   const int64_t octet_bytes = layout.bytes() * 8 / layout.group_size;
-  const bool into_l2 = is_amx(isa()) && weight.num_outputs * weight.num_inputs >= kWeightsOfMemory;
+  const bool into_l2 = fetches_into_l2(weight);
   const char* blocks = static_cast<const char*>(weight.data) + task.first_block * block_bytes;
   for (int64_t group = 0; group < num_groups; group += length) {
     const Panel panel = {task, *call.quantized, RowGroups::of(call.quantized->layout, task.num_rows),
@@ -217,8 +219,7 @@ void run(const LinearCall& call, const LinearTask& task) {
                            taken_off(weight) != 0,
                            weight.supers_of(task.first_block + block, group),
                            into_l2,
-                           floats,
-                           task.read_on};
+                           floats};
       if (task.num_rows > kAloneRows<kPlanes>) widen_scales(cells, floats);
       const char* next = block + 1 < task.num_blocks   ? tile + block_bytes
                          : group + length < num_groups ? blocks + (group + length) * layout.bytes()
@@ -260,6 +261,12 @@ void unpack_to(const PackedWeight& weight, int64_t output, Out* to) {
 }  // namespace
 
 void linear_grouped([[maybe_unused]] const LinearCall& call, [[maybe_unused]] const LinearTask& task) {
+#if defined(VLLM_LITE_LARGE_FOURS)
+  if (task.num_rows == 1 && !fetches_into_l2(*call.weight)) {
+    const Panel panel = {task, *call.quantized, {1, 1}, 0};
+    if (multiply_lone_row(call, task, panel.rows(0, 1))) return;
+  }
+#endif
 #if defined(VLLM_LITE_MULTIPLIES_BYTES)
   call.quantized->layout.num_planes == 1 ? run<1>(call, task) : run<2>(call, task);
 #endif
