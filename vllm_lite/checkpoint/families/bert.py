@@ -1,6 +1,6 @@
 """BERT, RoBERTa, XLM-RoBERTa and CamemBERT: learned positions, norms after the blocks, biases everywhere."""
 
-from vllm_lite.checkpoint.families.common import EncoderParts, Family, RawConfig, attention_of, encoder, layers_of
+from vllm_lite.checkpoint.families.common import EncoderParts, Family, RawConfig, attention_of, encoder, equal_layers
 from vllm_lite.checkpoint.layer_specs.pooling import HeadSpec
 from vllm_lite.checkpoint.model_spec import EncoderSpec, ModelSpec, NormSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size, TokenId
@@ -31,8 +31,7 @@ def encoder_like_bert(architecture: str, raw: BertConfig, offset: int, head: Hea
     longest = raw.max_position_embeddings - offset
     if longest < 1:
         raise ModelError(f"max_position_embeddings {raw.max_position_embeddings} leaves no position after {offset}")
-    none = [None] * raw.num_hidden_layers
-    layers = layers_of(attention_of(raw), none, none)
+    layers = equal_layers(raw, attention_of(raw))
     parts = EncoderParts(
         EncoderSpec(raw.max_position_embeddings, offset, raw.type_vocab_size), raw.intermediate_size, head
     )

@@ -10,7 +10,7 @@ from vllm_lite.checkpoint.families.common import (
     RawConfig,
     attention_of,
     decoder,
-    layers_of,
+    equal_layers,
     rope_of,
 )
 from vllm_lite.checkpoint.model_spec import AttentionSpec, ModelSpec, NormSpec
@@ -61,11 +61,10 @@ def _with_alibi(attention: AttentionSpec, factor: float = 1.0) -> AttentionSpec:
 def _bloom(architecture: str, raw: BloomConfig) -> ModelSpec:
     if raw.apply_residual_connection_post_layernorm:
         raise ModelError("apply_residual_connection_post_layernorm true is not supported; it must be false")
-    num_layers = raw.num_hidden_layers
     return decoder(
         architecture,
         raw,
-        layers_of(_with_alibi(attention_of(raw)), [None] * num_layers, [None] * num_layers),
+        equal_layers(raw, _with_alibi(attention_of(raw))),
         NormSpec(raw.layer_norm_epsilon, "layer", bias=True),
         4 * raw.hidden_size,
         activation="gelu_tanh",
@@ -79,7 +78,7 @@ def _bloom(architecture: str, raw: BloomConfig) -> ModelSpec:
 
 def _falcon(architecture: str, raw: FalconConfig) -> ModelSpec:
     """Read a Falcon, which adds ALiBi before scores are scaled."""
-    newer, num_layers = raw.new_decoder_architecture, raw.num_hidden_layers
+    newer = raw.new_decoder_architecture
     if raw.num_ln_in_parallel_attn not in (None, 1, 2):
         raise ModelError(f"num_ln_in_parallel_attn {raw.num_ln_in_parallel_attn} is not supported; it must be 1 or 2")
     if not newer:
@@ -93,7 +92,7 @@ def _falcon(architecture: str, raw: FalconConfig) -> ModelSpec:
     return decoder(
         architecture,
         raw,
-        layers_of(attention, [None] * num_layers, [rope] * num_layers),
+        equal_layers(raw, attention, rope),
         NormSpec(raw.layer_norm_epsilon, "layer", bias=True),
         raw.ffn_hidden_size or 4 * raw.hidden_size,
         gated_mlp=False,
@@ -111,7 +110,7 @@ def _neox(architecture: str, raw: GPTNeoXConfig) -> ModelSpec:
     return decoder(
         architecture,
         raw,
-        layers_of(attention, [None] * raw.num_hidden_layers, [rope] * raw.num_hidden_layers),
+        equal_layers(raw, attention, rope),
         NormSpec(raw.layer_norm_eps, "layer", bias=True),
         raw.intermediate_size,
         gated_mlp=False,

@@ -8,9 +8,8 @@ from vllm_lite.checkpoint.families.common import (
     decoder,
     every_nth,
     layer_types_of,
-    layers_of,
     rope_of,
-    windows_of,
+    typed_layers,
 )
 from vllm_lite.checkpoint.model_spec import ModelSpec, NormSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size
@@ -31,11 +30,10 @@ def _cohere2(architecture: str, raw: Cohere2Config) -> ModelSpec:
     attention = attention_of(raw)
     types = layer_types_of(raw, every_nth(raw.sliding_window_pattern))
     rope = rope_of(raw, attention.head_size, interleaved=True)
-    ropes = [rope if kind == SLIDING else None for kind in types]
     return decoder(
         architecture,
         raw,
-        layers_of(attention, windows_of(types, raw.sliding_window), ropes),
+        typed_layers(attention, types, raw.sliding_window, {SLIDING: rope}),
         NormSpec(raw.layer_norm_eps, "layer"),
         raw.intermediate_size,
         qkv_bias=raw.attention_bias,

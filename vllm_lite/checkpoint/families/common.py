@@ -218,6 +218,19 @@ def layers_of(
     return tuple(LayerSpec(msgspec.structs.replace(attention, window=window), rope) for window, rope in both)
 
 
+def equal_layers(raw: RawConfig, attention: AttentionSpec, rope: Rope | None = None) -> tuple[LayerSpec, ...]:
+    """Layers that do not differ."""
+    return (LayerSpec(attention, rope),) * raw.num_hidden_layers
+
+
+def typed_layers(
+    attention: AttentionSpec, types: Sequence[str], window: int | None, ropes: Mapping[str, Rope] | Rope
+) -> tuple[LayerSpec, ...]:
+    """Layers that differ by their types: sliding ones have `window`, and those of a type its rope, if it has one."""
+    by_type = ropes if isinstance(ropes, Mapping) else dict.fromkeys(types, ropes)
+    return layers_of(attention, windows_of(types, window), [by_type.get(kind) for kind in types])
+
+
 def decoder(
     architecture: str, raw: RawConfig, layers: tuple[LayerSpec, ...], norm: NormSpec, intermediate_size: int, **own: Any
 ) -> ModelSpec:

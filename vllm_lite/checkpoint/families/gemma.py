@@ -14,10 +14,9 @@ from vllm_lite.checkpoint.families.common import (
     decoder,
     every_nth,
     layer_types_of,
-    layers_of,
     rope_of,
     ropes_by_type,
-    windows_of,
+    typed_layers,
 )
 from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size, TokenId
@@ -75,8 +74,7 @@ def _decoder(architecture: str, raw: GemmaConfig, layers: tuple[LayerSpec, ...],
 def _gemma(architecture: str, raw: GemmaConfig) -> ModelSpec:
     """Read a Gemma 1, whose first release says gelu and means its tanh approximation."""
     attention = attention_of(raw)
-    types = layer_types_of(raw)
-    layers = layers_of(attention, windows_of(types, None), [rope_of(raw, attention.head_size)] * len(types))
+    layers = typed_layers(attention, layer_types_of(raw), None, rope_of(raw, attention.head_size))
     return _decoder(
         architecture, raw, layers, activation=activation_of(TANH if raw.hidden_act == "gelu" else raw.hidden_act)
     )
@@ -96,8 +94,7 @@ def _own(raw: Gemma2Config) -> dict[str, Any]:
 def _gemma2(architecture: str, raw: Gemma2Config) -> ModelSpec:
     attention = _scaled(raw, raw.attn_logit_softcapping)
     types = layer_types_of(raw, every_nth(2))
-    rope = rope_of(raw, attention.head_size)
-    layers = layers_of(attention, windows_of(types, raw.sliding_window), [rope] * len(types))
+    layers = typed_layers(attention, types, raw.sliding_window, rope_of(raw, attention.head_size))
     return _decoder(architecture, raw, layers, **_own(raw))
 
 
@@ -107,7 +104,7 @@ def _gemma3(architecture: str, raw: Gemma3Config) -> ModelSpec:
     types = layer_types_of(raw, every_nth(raw.sliding_window_pattern))
     thetas = {FULL: raw.rope_theta or FULL_THETA, SLIDING: raw.rope_local_base_freq or SLIDING_THETA}
     ropes = ropes_by_type(raw, attention.head_size, thetas)
-    layers = layers_of(attention, windows_of(types, raw.sliding_window), [ropes[kind] for kind in types])
+    layers = typed_layers(attention, types, raw.sliding_window, ropes)
     return _decoder(architecture, raw, layers, qk_norm="head", **_own(raw))
 
 

@@ -6,9 +6,8 @@ from vllm_lite.checkpoint.families.common import (
     attention_of,
     decoder,
     layer_types_of,
-    layers_of,
     rope_of,
-    windows_of,
+    typed_layers,
 )
 from vllm_lite.checkpoint.model_spec import ModelSpec, NormSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size, TokenId
@@ -29,13 +28,12 @@ class GlmConfig(RawConfig, kw_only=True):
 
 def _glm(architecture: str, raw: GlmConfig) -> ModelSpec:
     attention = attention_of(raw)
-    windows = windows_of(layer_types_of(raw), None)
     rope = rope_of(raw, attention.head_size, interleaved=True, partial_rotary_factor=0.5)
     own = {} if raw.eos_token_id is not None else {"eos_token_ids": EOS}
     return decoder(
         architecture,
         raw,
-        layers_of(attention, windows, [rope] * len(windows)),
+        typed_layers(attention, layer_types_of(raw), None, rope),
         NormSpec(raw.rms_norm_eps),
         raw.intermediate_size,
         qkv_bias=raw.attention_bias,

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from vllm_lite.checkpoint.families.common import Family, OlderConfig, RawConfig, attention_of, decoder, layers_of
+from vllm_lite.checkpoint.families.common import Family, OlderConfig, RawConfig, attention_of, decoder, equal_layers
 from vllm_lite.checkpoint.model_spec import ModelSpec, NormSpec
 from vllm_lite.checkpoint.typed_json import Size, TokenId
 from vllm_lite.errors import ModelError
@@ -41,11 +41,10 @@ def _learned(architecture: str, raw: RawConfig, eps: float, inner: int, *, offse
     attention = attention_of(raw)
     if not scaled:
         attention = msgspec.structs.replace(attention, scale=1.0)
-    num_layers = raw.num_hidden_layers
     return decoder(
         architecture,
         raw,
-        layers_of(attention, [None] * num_layers, [None] * num_layers),
+        equal_layers(raw, attention),
         NormSpec(eps, "layer", bias=True),
         inner,
         gated_mlp=False,

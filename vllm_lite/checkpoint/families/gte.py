@@ -11,7 +11,7 @@ from vllm_lite.checkpoint.families.common import (
     RawConfig,
     attention_of,
     encoder,
-    layers_of,
+    equal_layers,
     rope_of,
 )
 from vllm_lite.checkpoint.layer_specs.rope import LinearScaling
@@ -50,7 +50,7 @@ def _gte(architecture: str, raw: GteConfig) -> ModelSpec:
         factor = float(scaling.get("factor", 1.0))
         slower = LinearScaling(factor ** (2 / attention.head_size))
         rope = msgspec.structs.replace(rope, theta=rope.theta * factor, scaling=slower)
-    layers = layers_of(attention, [None] * raw.num_hidden_layers, [rope] * raw.num_hidden_layers)
+    layers = equal_layers(raw, attention, rope)
     return encoder(
         architecture,
         raw,

@@ -12,9 +12,8 @@ from vllm_lite.checkpoint.families.common import (
     attention_of,
     decoder,
     layer_types_of,
-    layers_of,
     ropes_by_type,
-    windows_of,
+    typed_layers,
 )
 from vllm_lite.checkpoint.families.lfm2 import CONV
 from vllm_lite.checkpoint.layer_specs.short_conv import ShortConvSpec
@@ -52,7 +51,7 @@ def _lfm3(architecture: str, raw: Lfm3Config) -> ModelSpec:
     raw.rope_parameters = raw.rope_parameters or ROPES
     attention, types = attention_of(raw), layer_types_of(raw, _kind, (FULL, SLIDING, CONV))
     ropes = ropes_by_type(raw, attention.head_size, THETAS)
-    attending = layers_of(attention, windows_of(types, raw.sliding_window), [ropes.get(kind) for kind in types])
+    attending = typed_layers(attention, types, raw.sliding_window, ropes)
     conv = LayerSpec(attention, None, recurrent=ShortConvSpec(raw.hidden_size, raw.conv_L_cache))
     gated = raw.use_attention_gate
     layers = tuple(

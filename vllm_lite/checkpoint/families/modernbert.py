@@ -11,8 +11,8 @@ from vllm_lite.checkpoint.families.common import (
     attention_of,
     encoder,
     layer_types_of,
-    layers_of,
     ropes_by_type,
+    typed_layers,
 )
 from vllm_lite.checkpoint.layer_specs.pooling import HeadSpec, Kind
 from vllm_lite.checkpoint.model_spec import EncoderSpec, ModelSpec, NormSpec
@@ -41,7 +41,6 @@ def _modernbert(architecture: str, raw: ModernBertConfig) -> ModelSpec:
     types = layer_types_of(raw, lambda layer: SLIDING if layer % every else FULL)
     local_theta = raw.local_rope_theta or raw.global_rope_theta
     ropes = ropes_by_type(raw, attention.head_size, {FULL: raw.global_rope_theta, SLIDING: local_theta})
-    windows = [raw.local_attention // 2 + 1 if kind == SLIDING else None for kind in types]
     head = HeadSpec(
         output="classifier",
         output_bias=True,
@@ -53,7 +52,7 @@ def _modernbert(architecture: str, raw: ModernBertConfig) -> ModelSpec:
     return encoder(
         architecture,
         raw,
-        layers_of(attention, windows, [ropes[kind] for kind in types]),
+        typed_layers(attention, types, raw.local_attention // 2 + 1, ropes),
         NormSpec(raw.norm_eps, "layer", bias=raw.norm_bias),
         EncoderParts(EncoderSpec(), raw.intermediate_size, head, raw.classifier_pooling, head),
         qkv_bias=raw.attention_bias,

@@ -11,7 +11,7 @@ from vllm_lite.checkpoint.families.common import (
     RawConfig,
     attention_of,
     encoder,
-    layers_of,
+    equal_layers,
     rope_of,
 )
 from vllm_lite.checkpoint.model_spec import EncoderSpec, ModelSpec, NormSpec
@@ -60,7 +60,7 @@ def _nomic_bert(architecture: str, raw: NomicBertConfig) -> ModelSpec:
     attention = attention_of(raw)
     rope = rope_of(raw, attention.head_size, theta=raw.rotary_emb_base or 1000.0)
     longest = min(raw.max_position_embeddings, raw.max_trained_positions or raw.max_position_embeddings)
-    layers = layers_of(attention, [None] * raw.num_hidden_layers, [rope] * raw.num_hidden_layers)
+    layers = equal_layers(raw, attention, rope)
     return encoder(
         architecture,
         msgspec.structs.replace(raw, hidden_act="silu" if raw.activation_function else raw.hidden_act),

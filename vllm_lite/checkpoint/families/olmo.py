@@ -9,10 +9,9 @@ from vllm_lite.checkpoint.families.common import (
     decoder,
     every_nth,
     layer_types_of,
-    layers_of,
     rope_of,
     ropes_by_type,
-    windows_of,
+    typed_layers,
 )
 from vllm_lite.checkpoint.families.llama import LlamaConfig, full_attention, llama_layers, llama_like
 from vllm_lite.checkpoint.families.mixture import NumExperts, routing_of, with_experts
@@ -55,10 +54,8 @@ def _decoder(architecture: str, raw: Olmo2Config, layers: tuple[LayerSpec, ...])
 
 def _olmo2(architecture: str, raw: Olmo2Config) -> ModelSpec:
     attention = attention_of(raw)
-    windows = windows_of(layer_types_of(raw), None)
-    return _decoder(
-        architecture, raw, layers_of(attention, windows, [rope_of(raw, attention.head_size)] * len(windows))
-    )
+    layers = typed_layers(attention, layer_types_of(raw), None, rope_of(raw, attention.head_size))
+    return _decoder(architecture, raw, layers)
 
 
 def _olmo3(architecture: str, raw: Olmo3Config) -> ModelSpec:
@@ -66,8 +63,7 @@ def _olmo3(architecture: str, raw: Olmo3Config) -> ModelSpec:
     attention = attention_of(raw)
     types = layer_types_of(raw, every_nth(4))
     ropes = ropes_by_type(raw, attention.head_size, dict.fromkeys((FULL, SLIDING), raw.rope_theta or OLMO3_THETA))
-    windows = windows_of(types, raw.sliding_window)
-    return _decoder(architecture, raw, layers_of(attention, windows, [ropes[kind] for kind in types]))
+    return _decoder(architecture, raw, typed_layers(attention, types, raw.sliding_window, ropes))
 
 
 def _olmoe(architecture: str, raw: OlmoeConfig) -> ModelSpec:
