@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from vllm_lite.checkpoint.layer_specs.vision import Activation, TileVisionSpec, VisionColors, check_depth
+from vllm_lite.checkpoint.layer_specs.vision import Activation, TileVisionSpec, TowerConfig, VisionColors, check_depth
 from vllm_lite.checkpoint.typed_json import Positive, Size, convert
 from vllm_lite.errors import ModelError
 
@@ -125,16 +125,8 @@ def within(height: int, width: int, resolution: Resolution) -> Resolution:
     return rows, min(math.ceil(width * (rows / height)), cols)
 
 
-class _Vision(msgspec.Struct):
-    hidden_size: Size
-    intermediate_size: Size
-    num_hidden_layers: Size
-    num_attention_heads: Size
-    image_size: Size
-    patch_size: Size
-    hidden_act: str
+class _Vision(TowerConfig, kw_only=True):
     layer_norm_eps: Positive
-    num_channels: Size = 3
 
 
 class _Outer(msgspec.Struct):
@@ -207,19 +199,10 @@ def _read(
     token_id = outer.image_token_index if outer.image_token_index is not None else outer.image_token_id
     layer = (-2 if is_clip else -1) if outer.vision_feature_layer is None else outer.vision_feature_layer
     return AnyresSpec(
-        hidden_size=own.hidden_size,
-        intermediate_size=own.intermediate_size,
-        num_layers=check_depth(layer, own.num_hidden_layers),
-        num_heads=own.num_attention_heads,
-        patch_size=own.patch_size,
-        image_size=own.image_size,
+        **(own.common(colors, out_size) | {"num_layers": check_depth(layer, own.num_hidden_layers)}),
         norm_eps=own.layer_norm_eps,
-        activation=own.hidden_act,  # type: ignore[arg-type]
         merge=1,
-        out_size=out_size,
         token_id=(32000 if is_clip else 151646) if token_id is None else token_id,
-        mean=colors.image_mean,
-        std=colors.image_std,
         pinpoints=pinpoints,
         max_squares=None if grids is None else grids[1],
         is_clip=is_clip,

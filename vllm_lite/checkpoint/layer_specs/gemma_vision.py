@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_lite.checkpoint.layer_specs.vision import SiglipSpec, VisionColors, VisionSpec, check_tower
+from vllm_lite.checkpoint.layer_specs.vision import SiglipSpec, TowerConfig, VisionColors, VisionSpec, check_tower
 from vllm_lite.checkpoint.typed_json import Positive, Size, convert
 from vllm_lite.errors import ModelError
 
@@ -65,16 +65,14 @@ class UnifiedVisionSpec(VisionSpec, frozen=True, kw_only=True):
         return self.token_bytes * (size + 2) + size * (1 + 4 + 2 * self.num_positions) + size * self.out_size
 
 
-class _Vision3(msgspec.Struct):
+class _Vision3(TowerConfig, kw_only=True):
     hidden_size: Size = 768
     intermediate_size: Size = 3072
     num_hidden_layers: Size = 12
     num_attention_heads: Size = 12
-    num_channels: Size = 3
     image_size: Size = 224
     patch_size: Size = 16
     layer_norm_eps: Positive = 1e-6
-    hidden_act: str = "gelu_pytorch_tanh"
 
 
 class _Outer3(msgspec.Struct):
@@ -148,19 +146,10 @@ def read_gemma3(raw: Any, colors: VisionColors, out_size: int) -> Gemma3VisionSp
             f"that mm_tokens_per_image {outer.mm_tokens_per_image} means divide evenly"
         )
     return Gemma3VisionSpec(
-        hidden_size=own.hidden_size,
-        intermediate_size=own.intermediate_size,
-        num_layers=own.num_hidden_layers,
-        num_heads=own.num_attention_heads,
-        image_size=own.image_size,
-        patch_size=own.patch_size,
+        **own.common(colors, out_size),
         norm_eps=own.layer_norm_eps,
-        activation="gelu" if own.hidden_act == "gelu" else "gelu_pytorch_tanh",
         merge=side // along,
-        out_size=out_size,
         token_id=outer.image_token_index,
-        mean=colors.image_mean,
-        std=colors.image_std,
         whole_in="all layers",
         most_tokens=outer.mm_tokens_per_image,
     )

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from vllm_lite.checkpoint.layer_specs.vision import Activation, VisionColors, VisionSpec, check_depth
+from vllm_lite.checkpoint.layer_specs.vision import Activation, TowerConfig, VisionColors, VisionSpec, check_depth
 from vllm_lite.checkpoint.typed_json import Positive, Size, convert
 from vllm_lite.errors import ModelError
 
@@ -45,12 +45,11 @@ class _Rope(msgspec.Struct):
     rope_theta: Positive = 10000.0
 
 
-class _Vision(msgspec.Struct):
+class _Vision(TowerConfig, kw_only=True):
     hidden_size: Size = 1024
     intermediate_size: Size = 4096
     num_hidden_layers: Size = 24
     num_attention_heads: Size = 16
-    num_channels: Size = 3
     image_size: Size = 1024
     patch_size: Size = 16
     hidden_act: str = "gelu"
@@ -98,21 +97,13 @@ def _read(outer: _Outer, colors: VisionColors, out_size: int, *, merges: bool) -
         raise ModelError("vision_feature_select_strategy must be full: this tower has no vector but those of patches")
     token_id = outer.image_token_index if outer.image_token_index is not None else outer.image_token_id
     bias = outer.multimodal_projector_bias
+    depth = check_depth(outer.vision_feature_layer, own.num_hidden_layers)
     theta = own.rope_theta or (own.rope_parameters or _Rope()).rope_theta
     return PixtralVisionSpec(
-        hidden_size=own.hidden_size,
-        intermediate_size=own.intermediate_size,
-        num_layers=check_depth(outer.vision_feature_layer, own.num_hidden_layers),
-        num_heads=own.num_attention_heads,
-        patch_size=own.patch_size,
-        image_size=own.image_size,
+        **(own.common(colors, out_size) | {"num_layers": depth}),
         norm_eps=1e-5,
-        activation=own.hidden_act,  # type: ignore[arg-type]
         merge=outer.spatial_merge_size if merges else 1,
-        out_size=out_size,
         token_id=(10 if merges else 32000) if token_id is None else token_id,
-        mean=colors.image_mean,
-        std=colors.image_std,
         rope_theta=theta,
         merger_eps=outer.text_config.rms_norm_eps if merges else None,
         projector_bias=not merges if bias is None else bias,

@@ -114,16 +114,42 @@ class SiglipSpec(TileVisionSpec, frozen=True, kw_only=True):
         return self.layer_parameters + own + size * self.merge**2 * self.out_size
 
 
-class _Vision(msgspec.Struct):
+class TowerConfig(msgspec.Struct, kw_only=True):
+    """Keys of vision_config that most towers of tiles have; a family sets its own defaults."""
+
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    num_channels: Size = 3
+    image_size: Size
+    patch_size: Size
+    hidden_act: str = "gelu_pytorch_tanh"
+
+    def common(self, colors: "VisionColors", out_size: int) -> dict[str, Any]:
+        """The fields of the tower's spec that have these values."""
+        return {
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_layers": self.num_hidden_layers,
+            "num_heads": self.num_attention_heads,
+            "patch_size": self.patch_size,
+            "image_size": self.image_size,
+            "activation": self.hidden_act,
+            "out_size": out_size,
+            "mean": colors.image_mean,
+            "std": colors.image_std,
+        }
+
+
+class _Vision(TowerConfig, kw_only=True):
     hidden_size: Size = 1152
     intermediate_size: Size = 3072
     num_hidden_layers: Size = 12
     num_attention_heads: Size = 16
-    num_channels: Size = 3
     image_size: Size = 224
     patch_size: Size = 32
     layer_norm_eps: Positive = 1e-6
-    hidden_act: str = "gelu_pytorch_tanh"
 
 
 class _Outer(msgspec.Struct):
@@ -187,19 +213,10 @@ def _siglip(raw: Any, colors: VisionColors, out_size: int) -> SiglipSpec:
             f"scale_factor {outer.scale_factor}"
         )
     return SiglipSpec(
-        hidden_size=own.hidden_size,
-        intermediate_size=own.intermediate_size,
-        num_layers=own.num_hidden_layers,
-        num_heads=own.num_attention_heads,
-        image_size=own.image_size,
-        patch_size=own.patch_size,
+        **own.common(colors, out_size),
         norm_eps=own.layer_norm_eps,
-        activation="gelu" if own.hidden_act == "gelu" else "gelu_pytorch_tanh",
         merge=outer.scale_factor,
-        out_size=out_size,
         token_id=outer.image_token_id,
-        mean=colors.image_mean,
-        std=colors.image_std,
     )
 
 
