@@ -48,7 +48,7 @@ class DraftRows:
     counts: Int64s  # [n], the most drafts of each, at least 1
     params: NDArray[np.void]  # ROW_PARAMS [n], without rules or logprobs
     last: Int64s  # [n], the last token of each
-    nearer: Int64s  # [n], by how much positions are below places
+    nearer: Int64s  # [n], index of the last token of each minus its position, which images lower
     states: list[int] | None  # [n], the slot of the recurrent state of each
 
     def ordered(self, order: Int64s) -> "DraftRows":
