@@ -176,7 +176,7 @@ def test_before_they_are_recorded_steps_run_eagerly(tiny_checkpoint: Path, monke
     count = 0
     while driver.worker.record_ahead():
         count += 1
-    assert count == 9, "three programs of three steps"
+    assert count == 15, "three programs of five steps"
     driver.run(new_request(1, make_prompt(9), [2]))
     assert prompts_of(driver).num_replays == 1
     assert driver.got[0] == driver.got[1]
@@ -258,7 +258,7 @@ MEMORY, IDS = torch.arange(128), torch.arange(64)
 def test_words_grow_with_one_size_each() -> None:
     """Numbers and addresses."""
     sizes = SizedProgram.sizes_to_record((1, 1, 0), (9, 6, 0))
-    assert sizes[:2] == ((9, 6, 0), (1, 1, 0))
+    assert sizes[:2] == [(9, 6, 0), (1, 1, 0)]
     sized = SizedProgram([((n, s, t), program_of((0, n, 64), (2 * s, 3, 100 - n))) for n, s, t in sizes])
     for n, s in ((4, 3), (9, 1), (2, 6)):
         MEMORY.copy_(torch.arange(128))
@@ -276,12 +276,14 @@ def test_words_grow_with_one_size_each() -> None:
         (lambda n, _: [(0, 3, 64), (0, min(n, 5), 64)], "does not grow evenly"),
         (lambda n, _: [(0, n // 2, 64)], "does not grow evenly"),
         (lambda n, _: [(0, n, 64)] * (1 + (n > 7)), "other calls"),
+        (lambda n, _: [(0, n, 64)] * (1 + (4 <= n <= 12)), "other calls"),
+        (lambda n, _: [(0, n, 64 + (4 <= n <= 12))], "does not grow evenly"),
     ],
-    ids=["two sizes", "bounded", "rounded", "another way"],
+    ids=["two sizes", "bounded", "rounded", "another way", "another way in the middle", "another word in the middle"],
 )
 def test_other_words_are_refused(calls: Any, says: str) -> None:
     with pytest.raises(NotRecordable, match=says):
-        SizedProgram([(sizes, program_of(*calls(*sizes))) for sizes in SizedProgram.sizes_to_record((1, 1), (9, 6))])
+        SizedProgram([(sizes, program_of(*calls(*sizes))) for sizes in SizedProgram.sizes_to_record((1, 1), (17, 6))])
 
 
 def test_sizes_with_too_few_values_are_refused() -> None:

@@ -131,11 +131,11 @@ Sizes = tuple[int, ...]
 
 
 class SizedProgram:
-    """A program for steps of any sizes, made of three programs that were recorded for steps of different sizes.
+    """A program for steps of any sizes, made of programs that were recorded for steps of a few sizes.
 
-    All three must make the same calls. Each word, an address or a number, must be the same in all three, or grow with
-    one of the sizes, evenly. A replay computes the words that depend on the sizes of its step. The largest and the
-    smallest step are among the three, so code that takes another way from some size on is noticed.
+    All of them must make the same calls. Each word, an address or a number, must be the same in all, or grow with one
+    of the sizes, evenly. A replay computes the words that depend on the sizes of its step. The largest and the smallest
+    step are recorded, and some in the middle, so code that takes another way for some of the sizes is noticed.
     """
 
     def __init__(self, recorded: Sequence[tuple[Sizes, Program]]) -> None:
@@ -164,10 +164,11 @@ class SizedProgram:
         self._arguments = (self._packed.ctypes.data, len(self._names))
 
     @staticmethod
-    def sizes_to_record(least: Sizes, most: Sizes) -> tuple[Sizes, Sizes, Sizes]:
-        """Sizes of three steps from which the program for all between `least` and `most` can be made, the largest
-        first. Raises NotRecordable if they are too close together."""
-        return most, least, _between(least, most)
+    def sizes_to_record(least: Sizes, most: Sizes) -> list[Sizes]:
+        """Sizes of the steps from which the program for all between `least` and `most` can be made, the largest first.
+        Raises NotRecordable if they are too close together."""
+        inside = [tuple(low + (high - low) // part for low, high in zip(least, most, strict=True)) for part in (2, 8)]
+        return list(dict.fromkeys((most, least, _between(least, most), *inside)))
 
     def __len__(self) -> int:
         return len(self._names)
