@@ -11,8 +11,10 @@ from tests.driver import GREEDY, WARM, Driver, make_prompt, new_request
 from tests.families.hybrid import VARIANTS as HYBRIDS
 from tests.families.latent import VARIANTS as LATENT
 from tests.families.mixtures import VARIANTS as MIXTURES
+from tests.images import make_qwen
 from tests.mtp_heads import HeadTwin, add_head
-from vllm_lite.checkpoint.mtp_head import FAMILIES
+from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.checkpoint.mtp_head import FAMILIES, head_spec
 from vllm_lite.kernels.cpu.program import NotRecordable
 from vllm_lite.models.decoder import Decoder
 from vllm_lite.protocol.step import BlockOp, Continue, Draft, Finish, Fork, Preempt, ReplaceBlock, Resume, States
@@ -89,6 +91,13 @@ def test_drafts_are_the_heads(watched: Watched) -> None:
     watched.decode(0, count=2)
     watched.draft(1, 0)
     assert watched.num_drafts == DRAFTS * 13
+
+
+def test_a_head_has_no_vision_tower(tmp_path: Path) -> None:
+    """The model sees the images, and the head reads its hidden states."""
+    spec = load_spec(make_qwen(tmp_path / "model"))
+    assert spec.vision is not None
+    assert head_spec(spec).vision is None
 
 
 def test_steps_with_a_head_are_recorded(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,8 +88,9 @@ def head_layers(spec: ModelSpec) -> tuple[LayerSpec, ...]:
 
 
 def head_spec(spec: ModelSpec) -> ModelSpec:
-    """The head as a model of its layers. Raises ConfigError for an architecture without one."""
-    return msgspec.structs.replace(spec, layers=head_layers(spec), draft_layers=(), kv_groups=())
+    """The head as a model of its layers, without the vision tower. Raises ConfigError for an architecture without
+    one."""
+    return msgspec.structs.replace(spec, layers=head_layers(spec), draft_layers=(), kv_groups=(), vision=None)
 
 
 def head_tensors(spec: ModelSpec, names: Iterable[str]) -> list[str]:
