@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.fakes import DEADLINE_S, FakeEngine, welcome
 from vllm_lite.client.beam import BeamSearchParams
 from vllm_lite.client.engines.session import Session
 from vllm_lite.client.llm import LLM
+from vllm_lite.client.lora import LoRARequest, begin_load
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.errors import ConfigError, EngineDeadError, ModelError, RequestError
@@ -269,6 +271,14 @@ def test_the_engine_ends_with_the_last_reference(engine: FakeEngine, monkeypatch
     assert (llm.config.model, llm.config.block_size, llm.config.max_model_len) == ("some/model", 8, 1000)
     del llm
     assert launched[0].closed == ["closed"]
+
+
+@pytest.mark.parametrize("name", ["", "x" * 257, 5])
+def test_a_bad_name_of_an_adapter_is_refused_before_it_is_sent(name: Any) -> None:
+    """The engine drops a message with such a name, and the answer would be waited for in vain."""
+    session: Any = SimpleNamespace(welcome=SimpleNamespace(max_loras=1), adapters={})
+    with pytest.raises(RequestError, match="lora_name must be a text of 1 to 256 characters, got "):
+        begin_load(session, LoRARequest(name, 1, "/adapter"))
 
 
 def test_an_unknown_setting_is_refused() -> None:

@@ -114,6 +114,11 @@ def test_a_value_that_cannot_be_sent_harms_no_other_request() -> None:
             session.submit(Generate("\ud800", b"", SamplingParams()), Sink())
         with pytest.raises(RequestError, match="surrogates not allowed"):
             session.ask(Describe(("\ud800",)), Descriptions)
+        for refused in ("", "x" * 257):
+            with pytest.raises(RequestError, match="request_id must be a text of 1 to 256 characters, got '"):
+                session.submit(Generate(refused, b"", SamplingParams()), Sink())
+            with pytest.raises(RequestError, match="the question has a value that the engine does not take: Expected"):
+                session.load_adapter(refused, "/adapter")
         described = session.ask(Describe(("a",)), Descriptions)
         engine.expect(Describe)
         engine.send(Descriptions([]))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from vllm_lite.client.engines.any_session import AnySession
 from vllm_lite.errors import RequestError
-from vllm_lite.protocol.adapters import AdapterAnswer
+from vllm_lite.protocol.adapters import MAX_NAME_CHARS, AdapterAnswer
 
 LOAD_TIMEOUT_S = 600.0
 
@@ -30,6 +30,9 @@ def begin_load(session: AnySession, request: LoRARequest | None) -> "Future[Adap
         raise RequestError(f"lora_request must be a LoRARequest, got {type(request).__name__}")
     if not session.welcome.max_loras:
         raise RequestError("this engine serves no adapters; start it with enable_lora")
+    if not (isinstance(request.lora_name, str) and 0 < len(request.lora_name) <= MAX_NAME_CHARS):
+        shown = f"{request.lora_name!r:.80}"
+        raise RequestError(f"lora_name must be a text of 1 to {MAX_NAME_CHARS} characters, got {shown}")
     path, known = str(request.lora_path), session.adapters.get(request.lora_name)
     if known is not None and path in ("", known.path):
         return None

@@ -6,7 +6,8 @@ from msgspec import Meta
 
 from vllm_lite.protocol import Message
 
-AdapterName = Annotated[str, Meta(min_length=1, max_length=256)]
+MAX_NAME_CHARS = 256
+AdapterName = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
 class LoadAdapter(Message, tag="load_adapter"):

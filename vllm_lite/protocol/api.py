@@ -25,7 +25,8 @@ MAX_PROMPT_BYTES = 16 * 1024 * 1024
 """Four million tokens of four bytes."""
 MAX_CONTEXT_BYTES, MAX_MARKS = 64 * 1024, 4096
 
-RequestId = Annotated[str, Meta(min_length=1, max_length=256)]
+MAX_ID_CHARS = 256
+RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_ID_CHARS)]
 Context = Annotated[bytes, Meta(max_length=MAX_CONTEXT_BYTES)]
 TokenBytes = Annotated[bytes, Meta(max_length=MAX_PROMPT_BYTES)]
 Pooled = Annotated[bytes, Meta(max_length=MAX_POOLED_BYTES)]

@@ -55,6 +55,14 @@ def encoded(request: FromClient) -> bytes:
         raise RequestError(f"the request has a value that cannot be sent: {error}") from error
 
 
+def check_question(question: FromClient) -> None:
+    """Raise RequestError for a question that the engine would drop, as a malformed one has no answer."""
+    try:
+        client_to_engine.decode(encoded(question))
+    except ProtocolError as error:
+        raise RequestError(f"the question has a value that the engine does not take: {error.__cause__}") from error
+
+
 class SessionLink:
     """Any thread may post messages, under the session's lock. Only the session's thread sends and receives."""
 

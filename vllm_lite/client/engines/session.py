@@ -19,14 +19,14 @@ from vllm_lite.client.engines.answers import Answers, copy_of
 from vllm_lite.client.engines.any_session import AnySession, Member
 from vllm_lite.client.engines.connection import Alive, EngineAddress, EngineSearch, shake_hands
 from vllm_lite.client.engines.feature import Handlers, KnownAdapters, LostWorkers, SessionFeature, all_handlers
-from vllm_lite.client.engines.link import SessionLink, encoded
+from vllm_lite.client.engines.link import SessionLink, check_question, encoded
 from vllm_lite.client.streams.open_stream import OpenStream, Sink, by_sink
 from vllm_lite.client.streams.open_streams import OpenStreams
 from vllm_lite.client.streams.stream import Event, StreamFailure
-from vllm_lite.errors import EngineDeadError, EngineError
+from vllm_lite.errors import EngineDeadError, EngineError, RequestError
 from vllm_lite.protocol import api
 from vllm_lite.protocol.adapters import AdapterInfo
-from vllm_lite.protocol.api import ForkRequest, FromClient, Generate, ToClient, Welcome
+from vllm_lite.protocol.api import MAX_ID_CHARS, ForkRequest, FromClient, Generate, ToClient, Welcome
 from vllm_lite.runtime import log
 from vllm_lite.transport import Connection, KeysOption
 
@@ -153,6 +153,9 @@ class Session(AnySession):
         RequestError for an id in use, EngineError if the session is dead.
         """
         request_id = message.child_id if isinstance(message, ForkRequest) else message.request_id
+        if not (isinstance(request_id, str) and 0 < len(request_id) <= MAX_ID_CHARS):
+            shown = f"{request_id!r:.80}"
+            raise RequestError(f"request_id must be a text of 1 to {MAX_ID_CHARS} characters, got {shown}")
         payload = encoded(message)
         with self._lock:
             self._check_usable()
@@ -222,7 +225,7 @@ class Session(AnySession):
 
     def ask(self, message: FromClient, answer: type[A]) -> "Future[A]":
         future: Future[A] = Future()
-        encoded(message)  # raises before an answer is waited for
+        check_question(message)
         with self._lock:
             self._check_usable()
             if self._lost is not None:
