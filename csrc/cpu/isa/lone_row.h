@@ -170,8 +170,11 @@ bool multiply_lone_row(const LinearCall& call, const LinearTask& task, const Row
   if (weight.type == kGrouped4) {
     if (weight.bytes != nullptr || call.quantized->layout.num_planes != 1) return false;
     if (weight.group_size == kOnePlane) return multiply_lone_short<Nibbles<2>, false>(call, task, rows);
+    // From memory the loops of linear_grouped.cpp are as fast: these take 1.01 to 1.04 times as long.
     const bool is_known = weight.group_size == kQuantGroup && scale == kBFloat16 && minima == kBFloat16;
-    return is_known && multiply_lone_from<Nibbles<2>, BrainScales<true>, kQuantGroup, false>(call, task, rows);
+    if (!is_known || !task.read_on.from_cache) return false;
+    multiply_lone<Nibbles<2>, BrainScales<true>, kQuantGroup, false, kAheadBytesL3>(call, task, rows);
+    return true;
   }
   if (!rows.have_fours) return false;
   if (weight.type == kGrouped5) {
