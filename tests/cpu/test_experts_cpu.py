@@ -217,7 +217,7 @@ def test_experts_must_have_one_shape() -> None:
     gate_up, down = make(2)
     with pytest.raises(ValueError, match="one shape"):
         packed((gate_up, [down[0], make_matmul(random(HIDDEN, INNER + 1))]))
-    with pytest.raises(ValueError, match="no gated MLP"):
+    with pytest.raises(ValueError, match="is not a gated MLP"):
         packed((down, gate_up))
 
 
