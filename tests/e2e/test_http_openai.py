@@ -375,6 +375,8 @@ def test_a_bad_field_is_named(api: OpenAI, settings: dict[str, Any], param: str)
         ({"tools": [{"type": "function", "function": {}}]}, "tools"),
         ({"response_format": {"type": "yaml"}}, "response_format"),
         ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"extra_body": {"chat_template": "{{ 1 }}"}}, "chat_template"),
         ({"extra_body": {"chat_template_kwargs": {"bos_token": "x"}}}, "messages"),
         ({"extra_body": {"chat_template_kwargs": []}}, "chat_template_kwargs"),

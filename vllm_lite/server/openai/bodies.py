@@ -445,7 +445,11 @@ def sampling(body: SamplingFields, defaults: dict[str, Any], changes: dict[str, 
     try:
         return SamplingParams(**{**defaults, **given, **changes})
     except (ValueError, TypeError) as error:
-        raise ApiError(400, str(error), field_of(str(error))) from error
+        text, field = str(error), field_of(str(error))
+        if getattr(body, "max_completion_tokens", None) is not None:  # which gave max_tokens
+            text = re.sub(r"\bmax_tokens\b", "max_completion_tokens", text)
+            field = "max_completion_tokens" if field == "max_tokens" else field
+        raise ApiError(400, text, field) from error
 
 
 def _number(value: Any) -> Any:
