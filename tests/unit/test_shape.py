@@ -27,8 +27,8 @@ FEATURES = re.compile(
 RUN = 8
 """Equal lines of code in a row, in two files, that count as repeated, unless they are very short."""
 MIN_RUN_CHARACTERS = 160
-MAX_REPEATING = 3
-"""Pairs of files with such a run: each copies the fields of one record to another."""
+MAX_REPEATING = 1
+"""Pairs of files with such a run: rates as the scheduler has them, and as a trace records them."""
 
 
 def names(node: ast.AST) -> list[str]:

@@ -1,20 +1,16 @@
 """DeepSeek V2 and V3, and models that are V3 by another name: latent attention, experts after the first layers."""
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
-
-import msgspec
-from msgspec import Meta
+from typing import Literal
 
 from vllm_lite.checkpoint.families.common import Family, RawConfig, decoder, rope_of
+from vllm_lite.checkpoint.families.mixture import V3_ROUTING, Index, grouped_routing_of
 from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec, RoutingSpec
 from vllm_lite.checkpoint.layer_specs.latent import LatentSpec
 from vllm_lite.checkpoint.layer_specs.rope import yarn_magnitude
 from vllm_lite.checkpoint.model_spec import AttentionSpec, LayerSpec, ModelSpec, NormSpec, QueryGrowth
 from vllm_lite.checkpoint.typed_json import Positive, Size
 from vllm_lite.errors import ModelError
-
-Index = Annotated[int, Meta(ge=0)]
 
 
 class DeepseekConfig(RawConfig, kw_only=True):
@@ -52,49 +48,15 @@ class DeepseekV3Config(DeepseekConfig, kw_only=True):
 def _v2(architecture: str, raw: DeepseekV2Config) -> ModelSpec:
     if raw.norm_topk_prob:
         raise ModelError("norm_topk_prob true is not supported: implementations of V2 interpret it differently")
-    groups = groups_of(raw) if raw.topk_method == "group_limited_greedy" else (1, 1)
-    return latent_decoder(architecture, raw, routing_of(raw, groups), interleaved=True)
+    if raw.topk_method == "greedy":
+        raw.n_group = raw.topk_group = None
+    return latent_decoder(architecture, raw, grouped_routing_of(raw), interleaved=True)
 
 
 def read_v3(architecture: str, raw: DeepseekV3Config, sparse: Sequence[bool] | None = None) -> ModelSpec:
     """Read a DeepSeek V3 or a similar model. `sparse` as for `latent_decoder`."""
-    routing = msgspec.structs.replace(
-        routing_of(raw, groups_of(raw)),
-        scoring="sigmoid",
-        renormalize=raw.norm_topk_prob,
-        epsilon=1e-20,
-        choice_bias=True,
-        group_score="top two",
-    )
+    routing = grouped_routing_of(raw, **V3_ROUTING)
     return latent_decoder(architecture, raw, routing, interleaved=raw.rope_interleave, sparse=sparse)
-
-
-def groups_of(raw: DeepseekConfig) -> tuple[int, int]:
-    """Number of expert groups, and number of groups from which a token's experts are chosen."""
-    groups, chosen = raw.n_group or 1, raw.topk_group or 1
-    if raw.n_routed_experts % groups or chosen > groups:
-        raise ModelError(
-            f"n_group {groups} must divide n_routed_experts {raw.n_routed_experts}, and topk_group {chosen} be no more"
-        )
-    if raw.num_experts_per_tok > chosen * (raw.n_routed_experts // groups):
-        raise ModelError(f"num_experts_per_tok {raw.num_experts_per_tok} is more than topk_group {chosen} groups have")
-    return groups, chosen
-
-
-def routing_of(raw: DeepseekConfig, groups: tuple[int, int]) -> RoutingSpec:
-    """Routing by config.json, with DeepSeek V2's values for missing keys."""
-    if raw.num_experts_per_tok > raw.n_routed_experts:
-        raise ModelError(
-            f"num_experts_per_tok {raw.num_experts_per_tok} exceeds the {raw.n_routed_experts} of n_routed_experts"
-        )
-    num_groups, groups_per_token = groups
-    return RoutingSpec(
-        raw.n_routed_experts,
-        raw.num_experts_per_tok,
-        scale=raw.routed_scaling_factor,
-        num_groups=num_groups,
-        groups_per_token=groups_per_token,
-    )
 
 
 def latent_decoder(

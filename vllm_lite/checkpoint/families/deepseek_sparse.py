@@ -7,8 +7,8 @@ import msgspec
 from msgspec import Meta
 
 from vllm_lite.checkpoint.families.common import Family
-from vllm_lite.checkpoint.families.deepseek import Index
 from vllm_lite.checkpoint.families.glm_moe_lite import Glm4MoeLiteConfig, read_kinds
+from vllm_lite.checkpoint.families.mixture import Index
 from vllm_lite.checkpoint.layer_specs.latent import IndexSpec
 from vllm_lite.checkpoint.model_spec import ModelSpec, make_kv_groups
 from vllm_lite.checkpoint.typed_json import Positive, Size

@@ -6,7 +6,7 @@ from msgspec import Meta
 
 from vllm_lite.checkpoint.families.common import Family
 from vllm_lite.checkpoint.families.llama import LlamaConfig, full_attention, llama_layers, llama_like
-from vllm_lite.checkpoint.families.mixture import Index, NumExperts, sigmoid_routing_of, with_experts
+from vllm_lite.checkpoint.families.mixture import V3_ROUTING, Index, NumExperts, grouped_routing_of, with_experts
 from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.typed_json import Positive, Size
@@ -27,14 +27,7 @@ class Glm4MoeConfig(LlamaConfig, kw_only=True):
 
 
 def _glm_moe(architecture: str, raw: Glm4MoeConfig) -> ModelSpec:
-    routing = sigmoid_routing_of(
-        raw.n_routed_experts,
-        raw.num_experts_per_tok,
-        renormalize=raw.norm_topk_prob,
-        scale=raw.routed_scaling_factor,
-        num_groups=raw.n_group,
-        groups_per_token=raw.topk_group,
-    )
+    routing = grouped_routing_of(raw, **V3_ROUTING)
     experts = ExpertsSpec(routing, raw.moe_intermediate_size, raw.n_shared_experts * raw.moe_intermediate_size)
     layers = llama_layers(raw, full_attention(raw), partial_rotary_factor=0.5)
     return llama_like(

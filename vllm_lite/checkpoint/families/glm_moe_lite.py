@@ -3,7 +3,8 @@
 from typing import Literal
 
 from vllm_lite.checkpoint.families.common import Family
-from vllm_lite.checkpoint.families.deepseek import DeepseekV3Config, Index, read_v3
+from vllm_lite.checkpoint.families.deepseek import DeepseekV3Config, read_v3
+from vllm_lite.checkpoint.families.mixture import Index
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.checkpoint.typed_json import Positive
 from vllm_lite.errors import ModelError

@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 
 from vllm_lite.checkpoint.families.common import FULL, SLIDING, Family, RawConfig, layer_types_of, windows_of
-from vllm_lite.checkpoint.families.deepseek import DeepseekConfig, Index, groups_of, latent_decoder, routing_of
+from vllm_lite.checkpoint.families.deepseek import DeepseekConfig, latent_decoder
 from vllm_lite.checkpoint.families.llama import LlamaConfig, llama_layers, llama_like, window_of
+from vllm_lite.checkpoint.families.mixture import Index, grouped_routing_of
 from vllm_lite.checkpoint.model_spec import ModelSpec, QueryGrowth
 from vllm_lite.checkpoint.typed_json import Positive, Size, convert
 from vllm_lite.errors import ModelError
@@ -83,9 +84,7 @@ def _mistral4(architecture: str, raw: Mistral4Config) -> ModelSpec:
     values = raw.rope_parameters or raw.rope_scaling or MISTRAL4_ROPE
     raw.rope_parameters = {key: value for key, value in values.items() if key != "partial_rotary_factor"}
     raw.partial_rotary_factor = None
-    routing = msgspec.structs.replace(
-        routing_of(raw, groups_of(raw)), renormalize=raw.norm_topk_prob, epsilon=1e-20, group_score="top two"
-    )
+    routing = grouped_routing_of(raw, epsilon=1e-20, group_score="top two")
     return latent_decoder(architecture, raw, routing, interleaved=raw.rope_interleave, growth=_growth(raw))
 
 

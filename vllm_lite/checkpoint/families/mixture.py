@@ -39,12 +39,21 @@ def routing_of(num_experts: int, experts_per_token: int, **own: Any) -> RoutingS
     return routing
 
 
-def sigmoid_routing_of(num_experts: int, experts_per_token: int, **own: Any) -> RoutingSpec:
-    """As `routing_of`, for sigmoid scores with a learned bias, and groups scored by their best two experts
-    (DeepSeek-V3)."""
-    fixed = {"scoring": "sigmoid", "choice_bias": True, "group_score": "top two"}
-    epsilon = 1e-20  # added to the sum by which weights are divided
-    return routing_of(num_experts, experts_per_token, epsilon=epsilon, **fixed, **own)
+V3_ROUTING: dict[str, Any] = {"scoring": "sigmoid", "choice_bias": True, "group_score": "top two", "epsilon": 1e-20}
+"""Fields of DeepSeek-V3's routing that config.json does not give."""
+
+
+def grouped_routing_of(raw: Any, **own: Any) -> RoutingSpec:
+    """As `routing_of`, for a config with DeepSeek's keys."""
+    return routing_of(
+        raw.n_routed_experts,
+        raw.num_experts_per_tok,
+        renormalize=raw.norm_topk_prob,
+        scale=raw.routed_scaling_factor,
+        num_groups=raw.n_group or 1,
+        groups_per_token=raw.topk_group or 1,
+        **own,
+    )
 
 
 def with_experts(

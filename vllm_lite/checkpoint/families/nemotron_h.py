@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from vllm_lite.checkpoint.families.common import FULL, Family, RawConfig, attention_of, decoder, layer_types_of
-from vllm_lite.checkpoint.families.mixture import NumExperts, sigmoid_routing_of
+from vllm_lite.checkpoint.families.mixture import V3_ROUTING, NumExperts, grouped_routing_of
 from vllm_lite.checkpoint.families.state_space import ConvSize, Limits, step_limits
 from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
 from vllm_lite.checkpoint.layer_specs.mamba import MambaSpec
@@ -87,14 +87,7 @@ def _mamba(raw: NemotronHConfig) -> MambaSpec:
 
 
 def _experts(raw: NemotronHConfig) -> ExpertsSpec:
-    routing = sigmoid_routing_of(
-        raw.n_routed_experts,
-        raw.num_experts_per_tok,
-        renormalize=raw.norm_topk_prob,
-        scale=raw.routed_scaling_factor,
-        num_groups=raw.n_group,
-        groups_per_token=raw.topk_group,
-    )
+    routing = grouped_routing_of(raw, **V3_ROUTING)
     return ExpertsSpec(routing, raw.moe_intermediate_size, raw.moe_shared_expert_intermediate_size, gated=False)
 
 
