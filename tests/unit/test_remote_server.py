@@ -4,13 +4,17 @@ import json
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
 from vllm_lite.errors import ConfigError, RemoteError
+from vllm_lite.tools.batch.batch_run import Server
 from vllm_lite.tools.chat import remote_server
 from vllm_lite.tools.chat.remote_server import Address, AnswerPiece, RemoteServer, client_settings, lines_of, pieces
+from vllm_lite.tools.top.watched import follow
 
 DONE = "data: [DONE]"
 
@@ -241,3 +245,14 @@ def test_a_key_is_sent_in_utf_8(key: str, sent: bytes) -> None:
 def test_a_text_of_the_command_line_that_is_no_utf_8() -> None:
     with pytest.raises(RemoteError, match="not valid UTF-8 at character"):
         list(remote(lambda _: httpx.Response(200), model="m").complete("caf\udce9", {}))
+
+
+def test_a_socket_of_this_machine_needs_no_certificates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """SSL_CERT_FILE often names a file of an environment that was removed."""
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "gone.pem"))
+    monkeypatch.setattr(httpx.Client, "stream", lambda *_, **__: closing(SimpleNamespace(status_code=200, close=list)))
+    monkeypatch.setattr("vllm_lite.tools.top.watched.lines_of", lambda _: ())
+    url = f"unix:{tmp_path}/socket"
+    Server(Address.parse(url), None, 1.0)
+    with RemoteServer(url), pytest.raises(RemoteError, match="the server has ended"):
+        list(follow(Address.parse(url), None))

@@ -13,7 +13,7 @@ from vllm_lite.tools.batch import rows
 from vllm_lite.tools.batch.batch_results import BatchResults, Totals
 from vllm_lite.tools.batch.journal import RecordKind
 from vllm_lite.tools.batch.rows import Bad, BatchRequest, Entry
-from vllm_lite.tools.chat.remote_server import Address, check, client_settings, lost
+from vllm_lite.tools.chat.remote_server import Address, check, client_settings, lost, no_tls
 
 BUSY = (429, 503)
 MAX_TRIES = 8
@@ -109,7 +109,9 @@ class Server:
         self._why = why
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         settings = client_settings(address, api_key, timeout_s)
-        transport = None if address.uds is None else httpx.AsyncHTTPTransport(uds=address.uds, limits=limits)
+        transport = (
+            None if address.uds is None else httpx.AsyncHTTPTransport(uds=address.uds, limits=limits, verify=no_tls())
+        )
         self._http = httpx.AsyncClient(transport=transport, limits=limits, **settings)
 
     async def __aenter__(self) -> Self:

@@ -63,14 +63,19 @@ class Address(NamedTuple):
         return self.uds is not None or urlsplit(self.base).hostname in _LOCAL
 
 
+def no_tls() -> ssl.SSLContext:
+    """A bare context, for a connection without TLS: it trusts no certificate, and reads no file of them, which
+    SSL_CERT_FILE may name in vain."""
+    return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+
 def client_settings(address: Address, api_key: str | None, silence_s: float = SILENCE_S) -> dict[str, Any]:
     """The arguments common to httpx.Client and AsyncClient, except the transport."""
     secure = address.base.startswith("https:")
     return {
         "base_url": address.base,
         "timeout": httpx.Timeout(silence_s, connect=CONNECT_S),
-        # a bare context trusts no certificate, and is cheap without TLS
-        "verify": ssl.create_default_context() if secure else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+        "verify": ssl.create_default_context() if secure else no_tls(),
         "trust_env": not address.is_local,  # no proxy for this machine
         "headers": {"Authorization": f"Bearer {api_key}".encode(errors="surrogateescape")} if api_key else {},
     }
@@ -98,7 +103,8 @@ class RemoteServer:
         self.defaults: Mapping[str, Any] = {}
         """Default sampling params of requests; where it has none, the server's apply."""
         self._model = model
-        transport = httpx.HTTPTransport(uds=self.address.uds) if self.address.uds is not None else None
+        uds = self.address.uds
+        transport = None if uds is None else httpx.HTTPTransport(uds=uds, verify=no_tls())
         self._http = httpx.Client(transport=transport, **client_settings(self.address, api_key))
 
     def __enter__(self) -> Self:

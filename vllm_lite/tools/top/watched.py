@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from vllm_lite.errors import RemoteError
-from vllm_lite.tools.chat.remote_server import Address, check, client_settings, lines_of, lost
+from vllm_lite.tools.chat.remote_server import Address, check, client_settings, lines_of, lost, no_tls
 
 PATH = "/v1/live"
 SILENCE_S = 30.0
@@ -139,7 +139,7 @@ def _has_engines(model: dict[str, Any]) -> bool:
 def follow(address: Address, api_key: str | None, model: str | None = None) -> Iterator[tuple[str, Any]]:
     """Yield the kind and data of a server's events; with several models only those of `model`, if given. Raises
     RemoteError."""
-    transport = httpx.HTTPTransport(uds=address.uds) if address.uds is not None else None
+    transport = None if address.uds is None else httpx.HTTPTransport(uds=address.uds, verify=no_tls())
     settings = client_settings(address, api_key, SILENCE_S)
     asked = {} if model is None else {"model": model}
     try:
