@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from contextlib import nullcontext
+from enum import Enum
 from typing import Any
 
 import msgspec
@@ -304,6 +305,12 @@ class Text(str):
     __slots__ = ()
 
 
+class Side(str, Enum):  # noqa: UP042 (str() of a StrEnum is its value)
+    """A text with its name as str()."""
+
+    RIGHT = "right"
+
+
 class Number(float):
     """As a number of NumPy is."""
 
@@ -321,6 +328,8 @@ class Count(int):
         {"max_tokens": Count(3)},
         {"cache_salt": Text("s")},
         {"truncation_side": Text("right")},
+        {"truncation_side": Side.RIGHT},
+        {"cache_salt": Side.RIGHT},
     ],
 )
 def test_subclasses_of_plain_types_become_these(settings: dict[str, Any]) -> None:

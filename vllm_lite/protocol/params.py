@@ -373,7 +373,7 @@ def _checked_number(kind: type, low: float, high: float, above: bool, name: str,
 
 def _checked_choice(choices: tuple[str, ...], name: str, value: Any) -> Any:
     _expect(value in choices, name, " or ".join(choices), value)
-    return str(value)
+    return str.__str__(value)
 
 
 def _checked_flag(name: str, value: Any) -> Any:
@@ -385,7 +385,7 @@ def _checked_name(most: int, name: str, value: Any) -> Any:
     fits = isinstance(value, str) and len(value) <= most
     _expect(fits, name, f"a text of at most {most} characters", value)
     _check_unicode(name, value)
-    return str(value)
+    return str.__str__(value)  # str() of a member of an enumeration would be its name
 
 
 def _checked_kind(name: str, value: Any) -> Any:
