@@ -290,6 +290,23 @@ def test_a_row_that_is_not_finite_harms_no_other(bad: float, vocab_size: int) ->
             assert np.isnan(found.best[1]) == math.isnan(bad)
 
 
+def test_the_best_of_places_that_come_again_needs_no_preparation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that verify drafts alternate with those that do not, and each kind has its place."""
+    logits, best_of, prepared = torch.randn(8, 300), native.BestOf(), list[int]()
+    prepare = native._prepared
+    monkeypatch.setattr(native, "_prepared", lambda *args: (prepared.append(1), prepare(*args))[1])  # type: ignore[func-returns-value]
+    for count in (1, 5, 1, 5, 1):
+        logits.copy_(torch.randn(8, 300))
+        for columns in (native.ALL_COLUMNS, slice(100, 200)):
+            expected = logits[:count, columns].argmax(1).tolist()
+            assert best_of(logits[:count], columns).tokens.tolist() == expected
+    assert len(prepared) == 4
+    for _ in range(2 * native.MOST_PLACES):
+        rows = torch.randn(2, 300)
+        assert best_of(rows).tokens.tolist() == rows.argmax(1).tolist()
+    assert len(best_of._prepared) <= native.MOST_PLACES
+
+
 def test_no_rows() -> None:
     assert native.pick(torch.zeros(0, 5), make_draws(0, 5)).tokens.tolist() == []
 

@@ -20,7 +20,7 @@ from vllm_lite.engine.scheduling.drafts import (
 )
 from vllm_lite.engine.scheduling.queues import Options
 from vllm_lite.engine.scheduling.rates import Rates, factor_place
-from vllm_lite.engine.scheduling.step_cost import RowFactors, StepCost
+from vllm_lite.engine.scheduling.step_cost import EVERY, SELDOM, RowFactors, StepCost
 from vllm_lite.engine.sequence import Sequence
 from vllm_lite.protocol.control import StepTiming
 from vllm_lite.protocol.step import Draft, SchedulerOutput, SureDrafts
@@ -95,6 +95,31 @@ def test_a_machine_that_becomes_slower_is_followed_and_a_pause_is_not(timings: l
     rates = cost.rates(Rates())
     for drafts in range(5):
         assert rates.decode_s(1 + drafts, drafts) == pytest.approx(took(1 + drafts, drafts, 3.0), rel=0.1)
+
+
+def test_numbers_that_stay_are_seldom_solved_for_until_there_are_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    cost, solved = StepCost(STARTED), list[int]()
+    solve = cost._solve
+    monkeypatch.setattr(cost, "_solve", lambda: (solved.append(1), solve())[1])  # type: ignore[func-returns-value]
+    for _ in range(640):
+        cost.measure(1, 0, took(1, 0))
+    assert 640 // SELDOM <= len(solved) < 640 // SELDOM + 4
+    solved.clear()
+    for _ in range(2 * EVERY):
+        cost.measure(5, 4, took(5, 4))
+    assert len(solved) == 2
+    for _ in range(4 * SELDOM):
+        cost.measure(1, 0, 2 * took(1, 0))
+    assert cost.rates(Rates()).decode_s(1) == pytest.approx(2 * took(1, 0), rel=0.1), (
+        "a change is followed all the same"
+    )
+
+
+def test_the_weights_of_many_steps_do_not_overflow() -> None:
+    cost = StepCost(STARTED)
+    for place in range(40_000):  # 1 / 0.98 to this power is no float any more
+        cost.measure(1 + place % 5, place % 5, took(1 + place % 5, place % 5, factor=2.0))
+    assert cost.rates(Rates()).decode_s(5, 4) == pytest.approx(took(5, 4, 2.0), rel=0.05)
 
 
 def test_steps_of_the_same_rows_show_nothing_where_none_was_tried() -> None:
@@ -222,6 +247,30 @@ def test_a_right_probe_is_followed_by_another_while_right_drafts_pay() -> None:
         assert chosen(lengths, [each], dear) == [0]
     lengths.learn(each, 1, 1)
     assert chosen(lengths, [each], rates) == [0], "a wrong one is the last"
+
+
+def test_a_choice_holds_until_drafts_were_asked_for_or_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths, each, rates = lengths_of(draft_method="suffix"), sequence(0.1, 20), Rates(step_s=0.01, row_s=0.01)
+    made = list[int]()
+    choose = lengths._choose
+    monkeypatch.setattr(lengths, "_choose", lambda *args: (made.append(1), choose(*args))[1])  # type: ignore[func-returns-value]
+
+    def choices(sequences: list[Sequence], rates: Rates) -> int:
+        made.clear()
+        for _ in range(3):
+            chosen(lengths, sequences, rates, num_rows=1)
+            lengths.learn_share(0, 0)
+            lengths.learn(each, 0, 1)
+        return len(made)
+
+    assert choices([each], rates) == 1
+    assert choices([each], rates) == 0
+    lengths.learn_share(4, 0)
+    assert choices([each], rates) == 1
+    lengths.learn(each, 4, 5)
+    assert choices([each], rates) == 1
+    assert choices([each], rates._replace(row_s=0.02)) == 1
+    assert choices([sequence(20, 0.1)], rates) == 1
 
 
 def test_where_drafts_pay_a_longer_length_is_tried_unless_it_loses_much() -> None:

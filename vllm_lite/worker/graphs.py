@@ -187,7 +187,7 @@ class DecodeInputs:
         self._states = torch.zeros(2, max_rows, dtype=torch.int32, device=device)  # sources and targets
         self._host_states = self._states.numpy() if device.type == "cpu" else None
         self._host_tables = [table.numpy() for table in self.tables] if device.type == "cpu" else None
-        self._staged: tuple[int, NDArray[np.int64], NDArray[np.int32]] | None = None
+        self._staged: dict[int, tuple[NDArray[np.int64], NDArray[np.int32]]] = {}
 
     def views(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A bucket's part of the buffer: int64 [2 + num_groups, size] (token ids, positions, slots of each group) and
@@ -239,19 +239,18 @@ class DecodeInputs:
             self.views(size)[0][0, : inputs.num_tokens].copy_(inputs.device_ids)
 
     def _host_rows(self, size: int) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
-        """The views of a bucket on a CPU; those of the latest bucket are cached."""
-        if self._staged is None or self._staged[0] != size:
+        """The views of a bucket on a CPU."""
+        if size not in self._staged:
             rows, seq_lens = self.views(size)
-            self._staged = size, rows.numpy(), seq_lens.numpy()
-        return self._staged[1:]
+            self._staged[size] = rows.numpy(), seq_lens.numpy()
+        return self._staged[size]
 
     def host(
         self, size: int
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.int32], list[NDArray[np.int32]]]:
         """The memory of a bucket on a CPU: the arrays of OwnRows."""
-        rows, seq_lens = self.views(size)
         states = self._states[:, :size].numpy()
-        return rows.numpy(), seq_lens.numpy(), states, [table.numpy() for table in self.tables]
+        return *self._host_rows(size), states, [table.numpy() for table in self.tables]
 
     def _fill(self, inputs: StepInputs | None, rows: NDArray[np.int64], seq_lens: NDArray[np.int32]) -> None:
         count = 0

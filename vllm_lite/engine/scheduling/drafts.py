@@ -13,6 +13,7 @@ another at once. If drafts pay, a longer length than the best one is tried now a
 
 from collections import abc
 from math import ceil, log
+from typing import NamedTuple
 
 from vllm_lite.engine.blocks.manager import KVCacheManager
 from vllm_lite.engine.scheduling.queues import Options
@@ -63,6 +64,24 @@ RARE_STEPS steps, as searches take a few percent of a step. Sequences whose late
 each, as a copied text mostly goes on."""
 
 
+class ChosenLengths(NamedTuple):
+    """The lengths that pay, which hold for these sequences, rows and rates until drafts were asked for."""
+
+    sequences: abc.Sequence[Sequence]
+    num_rows: int
+    rates: Rates
+    price: SureDrafts | None
+    odds: list[float]
+    lengths: list[int]
+    gain: float
+    """Factor by which these lengths raise the tokens per second."""
+    probe_every: int
+    """Number of tokens between probes; unused if drafts of all sequences pay."""
+
+    def is_of(self, sequences: abc.Sequence[Sequence], num_rows: int, rates: Rates) -> bool:
+        return self.rates is rates and self.num_rows == num_rows and self.sequences == sequences
+
+
 class DraftLengths:
     """Chooses how many tokens each sequence may draft in a step."""
 
@@ -79,6 +98,8 @@ class DraftLengths:
         self.price: SureDrafts | None = None
         """The price of drafts in the latest step, for a drafter that knows their odds."""
         self._looks: dict[int, int] = {}
+        self._choice: ChosenLengths | None = None
+        """The latest choice; None once it does not hold any more. While nothing is drafted it holds for many steps."""
 
     def odds(self, sequence: Sequence) -> float:
         """Estimate the chance that a draft is accepted if the drafts before it in its step were."""
@@ -90,6 +111,7 @@ class DraftLengths:
         """Learn from a step that drafted `num_drafted` tokens for `sequence`, and gave it `num_tokens`."""
         if not num_drafted:
             return
+        self._choice = None
         right = min(num_tokens - 1, num_drafted)
         wrong = right < num_drafted
         sequence.drafts_right = MEMORY * sequence.drafts_right + right
@@ -102,6 +124,7 @@ class DraftLengths:
         """Learn from a step that allowed `allowed` drafts, of which `made` were made: a drafter without a model finds
         none if nothing like the last tokens has occurred."""
         if allowed:
+            self._choice = None
             self._allowed = 0.98 * self._allowed + allowed
             self._made = 0.98 * self._made + min(made, allowed)
 
@@ -113,16 +136,24 @@ class DraftLengths:
             return [step % ((self._most if len(sequences) == 1 else 1) + 1)] * len(sequences)
         if self._is_new(num_rows):
             return [0] * len(sequences)
-        self.price = self._price_of(len(sequences), num_rows, rates) if self._is_scored else None
-        odds = [self.odds(sequence) for sequence in sequences]
-        lengths, gain = self._paying(odds, num_rows, rates)
-        if gain < SURE and step % LOOK_STEPS == 0:
+        choice = self._choice
+        if choice is None or not choice.is_of(sequences, num_rows, rates):
+            self._choice = choice = self._choose(sequences, num_rows, rates)
+        self.price, lengths = choice.price, choice.lengths
+        if choice.gain < SURE and step % LOOK_STEPS == 0:
             return [0] * len(sequences)
         if self._is_scored and len(sequences) > 1 and self._share() < RARE and step % RARE_STEPS:
             lengths = [length * each.drafts_hold for length, each in zip(lengths, sequences, strict=True)]
         if not all(lengths):
-            return self._with_probes(sequences, lengths, num_rows, rates)
-        return self._with_longer(odds, lengths, num_rows, rates) if step % TRY_STEPS == TRY_STEPS // 2 else lengths
+            return self._with_probes(choice, lengths)
+        return self._with_longer(choice) if step % TRY_STEPS == TRY_STEPS // 2 else lengths
+
+    def _choose(self, sequences: abc.Sequence[Sequence], num_rows: int, rates: Rates) -> ChosenLengths:
+        price = self._price_of(len(sequences), num_rows, rates) if self._is_scored else None
+        odds = [self.odds(sequence) for sequence in sequences]
+        lengths, gain = self._paying(odds, num_rows, rates)
+        every = self._probe_every(len(sequences), num_rows, rates)
+        return ChosenLengths(sequences, num_rows, rates, price, odds, lengths, gain, every)
 
     def _price_of(self, count: int, num_rows: int, rates: Rates) -> SureDrafts:
         """Prices, in tokens that a step without drafts makes in the same time: of a row, and of verification itself,
@@ -147,23 +178,25 @@ class DraftLengths:
         self._looks[place] = self._looks.get(place, 0) + 1
         return num_rows > 1 and self._looks[place] <= FIRST_LOOKS
 
-    def _with_longer(self, odds: list[float], lengths: list[int], num_rows: int, rates: Rates) -> list[int]:
-        """`lengths` with the next longer cap, unless that is expected to lose much."""
+    def _with_longer(self, choice: ChosenLengths) -> list[int]:
+        """The lengths with the next longer cap, unless that is expected to lose much."""
+        lengths, given = choice.lengths, (choice.num_rows, choice.rates)
         longest = max(lengths)
         cap = min((cap for cap in self._caps if cap > longest), default=longest)
         longer = [cap if length == longest else length for length in lengths]
-        best = self._rate(odds, lengths, num_rows, rates)
-        return longer if self._rate(odds, longer, num_rows, rates) >= TRY_LEAST * best else lengths
+        best = self._rate(choice.odds, lengths, *given)
+        return longer if self._rate(choice.odds, longer, *given) >= TRY_LEAST * best else lengths
 
-    def _with_probes(
-        self, sequences: abc.Sequence[Sequence], lengths: list[int], num_rows: int, rates: Rates
-    ) -> list[int]:
+    def _with_probes(self, choice: ChosenLengths, lengths: list[int]) -> list[int]:
         """`lengths`, and 1 in the place of a 0 where it is time to look whether drafts pay by now, or where the latest
         one was right, if it pays to have right ones."""
-        every = self._probe_every(len(sequences), num_rows, rates) if self._early_probes <= 0 else PROBE_STEPS
+        sequences, num_rows, rates = choice.sequences, choice.num_rows, choice.rates
+        every = choice.probe_every if self._early_probes <= 0 else PROBE_STEPS
         due = [each.num_output % every == every - 1 for each in sequences]
-        self._early_probes -= any(is_due and not length for is_due, length in zip(due, lengths, strict=True))
         again = [each.drafts_hold for each in sequences]
+        if not any(due) and not any(again):
+            return lengths
+        self._early_probes -= any(is_due and not length for is_due, length in zip(due, lengths, strict=True))
         probe = self._probe
         if self.price is not None and any(due) and not any(lengths):  # shows whether drafts pay
             self.price = SureDrafts(self.price.min_odds, 0.0)
@@ -238,6 +271,8 @@ def add_drafts(
 ) -> None:
     """Let decoding sequences draft, at most `lengths` and together at most `most_rows`, with the tokens that are left,
     if drafts are worth their `price`. None is preempted for it."""
+    if not any(lengths):
+        return
     share = plan.budget // len(plan.draftable)
     for (place, sequence), most in zip(plan.draftable, lengths, strict=True):
         end = sequence.num_tokens + sequence.num_pending  # with the token that this step samples

@@ -25,6 +25,8 @@ MOST_GROWTH = 3.0
 """Limit of a new value, as a multiple of the mean: something else may have delayed the step."""
 CHANGE = 0.1
 """Relative change of the decode time below which the scheduler gets no new rates."""
+PLACES = tuple(bisect_left(STEP_ROWS, num_rows) for num_rows in range(STEP_ROWS[-1]))
+"""Place of each number of rows below the last bound of STEP_ROWS: looked up often."""
 LEAST_SHARE = 0.02
 """Minimum share of a step's time that counts as its prompt tokens': a late result hides their true share."""
 
@@ -101,7 +103,7 @@ class Rates(NamedTuple):
 
 def factor_place(num_rows: int, most_drafts: int) -> int:
     """Index of a step's factor in `row_factors`: the second half of the list is for steps with drafts."""
-    place = min(bisect_left(STEP_ROWS, num_rows), len(STEP_ROWS) - 1)
+    place = PLACES[num_rows] if num_rows < len(PLACES) else len(STEP_ROWS) - 1
     return place + (len(STEP_ROWS) if most_drafts else 0)
 
 

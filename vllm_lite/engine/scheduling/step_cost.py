@@ -29,7 +29,13 @@ MIN_STEPS = 8
 MIN_SPREAD = 0.2
 """Minimum variance of recent steps' rows for an estimate of a row's time, without timed steps at the start."""
 EVERY = 4
-"""Period in steps of solving for the numbers."""
+"""Period in steps of solving for the numbers while there are drafts, or more rows than ever before."""
+SELDOM = 32
+"""Longest period: otherwise it doubles each time that nothing has changed."""
+ONE_IN = 4
+"""While the period is the longest, one in this many steps without drafts counts."""
+LARGE = 1e9
+"""Weight of a step from which on all are divided by it."""
 CHANGE = 0.1
 """Relative change of the predicted times below which the old numbers stay, because each change is a decision in the
 trace."""
@@ -113,7 +119,9 @@ class StepCost:
         self._held = LOOSE
         self._products = [[0.0] * SIZE for _ in range(SIZE)]
         self._right = [0.0] * SIZE
-        self._count = self._rows = self._squares = 0.0
+        self._weight = 1.0
+        """Weight of the latest step: it grows, so that nothing else has to decay."""
+        self._period = self._due = EVERY
         self._num_steps = 0
         self._by_rows = RowFactors()
         self.factors = self._by_rows.means()
@@ -139,6 +147,9 @@ class StepCost:
     def measure(self, num_rows: int, most_drafts: int, took_s: float) -> bool:
         """Learn from a step that computed `num_rows` rows and nothing else. Returns whether the numbers changed. Steps
         without rows, in which only images were computed, are ignored."""
+        self._num_steps += 1
+        if self._period == SELDOM and not most_drafts and self._num_steps % ONE_IN:
+            return False
         if took_s <= 0 or num_rows <= 0:
             return False
         features = _features(num_rows, most_drafts)
@@ -146,15 +157,17 @@ class StepCost:
             expected_s = _predict(self.numbers, features) * self._by_rows.of_start(features)
             took_s = min(took_s, 3 * expected_s)
             self._by_rows.learn(features, took_s, self.numbers)
-        self._forget()
-        self._add(features, took_s / self._by_rows.of_start(features))
-        self._count, self._rows = self._count + 1, self._rows + num_rows
-        self._squares += num_rows * num_rows
-        self._num_steps += 1
+        self._add(features, took_s / self._by_rows.of_start(features), self._next_weight())
+        if most_drafts:
+            self._period, self._due = EVERY, min(self._due, EVERY)
+        self._due -= 1
         is_news = self._has_more_rows(num_rows if most_drafts else 0)
-        if (self._num_steps % EVERY and not is_news) or not self._is_shown():
+        if (self._due > 0 and not is_news) or not self._is_shown():
             return False
-        return self._is_changed() or is_news
+        is_changed = self._is_changed()
+        self._period = EVERY if is_changed else min(2 * self._period, SELDOM)
+        self._due = self._period if self._period < SELDOM else SELDOM // ONE_IN
+        return is_changed or is_news
 
     def _has_more_rows(self, num_rows: int) -> bool:
         """Record the rows of a step with drafts. Returns whether it had more than any before."""
@@ -181,18 +194,24 @@ class StepCost:
         """Whether the recent steps determine the time of a row. Times from the start always do."""
         if self._held is HELD:
             return True
-        return self._count >= MIN_STEPS and self._squares / self._count - (self._rows / self._count) ** 2 >= MIN_SPREAD
+        (count, rows, *_), (_, squares, *_) = self._products[:2]
+        return count >= MIN_STEPS * self._weight and squares / count - (rows / count) ** 2 >= MIN_SPREAD
 
-    def _forget(self) -> None:
-        self._products = [[DECAY * value for value in row] for row in self._products]
-        self._right = [DECAY * value for value in self._right]
-        self._count, self._rows, self._squares = DECAY * self._count, DECAY * self._rows, DECAY * self._squares
+    def _next_weight(self) -> float:
+        self._weight /= DECAY
+        if self._weight > LARGE:
+            self._products = [[value / self._weight for value in row] for row in self._products]
+            self._right = [value / self._weight for value in self._right]
+            self._weight = 1.0
+        return self._weight
 
-    def _add(self, features: Numbers, took_s: float) -> None:
-        for row, own in zip(self._products, features, strict=True):
-            for column, other in enumerate(features):
-                row[column] += own * other
-        self._right = [value + own * took_s for value, own in zip(self._right, features, strict=True)]
+    def _add(self, features: Numbers, took_s: float, weight: float = 1.0) -> None:
+        for place, own in enumerate(features):
+            if own:
+                row, own_weight = self._products[place], own * weight
+                for other, value in enumerate(features):
+                    row[other] += own_weight * value
+                self._right[place] += own_weight * took_s
 
     def _solve(self) -> Numbers:
         """The numbers with the best fit. Noise, and steps whose rows and drafts are correlated, make some negative:
@@ -208,7 +227,7 @@ class StepCost:
 
     def _solve_for(self, free: list[int]) -> list[float]:
         """The numbers at the places `free`; the others are 0."""
-        held, products = self._held, self._products
+        held, products = [self._weight * value for value in self._held], self._products
         matrix = [
             [products[place][other] + (held[place] if place == other else 0.0) for other in free]
             + [self._right[place] + held[place] * self._start[place]]
@@ -222,7 +241,8 @@ def _features(num_rows: int, most_drafts: int) -> Numbers:
 
 
 def _predict(numbers: Numbers, features: Numbers) -> float:
-    return sum(number * feature for number, feature in zip(numbers, features, strict=True))
+    (step_s, row_s, verify_s, draft_s), (one, rows, verifies, drafts) = numbers, features
+    return step_s * one + row_s * rows + verify_s * verifies + draft_s * drafts
 
 
 def _are_close(new: float, old: float) -> bool:

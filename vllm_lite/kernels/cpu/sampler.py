@@ -10,20 +10,31 @@ from vllm_lite.kernels.sampling import DRAW, MaskedRows, Picked, check_masked
 _SAMPLE_TYPES = (pointer, int64, int32, int64, pointer, pointer, pointer, pointer)
 
 
+ALL_COLUMNS = slice(None)
+MOST_PLACES = 64
+
+
 class BestOf:
-    """`pick` for rows that all take their best token, from logits whose address does not change: one call, no
-    allocation."""
+    """`pick` for rows that all take their best token. Steps reuse memory, so for the same place of the logits it is one
+    call without an allocation."""
 
-    def __init__(self, logits: torch.Tensor) -> None:
-        """logits: float32 [num_rows, vocab], on the CPU, each row contiguous."""
-        self.logits = logits
-        self._draws = np.zeros(len(logits), DRAW)
-        self._sample, self._arguments, self._picked = _prepared(logits, self._draws)
+    def __init__(self) -> None:
+        self._prepared: dict[tuple[int | None, ...], tuple[Function, tuple[int, ...], Picked, NDArray[np.void]]] = {}
+        """By the place of the logits; of at most MOST_PLACES places. The last item is read by the call."""
 
-    def __call__(self) -> Picked:
-        """Pick the best token of each row. The next call overwrites the result."""
-        self._sample(*self._arguments)
-        return self._picked
+    def __call__(self, logits: torch.Tensor, columns: slice = ALL_COLUMNS) -> Picked:  # float32 [num_rows, vocab]
+        """Pick the best of `columns` in each row, counted from the first of them. The next call with logits in the same
+        place overwrites the result."""
+        place = logits.data_ptr(), logits.stride(0), *logits.shape, columns.start, columns.stop
+        found = self._prepared.get(place)
+        if found is None:
+            draws = np.zeros(len(logits), DRAW)
+            if len(self._prepared) == MOST_PLACES:
+                self._prepared.clear()
+            self._prepared[place] = found = *_prepared(logits[:, columns], draws), draws
+        sample, arguments, picked, _ = found
+        sample(*arguments)
+        return picked
 
 
 def pick(

@@ -85,6 +85,10 @@ class StepInputs:
     adapters: Int64s | None = None  # [num_seqs]
     """Number of each sequence's adapter, 0 for none; None: the model takes no adapters."""
 
+    # ---- kept by the properties of these names, which are read once the parts have completed a step with proposals
+    _sample_starts: Int64s | None = field(default=None, init=False)
+    _sample_offsets: Int64s | None = field(default=None, init=False)
+
     @property
     def num_tokens(self) -> int:
         return len(self.input_ids)
@@ -104,14 +108,18 @@ class StepInputs:
         """Index of each sequence's first sample."""
         if not self.has_proposals:
             return np.arange(len(self.sampling))
-        return np.cumsum(self.num_samples) - self.num_samples
+        if self._sample_starts is None:
+            self._sample_starts = np.cumsum(self.num_samples) - self.num_samples
+        return self._sample_starts
 
     @property
     def sample_offsets(self) -> Int64s:  # [num_samples]
         """Number of proposed tokens of its sequence before each sample."""
         if not self.has_proposals:
             return np.zeros(len(self.sampling), np.int64)
-        return np.arange(self.num_samples.sum()) - np.repeat(self.sample_starts, self.num_samples)
+        if self._sample_offsets is None:
+            self._sample_offsets = np.arange(self.num_samples.sum()) - np.repeat(self.sample_starts, self.num_samples)
+        return self._sample_offsets
 
     @property
     def sample_tokens(self) -> Int64s:  # [num_samples]

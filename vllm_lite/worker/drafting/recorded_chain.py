@@ -74,8 +74,7 @@ class RecordedChain:
         self._rows = rows
         self._groups = groups
         self._scratch = scratch
-        self._best_of: dict[int, native.BestOf] = {}
-        """Number of rows -> the sampler for the logits of the latest pass with this number."""
+        self._best_of = native.BestOf()
 
     @classmethod
     def of(
@@ -165,11 +164,7 @@ class RecordedChain:
     def _pick(self, step: OwnRows, draws: NDArray[np.void] | None) -> Picked:
         if draws is not None:
             return native.pick(step.logits, draws)
-        count = len(step.logits)
-        best_of = self._best_of.get(count)
-        if best_of is None or best_of.logits is not step.logits:
-            self._best_of[count] = best_of = native.BestOf(step.logits)
-        return best_of()
+        return self._best_of(step.logits)
 
 
 def _cut(

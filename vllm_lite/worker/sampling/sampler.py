@@ -69,7 +69,6 @@ from vllm_lite.worker.sampling.logprobs import find, record_of, report
 from vllm_lite.worker.sampling.masks import NEVER
 
 NO_LOGPROBS = -1
-ALL_COLUMNS = slice(None)
 ROW_PARAMS = np.dtype(
     [
         ("temperature", np.float32),  # 0 = greedy
@@ -136,8 +135,7 @@ class Sampler:
         self.device = device
         self.patience_s = patience_s
         self._launcher = default_launcher() if device.type == "cuda" else None
-        self._best_of: native.BestOf | None = None
-        self._best_logits: torch.Tensor | None = None  # whose columns it reads
+        self._best_of = native.BestOf()
         tokens = np.arange(vocab_size, dtype=np.uint32)
         self._token_keys = torch.from_numpy(scramble(tokens).view(np.int32)).to(device)  # int32 [vocab]
 
@@ -148,7 +146,7 @@ class Sampler:
     ) -> Sampled:
         """Sample one token per row. A row whose logits are not finite is reported as failed; others are unaffected."""
         params = inputs.params
-        if inputs.plain:
+        if inputs.plain or (inputs.edits is None and is_plain(params)):
             picked = self.pick_best(logits)
             return Sampled(picked.tokens, failures(picked.best), None)
         raw = self.raw_logprobs(logits, params)
@@ -196,15 +194,13 @@ class Sampler:
     def pick_best(
         self,
         logits: torch.Tensor,  # float32 [num_rows, vocab]
-        columns: slice = ALL_COLUMNS,
+        columns: slice = native.ALL_COLUMNS,
     ) -> Picked:
         """Take the best of `columns` in each row; token ids count from the first of them. The next call with the same
         logits overwrites the result."""
         if self.device.type != "cpu" or not cpu.available():
             return self.pick(logits[:, columns], np.zeros(len(logits), DRAW))
-        if self._best_of is None or self._best_logits is not logits:  # decode steps reuse the same memory
-            self._best_of, self._best_logits = native.BestOf(logits[:, columns]), logits
-        return self._best_of()
+        return self._best_of(logits, columns)
 
     def pick(
         self,
