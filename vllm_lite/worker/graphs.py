@@ -289,7 +289,9 @@ def _as_decodes(inputs: StepInputs) -> StepInputs:
         return inputs
     sequence_of = np.arange(len(inputs.rows)).repeat(inputs.num_scheduled)
     ones = np.ones(inputs.num_tokens, np.int64)
-    places = np.arange(inputs.num_tokens) + (inputs.starts - inputs.query_start_loc[:-1])[sequence_of]
+    places = inputs.positions
+    if inputs.counts_otherwise:
+        places = np.arange(inputs.num_tokens) + (inputs.starts - inputs.query_start_loc[:-1])[sequence_of]
     return replace(
         inputs,
         rows=inputs.rows[sequence_of],

@@ -84,7 +84,8 @@ class BlockTables:
     def room(self, rows: Int64s) -> Int32s:  # [num_seqs]
         """Number of tokens that the blocks of each row hold."""
         lens = self.lens[rows]  # [num_seqs, num_groups]
-        found: Int32s = np.minimum.reduce(lens, axis=1, initial=self.max_model_len) * self.block_size
+        least = lens[:, 0] if lens.shape[1] == 1 else np.minimum.reduce(lens, axis=1, initial=self.max_model_len)
+        found: Int32s = least * self.block_size
         return found
 
     def of(self, rows: Int64s) -> tuple[Int32s, ...]:  # per KV group: [num_seqs, the longest of these tables]

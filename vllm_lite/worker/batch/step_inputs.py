@@ -88,6 +88,7 @@ class StepInputs:
     # ---- kept by the properties of these names, which are read once the parts have completed a step with proposals
     _sample_starts: Int64s | None = field(default=None, init=False)
     _sample_offsets: Int64s | None = field(default=None, init=False)
+    _sample_tokens: Int64s | None = field(default=None, init=False)
 
     @property
     def num_tokens(self) -> int:
@@ -109,7 +110,7 @@ class StepInputs:
         if not self.has_proposals:
             return np.arange(len(self.sampling))
         if self._sample_starts is None:
-            self._sample_starts = np.cumsum(self.num_samples) - self.num_samples
+            self._sample_starts = self.num_samples.cumsum() - self.num_samples
         return self._sample_starts
 
     @property
@@ -118,14 +119,20 @@ class StepInputs:
         if not self.has_proposals:
             return np.zeros(len(self.sampling), np.int64)
         if self._sample_offsets is None:
-            self._sample_offsets = np.arange(self.num_samples.sum()) - np.repeat(self.sample_starts, self.num_samples)
+            starts = self.sample_starts.repeat(self.num_samples)
+            self._sample_offsets = np.arange(len(starts)) - starts
         return self._sample_offsets
 
     @property
     def sample_tokens(self) -> Int64s:  # [num_samples]
         """Index of each sample's token among the step's tokens."""
+        if self._sample_tokens is not None:
+            return self._sample_tokens
         ends = self.query_start_loc[1:][self.sampling].astype(np.int64)
-        return np.repeat(ends - self.num_samples, self.num_samples) + self.sample_offsets
+        tokens: Int64s = (ends - self.num_samples).repeat(self.num_samples) + self.sample_offsets
+        if self.has_proposals:
+            self._sample_tokens = tokens
+        return tokens
 
     @property
     def tentative(self) -> Int64s | None:  # [num_tentative]

@@ -269,7 +269,7 @@ class NgramDrafter(Drafter):
         drafted to repeat them indefinitely.
         """
         # Ends of matches of the last token; the loop narrows them to matches of the last two, three ...
-        ends = np.flatnonzero(tokens[:-1] == tokens[-1])
+        (ends,) = (tokens[:-1] == tokens[-1]).nonzero()
         length = 1
         while length < self.longest and len(ends):
             longer = ends[ends >= length]
@@ -282,7 +282,8 @@ class NgramDrafter(Drafter):
             return NOTHING_FOUND
         self.odds.report(handle, len(tokens), int(tokens[ends[-1] + 1]), length)
         count, gain = self.odds.most(length, max_drafts, price.min_odds)
-        return np.resize(tokens[ends[-1] + 1 :][:count], count), gain
+        found = tokens[ends[-1] + 1 :][:count]
+        return np.resize(found, count) if len(found) < count else found, gain
 
 
 def on_host(drafted: Drafted) -> Int32s:
@@ -296,5 +297,6 @@ def num_proved(
     starts: NDArray[np.int64],  # [num_seqs], of each sequence's samples; every sequence has one
 ) -> NDArray[np.int64]:  # [num_seqs]
     """Count each sequence's samples that count as its tokens: up to and including the first that was not drafted."""
-    surprises = np.flatnonzero(sampled != drafts)
-    return surprises[np.searchsorted(surprises, starts)] - starts + 1
+    (surprises,) = (sampled != drafts).nonzero()
+    kept: Int64s = surprises[surprises.searchsorted(starts)] - starts + 1
+    return kept

@@ -119,7 +119,7 @@ def occurrences(tokens: Int32s, suffix: Int32s) -> tuple[NDArray[np.intp], int]:
 
     A sequence's own `tokens` are passed without the last one, so that each occurrence has a successor.
     """
-    ends = np.flatnonzero(tokens == suffix[-1])
+    (ends,) = (tokens == suffix[-1]).nonzero()
     length = min(1, len(ends))
     while length and length < min(len(suffix), AT_FIRST):
         longer = ends[ends >= length]
@@ -147,40 +147,34 @@ def follow(tokens: Int32s, ends: NDArray[np.intp], count: int, least_share: floa
     `least_share`. The most recent wins a tie. A draft that reaches the end of the text continues with itself, so a
     sequence that repeats p tokens is drafted to repeat them further.
     """
-    voters = ends
-    drafts = _unanimous(tokens, voters, count)
+    if len(ends) == 1:
+        return _copied(tokens, int(ends[0]), count)
+    voters = [(end, tokens[end + 1 : end + 1 + count].tolist()) for end in ends.tolist()]
+    latest: list[int] = voters[-1][1]
+    if len(latest) == count and all(behind == latest for _, behind in voters):
+        return np.array(latest[: latest.index(SEPARATOR)] if SEPARATOR in latest else latest, np.int32)
+    drafts: list[int] = []
     while len(voters) > 1 and len(drafts) < count:
-        places = voters + (1 + len(drafts))
-        if places[-1] >= len(tokens):
-            voters, places = voters[:-1], places[:-1]  # ends differ, so at most one of them has run out
-        found = tokens[places].tolist()
-        votes = Counter(reversed(found))  # of equals the most recent comes first
+        place = len(drafts)
+        if place == len(voters[-1][1]):
+            voters.pop()  # ends differ, so at most one of them has run out
+        votes = Counter(behind[place] for _, behind in reversed(voters))  # of equals the most recent comes first
         token, num_votes = votes.most_common(1)[0]
         if num_votes < least_share * len(ends) or token == SEPARATOR:
             return np.array(drafts, np.int32)
         drafts.append(token)
-        if num_votes < len(found):
-            voters = voters[np.array(found) == token]
+        if num_votes < len(voters):
+            voters = [voter for voter in voters if voter[1][place] == token]
     if len(drafts) == count or least_share * len(ends) > 1:
         return np.array(drafts, np.int32)
-    rest = _copied(tokens, int(voters[0]) + len(drafts), count - len(drafts))
+    rest = _copied(tokens, voters[0][0] + len(drafts), count - len(drafts))
     return np.concatenate((np.array(drafts, np.int32), rest)) if drafts else rest
-
-
-def _unanimous(tokens: Int32s, ends: NDArray[np.intp], count: int) -> list[int]:  # [at most count]
-    """The first tokens that follow all of several occurrences; none if the text ends within `count` tokens."""
-    if len(ends) < 2 or ends[-1] + count >= len(tokens):
-        return []
-    behind = tokens[ends[:, None] + np.arange(1, count + 1)]
-    differ = (behind != behind[-1]).any(0) | (behind[-1] == SEPARATOR)
-    same: list[int] = behind[-1, : int(differ.argmax()) if differ.any() else count].tolist()
-    return same
 
 
 def _copied(tokens: Int32s, end: int, count: int) -> Int32s:  # [at most count]
     """The tokens after `end`, up to a SEPARATOR; at the end of `tokens` the copy continues with itself."""
     found = tokens[end + 1 : end + 1 + count]
-    stops = np.flatnonzero(found == SEPARATOR)
+    (stops,) = (found == SEPARATOR).nonzero()
     if len(stops):
         return found[: stops[0]]
-    return np.resize(found, count) if len(found) else found
+    return np.resize(found, count) if 0 < len(found) < count else found

@@ -211,7 +211,7 @@ class Drafts(StepPart):
 
 def drafts_of(inputs: StepInputs) -> Int64s:  # [num_samples]
     """The draft at the position of each sample; NO_DRAFT for the last sample of each sequence."""
-    drafts = np.append(inputs.input_ids, NO_DRAFT)[inputs.sample_tokens + 1]
+    drafts = inputs.input_ids.take(inputs.sample_tokens + 1, mode="clip")
     drafts[inputs.sample_starts + inputs.num_samples - 1] = NO_DRAFT
     return drafts
 
