@@ -3,6 +3,7 @@ one, and no token changes."""
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from tests.checkpoints import make_checkpoint
 from tests.cpu.test_frequent_head import RULED, WORDS, draft_behind, hold
 from tests.cpu.test_self_drafts import Drafts, generate, watch_drafts
 from tests.driver import GREEDY, WARM, Driver
+from tests.gguf_files import write_gguf
 from tests.mtp_heads import add_head
 from vllm_lite.checkpoint.frequent_words import rest_of
 from vllm_lite.checkpoint.quantization.on_load import quantized_bytes
+from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.tensors import weight_bytes
 from vllm_lite.layers.weights.frequent_head import FrequentHead
 from vllm_lite.protocol.params import Sampling
@@ -126,6 +129,37 @@ def test_the_verifying_model_keeps_its_own_head(tmp_path: Path, tied: bool, choo
     whole: Any = driver.worker.runner.model
     assert not isinstance(whole.lm_head, FrequentHead)
     assert drafter_of(driver)._model.lm_head.whole is whole.lm_head
+
+
+@pytest.mark.parametrize(("kind", "narrow"), [("BF16", True), ("Q8_0", False)])
+def test_a_head_that_its_file_has_quantized_scores_all_words(
+    tmp_path: Path, kind: str, narrow: bool, choose: Callable[..., None]
+) -> None:
+    choose(*WORDS)
+    model, settings = with_draft_model(tmp_path, tied=True)
+    drafter = Path(settings["speculative_config"]["model"])
+    settings["speculative_config"]["model"] = str(write_gguf(tmp_path / "drafter.gguf", drafter, lambda _: kind))
+    driver = Driver(model, **settings)
+    assert isinstance(drafter_of(driver)._model.lm_head, FrequentHead) == narrow
+    generate(driver, GREEDY)
+    plain = Driver(model)
+    generate(plain, GREEDY, num_drafts=0)
+    assert driver.got[0][:20] == plain.got[0][:20]
+
+
+def test_several_ranks_score_all_words(case: tuple[Path, Settings], choose: Callable[..., None]) -> None:
+    """Each has a part of the whole head."""
+    choose()
+    model, settings = case
+    drafter = drafter_of(Driver(model, **settings))
+    choose(*WORDS)
+    owner, head = drafter._model, drafter._model.lm_head
+    for world, narrow in ((2, False), (1, True)):
+        owner.communicator = SimpleNamespace(shard=Shard(0, world))
+        frequent.add_frequent_head(
+            owner, owner, drafter._place, settings["speculative_config"].get("model", model), "auto"
+        )
+        assert (owner.lm_head is not head) == narrow
 
 
 @pytest.mark.parametrize("quantized", [False, True], ids=["dense", "GGUF"])
