@@ -21,7 +21,7 @@ from vllm_lite.kernels.cpu.program import NotRecordable, Program, SizedProgram
 from vllm_lite.kernels.ops import TorchOps
 from vllm_lite.protocol.codec import engine_to_worker
 from vllm_lite.protocol.control import Shutdown
-from vllm_lite.protocol.step import Continue, Draft
+from vllm_lite.protocol.step import Continue, Draft, Finish
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.worker import forward, prompt_programs
 from vllm_lite.worker.batch.step_inputs import StepInputs
@@ -86,6 +86,32 @@ def test_steps_of_all_families_have_the_bits_of_eager_ones(
 
 
 # ---- what a step reads
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [1, 2, 3, 64])
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 4])
+@pytest.mark.usefixtures("tail")
+def test_few_sequences_and_few_tokens(max_num_seqs: int, max_num_batched_tokens: int, tiny_checkpoint: Path) -> None:
+    """The smallest and the largest step of an engine may be nearly equal."""
+    max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+    limits: dict[str, Any] = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": max_num_batched_tokens}
+    results, replays = [], []
+    for eager in (False, True):
+        driver = Driver(tiny_checkpoint, enforce_eager=eager, **limits)
+        for count in range(max_num_seqs, 0, -1):  # smaller steps find the numbers of larger ones in memory
+            handles = [10 * count + index for index in range(count)]
+            length = max(1, max_num_batched_tokens // count)
+            requests = [
+                new_request(handle, make_prompt(min(length, 3 * count), seed=handle), [1 + index])
+                for index, handle in enumerate(handles)
+            ]
+            driver.run(*requests)
+            driver.run(*(Finish(handle) for handle in handles))
+        results.append(driver.got)
+        replays.append(0 if eager else prompts_of(driver).num_replays)
+    assert results[0] == results[1]
+    if max_num_batched_tokens == 64:
+        assert replays[0] == max_num_seqs, "every step with prompts"
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
@@ -284,6 +310,15 @@ def test_words_grow_with_one_size_each() -> None:
 def test_other_words_are_refused(calls: Any, says: str) -> None:
     with pytest.raises(NotRecordable, match=says):
         SizedProgram([(sizes, program_of(*calls(*sizes))) for sizes in SizedProgram.sizes_to_record((1, 1), (17, 6))])
+
+
+def test_a_size_that_never_varied_fits_with_its_value_alone() -> None:
+    """How words grow with it is not known."""
+    sizes = SizedProgram.sizes_to_record((1, 2, 1), (9, 2, 6))
+    sized = SizedProgram([((n, s, t), program_of((0, n, 64))) for n, s, t in sizes])
+    assert sized.fits((3, 2, 4))
+    assert not sized.fits((3, 1, 4))
+    assert not sized.fits((3, 3, 4))
 
 
 def test_sizes_with_too_few_values_are_refused() -> None:

@@ -32,6 +32,8 @@ logger = log.get(__name__)
 
 MOST_WORK = 100_000_000_000
 """Maximum multiply-adds of a replayed step: about a second, or a few on an old processor."""
+LEAST_WANTED = 4
+"""Minimum number of tokens to sample from in the largest recorded step, so that it differs enough from the smallest."""
 
 
 class _Kind(NamedTuple):
@@ -105,10 +107,11 @@ class PromptPrograms:
         self.eager = eager
         self.num_replays = 0
         num_tokens = min(most, MOST_WORK // eager.model.spec.active_parameters())
-        num_seqs = num_wanted = min(len(logits), num_tokens)
+        num_seqs = min(len(logits), num_tokens)
+        num_wanted = min(max(len(logits), LEAST_WANTED), num_tokens)
         self._most = _Size(num_tokens, num_seqs, num_wanted, num_seqs)
         self._longest = longest
-        self._logits = logits
+        self._logits = logits if len(logits) >= num_wanted else eager.model.empty_logits(num_wanted)
         self._wanted = torch.zeros(num_wanted, dtype=torch.int64)
         self._rows = _Rows(num_tokens, num_seqs, tables)
         self._tail_rows = _Rows(num_wanted, num_seqs, [torch.zeros_like(table) for table in tables])
@@ -173,15 +176,15 @@ class PromptPrograms:
             return self.eager.logits(inputs)
         tail = self.eager.tail(inputs, wanted)
         program = self._programs.get(_Kind(len(wanted) > 0, tail is not None))
-        if program is None:
+        num_wanted, num_sampling = len(wanted), 0 if tail is None else len(tail.rows)
+        size = _Size(inputs.num_tokens, len(inputs.rows), num_wanted, num_sampling)
+        if program is None or not program.fits(size):
             return self.eager.logits(inputs)
-        num_wanted = len(wanted)
         self._rows.load(inputs)
         self._wanted.numpy()[:num_wanted] = wanted
         if tail is not None:
             self._tail_rows.load(tail)
-        num_sampling = 0 if tail is None else len(tail.rows)
-        program.replay(_Size(inputs.num_tokens, len(inputs.rows), num_wanted, num_sampling))
+        program.replay(size)
         self.num_replays += 1
         self.eager.num_last = num_wanted
         return self._logits[:num_wanted]

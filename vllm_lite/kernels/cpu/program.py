@@ -146,12 +146,15 @@ class SizedProgram:
             raise NotRecordable("steps of other sizes make other calls")
         words = np.array([program._words for program in programs], np.uint64).view(np.int64)  # noqa: SLF001
         self._packed = words[0].copy()
+        self._fixed: list[tuple[int, int]] = []
+        """(index of a size, its value in all recorded steps): other values are not known."""
         self._parts: list[tuple[int, NDArray[np.intp], NDArray[np.int64], NDArray[np.int64]]] = []
         """(index of a size, indices of the words that depend on it, their values at 0, by how much they grow)."""
         changes, is_known = words[1:] - words[0], (words == words[0]).all(axis=0)
         for index, values in enumerate(zip(*sizes, strict=True)):
             steps = np.array(values[1:]) - values[0]
             if not steps.any():
+                self._fixed.append((index, values[0]))
                 continue
             largest = int(np.abs(steps).argmax())
             growth = changes[largest] // steps[largest]
@@ -173,8 +176,13 @@ class SizedProgram:
     def __len__(self) -> int:
         return len(self._names)
 
+    def fits(self, sizes: Sizes) -> bool:
+        """Whether it can be replayed for a step of these sizes: not if one differs that was the same in all recorded
+        steps."""
+        return all(sizes[index] == value for index, value in self._fixed)
+
     def replay(self, sizes: Sizes) -> None:
-        """Make the calls for a step of these sizes. Raises RuntimeError if one failed."""
+        """Make the calls for a step of these sizes, which it `fits`. Raises RuntimeError if one failed."""
         for index, at, start, growth in self._parts:
             self._packed[at] = start + growth * sizes[index]
         failed = self._run(*self._arguments)
