@@ -166,7 +166,9 @@ def test_rows_are_what_descriptions_say(server: Server) -> None:
             shown = next(line.split() for line in text.splitlines() if line.startswith(name))
             figures = [row[field] for field in ("state", "prompt", "cached", "output", "blocks")]
             assert shown[1:6] == list(map(str, figures)), shown
-        assert {row["state"] for row in found.values()} == {"running", "waiting"}
+        states = {row["state"] for row in found.values()}
+        assert "waiting" in states
+        assert states <= {"running", "waiting", "preempted"}, "blocks do not suffice for two whole answers"
         counts = counts_of(http.get("/metrics").text)
         assert f"{counts['num_used_blocks']:.0f} of 199 KV blocks, {counts['num_cached_blocks']:.0f} cached" in text
         means = re.search(r"first token ([\d.,]+) ms, next ([\d.,]+) ms, queue ([\d.,]+) ms", text)

@@ -30,7 +30,7 @@ def test_sampled_tokens_alone_pass_the_layers_that_share_kv(tmp_path: Path, monk
     prompts = [torch.randint(3, VOCAB_SIZE, (length,), generator=random).tolist() for length in (1, 7, 50, 90, 33)]
     speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1}
     settings = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 5, "speculative_config": speculation}
-    settings["disable_adaptive_drafts"] = True
+    settings |= {"disable_adaptive_drafts": True, "enforce_eager": True}  # recording calls layers with the largest step
     llm = LLM(str(path), single_process=True, **settings)  # type: ignore[arg-type]
     try:
         asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]

@@ -47,7 +47,7 @@ def test_wrong_shapes_are_refused() -> None:
     refused(r"slots must be torch.int64 \[3\]", kv, slots=SLOTS[:2])
     refused(r"slots must be torch.int64 \[3\]", kv, slots=SLOTS.int())
     refused("cannot take K and V of torch.bfloat16", kv.half())
-    refused("side by side", kv, torch.zeros(3, 2, 16, dtype=torch.bfloat16)[:, :, :8])
+    refused("must be adjacent", kv, torch.zeros(3, 2, 16, dtype=torch.bfloat16)[:, :, :8])
 
 
 def test_wrong_arguments_of_rope_and_cache_are_refused() -> None:

@@ -75,7 +75,7 @@ def refuse(launcher: Launcher, message: str, **changes: Any) -> None:
         ("kv has shape", {"kv": torch.zeros(4, 2, 1, 16, 72, dtype=torch.bfloat16)}),
         ("2 heads cannot share 3", {"kv": torch.zeros(4, 2, 3, 16, 64, dtype=torch.bfloat16)}),
         ("multiples of 8 elements", {"kv": torch.zeros(4, 2, 1, 16, 68, dtype=torch.bfloat16)[..., 4:]}),
-        ("side by side", {"query": torch.zeros(7, 2, 128, dtype=torch.bfloat16)[..., :64]}),
+        ("must be adjacent", {"query": torch.zeros(7, 2, 128, dtype=torch.bfloat16)[..., :64]}),
         ("rows of query must begin", {"query": torch.zeros(7, 132, dtype=torch.bfloat16)[:, 4:].view(7, 2, 64)}),
         ("block_tables is torch.int64", {"block_tables": torch.zeros(2, 3, dtype=torch.int64)}),
         ("it must be int32 \\[3\\]", {"query_start_loc": torch.zeros(2, dtype=torch.int32)}),
