@@ -313,7 +313,7 @@ def test_other_words_are_refused(calls: Any, says: str) -> None:
 
 
 def test_a_size_that_never_varied_fits_with_its_value_alone() -> None:
-    """How words grow with it is not known."""
+    """The growth of words with it is not known."""
     sizes = SizedProgram.sizes_to_record((1, 2, 1), (9, 2, 6))
     sized = SizedProgram([((n, s, t), program_of((0, n, 64))) for n, s, t in sizes])
     assert sized.fits((3, 2, 4))

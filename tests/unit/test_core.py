@@ -14,6 +14,7 @@ from vllm_lite.engine.blocks.disk_tier import DiskTier
 from vllm_lite.engine.client_port import GATHER_S, SLOW_READER_S, ClientPort, Outbox
 from vllm_lite.engine.core import EngineCore, Lives, PoolSizes
 from vllm_lite.engine.request import Produced
+from vllm_lite.engine.scheduling.rates import Rates
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol import PROTOCOL_VERSION
 from vllm_lite.protocol.api import (
@@ -468,9 +469,15 @@ def test_an_id_used_again_does_not_swallow_the_end_that_is_still_owed() -> None:
 def test_a_step_that_found_no_drafts_is_like_no_other(
     allowed: tuple[int, ...], drafted: list[int] | None, learned: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a step took time for a search for drafts, so it must not count as a step without drafts."""
+    """Such a step took time for a search for drafts, so it must not count as a step without drafts, unless it took less
+    time than one is expected to."""
     core, seen = make_core(speculative_config={"method": "suffix"}), list[tuple[int, int]]()
     monkeypatch.setattr(core._step_cost, "measure", lambda rows, drafts, _: seen.append((rows, drafts)))
     step: Any = SimpleNamespace(drafted=allowed, sampling=[0, 1], message=SimpleNamespace(num_steps=1))
+    core.scheduler.rates = Rates(step_s=0.010, row_s=0.001)
+    core._prefill_rate.took_s = 0.013
     core._learn_cost(step, SimpleNamespace(drafted=drafted))  # type: ignore[arg-type]
     assert seen == learned
+    core._prefill_rate.took_s = 0.011
+    core._learn_cost(step, SimpleNamespace(drafted=drafted))  # type: ignore[arg-type]
+    assert seen[len(learned) :] == (learned or [(2, 0)])

@@ -22,7 +22,7 @@ from vllm_lite.engine.scheduling.queues import Options
 from vllm_lite.engine.scheduling.rates import Rates, factor_place
 from vllm_lite.engine.scheduling.step_cost import EVERY, SELDOM, RowFactors, StepCost
 from vllm_lite.engine.sequence import Sequence
-from vllm_lite.protocol.control import StepTiming
+from vllm_lite.protocol.control import STEP_ROWS, StepTiming
 from vllm_lite.protocol.step import Draft, SchedulerOutput, SureDrafts
 
 MOST = 6
@@ -351,6 +351,14 @@ def test_the_price_of_a_row_is_its_time_in_tokens_of_a_plain_step() -> None:
     other = lengths_of(draft_method="self")
     chosen(other, [sequence()], dear)
     assert other.price is None, "it cannot tell"
+
+
+def test_drafts_are_never_paid_for() -> None:
+    """Steps with drafts seem to take less time than those without: by noise."""
+    factors = (1.5,) * len(STEP_ROWS) + (1.0,) * len(STEP_ROWS)
+    lengths = lengths_of(draft_method="suffix")
+    chosen(lengths, [sequence()], Rates(step_s=0.009, row_s=0.001, row_factors=factors))
+    assert price(lengths) == SureDrafts(0.0, 0.0)
 
 
 def test_verifying_has_a_price_that_probes_do_not_pay() -> None:

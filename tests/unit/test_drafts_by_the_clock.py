@@ -98,7 +98,7 @@ class Machine:
             self.took += step_s
             self.plain += given * self.time(len(live), 0) / len(live)
             took_s = step_s * (1 + abs(self.random.gauss(0, NOISE)))
-            if any(drafted) or not any(allowed):
+            if any(drafted) or not any(allowed) or took_s < cost.rates(Rates()).decode_s(len(live)):  # as EngineCore
                 cost.measure(*shape, took_s)
 
     def _paying(self, asked: list[tuple[Any, int]], price: SureDrafts) -> list[int]:

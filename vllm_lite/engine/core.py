@@ -218,12 +218,15 @@ class EngineCore:
         return self.scheduler.update(output)
 
     def _learn_cost(self, step: StepInFlight, output: ModelOutput) -> None:
-        """Learn from the time of a decode step, except one whose drafter found nothing: it fits no kind of step."""
+        """Learn from the time of a decode step. One whose drafter found nothing also took the time of a search, so it
+        only shows how long a step without drafts takes at most. Where drafts are asked for in nearly all steps, hardly
+        any other one would correct a time that is too long, and with which drafts seem to cost nothing."""
         drafted = output.drafted or ()
         num_rows, most_drafts = len(step.sampling) + sum(drafted), max(drafted, default=0)
-        if step.drafted and not most_drafts:
+        took_s = self._prefill_rate.took_s / step.message.num_steps
+        if step.drafted and not most_drafts and took_s >= self.scheduler.rates.decode_s(num_rows):
             return
-        if self._step_cost.measure(num_rows, most_drafts, self._prefill_rate.took_s / step.message.num_steps):
+        if self._step_cost.measure(num_rows, most_drafts, took_s):
             self.scheduler.measured(self._step_cost.rates(self.scheduler.rates))
 
     def lose_workers(self, cause: str, *, are_ended: bool = False) -> list[Produced]:

@@ -165,7 +165,7 @@ class DraftLengths:
         extra = [num_rows << place for place in range((most // num_rows).bit_length())] or [num_rows]
         took_s = [rates.decode_s(num_rows + rows, min(rows, self._most)) - plain_s for rows in extra]
         row_s = max(min(each_s / rows for each_s, rows in zip(took_s, extra, strict=True)), 0.0)
-        further_s = took_s[0] - row_s * extra[0]
+        further_s = max(took_s[0] - row_s * extra[0], 0.0)
         return SureDrafts(min(row_s * num_rows / plain_s, MOST_ODDS), further_s * num_rows / plain_s)
 
     def _most_rows(self, count: int, num_rows: int, rates: Rates) -> int:
