@@ -97,7 +97,8 @@ class Server:
 def serving(
     *flags: str, env: dict[str, str] | None = None, ready: bool = True, light: bool = False, fresh: bool = False
 ) -> Iterator[Server]:
-    """A server of the demo model on a free port, ended with the block."""
+    """A server of the demo model on a free port, ended with the block. Its workers may be killed, but none may fail by
+    itself: streams go on with new workers, so that a test would not notice."""
     server = Server(*flags, "--port", "0", env=env, light=light, fresh=fresh)
     try:
         if ready:
@@ -106,6 +107,8 @@ def serving(
         yield server
     finally:
         server.close()
+    fault = re.search(r"worker \d+ failed: .*", server.output)
+    assert fault is None, fault
 
 
 def until(condition: Callable[[], bool], what: str, most_s: float = DEADLINE_S) -> None:
