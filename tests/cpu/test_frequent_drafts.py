@@ -7,15 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from tests.checkpoints import make_checkpoint
-from tests.cpu.test_frequent_head import RULED, WORDS, draft_behind, hold
+from tests.cpu.test_frequent_head import RULED, WORDS, draft_behind, hold, mask
 from tests.cpu.test_self_drafts import Drafts, generate, watch_drafts
 from tests.driver import GREEDY, WARM, Driver
 from tests.gguf_files import write_gguf
 from tests.mtp_heads import add_head
-from vllm_lite.checkpoint.frequent_words import rest_of
 from vllm_lite.checkpoint.quantization.on_load import quantized_bytes
 from vllm_lite.checkpoint.shard import Shard
 from vllm_lite.checkpoint.tensors import weight_bytes
@@ -61,20 +59,6 @@ def drafter_of(driver: Driver) -> Any:
     return drafter.with_model
 
 
-def mask(driver: Driver) -> None:
-    """Have a head of 4 bits for all tokens give no chance to those outside of WORDS."""
-    model = drafter_of(driver)._model
-    logits = model.logits
-
-    def of_words(hidden: torch.Tensor, out: torch.Tensor | None = None, which: Any = None) -> torch.Tensor:
-        found: torch.Tensor = logits(hidden, out, which)
-        for piece in rest_of(WORDS, found.shape[1]):
-            found[:, piece.start : piece.stop] = -torch.inf
-        return found
-
-    model.logits = of_words
-
-
 @pytest.mark.parametrize("eager", [False, True], ids=["programs", "eager"])
 @pytest.mark.parametrize("sampling", [GREEDY, WARM, RULED], ids=["greedy", "seeded", "ruled"])
 def test_drafts_have_the_noise_of_their_own_ids_and_change_no_token(
@@ -87,7 +71,7 @@ def test_drafts_have_the_noise_of_their_own_ids_and_change_no_token(
         driver = Driver(model, enforce_eager=eager or words != WORDS, **settings)
         hold(drafter_of(driver).chain.words)
         if words != WORDS:
-            mask(driver)
+            mask(drafter_of(driver)._model)
         drafts = watch_drafts(driver)
         generate(driver, sampling)
         found.append((drafts, driver.got))

@@ -45,10 +45,9 @@ def hold(words: FrequentWords) -> None:
     words.follow = lambda tokens: None  # type: ignore[method-assign] # noqa: ARG005
 
 
-def masked(driver: Driver) -> None:
-    """Have the whole head of a copy give other words no chance."""
-    copy: Any = drafter_of(driver)._copy
-    logits = copy.logits
+def mask(model: Any) -> None:
+    """Have the whole head of a drafting model give no chance to tokens outside of WORDS."""
+    logits = model.logits
 
     def of_words(hidden: torch.Tensor, out: torch.Tensor | None = None, which: Any = None) -> torch.Tensor:
         found: torch.Tensor = logits(hidden, out, which)
@@ -56,7 +55,7 @@ def masked(driver: Driver) -> None:
             found[:, piece.start : piece.stop] = -torch.inf
         return found
 
-    copy.logits = of_words
+    model.logits = of_words
 
 
 @pytest.mark.parametrize("eager", [False, True], ids=["programs", "eager"])
@@ -72,7 +71,7 @@ def test_drafts_equal_those_of_a_head_with_rare_words_masked(
         if is_narrow:
             hold(words_of(driver))
         else:
-            masked(driver)
+            mask(drafter_of(driver)._copy)
         drafts = watch_drafts(driver)
         generate(driver, sampling)
         found.append((drafts, driver.got))
