@@ -8,7 +8,7 @@ are those of EagerForward, and so are the bits.
 
 There are three programs, because `Decoder.forward` goes three ways: no token is sampled from, as in a prompt's chunks
 but the last; attention of the last layer is computed for all tokens; or for the sampled ones alone (EagerForward.tail).
-They are recorded while the worker waits for the engine, one at a time, so that no request waits for it.
+They are recorded while the worker waits for the engine, in parts, so that a request waits for one part at most.
 
 These steps run eagerly: with states of recurrent layers, vectors of images, adapters or hidden states that somebody
 reads; of models that cannot be recorded; and large ones, of which Python is too small a part to matter, and which
