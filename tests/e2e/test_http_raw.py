@@ -126,7 +126,13 @@ def test_tokens_there_and_back(http: httpx.Client) -> None:
     text = http.post("/detokenize", json={"tokens": chat["tokens"]}).json()["prompt"]
     assert text == "<|bos|><|user|>Hi<|end|><|assistant|>"
     error_of(http.post("/tokenize", json={}), 400)
-    assert error_of(http.post("/detokenize", json={"tokens": [-1]}), 400)["param"] == "tokens"
+    for place, token_id in ((0, -1), (1, 2048), (1, 2**40)):
+        error = error_of(http.post("/detokenize", json={"tokens": [5] * place + [token_id]}), 400)
+        assert error["param"] == "tokens"
+        assert re.fullmatch(
+            rf"token ids must be between 0 and \d+, got {token_id} at position {place}, which is out of vocabulary",
+            error["message"],
+        )
 
 
 def test_tokens_in_and_out(http: httpx.Client) -> None:

@@ -34,7 +34,6 @@ def entries(path: Path | str, mapper: RowMapper | None = None) -> list[Entry]:
     [
         ("{oops", "invalid_json", "not JSON"),
         ('"\udcff"', "invalid_json", "not JSON"),
-        ('{"custom_id": "\\ud800"}', "invalid_json", "not JSON"),
         ('{"custom_id": "n", "body": {"temperature": NaN}}', "invalid_json", "not JSON"),
         ("[" * 100_000, "invalid_json", "not JSON"),
         ("[]", "invalid_request", "custom_id"),
@@ -56,6 +55,18 @@ def test_bad_lines_are_reported_and_the_rest_is_read(tmp_path: Path, text: str, 
     assert (bad.line, bad.code) == (2, code)
     assert words in bad.message
     assert good == BatchRequest(3, "good", URL, {"prompt": "x"})
+
+
+def test_half_a_surrogate_pair_is_replaced_as_the_server_does(tmp_path: Path) -> None:
+    half, also_half = line("a", body={"prompt": "x\ud83d y"}), line("b\ud83d", body={"prompt": "z"})
+    path = write(tmp_path / "in", half, also_half, line("b\ufffd"))
+    first, second, third = entries(path)
+    assert first == BatchRequest(1, "a", URL, {"prompt": "x\ufffd y"})
+    assert second == BatchRequest(2, "b\ufffd", URL, {"prompt": "z"})
+    assert isinstance(third, Bad)
+    assert third.code == "duplicate_custom_id"
+    row = {"custom_id": "a", "url": URL, "body": r'{"prompt": "x\ud83d y"}'}
+    assert RowMapper().request(1, row) == first
 
 
 def test_a_byte_order_mark_is_not_part_of_the_first_row(tmp_path: Path) -> None:

@@ -74,7 +74,8 @@ def test_unsupported_fields_of_vectors_and_responses_are_refused() -> None:
 
 def test_constraints_in_a_fork_are_refused() -> None:
     """A fork continues under its parent's constraints."""
-    for name, value in (("response_format", {"type": "json_object"}), ("guided_regex", "a"), ("tools", [{"a": 1}])):
+    forms = {"response_format": {"type": "json_object"}, "json_schema": {"type": "object"}, "guided_regex": "a"}
+    for name, value in (*forms.items(), ("tools", [{"a": 1}])):
         with pytest.raises(ApiError, match=f"^{name} is not supported here"):
             bodies.read(msgspec.json.encode({name: value}), ForkBody)
     assert bodies.read(b'{"response_format": {"type": "text"}, "tools": []}', ForkBody)[1] == []

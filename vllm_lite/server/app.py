@@ -98,7 +98,8 @@ class ApiRoutes:
     async def detokenize(self, request: Request) -> Response:
         body, headers = await self._reader.read(request, DetokenizeBody)
         self._model.name(body.model)
-        text = await self._prompts.decode(body.tokens, skip_special_tokens=False)
+        ids = self._generation.checked_ids(body.tokens, "tokens")
+        text = await self._prompts.decode(ids, skip_special_tokens=False)
         return as_json({"prompt": text}, headers)
 
     # ---- models and health

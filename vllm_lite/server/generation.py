@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 
 from vllm_lite.client.engines.any_session import AnySession
-from vllm_lite.client.prompt import PromptLike, check_room
+from vllm_lite.client.prompt import PromptLike, check_room, checked_ids
 from vllm_lite.client.streams.stream import RequestStream, StreamFactory
 from vllm_lite.errors import RequestError
 from vllm_lite.protocol.adapters import AdapterInfo
@@ -242,6 +242,13 @@ class Generation:
     def generates(self) -> bool:
         """Whether the model generates text."""
         return self._factory.limits.pooler.generates
+
+    def checked_ids(self, token_ids: list[int], field: str) -> list[int]:
+        """The ids in `field` of a body, if all are in the vocabulary. Raises ApiError."""
+        try:
+            return checked_ids(token_ids, self._factory.limits.vocab_size)
+        except RequestError as error:
+            raise refused(error, field) from error
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

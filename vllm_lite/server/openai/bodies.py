@@ -84,6 +84,8 @@ class FormFields(SamplingFields, frozen=True, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+    json_schema: str | dict[str, Any] | None = None
+    grammar: str | None = None
     thinking_token_budget: int | None = None
     max_thinking_tokens: int | None = None
 
@@ -293,15 +295,14 @@ class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[Annotated[int, Meta(ge=0, lt=2**32)]]
+    tokens: list[int]
 
 
 SAMPLING = SamplingFields.__struct_fields__
 FORM = frozenset(FormFields.__struct_fields__) - frozenset(SAMPLING)
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 _ALWAYS_REFUSED = """
-audio chat_template custom_logit_processor documents ebnf features functions grammar json_schema logits_processors
-lora_path prediction previous_input_messages prompt_embeds regex repetition_detection return_hidden_states
+audio chat_template custom_logit_processor documents ebnf features functions logits_processors lora_path prediction previous_input_messages prompt_embeds regex repetition_detection return_hidden_states
 return_prompt_text structural_tag trace_decode_token_ids watermarking web_search_options
 """
 _OFF_AT_0 = """
@@ -335,12 +336,10 @@ _REASONS = {
     "chat_template": ": templates come from the model or the server's --chat-template, never from a request",
     "functions": ": send them as tools",
     "function_call": ": send it as tool_choice",
-    "json_schema": ": send it as structured_outputs or response_format",
     "regex": ": send it as structured_outputs",
     "ebnf": ": send it as structured_outputs",
     "padding": ": a text is read at its own length",
     "previous_input_messages": ": send previous_response_id, or all as input",
-    "grammar": ": send it as structured_outputs",
     "structural_tag": ": send it as structured_outputs or response_format",
 }
 

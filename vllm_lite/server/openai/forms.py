@@ -15,7 +15,15 @@ from vllm_lite.server.openai.errors import ApiError
 
 MAX_DEPTH = 64
 """Maximum nesting of values that are passed to a template."""
-_GUIDED = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choice", "grammar": "guided_grammar"}
+_NAMED = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "grammar": "grammar",
+}
+"""The form that each field requests: vLLM's older names, and those of llama.cpp."""
 _RESPONSE_FORMATS = "text, json_object, json_schema or structural_tag"
 _TOOL_CHOICES = (
     'none, auto, required, {"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", ...}'
@@ -57,7 +65,7 @@ def form_of(body: FormFields) -> WantedForm | None:
     if body.structured_outputs:
         found.append(_form(body.structured_outputs, "structured_outputs"))
     spaces = body.guided_whitespace_pattern
-    for name, field in _GUIDED.items():
+    for field, name in _NAMED.items():
         value = getattr(body, field)
         if value is not None and value not in ("", []):
             more = {"whitespace_pattern": spaces, "disable_additional_properties": name == "json"}
@@ -88,10 +96,10 @@ def _response_format(given: dict[str, Any]) -> WantedForm | None:
     field, kind = "response_format", given.get("type")
     if kind == "text":
         return None
-    if kind == "json_object" and given.get("schema") is None:
-        return _form({"json_object": True}, field)
-    if kind == "json_object":  # with a schema, as llama.cpp accepts it
+    if kind in ("json_object", "json_schema") and given.get("schema") is not None:  # llama.cpp's form
         return _form(_closed(given["schema"], "response_format.schema"), field)
+    if kind == "json_object":
+        return _form({"json_object": True}, field)
     if kind == "structural_tag":
         return _form({"structural_tag": given}, field)
     if kind != "json_schema":

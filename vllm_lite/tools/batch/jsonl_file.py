@@ -32,11 +32,10 @@ class JsonlFile:
     def survey(self) -> Survey:
         """Read the file once. Raises ConfigError if it cannot be read."""
         digest, ids, num_rows = blake2b(digest_size=16), IdFinder(), 0
-        decoder = msgspec.json.Decoder(_Named)
         for number, line in self._lines(digest):
             num_rows += 1
             try:
-                custom_id = decoder.decode(line).custom_id
+                custom_id = rows.decoded(line, _Named).custom_id
             except (msgspec.DecodeError, ValueError, RecursionError):
                 continue  # a bad row, without an id
             if isinstance(custom_id, str) and custom_id:

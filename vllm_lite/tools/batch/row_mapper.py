@@ -13,7 +13,7 @@ import msgspec
 
 from vllm_lite.errors import ConfigError
 from vllm_lite.server.route_table import ROUTES
-from vllm_lite.tools.batch.rows import ENDPOINTS, Bad, BatchRequest, Entry, check
+from vllm_lite.tools.batch.rows import ENDPOINTS, Bad, BatchRequest, Entry, check, decoded
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PROMPTS = {route.path: route.batch for route in ROUTES if route.batch}
@@ -75,7 +75,7 @@ class RowMapper(NamedTuple):
             body = _without_nulls(body)
         else:
             try:
-                body = msgspec.json.decode(body)
+                body = decoded(body.encode())
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 return Bad(number, row["custom_id"], "invalid_json", f"body is not JSON: {error}")
         method, url = row.get("method") or "POST", row.get("url") or self.endpoint
@@ -89,8 +89,8 @@ def make_mapper(endpoint: str | None, prompt_column: str | None, id_column: str 
         known = ", ".join(ENDPOINTS if prompt_column is None else PROMPTS)
         raise ConfigError(f"--endpoint must be one of {known}, got {endpoint!r}")
     try:
-        common = {} if body is None else json.loads(body)
-    except (ValueError, RecursionError) as error:
+        common = {} if body is None else decoded(body.encode(errors="surrogateescape"))
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise ConfigError(f"--body must be JSON, got {body!r}: {error}") from error
     if not isinstance(common, dict) or common.get("stream"):
         raise ConfigError(f"--body must be a JSON object without stream, got {body!r}")

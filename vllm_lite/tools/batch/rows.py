@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from vllm_lite.client.text.surrogates import without_halves
 from vllm_lite.server.route_table import ROUTES
 
 ENDPOINTS = tuple(route.path for route in ROUTES if route.batch is not None)
@@ -33,10 +34,22 @@ class Bad(NamedTuple):
 Entry = BatchRequest | Bad
 
 
+def decoded(data: bytes, kind: Any = Any) -> Any:
+    """Decode JSON as the server does: halves of surrogate pairs are replaced. Raises DecodeError, ValueError or
+    RecursionError."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, ValueError):
+        mended = without_halves(data)
+        if mended == data:
+            raise
+        return msgspec.json.decode(mended, type=kind)
+
+
 def parse(number: int, line: bytes) -> Entry:
     """Parse one line of JSON."""
     try:
-        given = msgspec.json.decode(line)
+        given = decoded(line)
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         return Bad(number, None, "invalid_json", f"this is not JSON: {error}")
     return check(number, given)
