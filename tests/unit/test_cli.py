@@ -82,14 +82,19 @@ def test_flags_stand_in_groups_and_show_their_values(capsys: pytest.CaptureFixtu
         hinges: Annotated[int, Meta(description="on one side")] = 3
         locked: Annotated[bool, Section("state"), Meta(description="needs a key")] = True
         keys: Annotated[tuple[str, ...], Meta(description="that open it")] = ()
+        disable_bell: Annotated[bool, Meta(description="it does not ring")] = False
 
     parser = argparse.ArgumentParser(prog="door")
     add_flags(parser, Example)
     parser.print_help()
     assert capsys.readouterr().out.partition("\n\n")[2].split("\n\n")[1:] == [
         "looks:\n  --color COLOR         of the door [red]\n  --hinges N            on one side [3]",
-        f"state:\n  --locked, --no-locked\n{' ' * 24}needs a key [on]\n  --keys KEYS           that open it\n",
+        f"state:\n  --locked, --no-locked\n{' ' * 24}needs a key [on]\n  --keys KEYS           that open it\n"
+        "  --disable-bell        it does not ring [off]\n",
     ]
+    for word, is_disabled in (("--disable-bell", True), ("--no-disable-bell", False)):
+        assert parser.parse_args([word]).disable_bell is is_disabled
+    assert parser.parse_args([]).disable_bell is None
 
 
 @pytest.mark.parametrize(

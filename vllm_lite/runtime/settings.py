@@ -173,7 +173,11 @@ def add_flags(parser: argparse._ActionsContainer, kind: type[Settings], only: Co
         flags = ["--" + name.replace("_", "-") for name in names]
         flags += [SHORT_FLAGS[field.name]] if field.name in SHORT_FLAGS else []
         text = _description(hint) + _default(field.default)
-        if bool in _types(hint):
+        if bool in _types(hint) and field.name.startswith("disable_"):  # --help does not show that this may be negated
+            group.add_argument(*flags, action="store_true", default=None, help=text)
+            hidden: dict[str, Any] = {"dest": field.name, "default": None, "help": argparse.SUPPRESS}
+            group.add_argument(f"--no-{flags[0][2:]}", action="store_false", **hidden)
+        elif bool in _types(hint):
             group.add_argument(*flags, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
             more: dict[str, Any] = {"nargs": "+"} if field.name == "served_model_name" else {}
