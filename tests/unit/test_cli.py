@@ -89,8 +89,10 @@ def test_flags_stand_in_groups_and_show_their_values(capsys: pytest.CaptureFixtu
     parser.print_help()
     assert capsys.readouterr().out.partition("\n\n")[2].split("\n\n")[1:] == [
         "looks:\n  --color COLOR         of the door [red]\n  --hinges N            on one side [3]",
-        f"state:\n  --locked, --no-locked\n{' ' * 24}needs a key [on]\n  --keys KEYS           that open it\n"
-        "  --disable-bell        it does not ring [off]\n",
+        (
+            f"state:\n  --locked, --no-locked\n{' ' * 24}needs a key [on]\n  --keys KEYS           that open it\n"
+            "  --disable-bell        it does not ring [off]\n"
+        ),
     ]
     for word, is_disabled in (("--disable-bell", True), ("--no-disable-bell", False)):
         assert parser.parse_args([word]).disable_bell is is_disabled

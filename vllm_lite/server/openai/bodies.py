@@ -302,8 +302,9 @@ SAMPLING = SamplingFields.__struct_fields__
 FORM = frozenset(FormFields.__struct_fields__) - frozenset(SAMPLING)
 NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 _ALWAYS_REFUSED = """
-audio chat_template custom_logit_processor documents ebnf features functions logits_processors lora_path prediction previous_input_messages prompt_embeds regex repetition_detection return_hidden_states
-return_prompt_text structural_tag trace_decode_token_ids watermarking web_search_options
+audio chat_template custom_logit_processor documents ebnf features functions logits_processors lora_path prediction
+previous_input_messages prompt_embeds regex repetition_detection return_hidden_states return_prompt_text structural_tag
+trace_decode_token_ids watermarking web_search_options
 """
 _OFF_AT_0 = """
 dry_multiplier dynatemp_range epsilon_cutoff eta_cutoff mirostat mirostat_mode no_repeat_ngram_size smoothing_factor
