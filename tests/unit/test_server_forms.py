@@ -241,7 +241,11 @@ def test_no_tool_may_be_called(fields: dict[str, Any]) -> None:
             "tools",
             "tools[1]: Object missing required field `name` - at `function`",
         ),
-        ({"tools": [{**TOOL, "type": "web_search"}]}, "tools", "tools[0]: Invalid enum value 'web_search' - at `type`"),
+        (
+            {"tools": [{**TOOL, "type": "web_search"}]},
+            "tools",
+            "tools[0]: must be function, got 'web_search' - at `type`",
+        ),
         ({"tools": [TOOL, TOOL]}, "tools", "two functions named 'f'"),
         ({"tools": [TOOL] * 129}, "tools", "length <= 128"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),

@@ -304,7 +304,7 @@ for _ in range(120):
         ({"grammar": "start: a\na: a"}, "nothing matches it"),
         ({"grammar": '{"grammars": []}'}, "got JSON; a JSON schema is given as json"),
         ({"structural_tag": "{"}, "structural_tag is not JSON at line 1, column 2"),
-        ({"structural_tag": {"format": {"type": "zz"}}}, r"Invalid value 'zz' - at `\$.format.type`"),
+        ({"structural_tag": {"format": {"type": "zz"}}}, r"must be one of [a-z_, ]+, got 'zz' - at `\$.format.type`"),
         (
             {"structural_tag": {"structures": [TAG], "triggers": ["<g"]}},
             r"format.tags\[0\].begin must start with one of",

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from vllm_lite.errors import ModelError
+from vllm_lite.errors import ModelError, not_chosen
 from vllm_lite.runtime.untrusted_files import MAX_CONFIG_BYTES, read_bounded
 
 T = TypeVar("T")
@@ -66,6 +66,8 @@ def convert(raw: Any, kind: type[T], within: str = "") -> T:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         problem, _, path = str(error).partition(" - at `$")
+        if chosen := not_chosen(error, kind):
+            problem, path = chosen.wanted, chosen.place.removeprefix(" - at `$")
         key = path.rstrip("`").removeprefix(".").partition("[")[0]
         where = ".".join(filter(None, (within, key)))
         given = f", but it is {raw[key]!r}" if isinstance(raw, dict) and key in raw else ""

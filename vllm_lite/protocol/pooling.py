@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from vllm_lite.errors import not_chosen
 from vllm_lite.protocol import Message
 
 PoolingTask = Literal["embed", "token_embed", "classify", "token_classify", "score"]
@@ -65,7 +66,8 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             msgspec.convert(fields, _Checked)
         except msgspec.ValidationError as error:
             problem, _, place = str(error).partition(" - at `$.")
-            name = place.rstrip("`")
+            name, chosen = place.rstrip("`"), not_chosen(error, _Checked)
+            problem = problem if chosen is None else chosen.wanted
             raise ValueError(f"{name}: {problem}, got {fields.get(name)!r}") from None
         if self.truncate_prompt_tokens == 0:
             raise ValueError("truncate_prompt_tokens must be at least 1, or -1 for as many as fit, got 0")

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, Union, get_args, g
 
 import msgspec
 
-from vllm_lite.errors import ConfigError
+from vllm_lite.errors import ConfigError, not_chosen
 from vllm_lite.runtime import vllm_settings, vllm_variables
 from vllm_lite.runtime.settings_sources import read_env, read_file, unread
 
@@ -138,8 +138,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         except msgspec.ValidationError as error:
             match = re.search(r"`\$\.(\w+)([.\w]*)", str(error))
             name, within = match.groups() if match else ("", "")
-            what = _sentence(str(error).split(" - at ")[0], _hint_within(hints.get(name), within))
-            raise ConfigError(f"{name}{within}: {what}, got {values[name]!r}" if name in values else what) from error
+            chosen = not_chosen(error, cls)
+            what = _sentence(str(error).split(" - at ")[0]) if chosen is None else chosen.wanted
+            given = f", got {values[name]!r}" if name in values and ", got " not in what else ""
+            raise ConfigError(f"{name}{within}: {what}{given}" if name in values else what) from error
 
 
 class _Layer(NamedTuple):
@@ -229,19 +231,8 @@ def _choices(hint: Any) -> tuple[str, ...]:
     )
 
 
-def _hint_within(hint: Any, within: str) -> Any:
-    """The annotation of the field at the path `within` (".name") of a struct with the annotation `hint`; `hint` for
-    ""."""
-    for name in within.split(".")[1:]:
-        struct = next(kind for kind in _types(hint) if isinstance(kind, type) and issubclass(kind, msgspec.Struct))
-        hint = get_type_hints(struct, include_extras=True)[name]
-    return hint
-
-
-def _sentence(what: str, hint: Any) -> str:
-    """msgspec's message about a value that is no `hint`, in the wording of the other errors."""
-    if what.startswith("Invalid enum value"):
-        return f"must be one of {', '.join(_choices(hint))}"
+def _sentence(what: str) -> str:
+    """msgspec's message about a value of another type, in the wording of the other errors."""
     match = re.fullmatch(r"Expected `(\w+)[^`]*`(?: (<=|>=|<|>) (\S+?))?(?:, got `\w+`)?", what)
     if match is None or match[1] not in _KINDS:
         return what

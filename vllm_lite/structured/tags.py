@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_lite.errors import RequestError
+from vllm_lite.errors import RequestError, with_choices
 from vllm_lite.structured.check import check_lark, check_regex, check_schema, check_text
 from vllm_lite.structured.lark import LarkWriter, quoted, regex
 from vllm_lite.structured.schemas.schema import Schema
@@ -111,7 +111,9 @@ def _read(given: str | Mapping[str, Any]) -> _Wanted:
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise RequestError(f"structural_tag is not JSON at {place}: {error.msg}") from error
-    except (msgspec.ValidationError, RecursionError, ValueError) as error:
+    except msgspec.ValidationError as error:
+        raise RequestError(f"structural_tag: {with_choices(error, _Wanted)}") from error
+    except (RecursionError, ValueError) as error:
         raise RequestError(f"structural_tag: {error}") from error
 
 

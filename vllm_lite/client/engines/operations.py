@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from vllm_lite.errors import EngineError, RequestError
+from vllm_lite.errors import EngineError, RequestError, with_choices
 from vllm_lite.protocol import operations
 
 OPERATION_TIMEOUT_S = 3600.0
@@ -30,7 +30,7 @@ def operation_of(name: str, **values: Any) -> operations.Operation:
             made[key] = msgspec.convert(value, fields[key].type, strict=False)
         return kind(**made)
     except msgspec.ValidationError as error:
-        raise RequestError(f"{key}: {error}") from error
+        raise RequestError(f"{key}: {with_choices(error, fields[key].type)}") from error
 
 
 def check_done(done: operations.OperationDone) -> None:

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from vllm_lite.client.text.surrogates import without_halves
+from vllm_lite.errors import NotChosen, not_chosen
 from vllm_lite.server.openai.errors import ApiError
 
 MAX_FIELDS = 256
@@ -40,7 +41,8 @@ def decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
     try:
         return msgspec.json.decode(data, type=kind, strict=False)
     except msgspec.ValidationError as error:
-        message = str(error)
+        chosen = not_chosen(error, kind)
+        message = str(error) if chosen is None else _chosen(chosen)
         if len(message) > 2 * SHOWN_CHARS:  # it has the client's value, of any length; the path is at its end
             message = f"{message[:SHOWN_CHARS]} [...] {message[-SHOWN_CHARS:]}"
         place = re.search(r"`\$\.?((\w+)[^`]*)`", message)
@@ -48,6 +50,12 @@ def decode(data: bytes | msgspec.Raw, kind: Any) -> Any:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         _check_unicode(data)
         raise _MalformedError(400, f"the body is not valid JSON: {error}") from error
+
+
+def _chosen(error: NotChosen) -> str:
+    """The sentence about a value that is none of a fixed set, which begins with the field."""
+    field = error.place.removeprefix(" - at ")
+    return f"{field or 'the body'} {error.wanted}, got {error.got}"
 
 
 def _check_unicode(data: bytes | msgspec.Raw) -> None:

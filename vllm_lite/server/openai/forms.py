@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from vllm_lite.errors import with_choices
 from vllm_lite.protocol.structured import StructuredOutputsParams
 from vllm_lite.server.openai.bodies import MAX_TOOLS, ChatBody, FormFields, FunctionTool
 from vllm_lite.server.openai.errors import ApiError
@@ -167,7 +168,8 @@ def checked_tools(given: list[dict[str, Any]]) -> list[FunctionTool]:
         try:
             tools.append(msgspec.convert(each, FunctionTool))
         except msgspec.ValidationError as error:
-            raise ApiError(400, f"tools[{place}]: {str(error).replace('`$.', '`')}", "tools") from error
+            text = with_choices(error, FunctionTool).replace("`$.", "`")
+            raise ApiError(400, f"tools[{place}]: {text}", "tools") from error
     names = [tool.function.name for tool in tools]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
