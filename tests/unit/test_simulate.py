@@ -353,6 +353,9 @@ def test_the_highest_rate_holds_and_a_higher_one_does_not() -> None:
     assert all(limit.holds(at(rate)) for limit in limits)
     assert not all(limit.holds(at(1.3 * rate)) for limit in limits)
     assert highest_rate([Limit("ttft", 50.0, 1e-6)], at) == 0
+    assert (
+        highest_rate([Limit("ttft", 99.0, 1e9)], lambda rate: simulate(made_up(), {}, load_at(rate, 3)).outcomes) > 1e9
+    )
 
 
 def test_a_request_that_does_not_fit_is_named() -> None:
@@ -394,8 +397,11 @@ def test_the_command_fits_keeps_compares_and_records(
     assert Replay(again).run().report()[-1] == "every decision is the one recorded"
     words = ["--num-prompts", "40", "--input-len", "100", "--output-len", "8", "--target", "ttft_p99=300ms"]
     assert main(["simulate", times, *words, "--vary", "max_num_seqs=1,16"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0] for line in lines] == ["max_num_seqs=16", "max_num_seqs=1"]
+    printed = capsys.readouterr()
+    assert [line.split(":")[0] for line in printed.out.splitlines()] == ["max_num_seqs=16", "max_num_seqs=1"]
+    assert printed.err == "", "a file gets no progress bars"
+    assert main(["simulate", times, "--num-prompts", "3", "--output-len", "8", "--target", "ttft_p99=300s"]) == 0
+    assert "all requests may come at once; simulate more of them (--num-prompts)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

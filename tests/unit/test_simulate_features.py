@@ -1,13 +1,17 @@
-"""Features of an engine in `vllm-lite simulate`: adapters, preemption by swap, and KV on a disk."""
+"""Features of an engine in `vllm-lite simulate`: adapters, preemption by swap, KV on a disk, and forks."""
 
+import random
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from tests.recorded import Recorded
 from tests.unit.test_simulate import HEADER, OPTIONS, TIMES, load_at, made_up
 from vllm_lite.errors import ConfigError
+from vllm_lite.protocol.api import ForkRequest
+from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.tools.bench.serve_datasets import DatasetOptions
 from vllm_lite.tools.simulate import cost, fit
 from vllm_lite.tools.simulate.load import LoadOptions, SimulatedRequest, load_of, make_load
@@ -77,6 +81,30 @@ def test_chats_that_memory_forgot_are_loaded_from_the_disk(tmp_path: Path) -> No
     again = simulate(fitted, {}, load).figures
     assert again["loaded_tokens"] == pytest.approx(found["loaded_tokens"], rel=0.05)
     assert again["mean_ttft_ms"] == pytest.approx(found["mean_ttft_ms"], rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_recordings_of_all_that_may_happen_are_read(seed: int, tmp_path: Path) -> None:
+    """Forks, aborts, deaths, requests that are sent again."""
+    rng, path = random.Random(seed), tmp_path / "trace"
+    recorded = Recorded(path, 30, num_host_blocks=12, speculative_config={"num_speculative_tokens": 3})
+    recorded.random_work(rng, death_rate=rng.choice([0.0, 0.1]))
+    recorded.drain()
+    recorded.core.close()
+    assert Recording(str(path)).read().requests
+
+
+def test_a_fork_is_a_request_whose_prompt_has_the_output_before_it(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    recorded = Recorded(path)
+    recorded.add("parent", [1, 2, 3, 4, 5], max_tokens=12, ignore_eos=True)
+    while recorded.scheduler.requests["parent"].sequences[0].num_output < 4:
+        recorded.loop()
+    recorded.core.fork(b"client", ForkRequest("parent", "child", 3, SamplingParams(max_tokens=9, ignore_eos=True)))
+    recorded.drain()
+    recorded.core.close()
+    load = load_of(Recording(str(path)).read())
+    assert [(len(each.tokens) // 4, each.output_len) for each in load] == [(5, 12), (8, 6)]
 
 
 def test_no_disk_is_made_up() -> None:

@@ -1,4 +1,4 @@
-"""The progress bar of LLM.generate, with tokens per second. tqdm is imported when one is shown."""
+"""The progress bar of LLM.generate and of commands, with tokens per second. tqdm is imported when one is shown."""
 
 import threading
 import time
@@ -8,12 +8,14 @@ from typing import Any, Self
 class TokenBar:
     """Counts finished requests and generated tokens; shows them on stderr if enabled."""
 
-    def __init__(self, num_requests: int, *, enabled: bool, has_rate: bool = True) -> None:
-        """`has_rate`: it shows tokens per second."""
+    def __init__(
+        self, num_requests: int, *, enabled: bool, name: str = "generating", has_rate: bool = True, stays: bool = True
+    ) -> None:
+        """`has_rate`: it shows tokens per second. `stays`: it is still shown after its end."""
         self._has_rate = has_rate
         self._num_tokens = 0
         self._began_s = time.monotonic()
-        self._bar: Any = _make_bar(num_requests) if enabled else None
+        self._bar: Any = _make_bar(num_requests, name, stays) if enabled else None
 
     def __enter__(self) -> Self:
         return self
@@ -42,7 +44,7 @@ class TokenBar:
         self._bar.set_postfix_str(f"{self._num_tokens / elapsed_s:.0f} tokens/s", refresh=False)
 
 
-def _make_bar(total: int) -> Any:
+def _make_bar(total: int, name: str, stays: bool) -> Any:
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[type-arg]
@@ -51,4 +53,4 @@ def _make_bar(total: int) -> Any:
         _lock = threading.RLock()
         monitor_interval = 0
 
-    return Bar(total=total, desc="generating", unit="prompt", dynamic_ncols=True)
+    return Bar(total=total, desc=name, unit="prompt", dynamic_ncols=True, leave=stays)

@@ -2,6 +2,7 @@
 recording of `serve --record`. Needs neither a model nor an accelerator."""
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,7 +140,8 @@ def _simulate(
     from vllm_lite.client.progress import TokenBar
     from vllm_lite.tools.simulate.variants import RunOptions, simulate
 
-    with TokenBar(len(load), enabled=not arguments.json, has_rate=False) as bar:
+    is_shown = not arguments.json and sys.stderr.isatty()
+    with TokenBar(len(load), enabled=is_shown, name="simulating", has_rate=False, stays=False) as bar:
 
         def report(ended: int) -> None:
             for _ in range(ended):
@@ -167,7 +169,10 @@ def _search(arguments: argparse.Namespace, fitted: "StepTimes", settings: "list[
         print(msgspec.json.encode([{"settings": dict(each), "request_rate": rate} for rate, each in found]).decode())
     else:
         for rate, each in found:
-            print(f"{label(each)}: " + (f"{rate:.3g} requests/s" if rate else "at no rate"))
+            text = f"{rate:.3g} requests/s" if rate else "at no rate"
+            if rate == float("inf"):
+                text = "all requests may come at once; simulate more of them (--num-prompts)"
+            print(f"{label(each)}: {text}")
     return 0 if found[0][0] else 1
 
 

@@ -97,8 +97,8 @@ class Recording(Replay):
             super()._apply(record)
             self._had_work = bool(self.scheduler.requests)
         else:
-            if isinstance(record, records.Arrival):
-                self._has_come(record)
+            if isinstance(record, records.Arrival | records.Forked):
+                self._has_come(record.child if isinstance(record, records.Forked) else record)
             elif isinstance(record, records.RatesMeasured) and record.row_s and not self.messages:
                 self.timings = _timings(Rates(*msgspec.structs.astuple(record)), self.reader.header.options)
             elif isinstance(record, records.WorkersLost):
@@ -163,7 +163,7 @@ class Recording(Replay):
         return [history(self.drafts.get(key, ()), tokens, self._method) for key, tokens in answers]
 
     def _has_come(self, record: records.Arrival) -> None:
-        outcome = Outcome(record.num_prompt)
+        outcome = Outcome(record.num_prompt + record.num_output)  # a fork goes on from its parent's output
         outcome.start_s = record.clock_s
         outcome.chunks_s = array("d")
         self.requests[record.request_id] = RecordedRequest(outcome, adapter=record.params.adapter)

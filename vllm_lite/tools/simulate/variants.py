@@ -115,8 +115,8 @@ def simulate(
 
 
 def highest_rate(limits: Sequence[Limit], run: Callable[[float], Sequence[Outcome]]) -> float:
-    """The highest number of requests per second at which all `limits` hold; 0 if there is none. `run` simulates a
-    rate."""
+    """The highest number of requests per second at which all `limits` hold; 0 if there is none, infinity if they hold
+    for requests that come all at once. `run` simulates a rate."""
 
     def holds(rate: float) -> bool:
         outcomes = run(rate)
@@ -125,6 +125,8 @@ def highest_rate(limits: Sequence[Limit], run: Callable[[float], Sequence[Outcom
     low, high = 0.0, 1.0
     while high <= MOST_RATE and holds(high):
         low, high = high, 2 * high
+    if high > MOST_RATE:
+        return float("inf")
     while low == 0.0 and high > LEAST_RATE:
         if holds(high / 2):
             low = high / 2
