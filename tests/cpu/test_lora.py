@@ -261,7 +261,7 @@ def test_adapters_of_other_models_are_refused(small: Oracle, tmp_path: Path) -> 
     for path, message in (
         (make_adapter(other, tmp_path / "shapes", ["q_proj"]), "was made for another base model"),
         (make_adapter(small.path, tmp_path / "rank", ["q_proj"], rank=9), "has rank 9, and max_lora_rank is 8"),
-        (tmp_path / "nothing", "adapter_config.json: no such file"),
+        (tmp_path / "nothing", "adapter_config.json: no such file; the folder of an adapter in PEFT's format has one"),
     ):
         with pytest.raises(ModelError, match=message):
             made.read(read_lora(path), f"adapter {path.name!r}")

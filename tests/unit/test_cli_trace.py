@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.recorded import Recorded, replaced, rewritten
+from vllm_lite.protocol.api import ForkRequest
+from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.tools.cli import main
 from vllm_lite.trace import records
 
@@ -152,6 +154,25 @@ def test_why_has_the_drafts_of_requests_that_ended_early(
 def test_an_unknown_request_is_named(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["why", "nobody", str(trace)]) == 2
     assert "request 'nobody' is none of the 6 in this trace; the first are 'first', 'second'" in capsys.readouterr().err
+
+
+def test_a_story_names_forks_by_their_ids_and_ends_with_its_request(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace"
+    recorded = Recorded(path)
+    recorded.add("mine", [1, 2, 3], max_tokens=9, ignore_eos=True)
+    recorded.loop()
+    recorded.core.fork(b"client", ForkRequest("mine", "cmpl-child", 0, SamplingParams(max_tokens=40, ignore_eos=True)))
+    while "mine" not in recorded.ended:
+        recorded.loop()
+    recorded.core.reset_prefix_cache()
+    recorded.drain()
+    recorded.core.close()
+    text = why("mine", path, capsys)
+    assert "Was forked into cmpl-child." in text
+    assert "Finished at its greatest length" in text.splitlines()[-1]
+    assert "All that was cached was forgotten." in why("cmpl-child", path, capsys)
 
 
 def test_every_request_of_a_wild_run_has_a_story(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

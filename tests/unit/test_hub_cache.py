@@ -14,7 +14,7 @@ from tests.deadlines import scaled
 from tests.hub_stub import COMMIT, Hub
 from tests.unit.test_hub import DEMO, NEVER_FETCHED, stub  # noqa: F401 - a fixture
 from vllm_lite.checkpoint.gguf.files import choose
-from vllm_lite.checkpoint.hub_cache import cached_models, find_cached, label_of
+from vllm_lite.checkpoint.hub_cache import cached_models, facts_of, find_cached, label_of
 from vllm_lite.checkpoint.library_names import SAME_MODELS, hub_id
 from vllm_lite.errors import ModelError
 from vllm_lite.tools.cli import main
@@ -88,6 +88,15 @@ def test_models_in_gguf_files_are_distinguished_by_their_labels(
     assert [model.name for model in cached_models()] == ["org/model:Q4_K_M"]
     assert main(["rm", "org/model"]) == 0
     assert cached_models() == []
+
+
+def test_the_context_of_an_embedding_model_is_its_longest_text(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert", "max_position_embeddings": 512}')
+    assert facts_of(tmp_path).context_length == 512
+    (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 256}')
+    assert facts_of(tmp_path).context_length == 256
+    (tmp_path / "sentence_bert_config.json").write_text("[]")
+    assert facts_of(tmp_path).context_length == 512
 
 
 def test_a_pull_that_was_killed_continues(stub: Hub, tmp_path: Path) -> None:  # noqa: F811

@@ -46,6 +46,12 @@ def test_a_damaged_file_is_not_taken_for_a_missing_one(tmp_path: Path) -> None:
         load_tokenizer(None, str(tmp_path))
 
 
+def test_the_bundled_models_tokenizer_has_its_name() -> None:
+    tokenizer = load_tokenizer("demo", "/no/such/folder")
+    assert tokenizer is not None
+    assert tokenizer.decode(tokenizer.encode("One windy day")) == "One windy day"
+
+
 def test_round_trip() -> None:
     tokenizer = Tokenizer(made.byte_level())
     for text in ("the cat", "naïve 🙂 猫", " two  spaces\n", ""):

@@ -56,6 +56,9 @@ def facts_of(path: Path) -> FileFacts:
     quantized = config.get("quantization_config")
     method = quantized.get("quant_method") if isinstance(quantized, dict) else None
     length = (own or config).get("max_position_embeddings")
+    with suppress(ModelError, AttributeError):
+        longest = read_json(path / "sentence_bert_config.json", lambda value: value.get("max_seq_length"))
+        length = longest if isinstance(longest, int) else length
     return FileFacts(
         str(config.get("model_type") or UNKNOWN),
         "safetensors",

@@ -20,15 +20,21 @@ MAX_MESSAGE = 2000
 """Maximum characters of an error, which includes a value that may be as long as the file."""
 
 
-def read_json(source: Path, parse: Callable[[Any], T], *, max_bytes: int = MAX_CONFIG_BYTES) -> T:
+def read_json(
+    source: Path,
+    parse: Callable[[Any], T],
+    *,
+    max_bytes: int = MAX_CONFIG_BYTES,
+    owner: str = "a Hugging Face checkpoint folder",
+) -> T:
     """Return `parse(json)` of the file `source`, of at most `max_bytes`. Raises ModelError, prefixing the errors of
-    `parse` with the file's name."""
+    `parse` with the file's name. `owner`: the kind of folder that has the file."""
     try:
         data = read_bounded(source, max_bytes)
     except ValueError as error:
         raise ModelError(f"{str(source)!r} is not the name of a file ({error})") from None
     except FileNotFoundError:
-        raise ModelError(f"{source}: no such file; a Hugging Face checkpoint folder has one") from None
+        raise ModelError(f"{source}: no such file; {owner} has one") from None
     except OSError as error:
         raise ModelError(f"{source}: cannot be read ({error.strerror})") from error
     try:

@@ -133,12 +133,12 @@ class EngineProcess:
             )
         )
         log.moment("engine", "blocks, clients' socket")
+        gib = num_blocks * ready.block_bytes * tp / 2**30
+        cache = f"{num_blocks} KV blocks of {self._config.block_size} tokens ({gib:.2f} GiB)"
         logger.info(
-            "ready (version %s): %d KV blocks of %d tokens (%.2f GiB), up to %d sequences of %d tokens",
+            "ready (version %s): %s, up to %d sequences of %d tokens",
             __version__,
-            num_blocks,
-            self._config.block_size,
-            num_blocks * ready.block_bytes * tp / 2**30,
+            cache if blocks.total_tokens else "no KV cache",
             self._config.max_num_seqs,
             core.max_model_len,
         )

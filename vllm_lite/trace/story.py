@@ -219,7 +219,7 @@ class _Story:
             case records.Forked() if record.child.request_id == self.request_id:
                 yield self._arrived(record.child, f"was forked off {self.ids.get(record.parent)}")
             case records.Forked() if record.parent in self._numbers:
-                yield self._line(record.child.clock_s, f"{record.child.request_id} was forked off it")
+                yield self._line(record.child.clock_s, f"was forked into {record.child.request_id}")
             case records.Step() | records.Result():
                 self._step += isinstance(record, records.Step) and record.digest != b""
                 for decision in record.decisions:
@@ -238,9 +238,9 @@ class _Story:
                 yield self._line(record.clock_s, "ended with an error, because its deadline had passed")
             case records.WorkersLost() | records.WorkersReplaced():
                 yield from self._workers(record)
-            case records.CacheReset() if self._numbers:
+            case records.CacheReset() if self._open:
                 yield self._line(record.clock_s, "all that was cached was forgotten")
-            case records.PolicyFault() if self._numbers:
+            case records.PolicyFault() if self._open:
                 yield f"             (the policy failed, from here on first come, first served: {record.what})"
 
     def _name(self, record: records.Record) -> None:

@@ -108,7 +108,7 @@ def read_lora(folder: str | Path) -> LoraCheckpoint:
     """Read the config and the header of the adapter in `folder`. Raises ModelError for an unsupported one."""
     folder = Path(folder)
     file = folder / WEIGHTS_FILE
-    config = read_json(folder / CONFIG_FILE, _parse)
+    config = read_json(folder / CONFIG_FILE, _parse, owner="the folder of an adapter in PEFT's format")
     if not file.is_file():
         other = "; adapter_model.bin cannot be used" if (folder / "adapter_model.bin").exists() else ""
         raise ModelError(f"{folder}: has no {WEIGHTS_FILE}{other}")

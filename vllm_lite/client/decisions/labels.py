@@ -33,8 +33,8 @@ def label_ids(
         for label, known_ids in zip(question.labels, options, strict=True):
             if not known_ids:
                 raise RequestError(
-                    f"question {question.id!r}: {label[0]!r} is not one token after this model's prompt, so that "
-                    f"a {question.kind} cannot be read from one"
+                    f"question {question.id!r}: {label[0]!r} is not one token after this model's prompt, so this "
+                    f"model cannot answer a {question.kind}; try another one"
                 )
         if len({token_id for each in options for token_id in each}) < sum(map(len, options)):
             raise RequestError(f"question {question.id!r}: two options have the same token after this model's prompt")

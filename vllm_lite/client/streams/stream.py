@@ -16,6 +16,7 @@ from vllm_lite.client.streams.sampling import wire_params, with_bad_word_ids, wi
 from vllm_lite.client.text.detokenizer import Detokenizer, vocabulary
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.client.text.tokenizer_formats import conversion
+from vllm_lite.config import DEMO_MODEL, demo_folder
 from vllm_lite.errors import ModelError, RequestError, VllmLiteError
 from vllm_lite.protocol.api import Finished, ForkRequest, Generate, Tokens, Welcome
 from vllm_lite.protocol.codec import pack_tokens
@@ -331,15 +332,14 @@ class StreamFactory:
 
 
 def load_tokenizer(wanted: str | Path | None, default: str) -> Tokenizer | None:
-    """Load the tokenizer of the folder or hub id `wanted`; if that is None, the one in `default`, if there is one.
+    """Load the tokenizer of the folder or hub id `wanted`, or of the bundled model if that is its name; if `wanted` is
+    None, the one in `default`, if there is one.
 
     Raises ModelError, also for a tokenizer that is damaged, or whose format cannot be converted.
     """
     if wanted is not None:
-        name = str(wanted)
-        return Tokenizer.load(
-            hub.local_folder(hub.HubSource(name), what="tokenizer") if hub.is_hub_id(name) else wanted
-        )
+        name = demo_folder() if wanted == DEMO_MODEL else str(wanted)
+        return Tokenizer.load(hub.local_folder(hub.HubSource(name), what="tokenizer") if hub.is_hub_id(name) else name)
     try:
         return Tokenizer.load(default)
     except ModelError as error:
