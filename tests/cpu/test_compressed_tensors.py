@@ -256,7 +256,7 @@ def test_layers_that_are_not_converted_are_found_by_the_end_of_their_names(tmp_p
         (of_library("float-quantized"), "has no scheme for weights"),
         (of_library("float-quantized", scheme("float8", "channel"), targets=("re:(a+",)), "not a regular expression"),
         (FP8 | {"weight_block_size": [0, 128]}, "weight_block_size"),
-        (FP8 | {"fmt": "e5m2"}, "fmt: must be e4m3, but it is 'e5m2'"),
+        (FP8 | {"fmt": "e5m2"}, "fmt: must be one of e4m3, float8_e4m3fn, but it is 'e5m2'"),
     ],
 )
 def test_unsupported_settings_are_refused_by_name(tmp_path: Path, config: dict[str, Any], problem: str) -> None:
