@@ -36,7 +36,7 @@ PARAMS = SamplingParams(max_tokens=3)
 
 
 def picture(content: str, num_tokens: int, start: int = 0) -> Media:
-    return Media("image", blake2b(content.encode(), digest_size=32).digest(), num_tokens, start, blob=f"/{content}")
+    return Media("image", blake2b(content.encode(), digest_size=32).digest(), num_tokens, start)
 
 
 def hashes_of(tokens: list[int], media: tuple[Media, ...] = ()) -> list[bytes]:

@@ -19,15 +19,14 @@ class Media(Message):
     """One medium in a prompt: the tokens [start, start + num_tokens).
 
     `digest` (blake2b-256) is of the model's input: the preprocessed content, and the preprocessing settings. Equal
-    digests mean equal vectors; the prefix cache relies on it. `blob` names the content for the worker that computes the
-    vectors; `grid` is its size in patches (time, height, width), for models whose positions depend on it.
+    digests mean equal vectors; the prefix cache relies on it. `grid` is its size in patches (time, height, width), for
+    models whose positions depend on it.
     """
 
     kind: Annotated[str, Meta(min_length=1, max_length=MAX_KIND_CHARS)]
     digest: Annotated[bytes, Meta(min_length=32, max_length=32)]
     num_tokens: Annotated[int, Meta(ge=1, lt=2**31)]
     start: Annotated[int, Meta(ge=0, lt=2**31)] = 0
-    blob: Annotated[str, Meta(max_length=256)] = ""
     grid: Annotated[tuple[Annotated[int, Meta(ge=1, lt=2**31)], ...], Meta(max_length=3)] = ()
 
     @property
