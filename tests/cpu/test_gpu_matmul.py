@@ -28,7 +28,7 @@ from vllm_lite.layers.quantized.select import QuantizedForm
 from vllm_lite.layers.weights import gpu_matmul, matmul, weight_form
 from vllm_lite.layers.weights.gpu_matmul import packed_matmul
 from vllm_lite.layers.weights.matmul import DenseMatmul, make_grouped_matmul, make_matmul
-from vllm_lite.layers.weights.weight_form import DENSE, LinearShape, WidenedForm, WidenedWeight
+from vllm_lite.layers.weights.weight_form import DENSE, LinearShape, RemadeWeight, WidenedForm
 
 pytestmark = pytest.mark.skipif(emulator.available() is None, reason="no C++ compiler for the emulator")
 BF16, CPU = torch.bfloat16, torch.device("cpu")
@@ -136,11 +136,11 @@ def test_quantized_experts_become_dense_without_kernels_for_them(caplog: pytest.
     tensors, exact = gptq_tensors("e", random(32, 64), gptq_config(group_size=32))
     with caplog.at_level(logging.INFO):
         stored = [form.stored((f"model.layers.0.mlp.experts.{index}.up_proj",), shape) for index in (0, 1, 2)]
-    assert [isinstance(each, WidenedWeight) for each in stored] == [True, False, True]
+    assert [isinstance(each, RemadeWeight) for each in stored] == [True, False, True]
     assert caplog.messages == ["quantized experts become bfloat16: cpu has kernels for dense ones alone"]
     given = [tensors[f"e.{stack.slots[0].name.rpartition('.')[2]}"].to(stack.dtype) for stack in stored[0].stacks]
     torch.testing.assert_close(stored[0].dense(given).float(), exact, rtol=8e-3, atol=0)
-    assert not isinstance(WidenedForm(DENSE, "experts").stored(("some",), shape), WidenedWeight)
+    assert not isinstance(WidenedForm(DENSE, "experts").stored(("some",), shape), RemadeWeight)
 
 
 # ---- models

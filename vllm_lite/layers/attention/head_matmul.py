@@ -7,7 +7,7 @@ import torch
 
 from vllm_lite.kernels.cpu.weights.head_linear import HeadLinear
 from vllm_lite.layers.weights.matmul import DenseMatmul, Matmul, NativeMatmul
-from vllm_lite.layers.weights.weight_form import AlwaysDense, WeightForm
+from vllm_lite.layers.weights.weight_form import RemadeForm, WeightForm
 
 
 class HeadMatmul(Protocol):
@@ -62,4 +62,4 @@ def make_head_matmul(matmuls: Sequence[Matmul]) -> HeadMatmul:
 def form_of_heads(form: WeightForm, device: torch.device) -> WeightForm:
     """Form in which a rank holds heads' matrices. On a GPU quantized ones become dense, as no kernel multiplies those
     of all heads at once: 33.5 MB a layer of DeepSeek V3 instead of 16.8, split over its ranks."""
-    return form if device.type == "cpu" else AlwaysDense(form)
+    return form if device.type == "cpu" else RemadeForm(form)

@@ -12,14 +12,21 @@ import torch
 
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.checkpoint.tensors.lora import LoraModule
-from vllm_lite.errors import ModelError
 from vllm_lite.kernels.cpu.weights.lora import LoraSlots
 from vllm_lite.kernels.routing import Chosen
 from vllm_lite.layers.mlp import GatedNames, first_names, first_rows
 from vllm_lite.layers.moe.expert_matmul import ExpertMatmul, LoopedExperts, NativeExperts
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.weights.adapter_rows import AdapterMask, GroupedRows
-from vllm_lite.layers.weights.lora import AdaptedMatmul, Adapters, NativeSlots, Site, read_tensor, rows_of
+from vllm_lite.layers.weights.lora import (
+    AdaptedMatmul,
+    Adapters,
+    NativeSlots,
+    Site,
+    check_matrices,
+    read_tensor,
+    rows_of,
+)
 from vllm_lite.layers.weights.weight_form import LinearShape
 
 
@@ -94,14 +101,7 @@ class FusedSites:
     def check(self, modules: Mapping[str, LoraModule], label: str) -> None:
         """See AdaptedPart.check."""
         for name, module in modules.items():
-            count = self.held.total
-            wanted = (count * module.rank, self.inputs), (self.rows[0].total, count * module.rank)
-            found = module.down.shape, module.up.shape
-            if module.num_experts != count or found != wanted:
-                raise ModelError(
-                    f"{label} was made for another base model: its matrices of {name} are {list(found[0])} and "
-                    f"{list(found[1])}, this model needs {list(wanted[0])} and {list(wanted[1])}"
-                )
+            check_matrices(name, module, self.inputs, self.rows[0].total, label, self.held.total)
 
     def read(self, modules: Mapping[str, LoraModule]) -> list[Any]:
         """See AdaptedPart.read."""

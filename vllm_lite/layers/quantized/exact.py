@@ -11,15 +11,12 @@ import torch
 
 from vllm_lite.layers.quantized.stored import QuantizedWeight
 from vllm_lite.layers.weights.matmul import Matmul, keep_rows
-from vllm_lite.layers.weights.weight_form import LinearShape, StoredWeight, WeightForm
-from vllm_lite.layers.weights.weight_slot import WeightStack
+from vllm_lite.layers.weights.weight_form import LinearShape, StoredWeight, WrappedForm, WrappedWeight
 
 
 @dataclass(frozen=True, slots=True)
-class ExactForm:
-    """Wraps another form; its products do not round their rows."""
-
-    form: WeightForm
+class ExactForm(WrappedForm):
+    """Products do not round their rows."""
 
     def stored(self, names: Sequence[str], shape: LinearShape) -> StoredWeight:
         stored = self.form.stored(names, shape)
@@ -27,22 +24,10 @@ class ExactForm:
             stored = replace(stored, float8_rows=False)
         return ExactWeight(stored)
 
-    def quantizes(self, name: str) -> bool:
-        return self.form.quantizes(name)
-
 
 @dataclass(frozen=True, slots=True)
-class ExactWeight:
-    """Wraps another weight; its product does not round its rows."""
-
-    stored: StoredWeight
-
-    @property
-    def stacks(self) -> tuple[WeightStack, ...]:
-        return self.stored.stacks
+class ExactWeight(WrappedWeight):
+    """A weight whose product does not round its rows."""
 
     def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
         return keep_rows(self.stored.matmul(tensors, bias))
-
-    def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return self.stored.dense(tensors)

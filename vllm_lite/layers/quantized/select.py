@@ -22,8 +22,7 @@ from vllm_lite.checkpoint.quantization.spec import (
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.layers.quantized import awq, bitsandbytes, bitsandbytes8, block_scaled, gptq, mxfp4, packed_ints
 from vllm_lite.layers.quantized.gguf import GgufForm
-from vllm_lite.layers.quantized.requantized import RequantizedForm
-from vllm_lite.layers.weights.weight_form import DENSE, DenseForm, LinearShape, StoredWeight, WeightForm
+from vllm_lite.layers.weights.weight_form import DENSE, DenseForm, LinearShape, RemadeForm, StoredWeight, WeightForm
 
 FORMATS: Mapping[type[QuantizationSpec], Callable[[Any, Sequence[str], LinearShape], StoredWeight]] = {
     PackedInts: packed_ints.stored,
@@ -69,7 +68,7 @@ def form_for(
     DenseForm; `again`: quantize weights that are quantized in the checkpoint again, all to one form. Raises ConfigError
     if both are given without `again`."""
     if again and spec is not None and quantization is not None:
-        return RequantizedForm(form_for(spec, None), quantization)
+        return RemadeForm(form_for(spec, None), quantization)
     if spec is None:
         return DenseForm(quantization, mixed)
     if isinstance(spec, Gguf) and (not spec.kinds or quantization is None):

@@ -19,7 +19,7 @@ from vllm_lite.checkpoint.tensors.lora import LoraModule
 from vllm_lite.errors import ModelError
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.weights.linear import look_up
-from vllm_lite.layers.weights.lora import Adapters, Site, read_tensor
+from vllm_lite.layers.weights.lora import Adapters, Site, check_matrices, read_tensor
 from vllm_lite.layers.weights.weight_form import LinearShape
 
 MAX_TABLE_BYTES = 1 << 30
@@ -63,13 +63,7 @@ class AdaptedTokens:
     def check(self, modules: Mapping[str, LoraModule], label: str) -> None:
         """See AdaptedPart.check."""
         for name, module in modules.items():
-            wanted = (module.rank, self.vocab_size), (self.hidden_size, module.rank)
-            found = module.down.shape, module.up.shape
-            if found != wanted:
-                raise ModelError(
-                    f"{label} was made for another base model: its matrices of {name} are {list(found[0])} and "
-                    f"{list(found[1])}, this model needs {list(wanted[0])} and {list(wanted[1])}"
-                )
+            check_matrices(name, module, self.vocab_size, self.hidden_size, label)
             if module.magnitude is not None:
                 raise ModelError(f"{label} has lengths (DoRA) of {name}, which are not served of token vectors")
 

@@ -27,8 +27,8 @@ from vllm_lite.layers.weights import gpu_matmul
 from vllm_lite.layers.weights.adapter_rows import AdapterMask, AdapterRows, GroupedRows, LaunchedRows
 from vllm_lite.layers.weights.dora import adapted_lengths, can_read, lengths_of
 from vllm_lite.layers.weights.matmul import Matmul, copies
-from vllm_lite.layers.weights.weight_form import LinearShape, StoredWeight, WeightForm
-from vllm_lite.layers.weights.weight_slot import WeightSlot, WeightStack
+from vllm_lite.layers.weights.weight_form import LinearShape, StoredWeight, WeightForm, WrappedForm, WrappedWeight
+from vllm_lite.layers.weights.weight_slot import WeightSlot
 
 if TYPE_CHECKING:  # other devices need none of it
     from vllm_lite.kernels.cuda.launcher import Launcher
@@ -192,13 +192,7 @@ class Site:
     def check(self, modules: Mapping[str, LoraModule], label: str) -> None:
         """See AdaptedPart.check."""
         for name, module in modules.items():
-            wanted = (module.rank, self.shape.inputs.total), (self._outputs(name), module.rank)
-            found = module.down.shape, module.up.shape
-            if found != wanted:
-                raise ModelError(
-                    f"{label} was made for another base model: its matrices of {name} are {list(found[0])} and "
-                    f"{list(found[1])}, this model needs {list(wanted[0])} and {list(wanted[1])}"
-                )
+            check_matrices(name, module, self.shape.inputs.total, self._outputs(name), label)
             if module.magnitude is not None:
                 self._check_lengths(name, module.magnitude, label)
 
@@ -266,6 +260,18 @@ class Site:
 
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+def check_matrices(name: str, module: LoraModule, inputs: int, outputs: int, label: str, num_experts: int = 0) -> None:
+    """Raise ModelError unless an adapter's A and B have the shapes for a matrix `name`, [outputs, inputs], or for those
+    of `num_experts`, concatenated."""
+    rank = module.rank * (num_experts or 1)
+    wanted, found = ((rank, inputs), (outputs, rank)), (module.down.shape, module.up.shape)
+    if module.num_experts != num_experts or found != wanted:
+        raise ModelError(
+            f"{label} was made for another base model: its matrices of {name} are {list(found[0])} and "
+            f"{list(found[1])}, this model needs {list(wanted[0])} and {list(wanted[1])}"
+        )
 
 
 def read_tensor(place: TensorPlace) -> torch.Tensor:
@@ -380,36 +386,24 @@ class StackedSlots:
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptedForm:
-    """Wraps another form; adapters add to the products of its weights."""
+class AdaptedForm(WrappedForm):
+    """Adapters add to the products of weights."""
 
-    form: WeightForm
     adapters: Adapters
 
     def stored(self, names: Sequence[str], shape: LinearShape) -> StoredWeight:
         return AdaptedWeight(self.form.stored(names, shape), self.adapters.site(names, shape))
 
-    def quantizes(self, name: str) -> bool:
-        return self.form.quantizes(name)
-
 
 @dataclass(frozen=True, slots=True)
-class AdaptedWeight:
-    """Wraps another weight; its product is followed by those of the adapters."""
+class AdaptedWeight(WrappedWeight):
+    """A weight whose product is followed by those of the adapters."""
 
-    stored: StoredWeight
     site: Site
-
-    @property
-    def stacks(self) -> tuple[WeightStack, ...]:
-        return self.stored.stacks
 
     def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
         self.site.weight, self.site.bias = self.stored.matmul(tensors, bias), bias
         return AdaptedMatmul(self.site.weight, self.site)
-
-    def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return self.stored.dense(tensors)
 
 
 class AdaptedMatmul:

@@ -4,6 +4,7 @@ A form names the tensors that it takes and makes a Matmul of them. The forms of 
 `layers.quantized`, which chooses one by the checkpoint's configuration.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -151,10 +152,41 @@ DENSE = DenseForm()
 
 
 @dataclass(frozen=True, slots=True)
-class WidenedForm:
-    """Wraps another form; its quantized weights become dense when loaded, because no kernel multiplies them well."""
+class WrappedForm(ABC):
+    """Wraps another form, whose tensors it takes. Subclasses change the products."""
 
     form: WeightForm
+
+    @abstractmethod
+    def stored(self, names: Sequence[str], shape: LinearShape) -> StoredWeight:
+        """As in WeightForm."""
+
+    def quantizes(self, name: str) -> bool:
+        return self.form.quantizes(name)
+
+
+@dataclass(frozen=True, slots=True)
+class WrappedWeight(ABC):
+    """Wraps another weight, whose tensors it takes. Subclasses make another product of them."""
+
+    stored: StoredWeight
+
+    @property
+    def stacks(self) -> tuple[WeightStack, ...]:
+        return self.stored.stacks
+
+    @abstractmethod
+    def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
+        """As in StoredWeight."""
+
+    def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self.stored.dense(tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class WidenedForm(WrappedForm):
+    """Quantized weights become dense when loaded, because no kernel multiplies them well."""
+
     what: str
     """Name of the weights in the log."""
 
@@ -163,41 +195,27 @@ class WidenedForm:
         if not any(self.quantizes(name) for name in names):
             return stored
         say_widened(self.what, str(shape.dtype).removeprefix("torch."), shape.device.type)
-        return WidenedWeight(stored)
-
-    def quantizes(self, name: str) -> bool:
-        return self.form.quantizes(name)
+        return RemadeWeight(stored)
 
 
 @dataclass(frozen=True, slots=True)
-class AlwaysDense:
-    """Wraps another form; its weights are dense in memory, regardless of checkpoint and `--quantization`, because one
-    operation multiplies several of them."""
+class RemadeForm(WrappedForm):
+    """All weights become dense when loaded, regardless of the checkpoint, and then `quantization`, one at a time."""
 
-    form: WeightForm
+    quantization: Form | None = None
 
     def stored(self, names: Sequence[str], shape: LinearShape) -> StoredWeight:
-        return WidenedWeight(self.form.stored(names, shape))
-
-    def quantizes(self, name: str) -> bool:
-        return self.form.quantizes(name)
+        return RemadeWeight(self.form.stored(names, shape), self.quantization)
 
 
 @dataclass(frozen=True, slots=True)
-class WidenedWeight:
-    """Wraps another weight, which becomes dense in memory."""
+class RemadeWeight(WrappedWeight):
+    """A weight that becomes dense when loaded, and is then quantized to `quantization`, if that is given."""
 
-    stored: StoredWeight
-
-    @property
-    def stacks(self) -> tuple[WeightStack, ...]:
-        return self.stored.stacks
+    quantization: Form | None = None
 
     def matmul(self, tensors: Sequence[torch.Tensor], bias: torch.Tensor | None) -> Matmul:
-        return make_matmul(self.dense(tensors), bias)
-
-    def dense(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return self.stored.dense(tensors)
+        return make_matmul(self.dense(tensors), bias, self.quantization)
 
 
 @cache
