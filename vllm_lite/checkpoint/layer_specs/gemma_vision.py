@@ -156,8 +156,7 @@ def read_gemma3(raw: Any, colors: VisionColors, out_size: int) -> Gemma3VisionSp
 
 
 def read_gemma4(raw: Any, _colors: VisionColors, out_size: int) -> Gemma4VisionSpec:
-    """Read the tower of a Gemma 4, as called by layer_specs.vision. Colors are in 0 to 1, regardless of the processor's
-    file."""
+    """Read the tower of a Gemma 4, as called by layer_specs.vision."""
     outer = convert(raw, _Outer4)
     own, rope = outer.vision_config, outer.vision_config.rope_parameters or _Rope()
     check_tower(3, own.hidden_activation, own.num_attention_heads, own.num_key_value_heads)
@@ -169,23 +168,14 @@ def read_gemma4(raw: Any, _colors: VisionColors, out_size: int) -> Gemma4VisionS
         )
     if rope.rope_type != "axial":
         raise ModelError(f"vision_config: rope_type {rope.rope_type!r} is not supported; supported: axial")
-    both_ways = outer.text_config.use_bidirectional_attention == "vision"
     return Gemma4VisionSpec(
+        **_common(outer, out_size),
         hidden_size=own.hidden_size,
         intermediate_size=own.intermediate_size,
         num_layers=own.num_hidden_layers,
         num_heads=own.num_attention_heads,
         head_size=own.head_dim,
-        patch_size=own.patch_size,
-        norm_eps=own.rms_norm_eps,
         activation="gelu" if own.hidden_activation == "gelu" else "gelu_pytorch_tanh",
-        merge=own.pooling_kernel_size,
-        out_size=out_size,
-        token_id=outer.image_token_id,
-        mean=BLACK,
-        std=WHITE,
-        whole_in="sliding layers" if both_ways else "no layers",
-        most_tokens=MAX_SOFT_TOKENS,
         theta=rope.rope_theta,
         num_positions=own.position_embedding_size,
         clipped=own.use_clipped_linears,
@@ -195,29 +185,35 @@ def read_gemma4(raw: Any, _colors: VisionColors, out_size: int) -> Gemma4VisionS
 
 
 def read_unified(raw: Any, _colors: VisionColors, out_size: int) -> UnifiedVisionSpec:
-    """Read the matrices of a Gemma 4 Unified, as called by layer_specs.vision. Colors are in 0 to 1, regardless of the
-    processor's file."""
+    """Read the matrices of a Gemma 4 Unified, as called by layer_specs.vision."""
     outer = convert(raw, _OuterUnified)
     own = outer.vision_config
     if own.output_proj_dims not in (None, own.mm_embed_dim):
         raise ModelError(
             f"vision_config: output_proj_dims {own.output_proj_dims} must be mm_embed_dim {own.mm_embed_dim}"
         )
-    both_ways = outer.text_config.use_bidirectional_attention == "vision"
     return UnifiedVisionSpec(
+        **_common(outer, out_size),
         hidden_size=own.mm_embed_dim,
         intermediate_size=0,
         num_layers=0,
         num_heads=1,
-        patch_size=own.patch_size,
-        norm_eps=own.rms_norm_eps,
         activation="gelu_pytorch_tanh",
-        merge=own.pooling_kernel_size,
-        out_size=out_size,
-        token_id=outer.image_token_id,
-        mean=BLACK,
-        std=WHITE,
-        whole_in="sliding layers" if both_ways else "no layers",
-        most_tokens=MAX_SOFT_TOKENS,
         num_positions=own.mm_posemb_size,
     )
+
+
+def _common(outer: _Outer4 | _OuterUnified, out_size: int) -> dict[str, Any]:
+    """The fields common to both of Gemma 4's. Colors are in 0 to 1, regardless of the processor's file."""
+    own, both_ways = outer.vision_config, outer.text_config.use_bidirectional_attention == "vision"
+    return {
+        "patch_size": own.patch_size,
+        "norm_eps": own.rms_norm_eps,
+        "merge": own.pooling_kernel_size,
+        "out_size": out_size,
+        "token_id": outer.image_token_id,
+        "mean": BLACK,
+        "std": WHITE,
+        "whole_in": "sliding layers" if both_ways else "no layers",
+        "most_tokens": MAX_SOFT_TOKENS,
+    }

@@ -74,19 +74,42 @@ class Qwen2VisionSpec(QwenVisionSpec, frozen=True, kw_only=True):
         return self.num_layers * layer + patches + size + self.merger_parameters
 
 
-class _Qwen3Vision(msgspec.Struct):
+class _Vision(msgspec.Struct, kw_only=True):
+    """Keys of vision_config that all of Qwen's towers have; a family sets its own defaults."""
+
+    depth: Size = 32
+    hidden_size: Size = 3584
+    hidden_act: str
+    num_heads: Size = 16
+    in_channels: Size = 3
+    patch_size: Size = 14
+    spatial_merge_size: Size = 2
+    temporal_patch_size: Size = 2
+
+
+class _Qwen3Vision(_Vision, kw_only=True):
     depth: Size = 27
     hidden_size: Size = 1152
     hidden_act: str = "gelu_pytorch_tanh"
     intermediate_size: Size = 4304
-    num_heads: Size = 16
-    in_channels: Size = 3
     patch_size: Size = 16
-    spatial_merge_size: Size = 2
-    temporal_patch_size: Size = 2
     out_hidden_size: Size = 3584
     num_position_embeddings: Size = 2304
     deepstack_visual_indexes: tuple[Index, ...] = (8, 16, 24)
+
+
+class _Qwen25Vision(_Vision, kw_only=True):
+    hidden_act: str = "silu"
+    intermediate_size: Size = 3420
+    window_size: Size = 112
+    out_hidden_size: Size = 3584
+    fullatt_block_indexes: tuple[Index, ...] = (7, 15, 23, 31)
+
+
+class _Qwen2Vision(_Vision, kw_only=True):
+    embed_dim: Size = 1280
+    hidden_act: str = "quick_gelu"
+    mlp_ratio: Size = 4
 
 
 class _Qwen3Outer(msgspec.Struct):
@@ -94,37 +117,9 @@ class _Qwen3Outer(msgspec.Struct):
     image_token_id: int = 248056
 
 
-class _Qwen25Vision(msgspec.Struct):
-    depth: Size = 32
-    hidden_size: Size = 3584
-    hidden_act: str = "silu"
-    intermediate_size: Size = 3420
-    num_heads: Size = 16
-    in_channels: Size = 3
-    patch_size: Size = 14
-    spatial_merge_size: Size = 2
-    temporal_patch_size: Size = 2
-    window_size: Size = 112
-    out_hidden_size: Size = 3584
-    fullatt_block_indexes: tuple[Index, ...] = (7, 15, 23, 31)
-
-
 class _Qwen25Outer(msgspec.Struct):
     vision_config: _Qwen25Vision = msgspec.field(default_factory=_Qwen25Vision)
     image_token_id: int = 151655
-
-
-class _Qwen2Vision(msgspec.Struct):
-    depth: Size = 32
-    embed_dim: Size = 1280
-    hidden_size: Size = 3584
-    hidden_act: str = "quick_gelu"
-    mlp_ratio: Size = 4
-    num_heads: Size = 16
-    in_channels: Size = 3
-    patch_size: Size = 14
-    spatial_merge_size: Size = 2
-    temporal_patch_size: Size = 2
 
 
 class _Qwen2Outer(msgspec.Struct):
@@ -194,7 +189,7 @@ def read_qwen2_vl(raw: Any, colors: VisionColors, out_size: int) -> Qwen2VisionS
 
 
 def _common(
-    own: _Qwen3Vision | _Qwen25Vision | _Qwen2Vision,
+    own: _Vision,
     size: int,
     own_out_size: int,
     out_size: int,

@@ -2,14 +2,14 @@
 encode a larger copy of the image in a grid of squares, and drop the vectors of its black edges; a learned vector
 follows each row of the grid. Source: transformers' LlavaModel, LlavaNextModel and LlavaOnevisionModel."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.nn import functional
 
 from vllm_lite.checkpoint.layer_specs.anyres import AnyresSpec
 from vllm_lite.layers.vision.siglip import TILES_AT_ONCE, Siglip
-from vllm_lite.layers.vision.tower import Pieces, activated, drained
+from vllm_lite.layers.vision.tower import Pieces, activated
 from vllm_lite.layers.weights.weight_slot import WeightGroup
 
 PROJECTOR = "model.multi_modal_projector."
@@ -35,11 +35,8 @@ class AnyresTower(Siglip[AnyresSpec]):
         own = self.table("own").expand(len(patches), 1, -1)
         return self.norm("first norm", torch.cat([own, patches], 1) + self.table("positions"))
 
-    def encode(self, images: Sequence[torch.Tensor], progress: Callable[[], None] = lambda: None) -> list[torch.Tensor]:
-        """The vectors of each image's squares, in order."""
-        return [drained(self.in_pieces(image), progress) for image in images]
-
     def in_pieces(self, image: torch.Tensor) -> Pieces:
+        """The vectors of the image's squares, in order."""
         vectors, squares = list[torch.Tensor](), image.view(-1, *[self.spec.image_size] * 2, 3)
         for few in squares.split(TILES_AT_ONCE):
             vectors.append((yield from self._project(few)).flatten(0, 1))

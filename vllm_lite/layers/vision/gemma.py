@@ -6,7 +6,7 @@ Gemma3Model, Gemma4VisionModel and Gemma4UnifiedVisionEmbedder.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn import functional
 from vllm_lite.checkpoint.layer_specs.gemma_vision import Gemma3VisionSpec, Gemma4VisionSpec, UnifiedVisionSpec
 from vllm_lite.layers.parts import Parts
 from vllm_lite.layers.vision.siglip import SiglipTower
-from vllm_lite.layers.vision.tower import Pieces, VisionTower, activated, drained, rms_normed
+from vllm_lite.layers.vision.tower import Pieces, VisionTower, activated, rms_normed
 from vllm_lite.layers.weights.weight_slot import WeightGroup, WeightStack, whole_slot
 
 NORM_EPS = 1e-5
@@ -65,9 +65,6 @@ class GridTower(VisionTower[S]):
     @abstractmethod
     def patches_along(self) -> int:
         """Number of positions along a side of the square that becomes one vector."""
-
-    def encode(self, images: Sequence[torch.Tensor], progress: Callable[[], None] = lambda: None) -> list[torch.Tensor]:
-        return [drained(self.in_pieces(image), progress) for image in images]
 
     def patches(self, image: torch.Tensor, size: int) -> tuple[torch.Tensor, int, int]:
         """The patches of an image, float32 [num_patches, size * size * 3], row by row, and the numbers of rows and

@@ -4,14 +4,14 @@ Attention is full within an image. The rotation frequencies of a head alternate 
 makes one vector of `merge` x `merge` patches. Source: transformers' PixtralVisionModel.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.nn import functional
 
 from vllm_lite.checkpoint.layer_specs.pixtral import PixtralVisionSpec
 from vllm_lite.layers.parts import Parts
-from vllm_lite.layers.vision.tower import Pieces, VisionTower, activated, drained, turned
+from vllm_lite.layers.vision.tower import Pieces, VisionTower, activated, turned
 from vllm_lite.layers.weights.weight_slot import WeightGroup
 
 ROOT, PROJECTOR = "model.vision_tower.", "model.multi_modal_projector."
@@ -39,9 +39,6 @@ class PixtralTower(VisionTower[PixtralVisionSpec]):
         """All tokens except the last one of each row, which is a break or end token."""
         _, rows, cols = grid
         return torch.arange(rows * (cols + 1)).view(rows, cols + 1)[:, :cols].flatten()
-
-    def encode(self, images: Sequence[torch.Tensor], progress: Callable[[], None] = lambda: None) -> list[torch.Tensor]:
-        return [drained(self.in_pieces(image), progress) for image in images]
 
     def largest(self, num_tokens: int) -> list[torch.Tensor]:
         return [self.square(num_tokens)]

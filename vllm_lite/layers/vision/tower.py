@@ -67,18 +67,18 @@ class VisionTower(ABC, Generic[S]):
         """Indexes of a medium's tokens that have a vector: int64 [num_vectors]; None: all tokens."""
         return None
 
-    @abstractmethod
     def encode(
         self,
         images: Sequence[torch.Tensor],  # uint8 [height, width, 3] each
         progress: Callable[[], None] = lambda: None,
     ) -> list[torch.Tensor]:
         """The vectors of each image: [num_vectors, hidden_size of the text model]. `progress` is called after each
-        layer."""
+        layer. A tower that encodes several images together has a method of its own."""
+        return [drained(self.in_pieces(image), progress) for image in images]
 
     @abstractmethod
     def in_pieces(self, image: torch.Tensor) -> Pieces:
-        """Encode one image as `encode` does, with a pause at each yield."""
+        """Encode one image, uint8 [height, width, 3], with a pause at each yield."""
 
     def arranged(self, vectors: torch.Tensor, grid: Sequence[int]) -> torch.Tensor:  # noqa: ARG002
         """Arrange the vectors from `encode` in the order of the medium's tokens."""
