@@ -34,32 +34,40 @@ TEMPLATE = (
 """A template like SmolVLM's, which reads the types of parts."""
 
 
-def make_smolvlm(path: Path, family: str = "SmolVLM", **settings: Any) -> Path:
-    """Write a random SmolVLM (or Idefics3) with tiles of 32 x 32 pixels, of 4 tokens each."""
+COLORS = {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]}
+CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
+SIGHT = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 4}
+WIDE = {"initializer_range": 0.3}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+LONG = {"max_position_embeddings": 4096, "pad_token_id": 0}
+
+
+def write_model(
+    path: Path,
+    family: str,
+    config: dict[str, Any],
+    special: list[str],
+    template: str,
+    processor: dict[str, Any],
+    file: str = "preprocessor_config.json",
+) -> Path:
+    """Write a random checkpoint of this family of transformers. `special`: tokens after the usual ones; `processor`:
+    contents of `file`."""
     import transformers
 
-    config, model = getattr(transformers, f"{family}Config"), getattr(transformers, f"{family}ForConditionalGeneration")
-    vision = {
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "image_size": TILE,
-        "patch_size": PATCH,
-        "initializer_range": 0.3,
-    }
-    text = {
-        "model_type": "llama",
-        "vocab_size": VOCAB,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "max_position_embeddings": 4096,
-        "pad_token_id": 0,
-    }
+    kinds = (getattr(transformers, f"{family}{ending}") for ending in ("Config", "ForConditionalGeneration"))
+    write_checkpoint(path, *kinds, config)
+    _add_tokens(path, special)
+    (path / file).write_text(json.dumps(processor))
+    (path / "chat_template.jinja").write_text(template)
+    return path
+
+
+def make_smolvlm(path: Path, family: str = "SmolVLM", **settings: Any) -> Path:
+    """Write a random SmolVLM (or Idefics3) with tiles of 32 x 32 pixels, of 4 tokens each."""
+    vision = SIGHT | WIDE | {"image_size": TILE, "patch_size": PATCH}
+    text = {"model_type": "llama", "vocab_size": VOCAB, "head_dim": 16} | HEADS | LONG
     own = {"text_config": text, "vision_config": vision, "scale_factor": MERGE, "image_token_id": IMAGE_TOKEN}
-    write_checkpoint(path, config, model, own | {"tie_word_embeddings": False} | settings)
-    _add_tokens(path, SPECIAL)
     processor = {
         "image_processor_type": f"{family}ImageProcessor",
         "processor_class": f"{family}Processor",
@@ -76,11 +84,10 @@ def make_smolvlm(path: Path, family: str = "SmolVLM", **settings: Any) -> Path:
         "resample": 1,
         "rescale_factor": 1 / 255,
     }
-    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    write_model(path, family, own | {"tie_word_embeddings": False} | settings, SPECIAL, TEMPLATE, processor)
     (path / "processor_config.json").write_text(
         json.dumps({"image_seq_len": 4, "processor_class": f"{family}Processor"})
     )
-    (path / "chat_template.jinja").write_text(TEMPLATE)
     return path
 
 
@@ -102,46 +109,37 @@ QWEN_VISION: dict[str, dict[str, Any]] = {
     "Qwen3_5": {"num_position_embeddings": 25, "depth": 2},
 }
 """The fields of each family's vision config that the others lack."""
-_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 QWEN_TEXT: dict[str, dict[str, Any]] = {
-    "Qwen2VL": _HEADS,
-    "Qwen2_5_VL": _HEADS,
-    "Qwen3VL": _HEADS | {"head_dim": 16, "num_hidden_layers": 4},
-    "Qwen3VLMoe": _HEADS | {"head_dim": 16, "num_hidden_layers": 3} | _EXPERTS,
+    "Qwen2VL": HEADS,
+    "Qwen2_5_VL": HEADS,
+    "Qwen3VL": HEADS | {"head_dim": 16, "num_hidden_layers": 4},
+    "Qwen3VLMoe": HEADS | {"head_dim": 16, "num_hidden_layers": 3} | _EXPERTS,
 }
 """The sizes of the text models, but for hybrids."""
 
 
 def make_qwen(path: Path, family: str = "Qwen3_5", **text: Any) -> Path:
     """Write a random model with its tower: patches of 8 x 8 pixels, of which 2 x 2 are a token. Qwen3.5 is a hybrid."""
-    import transformers
-
     from tests.families.hybrid import RECURRENT
 
-    config, model = getattr(transformers, f"{family}Config"), getattr(transformers, f"{family}ForConditionalGeneration")
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
     if not family.startswith("Qwen2"):
         rope |= {"mrope_section": [4, 2, 2], "mrope_interleaved": True}
     if family.startswith("Qwen3_5"):
         rope["partial_rotary_factor"] = 0.5
-    own: dict[str, Any] = {"vocab_size": 384 + len(QWEN_SPECIAL), "rope_parameters": rope, "pad_token_id": 0}
-    own |= {"max_position_embeddings": 4096}
-    vision = {"num_heads": 4, "patch_size": PATCH, "initializer_range": 0.3} | QWEN_VISION[family]
+    own: dict[str, Any] = {"vocab_size": 384 + len(QWEN_SPECIAL), "rope_parameters": rope} | LONG
+    vision = {"num_heads": 4, "patch_size": PATCH} | WIDE | QWEN_VISION[family]
     if family != "Qwen2VL":
         vision |= {"hidden_size": 48, "intermediate_size": 80, "out_hidden_size": 64}
     first = 384
     ids = {"vision_start_token_id": first, "vision_end_token_id": first + 1}
     ids |= {"image_token_id": first + 2, "video_token_id": first + 3}
     sizes = QWEN_TEXT.get(family, RECURRENT)
-    write_checkpoint(path, config, model, {"text_config": sizes | own | text, "vision_config": vision, **ids})
-    _add_tokens(path, QWEN_SPECIAL)
     processor: dict[str, Any] = {"patch_size": PATCH, "merge_size": 2, "temporal_patch_size": 2, "do_resize": True}
-    processor |= {"size": {"shortest_edge": 256, "longest_edge": 64 * 64}, "resample": 3}
-    processor |= {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]}
-    (path / "preprocessor_config.json").write_text(json.dumps(processor))
-    (path / "chat_template.jinja").write_text(QWEN_TEMPLATE)
-    return path
+    processor |= {"size": {"shortest_edge": 256, "longest_edge": 64 * 64}, "resample": 3} | COLORS
+    config = {"text_config": sizes | own | text, "vision_config": vision, **ids}
+    return write_model(path, family, config, QWEN_SPECIAL, QWEN_TEMPLATE, processor)
 
 
 MISTRAL_SPECIAL = ["[IMG]", "[IMG_BREAK]", "[IMG_END]", "[INST]", "[/INST]"]
@@ -152,7 +150,6 @@ MISTRAL_TEMPLATE = (
     "{% endfor %}"
 )
 """A shorter template like Mistral Small's."""
-CLIP = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
 
 
 def make_mistral3(path: Path, **settings: Any) -> Path:
@@ -168,21 +165,14 @@ def make_pixtral(path: Path, **settings: Any) -> Path:
 
 
 def _write_pixtral(path: Path, family: str, own: dict[str, Any], outer: dict[str, Any], **settings: Any) -> Path:
-    import transformers
-
-    config, model = getattr(transformers, f"{family}Config"), getattr(transformers, f"{family}ForConditionalGeneration")
-    text = {"model_type": "mistral", "vocab_size": 384 + len(MISTRAL_SPECIAL), "num_attention_heads": 4}
-    text |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096, "sliding_window": None}
-    vision = {"model_type": "pixtral", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
-    vision |= {"num_attention_heads": 4, "image_size": 64, "patch_size": PATCH, "initializer_range": 0.3}
+    text = {"model_type": "mistral", "vocab_size": 384 + len(MISTRAL_SPECIAL), "head_dim": 16} | HEADS
+    text |= {"max_position_embeddings": 4096, "sliding_window": None}
+    vision = SIGHT | WIDE | {"model_type": "pixtral", "image_size": 64, "patch_size": PATCH}
     vision |= {"hidden_act": "silu", "head_dim": 12}
-    given = {"text_config": text, "vision_config": vision, "tie_word_embeddings": False}
-    write_checkpoint(path, config, model, given | own | settings)
-    _add_tokens(path, MISTRAL_SPECIAL)
+    config = {"text_config": text, "vision_config": vision, "tie_word_embeddings": False} | own | settings
     processor = {"size": {"longest_edge": 64}, "patch_size": PATCH, "resample": 3, "do_resize": True, **CLIP}
-    (path / "preprocessor_config.json").write_text(json.dumps(processor))
+    write_model(path, family, config, MISTRAL_SPECIAL, MISTRAL_TEMPLATE, processor)
     (path / "processor_config.json").write_text(json.dumps({"patch_size": PATCH, "image_token": "[IMG]", **outer}))
-    (path / "chat_template.jinja").write_text(MISTRAL_TEMPLATE)
     return path
 
 
@@ -200,40 +190,25 @@ PINPOINTS = [[height * SQUARE, width * SQUARE] for height in (1, 2, 3) for width
 
 def make_onevision(path: Path, **settings: Any) -> Path:
     """Write a random LLaVA-OneVision: squares of 28 x 28 pixels, in patches of 9 x 9; one pixel is not seen."""
-    from transformers import LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration
-
-    text = {"model_type": "qwen2", "vocab_size": 384 + len(ONEVISION_SPECIAL), "num_attention_heads": 4}
-    text |= {"num_key_value_heads": 2, "max_position_embeddings": 4096, "pad_token_id": 0}
-    vision = {"model_type": "siglip_vision_model", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2}
-    vision |= {"num_attention_heads": 4, "image_size": SQUARE, "patch_size": 9, "vision_use_head": False}
-    own = {"text_config": text, "vision_config": vision | {"initializer_range": 0.3}, "image_token_index": 384}
+    text = {"model_type": "qwen2", "vocab_size": 384 + len(ONEVISION_SPECIAL)} | HEADS | LONG
+    vision = SIGHT | WIDE | {"model_type": "siglip_vision_model", "image_size": SQUARE, "patch_size": 9}
+    own = {"text_config": text, "vision_config": vision | {"vision_use_head": False}, "image_token_index": 384}
     own |= {"video_token_index": 385, "image_grid_pinpoints": PINPOINTS, "vision_aspect_ratio": "anyres_max_3"}
-    write_checkpoint(path, LlavaOnevisionConfig, LlavaOnevisionForConditionalGeneration, own | settings)
-    _add_tokens(path, ONEVISION_SPECIAL)
     processor = {"size": {"height": SQUARE, "width": SQUARE}, "image_grid_pinpoints": PINPOINTS, "resample": 3, **CLIP}
-    (path / "preprocessor_config.json").write_text(json.dumps(processor))
-    (path / "chat_template.jinja").write_text(ONEVISION_TEMPLATE)
-    return path
+    return write_model(path, "LlavaOnevision", own | settings, ONEVISION_SPECIAL, ONEVISION_TEMPLATE, processor)
 
 
 def make_llava(path: Path, family: str = "Llava", **settings: Any) -> Path:
     """Write a random LLaVA or LlavaNext: squares of 28 x 28 pixels, in patches of 9 x 9."""
-    import transformers
-
-    config, model = getattr(transformers, f"{family}Config"), getattr(transformers, f"{family}ForConditionalGeneration")
-    text = {"model_type": "llama", "vocab_size": 384 + len(ONEVISION_SPECIAL), "num_attention_heads": 4}
-    text |= {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 4096, "pad_token_id": 0}
-    vision = {"model_type": "clip_vision_model", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3}
-    vision |= {"num_attention_heads": 4, "image_size": SQUARE, "patch_size": 9, "projection_dim": 48}
-    own: dict[str, Any] = {"text_config": text, "vision_config": vision, "image_token_index": 384}
+    text = {"model_type": "llama", "vocab_size": 384 + len(ONEVISION_SPECIAL), "head_dim": 16} | HEADS | LONG
+    vision = SIGHT | {"model_type": "clip_vision_model", "num_hidden_layers": 3, "image_size": SQUARE, "patch_size": 9}
+    own: dict[str, Any] = {"text_config": text, "vision_config": vision | {"projection_dim": 48}}
     processor = {"size": {"shortest_edge": SQUARE}, "crop_size": {"height": SQUARE, "width": SQUARE}, **CLIP}
+    processor |= {"resample": 3, "do_center_crop": True}
     if family == "LlavaNext":
         own["image_grid_pinpoints"] = processor["image_grid_pinpoints"] = PINPOINTS
-    write_checkpoint(path, config, model, own | settings)
-    _add_tokens(path, ONEVISION_SPECIAL)
-    (path / "preprocessor_config.json").write_text(json.dumps(processor | {"resample": 3, "do_center_crop": True}))
-    (path / "chat_template.jinja").write_text(ONEVISION_TEMPLATE)
-    return path
+    config = own | {"image_token_index": 384} | settings
+    return write_model(path, family, config, ONEVISION_SPECIAL, ONEVISION_TEMPLATE, processor)
 
 
 GEMMA_TEMPLATE = (
@@ -244,16 +219,14 @@ GEMMA_TEMPLATE = (
 )
 """A shorter template like Gemma's."""
 GEMMA_TEXT: dict[str, Any] = {
+    **HEADS,
+    **LONG,
     "vocab_size": 387,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
     "head_dim": 16,
     "num_hidden_layers": 4,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "sliding_window": 11,
-    "max_position_embeddings": 4096,
     "initializer_range": 0.2,
-    "pad_token_id": 0,
 }
 """An image has more tokens than the window."""
 GEMMA_IDS = {"boi": 384, "image": 385, "eoi": 386}
@@ -261,84 +234,48 @@ GEMMA_IDS = {"boi": 384, "image": 385, "eoi": 386}
 
 def make_gemma3(path: Path, **settings: Any) -> Path:
     """Write a random Gemma 3 whose images have 32 x 32 pixels, and 16 tokens."""
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
-
-    vision: dict[str, Any] = {
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "image_size": TILE,
-        "patch_size": 4,
-        "initializer_range": 0.3,
-        "vision_use_head": False,
-    }
+    vision = SIGHT | WIDE | {"image_size": TILE, "patch_size": 4, "vision_use_head": False}
     ids = {f"{name}_token_index": number for name, number in GEMMA_IDS.items()}
     own = {"text_config": GEMMA_TEXT | {"query_pre_attn_scalar": 16}, "vision_config": vision, **ids}
     own |= {"mm_tokens_per_image": 16, "tie_word_embeddings": True}
-    write_checkpoint(path, Gemma3Config, Gemma3ForConditionalGeneration, own | settings)
-    _name_gemma_tokens(path, "<start_of_image>", "<image_soft_token>", "<end_of_image>")
     processor: dict[str, Any] = {"image_processor_type": "Gemma3ImageProcessor", "processor_class": "Gemma3Processor"}
     processor |= {"size": {"height": TILE, "width": TILE}, "resample": 2, "do_resize": True, "do_pan_and_scan": None}
-    processor |= {"image_mean": [0.5, 0.4, 0.3], "image_std": [0.5, 0.6, 0.7]}
-    (path / "preprocessor_config.json").write_text(json.dumps(processor))
-    (path / "chat_template.jinja").write_text(GEMMA_TEMPLATE.replace("PLACEHOLDER", "<start_of_image>"))
-    return path
+    special = ["<start_of_image>", "<image_soft_token>", "<end_of_image>"]
+    template = GEMMA_TEMPLATE.replace("PLACEHOLDER", special[0])
+    write_model(path, "Gemma3", own | settings, special, template, processor | COLORS)
+    return _name_gemma_tokens(path, special)
 
 
 def make_unified(path: Path, **text: Any) -> Path:
     """Write a random Gemma 4 Unified, in which 12 x 12 pixels are a token, and an image has at most 70."""
-    from transformers import Gemma4UnifiedConfig, Gemma4UnifiedForConditionalGeneration
-
     vision = {"patch_size": 4, "mm_embed_dim": 40, "mm_posemb_size": 70, "output_proj_dims": 40}
-    own = {"vision_config": vision, "text_config": GEMMA_TEXT | {"global_head_dim": 32} | text}
-    _write_gemma4(path, Gemma4UnifiedConfig, Gemma4UnifiedForConditionalGeneration, own)
-    return path
+    return _write_gemma4(path, "Gemma4Unified", vision, {"global_head_dim": 32} | text)
 
 
 def make_gemma4(path: Path, vision: dict[str, Any] | None = None, **text: Any) -> Path:
     """Write a random Gemma 4, in which 3 x 3 patches of 4 x 4 pixels are a token, and an image has at most 70."""
-    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
-
-    sight: dict[str, Any] = {
-        "hidden_size": 48,
-        "intermediate_size": 80,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "head_dim": 12,
-        "patch_size": 4,
-        "position_embedding_size": 210,
-        "initializer_range": 0.2,
-    }
+    sight = SIGHT | {"num_key_value_heads": 4, "head_dim": 12, "patch_size": 4, "position_embedding_size": 210}
     usual = {"global_head_dim": 32, "hidden_size_per_layer_input": 0, "use_bidirectional_attention": "vision"}
-    own = {"vision_config": sight | (vision or {}), "text_config": GEMMA_TEXT | usual | text}
-    _write_gemma4(path, Gemma4Config, Gemma4ForConditionalGeneration, own)
-    return path
+    return _write_gemma4(path, "Gemma4", sight | {"initializer_range": 0.2} | (vision or {}), usual | text)
 
 
-def _write_gemma4(path: Path, config: Any, model: Any, own: dict[str, Any]) -> None:
-    ids = {f"{name}_token_id": number for name, number in GEMMA_IDS.items()}
-    ids |= {"video_token_id": 400, "audio_token_id": 401}
-    write_checkpoint(path, config, model, own | ids | {"audio_config": None, "tie_word_embeddings": True})
-    _name_gemma_tokens(path, "<|image>", "<|image|>", "<image|>")
-    processor: dict[str, Any] = {
-        "patch_size": 4,
-        "max_soft_tokens": 70,
-        "pooling_kernel_size": 3,
-        "resample": 3,
-        "do_resize": True,
-    }
-    processor |= {"do_normalize": False, "image_mean": [0.0] * 3, "image_std": [1.0] * 3}
-    (path / "processor_config.json").write_text(json.dumps({"image_processor": processor}))
-    (path / "chat_template.jinja").write_text(GEMMA_TEMPLATE.replace("PLACEHOLDER", "<|image|>"))
+def _write_gemma4(path: Path, family: str, vision: dict[str, Any], text: dict[str, Any]) -> Path:
+    own = {"vision_config": vision, "text_config": GEMMA_TEXT | text, "video_token_id": 400, "audio_token_id": 401}
+    own |= {f"{name}_token_id": number for name, number in GEMMA_IDS.items()}
+    own |= {"audio_config": None, "tie_word_embeddings": True}
+    processor: dict[str, Any] = {"patch_size": 4, "max_soft_tokens": 70, "pooling_kernel_size": 3, "resample": 3}
+    processor |= {"do_resize": True, "do_normalize": False, "image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+    special, outer = ["<|image>", "<|image|>", "<image|>"], {"image_processor": processor}
+    template = GEMMA_TEMPLATE.replace("PLACEHOLDER", special[1])
+    write_model(path, family, own, special, template, outer, "processor_config.json")
+    return _name_gemma_tokens(path, special)
 
 
-def _name_gemma_tokens(path: Path, begin: str, vector: str, end: str) -> None:
-    _add_tokens(path, [begin, vector, end])
+def _name_gemma_tokens(path: Path, special: list[str]) -> Path:
     file = path / "tokenizer_config.json"
-    names = {"boi_token": begin, "image_token": vector, "eoi_token": end}
+    names = dict(zip(("boi_token", "image_token", "eoi_token"), special, strict=True))
     file.write_text(json.dumps(json.loads(file.read_text()) | names))
+    return path
 
 
 def _add_tokens(path: Path, special: list[str]) -> None:
