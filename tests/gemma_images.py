@@ -2,42 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
-from PIL import Image
 
-from tests.images import chat_of, picture
+from tests.images import chat_of, chats
 from vllm_lite import LLM, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SMALL: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "single_process": True, "seed": 0, "block_size": 8}
 KINDS = [("PNG", mode) for mode in ("RGB", "RGBA", "P", "L", "LA", "1", "I;16")]
 KINDS += [("JPEG", "RGB"), ("JPEG", "CMYK"), ("JPEG", "L"), ("WEBP", "RGB"), ("WEBP", "RGBA"), ("GIF", "P")]
-CHATS: list[list[Any]] = [
-    [Image.fromarray(picture(90, 60, 1)), "a page"],
-    ["one", Image.fromarray(picture(20, 30, 2)), "two", Image.fromarray(picture(120, 17, 3)), "three"],
-    ["no image at all, only words"],
-    [Image.fromarray(picture(64, 64, 4)), "and once more", Image.fromarray(picture(64, 64, 4))],
-    [Image.fromarray(picture(90, 60, 1)), "a page, then, of another book, and what is written there in the end"],
-]
-
-
-def as_file(kind: str, mode: str, width: int, height: int, seed: int) -> bytes:
-    colors = np.random.default_rng(seed).integers(0, 256, (height, width, 4), dtype=np.uint8)
-    made = BytesIO()
-    if mode == "I;16":
-        deep = np.random.default_rng(seed).integers(0, 2**16, (height, width), dtype=np.uint16)
-        Image.fromarray(deep).save(made, kind)
-        return made.getvalue()
-    image = Image.fromarray(colors, "RGBA")
-    image = image.convert("RGB").convert(mode) if mode in ("CMYK", "L", "1", "P") else image.convert(mode)
-    image.save(made, kind)
-    return made.getvalue()
+CHATS = chats()
+CHATS.append([CHATS[0][0], "a page, then, of another book, and what is written there in the end"])
 
 
 @dataclass

@@ -1,14 +1,19 @@
 """Answers about images: chats as users write them, and settings under which an answer must be the same."""
 
 from collections.abc import Callable, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from PIL import Image
 
 from tests.images import chat_of, picture
 from vllm_lite import LLM, SamplingParams
+from vllm_lite.checkpoint.config_json import load_spec
+from vllm_lite.models.registry import Sizes, build
+from vllm_lite.models.weights import load_weights
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 LONGER = msgspec.structs.replace(GREEDY, max_tokens=30)
@@ -56,3 +61,37 @@ def check_another_pixel(path: Path, settings: dict[str, Any], answer: Callable[[
     assert cached[0] == 0
     assert cached[2] < 8 + 4, "what stands before the image"
     assert [output.outputs[0].token_ids for output in outputs] == [answer(parts)[1] for parts in shown]
+
+
+def generated(model: Any, ids: torch.Tensor, seen: dict[str, Any], num_tokens: int = 10) -> Answer:
+    """The answer of a model of transformers to the prompt `ids`, [1, n], with images that it has `seen`."""
+    settings = {"max_new_tokens": num_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with torch.inference_mode():
+        said = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **seen, **settings)
+    return ids[0].tolist(), said[0, ids.shape[1] :].tolist()
+
+
+def check_forks(path: Path, settings: dict[str, Any], parts: list[Any], tokens: list[int]) -> None:
+    """Check that three samples of a prompt, forks of the first, are each the answer `tokens`."""
+    params = SamplingParams(n=3, temperature=0.0, max_tokens=len(tokens), ignore_eos=True)
+    with LLM(str(path), num_gpu_blocks_override=128, **settings) as llm:
+        (output,) = llm.chat(chat_of(parts), params, use_tqdm=False)
+    assert [sample.token_ids for sample in output.outputs] == [tokens] * 3
+
+
+def check_upright(made: Callable[[bytes], Any]) -> None:
+    """Check that an image whose EXIF data say that it lies on its side is turned before anything is `made` of it."""
+    image, exif = Image.fromarray(picture(40, 20, 5)), Image.Exif()
+    exif[0x0112] = 6  # to be turned by a quarter
+    turned, upright = BytesIO(), BytesIO()
+    image.save(turned, "PNG", exif=exif)
+    image.transpose(Image.Transpose.ROTATE_270).save(upright, "PNG")
+    assert made(turned.getvalue()) == made(upright.getvalue())
+
+
+def tower_of(path: Path) -> Any:
+    """The vision tower of the model at `path`, with its weights."""
+    model = build(load_spec(path), "float32", "cpu", Sizes(256, 64))
+    load_weights(model, path)
+    assert model.tower is not None
+    return model.tower

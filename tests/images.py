@@ -55,8 +55,8 @@ def write_model(
     contents of `file`."""
     import transformers
 
-    kinds = (getattr(transformers, f"{family}{ending}") for ending in ("Config", "ForConditionalGeneration"))
-    write_checkpoint(path, *kinds, config)
+    kind, model = getattr(transformers, f"{family}Config"), getattr(transformers, f"{family}ForConditionalGeneration")
+    write_checkpoint(path, kind, model, config)
     _add_tokens(path, special)
     (path / file).write_text(json.dumps(processor))
     (path / "chat_template.jinja").write_text(template)
@@ -203,7 +203,11 @@ def make_llava(path: Path, family: str = "Llava", **settings: Any) -> Path:
     text = {"model_type": "llama", "vocab_size": 384 + len(ONEVISION_SPECIAL), "head_dim": 16} | HEADS | LONG
     vision = SIGHT | {"model_type": "clip_vision_model", "num_hidden_layers": 3, "image_size": SQUARE, "patch_size": 9}
     own: dict[str, Any] = {"text_config": text, "vision_config": vision | {"projection_dim": 48}}
-    processor = {"size": {"shortest_edge": SQUARE}, "crop_size": {"height": SQUARE, "width": SQUARE}, **CLIP}
+    processor: dict[str, Any] = {
+        "size": {"shortest_edge": SQUARE},
+        "crop_size": {"height": SQUARE, "width": SQUARE},
+        **CLIP,
+    }
     processor |= {"resample": 3, "do_center_crop": True}
     if family == "LlavaNext":
         own["image_grid_pinpoints"] = processor["image_grid_pinpoints"] = PINPOINTS
@@ -316,3 +320,16 @@ def chat_of(parts: Sequence[Any]) -> list[dict[str, Any]]:
         {"type": "text", "text": part} if isinstance(part, str) else {"type": "image", "image": part} for part in parts
     ]
     return [{"role": "user", "content": content}]
+
+
+def chats() -> list[list[Any]]:
+    """Parts of users' messages: images of several sizes before, between and behind texts, none, and the same twice."""
+    from PIL import Image
+
+    shown = [Image.fromarray(picture(*each)) for each in ((90, 60, 1), (20, 30, 2), (120, 17, 3), (64, 64, 4))]
+    return [
+        [shown[0], "a page"],
+        ["one", shown[1], "two", shown[2], "three"],
+        ["no image at all, only words"],
+        [shown[3], "and once more", shown[3]],
+    ]

@@ -6,23 +6,20 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from tests.checkpoints import transformers_model
-from tests.gemma_images import CHATS, GREEDY, KINDS, SMALL, Truth, as_file, check_answers, check_logprobs
-from tests.images import GEMMA_IDS, TILE, chat_of, make_gemma3, picture
+from tests.gemma_images import CHATS, GREEDY, KINDS, SMALL, Truth, check_answers, check_logprobs
+from tests.image_answers import check_forks, check_upright, tower_of
+from tests.images import GEMMA_IDS, TILE, as_file, chat_of, make_gemma3, picture
 from vllm_lite import LLM
-from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.client.media.prompt_images import PromptImages
 from vllm_lite.client.media.sources import GivenImage
 from vllm_lite.client.media.squares import PanAndScan, SquareSettings, squares_of
 from vllm_lite.errors import RequestError
-from vllm_lite.models.registry import Sizes, build
-from vllm_lite.models.weights import load_weights
 
 pytestmark = pytest.mark.usefixtures("images_cut_here")
 
@@ -84,13 +81,7 @@ def test_squares_match_the_processor(kind: tuple[str, str]) -> None:
 
 
 def test_a_photo_is_turned_upright() -> None:
-    image, exif = Image.fromarray(picture(40, 20, 5)), Image.Exif()
-    exif[0x0112] = 6  # to be turned by a quarter
-    turned, upright = BytesIO(), BytesIO()
-    image.save(turned, "PNG", exif=exif)
-    image.transpose(Image.Transpose.ROTATE_270).save(upright, "PNG")
-    settings = SquareSettings(TILE)
-    assert squares_of(turned.getvalue(), settings) == squares_of(upright.getvalue(), settings)
+    check_upright(lambda data: squares_of(data, SquareSettings(TILE)))
 
 
 @pytest.mark.parametrize("pan", [None, {"min_crop_size": 16, "max_num_crops": 4, "min_ratio_to_activate": 1.5}])
@@ -131,21 +122,14 @@ def test_texts_match_the_processor(tmp_path: Path, checkpoint: Path, processor: 
 @pytest.mark.parametrize("changes", [{}, {"mm_tokens_per_image": 64}, {"mm_tokens_per_image": 4}], ids=str)
 def test_the_tower_gives_the_vectors_of_transformers(tmp_path: Path, changes: dict[str, int]) -> None:
     path = make_gemma3(tmp_path / "m", **changes)
-    theirs, mine = transformers_model(path, "Gemma3ForConditionalGeneration").eval(), load(path)
+    theirs, mine = transformers_model(path, "Gemma3ForConditionalGeneration").eval(), tower_of(path)
     colors = [picture(TILE, TILE, seed) for seed in range(5)]
     pixels = cutter(**COLORS)([Image.fromarray(each) for each in colors], return_tensors="pt")["pixel_values"]
     with torch.inference_mode():
         expected = theirs.model.get_image_features(pixels).pooler_output
-        vectors = torch.stack(mine.tower.encode([torch.from_numpy(each.copy()) for each in colors]))
+        vectors = torch.stack(mine.encode([torch.from_numpy(each.copy()) for each in colors]))
     assert vectors.shape == (5, changes.get("mm_tokens_per_image", NUM_TOKENS), 64)
     assert torch.allclose(vectors, expected, atol=1e-4), (vectors - expected).abs().max()
-
-
-def load(path: Path) -> Any:
-    mine = build(load_spec(path), "float32", "cpu", Sizes(256, 64))
-    load_weights(mine, path)
-    assert mine.tower is not None
-    return mine
 
 
 def test_published_names_are_understood(tmp_path: Path, checkpoint: Path) -> None:
@@ -154,7 +138,7 @@ def test_published_names_are_understood(tmp_path: Path, checkpoint: Path) -> Non
 
     from safetensors.torch import load_file, save_file
 
-    expected = load(checkpoint).tower.encode([torch.from_numpy(picture(TILE, TILE, 1).copy())])[0]
+    expected = tower_of(checkpoint).encode([torch.from_numpy(picture(TILE, TILE, 1).copy())])[0]
     for prefix in ("model.vision_tower.", "model.vision_tower.vision_model.", "vision_tower.vision_model."):
         folder = shutil.copytree(checkpoint, tmp_path / prefix)
         renamed = {}
@@ -162,7 +146,7 @@ def test_published_names_are_understood(tmp_path: Path, checkpoint: Path) -> Non
             own = name.removeprefix("model.").removeprefix("vision_tower.").removeprefix("vision_model.")
             renamed[f"{prefix}{own}" if "vision_tower." in name else name] = tensor
         save_file(renamed, folder / "model.safetensors")
-        found = load(folder).tower.encode([torch.from_numpy(picture(TILE, TILE, 1).copy())])[0]
+        found = tower_of(folder).encode([torch.from_numpy(picture(TILE, TILE, 1).copy())])[0]
         assert torch.equal(found, expected)
 
 
@@ -211,10 +195,7 @@ def test_every_token_of_a_prompt_is_as_likely_as_in_transformers(
 
 
 def test_samples_of_a_prompt_are_forks_of_it(checkpoint: Path, truths: list[Truth]) -> None:
-    several = msgspec.structs.replace(GREEDY, n=3)
-    with LLM(str(checkpoint), num_gpu_blocks_override=64, **SMALL) as llm:
-        (output,) = llm.chat(chat_of(CHATS[3]), several, use_tqdm=False)
-    assert [sample.token_ids for sample in output.outputs] == [truths[3].answer] * 3
+    check_forks(checkpoint, SMALL, CHATS[3], truths[3].answer)
 
 
 def test_a_hit_may_end_inside_an_image(checkpoint: Path, truths: list[Truth]) -> None:

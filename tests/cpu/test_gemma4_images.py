@@ -10,23 +10,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from tests.checkpoints import transformers_model
-from tests.gemma_images import CHATS, GREEDY, KINDS, SMALL, Truth, as_file, check_answers, check_logprobs
-from tests.images import GEMMA_IDS, chat_of, make_gemma4, make_unified, picture
+from tests.gemma_images import CHATS, GREEDY, KINDS, SMALL, Truth, check_answers, check_logprobs
+from tests.image_answers import check_forks, tower_of
+from tests.images import GEMMA_IDS, as_file, chat_of, make_gemma4, make_unified, picture
 from vllm_lite import LLM
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.client.media.fitted import FittedSettings
 from vllm_lite.client.media.patches import resized
 from vllm_lite.client.media.prompt_images import PromptImages
 from vllm_lite.errors import ModelError, RequestError
-from vllm_lite.models.registry import Sizes, build
-from vllm_lite.models.weights import load_weights
 
 pytestmark = pytest.mark.usefixtures("images_cut_here")
 
@@ -163,13 +161,6 @@ def test_a_request_may_ask_for_another_budget(tmp_path: Path) -> None:
 # ---- vectors
 
 
-def load(path: Path) -> Any:
-    mine = build(load_spec(path), "float32", "cpu", Sizes(256, 64))
-    load_weights(mine, path)
-    assert mine.tower is not None
-    return mine
-
-
 TOWERS: dict[str, Any] = {
     "unified": (make_unified, FAMILIES["unified"]),
     "plain": (make_gemma4, FAMILIES["gemma4"]),
@@ -184,12 +175,12 @@ def test_vectors_match_transformers(tmp_path: Path, name: str) -> None:
     path = make(tmp_path / "m")
     if name in ("clipped", "standardized"):
         shake_buffers(path)
-    theirs, mine = transformers_model(path, family.architecture).eval(), load(path)
+    theirs, mine = transformers_model(path, family.architecture).eval(), tower_of(path)
     images = [picture(width, height, 3) for width, height in ((84, 120), (12, 840), (120, 84), (96, 96))]
     inputs = inputs_of([Image.fromarray(image) for image in images], unified=family.unified)
     with torch.inference_mode():
         expected = theirs.model.get_image_features(inputs["pixel_values"], inputs["image_position_ids"]).pooler_output
-        vectors = mine.tower.encode([torch.from_numpy(image.copy()) for image in images])
+        vectors = mine.encode([torch.from_numpy(image.copy()) for image in images])
     for own, other, image in zip(vectors, expected, images, strict=True):
         assert own.shape == (image.shape[0] * image.shape[1] // UNIT**2, 64)
         assert torch.allclose(own, other, atol=1e-4), (own - other).abs().max()
@@ -215,7 +206,7 @@ def test_published_names_are_understood(tmp_path: Path) -> None:
 
     path = make_unified(tmp_path / "m")
     image = torch.from_numpy(picture(84, 120, 1).copy())
-    expected = load(path).tower.encode([image])[0]
+    expected = tower_of(path).encode([image])[0]
     tensors = load_file(path / "model.safetensors")
     spelled = []
     for old, new in (
@@ -226,7 +217,7 @@ def test_published_names_are_understood(tmp_path: Path) -> None:
         tensors = {name.replace(old, new) if "multimodal" not in name else name: each for name, each in tensors.items()}
     save_file(tensors, path / "model.safetensors")
     assert any(spelled), "transformers writes the published names"
-    assert torch.equal(load(path).tower.encode([image])[0], expected)
+    assert torch.equal(tower_of(path).encode([image])[0], expected)
 
 
 # ---- tokens
@@ -291,10 +282,7 @@ def test_every_token_of_a_prompt_is_as_likely_as_in_transformers(
 
 
 def test_samples_of_a_prompt_are_forks_of_it(checkpoint: Path, truths: list[Truth]) -> None:
-    several = msgspec.structs.replace(GREEDY, n=3)
-    with LLM(str(checkpoint), num_gpu_blocks_override=128, **SMALL) as llm:
-        (output,) = llm.chat(chat_of(CHATS[3]), several, use_tqdm=False)
-    assert [sample.token_ids for sample in output.outputs] == [truths[3].answer] * 3
+    check_forks(checkpoint, SMALL, CHATS[3], truths[3].answer)
 
 
 def test_small_models_cut_images_anywhere(tmp_path: Path) -> None:

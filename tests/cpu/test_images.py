@@ -16,6 +16,7 @@ from PIL import Image
 from tokenizers import Tokenizer
 
 from tests.checkpoints import transformers_model
+from tests.image_answers import check_upright, tower_of
 from tests.images import IMAGE_TOKEN, TEMPLATE, TILE, Colors, as_file, make_smolvlm, picture
 from tests.lora_adapters import adapt
 from vllm_lite import LLM, AsyncClient, LoRARequest, RequestOutput, SamplingParams, StructuredOutputsParams
@@ -30,8 +31,6 @@ from vllm_lite.engine import core
 from vllm_lite.engine.encoder_cache import EncoderSizes
 from vllm_lite.errors import RequestError
 from vllm_lite.layers.vision.siglip import SiglipTower
-from vllm_lite.models.registry import Sizes, build
-from vllm_lite.models.weights import load_weights
 from vllm_lite.protocol.spans import Media
 
 Part = list[int] | Colors
@@ -87,13 +86,7 @@ def test_tiles_match_the_processor(kind: tuple[str, str]) -> None:
 
 
 def test_a_photo_is_turned_upright() -> None:
-    image, exif = Image.fromarray(picture(40, 20, 5)), Image.Exif()
-    exif[0x0112] = 6  # to be turned by a quarter
-    turned, upright = BytesIO(), BytesIO()
-    image.save(turned, "PNG", exif=exif)
-    image.transpose(Image.Transpose.ROTATE_270).save(upright, "PNG")
-    settings = TileSettings(32, 64)
-    assert tiles_of(turned.getvalue(), settings) == tiles_of(upright.getvalue(), settings)
+    check_upright(lambda data: tiles_of(data, TileSettings(32, 64)))
 
 
 def black_png(width: int, height: int) -> bytes:
@@ -158,14 +151,12 @@ def test_the_tower_gives_the_vectors_of_transformers(
     vision: dict[str, Any] = {"image_size": tile, "patch_size": patch, "hidden_size": 48, "intermediate_size": 80}
     vision |= {"num_hidden_layers": 2, "num_attention_heads": 4, "initializer_range": 0.3}
     path = make_smolvlm(tmp_path / "m", family, vision_config=vision, scale_factor=merge)
-    mine = build(load_spec(path), "float32", "cpu", Sizes(256, 64))
-    load_weights(mine, path)
-    assert mine.tower is not None
+    mine = tower_of(path)
     tiles = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (5, tile, tile, 3), dtype=np.uint8))
     colors = ((tiles.float() / 255 - 0.5) / 0.5).permute(0, 3, 1, 2)[None]
     with torch.inference_mode():
         theirs = transformers_model(path, f"{family}ForConditionalGeneration").eval().get_image_features(colors)
-        vectors = torch.stack(mine.tower.encode(list(tiles)))
+        vectors = torch.stack(mine.encode(list(tiles)))
     expected = torch.stack(theirs.pooler_output[0].split(vectors.shape[1]))
     assert torch.allclose(vectors, expected, atol=1e-4), (vectors - expected).abs().max()
 

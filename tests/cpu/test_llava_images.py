@@ -16,16 +16,21 @@ import torch
 from PIL import Image
 
 from tests.checkpoints import transformers_model
-from tests.image_answers import GREEDY, Answer, check_another_pixel, check_answers, ways
-from tests.images import PINPOINTS, SQUARE, as_file, chat_of, make_llava, make_onevision, picture
-from vllm_lite import LLM
+from tests.image_answers import (
+    Answer,
+    check_another_pixel,
+    check_answers,
+    check_forks,
+    generated,
+    tower_of,
+    ways,
+)
+from tests.images import PINPOINTS, SQUARE, as_file, make_llava, make_onevision, picture
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.layer_specs import anyres
 from vllm_lite.checkpoint.layer_specs.anyres import AnyresSpec
 from vllm_lite.client.media.grids import GridSettings, grid_of
 from vllm_lite.errors import RequestError
-from vllm_lite.models.registry import Sizes, build
-from vllm_lite.models.weights import load_weights
 
 pytestmark = pytest.mark.usefixtures("images_cut_here")
 
@@ -153,12 +158,8 @@ def test_vectors_are_counted_as_by_the_processor(tmp_path: Path) -> None:
 
 
 def test_the_tower_gives_the_vectors_of_transformers(made: Made) -> None:
-    mine, vision = build(load_spec(made.path), "float32", "cpu", Sizes(256, 64)), vision_of(made.path)
-    load_weights(mine, made.path)
-    assert mine.tower is not None
-    assert vision.num_parameters == sum(
-        slot.num_elements for group in mine.tower.weight_groups() for slot in group.slots
-    )
+    mine, vision = tower_of(made.path), vision_of(made.path)
+    assert vision.num_parameters == sum(slot.num_elements for group in mine.weight_groups() for slot in group.slots)
     shown = set()
     for width, height in ((28, 28), (90, 60), (20, 84), (84, 84), (500, 400), (1, 4000), (84, 3)):
         file = BytesIO()
@@ -167,9 +168,9 @@ def test_the_tower_gives_the_vectors_of_transformers(made: Made) -> None:
         squares = torch.from_numpy(np.frombuffer(cut.colors, np.uint8).copy()).view(-1, SQUARE, 3)
         (expected,) = made.features(processor(made.kind)([Image.fromarray(image)], return_tensors="pt"))
         num_tokens, grid = vision.num_tokens(height, width), (1, height, width)
-        assert mine.tower.shape(num_tokens, grid) == squares.shape[:2]
+        assert mine.shape(num_tokens, grid) == squares.shape[:2]
         with torch.inference_mode():
-            own = mine.tower.arranged(mine.tower.encode([squares])[0], grid)
+            own = mine.arranged(mine.encode([squares])[0], grid)
         assert own.shape == expected.shape == (num_tokens, 64)
         assert (own - expected).abs().max() <= 1e-5 * max(10.0, float(expected.abs().max()))
         if made.kind.pinpoints:
@@ -201,10 +202,7 @@ def answer(made: Made, parts: list[Any]) -> Answer:
     words = "".join(part for part in parts if isinstance(part, str))
     text = f"<|im_start|>user{''.join('<image>' * len(each) for each in found)}{words}<|im_end|><|im_start|>assistant"
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-    settings = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    with torch.inference_mode():
-        said = made.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **seen, **settings)
-    return ids[0].tolist(), said[0, ids.shape[1] :].tolist()
+    return generated(made.model, ids, seen)
 
 
 @pytest.fixture(scope="module")
@@ -220,10 +218,7 @@ def test_answers_match_transformers(made: Made, answers: list[Answer], settings:
 
 
 def test_samples_of_a_prompt_are_forks(made: Made, answers: list[Answer]) -> None:
-    several = msgspec.structs.replace(GREEDY, n=3)
-    with LLM(str(made.path), num_gpu_blocks_override=64, **SMALL) as llm:
-        (output,) = llm.chat(chat_of(CHATS[3]), several, use_tqdm=False)
-    assert [sample.token_ids for sample in output.outputs] == [answers[3][1]] * 3
+    check_forks(made.path, SMALL, CHATS[3], answers[3][1])
 
 
 def test_a_pixel_makes_another_image(made: Made) -> None:

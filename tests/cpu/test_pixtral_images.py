@@ -14,15 +14,12 @@ import torch
 from PIL import Image
 
 from tests.checkpoints import transformers_model
-from tests.image_answers import GREEDY, Answer, check_another_pixel, check_answers, ways
-from tests.images import as_file, chat_of, make_mistral3, make_pixtral, picture
+from tests.image_answers import GREEDY, Answer, check_another_pixel, check_answers, generated, tower_of, ways
+from tests.images import as_file, chat_of, chats, make_mistral3, make_pixtral, picture
 from vllm_lite import LLM
-from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.client.media.patches import resized
 from vllm_lite.client.media.rows import RowSettings
 from vllm_lite.errors import RequestError
-from vllm_lite.models.registry import Sizes, build
-from vllm_lite.models.weights import load_weights
 
 pytestmark = pytest.mark.usefixtures("images_cut_here")
 
@@ -105,15 +102,13 @@ def test_images_that_would_lose_an_edge_are_refused(size: tuple[int, int]) -> No
 
 
 def test_the_tower_gives_the_vectors_of_transformers(made: Made) -> None:
-    mine = build(load_spec(made.path), "float32", "cpu", Sizes(256, 64))
-    load_weights(mine, made.path)
-    assert mine.tower is not None
+    mine = tower_of(made.path)
     unit = made.kind.unit
     images = [picture(width, height, 3) for width, height in ((48, 48), (16, 64), (64, 32), (16, 16))]
     inputs = processor(unit)([Image.fromarray(image) for image in images], return_tensors="pt")
     with torch.inference_mode():
         theirs = made.model.get_image_features(inputs["pixel_values"], image_sizes=inputs["image_sizes"]).pooler_output
-        vectors = mine.tower.encode([torch.from_numpy(image.copy()) for image in images])
+        vectors = mine.encode([torch.from_numpy(image.copy()) for image in images])
     for own, expected, (height, width) in zip(vectors, theirs, inputs["image_sizes"].tolist(), strict=True):
         assert own.shape == (height * width // unit**2, 64)
         assert (own - expected).abs().max() <= 1e-5 * max(10.0, float(expected.abs().max()))
@@ -122,13 +117,7 @@ def test_the_tower_gives_the_vectors_of_transformers(made: Made) -> None:
 # ---- tokens
 
 
-CHATS: list[list[Any]] = [
-    [Image.fromarray(picture(90, 60, 1)), "a page"],
-    ["one", Image.fromarray(picture(20, 30, 2)), "two", Image.fromarray(picture(120, 17, 3)), "three"],
-    ["no image at all, only words"],
-    [Image.fromarray(picture(64, 64, 4)), "and once more", Image.fromarray(picture(64, 64, 4))],
-    ["ends with one", Image.fromarray(picture(9, 70, 5))],
-]
+CHATS = [*chats(), ["ends with one", Image.fromarray(picture(9, 70, 5))]]
 
 
 def answer(made: Made, parts: list[Any]) -> Answer:
@@ -147,10 +136,7 @@ def answer(made: Made, parts: list[Any]) -> Answer:
         rows = [["[IMG]"] * (width // unit) + ["[IMG_BREAK]"]] * (height // unit)
         text += "".join([*(token for row in rows for token in row)][:-1]) + "[IMG_END]"
     ids = tokenizer(text + "[/INST]", add_special_tokens=False, return_tensors="pt")["input_ids"]
-    settings = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    with torch.inference_mode():
-        said = made.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **seen, **settings)
-    return ids[0].tolist(), said[0, ids.shape[1] :].tolist()
+    return generated(made.model, ids, seen)
 
 
 @pytest.fixture(scope="module")

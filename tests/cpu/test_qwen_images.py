@@ -13,7 +13,8 @@ import torch
 from PIL import Image
 
 from tests.checkpoints import transformers_model
-from tests.images import QWEN_VISION, as_file, chat_of, make_qwen, picture
+from tests.image_answers import check_forks, generated, tower_of
+from tests.images import QWEN_VISION, as_file, chat_of, chats, make_qwen, picture
 from vllm_lite import LLM, RequestOutput, SamplingParams
 from vllm_lite.attention.step_batch import AXIS_BITS, AXIS_MASK, on_axes
 from vllm_lite.checkpoint.config_json import load_spec
@@ -28,8 +29,6 @@ from vllm_lite.kernels import cpu
 from vllm_lite.kernels.ops import Rotation
 from vllm_lite.layers.attention.rope import RotaryEmbedding
 from vllm_lite.layers.vision import qwen
-from vllm_lite.models.registry import Sizes, build
-from vllm_lite.models.weights import load_weights
 from vllm_lite.protocol.encoder import EncodeAside
 from vllm_lite.protocol.spans import Media
 from vllm_lite.worker.batch.steady import SteadyDecode
@@ -99,18 +98,16 @@ def test_narrow_images_are_refused() -> None:
 
 
 def test_the_tower_gives_the_vectors_of_transformers(checkpoint: Path, model: Any) -> None:
-    mine = build(load_spec(checkpoint), "float32", "cpu", Sizes(256, 64))
-    load_weights(mine, checkpoint)
-    assert mine.tower is not None
+    mine = tower_of(checkpoint)
     images = [picture(width, height, 3) for width, height in ((48, 48), (16, 96), (64, 32), (16, 16), (80, 48))]
     inputs = processor(**COLORS)([Image.fromarray(image) for image in images], return_tensors="pt")
     with torch.inference_mode():
         found = model.model.get_image_features(inputs["pixel_values"], inputs["image_grid_thw"])
         deep = getattr(found, "deepstack_features", ())
         theirs = [torch.cat(each, 1) for each in zip(found.pooler_output, *deep, strict=True)]
-        vectors = mine.tower.encode([torch.from_numpy(image.copy()) for image in images])
+        vectors = mine.encode([torch.from_numpy(image.copy()) for image in images])
     for own, expected, (_, rows, cols) in zip(vectors, theirs, inputs["image_grid_thw"].tolist(), strict=True):
-        assert own.shape == (rows * cols // 4, 64 * (1 + mine.tower.spec.num_deep))
+        assert own.shape == (rows * cols // 4, 64 * (1 + mine.spec.num_deep))
         assert torch.allclose(own, expected, atol=1e-4, rtol=5e-5), (own - expected).abs().max()
 
 
@@ -157,12 +154,7 @@ def test_each_pair_is_rotated_along_its_axis(checkpoint: Path, model: Any) -> No
 # ---- tokens
 
 
-CHATS: list[list[Any]] = [
-    [Image.fromarray(picture(90, 60, 1)), "a page"],
-    ["one", Image.fromarray(picture(20, 30, 2)), "two", Image.fromarray(picture(120, 17, 3)), "three"],
-    ["no image at all, only words"],
-    [Image.fromarray(picture(64, 64, 4)), "and once more", Image.fromarray(picture(64, 64, 4))],
-]
+CHATS = chats()
 
 
 def written(parts: list[Any]) -> str:
@@ -197,17 +189,7 @@ def answer(model: Any, checkpoint: Path, parts: list[Any], num_tokens: int = 10)
             "mm_token_type_ids": kinds,
         }
     model.model.rope_deltas = None
-    with torch.inference_mode():
-        made = model.generate(
-            input_ids=ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=num_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            **seen,
-        )
-    return ids[0].tolist(), made[0, ids.shape[1] :].tolist()
+    return generated(model, ids, seen, num_tokens)
 
 
 def answer_by_forward(model: Any, checkpoint: Path, parts: list[Any]) -> tuple[list[int], list[int]]:
@@ -298,10 +280,7 @@ def test_images_are_computed_beside_a_stream(
 
 def test_samples_of_a_prompt_count_as_it_does(checkpoint: Path, answers: list[tuple[list[int], list[int]]]) -> None:
     """The samples are forks of the first."""
-    several = msgspec.structs.replace(GREEDY, n=3)
-    with LLM(str(checkpoint), num_gpu_blocks_override=64, **SMALL) as llm:
-        (output,) = llm.chat(chat_of(CHATS[3]), several, use_tqdm=False)
-    assert [sample.token_ids for sample in output.outputs] == [answers[3][1]] * 3
+    check_forks(checkpoint, SMALL, CHATS[3], answers[3][1])
 
 
 def test_drafts_behind_images_count_as_the_model_does(
