@@ -141,6 +141,15 @@ def _parse_and_run(words: Sequence[str]) -> int:
     for stream in (sys.stdin, sys.stdout):  # bytes that are not UTF-8, and letters that the locale does not have
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
+    parser = _parser(words)
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
+    return run_command(parser, words)
+
+
+def _parser(words: Sequence[str]) -> Parser:
+    """The parser of `words`: it knows all commands, and the flags of the one that is called."""
     parser = Parser(prog="vllm-lite", description="An LLM inference engine.")
     parser.add_argument("--version", action="version", version=__version__)
     parsers = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -151,10 +160,12 @@ def _parse_and_run(words: Sequence[str]) -> int:
             command.description = module.__doc__
             command.set_defaults(run=getattr(module, "run", None))
             module.add_flags(command)
-    if not words:
-        parser.print_help(sys.stderr)
-        return 2
-    return run_command(parser, words)
+    return parser
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line and run nothing. Raises SystemExit for a wrong one."""
+    return _parse(_parser(words), words)
 
 
 def run_command(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
