@@ -2,7 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -88,23 +89,29 @@ class Rig:
                 await hold.wait()
             return str(lease.backend.name)
 
+    async def stream(self) -> "tuple[asyncio.Future[str], asyncio.Event]":
+        """Begin a use of model a, which ends once the event is set."""
+        hold = asyncio.Event()
+        stream = asyncio.ensure_future(self.use("a", hold))
+        await self.until(lambda: self.fleet.members["a"].status.num_active == 1)
+        return stream, hold
+
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(scaled(10)):
             while not condition():  # noqa: ASYNC110 - conditions of several kinds
                 await asyncio.sleep(0.005)
 
 
-def run(test: Callable[[Rig], Awaitable[None]], **settings: Any) -> None:
-    async def main() -> None:
-        rig = Rig(**settings)
-        try:
-            async with asyncio.timeout(scaled(20)):
-                await test(rig)
-        finally:
-            rig.running.cancel()
-            await asyncio.gather(rig.running, return_exceptions=True)
-
-    asyncio.run(main())
+@asynccontextmanager
+async def fleet_of(**settings: Any) -> AsyncIterator[Rig]:
+    """A rig with these settings, whose fleet ends with the context."""
+    rig = Rig(**settings)
+    try:
+        async with asyncio.timeout(scaled(20)):
+            yield rig
+    finally:
+        rig.running.cancel()
+        await asyncio.gather(rig.running, return_exceptions=True)
 
 
 @pytest.fixture(autouse=True)
@@ -114,8 +121,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "estimate", lambda _: 2 * GIB)
 
 
-def test_a_model_is_loaded_for_its_first_request_and_swapped_for_another() -> None:
-    async def test(rig: Rig) -> None:
+async def test_a_model_is_loaded_for_its_first_request_and_swapped_for_another() -> None:
+    async with fleet_of() as rig:
         assert await rig.use("a") == "a"
         assert await rig.use("a") == "a"
         assert rig.log == ["load a"]
@@ -124,35 +131,31 @@ def test_a_model_is_loaded_for_its_first_request_and_swapped_for_another() -> No
         assert await rig.use("a") == "a"
         assert rig.log[3:] == ["sleep b 1", "wake a"]
 
-    run(test)
 
-
-def test_the_most_that_a_sleeping_model_has_taken_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_most_that_a_sleeping_model_has_taken_is_learned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SIZES, "sleeping", GIB // 2)
 
-    async def test(rig: Rig) -> None:
+    async with fleet_of() as rig:
         await rig.use("a")
         await rig.use("b")
         status = rig.fleet.members["a"].status
         await rig.until(lambda: status.asleep_bytes == GIB // 2)
         assert rig.fleet.members["b"].status.asleep_bytes < GIB // 2, "it is loaded"
 
-    run(test)
-
 
 @pytest.mark.parametrize(("kv", "writes"), [("/kv", ["sleep a 2"]), (None, [])])
-def test_a_model_that_keeps_chats_on_disk_writes_them_before_it_is_ended(kv: str | None, writes: list[str]) -> None:
-    async def test(rig: Rig) -> None:
+async def test_a_model_that_keeps_chats_on_disk_writes_them_before_it_is_ended(
+    kv: str | None, writes: list[str]
+) -> None:
+    async with fleet_of(kv=kv) as rig:
         await rig.use("a")
         rig.fleet.let_go(rig.fleet.members["a"])
         await rig.until(lambda: rig.fleet.members["a"].state == "unloaded")
         assert rig.log == ["load a", *writes, "stop a"]
 
-    run(test, kv=kv)
 
-
-def test_a_requests_keep_alive_ends_with_the_processes() -> None:
-    async def test(rig: Rig) -> None:
+async def test_a_requests_keep_alive_ends_with_the_processes() -> None:
+    async with fleet_of() as rig:
         member = rig.fleet.members["a"]
         rig.fleet.keep(member, 0.0)
         await rig.use("a")
@@ -160,11 +163,9 @@ def test_a_requests_keep_alive_ends_with_the_processes() -> None:
         await rig.use("a")
         assert (member.state, member.status.leaves_at_s) == ("loaded", None)
 
-    run(test)
 
-
-def test_many_that_wait_share_one_load() -> None:
-    async def test(rig: Rig) -> None:
+async def test_many_that_wait_share_one_load() -> None:
+    async with fleet_of() as rig:
         rig.gate.clear()
         waiting = [asyncio.ensure_future(rig.use("a")) for _ in range(20)]
         await rig.until(lambda: rig.fleet.members["a"].status.num_waiting == 20)
@@ -172,14 +173,10 @@ def test_many_that_wait_share_one_load() -> None:
         assert await asyncio.gather(*waiting) == ["a"] * 20
         assert rig.log == ["load a"]
 
-    run(test)
 
-
-def test_a_busy_model_is_paused_after_its_slice_and_its_requests_continue() -> None:
-    async def test(rig: Rig) -> None:
-        hold = asyncio.Event()
-        stream = asyncio.ensure_future(rig.use("a", hold))
-        await rig.until(lambda: rig.fleet.members["a"].status.num_active == 1)
+async def test_a_busy_model_is_paused_after_its_slice_and_its_requests_continue() -> None:
+    async with fleet_of() as rig:
+        stream, hold = await rig.stream()
         assert await rig.use("b") == "b"
         await rig.until(lambda: "wake a" in rig.log)
         assert rig.log == ["load a", "sleep a 1", "load b", "sleep b 1", "wake a"]
@@ -187,14 +184,10 @@ def test_a_busy_model_is_paused_after_its_slice_and_its_requests_continue() -> N
         hold.set()
         assert await stream == "a"
 
-    run(test)
 
-
-def test_the_deadline_of_a_wait() -> None:
-    async def test(rig: Rig) -> None:
-        hold = asyncio.Event()
-        stream = asyncio.ensure_future(rig.use("a", hold))
-        await rig.until(lambda: rig.fleet.members["a"].status.num_active == 1)
+async def test_the_deadline_of_a_wait() -> None:
+    async with fleet_of(models_wait_s=0.1, models_slice_s=100.0) as rig:
+        stream, hold = await rig.stream()
         with pytest.raises(
             ApiError, match=r"'b' was not loaded within .*: it is unloaded, and memory is taken by a \(1"
         ) as found:
@@ -206,11 +199,9 @@ def test_the_deadline_of_a_wait() -> None:
         hold.set()
         await stream
 
-    run(test, models_wait_s=0.1, models_slice_s=100.0)
 
-
-def test_a_model_that_cannot_be_loaded_is_refused_and_the_others_are_served() -> None:
-    async def test(rig: Rig) -> None:
+async def test_a_model_that_cannot_be_loaded_is_refused_and_the_others_are_served() -> None:
+    async with fleet_of() as rig:
         rig.broken.add("a")
         with pytest.raises(ApiError, match="'a' cannot be loaded: it is broken"):
             await rig.use("a")
@@ -224,16 +215,11 @@ def test_a_model_that_cannot_be_loaded_is_refused_and_the_others_are_served() ->
         rig.fleet.members["a"].retry_at_s = 0.0
         assert await rig.use("a") == "a"
 
-    run(test)
 
-
-def test_the_streams_of_a_model_that_does_not_wake_end_at_once() -> None:
+async def test_the_streams_of_a_model_that_does_not_wake_end_at_once() -> None:
     """A server that is asked to stop would end them as if they were done."""
-
-    async def test(rig: Rig) -> None:
-        hold = asyncio.Event()
-        stream = asyncio.ensure_future(rig.use("a", hold))
-        await rig.until(lambda: rig.fleet.members["a"].status.num_active == 1)
+    async with fleet_of() as rig:
+        stream, hold = await rig.stream()
         rig.broken.add("a")
         assert await rig.use("b") == "b"
         await rig.until(lambda: rig.fleet.members["a"].state == "failed")
@@ -241,21 +227,17 @@ def test_the_streams_of_a_model_that_does_not_wake_end_at_once() -> None:
         hold.set()
         await stream
 
-    run(test)
 
-
-def test_an_entry_with_a_fault_is_refused_for_good() -> None:
-    async def test(rig: Rig) -> None:
+async def test_an_entry_with_a_fault_is_refused_for_good() -> None:
+    async with fleet_of() as rig:
         rig.fleet.add(Entry("c", None, trouble="c: unknown setting 'x'"))
         rig.fleet.catalog.entries["c"] = rig.fleet.members["c"].entry
         with pytest.raises(ApiError, match="cannot be served: c: unknown setting 'x'"):
             await rig.use("c")
 
-    run(test)
 
-
-def test_a_model_that_dies_is_loaded_again_with_growing_pauses() -> None:
-    async def test(rig: Rig) -> None:
+async def test_a_model_that_dies_is_loaded_again_with_growing_pauses() -> None:
+    async with fleet_of() as rig:
         for _ in range(module.FREE_DEATHS):
             assert await rig.use("a") == "a"
             rig.made[-1].die()
@@ -267,23 +249,17 @@ def test_a_model_that_dies_is_loaded_again_with_growing_pauses() -> None:
             await rig.use("a")
         assert await rig.use("b") == "b"
 
-    run(test)
 
-
-def test_an_unused_model_is_unloaded() -> None:
-    async def test(rig: Rig) -> None:
+async def test_an_unused_model_is_unloaded() -> None:
+    async with fleet_of(models_idle_s=0.05) as rig:
         await rig.use("a")
         await rig.until(lambda: rig.fleet.members["a"].state == "unloaded")
         assert rig.log == ["load a", "stop a"]
 
-    run(test, models_idle_s=0.05)
 
-
-def test_a_model_that_is_let_go_leaves_with_its_last_request() -> None:
-    async def test(rig: Rig) -> None:
-        hold = asyncio.Event()
-        stream = asyncio.ensure_future(rig.use("a", hold))
-        await rig.until(lambda: rig.fleet.members["a"].status.num_active == 1)
+async def test_a_model_that_is_let_go_leaves_with_its_last_request() -> None:
+    async with fleet_of() as rig:
+        stream, hold = await rig.stream()
         rig.fleet.let_go(rig.fleet.members["a"])
         await asyncio.sleep(0.05)
         assert rig.log == ["load a"]
@@ -291,25 +267,19 @@ def test_a_model_that_is_let_go_leaves_with_its_last_request() -> None:
         await stream
         await rig.until(lambda: rig.log == ["load a", "stop a"])
 
-    run(test)
 
-
-def test_pinned_models_are_loaded_at_the_start_and_stay() -> None:
-    async def test(rig: Rig) -> None:
+async def test_pinned_models_are_loaded_at_the_start_and_stay() -> None:
+    async with fleet_of(names="a b c", pins="a", models_memory="4.5GiB") as rig:
         await rig.until(lambda: rig.log == ["load a"])
         assert await rig.use("b") == "b"
         assert rig.log == ["load a", "load b"]
         assert await rig.use("c") == "c"
         assert rig.log == ["load a", "load b", "sleep b 1", "load c"]
 
-    run(test, names="a b c", pins="a", models_memory="4.5GiB")
 
-
-def test_the_end_refuses_waiting_requests_and_ends_all_models() -> None:
-    async def test(rig: Rig) -> None:
-        hold = asyncio.Event()
-        stream = asyncio.ensure_future(rig.use("a", hold))
-        await rig.until(lambda: rig.fleet.members["a"].status.num_active == 1)
+async def test_the_end_refuses_waiting_requests_and_ends_all_models() -> None:
+    async with fleet_of(models_slice_s=100.0) as rig:
+        stream, hold = await rig.stream()
         waiting = asyncio.ensure_future(rig.use("b"))
         await rig.until(lambda: rig.fleet.members["b"].status.num_waiting == 1)
         await rig.fleet.close(0.0)
@@ -320,11 +290,9 @@ def test_the_end_refuses_waiting_requests_and_ends_all_models() -> None:
         hold.set()
         await stream
 
-    run(test, models_slice_s=100.0)
 
-
-def test_names() -> None:
-    async def test(rig: Rig) -> None:
+async def test_names() -> None:
+    async with fleet_of() as rig:
         assert rig.fleet.find("a:latest").entry.name == "a"
         with pytest.raises(ApiError, match="'x' does not exist; this server has a, b") as found:
             rig.fleet.find("x")
@@ -332,10 +300,8 @@ def test_names() -> None:
         with pytest.raises(ApiError, match="model must be given: one of a, b"):
             rig.fleet.find(None)
 
-    run(test)
 
-
-def test_a_model_that_is_deleted_while_its_files_are_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_model_that_is_deleted_while_its_files_are_read_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     are_read, begun = threading.Event(), threading.Event()
 
     def estimated(_: ServeConfig | None) -> int:
@@ -344,7 +310,7 @@ def test_a_model_that_is_deleted_while_its_files_are_read_is_refused(monkeypatch
 
     monkeypatch.setattr(module, "estimate", estimated)
 
-    async def test(rig: Rig) -> None:
+    async with fleet_of() as rig:
         asked = asyncio.ensure_future(rig.use("a"))
         await rig.until(begun.is_set)
         await rig.fleet.remove(rig.fleet.members["a"])
@@ -352,10 +318,8 @@ def test_a_model_that_is_deleted_while_its_files_are_read_is_refused(monkeypatch
         with pytest.raises(ApiError, match="the model 'a' was deleted"):
             await asked
 
-    run(test)
 
-
-def test_memory_is_estimated_for_the_first_request_and_forgotten_once_it_is_measured(
+async def test_memory_is_estimated_for_the_first_request_and_forgotten_once_it_is_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = list[ServeConfig | None]()
@@ -366,7 +330,7 @@ def test_memory_is_estimated_for_the_first_request_and_forgotten_once_it_is_meas
 
     monkeypatch.setattr(module, "estimate", estimated)
 
-    async def test(rig: Rig) -> None:
+    async with fleet_of() as rig:
         assert asked == []
         with pytest.raises(
             ApiError, match=r"it takes 10\.00 GiB, and beside pinned models there is room for 3\.00 GiB"
@@ -377,5 +341,3 @@ def test_memory_is_estimated_for_the_first_request_and_forgotten_once_it_is_meas
         status.least_bytes = status.expected_bytes = 2 * GIB
         assert await rig.use("a") == "a"
         assert len(asked) == 1
-
-    run(test)

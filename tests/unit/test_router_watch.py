@@ -3,12 +3,13 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
 from tests.deadlines import scaled
-from tests.unit.test_router_fleet import Rig, quick, run
+from tests.unit.test_router_fleet import Rig, fleet_of, quick
 from vllm_lite.server.router import watch
 from vllm_lite.server.router.upstream import UpstreamLost
 from vllm_lite.server.router.watch import Watcher, events_of
@@ -79,14 +80,25 @@ class Watched:
         self.watcher.close()
 
 
+@asynccontextmanager
+async def watched(monkeypatch: pytest.MonkeyPatch, only: str | None = None, **settings: Any) -> AsyncIterator[Watched]:
+    """A watcher of a fleet whose model a is loaded, or of the model `only`."""
+    async with fleet_of(**settings) as rig:
+        await rig.use("a")
+        seen = Watched(rig, monkeypatch, only)
+        seen.listen()
+        yield seen
+        await seen.close()
+
+
 def engine_event(kind: str = "snapshot", **requests: Any) -> bytes:
     counts = {"generated_tokens": 5}
     engine = {"counts": counts, "requests": requests, "blocks": None, "times": {}}
     return f"event: {kind}\ndata: {json.dumps({'time': 7.0, 'engines': {'0': engine}})}\n\n".encode()
 
 
-def test_watching_loads_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(rig: Rig) -> None:
+async def test_watching_loads_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with fleet_of() as rig:
         seen = Watched(rig, monkeypatch)
         for _ in range(20):
             await seen.next()
@@ -94,14 +106,9 @@ def test_watching_loads_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (rig.log, seen.look.models["a"]["used"], seen.look.memory_limit_bytes) == ([], None, 3 << 30)
         await seen.close()
 
-    run(test)
 
-
-def test_engines_are_named_after_their_models_and_go_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(rig: Rig) -> None:
-        await rig.use("a")
-        seen = Watched(rig, monkeypatch)
-        seen.listen()
+async def test_engines_are_named_after_their_models_and_go_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with watched(monkeypatch) as seen:
         await seen.until(lambda: seen.answers)
         assert seen.asked[0] == ("GET", b"/v1/live", KEYS, b"")
         await seen.answers[0].said.put(engine_event(r={"id": "r"})[:30])
@@ -116,39 +123,27 @@ def test_engines_are_named_after_their_models_and_go_with_them(monkeypatch: pyte
         await seen.until(lambda: len(seen.answers) > 1)
         await seen.answers[1].said.put(engine_event())
         await seen.until(lambda: "a/0" in seen.look.engines)
-        await rig.use("b")  # a has to go for it
+        await seen.rig.use("b")  # a has to go for it
         seen.listen()
-        assert rig.log[-2:] in (["stop a", "load b"], ["sleep a 1", "load b"])
+        assert seen.rig.log[-2:] in (["stop a", "load b"], ["sleep a 1", "load b"])
         await seen.answers[1].said.put(None)
         await seen.until(lambda: "a/0" not in seen.look.engines)
         assert seen.answers[0].is_closed
         assert seen.look.models["a"]["counts"]["loads"] == 1
-        await seen.close()
-
-    run(test)
 
 
-def test_a_model_that_is_not_used_is_unloaded_though_somebody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(rig: Rig) -> None:
-        await rig.use("a")
-        seen = Watched(rig, monkeypatch)
-        seen.listen()
+async def test_a_model_that_is_not_used_is_unloaded_though_somebody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with watched(monkeypatch, models_idle_s=0.3) as seen:
         await seen.until(lambda: seen.answers)
         await seen.answers[0].said.put(engine_event())
         await seen.until(lambda: "a/0" in seen.look.engines)
         await seen.until(lambda: seen.look.models["a"]["state"] == "unloaded")
         assert seen.look.engines == {}
-        assert rig.log == ["load a", "stop a"]
-        await seen.close()
-
-    run(test, models_idle_s=0.3)
+        assert seen.rig.log == ["load a", "stop a"]
 
 
-def test_a_model_with_its_own_keys_is_shown_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(rig: Rig) -> None:
-        await rig.use("a")
-        seen = Watched(rig, monkeypatch)
-        seen.listen()
+async def test_a_model_with_its_own_keys_is_shown_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with watched(monkeypatch) as seen:
         seen.status = 403
         await seen.until(lambda: seen.look.models.get("a", {}).get("hidden"))
         assert seen.look.models["a"]["hidden"] == "this needs an admin key"
@@ -156,16 +151,10 @@ def test_a_model_with_its_own_keys_is_shown_with_a_reason(monkeypatch: pytest.Mo
             await seen.next()
         assert len(seen.asked) == 1, "it would say so again"
         assert seen.look.has_speeds
-        await seen.close()
-
-    run(test)
 
 
-def test_a_models_refusal_is_shown_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(rig: Rig) -> None:
-        await rig.use("a")
-        seen = Watched(rig, monkeypatch)
-        seen.listen()
+async def test_a_models_refusal_is_shown_until_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with watched(monkeypatch) as seen:
         seen.status = 429
         await seen.until(lambda: seen.look.models.get("a", {}).get("hidden"))
         await seen.until(lambda: len(seen.asked) > 2)
@@ -173,27 +162,20 @@ def test_a_models_refusal_is_shown_until_it_answers(monkeypatch: pytest.MonkeyPa
         seen.status = 200
         await seen.until(lambda: seen.answers[-1].status == 200)
         await seen.until(lambda: seen.look.models["a"]["hidden"] is None)
-        await seen.close()
-
-    run(test)
 
 
-def test_a_stream_is_begun_again_behind_a_sleep_and_a_wake(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_is_begun_again_behind_a_sleep_and_a_wake(monkeypatch: pytest.MonkeyPatch) -> None:
     """Watchers forget the engines of a model that is no more loaded or sleeping."""
-
-    async def test(rig: Rig) -> None:
-        await rig.use("a")
-        seen = Watched(rig, monkeypatch)
-        seen.listen()
+    async with watched(monkeypatch) as seen:
         await seen.until(lambda: seen.answers)
         await seen.answers[0].said.put(engine_event(r={"id": "r"}))
         await seen.until(lambda: "a/0" in seen.look.engines)
-        status: Any = rig.fleet.members["a"].status
+        status: Any = seen.rig.fleet.members["a"].status
         for op, state in (("sleep", "sleeping"), ("load", "loaded")):
             before = seen.answers[-1]
             for _ in range(3):  # one is in the queue, others behind it
                 before.said.put_nowait(engine_event("update", r={"tokens": 2}))
-            await rig.until(lambda before=before: before.said.qsize() < 2)  # type: ignore[misc]
+            await seen.rig.until(lambda before=before: before.said.qsize() < 2)  # type: ignore[misc]
             status.op = op
             await seen.until(lambda: seen.look.models["a"]["state"] in ("loading", "unloading"))
             assert seen.look.engines == {}
@@ -207,59 +189,40 @@ def test_a_stream_is_begun_again_behind_a_sleep_and_a_wake(monkeypatch: pytest.M
             seen.answers[-1].said.put_nowait(engine_event(r={"id": "r"}))
             await seen.until(lambda: "a/0" in seen.look.engines)
             assert seen.look.engines["a/0"].requests == {"r": {"id": "r"}}
-        await seen.close()
-
-    run(test)
 
 
-def test_a_model_that_does_not_listen_yet_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(rig: Rig) -> None:
-        await rig.use("a")
-        seen = Watched(rig, monkeypatch)
-        seen.listen()
+async def test_a_model_that_does_not_listen_yet_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with watched(monkeypatch) as seen:
         seen.status = 0
         await seen.until(lambda: len(seen.asked) > 2)
         seen.status = 200
         await seen.until(lambda: seen.answers)
         await seen.close()
-        await rig.until(lambda: seen.answers[0].is_closed)
-
-    run(test)
+        await seen.rig.until(lambda: seen.answers[0].is_closed)
 
 
-def test_one_model_alone_and_one_that_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(rig: Rig) -> None:
-        await rig.use("a")
-        seen = Watched(rig, monkeypatch, only="b")
-        seen.listen()
+async def test_one_model_alone_and_one_that_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with watched(monkeypatch, only="b") as seen:
         await seen.next()
         for _ in range(5):
             await seen.next()
         assert seen.asked == []
-        await rig.fleet.remove(rig.fleet.find("b"))
+        await seen.rig.fleet.remove(seen.rig.fleet.find("b"))
         await seen.until(lambda: "b" not in seen.look.models)
         assert list(seen.look.models) == ["a"]
-        rig.fleet.is_draining = True
+        seen.rig.fleet.is_draining = True
         while (event := await anext(seen._events, None)) is not None:
             assert event
 
-    run(test)
 
-
-def test_a_slow_reader_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def test(rig: Rig) -> None:
-        await rig.use("a")
-        seen = Watched(rig, monkeypatch)
-        seen.listen()
+async def test_a_slow_reader_holds_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with watched(monkeypatch) as seen:
         await seen.until(lambda: seen.answers)
         said = seen.answers[0].said
         for _ in range(9):
             said.put_nowait(engine_event("update"))
-        await rig.until(lambda: said.qsize() < 8)  # one is in the queue, and the next one waits for a place in it
+        await seen.rig.until(lambda: said.qsize() < 8)  # one is in the queue, and the next one waits for a place in it
         assert said.qsize() >= 6, "what is not read stays with the model, whose feed leaves it out"
-        await seen.close()
-
-    run(test)
 
 
 async def test_an_event_without_an_end_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
