@@ -5,8 +5,7 @@ from typing import Any
 
 import msgspec
 
-from tests.families.variant import Control, Variant, drop, drop_in_layers, without_window
-from vllm_lite.checkpoint.model_spec import LayerSpec
+from tests.families.variant import NO_WINDOW, Control, Variant, drop, drop_in
 
 NAMES = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
@@ -23,22 +22,11 @@ def _variant(name: str, settings: Mapping[str, Any], controls: Mapping[str, Cont
     return Variant(name, config, model, settings, controls or {})
 
 
-def _attention(**fields: Any) -> Control:
-    def changed(layer: LayerSpec) -> LayerSpec:
-        return msgspec.structs.replace(layer, attention=msgspec.structs.replace(layer.attention, **fields))
-
-    return drop_in_layers(changed)
-
-
-def _turns_whole(layer: LayerSpec) -> LayerSpec:
-    return msgspec.structs.replace(layer, rope=layer.rope and msgspec.structs.replace(layer.rope, rotary_size=None))
-
-
 def _rms(spec: Any) -> Any:
     return msgspec.structs.replace(spec, norm=msgspec.structs.replace(spec.norm, kind="wide rms"))
 
 
-NO_ALIBI = {"alibi": _attention(alibi_slopes=None)}
+NO_ALIBI = {"alibi": drop_in("attention", alibi_slopes=None)}
 ODD = {"hidden_size": 96, "num_attention_heads": 6, "vocab_size": 387}
 
 VARIANTS: list[Variant] = [
@@ -56,7 +44,7 @@ VARIANTS: list[Variant] = [
             "max_position_embeddings": 256,
             "initializer_range": 0.2,
         },
-        {"no scale": _attention(scale=32**-0.5)},
+        {"no scale": drop_in("attention", scale=32**-0.5)},
     ),
     _variant(
         "opt",
@@ -72,7 +60,7 @@ VARIANTS: list[Variant] = [
     _variant(
         "neox",
         {**ODD, "hidden_size": 480, "initializer_range": 0.1},
-        {"parallel blocks": drop(parallel_blocks=False), "partial rope": drop_in_layers(_turns_whole)},
+        {"parallel blocks": drop(parallel_blocks=False), "partial rope": drop_in("rope", rotary_size=None)},
     ),
     _variant(
         "neox-in-turn",
@@ -104,7 +92,7 @@ VARIANTS: list[Variant] = [
     _variant(
         "starcoder2",
         {**ODD, "num_key_value_heads": 2, "sliding_window": 33, "tie_word_embeddings": True},
-        {"window": drop_in_layers(without_window)},
+        {"window": NO_WINDOW},
     ),
     _variant(
         "starcoder2-plain",

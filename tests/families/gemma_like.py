@@ -5,8 +5,7 @@ from typing import Any
 
 import msgspec
 
-from tests.families.mixtures import routing
-from tests.families.variant import Variant, drop, drop_in_layers, without_rope_scaling, without_window
+from tests.families.variant import NO_ROPE_SCALING, NO_WINDOW, Variant, drop, drop_in, drop_in_layers, routing
 from vllm_lite.checkpoint.layer_specs.rope import Rope
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 
@@ -16,20 +15,6 @@ ODD = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "v
 CALM = {"initializer_range": 0.15}
 """Gemma's norms make everything twice as large, as their random weights are about 1, to which they add 1."""
 LONG = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
-
-
-def _attention(**fields: Any) -> Any:
-    def changed(layer: LayerSpec) -> LayerSpec:
-        return msgspec.structs.replace(layer, attention=msgspec.structs.replace(layer.attention, **fields))
-
-    return drop_in_layers(changed)
-
-
-def _rope(**fields: Any) -> Any:
-    def changed(layer: LayerSpec) -> LayerSpec:
-        return msgspec.structs.replace(layer, rope=layer.rope and msgspec.structs.replace(layer.rope, **fields))
-
-    return drop_in_layers(changed)
 
 
 def _norm(**fields: Any) -> Any:
@@ -100,10 +85,10 @@ GEMMA = [
             "tie_word_embeddings": True,
         },
         {
-            "window": drop_in_layers(without_window),
-            "soft cap of attention": _attention(soft_cap=0.0),
+            "window": NO_WINDOW,
+            "soft cap of attention": drop_in("attention", soft_cap=0.0),
             "soft cap of logits": drop(logits_soft_cap=0.0),
-            "scale": _attention(scale=64**-0.5),
+            "scale": drop_in("attention", scale=64**-0.5),
             "embedding scale": drop(embedding_scale=1.0),
             "one added to norms": _norm(plus_one=False),
         },
@@ -143,9 +128,9 @@ GEMMA = [
             "tie_word_embeddings": True,
         },
         {
-            "window": drop_in_layers(without_window),
+            "window": NO_WINDOW,
             "soft cap of logits": drop(logits_soft_cap=0.0),
-            "rope scaling": drop_in_layers(without_rope_scaling),
+            "rope scaling": NO_ROPE_SCALING,
             "rope by layer type": _one_rope,
         },
     ),
@@ -202,10 +187,10 @@ GEMMA4 = [
     gemma4(
         "gemma4",
         {
-            "window": drop_in_layers(without_window),
-            "scale": _attention(scale=0.25),
+            "window": NO_WINDOW,
+            "scale": drop_in("attention", scale=0.25),
             "norm of values": drop(value_norm=False),
-            "a quarter of the pairs": drop_in_layers(without_rope_scaling),
+            "a quarter of the pairs": NO_ROPE_SCALING,
             "soft cap of logits": drop(logits_soft_cap=0.0),
         },
         attention_k_eq_v=True,
@@ -257,7 +242,7 @@ GEMMA4 = [
     ),
     gemma4_unified(
         "gemma4-unified",
-        {"window": drop_in_layers(without_window), "norm of values": drop(value_norm=False)},
+        {"window": NO_WINDOW, "norm of values": drop(value_norm=False)},
         attention_k_eq_v=True,
         num_global_key_value_heads=1,
         final_logit_softcapping=6.0,
@@ -277,7 +262,7 @@ GLM = [
         "Glm4Config",
         "Glm4ForCausalLM",
         {**ODD, "head_dim": 80, "pad_token_id": 0, "num_hidden_layers": 3, "initializer_range": 0.25},
-        {"interleaved": _rope(interleaved=False), "half of each head": _rope(rotary_size=None)},
+        {"interleaved": drop_in("rope", interleaved=False), "half of each head": drop_in("rope", rotary_size=None)},
     ),
     Variant(
         "glm4-plain",
@@ -298,7 +283,7 @@ GLM = [
         "GlmConfig",
         "GlmForCausalLM",
         {**ODD, "head_dim": 128, "pad_token_id": 0, "tie_word_embeddings": True},
-        {"interleaved": _rope(interleaved=False)},
+        {"interleaved": drop_in("rope", interleaved=False)},
     ),
     Variant(
         "glm-one-kv-head",
@@ -340,8 +325,8 @@ OLMO = [
             },
         },
         {
-            "window": drop_in_layers(without_window),
-            "yarn": drop_in_layers(without_rope_scaling),
+            "window": NO_WINDOW,
+            "yarn": NO_ROPE_SCALING,
             "rope by layer type": _one_rope,
         },
     ),
@@ -373,9 +358,9 @@ COHERE = [
             "tie_word_embeddings": True,
         },
         {
-            "window": drop_in_layers(without_window),
+            "window": NO_WINDOW,
             "logit scale": drop(logits_scale=1.0),
-            "interleaved": _rope(interleaved=False),
+            "interleaved": drop_in("rope", interleaved=False),
             "layers without rope": drop_in_layers(_everywhere),
             "centered norm": _norm(kind="wide rms"),
         },
@@ -421,8 +406,8 @@ MUSE = [
     muse(
         "glimmer",
         {
-            "window": drop_in_layers(without_window),
-            "scale of Q": _attention(scale=24**-0.5),
+            "window": NO_WINDOW,
+            "scale of Q": drop_in("attention", scale=24**-0.5),
             "norm of Q and K": drop(qk_norm=None),
             "eps behind blocks": drop(output_norm_eps=None),
             "layers without rope": drop_in_layers(_everywhere),

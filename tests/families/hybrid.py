@@ -1,13 +1,10 @@
 """Checkpoints of families with mostly recurrent layers and some attention."""
 
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from tests.families.mixtures import routing
-from tests.families.variant import Control, Variant, drop, drop_in_layers, without_window
-from vllm_lite.checkpoint.layer_specs.mamba import MambaSpec
+from tests.families.variant import NO_WINDOW, Control, Variant, drop, drop_in, drop_in_layers, routing
 from vllm_lite.checkpoint.model_spec import LayerSpec, NormSpec
 
 RECURRENT = {
@@ -31,13 +28,8 @@ EXPERTS = {
 }
 
 
-def half_turned(layer: LayerSpec) -> LayerSpec:
-    rope = layer.rope and msgspec.structs.replace(layer.rope, rotary_size=16)
-    return msgspec.structs.replace(layer, rope=rope)
-
-
 CONTROLS: dict[str, Control] = {
-    "rotated part": drop_in_layers(half_turned),
+    "rotated part": drop_in("rope", rotary_size=16),
     "norm": drop(norm=NormSpec(1e-6, "wide rms")),
 }
 
@@ -131,25 +123,11 @@ def lfm3(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
     return Variant(name, "Lfm3Config", "Lfm3ForCausalLM", own, controls)
 
 
-def all_turned(layer: LayerSpec) -> LayerSpec:
-    """Every pair of a head turns, not the first half of them alone."""
-    rope = layer.rope and msgspec.structs.replace(layer.rope, scaling=None)
-    return msgspec.structs.replace(layer, rope=rope)
-
-
 def falcon_h1(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
     own: dict[str, Any] = {"initializer_range": 0.1, "num_hidden_layers": 3, "pad_token_id": 0}
     own |= {"num_attention_heads": 4, "num_key_value_heads": 2, "mamba_d_ssm": 80, "mamba_n_heads": 4}
     own |= {"mamba_d_state": 25, "mamba_n_groups": 2, "mamba_chunk_size": 16, "time_step_limit": [0.0, 100.0]}
     return Variant(name, "FalconH1Config", "FalconH1ForCausalLM", own | settings, controls)
-
-
-def change_mamba(**fields: Any) -> Callable[[LayerSpec], LayerSpec]:
-    def changed(layer: LayerSpec) -> LayerSpec:
-        assert isinstance(layer.recurrent, MambaSpec)
-        return msgspec.structs.replace(layer, recurrent=msgspec.structs.replace(layer.recurrent, **fields))
-
-    return changed
 
 
 def scale_of_scores(layer: LayerSpec) -> LayerSpec:
@@ -176,7 +154,7 @@ VARIANTS = [
     Variant("lfm2", "Lfm2Config", "Lfm2ForCausalLM", LFM2),
     lfm2_moe("lfm2-moe", {"sum": routing(renormalize=False), "scale": routing(scale=1.0)}),
     lfm2_moe("lfm2-moe-no-bias", {}, use_expert_bias=False, norm_topk_prob=False, num_dense_layers=1),
-    lfm3("lfm3", {"window": drop_in_layers(without_window), "halves": drop_in_layers(all_turned)}),
+    lfm3("lfm3", {"window": NO_WINDOW, "halves": drop_in("rope", scaling=None)}),
     lfm3("lfm3-no-gate", {}, use_attention_gate=False, layer_types=["conv", "sliding_attention", "conv"]),
     falcon_h1(
         "falcon-h1",
@@ -185,8 +163,8 @@ VARIANTS = [
             "attention": drop(attention_scale=1.0),
             "gate": drop(gate_scale=1.0),
             "MLP": drop(residual_scale=1.0),
-            "parts": drop_in_layers(change_mamba(factors=None)),
-            "output": drop_in_layers(change_mamba(output_factor=1.0)),
+            "parts": drop_in("recurrent", factors=None),
+            "output": drop_in("recurrent", output_factor=1.0),
         },
         lm_head_multiplier=0.5,
         embedding_multiplier=3.0,

@@ -7,9 +7,8 @@ import msgspec
 import torch
 
 from tests.families.gemma_like import SIGHT
-from tests.families.llama_like import PIXTRAL, YARN, halves, without_growth
-from tests.families.mixtures import routing
-from tests.families.variant import Control, Variant, drop_in_layers
+from tests.families.llama_like import HALVES, PIXTRAL, YARN, without_growth
+from tests.families.variant import Control, Variant, drop_in, drop_in_layers, routing
 from vllm_lite.checkpoint.model_spec import LayerSpec, ModelSpec
 
 SIZES = {
@@ -38,15 +37,8 @@ def scaled_plainly(layer: LayerSpec) -> LayerSpec:
     return msgspec.structs.replace(layer, attention=attention)
 
 
-def unrotated(layer: LayerSpec) -> LayerSpec:
-    """A control: the part of K that all heads share is not rotated, nor is that of Q."""
-    rope = layer.rope and msgspec.structs.replace(layer.rope, theta=1e30, scaling=None)
-    return msgspec.structs.replace(layer, rope=rope)
-
-
-def other_eps(layer: LayerSpec) -> LayerSpec:
-    latent = layer.latent and msgspec.structs.replace(layer.latent, norm_eps=0.5)
-    return msgspec.structs.replace(layer, latent=latent)
+UNROTATED = drop_in("rope", theta=1e30, scaling=None)
+"""A control: the part of K that all heads share is not rotated, nor is that of Q."""
 
 
 def deepseek(version: str, name: str, settings: dict[str, Any], controls: dict[str, Control]) -> Variant:
@@ -101,16 +93,6 @@ def sparse(name: str, family: str, settings: dict[str, Any], controls: dict[str,
     return Variant(name, f"{family}Config", f"{family}ForCausalLM", SIZES | usual | settings, controls)
 
 
-def change_index(**fields: Any) -> Control:
-    def changed(layer: LayerSpec) -> LayerSpec:
-        assert layer.latent is not None
-        assert layer.latent.index is not None
-        index = msgspec.structs.replace(layer.latent.index, **fields)
-        return msgspec.structs.replace(layer, latent=msgspec.structs.replace(layer.latent, index=index))
-
-    return drop_in_layers(changed)
-
-
 VARIANTS = [
     deepseek(
         "V2",
@@ -118,9 +100,9 @@ VARIANTS = [
         {"q_lora_rank": None, "n_shared_experts": 2, "routed_scaling_factor": 1.5},
         {
             "magnitude": drop_in_layers(scaled_plainly),
-            "neighbours": drop_in_layers(halves),
-            "shared rotated part": drop_in_layers(unrotated),
-            "norms": drop_in_layers(other_eps),
+            "neighbours": HALVES,
+            "shared rotated part": UNROTATED,
+            "norms": drop_in("latent", norm_eps=0.5),
             "scale": routing(scale=1.0),
         },
     ),
@@ -136,7 +118,7 @@ VARIANTS = [
         GROUPS | {"q_lora_rank": 20, "n_shared_experts": 1, "routed_scaling_factor": 2.5},
         {
             "magnitude": drop_in_layers(scaled_plainly),
-            "neighbours": drop_in_layers(halves),
+            "neighbours": HALVES,
             "sum": routing(renormalize=False),
         },
     ),
@@ -185,16 +167,16 @@ VARIANTS = [
         "deepseek-v32",
         "DeepseekV32",
         {"rope_parameters": MSCALE},
-        {"all tokens": change_index(count=1000), "halves": change_index(interleaved=True)},
+        {"all tokens": drop_in("latent.index", count=1000), "halves": drop_in("latent.index", interleaved=True)},
     ),
     sparse(
         "glm-moe-dsa",
         "GlmMoeDsa",
         {"num_hidden_layers": 4, "indexer_types": ["full", "full", "shared", "shared"]},
-        {"all tokens": change_index(count=1000), "neighbours": change_index(interleaved=False)},
+        {"all tokens": drop_in("latent.index", count=1000), "neighbours": drop_in("latent.index", interleaved=False)},
     ),
     sparse("glm-moe-dsa-each", "GlmMoeDsa", {"index_n_heads": 24, "index_topk": 40}, {}),
-    glm_lite("glm4-moe-lite", {}, {"neighbours": drop_in_layers(halves), "scale": routing(scale=1.0)}),
+    glm_lite("glm4-moe-lite", {}, {"neighbours": HALVES, "scale": routing(scale=1.0)}),
     glm_lite(
         "glm4-moe-lite-kinds",
         {"mlp_layer_types": ["sparse", "dense", "sparse"], "n_group": 3, "topk_group": 2, "n_shared_experts": 2},

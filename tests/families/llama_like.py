@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from tests.families.variant import Control, Variant, drop, drop_in_layers, without_rope_scaling, without_window
+from tests.families.variant import NO_ROPE_SCALING, NO_WINDOW, Control, Variant, drop, drop_in, drop_in_layers
 from vllm_lite.checkpoint.layer_specs.rope import LongRope, Rope
 from vllm_lite.checkpoint.model_spec import LayerSpec
 
@@ -45,26 +45,12 @@ def with_other_factors(layer: LayerSpec) -> LayerSpec:
     return msgspec.structs.replace(layer, rope=msgspec.structs.replace(layer.rope, scaling=swapped))
 
 
-def without_attention_factor(layer: LayerSpec) -> LayerSpec:
-    return msgspec.structs.replace(layer, rope=layer.rope and msgspec.structs.replace(layer.rope, attention_factor=1.0))
-
-
-def other_pairs(layer: LayerSpec) -> LayerSpec:
-    """The part of each head that turns is taken for interleaved."""
-    return msgspec.structs.replace(layer, rope=layer.rope and msgspec.structs.replace(layer.rope, interleaved=True))
-
-
-def halves(layer: LayerSpec) -> LayerSpec:
-    """A control: rotates halves instead of adjacent elements."""
-    return msgspec.structs.replace(layer, rope=layer.rope and msgspec.structs.replace(layer.rope, interleaved=False))
+HALVES = drop_in("rope", interleaved=False)
+"""A control: rotates halves instead of adjacent elements."""
 
 
 def rotated_everywhere(layer: LayerSpec) -> LayerSpec:
     return msgspec.structs.replace(layer, rope=layer.rope or Rope(2e6))
-
-
-def same_theta(layer: LayerSpec) -> LayerSpec:
-    return msgspec.structs.replace(layer, rope=layer.rope and msgspec.structs.replace(layer.rope, theta=1e4))
 
 
 def usual_scale(layer: LayerSpec) -> LayerSpec:
@@ -74,7 +60,7 @@ def usual_scale(layer: LayerSpec) -> LayerSpec:
 
 def llama(name: str, rope: dict[str, Any], max_model_len: int = 256, **settings: Any) -> Variant:
     """A Llama with a kind of rope of its own."""
-    controls = {"scaling": drop_in_layers(without_rope_scaling)}
+    controls = {"scaling": NO_ROPE_SCALING}
     settings = SIX_HEADS | settings | {"rope_parameters": {"rope_theta": 10000.0} | rope}
     return Variant(f"llama-{name}", "LlamaConfig", "LlamaForCausalLM", settings, controls, max_model_len)
 
@@ -163,7 +149,7 @@ QWEN = [
         "Qwen2ForCausalLM",
         {"num_hidden_layers": 3, "max_window_layers": 1, "use_sliding_window": True, "sliding_window": 40}
         | {"num_attention_heads": 4, "num_key_value_heads": 2},
-        {"window": drop_in_layers(without_window)},
+        {"window": NO_WINDOW},
     ),
     qwen_vl("qwen2-vl", "Qwen2VL", {"embed_dim": 32, "hidden_size": 72, "mlp_ratio": 2}),
     qwen_vl(
@@ -197,14 +183,14 @@ MISTRAL = [
         "MinistralForCausalLM",
         {"hidden_size": 72, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 256, "vocab_size": 387}
         | {"sliding_window": 33, "layer_types": ["sliding_attention", "full_attention"]},
-        {"window": drop_in_layers(without_window)},
+        {"window": NO_WINDOW},
     ),
     Variant(
         "ministral3",
         "Ministral3Config",
         "Ministral3ForCausalLM",
         SIX_HEADS | {"rope_parameters": MINISTRAL_ROPE},
-        {"yarn": drop_in_layers(without_rope_scaling), "growth": drop_in_layers(without_growth)},
+        {"yarn": NO_ROPE_SCALING, "growth": drop_in_layers(without_growth)},
     ),
     mistral3(
         "small",
@@ -217,7 +203,7 @@ MISTRAL = [
         SIX_HEADS
         | {"model_type": "ministral3", "head_dim": 96, "sliding_window": 50, "rope_parameters": MINISTRAL_ROPE},
         tied=True,
-        window=drop_in_layers(without_window),
+        window=NO_WINDOW,
         growth=drop_in_layers(without_growth),
     ),
 ]
@@ -262,9 +248,9 @@ GRANITE_SWA = [
         | {"num_hidden_layers": 4, "sliding_window": 31, "layer_rope_theta": [0, 500, 10000, 500]}
         | {"tie_word_embeddings": True, "vocab_size": 389, "head_dim": 16},
         {
-            "window": drop_in_layers(without_window),
+            "window": NO_WINDOW,
             "no rope": drop_in_layers(rotated_everywhere),
-            "thetas": drop_in_layers(same_theta),
+            "thetas": drop_in("rope", theta=1e4),
         },
     ),
     Variant(
@@ -289,22 +275,22 @@ SMOLLM3 = [
         "SmolLM3ForCausalLM",
         {"no_rope_layers": [0, 1], "use_sliding_window": True, "sliding_window": 40, "pad_token_id": 0}
         | {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 1, "vocab_size": 387},
-        {"window": drop_in_layers(without_window), "no rope": drop_in_layers(rotated_everywhere)},
+        {"window": NO_WINDOW, "no rope": drop_in_layers(rotated_everywhere)},
     ),
 ]
 PHI3 = [
     phi3(
         "window",
         {"hidden_size": 192, "num_attention_heads": 3, "num_key_value_heads": 1, "sliding_window": 40} | CALM,
-        window=drop_in_layers(without_window),
+        window=NO_WINDOW,
     ),
     phi3(
         "long-partial-tied",
         {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "partial_rotary_factor": 0.75}
         | {"original_max_position_embeddings": 64, "rope_parameters": longrope(6, 64), "tie_word_embeddings": True},
         sides=drop_in_layers(with_other_factors),
-        magnitude=drop_in_layers(without_attention_factor),
-        pairs=drop_in_layers(other_pairs),
+        magnitude=drop_in("rope", attention_factor=1.0),
+        pairs=drop_in("rope", interleaved=True),
     ),
     phi3(
         "short",
@@ -320,7 +306,7 @@ ERNIE = [
         "Ernie4_5Config",
         "Ernie4_5ForCausalLM",
         SIX_HEADS | {"tie_word_embeddings": True, "vocab_size": 389},
-        {"neighbours": drop_in_layers(halves)},
+        {"neighbours": HALVES},
     ),
     Variant(
         "ernie-biases", "Ernie4_5Config", "Ernie4_5ForCausalLM", SIX_HEADS | CALM | {"head_dim": 80, "use_bias": True}
@@ -332,7 +318,7 @@ EXAONE = [
         "Exaone4Config",
         "Exaone4ForCausalLM",
         SIX_HEADS | {"num_hidden_layers": 4, "sliding_window": 40, "initializer_range": 0.2},
-        {"window": drop_in_layers(without_window), "no rope": drop_in_layers(rotated_everywhere)},
+        {"window": NO_WINDOW, "no rope": drop_in_layers(rotated_everywhere)},
     ),
     Variant(
         "exaone4-full-tied",
@@ -348,7 +334,7 @@ ARCEE = [
         "ArceeConfig",
         "ArceeForCausalLM",
         SIX_HEADS | {"rope_parameters": YARN, "vocab_size": 387},
-        {"relu": drop(activation="relu"), "yarn": drop_in_layers(without_rope_scaling)},
+        {"relu": drop(activation="relu"), "yarn": NO_ROPE_SCALING},
     ),
     Variant(
         "arcee-biases",
@@ -363,7 +349,7 @@ APERTUS = [
         "ApertusConfig",
         "ApertusForCausalLM",
         {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 387},
-        {"llama 3's rope": drop_in_layers(without_rope_scaling)},
+        {"llama 3's rope": NO_ROPE_SCALING},
     ),
     Variant(
         "apertus-plain",
@@ -398,7 +384,7 @@ ROPES = [
         "LlamaConfig",
         "LlamaForCausalLM",
         SIX_HEADS | {"rope_parameters": YARN},
-        {"yarn": drop_in_layers(without_rope_scaling), "magnitude": drop_in_layers(without_attention_factor)},
+        {"yarn": NO_ROPE_SCALING, "magnitude": drop_in("rope", attention_factor=1.0)},
     ),
     llama("linear", {"rope_type": "linear", "factor": 4.0}),
     llama("dynamic", {"rope_type": "dynamic", "factor": 3.0}, 150, max_position_embeddings=64),

@@ -3,84 +3,43 @@
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from tests.families.llama_like import SIX_HEADS, qwen_vl
-from tests.families.variant import Control, Variant, drop, drop_in_layers, without_rope_scaling, without_window
-from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
-from vllm_lite.checkpoint.model_spec import LayerSpec
+from tests.families.variant import NO_ROPE_SCALING, NO_WINDOW, Control, Variant, drop, drop_in, routing
 
 
-def in_experts(change: Callable[[ExpertsSpec], ExpertsSpec]) -> Control:
-    """The model with the experts of every layer changed."""
+def mixture(family: str, **own: Any) -> Callable[..., Variant]:
+    """A function that makes variants of this family, with six heads and the settings `own`."""
 
-    def changed(layer: LayerSpec) -> LayerSpec:
-        return layer if layer.experts is None else msgspec.structs.replace(layer, experts=change(layer.experts))
+    def variant(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
+        return Variant(name, f"{family}Config", f"{family}ForCausalLM", SIX_HEADS | own | settings, controls)
 
-    return drop_in_layers(changed)
-
-
-def routing(**fields: Any) -> Control:
-    """The model with these fields of RoutingSpec instead of its own."""
-
-    def changed(spec: ExpertsSpec) -> ExpertsSpec:
-        return msgspec.structs.replace(spec, routing=msgspec.structs.replace(spec.routing, **fields))
-
-    return in_experts(changed)
+    return variant
 
 
-def qwen3(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
-    own = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "num_hidden_layers": 3}
-    return Variant(name, "Qwen3MoeConfig", "Qwen3MoeForCausalLM", SIX_HEADS | own | settings, controls)
-
-
-def qwen2(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
-    own = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 22, "num_hidden_layers": 3}
-    shared = {"shared_expert_intermediate_size": 26}
-    return Variant(name, "Qwen2MoeConfig", "Qwen2MoeForCausalLM", SIX_HEADS | own | shared | settings, controls)
-
-
-def mixtral(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
-    own = {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 22}
-    return Variant(name, "MixtralConfig", "MixtralForCausalLM", SIX_HEADS | own | settings, controls)
-
-
-def olmoe(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
-    own = {"num_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 22, "head_dim": 16}
-    return Variant(name, "OlmoeConfig", "OlmoeForCausalLM", SIX_HEADS | own | settings, controls)
+DEEP = {"num_experts_per_tok": 3, "moe_intermediate_size": 22, "num_hidden_layers": 3}
+FEW = {"num_experts_per_tok": 3, "intermediate_size": 22}
+GPT_OSS_ROPE = {"rope_type": "yarn", "factor": 8.0, "truncate": False, "original_max_position_embeddings": 64}
+qwen3 = mixture("Qwen3Moe", **DEEP | {"num_experts": 5, "moe_intermediate_size": 20})
+qwen2 = mixture("Qwen2Moe", **DEEP, num_experts=5, shared_expert_intermediate_size=26)
+mixtral = mixture("Mixtral", **FEW, num_local_experts=5)
+olmoe = mixture("Olmoe", **FEW, num_experts=5, head_dim=16)
+glm = mixture("Glm4Moe", **DEEP, n_routed_experts=6)
+ernie = mixture("Ernie4_5_Moe", moe_num_experts=5, moe_k=3, moe_intermediate_size=22, num_hidden_layers=3)
+minimax = mixture("MiniMaxM2", **FEW, num_local_experts=5, rotary_dim=12)
+gpt_oss = mixture(
+    "GptOss",
+    **FEW,
+    num_local_experts=5,
+    sliding_window=31,
+    rope_parameters=GPT_OSS_ROPE | {"rope_theta": 150.0},
+    head_dim=16,
+)
 
 
 def granite(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
     kind = "GraniteMoeShared" if "shared_intermediate_size" in settings else "GraniteMoe"
     own = {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 22} | MULTIPLIERS
     return Variant(name, f"{kind}Config", f"{kind}ForCausalLM", SIX_HEADS | own | settings, controls)
-
-
-def glm(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
-    own = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 22, "num_hidden_layers": 3}
-    return Variant(name, "Glm4MoeConfig", "Glm4MoeForCausalLM", SIX_HEADS | own | settings, controls)
-
-
-def gpt_oss(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
-    yarn = {"rope_type": "yarn", "factor": 8.0, "truncate": False, "original_max_position_embeddings": 64}
-    own: dict[str, Any] = {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 22}
-    own |= {"sliding_window": 31, "rope_parameters": yarn | {"rope_theta": 150.0}, "head_dim": 16}
-    return Variant(name, "GptOssConfig", "GptOssForCausalLM", SIX_HEADS | own | settings, controls)
-
-
-def in_rope_scaling(**fields: Any) -> Control:
-    def changed(layer: LayerSpec) -> LayerSpec:
-        if layer.rope is None or layer.rope.scaling is None:
-            return layer
-        scaling = msgspec.structs.replace(layer.rope.scaling, **fields)
-        return msgspec.structs.replace(layer, rope=msgspec.structs.replace(layer.rope, scaling=scaling))
-
-    return drop_in_layers(changed)
-
-
-def ernie(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
-    own = {"moe_num_experts": 5, "moe_k": 3, "moe_intermediate_size": 22, "num_hidden_layers": 3}
-    return Variant(name, "Ernie4_5_MoeConfig", "Ernie4_5_MoeForCausalLM", SIX_HEADS | own | settings, controls)
 
 
 MULTIPLIERS = {
@@ -90,11 +49,6 @@ MULTIPLIERS = {
     "logits_scaling": 2.0,
 }
 RENORMALIZED = {"sum": routing(renormalize=False)}
-
-
-def minimax(name: str, controls: dict[str, Control], **settings: Any) -> Variant:
-    own = {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 22, "rotary_dim": 12}
-    return Variant(name, "MiniMaxM2Config", "MiniMaxM2ForCausalLM", SIX_HEADS | own | settings, controls)
 
 
 def qwen_vl_moe(name: str, controls: dict[str, Control], **text: Any) -> Variant:
@@ -109,7 +63,7 @@ VARIANTS = [
     qwen2("qwen2-moe", {"no sum": routing(renormalize=True)}),
     qwen2(
         "qwen2-moe-window",
-        RENORMALIZED | {"window": drop_in_layers(without_window)},
+        RENORMALIZED | {"window": NO_WINDOW},
         norm_topk_prob=True,
         qkv_bias=False,
         mlp_only_layers=[1],
@@ -125,7 +79,7 @@ VARIANTS = [
     minimax("minimax-m2", RENORMALIZED | {"sigmoid": routing(scoring="softmax")}),
     minimax("minimax-m2-whole-heads", {}, rotary_dim=24, num_experts_per_tok=2, tie_word_embeddings=True),
     mixtral("mixtral", RENORMALIZED, sliding_window=None),
-    mixtral("mixtral-one-expert", {"window": drop_in_layers(without_window)}, num_experts_per_tok=1, sliding_window=31),
+    mixtral("mixtral-one-expert", {"window": NO_WINDOW}, num_experts_per_tok=1, sliding_window=31),
     olmoe("olmoe", {"no sum": routing(renormalize=True), "clip": drop(qkv_clip=0.0)}, clip_qkv=0.7),
     olmoe("olmoe-renormalized", RENORMALIZED, norm_topk_prob=True, num_key_value_heads=6),
     granite("granite-moe", RENORMALIZED | {"residual scale": drop(residual_scale=1.0)}, tie_word_embeddings=True),
@@ -151,10 +105,10 @@ VARIANTS = [
         "gpt-oss",
         RENORMALIZED
         | {
-            "window": drop_in_layers(without_window),
+            "window": NO_WINDOW,
             "activation": drop(activation="silu"),
-            "yarn": drop_in_layers(without_rope_scaling),
-            "whole pairs": in_rope_scaling(truncate=True),
+            "yarn": NO_ROPE_SCALING,
+            "whole pairs": drop_in("rope.scaling", truncate=True),
         },
     ),
     gpt_oss(

@@ -3,6 +3,7 @@ detect."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +51,19 @@ def drop_in_layers(change: Callable[[LayerSpec], LayerSpec]) -> Control:
     return changed
 
 
-def without_rope_scaling(layer: LayerSpec) -> LayerSpec:
-    rope = layer.rope and msgspec.structs.replace(layer.rope, scaling=None, attention_factor=1.0)
-    return msgspec.structs.replace(layer, rope=rope)
+def drop_in(part: str, **fields: Any) -> Control:
+    """The model with these fields in a part of every layer that has it, such as "attention" or "experts.routing"."""
+    path = part.split(".")
+
+    def changed(whole: Any, depth: int = 0) -> Any:
+        if depth == len(path):
+            return msgspec.structs.replace(whole, **fields)
+        own = getattr(whole, path[depth])
+        return whole if own is None else msgspec.structs.replace(whole, **{path[depth]: changed(own, depth + 1)})
+
+    return drop_in_layers(changed)
 
 
-def without_window(layer: LayerSpec) -> LayerSpec:
-    return msgspec.structs.replace(layer, attention=msgspec.structs.replace(layer.attention, window=None))
+routing = partial(drop_in, "experts.routing")
+NO_WINDOW = drop_in("attention", window=None)
+NO_ROPE_SCALING = drop_in("rope", scaling=None, attention_factor=1.0)
