@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from tests.cpu.test_sampler import random_logits, reference_hash
 from tests.examples import examples
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import library
@@ -26,21 +27,6 @@ pytestmark = pytest.mark.skipif(
 )
 CPU = torch.device("cpu")
 ROWS_OF_NOISE = [(0, 0, 0), (1, 0, 5), (2**32, 1, 5), (2**64 - 1, 2**32 - 1, 2**31), (0xDEADBEEF12345678, 3, 77)]
-
-
-def defined_hash(seed: int, sample: int, position: int, token: int) -> int:
-    """The hash as the sampler's docstring has it, in plain integers."""
-
-    def rotl(x: int, bits: int) -> int:
-        return (x << bits | x >> (32 - bits)) & 0xFFFFFFFF
-
-    h = seed & 0xFFFFFFFF ^ 0x9E3779B9
-    for key in (seed >> 32, sample, position, token):
-        scrambled = rotl(key * 0xCC9E2D51 & 0xFFFFFFFF, 15) * 0x1B873593 & 0xFFFFFFFF
-        h = (rotl(h ^ scrambled, 13) * 5 + 0xE6546B64) & 0xFFFFFFFF
-    h = (h ^ h >> 16) * 0x85EBCA6B & 0xFFFFFFFF
-    h = (h ^ h >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
-    return h ^ h >> 16
 
 
 def exact_noise(hashes: NDArray[Any]) -> NDArray[Any]:
@@ -74,13 +60,9 @@ def mixed_draws(num_rows: int, vocab_size: int) -> NDArray[Any]:
     )
 
 
-def random_logits(num_rows: int, vocab_size: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
-
-
 def exact_scores(row: torch.Tensor, draw: np.void) -> NDArray[np.float64]:
     logits, key = row.double().numpy(), (int(draw["seed"]), int(draw["sample"]), int(draw["position"]))
-    hashes = np.array([defined_hash(*key, token) for token in range(len(logits))], np.uint32)
+    hashes = np.array([reference_hash(*key, token) for token in range(len(logits))], np.uint32)
     scores: NDArray[np.float64] = (logits - logits.max()) / float(draw["temperature"]) + exact_noise(hashes)
     return scores
 
@@ -120,7 +102,7 @@ def noise_of_row(
 @pytest.mark.parametrize(("seed", "sample", "position"), ROWS_OF_NOISE)
 def test_hash_is_equal_bit_for_bit(seed: int, sample: int, position: int) -> None:
     hashes, _ = noise_of_row(seed, sample, position, 500)
-    assert hashes.tolist() == [defined_hash(seed, sample, position, token) for token in range(500)]
+    assert hashes.tolist() == [reference_hash(seed, sample, position, token) for token in range(500)]
 
 
 @pytest.mark.parametrize(("seed", "sample", "position"), ROWS_OF_NOISE)
