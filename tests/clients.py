@@ -9,7 +9,10 @@ from typing import Any
 from tests import tokenizers_for_tests as made
 from tests.fakes import DEADLINE_S, FakeEngine, welcome
 from vllm_lite.client.async_client import AsyncClient
+from vllm_lite.client.outputs import RequestOutput
 from vllm_lite.client.text.tokenizer import Tokenizer
+from vllm_lite.protocol.api import GetStats
+from vllm_lite.protocol.stats import Stats
 
 TOKENIZER = Tokenizer(made.byte_level())
 SIZE = TOKENIZER.vocab_size
@@ -28,6 +31,18 @@ async def connected(folder: Path | None, **options: Any) -> AsyncIterator[tuple[
 async def expect(engine: FakeEngine, kind: type[Any]) -> Any:
     """The next message that the engine receives; it must be of this kind."""
     return await asyncio.to_thread(engine.expect, kind)
+
+
+async def settle(client: AsyncClient, engine: FakeEngine) -> None:
+    """Returns when readers have been given all that the engine sent so far."""
+    stats = asyncio.ensure_future(client.stats())
+    await expect(engine, GetStats)
+    engine.send(Stats(*range(11)))
+    await stats
+
+
+async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
+    return [output async for output in stream]
 
 
 def ids(text: str) -> list[int]:

@@ -192,3 +192,19 @@ def settle(session: Session, engine: FakeEngine) -> None:
 
 
 STATS = Stats(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
+
+
+class Exits:
+    """Collects the reason a child ended for."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self.event = threading.Event()
+
+    def __call__(self, reason: str) -> None:
+        self.reason = reason
+        self.event.set()
+
+    def wait(self) -> str:
+        assert self.event.wait(2 * DEADLINE_S), "the child did not end before the deadline"
+        return self.reason

@@ -8,8 +8,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
@@ -94,19 +95,21 @@ class Server:
 
 
 @contextmanager
-def serving(
-    *flags: str, env: dict[str, str] | None = None, ready: bool = True, light: bool = False, fresh: bool = False
-) -> Iterator[Server]:
-    """A server of the demo model on a free port, ended with the block. Its workers may be killed, but none may fail by
-    itself: streams go on with new workers, so that a test would not notice."""
-    server = Server(*flags, "--port", "0", env=env, light=light, fresh=fresh)
-    try:
+def serving(*flags: str, template: str | None = None, ready: bool = True, **settings: Any) -> Iterator[Server]:
+    """A server of the demo model on a free port, ended with the block; `template`: the text of a chat template. Its
+    workers may be killed, but none may fail by itself: streams go on with new workers, so that a test would not
+    notice."""
+    with ExitStack() as stack:
+        if template is not None:
+            file = Path(stack.enter_context(TemporaryDirectory())) / "chat.jinja"
+            file.write_text(template)
+            flags += "--chat-template", str(file)
+        server = Server(*flags, "--port", "0", **settings)
+        stack.callback(server.close)
         if ready:
             server.wait_for("ready at")
             server.wait_for("Try:")
         yield server
-    finally:
-        server.close()
     fault = re.search(r"worker \d+ failed: .*", server.output)
     assert fault is None, fault
 
@@ -158,3 +161,12 @@ def children(pid: int) -> dict[str, int]:
 def short_socket(folder: Path) -> str:
     """An ipc address in `folder`, whose path is short enough."""
     return f"ipc://{folder}/e"
+
+
+ANIMAL: dict[str, Any] = {
+    "type": "object",
+    "properties": {"animal": {"enum": ["bear", "fox"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["animal", "age"],
+    "additionalProperties": False,
+}
+"""A JSON schema of tools' arguments and of answers."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import pytest
 
 from tests.deadlines import scaled
+from tests.fakes import Exits
 from vllm_lite import transport
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.config import EngineConfig
@@ -315,20 +316,6 @@ def test_an_engine_that_says_nothing_is_not_waited_for_for_ever(engine: Engine, 
 
 
 # ---- as a process
-
-
-class Exits:
-    def __init__(self) -> None:
-        self.reason = ""
-        self.event = threading.Event()
-
-    def __call__(self, reason: str) -> None:
-        self.reason = reason
-        self.event.set()
-
-    def wait(self) -> str:
-        assert self.event.wait(DEADLINE_S)
-        return self.reason
 
 
 def test_a_process_serves_and_ends(ipc: str, tiny_checkpoint: Path) -> None:

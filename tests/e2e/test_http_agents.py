@@ -35,10 +35,8 @@ class Weather(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    template = tmp_path_factory.mktemp("template") / "hermes.jinja"
-    template.write_text(TEMPLATE)
-    with serving("--chat-template", str(template), "--log-level", "error") as server:
+def server() -> Iterator[Server]:
+    with serving("--log-level", "error", template=TEMPLATE) as server:
         yield server
 
 

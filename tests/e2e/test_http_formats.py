@@ -6,7 +6,6 @@ and order of the models' own templates.
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,7 +14,7 @@ import pytest
 from openai import OpenAI
 
 from tests.deadlines import scaled
-from tests.http_server import Server, serving
+from tests.http_server import ANIMAL, Server, serving
 
 HARMONY = """{%- for message in messages %}
 {%- if message.role == 'assistant' and message.tool_calls %}
@@ -47,22 +46,14 @@ GEMMA = """{%- for message in messages %}
 <|channel>thought
 <channel|>{% endif %}"""
 TEMPLATES = {"openai": HARMONY, "gemma4": GEMMA}
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"animal": {"enum": ["bear", "fox"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["animal", "age"],
-    "additionalProperties": False,
-}
-TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": SCHEMA}} for name in ("look", "ask")]
+TOOLS: Any = [{"type": "function", "function": {"name": name, "parameters": ANIMAL}} for name in ("look", "ask")]
 ASKED: Any = [{"role": "user", "content": "Who is in the cave?"}]
 THOUGHT = "I must look."
 
 
 @pytest.fixture(scope="module", params=TEMPLATES)
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Server]]:
-    template = Path(tmp_path_factory.mktemp("template")) / "chat.jinja"
-    template.write_text(TEMPLATES[request.param])
-    with serving("--chat-template", str(template), "--served-model-name", "demo") as server:
+def server(request: pytest.FixtureRequest) -> Iterator[tuple[str, Server]]:
+    with serving("--served-model-name", "demo", template=TEMPLATES[request.param]) as server:
         yield request.param, server
 
 
@@ -103,7 +94,7 @@ def test_a_call_its_result_and_the_next_answer(server: tuple[str, Server], api: 
     (call,) = first.message.tool_calls
     assert (first.finish_reason, first.message.content) == ("tool_calls", None)
     arguments = json.loads(call.function.arguments)
-    jsonschema.validate(arguments, SCHEMA)
+    jsonschema.validate(arguments, ANIMAL)
     streamed = calls_of(chat(api, tool_choice="required", stream=True))
     assert streamed == [(call.function.name, call.function.arguments)]
 
@@ -121,7 +112,7 @@ def test_a_call_its_result_and_the_next_answer(server: tuple[str, Server], api: 
         extra = {"thinking_token_budget": 4} if name == "gemma4" else {}
         again = calls_of(chat(api, talk, tool_choice="required", stream=True, extra_body=extra))
         assert len(again) == 1
-        jsonschema.validate(json.loads(again[0][1]), SCHEMA)
+        jsonschema.validate(json.loads(again[0][1]), ANIMAL)
 
 
 def test_a_text_before_the_call_replaces_the_thought(server: tuple[str, Server]) -> None:

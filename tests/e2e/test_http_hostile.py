@@ -7,7 +7,6 @@ import socket
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -28,15 +27,8 @@ def chat(role: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path: Path = tmp_path_factory.mktemp("hostile") / "template.jinja"
-    path.write_text(TEMPLATE)
-    return str(path)
-
-
-@pytest.fixture(scope="module")
-def server(template: str) -> Iterator[Server]:
-    with serving("--chat-template", template, light=True) as server:
+def server() -> Iterator[Server]:
+    with serving(template=TEMPLATE, light=True) as server:
         yield server
 
 
@@ -60,8 +52,8 @@ def test_a_hostile_template_does_not_block_other_requests(server: Server, pool: 
         assert http.post("/v1/chat/completions", json=chat("user")).status_code == 200
 
 
-def test_a_hostile_template_does_not_keep_the_server_from_ending(template: str, pool: ThreadPoolExecutor) -> None:
-    with serving("--chat-template", template, light=True) as server:
+def test_a_hostile_template_does_not_keep_the_server_from_ending(pool: ThreadPoolExecutor) -> None:
+    with serving(template=TEMPLATE, light=True) as server:
         family = psutil.Process(server.process.pid).children(recursive=True)
         with client(server) as http:
             bad = [pool.submit(http.post, "/v1/chat/completions", json=chat("tool"), timeout=READY_S) for _ in range(4)]

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from tests.deadlines import scaled
-from tests.http_server import Server, client, serving
+from tests.http_server import ANIMAL, Server, client, serving
 
 KEY = "sk-messages"
 TEMPLATE = """{{- bos_token }}{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
@@ -23,24 +23,16 @@ TEMPLATE = """{{- bos_token }}{% if tools %}<tools>{% for tool in tools %}{{ too
 {%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|end|>
 {%- endfor %}{% if add_generation_prompt %}{% if not enable_thinking %}<think></think>{% endif %}<|assistant|>
 {%- if enable_thinking %}<think>{% endif %}{% endif %}"""
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"animal": {"enum": ["bear", "fox"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["animal", "age"],
-    "additionalProperties": False,
-}
-TOOLS: list[Any] = [{"name": name, "description": "it does", "input_schema": SCHEMA} for name in ("look", "ask")]
+TOOLS: list[Any] = [{"name": name, "description": "it does", "input_schema": ANIMAL} for name in ("look", "ask")]
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story about a cat."}]
 BODY: dict[str, Any] = {"model": "demo", "max_tokens": 12, "messages": MESSAGES, "temperature": 0, "ignore_eos": True}
 PATH = "/v1/messages"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    template = tmp_path_factory.mktemp("template") / "thinking.jinja"
-    template.write_text(TEMPLATE)
+def server() -> Iterator[Server]:
     flags = ["--tool-call-parser", "hermes", "--reasoning-parser", "qwen3", "--max-request-bytes", "1000000"]
-    with serving("--chat-template", str(template), "--served-model-name", "demo", "--api-key", KEY, *flags) as server:
+    with serving("--served-model-name", "demo", "--api-key", KEY, *flags, template=TEMPLATE) as server:
         yield server
 
 
@@ -211,7 +203,7 @@ def test_tools_that_have_to_be_used_are(http: httpx.Client, choice: Any, names: 
         (block,) = message["content"]
         assert (block["type"], message["stop_reason"]) == ("tool_use", "tool_use")
         assert block["name"] in names
-        jsonschema.validate(block["input"], SCHEMA)
+        jsonschema.validate(block["input"], ANIMAL)
 
 
 def test_calls_and_their_results_are_shown_to_the_model(http: httpx.Client) -> None:
@@ -240,7 +232,7 @@ def test_calls_and_their_results_are_shown_to_the_model(http: httpx.Client) -> N
         {"role": "user", "content": "And now?"},
     ]
     functions = [
-        {"type": "function", "function": {"name": tool["name"], "description": "it does", "parameters": SCHEMA}}
+        {"type": "function", "function": {"name": tool["name"], "description": "it does", "parameters": ANIMAL}}
         for tool in TOOLS
     ]
     same = http.post("/tokenize", json={"messages": expected, "tools": functions}).json()["count"]
@@ -253,13 +245,13 @@ def test_thinking_is_a_block_of_its_own(http: httpx.Client) -> None:
     fields: dict[str, Any] = {
         "max_tokens": 40,
         "ignore_eos": False,
-        "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}},
+        "output_config": {"format": {"type": "json_schema", "schema": ANIMAL}},
     }
     thinks: dict[str, Any] = {"thinking": {"type": "enabled", "budget_tokens": 6}, **fields}
     whole = post(http, **thinks)
     assert [block["type"] for block in whole["content"]] == ["thinking", "text"]
     assert whole["content"][0]["signature"]
-    jsonschema.validate(json.loads(whole["content"][1]["text"]), SCHEMA)
+    jsonschema.validate(json.loads(whole["content"][1]["text"]), ANIMAL)
     assert 6 <= whole["usage"]["output_tokens_details"]["thinking_tokens"] <= 12, "with what ends it"
     events = streamed(http, **thinks)
     assert told(put_together(events)) == told(whole)
@@ -371,7 +363,7 @@ def test_a_loop_of_tools_with_the_official_client(api: Any) -> None:
             assert not uses
             break
         (use,) = uses
-        jsonschema.validate(use.input, SCHEMA)
+        jsonschema.validate(use.input, ANIMAL)
         messages.append(
             {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "a bear"}]}
         )

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from tests.deadlines import scaled
-from tests.http_server import Server, client, serving
+from tests.http_server import ANIMAL, Server, client, serving
 
 TEMPLATE = """{{- bos_token }}{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
 <tool_call>{"name": ..., "arguments": ...}</tool_call>{% endif %}
@@ -19,13 +19,7 @@ TEMPLATE = """{{- bos_token }}{% if tools %}<tools>{% for tool in tools %}{{ too
 {%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|end|>
 {%- endfor %}{% if add_generation_prompt %}{% if not enable_thinking %}<think></think>{% endif %}<|assistant|>
 {%- if enable_thinking %}<think>{% endif %}{% endif %}"""
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"animal": {"enum": ["bear", "fox"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["animal", "age"],
-    "additionalProperties": False,
-}
-TOOLS: list[Any] = [{"type": "function", "function": {"name": "look", "description": "it does", "parameters": SCHEMA}}]
+TOOLS: list[Any] = [{"type": "function", "function": {"name": "look", "description": "it does", "parameters": ANIMAL}}]
 MESSAGES: list[Any] = [{"role": "user", "content": "Tell me a story about a cat."}]
 FIXED: dict[str, Any] = {"temperature": 0, "num_predict": 12}
 BODY: dict[str, Any] = {"model": "demo", "messages": MESSAGES, "options": FIXED}
@@ -33,11 +27,9 @@ PROMPT: dict[str, Any] = {"model": "demo", "prompt": "Tell me a story about a ca
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    template = tmp_path_factory.mktemp("template") / "thinking.jinja"
-    template.write_text(TEMPLATE)
+def server() -> Iterator[Server]:
     flags = ["--tool-call-parser", "hermes", "--reasoning-parser", "qwen3", "--served-model-name", "demo"]
-    with serving("--chat-template", str(template), *flags) as server:
+    with serving(*flags, template=TEMPLATE) as server:
         yield server
 
 
@@ -119,7 +111,7 @@ def test_options_are_heeded_and_the_others_named(http: httpx.Client) -> None:
     assert post(http, "/api/chat", {**BODY, "options": {"num_predict": -1, "stop": "."}})["eval_count"] > 1
 
 
-@pytest.mark.parametrize("form", ["json", SCHEMA])
+@pytest.mark.parametrize("form", ["json", ANIMAL])
 def test_forms(http: httpx.Client, form: Any) -> None:
     num_tokens = 12 if form == "json" else 200
     body = {"format": form, "options": {"num_predict": num_tokens, "temperature": 0}}
@@ -129,7 +121,7 @@ def test_forms(http: httpx.Client, form: Any) -> None:
         if form == "json":
             assert text.lstrip()[0] == "{"
         else:
-            jsonschema.validate(json.loads(text), SCHEMA)
+            jsonschema.validate(json.loads(text), ANIMAL)
 
 
 def test_earlier_calls_and_results_are_shown(http: httpx.Client) -> None:
@@ -149,7 +141,7 @@ def test_earlier_calls_and_results_are_shown(http: httpx.Client) -> None:
 
 
 def test_thinking_is_separate_from_the_answer(http: httpx.Client) -> None:
-    body = {**BODY, "think": True, "format": SCHEMA, "options": {"num_predict": 12, "temperature": 0}}
+    body = {**BODY, "think": True, "format": ANIMAL, "options": {"num_predict": 12, "temperature": 0}}
     thought = post(http, "/api/chat", body)["message"]
     assert thought["thinking"]
     assert thought["content"] == ""
@@ -228,8 +220,8 @@ def official(api: Any, error: type[Exception]) -> None:
     assert "".join(part.message.content for part in parts) == whole.message.content
     assert parts[-1].done_reason == "length"
     assert api.generate("demo", PROMPT["prompt"], options=FIXED).response == whole.message.content
-    shaped = api.chat("demo", MESSAGES, format=SCHEMA, options={"num_predict": 200, "temperature": 0})
-    jsonschema.validate(json.loads(shaped.message.content), SCHEMA)
+    shaped = api.chat("demo", MESSAGES, format=ANIMAL, options={"num_predict": 200, "temperature": 0})
+    jsonschema.validate(json.loads(shaped.message.content), ANIMAL)
     assert api.list().models[0].model == "demo:latest"
     assert api.show("demo").capabilities
     assert api.ps().models[0].size > 0

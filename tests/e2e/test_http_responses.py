@@ -22,15 +22,15 @@ from openai import OpenAI
 from openai.types.responses.response_item_list import ResponseItemList
 
 from tests.deadlines import scaled
-from tests.e2e.test_http_tools import SCHEMA, TEMPLATE
-from tests.http_server import Server, children, serving, until
+from tests.e2e.test_http_tools import TEMPLATE
+from tests.http_server import ANIMAL, Server, children, serving, until
 from tests.response_events import broken_stream, check_stream, checked, events_in
 
 KEY, OTHER_KEY = "sk-one", "sk-two"
 SMALL_BODIES = ("--max-request-bytes", "300000", "--served-model-name", "demo")
 FIXED: dict[str, Any] = {"model": "demo", "temperature": 0.0, "input": "Tell me a story."}
 TOOLS: Any = [
-    {"type": "function", "name": name, "description": "it does", "parameters": SCHEMA, "strict": None}
+    {"type": "function", "name": name, "description": "it does", "parameters": ANIMAL, "strict": None}
     for name in ("look", "ask")
 ]
 
@@ -38,10 +38,8 @@ TOOLS: Any = [
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("responses")
-    (folder / "hermes.jinja").write_text(TEMPLATE)
-    flags = ["--chat-template", str(folder / "hermes.jinja"), "--served-model-name", "demo"]
-    flags += ["--reasoning-parser", "qwen3", "--api-key", KEY, "--api-key", OTHER_KEY]
-    with serving(*flags, "--responses-store", str(folder / "store.db")) as server:
+    flags = ["--reasoning-parser", "qwen3", "--api-key", KEY, "--api-key", OTHER_KEY, "--served-model-name", "demo"]
+    with serving(*flags, "--responses-store", str(folder / "store.db"), template=TEMPLATE) as server:
         yield server
 
 
@@ -163,11 +161,11 @@ def test_the_package_streams_and_parses(api: OpenAI) -> None:
 def test_text_has_a_form(http: httpx.Client, form: str) -> None:
     shape: Any = {"type": form}
     if form == "json_schema":
-        shape |= {"name": "animal", "schema": SCHEMA, "strict": True}
+        shape |= {"name": "animal", "schema": ANIMAL, "strict": True}
     found = post(http, text={"format": shape}, temperature=1.0, seed=3, max_output_tokens=400)
     checked(found)
     if found["status"] == "completed" and form == "json_schema":
-        jsonschema.validate(json.loads(text_of(found)), SCHEMA)
+        jsonschema.validate(json.loads(text_of(found)), ANIMAL)
     assert found["text"]["format"] == shape
 
 
@@ -184,7 +182,7 @@ def test_an_agent_continues_behind_its_calls(api: Any, http: httpx.Client) -> No
     )
     call = first.output[0]
     assert call.type == "function_call"
-    jsonschema.validate(json.loads(call.arguments), SCHEMA)
+    jsonschema.validate(json.loads(call.arguments), ANIMAL)
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "a bear"}
     sent: dict[str, Any] = {"model": "demo", "tools": TOOLS, "max_output_tokens": 5, "temperature": 0.0}
     start = {"role": "user", "content": [{"type": "input_text", "text": FIXED["input"]}]}

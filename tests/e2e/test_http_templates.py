@@ -24,10 +24,8 @@ GONE = "messages[1] is not in the prompt: the model's chat template leaves it ou
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    template = tmp_path_factory.mktemp("template") / "drops.jinja"
-    template.write_text(TEMPLATE)
-    with serving("--chat-template", str(template), "--served-model-name", "demo") as server:
+def server() -> Iterator[Server]:
+    with serving("--served-model-name", "demo", template=TEMPLATE) as server:
         yield server
 
 

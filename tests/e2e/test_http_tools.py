@@ -15,36 +15,28 @@ import openai
 import pytest
 from openai import OpenAI
 
-from tests.http_server import Server, serving
+from tests.http_server import ANIMAL, Server, serving
 
 TEMPLATE = """{%- if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
 <tool_call>{"name": ..., "arguments": ...}</tool_call>{% endif %}
 {%- for message in messages %}{{ message.role }}: {{ message.content }}
 {%- for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
 {% endfor %}assistant:"""
-SCHEMA: dict[str, Any] = {
-    "type": "object",
-    "properties": {"animal": {"enum": ["bear", "fox"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
-    "required": ["animal", "age"],
-    "additionalProperties": False,
-}
 MESSAGES: Any = [{"role": "user", "content": "Who is in the cave?"}]
 
 
 def tool(name: str, **more: Any) -> Any:
-    return {"type": "function", "function": {"name": name, "description": "it does", "parameters": SCHEMA, **more}}
+    return {"type": "function", "function": {"name": name, "description": "it does", "parameters": ANIMAL, **more}}
 
 
 def shaped(**schema: Any) -> Any:
     """The response_format of a schema."""
-    return {"type": "json_schema", "json_schema": {"name": "animal", "schema": schema or SCHEMA}}
+    return {"type": "json_schema", "json_schema": {"name": "animal", "schema": schema or ANIMAL}}
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    template = tmp_path_factory.mktemp("template") / "hermes.jinja"
-    template.write_text(TEMPLATE)
-    with serving("--chat-template", str(template), "--served-model-name", "demo") as server:
+def server() -> Iterator[Server]:
+    with serving("--served-model-name", "demo", template=TEMPLATE) as server:
         yield server
 
 
@@ -56,7 +48,7 @@ def asked(api: OpenAI, **fields: Any) -> Any:
 def test_settings_in_force_are_reported(server: Server, http: httpx.Client) -> None:
     card = http.get("/v1/models").json()["data"][0]["vllm_lite"]
     assert (card["chat_template"], card["tool_call_format"], card["reasoning_format"]) == (
-        "hermes.jinja",
+        "chat.jinja",
         "hermes",
         None,
     )
@@ -68,7 +60,7 @@ def test_an_answer_follows_its_schema(api: OpenAI, seed: int) -> None:
     answer = asked(api, response_format=shaped(), seed=seed, n=2)
     for choice in answer.choices:
         assert choice.finish_reason == "stop"
-        jsonschema.validate(json.loads(choice.message.content), SCHEMA)
+        jsonschema.validate(json.loads(choice.message.content), ANIMAL)
 
 
 def test_completions_and_token_ids_have_forms_too(api: OpenAI, http: httpx.Client) -> None:
@@ -111,7 +103,7 @@ def test_calls_that_are_demanded_are_made(api: OpenAI, choice: Any, finish: str,
     call_id, name, arguments = calls[0]
     assert call_id.startswith("call_")
     assert name in names
-    jsonschema.validate(json.loads(arguments), SCHEMA)
+    jsonschema.validate(json.loads(arguments), ANIMAL)
 
 
 def test_an_agent_continues_behind_a_call(api: OpenAI) -> None:

@@ -99,12 +99,10 @@ def test_engines_without_adapters_and_adapters_that_do_not_fit_are_refused(adapt
 @pytest.fixture(scope="module")
 def server(adapted: Adapted, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     address = short_socket(tmp_path_factory.mktemp("s"))
-    template = tmp_path_factory.mktemp("t") / "chat.jinja"
-    template.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
     flags = ["--dtype", "float32", "--enable-lora", "--max-loras", "3", "--served-model-name", "base"]
     flags += ["--lora-modules", f"sql={adapted.adapters['sql']}", "--admin-api-key", "sk-admin", "--address", address]
-    flags += ["--chat-template", str(template), "--convert", "embed"]
-    with serving("--model", str(adapted.base), *flags) as server:
+    with serving("--model", str(adapted.base), "--convert", "embed", *flags, template=template) as server:
         yield server
 
 

@@ -1,13 +1,12 @@
 """AsyncClient over a fake engine: texts, ends, aborts and errors as a user sees them."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.clients import SIZE, connected, expect, ids
+from tests.clients import SIZE, collect, connected, expect, ids
 from tests.fakes import DEADLINE_S, FakeEngine
 from vllm_lite.client.async_client import AsyncClient
 from vllm_lite.client.outputs import RequestOutput
@@ -16,10 +15,6 @@ from vllm_lite.protocol.api import Abort, Finished, Generate, GetStats, Refused,
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.stats import Stats
-
-
-async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
-    return [output async for output in stream]
 
 
 def begin(client: AsyncClient, *args: Any, **options: Any) -> "asyncio.Task[list[RequestOutput]]":

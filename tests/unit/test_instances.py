@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -15,11 +14,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests import fake_engine_process
 from tests.fakes import DEADLINE_S
 from tests.http_server import until
 from vllm_lite.client.engines import instances
-from vllm_lite.client.engines import launch as launching
 from vllm_lite.client.engines.instances import RECORD, InstanceRecord, Process
 from vllm_lite.client.engines.launch import LaunchedEngine, launch
 from vllm_lite.config import EngineConfig
@@ -27,15 +24,8 @@ from vllm_lite.tools.cli import main
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A TMPDIR of its own with a short name, and a fake engine."""
-    folder = Path(tempfile.mkdtemp(prefix="t-"))
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setattr(launching, "ENGINE_MODULE", fake_engine_process.__name__)
+def quick(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # its children end before the check of it
     monkeypatch.setattr(instances, "ASK_S", 0.3)
-    yield folder
-    assert list(folder.iterdir()) == []
-    folder.rmdir()
 
 
 @pytest.fixture

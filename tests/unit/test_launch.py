@@ -7,7 +7,6 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,6 @@ import pytest
 
 from tests import fake_engine_process
 from tests.fakes import DEADLINE_S, welcome
-from vllm_lite.client.engines import launch as launching
 from vllm_lite.client.engines.launch import LaunchedEngine, launch
 from vllm_lite.client.streams.stream import Event, StreamFailure
 from vllm_lite.config import EngineConfig, ResolvedConfig
@@ -29,18 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import launch_engine  # found only once scripts/ is on the path
 
-
-@pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A TMPDIR of its own, where nothing may be left; and a fake engine."""
-    folder = Path(tempfile.mkdtemp(prefix="t-"))  # tmp_path is too long for a socket
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setattr(launching, "ENGINE_MODULE", fake_engine_process.__name__)
-    before = set(psutil.Process().children(recursive=True))
-    yield folder
-    assert list(folder.iterdir()) == []
-    folder.rmdir()
-    assert set(psutil.Process().children(recursive=True)) <= before
+pytestmark = pytest.mark.usefixtures("place")
 
 
 def config(behaviour: str, **settings: object) -> EngineConfig:

@@ -2,37 +2,23 @@
 here."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.clients import connected, expect, ids
+from tests.clients import collect, connected, expect, ids, settle
 from tests.fakes import DEADLINE_S, FakeEngine, welcome
 from vllm_lite.client.async_client import AsyncClient
 from vllm_lite.client.outputs import Logprob, RequestOutput
 from vllm_lite.client.streams.sample import Cursor, Sample
 from vllm_lite.errors import ModelError
-from vllm_lite.protocol.api import Finished, ForkRequest, Generate, GetStats, PromptLogprobs, TokenLogprobs, Tokens
+from vllm_lite.protocol.api import Finished, ForkRequest, Generate, PromptLogprobs, TokenLogprobs, Tokens
 from vllm_lite.protocol.params import RequestOutputKind, SamplingParams
-from vllm_lite.protocol.stats import Stats
-
-
-async def settle(client: AsyncClient, engine: FakeEngine) -> None:
-    """Returns when readers have been given all that the engine sent so far."""
-    stats = asyncio.ensure_future(client.stats())
-    await expect(engine, GetStats)
-    engine.send(Stats(*range(11)))
-    await stats
 
 
 def shape(output: RequestOutput) -> list[tuple[int, str, list[int], str | None]]:
     return [(one.index, one.text, one.token_ids, one.finish_reason) for one in output.outputs]
-
-
-async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
-    return [output async for output in stream]
 
 
 def delta(**fields: Any) -> SamplingParams:

@@ -1,32 +1,26 @@
 """AsyncClient and LLM with a fake engine where one prompt becomes several samples: n, best_of, beams, forks."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from tests.clients import connected, expect, ids
+from tests.clients import collect, connected, expect, ids, settle
 from tests.fakes import FakeEngine
 from vllm_lite.client.async_client import AsyncClient
 from vllm_lite.client.outputs import CompletionOutput, RequestOutput
 from vllm_lite.errors import RequestError
-from vllm_lite.protocol.api import Abort, Finished, ForkRequest, Generate, GetStats, TokenLogprobs, Tokens
+from vllm_lite.protocol.api import Abort, Finished, ForkRequest, Generate, TokenLogprobs, Tokens
 from vllm_lite.protocol.codec import unpack_tokens
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.protocol.stats import Stats
 
 GONE = "request 'r' is not running; only a live request can be forked"
 
 
 def logprobs(*values: float) -> list[TokenLogprobs]:
     return [TokenLogprobs(value, 1, ()) for value in values]
-
-
-async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
-    return [output async for output in stream]
 
 
 async def begin(
@@ -38,14 +32,6 @@ async def begin(
 
 def texts(output: RequestOutput) -> list[str]:
     return [completion.text for completion in output.outputs]
-
-
-async def settle(client: AsyncClient, engine: FakeEngine) -> None:
-    """Returns when readers have been given all that the engine sent so far."""
-    stats = asyncio.ensure_future(client.stats())
-    await expect(engine, GetStats)
-    engine.send(Stats(*range(11)))
-    await stats
 
 
 # ---- n

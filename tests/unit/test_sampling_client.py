@@ -1,7 +1,6 @@
 """Sampling parameters in clients before the engine sees them, and the logprobs of prompts."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -9,18 +8,16 @@ from typing import Any
 import pytest
 
 from tests import tokenizers_for_tests as made
-from tests.clients import TOKENIZER, connected, expect
-from tests.fakes import FakeEngine, welcome
-from vllm_lite.client.async_client import AsyncClient
+from tests.clients import TOKENIZER, collect, connected, expect, settle
+from tests.fakes import welcome
 from vllm_lite.client.outputs import RequestOutput
 from vllm_lite.client.prompt import Prompt
 from vllm_lite.client.streams.stream import StreamFactory
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.engine.client_port import Outbox
 from vllm_lite.errors import RequestError
-from vllm_lite.protocol.api import Finished, ForkRequest, Generate, GetStats, PromptLogprobs, TokenLogprobs, Tokens
+from vllm_lite.protocol.api import Finished, ForkRequest, Generate, PromptLogprobs, TokenLogprobs, Tokens
 from vllm_lite.protocol.params import RequestOutputKind, SamplingParams
-from vllm_lite.protocol.stats import Stats
 from vllm_lite.protocol.structured import StructuredOutputsParams, Thinking
 from vllm_lite.structured.compile import compile_grammar
 
@@ -197,14 +194,6 @@ def test_the_tokens_that_begin_every_text_are_kept_too() -> None:
 # ---- logprobs of the prompt
 
 
-async def settle(client: AsyncClient, engine: FakeEngine) -> None:
-    """Returns when readers have been given all that the engine sent so far."""
-    stats = asyncio.ensure_future(client.stats())
-    await expect(engine, GetStats)
-    engine.send(Stats(*range(11)))
-    await stats
-
-
 def entry(logprob: float, rank: int = 1, top: int | None = None) -> TokenLogprobs:
     return TokenLogprobs(logprob, rank, () if top is None else ((top, -0.5),))
 
@@ -218,10 +207,6 @@ def shape(output: RequestOutput) -> list[dict[int, tuple[float, int]] | None]:
         None if place is None else {token: (one.logprob, one.rank) for token, one in place.items()}
         for place in output.prompt_logprobs or []
     ]
-
-
-async def collect(stream: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
-    return [output async for output in stream]
 
 
 async def test_they_come_in_pieces_and_are_shown_with_the_first_token(folder: Path) -> None:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from tests.deadlines import scaled
+from tests.fakes import Exits
 from vllm_lite.runtime import supervise
 
 DEADLINE_S = scaled(30.0)
@@ -22,22 +23,6 @@ CHILD = "tests.unit.child_for_supervise"
 class Settings(msgspec.Struct):
     marker: str
     mode: str
-
-
-class Exits:
-    """Collects the reason a child ended for."""
-
-    def __init__(self) -> None:
-        self.reason = ""
-        self.event = threading.Event()
-
-    def __call__(self, reason: str) -> None:
-        self.reason = reason
-        self.event.set()
-
-    def wait(self) -> str:
-        assert self.event.wait(DEADLINE_S), "the child did not end before the deadline"
-        return self.reason
 
 
 def wait_for(path: Path) -> str:

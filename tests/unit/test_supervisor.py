@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from functools import partial
@@ -19,7 +18,6 @@ from tests.deadlines import patience, scaled
 from tests.fakes import DEADLINE_S
 from tests.http_server import until
 from vllm_lite.client.engines import instances, supervisor
-from vllm_lite.client.engines import launch as launching
 from vllm_lite.client.engines.launch import LaunchedEngine, launch
 from vllm_lite.client.engines.session import Session
 from vllm_lite.config import EngineConfig
@@ -32,17 +30,7 @@ from vllm_lite.tools.cli import main
 ANSWER_S = 0.5
 
 
-@pytest.fixture(autouse=True)
-def place(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A TMPDIR of its own, where nothing may be left; and a fake engine."""
-    folder = Path(tempfile.mkdtemp(prefix="t-"))
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setattr(launching, "ENGINE_MODULE", fake_engine_process.__name__)
-    before = set(psutil.Process().children(recursive=True))
-    yield folder
-    assert list(folder.iterdir()) == []
-    folder.rmdir()
-    assert set(psutil.Process().children(recursive=True)) <= before
+pytestmark = pytest.mark.usefixtures("place")
 
 
 @pytest.fixture
