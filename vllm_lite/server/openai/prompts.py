@@ -63,7 +63,7 @@ ImagePart = tuple[Mapping[str, Any], str]
 Check = Callable[[], None]
 """Raises if the client has disconnected."""
 T = TypeVar("T")
-_FORMS = "prompt must be a text, a list of texts, a list of token ids or a list of such lists"
+_FORMS = "a text, a list of texts, a list of token ids or a list of such lists"
 
 
 def with_marks(prompts: list[PromptLike], marks: list[int] | None) -> list[PromptLike]:
@@ -154,7 +154,7 @@ class PromptRenderer:
 
     async def of_completion(self, body: CompletionBody, params: SamplingParams, request: Request) -> list[PromptLike]:
         """Return the prompts: lists of token ids, and texts that are still to be tokenized with special tokens."""
-        prompts, infill, suffix = _several(body.prompt), self.infill(body), body.suffix or ""
+        prompts, infill, suffix = several(body.prompt, "prompt", MAX_PROMPTS), self.infill(body), body.suffix or ""
         is_plain = body.add_special_tokens is False and any(isinstance(prompt, str) for prompt in prompts)
         if infill is None and not is_plain:
             return prompts
@@ -351,17 +351,18 @@ class PromptRenderer:
         return "".join([*pieces, machine.flush()])
 
 
-def _several(given: Any) -> list[PromptLike]:
-    """Make a list of one prompt or many; a list of integers is one prompt."""
+def several(given: Any, field: str, most: int) -> list[PromptLike]:
+    """Make a list of one prompt or many, at most `most`; a list of integers is one prompt. Raises ApiError, which names
+    the field."""
     if isinstance(given, str):
         return [given]
     kinds = {type(item) for item in given}
     if len(kinds) != 1:
-        raise ApiError(400, f"{_FORMS}, got {'a mixed' if kinds else 'an empty'} list", "prompt")
+        raise ApiError(400, f"{field} must be {_FORMS}, got {'a mixed' if kinds else 'an empty'} list", field)
     if kinds == {int}:
         return [list(given)]
-    if len(given) > MAX_PROMPTS:
-        raise ApiError(400, f"prompt takes at most {MAX_PROMPTS} prompts, got {len(given)}", "prompt")
+    if len(given) > most:
+        raise ApiError(400, f"{field} takes at most {most} of them, got {len(given)}", field)
     return list(given)
 
 

@@ -18,6 +18,7 @@ from vllm_lite.server.generation import Asked, Generation
 from vllm_lite.server.http.auth import owner_of
 from vllm_lite.server.openai.bodies import ChatBody, ChatMessage, Part
 from vllm_lite.server.openai.errors import ApiError, refused
+from vllm_lite.server.openai.prompts import several
 from vllm_lite.server.pooling.bodies import MAX_NUMBER_BYTES, MAX_TEXTS, CohereEmbedBody, InputFields
 from vllm_lite.server.pooling.call import PoolingCall
 
@@ -59,7 +60,7 @@ class PoolingRuns:
                 given["add_generation_prompt"] = False
             found = await self.generation.prompts.of_chat(ChatBody(**given), None, request)
             return [found.token_ids], asked._replace(headers=found.warned(asked.headers))
-        prompts = _several(body.input)
+        prompts = several(body.input, "input", MAX_TEXTS)
         if body.add_special_tokens is False:
             prompts = [await self._plain(prompt, request) for prompt in prompts]
         return prompts, asked
@@ -214,18 +215,3 @@ def _refusing(first: int = 0) -> Iterator[None]:
         text = str(error)
         field = next((name for name in FIELDS if text.startswith(name)), "input")
         raise refused(type(error)(where + text) if where and type(error) is RequestError else error, field) from error
-
-
-def _several(given: Any) -> list[PromptLike]:
-    """Make a list of one text or many; a list of integers is one prompt."""
-    if isinstance(given, str):
-        return [given]
-    kinds = {type(item) for item in given}
-    if len(kinds) != 1:
-        what = "a mixed" if kinds else "an empty"
-        raise ApiError(400, f"input must be a text, texts, token ids or lists of them, got {what} list", "input")
-    if kinds == {int}:
-        return [list(given)]
-    if len(given) > MAX_TEXTS:
-        raise ApiError(400, f"input takes at most {MAX_TEXTS} texts, got {len(given)}", "input")
-    return list(given)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from vllm_lite.server.responses.client_tools import BadItemError, Item, flat_name
+from vllm_lite.server.responses.client_tools import BadItemError, Item, flat_name, text_of
 
 IMAGE = "input_image"
 _IMAGE_TEXT = "[image, shown below]"
@@ -35,10 +35,10 @@ def read_output(item: Item, sees: bool = False) -> tuple[Item, list[str]]:
     BadItemError."""
     kind = item["type"]
     if kind == "local_shell_call_output":  # its id is the call's
-        link = _text(item, "id" if item.get("call_id") is None else "call_id")
-        return {"id": link, "output": _text(item, "output"), "status": "completed"}, []
+        link = text_of(item, "id" if item.get("call_id") is None else "call_id")
+        return {"id": link, "output": text_of(item, "output"), "status": "completed"}, []
     found: Item = (
-        {} if kind == "tool_search_output" and not item.get("call_id") else {"call_id": _text(item, "call_id")}
+        {} if kind == "tool_search_output" and not item.get("call_id") else {"call_id": text_of(item, "call_id")}
     )
     reader = _READERS.get(kind)
     if reader is not None:
@@ -129,12 +129,6 @@ def _parts(item: Item, sees: bool) -> tuple[list[Item], list[str]]:
             raise BadItemError(item, "output", "whose parts have a type")
         found.append({"type": "input_text", "text": text})
     return found, others
-
-
-def _text(item: Item, name: str) -> str:
-    if not isinstance(item.get(name), str):
-        raise BadItemError(item, name, "a text")
-    return str(item[name])
 
 
 def _ran(each: Item) -> str:

@@ -64,7 +64,7 @@ class FunctionForm(CallForm):
         return {name: inner[name] for name in TOOL_FIELDS if inner.get(name) is not None}
 
     def arguments(self, item: Item) -> tuple[str, str]:
-        return _text(item, "name"), _text(item, "arguments")
+        return text_of(item, "name"), text_of(item, "arguments")
 
     def fields(self, arguments: dict[str, Any]) -> Item:
         return {"arguments": _encode(arguments).decode()}
@@ -85,7 +85,7 @@ class CustomForm(CallForm):
         return {"name": tool.get("name"), "description": "\n\n".join(about), "parameters": schema}
 
     def arguments(self, item: Item) -> tuple[str, str]:
-        return _text(item, "name"), _encode({"input": _text(item, "input")}).decode()
+        return text_of(item, "name"), _encode({"input": text_of(item, "input")}).decode()
 
     def fields(self, arguments: dict[str, Any]) -> Item:
         """Take the only text as the input if the model has named it differently."""
@@ -206,7 +206,7 @@ def read_call(item: Item) -> Item:
     form = CALLS[item["type"]]
     if form is FORMS["tool_search"] and item.get("call_id") is None:
         item = {**item, "call_id": ""}  # one that the provider has answered itself
-    call_id = _text(item, "call_id")
+    call_id = text_of(item, "call_id")
     name, arguments = form.arguments(item)
     if form.streamed is None:
         found = form.fields(decoded(arguments))
@@ -238,7 +238,8 @@ def _object(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
-def _text(item: Item, name: str) -> str:
+def text_of(item: Item, name: str) -> str:
+    """A field of an item. Raises BadItemError if it is no text."""
     if not isinstance(item.get(name), str):
         raise BadItemError(item, name, "a text")
     return str(item[name])
