@@ -451,7 +451,7 @@ def main(count: int, seed: int) -> int:
         num_different += bool(found)
         if found and num_different <= 5:
             print("\n".join(found))
-        if number % 500 == 499:
+        if number % 500 == 499 or number + 1 == count:
             print(f"{number + 1} groupings: {num_different} different", flush=True)
     return num_different
 

@@ -1,8 +1,8 @@
 """The documents name files, classes and links that exist, and the tables made from the sources are current.
 
-What a document names is checked with three rules: a path between backticks, or its end, is a tracked file or folder; a
-dotted name is a module of the package; a link leads to a file and, behind #, to a heading of it. In the two pages that
-explain the engine every CamelCase name is one of the sources.
+What a document names is checked with four rules: a path between backticks, or its end, is a tracked file or folder; a
+test behind `::` is in its file; a dotted name is a module of the package; a link leads to a file and, behind #, to a
+heading of it. In the two pages that explain the engine every CamelCase name is one of the sources.
 """
 
 import ast
@@ -93,6 +93,12 @@ def wrong_paths(text: str) -> Iterator[str]:
                 yield f"`{path}` is not in the tree"
 
 
+def wrong_tests(text: str) -> Iterator[str]:
+    for path, name in re.findall(r"\b(tests/[\w/]+\.py)::(\w+)", text):
+        if f"def {name}(" not in (ROOT / path).read_text():
+            yield f"{path} has no {name}"
+
+
 def wrong_modules(text: str) -> Iterator[str]:
     for name in re.findall(r"\bvllm_lite(?:\.\w+)+", text):
         parts = [part for part in name.split(".") if part not in ("py", "errors")]
@@ -129,7 +135,7 @@ def wrong_names(text: str) -> Iterator[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_paths_and_names_in_pages_exist(page: Path) -> None:
     text = page.read_text()
-    found = [*wrong_paths(text), *wrong_modules(text), *wrong_links(page, text)]
+    found = [*wrong_paths(text), *wrong_tests(text), *wrong_modules(text), *wrong_links(page, text)]
     found += wrong_names(text) if page.name in EXPLAINED else []
     assert not found, "\n".join([str(page.relative_to(ROOT)), *found])
 
@@ -270,6 +276,13 @@ def test_lists_of_test_files_name_files_that_exist() -> None:
 @pytest.mark.parametrize("text", ["`engine/gone.py`", "see `no_such/`", "`vllm_lite/engine/c*re2.py`", "`a.cuh`"])
 def test_missing_paths_are_found(text: str) -> None:
     assert list(wrong_paths(text))
+
+
+def test_missing_tests_are_found() -> None:
+    assert list(wrong_tests("    pytest tests/unit/test_docs.py::test_gone\n")) == [
+        "tests/unit/test_docs.py has no test_gone"
+    ]
+    assert not list(wrong_tests("tests/unit/test_docs.py::test_missing_tests_are_found"))
 
 
 def test_existing_names_are_accepted() -> None:
