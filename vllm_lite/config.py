@@ -28,6 +28,7 @@ from vllm_lite.runtime.nested_settings import (
 from vllm_lite.runtime.settings import Section, Settings, about
 
 BLOCK_SIZES = (1, 4, 8, 16, 32, 64, 128)
+_SHOWN_SIZES = ", ".join(map(str, BLOCK_SIZES))
 GIB = 1024**3
 MAX_LORA_RANK = 1024
 DEMO_MODEL = "demo"
@@ -107,7 +108,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Count | None, about("number of adapters kept in memory; others are read again when needed (default: max_loras)")
     ] = None
 
-    block_size: Annotated[int, Section("KV cache"), about(f"tokens per KV block, one of {BLOCK_SIZES}")] = 16
+    block_size: Annotated[int, Section("KV cache"), about(f"tokens per KV block, one of {_SHOWN_SIZES}")] = 16
     num_gpu_blocks_override: Annotated[
         Annotated[int, Meta(ge=2)] | None, about("size of the KV pool in blocks, on any device")
     ] = None
@@ -289,7 +290,7 @@ class EngineConfig(Settings, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES:
-            raise ValueError(f"block_size must be one of {BLOCK_SIZES}, got {self.block_size}")
+            raise ValueError(f"block_size must be one of {_SHOWN_SIZES}, got {self.block_size}")
         if self.address is not None:
             check_address(self.address)
         if self.tcp_address is not None:

@@ -135,6 +135,20 @@ def test_tokens_there_and_back(http: httpx.Client) -> None:
         )
 
 
+def test_an_error_names_the_prompt_among_several(http: httpx.Client) -> None:
+    for prompt, text in (
+        ([[5], []], "prompt[1]: the prompt is empty"),
+        ([[5], [6], [2048]], "prompt[2]: token ids must be between 0 and 2047, got 2048"),
+        (["a", "b " * 3000], "prompt[1]: This model's maximum context length is 2048 tokens"),
+        ([[]], "the prompt is empty"),
+    ):
+        error = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1}).json()["error"]
+        assert error["message"].startswith(text), error
+        assert error["param"] == "prompt"
+    other = error_of(http.post("/v1/completions", json={"prompt": ["a", "b"], "stop_token_ids": [4096]}), 400)
+    assert other["message"].startswith("stop_token_ids must be between")
+
+
 def test_tokens_in_and_out(http: httpx.Client) -> None:
     ids = http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
     params = {"temperature": 0, "max_tokens": 5, "logprobs": 1}

@@ -280,6 +280,12 @@ async def test_a_new_connection_that_ends_is_an_error() -> None:
     assert "ended before" in (await ask(answering(close=True))).error
 
 
+@pytest.mark.parametrize("url", ["http://[::1", "ftp://host", "http://"])
+def test_a_malformed_address_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match="a server's address must look like"):
+        HttpClient(url, {})
+
+
 async def test_no_server_listens() -> None:
     async def talk() -> str:
         async with Stub(answering()) as stub:

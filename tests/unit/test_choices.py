@@ -8,6 +8,7 @@ import pytest
 
 from vllm_lite.client.engines.operations import operation_of
 from vllm_lite.config import EngineConfig
+from vllm_lite.engine.scheduling.policy import load as load_policy
 from vllm_lite.errors import ConfigError, RequestError, not_chosen, with_choices
 from vllm_lite.protocol.pooling import PoolingParams
 from vllm_lite.runtime.settings import Settings
@@ -110,3 +111,25 @@ def test_values_of_python_callers() -> None:
         PoolingParams(truncation_side="up")  # type: ignore[arg-type]
     with pytest.raises(RequestError, match=r"^mode: must be one of abort, wait, keep, got 'stop'$"):
         operation_of("pause", mode="stop")
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [
+        ("quantization", "int8, fp8, int4, int4_g32"),
+        ("device", "auto, cpu, cuda"),
+        ("block_size", "1, 4, 8, 16, 32, 64, 128"),
+        ("kv_cache_dtype", "auto, float32, bfloat16, float16, fp8, fp8_e4m3, fp8_e5m2, int8"),
+    ],
+)
+def test_choices_are_listed(name: str, choices: str) -> None:
+    value = 3 if name == "block_size" else "x"
+    with pytest.raises(ConfigError, match=f"^{name}:? must be one of {choices}, got {value!r}$"):
+        EngineConfig.check({name: value})
+
+
+def test_a_scheduling_policy_that_is_unknown_is_told_the_others() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^scheduling_policy must be one of fcfs, priority, deadline, fair or module"
+    ):
+        load_policy("lifo")

@@ -42,7 +42,7 @@ def test_addresses(url: str, base: str, uds: str | None, is_local: bool) -> None
     assert client_settings(address, None)["trust_env"] is not is_local
 
 
-@pytest.mark.parametrize("url", ["", "http://", "ftp://host", "http://host:port", "http://host:99999"])
+@pytest.mark.parametrize("url", ["", "http://", "ftp://host", "http://host:port", "http://host:99999", "http://[::1"])
 def test_invalid_addresses_are_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="--url"):
         Address.parse(url)

@@ -249,7 +249,7 @@ def _plain(name: str, value: Any, hint: Any) -> Any:
     kinds = _types(hint)
     if (read := _reader(hint)) is not None:
         return _read_each(name, value, read)
-    texts: Any = [value] if name == "model" else value if tuple in kinds else None
+    texts: Any = [value] if name == "model" else value if tuple in kinds or name == "served_model_name" else None
     if texts not in (None, [], [None], ()) and not "".join(map(str, texts)).strip():
         raise ConfigError(f"{name} is empty; give a value, or leave it out")
     if isinstance(value, list) and (tuple in kinds or name == "served_model_name"):

@@ -26,7 +26,9 @@ def read_file(path: Path) -> dict[str, Any]:
             values = _yaml(text)
         else:
             raise ConfigError(f"a config file ends in .yaml, .yml or .toml, got {str(path)!r}")
-    except (OSError, ValueError, RecursionError) as error:  # the decoders' errors are ValueErrors
+    except OSError as error:
+        raise ConfigError(f"config file {str(path)!r} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:  # the decoders' errors are ValueErrors
         raise ConfigError(f"config file {str(path)!r} cannot be read: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"config file {str(path)!r} must hold settings as `name: value`")

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from vllm_lite.client.engines.any_session import AnySession
 from vllm_lite.client.prompt import PromptLike, check_room, checked_ids
 from vllm_lite.client.streams.stream import RequestStream, StreamFactory
-from vllm_lite.errors import RequestError
+from vllm_lite.errors import ContextLengthError, RequestError
 from vllm_lite.protocol.adapters import AdapterInfo
 from vllm_lite.protocol.params import MAX_NAME_CHARS, SamplingParams
 from vllm_lite.runtime import log
@@ -319,9 +319,14 @@ class Generation:
 
         def made(check: Check) -> list[RequestStream]:
             streams = []
-            for prompt, stream_id in zip(prompts, ids, strict=True):
+            for place, (prompt, stream_id) in enumerate(zip(prompts, ids, strict=True)):
                 check()
-                streams.append(self._factory.make(prompt, params, stream_id, check))
+                try:
+                    streams.append(self._factory.make(prompt, params, stream_id, check))
+                except RequestError as error:
+                    if len(prompts) > 1 and (isinstance(error, ContextLengthError) or not bodies.field_of(str(error))):
+                        error.args = (f"{_PROMPT_FIELDS[kind]}[{place}]: {error}",)
+                    raise
             return streams
 
         try:

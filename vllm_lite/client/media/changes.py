@@ -140,7 +140,9 @@ class FittedChanges(SizeChanges[FittedSettings], frozen=True):
     def of(self, settings: FittedSettings) -> FittedSettings:
         most = settings.most_tokens if self.max_soft_tokens is None else self.max_soft_tokens
         if most not in BUDGETS:
-            raise RequestError(f"mm_processor_kwargs: max_soft_tokens must be one of {BUDGETS}, got {most}")
+            raise RequestError(
+                f"mm_processor_kwargs: max_soft_tokens must be one of {', '.join(map(str, BUDGETS))}, got {most}"
+            )
         return msgspec.structs.replace(settings, most_tokens=most)
 
 

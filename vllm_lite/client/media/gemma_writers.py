@@ -114,7 +114,9 @@ class FittedWriter(ImageWriter[Gemma4VisionSpec | UnifiedVisionSpec, ImagePatche
                 "True and False"
             )
         if own.max_soft_tokens not in BUDGETS:
-            raise ModelError(f"{folder}: max_soft_tokens must be one of {BUDGETS}, got {own.max_soft_tokens}")
+            raise ModelError(
+                f"{folder}: max_soft_tokens must be one of {', '.join(map(str, BUDGETS))}, got {own.max_soft_tokens}"
+            )
         along = vision.num_positions // (vision.merge if isinstance(vision, Gemma4VisionSpec) else 1)
         return FittedSettings(vision.patch_size * vision.merge, own.max_soft_tokens, along, own.resample, max_pixels)
 

@@ -82,7 +82,7 @@ def load(name: str) -> Any:
         return BUILT_IN[name]()
     module, _, attribute = name.partition(":")
     if not attribute:
-        raise ConfigError(f"scheduling_policy must be one of {sorted(BUILT_IN)} or module:Class, got {name!r}")
+        raise ConfigError(f"scheduling_policy must be one of {', '.join(BUILT_IN)} or module:Class, got {name!r}")
     try:
         return getattr(import_module(module), attribute)()
     except Exception as error:

@@ -151,7 +151,10 @@ class HttpClient:
     def __init__(self, base_url: str, headers: dict[str, str], *, check_tls: bool = True) -> None:
         """Raises ConfigError for a malformed URL, or a header that cannot be sent."""
         self.base_url = base_url.rstrip("/")
-        parts = urlsplit(self.base_url)
+        try:
+            parts = urlsplit(self.base_url)
+        except ValueError as error:
+            raise ConfigError(f"a server's address must look like http://[::1]:8000, got {base_url!r}") from error
         try:
             port = parts.port
         except ValueError as error:

@@ -49,8 +49,8 @@ class Address(NamedTuple):
         if url.startswith("unix:"):
             return cls("http://localhost", url.removeprefix("unix:"), url)
         base = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
-        parts = urlsplit(base)
         try:
+            parts = urlsplit(base)
             is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
         except ValueError:
             is_good = False
