@@ -9,6 +9,10 @@
 //
 // A job may have one ticket for each thread, so that a thread takes consecutive tasks: first its own, in order, then
 // those of other threads, from the last one backwards.
+//
+// If there are as many threads as CPUs, each is bound to a CPU of its own, other than the caller's. Some kernels wake a
+// thread on the CPU of its waker although another one is idle (seen on virtual machines): the two then share that CPU
+// for milliseconds, and a step takes twice as long.
 #include "thread_pool.h"
 
 #include <pthread.h>
@@ -27,6 +31,8 @@ namespace {
 
 constexpr int kMaxThreads = 1024;
 constexpr int64_t kSpinNs = 50'000;  // a few times the pause between two kernels of one step
+
+constexpr int kUnbound = -1;
 
 constexpr uint32_t kMostTasks = UINT16_MAX;  // of a job
 
@@ -73,6 +79,7 @@ struct Pool {
   Fetcher fetcher{0};                         // the caller's
   int num_started = 0;                        // threads 1 to num_started exist
   bool fork_handled = false;
+  int cpus[kMaxThreads];           // CPU of each thread, that of the caller when it last woke others; or kUnbound
   pthread_t threads[kMaxThreads];  // thread i at i; 0 is the caller
 };
 
@@ -146,6 +153,48 @@ void forget_threads() {
   pool.num_started = 0;
 }
 
+void bind_thread(int thread, const cpu_set_t& cpus, int cpu) {
+  pool.cpus[thread] = cpu;
+  pthread_setaffinity_np(pool.threads[thread], sizeof cpus, &cpus);
+}
+
+void bind_thread(int thread, int cpu) {
+  cpu_set_t one;
+  CPU_ZERO(&one);
+  CPU_SET(cpu, &one);
+  bind_thread(thread, one, cpu);
+}
+
+// Gives each thread a CPU of its own, or all of them if their numbers differ. The caller of a kernel runs on `own`.
+void bind_all(int own) {
+  pool.cpus[0] = own;
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+  const bool each = CPU_COUNT(&allowed) == pool.num_started + 1 && CPU_ISSET(own, &allowed);
+  for (int thread = 1, cpu = own; thread <= pool.num_started; ++thread) {
+    if (each) {
+      do cpu = (cpu + 1) % CPU_SETSIZE;
+      while (!CPU_ISSET(cpu, &allowed));
+      bind_thread(thread, cpu);
+    } else if (pool.cpus[thread] != kUnbound) {
+      bind_thread(thread, allowed, kUnbound);
+    }
+  }
+}
+
+// Called before sleeping threads are woken: none of them may be bound to the caller's CPU.
+void keep_apart() {
+  const int own = sched_getcpu();
+  if (own < 0 || own == pool.cpus[0]) return;
+  for (int thread = 1; pool.cpus[0] != kUnbound && thread <= pool.num_started; ++thread) {
+    if (pool.cpus[thread] != own) continue;
+    bind_thread(thread, pool.cpus[0]);  // the one that the caller has left
+    pool.cpus[0] = own;
+    return;
+  }
+  bind_all(own);
+}
+
 // Starts threads up to `wanted`; the caller holds `busy`. If the system refuses one, the existing threads do the work.
 void start_threads(int wanted) {
   if (!pool.fork_handled) pool.fork_handled = pthread_atfork(nullptr, nullptr, forget_threads) == 0;
@@ -155,6 +204,8 @@ void start_threads(int wanted) {
   while (pool.num_started + 1 < wanted) {
     const intptr_t number = pool.num_started + 1;
     if (pthread_create(&pool.threads[number], nullptr, serve, reinterpret_cast<void*>(number)) != 0) break;
+    pool.cpus[number] = kUnbound;
+    pool.cpus[0] = kUnbound;  // so that all are bound again
     ++pool.num_started;
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
@@ -195,6 +246,7 @@ void run_job(const Job& job, Order order) {
     const uint64_t first = i * tasks / tickets, end = (i + 1) * tasks / tickets;
     pool.tickets[i].open(job, epoch, static_cast<uint32_t>(first), static_cast<uint32_t>(end));
   }
+  if (pool.sleepers.load(std::memory_order_relaxed) > 0) keep_apart();
   publish(epoch, static_cast<int>(tasks < threads ? tasks - 1 : threads - 1));
   wait_for_others(tasks - take_tasks(0));
 }
@@ -234,6 +286,7 @@ VLLM_LITE_API void vllm_lite_set_num_threads(int32_t count) {
   pool.num_threads.store(count, std::memory_order_release);
   publish(next_epoch(), INT_MAX);
   for (; pool.num_started >= count; --pool.num_started) pthread_join(pool.threads[pool.num_started], nullptr);
+  pool.cpus[0] = kUnbound;
   pool.busy.store(false, std::memory_order_release);
 }
 

@@ -1,5 +1,6 @@
 """The native thread pool: every task runs once, whatever else the machine does."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -26,6 +27,35 @@ assert others_take_part()
 if child:
     _, status = os.waitpid(child, 0)
     assert status == 0, status
+"""
+
+
+CPUS = """
+import os, time
+from tests.cpu.test_thread_pool import count_tasks
+from tests.deadlines import scaled
+from vllm_lite.kernels import cpu
+
+def tasks():
+    return {int(name) for name in os.listdir("/proc/self/task")}
+
+def await_cpus(expected):
+    deadline_s = time.monotonic() + scaled(20)
+    while (found := [os.sched_getaffinity(thread) for thread in tasks() - others]) not in expected:
+        assert time.monotonic() < deadline_s, (found, expected)
+        count_tasks(30, work=20_000)
+        time.sleep(0.001)  # longer than threads spin: the next job wakes them
+
+others, allowed = tasks(), os.sched_getaffinity(0)
+one, two = allowed
+cpu.set_num_threads(2)
+await_cpus([[{one}], [{two}]])
+for own, other in ((one, two), (two, one), (one, two)):
+    os.sched_setaffinity(0, {own})
+    await_cpus([[{other}]])
+os.sched_setaffinity(0, allowed)
+cpu.set_num_threads(3)
+await_cpus([[allowed, allowed]])
 """
 
 
@@ -129,6 +159,22 @@ def test_two_threads_may_call_at_once() -> None:
 def test_a_forked_child_starts_threads_of_its_own() -> None:
     result = subprocess.run(
         [sys.executable, "-c", FORK], capture_output=True, text=True, timeout=scaled(30), check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+def test_with_a_thread_for_each_cpu_none_is_on_the_callers() -> None:
+    """Wherever the system moves the caller. With more threads than CPUs they may run on all."""
+    two = sorted(os.sched_getaffinity(0))[:2]
+    if len(two) < 2:
+        pytest.skip("there is one CPU")
+    result = subprocess.run(
+        [sys.executable, "-c", CPUS],
+        preexec_fn=lambda: os.sched_setaffinity(0, two),
+        capture_output=True,
+        text=True,
+        timeout=scaled(60),
+        check=False,
     )
     assert result.returncode == 0, result.stderr
 
