@@ -35,6 +35,7 @@ from vllm_lite.protocol.view import Look
 from vllm_lite.runtime import log, supervise
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport.interface import poller
+from vllm_lite.transport.time_slice import shorten_slice
 
 REFUSAL_PATIENCE_S = 2.0
 """Seconds that an engine which cannot start waits for a client, to send it the reason."""
@@ -179,6 +180,7 @@ class EngineProcess:
     # ---- serve
 
     def serve(self, core: EngineCore, groups: WorkerGroups) -> int:
+        shorten_slice()  # the loop must not wait for the workers' computing threads
         recovery = Recovery(core, groups, self.port, self._config)
         operations = Operations(core, groups, self.port, self._config, partial(keep, self._settings.run_dir))
         try:

@@ -7,6 +7,7 @@ authenticator.py  checks the keys of tcp clients
 publisher.py  publishes numbered batches, and replays missed ones
 subscriber.py  receives them
 inproc.py     queues in one process: unit tests and --single-process
+time_slice.py  short time slices for threads that pass messages on
 """
 
 from vllm_lite.protocol.codec import MAX_CLIENT_BYTES

@@ -18,6 +18,7 @@ from vllm_lite.runtime import log
 from vllm_lite.transport.authenticator import EVENTS, Authenticator
 from vllm_lite.transport.interface import Delivery, Pollable, Tcp
 from vllm_lite.transport.keys import Authorised, ClientKeys, load_engine_keys
+from vllm_lite.transport.time_slice import short_slices
 
 HIGH_WATER_MARK = 1000
 """Maximum number of messages queued for one peer; beyond it send() returns BUSY."""
@@ -35,7 +36,8 @@ logger = log.get(__name__)
 
 
 def _configured(kind: int) -> zmq.Socket[bytes]:
-    socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
+    with short_slices():  # the first socket starts ZeroMQ's own thread
+        socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_CLIENT_BYTES)
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)

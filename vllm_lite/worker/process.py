@@ -43,6 +43,7 @@ from vllm_lite.runtime.supervise import STANDBY_NAME, WORKER_NAME, keep_from_col
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.transport import Connection, Delivery, connect, finish
 from vllm_lite.transport.interface import poller
+from vllm_lite.transport.time_slice import reset_slice
 from vllm_lite.worker.membership import Membership
 from vllm_lite.worker.progress import Progress, no_garbage_collection
 
@@ -351,6 +352,7 @@ def process_main(settings: WorkerSettings, stop: Wakeup) -> int:
     # busy cores: 7 ms a step instead of 90).
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     config, rank = settings.config, settings.rank
+    reset_slice()  # the engine's is short
     name_process(f"{STANDBY_NAME}{rank}")
     log.setup(f"worker {config.first_rank + rank}", *config.logging)
     if config.device == "cpu":

@@ -29,6 +29,7 @@ from vllm_lite.protocol.adapters import AdapterInfo
 from vllm_lite.protocol.api import MAX_ID_CHARS, ForkRequest, FromClient, Generate, ToClient, Welcome
 from vllm_lite.runtime import log
 from vllm_lite.transport import Connection, KeysOption
+from vllm_lite.transport.time_slice import shorten_slice
 
 DEFAULT_TIMEOUT_S = 60.0
 HEARTBEAT_TIMEOUT_S = 30.0
@@ -247,6 +248,7 @@ class Session(AnySession):
     # ---- the session's own thread
 
     def _run(self) -> None:
+        shorten_slice()
         try:
             while not self._closing and self._dead is None:
                 self._serve()

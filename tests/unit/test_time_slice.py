@@ -1,0 +1,69 @@
+"""Time slices of threads, as the kernel reports them."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vllm_lite.transport.time_slice import SHORTEST_NS, reset_slice, short_slices, shorten_slice
+
+
+def slice_of(task: Path) -> int:
+    """The slice of a thread, given by its folder in /proc; 0 if the kernel does not report it."""
+    try:
+        lines = (task / "sched").read_text().splitlines()
+    except FileNotFoundError:
+        return 0
+    return next((int(line.split()[-1]) for line in lines if line.startswith("se.slice")), 0)
+
+
+def own_slice_ns() -> int:
+    return slice_of(Path("/proc/thread-self"))
+
+
+def on_a_thread(run: Callable[[], None]) -> None:
+    failures: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            run()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=guarded)
+    thread.start()
+    thread.join()
+    if failures:
+        raise failures[0]
+
+
+@pytest.fixture(autouse=True)
+def needs_own_slices() -> None:
+    def can_change() -> None:
+        shorten_slice()
+        if own_slice_ns() != SHORTEST_NS:
+            pytest.skip("this kernel has no slices of a thread's own, or does not report them")
+
+    on_a_thread(can_change)
+
+
+def test_threads_started_inside_get_a_short_slice_and_the_caller_keeps_its_own() -> None:
+    def run() -> None:
+        before_ns, inside = own_slice_ns(), list[int]()
+        with short_slices():
+            on_a_thread(lambda: inside.append(own_slice_ns()))
+        assert inside == [SHORTEST_NS]
+        assert own_slice_ns() == before_ns > SHORTEST_NS
+
+    on_a_thread(run)
+
+
+def test_a_reset_gives_the_default_again() -> None:
+    def run() -> None:
+        before_ns = own_slice_ns()
+        shorten_slice()
+        reset_slice()
+        assert own_slice_ns() == before_ns
+
+    on_a_thread(run)
