@@ -15,6 +15,11 @@ twin: Any = type("Twin", (), {name: it for name, it in vars(TorchOps).items() if
 """Plain torch, the reference of `Ops`, also where a test takes it away from TorchOps."""
 
 
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Numbers that depend on the shape alone."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
 def values(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
 

@@ -1,6 +1,6 @@
 """A scheduler, its pools and a simulated worker, stepped by hand, for the tests of scheduling."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.simulated_worker import SimulatedWorker, candidates, next_token
@@ -23,7 +23,7 @@ from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.encoder import MediaContent
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.spans import Media
-from vllm_lite.protocol.step import BlockOp
+from vllm_lite.protocol.step import BlockOp, SchedulerOutput
 from vllm_lite.runtime.prefix_hash import PrefixHasher
 
 VOCAB = 50
@@ -160,6 +160,17 @@ class Rig:
         for item in produced:
             self.record(item)
         return produced
+
+    def watch(self, see: Callable[[SchedulerOutput], object]) -> None:
+        """Call `see` with each step from here on."""
+        schedule = self.scheduler.schedule
+
+        def watched(now_s: float = 0.0) -> SchedulerOutput | None:
+            if (step := schedule(now_s)) is not None:
+                see(step)
+            return step
+
+        self.scheduler.schedule = watched  # type: ignore[method-assign]
 
     def record(self, item: Produced) -> None:
         sample = item.request.request_id, item.sample

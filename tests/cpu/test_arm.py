@@ -11,7 +11,7 @@ import torch
 from tests.arm.remote import Remote, missing
 from tests.cpu.conftest import using_isa
 from tests.cpu.test_native_grouped import IQ4_NL, grouped
-from tests.cpu.test_native_linear import random
+from tests.rows import random
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu import library
 from vllm_lite.kernels.cpu.weights.linear import PackedWeight, linear

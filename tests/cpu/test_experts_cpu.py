@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from tests.examples import examples
 from tests.routing_rules import routing_rules
+from tests.rows import random
 from vllm_lite.checkpoint.layer_specs.experts import RoutingSpec
 from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.shard import Split
@@ -29,10 +30,6 @@ HIDDEN, INNER = 96, 20
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 """Maximum error relative to the largest output: one unit in the last place, as sums may be rounded up instead of
 down."""
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
 def make(

@@ -6,8 +6,8 @@ from itertools import product
 import pytest
 import torch
 
-from tests.cpu.test_native_linear import random
 from tests.isas import isa_in_use
+from tests.rows import random
 from vllm_lite.checkpoint.quantization.on_load import Form, quantized_bytes
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.weights.file_packer import group_size

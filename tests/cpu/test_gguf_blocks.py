@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.cpu.test_native_grouped import check_packed
-from tests.cpu.test_native_linear import random
+from tests.rows import random
 from vllm_lite.checkpoint.gguf.kinds import BY_NAME, KINDS, READ
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.errors import ModelError

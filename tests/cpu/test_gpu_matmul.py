@@ -13,6 +13,7 @@ from tests.checkpoints import make_checkpoint
 from tests.kernels import emulator
 from tests.paged import Oracle, Paged
 from tests.quantized_tensors import Tensors, awq_tensors, gptq_config, gptq_tensors, nf4_tensors, say_quantized
+from tests.rows import random
 from vllm_lite.checkpoint.gguf.kinds import BY_NAME
 from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.quantization.spec import Gptq
@@ -33,10 +34,6 @@ from vllm_lite.layers.weights.weight_form import DENSE, LinearShape, RemadeWeigh
 pytestmark = pytest.mark.skipif(emulator.available() is None, reason="no C++ compiler for the emulator")
 BF16, CPU = torch.bfloat16, torch.device("cpu")
 SIZES: Any = {"hidden_size": 64, "intermediate_size": 160}
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
 # ---- which stay packed

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import make_checkpoint
 from tests.families.mixtures import qwen3
 from tests.paged import Oracle, Paged
+from tests.rows import random
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.quantization.mixed import MixedForm
 from vllm_lite.checkpoint.quantization.on_load import Form, Quantization
@@ -22,10 +23,6 @@ from vllm_lite.models.registry import Sizes, build
 from vllm_lite.models.weights import load_weights
 
 CPU = torch.device("cpu")
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.checkpoints import load_and_see, make_checkpoint
+from tests.rows import random
 from tests.thread_group import ThreadGroup
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.shard import HeadSplit, Shard, Split
@@ -23,10 +24,6 @@ from vllm_lite.parallel.communicator import SingleRank
 
 CPU = torch.device("cpu")
 SIZES = (24, 8, 8)
-
-
-def random(*shape, dtype=torch.float32):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
 def make_linear(dtype, bias, quantization=None):

@@ -8,7 +8,7 @@ import torch
 
 from tests.cpu.test_gguf_blocks import blocks
 from tests.cpu.test_native_grouped import check_packed, grouped, uneven_rows
-from tests.cpu.test_native_linear import random
+from tests.rows import random
 from vllm_lite.checkpoint.quantization.on_load import Form
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.program import Program

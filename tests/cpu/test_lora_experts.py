@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.cpu.test_experts_cpu import HIDDEN, INNER, TOLERANCE, make, pick, random
+from tests.cpu.test_experts_cpu import HIDDEN, INNER, TOLERANCE, make, pick
 from tests.cpu.test_lora import MAX_DIFFERENCE, load, reference, run_mixed
 from tests.families.all import VARIANTS
 from tests.lora_adapters import change_config, make_adapter, merge
 from tests.paged import Oracle
+from tests.rows import random
 from tests.thread_group import on_ranks
 from vllm_lite import LLM, LoRARequest, SamplingParams
 from vllm_lite.checkpoint.shard import Split

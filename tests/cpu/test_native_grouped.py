@@ -8,7 +8,7 @@ import torch
 
 from tests.cpu.conftest import has_amx, using_isa
 from tests.cpu.rounded_rows import LARGEST_OF_TWO, rounded_rows
-from tests.cpu.test_native_linear import random
+from tests.rows import random
 from vllm_lite.checkpoint.quantization.on_load import Form
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.dtypes import FLOATS

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.cpu.conftest import has_amx, using_isa
+from tests.rows import random
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.dtypes import FLOATS
@@ -21,10 +22,6 @@ SHAPES = [
     *((1, 1, 1), (32, 2, 3), (40, 48, 12), (33, 257, 13), (300, 512, 4), (70, 1025, 97), (600, 130, 200)),
     *((100, 2050, 31), (40, 70, 600), (300, 514, 14), (130, 256, 28), (33, 1300, 32)),
 ]
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
 def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

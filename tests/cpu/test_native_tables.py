@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.cpu.test_native_grouped import E4M3
-from tests.cpu.test_native_linear import random
+from tests.rows import random
 from vllm_lite.kernels import cpu
 from vllm_lite.kernels.cpu.weights.linear import PackedWeight, linear
 from vllm_lite.kernels.grouped import GroupedWeight, dequantize, quantize_fp8

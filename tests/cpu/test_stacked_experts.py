@@ -8,6 +8,7 @@ import torch
 
 from tests.families.mixtures import VARIANTS
 from tests.kernels import emulator
+from tests.rows import random
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.quantization.on_load import Quantization
 from vllm_lite.checkpoint.shard import Split
@@ -38,10 +39,6 @@ def sparse_layers(path: Path, quantization: Quantization | None = None) -> tuple
     sparse = [layer.mlp for layer in model.layers if isinstance(layer.mlp, SparseMLP)]
     assert sparse
     return model, sparse
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
 def make(num_experts: int, dtype: torch.dtype = torch.float32) -> tuple[list[DenseMatmul], list[DenseMatmul]]:

@@ -39,8 +39,9 @@ def llama(references: dict[str, Reference]) -> Reference:
 
 
 @pytest.fixture(scope="module")
-def http(server: Server) -> Iterator[httpx.Client]:
-    with client(server) as http:
+def http(request: pytest.FixtureRequest, server: Server) -> Iterator[httpx.Client]:
+    """With the file's HEADERS, if it has some."""
+    with client(server, headers=getattr(request.module, "HEADERS", {})) as http:
         yield http
 
 

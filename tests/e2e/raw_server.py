@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from tests.deadlines import patience, scaled
-from tests.http_server import Server, client, serving, short_socket
+from tests.http_server import Server, serving, short_socket
 
 KEY = "a-key-of-the-tests"
 OTHER_KEY = "a-key-in-a-file"
@@ -39,11 +39,6 @@ def raw_server() -> Iterator[Server]:
         flags += ["--body-timeout-s", slow_s, "--allowed-origins", "https://example.org"]
         with serving(*flags, *limits, env={"VLLM_LITE_API_KEY": KEY}) as server:
             yield server
-
-
-def with_key(server: Server) -> httpx.Client:
-    """A client that may ask."""
-    return client(server, headers={"Authorization": f"Bearer {KEY}"})
 
 
 def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:

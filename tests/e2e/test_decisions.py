@@ -15,7 +15,7 @@ from tests.deadlines import scaled
 from tests.decisions import QUESTIONS, STATE, Oracle, as_decider, probabilities_of, write_decider
 from tests.e2e.reference import start
 from tests.families.hybrid import VARIANTS
-from tests.http_server import DEADLINE_S, Server, client, serving, until
+from tests.http_server import DEADLINE_S, Server, serving, until
 from tests.lora_adapters import make_adapter
 from vllm_lite import LLM, AsyncClient, LoRARequest, SamplingParams
 from vllm_lite.client.decisions.questions import read_questions, read_state
@@ -177,12 +177,6 @@ def server(decider: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     flags += ["--enable-lora", "--lora-modules", f"adapted={adapter}"]
     with serving("--model", str(decider), *flags, "--max-num-seqs", "4", "--max-num-batched-tokens", "64") as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def http(server: Server) -> Iterator[httpx.Client]:
-    with client(server) as http:
-        yield http
 
 
 def test_the_route_answers_with_the_fields_of_vllm(http: httpx.Client, oracle: Oracle) -> None:

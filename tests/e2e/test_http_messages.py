@@ -12,9 +12,10 @@ import jsonschema
 import pytest
 
 from tests.deadlines import scaled
-from tests.http_server import ANIMAL, Server, client, serving
+from tests.http_server import ANIMAL, Server, serving
 
 KEY = "sk-messages"
+HEADERS = {"x-api-key": KEY, "anthropic-version": "2023-06-01"}
 TEMPLATE = """{{- bos_token }}{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>
 <tool_call>{"name": ..., "arguments": ...}</tool_call>{% endif %}
 {%- for message in messages %}<|{{ 'assistant' if message.role == 'assistant' else 'user' }}|>
@@ -34,12 +35,6 @@ def server() -> Iterator[Server]:
     flags = ["--tool-call-parser", "hermes", "--reasoning-parser", "qwen3", "--max-request-bytes", "1000000"]
     with serving("--served-model-name", "demo", "--api-key", KEY, *flags, template=TEMPLATE) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def http(server: Server) -> Iterator[httpx.Client]:
-    with client(server, headers={"x-api-key": KEY, "anthropic-version": "2023-06-01"}) as http:
-        yield http
 
 
 def post(http: httpx.Client, status: int = 200, path: str = PATH, **fields: Any) -> Any:

@@ -15,13 +15,14 @@ from prometheus_client.samples import Sample
 
 from tests.deadlines import scaled
 from tests.fakes import DEADLINE_S, Sink
-from tests.http_server import Server, client, serving, short_socket, until
+from tests.http_server import Server, serving, short_socket, until
 from vllm_lite.client.engines.session import Session
 from vllm_lite.protocol.api import Finished, Generate
 from vllm_lite.protocol.codec import pack_tokens
 from vllm_lite.protocol.params import SamplingParams
 
 KEY = "a-key-of-the-tests"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
 NAME = 'org/a"name\\of-ours'
 BLOCK_SIZE, NUM_BLOCKS = 16, 200
 LONG = 1900
@@ -81,12 +82,6 @@ def server() -> Iterator[Server]:
         flags += ["--kv-cache-metrics", "--kv-cache-metrics-sample", "1"]
         with serving(*flags) as server:
             yield server
-
-
-@pytest.fixture(scope="module")
-def http(server: Server) -> Iterator[httpx.Client]:
-    with client(server, headers={"Authorization": f"Bearer {KEY}"}) as http:
-        yield http
 
 
 class Scrape:

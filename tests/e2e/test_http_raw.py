@@ -10,22 +10,18 @@ import httpx
 import pytest
 
 from tests.deadlines import scaled
-from tests.e2e.raw_server import JSON, KEY, LONG, OTHER_KEY, PROMPT, error_of, raw_server, with_key
+from tests.e2e.raw_server import JSON, KEY, LONG, OTHER_KEY, PROMPT, error_of, raw_server
 from tests.http_server import Server, until
 from vllm_lite import __version__
 from vllm_lite.client.engines.session import Session
+
+HEADERS = {"Authorization": f"Bearer {KEY}"}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with raw_server() as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def http(server: Server) -> Iterator[httpx.Client]:
-    with with_key(server) as http:
-        yield http
 
 
 # ---- access

@@ -14,10 +14,11 @@ import pytest
 from openai import OpenAI
 
 from tests.deadlines import scaled
-from tests.http_server import Server, client, serving, short_socket, until
+from tests.http_server import Server, serving, short_socket, until
 from vllm_lite.client.engines.session import Session
 
 USER, ADMIN = {"Authorization": "Bearer a-user"}, {"Authorization": "Bearer an-admin"}
+HEADERS = USER
 NUM_BLOCKS = 128
 LONG: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 DEADLINE_S = scaled(30.0)
@@ -32,12 +33,6 @@ def server() -> Iterator[Server]:
         flags += ["--attention-backend", "reference", "--enforce-eager"]
         with serving(*flags, "--api-key", "a-user", "--api-key", "b-user", "--admin-api-key", "an-admin") as server:
             yield server
-
-
-@pytest.fixture(scope="module")
-def http(server: Server) -> Iterator[httpx.Client]:
-    with client(server, headers=USER) as http:
-        yield http
 
 
 def message_of(answer: httpx.Response, status: int) -> str:

@@ -12,6 +12,7 @@ from tests.deadlines import scaled
 from tests.http_server import Server, client, serving
 
 KEY, ADMIN = "sk-vllm", "sk-admin"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
 STORY = [{"role": "user", "content": "Tell me a story about a cat."}]
 OTHER = [{"role": "user", "content": "Tell me a story about a dog."}]
 FIXED: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -22,12 +23,6 @@ def server() -> Iterator[Server]:
     flags = ["--api-key", KEY, "--admin-api-key", ADMIN, "--enable-tokenizer-info-endpoint", "--max-num-seqs", "4"]
     with serving(*flags) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def http(server: Server) -> Iterator[httpx.Client]:
-    with client(server, headers={"Authorization": f"Bearer {KEY}"}) as http:
-        yield http
 
 
 def post(http: httpx.Client, path: str, body: dict[str, Any], status: int = 200) -> Any:

@@ -23,22 +23,17 @@ from tests.e2e.raw_server import (
     exchange,
     raw_server,
     until_closed,
-    with_key,
 )
 from tests.http_server import Server, until
 from vllm_lite.client.engines.session import Session
+
+HEADERS = {"Authorization": f"Bearer {KEY}"}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     with raw_server() as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def http(server: Server) -> Iterator[httpx.Client]:
-    with with_key(server) as http:
-        yield http
 
 
 @pytest.mark.parametrize("data", [b"\x00\x01\x02\x03\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n"])

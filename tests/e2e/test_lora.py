@@ -20,6 +20,7 @@ from vllm_lite import LLM, AsyncClient, LoRARequest, SamplingParams
 from vllm_lite.errors import ModelError, RequestError
 
 ADMIN = {"Authorization": "Bearer sk-admin"}
+HEADERS = ADMIN
 PROMPTS = [list(range(3, 40)), list(range(60, 80)), [5, 6, 7]]
 NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -104,12 +105,6 @@ def server(adapted: Adapted, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     flags += ["--lora-modules", f"sql={adapted.adapters['sql']}", "--admin-api-key", "sk-admin", "--address", address]
     with serving("--model", str(adapted.base), "--convert", "embed", *flags, template=template) as server:
         yield server
-
-
-@pytest.fixture(scope="module")
-def http(server: Server) -> Iterator[httpx.Client]:
-    with client(server, headers=ADMIN) as http:
-        yield http
 
 
 def load(http: httpx.Client, name: str, path: Path, status: int = 200, **more: Any) -> str:

@@ -281,6 +281,12 @@ class Wire:
     def welcome(self) -> None:
         self.port.open(Welcome(PROTOCOL_VERSION, 5, "model", 100, VOCAB, (EOS,), 11, 4))
 
+    def greet(self) -> None:
+        """Serve the client, which has read its Welcome."""
+        self.welcome()
+        self.say(Hello(PROTOCOL_VERSION))
+        self.heard()
+
     def close(self) -> None:
         self.connection.close()
         self.port.close()
@@ -350,9 +356,7 @@ def test_a_failed_start_is_sent_to_all_clients(wire: Wire) -> None:
 
 
 def test_outputs_of_one_step_travel_in_one_message(wire: Wire) -> None:
-    wire.welcome()
-    wire.say(Hello(PROTOCOL_VERSION))
-    wire.heard()
+    wire.greet()
     wire.port.push(b"peer", Tokens("a", 0, [1]))
     wire.port.push(b"peer", Tokens("b", 0, [2]))
     assert wire.port.flush(0.0) == []
@@ -362,9 +366,7 @@ def test_outputs_of_one_step_travel_in_one_message(wire: Wire) -> None:
 @pytest.mark.parametrize("num_sent", [0, 1, 2, 9])
 def test_large_outputs_are_sent_in_several_messages(wire: Wire, monkeypatch: pytest.MonkeyPatch, num_sent: int) -> None:
     """Vectors of several requests, say. After `num_sent` messages the client does not read for a while."""
-    wire.welcome()
-    wire.say(Hello(PROTOCOL_VERSION))
-    wire.heard()
+    wire.greet()
     ends = [Finished(name, 0, [], "stop", pooled=bytes(300)) for name in "abcde"]
     for end in ends:
         wire.port.push(b"peer", end)
@@ -389,9 +391,7 @@ def test_large_outputs_are_sent_in_several_messages(wire: Wire, monkeypatch: pyt
 
 def test_tokens_that_come_fast_travel_together(wire: Wire) -> None:
     """All but a first one and an end, which do not wait for others."""
-    wire.welcome()
-    wire.say(Hello(PROTOCOL_VERSION))
-    wire.heard()
+    wire.greet()
 
     def flush(now_s: float, output: Tokens | Finished | None = None) -> object:
         if output is not None:
@@ -415,9 +415,7 @@ def test_tokens_that_come_fast_travel_together(wire: Wire) -> None:
 
 
 def test_a_slow_reader_gets_merged_tokens_and_in_the_end_none(wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    wire.welcome()
-    wire.say(Hello(PROTOCOL_VERSION))
-    wire.heard()
+    wire.greet()
     deliver = wire.port.listener.send
     monkeypatch.setattr(wire.port.listener, "send", lambda *_: Delivery.BUSY)
     for index in range(3):
@@ -434,9 +432,7 @@ def test_a_slow_reader_gets_merged_tokens_and_in_the_end_none(wire: Wire, monkey
 
 
 def test_a_client_that_went_is_found_by_its_heartbeat(wire: Wire) -> None:
-    wire.welcome()
-    wire.say(Hello(PROTOCOL_VERSION))
-    wire.heard()
+    wire.greet()
     assert wire.port.beat(10.0, 1, {b"peer"}) == []
     assert wire.heard() == [Heartbeat(5, 1)]
     assert wire.port.beat(10.1, 1, {b"peer"}) == []

@@ -430,16 +430,12 @@ def test_each_step_with_drafts_has_one_price(method: str) -> None:
     for index in range(3):
         rig.add(f"r{index}", [1, 2, index], max_tokens=40)
     found: list[tuple[int, list[SureDrafts]]] = []
-    schedule = rig.scheduler.schedule
 
-    def watched(now_s: float = 0.0) -> SchedulerOutput | None:
-        step = schedule(now_s)
-        entries = step.entries if step else []
-        sure = [entry for entry in entries if isinstance(entry, SureDrafts)]
-        found.append((sum(isinstance(entry, Draft) for entry in entries), sure))
-        return step
+    def see(step: SchedulerOutput) -> None:
+        sure = [entry for entry in step.entries if isinstance(entry, SureDrafts)]
+        found.append((sum(isinstance(entry, Draft) for entry in step.entries), sure))
 
-    rig.scheduler.schedule = watched  # type: ignore[method-assign]
+    rig.watch(see)
     rig.drain()
     assert {count for count, _ in found} >= {0, 3}
     assert all(len(sure) == (method == "suffix" and count > 0) for count, sure in found)
@@ -469,14 +465,7 @@ def test_without_adaption_every_entry_takes_the_most() -> None:
     rig = Rig(num_blocks=60, num_drafts=4, max_num_batched_tokens=64, adaptive_drafts=False)
     rig.add("a", [1, 2, 3], max_tokens=20)
     found: list[int] = []
-    schedule = rig.scheduler.schedule
-
-    def watched(now_s: float = 0.0) -> SchedulerOutput | None:
-        step = schedule(now_s)
-        found.extend(entry.max_drafts for entry in (step.entries if step else ()) if isinstance(entry, Draft))
-        return step
-
-    rig.scheduler.schedule = watched  # type: ignore[method-assign]
+    rig.watch(lambda step: found.extend(entry.max_drafts for entry in step.entries if isinstance(entry, Draft)))
     rig.drain()
     assert len(found) > 4
     assert set(found[:-4]) == {4}, "but for the end of the sequence"

@@ -34,18 +34,15 @@ def test_only_sequences_with_grammars_draft_without_speculation(depth: int) -> N
     guided = rig.add("guided", [4, 5, 6], max_tokens=12, grammar="any")
     handles = {}
     drafted: dict[int, int] = {}
-    schedule = rig.scheduler.schedule
 
-    def watched(now_s: float = 0.0) -> SchedulerOutput | None:
-        step = schedule(now_s)
+    def see(step: SchedulerOutput) -> None:
         for request in (free, guided):
             handles.update({sequence.handle: request for sequence in request.sequences if sequence.handle >= 0})
-        for entry in step.entries if step is not None else ():
+        for entry in step.entries:
             if isinstance(entry, Draft):
                 drafted[entry.handle] = max(drafted.get(entry.handle, 0), entry.max_drafts)
-        return step
 
-    rig.scheduler.schedule = watched  # type: ignore[method-assign]
+    rig.watch(see)
     rig.drain()
     assert [(handles[handle], most) for handle, most in drafted.items()] == [(guided, 4)]
 
@@ -57,15 +54,12 @@ def test_a_step_samples_no_more_rows_than_workers_have_memory_for(depth: int) ->
     for index in range(3):
         rig.add(f"r{index}", [1, 2, index], max_tokens=14, grammar="any")
     rows: list[list[int]] = []
-    schedule = rig.scheduler.schedule
 
-    def watched(now_s: float = 0.0) -> SchedulerOutput | None:
-        step = schedule(now_s)
-        decodes = [each for each in step.entries if isinstance(each, Draft | Continue)] if step is not None else []
+    def see(step: SchedulerOutput) -> None:
+        decodes = [each for each in step.entries if isinstance(each, Draft | Continue)]
         rows.append([1 + (each.max_drafts if isinstance(each, Draft) else 0) for each in decodes])
-        return step
 
-    rig.scheduler.schedule = watched  # type: ignore[method-assign]
+    rig.watch(see)
     rig.drain()
     assert [5, 3, 1] in rows
     assert max(map(sum, rows)) == 9

@@ -14,7 +14,7 @@ from vllm_lite.engine.scheduling.waiting_queue import MIN_PRUNE, FairQueue
 from vllm_lite.engine.sequence import Sequence, Status
 from vllm_lite.protocol.api import ForkRequest
 from vllm_lite.protocol.params import SamplingParams
-from vllm_lite.protocol.step import Draft, SchedulerOutput
+from vllm_lite.protocol.step import Draft
 
 
 class Counting(Fair):
@@ -53,15 +53,8 @@ def test_no_draft_reaches_behind_the_end_of_its_sequence(depth: int) -> None:
     rig = Rig(num_blocks=40, block_size=4, num_drafts=4, depth=depth)
     request = rig.add("a", [1, 2, 3], max_tokens=17)
     (sequence,) = request.sequences
-    schedule, reached = rig.scheduler.schedule, list[int]()
-
-    def watched(now_s: float = 0.0) -> SchedulerOutput | None:
-        step = schedule(now_s)
-        drafts = [entry.max_drafts for entry in step.entries if isinstance(entry, Draft)] if step is not None else []
-        reached.extend(sequence.num_computed for _ in drafts)
-        return step
-
-    rig.scheduler.schedule = watched  # type: ignore[method-assign]
+    reached = list[int]()
+    rig.watch(lambda step: reached.extend(sequence.num_computed for entry in step.entries if isinstance(entry, Draft)))
     rig.drain()
     assert len(reached) > 2
     assert max(reached) == sequence.max_len - 1 == 19

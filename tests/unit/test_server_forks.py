@@ -1,7 +1,9 @@
 """Forks and queued tokens on the server's side, against an engine that the test plays."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from typing import Any, cast
 
 import msgspec
@@ -84,16 +86,23 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def forked(parent: RequestStream) -> Call:
-    return Call("child", [FACTORY.fork(parent, None, "child")], STYLE, are_forks=True)
-
-
-async def test_a_fork_is_sent_as_one() -> None:
+@asynccontextmanager
+async def begun() -> AsyncIterator[tuple[Desk, Call]]:
+    """A running call that has generated two words."""
     desk = Desk()
     parent = desk.call("parent")
     with desk.calls.run(parent):
         desk.session.say(Tokens("parent", 0, WORDS[:2]))
         await settle()
+        yield desk, parent
+
+
+def forked(parent: RequestStream) -> Call:
+    return Call("child", [FACTORY.fork(parent, None, "child")], STYLE, are_forks=True)
+
+
+async def test_a_fork_is_sent_as_one() -> None:
+    async with begun() as (desk, parent):
         child = forked(parent.streams[0])
         with desk.calls.run(child):
             message = desk.session.messages[-1]
@@ -110,11 +119,7 @@ async def test_a_parent_that_ended_meanwhile_is_made_up_for(parent_ended: bool) 
     """The engine refuses to fork a request that has ended; its tokens are then sent as a new request. Other refusals
     are errors."""
 
-    desk = Desk()
-    parent = desk.call("parent")
-    with desk.calls.run(parent):
-        desk.session.say(Tokens("parent", 0, WORDS[:2]))
-        await settle()
+    async with begun() as (desk, parent):
         child = forked(parent.streams[0])
         with desk.calls.run(child):
             if parent_ended:
@@ -136,11 +141,7 @@ async def test_an_engines_refusal_of_a_fork_is_the_clients_error() -> None:
     """A refusal after the parent's tokens only is the client's error; after tokens of the fork itself it is the
     server's."""
 
-    desk = Desk()
-    parent = desk.call("parent")
-    with desk.calls.run(parent):
-        desk.session.say(Tokens("parent", 0, WORDS[:2]))
-        await settle()
+    async with begun() as (desk, parent):
         for own, status in ([], 400), (WORDS[2:3], 500):
             child = forked(parent.streams[0])
             with desk.calls.run(child):
@@ -151,11 +152,7 @@ async def test_an_engines_refusal_of_a_fork_is_the_clients_error() -> None:
 
 
 async def test_a_fork_without_a_token_of_its_own_has_not_begun_when_the_server_ends() -> None:
-    desk = Desk()
-    parent = desk.call("parent")
-    with desk.calls.run(parent):
-        desk.session.say(Tokens("parent", 0, WORDS[:2]))
-        await settle()
+    async with begun() as (desk, parent):
         child = forked(parent.streams[0])
         with desk.calls.run(child):
             desk.calls.abort_all()

@@ -5,7 +5,6 @@ measures prefill. Times are medians of graph replays, except for operations that
 decode use several sets of blocks in turn, so that no cache of the device holds them.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -17,7 +16,7 @@ from gpu_check_cases import open_launcher, usable
 from gpu_check_experts import measure as measure_experts
 from gpu_check_graphs import Work, lists_for
 from gpu_check_linear import measure as measure_linear
-from gpu_check_parts import emit, run_checks
+from gpu_check_parts import emit, parser_of, run_checks
 from gpu_check_recurrent import measure as measure_recurrent
 from gpu_check_setup import Launch, Paged, Shape, paged, timer_for
 
@@ -328,10 +327,8 @@ def by_sorting(logits: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("parts", nargs="?", choices=("first", "second", "all"), default="all")
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--emulate", action="store_true")
     arguments = parser.parse_args()
     launcher, device = open_launcher(arguments.emulate)
     bench = Bench(launcher, device)

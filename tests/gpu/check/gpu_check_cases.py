@@ -1,11 +1,10 @@
 """Part of `gpu_check`: the cases of one file of tests/kernels, on the GPU or with the emulator, in this process."""
 
-import argparse
 import importlib
 import time
 from typing import TYPE_CHECKING
 
-from gpu_check_parts import emit
+from gpu_check_parts import emit, parser_of
 
 if TYPE_CHECKING:
     import torch
@@ -43,12 +42,10 @@ def usable(device: "torch.device") -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("name", help="module in tests/kernels")
-    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--max-cases", type=int, default=0)
     parser.add_argument("--only", default="", help="numbers of cases, separated by commas")
-    parser.add_argument("--emulate", action="store_true")
     arguments = parser.parse_args()
     try:
         cases = importlib.import_module(f"tests.kernels.{arguments.name}").CASES

@@ -1,14 +1,13 @@
 """Part of `gpu_check`: kernels captured in a CUDA graph give the same bits as eager launches, also with other lengths
 than at the capture."""
 
-import argparse
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from gpu_check_cases import open_launcher, usable
 from gpu_check_linear import KINDS, random_weight
-from gpu_check_parts import run_checks
+from gpu_check_parts import parser_of, run_checks
 from gpu_check_setup import Paged, Shape, capture, paged
 
 from tests.kernels.experts_cases import Sizes
@@ -195,10 +194,7 @@ def packed_linear(launcher: Launcher, device: torch.device, rows: int) -> str | 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--emulate", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     launcher, device = open_launcher(arguments.emulate)
     checks: dict[str, Callable[[], str | None]] = {
         "decode attention, one split": lambda: decode_attention(launcher, device, 64),

@@ -8,7 +8,6 @@
 With `--emulate` gloo takes the place of NCCL, and everything runs on the CPU.
 """
 
-import argparse
 import os
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from gpu_check_parts import run_checks
+from gpu_check_parts import parser_of, run_checks
 from gpu_check_setup import capture
 
 from vllm_lite.checkpoint.shard import Shard
@@ -186,12 +185,10 @@ CHECKS: dict[str, Callable[[torch.device], str | None]] = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--emulate", action="store_true")
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--rank-1", nargs=2, metavar=("MEMORY", "FOLDER"), help="the other rank, which this script starts"
     )
-    parser.add_argument("--first", type=int, default=0)
     arguments = parser.parse_args()
     device = torch.device("cpu" if arguments.emulate else "cuda:0")
     if arguments.rank_1:

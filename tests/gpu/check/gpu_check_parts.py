@@ -1,5 +1,6 @@
 """Parts of `gpu_check` as processes that report their findings as lines of JSON, each watched and ended in time."""
 
+import argparse
 import json
 import os
 import queue
@@ -29,6 +30,14 @@ Event = dict[str, Any]
 def emit(**event: Any) -> None:
     """Called in a part: send an event to the parent."""
     print(json.dumps(event), flush=True)
+
+
+def parser_of(about: str | None) -> argparse.ArgumentParser:
+    """Called in a part: a parser of the flags that `run_restarted` gives it, to which the part may add its own."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--emulate", action="store_true")
+    return parser
 
 
 def run_checks(checks: Mapping[str, Callable[[], str | None]], first: int, usable: Callable[[], bool]) -> None:

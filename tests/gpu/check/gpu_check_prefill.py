@@ -5,7 +5,6 @@ measured here and kept where workers on this device find it. torch computes whol
 which are slices of rows with Q, K and V, and chunks after a prefix from a copy of their pages.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +14,7 @@ import numpy as np
 import torch
 from gpu_check_bench import Bench
 from gpu_check_cases import open_launcher, usable
-from gpu_check_parts import emit, run_checks
+from gpu_check_parts import emit, parser_of, run_checks
 from gpu_check_setup import Launch, Paged, Shape, paged
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
@@ -224,10 +223,7 @@ def make_table(bench: Bench) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--emulate", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     launcher, device = open_launcher(arguments.emulate)
     bench = Bench(launcher, device)
     points = POINTS if not bench.small else ((2, 20, 36), (1, 20, 20))

@@ -5,7 +5,6 @@ tokens must be the same each time. It runs in float32, so that rounding does not
 With `--emulate` everything runs on the CPU.
 """
 
-import argparse
 import asyncio
 import os
 import signal
@@ -15,7 +14,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
-from gpu_check_parts import run_checks
+from gpu_check_parts import parser_of, run_checks
 
 from vllm_lite import AsyncClient, EngineConfig, SamplingParams
 from vllm_lite.client.engines import instances
@@ -73,10 +72,7 @@ CHECKS: dict[str, Callable[[LaunchedEngine], int]] = {"a killed worker": worker,
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--emulate", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     settings: dict[str, Any] = {"model": "demo", "dtype": "float32", "gpu_memory_utilization": 0.3}
     settings["device"] = "cpu" if arguments.emulate else "cuda"
     with closing(launch(EngineConfig.check(settings | {"log_level": "warning"}))) as launched:

@@ -9,7 +9,6 @@ In float32 all roads must give the CPU's tokens. In bfloat16 a token may differ 
 the two best tokens are nearly equal.
 """
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from gpu_check_cases import open_launcher, usable
-from gpu_check_parts import run_checks
+from gpu_check_parts import parser_of, run_checks
 
 CASES = {
     "attention_simple.cuh": ("decode_attention_cases", "simple, "),
@@ -142,10 +141,7 @@ def difference(truth: Road, found: Road, near_tie: float) -> str | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--emulate", action="store_true")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     launcher, device = open_launcher(arguments.emulate)
     checks: dict[str, Callable[[], str | None]] = {}
     for source in CASES:

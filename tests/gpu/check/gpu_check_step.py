@@ -5,7 +5,6 @@ profiler. A better loop could save the difference. At the end, the memory that t
 the memory in use.
 """
 
-import argparse
 import gc
 import statistics
 import time
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from gpu_check_cases import usable
 from gpu_check_models import MODELS, RandomWorker, emulated_device
-from gpu_check_parts import emit, run_checks
+from gpu_check_parts import emit, parser_of, run_checks
 
 from vllm_lite.config import GIB
 from vllm_lite.protocol.codec import pack_tokens
@@ -191,10 +190,8 @@ class Steps:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("model", choices=sorted(MODELS))
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--emulate", action="store_true")
     arguments = parser.parse_args()
     settings: dict[str, Any] = {"max_num_seqs": 64, "max_num_batched_tokens": 4096}
     settings["cudagraph_capture_sizes"] = (1, 8, 64)
