@@ -218,6 +218,12 @@ def layers_of(
     return tuple(LayerSpec(msgspec.structs.replace(attention, window=window), rope) for window, rope in both)
 
 
+def rotating(layers: Sequence[LayerSpec], rotates: Sequence[object]) -> tuple[LayerSpec, ...]:
+    """The layers, without rope where `rotates` is false."""
+    both = zip(layers, rotates, strict=False)
+    return tuple(own if turns else msgspec.structs.replace(own, rope=None) for own, turns in both)
+
+
 def equal_layers(raw: RawConfig, attention: AttentionSpec, rope: Rope | None = None) -> tuple[LayerSpec, ...]:
     """Layers that do not differ."""
     return (LayerSpec(attention, rope),) * raw.num_hidden_layers

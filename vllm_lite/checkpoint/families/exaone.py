@@ -1,8 +1,6 @@
 """EXAONE 4: norms after blocks and on Q and K; in models with sliding layers, only these have rope."""
 
-import msgspec
-
-from vllm_lite.checkpoint.families.common import FULL, SLIDING, Family, layer_types_of, windows_of
+from vllm_lite.checkpoint.families.common import FULL, SLIDING, Family, layer_types_of, rotating, windows_of
 from vllm_lite.checkpoint.families.llama import LlamaConfig, llama_layers, llama_like, window_of
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.errors import ModelError
@@ -20,10 +18,7 @@ def _exaone4(architecture: str, raw: Exaone4Config) -> ModelSpec:
     types = layer_types_of(raw, lambda layer: FULL if window is None or (layer + 1) % every == 0 else SLIDING)
     layers = llama_layers(raw, windows_of(types, window))
     if window is not None:
-        layers = tuple(
-            layer if kind == SLIDING else msgspec.structs.replace(layer, rope=None)
-            for layer, kind in zip(layers, types, strict=True)
-        )
+        layers = rotating(layers, [kind == SLIDING for kind in types])
     return llama_like(architecture, raw, layers, qk_norm="head")
 
 

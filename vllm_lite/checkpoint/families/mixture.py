@@ -1,6 +1,6 @@
 """Common keys of families with experts: routing, and the layers that have experts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -54,6 +54,11 @@ def grouped_routing_of(raw: Any, **own: Any) -> RoutingSpec:
         groups_per_token=raw.topk_group or 1,
         **own,
     )
+
+
+def at_intervals(step: int, dense: Sequence[int] | None) -> Callable[[int], bool]:
+    """For `with_experts`: every `step`-th layer, except for those in `dense`."""
+    return lambda index: index not in (dense or ()) and (index + 1) % step == 0
 
 
 def with_experts(

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from vllm_lite.checkpoint.families.common import FULL, SLIDING, Family, layer_types_of, windows_of
 from vllm_lite.checkpoint.families.llama import llama_layers, llama_like
-from vllm_lite.checkpoint.families.mixture import Index, NumExperts, routing_of, with_experts
+from vllm_lite.checkpoint.families.mixture import Index, NumExperts, at_intervals, routing_of, with_experts
 from vllm_lite.checkpoint.families.qwen import QwenConfig, qwen_windows
 from vllm_lite.checkpoint.layer_specs.experts import ExpertsSpec
 from vllm_lite.checkpoint.model_spec import ModelSpec
@@ -39,11 +39,7 @@ def _decoder(
     """Make a decoder's spec. `shared`: fields of ExpertsSpec for the shared expert."""
     routing = routing_of(raw.num_experts, raw.num_experts_per_tok, renormalize=raw.norm_topk_prob)
     experts = ExpertsSpec(routing, raw.moe_intermediate_size, **shared)
-    dense = frozenset(raw.mlp_only_layers or ())
-
-    def sparse(index: int) -> bool:
-        return index not in dense and (index + 1) % raw.decoder_sparse_step == 0
-
+    sparse = at_intervals(raw.decoder_sparse_step, raw.mlp_only_layers)
     return llama_like(architecture, raw, with_experts(llama_layers(raw, windows), experts, sparse), **own)
 
 

@@ -2,10 +2,9 @@
 
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta
 
-from vllm_lite.checkpoint.families.common import FULL, SLIDING, Family, layer_types_of, windows_of
+from vllm_lite.checkpoint.families.common import FULL, SLIDING, Family, layer_types_of, rotating, windows_of
 from vllm_lite.checkpoint.families.llama import LlamaConfig, llama_layers, llama_like, window_of
 from vllm_lite.checkpoint.model_spec import ModelSpec
 from vllm_lite.errors import ModelError
@@ -28,15 +27,7 @@ def _smollm3(architecture: str, raw: SmolLM3Config) -> ModelSpec:
     window = window_of(raw, default=None) if raw.use_sliding_window else None
     types = layer_types_of(raw, lambda layer: FULL if window is None or rotates[layer] else SLIDING)
     windows = [None] * len(types) if window is None else windows_of(types, window)
-    layers = llama_layers(raw, windows, theta=2e6)
-    return llama_like(
-        architecture,
-        raw,
-        tuple(
-            layer if turns else msgspec.structs.replace(layer, rope=None)
-            for layer, turns in zip(layers, rotates, strict=False)
-        ),
-    )
+    return llama_like(architecture, raw, rotating(llama_layers(raw, windows, theta=2e6), rotates))
 
 
 FAMILIES = {"SmolLM3ForCausalLM": Family(SmolLM3Config, _smollm3)}
