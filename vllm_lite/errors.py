@@ -22,9 +22,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from types import UnionType
-from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
 
-import msgspec
+if TYPE_CHECKING:
+    from msgspec import ValidationError
 
 
 class VllmLiteError(Exception):
@@ -131,7 +132,7 @@ _NOT_CHOSEN = re.compile(r"Invalid (?:enum )?value (.*?)( - at (`key` in )?`\$([
 _STEP = re.compile(r"\.(\w+)|\[(\w+|\.\.\.)\]")
 
 
-def not_chosen(error: msgspec.ValidationError, kind: Any) -> NotChosen | None:
+def not_chosen(error: "ValidationError", kind: Any) -> NotChosen | None:
     """Find the fixed set for an `error` about a value that had to be a `kind`; None for any other error."""
     match = _NOT_CHOSEN.fullmatch(str(error))
     if match is None:
@@ -145,7 +146,7 @@ def not_chosen(error: msgspec.ValidationError, kind: Any) -> NotChosen | None:
     return NotChosen(f"keys {wanted}" if is_key else wanted, got, f" - at `${path}`" if at else "")
 
 
-def with_choices(error: msgspec.ValidationError, kind: Any) -> str:
+def with_choices(error: "ValidationError", kind: Any) -> str:
     """The text of `error` about a value that had to be a `kind`, with the possible values if they are a fixed set."""
     found = not_chosen(error, kind)
     return str(error) if found is None else f"{found.wanted}, got {found.got}{found.place}"
@@ -153,6 +154,8 @@ def with_choices(error: msgspec.ValidationError, kind: Any) -> str:
 
 def _choices(kind: Any, steps: list[str]) -> Iterator[str]:
     """The values of the fixed set at the path `steps` of a `kind`, in the order of their declaration."""
+    import msgspec  # kernels raise errors where there is none of it
+
     kinds = [kind]
     for place, step in enumerate(steps):
         inner: list[Any] = []
