@@ -12,7 +12,7 @@ from vllm_lite.server.openai import forms
 from vllm_lite.server.openai.bodies import Body, ChatBody, GenerateParams
 from vllm_lite.server.openai.errors import ApiError
 
-_ELSEWHERE = {"cache_salt", "priority", "structured_outputs", "response_format"}
+_ELSEWHERE = {"cache_salt", "priority", "structured_outputs", "response_format", "grammar"}
 """Fields that are outside of the sampling params, or added in one form."""
 _NAMES = sorted(set(GenerateParams.__struct_fields__) & set(SamplingParams.__struct_fields__) - _ELSEWHERE)
 _USUAL = SamplingParams()
