@@ -147,8 +147,14 @@ VLLM_LITE_INLINE bool find_next_keys(const char** rows, const AttentionCall& cal
   return true;
 }
 
+// With tiles, that is on Intel's processors, into L2, which can have more outstanding line fills than L1. On AMD's a
+// line that is in L2 alone takes a second place in the queue of L1, in which lines of memory wait.
 VLLM_LITE_INLINE void fetch(const char* row) {
-  __builtin_prefetch(row, 0, 2);  // into L2, which can have more outstanding line fills than L1
+#if defined(VLLM_LITE_VECTORS)
+  __builtin_prefetch(row, 0, 2);
+#else
+  __builtin_prefetch(row, 0, 3);
+#endif
 }
 
 VLLM_LITE_INLINE void fetch_row(const char* row, int64_t num_bytes) {
