@@ -199,6 +199,19 @@ VLLM_LITE_INLINE void multiply_in_turn(const Codes& codes, const int8_t* x, cons
 }
 #endif
 
+// Stores the codes of some octets as bytes, as codes of 8 bits are stored.
+template <int V, class Codes>
+VLLM_LITE_INLINE void unpack_octets(const Codes& codes, const char* from, int64_t num_octets, char* to) {
+  for (int64_t octet = 0; octet < num_octets; ++octet, from += Codes::kBytes, to += 2 * kOctetBytes) {
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+      const Octet bytes = codes.load(from, v);
+      std::memcpy(to + v * sizeof(Ints), &bytes.first, sizeof(Ints));
+      std::memcpy(to + kOctetBytes + v * sizeof(Ints), &bytes.second, sizeof(Ints));
+    }
+  }
+}
+
 #if defined(VLLM_LITE_LARGE_FOURS)
 constexpr int64_t kLargeStep = 4 * kBlock;  // bytes of weights from one four to the next
 
@@ -224,20 +237,6 @@ VLLM_LITE_INLINE void begin_fours(const int8_t* x, const char* bytes, const int3
   }
 }
 
-// Stores a group's codes as bytes to [fours][kLargeStep].
-template <int V, class Codes>
-VLLM_LITE_INLINE void unpack_group(const Codes& codes, const Stretch& stretch, char* to) {
-  const char* from = stretch.from;
-  for (int64_t octet = 0; octet < stretch.num_octets; ++octet, from += Codes::kBytes, to += 2 * kLargeStep) {
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) {
-      const Octet bytes = codes.load(from, v);
-      _mm512_storeu_si512(to + v * sizeof(Ints), bytes.first);
-      _mm512_storeu_si512(to + kLargeStep + v * sizeof(Ints), bytes.second);
-    }
-  }
-}
-
 // One group of inputs of a group of rows, some of which may have LargeFours.
 struct RowsOfGroup {
   const int8_t *values, *fours;
@@ -256,7 +255,7 @@ VLLM_LITE_INLINE void multiply_fours(const Codes& codes, const RowsOfGroup& rows
     begin_fours(rows.fours, stretch.from, rows.biases, total);
   } else {
     alignas(64) char bytes[kOnePlane / 4 * kLargeStep];  // larger groups have codes of 8 bits, used in place
-    unpack_group<V>(codes, stretch, bytes);
+    unpack_octets<V>(codes, stretch.from, stretch.num_octets, bytes);
     begin_fours(rows.fours, bytes, rows.biases, total);
   }
   multiply_codes<false, kAlone, kOctets>(codes, rows.values, stretch, total);
