@@ -90,6 +90,13 @@ def test_commands_of_a_page_are_accepted(page: Path) -> None:
     assert not found, "\n".join([page.name, *found])
 
 
+def test_the_page_of_commands_has_all_of_them() -> None:
+    page = (ROOT / "docs/command-line.md").read_text()
+    rows = re.findall(r"^\| (`[^|]+) \|", page.split("| command | |")[1].split("\n\n")[0], re.MULTILINE)
+    named = {word for row in rows for words in re.findall(r"`([^`]+)`", row) for word in words.split()}
+    assert cli.COMMANDS.keys() <= named
+
+
 def test_wrong_commands_are_seen(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(wrong_flags("    vllm-lite serve MODEL --no-such-flag 3 &\n")) == ["serve MODEL --no-such-flag 3"]
     assert "unknown argument '--no-such-flag'" in capsys.readouterr().err
