@@ -45,11 +45,22 @@ def commands(text: str, program: str) -> Iterator[list[str]]:
 
 def wrong_flags(text: str) -> Iterator[str]:
     for words in commands(text, "vllm-lite"):
-        try:
-            cli.parse(words)
-        except SystemExit as exit_:  # --help ends with 0
-            if exit_.code:
-                yield shlex.join(words)
+        if not is_accepted(words):
+            yield shlex.join(words)
+    for flag in re.findall(r"`(--[a-z-]+ '\{[^`]+\}')`", text):  # in a sentence
+        if not is_accepted(["serve", *shlex.split(flag)]):
+            yield flag
+
+
+def is_accepted(words: list[str]) -> bool:
+    """Whether a command has these flags and, if it is `serve`, accepts their values, those of JSON settings as well."""
+    try:
+        if words[0] == "serve":
+            return cli.main([*words, "--print-config"]) == 0
+        cli.parse(words)
+    except SystemExit as exit_:  # --help ends with 0
+        return not exit_.code
+    return True
 
 
 def route_of(path: str) -> re.Pattern[str]:
@@ -104,6 +115,8 @@ def test_wrong_commands_are_seen(capsys: pytest.CaptureFixture[str]) -> None:
         "plan MODEL --gpus 24GiB"
     ]
     assert not list(wrong_flags(".venv/bin/vllm-lite serve MODEL -tp 2 &\nvllm-lite serve --help\n"))
+    assert list(wrong_flags('`--speculative-config \'{"methods": "ngram"}\'`')), "a key that there is not"
+    assert not list(wrong_flags('`--speculative-config \'{"method": "ngram"}\'`'))
     assert list(wrong_bodies("    curl localhost:8000/gone\n")) == ["there is no route /gone"]
     sent = "curl http://localhost:8000/v1/completions -H 'Content-Type: {}' -d '{{\n  \"prompt\": {}}}'\n"
     assert not list(wrong_bodies(sent.format("application/json", '"a"')))
