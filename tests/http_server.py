@@ -96,9 +96,9 @@ class Server:
 
 @contextmanager
 def serving(*flags: str, template: str | None = None, ready: bool = True, **settings: Any) -> Iterator[Server]:
-    """A server of the demo model on a free port, ended with the block; `template`: the text of a chat template. Its
-    workers may be killed, but none may fail by itself: streams go on with new workers, so that a test would not
-    notice."""
+    """A server of the demo model on a free port, ended with the block. `template`: the text of a chat template;
+    `settings` as for Server. Its workers may be killed, but none may fail by itself: streams go on with new workers, so
+    that a test would not notice."""
     with ExitStack() as stack:
         if template is not None:
             file = Path(stack.enter_context(TemporaryDirectory())) / "chat.jinja"

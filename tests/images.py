@@ -40,6 +40,7 @@ SIGHT = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "nu
 WIDE = {"initializer_range": 0.3}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 LONG = {"max_position_embeddings": 4096, "pad_token_id": 0}
+"""Fields of several families' vision configs, and of their text configs."""
 
 
 def write_model(

@@ -185,3 +185,16 @@ def set_tail(batch: StepBatch, lens: list[tuple[int, int]], ends: list[int]) -> 
 def _rectangle(tables: list[list[int]]) -> torch.Tensor:  # int32 [num_seqs, longest]
     longest = max(map(len, tables))
     return torch.tensor([table + [0] * (longest - len(table)) for table in tables], dtype=torch.int32)
+
+
+def check_mixed(paged: Paged, oracle: Oracle, most: float) -> None:
+    """Compare the logits of five sequences, prompts in chunks among decodes, with transformers', to `most`."""
+    lengths = [150, 1, 9, 64, 33]
+    sequences = [paged.sequence(oracle.tokens[:length]) for length in lengths]
+    long, one, short, middle, late = sequences
+    paged.step((long, 50), (short, 8), (middle, 17))
+    paged.step((middle, 1), (long, 1), (one, 1), (late, 33), (short, 1))
+    paged.step((long, 99), (middle, 46))
+    for sequence in sequences:
+        assert sequence.num_computed == len(sequence.tokens)
+        assert oracle.difference(torch.cat(sequence.logits)) < most

@@ -1,6 +1,7 @@
 """The CUDA attention backend on the emulator against the reference backend: same step, same cache, same rows."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -113,7 +114,12 @@ def backend_for(shape: AttentionShape) -> CudaBackend:
 
 
 def check(step: Step, group: int = 0) -> None:
-    (out, kv), (want, want_kv) = step.run(backend_for(step.shape), group), step.run(ReferenceBackend(step.shape), group)
+    check_found(step, step.run(backend_for(step.shape), group), group)
+
+
+def check_found(step: Step, found: tuple[torch.Tensor, torch.Tensor], group: int = 0) -> None:
+    """Compare an output and a cache with the reference backend's."""
+    (out, kv), (want, want_kv) = found, step.run(ReferenceBackend(step.shape), group)
     error = (out.double() - want.double()).abs().max()
     assert error <= TOLERANCES[step.shape.dtype], f"off by {error}"
     if step.heads.rotation is None:
@@ -357,7 +363,9 @@ def test_layers_may_differ_in_heads(
     check_model(mixed_heads.MixedOracle(path, dtype), tolerance)
 
 
-def check_model(oracle: Oracle, tolerance: float) -> None:
+def check_model(
+    oracle: Oracle, tolerance: float, backend_for: Callable[[AttentionShape], AttentionBackend] = backend_for
+) -> None:
     """Prefills in chunks, mixed with decodes; logits are of the order of 10."""
     logits = []
     for emulated in (False, True):

@@ -23,11 +23,13 @@ from tests.cpu.test_attention_cuda_emulated import (
     SHAPE,
     TOLERANCES,
     Step,
+    check_found,
+    check_model,
     make_step,
     option_id,
 )
 from tests.kernels import emulator, kv_layouts
-from tests.paged import Oracle, Paged
+from tests.paged import Oracle
 from vllm_lite.attention import paged
 from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.paged import PagedBackend, split_layout_reason, split_views
@@ -67,11 +69,7 @@ def run(step: Step, group: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check(step: Step, group: int = 0) -> None:
-    (out, kv), (want, want_kv) = run(step, group), step.run(ReferenceBackend(step.shape), group)
-    error = (out.double() - want.double()).abs().max()
-    assert error <= TOLERANCES[step.shape.dtype], f"off by {error}"
-    if step.heads.rotation is None:
-        assert torch.equal(kv.float().nan_to_num(-1), want_kv.float().nan_to_num(-1)), "the caches differ"
+    check_found(step, run(step, group), group)
 
 
 def test_a_layer_with_sinks_must_pass_them() -> None:
@@ -148,15 +146,4 @@ def test_a_cpu_is_refused() -> None:
 
 
 def test_a_model_gives_the_logits_of_the_reference_backend(tmp_path: Path) -> None:
-    """Prefills in chunks, mixed with decodes; logits are of the order of 10."""
-    oracle = Oracle(make_checkpoint(tmp_path / "model", head_dim=32), "float32")
-    logits = []
-    for emulated in (False, True):
-        model = Paged(oracle)
-        model.backend = backend_for(model.shape) if emulated else ReferenceBackend(model.shape)
-        first, second = model.sequence(oracle.tokens), model.sequence(oracle.tokens.flip(0))
-        for work in ([(first, 20)], [(first, 1), (second, 13)], [(first, 1), (second, 1)], [(second, 1), (first, 5)]):
-            model.step(*work)
-        logits.append(torch.cat(first.logits + second.logits))
-    assert logits[0].isfinite().all()
-    assert float((logits[0] - logits[1]).abs().max()) < 1e-3
+    check_model(Oracle(make_checkpoint(tmp_path / "model", head_dim=32), "float32"), 1e-3, backend_for)

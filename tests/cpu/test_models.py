@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoints import make_checkpoint
-from tests.paged import Oracle, Paged
+from tests.paged import Oracle, Paged, check_mixed
 from vllm_lite.checkpoint.config_json import ENCODERS, FAMILIES
 from vllm_lite.errors import ModelError
 from vllm_lite.models.registry import MODELS, Sizes, build
@@ -63,16 +63,7 @@ def test_logits_match_transformers_whatever_the_chunk(oracle, chunk):
 
 
 def test_mixed_batch_of_several_sequences(oracle):
-    paged = Paged(oracle, seed=3)
-    lengths = [150, 1, 9, 64, 33]
-    sequences = [paged.sequence(oracle.tokens[:length]) for length in lengths]
-    long, one, short, middle, late = sequences
-    paged.step((long, 50), (short, 8), (middle, 17))
-    paged.step((middle, 1), (long, 1), (one, 1), (late, 33), (short, 1))
-    paged.step((long, 99), (middle, 46))
-    for sequence in sequences:
-        assert sequence.num_computed == len(sequence.tokens)
-        assert oracle.difference(torch.cat(sequence.logits)) < MAX_DIFFERENCE
+    check_mixed(Paged(oracle, seed=3), oracle, MAX_DIFFERENCE)
 
 
 def test_hidden_states_of_wanted_tokens_are_those_of_all(oracle, monkeypatch):

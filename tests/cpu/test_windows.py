@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.checkpoints import make_checkpoint
-from tests.paged import BLOCK_SIZE, Oracle, Paged
+from tests.paged import BLOCK_SIZE, Oracle, Paged, check_mixed
 
 MAX_DIFFERENCE = 3e-4
 """Maximum difference of logits of size 10 in float32."""
@@ -63,15 +63,7 @@ def test_a_window_needs_few_blocks(oracle: Oracle) -> None:
 
 
 def test_several_sequences_in_one_step(oracle: Oracle) -> None:
-    paged = Paged(oracle, seed=3, num_blocks=400)
-    lengths = [150, 1, 9, 64, 33]
-    sequences = [paged.sequence(oracle.tokens[:length]) for length in lengths]
-    long, one, short, middle, late = sequences
-    paged.step((long, 50), (short, 8), (middle, 17))
-    paged.step((middle, 1), (long, 1), (one, 1), (late, 33), (short, 1))
-    paged.step((long, 99), (middle, 46))
-    for sequence in sequences:
-        assert oracle.difference(torch.cat(sequence.logits)) < MAX_DIFFERENCE
+    check_mixed(Paged(oracle, seed=3, num_blocks=400), oracle, MAX_DIFFERENCE)
 
 
 @pytest.mark.parametrize("off_by", [-1, 1])

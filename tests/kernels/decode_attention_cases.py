@@ -10,7 +10,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from tests.kernels.attention_batch import NO_BLOCK, UNTOUCHED, AttentionSetup, Batch, make_batch, reference
+from tests.kernels.attention_batch import NO_BLOCK, UNTOUCHED, AttentionSetup, Batch, make_batch, move_far, reference
 from vllm_lite.kernels.cuda.attention import attention_simple as simple
 from vllm_lite.kernels.cuda.attention import attention_work as work
 from vllm_lite.kernels.cuda.attention import decode_attention as decode
@@ -234,14 +234,8 @@ def tiles_fetched_ahead_have_the_same_bits(launcher: Launcher, device: torch.dev
 
 
 def offsets_beyond_32_bits(launcher: Launcher, device: torch.device) -> None:
-    """A cache of more than 2^31 elements; only the blocks in use take memory."""
     batch = make_batch(Setup((36,), kv_dtype=E4M3), device)
-    far = 2**31 // batch.kv[0].numel() + 2
-    kv = torch.empty((far + 4, *batch.kv.shape[1:]), dtype=torch.uint8, device=device)
-    for i in range(3):
-        kv[far + i] = batch.kv.view(torch.uint8)[int(batch.block_tables[0, i])]
-        batch.block_tables[0, i] = far + i
-    batch.kv = kv.view(E4M3)
+    move_far(batch)
     check_rows(batch, run(batch, launcher))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from tests.kernels.attention_batch import UNTOUCHED, AttentionSetup, Batch, make_batch, reference
+from tests.kernels.attention_batch import UNTOUCHED, AttentionSetup, Batch, make_batch, move_far, reference
 from vllm_lite.kernels.cuda.attention.attention_work import prefill_tiles
 from vllm_lite.kernels.cuda.attention.gather_kv import gather_kv
 from vllm_lite.kernels.cuda.attention.prefill_attention import kernel_name, prefill_attention
@@ -175,16 +175,8 @@ def same_bits_in_any_chunks(launcher: Launcher, device: torch.device) -> None:
 
 
 def offsets_beyond_32_bits(launcher: Launcher, device: torch.device) -> None:
-    """A cache of more than 2^31 elements; only the blocks in use take memory."""
-    setup = Setup(((6, 30),), kv_dtype=E4M3)
-    batch = make_batch(setup, device)
-    block = batch.kv[0].numel()
-    far = 2**31 // block + 2
-    kv = torch.empty((far + 4, *batch.kv.shape[1:]), dtype=torch.uint8, device=device)
-    for i in range(3):
-        kv[far + i] = batch.kv.view(torch.uint8)[int(batch.block_tables[0, i])]
-        batch.block_tables[0, i] = far + i
-    batch.kv = kv.view(E4M3)
+    batch = make_batch(Setup(((6, 30),), kv_dtype=E4M3), device)
+    move_far(batch)
     check_rows(batch, run(batch, launcher))
     keys, values = torch.empty(2, 36, 1, 64, dtype=BF16, device=device)
     start_loc = torch.tensor([0, 36], dtype=torch.int32, device=device)

@@ -200,7 +200,8 @@ class WidenedForm(WrappedForm):
 
 @dataclass(frozen=True, slots=True)
 class RemadeForm(WrappedForm):
-    """All weights become dense when loaded, regardless of the checkpoint, and then `quantization`, one at a time."""
+    """All weights become dense when loaded, whatever their form in the checkpoint, and are then quantized to
+    `quantization`, if that is given; one at a time."""
 
     quantization: Form | None = None
 
