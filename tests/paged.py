@@ -4,11 +4,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, repeat
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tests.attention_steps import changed, step_batch
 from tests.checkpoints import VOCAB_SIZE, transformers_model
+from tests.thread_group import on_ranks
 from vllm_lite.attention.backend import AttentionShape
 from vllm_lite.attention.select import select_backend
 from vllm_lite.attention.step_batch import StepBatch
@@ -52,6 +54,14 @@ class Oracle:
         model = build(load_spec(path), self.dtype, "cpu", sizes, communicator=communicator)
         load_weights(model, path)
         return model
+
+    def logits_of(self, path: Path, rank: Communicator | None = None) -> torch.Tensor:
+        """All logits of the model stored at `path`, or by a rank of it, in steps of 64 tokens."""
+        return Paged(self, model=self.stored_as(path, rank)).run(self.tokens, 64)
+
+    def logits_on_two_ranks(self, path: Path, **options: Any) -> list[torch.Tensor]:
+        """The same by each of two ranks; `options` as for on_ranks."""
+        return on_ranks(2, lambda rank: self.logits_of(path, rank), **options)
 
     def difference(self, logits: torch.Tensor, first: int = 0) -> float:
         """Largest difference from transformers' logits, for rows at positions from `first` on."""

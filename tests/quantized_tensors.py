@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
+from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.tensors.headers import SINGLE_FILE
+from vllm_lite.errors import ModelError
 
 Tensors = dict[str, torch.Tensor]
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -170,3 +173,10 @@ def quantized(folder: Path, write: Callable[..., Any], config: dict[str, Any]) -
     save_file(stored, path / SINGLE_FILE)
     say_quantized(path, config)
     return path
+
+
+def check_refused(path: Path, config: dict[str, Any], problem: str) -> None:
+    """Check that a checkpoint with this quantization_config is refused, and that the error names the `problem`."""
+    say_quantized(make_checkpoint(path), config)
+    with pytest.raises(ModelError, match=problem):
+        load_spec(path)

@@ -10,10 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
-from tests.paged import Oracle, Paged
-from tests.quantized_tensors import int8_tensors, nf4_tensors, say_quantized
-from tests.thread_group import on_ranks
-from vllm_lite.checkpoint.config_json import load_spec
+from tests.paged import Oracle
+from tests.quantized_tensors import check_refused, int8_tensors, nf4_tensors, say_quantized
 from vllm_lite.checkpoint.quantization.bitsandbytes import read_bitsandbytes
 from vllm_lite.checkpoint.quantization.spec import BitsAndBytes4
 from vllm_lite.checkpoint.shard import Split
@@ -52,8 +50,7 @@ def test_quantized_models_agree_with_their_dequantized_weights(tmp_path: Path, c
     """Blocks of 64 continue from row to row if rows have 96 inputs, of which each of two ranks has 48."""
     dense, packed = checkpoints(tmp_path, config)
     oracle = Oracle(dense)
-    assert oracle.difference(Paged(oracle, model=oracle.stored_as(packed)).run(oracle.tokens, 64)) < 3e-4
-    for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.stored_as(packed, rank)).run(oracle.tokens, 64)):
+    for logits in (oracle.logits_of(packed), *oracle.logits_on_two_ranks(packed)):
         assert oracle.difference(logits) < 3e-4
 
 
@@ -184,10 +181,7 @@ def test_skipped_modules_are_dense(skipped: list[str] | None, dense: list[str]) 
     ],
 )
 def test_unsupported_settings_are_refused_by_name(tmp_path: Path, config: dict[str, Any], problem: str) -> None:
-    path = make_checkpoint(tmp_path)
-    say_quantized(path, {"quant_method": "bitsandbytes", **config})
-    with pytest.raises(ModelError, match=problem):
-        load_spec(path)
+    check_refused(tmp_path, {"quant_method": "bitsandbytes", **config}, problem)
 
 
 def test_a_state_that_is_too_long_is_refused(tmp_path: Path) -> None:

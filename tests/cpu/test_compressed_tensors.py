@@ -10,14 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
-from tests.paged import Oracle, Paged
-from tests.quantized_tensors import Tensors, say_quantized
+from tests.paged import Oracle
+from tests.quantized_tensors import Tensors, check_refused, say_quantized
 from tests.thread_group import on_ranks
-from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.quantization.spec import PackedInts
 from vllm_lite.checkpoint.shard import Split
 from vllm_lite.checkpoint.tensors.headers import SINGLE_FILE
-from vllm_lite.errors import ConfigError, ModelError
+from vllm_lite.errors import ConfigError
 from vllm_lite.kernels.grouped import dequantize
 from vllm_lite.layers.quantized import packed_ints
 from vllm_lite.layers.weights.weight_form import LinearShape
@@ -136,11 +135,9 @@ SCHEMES = {
 
 def are_alike(dense: Path, packed: Path, ranks: int = 2) -> None:
     oracle = Oracle(dense)
-    assert oracle.difference(Paged(oracle, model=oracle.stored_as(packed)).run(oracle.tokens, 64)) < 3e-4
+    assert oracle.difference(oracle.logits_of(packed)) < 3e-4
     if ranks > 1:
-        for logits in on_ranks(
-            2, lambda rank: Paged(oracle, model=oracle.stored_as(packed, rank)).run(oracle.tokens, 64)
-        ):
+        for logits in oracle.logits_on_two_ranks(packed):
             assert oracle.difference(logits) < 3e-4
 
 
@@ -260,7 +257,4 @@ def test_layers_that_are_not_converted_are_found_by_the_end_of_their_names(tmp_p
     ],
 )
 def test_unsupported_settings_are_refused_by_name(tmp_path: Path, config: dict[str, Any], problem: str) -> None:
-    path = make_checkpoint(tmp_path)
-    say_quantized(path, config)
-    with pytest.raises(ModelError, match=problem):
-        load_spec(path)
+    check_refused(tmp_path, config, problem)

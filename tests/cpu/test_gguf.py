@@ -127,7 +127,7 @@ def test_vision_models_answer_texts_as_their_text_family(
     oracle = Oracle(folder)
     axes: dict[str, Any] = {f"{architecture}.rope.dimension_sections": [2, 1, 1, 0]} if "vl" in architecture else {}
     file = write_gguf(tmp_path / "model.gguf", folder, more={"general.architecture": architecture} | axes)
-    assert oracle.difference(Paged(oracle, model=oracle.stored_as(file)).run(oracle.tokens, 64)) < 3e-4
+    assert oracle.difference(oracle.logits_of(file)) < 3e-4
     assert load_spec(file).architecture == oracle.spec.architecture
 
 
@@ -181,7 +181,7 @@ def test_blocks_multiply_as_their_dequantized_floats(tmp_path: Path, kinds: dict
     blocks = write_gguf(tmp_path / "blocks.gguf", folder, kind_of)
     floats = write_gguf(tmp_path / "floats.gguf", folder, kind_of, dense=True)
     oracle = Oracle(folder)
-    one, other = (Paged(oracle, model=oracle.stored_as(file)).run(oracle.tokens, 64) for file in (blocks, floats))
+    one, other = (oracle.logits_of(file) for file in (blocks, floats))
     # Products of Q and K differ by 2e-5; scores of random blocks are large, and the softmax makes that a thousandth.
     assert (one - other).abs().max() < 3e-3
     if cpu.available():
@@ -202,7 +202,7 @@ def test_ranks_share_blocks(tmp_path: Path) -> None:
     oracle = Oracle(folder)
     floats = oracle.stored_as(write_gguf(tmp_path / "floats.gguf", folder, lambda _: "Q8_0", dense=True))
     expected = Paged(oracle, model=floats).run(oracle.tokens, 64)
-    for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.stored_as(blocks, rank)).run(oracle.tokens, 64)):
+    for logits in oracle.logits_on_two_ranks(blocks):
         assert (logits - expected).abs().max() < 3e-4
     if cpu.available():
         model: Any = oracle.stored_as(blocks)
@@ -234,13 +234,13 @@ def test_ranks_share_heads_with_separate_matrices(tmp_path: Path) -> None:
     blocks = write_gguf(tmp_path / "blocks.gguf", folder, lambda _: "Q8_0")
     oracle = Oracle(folder)
     dense = write_gguf(tmp_path / "floats.gguf", folder, lambda _: "Q8_0", dense=True)
-    expected = Paged(oracle, model=oracle.stored_as(dense)).run(oracle.tokens, 64)
+    expected = oracle.logits_of(dense)
     quantization = load_spec(blocks).quantization
     assert isinstance(quantization, Gguf)
     assert quantization.kind("model.layers.1.self_attn.k_b_proj.3") == "Q8_0"
-    whole = Paged(oracle, model=oracle.stored_as(blocks)).run(oracle.tokens, 64)
+    whole = oracle.logits_of(blocks)
     assert (whole - expected).abs().max() < 3e-4
-    for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.stored_as(blocks, rank)).run(oracle.tokens, 64)):
+    for logits in oracle.logits_on_two_ranks(blocks):
         assert (logits - expected).abs().max() < 3e-4
     for planned, held in on_ranks(2, lambda rank: parts_of(oracle.stored_as(dense, rank), "_b_proj.")):
         assert planned == held
@@ -315,7 +315,7 @@ def test_experts_of_gpt_oss_are_blocks_with_biases(tmp_path: Path) -> None:
     )
     for planned, held in on_ranks(2, lambda rank: parts_of(oracle.stored_as(floats, rank), ".experts.")):
         assert planned == held
-    expected = Paged(oracle, model=oracle.stored_as(floats)).run(oracle.tokens, 64)
-    assert (Paged(oracle, model=oracle.stored_as(blocks)).run(oracle.tokens, 64) - expected).abs().max() < 3e-4
-    for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.stored_as(blocks, rank)).run(oracle.tokens, 64)):
+    expected = oracle.logits_of(floats)
+    assert (oracle.logits_of(blocks) - expected).abs().max() < 3e-4
+    for logits in oracle.logits_on_two_ranks(blocks):
         assert (logits - expected).abs().max() < 3e-4

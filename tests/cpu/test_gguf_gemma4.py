@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from tests.families.all import VARIANTS
 from tests.gguf_files import write_gguf
 from tests.paged import Oracle, Paged
-from tests.thread_group import on_ranks
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.tensors.headers import read_headers
 from vllm_lite.checkpoint.tensors.weight_bytes import Checkpoint
@@ -34,11 +33,11 @@ def test_quantized_models_agree_with_their_dequantized_weights(tmp_path: Path) -
     blocks, floats = (
         write_gguf(tmp_path / f"{dense}.gguf", oracle.path, lambda _: "Q8_0", dense=dense) for dense in (False, True)
     )
-    expected = Paged(oracle, model=oracle.stored_as(floats)).run(oracle.tokens, 64)
+    expected = oracle.logits_of(floats)
     model: Any = oracle.stored_as(blocks)
     assert (Paged(oracle, model=model).run(oracle.tokens, 64) - expected).abs().max() < 3e-4
     assert not hasattr(model.per_layer.table, "weight"), "there is no dense table"
-    for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.stored_as(blocks, rank)).run(oracle.tokens, 64)):
+    for logits in oracle.logits_on_two_ranks(blocks):
         assert (logits - expected).abs().max() < 3e-4
 
 
@@ -58,7 +57,7 @@ def test_layers_that_share_k_and_v_may_have_their_own_in_the_files(tmp_path: Pat
     assert torch.equal(Paged(oracle, model=oracle.load()).run(oracle.tokens, 64), expected)
     assert shapes(oracle.path) == planned
     stored = write_gguf(tmp_path / "model.gguf", oracle.path)
-    assert oracle.difference(Paged(oracle, model=oracle.stored_as(stored)).run(oracle.tokens, 64)) < 4e-4
+    assert oracle.difference(oracle.logits_of(stored)) < 4e-4
 
 
 def test_another_layers_own_k_and_v_are_missed(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def test_reordered_heads_of_blocks_agree_with_their_dequantized_floats(tmp_path:
     oracle = Oracle(checkpoint(tmp_path / "checkpoint"))
     blocks = write_gguf(tmp_path / "blocks.gguf", oracle.path, kinds_with(output))
     floats = write_gguf(tmp_path / "floats.gguf", oracle.path, kinds_with(output), dense=True)
-    one, other = (Paged(oracle, model=oracle.stored_as(file)).run(oracle.tokens, 64) for file in (blocks, floats))
+    one, other = (oracle.logits_of(file) for file in (blocks, floats))
     assert (one - other).abs().max() < 3e-4
     quantization = load_spec(blocks).quantization
     assert isinstance(quantization, Gguf)
@@ -75,7 +75,7 @@ def test_ranks_share_rows_of_blocks_but_not_inputs_in_another_order(tmp_path: Pa
     oracle = Oracle(checkpoint(tmp_path / "checkpoint"))
     expected = Paged(oracle).run(oracle.tokens, 64)
     floats = write_gguf(tmp_path / "floats.gguf", oracle.path)
-    for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.stored_as(floats, rank)).run(oracle.tokens, 64)):
+    for logits in oracle.logits_on_two_ranks(floats):
         assert (logits - expected).abs().max() < 3e-4
     blocks = write_gguf(tmp_path / "blocks.gguf", oracle.path, kinds_with("Q8_0"))
     with pytest.raises(ConfigError, match=r"layers.0.linear_attn.out_proj: the file has its inputs in another order"):
@@ -108,11 +108,11 @@ def test_projections_of_qwen3_next_are_two_tensors_or_three(tmp_path: Path, join
     expected = Paged(oracle).run(oracle.tokens, 64)
     assert oracle.difference(expected) < 1e-3
     floats = write_gguf(tmp_path / "floats.gguf", oracle.path, joins=joins)
-    for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.stored_as(floats, rank)).run(oracle.tokens, 64)):
+    for logits in oracle.logits_on_two_ranks(floats):
         assert (logits - expected).abs().max() < 3e-4
     kinds = KINDS | {"ssm_in": "Q4_K", "ssm_ba": "Q8_0", "ssm_out": "Q6_K"}
     blocks = files(lambda name: kinds.get(name.split(".")[-2], "F32"))
-    one, other = (Paged(oracle, model=oracle.stored_as(file)).run(oracle.tokens, 64) for file in blocks)
+    one, other = (oracle.logits_of(file) for file in blocks)
     assert (one - other).abs().max() < 3e-4
     names = {name.rpartition("linear_attn.")[2] for name in GgufCheckpoint([floats]).tensors() if "linear_attn" in name}
     assert {name for name in names if "in_proj" in name} == (
@@ -133,7 +133,7 @@ def test_gate_and_up_of_experts_may_be_one_tensor(tmp_path: Path) -> None:
         for joins in (False, True):
             kinds: KindOf = {"F32": lambda _: "F32", "Q8_0": lambda name: "Q8_0" if "_exps" in name else "F32"}[kind]
             files.append(write_gguf(tmp_path / f"{kind} {joins}.gguf", oracle.path, kinds, joins=joins))
-    logits = [Paged(oracle, model=oracle.stored_as(file)).run(oracle.tokens, 64) for file in files]
+    logits = [oracle.logits_of(file) for file in files]
     assert oracle.difference(logits[0]) < 3e-4
     assert torch.equal(logits[1], logits[0])
     assert torch.equal(logits[3], logits[2])
@@ -146,7 +146,7 @@ def test_layers_that_predict_further_tokens_are_not_read(tmp_path: Path) -> None
     more = {"qwen35.block_count": 6, "qwen35.nextn_predict_layers": 1}
     file = write_gguf(tmp_path / "model.gguf", oracle.path, more=more, rows={"blk.5.nextn.eh_proj.weight": 4})
     assert load_spec(file).num_layers == 5
-    assert oracle.difference(Paged(oracle, model=oracle.stored_as(file)).run(oracle.tokens, 64)) < 3e-4
+    assert oracle.difference(oracle.logits_of(file)) < 3e-4
 
 
 def test_headers_have_the_shapes_of_the_checkpoint(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ import torch
 from tests.checkpoints import make_checkpoint
 from tests.families.all import VARIANTS
 from tests.gguf_files import KindOf, write_gguf
-from tests.paged import Oracle, Paged
-from tests.thread_group import on_ranks
+from tests.paged import Oracle
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.errors import ModelError
 
@@ -35,12 +34,12 @@ def test_matrices_are_multiplied_by_their_number(tmp_path: Path) -> None:
     """Some of Q, K and V have one; on two ranks as well."""
     oracle = Oracle(make_checkpoint(tmp_path / "checkpoint", "qwen3", **SIZES))
     blocks, floats = both(tmp_path, oracle.path, nvfp4, NUMBERS)
-    expected = Paged(oracle, model=oracle.stored_as(floats)).run(oracle.tokens, 64)
-    assert (Paged(oracle, model=oracle.stored_as(blocks)).run(oracle.tokens, 64) - expected).abs().max() < 3e-4
-    for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.stored_as(blocks, rank)).run(oracle.tokens, 64)):
+    expected = oracle.logits_of(floats)
+    assert (oracle.logits_of(blocks) - expected).abs().max() < 3e-4
+    for logits in oracle.logits_on_two_ranks(blocks):
         assert (logits - expected).abs().max() < 3e-4
     plain = write_gguf(tmp_path / "plain.gguf", oracle.path, nvfp4)
-    logits = Paged(oracle, model=oracle.stored_as(plain)).run(oracle.tokens, 64)
+    logits = oracle.logits_of(plain)
     assert (logits - expected).abs().max() > 1e-2, "the numbers count"
 
 
@@ -52,15 +51,15 @@ def test_each_expert_has_a_number(tmp_path: Path) -> None:
     count = oracle.spec.experts.routing.num_experts if oracle.spec.experts else 0
     factors = {f"blk.0.ffn_{part}_exps": [0.5 + index for index in range(count)] for part in ("gate", "down")}
     blocks, floats = both(tmp_path, oracle.path, lambda name: "NVFP4" if "_exps" in name else "F32", factors)
-    expected = Paged(oracle, model=oracle.stored_as(floats)).run(oracle.tokens, 64)
-    assert (Paged(oracle, model=oracle.stored_as(blocks)).run(oracle.tokens, 64) - expected).abs().max() < 3e-4
+    expected = oracle.logits_of(floats)
+    assert (oracle.logits_of(blocks) - expected).abs().max() < 3e-4
 
 
 def test_scales_of_inputs_are_not_asked_for(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "checkpoint", "qwen3", **SIZES)
     file = write_gguf(tmp_path / "model.gguf", folder, nvfp4, rows={"blk.0.ffn_up.input_scale": 1})
     oracle = Oracle(folder)
-    assert torch.isfinite(Paged(oracle, model=oracle.stored_as(file)).run(oracle.tokens, 64)).all()
+    assert torch.isfinite(oracle.logits_of(file)).all()
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
 from tests.families.all import VARIANTS
-from tests.paged import Oracle, Paged
-from tests.thread_group import on_ranks
+from tests.paged import Oracle
 from vllm_lite.checkpoint.tensors.headers import SINGLE_FILE
 from vllm_lite.errors import ConfigError, ModelError
 from vllm_lite.kernels.grouped import dequantize, quantize4
@@ -62,10 +61,10 @@ def test_a_written_checkpoint_is_read_alike_by_transformers(tmp_path: Path, name
     theirs = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
     with torch.inference_mode():
         wanted = theirs(oracle.tokens[None]).logits[0]
-    found = Paged(oracle, model=oracle.stored_as(out)).run(oracle.tokens, 64)
+    found = oracle.logits_of(out)
     if name.startswith("int4"):  # of the others transformers quantizes the inputs of products, too
         torch.testing.assert_close(found, wanted, rtol=0, atol=3e-3)
-    for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.stored_as(out, rank)).run(oracle.tokens, 64)):
+    for logits in oracle.logits_on_two_ranks(out):
         torch.testing.assert_close(logits, found, rtol=0, atol=1e-3)
 
 
@@ -118,7 +117,7 @@ def test_heads_stay_as_they_are_for_others(tmp_path: Path, name: str) -> None:
     source = next(one for one in VARIANTS if one.name == name).make(tmp_path / "dense")
     quantize_checkpoint(source, tmp_path / "out", "int4_g32")
     oracle = Oracle(source)
-    found = Paged(oracle, model=oracle.stored_as(tmp_path / "out")).run(oracle.tokens, 64)
+    found = oracle.logits_of(tmp_path / "out")
     torch.testing.assert_close(found, logits_of(tmp_path / "out", oracle.tokens), rtol=0, atol=3e-3)
 
 

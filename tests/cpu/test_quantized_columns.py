@@ -10,10 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import make_checkpoint
-from tests.paged import Oracle, Paged
+from tests.paged import Oracle
 from tests.quantized_tensors import (
     Tensors,
     awq_tensors,
+    check_refused,
     gptq_config,
     gptq_tensors,
     say_quantized,
@@ -69,10 +70,10 @@ def test_quantized_models_agree_with_their_dequantized_weights(
 ) -> None:
     dense, packed = checkpoints(tmp_path, write, config)
     oracle = Oracle(dense)
-    assert oracle.difference(Paged(oracle, model=oracle.stored_as(packed)).run(oracle.tokens, 64)) < 3e-4
+    assert oracle.difference(oracle.logits_of(packed)) < 3e-4
     if config.get("group_size") == -1:
         return
-    for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.stored_as(packed, rank)).run(oracle.tokens, 64)):
+    for logits in oracle.logits_on_two_ranks(packed):
         assert oracle.difference(logits) < 3e-4
 
 
@@ -122,10 +123,7 @@ def test_a_zero_of_0_has_borrowed_from_the_next(bits: int) -> None:
     ],
 )
 def test_unsupported_settings_are_refused_by_name(tmp_path: Path, config: dict[str, Any], problem: str) -> None:
-    path = make_checkpoint(tmp_path)
-    say_quantized(path, config)
-    with pytest.raises(ModelError, match=problem):
-        load_spec(path)
+    check_refused(tmp_path, config, problem)
 
 
 def test_ranks_do_not_share_a_group(tmp_path: Path) -> None:

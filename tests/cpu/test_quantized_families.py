@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.families.variant import Variant
 from tests.mxfp4_files import as_mxfp4
-from tests.paged import Oracle, Paged
+from tests.paged import Oracle
 from tests.quantized_tensors import Tensors, awq_tensors, gptq_config, gptq_tensors, nf4_tensors, say_quantized
-from tests.thread_group import on_ranks
 from vllm_lite.checkpoint.config_json import load_spec
 from vllm_lite.checkpoint.quantization.memory import share
 from vllm_lite.checkpoint.shard import Shard
@@ -81,8 +80,7 @@ def test_quantized_models_agree_with_their_dequantized_weights(tmp_path: Path, v
     dense, packed = quantized(tmp_path, variant, *WRITERS[writer])
     oracle = Oracle(dense)
     most = 1e-4 * max(1.0, float(oracle.logits.abs().max()))
-    assert oracle.difference(Paged(oracle, model=oracle.stored_as(packed)).run(oracle.tokens, 64)) < most
-    for logits in on_ranks(2, lambda rank: Paged(oracle, model=oracle.stored_as(packed, rank)).run(oracle.tokens, 64)):
+    for logits in (oracle.logits_of(packed), *oracle.logits_on_two_ranks(packed)):
         assert oracle.difference(logits) < most
 
 
@@ -92,7 +90,7 @@ def test_bitsandbytes_may_have_left_experts_dense(tmp_path: Path, variant: Varia
     """As with transformers 5, which has experts in one tensor in memory; config.json is the same as that of
     transformers 4."""
     oracle = Oracle((paths := quantized(tmp_path, variant, nf4_tensors, NF4, ".experts."))[0])
-    assert oracle.difference(Paged(oracle, model=oracle.stored_as(paths[1])).run(oracle.tokens, 64)) < 1e-3
+    assert oracle.difference(oracle.logits_of(paths[1])) < 1e-3
 
 
 @pytest.mark.usefixtures("float_products")
@@ -103,11 +101,9 @@ def test_gpt_oss_agrees_with_its_dense_model(tmp_path: Path, *, expert_parallel:
     as_mxfp4(published, made)
     oracle = Oracle(made)
     most = 1e-4 * max(1.0, float(oracle.logits.abs().max()))
-    assert oracle.difference(Paged(oracle, model=oracle.stored_as(published)).run(oracle.tokens, 64)) < most
+    assert oracle.difference(oracle.logits_of(published)) < most
     options = {"expert_parallel": expert_parallel}
-    for logits in on_ranks(
-        2, lambda rank: Paged(oracle, model=oracle.stored_as(published, rank)).run(oracle.tokens, 64), **options
-    ):
+    for logits in oracle.logits_on_two_ranks(published, **options):
         assert oracle.difference(logits) < 2 * most
     spec = load_spec(published)
     names = {"gate_up_proj_blocks": (2, 2), "down_proj_scales": (2, 2), "gate_up_proj_bias": (2, 2)}

@@ -10,7 +10,6 @@ from tests.groupings import Case, Item, chat, chat_whole, messages, messages_who
 from tests.response_transcripts import WRITERS
 
 PARIS: Any = ("get_weather", {"city": "Paris"})
-NOW: Any = ("now", {})
 REASONS = {"stop": ("stop", "end_turn"), "length": ("length", "max_tokens")}
 """The engine's finish reason -> those of chats and of Ollama, and of messages."""
 

@@ -21,7 +21,6 @@ from vllm_lite.worker.disk.opening import AdapterFiles
 from vllm_lite.worker.disk.transfers import DiskTransfers
 
 MODEL, PLACE = b"model", (0, 1)
-FILE_BYTES = PAGE + 3 * ITEM_BYTES
 
 
 class Clock:
