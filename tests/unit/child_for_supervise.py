@@ -17,7 +17,7 @@ def main(settings: Settings, stop: Wakeup) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if settings.mode == "default":
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    Path(settings.marker).write_text(f"{os.getpid()}\n")
+    Path(settings.marker).write_text(f"{os.getcwd() if settings.mode == 'where' else os.getpid()}\n")
     if settings.mode == "raise":
         raise RuntimeError("asked to")
     if settings.mode.startswith("return"):

@@ -6,10 +6,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pytest
 
+from vllm_lite.client.beam import sampling_of
 from vllm_lite.client.engines.operations import operation_of
+from vllm_lite.client.media.programs import ProgramImages
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.scheduling.policy import load as load_policy
 from vllm_lite.errors import ConfigError, RequestError, not_chosen, with_choices
+from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.pooling import PoolingParams
 from vllm_lite.runtime.settings import Settings
 from vllm_lite.server.config import ServeConfig
@@ -107,6 +110,12 @@ def test_a_value_is_shown_once() -> None:
 
 
 def test_values_of_python_callers() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^limit_mm_per_prompt: keys must be one of image, video, audio, got 'images'$"
+    ):
+        ProgramImages({"images": 4})
+    with pytest.raises(RequestError, match=r"^params of beam_search must be BeamSearchParams, got SamplingParams$"):
+        sampling_of(SamplingParams())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^truncation_side: must be one of left, right, got 'up'$"):
         PoolingParams(truncation_side="up")  # type: ignore[arg-type]
     with pytest.raises(RequestError, match=r"^mode: must be one of abort, wait, keep, got 'stop'$"):

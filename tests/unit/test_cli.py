@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import pytest
@@ -68,6 +69,18 @@ def said(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[object, str]:
 )
 def test_wrong_words(words: str, error: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, *words.split(" ")) == (2, f"vllm-lite: {error}\n")
+
+
+def test_a_relative_path_where_the_folder_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for words in ("plan m.gguf", "serve m.gguf", "run-batch -i a -o b --model demo"):
+        sentence = "the current folder is there no longer; change to another one\n"
+        assert said(capsys, *words.split(" ")) == (2, f"vllm-lite: {sentence}")
 
 
 def test_json_of_a_flag_has_no_number_that_a_request_cannot_hold(capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,6 +142,8 @@ def test_a_bad_prompt_is_named_before_anything_is_sent(llm: LLM, engine: FakeEng
         llm.generate([[1], [10**9]], use_tqdm=False)
     with pytest.raises(RequestError, match=r"^the prompt is empty"):
         llm.generate("", use_tqdm=False)
+    with pytest.raises(RequestError, match=r"^a prompt must be a text, .* got bytes$"):
+        llm.generate(b"Once", use_tqdm=False)
     engine.expect_nothing_more()
 
 

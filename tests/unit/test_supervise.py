@@ -66,6 +66,20 @@ def test_settings_arrive_and_a_kill_is_named(tmp_path: Path) -> None:
     assert exits.wait() == "killed by SIGKILL"
 
 
+def test_a_child_has_a_folder_though_that_of_its_parent_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries that torch loads end a process without one."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    exits = Exits()
+    child = supervise.spawn(CHILD, Settings(str(tmp_path / "m"), "where"), "child", exits)
+    assert wait_for(tmp_path / "m") == "/"
+    child.stop(DEADLINE_S)
+
+
 def test_stop_asks_first(tmp_path: Path) -> None:
     exits = Exits()
     child = supervise.spawn(CHILD, Settings(str(tmp_path / "m"), "graceful"), "child", exits)

@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 
 from vllm_lite.client.outputs import BeamSearchOutput, BeamSearchSequence, CompletionOutput, RequestOutput
 from vllm_lite.client.text.tokenizer import Tokenizer
+from vllm_lite.errors import RequestError
 from vllm_lite.protocol.params import SamplingParams
 
 
@@ -46,6 +47,13 @@ class BeamSearchParams:
         their temperature has no meaning."""
         same = [field.name for field in fields(self) if field.name not in ("beam_width", "temperature")]
         return SamplingParams(use_beam_search=True, n=self.beam_width, **{name: getattr(self, name) for name in same})
+
+
+def sampling_of(given: BeamSearchParams) -> SamplingParams:
+    """The sampling params of a search. Raises RequestError for params of another kind."""
+    if not isinstance(given, BeamSearchParams):
+        raise RequestError(f"params of beam_search must be BeamSearchParams, got {type(given).__name__}")
+    return given.sampling_params()
 
 
 def beams_of(output: RequestOutput, tokenizer: Tokenizer | None) -> BeamSearchOutput:

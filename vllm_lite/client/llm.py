@@ -9,7 +9,7 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Self
 
-from vllm_lite.client.beam import BeamSearchParams, beams_of
+from vllm_lite.client.beam import BeamSearchParams, beams_of, sampling_of
 from vllm_lite.client.decisions import methods as decisions
 from vllm_lite.client.engines.launch_engines import launch_engines
 from vllm_lite.client.engines.operations import OPERATION_TIMEOUT_S, check_done, operation_of
@@ -274,7 +274,7 @@ class LLM:
 
         generate() does the same, beside other requests, with use_beam_search in its SamplingParams.
         """
-        found = self._run(as_list(prompts), params.sampling_params(), use_tqdm)
+        found = self._run(as_list(prompts), sampling_of(params), use_tqdm)
         return [beams_of(output, self._streams.tokenizer) for output in found]
 
     # ---- vectors and scores

@@ -22,7 +22,7 @@ def named(name: str) -> Iterator[None]:
 
 def as_list(prompts: Any) -> list[PromptLike]:
     """Make a list of one prompt or several. A list of integers is one prompt of token ids."""
-    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, (str, bytes, bytearray, Mapping)) or not isinstance(prompts, Iterable):
         one: Any = prompts
         return [one]
     several: list[Any] = list(prompts)

@@ -163,3 +163,12 @@ def lacks_for_cuda(*, kernels: bool = True) -> str | None:
         wanted = f"vllm-lite[{extra}]" if extra else "vllm-lite[cuda12] or vllm-lite[cuda13]"
         return f"the package cupy is not installed; install {wanted}"
     return None
+
+
+def has_folder() -> bool:
+    """Whether the current folder still exists. Libraries that torch loads end a process without one."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True

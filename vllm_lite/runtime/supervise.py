@@ -26,6 +26,7 @@ from typing import TypeVar
 import msgspec
 
 from vllm_lite.runtime import log
+from vllm_lite.runtime.machine import has_folder
 from vllm_lite.runtime.wakeup import SignalWakeup, Wakeup
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -102,6 +103,7 @@ class ChildProcess(Child):
                     [sys.executable, "-P", "-m", module, str(read_end), str(os.getpid())],
                     pass_fds=(read_end, *self._fds),
                     env=_environment(),
+                    cwd=None if has_folder() else "/",
                     stdin=DEVNULL,
                     stdout=2,  # so that a script's stdout has only what the script prints
                     process_group=0,  # Ctrl-C reaches the parent only, which ends its children in order

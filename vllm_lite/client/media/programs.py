@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_lite.client.media.sources import MAX_IMAGES, Fetch, GivenImage, ImageLimits, file_of, image_of_any, uuid_of
 from vllm_lite.client.prompt import SpansPrompt
-from vllm_lite.errors import RequestError
+from vllm_lite.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from vllm_lite.client.media.prompt_images import Pictured, PromptImages
 
 Part = tuple[Mapping[str, Any], str]
 """A content part with an image, and the name of the content."""
+KINDS = ("image", "video", "audio")
 _FORM = "{'prompt': text, 'multi_modal_data': {'image': [image, ...]}}"
 
 
@@ -27,7 +28,9 @@ class ProgramImages:
         changes: Mapping[str, Any] | None = None,
     ) -> None:
         """`limits`: media per prompt, by kind; `domains`: those from which images may be fetched; `changes` of the
-        processor's settings: for all prompts, besides those in a prompt itself."""
+        processor's settings: for all prompts, besides those in a prompt itself. Raises ConfigError."""
+        if others := [kind for kind in limits or () if kind not in KINDS]:
+            raise ConfigError(f"limit_mm_per_prompt: keys must be one of {', '.join(KINDS)}, got {others[0]!r}")
         self._changes = changes
         self._limits = ImageLimits((limits or {}).get("image", MAX_IMAGES))
         self._domains = tuple(domains)

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from vllm_lite import __version__
 from vllm_lite.errors import VllmLiteError
+from vllm_lite.runtime.machine import has_folder
 from vllm_lite.tools.cli import nested_flags
 
 COMMANDS = {
@@ -178,6 +179,9 @@ def run_command(parser: argparse.ArgumentParser, words: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and error.filename is None and not has_folder():
+            print(f"{parser.prog}: the current folder is there no longer; change to another one", file=sys.stderr)
+            return 2
         if isinstance(error, BrokenPipeError):
             status = CLOSED_PIPE
         elif error.filename is None and (problem := _problem_of_output()) is not None:
