@@ -178,6 +178,17 @@ def test_the_documented_command_lines(engine: LaunchedEngine, node_client: list[
     assert run(*node_client, engine.address, *of_node).stdout.split() == done.stdout.split()
 
 
+def test_the_documented_program_streams(engine: LaunchedEngine, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (SCRIPTS.parent / "docs" / "connecting.md").read_text()
+    program = page.split("```python\n")[1].split("```")[0]
+    assert "ipc:///path/it/printed" in program
+    exec(
+        compile(program.replace("ipc:///path/it/printed", engine.address), "connecting.md", "exec"),
+        {"__name__": "docs"},
+    )
+    assert capsys.readouterr().out.strip()
+
+
 def test_the_bytes_of_the_documentation(engine: LaunchedEngine) -> None:
     """The engine takes the two that a client sends, and answers as many tokens as they ask for."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
