@@ -199,6 +199,16 @@ def read(*given: Any) -> list[Item]:
     return items.read(list(given), "resp_1", {}).items
 
 
+def test_input_of_which_nothing_is_shown_names_what_was_left_out() -> None:
+    found = items.read([{"type": "hologram"}], "resp_1", {})
+    with pytest.raises(
+        ApiError, match=r"^nothing of input is shown to the model \(left out: input\[0\] hologram\); give"
+    ):
+        history.messages(None, found.items, Toolbox([]), found.left_out)
+    with pytest.raises(ApiError, match="^input is empty"):
+        history.messages(None, [], Toolbox([]))
+
+
 def test_items_become_messages() -> None:
     found = history.messages(
         "Be brief.",

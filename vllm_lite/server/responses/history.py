@@ -1,11 +1,11 @@
 """Converts a conversation of items to the messages of a chat."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
 from vllm_lite.server.openai.bodies import CalledFunction, ChatMessage, Part, ToolCall
-from vllm_lite.server.openai.errors import ApiError
+from vllm_lite.server.openai.errors import ApiError, shown
 from vllm_lite.server.openai.steady import steady
 from vllm_lite.server.responses.call_outputs import IMAGE, call_of, images_in, output_text
 from vllm_lite.server.responses.client_tools import CALLS, OUTPUTS, Item
@@ -90,9 +90,11 @@ def _images_shown(items: Iterable[Item]) -> Iterator[Item]:
         yield {"type": "message", "role": "user", "content": seen}
 
 
-def messages(instructions: str | None, items: Iterable[Item], tools: Toolbox) -> list[ChatMessage]:
+def messages(
+    instructions: str | None, items: Iterable[Item], tools: Toolbox, left_out: Sequence[str] = ()
+) -> list[ChatMessage]:
     """Make the messages of a chat. Instructions and leading system messages are joined, as many templates take only
-    one. Raises ApiError for the output of an unknown call."""
+    one. Raises ApiError for the output of an unknown call, and if there is no message; `left_out` are then named."""
     system, found, answer = [steady(instructions or "")], list[ChatMessage](), _Answer()
     known = dict[str, str]()
 
@@ -127,6 +129,10 @@ def messages(instructions: str | None, items: Iterable[Item], tools: Toolbox) ->
     flush()
     text = "\n\n".join(each for each in system if each)
     start = [ChatMessage("system", text)] if text else []
+    if not start and not found and left_out:
+        names = shown(", ".join(left_out))
+        text = f"nothing of input is shown to the model (left out: {names}); give a text or messages"
+        raise ApiError(400, text, "input")
     if not start and not found:
         raise ApiError(400, "input is empty: give a text or a list of items", "input")
     return start + found

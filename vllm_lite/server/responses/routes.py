@@ -279,7 +279,7 @@ class ResponsesRoutes:
             raise ApiError(400, f"a conversation has at most {MAX_MESSAGES} items, and this one has more", "input")
         everything = [*before, *own]
         tools = Toolbox(body.tools or (), history.later_tools(everything))
-        messages = history.messages(body.instructions, everything, tools)
+        messages = history.messages(body.instructions, everything, tools, left_out)
         headers = warned(asked.headers, "not shown to the model", [*tools.left_out, *left_out])
         return own, ChatTurns(messages, tools), asked._replace(headers=headers)
 
