@@ -205,7 +205,7 @@ def test_input_of_which_nothing_is_shown_names_what_was_left_out() -> None:
         ApiError, match=r"^nothing of input is shown to the model \(left out: input\[0\] hologram\); give"
     ):
         history.messages(None, found.items, Toolbox([]), found.left_out)
-    with pytest.raises(ApiError, match="^input is empty"):
+    with pytest.raises(ApiError, match=r"^input is empty"):
         history.messages(None, [], Toolbox([]))
 
 
