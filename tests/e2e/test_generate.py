@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 
 from tests.e2e.reference import GREEDY, NUM_TOKENS, Reference, make_prompts, start, tokens_of
+from tests.unit.test_time_slice import own_slice_ns
 from vllm_lite import LLM, RequestOutput, SamplingParams
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.errors import RequestError
+from vllm_lite.transport.time_slice import short_slices
 
 BLOCK_SIZE = 16
 TEXT = "The quick brown fox reads a page"
@@ -43,6 +45,22 @@ def test_results_are_in_the_order_of_the_prompts_not_of_their_ends(llm, llama):
     ends = [output.metrics.last_token_time for output in outputs]
     assert sorted(range(12), key=lambda i: ends[i]) != list(range(12)), "they did end in another order"
     assert len({output.request_id for output in outputs}) == 12
+
+
+def test_the_caller_waits_with_a_short_time_slice(llm, llama, monkeypatch):
+    """Else it would wait for threads that compute the next tokens, on a kernel that has slices of a thread's own."""
+    before_ns, seen, collect = own_slice_ns(), set(), LLM._collect
+    with short_slices():
+        short_ns = own_slice_ns()
+
+    def seeing(*args: Any) -> None:
+        seen.add(own_slice_ns())
+        collect(*args)
+
+    monkeypatch.setattr(LLM, "_collect", seeing)
+    run(llm, llama.cases[0].prompt)
+    assert seen == {short_ns}
+    assert own_slice_ns() == before_ns
 
 
 def test_greedy_and_random_requests_side_by_side(llm, llama):

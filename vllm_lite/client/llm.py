@@ -39,6 +39,7 @@ from vllm_lite.protocol.operations import PauseMode
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.pooling import PoolingParams, PoolingTask
 from vllm_lite.protocol.stats import Stats
+from vllm_lite.transport.time_slice import short_slices
 
 if TYPE_CHECKING:  # Jinja is imported when it is needed
     from vllm_lite.client.chat import ChatTokenizer, Conversation
@@ -318,9 +319,8 @@ class LLM:
         `outputs` of a result depends on the task: embedding, probs, score, or data with a vector for each token.
         Raises as embed() does.
         """
-        params = pooling_params or PoolingParams()
+        params, several = pooling_params or PoolingParams(), as_list(prompts)
         task = pooling_task or params.task or self._pooling.first_task
-        several = as_list(prompts)
         ids = [next(self._request_ids) for _ in several]
         return self._pool(self._pooling.make(several, params, task, ids), use_tqdm, lora_request)
 
@@ -438,8 +438,9 @@ class LLM:
                 for stream in streams:
                     running[stream.request_id] = stream
                     self.launched.session.submit(stream.message(), inbox.put)
-                while running:
-                    self._collect(inbox, running, progress)
+                with short_slices():  # tokens must not wait for threads that compute the next ones
+                    while running:
+                        self._collect(inbox, running, progress)
             finally:
                 for request_id in running:
                     self.launched.session.drop(request_id)
