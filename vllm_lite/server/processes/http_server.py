@@ -32,6 +32,7 @@ from vllm_lite.server.processes.api_servers import ApiServers, ApiServerSettings
 from vllm_lite.server.processes.scoreboard import Scoreboard
 from vllm_lite.server.route_table import example_of
 from vllm_lite.server.wiring import Application, EngineLink, ModelFiles
+from vllm_lite.transport.time_slice import shorten_slice
 
 _FIRST_ROUTES = (
     ("score", "/rerank"),
@@ -88,6 +89,7 @@ class HttpServer:
 
     async def run(self, is_stopped: Callable[[], bool], others: ApiServers) -> int:
         """Serve until a signal arrives or the engine ends. Returns the exit status."""
+        shorten_slice()  # this loop must not wait for threads that compute
         ended = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, ended, others)
