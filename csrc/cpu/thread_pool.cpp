@@ -165,11 +165,10 @@ void bind_thread(int thread, int cpu) {
   bind_thread(thread, one, cpu);
 }
 
-// Gives each thread a CPU of its own, or all of them if their numbers differ. The caller of a kernel runs on `own`.
-void bind_all(int own) {
+// Gives each thread a CPU of its own, or all that are `allowed` if their numbers differ. The caller of a kernel runs on
+// `own`.
+void bind_all(int own, const cpu_set_t& allowed) {
   pool.cpus[0] = own;
-  cpu_set_t allowed;
-  if (sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
   const bool each = CPU_COUNT(&allowed) == pool.num_started + 1 && CPU_ISSET(own, &allowed);
   for (int thread = 1, cpu = own; thread <= pool.num_started; ++thread) {
     if (each) {
@@ -184,15 +183,20 @@ void bind_all(int own) {
 
 // Called before sleeping threads are woken: none of them may be bound to the caller's CPU.
 void keep_apart() {
-  const int own = sched_getcpu();
-  if (own < 0 || own == pool.cpus[0]) return;
-  for (int thread = 1; pool.cpus[0] != kUnbound && thread <= pool.num_started; ++thread) {
+  const int own = sched_getcpu(), left = pool.cpus[0];
+  cpu_set_t allowed;
+  if (own < 0 || own == left || sched_getaffinity(0, sizeof allowed, &allowed) != 0) return;
+  if (left != kUnbound && !CPU_ISSET(left, &allowed)) {
+    // The user has moved the process to other CPUs, which its threads keep.
+    for (int thread = 1; thread <= pool.num_started; ++thread) pool.cpus[thread] = kUnbound;
+  }
+  for (int thread = 1; left != kUnbound && thread <= pool.num_started; ++thread) {
     if (pool.cpus[thread] != own) continue;
-    bind_thread(thread, pool.cpus[0]);  // the one that the caller has left
+    bind_thread(thread, left);
     pool.cpus[0] = own;
     return;
   }
-  bind_all(own);
+  bind_all(own, allowed);
 }
 
 // Starts threads up to `wanted`; the caller holds `busy`. If the system refuses one, the existing threads do the work.

@@ -39,23 +39,37 @@ from vllm_lite.kernels import cpu
 def tasks():
     return {int(name) for name in os.listdir("/proc/self/task")}
 
-def await_cpus(expected):
+def cpus():
+    return [os.sched_getaffinity(thread) for thread in tasks() - others]
+
+def wake_from(own):
+    time.sleep(0.001)  # longer than threads spin: the next job wakes them
+    within = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {own})
+    os.sched_setaffinity(0, within)
+    count_tasks(30, work=20_000)
+
+def await_cpus(own, expected):
     deadline_s = time.monotonic() + scaled(20)
-    while (found := [os.sched_getaffinity(thread) for thread in tasks() - others]) not in expected:
-        assert time.monotonic() < deadline_s, (found, expected)
-        count_tasks(30, work=20_000)
-        time.sleep(0.001)  # longer than threads spin: the next job wakes them
+    while cpus() != expected:
+        assert time.monotonic() < deadline_s, (cpus(), expected)
+        wake_from(own)
 
 others, allowed = tasks(), os.sched_getaffinity(0)
 one, two = allowed
 cpu.set_num_threads(2)
-await_cpus([[{one}], [{two}]])
-for own, other in ((one, two), (two, one), (one, two)):
-    os.sched_setaffinity(0, {own})
-    await_cpus([[{other}]])
-os.sched_setaffinity(0, allowed)
+for own, other in ((one, two), (two, one), (one, two), (two, one)):
+    await_cpus(own, [{other}])
+for thread in tasks():  # as `taskset --all-tasks` does
+    os.sched_setaffinity(thread, {one})
+for _ in range(20):
+    wake_from(one)
+    assert cpus() == [{one}]
+for thread in tasks():
+    os.sched_setaffinity(thread, allowed)
+await_cpus(two, [{one}])
 cpu.set_num_threads(3)
-await_cpus([[allowed, allowed]])
+await_cpus(one, [allowed, allowed])
 """
 
 
@@ -164,7 +178,8 @@ def test_a_forked_child_starts_threads_of_its_own() -> None:
 
 
 def test_with_a_thread_for_each_cpu_none_is_on_the_callers() -> None:
-    """Wherever the system moves the caller. With more threads than CPUs they may run on all."""
+    """Wherever the system moves the caller. CPUs that the user takes away stay unused, and with more threads than CPUs
+    they may run on all."""
     two = sorted(os.sched_getaffinity(0))[:2]
     if len(two) < 2:
         pytest.skip("there is one CPU")
