@@ -164,7 +164,7 @@ def _choices(kind: Any, steps: list[str]) -> Iterator[str]:
                 inner += [field.type for field in msgspec.structs.fields(each) if field.encode_name == step]
                 if place == len(steps) - 1 and each.__struct_config__.tag_field == step:
                     yield str(each.__struct_config__.tag)
-            elif args := get_args(each):
+            elif (args := get_args(each)) and get_origin(each) is not Literal:
                 is_value = step != "key" and issubclass(get_origin(each), Mapping)
                 inner.append(args[1] if is_value else args[0])
         kinds = inner

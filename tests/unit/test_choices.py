@@ -38,6 +38,7 @@ class Drawing(msgspec.Struct):
     shapes: list[Circle | Square] = []
     by_name: dict[Literal["first", "last"], Annotated[Literal[1, 2], msgspec.Meta(description="x")]] | None = None
     only: Literal["this"] = "this"
+    drawn: Literal["no"] | Square = "no"
     pair: tuple[int, ...] = ()
 
 
@@ -56,6 +57,7 @@ class Drawing(msgspec.Struct):
         ({"by_name": {"middle": 1}}, "keys must be one of first, last, got 'middle' - at `$.by_name`"),
         ({"by_name": {"last": 3}}, "must be one of 1, 2, got 3 - at `$.by_name[...]`"),
         ({"only": "that"}, "must be this, got 'that' - at `$.only`"),
+        ({"drawn": {"type": "square", "side": "up"}}, "must be one of left, right, got 'up' - at `$.drawn.side`"),
         ({"pair": ["a"]}, "Expected `int`, got `str` - at `$.pair[0]`"),
     ],
 )

@@ -207,6 +207,7 @@ BAD_VALUES = [
     ("kv_cache_metrics_sample", 0),
     ("seed", -1),
     ("model", 3),
+    ("served_model_name", 3),
     ("gpu_memory_utilization", 0),
     ("gpu_memory_utilization", 1.01),
     ("kv_cache_memory_bytes", 0),

@@ -249,8 +249,9 @@ def _plain(name: str, value: Any, hint: Any) -> Any:
     kinds = _types(hint)
     if (read := _reader(hint)) is not None:
         return _read_each(name, value, read)
-    texts: Any = [value] if name == "model" else value if tuple in kinds or name == "served_model_name" else None
-    if texts not in (None, [], [None], ()) and not "".join(map(str, texts)).strip():
+    has_texts = tuple in kinds or name in ("model", "served_model_name")
+    texts = value if isinstance(value, list | tuple) else [value] if isinstance(value, str) else []
+    if has_texts and texts and not "".join(map(str, texts)).strip():
         raise ConfigError(f"{name} is empty; give a value, or leave it out")
     if isinstance(value, list) and (tuple in kinds or name == "served_model_name"):
         value = " ".join(map(str, value))
