@@ -278,8 +278,8 @@ def test_a_port_that_is_taken() -> None:
 def test_limits_that_are_low(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (256, 1024))
     (line,) = checks.open_files()
-    assert (line.level, line.text) == ("WARN", "up to 256")
-    assert line.advice.startswith("ulimit -n 1024;")
+    assert (line.level, line.text) == ("WARN", "up to 1024")
+    assert line.advice.startswith("ulimit -Hn 65536 ")
     usage = namedtuple("usage", "free")  # noqa: PYI024
     monkeypatch.setattr("shutil.disk_usage", lambda _: usage(1 << 20))
     assert [line.level for line in checks.temporary_files()] == ["WARN"]

@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from importlib.util import find_spec
@@ -15,6 +16,8 @@ GPU_FILES = ("/dev/nvidiactl", "/dev/dxg")
 SYS = Path("/sys")
 """Folder in which the kernel describes the machine; tests pass a tree of their own."""
 NO_QUOTA = 1 << 30
+MAX_FILES = 1 << 16
+"""Open files that a server allows itself: each connection takes one."""
 MAX_CPU = 1 << 16
 """Above the kernel's own maximum of 8192; keeps a typing error from becoming a set of a billion numbers."""
 
@@ -163,6 +166,14 @@ def lacks_for_cuda(*, kernels: bool = True) -> str | None:
         wanted = f"vllm-lite[{extra}]" if extra else "vllm-lite[cuda12] or vllm-lite[cuda13]"
         return f"the package cupy is not installed; install {wanted}"
     return None
+
+
+def allow_files(count: int) -> None:
+    """Raise the soft limit of this process's open files to `count`, or to the hard limit if that is lower."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count if hard == resource.RLIM_INFINITY else min(count, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def has_folder() -> bool:

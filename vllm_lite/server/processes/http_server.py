@@ -24,6 +24,7 @@ from vllm_lite.client.engines.launch_engines import LaunchedEngines
 from vllm_lite.errors import ConfigError, EngineError
 from vllm_lite.protocol.api import Welcome
 from vllm_lite.runtime import log, supervise
+from vllm_lite.runtime.machine import MAX_FILES, allow_files
 from vllm_lite.runtime.wakeup import Wakeup
 from vllm_lite.server.calls.registry import Calls
 from vllm_lite.server.config import Keys, ServeConfig
@@ -236,6 +237,7 @@ def listen(listener: socket.socket) -> None:
 async def started(server: uvicorn.Server, listener: socket.socket) -> asyncio.Future[None]:
     """Start the server, and return the task that serves. Raises ConfigError if its address is taken, EngineError if it
     ends at once."""
+    allow_files(MAX_FILES)  # uvloop closes connections above the limit without a word
     listen(listener)
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     await until(lambda: server.started or serving.done(), START_TIMEOUT_S)

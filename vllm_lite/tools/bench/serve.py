@@ -13,7 +13,6 @@ have ended, but never more than `max_concurrency` at once.
 import asyncio
 import os
 import random
-import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from vllm_lite.client.progress import TokenBar
 from vllm_lite.client.text.tokenizer import Tokenizer
 from vllm_lite.client.text.tokenizer_formats import conversion
 from vllm_lite.errors import ConfigError
+from vllm_lite.runtime.machine import allow_files
 from vllm_lite.tools.bench.serve_client import ENDPOINTS, Endpoint, Outcome
 from vllm_lite.tools.bench.serve_datasets import DatasetOptions, LoadItem, make_requests
 from vllm_lite.tools.bench.serve_http import HttpClient, HttpError
@@ -91,7 +91,7 @@ async def _run(options: ServeOptions) -> ServeRun:
     are_talks = any(request.after is not None for request in requests)
     if are_talks and options.backend == "openai-chat":
         raise ConfigError(f"{options.dataset.dataset_name} are prompts that grow; send them to --backend openai")
-    _allow_sockets(len(requests))
+    allow_files(len(requests) + 64)  # each running request is a connection
     client = HttpClient(options.base_url, options.headers, check_tls=not options.insecure)
     try:
         model = options.served_model_name or options.model or await Endpoint(client, endpoint, {}, timeout_s=0).model()
@@ -229,14 +229,6 @@ def count_missing_usage(outcomes: Sequence[Outcome], tokenizer: Tokenizer | None
         if not outcome.error and not outcome.output_len:
             counted = tokenizer.encode(outcome.text, add_special_tokens=False) if tokenizer is not None else []
             outcome.output_len = len(counted) or len(outcome.chunks_s)
-
-
-def _allow_sockets(count: int) -> None:
-    """Raise the limit of open files: each running request is a connection."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < count + 64:
-        wanted = count + 64 if hard == resource.RLIM_INFINITY else min(count + 64, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def save(result: dict[str, Any], path: str, *, detailed: bool) -> None:

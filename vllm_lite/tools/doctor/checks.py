@@ -265,9 +265,11 @@ def ports(port: int) -> Iterator[Line]:
 
 
 def open_files() -> Iterator[Line]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    advice = f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}; each connection takes one"
-    yield ok_or_warn("open files", f"up to {soft}", advice if 0 <= soft < MIN_FILES else None)
+    """Check the hard limit, to which servers raise the soft one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = machine.MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, machine.MAX_FILES)
+    advice = f"ulimit -Hn {machine.MAX_FILES} as root, or LimitNOFILE of a service; each connection takes one"
+    yield ok_or_warn("open files", f"up to {most}", advice if most < MIN_FILES else None)
 
 
 def shared_memory() -> Iterator[Line]:
