@@ -12,6 +12,7 @@ from vllm_lite.config import EngineConfig
 from vllm_lite.engine.core import EngineCore
 from vllm_lite.engine.process import EngineProcess, made_to_last
 from vllm_lite.engine.workers.groups import WorkerGroups
+from vllm_lite.errors import EngineError
 from vllm_lite.executor.base import Executor
 from vllm_lite.process_settings import EngineSettings
 from vllm_lite.protocol.step import ModelOutput
@@ -63,6 +64,24 @@ def test_it_never_waits_with_an_output_at_hand(tmp_path: Path, monkeypatch: pyte
         engine.port.close()
         stop.close()
     assert finished == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("is_stopped", "level"), [(True, "INFO"), (False, "ERROR")])
+def test_a_start_that_the_user_stopped_is_no_error(
+    is_stopped: bool, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise EngineError("the workers did not start")
+
+    monkeypatch.setattr("vllm_lite.engine.process.WorkerGroups", fail)
+    monkeypatch.setattr("vllm_lite.engine.process.REFUSAL_PATIENCE_S", 0.0)
+    stop = Wakeup()
+    if is_stopped:
+        stop.set()
+    with caplog.at_level("INFO", logger="vllm_lite"):
+        assert EngineProcess(EngineSettings(CONFIG, f"ipc://{tmp_path}/engine", "none"), stop).run() == 1
+    stop.close()
+    assert [(each.levelname, each.message) for each in caplog.records] == [(level, "the workers did not start")]
 
 
 def test_a_fault_of_the_engine_reaches_the_clients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The engine process: one loop that serves the clients' socket and the workers' socket. Entry point of a child."""
 
 import gc
+import logging
 import time
 from collections import abc
 from contextlib import contextmanager, suppress
@@ -164,7 +165,8 @@ class EngineProcess:
 
     def _refuse(self, error: VllmLiteError) -> int:
         """Send the reason why this engine cannot start to all clients that wait for it."""
-        logger.error("%s", error)
+        is_stopped = self._stop.is_set() and isinstance(error, EngineError)  # by the user, which is no error
+        logger.log(logging.INFO if is_stopped else logging.ERROR, "%s", error)
         deadline_s = time.monotonic() + REFUSAL_PATIENCE_S
         bad_input = not isinstance(error, EngineError)
         answer: api.Refused | api.Dying = api.Refused(str(error), bad_input)
