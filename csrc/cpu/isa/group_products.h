@@ -199,13 +199,17 @@ VLLM_LITE_INLINE void multiply_in_turn(const Codes& codes, const int8_t* x, cons
 }
 #endif
 
-// Stores the codes of some octets as bytes, as codes of 8 bits are stored.
+// Stores the codes of some octets as bytes, as codes of 8 bits are stored. Where products of these take 128 off, it is
+// added first: the rows were quantized for codes from which nothing is taken (taken_off).
 template <int V, class Codes>
 VLLM_LITE_INLINE void unpack_octets(const Codes& codes, const char* from, int64_t num_octets, char* to) {
   for (int64_t octet = 0; octet < num_octets; ++octet, from += Codes::kBytes, to += 2 * kOctetBytes) {
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
-      const Octet bytes = codes.load(from, v);
+      Octet bytes = codes.load(from, v);
+#if defined(__ARM_FEATURE_DOTPROD)
+      if (kSignedBytes) bytes = {signed_bytes(bytes.first), signed_bytes(bytes.second)};
+#endif
       std::memcpy(to + v * sizeof(Ints), &bytes.first, sizeof(Ints));
       std::memcpy(to + kOctetBytes + v * sizeof(Ints), &bytes.second, sizeof(Ints));
     }
