@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from tests.images import IMAGE_TOKEN, TILE, as_file, make_smolvlm, picture
+from tests.unit.test_time_slice import own_slice_ns, slice_of
 from vllm_lite import LLM, SamplingParams
 from vllm_lite.client.media import image_pool
 from vllm_lite.client.media.image_pool import ImagePool
@@ -16,6 +17,7 @@ from vllm_lite.client.media.sources import GivenImage
 from vllm_lite.client.media.tiles import TileSettings, tiles_of
 from vllm_lite.client.prompt import PromptLike
 from vllm_lite.errors import ConfigError, RequestError
+from vllm_lite.transport.time_slice import short_slices
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
 SMALL: dict[str, Any] = {"dtype": "float32", "max_model_len": 400, "single_process": True, "seed": 0}
@@ -23,7 +25,8 @@ PNG, SMALL_PNG = as_file("PNG", "RGB", 60, 50, 1), as_file("PNG", "RGB", 10, 10,
 
 
 def test_a_uuid_is_known_for_its_key_and_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To no other key, for the sizes that the image was made with, and until so many others are known."""
+    """To no other key, for the sizes that the image was made with, and until so many others are known. Images are made
+    by processes that let threads which pass messages on go first."""
     monkeypatch.setattr(image_pool, "MAX_UUIDS", 2)
     settings, whole = TileSettings(32, 64), TileSettings(32, 64, splits=False)
     pool = ImagePool(settings)
@@ -37,10 +40,12 @@ def test_a_uuid_is_known_for_its_key_and_sizes(monkeypatch: pytest.MonkeyPatch) 
 
     try:
         assert refuses(GivenImage(None, "a", "me"))
-        pool.made(GivenImage(PNG, "a", "me"))
+        with short_slices():
+            pool.made(GivenImage(PNG, "a", "me"))
         assert pool.made(GivenImage(None, "a", "me")) == tiles_of(PNG, settings)
         children = [each for each in psutil.Process().children() if each.nice() > psutil.Process().nice()]
         assert children or psutil.Process().nice() == 19, "streams go before images that are cut"
+        assert {slice_of(Path(f"/proc/{each.pid}")) for each in children} <= {own_slice_ns()}
         assert refuses(GivenImage(None, "a", "you"))
         assert refuses(GivenImage(None, "a"))
         assert refuses(GivenImage(None, "a", "me"), whole)

@@ -9,7 +9,7 @@ import ctypes
 import platform
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 SHORTEST_NS = 100_000
 _CALLS = {"x86_64": (314, 315), "aarch64": (274, 275)}
@@ -30,10 +30,19 @@ def reset_slice() -> None:
     _set_slice(0)
 
 
+def short_slices() -> AbstractContextManager[None]:
+    """Give threads that start inside the shortest slice, and the calling one its own again afterwards."""
+    return _slices(SHORTEST_NS)
+
+
+def usual_slices() -> AbstractContextManager[None]:
+    """Give processes that start inside the default slice, and the calling thread its own again afterwards."""
+    return _slices(0)
+
+
 @contextmanager
-def short_slices() -> Iterator[None]:
-    """Give the threads that start inside the shortest slice, and the calling one its own again afterwards."""
-    before_ns = _set_slice(SHORTEST_NS)
+def _slices(slice_ns: int) -> Iterator[None]:
+    before_ns = _set_slice(slice_ns)
     try:
         yield
     finally:

@@ -22,6 +22,7 @@ from vllm_lite.client.media.sources import GivenImage
 from vllm_lite.errors import RequestError
 from vllm_lite.runtime import supervise
 from vllm_lite.runtime.frames import frame, read_frame
+from vllm_lite.transport.time_slice import usual_slices
 
 NUM_PROCESSES = 2
 ANSWER_S = 60.0
@@ -41,7 +42,7 @@ class _Process:
 
     def __init__(self, lock_fd: int) -> None:
         self.wire, theirs = socket.socketpair()
-        with theirs:
+        with theirs, usual_slices():  # the thread that starts it may pass messages on; images must not interrupt others
             own = ImageSettings(theirs.fileno(), lock_fd)
             self.child = supervise.spawn(
                 image_process.__name__, own, "image process", lambda _: None, fds=(theirs.fileno(), lock_fd)
