@@ -362,7 +362,7 @@ def several(given: Any, field: str, most: int) -> list[PromptLike]:
     if kinds == {int}:
         return [list(given)]
     if len(given) > most:
-        raise ApiError(400, f"{field} takes at most {most} of them, got {len(given)}", field)
+        raise ApiError(400, f"{field} takes a list of at most {most}, got {len(given)}", field)
     return list(given)
 
 
