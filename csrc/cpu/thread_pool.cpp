@@ -79,6 +79,7 @@ struct Pool {
   Fetcher fetcher{0};                         // the caller's
   int num_started = 0;                        // threads 1 to num_started exist
   bool fork_handled = false;
+  bool binds = true;               // whether threads are bound to CPUs if there are as many
   int cpus[kMaxThreads];           // CPU of each thread, that of the caller when it last woke others; or kUnbound
   pthread_t threads[kMaxThreads];  // thread i at i; 0 is the caller
 };
@@ -169,7 +170,7 @@ void bind_thread(int thread, int cpu) {
 // `own`.
 void bind_all(int own, const cpu_set_t& allowed) {
   pool.cpus[0] = own;
-  const bool each = CPU_COUNT(&allowed) == pool.num_started + 1 && CPU_ISSET(own, &allowed);
+  const bool each = pool.binds && CPU_COUNT(&allowed) == pool.num_started + 1 && CPU_ISSET(own, &allowed);
   for (int thread = 1, cpu = own; thread <= pool.num_started; ++thread) {
     if (each) {
       do cpu = (cpu + 1) % CPU_SETSIZE;
@@ -281,15 +282,16 @@ VLLM_LITE_API int32_t vllm_lite_num_threads() {
   return vllm_lite::num_threads();
 }
 
-// Sets the number of threads. Surplus threads end before it returns; missing ones are started by the next kernel. Must
-// not be called within a task.
-VLLM_LITE_API void vllm_lite_set_num_threads(int32_t count) {
+// Sets the number of threads, and whether each is bound to a CPU if there are as many. Surplus threads end before it
+// returns; missing ones are started by the next kernel. Must not be called within a task.
+VLLM_LITE_API void vllm_lite_set_num_threads(int32_t count, int32_t binds) {
   using namespace vllm_lite;
   while (pool.busy.exchange(true, std::memory_order_acquire)) sched_yield();
   count = count < 1 ? 1 : count > kMaxThreads ? kMaxThreads : count;
   pool.num_threads.store(count, std::memory_order_release);
   publish(next_epoch(), INT_MAX);
   for (; pool.num_started >= count; --pool.num_started) pthread_join(pool.threads[pool.num_started], nullptr);
+  pool.binds = binds != 0;
   pool.cpus[0] = kUnbound;
   pool.busy.store(false, std::memory_order_release);
 }

@@ -130,6 +130,15 @@ def test_threads_are_those_asked_for_in_torch_and_in_our_kernels(monkeypatch: py
 
 
 @pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("binds", [True, False])
+def test_threads_are_bound_unless_the_user_says_none(monkeypatch: pytest.MonkeyPatch, binds: bool) -> None:
+    asked: list[tuple[int, bool]] = []
+    monkeypatch.setattr(cpu, "set_num_threads", lambda count, binds: asked.append((count, binds)))
+    set_threads(2, num_cores=2, binds=binds)
+    assert asked == [(2, binds)] * cpu.available()
+
+
+@pytest.mark.usefixtures("threads")
 def test_threads_are_by_default_the_cores_unless_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert set_threads(None, num_cores=2) == 2

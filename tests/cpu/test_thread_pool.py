@@ -68,6 +68,10 @@ for _ in range(20):
 for thread in tasks():
     os.sched_setaffinity(thread, allowed)
 await_cpus(two, [{one}])
+cpu.set_num_threads(2, binds=False)
+await_cpus(one, [allowed])
+cpu.set_num_threads(2)
+await_cpus(one, [{two}])
 cpu.set_num_threads(3)
 await_cpus(one, [allowed, allowed])
 """

@@ -69,8 +69,9 @@ def _device_of(config: ResolvedConfig, rank: int) -> int:
     return config.first_rank + rank
 
 
-def set_threads(cpu_threads: int | None, num_cores: int) -> int:
-    """Set the threads of torch and the native kernels: `cpu_threads`, else OMP_NUM_THREADS, else `num_cores`.
+def set_threads(cpu_threads: int | None, num_cores: int, binds: bool = True) -> int:
+    """Set the threads of torch and the native kernels: `cpu_threads`, else OMP_NUM_THREADS, else `num_cores`. `binds`:
+    see kernels.cpu.set_num_threads.
 
     runtime/cpu_binding.py sets that variable in a worker's process. Returns the number.
     """
@@ -78,5 +79,5 @@ def set_threads(cpu_threads: int | None, num_cores: int) -> int:
         torch.set_num_threads(cpu_threads or num_cores)
     num_threads = torch.get_num_threads()
     if cpu.available():
-        cpu.set_num_threads(num_threads)
+        cpu.set_num_threads(num_threads, binds)
     return num_threads

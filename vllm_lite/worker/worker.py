@@ -52,6 +52,7 @@ from vllm_lite.protocol.control import (
 )
 from vllm_lite.protocol.step import ModelOutput, SchedulerOutput
 from vllm_lite.runtime import log
+from vllm_lite.runtime.cpu_binding import NONE
 from vllm_lite.runtime.machine import num_physical_cores
 from vllm_lite.structured.sources.grammars import Grammars
 from vllm_lite.structured.sources.vocabulary import load_vocabulary
@@ -136,7 +137,9 @@ class Worker:
         spec, folder = self.spec, self.config.tokenizer
         self.grammars = Grammars(lambda: load_vocabulary(folder, spec.vocab_size, spec.eos_token_ids))
         share = max(1, num_physical_cores() // num_ranks(self.config))
-        num_threads = set_threads(self.config.cpu_threads, share) if self.device.torch.type == "cpu" else 0
+        num_threads = 0
+        if self.device.torch.type == "cpu":
+            num_threads = set_threads(self.config.cpu_threads, share, self.config.cpu_bind != NONE)
         num_blocks = configured_num_blocks(self.config, self.block_bytes)
         initial_used_bytes = 0
         if num_blocks is None:

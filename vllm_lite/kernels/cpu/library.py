@@ -12,7 +12,7 @@ from xxhash import xxh3_128_digest
 
 from vllm_lite.runtime import log
 
-ABI = 31
+ABI = 32
 LIBRARY = "libvllm_lite_cpu.so"
 ISAS = ("baseline", "avx2", "avx512", "avx512_bf16", "amx", "amx_emulated", "neon_dot", "neon_i8mm")
 """Instruction sets for which kernels are compiled. On each architecture, a set includes all sets before it.
@@ -133,8 +133,9 @@ def num_threads() -> int:
     return int(function("vllm_lite_num_threads", (), ctypes.c_int32)())
 
 
-def set_num_threads(count: int) -> None:
-    """Let kernels use `count` threads from now on, the calling one included."""
+def set_num_threads(count: int, binds: bool = True) -> None:
+    """Let kernels use `count` threads from now on, the calling one included. `binds`: if that is the number of CPUs
+    that they may use, each of the others is bound to a CPU of its own."""
     if count < 1:
         raise ValueError(f"the number of threads must be at least 1, got {count}")
-    function("vllm_lite_set_num_threads", (int32,))(count)
+    function("vllm_lite_set_num_threads", (int32, int32))(count, int(binds))
