@@ -18,7 +18,7 @@ from tests import fork_server
 from tests.deadlines import scaled
 from tests.e2e.test_processes import running
 from tests.http_server import children, serving, until
-from vllm_lite.runtime import orphans
+from vllm_lite.client.engines import orphans
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="processes are forked on x86-64 only")
 

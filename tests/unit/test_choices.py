@@ -6,12 +6,13 @@ from typing import Annotated, Any, Literal
 import msgspec
 import pytest
 
+from vllm_lite.choices import not_chosen, with_choices
 from vllm_lite.client.beam import sampling_of
 from vllm_lite.client.engines.operations import operation_of
 from vllm_lite.client.media.programs import ProgramImages
 from vllm_lite.config import EngineConfig
 from vllm_lite.engine.scheduling.policy import load as load_policy
-from vllm_lite.errors import ConfigError, RequestError, not_chosen, with_choices
+from vllm_lite.errors import ConfigError, RequestError
 from vllm_lite.protocol.params import SamplingParams
 from vllm_lite.protocol.pooling import PoolingParams
 from vllm_lite.runtime.settings import Settings

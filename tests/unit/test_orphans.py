@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.unit.test_supervise import CHILD, DEADLINE_S, wait_for, wait_gone
-from vllm_lite.runtime import orphans
+from vllm_lite.client.engines import orphans
 
 CODE = """
 import sys, time

@@ -8,7 +8,8 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from vllm_lite.errors import ModelError, not_chosen
+from vllm_lite.choices import not_chosen
+from vllm_lite.errors import ModelError
 from vllm_lite.runtime.untrusted_files import MAX_CONFIG_BYTES, read_bounded
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from vllm_lite.errors import not_chosen
+from vllm_lite.choices import not_chosen
 from vllm_lite.protocol import Message
 
 PoolingTask = Literal["embed", "token_embed", "classify", "token_classify", "score"]

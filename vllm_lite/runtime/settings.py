@@ -17,7 +17,8 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, Union, get_args, g
 
 import msgspec
 
-from vllm_lite.errors import ConfigError, not_chosen
+from vllm_lite.choices import not_chosen
+from vllm_lite.errors import ConfigError
 from vllm_lite.runtime import vllm_settings, vllm_variables
 from vllm_lite.runtime.settings_sources import read_env, read_file, unread
 

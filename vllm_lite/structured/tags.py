@@ -12,7 +12,8 @@ from typing import Any
 
 import msgspec
 
-from vllm_lite.errors import RequestError, with_choices
+from vllm_lite.choices import with_choices
+from vllm_lite.errors import RequestError
 from vllm_lite.structured.check import check_lark, check_regex, check_schema, check_text
 from vllm_lite.structured.lark import LarkWriter, quoted, regex
 from vllm_lite.structured.schemas.schema import Schema

@@ -127,6 +127,10 @@ class Worker:
         """Maximum bytes of a step's logits over the whole vocabulary."""
         return 0 if self.spec.encoder is not None else 4 * self.limits.max_num_tokens * self.spec.vocab_size
 
+    def _set_threads(self) -> int:
+        share = max(1, num_physical_cores() // num_ranks(self.config))
+        return set_threads(self.config.cpu_threads, share, self.config.cpu_bind != NONE)
+
     def load(self, communicator: Communicator | None = None, ahead: PackedSource | None = None) -> Ready:
         """Load the weights and report the number of KV blocks that fit beside them. Raises ModelError or ConfigError.
 
@@ -136,10 +140,7 @@ class Worker:
         self.communicator = communicator or SingleRank(self.device.torch)
         spec, folder = self.spec, self.config.tokenizer
         self.grammars = Grammars(lambda: load_vocabulary(folder, spec.vocab_size, spec.eos_token_ids))
-        share = max(1, num_physical_cores() // num_ranks(self.config))
-        num_threads = 0
-        if self.device.torch.type == "cpu":
-            num_threads = set_threads(self.config.cpu_threads, share, self.config.cpu_bind != NONE)
+        num_threads = self._set_threads() if self.device.torch.type == "cpu" else 0
         num_blocks = configured_num_blocks(self.config, self.block_bytes)
         initial_used_bytes = 0
         if num_blocks is None:

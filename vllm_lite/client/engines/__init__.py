@@ -15,6 +15,7 @@ cached_blocks.py    the prefixes that engines have cached
 launch.py           the start of an engine
 launch_engines.py   the start of several
 supervisor.py       the replacement of an engine that died
+orphans.py          children of a killed process
 engine_probe.py     the supervisor's connection
 instances.py        engines and servers of this user
 """

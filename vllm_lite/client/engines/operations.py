@@ -4,7 +4,8 @@ from typing import Any
 
 import msgspec
 
-from vllm_lite.errors import EngineError, RequestError, with_choices
+from vllm_lite.choices import with_choices
+from vllm_lite.errors import EngineError, RequestError
 from vllm_lite.protocol import operations
 
 OPERATION_TIMEOUT_S = 3600.0

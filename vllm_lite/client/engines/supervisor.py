@@ -17,9 +17,10 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from vllm_lite import transport
+from vllm_lite.client.engines import orphans
 from vllm_lite.client.engines.engine_probe import EngineProbe
 from vllm_lite.process_settings import EngineSettings
-from vllm_lite.runtime import log, orphans, supervise
+from vllm_lite.runtime import log, supervise
 from vllm_lite.runtime.restarts import WINDOW_S, RestartLimit
 from vllm_lite.runtime.supervise import Child
 from vllm_lite.runtime.wakeup import Wakeup

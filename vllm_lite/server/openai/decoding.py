@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from vllm_lite.choices import NotChosen, not_chosen
 from vllm_lite.client.text.surrogates import without_halves
-from vllm_lite.errors import NotChosen, not_chosen
 from vllm_lite.server.openai.errors import ApiError
 
 MAX_FIELDS = 256

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from vllm_lite.errors import with_choices
+from vllm_lite.choices import with_choices
 from vllm_lite.protocol.structured import StructuredOutputsParams
 from vllm_lite.server.openai.bodies import MAX_TOOLS, ChatBody, FormFields, FunctionTool
 from vllm_lite.server.openai.errors import ApiError
