@@ -141,7 +141,7 @@ def test_a_budget_that_the_model_does_not_have_is_refused(tmp_path: Path) -> Non
     path = make_unified(tmp_path / "m")
     file = path / "processor_config.json"
     file.write_text(file.read_text().replace(f": {BUDGET}", ": 71"))
-    with pytest.raises(ModelError, match=r"max_soft_tokens must be one of \(70, 140, 280, 560, 1120\), got 71"):
+    with pytest.raises(ModelError, match=r"max_soft_tokens must be one of 70, 140, 280, 560, 1120, got 71"):
         PromptImages.load(path)
 
 
@@ -152,7 +152,7 @@ def test_a_request_may_ask_for_another_budget(tmp_path: Path) -> None:
     assert writer.changed({"max_soft_tokens": 140}) == FittedSettings(
         UNIT, 140, 140, max_pixels=writer.settings.max_pixels
     )
-    with pytest.raises(RequestError, match=r"max_soft_tokens must be one of \(70, 140, 280, 560, 1120\), got 71"):
+    with pytest.raises(RequestError, match=r"max_soft_tokens must be one of 70, 140, 280, 560, 1120, got 71"):
         writer.changed({"max_soft_tokens": 71})
     with pytest.raises(RequestError, match="mm_processor_kwargs has size; the processor of this model takes max_soft_"):
         writer.changed({"size": 5})

@@ -21,7 +21,7 @@ from tests.checkpoints import make_checkpoint
 from tests.deadlines import scaled
 from tests.e2e.reference import Reference
 from tests.http_server import Server, client, serving, until
-from tests.unit.test_time_slice import slice_of
+from tests.unit.test_time_slice import skip_without_slices, slice_of
 from vllm_lite.engine.observe.replay import Replay
 from vllm_lite.trace.segments import segment_paths
 from vllm_lite.transport.time_slice import SHORTEST_NS
@@ -127,8 +127,7 @@ def family(server: Server, module: str) -> list[psutil.Process]:
 
 
 def test_api_servers_have_short_time_slices(server: Server) -> None:
-    if not slice_of(Path("/proc/thread-self")):
-        pytest.skip("this kernel does not report slices")
+    skip_without_slices()
     pids = [server.process.pid, *(each.pid for each in family(server, "http_server"))]
     assert len(pids) == 2
     until(lambda: {slice_of(Path(f"/proc/{pid}")) for pid in pids} == {SHORTEST_NS}, "short slices")

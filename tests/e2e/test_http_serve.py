@@ -330,7 +330,7 @@ def test_a_unix_socket_and_a_model_path(tiny_checkpoint: Path, tmp_path: Path) -
         assert "/v1/completions" in server.output
         transport = httpx.HTTPTransport(uds=uds)
         with httpx.Client(transport=transport, base_url="http://server", timeout=scaled(30)) as http:
-            asked = {"model": str(model), "prompt": [5, 6, 7], "max_tokens": 2}
+            asked = {"model": str(model), "prompt": [5, 6, 7], "max_tokens": 2, "ignore_eos": True}
             assert http.post("/v1/completions", json=asked).json()["usage"]["completion_tokens"] == 2
             chat = http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
             assert chat.status_code == 400

@@ -21,7 +21,7 @@ import pytest
 
 from tests import fork_server
 from tests.deadlines import patience, scaled
-from tests.unit.test_time_slice import slice_of
+from tests.unit.test_time_slice import skip_without_slices, slice_of
 from vllm_lite import AsyncClient, RequestOutput, SamplingParams
 from vllm_lite.errors import EngineDeadError
 from vllm_lite.transport.time_slice import SHORTEST_NS
@@ -219,9 +219,7 @@ async def test_requests_of_a_killed_client_are_aborted_and_others_continue(engin
 
 def test_threads_that_pass_messages_on_have_short_time_slices(engine: Engine) -> None:
     """Else they would wait for threads that compute. A worker's own thread computes, so it has the usual slice."""
-    own = slice_of(Path("/proc/thread-self"))
-    if not own:
-        pytest.skip("this kernel does not report slices")
+    skip_without_slices()
 
     def slices_of(pid: int, name: str) -> set[int]:
         tasks = Path(f"/proc/{pid}/task").iterdir()
@@ -229,10 +227,9 @@ def test_threads_that_pass_messages_on_have_short_time_slices(engine: Engine) ->
 
     is_short = lambda: slice_of(Path(f"/proc/{engine.engine_pid}")) == SHORTEST_NS  # noqa: E731
     seconds_until(is_short, scaled(START_S), "the engine's short slice")
-    assert slice_of(Path(f"/proc/{engine.worker_pid}")) == own
+    assert slice_of(Path(f"/proc/{engine.worker_pid}")) > SHORTEST_NS
     for pid in (engine.engine_pid, engine.worker_pid, engine.process.pid):
         assert slices_of(pid, "ZMQbg") == {SHORTEST_NS}
-    assert slice_of(Path(f"/proc/{engine.process.pid}")) == own
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

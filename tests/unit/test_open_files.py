@@ -9,6 +9,7 @@ from typing import cast
 import pytest
 import uvicorn
 
+from tests.deadlines import scaled
 from vllm_lite.runtime.machine import MAX_FILES, allow_files
 from vllm_lite.server.processes.http_server import started
 
@@ -48,5 +49,5 @@ async def test_a_server_raises_it_before_it_takes_connections(monkeypatch: pytes
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         server = SimpleNamespace(started=True, serve=serve)
-        await asyncio.wait_for(started(cast("uvicorn.Server", server), listener), 10)
+        await asyncio.wait_for(started(cast("uvicorn.Server", server), listener), scaled(10))
     assert found == [MAX_FILES]

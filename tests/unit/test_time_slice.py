@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.deadlines import scaled
 from vllm_lite.transport.time_slice import SHORTEST_NS, reset_slice, short_slices, shorten_slice
 
 
@@ -33,23 +34,32 @@ def on_a_thread(run: Callable[[], None]) -> None:
 
     thread = threading.Thread(target=guarded)
     thread.start()
-    thread.join()
+    thread.join(scaled(10))
     if failures:
         raise failures[0]
 
 
+def skip_without_slices() -> None:
+    """Skip a test where a thread cannot have a slice of its own, or the kernel does not report it."""
+    found: list[int] = []
+
+    def shorten() -> None:
+        shorten_slice()
+        found.append(own_slice_ns())
+
+    on_a_thread(shorten)
+    if found != [SHORTEST_NS]:
+        pytest.skip("this system has no slices of a thread's own, or does not report them")
+
+
 @pytest.fixture(autouse=True)
 def needs_own_slices() -> None:
-    def can_change() -> None:
-        shorten_slice()
-        if own_slice_ns() != SHORTEST_NS:
-            pytest.skip("this kernel has no slices of a thread's own, or does not report them")
-
-    on_a_thread(can_change)
+    skip_without_slices()
 
 
 def test_threads_started_inside_get_a_short_slice_and_the_caller_keeps_its_own() -> None:
     def run() -> None:
+        reset_slice()  # an earlier test may have run an engine's loop on the thread that started this one
         before_ns, inside = own_slice_ns(), list[int]()
         with short_slices():
             on_a_thread(lambda: inside.append(own_slice_ns()))
@@ -61,6 +71,7 @@ def test_threads_started_inside_get_a_short_slice_and_the_caller_keeps_its_own()
 
 def test_a_reset_gives_the_default_again() -> None:
     def run() -> None:
+        reset_slice()
         before_ns = own_slice_ns()
         shorten_slice()
         reset_slice()
