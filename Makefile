@@ -111,7 +111,7 @@ node-client:  ## fetch what the Node.js client needs, for the test that runs it,
 	cd scripts/node && npm ci --ignore-scripts --no-audit --no-fund
 
 bench: $(STAMP)  ## measure the engine's own cost, without a model
-	$(BIN)/python benchmarks engine $(ARGS)
+	$(BIN)/vllm-lite bench engine $(ARGS)
 
 clean:  ## remove everything that was made here, .venv included
 	rm -rf scripts/node/node_modules $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -39,12 +39,11 @@ BARS = {"share_of_core": 0.005, "worst_ms": 2.0, "first_paint_ms": 1000.0, "upda
 def looks() -> dict[str, float]:
     """Milliseconds of the loop's thread for views of a scheduler with NUM_REQUESTS running requests, between its
     steps."""
-    from micro.engine import _scheduler
-
     from vllm_lite.engine.observe.view import view
     from vllm_lite.engine.process import made_to_last
     from vllm_lite.protocol.codec import engine_to_client, pack_tokens
     from vllm_lite.protocol.step import ModelOutput
+    from vllm_lite.tools.bench.engine import _scheduler
 
     with made_to_last():
         scheduler = _scheduler(NUM_REQUESTS)

@@ -1,9 +1,7 @@
 """Benchmarks of single parts of the engine, for its developers: `python benchmarks COMMAND`.
 
 commands.py               the commands and their flags
-engine.py                 scheduler, messages and processes, without a model
 simulated.py              the engine core alone, with simulated workers and a virtual clock
-stub_worker.py            a worker process without a model, which answers at once
 startup.py                from the command `serve` to its first token
 kernels.py                the native kernels against memory's speed and torch
 kernels_attention.py      paged attention and cache writes

@@ -17,6 +17,7 @@ from vllm_lite.tools.cli.bench import (
     add_result_flags,
     check_positive,
     engine_settings,
+    report,
     show,
 )
 
@@ -26,10 +27,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser(prog="benchmarks", description="Measure one part of the engine on this machine.")
     add_benches(parser, BENCHES)
     return run_command(parser, sys.argv[1:] if argv is None else argv)
-
-
-def _report(line: str) -> None:
-    print(line, file=sys.stderr)
 
 
 def _startup_flags(parser: argparse.ArgumentParser) -> None:
@@ -75,13 +72,6 @@ def _llm_settings(words: Sequence[str]) -> dict[str, Any]:
     return {"model": arguments.model or arguments.folder, **engine_settings(arguments)}
 
 
-def _engine(arguments: argparse.Namespace) -> int:
-    """Measure scheduler, messages and processes, without a model."""
-    from micro import engine
-
-    return show(arguments, engine.run(_report), engine.table)
-
-
 def _kernels_flags(parser: argparse.ArgumentParser) -> None:
     parts = "attention,linear,experts,fused,masks,ranks"
     parser.add_argument("--parts", default=parts, help=f"[{parts}]")
@@ -122,7 +112,7 @@ def _kernels(arguments: argparse.Namespace) -> int:
         names = ("shapes", "rows", "dtypes", "forms", "isas", "working_set")
         products = kernels_linear.choose({name: value for name in names if (value := getattr(arguments, name))})
         cases = [kernels_attention.chosen(text) for text in arguments.cases.split(",")] if arguments.cases else []
-        figures = kernels.run(parts, threads, _report, products, cases)
+        figures = kernels.run(parts, threads, report, products, cases)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return show(arguments, figures, kernels.table)
@@ -158,7 +148,6 @@ def _simulated(arguments: argparse.Namespace) -> int:
 
 
 BENCHES = {
-    "engine": Bench("scheduler, messages and processes, without a model", add_json_flag, _engine),
     "simulated": Bench("the engine core alone: requests a second that it schedules", _simulated_flags, _simulated),
     "kernels": Bench("the native CPU kernels against memory's speed and torch", _kernels_flags, _kernels),
     "step": Bench("where the time of one decode step goes, in all processes", _step_flags, _step),

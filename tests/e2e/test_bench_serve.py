@@ -1,4 +1,4 @@
-"""`vllm-lite bench serve|latency|throughput` on the demo model: that their figures are there and agree."""
+"""`vllm-lite bench serve|latency|throughput|engine` on the demo model: that their figures are there and agree."""
 
 import json
 from collections.abc import Iterator
@@ -9,6 +9,7 @@ import pytest
 from tests.http_server import Server, serving
 from vllm_lite.config import demo_folder
 from vllm_lite.tools import cli
+from vllm_lite.tools.bench import engine
 
 DEMO = demo_folder()
 RUN = {"date", "backend", "model_id", "tokenizer_id", "num_prompts", "request_rate", "burstiness", "max_concurrency"}
@@ -117,3 +118,14 @@ def test_throughput_in_vllms_words(tmp_path: Path, capsys: pytest.CaptureFixture
     assert figures["tokens_per_second"] == pytest.approx(3 * ours["together_tok_s"])
     assert figures["elapsed_time"] * figures["requests_per_second"] == pytest.approx(4)
     assert ours["adapted_ratios"] == [pytest.approx(ours["adapted_together_tok_s"] / ours["together_tok_s"], abs=0.01)]
+
+
+def test_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    """Scripts read these keys, and the numbers of sequences below them."""
+    assert cli.main(["bench", "engine", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert all(figures[name] > 0 for name in ("import_s", "engine_ready_s", "round_trip_us", "block_alloc_free_us"))
+    for name in ("schedule_update_us", "message_bytes", "codec_us"):
+        assert [*figures[name]] == ["16", "64", "256", "1024"]
+        assert min(figures[name].values()) > 0
+    assert "OVER" in engine.table(figures | {"round_trip_us": 151.0})

@@ -1,4 +1,4 @@
-"""Importing vllm_lite brings along no module that is slow to load. `python benchmarks engine` has the times."""
+"""Importing vllm_lite brings along no module that is slow to load. `vllm-lite bench engine` has the times."""
 
 import json
 import subprocess

@@ -28,7 +28,7 @@ from vllm_lite.transport import Connection
 from vllm_lite.transport.publisher import MAX_REPLAYS, SLICE_BATCHES
 
 PATIENCE_S = scaled(60.0)
-STUB_WORKER = "benchmarks.micro.stub_worker"
+STUB_WORKER = "vllm_lite.tools.bench.stub_worker"
 
 
 def ask(

@@ -19,7 +19,7 @@ from vllm_lite.transport import Tcp
 from vllm_lite.transport.keys import make_client_keys, make_engine_keys
 
 GENERATION = 5
-STUB_WORKER = "benchmarks.micro.stub_worker"
+STUB_WORKER = "vllm_lite.tools.bench.stub_worker"
 ANY = "tcp://127.0.0.1:*"
 
 

@@ -10,4 +10,6 @@ latency.py                one batch, from its prompts to its last tokens
 throughput.py             many concurrent requests, and one at a time
 transformers_generate.py  the same with transformers, for comparison
 models.py                 larger models with random weights, and LoRA adapters
+engine.py                 scheduler, messages and processes, without a model
+stub_worker.py            a worker process without a model, which answers at once
 """

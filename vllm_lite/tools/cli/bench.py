@@ -1,7 +1,8 @@
-"""Measure this machine, or a server. Benchmarks of single parts are run by `python benchmarks`."""
+"""Measure this machine, or a server. Benchmarks of other single parts are run by `python benchmarks`."""
 
 import argparse
 import json
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +47,10 @@ def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def report(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def add_result_flags(parser: argparse.ArgumentParser, content: str) -> None:
@@ -133,6 +138,13 @@ def _throughput(arguments: argparse.Namespace) -> int:
     return show(arguments, figures, throughput.table, throughput.as_vllm(figures))
 
 
+def _engine(arguments: argparse.Namespace) -> int:
+    """Measure scheduler, messages and processes, without a model."""
+    from vllm_lite.tools.bench import engine
+
+    return show(arguments, engine.run(report), engine.table)
+
+
 BENCHES = {
     "serve": Bench(
         "a server over HTTP, ours or another: throughput and latencies under load",
@@ -141,4 +153,5 @@ BENCHES = {
     ),
     "latency": Bench("one batch, from its prompts to its last tokens", _latency_flags, _latency),
     "throughput": Bench("many concurrent requests, and one at a time", _throughput_flags, _throughput),
+    "engine": Bench("scheduler, messages and processes, without a model", add_json_flag, _engine),
 }

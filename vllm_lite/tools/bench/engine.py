@@ -1,4 +1,4 @@
-"""`python benchmarks engine`: the cost of the engine itself, without any model. Figures are medians on this machine."""
+"""`vllm-lite bench engine`: the cost of the engine itself, without any model. Figures are medians on this machine."""
 
 import gc
 import os
@@ -9,9 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
-from micro import child_path
 from vllm_lite.client.engines.session import Session
 from vllm_lite.config import EngineConfig, ResolvedConfig
 from vllm_lite.engine.blocks.disk_tier import DiskTier
@@ -38,7 +36,7 @@ from vllm_lite.runtime import supervise
 from vllm_lite.runtime.prefix_hash import PrefixHasher
 from vllm_lite.transport.interface import poller
 
-STUB_WORKER = "micro.stub_worker"
+STUB_WORKER = "vllm_lite.tools.bench.stub_worker"
 SIZES = (16, 64, 256, 1024)
 BLOCK_SIZE = 16
 
@@ -62,8 +60,7 @@ def run(report: Callable[[str], None] = lambda _line: None) -> dict[str, Any]:
         ("lookup_4096_us", lookup_4096_us),
     ):
         report(f"measuring {name} ...")
-        with patch.dict(os.environ, child_path()):
-            figures[name] = measure()
+        figures[name] = measure()
     return figures
 
 
