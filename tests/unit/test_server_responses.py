@@ -25,15 +25,12 @@ from vllm_lite.server.responses.history import text_in
 from vllm_lite.server.responses.output import Output, OutputStyle
 from vllm_lite.server.responses.store import (
     HOLDER_OF_THE_MOST,
-    MemoryStore,
-    SqliteStore,
-    Store,
+    ResponseStore,
     StoredResponse,
-    store_of,
 )
 from vllm_lite.server.responses.toolbox import Toolbox
 
-Make = Callable[[int, int], Store]
+Make = Callable[[int, int], ResponseStore]
 
 
 # ---- the log
@@ -67,15 +64,14 @@ def test_a_log_is_bounded() -> None:
     assert log.first == 99
 
 
-# ---- the stores
+# ---- the store
 
 
 @pytest.fixture(params=["memory", "file"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
-    def made(max_bytes: int, max_responses: int) -> Store:
-        if request.param == "memory":
-            return MemoryStore(max_bytes, max_responses)
-        return SqliteStore(str(tmp_path / "store.db"), max_bytes, max_responses)
+    def made(max_bytes: int, max_responses: int) -> ResponseStore:
+        path = None if request.param == "memory" else str(tmp_path / "store.db")
+        return ResponseStore(path, max_bytes, max_responses)
 
     return made
 
@@ -130,16 +126,15 @@ async def test_the_holder_of_the_most_loses_its_own(make: Make) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-async def test_the_counts_of_a_store_in_memory_agree(seed: int) -> None:
-    dice, store = random.Random(seed), MemoryStore(30_000, 20)
-    for _ in range(300):
+async def test_the_limits_hold_after_any_change(make: Make, seed: int) -> None:
+    dice, store = random.Random(seed), make(30_000, 20)
+    for _ in range(100):
         name, holder = str(dice.randrange(40)), dice.choice("xyz")
         await (store.delete(name) if dice.random() < 0.2 else store.put(record(name, dice.randrange(9000), holder)))
-        store.check_integrity()
-        assert len(store) <= 20
-        assert store.num_bytes <= 30_000
+        kept = [each for number in range(40) if (each := await store.get(str(number))) is not None]
+        assert len(kept) <= 20
+        assert sum(each.size for each in kept) <= 30_000
     store.close()
-    store.check_integrity()
 
 
 async def test_a_file_of_the_first_format_can_be_continued(tmp_path: Path) -> None:
@@ -158,7 +153,7 @@ async def test_a_file_of_the_first_format_can_be_continued(tmp_path: Path) -> No
         file.execute("PRAGMA user_version=1")
     file.close()
 
-    stores = [SqliteStore(str(path), 5000, 100) for _ in range(2)]
+    stores = [ResponseStore(str(path), 5000, 100) for _ in range(2)]
     assert await stores[0].get("old") == record("old")
     for number in range(9):
         await stores[number % 2].put(record(str(number), 1000, "new"))
@@ -170,7 +165,7 @@ async def test_a_file_of_the_first_format_can_be_continued(tmp_path: Path) -> No
 def test_a_full_file_is_not_read_through(tmp_path: Path) -> None:
     """The holders' sums are found in an index: behind the records they would take reading all of these."""
     path = tmp_path / "store.db"
-    SqliteStore(str(path), 5000, 100).close()
+    ResponseStore(str(path), 5000, 100).close()
     with sqlite3.connect(path) as file:
         for by in ("count(*)", "sum(size)"):
             plan = [row[-1] for row in file.execute(f"EXPLAIN QUERY PLAN {HOLDER_OF_THE_MOST.format(by)}")]
@@ -182,14 +177,14 @@ def test_a_file_that_is_no_store(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     path.write_bytes(b"not a database" * 100)
     with pytest.raises(ConfigError, match=r"responses_store .* cannot be used: file is not a database"):
-        store_of(str(path), 1000)
+        ResponseStore(str(path), 1000)
     with pytest.raises(ConfigError, match="responses_store"):
-        store_of(str(tmp_path / "no" / "folder"), 1000)
+        ResponseStore(str(tmp_path / "no" / "folder"), 1000)
     other = tmp_path / "newer.db"
     with sqlite3.connect(other) as file:
         file.execute("PRAGMA user_version=7")
     with pytest.raises(ConfigError, match="its format is 7"):
-        store_of(str(other), 1000)
+        ResponseStore(str(other), 1000)
 
 
 # ---- input

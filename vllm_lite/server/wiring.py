@@ -50,7 +50,7 @@ from vllm_lite.server.pooling.runs import PoolingRuns
 from vllm_lite.server.processes.scoreboard import Scoreboard
 from vllm_lite.server.responses.routes import ResponsesRoutes
 from vllm_lite.server.responses.runs import Runs
-from vllm_lite.server.responses.store import store_of
+from vllm_lite.server.responses.store import ResponseStore
 from vllm_lite.server.resumption import Resumption
 from vllm_lite.server.vllm.adapters import AdapterRoutes
 from vllm_lite.server.vllm.derender import DerenderRoutes
@@ -132,7 +132,7 @@ class Application:
             scoreboard,
         )
         self._resumable = ResumableCalls(self.calls, config.stream_resume_s)
-        self._store = store_of(config.responses_store, config.responses_store_bytes)
+        self._store = ResponseStore(config.responses_store, config.responses_store_bytes)
         welcome = engine.session.welcome
         self._reader = BodyReader(config, welcome.max_model_len, takes_images=bool(welcome.placeholders))
         self._runs = Runs(self.calls, self._store, config.stream_resume_s, self._reader.release)

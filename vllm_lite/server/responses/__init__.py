@@ -12,6 +12,6 @@ called.py        one call while its arguments arrive
 output.py        converts generated output to items and to the events of a stream
 event_log.py     the events of one stream, which any number of connections read from any position
 runs.py          running responses, with or without a reader
-store.py         ended responses, in memory or in a SQLite file
+store.py         ended responses, in a SQLite database in memory or in a file
 routes.py        the routes
 """

@@ -31,7 +31,7 @@ from vllm_lite.server.responses.earlier import Earlier, is_running, named
 from vllm_lite.server.responses.event_log import EventLog
 from vllm_lite.server.responses.output import Output, OutputStyle
 from vllm_lite.server.responses.runs import Run, Runs, Sender
-from vllm_lite.server.responses.store import Store, StoredResponse
+from vllm_lite.server.responses.store import ResponseStore, StoredResponse
 from vllm_lite.server.responses.toolbox import Toolbox
 from vllm_lite.server.vllm import rendered
 
@@ -47,7 +47,7 @@ SETTLE_S = 1.0
 class ResponsesRoutes:
     """Answers the routes of /v1/responses: one method each."""
 
-    def __init__(self, generation: Generation, runs: Runs, store: Store) -> None:
+    def __init__(self, generation: Generation, runs: Runs, store: ResponseStore) -> None:
         self._generation = generation
         self._live = generation.live
         self._runs = runs

@@ -19,7 +19,7 @@ from vllm_lite.server.calls.response import MANY_TOKENS, as_error
 from vllm_lite.server.openai.errors import ApiError
 from vllm_lite.server.responses.event_log import EventLog
 from vllm_lite.server.responses.output import Output
-from vllm_lite.server.responses.store import Store, StoredResponse
+from vllm_lite.server.responses.store import ResponseStore, StoredResponse
 
 CLOSE_S = 2.0
 """Seconds for cancelled responses to be stored at shutdown."""
@@ -79,7 +79,7 @@ class Run:
 class Runs:
     """The responses that this server generates. Every method is called on the loop."""
 
-    def __init__(self, calls: Calls, store: Store, resume_s: float, release: Callable[[int], None]) -> None:
+    def __init__(self, calls: Calls, store: ResponseStore, resume_s: float, release: Callable[[int], None]) -> None:
         """A streamed response without a reader for `resume_s` is cancelled, unless it runs in the background. `release`
         is called with the bytes that a run kept until its end."""
         self._calls = calls

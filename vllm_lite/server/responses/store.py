@@ -1,6 +1,6 @@
-"""Stores of responses, bounded in number and bytes: in memory, or in a SQLite file.
+"""ResponseStore: ended and background responses in SQLite, in memory or in a file, bounded in number and bytes.
 
-A store knows no API keys. A record's `owner` is a digest of the key and the response's id, so only a request with the
+The store knows no API keys. A record's `owner` is a digest of the key and the response's id, so only a request with the
 same key finds it. Its `holder` is a digest of the key alone: beyond the limits, the holder with the most loses its
 oldest, so that nobody can evict the responses of others. Without keys all share one holder.
 """
@@ -8,11 +8,9 @@ oldest, so that nobody can evict the responses of others. Without keys all share
 import asyncio
 import os
 import sqlite3
-from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -68,104 +66,25 @@ class StoredResponse(msgspec.Struct, frozen=True):
 _record = msgspec.msgpack.Decoder(StoredResponse)
 
 
-class Store(Protocol):
-    """Keeps records by id. The methods raise ApiError if the store fails."""
+class ResponseStore:
+    """Keeps records by id. A file may be shared by several API servers, and outlives them. The methods raise ApiError
+    if the database fails."""
 
-    async def get(self, response_id: str) -> StoredResponse | None: ...
-
-    async def put(self, record: StoredResponse) -> None:
-        """Store a record, or replace the one with its id. Beyond the limits, the oldest records of the largest holder
-        are dropped; a record larger than the whole store is not stored."""
-
-    async def delete(self, response_id: str) -> bool:
-        """Delete a record. Returns whether it existed."""
-
-    def close(self) -> None: ...
-
-
-class MemoryStore:
-    """Keeps records in memory while this server runs."""
-
-    def __init__(self, max_bytes: int, max_responses: int = MAX_RESPONSES) -> None:
-        self._max_bytes = max_bytes
-        self._max_responses = max_responses
-        self._records: OrderedDict[str, StoredResponse] = OrderedDict()
-        """All records, oldest first."""
-        self._of: dict[str, OrderedDict[str, None]] = {}
-        """Ids of each holder's records, oldest first."""
-        self._num_bytes_of: Counter[str] = Counter()
-        self.num_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    async def get(self, response_id: str) -> StoredResponse | None:
-        return self._records.get(response_id)
-
-    async def put(self, record: StoredResponse) -> None:
-        await self.delete(record.id)
-        if record.size > self._max_bytes:
-            return
-        self._records[record.id] = record
-        self._of.setdefault(record.holder, OrderedDict())[record.id] = None
-        self._count(record, record.size)
-        while len(self._records) > self._max_responses:
-            self._drop_oldest_of(max(self._of, key=lambda holder: len(self._of[holder])))
-        while self.num_bytes > self._max_bytes:
-            self._drop_oldest_of(max(self._of, key=self._num_bytes_of.__getitem__))
-
-    async def delete(self, response_id: str) -> bool:
-        return self._drop(response_id)
-
-    def close(self) -> None:
-        self._records.clear()
-        self._of.clear()
-        self._num_bytes_of.clear()
-        self.num_bytes = 0
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless all counts agree with the records."""
-        held: Counter[str] = Counter()
-        for record in self._records.values():
-            held[record.holder] += record.size
-        ids = {name for ids in self._of.values() for name in ids}
-        if held != self._num_bytes_of or sum(held.values()) != self.num_bytes or ids != self._records.keys():
-            raise AssertionError(f"holders have {held}, counted as {self._num_bytes_of} and {self.num_bytes}")
-
-    def _count(self, record: StoredResponse, num_bytes: int) -> None:
-        self.num_bytes += num_bytes
-        self._num_bytes_of[record.holder] += num_bytes
-
-    def _drop_oldest_of(self, holder: str) -> None:
-        self._drop(next(iter(self._of[holder])))
-
-    def _drop(self, response_id: str) -> bool:
-        record = self._records.pop(response_id, None)
-        if record is None:
-            return False
-        self._count(record, -record.size)
-        del self._of[record.holder][response_id]
-        if not self._of[record.holder]:
-            del self._of[record.holder], self._num_bytes_of[record.holder]
-        return True
-
-
-class SqliteStore:
-    """Keeps records in a file, which several API servers may share, and which outlives them."""
-
-    def __init__(self, path: str, max_bytes: int, max_responses: int = MAX_RESPONSES) -> None:
-        """Open or create the file. Raises ConfigError if it cannot be used."""
+    def __init__(self, path: str | None, max_bytes: int, max_responses: int = MAX_RESPONSES) -> None:
+        """Open or create the file at `path`; None: the records are in memory. Raises ConfigError if it cannot be
+        used."""
         self._max_bytes = max_bytes
         self._max_responses = max_responses
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="responses-store")
         try:
-            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            self._file = self._thread.submit(self._open, Path(path)).result(4 * BUSY_S)
+            if path is not None:
+                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            self._file = self._thread.submit(self._open, path or ":memory:").result(4 * BUSY_S)
         except (OSError, sqlite3.Error, TimeoutError) as error:
             self._thread.shutdown(wait=False)
             raise ConfigError(f"responses_store {path!r} cannot be used: {error}; name another file") from error
 
-    def _open(self, path: Path) -> sqlite3.Connection:
+    def _open(self, path: str) -> sqlite3.Connection:
         file = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None)
         file.execute("PRAGMA journal_mode=WAL")
         file.execute("PRAGMA synchronous=NORMAL")
@@ -183,9 +102,12 @@ class SqliteStore:
         return await self._run(lambda: self._get(response_id))
 
     async def put(self, record: StoredResponse) -> None:
+        """Store a record, or replace the one with its id. Beyond the limits, the oldest records of the largest holder
+        are dropped; a record larger than the whole store is not stored."""
         await self._run(lambda: self._put(record))
 
     async def delete(self, response_id: str) -> bool:
+        """Delete a record. Returns whether it existed."""
         return await self._run(lambda: self._delete(response_id))
 
     def close(self) -> None:
@@ -226,8 +148,3 @@ class SqliteStore:
 
     def _delete(self, response_id: str) -> bool:
         return self._file.execute("DELETE FROM responses WHERE id = ?", (response_id,)).rowcount > 0
-
-
-def store_of(path: str | None, max_bytes: int) -> Store:
-    """Open the store. Raises ConfigError."""
-    return MemoryStore(max_bytes) if path is None else SqliteStore(path, max_bytes)
